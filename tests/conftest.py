@@ -1,0 +1,20 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of shared research data; skips where absent, fails if it is required."""
+    folder = Path(os.environ.get("TANDEM_SHARED", "../shared"))
+    if not (folder / "data" / "README.md").is_file():
+        reason = f"no shared data at {folder} (set TANDEM_SHARED)"
+        if os.environ.get("TANDEM_REQUIRE_SHARED") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return folder

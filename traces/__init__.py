@@ -1,0 +1,1 @@
+"""What happens: requests, sessions and arrivals. Imports nothing else of ours."""

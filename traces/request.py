@@ -1,0 +1,60 @@
+"""The rows of a trace: the only types that every layer knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One line of a trace: what a client asked for, and when.
+
+    `output_tokens` is the ground truth: the engine enforces it and no View shows it.
+    In a closed loop (`session` set, `turn` > 0) the request is released `think_ns` after the
+    answer to the turn before it, and not before `arrival_ns`.
+    """
+
+    request_id: int
+    arrival_ns: int
+    prompt_tokens: int
+    output_tokens: int
+    session: int | None = None
+    turn: int = 0
+    think_ns: int = 0
+    slo: str = ""
+    prompt_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("arrival_ns", "think_ns", "turn"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"request {self.request_id}: {name} must be at least 0")
+        for name in ("prompt_tokens", "output_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"request {self.request_id}: {name} must be at least 1")
+        if self.prompt_ids is not None and len(self.prompt_ids) != self.prompt_tokens:
+            raise ValueError(
+                f"request {self.request_id}: {len(self.prompt_ids)} prompt ids, "
+                f"but prompt_tokens is {self.prompt_tokens}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingJob:
+    """One training job of a trace: what to train, on what, for how long.
+
+    `adapter` is None for full-parameter training, else the LoRA rank. `record_of` names the
+    request whose recorded serving activations this job may start from (Alchemist).
+    """
+
+    job_id: int
+    arrival_ns: int
+    num_layers: int
+    sequence_tokens: int
+    num_steps: int = 1
+    microbatches: int = 1
+    has_update: bool = True
+    model: str = ""
+    dataset: str = ""
+    optimizer: str = "adamw"
+    adapter: int | None = None
+    record_of: int | None = None
