@@ -1,0 +1,1 @@
+"""The shared machine: vocabulary, ledger, the one loop and the recorder. Never imports torch."""

@@ -1,0 +1,88 @@
+"""The seam between deciding and doing: what an executor is given and what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from engine.plan import Op, Pool
+
+
+class Piece(NamedTuple):
+    """One slice as it was when its launch was issued (the job itself has moved on since).
+
+    `context_tokens` are in the KV pages already; the launch adds `tokens` behind them. `pages`
+    is the job's page table: it only ever grows, so the first
+    ceil((context_tokens + tokens) / page) entries stay what they were at issue.
+    """
+
+    job_id: int
+    tokens: int
+    context_tokens: int
+    samples: bool  # the slice reaches the last known token, so it yields the next one
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """An operation as issued: what it waits for and all that an executor must know to run it.
+
+    A Compute has one piece per slice. A Copy has its bytes and, for KV, the page tables on both
+    sides (equal in length).
+    """
+
+    op: Op
+    waits: tuple[Op, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    nbytes: int = 0
+    src_pages: Sequence[int] = ()
+    dst_pages: Sequence[int] = ()
+
+
+class Span(NamedTuple):
+    """When one operation ran, and the workspace it peaked at. Executors report nothing else.
+
+    `peak_bytes` is None where nothing measured or predicted it. `ended` names the jobs whose
+    sampled token was an end of sequence (only where lengths are not forced).
+    """
+
+    op: Op
+    start_ns: int
+    end_ns: int
+    peak_bytes: int | None = None
+    ended: tuple[int, ...] = ()
+
+
+class Executor(Protocol):
+    """Runs launches on first-in-first-out lanes."""
+
+    def prepare(self, launches: Sequence[Launch]) -> int:
+        """Gets a plan's launches ready, in issue order; returns the host's time in ns.
+
+        The host's time is what deciding, booking and preparing took. On a virtual clock the
+        engine lets it pass before the launches run; on a wall clock it has passed already (0).
+        """
+
+    def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
+        """Starts a prepared launch; calls `done` once, on the engine's thread, at its end."""
+
+    def release(self, pool: Pool, pages: Sequence[int]) -> None:
+        """These KV pages are in nobody's use now; their memory may go back to the system."""
+
+
+class Reading(NamedTuple):
+    """What the machine says a pool holds now: never taken from our own counters.
+
+    `persistent_bytes` outlives operations, `process_bytes` is the operating system's view.
+    """
+
+    persistent_bytes: int
+    process_bytes: int | None = None
+
+
+class Meter(Protocol):
+    """Reads what the allocator or the system really holds."""
+
+    def read(self) -> Mapping[Pool, Reading]:
+        """One reading per pool; called at each settle, so it must be cheap."""

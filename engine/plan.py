@@ -1,0 +1,180 @@
+"""The frozen vocabulary of a decision: regions, places, slices, operations and the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from engine.job import Job
+
+COMPUTE_LANE = "compute"
+HOST_LANE = "cpu"
+SHARED_OWNER = -1  # owns what outlives jobs: resident weights
+
+
+class Tier(StrEnum):
+    """Where memory lies."""
+
+    GPU = "gpu"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Kind(StrEnum):
+    """What memory holds."""
+
+    KV = "kv"
+    WEIGHT = "weight"
+    GRADIENT = "gradient"
+    OPTIMIZER = "optimizer"
+    ACTIVATION = "activation"
+
+
+class Work(StrEnum):
+    """What a slice does to its job."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+Pool = tuple[Tier, int]  # a tier of a device; HOST and DISK belong to device 0
+Lane = tuple[int, str]  # a device and what runs first-in-first-out on it
+
+
+class Region(NamedTuple):
+    """Memory moved and freed as one. An owner need not be a job: weights outlive jobs."""
+
+    owner: int
+    kind: Kind
+    part: int = 0  # layer or chunk
+    slot: int = 0  # which of several: microbatch, weight buffer, piece of a record
+
+
+class Place(NamedTuple):
+    """A region in a tier of a device."""
+
+    region: Region
+    tier: Tier
+    device: int = 0
+
+    @property
+    def pool(self) -> Pool:
+        return (self.tier, self.device)
+
+
+@lru_cache(maxsize=1 << 16)
+def kv_place(job_id: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
+    """Where a job's KV lies (or would lie) in a tier."""
+    return Place(Region(job_id, Kind.KV), tier, device)
+
+
+class PageSize(NamedTuple):
+    """The fixed run of KV tokens that is handed out as one. `nbytes` covers all layers."""
+
+    tokens: int
+    nbytes: int
+
+    def count(self, tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-tokens // self.tokens)
+
+    def bytes_for(self, tokens: int) -> int:
+        """Bytes of the pages that hold so many tokens."""
+        return -(-tokens // self.tokens) * self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A piece of one job: `tokens` through `layers` (None: all). Checked against the frontier."""
+
+    job: Job
+    tokens: int
+    work: Work = Work.FORWARD
+    layers: range | None = None
+    microbatch: int = 0
+    version: int = 0  # of the weights
+    record: bool = False  # keep what backward needs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compute:
+    """One launch. Two slices in it are fused; on="cpu" runs on the host's lane."""
+
+    slices: tuple[Slice, ...]
+    reads: tuple[Place, ...] = ()
+    writes: tuple[Place, ...] = ()
+    device: int = 0
+    on: str = COMPUTE_LANE
+    again: bool = False  # recompute: moves no frontier
+
+    @property
+    def lane(self) -> Lane:
+        return (self.device, self.on)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """Copies a region whole. A new destination is booked; a source stays until it is freed."""
+
+    src: Place
+    dst: Place
+
+    @property
+    def lane(self) -> Lane:
+        """Each direction of each link is a lane of its own; a peer copy is the sender's."""
+        if self.src.tier is Tier.GPU and self.dst.tier is Tier.GPU:
+            return (self.src.device, f"peer->{self.dst.device}")
+        owner = self.src if self.src.tier is Tier.GPU else self.dst
+        return (owner.device, f"{self.src.tier}->{self.dst.tier}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grow:
+    """Adds bytes to a place. In a repeated plan: at step `first`, then every `every` steps."""
+
+    place: Place
+    nbytes: int
+    first: int = 0
+    every: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Free:
+    """Gives a place back; its bytes return when all earlier users have ended."""
+
+    place: Place
+
+
+Op = Compute | Copy  # what takes time and runs on a lane
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A sequential program for one device. Lanes overlap it; its meaning is its order."""
+
+    ops: tuple[Op | Grow | Free, ...] = ()
+    restart: tuple[Job, ...] = ()  # their tokens must be computed again
+    refuse: tuple[Job, ...] = ()  # will never fit
+    repeats: int = 1
+    wake_ns: int | None = None  # ask again at this moment
+
+    def __bool__(self) -> bool:
+        """Whether the plan does anything at all."""
+        return bool(self.ops or self.refuse or self.restart)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a planner hands over, frozen and recorded with the run."""
+
+    places: Mapping[Place, int] = field(default_factory=dict)  # bytes held before the first step
+    orders: tuple[tuple[tuple[Work, int], ...], ...] = ()  # per device: (work, microbatch)
+    cuts: tuple[range, ...] = ()  # shards or stages
+    modes: tuple[str, ...] = ()  # per layer: keep, swap, recompute
+    persistent: frozenset[int] = frozenset()
+    buffers: int = 0

@@ -1,0 +1,61 @@
+"""The policy contract: pure functions from a View to a Plan, usually in two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from engine.job import Job
+from engine.plan import Layout, Plan, Pool, Slice
+from engine.view import Cost, View
+
+
+class Policy(Protocol):
+    """Pure: equal views give equal plans; touches no clock and changes nothing it is shown."""
+
+    def plan(self, view: View) -> Plan: ...
+
+
+class Scheduling(Protocol):
+    """Says what to compute next."""
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        """Wanted slices, most wanted first."""
+
+
+class Memory(Protocol):
+    """Makes wanted work fit."""
+
+    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+        """A plan for as many slices as fit, in their order.
+
+        May take memory from less wanted jobs; admits no waiting job after a preemption.
+        """
+
+
+class Planner(Protocol):
+    """Decides once, before the first step, where everything lies."""
+
+    def prepare(
+        self, jobs: Sequence[Job], capacity_bytes: Mapping[Pool, int], cost: Cost
+    ) -> Layout: ...
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A policy in two halves.
+
+    Where no wanted slice fits, it is asked once more as if nobody waited: a prompt that finds no
+    room must not keep running jobs from decoding (law 9).
+    """
+
+    scheduling: Scheduling
+    memory: Memory
+
+    def plan(self, view: View) -> Plan:
+        plan = self.memory.fit(self.scheduling.batch(view), view)
+        if plan or not view.waiting or not view.serving:
+            return plan
+        alone = replace(view, waiting=())
+        return self.memory.fit(self.scheduling.batch(alone), alone)

@@ -1,0 +1,86 @@
+"""The schema of all results, and the recorder that fills it. One schema for every backend."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+SCHEMA_VERSION = 1
+
+I64, I32, TEXT = pa.int64(), pa.int32(), pa.string()
+
+# One row per request. Times are on the run's clock; null where it did not happen.
+REQUESTS = pa.schema(
+    [
+        ("request_id", I64),
+        ("session", I64),
+        ("turn", I32),
+        ("slo", TEXT),
+        ("prompt_tokens", I32),
+        ("output_tokens", I32),  # delivered
+        ("arrival_ns", I64),
+        ("scheduled_ns", I64),  # first issue of a slice
+        ("first_token_ns", I64),
+        ("finish_ns", I64),
+        ("restarts", I32),
+        ("swaps", I32),  # times its KV was copied out
+        ("status", TEXT),  # finished, refused, unfinished
+        ("token_ns", pa.list_(I64)),  # when each output token was delivered
+        ("output_ids", pa.list_(I32)),  # null in a simulation
+    ]
+)
+
+# One row per operation, in settle order. A step is a plan.
+STEPS = pa.schema(
+    [
+        ("step", I64),  # number of the plan
+        ("device", I32),
+        ("lane", TEXT),  # compute, cpu, gpu->host, host->gpu, ...
+        ("issue_ns", I64),
+        ("start_ns", I64),
+        ("end_ns", I64),
+        ("host_ns", I64),  # host time of the whole plan, on its first operation; else 0
+        ("prefill_tokens", I32),
+        ("decode_tokens", I32),
+        ("samples", I32),  # rows of the head
+        ("nbytes", I64),  # of a copy
+        ("peak_bytes", I64),  # workspace; null where neither measured nor predicted
+        ("jobs", pa.list_(I64)),  # of the slices (or the owner of what is copied)
+        ("tokens", pa.list_(I32)),  # per slice
+        ("contexts", pa.list_(I32)),  # per slice: tokens in KV before it
+    ]
+)
+
+# One row per pool and settle, and one after each booking ("issue").
+MEMORY = pa.schema(
+    [
+        ("at_ns", I64),
+        ("cause", TEXT),  # issue or settle
+        ("step", I64),
+        ("tier", TEXT),
+        ("device", I32),
+        ("capacity_bytes", I64),
+        ("free_bytes", I64),
+        ("coming_bytes", I64),
+        ("kv_bytes", I64),
+        ("weight_bytes", I64),
+        ("gradient_bytes", I64),
+        ("optimizer_bytes", I64),
+        ("activation_bytes", I64),
+        ("kv_pages", I64),
+        ("measured_bytes", I64),  # persistent, by the meter; null in a simulation
+        ("process_bytes", I64),  # by the operating system; null where unknown
+    ]
+)
+
+# One row per plan, in issue order: enough to play it back.
+PLANS = pa.schema(
+    [
+        ("step", I64),
+        ("device", I32),
+        ("at_ns", I64),
+        ("returned", pa.list_(I64)),  # finished jobs whose memory came back since the plan before
+        ("body", TEXT),  # JSON, see engine/planlog.py
+    ]
+)
+
+TABLES = {"requests": REQUESTS, "steps": STEPS, "memory": MEMORY, "plans": PLANS}

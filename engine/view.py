@@ -1,0 +1,69 @@
+"""All that a policy may know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from engine.job import Job
+from engine.plan import Layout, Op, PageSize, Place, Pool, Work
+
+LaunchKey = tuple[tuple[Work, range | None, int], ...]  # (work, layers, tokens) of each slice
+
+
+class Moment(NamedTuple):
+    """One launch of the last complete training step: what it touched and what else was held."""
+
+    unit: LaunchKey
+    places: tuple[Place, ...]
+    other_bytes: int  # on the device, neither weights nor optimizer state
+
+
+class Profile(Protocol):
+    """What was measured so far, keyed by whole launches; empty means warm-up."""
+
+    def moments(self, job_id: int) -> Sequence[Moment]:
+        """The launches of a training job's last complete step, in issue order."""
+
+    def mean_ns(self, job_id: int, unit: LaunchKey) -> int | None:
+        """Mean duration of a launch of one job, None before its first settle."""
+
+
+class Cost(Protocol):
+    """Predicted durations, for policies that plan by time."""
+
+    def op_ns(self, op: Op) -> int:
+        """Predicted duration of an operation that has not been issued yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The state at one question, for one device.
+
+    Jobs, held, written, used and issued count work as *issued*. Sequences and mappings are
+    read-only by contract (tested). Bytes come back in issue order: `free_bytes` is the part
+    whose earlier users have all ended, so taking it never waits; taking `coming_bytes` waits.
+    """
+
+    now_ns: int
+    device: int
+    issued: int  # plans issued to this device so far
+    serving: Sequence[Job]  # in service, in the order of their admission
+    training: Sequence[Job]
+    waiting: Sequence[Job]
+    free_bytes: Mapping[Pool, int]
+    coming_bytes: Mapping[Pool, int]
+    held_bytes: Mapping[Place, int]
+    written: Mapping[Place, int]  # stamp of contents: equal = same data
+    used: Mapping[Place, int]  # order of last use
+    in_flight: Sequence[Op]
+    capacity_bytes: Mapping[Pool, int]
+    page: PageSize
+    profile: Profile
+    layout: Layout
+    cost: Cost | None = None
+
+    def room(self, pool: Pool) -> int:
+        """Bytes that can be taken, some of them only after a wait."""
+        return self.free_bytes[pool] + self.coming_bytes[pool]
