@@ -1,0 +1,137 @@
+"""The normalised trace on disk: one Parquet file and the sidecar that says where it came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from traces.request import Request
+from traces.tables import read_table
+
+SCHEMA_VERSION = 1
+COLUMNS = {
+    "request_id": "int64",
+    "session": "int64",
+    "turn": "int32",
+    "arrival_ns": "int64",
+    "think_ns": "int64",
+    "prompt_tokens": "int32",
+    "output_tokens": "int32",
+    "slo": "string",
+    "prompt_ids": "list<int32>",
+}
+NULLABLE = ("session", "prompt_ids")
+
+
+def sidecar_path(path: str | Path) -> Path:
+    """Where the sidecar of a trace lies: its name with .json after it."""
+    path = Path(path)
+    return path.with_name(path.name + ".json")
+
+
+def sha256_of(path: str | Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_trace(
+    path: str | Path, requests: Sequence[Request], origin: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Writes the trace and its sidecar aside, then renames both; returns the sidecar.
+
+    A run killed between the two renames leaves a pair whose hashes differ, which `read_trace`
+    refuses. `origin` is what the importer knows: source, tokenizer, rule, rows read and dropped.
+    """
+    import pyarrow.parquet
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
+    aside_sidecar = sidecar_path(aside)
+    try:
+        pyarrow.parquet.write_table(_table(requests), aside, compression="zstd")
+        sidecar = {
+            "schema_version": SCHEMA_VERSION,
+            "trace": path.name,
+            "trace_sha256": sha256_of(aside),
+            "requests": len(requests),
+            **origin,
+        }
+        aside_sidecar.write_text(json.dumps(sidecar, indent=2) + "\n", encoding="utf-8")
+        aside.replace(path)
+        aside_sidecar.replace(sidecar_path(path))
+    finally:
+        aside.unlink(missing_ok=True)
+        aside_sidecar.unlink(missing_ok=True)
+    return sidecar
+
+
+def read_sidecar(path: str | Path) -> dict[str, Any]:
+    """The sidecar of a trace, checked against the schema version and the trace's bytes."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such trace; make one with `tandem trace import`")
+    beside = sidecar_path(path)
+    if not beside.is_file():
+        raise ValueError(f"{path}: its sidecar {beside.name} is missing; import the source again")
+    try:
+        sidecar = json.loads(beside.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{beside}: not JSON ({error}); import the source again") from error
+    version = sidecar.get("schema_version") if isinstance(sidecar, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ValueError(
+            f"{beside}: schema version {version}, this Tandem reads {SCHEMA_VERSION}; import again"
+        )
+    if sidecar.get("trace_sha256") != sha256_of(path):
+        raise ValueError(f"{path}: its bytes are not those {beside.name} was written for")
+    return dict(sidecar)
+
+
+def read_trace(path: str | Path) -> list[Request]:
+    """The requests of a normalised trace, checked; needs no tokenizer, datasets or torch."""
+    path = Path(path)
+    read_sidecar(path)
+    table = read_table(path)
+    missing = [name for name in COLUMNS if name not in table.column_names]
+    if missing:
+        raise ValueError(f"{path}: no column {', '.join(missing)}; import the source again")
+    for name in COLUMNS:
+        if name not in NULLABLE and table.column(name).null_count:
+            raise ValueError(f"{path}: column {name} has empty cells; import the source again")
+    requests = [_request(path, row) for row in table.select(list(COLUMNS)).to_pylist()]
+    _check_ids(path, requests)
+    return requests
+
+
+def _request(path: Path, row: dict[str, Any]) -> Request:
+    ids = row.pop("prompt_ids")
+    try:
+        return Request(**row, prompt_ids=None if ids is None else tuple(ids))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _check_ids(path: Path, requests: Sequence[Request]) -> None:
+    seen: set[int] = set()
+    for request in requests:
+        if request.request_id in seen:
+            raise ValueError(f"{path}: request_id {request.request_id} occurs twice")
+        seen.add(request.request_id)
+
+
+def _table(requests: Sequence[Request]) -> Any:
+    import pyarrow as pa
+
+    types = {"list<int32>": pa.list_(pa.int32())}
+    schema = pa.schema(
+        pa.field(name, types.get(kind) or pa.type_for_alias(kind), nullable=name in NULLABLE)
+        for name, kind in COLUMNS.items()
+    )
+    columns = {name: [getattr(request, name) for request in requests] for name in COLUMNS}
+    return pa.table(columns, schema=schema)
