@@ -1,0 +1,173 @@
+"""Model specs count what Hugging Face builds, exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.model import ModelSpec
+
+# Figures of the published config.json files.
+LLAMA2_7B = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+}
+LLAMA31_8B = LLAMA2_7B | {
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+}
+QWEN25_7B = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 28,
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN25_HALF = QWEN25_7B | {
+    "num_hidden_layers": 24,
+    "hidden_size": 896,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+QWEN3_06B = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 28,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_8B = QWEN3_06B | {
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 12,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+    "layer_norm_epsilon": 1e-5,
+}
+GPT2_XL = GPT2 | {"n_layer": 48, "n_embd": 1600, "n_head": 25}
+LLAMA_BIASED = LLAMA31_8B | {"attention_bias": True}
+PUBLISHED = {
+    "llama2_7b": LLAMA2_7B,
+    "llama3_8b": LLAMA31_8B,
+    "qwen2_5_7b": QWEN25_7B,
+    "qwen2_5_0_5b": QWEN25_HALF,
+    "qwen3_0_6b": QWEN3_06B,
+    "qwen3_8b": QWEN3_8B,
+    "gpt2": GPT2,
+}
+CONF = Path(__file__).parent.parent / "conf" / "model"
+
+
+def yaml_spec(name: str) -> ModelSpec:
+    fields = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    assert fields.pop("_target_") == "engine.model.ModelSpec"
+    return ModelSpec(**fields)
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, "gpt2_xl", "llama_biased"])
+def test_parameters_equal_hugging_face(name: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = (PUBLISHED | {"gpt2_xl": GPT2_XL, "llama_biased": LLAMA_BIASED})[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    spec = ModelSpec.from_hf(config)
+    assert spec.parameters == sum(p.numel() for p in model.parameters())
+    layers = model.transformer.h if spec.family == "gpt2" else model.model.layers
+    assert spec.layer_parameters == sum(p.numel() for p in layers[0].parameters())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shipped_specs_equal_the_published_configs(name: str) -> None:
+    assert yaml_spec(name) == ModelSpec.from_hf(PUBLISHED[name], name=name)
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_spec_is_buildable_and_named_after_its_file(path: Path) -> None:
+    spec = yaml_spec(path.stem)
+    assert spec.name == path.stem
+    assert spec.parameters > spec.num_layers * spec.layer_matrix_parameters
+
+
+def test_kv_bytes_equal_published_figures() -> None:
+    # RUNTIME.md section 6 (computed there from the published configs in bf16).
+    assert ModelSpec.from_hf(QWEN3_06B).kv_token_bytes == 114_688
+    assert ModelSpec.from_hf(LLAMA31_8B).kv_token_bytes == 131_072
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba'"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"torch_dtype": "int8"}, "dtype 'int8'"),
+        ({"num_key_value_heads": 5}, "5 KV heads"),
+    ],
+)
+def test_foreign_configs_are_refused_in_one_line(change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint) as caught:
+        ModelSpec.from_hf(LLAMA31_8B | change)
+    assert "\n" not in str(caught.value)
+
+
+def test_workspace_follows_its_formula() -> None:
+    head = yaml_spec("gpt2").workspace_bytes([1] * 8, [10] * 8, samples=8)
+    assert head == 8 * 4 * (768 + 768 + 50257)  # eight decodes: the logits are the peak
+    spec = yaml_spec("tiny_llama")
+    mlp = spec.workspace_bytes([512], [0], samples=0)
+    assert mlp == 512 * 4 * (2 * 256 + 3 * 704)
+    gather = spec.workspace_bytes([2], [4000], samples=0)
+    assert gather == 2 * 4 * (2 * 256 + 2 * 256 + 2 * 128) + 2 * 128 * 4002 * 4 + 2 * 4002
+
+
+def test_rope_theta_is_read_from_old_and_new_configs() -> None:
+    new = QWEN3_06B | {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}}
+    assert ModelSpec.from_hf(new).rope_theta == 5e5
+    assert ModelSpec.from_hf(QWEN3_06B).rope_theta == 1e6
