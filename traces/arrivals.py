@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -164,11 +164,16 @@ def _stretched(times: TimesNs, rate: float) -> TimesNs:
     if len(times) < 2 or times[-1] == 0:
         return times
     span_ns = (len(times) - 1) / rate * NS_PER_S
-    return np.rint(times * (span_ns / float(times[-1]))).astype(np.int64)
+    return _rounded(times * (span_ns / float(times[-1])))
 
 
 def _rounded_ns(times_s: npt.NDArray[np.float64]) -> TimesNs:
-    return np.rint(times_s * NS_PER_S).astype(np.int64)
+    return _rounded(times_s * NS_PER_S)
+
+
+def _rounded(times_ns: npt.NDArray[np.floating[Any]]) -> TimesNs:
+    rounded: TimesNs = np.rint(times_ns).astype(np.int64)
+    return rounded
 
 
 def _checked_count(n: int) -> int:

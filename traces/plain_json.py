@@ -1,0 +1,71 @@
+"""Rows of a JSON file without a library that types them; knows where a file is spoilt."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+NOT_JSON = object()  # stands for a line that cannot be read
+HALF_SURROGATE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
+
+
+def plain_rows(path: Path) -> list[Any]:
+    """The rows of one JSON list, or of JSON lines with NOT_JSON for each spoilt line."""
+    text = _text(path)
+    start = text.lstrip()[:1]
+    if start == "[":
+        return _list_rows(path, text)
+    lines = [_line_row(line) for line in text.split("\n") if line.strip()]
+    if lines and all(line is NOT_JSON for line in lines):
+        _list_rows(path, text)  # nothing is JSON by lines: say where it fails as one document
+        raise ValueError(f"{path}: the top level must be a list of conversations")
+    return lines
+
+
+def has_half_surrogate(path: Path) -> bool:
+    """Whether the file may spell half of a surrogate pair, which is not a character."""
+    return HALF_SURROGATE.search(_bytes(path)) is not None
+
+
+def _list_rows(path: Path, text: str) -> list[Any]:
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}, character {error.pos}"
+        raise ValueError(f"{path}: not JSON at {where}: {error.msg}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: JSON nested too deeply to read") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{path}: the top level must be a list of conversations")
+    return rows
+
+
+def _line_row(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (json.JSONDecodeError, RecursionError):
+        return NOT_JSON
+
+
+def _text(path: Path) -> str:
+    try:
+        return _bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from error
+
+
+def _bytes(path: Path) -> bytes:
+    raw = path.read_bytes()
+    if raw[:2] != b"\x1f\x8b":
+        return raw
+    try:
+        return gzip.decompress(raw)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: not a complete gzip file ({error})") from error

@@ -1,0 +1,99 @@
+"""Tokenizers from a path, offline."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Published Llama 3 tokenizers begin with this token by a template that the raw file may lack.
+KNOWN_BOS = "<|begin_of_text|>"
+
+
+@dataclass(frozen=True)
+class LoadedTokenizer:
+    """A tokenizer, the hash of its content, and the ids it puts before every text (its BOS)."""
+
+    path: str
+    sha256: str
+    vocabulary_size: int
+    bos_ids: tuple[int, ...]
+    backend: Any
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without BOS; one parallel batch."""
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+
+def load_tokenizer(path: str | Path, bos_token: str | None = None) -> LoadedTokenizer:
+    """Loads tokenizer.json or tokenizer.json.gz (or its folder), else an AutoTokenizer folder.
+
+    `bos_token` None asks the tokenizer (and takes Llama 3's where its template is missing),
+    "" means none, anything else must be a token of the vocabulary. Never asks the network.
+    """
+    path = Path(path)
+    text = _content(path)
+    backend = _from_text(path, text) if text is not None else _from_auto(path)
+    backend.no_truncation()
+    backend.no_padding()
+    return LoadedTokenizer(
+        path=str(path),
+        sha256=hashlib.sha256((text or backend.to_str()).encode()).hexdigest(),
+        vocabulary_size=backend.get_vocab_size(),
+        bos_ids=_bos_ids(path, backend, bos_token),
+        backend=backend,
+    )
+
+
+def _content(path: Path) -> str | None:
+    if not path.exists():
+        raise ValueError(f"{path}: no such tokenizer; give a folder with tokenizer.json")
+    candidates = (path / "tokenizer.json", path / "tokenizer.json.gz") if path.is_dir() else (path,)
+    for file in candidates:
+        if file.is_file():
+            raw = file.read_bytes()
+            try:
+                return (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode("utf-8")
+            except (OSError, EOFError, UnicodeDecodeError) as error:
+                raise ValueError(f"{file}: not a readable tokenizer file ({error})") from error
+    return None
+
+
+def _from_text(path: Path, text: str) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{path}: not a tokenizer.json ({error})") from error
+
+
+def _from_auto(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(path, local_files_only=True, use_fast=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path}: AutoTokenizer cannot read it ({reason})") from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"{path}: only a slow tokenizer; convert it to tokenizer.json first")
+    return backend
+
+
+def _bos_ids(path: Path, backend: Any, bos_token: str | None) -> tuple[int, ...]:
+    if bos_token is None:
+        own = tuple(backend.encode("").ids)
+        bos = backend.token_to_id(KNOWN_BOS)
+        return own or (() if bos is None else (bos,))
+    if bos_token == "":
+        return ()
+    bos = backend.token_to_id(bos_token)
+    if bos is None:
+        raise ValueError(f"{path}: bos_token {bos_token!r} is not in its vocabulary")
+    return (bos,)
