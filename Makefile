@@ -1,0 +1,60 @@
+# `make help` lists the targets. Everything that runs sets itself up first.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+# The CPU build where pip finds it (a find-links folder, the CPU index); see README for others.
+TORCH_SPEC ?= torch==2.13.0
+TRACE ?=
+TOKENIZER ?=
+ARGS ?=
+OUT ?= outputs/gpu
+JOBS ?= 2
+
+.PHONY: help setup demo test test-all check bench claims gpu gpu-site clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## make the virtual environment (the other targets do it when needed)
+
+$(STAMP): pyproject.toml constraints.txt .ci/setup
+	@VENV=$(VENV) TORCH_SPEC='$(TORCH_SPEC)' .ci/setup
+	@touch $@
+
+demo: $(STAMP) ## one trace, simulated and measured on this CPU, compared (TRACE=sharegpt.json for yours)
+	@$(BIN)/python -m tandem.demo $(if $(TRACE),--trace '$(TRACE)') \
+		$(if $(TOKENIZER),--tokenizer '$(TOKENIZER)') $(ARGS)
+
+test: $(STAMP) ## the fast tests
+	@$(BIN)/python -m pytest -m 'not slow and not gpu' -n $(JOBS) $(ARGS)
+
+test-all: $(STAMP) ## the slow tests too
+	@$(BIN)/python -m pytest -m 'not gpu' -n $(JOBS) $(ARGS)
+
+check: $(STAMP) ## format, lint and types
+	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
+	@echo "check: format, lint and types are clean"
+
+bench: $(STAMP) ## every claim in its quick form, no table written
+	@$(BIN)/python -m benchmarks.claims --quick --dry-run $(ARGS)
+
+claims: $(STAMP) ## every claim in full; writes benchmarks/CLAIMS.md and CLAIMS.csv
+	@$(BIN)/python -m benchmarks.claims $(ARGS)
+
+gpu-site: .gpu-site/.ready ## the pure wheels that a GPU machine without network lacks
+
+.gpu-site/.ready: $(STAMP) constraints.txt
+	@rm -rf .gpu-site && $(BIN)/python -m pip install --quiet --no-compile --no-deps \
+		--target .gpu-site -c constraints.txt simpy hydra-core omegaconf antlr4-python3-runtime
+	@touch $@ && du -sh .gpu-site
+
+gpu: ## on a GPU machine, from a bare checkout: tests, calibration, replay, comparison (into $$OUT)
+	@PYTHONPATH=.gpu-site:. OUT='$(OUT)' $${PYTHON:-python3} -m tandem.gpu $(ARGS)
+
+clean: ## remove the environment, caches and results
+	rm -rf $(VENV) .gpu-site .pytest_cache .mypy_cache .ruff_cache .hypothesis outputs multirun
+	rm -rf *.egg-info build dist && find . -name __pycache__ -type d -prune -exec rm -rf {} +
