@@ -1,0 +1,86 @@
+"""A simpy environment in real time: events happen when they are due, completions are polled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import simpy
+from simpy.core import EmptySchedule, Infinity
+from simpy.events import NORMAL
+
+SPIN_NS = 100_000  # a sleep may overshoot by about this much
+
+
+class _Watched(NamedTuple):
+    ready: Callable[[], bool]
+    result: Callable[[], Any]
+    event: simpy.Event
+
+
+class WallClock(simpy.Environment):
+    """Runs the engine in real time: integer ns since the first step, 0 before it.
+
+    `now` is live: it moves on while an event is handled, so the host's time passes by itself.
+    What other threads or a device complete is polled between events, every `poll_ns` while
+    something is watched.
+    """
+
+    def __init__(self, poll_ns: int = 50_000) -> None:
+        super().__init__(initial_time=0)
+        self._epoch_ns: int | None = None
+        self._poll_ns = poll_ns
+        self._watched: list[_Watched] = []
+
+    @property
+    def now(self) -> int:
+        """ns since the run began; never runs back. Safe to read on any thread."""
+        if self._epoch_ns is None:
+            return int(self._now)
+        return time.perf_counter_ns() - self._epoch_ns
+
+    def start(self) -> None:
+        """Lets time begin (the first step does it too), after what takes long to set up."""
+        if self._epoch_ns is None:
+            self._epoch_ns = time.perf_counter_ns()
+
+    def schedule(self, event: simpy.Event, priority: Any = NORMAL, delay: float = 0) -> None:
+        """Counts a delay from the moment of the call, not from the event being handled."""
+        self._now = self.now
+        super().schedule(event, priority, delay)
+
+    def watch(self, ready: Callable[[], bool], result: Callable[[], Any]) -> simpy.Event:
+        """An event that succeeds with result() once ready(); what result() raises ends the run."""
+        event = self.event()
+        self._watched.append(_Watched(ready, result, event))
+        return event
+
+    def step(self) -> None:
+        """Handles the next event that is due; sleeps until there is one.
+
+        Raises EmptySchedule where nothing is due, scheduled or watched, so nothing can happen.
+        """
+        self.start()
+        while True:
+            self._poll()
+            wait_ns = self.peek() - self.now
+            if wait_ns <= 0:
+                return super().step()
+            if wait_ns == Infinity and not self._watched:
+                raise EmptySchedule
+            self._sleep(wait_ns)
+
+    def _poll(self) -> None:
+        """Triggers what has completed, in the order in which it was watched."""
+        done = [item for item in self._watched if item.ready()]
+        for item in done:
+            self._watched.remove(item)
+            item.event.succeed(item.result())
+
+    def _sleep(self, wait_ns: float) -> None:
+        """Short while something runs, else to just before the next event and then not at all."""
+        if self._watched:
+            time.sleep(min(wait_ns, self._poll_ns) / 1e9)
+        elif wait_ns > SPIN_NS:
+            time.sleep((wait_ns - SPIN_NS) / 1e9)
