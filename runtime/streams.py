@@ -1,0 +1,147 @@
+"""What every executor in real time shares: a lane per stream or thread, a mark per launch.
+
+Waits become waits of a lane for marks, one to one; a mark is polled by the clock; its span goes to
+the engine. Threads (wall.py) and CUDA streams (cuda.py) differ only in their lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from engine.executor import Launch, Span
+from engine.plan import Lane, Op, Pool
+from runtime.clock import WallClock
+
+
+class Machine(Protocol):
+    """Carries out launches: runtime.machine.Machine, or a fake one in tests."""
+
+    def prepare(self, launch: Launch) -> Any: ...
+
+    def execute(self, prepared: Any) -> tuple[int, ...]: ...
+
+    def release(self, pool: Pool, pages: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """A launch as its lane gets it: prepared, a long copy in several parts."""
+
+    launch: Launch
+    parts: tuple[tuple[Any, int], ...]  # (prepared, bytes of the copy)
+
+
+class Mark(Protocol):
+    """The end of one launch on its lane."""
+
+    def is_past(self) -> bool:
+        """Whether the launch has ended (or failed). Never blocks."""
+
+    def span(self) -> Span:
+        """When it ran, on the run's clock; raises what the launch raised. Only once past."""
+
+
+class StreamLane(Protocol):
+    """Starts work first-in-first-out, each behind the marks it waits for."""
+
+    def start(self, work: Work, waits: Sequence[Mark]) -> Mark: ...
+
+    def stop(self) -> None:
+        """Asks the lane to end early; does not wait."""
+
+    def join(self) -> None:
+        """Returns when nothing of this lane runs any more."""
+
+
+class StreamExecutor:
+    """An engine.executor.Executor in real time over lanes of one kind.
+
+    `chunk_bytes`: copies of KV pages longer than this are handed over in parts (None: whole).
+    A failed launch raises in the engine, at the poll that finds its mark. Use it as a context
+    manager: its lanes end with the block, whatever happened.
+    """
+
+    def __init__(
+        self,
+        clock: WallClock,
+        machine: Machine,
+        open_lane: Callable[[Lane], StreamLane],
+        chunk_bytes: int | None = None,
+    ) -> None:
+        self.clock = clock
+        self.machine = machine
+        self._open_lane = open_lane
+        self._chunk_bytes = chunk_bytes
+        self._lanes: dict[Lane, StreamLane] = {}
+        self._work: dict[Op, Work] = {}
+        self._marks: dict[Op, Mark] = {}
+
+    def prepare(self, launches: Sequence[Launch]) -> int:
+        """Builds what the launches need; 0, as the host's time passes by itself."""
+        for launch in launches:
+            parts = split_copy(launch, self._chunk_bytes)
+            prepared = tuple((self.machine.prepare(part), part.nbytes) for part in parts)
+            self._work[launch.op] = Work(launch, prepared)
+        return 0
+
+    def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
+        """Starts a prepared launch; what has settled is waited for no more."""
+        op = launch.op
+        waits = [self._marks[other] for other in launch.waits if other in self._marks]
+        mark = self._marks[op] = self._lane(op.lane).start(self._work.pop(op), waits)
+
+        def settle(span: Span) -> None:
+            del self._marks[op]
+            done(span)
+
+        event = self.clock.watch(mark.is_past, mark.span)
+        event.callbacks.append(lambda event: settle(event.value))
+
+    def release(self, pool: Pool, pages: Sequence[int]) -> None:
+        """Gives the memory of KV pages in nobody's use back to the system."""
+        self.machine.release(pool, pages)
+
+    def close(self) -> None:
+        """Ends all lanes; what has not started never runs."""
+        for lane in self._lanes.values():
+            lane.stop()
+        for lane in self._lanes.values():
+            lane.join()
+        self._lanes.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _lane(self, name: Lane) -> StreamLane:
+        if name not in self._lanes:
+            self._lanes[name] = self._open_lane(name)
+        return self._lanes[name]
+
+
+def split_copy(launch: Launch, chunk_bytes: int | None) -> list[Launch]:
+    """A copy of KV pages as copies of at most `chunk_bytes` (at least a page); else unchanged."""
+    count = len(launch.src_pages)
+    if chunk_bytes is None or count < 2 or launch.nbytes <= chunk_bytes:
+        return [launch]
+    page_bytes = launch.nbytes // count
+    each = max(1, chunk_bytes // page_bytes)
+    return [
+        replace(
+            launch,
+            nbytes=page_bytes * min(each, count - first),
+            src_pages=launch.src_pages[first : first + each],
+            dst_pages=launch.dst_pages[first : first + each],
+        )
+        for first in range(0, count, each)
+    ]

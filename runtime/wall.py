@@ -1,0 +1,130 @@
+"""CPU work in real time: a worker thread per lane, copies as slow as their link."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from engine.executor import Span
+from engine.plan import Lane
+from runtime.clock import WallClock
+from runtime.link import Link
+from runtime.streams import Machine, StreamExecutor, Work
+
+CHUNK_BYTES = 256 * 1024  # a throttled copy pauses between parts of this size
+
+
+class LaneClosedError(RuntimeError):
+    """The executor was closed before this launch could run."""
+
+
+@dataclass(slots=True, eq=False)
+class ThreadMark:
+    """The end of a launch on a thread; other lanes block on it as on a CUDA event."""
+
+    work: Work
+    past: threading.Event = field(default_factory=threading.Event)
+    start_ns: int = 0
+    end_ns: int = 0
+    peak_bytes: int | None = None
+    ended: tuple[int, ...] = ()
+    error: BaseException | None = None
+
+    def is_past(self) -> bool:
+        return self.past.is_set()
+
+    def span(self) -> Span:
+        self.check()
+        return Span(self.work.launch.op, self.start_ns, self.end_ns, self.peak_bytes, self.ended)
+
+    def check(self) -> None:
+        """Raises what the launch raised."""
+        if self.error is not None:
+            raise self.error
+
+    def wait(self) -> None:
+        """Blocks until past. A launch behind a failed one fails too: its input is garbage."""
+        self.past.wait()
+        self.check()
+
+
+class ThreadLane:
+    """A worker thread that carries out one lane's launches in order."""
+
+    def __init__(self, name: Lane, clock: WallClock, machine: Machine, link: Link | None) -> None:
+        self._clock = clock
+        self._machine = machine
+        self._link = link
+        self._closing = threading.Event()
+        self._inbox: queue.SimpleQueue[tuple[ThreadMark, Sequence[Any]] | None]
+        self._inbox = queue.SimpleQueue()
+        self._threads = torch.get_num_threads()
+        label = f"lane {name[0]} {name[1]}"
+        self._thread = threading.Thread(target=self._loop, name=label, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Work, waits: Sequence[Any]) -> ThreadMark:
+        mark = ThreadMark(work)
+        self._inbox.put((mark, waits))
+        return mark
+
+    def stop(self) -> None:
+        self._closing.set()
+        self._inbox.put(None)
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _loop(self) -> None:
+        torch.set_num_threads(self._threads)  # torch keeps these two per thread
+        torch.set_flush_denormal(True)
+        while (item := self._inbox.get()) is not None:
+            mark, waits = item
+            try:
+                self._carry_out(mark, waits)
+            except BaseException as error:  # raised again on the engine's thread, by span()
+                mark.error = error
+            mark.past.set()
+
+    def _carry_out(self, mark: ThreadMark, waits: Sequence[ThreadMark]) -> None:
+        for other in waits:
+            other.wait()
+        if self._closing.is_set():
+            raise LaneClosedError("the executor was closed before this launch could run")
+        mark.start_ns, carried = self._clock.now, 0
+        for prepared, nbytes in mark.work.parts:
+            mark.ended += self._machine.execute(prepared)
+            carried += nbytes
+            self._throttle(mark.start_ns, carried)
+        mark.end_ns = self._clock.now
+
+    def _throttle(self, start_ns: int, carried_bytes: int) -> None:
+        """Sleeps until the link would have carried so many bytes; overshoots do not add up."""
+        if self._link is None:
+            return
+        late_ns = start_ns + self._link.duration_ns(carried_bytes) - self._clock.now
+        if late_ns > 0:
+            self._closing.wait(late_ns / 1e9)
+
+
+class WallExecutor(StreamExecutor):
+    """The executor of `backend=cpu clock=wall`.
+
+    `links` gives copy lanes their speed by name ("gpu->host", "host->gpu", "peer->1"); a lane
+    without one runs as fast as memory allows.
+    """
+
+    def __init__(
+        self, clock: WallClock, machine: Machine, links: Mapping[str, Link] | None = None
+    ) -> None:
+        by_name = dict(links or {})
+
+        def open_lane(lane: Lane) -> ThreadLane:
+            return ThreadLane(lane, clock, machine, by_name.get(lane[1]))
+
+        super().__init__(clock, machine, open_lane, CHUNK_BYTES)
