@@ -1,0 +1,1 @@
+"""Reads run folders and nothing else: metrics, comparison, plots, report."""

@@ -1,0 +1,103 @@
+"""Why two runs differ: single operations, decisions against timing, lanes, settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from analysis.agreement import agreement
+from analysis.distance import relative_error
+from analysis.metrics import LATENCIES, THROUGHPUTS, samples, throughput
+from analysis.run import Run
+from analysis.usage import host_share, lane_shares, memory_use, operations
+
+SPLIT = ("mean ttft", "mean tpot", "mean e2e", *THROUGHPUTS, "peak kv")
+
+
+def matched_steps(prediction: Run, measurement: Run) -> pd.DataFrame:
+    """Operations of the plans that both runs have in common (their prefix), side by side."""
+    common = agreement(prediction, measurement).common
+    keys = ["index", "device", "lane", "order"]
+    parts = []
+    for run in (prediction, measurement):
+        number = pd.Series(range(common), index=run.plans["step"].iloc[:common])
+        ops = operations(run).assign(index=run.steps["step"].map(number))
+        parts.append(ops.dropna(subset="index"))
+    columns = [*keys, "group", "start_ns", "duration", "host"]
+    left = parts[0][[*keys, "start_ns", "duration", "host"]]
+    return left.merge(parts[1][columns], on=keys, suffixes=("_prediction", "_measurement"))
+
+
+def step_errors(prediction: Run, measurement: Run) -> pd.DataFrame:
+    """Durations of the same operations by group, and of the host per plan: the cost model's
+    error. sum_error weighs long operations more; mean_abs is over single operations.
+    """
+    rows = matched_steps(prediction, measurement)
+    parts = [(str(name), part, "duration") for name, part in rows.groupby("group")]
+    host = rows[(rows["host_prediction"] > 0) | (rows["host_measurement"] > 0)]
+    if len(host):
+        parts.append(("host", host, "host"))
+    out = []
+    for name, part, column in parts:
+        a, b = part[f"{column}_prediction"], part[f"{column}_measurement"]
+        single = ((a - b) / b.where(b > 0)).abs().mean()
+        total = relative_error(float(a.sum()), float(b.sum()))
+        out.append((name, len(part), a.sum(), b.sum(), a.mean(), b.mean(), total, single))
+    sums = ["sum_prediction", "sum_measurement", "mean_prediction", "mean_measurement"]
+    return pd.DataFrame(out, columns=["group", "count", *sums, "sum_error", "mean_abs"])
+
+
+def split(prediction: Run, replay: Run | None, measurement: Run) -> pd.DataFrame:
+    """Why the runs differ: total = decisions + timing, exactly, in the metric's unit.
+
+    decisions = prediction - replay (same cost model, other plans); timing = replay - measurement
+    (same plans, other durations). `_share` columns are relative to the measurement.
+    """
+    names = ["metric", "prediction", "replay", "measurement", "decisions", "timing", "total"]
+    if replay is None:
+        return pd.DataFrame(columns=[*names, "decisions_share", "timing_share"])
+    figures = [_figures(run) for run in (prediction, replay, measurement)]
+    rows = []
+    for name in SPLIT:
+        if all(name in figure for figure in figures):
+            a, r, b = (figure[name] for figure in figures)
+            rows.append((name, a, r, b, a - r, r - b, a - b))
+    out = pd.DataFrame(rows, columns=names)
+    size = out["measurement"].abs().where(out["measurement"] != 0)
+    return out.assign(decisions_share=out["decisions"] / size, timing_share=out["timing"] / size)
+
+
+def _figures(run: Run) -> dict[str, float]:
+    values = samples(run)
+    out = {f"mean {m}": float(values[m].mean()) for m in LATENCIES if len(values[m])}
+    use = memory_use(run)
+    kv = use[use["pool"].eq("gpu:0") & use["kind"].eq("kv")]["peak"]
+    return out | throughput(run) | ({"peak kv": float(kv.iloc[0])} if len(kv) else {})
+
+
+def shares(prediction: Run, measurement: Run) -> pd.DataFrame:
+    """Share of each run that every lane, and the host between plans, was busy."""
+    a, b = ({**lane_shares(run), "host": host_share(run)} for run in (prediction, measurement))
+    rows = [(name, a.get(name, 0.0), b.get(name, 0.0)) for name in sorted(a.keys() | b.keys())]
+    return pd.DataFrame(rows, columns=["lane", "prediction", "measurement"])
+
+
+def settings(prediction: Run, measurement: Run) -> pd.DataFrame:
+    """Configuration keys whose values differ: with one trace and policy, only the backend's."""
+    a, b = (_flat(run.config) for run in (prediction, measurement))
+    rows = [
+        (key, str(a.get(key, "-")), str(b.get(key, "-")))
+        for key in sorted(a.keys() | b.keys())
+        if a.get(key) != b.get(key)
+    ]
+    return pd.DataFrame(rows, columns=["key", "prediction", "measurement"])
+
+
+def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(config, dict):
+        return {prefix.removesuffix("."): config}
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        out |= _flat(value, f"{prefix}{key}.")
+    return out

@@ -1,0 +1,161 @@
+"""Two runs of one trace side by side: how far apart, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.agreement import Agreement, agreement
+from analysis.causes import settings, shares, split, step_errors
+from analysis.distance import ks, relative_error, wasserstein
+from analysis.metrics import LATENCIES, THROUGHPUTS, per_request, samples, statistics, throughput
+from analysis.run import Run
+from analysis.usage import memory_use
+
+PER_REQUEST = ("ttft", "tpot", "e2e", "norm_latency")
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """A prediction beside a measurement. Errors are signed and relative to the measurement.
+
+    errors: metric, stat, unit, prediction, measurement, error. distances: metric, ks,
+    wasserstein. requests: both values and the error per request finished in both runs.
+    request_errors: distribution of those. memory: pool, kind, stat, both values, error.
+    steps: durations by group. split: empty without a replay of the measured plan log.
+    shares: host and lanes, as shares of each run.
+    """
+
+    prediction: Run
+    measurement: Run
+    replay: Run | None
+    errors: pd.DataFrame
+    distances: pd.DataFrame
+    requests: pd.DataFrame
+    request_errors: pd.DataFrame
+    memory: pd.DataFrame
+    steps: pd.DataFrame
+    split: pd.DataFrame
+    shares: pd.DataFrame
+    settings: pd.DataFrame
+    plans: Agreement
+
+    def error(self, metric: str, stat: str) -> float:
+        """One signed relative error; NaN where it is undefined."""
+        rows = self.errors
+        found = rows[rows["metric"].eq(metric) & rows["stat"].eq(stat)]["error"]
+        return float(found.iloc[0]) if len(found) else float("nan")
+
+
+def compare(prediction: Run, measurement: Run, replay: Run | None = None) -> Comparison:
+    """Joins two runs of one trace; `replay` is a simulation of the measured plan log.
+
+    ValueError where the runs did not serve the same requests.
+    """
+    for run in (prediction, replay):
+        if run is not None:
+            check_same_trace(run, measurement)
+    requests = joined(prediction, measurement)
+    return Comparison(
+        prediction,
+        measurement,
+        replay,
+        errors=errors(prediction, measurement),
+        distances=distances(prediction, measurement),
+        requests=requests,
+        request_errors=request_errors(requests),
+        memory=memory_errors(prediction, measurement),
+        steps=step_errors(replay or prediction, measurement),
+        split=split(prediction, replay, measurement),
+        shares=shares(prediction, measurement),
+        settings=settings(prediction, measurement),
+        plans=agreement(prediction, measurement),
+    )
+
+
+def check_same_trace(a: Run, b: Run) -> None:
+    """ValueError unless both runs were given the same requests."""
+    hashes = [run.provenance.get("trace_hash") for run in (a, b)]
+    if None not in hashes and hashes[0] != hashes[1]:
+        raise ValueError(f"{a.name} and {b.name} replay different traces (hashes differ)")
+    left, right = (run.requests.set_index("request_id")["prompt_tokens"] for run in (a, b))
+    if odd := sorted(set(left.index) ^ set(right.index)):
+        where = a.name if odd[0] in left.index else b.name
+        raise ValueError(
+            f"{a.name} and {b.name} replay different traces: "
+            f"{len(odd)} requests are in one only (request {odd[0]} in {where})"
+        )
+    if differ := [i for i in left.index if left[i] != right[i]]:
+        raise ValueError(
+            f"{a.name} and {b.name} replay different traces: request {differ[0]} has "
+            f"{left[differ[0]]} prompt tokens in one, {right[differ[0]]} in the other"
+        )
+
+
+def errors(prediction: Run, measurement: Run) -> pd.DataFrame:
+    """Every latency at mean, p50, p90, p99 and every throughput."""
+    sampled = [samples(run) for run in (prediction, measurement)]
+    rows: list[tuple[Any, ...]] = []
+    for metric in LATENCIES:
+        a, b = (statistics(values[metric]) for values in sampled)
+        rows += [(metric, stat, "s", a[stat], b[stat]) for stat in a if stat in b]
+    a, b = throughput(prediction), throughput(measurement)
+    units = {"request_throughput": "requests/s", "duration_s": "s"}
+    for metric in (*THROUGHPUTS, "duration_s"):
+        if metric in a and metric in b:
+            name, unit = metric.removesuffix("_s"), units.get(metric, "tokens/s")
+            rows.append((name, "run", unit, a[metric], b[metric]))
+    return _with_error(rows, ["metric", "stat", "unit"])
+
+
+def _with_error(rows: list[tuple[Any, ...]], names: list[str]) -> pd.DataFrame:
+    """Rows end in prediction, measurement; adds the signed relative error."""
+    full = [(*row, relative_error(row[-2], row[-1])) for row in rows]
+    return pd.DataFrame(full, columns=[*names, "prediction", "measurement", "error"])
+
+
+def distances(prediction: Run, measurement: Run) -> pd.DataFrame:
+    """Per latency: KS and Wasserstein-1 (over the measured mean) between the distributions."""
+    a, b = samples(prediction), samples(measurement)
+    rows = [(m, ks(a[m], b[m]), wasserstein(a[m], b[m])) for m in LATENCIES]
+    return pd.DataFrame(rows, columns=["metric", "ks", "wasserstein"])
+
+
+def joined(prediction: Run, measurement: Run) -> pd.DataFrame:
+    """Requests finished in both, by id: `<metric>_prediction`, `_measurement`, `_error`."""
+    a, b = per_request(prediction), per_request(measurement)
+    both = a.index[a["status"].eq("finished") & b["status"].eq("finished").reindex(a.index)]
+    columns: dict[str, Any] = {n: b.loc[both, n] for n in ("prompt_tokens", "output_tokens")}
+    for metric in PER_REQUEST:
+        left, right = a.loc[both, metric], b.loc[both, metric]
+        columns[f"{metric}_prediction"], columns[f"{metric}_measurement"] = left, right
+        columns[f"{metric}_error"] = (left - right) / right.where(right > 0)
+    return pd.DataFrame(columns, index=both)
+
+
+def request_errors(requests: pd.DataFrame) -> pd.DataFrame:
+    """Distribution of the per-request errors: signed percentiles, mean absolute, share in 10 %."""
+    rows = []
+    for metric in PER_REQUEST:
+        values = requests[f"{metric}_error"].dropna().to_numpy(float)
+        if len(values):
+            p10, p50, p90 = np.percentile(values, (10, 50, 90), method="linear")
+            size = np.abs(values)
+            rows.append((metric, len(values), p10, p50, p90, size.mean(), (size <= 0.1).mean()))
+    names = ["metric", "requests", "p10", "p50", "p90", "mean_abs", "within_10"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def memory_errors(prediction: Run, measurement: Run) -> pd.DataFrame:
+    """Peak and time-weighted mean bytes per pool and kind that both runs know."""
+    keys = ["pool", "kind"]
+    both = memory_use(prediction).merge(memory_use(measurement), on=keys, suffixes=("_a", "_b"))
+    rows: list[tuple[Any, ...]] = [
+        (row["pool"], row["kind"], stat, row[f"{stat}_a"], row[f"{stat}_b"])
+        for row in both.to_dict("records")
+        for stat in ("peak", "mean")
+    ]
+    return _with_error(rows, ["pool", "kind", "stat"])

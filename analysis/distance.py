@@ -1,0 +1,36 @@
+"""How far two numbers or two samples are apart."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+def relative_error(prediction: float, measurement: float) -> float:
+    """Signed: +0.05 is a prediction 5 % too high. 0 where both are 0, NaN where only one is."""
+    if measurement == 0:
+        return 0.0 if prediction == 0 else float("nan")
+    return (prediction - measurement) / abs(measurement)
+
+
+def ks(a: Floats, b: Floats) -> float:
+    """Kolmogorov-Smirnov distance: the largest gap of the two distribution functions, 0 to 1."""
+    if not len(a) or not len(b):
+        return float("nan")
+    at = np.concatenate([a, b])
+    return float(np.abs(_cdf(a, at) - _cdf(b, at)).max())
+
+
+def wasserstein(a: Floats, b: Floats) -> float:
+    """Wasserstein-1 distance over the mean of b: the mean shift of mass, relative to b."""
+    if not len(a) or not len(b) or b.mean() == 0:
+        return float("nan")
+    at = np.sort(np.concatenate([a, b]))
+    area = (np.abs(_cdf(a, at[:-1]) - _cdf(b, at[:-1])) * np.diff(at)).sum()
+    return float(area / abs(b.mean()))
+
+
+def _cdf(values: Floats, at: Floats) -> Floats:
+    return np.searchsorted(np.sort(values), at, side="right") / len(values)

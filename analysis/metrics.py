@@ -1,0 +1,163 @@
+"""One definition of every latency and throughput, for predictions and measurements alike.
+
+Names and definitions are vLLM's (`vllm bench serve`), in seconds. Traps: TPOT elsewhere may mean
+e2e / output tokens (GuideLLM) or be called ITL (aiperf); here it leaves out the first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from analysis.run import Run
+from analysis.usage import copied_bytes, host_share, kv_usage, lane_shares, memory_use
+
+Floats = NDArray[np.float64]
+
+LATENCIES = ("ttft", "tpot", "itl", "e2e", "norm_latency")
+THROUGHPUTS = ("request_throughput", "output_throughput", "total_token_throughput")
+SLO_KEYS = ("ttft_s", "tpot_s", "e2e_s")
+TRIM = 0.1  # share of the finishes cut off at each end of the steady window
+
+
+def per_request(run: Run) -> pd.DataFrame:
+    """Latencies in seconds per request, indexed by request_id; NaN where undefined.
+
+    ttft: first token - arrival, queueing included. tpot: (finish - first token) / (output - 1),
+    undefined for one token or none. e2e: finish - arrival. norm_latency: e2e / output tokens.
+    queue: first issue - arrival. Only finished requests have latencies, as in vLLM.
+    """
+    rows = run.requests.set_index("request_id").sort_index()
+    out = rows[["status", "slo", "prompt_tokens", "output_tokens", "restarts", "swaps"]].copy()
+    done = rows["status"].eq("finished")
+    arrival, finish = rows["arrival_ns"], rows["finish_ns"].where(done)
+    first, tokens = rows["first_token_ns"].where(done), rows["output_tokens"]
+    out["arrival"] = arrival / 1e9
+    out["queue"] = (rows["scheduled_ns"].where(done) - arrival) / 1e9
+    out["ttft"] = (first - arrival) / 1e9
+    out["tpot"] = (finish - first) / (tokens - 1).where(tokens > 1) / 1e9
+    out["e2e"] = (finish - arrival) / 1e9
+    out["norm_latency"] = out["e2e"] / tokens.where(tokens > 0)
+    return out
+
+
+def itl(run: Run) -> Floats:
+    """Every gap between consecutive tokens of a finished request, in seconds, pooled.
+
+    A long request weighs more here than in TPOT, which has one value per request.
+    """
+    done = run.requests["status"].eq("finished")
+    gaps = [np.diff(np.asarray(t, np.float64)) for t in run.requests.loc[done, "token_ns"]]
+    return np.concatenate([*gaps, np.empty(0)]) / 1e9
+
+
+def samples(run: Run) -> dict[str, Floats]:
+    """The defined values of each latency: one per request, ITL pooled. Seconds."""
+    rows = per_request(run)
+    found = {name: rows[name].dropna().to_numpy(np.float64) for name in LATENCIES if name != "itl"}
+    return {name: itl(run) if name == "itl" else found[name] for name in LATENCIES}
+
+
+def statistics(values: Floats) -> dict[str, float]:
+    """Mean and percentiles (numpy's linear interpolation); empty where there are no values."""
+    if not len(values):
+        return {}
+    p50, p90, p99 = (float(p) for p in np.percentile(values, (50, 90, 99), method="linear"))
+    return {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99}
+
+
+def window_ns(run: Run) -> tuple[float, float]:
+    """First arrival and last finish. The tail is in it: vLLM drains too. (nan, nan) if none."""
+    finish = run.requests["finish_ns"].where(run.requests["status"].eq("finished"))
+    return float(run.requests["arrival_ns"].min()), float(finish.max())
+
+
+def throughput(run: Run) -> dict[str, float]:
+    """Finished requests, their output tokens and all their tokens, per second of the window."""
+    done = run.requests[run.requests["status"].eq("finished")]
+    start, end = window_ns(run)
+    duration_s = (end - start) / 1e9
+    if not duration_s > 0:
+        return {}
+    output = float(done["output_tokens"].sum())
+    return {
+        "duration_s": duration_s,
+        "request_throughput": len(done) / duration_s,
+        "output_throughput": output / duration_s,
+        "total_token_throughput": (output + float(done["prompt_tokens"].sum())) / duration_s,
+    }
+
+
+def steady_throughput(run: Run, trim: float = TRIM) -> dict[str, float]:
+    """Throughput without warm-up and drain: between the times when the first and all but the
+    last `trim` of the requests had finished. Counts finishes and tokens that fall inside.
+    """
+    done = run.requests[run.requests["status"].eq("finished")]
+    finish = np.sort(done["finish_ns"].to_numpy(np.float64))
+    cut = int(len(finish) * trim)
+    if len(finish) < 3 or cut == 0 or finish[cut - 1] >= finish[-cut - 1]:
+        return {}
+    start, end = finish[cut - 1], finish[-cut - 1]
+    tokens = np.concatenate([np.asarray(t, np.float64) for t in done["token_ns"]])
+    duration_s = float(end - start) / 1e9
+    return {
+        "steady_duration_s": duration_s,
+        "steady_request_throughput": float(((finish > start) & (finish <= end)).sum()) / duration_s,
+        "steady_output_throughput": float(((tokens > start) & (tokens <= end)).sum()) / duration_s,
+    }
+
+
+def goodput(run: Run, slo: Mapping[str, float]) -> dict[str, float]:
+    """Requests that meet all limits, per second (goodput) and as a share (slo_attainment).
+
+    `slo`: limits in seconds, keys of SLO_KEYS. A request of one token has a TPOT of 0, as in
+    vLLM. The share is of all requests: refused and unfinished ones miss their SLO.
+    """
+    if wrong := [key for key in slo if key not in SLO_KEYS]:
+        raise ValueError(f"unknown SLO {wrong[0]!r}: known are {', '.join(SLO_KEYS)}")
+    rows, duration_s = per_request(run), throughput(run).get("duration_s")
+    met = rows["status"].eq("finished")
+    for key, limit in slo.items():
+        name = key.removesuffix("_s")
+        values = rows[name].fillna(0.0) if name == "tpot" else rows[name]
+        met &= values <= limit
+    out = {"slo_attainment": float(met.mean())} if len(rows) else {}
+    return out | ({"goodput": float(met.sum()) / duration_s} if duration_s else {})
+
+
+def max_concurrency(run: Run) -> int:
+    """Most requests that had arrived and not finished at one time."""
+    done = run.requests[run.requests["status"].eq("finished")]
+    at = np.concatenate([done["arrival_ns"].to_numpy(float), done["finish_ns"].to_numpy(float)])
+    change = np.repeat([1, -1], len(done))
+    order = np.lexsort((change, at))  # a finish before an arrival at the same time
+    return int(np.cumsum(change[order]).max(initial=0))
+
+
+def summary(run: Run, slo: Mapping[str, float] | None = None) -> dict[str, float | int | str]:
+    """All metrics of a run as flat scalars: metrics.json. What is undefined is left out."""
+    out: dict[str, float | int | str] = {"backend": run.backend, **_counts(run)}
+    out |= throughput(run) | steady_throughput(run) | (goodput(run, slo) if slo else {})
+    for name, values in samples(run).items():
+        out |= {f"{stat}_{name}_s": value for stat, value in statistics(values).items()}
+    for row in memory_use(run).to_dict("records"):
+        key = f"{str(row['pool']).replace(':', '')}_{row['kind']}_bytes"
+        out |= {f"peak_{key}": int(row["peak"]), f"mean_{key}": float(row["mean"])}
+    out |= kv_usage(run)
+    for lane, share in lane_shares(run).items():
+        out[f"busy_share_{lane}"] = share
+    return out | {"host_share": host_share(run), "copied_bytes": copied_bytes(run)}
+
+
+def _counts(run: Run) -> dict[str, int]:
+    rows = run.requests
+    out = {"num_requests": len(rows)}
+    for status in ("finished", "refused", "unfinished"):
+        out[f"num_{status}"] = int(rows["status"].eq(status).sum())
+    out |= {name: int(rows[name].sum()) for name in ("restarts", "swaps")}
+    out |= {"prompt_tokens": int(rows["prompt_tokens"].sum())}
+    out |= {"output_tokens": int(rows["output_tokens"].sum())}
+    return out | {"max_concurrency": max_concurrency(run), "num_plans": len(run.plans)}

@@ -1,0 +1,120 @@
+"""A finished run as read from its folder, checked against the schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml  # type: ignore[import-untyped]
+
+from engine.record import SCHEMA_VERSION, TABLES
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The four tables of a run and what it says about itself.
+
+    Integer columns that hold nulls are float64, which is exact below 2**53 ns (104 days of run).
+    """
+
+    folder: Path
+    requests: pd.DataFrame
+    steps: pd.DataFrame
+    memory: pd.DataFrame
+    plans: pd.DataFrame
+    provenance: Mapping[str, Any]
+    config: Mapping[str, Any]
+    status: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Short name for tables: the folder's."""
+        return self.folder.name
+
+    @property
+    def backend(self) -> str:
+        """What it ran on: sim, lockstep, cpu or cuda."""
+        return str(self.provenance.get("backend", "unknown backend"))
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its durations were measured rather than predicted."""
+        return self.backend not in ("sim", "lockstep")
+
+
+def load(folder: Path | str) -> Run:
+    """Reads a run folder. ValueError in one line: no run, failed run, missing or foreign table."""
+    folder = Path(folder).resolve()
+    status = _status(folder)
+    tables = {name: _table(folder, name, schema) for name, schema in TABLES.items()}
+    return Run(
+        folder,
+        tables["requests"],
+        tables["steps"],
+        tables["memory"],
+        tables["plans"],
+        provenance=_json(folder / "provenance.json"),
+        config=_config(folder / "config.yaml"),
+        status=status,
+    )
+
+
+def _status(folder: Path) -> Mapping[str, Any]:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: give the folder of a run, as `tandem run` prints")
+    if not (folder / "status.json").is_file():
+        raise ValueError(f"{folder} is not a run folder (no status.json): give one of `tandem run`")
+    status = _json(folder / "status.json")
+    state = status.get("status")
+    if state != "ok":
+        error = " ".join(str(status.get("error") or "no reason recorded").split())
+        raise ValueError(
+            f"{folder}: the run did not finish (status {state}: {error}): mend that, run again"
+        )
+    return status
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}: the run is incomplete, run it again")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error}): run it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object: run it again")
+    return value
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}: the run is incomplete, run it again")
+    value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return value if isinstance(value, dict) else {}
+
+
+def _table(folder: Path, name: str, schema: pa.Schema) -> pd.DataFrame:
+    path = folder / f"{name}.parquet"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {path.name}: the run is incomplete, run it again")
+    table = pq.read_table(path)
+    version = (table.schema.metadata or {}).get(b"schema_version", b"").decode()
+    if version and version != str(SCHEMA_VERSION):
+        raise ValueError(
+            f"{path} has schema version {version}, this Tandem reads {SCHEMA_VERSION}: "
+            "run it again, or read it with the Tandem that wrote it"
+        )
+    for field in schema:
+        if field.name not in table.schema.names:
+            raise ValueError(f"{path} lacks column {field.name}: written by another version")
+        if table.schema.field(field.name).type != field.type:
+            found = table.schema.field(field.name).type
+            raise ValueError(f"{path}: column {field.name} is {found}, not {field.type}")
+    frame: pd.DataFrame = table.select(schema.names).to_pandas()
+    return frame

@@ -1,0 +1,115 @@
+"""What a run held and kept busy: memory by kind, lanes, host, and steps by class."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from analysis.run import Run
+
+KINDS = ("kv", "weight", "gradient", "optimizer", "activation")
+OVERALL = ("used", "measured", "process")
+
+
+def pools(run: Run) -> dict[str, pd.DataFrame]:
+    """Memory rows per pool, in time order, with `used_bytes`.
+
+    Used is capacity - free: what is held, and what is freed but still in use by an operation.
+    """
+    rows = run.memory.assign(used_bytes=run.memory["capacity_bytes"] - run.memory["free_bytes"])
+    rows = rows.sort_values("at_ns", kind="stable")
+    return {f"{tier}:{device}": part for (tier, device), part in rows.groupby(["tier", "device"])}
+
+
+def time_mean(at_ns: pd.Series, values: pd.Series, start_ns: float, end_ns: float) -> float:
+    """Mean of a step function over a window; the last of several values at one time holds.
+
+    Only the part of the window behind the first known value counts.
+    """
+    known = values.notna().to_numpy()
+    at = np.clip(at_ns.to_numpy(float)[known], start_ns, end_ns)
+    if not len(at):
+        return float("nan")
+    weights = np.diff(np.append(at, end_ns))
+    total = weights.sum()
+    held = values.to_numpy(float)[known]
+    return float((held * weights).sum() / total) if total > 0 else float(held[-1])
+
+
+def memory_use(run: Run) -> pd.DataFrame:
+    """Peak and time-weighted mean bytes per pool and kind: columns pool, kind, peak, mean.
+
+    Kinds the run never held are left out. `used` is the ledger's sum, `measured` the meter's
+    persistent bytes, `process` the operating system's figure.
+    """
+    start = float(run.requests["arrival_ns"].min())
+    end = float(run.requests["finish_ns"].max())
+    rows = []
+    for pool, part in pools(run).items():
+        for kind in (*KINDS, *OVERALL):
+            values = part[f"{kind}_bytes"]
+            if values.notna().any() and values.max() > 0:
+                mean = time_mean(part["at_ns"], values, start, end)
+                rows.append((pool, kind, float(values.max()), mean))
+    return pd.DataFrame(rows, columns=["pool", "kind", "peak", "mean"])
+
+
+def kv_usage(run: Run) -> dict[str, float]:
+    """Share of the KV room in use on the GPU tier: peak and time-weighted mean.
+
+    The room is what KV holds and what it could still take (free and coming): weights are out,
+    as in vLLM's kv_cache_usage.
+    """
+    part = pools(run).get("gpu:0")
+    if part is None:
+        return {}
+    room = part["kv_bytes"] + part["free_bytes"] + part["coming_bytes"]
+    share = part["kv_bytes"] / room.where(room > 0)
+    start, end = float(run.requests["arrival_ns"].min()), float(run.requests["finish_ns"].max())
+    mean = time_mean(part["at_ns"], share, start, end)
+    return {"peak_kv_usage": float(share.max()), "mean_kv_usage": mean} if mean == mean else {}
+
+
+def span_ns(run: Run) -> float:
+    """From the first issue to the last end: what shares of lanes and host are shares of."""
+    if run.steps.empty:
+        return 0.0
+    return float(run.steps["end_ns"].max() - run.steps["issue_ns"].min())
+
+
+def lane_shares(run: Run) -> dict[str, float]:
+    """Busy share of each lane of each device over the run."""
+    total = span_ns(run)
+    if not total:
+        return {}
+    return {
+        f"{device}:{lane}": float((part["end_ns"] - part["start_ns"]).sum()) / total
+        for (device, lane), part in run.steps.groupby(["device", "lane"])
+    }
+
+
+def host_share(run: Run) -> float:
+    """Share of the run that the host spent on deciding, booking and preparing plans."""
+    total = span_ns(run)
+    return float(run.steps["host_ns"].sum()) / total if total else 0.0
+
+
+def copied_bytes(run: Run) -> int:
+    """Bytes moved between tiers."""
+    return int(run.steps.loc[run.steps["lane"].str.contains("->"), "nbytes"].sum())
+
+
+def operations(run: Run) -> pd.DataFrame:
+    """The steps table with `duration` (s), `host` (s), `order` within step and lane, `group`.
+
+    Groups: decode (only), prefill (only), mixed, other (compute without tokens); a copy's group
+    is its lane, such as gpu->host.
+    """
+    rows = run.steps.assign(
+        duration=(run.steps["end_ns"] - run.steps["start_ns"]) / 1e9,
+        host=run.steps["host_ns"] / 1e9,
+        order=run.steps.groupby(["step", "device", "lane"]).cumcount(),
+    )
+    prefill, decode = rows["prefill_tokens"] > 0, rows["decode_tokens"] > 0
+    names = np.select([prefill & decode, prefill, decode], ["mixed", "prefill", "decode"], "other")
+    return rows.assign(group=rows["lane"].where(rows["lane"].str.contains("->"), names))

@@ -1,0 +1,197 @@
+"""Comparing runs: identical ones, shifted ones, and the split into decisions and timing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+from synthetic import MS, TWO, Toy, write
+
+from analysis import distance
+from analysis.compare import compare
+from analysis.run import Run, load
+from analysis.spread import drift, spread
+
+Maker = Callable[..., Run]
+
+# Eight requests, one per 30 ms, so that a slower machine batches them in another way.
+EIGHT = Toy([i * 30 * MS for i in range(8)], prompts=[20] * 8, outputs=[4, 9, 2, 7, 1, 5, 8, 3])
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Maker:
+    def make(name: str, toy: Toy = EIGHT, **changes: object) -> Run:
+        return load(write(tmp_path / name, toy, **changes))
+
+    return make
+
+
+def test_equal_runs_agree_in_everything(make: Maker) -> None:
+    found = compare(make("a"), make("b", backend="cpu"), make("r"))
+    assert (found.errors["error"] == 0).all() and (found.memory["error"] == 0).all()
+    assert (found.distances[["ks", "wasserstein"]] == 0).all(axis=None)
+    assert (found.split["total"] == 0).all() and len(found.split) == 7
+    assert found.plans.share == 1.0 and found.plans.divergence is None
+    assert (found.requests["e2e_error"] == 0).all() and len(found.requests) == 8
+    assert found.settings["key"].tolist() == ["backend.name"]
+
+
+def test_a_prediction_ten_percent_slow_shows_it_everywhere(make: Maker) -> None:
+    # All arrive at once, so the same plans follow and every time is 1.1 times as long.
+    at_once = replace(EIGHT, arrivals_ns=[0] * 8)
+    slow = compare(make("a", at_once, factor=lambda step: 1.1), make("b", at_once))
+    latencies = slow.errors[slow.errors["unit"].eq("s")]
+    assert len(latencies) == 21 and latencies["error"].to_numpy() == pytest.approx(0.1)
+    assert slow.error("request_throughput", "run") == pytest.approx(1 / 1.1 - 1)
+    assert slow.steps.set_index("group")["sum_error"].to_dict() == pytest.approx(
+        {"prefill": 0.1, "decode": 0.1}
+    )
+    assert slow.request_errors["mean_abs"].to_numpy() == pytest.approx(0.1)
+    assert slow.plans.share == 1.0
+
+
+def test_the_split_adds_up_and_names_the_cause(make: Maker) -> None:
+    measured = make("b", backend="cpu", factor=lambda step: 1.5)
+    free = make("a")
+    log = measured.plans.to_dict("records")
+    replayed = make("r", plans=log)
+    found = compare(free, measured, replayed)
+    split = found.split
+    assert split["total"].to_numpy() == pytest.approx(split["decisions"] + split["timing"])
+    assert np.array_equal(split["total"], split["prediction"] - split["measurement"])
+    by_metric = split.set_index("metric")
+    assert by_metric.loc["peak kv", "timing"] == 0  # same plans, same pages
+    assert by_metric.loc["mean tpot", "timing"] < 0
+    assert found.plans.share < 1
+    assert compare(replayed, measured).plans.share == 1.0
+    # Decode steps are 1.5 times as long in the measurement: matched one by one.
+    steps = found.steps.set_index("group")
+    assert steps.loc["decode", "sum_error"] == pytest.approx(1 / 1.5 - 1)
+    assert steps.loc["decode", "count"] == int((measured.steps["decode_tokens"] > 0).sum())
+
+
+def test_without_a_replay_there_is_no_split(make: Maker) -> None:
+    assert compare(make("a"), make("b")).split.empty
+
+
+def test_first_divergence_is_described(make: Maker) -> None:
+    # At plan 1 (10 ms against 4 ms) request 1, arrived at 5 ms, has come in one run only.
+    quick = make("a", TWO, factor=lambda step: 0.4)
+    found = compare(quick, make("b", TWO)).plans
+    assert found.common == 1
+    assert found.divergence is not None
+    assert "at plan 1, prediction (0.004 s: 0 prefill + 1 decode tokens" in found.divergence
+    assert "measurement (0.010 s: 10 prefill + 0 decode tokens" in found.divergence
+    assert "only in the prediction: job 0; only in the measurement: job 1" in found.divergence
+
+
+def test_a_shorter_log_diverges_at_its_end(make: Maker) -> None:
+    whole = make("a", TWO)
+    short = replace(whole, plans=whole.plans.iloc[:-1])
+    found = compare(whole, short).plans
+    assert (found.common, found.share) == (len(whole.plans) - 1, (len(whole.plans) - 1) / 4)
+    assert found.divergence is not None and "measurement has ended" in found.divergence
+
+
+def test_different_traces_are_refused(make: Maker) -> None:
+    base = make("a", TWO)
+    with pytest.raises(ValueError, match=r"different traces .hashes differ"):
+        compare(base, make("b", TWO, provenance={"trace_hash": "other"}))
+    same = {"trace_hash": base.provenance["trace_hash"]}
+    with pytest.raises(ValueError, match=r"1 requests are in one only .request 2 in c"):
+        three = replace(TWO, arrivals_ns=(0, 0, 0), prompts=(10, 10, 9), outputs=(1, 1, 1))
+        compare(base, make("c", three, provenance=same))
+    with pytest.raises(ValueError, match="request 1 has 10 prompt tokens in one, 11 in the other"):
+        compare(base, make("d", TWO, prompts=(10, 11), provenance=same))
+
+
+def test_only_requests_finished_in_both_are_joined(make: Maker) -> None:
+    a = make("a", TWO)
+    part = replace(a, requests=a.requests.assign(status=["finished", "unfinished"]))
+    assert compare(part, a).requests.index.tolist() == [0]
+
+
+def test_distances_are_those_of_scipy() -> None:
+    rng = np.random.default_rng(7)
+    for _ in range(20):
+        a, b = rng.exponential(1.0, 50), rng.exponential(1.2, 37)
+        b[:5] = a[:5]  # ties
+        assert distance.ks(a, b) == pytest.approx(stats.ks_2samp(a, b).statistic, abs=1e-12)
+        expected = stats.wasserstein_distance(a, b) / b.mean()
+        assert distance.wasserstein(a, b) == pytest.approx(expected, abs=1e-12)
+
+
+def test_relative_error_is_signed_and_defined_at_zero() -> None:
+    assert distance.relative_error(0.9, 1.0) == pytest.approx(-0.1)
+    assert distance.relative_error(0.0, 0.0) == 0.0
+    assert np.isnan(distance.relative_error(1.0, 0.0))
+
+
+def test_spread_of_reruns(make: Maker) -> None:
+    runs = [make(f"r{i}", TWO, factor=lambda step, f=f: f) for i, f in enumerate((1.0, 1.02, 0.98))]
+    row = spread(runs).set_index("metric").loc["mean_tpot_s"]
+    assert row["runs"] == 3 and row["median"] == pytest.approx(0.0075)
+    assert row["iqr_share"] == pytest.approx(0.02)  # quartiles of .98, 1, 1.02: .99 and 1.01
+    with pytest.raises(ValueError, match="at least 2 runs"):
+        spread(runs[:1])
+
+
+def test_drift_is_the_largest_departure_of_a_probe(make: Maker) -> None:
+    assert drift(make("none", TWO)) is None
+    probed = make("p", TWO, provenance={"probe_ratios": [1.01, 0.98]})
+    assert drift(probed) == pytest.approx(0.02)
+    named = make("q", TWO, provenance={"probe_ratios": {"gemm": 1.03}})
+    assert drift(named) == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("status.json", None, "is not a run folder"),
+        ("status.json", json.dumps({"status": "failed", "error": "boom\nx"}), "failed: boom x"),
+        ("status.json", json.dumps({"status": "running"}), "status running: no reason recorded"),
+        ("provenance.json", None, "has no provenance.json"),
+        ("provenance.json", "{", "is not JSON"),
+        ("provenance.json", "[]", "holds no JSON object"),
+        ("config.yaml", None, "has no config.yaml"),
+        ("plans.parquet", None, "has no plans.parquet"),
+    ],
+)
+def test_load_says_in_one_line_what_is_wrong(
+    tmp_path: Path, name: str, text: str | None, message: str
+) -> None:
+    folder = write(tmp_path / "run")
+    (folder / name).unlink()
+    if text is not None:
+        (folder / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message) as error:
+        load(folder)
+    assert "\n" not in str(error.value) and str(folder) in str(error.value)
+
+
+def test_load_refuses_what_is_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no folder"):
+        load(tmp_path / "nowhere")
+
+
+def test_load_refuses_foreign_tables(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = write(tmp_path / "run") / "plans.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({"schema_version": "99"}), path)
+    with pytest.raises(ValueError, match="schema version 99, this Tandem reads 1"):
+        load(path.parent)
+    pq.write_table(table.drop_columns("body"), path)
+    with pytest.raises(ValueError, match="lacks column body"):
+        load(path.parent)
+    wrong = table.set_column(0, "step", table["step"].cast(pa.string()))
+    pq.write_table(wrong, path)
+    with pytest.raises(ValueError, match="column step is string, not int64"):
+        load(path.parent)
