@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from traces.recorded_times import read_times_ns
+from traces.recorded_times import in_order, read_times_ns
 from traces.request import Request
 
 TimesNs = npt.NDArray[np.int64]
@@ -112,12 +112,9 @@ class Recorded:
 
     def _recorded_ns(self) -> TimesNs:
         if self.path is not None:
-            times = read_times_ns(self.path)
-        else:
-            times = _rounded_ns(np.asarray(self.times_s, dtype=np.float64))
-        if np.any(np.diff(times) < 0):
-            raise ValueError(f"{self.path or 'times_s'}: arrivals go back in time; sort them first")
-        return times
+            return read_times_ns(self.path)
+        times = _rounded_ns(np.asarray(self.times_s, dtype=np.float64))
+        return in_order("times_s", times)
 
 
 def num_arrivals(requests: Sequence[Request]) -> int:

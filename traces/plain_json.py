@@ -29,6 +29,13 @@ def plain_rows(path: Path) -> list[Any]:
     return lines
 
 
+def first_row(path: Path) -> Any:
+    """The first of JSON lines, NOT_JSON if it is spoilt."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8", errors="replace") as file:
+        return _line_row(file.readline())
+
+
 def has_half_surrogate(path: Path) -> bool:
     """Whether the file may spell half of a surrogate pair, which is not a character."""
     return HALF_SURROGATE.search(_bytes(path)) is not None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from traces.tables import read_columns
 
 # column or key -> nanoseconds per unit
 UNITS_NS = {
@@ -20,6 +20,7 @@ UNITS_NS = {
     "timestamp": 1_000_000,  # Mooncake JSON lines: milliseconds
 }
 DATES = "TIMESTAMP"  # Azure: date and time as text
+TIME_COLUMNS = (*UNITS_NS, DATES)
 
 
 def read_times_ns(path: str | Path) -> npt.NDArray[np.int64]:
@@ -29,48 +30,26 @@ def read_times_ns(path: str | Path) -> npt.NDArray[np.int64]:
     traces (TIMESTAMP), BurstGPT (Timestamp), Mooncake (timestamp in ms), our own tables.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file of recorded arrivals")
-    columns = _columns(path)
+    times = times_in(path, read_columns(path, TIME_COLUMNS))
+    if times is None:
+        wanted = ", ".join(TIME_COLUMNS)
+        raise ValueError(f"{path}: no column of arrival times; it needs one of {wanted}")
+    return times
+
+
+def times_in(path: Path, columns: dict[str, list[Any]]) -> npt.NDArray[np.int64] | None:
+    """The arrival times among columns already read from `path`, None if there are none."""
     for name, unit_ns in UNITS_NS.items():
         if name in columns:
-            return _in_ns(path, name, columns[name], unit_ns)
-    if DATES in columns:
-        return _dates_ns(path, columns[DATES])
-    wanted = ", ".join([*UNITS_NS, DATES])
-    raise ValueError(f"{path}: no column of arrival times; it needs one of {wanted}")
+            return in_order(path, _in_ns(path, name, columns[name], unit_ns))
+    return in_order(path, _dates_ns(path, columns[DATES])) if DATES in columns else None
 
 
-def _columns(path: Path) -> dict[str, list[Any]]:
-    if path.suffix == ".jsonl":
-        return _json_columns(path)
-    if path.suffix not in (".csv", ".parquet"):
-        raise ValueError(f"{path}: recorded arrivals are read from .parquet, .csv or .jsonl")
-    from traces.tables import read_table
-
-    table = read_table(path)
-    names = [name for name in (*UNITS_NS, DATES) if name in table.column_names]
-    return {name: table.column(name).to_pylist() for name in names[:1]}
-
-
-def _json_columns(path: Path) -> dict[str, list[Any]]:
-    rows = list(_json_rows(path))
-    known = [name for name in UNITS_NS if rows and name in rows[0]]
-    return {name: [row.get(name) for row in rows] for name in known[:1]}
-
-
-def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}: line {number} is not JSON ({error.msg})") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}: line {number} is not an object")
-            yield row
+def in_order(where: str | Path, times_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The same times, if they never decrease."""
+    if np.any(np.diff(times_ns) < 0):
+        raise ValueError(f"{where}: arrivals go back in time; sort them first")
+    return times_ns
 
 
 def _in_ns(path: Path, name: str, values: list[Any], unit_ns: int) -> npt.NDArray[np.int64]:

@@ -8,6 +8,7 @@ the quantiles in sharegpt_lengths.json.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ def _words(rng: np.random.Generator) -> list[str]:
 
 def main() -> None:
     """Writes the sample, its tokenizer and the trace imported from it."""
+    from traces.import_ import import_trace
     from traces.sample_tokenizer import train
 
     told = conversations()
@@ -137,7 +139,8 @@ def main() -> None:
     folder = SAMPLES / "tokenizer"
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(train(told), encoding="utf-8")
-    print(source)
+    os.chdir(SAMPLES)  # the sidecar then names its source by a path that holds on every machine
+    print(import_trace(source.name, "sharegpt_sample.parquet", tokenizer=folder.name))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,205 @@
+"""What `tandem trace import` and `tandem trace show` do."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from traces.figures import spread
+from traces.lengths import Limits, read_lengths, sample
+from traces.request import Request
+from traces.rules import Rule, rule_named
+from traces.selection import Selection, select
+from traces.sharegpt import MAX_MESSAGE_CHARS, ShareGPT, read_sharegpt
+from traces.store import read_sidecar, read_trace, sha256_of, write_trace
+from traces.tables import TABLE_SUFFIXES
+from traces.think import Think, with_think
+from traces.tokenizer import LoadedTokenizer, load_tokenizer
+
+DEFAULT_RULE = "vllm_filter_plus_role_check"
+Imported = tuple[list[Request], dict[str, Any]]  # the requests, and their part of the sidecar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to import; every one has a default but the tokenizer, which text needs.
+
+    `kind` is "sharegpt", "lengths" or "auto" (lengths for tables and JSON lines of token counts).
+    `seed` None is the rule's own (file order where the original has none); `shuffle` False is file
+    order. `max_total_tokens` and `min_tokens` override the rule's. With `oversample`, too few
+    requests are drawn again up to `limit` as vLLM does by default: equal prompts then look like
+    prefix-cache hits, so it is off here. `think_s` is the mean think time of closed-loop turns.
+    """
+
+    tokenizer: str | Path | None = None
+    rule: str = DEFAULT_RULE
+    kind: str = "auto"
+    limit: int | None = None
+    shuffle: bool = True
+    seed: int | None = None
+    oversample: bool = False
+    keep_ids: bool = True
+    max_total_tokens: int | None = None
+    min_tokens: int | None = None
+    think_s: float = 0.0
+    think_exponential: bool = False
+    bos_token: str | None = None
+    max_message_chars: int = MAX_MESSAGE_CHARS
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("auto", "sharegpt", "lengths"):
+            raise ValueError(f"kind is {self.kind!r}; use 'auto', 'sharegpt' or 'lengths'")
+        for name in ("limit", "max_total_tokens", "min_tokens", "max_message_chars"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.oversample and self.limit is None:
+            raise ValueError("oversample needs a limit to fill")
+
+
+def import_trace(source: str | Path, out: str | Path, **options: Any) -> dict[str, Any]:
+    """Reads ShareGPT text or a token-length table and writes `out` (Parquet) with its sidecar.
+
+    `options` are the fields of Options. Returns the sidecar. A user's mistake is a ValueError of
+    one line.
+    """
+    source, out, chosen = Path(source), Path(out), Options(**options)
+    if not source.is_file():
+        raise ValueError(f"{source}: no such file")
+    if out.suffix != ".parquet" or out.resolve() == source.resolve():
+        raise ValueError(f"{out}: the trace to write must be another .parquet file")
+    kind = _kind_of(source) if chosen.kind == "auto" else chosen.kind
+    read = _from_lengths if kind == "lengths" else _from_sharegpt
+    requests, origin = read(source, chosen)
+    if not requests:
+        raise ValueError(f"{source}: no request left of {origin['rows_read']} rows: {_why(origin)}")
+    filled = _filled(requests, chosen)
+    origin = {
+        "kind": kind,
+        "source": str(source),
+        "source_sha256": sha256_of(source),
+        **origin,
+        "oversampled": len(filled) - len(requests),
+    }
+    return write_trace(out, filled, origin)
+
+
+def inspect_trace(path: str | Path) -> dict[str, Any]:
+    """The sidecar of a trace, and lengths, sessions and arrivals of its requests."""
+    sidecar, requests = read_sidecar(path), read_trace(path)
+    sessions = {r.session for r in requests if r.session is not None}
+    arrivals_ns = [r.arrival_ns for r in requests]
+    return {
+        "path": str(path),
+        "requests": len(requests),
+        "sessions": len(sessions),
+        "prompt_tokens": spread([r.prompt_tokens for r in requests]),
+        "output_tokens": spread([r.output_tokens for r in requests]),
+        "has_prompt_ids": all(r.prompt_ids is not None for r in requests),
+        "last_arrival_s": max(arrivals_ns, default=0) / 1e9,
+        "sidecar": sidecar,
+    }
+
+
+def _from_sharegpt(source: Path, options: Options) -> Imported:
+    rule = _overridden(rule_named(options.rule), options)
+    think = Think(mean_s=options.think_s, is_exponential=options.think_exponential)
+    if options.oversample and rule.is_closed_loop:
+        raise ValueError(f"{rule.name} cannot be oversampled: a turn belongs to one session")
+    if options.tokenizer is None:
+        raise ValueError(f"{source} holds text: name a tokenizer folder (tokenizer=PATH)")
+    tokenizer = load_tokenizer(options.tokenizer, options.bos_token)
+    held = read_sharegpt(source, options.max_message_chars)
+    seed = rule.shuffle_seed if options.seed is None else options.seed
+    seed = seed if options.shuffle else None
+    selection = select(
+        held.conversations,
+        rule,
+        tokenizer,
+        seed=seed,
+        limit=options.limit,
+        keep_ids=options.keep_ids,
+    )
+    origin = {
+        **_account(held, selection),
+        "rule": asdict(rule),
+        "shuffle_seed": seed,
+        "limit": options.limit,
+        "tokenizer": _described(tokenizer),
+        "think": asdict(think) if rule.is_closed_loop else None,
+    }
+    return with_think(selection.requests, think, options.seed or 0), origin
+
+
+def _from_lengths(source: Path, options: Options) -> Imported:
+    limits = Limits(options.min_tokens or 1, None, options.max_total_tokens)
+    seed = options.seed if options.shuffle else None
+    lengths = sample(read_lengths(source, limits, options.keep_ids), options.limit, seed)
+    origin = {
+        "rows_read": lengths.rows_read,
+        "rows_kept": len(lengths.requests),
+        "rows_dropped": dict(lengths.rows_dropped),
+        "limits": asdict(limits),
+        "sample_seed": seed,
+        "limit": options.limit,
+    }
+    return lengths.requests, origin
+
+
+def _overridden(rule: Rule, options: Options) -> Rule:
+    given = {name: getattr(options, name) for name in ("max_total_tokens", "min_tokens")}
+    return replace(rule, **{name: value for name, value in given.items() if value is not None})
+
+
+def _account(held: ShareGPT, selection: Selection) -> dict[str, Any]:
+    """rows_read = rows_kept + rows_dropped, over the file's rows; the same for pairs looked at."""
+    dropped = Counter(held.dropped)
+    dropped.update(selection.rows_dropped)
+    assert held.rows_read == selection.rows_kept + dropped.total()
+    assert selection.pairs_read == len(selection.requests) + selection.pairs_dropped.total()
+    return {
+        "rows_read": held.rows_read,
+        "rows_kept": selection.rows_kept,
+        "rows_dropped": dict(dropped),
+        "pairs_read": selection.pairs_read,
+        "pairs_kept": len(selection.requests),
+        "pairs_dropped": dict(selection.pairs_dropped),
+        "noted": dict(held.noted),
+    }
+
+
+def _described(tokenizer: LoadedTokenizer) -> dict[str, Any]:
+    return {
+        "path": tokenizer.path,
+        "sha256": tokenizer.sha256,
+        "vocabulary_size": tokenizer.vocabulary_size,
+        "bos_ids": list(tokenizer.bos_ids),
+    }
+
+
+def _filled(requests: list[Request], options: Options) -> list[Request]:
+    """The requests, drawn again with replacement up to the limit if that was asked for."""
+    missing = (options.limit or 0) - len(requests)
+    if not options.oversample or missing <= 0:
+        return requests
+    again = random.Random(options.seed or 0).choices(requests, k=missing)
+    return [replace(r, request_id=number) for number, r in enumerate([*requests, *again])]
+
+
+def _kind_of(source: Path) -> str:
+    if source.suffix in (".csv", ".parquet"):
+        return "lengths"
+    if not source.name.endswith(TABLE_SUFFIXES):
+        return "sharegpt"
+    from traces.plain_json import first_row
+
+    row = first_row(source)
+    return "sharegpt" if not isinstance(row, dict) or "conversations" in row else "lengths"
+
+
+def _why(origin: dict[str, Any]) -> str:
+    dropped: dict[str, int] = origin["rows_dropped"]
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())) or "no rows"

@@ -1,0 +1,123 @@
+"""Traces out of token-length tables, for which no text is needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from traces.recorded_times import TIME_COLUMNS, times_in
+from traces.request import Request
+from traces.tables import read_columns
+
+# ours; Vidur; Azure; BurstGPT; Mooncake; LLMServingSim
+PROMPT_COLUMNS = (
+    "prompt_tokens",
+    "num_prefill_tokens",
+    "ContextTokens",
+    "Request tokens",
+    "input_length",
+    "input_toks",
+)
+OUTPUT_COLUMNS = (
+    "output_tokens",
+    "num_decode_tokens",
+    "GeneratedTokens",
+    "Response tokens",
+    "output_length",
+    "output_toks",
+)
+ID_COLUMNS = ("prompt_ids", "input_tok_ids")
+
+
+@dataclass
+class Lengths:
+    """Rows of a table as requests: rows_read = len(requests) + sum(rows_dropped.values())."""
+
+    rows_read: int
+    requests: list[Request] = field(default_factory=list)
+    rows_dropped: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What lengths are taken, in tokens; None is no limit."""
+
+    min_tokens: int = 1
+    max_prompt_tokens: int | None = None
+    max_total_tokens: int | None = None
+
+
+def read_lengths(path: str | Path, limits: Limits | None = None, keep_ids: bool = True) -> Lengths:
+    """Each usable row as a request, in file order; the others are dropped by reason.
+
+    Arrival times in the table are kept, moved so that the first row read is at 0.
+    """
+    path = Path(path)
+    columns = read_columns(path, (*PROMPT_COLUMNS, *OUTPUT_COLUMNS, *TIME_COLUMNS, *ID_COLUMNS))
+    prompts, outputs = (
+        _one_of(path, columns, PROMPT_COLUMNS),
+        _one_of(path, columns, OUTPUT_COLUMNS),
+    )
+    ids = next((columns[n] for n in ID_COLUMNS if keep_ids and n in columns), [None] * len(prompts))
+    times = times_in(path, columns)
+    arrivals = [0] * len(prompts) if times is None else [int(t) for t in times - times[:1]]
+    lengths = Lengths(rows_read=len(prompts))
+    for row in zip(prompts, outputs, ids, arrivals, strict=True):
+        fault = _fault(*row[:3], limits or Limits())
+        if fault:
+            lengths.rows_dropped[fault] += 1
+        else:
+            lengths.requests.append(_request(len(lengths.requests), *row))
+    return lengths
+
+
+def sample(lengths: Lengths, n: int | None, seed: int | None) -> Lengths:
+    """n rows drawn jointly (a prompt keeps its output) without replacement, in the order drawn.
+
+    Without a seed the first n rows in file order. Arrivals stay with the places, not with the rows:
+    the i-th request drawn arrives when the i-th row did.
+    """
+    rows = lengths.requests
+    n = len(rows) if n is None else n
+    order = range(len(rows)) if seed is None else np.random.default_rng(seed).permutation(len(rows))
+    drawn = [
+        replace(rows[at], request_id=place, arrival_ns=rows[place].arrival_ns)
+        for place, at in enumerate(order[:n])
+    ]
+    dropped = Counter(lengths.rows_dropped)
+    if len(drawn) < len(rows):
+        dropped[f"beyond the limit of {n} requests"] += len(rows) - len(drawn)
+    return Lengths(lengths.rows_read, drawn, dropped)
+
+
+def _request(number: int, prompt: Any, output: Any, ids: Any, arrival_ns: int) -> Request:
+    prompt_ids = None if ids is None else tuple(ids)
+    return Request(number, arrival_ns, int(prompt), int(output), prompt_ids=prompt_ids)
+
+
+def _one_of(path: Path, columns: dict[str, list[Any]], names: tuple[str, ...]) -> list[Any]:
+    for name in names:
+        if name in columns:
+            return columns[name]
+    raise ValueError(f"{path}: no column of token counts; it needs one of {', '.join(names)}")
+
+
+def _fault(prompt: Any, output: Any, ids: Any, limits: Limits) -> str | None:
+    for name, value in (("prompt", prompt), ("output", output)):
+        if value is None:
+            return f"{name} missing"
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
+            return f"{name} is not a whole number"
+        if value < limits.min_tokens:
+            return f"{name} under {limits.min_tokens} tokens"
+    if limits.max_prompt_tokens is not None and prompt > limits.max_prompt_tokens:
+        return f"prompt over {limits.max_prompt_tokens} tokens"
+    if limits.max_total_tokens is not None and prompt + output > limits.max_total_tokens:
+        return f"prompt and output over {limits.max_total_tokens} tokens"
+    if ids is not None and len(ids) != prompt:
+        return "prompt ids are not as many as prompt tokens"
+    return None

@@ -1,0 +1,127 @@
+"""The requests that a rule takes from conversations, and the account of all the others."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from traces.request import Request
+from traces.rules import Counted, Pick, Picked, Rule, messages_used, pick, shape_fault
+from traces.sharegpt import Conversation
+from traces.tokenizer import LoadedTokenizer
+
+BATCH = 256  # conversations tokenized at once: enough for every core, few enough to hold
+Ids = list[list[int]]  # token ids per message, without BOS
+
+
+@dataclass
+class Selection:
+    """Requests and accounts: rows_read = rows_kept + sum(rows_dropped.values()).
+
+    A row is a conversation. Pairs are the candidates of the conversations that a rule looked at:
+    pairs_read = len(requests) + sum(pairs_dropped.values()).
+    """
+
+    rows_read: int
+    rows_kept: int = 0
+    rows_dropped: Counter[str] = field(default_factory=Counter)
+    pairs_read: int = 0
+    pairs_dropped: Counter[str] = field(default_factory=Counter)
+    requests: list[Request] = field(default_factory=list)
+
+
+def select(
+    conversations: Sequence[Conversation],
+    rule: Rule,
+    tokenizer: LoadedTokenizer,
+    *,
+    seed: int | None = None,
+    limit: int | None = None,
+    keep_ids: bool = True,
+) -> Selection:
+    """Applies a rule in file order, or shuffled by `seed` as the originals shuffle.
+
+    Stops at `limit` requests, as vLLM does; the conversations behind it are counted as dropped.
+    """
+    selection = Selection(rows_read=len(conversations))
+    chosen = _usable(conversations, rule, selection)
+    if seed is not None:
+        random.Random(seed).shuffle(chosen)
+    limit = limit if limit is not None else sum(len(c.roles) for c in chosen)
+    beyond = f"beyond the limit of {limit} requests"
+    for ids, picked in _picked(chosen, rule, tokenizer):
+        room = limit - len(selection.requests)
+        if room == 0:
+            break
+        _count(selection, picked, room, beyond)
+        session = selection.rows_kept - 1 if rule.is_closed_loop else None
+        bos_ids = tokenizer.bos_ids if rule.counts_bos else ()
+        for turn, chosen in enumerate(picked.picks[:room]):
+            prompt_ids = (*bos_ids, *chain.from_iterable(ids[: chosen.last + 1]))
+            number = len(selection.requests)
+            made = _request(number, chosen, session, turn, prompt_ids if keep_ids else None)
+            selection.requests.append(made)
+    left = selection.rows_read - selection.rows_kept - selection.rows_dropped.total()
+    selection.rows_dropped.update({beyond: left} if left else {})
+    return selection
+
+
+def _usable(
+    conversations: Iterable[Conversation], rule: Rule, selection: Selection
+) -> list[Conversation]:
+    """What is shuffled: vLLM shuffles all that has two messages, and only then looks further."""
+    usable = []
+    for conversation in conversations:
+        fault = shape_fault(rule, conversation.roles)
+        if fault in (None, "does not start with human, gpt"):
+            usable.append(conversation)
+        else:
+            selection.rows_dropped[str(fault)] += 1
+    return usable
+
+
+def _picked(
+    conversations: Sequence[Conversation], rule: Rule, tokenizer: LoadedTokenizer
+) -> Iterator[tuple[Ids, Picked]]:
+    """What the rule picks from each conversation, with the ids of the messages it needed."""
+    from tqdm import tqdm
+
+    bar = tqdm(total=len(conversations), desc="tokenizing", unit=" conversations", disable=None)
+    with bar:
+        for start in range(0, len(conversations), BATCH):
+            batch = conversations[start : start + BATCH]
+            used = [c.texts[: messages_used(rule, c.roles)] for c in batch]
+            ids = iter(tokenizer.encode(list(chain.from_iterable(used))))
+            for conversation, texts in zip(batch, used, strict=True):
+                own = [next(ids) for _ in texts]
+                counted = Counted(conversation.roles, tuple(map(len, own)))
+                yield own, pick(rule, counted, len(tokenizer.bos_ids))
+            bar.update(len(batch))
+
+
+def _count(selection: Selection, picked: Picked, room: int, beyond: str) -> None:
+    selection.pairs_read += len(picked.picks) + len(picked.reasons)
+    selection.pairs_dropped.update(picked.reasons)
+    if len(picked.picks) > room:
+        selection.pairs_dropped[beyond] += len(picked.picks) - room
+    if picked.reason is None:
+        selection.rows_kept += 1
+    else:
+        selection.rows_dropped[picked.reason] += 1
+
+
+def _request(
+    number: int, chosen: Pick, session: int | None, turn: int, prompt_ids: tuple[int, ...] | None
+) -> Request:
+    return Request(
+        request_id=number,
+        arrival_ns=0,
+        prompt_tokens=chosen.prompt_tokens,
+        output_tokens=chosen.output_tokens,
+        session=session,
+        turn=0 if session is None else turn,
+        prompt_ids=prompt_ids,
+    )
