@@ -1,0 +1,62 @@
+"""When work reaches the engine: at its time, or when the turn before it has been answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+import simpy
+
+from engine.job import Job
+from traces.request import Request, TrainingJob
+
+Item = Request | TrainingJob
+
+
+class Arrivals:
+    """Hands over each item of a trace once; `pending` counts those still to come."""
+
+    def __init__(
+        self, env: simpy.Environment, work: Iterable[Item], admit: Callable[[Item, int], None]
+    ) -> None:
+        self._env, self._admit = env, admit
+        self._turns: dict[tuple[int, int], Request] = {}
+        first = []
+        for item in work:
+            if isinstance(item, Request) and item.session is not None and item.turn > 0:
+                self._turns[item.session, item.turn] = item
+            else:
+                first.append(item)
+        self._check_turns({i.session for i in first if isinstance(i, Request)})
+        self._first = sorted(first, key=lambda item: item.arrival_ns)
+        self.pending = len(self._first) + len(self._turns)
+
+    def run(self) -> Generator[simpy.Event, Any, None]:
+        """The process of all that arrives by the clock."""
+        for item in self._first:
+            if item.arrival_ns > self._env.now:
+                yield self._env.timeout(item.arrival_ns - int(self._env.now))
+            self._hand_over(item, item.arrival_ns)
+        yield self._env.timeout(0)  # a process needs one event to be one
+
+    def release_turn(self, job: Job) -> None:
+        """The client has its answer (or was refused): its next turn comes after it has thought."""
+        if job.session is None:
+            return
+        request = self._turns.pop((job.session, job.turn + 1), None)
+        if request is None:
+            return
+        now_ns = int(self._env.now)
+        at_ns = max(request.arrival_ns, now_ns + request.think_ns)
+        timer = self._env.timeout(at_ns - now_ns)
+        timer.callbacks.append(lambda _: self._hand_over(request, at_ns))
+
+    def _hand_over(self, item: Item, at_ns: int) -> None:
+        self.pending -= 1
+        self._admit(item, at_ns)
+
+    def _check_turns(self, sessions: set[int | None]) -> None:
+        for session, turn in self._turns:
+            before = turn == 1 and session in sessions
+            if not (before or (session, turn - 1) in self._turns):
+                raise ValueError(f"session {session} has a turn {turn} but no turn {turn - 1}")

@@ -1,0 +1,78 @@
+"""The dry run of a plan: what would be held and what would be left, without booking anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine.plan import Compute, Copy, Free, Grow, Op, Place, Plan, Pool, Tier
+
+
+class Shortage(MemoryError):
+    """A plan takes more than a pool has; says how much is missing."""
+
+    def __init__(self, place: Place, deficit_bytes: int) -> None:
+        super().__init__(f"{place.tier}:{place.device} is {deficit_bytes} bytes short for {place}")
+        self.place = place
+        self.deficit_bytes = deficit_bytes
+
+
+class Balance:
+    """Running figures over the ledger's, used by the ledger itself and by policies' drafts."""
+
+    def __init__(self, room_bytes: Mapping[Pool, int], held_bytes: Mapping[Place, int]) -> None:
+        self.room_bytes = dict(room_bytes)
+        self._held = held_bytes
+        self._changed: dict[Place, int | None] = {}
+
+    def held(self, place: Place) -> int | None:
+        """Bytes at a place, None where nothing is."""
+        return self._changed[place] if place in self._changed else self._held.get(place)
+
+    def grow(self, place: Place, nbytes: int) -> None:
+        """Takes bytes. Raises Shortage and changes nothing where they are not there."""
+        left = self.room_bytes[place.pool] - nbytes
+        if left < 0:
+            raise Shortage(place, -left)
+        self.room_bytes[place.pool] = left
+        self._changed[place] = (self.held(place) or 0) + nbytes
+
+    def free(self, place: Place) -> None:
+        """Gives a place back."""
+        nbytes = self.held(place)
+        assert nbytes is not None, f"free of {place}, which is not held"
+        self.room_bytes[place.pool] += nbytes
+        self._changed[place] = None
+
+    def copy(self, op: Copy) -> None:
+        """Books a new destination. An existing one must have the size of the source."""
+        nbytes = self.held(op.src)
+        assert nbytes is not None, f"copy of {op.src}, which is not held"
+        there = self.held(op.dst)
+        assert there in (None, nbytes), f"copy of {nbytes} bytes onto {there} at {op.dst}"
+        if there is None:
+            self.grow(op.dst, nbytes)
+
+    def compute(self, op: Compute) -> None:
+        """Checks that all it reads and writes is where the launch runs."""
+        for place in (*op.reads, *op.writes):
+            assert self.held(place) is not None, f"launch touches {place}, which is not held"
+            here = place.tier is Tier.HOST if op.on == "cpu" else place.tier is Tier.GPU
+            assert here, f"launch on {op.lane} touches {place}"
+            assert place.tier is Tier.HOST or place.device == op.device, f"{place} is elsewhere"
+
+    def apply(self, op: Op | Grow | Free) -> None:
+        """One operation of a plan, in order."""
+        match op:
+            case Compute():
+                self.compute(op)
+            case Copy():
+                self.copy(op)
+            case Grow():
+                self.grow(op.place, op.nbytes)
+            case Free():
+                self.free(op.place)
+
+    def run(self, plan: Plan) -> None:
+        """The whole plan. Raises Shortage where it does not fit."""
+        for op in plan.ops:
+            self.apply(op)

@@ -1,0 +1,68 @@
+"""A builder for plans: runs the ledger's own dry run while a policy writes its program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.balance import Balance
+from engine.job import Job
+from engine.plan import Compute, Copy, Free, Grow, Op, Place, Plan, Pool, Slice
+from engine.view import View
+
+
+class Draft:
+    """A plan in the making. Nothing is booked; the view is not changed.
+
+    `waits=True` may rest on bytes that are still coming (the launch then waits for them, and the
+    plan does not depend on how long copies take); `waits=False` takes only what is free now.
+    """
+
+    def __init__(self, view: View, waits: bool = True) -> None:
+        room = {pool: view.room(pool) if waits else n for pool, n in view.free_bytes.items()}
+        self._balance = Balance(room, view.held_bytes)
+        self._ops: list[Op | Grow | Free] = []
+        self._restart: list[Job] = []
+        self._refuse: list[Job] = []
+        self._device = view.device
+
+    def room(self, pool: Pool) -> int:
+        """Bytes left after what was drafted so far."""
+        return self._balance.room_bytes[pool]
+
+    def held(self, place: Place) -> int:
+        """Bytes at a place after what was drafted so far; 0 where nothing is."""
+        return self._balance.held(place) or 0
+
+    def grow(self, place: Place, nbytes: int) -> None:
+        """Adds bytes to a place; asking for none is no operation."""
+        if nbytes:
+            self._add(Grow(place, nbytes))
+
+    def free(self, place: Place) -> None:
+        """Gives a place back."""
+        self._add(Free(place))
+
+    def move(self, src: Place, dst: Place) -> None:
+        """Copies a region whole and gives its source back."""
+        self._add(Copy(src, dst))
+        self._add(Free(src))
+
+    def compute(self, slices: Sequence[Slice], writes: Sequence[Place]) -> None:
+        """One launch of all slices."""
+        self._add(Compute(tuple(slices), writes=tuple(writes), device=self._device))
+
+    def restart(self, job: Job) -> None:
+        """Its tokens will be computed again."""
+        self._restart.append(job)
+
+    def refuse(self, job: Job) -> None:
+        """It will never fit."""
+        self._refuse.append(job)
+
+    def plan(self) -> Plan:
+        """The finished plan."""
+        return Plan(tuple(self._ops), tuple(self._restart), tuple(self._refuse))
+
+    def _add(self, op: Op | Grow | Free) -> None:
+        self._balance.apply(op)
+        self._ops.append(op)

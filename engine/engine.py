@@ -1,0 +1,319 @@
+"""The one loop: ask the policy, issue its plan, settle what has ended; repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import simpy
+
+from engine.arrivals import Arrivals
+from engine.executor import Executor, Launch, Piece, Span
+from engine.job import Job
+from engine.journal import Journal
+from engine.ledger import Booking, Ledger
+from engine.plan import (
+    COMPUTE_LANE,
+    Compute,
+    Copy,
+    Kind,
+    Layout,
+    Op,
+    PageSize,
+    Plan,
+    Pool,
+    Slice,
+    Tier,
+    kv_place,
+)
+from engine.policy import Policy
+from engine.profile import EngineProfile
+from engine.progress import advance_serving, advance_training, restart
+from engine.recorder import Recorder
+from engine.view import Cost, View
+from traces.request import Request, TrainingJob
+
+
+class Stalled(RuntimeError):
+    """Work is left, nothing is in flight, and the policy wants nothing. Names the jobs."""
+
+
+class Engine:
+    """One engine for every backend: a SimPy process over an environment and an executor.
+
+    `depth` is the run-ahead: how many plans of a device may be in flight (until their last Compute
+    ends). `forced` lengths end a request at its recorded output; else sampling ends it (depth 1).
+    `returns_memory=False` leaves a finished job's memory to the policy (playing back a plan log).
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        policy: Policy,
+        executor: Executor,
+        capacity_bytes: Mapping[Pool, int],
+        page: PageSize,
+        *,
+        devices: int = 1,
+        depth: int = 2,
+        forced: bool = True,
+        layout: Layout | None = None,
+        cost: Cost | None = None,
+        recorder: Recorder | None = None,
+        journal: Journal | None = None,
+        returns_memory: bool = True,
+    ) -> None:
+        if depth < 1:
+            raise ValueError(f"depth is {depth}: at least one plan must be in flight")
+        if not forced and depth > 1:
+            raise ValueError(f"depth is {depth}: sampled lengths need depth 1 (set depth=1)")
+        self.env, self.policy, self.executor = env, policy, executor
+        self.page, self.devices, self.depth, self.forced = page, devices, depth, forced
+        self.layout = layout or Layout()
+        self.ledger = Ledger(capacity_bytes, page, self.layout.places, journal)
+        self.recorder = recorder or Recorder()
+        self.profile = EngineProfile()
+        self.cost = cost
+        self.waiting: list[Job] = []
+        self.serving: list[Job] = []
+        self.training: list[Job] = []
+        self.steps = 0  # plans issued
+        self.asked = 0  # questions to the policy
+        self._returns_memory = returns_memory
+        self._journal = journal
+        self._issued = [0] * devices
+        self._flight = [0] * devices
+        self._tails: set[Op] = set()  # the last Compute of each plan in flight
+        self._launches: dict[Op, tuple[int, int, int, Launch]] = {}
+        self._ends: dict[Op, list[Job]] = {}  # jobs that finish when an operation settles
+        self._target: dict[int, int] = {}  # known tokens at which a request is complete
+        self._started: set[int] = set()  # jobs that are not waiting
+        self._recorded: dict[int, int] = {}
+        self._waking = False
+        self._arrivals = Arrivals(env, (), self._admit)
+        self._news = env.event()
+
+    def replay(self, work: Iterable[Request | TrainingJob]) -> None:
+        """Runs a trace to its end. Raises Stalled where it cannot end."""
+        self._arrivals = Arrivals(self.env, work, self._admit)
+        self.env.process(self._arrivals.run())
+        self.env.run(self.env.process(self._serve()))
+
+    def _admit(self, item: Request | TrainingJob, arrival_ns: int) -> None:
+        if isinstance(item, Request):
+            job = Job.serving(item, arrival_ns)
+            self._target[job.job_id] = item.prompt_tokens + item.output_tokens
+            self.recorder.arrived(item, arrival_ns)
+        else:
+            recorded = 0 if item.record_of is None else self._recorded.get(item.record_of, 0)
+            job = Job.trains(item, arrival_ns, recorded)
+        self.waiting.append(job)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._news.succeed()
+        self._news = self.env.event()
+
+    # ---- the loop
+    def _serve(self) -> Generator[simpy.Event, Any, None]:
+        while self._arrivals.pending or self._has_jobs() or self.ledger.open:
+            asked = yield from self._ask_devices()
+            if asked:
+                continue
+            if not (self.ledger.open or self._arrivals.pending or self._waking):
+                raise Stalled(self._stall_message())
+            yield self._news
+
+    def _ask_devices(self) -> Generator[simpy.Event, Any, bool]:
+        """Idle devices first, then those with one plan in flight, and so on."""
+        asked, self._waking = False, False
+        for level in range(self.depth):
+            for device in range(self.devices):
+                if self._flight[device] != level or not self._has_jobs():
+                    continue
+                self.asked += 1
+                plan = self.policy.plan(self.view(device))
+                if plan:
+                    yield from self._issue(plan, device)
+                    asked = True
+                elif plan.wake_ns is not None:
+                    self._wake_at(plan.wake_ns)
+        return asked
+
+    def _has_jobs(self) -> bool:
+        return bool(self.waiting or self.serving or self.training)
+
+    def _wake_at(self, wake_ns: int) -> None:
+        delay_ns = wake_ns - int(self.env.now)
+        if delay_ns > 0:
+            self._waking = True
+            self.env.timeout(delay_ns).callbacks.append(lambda _: self._tell())
+
+    def _stall_message(self) -> str:
+        lists = (("waiting", self.waiting), ("serving", self.serving), ("training", self.training))
+        named = ", ".join(f"{name} {[j.job_id for j in jobs]}" for name, jobs in lists if jobs)
+        free = {f"{tier}:{device}": n for (tier, device), n in self.ledger.free_bytes().items()}
+        return f"the policy wants nothing although nothing is in flight: {named}; free bytes {free}"
+
+    def view(self, device: int) -> View:
+        """What a policy is shown when a device is asked for."""
+        ledger = self.ledger
+        return View(
+            int(self.env.now),
+            device,
+            self._issued[device],
+            self.serving,
+            self.training,
+            self.waiting,
+            ledger.free_bytes(),
+            ledger.coming_bytes(),
+            MappingProxyType(ledger.held_bytes),
+            MappingProxyType(ledger.written),
+            MappingProxyType(ledger.used),
+            tuple(ledger.open),
+            ledger.capacity_bytes,
+            self.page,
+            self.profile,
+            self.layout,
+            self.cost,
+        )
+
+    # ---- issue: state moves on
+    def _issue(self, plan: Plan, device: int) -> Generator[simpy.Event, Any, None]:
+        booked = self.ledger.book(plan)
+        for job in plan.restart:
+            self._restart(job)
+        for job in plan.refuse:
+            self._refuse(job)
+        launches = [self._launch(op, booking, device) for op, booking in booked.items()]
+        step, now_ns = self.steps, int(self.env.now)
+        self.steps += 1
+        self._issued[device] += 1
+        tails = [op for op in booked if isinstance(op, Compute) and op.on == COMPUTE_LANE]
+        if tails:
+            self._flight[device] += 1
+            self._tails.add(tails[-1])
+        self.recorder.issued(step, device, now_ns, plan, self.ledger)
+        self._check_books()
+        host_ns = self.executor.prepare(launches)
+        for i, launch in enumerate(launches):
+            self._launches[launch.op] = (step, now_ns, 0 if i else host_ns, launch)
+        if host_ns:
+            yield self.env.timeout(host_ns)
+        for launch in launches:
+            self.executor.run(launch, self._settle)
+
+    def _launch(self, op: Op, booking: Booking, device: int) -> Launch:
+        if isinstance(op, Copy):
+            return Launch(op, booking.waits, (), *booking.copied)
+        assert op.device == device, f"a plan for device {device} computes on {op.device}"
+        return Launch(op, booking.waits, tuple(self._piece(op, piece) for piece in op.slices))
+
+    def _piece(self, op: Compute, piece: Slice) -> Piece:
+        job = piece.job
+        self._start(job)
+        context = job.computed_tokens
+        if job.training is not None:
+            samples, done = False, self._train(op, piece)
+        else:
+            samples = advance_serving(piece)
+            done = samples and self.forced and self._is_complete(job)
+            if piece.record:
+                self._recorded[job.job_id] = job.recorded_tokens
+        if done:
+            self._ends.setdefault(op, []).append(job)
+            (self.serving if job.training is None else self.training).remove(job)
+        pages = self.ledger.pages.get(kv_place(job.job_id, Tier.GPU, op.device), ())
+        return Piece(job.job_id, piece.tokens, context, samples, pages)
+
+    def _start(self, job: Job) -> None:
+        if job.job_id in self._started:
+            return
+        self._started.add(job.job_id)
+        self.waiting.remove(job)
+        if job.training is not None:
+            self.training.append(job)
+        else:
+            self.serving.append(job)
+            self.recorder.scheduled(job.job_id, int(self.env.now))
+
+    def _is_complete(self, job: Job) -> bool:
+        return job.known_tokens >= self._target[job.job_id]
+
+    def _train(self, op: Compute, piece: Slice) -> bool:
+        """Returns whether the training job is complete with this slice."""
+        job = piece.job
+        if op.again:
+            return False
+        pool = (Tier.GPU, op.device)
+        kinds = (Kind.KV, Kind.ACTIVATION, Kind.GRADIENT)
+        self.profile.issued(op, sum(self.ledger.kind_bytes[pool, kind] for kind in kinds))
+        if advance_training(piece):
+            self.profile.completed_step(job.job_id)
+        assert job.training is not None
+        return job.step >= job.training.num_steps
+
+    def _restart(self, job: Job) -> None:
+        restart(job)
+        if job in self.serving:
+            self.serving.remove(job)
+            self.waiting.insert(0, job)
+            self._started.discard(job.job_id)
+
+    def _refuse(self, job: Job) -> None:
+        for jobs in (self.waiting, self.serving, self.training):
+            if job in jobs:
+                jobs.remove(job)
+        for place in tuple(self.ledger.places_of.get(job.job_id, ())):
+            self.ledger.give(place)
+        self._leave(job, int(self.env.now), "refused")
+
+    def _check_books(self) -> None:
+        if self._journal is not None:
+            self.ledger.conserved()
+
+    # ---- settle: measurements and tokens arrive
+    def _settle(self, span: Span) -> None:
+        op = span.op
+        step, issue_ns, host_ns, launch = self._launches.pop(op)
+        self.ledger.settle(op)
+        self.profile.settled(span)
+        if op in self._tails:
+            self._tails.discard(op)
+            self._flight[op.lane[0]] -= 1
+        self._deliver(span, launch)
+        for pool, pages in self.ledger.drain_idle():
+            self.executor.release(pool, pages)
+        self._check_books()
+        self.recorder.settled(step, issue_ns, host_ns, span, launch, self.ledger)
+        self._tell()
+
+    def _deliver(self, span: Span, launch: Launch) -> None:
+        for piece in launch.pieces:
+            if piece.samples:
+                self.recorder.delivered(piece.job_id, span.end_ns)
+        for job in self._ends.pop(span.op, ()):
+            self._finish(job, span.end_ns)
+        if not self.forced:
+            self._end_sampled(span, launch)
+
+    def _end_sampled(self, span: Span, launch: Launch) -> None:
+        """Ends what sampled an end of sequence, or reached the length of the trace as its limit."""
+        sampled = {piece.job_id for piece in launch.pieces if piece.samples}
+        for job in [job for job in self.serving if job.job_id in sampled]:
+            if job.job_id in span.ended or self._is_complete(job):
+                self.serving.remove(job)
+                self._finish(job, span.end_ns)
+
+    def _finish(self, job: Job, now_ns: int) -> None:
+        if self._returns_memory:
+            for place in tuple(self.ledger.places_of.get(job.job_id, ())):
+                self.ledger.give(place)
+        self.recorder.returned(job.job_id)
+        self._leave(job, now_ns, "finished")
+
+    def _leave(self, job: Job, now_ns: int, status: str) -> None:
+        if job.training is None:
+            self.recorder.ended(job.job_id, now_ns, status)
+            self._arrivals.release_turn(job)

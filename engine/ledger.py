@@ -1,0 +1,199 @@
+"""Books plans in issue order, whole or not at all, and derives what each operation waits for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from engine.balance import Balance
+from engine.journal import Journal
+from engine.pages import PagePool
+from engine.plan import Compute, Copy, Grow, Kind, Lane, Op, PageSize, Place, Plan, Pool
+from engine.returns import ReturnQueue
+
+
+class Booking(NamedTuple):
+    """What booking an operation derived. `copied`: bytes and both page tables of a Copy."""
+
+    waits: tuple[Op, ...]
+    copied: tuple[int, Sequence[int], Sequence[int]] = (0, (), ())
+
+
+class Ledger:
+    """The *predicted* memory: bytes per place, pages per KV place, stamps of contents and use.
+
+    An operation waits for the last writer of what it reads, for all users of what it writes (data)
+    and for whoever has to end before the bytes it rests on are free (bytes). Lanes are
+    first-in-first-out, so only operations on other lanes are named.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: Mapping[Pool, int],
+        page: PageSize,
+        resident: Mapping[Place, int] | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.capacity_bytes = dict(capacity_bytes)
+        self.page = page
+        self.held_bytes: dict[Place, int] = {}
+        self.pages: dict[Place, list[int]] = {}  # a table only grows; a freed one is dropped
+        self.written: dict[Place, int] = {}
+        self.used: dict[Place, int] = {}
+        self.open: dict[Op, None] = {}
+        self.places_of: dict[int, dict[Place, None]] = defaultdict(dict)  # by owner
+        self.kind_bytes: dict[tuple[Pool, Kind], int] = defaultdict(int)
+        self._returns = {pool: ReturnQueue(n) for pool, n in capacity_bytes.items()}
+        self._pools: dict[Pool, PagePool] = {}
+        self._writers: dict[Place, dict[Lane, Op]] = {}
+        self._users: dict[Place, dict[Lane, Op]] = {}
+        self._givers: dict[Place, set[Op]] = {}
+        self._stamp = 0
+        self._journal = journal
+        for place, nbytes in (resident or {}).items():
+            Balance(self.room_bytes(), self.held_bytes).grow(place, nbytes)
+            self._take(place, nbytes)
+        for pool, queue in self._returns.items():
+            self._pools[pool] = PagePool(queue.free_bytes // page.nbytes)
+
+    # ---- figures
+    def free_bytes(self) -> dict[Pool, int]:
+        """Per pool, what can be taken without a wait."""
+        return {pool: queue.free_bytes for pool, queue in self._returns.items()}
+
+    def coming_bytes(self) -> dict[Pool, int]:
+        """Per pool, what comes back when operations in flight have ended."""
+        return {pool: queue.coming_bytes for pool, queue in self._returns.items()}
+
+    def room_bytes(self) -> dict[Pool, int]:
+        """Per pool, free and coming."""
+        return {pool: queue.room_bytes for pool, queue in self._returns.items()}
+
+    def held_pages(self, pool: Pool) -> int:
+        """KV pages of a pool that somebody holds."""
+        return self._pools[pool].held_pages
+
+    def num_pages(self, pool: Pool) -> int:
+        """KV pages that a pool has room for beside what is resident."""
+        return self._pools[pool].num_pages
+
+    def drain_idle(self) -> Iterator[tuple[Pool, list[int]]]:
+        """Per pool, the pages that have fallen out of all use since the last call."""
+        for pool, pages in self._pools.items():
+            if ids := pages.drain_idle():
+                yield pool, ids
+
+    # ---- booking
+    def book(self, plan: Plan) -> dict[Op, Booking]:
+        """Books a plan and returns what each operation waits for, in issue order.
+
+        Raises Shortage, with nothing changed, where the plan does not fit.
+        """
+        Balance(self.room_bytes(), self.held_bytes).run(plan)
+        booked: dict[Op, Booking] = {}
+        for op in plan.ops:
+            if isinstance(op, Compute | Copy):
+                booked[op] = self._run(op)
+            elif isinstance(op, Grow):
+                self._take(op.place, op.nbytes)
+            else:
+                self.give(op.place)
+        return booked
+
+    def _run(self, op: Op) -> Booking:
+        if isinstance(op, Compute):
+            return Booking(self._touch(op, op.reads, op.writes))
+        nbytes = self.held_bytes[op.src]
+        if op.dst not in self.held_bytes:
+            self._take(op.dst, nbytes)
+        tables = self.pages.get(op.src, ()), self.pages.get(op.dst, ())
+        return Booking(self._touch(op, (op.src,), (op.dst,)), (nbytes, *tables))
+
+    def _take(self, place: Place, nbytes: int) -> None:
+        pool = place.pool
+        givers = self._returns[pool].take(nbytes)
+        if place.region.kind is Kind.KV:
+            pages, waits = self._pools[pool].take(self._num_pages(place, nbytes))
+            self.pages.setdefault(place, []).extend(pages)
+            givers |= waits
+        if place not in self.held_bytes:
+            self._writers[place], self._users[place] = {}, {}
+            self.written[place], self.used[place] = 0, -1
+            self.places_of[place.region.owner][place] = None
+        self.held_bytes[place] = self.held_bytes.get(place, 0) + nbytes
+        self.kind_bytes[pool, place.region.kind] += nbytes
+        if givers:
+            self._givers.setdefault(place, set()).update(givers)
+        if self._journal:
+            self._journal.took(place, nbytes)
+
+    def _num_pages(self, place: Place, nbytes: int) -> int:
+        assert nbytes % self.page.nbytes == 0, f"{place} takes {nbytes} bytes, no whole pages"
+        return nbytes // self.page.nbytes
+
+    def _touch(self, op: Op, reads: Iterable[Place], writes: Iterable[Place]) -> tuple[Op, ...]:
+        lane, waits = op.lane, dict[Op, None]()
+        copied = self.written[op.src] if isinstance(op, Copy) else None
+        self._stamp += 1
+        for place in reads:
+            self._wait(waits, lane, self._writers[place].values(), place)
+            self._users[place][lane] = op
+            self.used[place] = self._stamp
+        for place in writes:
+            self._wait(waits, lane, self._users[place].values(), place)
+            self._writers[place] = {lane: op}
+            self._users[place][lane] = op
+            self.used[place] = self._stamp
+            self.written[place] = self._stamp if copied is None else copied
+        self.open[op] = None
+        if self._journal:
+            self._journal.touched(op, (*reads, *writes))
+        return tuple(waits)
+
+    def _wait(self, waits: dict[Op, None], lane: Lane, ops: Iterable[Op], place: Place) -> None:
+        for op in ops:
+            if op.lane != lane and op in self.open:
+                waits[op] = None
+        if place in self._givers:
+            givers = self._givers[place] = {op for op in self._givers[place] if op in self.open}
+            waits.update((op, None) for op in self.open if op in givers and op.lane != lane)
+            if not givers:
+                del self._givers[place]
+
+    # ---- giving back
+    def give(self, place: Place) -> None:
+        """Gives a place back: its bytes return, in issue order, when its users have ended."""
+        nbytes, pool = self.held_bytes.pop(place), place.pool
+        users = {op for op in self._users.pop(place).values() if op in self.open}
+        users |= {op for op in self._givers.pop(place, ()) if op in self.open}
+        del self._writers[place], self.written[place], self.used[place]
+        self.kind_bytes[pool, place.region.kind] -= nbytes
+        owned = self.places_of[place.region.owner]
+        del owned[place]
+        if not owned:
+            del self.places_of[place.region.owner]
+        self._returns[pool].give(nbytes, users)
+        if place in self.pages:
+            self._pools[pool].give(self.pages.pop(place), users)
+        if self._journal:
+            self._journal.gave(place)
+
+    def settle(self, op: Op) -> None:
+        """An operation has ended: bytes that waited for it come back."""
+        del self.open[op]
+        for pool, queue in self._returns.items():
+            queue.settle(op)
+            self._pools[pool].settle(op)
+
+    def conserved(self) -> None:
+        """Law 2: held, free and coming add up to the capacity of every pool."""
+        held: dict[Pool, int] = defaultdict(int)
+        for place, nbytes in self.held_bytes.items():
+            held[place.pool] += nbytes
+        for pool, capacity in self.capacity_bytes.items():
+            queue = self._returns[pool]
+            assert held[pool] + queue.room_bytes == capacity, f"{pool} does not add up"
+            assert queue.free_bytes >= 0 and queue.coming_bytes >= 0, f"{pool} is overdrawn"
+            pages = sum(len(ids) for place, ids in self.pages.items() if place.pool == pool)
+            assert pages == self.held_pages(pool), f"pages of {pool} do not add up"

@@ -1,0 +1,112 @@
+"""Plans as text and back: what makes a run repeatable on another backend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from engine.job import Job
+from engine.plan import Compute, Copy, Free, Grow, Kind, Op, Place, Plan, Region, Slice, Tier, Work
+
+
+class LoggedPlan(NamedTuple):
+    """A plan of a log, and the finished jobs whose memory had come back before it was issued."""
+
+    device: int
+    returned: tuple[int, ...]
+    body: str
+
+    @property
+    def job_ids(self) -> frozenset[int]:
+        """The jobs that must have arrived before the plan can be issued."""
+        content = json.loads(self.body)
+        computed = (s[0] for op in content["ops"] if op[0] == "compute" for s in op[4])
+        return frozenset((*computed, *content["restart"], *content["refuse"]))
+
+
+def encode(plan: Plan) -> str:
+    """JSON that decodes to an equal plan; equal plans give equal text."""
+    content = {
+        "ops": [_encode_op(op) for op in plan.ops],
+        "restart": [job.job_id for job in plan.restart],
+        "refuse": [job.job_id for job in plan.refuse],
+    }
+    return json.dumps(content, separators=(",", ":"))
+
+
+def decode(body: str, jobs: Mapping[int, Job]) -> Plan:
+    """The plan of a log over the jobs of this run. Raises KeyError for a job that is not there."""
+    content = json.loads(body)
+    return Plan(
+        tuple(_decode_op(op, jobs) for op in content["ops"]),
+        tuple(jobs[i] for i in content["restart"]),
+        tuple(jobs[i] for i in content["refuse"]),
+    )
+
+
+def _encode_place(place: Place) -> list[Any]:
+    region = place.region
+    return [region.owner, region.kind, region.part, region.slot, place.tier, place.device]
+
+
+def _encode_slice(piece: Slice) -> list[Any]:
+    layers = None if piece.layers is None else [piece.layers.start, piece.layers.stop]
+    return [
+        piece.job.job_id,
+        piece.tokens,
+        piece.work,
+        layers,
+        piece.microbatch,
+        piece.version,
+        piece.record,
+    ]
+
+
+def _encode_op(op: Op | Grow | Free) -> list[Any]:
+    match op:
+        case Compute():
+            places = ([_encode_place(p) for p in side] for side in (op.reads, op.writes))
+            return [
+                "compute",
+                op.device,
+                op.on,
+                op.again,
+                [_encode_slice(s) for s in op.slices],
+                *places,
+            ]
+        case Copy():
+            return ["copy", _encode_place(op.src), _encode_place(op.dst)]
+        case Grow():
+            return ["grow", _encode_place(op.place), op.nbytes, op.first, op.every]
+        case Free():
+            return ["free", _encode_place(op.place)]
+
+
+def _decode_place(row: list[Any]) -> Place:
+    owner, kind, part, slot, tier, device = row
+    return Place(Region(owner, Kind(kind), part, slot), Tier(tier), device)
+
+
+def _decode_slice(row: list[Any], jobs: Mapping[int, Job]) -> Slice:
+    job_id, tokens, work, layers, microbatch, version, record = row
+    span = None if layers is None else range(*layers)
+    return Slice(jobs[job_id], tokens, Work(work), span, microbatch, version, record)
+
+
+def _decode_places(rows: Iterable[list[Any]]) -> tuple[Place, ...]:
+    return tuple(_decode_place(row) for row in rows)
+
+
+def _decode_op(row: list[Any], jobs: Mapping[int, Job]) -> Op | Grow | Free:
+    match row:
+        case ["compute", device, on, again, slices, reads, writes]:
+            pieces = tuple(_decode_slice(s, jobs) for s in slices)
+            return Compute(pieces, _decode_places(reads), _decode_places(writes), device, on, again)
+        case ["copy", src, dst]:
+            return Copy(_decode_place(src), _decode_place(dst))
+        case ["grow", place, nbytes, first, every]:
+            return Grow(_decode_place(place), nbytes, first, every)
+        case ["free", place]:
+            return Free(_decode_place(place))
+    raise ValueError(f"plan log: unknown operation {row[0]!r}")

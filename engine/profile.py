@@ -1,0 +1,55 @@
+"""What was measured so far, kept by the engine and read by policies."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from engine.executor import Span
+from engine.plan import Compute, Copy
+from engine.view import LaunchKey, Moment
+
+
+def launch_key(op: Compute) -> LaunchKey:
+    """The unit of measurement is a whole launch: fused work cannot be told apart."""
+    return tuple((s.work, s.layers, s.tokens) for s in op.slices)
+
+
+class EngineProfile:
+    """Durations at settle, moments at issue; only launches with training work are kept."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, LaunchKey], tuple[int, int]] = {}
+        self._moments: dict[int, tuple[Moment, ...]] = {}
+        self._recent: dict[int, list[Moment]] = defaultdict(list)
+
+    def moments(self, job_id: int) -> Sequence[Moment]:
+        """The launches of a training job's last complete step, in issue order."""
+        return self._moments.get(job_id, ())
+
+    def mean_ns(self, job_id: int, unit: LaunchKey) -> int | None:
+        """Mean duration of a launch of one job, None before its first settle."""
+        total, count = self._sums.get((job_id, unit), (0, 0))
+        return total // count if count else None
+
+    def issued(self, op: Compute, other_bytes: int) -> None:
+        """A launch was issued: a moment for each training job in it."""
+        for piece in op.slices:
+            if piece.job.training is not None:
+                moment = Moment(launch_key(op), (*op.reads, *op.writes), other_bytes)
+                self._recent[piece.job.job_id].append(moment)
+
+    def completed_step(self, job_id: int) -> None:
+        """The launches since the last call were one whole step."""
+        self._moments[job_id] = tuple(self._recent.pop(job_id, ()))
+
+    def settled(self, span: Span) -> None:
+        """A duration was measured."""
+        if isinstance(span.op, Copy):
+            return
+        key = launch_key(span.op)
+        for piece in span.op.slices:
+            if piece.job.training is not None:
+                total, count = self._sums.get((piece.job.job_id, key), (0, 0))
+                elapsed = total + span.end_ns - span.start_ns
+                self._sums[piece.job.job_id, key] = (elapsed, count + 1)

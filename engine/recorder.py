@@ -1,0 +1,190 @@
+"""Collects the facts of a run and writes them as the four tables of engine/record.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from engine.executor import Launch, Meter, Reading, Span
+from engine.ledger import Ledger
+from engine.plan import Copy, Kind, Plan, Pool, Tier
+from engine.planlog import LoggedPlan, encode
+from engine.record import SCHEMA_VERSION, TABLES
+from traces.request import Request
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What happened to one request."""
+
+    request: Request
+    arrival_ns: int
+    scheduled_ns: int | None = None
+    finish_ns: int | None = None
+    restarts: int = 0
+    swaps: int = 0
+    status: str = "unfinished"
+    token_ns: list[int] = field(default_factory=list)
+
+
+class Recorder:
+    """Facts only; every figure is derived later, in analysis/."""
+
+    def __init__(self, meter: Meter | None = None) -> None:
+        self.outcomes: dict[int, Outcome] = {}
+        self.plans: list[tuple[int, int, int, tuple[int, ...], Plan]] = []
+        self._steps: list[tuple[int, int, int, Span, Launch]] = []
+        self._memory: list[tuple[Any, ...]] = []
+        self._returned: list[int] = []
+        self._meter = meter
+
+    # ---- requests
+    def arrived(self, request: Request, now_ns: int) -> None:
+        self.outcomes[request.request_id] = Outcome(request, now_ns)
+
+    def returned(self, job_id: int) -> None:
+        """A finished job's memory has come back."""
+        self._returned.append(job_id)
+
+    # ---- plans and operations
+    def issued(self, step: int, device: int, now_ns: int, plan: Plan, ledger: Ledger) -> None:
+        self.plans.append((step, device, now_ns, tuple(self._returned), plan))
+        self._returned.clear()
+        for job in plan.restart:
+            if job.job_id in self.outcomes:
+                self.outcomes[job.job_id].restarts += 1
+        for op in plan.ops:
+            if isinstance(op, Copy) and op.src.tier is Tier.GPU and op.dst.tier is Tier.HOST:
+                self._count_swap(op)
+        self._sample("issue", step, now_ns, ledger, {})
+
+    def scheduled(self, job_id: int, now_ns: int) -> None:
+        """The first slice of a request was issued."""
+        outcome = self.outcomes[job_id]
+        if outcome.scheduled_ns is None:
+            outcome.scheduled_ns = now_ns
+
+    def settled(
+        self, step: int, issue_ns: int, host_ns: int, span: Span, launch: Launch, ledger: Ledger
+    ) -> None:
+        self._steps.append((step, issue_ns, host_ns, span, launch))
+        self._sample("settle", step, span.end_ns, ledger, self._meter.read() if self._meter else {})
+
+    def delivered(self, job_id: int, now_ns: int) -> None:
+        """One output token reached its client."""
+        self.outcomes[job_id].token_ns.append(now_ns)
+
+    def ended(self, job_id: int, now_ns: int, status: str) -> None:
+        """A request left, `finished` or `refused`."""
+        outcome = self.outcomes[job_id]
+        outcome.finish_ns, outcome.status = now_ns, status
+
+    def _count_swap(self, op: Copy) -> None:
+        if op.src.region.kind is Kind.KV and op.src.region.owner in self.outcomes:
+            self.outcomes[op.src.region.owner].swaps += 1
+
+    def _sample(
+        self, cause: str, step: int, now_ns: int, ledger: Ledger, readings: Mapping[Pool, Reading]
+    ) -> None:
+        free, coming = ledger.free_bytes(), ledger.coming_bytes()
+        for pool, capacity in ledger.capacity_bytes.items():
+            reading = readings.get(pool)
+            kinds = (ledger.kind_bytes[pool, kind] for kind in Kind)
+            self._memory.append(
+                (now_ns, cause, step, pool[0].value, pool[1], capacity, free[pool], coming[pool])
+                + tuple(kinds)
+                + (ledger.held_pages(pool),)
+                + ((reading.persistent_bytes, reading.process_bytes) if reading else (None, None))
+            )
+
+    # ---- tables
+    def tables(self, outputs: Callable[[int], Sequence[int]] | None = None) -> dict[str, pa.Table]:
+        """All rows, in a fixed order. `outputs` gives the generated ids of a request."""
+        rows = {
+            "requests": [_request_row(o, outputs) for _, o in sorted(self.outcomes.items())],
+            "steps": [_step_row(*row) for row in self._steps],
+            "memory": self._memory,
+            "plans": [(s, d, at, list(back), encode(p)) for s, d, at, back, p in self.plans],
+        }
+        return {name: _table(name, rows[name]) for name in TABLES}
+
+    def write(self, folder: Path, outputs: Callable[[int], Sequence[int]] | None = None) -> None:
+        """Writes the tables into a folder, each aside and renamed."""
+        for name, table in self.tables(outputs).items():
+            aside = folder / f".{name}.parquet.tmp"
+            pq.write_table(table, aside, compression="zstd")
+            aside.rename(folder / f"{name}.parquet")
+
+
+def read_plans(path: Path) -> tuple[LoggedPlan, ...]:
+    """The plan log of a run folder's plans.parquet."""
+    rows = pq.read_table(path, columns=["device", "returned", "body"]).to_pylist()
+    return tuple(LoggedPlan(row["device"], tuple(row["returned"]), row["body"]) for row in rows)
+
+
+_KIND_COLUMNS = [Kind.KV, Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER, Kind.ACTIVATION]
+assert list(Kind) == _KIND_COLUMNS, "the columns of MEMORY follow the order of Kind"
+
+
+def _table(name: str, rows: Sequence[Sequence[Any]]) -> pa.Table:
+    schema = TABLES[name]
+    columns = zip(*rows, strict=True) if rows else ([] for _ in schema)
+    arrays = [pa.array(list(c), f.type) for c, f in zip(columns, schema, strict=True)]
+    table = pa.Table.from_arrays(arrays, schema=schema)
+    return table.replace_schema_metadata({"schema_version": str(SCHEMA_VERSION)})
+
+
+def _request_row(
+    outcome: Outcome, outputs: Callable[[int], Sequence[int]] | None
+) -> tuple[Any, ...]:
+    request, tokens = outcome.request, outcome.token_ns
+    ids = None if outputs is None else list(outputs(request.request_id))
+    return (
+        request.request_id,
+        request.session,
+        request.turn,
+        request.slo,
+        request.prompt_tokens,
+        len(tokens),
+        outcome.arrival_ns,
+        outcome.scheduled_ns,
+        tokens[0] if tokens else None,
+        outcome.finish_ns,
+        outcome.restarts,
+        outcome.swaps,
+        outcome.status,
+        tokens,
+        ids,
+    )
+
+
+def _step_row(
+    step: int, issue_ns: int, host_ns: int, span: Span, launch: Launch
+) -> tuple[Any, ...]:
+    pieces, (device, lane) = launch.pieces, span.op.lane
+    decodes = sum(1 for p in pieces if p.tokens == 1 and p.context_tokens)
+    jobs = [p.job_id for p in pieces]
+    if isinstance(span.op, Copy):
+        jobs = [span.op.src.region.owner]
+    return (
+        step,
+        device,
+        lane,
+        issue_ns,
+        span.start_ns,
+        span.end_ns,
+        host_ns,
+        sum(p.tokens for p in pieces) - decodes,
+        decodes,
+        sum(1 for p in pieces if p.samples),
+        launch.nbytes,
+        span.peak_bytes,
+        jobs,
+        [p.tokens for p in pieces],
+        [p.context_tokens for p in pieces],
+    )

@@ -1,0 +1,1 @@
+"""The research: scheduling and memory policies. Pure Python: no torch, no simpy, no clock."""

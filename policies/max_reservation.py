@@ -1,0 +1,33 @@
+"""Contiguous KV for the longest possible sequence, taken when a job starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.plan import Plan, Slice
+from engine.view import View
+from policies.seating import Seating
+
+
+@dataclass(frozen=True)
+class MaxReservation:
+    """Each job holds `max_tokens` of KV from its first slice on (Orca's "Max", vLLM section 6.2).
+
+    Nothing is ever preempted; a job that outgrows its reservation is refused. Takes bytes that are
+    coming, but never waits for a copy, since it makes none.
+    """
+
+    max_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"reservation: max_tokens is {self.max_tokens}, must be at least 1")
+
+    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+        reserved = view.page.bytes_for(self.max_tokens)
+        never = 1 + max(view.capacity_bytes.values())
+
+        def demand(piece: Slice) -> int:
+            return reserved if piece.job.known_tokens <= self.max_tokens else never
+
+        return Seating(batch, view, demand).plan()

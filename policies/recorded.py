@@ -1,0 +1,41 @@
+"""Plays back a plan log: the same decisions on another backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from engine.plan import Free, Plan
+from engine.planlog import LoggedPlan, decode
+from engine.view import View
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Issues the plans of a log in their order, each as soon as its jobs have arrived.
+
+    Also gives back what finished jobs held, where the recorded run did: with an engine that leaves
+    this to the policy (`returns_memory=False`), bytes and pages go through the same states.
+    """
+
+    log: tuple[LoggedPlan, ...]
+
+    @cached_property
+    def _by_device(self) -> dict[int, list[LoggedPlan]]:
+        devices: dict[int, list[LoggedPlan]] = {}
+        for logged in self.log:
+            devices.setdefault(logged.device, []).append(logged)
+        return devices
+
+    def plan(self, view: View) -> Plan:
+        log = self._by_device.get(view.device, [])
+        if view.issued >= len(log):
+            return Plan()
+        logged = log[view.issued]
+        jobs = {j.job_id: j for j in (*view.serving, *view.training, *view.waiting)}
+        if not logged.job_ids <= jobs.keys():
+            return Plan()
+        plan = decode(logged.body, jobs)
+        back = set(logged.returned)
+        frees = tuple(Free(p) for p in view.held_bytes if p.region.owner in back)
+        return Plan((*frees, *plan.ops), plan.restart, plan.refuse)
