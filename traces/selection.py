@@ -47,12 +47,12 @@ def select(
     Stops at `limit` requests, as vLLM does; the conversations behind it are counted as dropped.
     """
     selection = Selection(rows_read=len(conversations))
-    chosen = _usable(conversations, rule, selection)
+    usable = _usable(conversations, rule, selection)
     if seed is not None:
-        random.Random(seed).shuffle(chosen)
-    limit = limit if limit is not None else sum(len(c.roles) for c in chosen)
+        random.Random(seed).shuffle(usable)
+    limit = limit if limit is not None else sum(len(c.roles) for c in usable)
     beyond = f"beyond the limit of {limit} requests"
-    for ids, picked in _picked(chosen, rule, tokenizer):
+    for ids, picked in _picked(usable, rule, tokenizer):
         room = limit - len(selection.requests)
         if room == 0:
             break
