@@ -1,0 +1,1 @@
+"""The front door: command line, experiment wiring, sweeps. Alone imports both sim and runtime."""

@@ -1,0 +1,120 @@
+"""How many bytes a run may use, and what lies in them before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.model import ModelSpec
+from engine.plan import SHARED_OWNER, Kind, Layout, PageSize, Place, Pool, Region, Tier
+from traces.request import Request
+
+GPU: Pool = (Tier.GPU, 0)
+HOST: Pool = (Tier.HOST, 0)
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The config node `budget`: memory of a run. At most one of kv_bytes and kv_pages."""
+
+    fraction: float = 0.9
+    kv_bytes: int | None = None
+    kv_pages: int | None = None
+    host_bytes: int = 0
+    step_tokens: int | None = None
+    may_refuse: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"budget.fraction={self.fraction}: it must be above 0 and at most 1")
+        if self.kv_bytes is not None and self.kv_pages is not None:
+            raise ValueError("budget: give kv_bytes or kv_pages, not both")
+        for name in ("kv_bytes", "kv_pages", "step_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"budget.{name}={value}: it must be at least 1")
+        if self.host_bytes < 0:
+            raise ValueError(f"budget.host_bytes={self.host_bytes}: it must be at least 0")
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the engine is given: capacities per pool, the page, and what is resident."""
+
+    capacity_bytes: dict[Pool, int]
+    page: PageSize
+    layout: Layout
+    workspace_bytes: int  # set aside on the device, beside the capacity
+
+
+def room_for(
+    budget: Budget,
+    spec: ModelSpec,
+    usable_bytes: int,
+    page_tokens: int,
+    requests: Sequence[Request],
+    policy: Any,
+) -> Room:
+    """Weights, KV and workspace inside the budget. ValueError where they cannot fit."""
+    page = PageSize(page_tokens, page_tokens * spec.kv_token_bytes)
+    workspace = _workspace_bytes(budget, spec, requests, policy)
+    kv = _kv_bytes(budget, page)
+    if kv is None:
+        kv = int(budget.fraction * usable_bytes) - spec.weight_bytes - workspace
+    longest = max(r.prompt_tokens + r.output_tokens for r in requests)
+    needed = page.bytes_for(longest)
+    if kv < (page.nbytes if budget.may_refuse else needed):
+        raise ValueError(_deficit(budget, spec, usable_bytes, page, workspace, longest, needed - kv))
+    capacity = {GPU: spec.weight_bytes + kv // page.nbytes * page.nbytes, HOST: budget.host_bytes}
+    weights = Place(Region(SHARED_OWNER, Kind.WEIGHT), Tier.GPU)
+    return Room(capacity, page, Layout({weights: spec.weight_bytes}), workspace)
+
+
+def _kv_bytes(budget: Budget, page: PageSize) -> int | None:
+    return budget.kv_bytes if budget.kv_pages is None else budget.kv_pages * page.nbytes
+
+
+def _workspace_bytes(
+    budget: Budget, spec: ModelSpec, requests: Sequence[Request], policy: Any
+) -> int:
+    """Of the largest step: the policy's token budget, or a whole request after a restart."""
+    scheduling = getattr(policy, "scheduling", None)
+    longest = max(r.prompt_tokens + r.output_tokens for r in requests)
+    wanted = budget.step_tokens or getattr(scheduling, "token_budget", None) or 0
+    jobs = min(len(requests), getattr(scheduling, "max_jobs", len(requests)))
+    if not wanted:  # nothing bounds the step: all prompts that may start together
+        wanted = sum(sorted((r.prompt_tokens for r in requests), reverse=True)[:jobs])
+    tokens = max(wanted, longest)
+    return spec.workspace_bytes([tokens], [longest], samples=min(jobs, tokens))
+
+
+def _deficit(
+    budget: Budget,
+    spec: ModelSpec,
+    usable_bytes: int,
+    page: PageSize,
+    workspace: int,
+    longest: int,
+    missing: int,
+) -> str:
+    if budget.kv_bytes is not None or budget.kv_pages is not None:
+        return (
+            f"budget: the longest request ({longest} tokens) needs {page.count(longest)} pages of "
+            f"KV, {_mib(missing)} more than the budget has; raise budget.kv_pages to "
+            f"{page.count(longest)}, or import the trace with a smaller max_total_tokens, or allow "
+            "refusals with budget.may_refuse=true"
+        )
+    parts = f"weights {_mib(spec.weight_bytes)}, workspace {_mib(workspace)}, longest request "
+    parts += _mib(page.bytes_for(longest))
+    return (
+        f"budget: {_mib(missing)} short: {parts} do not fit into {budget.fraction:g} of "
+        f"{_mib(usable_bytes)}; raise budget.fraction, lower the scheduling's token_budget "
+        "(workspace), take a smaller model or page_tokens, or import the trace with a smaller "
+        "max_total_tokens"
+    )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:,.1f} MiB"

@@ -1,0 +1,54 @@
+"""`tandem list`: what can be chosen, each with one line on it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+PLURALS = {
+    "policies": "policy",
+    "schedulings": "scheduling",
+    "memories": "memory",
+    "planners": "planner",
+    "traces": "trace",
+    "arrivals": "arrival",
+    "models": "model",
+    "devices": "device",
+    "backends": "backend",
+    "slos": "slo",
+    "experiments": "experiment",
+}
+
+
+def main(words: Sequence[str]) -> int:
+    """Prints one group, or all of them."""
+    parser = argparse.ArgumentParser(prog="tandem list", description=__doc__)
+    names = [*PLURALS, *PLURALS.values()]
+    parser.add_argument("group", nargs="?", choices=names, metavar="GROUP", help=", ".join(PLURALS))
+    parser.add_argument("--config-dir", help="a folder of your own yaml files, listed too")
+    chosen = parser.parse_args(words)
+    groups = [PLURALS.get(chosen.group, chosen.group)] if chosen.group else list(PLURALS.values())
+    for group in groups:
+        found = options(group, chosen.config_dir)
+        if found:
+            print(f"{group}=")
+        for name, about in found.items():
+            print(f"  {name:<22}{about}")
+    return 0
+
+
+def options(group: str, config_dir: str | None = None) -> dict[str, str]:
+    """The options of a group with the first comment of their yaml files."""
+    roots = [Path(str(files("conf"))), *([Path(config_dir)] if config_dir else [])]
+    paths = [path for root in roots for path in sorted((root / group).glob("*.yaml"))]
+    return {path.stem: about(path) for path in paths}
+
+
+def about(path: Path) -> str:
+    """The first comment of a yaml file, without Hydra's package line."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") and not line.startswith("# @package"):
+            return line.lstrip("# ").strip()
+    return ""

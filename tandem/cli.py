@@ -1,0 +1,75 @@
+"""The command line: verbs by argparse, settings by Hydra overrides. Start-up imports nothing else.
+
+Exit codes: 0 done, 1 a run failed, 2 the command or its settings are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from tandem.errors import RunFailed
+
+VERBS = {
+    "run": ("tandem.run", "one run or a sweep (-m): predicted or measured, by backend=..."),
+    "compare": ("tandem.compare", "two run folders: how far apart and why; writes a report"),
+    "calibrate": ("tandem.calibrate", "profile a device through the executor and fit its costs"),
+    "trace": ("tandem.trace", "import a ShareGPT file, or show what a trace holds"),
+    "list": ("tandem.catalog", "what can be chosen: policies, traces, models, devices, ..."),
+    "doctor": ("tandem.doctor", "this machine and installation, to paste into a bug report"),
+}
+EXAMPLES = """examples:
+  tandem run                                      the sample trace, simulated
+  tandem run backend=cpu                          the same, measured on this CPU
+  tandem run -m policy=chunked_restart,static_restart arrival.rate=2,4,8
+  tandem compare outputs/.../SIM outputs/.../CPU  both together, with a report
+  tandem trace import ShareGPT_V3.json --tokenizer path/to/tokenizer --out sharegpt.parquet
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in VERBS:
+        module, _ = VERBS[words[0]]
+        return guarded(lambda: import_module(module).main(words[1:]))
+    _parser().parse_args(words)  # help, version, or a usage error
+    return 2
+
+
+def guarded(verb: Callable[[], int]) -> int:
+    """The verb's exit code, its errors told in one line (all of them with HYDRA_FULL_ERROR=1)."""
+    try:
+        return verb()
+    except (ValueError, RunFailed) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(f"tandem: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1 if isinstance(error, RunFailed) else 2
+    except KeyboardInterrupt:
+        print("tandem: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `tandem list | head` is no error
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, VERBS)) + 2
+    verbs = "\n".join(f"  {name:<{width}}{line}" for name, (_, line) in VERBS.items())
+    parser = argparse.ArgumentParser(
+        prog="tandem",
+        usage="tandem VERB ...",
+        description=f"One policy object, simulated and measured.\n\nverbs:\n{verbs}",
+        epilog=EXAMPLES + "\n`tandem VERB --help` says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("verb", choices=tuple(VERBS), help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

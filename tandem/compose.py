@@ -1,0 +1,121 @@
+"""Composes configurations outside `tandem run`, and puts Hydra's errors into one line."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import CompactHydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from tandem.errors import Usage
+from tandem.conform import did_you_mean
+
+WRONG_KEY = re.compile(r"(?:Could not (?:override|append|delete)[^']*|Key )'([^']+)'")
+
+
+def register_resolvers() -> None:
+    """`${run_id:}` makes folders unique, `${package:traces}` is where a package of ours lies."""
+    OmegaConf.register_new_resolver(
+        "run_id", lambda: secrets.token_hex(3), use_cache=True, replace=True
+    )
+    OmegaConf.register_new_resolver("package", lambda name: str(files(name)), replace=True)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A resolved configuration as plain values, and the folders of the user's own yaml files."""
+
+    config: dict[str, Any]
+    overrides: tuple[str, ...]
+    folders: tuple[Path, ...] = ()
+
+
+def composed(overrides: Sequence[str], config_dir: str | None = None) -> Composed:
+    """The configuration that `tandem run OVERRIDES` would run. Usage in one line if it is wrong."""
+    register_resolvers()
+    search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+    try:
+        with initialize_config_module("conf", version_base="1.3"):
+            cfg = compose("config", [*search, *overrides])
+    except (CompactHydraException, OmegaConfBaseException) as error:
+        raise Usage(one_line(error, overrides)) from error
+    folders = (Path(config_dir),) if config_dir else ()
+    return Composed(plain(cfg), tuple(overrides), folders)
+
+
+def config_folders(sources: Iterable[Any]) -> tuple[Path, ...]:
+    """The folders of yaml files that the user gave, of Hydra's configuration sources."""
+    return tuple(Path(source.path) for source in sources if source.schema == "file")
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """The configuration as plain dicts and lists: past here there is no DictConfig."""
+    try:
+        node = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        key = error.full_key or "a value"
+        raise Usage(f"{key} has no value; give one with {key}=...") from error
+    except OmegaConfBaseException as error:
+        raise Usage(f"{error.full_key or 'configuration'}: {error.msg or error}") from error
+    assert isinstance(node, dict)
+    return {str(key): value for key, value in node.items()}
+
+
+def one_line(error: Exception, overrides: Sequence[str] = ()) -> str:
+    """What is wrong with a configuration, and what was probably meant."""
+    text = " ".join(str(error).split())
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        options = [str(option) for option in error.options or ()]
+        return f"{group}={name}: no such option{did_you_mean(name, options)}"
+    if found := WRONG_KEY.search(text):
+        key = found.group(1).partition("@")[0]
+        return f"{key}: no such setting{did_you_mean(key, _known_keys(key))}"
+    cause = error.__cause__
+    return f"{text} {' '.join(str(cause).split())}" if cause else text
+
+
+def _known_keys(wrong: str) -> list[str]:
+    """Names at the level of the wrong key in the default configuration, groups included."""
+    try:
+        config = default_config()
+    except (CompactHydraException, OmegaConfBaseException):
+        return []
+    everything = list(_keys(config)) + [path.name for path in _groups()]
+    depth = wrong.count(".")
+    return [key for key in everything if key.count(".") == depth]
+
+
+def default_config() -> dict[str, Any]:
+    """The default configuration, unresolved; safe to call while another app is being composed."""
+    register_resolvers()
+    before = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module("conf", version_base="1.3"):
+            node = OmegaConf.to_container(compose("config"), resolve=False)
+    finally:
+        GlobalHydra.instance().hydra = before
+    assert isinstance(node, dict)
+    return {str(key): value for key, value in node.items()}
+
+
+def _keys(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in node.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{prefix}{key}.")
+
+
+def _groups() -> list[Path]:
+    root = Path(str(files("conf")))
+    return [path for path in sorted(root.iterdir()) if path.is_dir() and any(path.glob("*.yaml"))]

@@ -1,0 +1,108 @@
+"""Checks a value of a config against the annotation of the argument that it is meant for."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def arguments(target: Any, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The keyword arguments for `target`, checked by name and by type.
+
+    ValueError names the key, what is wrong with it and what would do.
+    """
+    parameters = inspect.signature(target).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for key in given:
+        if key not in parameters and not open_ended:
+            raise ValueError(f"{where}.{key}: {name_of(target)} has no such setting{did_you_mean(key, parameters)}")
+    for name, parameter in parameters.items():
+        needed = parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        )
+        if needed and name not in given:
+            raise ValueError(f"{where}.{name}: {name_of(target)} needs a value here")
+    hints = _hints(target)
+    return {key: conform(value, hints.get(key, Any), f"{where}.{key}") for key, value in given.items()}
+
+
+def did_you_mean(wrong: str, known: Any) -> str:
+    """A clause that suggests the nearest known names, or lists the few there are."""
+    names = [str(name) for name in known]
+    near = get_close_matches(wrong, names, n=3, cutoff=0.6)
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    return f"; there are {', '.join(names)}" if 0 < len(names) <= 12 else ""
+
+
+def name_of(target: Any) -> str:
+    """The dotted name of a class or function."""
+    return f"{target.__module__}.{target.__qualname__}"
+
+
+def _hints(target: Any) -> dict[str, Any]:
+    # an annotation that exists for the type checker only cannot be resolved; then it is not checked
+    try:
+        return get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    except NameError:
+        return {}
+
+
+def conform(value: Any, hint: Any, where: str) -> Any:
+    """The value as the annotation wants it: lists become tuples, names become enum members."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        return _any_of(value, hint, inner, where)
+    if origin is Literal:
+        return value if value in inner else _refuse(value, hint, where)
+    if origin in (tuple, list) or (origin is Sequence or (isinstance(origin, type) and issubclass(origin, Sequence))):
+        return _sequence(value, hint, where)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return value if isinstance(value, Mapping) else _refuse(value, hint, where)
+    return _plain(value, hint, where)
+
+
+def _any_of(value: Any, hint: Any, options: Sequence[Any], where: str) -> Any:
+    for option in options:
+        try:
+            return conform(value, option, where)
+        except ValueError:
+            continue
+    return _refuse(value, hint, where)
+
+
+def _sequence(value: Any, hint: Any, where: str) -> Any:
+    if not isinstance(value, list | tuple):
+        return _refuse(value, hint, where)
+    inner = get_args(hint)
+    items = [conform(v, inner[0] if inner else Any, f"{where}[{i}]") for i, v in enumerate(value)]
+    return items if get_origin(hint) is list else tuple(items)
+
+
+def _plain(value: Any, hint: Any, where: str) -> Any:
+    if hint is type(None):
+        return None if value is None else _refuse(value, hint, where)
+    if not isinstance(hint, type) or getattr(hint, "_is_protocol", False):
+        return value
+    if issubclass(hint, Enum):
+        known = [str(member.value) for member in hint]
+        return hint(value) if value in known else _refuse(value, f"one of {', '.join(known)}", where)
+    whole = isinstance(value, float) and value.is_integer()
+    if hint in (int, float) and not isinstance(value, bool):
+        if isinstance(value, int) or (isinstance(value, float) and (hint is float or whole)):
+            return hint(value)
+    elif isinstance(value, hint):
+        return value
+    return _refuse(value, hint, where)
+
+
+def _refuse(value: Any, hint: Any, where: str) -> Any:
+    wanted = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+    raise ValueError(f"{where}={value}: {type(value).__name__} given, {wanted} wanted")

@@ -1,0 +1,57 @@
+"""The folder of one run: written aside and renamed, so that a killed run never looks finished."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import RunFailed
+
+
+@contextmanager
+def run_folder(folder: Path) -> Iterator[Path]:
+    """Yields the folder to write into, and renames it in the end.
+
+    Afterwards status.json says ok, or failed with the traceback; while it runs (or if it was
+    killed) all lies in `<folder>.running`. ValueError if the folder holds something already.
+    """
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"{folder}: there is something in it already; results are never overwritten")
+    aside = folder.with_name(f"{folder.name}.running")
+    aside.mkdir(parents=True)
+    write_status(aside, "running")
+    try:
+        yield aside
+    except BaseException as error:
+        _write_failure(aside, error)
+        _rename(aside, folder)
+        if isinstance(error, ValueError) or not isinstance(error, Exception):
+            raise
+        raise RunFailed(f"{type(error).__name__}: {error} (traceback in {folder}/status.json)") from error
+    _rename(aside, folder)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """One JSON file, readable by people."""
+    path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def write_status(folder: Path, status: str, **more: str) -> None:
+    """What became of the run: running, ok or failed."""
+    write_json(folder / "status.json", {"status": status, **more})
+
+
+def _write_failure(aside: Path, error: BaseException) -> None:
+    reason = f"{type(error).__name__}: {error}"
+    lines = "".join(traceback.format_exception(error))
+    write_status(aside, "failed", error=reason, traceback=lines)
+
+
+def _rename(aside: Path, folder: Path) -> None:
+    if folder.is_dir():
+        folder.rmdir()  # Hydra made it, empty
+    aside.rename(folder)

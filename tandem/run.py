@@ -1,0 +1,73 @@
+"""`tandem run`: the Hydra app. One run, or a sweep with -m."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from tandem.errors import RunFailed, Usage
+from tandem.compose import Composed, config_folders, one_line, plain, register_resolvers
+
+register_resolvers()
+_failed: list[Exception] = []  # of a single run, for `main` to raise without Hydra's own words
+
+
+@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
+def carry_out(cfg: DictConfig) -> None:
+    """One point, into Hydra's folder. In a sweep an error passes on once all points have run."""
+    of_hydra = HydraConfig.get()
+    folder = Path(of_hydra.runtime.output_dir)
+    is_single = of_hydra.mode is RunMode.RUN
+    try:
+        _carry_out(cfg, folder, is_single)
+    except (ValueError, RunFailed) as error:
+        if not is_single:
+            raise
+        _failed.append(error)
+
+
+def _carry_out(cfg: DictConfig, folder: Path, is_single: bool) -> None:
+    from tandem.experiment import run_experiment
+
+    of_hydra = HydraConfig.get()
+    overrides = tuple(of_hydra.overrides.task)
+    folders = config_folders(of_hydra.runtime.config_sources)
+    point = Composed(plain(cfg), overrides, folders)
+    run_experiment(point, folder, shows_progress=is_single and sys.stderr.isatty())
+
+
+def main(words: Sequence[str]) -> int:
+    """Hands the words to Hydra; 0 if all runs finished. Raises what `guarded` tells in a line."""
+    _failed.clear()
+    with _raising_hydra(["tandem run", *words]):
+        try:
+            carry_out()
+        except (CompactHydraException, OmegaConfBaseException) as error:
+            raise Usage(one_line(error, words)) from error
+    if _failed:
+        raise _failed[0]
+    return 0
+
+
+@contextmanager
+def _raising_hydra(argv: list[str]) -> Iterator[None]:
+    """Hydra reads these words, and raises what it would print; `guarded` prints one line."""
+    old_argv, old_switch = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = argv, "1"
+    try:
+        yield
+    finally:
+        sys.argv = old_argv
+        del os.environ["HYDRA_FULL_ERROR"]
+        if old_switch is not None:
+            os.environ["HYDRA_FULL_ERROR"] = old_switch

@@ -1,0 +1,91 @@
+"""`tandem trace import|show`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+SWITCHES = {"shuffle": "--no-shuffle", "keep_ids": "--no-ids"}  # on unless said otherwise
+HELP = {
+    "tokenizer": "tokenizer.json(.gz) or its folder; text needs one",
+    "rule": "which messages become requests",
+    "kind": "sharegpt, lengths or auto",
+    "limit": "stop at this many requests",
+    "shuffle": "keep the order of the file",
+    "seed": "of the shuffle; the rule's own if not given",
+    "oversample": "draw again until the limit is reached, as vLLM does",
+    "keep_ids": "store lengths only",
+    "max_total_tokens": "longest prompt and output together",
+    "min_tokens": "shortest prompt, and output",
+    "think_s": "closed loop: mean think time in seconds",
+    "think_exponential": "closed loop: exponential think times instead of equal ones",
+    "bos_token": "token before every prompt; '' for none",
+    "max_message_chars": "longest message that is tokenized",
+}
+
+
+def main(words: Sequence[str]) -> int:
+    """Imports or shows; returns the exit code."""
+    arguments = _parser().parse_args(words)
+    return int(arguments.carry_out(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    from traces.import_ import Options
+    from traces.rules import RULES
+
+    parser = argparse.ArgumentParser(prog="tandem trace", description=__doc__)
+    verbs = parser.add_subparsers(required=True, metavar="import|show")
+    rules = "\n".join(f"  {name}" for name in RULES)
+    imports = verbs.add_parser(
+        "import",
+        help="a ShareGPT file or a table of lengths to a normalised Parquet trace",
+        epilog=f"rules:\n{rules}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    imports.add_argument("source", help="ShareGPT JSON, or .csv, .parquet, .jsonl of lengths")
+    imports.add_argument("--out", required=True, help="the .parquet to write (sidecar beside it)")
+    for field in fields(Options):
+        _add_option(imports, field.name, field.default)
+    imports.set_defaults(carry_out=_import)
+    shows = verbs.add_parser("show", help="what a normalised trace holds")
+    shows.add_argument("trace", help="its .parquet")
+    shows.set_defaults(carry_out=_show)
+    return parser
+
+
+def _add_option(parser: argparse.ArgumentParser, name: str, default: Any) -> None:
+    flag = SWITCHES.get(name, "--" + name.replace("_", "-"))
+    about = HELP[name] + ("" if default in (None, False, True, MISSING) else f" [{default}]")
+    if isinstance(default, bool):
+        action = "store_false" if default else "store_true"
+        parser.add_argument(flag, dest=name, action=action, help=about)
+        return
+    texts = ("tokenizer", "rule", "kind", "bos_token")
+    kind = str if name in texts else float if name == "think_s" else int
+    parser.add_argument(flag, dest=name, type=kind, default=default, help=about)
+
+
+def _import(chosen: argparse.Namespace) -> int:
+    from traces.import_ import Options, import_trace
+
+    options = {field.name: getattr(chosen, field.name) for field in fields(Options)}
+    sidecar = import_trace(chosen.source, chosen.out, **options)
+    dropped = sidecar.get("rows_dropped", {})
+    read, kept = sidecar["rows_read"], sidecar["rows_kept"]
+    print(f"{chosen.out}: {sidecar['requests']} requests")
+    print(f"rows read {read} = kept {kept} + dropped {sum(dropped.values())}")
+    for reason, count in sorted(dropped.items(), key=lambda item: -item[1]):
+        print(f"  {count:>7} {reason}")
+    return 0
+
+
+def _show(chosen: argparse.Namespace) -> int:
+    from traces.import_ import inspect_trace
+
+    print(json.dumps(inspect_trace(Path(chosen.trace)), indent=2, default=str))
+    return 0

@@ -1,0 +1,84 @@
+"""From the trace and arrival groups to the requests of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from engine.model import ModelSpec
+from tandem.build import Builder
+from tandem.conform import arguments
+from traces.arrivals import assign, num_arrivals
+from traces.request import Request
+from traces.store import read_trace, sha256_of
+
+
+def requests_of(config: Mapping[str, Any], builder: Builder, spec: ModelSpec) -> list[Request]:
+    """The first `limit` requests of the trace with the arrivals of the config, checked."""
+    trace = dict(config["trace"])
+    requests = read_trace(trace_file(trace, Path(config["cache"])))
+    requests = _fitting_ids(_first(requests, config["limit"]), spec)
+    _check_lengths(requests, spec)
+    arrival = config["arrival"]
+    if arrival.get("_target_") is None:
+        return requests
+    process = builder.build(arrival, "arrival")
+    return assign(requests, process.times_ns(num_arrivals(requests), seed=int(config["seed"])))
+
+
+def trace_file(trace: Mapping[str, Any], cache: Path) -> Path:
+    """The normalised trace: the file itself, or what importing it gave, kept in the cache."""
+    path = Path(str(trace["path"])).expanduser()
+    options = {key: value for key, value in trace.items() if key != "path"}
+    if path.suffix == ".parquet" and not options:
+        return path
+    if not path.is_file():
+        raise ValueError(f"trace.path={path}: no such file")
+    from traces.import_ import Options, import_trace
+
+    checked = arguments(Options, options, "trace")
+    key = hashlib.sha256(f"{sha256_of(path)} {sorted(options.items())}".encode()).hexdigest()
+    kept = cache / f"{path.stem}-{key[:16]}.parquet"
+    if not kept.is_file():
+        import_trace(path, kept, **checked)
+    return kept
+
+
+def trace_hash(requests: Sequence[Request]) -> str:
+    """One hash for what is replayed: lengths, ids, arrivals and sessions."""
+    digest = hashlib.sha256()
+    for request in requests:
+        digest.update(json.dumps(asdict(request), sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _first(requests: list[Request], limit: int | None) -> list[Request]:
+    if limit is None:
+        return requests
+    if limit < 1:
+        raise ValueError(f"limit={limit}: at least one request is needed")
+    if limit > len(requests):
+        raise ValueError(f"limit={limit}: the trace holds {len(requests)} requests")
+    return requests[:limit]
+
+
+def _fitting_ids(requests: list[Request], spec: ModelSpec) -> list[Request]:
+    """Without ids where the model's vocabulary is smaller than the tokenizer's; lengths stay."""
+    highest = max((max(r.prompt_ids) for r in requests if r.prompt_ids), default=0)
+    if highest < spec.vocab_size:
+        return requests
+    return [replace(request, prompt_ids=None) for request in requests]
+
+
+def _check_lengths(requests: Sequence[Request], spec: ModelSpec) -> None:
+    longest = max(r.prompt_tokens + r.output_tokens for r in requests)
+    if longest > spec.max_positions:
+        raise ValueError(
+            f"model {spec.name} knows {spec.max_positions} positions, the longest request has "
+            f"{longest} tokens; import the trace with max_total_tokens={spec.max_positions} or "
+            "choose another model"
+        )
