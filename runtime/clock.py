@@ -50,6 +50,10 @@ class WallClock(simpy.Environment):
         self._now = self.now
         super().schedule(event, priority, delay)
 
+    def timeout(self, delay: float = 0, value: Any = None) -> simpy.events.Timeout:
+        """As in simpy; a moment that has just passed (time is live) comes at once."""
+        return simpy.events.Timeout(self, max(delay, 0), value)
+
     def watch(self, ready: Callable[[], bool], result: Callable[[], Any]) -> simpy.Event:
         """An event that succeeds with result() once ready(); what result() raises ends the run."""
         event = self.event()

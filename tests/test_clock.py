@@ -115,3 +115,11 @@ def test_a_run_stops_at_a_given_time() -> None:
     clock.process(forever())
     clock.run(until=8 * MS)
     assert clock.now >= 8 * MS
+
+
+def test_a_moment_that_has_just_passed_comes_at_once() -> None:
+    clock = WallClock()
+    clock.timeout(-5, "now").callbacks.append(lambda event: seen.append(event.value))
+    seen: list[str] = []
+    clock.run()
+    assert seen == ["now"]
