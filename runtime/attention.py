@@ -1,0 +1,129 @@
+"""Attention over paged KV, behind transformers' public attention interface."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from runtime.kv import Arena
+
+NAME = "tandem"  # under which transformers knows our attention
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """The rows [start, stop) of one prefill slice, behind `past` tokens in the pages."""
+
+    start: int
+    stop: int
+    past: int
+    table: Tensor  # the page ids that hold past and own tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """How the packed rows of one launch lie: prefill slices first, then one row per decode."""
+
+    arena: Arena
+    slots: Tensor  # [T] where each row's keys and values go, see Arena.row_of
+    prefills: tuple[Segment, ...]
+    decodes: tuple[tuple[Tensor, int], ...]  # per decode row: page ids, tokens with this one
+    masks: dict[Segment, Tensor]  # of slices with a past; made at the first layer, then shared
+
+    @property
+    def first_decode(self) -> int:
+        """The row of the first decode."""
+        return self.prefills[-1].stop if self.prefills else 0
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    *,
+    meta: Rows,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Writes the rows' keys and values into their pages, then attends job by job.
+
+    query is [1, heads, T, D], key and value [1, kv_heads, T, D]; returns [1, T, heads, D].
+    A job costs one gather and one SDPA call: on the CPU the fastest of what was measured
+    (RUNTIME.md 2.2), and exact. Heads that share keys read them through a view, without a copy.
+    """
+    layer = module.layer_idx
+    pair = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # [T, 2, kv_heads, D]
+    meta.arena.rows(layer).index_copy_(0, meta.slots, pair)
+    pages = meta.arena.layer(layer)
+    outputs = [_prefill(part, query, key, value, pages, meta, scaling) for part in meta.prefills]
+    if meta.decodes:
+        outputs.append(_decode(query, pages, meta, key.shape[1], scaling))
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output.unsqueeze(0), None
+
+
+def _prefill(
+    segment: Segment,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pages: Tensor,
+    meta: Rows,
+    scaling: float | None,
+) -> Tensor:
+    """[rows, heads, D] of one slice: causal on its own rows, masked behind a past."""
+    start, stop, past = segment.start, segment.stop, segment.past
+    kv_heads, heads = key.shape[1], query.shape[1]
+    q = query[0, :, start:stop].unflatten(0, (kv_heads, -1))  # [kv_heads, shared, rows, D]
+    if past:
+        gathered = pages.index_select(0, segment.table).flatten(0, 1)[: past + stop - start]
+        k, v = gathered.permute(1, 2, 0, 3)
+        mask = _mask(segment, query.dtype, meta)
+    else:
+        k, v, mask = key[0, :, start:stop], value[0, :, start:stop], None
+    k, v = (t.unsqueeze(1).expand(-1, heads // kv_heads, -1, -1) for t in (k, v))
+    out = sdpa(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
+    return out.permute(2, 0, 1, 3).reshape(stop - start, heads, -1)
+
+
+def _mask(segment: Segment, dtype: torch.dtype, meta: Rows) -> Tensor:
+    """[rows, past + rows], added to the scores: row i sees the past and rows up to its own."""
+    if segment not in meta.masks:
+        start, stop, past = segment.start, segment.stop, segment.past
+        shape = (stop - start, past + stop - start)
+        mask = torch.full(shape, float("-inf"), dtype=dtype, device=segment.table.device)
+        meta.masks[segment] = mask.triu_(past + 1)
+    return meta.masks[segment]
+
+
+def _decode(
+    query: Tensor, pages: Tensor, meta: Rows, kv_heads: int, scaling: float | None
+) -> Tensor:
+    """[decodes, heads, D]: each row over all pages of its job."""
+    heads, first = query.shape[1], meta.first_decode
+    rows = query[0, :, first:].transpose(0, 1)  # [decodes, heads, D]
+    queries = rows.unflatten(1, (1, kv_heads, heads // kv_heads)).unbind(0)
+    outputs = []
+    for q, (table, tokens) in zip(queries, meta.decodes, strict=True):
+        gathered = pages.index_select(0, table).flatten(0, 1)[:tokens]
+        k, v = gathered.permute(1, 2, 0, 3).split(1)  # [1, kv_heads, tokens, D]
+        outputs.append(sdpa(q, k, v, scale=scaling))
+    return torch.cat(outputs).flatten(1, 2)
+
+
+def register() -> None:
+    """Makes transformers know our attention, and build no mask for it."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None

@@ -1,0 +1,114 @@
+"""Executors on a virtual clock that do the real work: with given durations, or measured ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import simpy
+import torch
+
+from engine.executor import Launch, Span
+from engine.lanes import Lanes
+from engine.plan import Copy, Op, Pool
+from runtime.link import Link
+from runtime.machine import Machine, Prepared
+
+
+class Durations(Protocol):
+    """Predicted times for an executor that does not measure (the simulator's cost has them)."""
+
+    def compute_ns(self, launch: Launch) -> int: ...
+    def copy_ns(self, launch: Launch) -> int: ...
+    def host_ns(self, launches: Sequence[Launch]) -> int: ...
+    def peak_bytes(self, launch: Launch) -> int | None: ...
+
+
+class LockstepExecutor:
+    """Carries every operation out in issue order; its time is the simulator's."""
+
+    def __init__(self, env: simpy.Environment, machine: Machine, durations: Durations) -> None:
+        self.machine = machine
+        self._lanes, self._durations = Lanes(env), durations
+        self._prepared: dict[Op, Prepared] = {}
+
+    def prepare(self, launches: Sequence[Launch]) -> int:
+        """See Executor: packs the launches; the host's time is predicted."""
+        self._prepared.update((launch.op, self.machine.prepare(launch)) for launch in launches)
+        return self._durations.host_ns(launches)
+
+    def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
+        """See Executor: the work is done now, its span is placed by the predicted duration."""
+        ended = self.machine.execute(self._prepared.pop(launch.op))
+        is_copy = isinstance(launch.op, Copy)
+        predict = self._durations.copy_ns if is_copy else self._durations.compute_ns
+        peak = self._durations.peak_bytes(launch)
+        self._lanes.place(launch, predict(launch), done, peak, ended)
+
+    def release(self, pool: Pool, pages: Sequence[int]) -> None:
+        """See Executor."""
+        self.machine.release(pool, pages)
+
+
+class CpuExecutor:
+    """The service clock: a compute takes the thread's CPU time, a copy the link's time.
+
+    Work is done in issue order on one thread, so a busy machine cannot spoil a duration. What the
+    thread spends between operations (policy, ledger, packing, settling) is the host's time.
+    `links` gives copy lanes their speed by name ("gpu->host"); one without takes what its memcpy
+    took.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        machine: Machine,
+        links: Mapping[str, Link] | None = None,
+    ) -> None:
+        torch.set_num_threads(1)
+        torch.set_flush_denormal(True)  # denormals made a matmul 30 times slower
+        self.machine, self._links = machine, dict(links or {})
+        self._lanes = Lanes(env)
+        self._prepared: dict[Op, Prepared] = {}
+        self._since_ns: int | None = None  # from here on the host's time is not reported yet
+        self._host_ns = 0
+
+    def prepare(self, launches: Sequence[Launch]) -> int:
+        """See Executor: packs the launches; returns the host's CPU time since the last call."""
+        if self._since_ns is None:
+            self._since_ns = time.thread_time_ns()  # what came before the first plan is set-up
+        self._prepared.update((launch.op, self.machine.prepare(launch)) for launch in launches)
+        self._charge_host()
+        spent, self._host_ns = self._host_ns, 0
+        return spent
+
+    def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
+        """See Executor: the work is done now, its span is placed by the measured duration."""
+        prepared = self._prepared.pop(launch.op)
+        start = self._charge_host()
+        ended = self.machine.execute(prepared)
+        self._since_ns = time.thread_time_ns()
+        took, link = self._since_ns - start, self._links.get(launch.op.lane[1])
+        if link is not None:
+            took = link.duration_ns(launch.nbytes)
+        self._lanes.place(launch, took, done, None, ended)
+
+    def release(self, pool: Pool, pages: Sequence[int]) -> None:
+        """See Executor."""
+        self.machine.release(pool, pages)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside is nobody's time: meters and probes."""
+        self._charge_host()
+        yield
+        self._since_ns = time.thread_time_ns()
+
+    def _charge_host(self) -> int:
+        now = time.thread_time_ns()
+        if self._since_ns is not None:
+            self._host_ns += now - self._since_ns
+        self._since_ns = now
+        return now

@@ -1,0 +1,162 @@
+"""Pieces of a launch as packed index tensors: the only place that builds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.executor import Piece
+from runtime.attention import Rows, Segment
+from runtime.kv import Arena
+from runtime.sampling import Sampling, draws
+from runtime.transcript import Transcript
+
+RING = 1 << 16  # sampled tokens that may be in flight at once
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draw:
+    """The rows of a launch that yield a token, and where the tokens go."""
+
+    pieces: tuple[Piece, ...]
+    rows: Tensor  # [R]
+    tickets: Tensor  # [R] slots of the ring
+    uniform: Tensor | None  # [R] numbers in [0, 1), None if greedy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """One packed forward: prefill slices first, then one row per decode."""
+
+    pieces: tuple[Piece, ...]  # in the order of the rows
+    ids: Tensor  # [1, T]
+    positions: Tensor  # [1, T]
+    rows: Rows
+    late: tuple[Tensor, Tensor] | None  # rows whose token is in flight, and their tickets
+    draw: Draw | None
+
+
+class Packer:
+    """Builds packed forwards and keeps each job's transcript between them."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        prompts: Mapping[int, Sequence[int]],
+        sampling: Sampling,
+        device: str = "cpu",
+    ) -> None:
+        self.transcripts: dict[int, Transcript] = {}
+        self._arena, self._prompts, self._sampling = arena, prompts, sampling
+        self._device = device
+        self._ticket = 0
+
+    def transcript(self, job_id: int) -> Transcript:
+        """What is known of a job; starts with its prompt."""
+        if job_id not in self.transcripts:
+            self.transcripts[job_id] = Transcript(self._prompts[job_id])
+        return self.transcripts[job_id]
+
+    def pack(self, pieces: Sequence[Piece], samples: bool = True) -> Packed:
+        """All index tensors of a launch. `samples` is False where the last layers come later."""
+        prefills = [piece for piece in pieces if piece.tokens > 1]
+        decodes = [piece for piece in pieces if piece.tokens == 1]
+        ordered = (*prefills, *decodes)
+        for piece in ordered:
+            self._arena.hold(self.transcript(piece.job_id).follow(piece.pages))
+        index, late = self._index(prefills, decodes)
+        tables = self._tables(ordered)
+        segments: list[Segment] = []
+        keys: list[tuple[Tensor, int]] = []
+        row = 0
+        for piece, table in zip(ordered, tables, strict=True):
+            if piece.tokens == 1:
+                keys.append((table, piece.context_tokens + 1))
+                continue
+            segments.append(Segment(row, row + piece.tokens, piece.context_tokens, table))
+            row += piece.tokens
+        rows = Rows(self._arena, index[2], tuple(segments), tuple(keys), {})
+        draw = self._draw(ordered) if samples else None
+        return Packed(ordered, index[:1], index[1:2], rows, late, draw)
+
+    def _index(
+        self, prefills: Sequence[Piece], decodes: Sequence[Piece]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """[3, T]: token ids, positions, slots; and the rows whose id is not known yet."""
+        split = sum(piece.tokens for piece in prefills)
+        index = np.empty((3, split + len(decodes)), dtype=np.int64)
+        late: list[tuple[int, int]] = []
+        start = 0
+        for piece in prefills:
+            stop = start + piece.tokens
+            self._fill(index[:, start:stop], piece, start, late)
+            start = stop
+        size, stride = self._arena.page_tokens, self._arena.row_of(1)
+        for row, piece in enumerate(decodes, split):
+            job, at = self.transcripts[piece.job_id], piece.context_tokens
+            known = at < len(job.tokens)
+            if not known:
+                late.append((row, job.ticket(at)))
+            index[0, row] = job.tokens[at] if known else 0
+            index[1, row] = at
+            index[2, row] = job.pages[at // size] * stride + at % size
+        return self._send(index), self._pair(late)
+
+    def _fill(
+        self, index: np.ndarray, piece: Piece, start: int, late: list[tuple[int, int]]
+    ) -> None:
+        job, size = self.transcripts[piece.job_id], self._arena.page_tokens
+        first, stop = piece.context_tokens, piece.context_tokens + piece.tokens
+        known = job.tokens[first:stop]
+        for at in range(first + len(known), stop):
+            late.append((start + at - first, job.ticket(at)))
+        index[0, : len(known)], index[0, len(known) :] = known, 0
+        index[1] = positions = np.arange(first, stop)
+        index[2] = job.page_of(positions, size) * self._arena.row_of(1) + positions % size
+
+    def _tables(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
+        """The page ids that each piece reads, on the device."""
+        size = self._arena.page_tokens
+        counts = [-(-(piece.context_tokens + piece.tokens) // size) for piece in pieces]
+        tables = [
+            self.transcripts[piece.job_id].table(count)
+            for piece, count in zip(pieces, counts, strict=True)
+        ]
+        if self._device == "cpu":
+            return tables
+        return torch.cat(tables).to(self._device, non_blocking=True).split(counts)
+
+    def _draw(self, pieces: Sequence[Piece]) -> Draw | None:
+        """Which rows yield tokens; promises each one a slot of the ring."""
+        chosen, rows, last = [], [], -1
+        for piece in pieces:
+            last += piece.tokens
+            if piece.samples:
+                chosen.append(piece)
+                rows.append(last)
+        if not chosen:
+            return None
+        places = [(piece.job_id, piece.context_tokens + piece.tokens) for piece in chosen]
+        tickets = [(self._ticket + i) % RING for i in range(len(chosen))]
+        self._ticket += len(chosen)
+        for (job_id, position), ticket in zip(places, tickets, strict=True):
+            self.transcripts[job_id].promise(position, ticket)
+        uniform = None
+        if not self._sampling.is_greedy:
+            numbers = torch.from_numpy(draws(self._sampling.seed, places))
+            uniform = numbers.to(self._device)
+        index = self._send(np.array([rows, tickets], dtype=np.int64))
+        return Draw(tuple(chosen), index[0], index[1], uniform)
+
+    def _pair(self, late: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
+        if not late:
+            return None
+        index = self._send(np.array(late, dtype=np.int64).T)
+        return index[0], index[1]
+
+    def _send(self, index: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(index)).to(self._device, non_blocking=True)

@@ -1,0 +1,70 @@
+"""What the runtime keeps of a job: its tokens and its page table as a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Transcript:
+    """The tokens of one job and where its KV lies.
+
+    Tokens are kept by position, so a job that starts again computes prompt and generated tokens
+    once more and adds none. `tickets` says, per generated token and as *prepared*, in which slot
+    of the ring it lies (or will): that is how a launch reads a token still in flight.
+    """
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.tokens = list(prompt)
+        self.prompt_tokens = len(self.tokens)
+        self.tickets: list[int] = []
+        self.pages: list[int] = []
+        self._table = np.empty(0, dtype=np.int64)
+        self._view = torch.empty(0, dtype=torch.int64)
+
+    def follow(self, pages: Sequence[int]) -> Sequence[int]:
+        """Brings the page table up to date; returns the pages that are new in it.
+
+        A table only grows while a job keeps its KV; another one (restart, swap in) replaces it.
+        Its memory is never written twice: launches in flight may still read the old one.
+        """
+        known = len(self.pages)
+        if list(pages[:known]) != self.pages:
+            self.pages, self._table, known = [], self._table[:0], 0
+        new = pages[known:]
+        if new:
+            self.pages.extend(new)
+            if len(self.pages) > len(self._table):
+                grown = np.empty(max(16, 2 * len(self.pages)), dtype=np.int64)
+                grown[:known] = self._table[:known]
+                self._table = grown
+            self._table[known : len(self.pages)] = new
+            self._view = self._view[:0]
+        return new
+
+    def table(self, count: int) -> Tensor:
+        """The first so many page ids, [count], int64. Shares memory with the table."""
+        if len(self._view) != count:
+            self._view = torch.from_numpy(self._table[:count])
+        return self._view
+
+    def page_of(self, positions: np.ndarray, page_tokens: int) -> np.ndarray:
+        """The page that holds each position."""
+        return self._table[positions // page_tokens]
+
+    def ticket(self, position: int) -> int:
+        """Where the token at a position lies in the ring."""
+        return self.tickets[position - self.prompt_tokens]
+
+    def promise(self, position: int, ticket: int) -> None:
+        """A prepared launch will put the token of this position there."""
+        assert position - self.prompt_tokens == len(self.tickets), f"token {position} comes twice"
+        self.tickets.append(ticket)
+
+    def append(self, position: int, token: int) -> None:
+        """A launch has yielded the token of this position."""
+        assert position == len(self.tokens), f"token {position} comes after {len(self.tokens)}"
+        self.tokens.append(token)

@@ -1,0 +1,131 @@
+"""Launches made by hand: a tiny engine of a few lines, so the runtime is tested by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+
+import torch
+
+from engine.executor import Launch, Piece
+from engine.job import Job
+from engine.model import ModelSpec
+from engine.plan import Compute, Copy, Slice, Tier, kv_place
+from runtime.kv import Arena
+from runtime.machine import GPU, Machine
+from runtime.model import build_model
+from runtime.sampling import Sampling
+
+HOST = (Tier.HOST, 0)
+SPREAD = 0.15  # standard deviation of weights: large enough that the context decides the token
+TINY = ModelSpec(
+    name="tiny",
+    family="llama",
+    num_layers=3,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    vocab_size=211,
+    max_positions=512,
+    dtype="float32",
+)
+FAMILIES: Mapping[str, ModelSpec] = {
+    "llama": TINY,
+    "qwen2": replace(TINY, name="tiny-qwen2", family="qwen2", attention_bias=True),
+    "qwen3": replace(TINY, name="tiny-qwen3", family="qwen3", head_dim=24, tie_embeddings=True),
+    "gpt2": replace(TINY, name="tiny-gpt2", family="gpt2", num_kv_heads=4, tie_embeddings=True),
+}
+
+
+class HandMade:
+    """Issues launches and hands out pages in a scrambled order."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        prompts: Mapping[int, Sequence[int]],
+        sampling: Sampling | None = None,
+        num_pages: int = 96,
+        page_tokens: int = 8,
+        eos_ids: Sequence[int] = (),
+    ) -> None:
+        torch.set_num_threads(1)
+        model = build_model(spec, seed=1, spread=SPREAD)
+        pools = {GPU: num_pages, HOST: num_pages}
+        self.machine = Machine(model, spec, page_tokens, pools, prompts, sampling, eos_ids)
+        self.page_tokens = page_tokens
+        self.jobs = {i: Job(i, 0, len(p), len(p)) for i, p in prompts.items()}
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(3)).tolist()
+        self.free = {pool: list(order) for pool in pools}
+        self.pages: dict[int, list[int]] = {i: [] for i in prompts}
+        for arena in self.machine.arenas.values():
+            poison(arena)
+
+    def launch(self, *wanted: tuple[int, int], layers: range | None = None) -> Launch:
+        """A compute of (job, tokens) slices. With layers, progress moves at the last one."""
+        slices, pieces = [], []
+        last = layers is None or layers.stop == self.machine.spec.num_layers
+        for job_id, tokens in wanted:
+            job, context = self.jobs[job_id], self.jobs[job_id].computed_tokens
+            reach = context + tokens
+            while len(self.pages[job_id]) * self.page_tokens < reach:
+                self.pages[job_id].append(self.free[GPU].pop())
+            samples = reach == job.known_tokens
+            slices.append(Slice(job, tokens, layers=layers))
+            pieces.append(Piece(job_id, tokens, context, samples, self.pages[job_id]))
+            if last:
+                job.computed_tokens, job.known_tokens = reach, job.known_tokens + samples
+        return Launch(Compute(tuple(slices)), pieces=tuple(pieces))
+
+    def run(self, *wanted: tuple[int, int], layers: range | None = None) -> tuple[int, ...]:
+        """Issues one compute and carries it out."""
+        return self.machine.execute(self.machine.prepare(self.launch(*wanted, layers=layers)))
+
+    def finish(self, lengths: Mapping[int, int], slice_tokens: int = 1 << 30) -> None:
+        """Decodes (and prefills in slices) together until every job has its length."""
+        while wanted := self.wanted(lengths, slice_tokens):
+            self.run(*wanted)
+
+    def wanted(self, lengths: Mapping[int, int], slice_tokens: int) -> list[tuple[int, int]]:
+        """The next slice of every job that is not at its length."""
+        return [
+            (i, min(job.remaining_tokens, slice_tokens))
+            for i, job in self.jobs.items()
+            if job.known_tokens - job.prompt_tokens < lengths[i]
+        ]
+
+    def restart(self, job_id: int) -> None:
+        """Takes a job's memory; its tokens must be computed again."""
+        self._give(GPU, self.pages[job_id])
+        self.pages[job_id] = []
+        self.jobs[job_id].computed_tokens = 0
+
+    def swap(self, job_id: int, src: Tier, dst: Tier) -> None:
+        """Copies a job's pages to the other tier and leaves rubbish where they were."""
+        source, target = (src, 0), (dst, 0)
+        there = [self.free[target].pop() for _ in self.pages[job_id]]
+        op = Copy(kv_place(job_id, src), kv_place(job_id, dst))
+        nbytes = len(there) * self.machine.arenas[source].page_nbytes
+        launch = Launch(op, nbytes=nbytes, src_pages=self.pages[job_id], dst_pages=there)
+        self.machine.execute(self.machine.prepare(launch))
+        self._give(source, self.pages[job_id])
+        self.pages[job_id] = there
+
+    def _give(self, pool: tuple[Tier, int], pages: Sequence[int]) -> None:
+        poison(self.machine.arenas[pool], pages)
+        self.free[pool] = list(pages) + self.free[pool]
+
+
+def poison(arena: Arena, pages: Sequence[int] | None = None) -> None:
+    """NaN wherever nobody may read."""
+    arena.pages[slice(None) if pages is None else list(pages)] = float("nan")
+
+
+def make_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 5) -> dict[int, list[int]]:
+    """Random prompts by job id; ids are neither dense nor in order of length."""
+    rng = torch.Generator().manual_seed(seed)
+    ids = count(7, 3)
+    return {next(ids): torch.randint(vocab_size, (n,), generator=rng).tolist() for n in lengths}

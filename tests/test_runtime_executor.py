@@ -1,0 +1,100 @@
+"""The virtual-clock executors: real work, spans on lanes, and whose time is whose."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import simpy
+
+from engine.executor import Launch, Span
+from engine.plan import Copy, Tier, kv_place
+from runtime.executor import CpuExecutor, LockstepExecutor
+from runtime.link import Link
+from tests.hand_made import TINY, HandMade, make_prompts
+
+
+class Fixed:
+    """Durations that anybody can check by hand."""
+
+    def compute_ns(self, launch: Launch) -> int:
+        return 1000 * sum(piece.tokens for piece in launch.pieces)
+
+    def copy_ns(self, launch: Launch) -> int:
+        return 77
+
+    def host_ns(self, launches: Sequence[Launch]) -> int:
+        return 5 * len(launches)
+
+    def peak_bytes(self, launch: Launch) -> int | None:
+        return 123
+
+
+def swap_out(made: HandMade, job_id: int) -> Launch:
+    """A copy of all pages of a job to the host's first pages."""
+    pages = made.pages[job_id]
+    op = Copy(kv_place(job_id), kv_place(job_id, Tier.HOST))
+    nbytes = len(pages) * made.machine.arenas[(Tier.GPU, 0)].page_nbytes
+    return Launch(op, (), (), nbytes, pages, range(len(pages)))
+
+
+@pytest.fixture
+def made() -> HandMade:
+    return HandMade(TINY, make_prompts([5, 30], TINY.vocab_size))
+
+
+def test_lockstep_does_the_work_and_takes_the_given_time(made: HandMade) -> None:
+    env, spans = simpy.Environment(), list[Span]()
+    executor = LockstepExecutor(env, made.machine, Fixed())
+    launches = [made.launch((7, 5), (10, 30)), made.launch((7, 1), (10, 1))]
+    assert executor.prepare(launches) == 10
+    for launch in launches:
+        executor.run(launch, spans.append)
+    env.run()
+    assert [(s.start_ns, s.end_ns, s.peak_bytes) for s in spans] == [
+        (0, 35_000, 123),
+        (35_000, 37_000, 123),
+    ]
+    assert [len(made.machine.outputs(i)) for i in (7, 10)] == [2, 2]
+
+
+def test_cpu_measures_compute_and_charges_copies_at_the_speed_of_the_link(made: HandMade) -> None:
+    env, spans = simpy.Environment(), list[Span]()
+    links = {"gpu->host": Link(1e6, 500)}
+    executor = CpuExecutor(env, made.machine, links)
+    compute = made.launch((7, 5), (10, 30))
+    copy = swap_out(made, 10)
+    executor.prepare([compute, copy])
+    before = time.thread_time_ns()
+    executor.run(compute, spans.append)
+    spent = time.thread_time_ns() - before
+    executor.run(copy, spans.append)
+    env.run()
+    took = {span.op: span.end_ns - span.start_ns for span in spans}
+    assert 0.5 * spent < took[compute.op] <= spent
+    assert took[copy.op] == 500 + copy.nbytes * 1000  # ns per byte at 1 MB/s
+    host, gpu = made.machine.arenas[(Tier.HOST, 0)], made.machine.arenas[(Tier.GPU, 0)]
+    whole = slice(0, 30 // made.page_tokens)  # full pages: the last one has unwritten tokens
+    assert host.pages[whole].equal(gpu.pages[made.pages[10][whole]])
+
+
+def test_host_time_is_what_the_thread_spends_between_operations(made: HandMade) -> None:
+    executor = CpuExecutor(simpy.Environment(), made.machine)
+    first = made.launch((7, 5))
+    executor.prepare([first])
+    executor.run(first, lambda span: None)
+    begin = time.thread_time_ns()
+    spin(3_000_000)  # a slow policy
+    with executor.paused():
+        spin(50_000_000)  # a slow meter
+    spent = executor.prepare([made.launch((7, 1))])
+    whole = time.thread_time_ns() - begin
+    assert 3_000_000 <= spent < whole - 50_000_000 + 1_000_000
+
+
+def spin(thread_ns: int) -> None:
+    """Burns CPU time of this thread."""
+    until = time.thread_time_ns() + thread_ns
+    while time.thread_time_ns() < until:
+        pass
