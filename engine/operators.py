@@ -1,0 +1,96 @@
+"""What one forward launch computes and moves, operator by operator. Arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.model import ModelSpec
+
+# Kernels per layer beside matrices and attention. Llama and Qwen3: 40 and 52 non-view aten
+# operations were counted in eager Hugging Face layers (RUNTIME.md section 6), of which 7 matrix
+# products and 7 views; two KV writes are added. GPT-2 counted by hand: fused norms, 8 for GELU.
+ELEMENTWISE_KERNELS = {"llama": 28, "qwen2": 28, "qwen3": 40, "gpt2": 15}
+
+
+class Operator(NamedTuple):
+    """Equal kernels. `flops`, `nbytes` and `size`, which efficiency depends on, are of one.
+
+    `kind` is linear, elementwise, prefill, decode, head or embed. `size` is rows for matrices and
+    the side of the square with as many query-key pairs for prefill attention.
+    """
+
+    kind: str
+    repeats: int
+    flops: int
+    nbytes: int
+    size: float
+
+
+def operators(
+    spec: ModelSpec,
+    tokens: Sequence[int],
+    contexts: Sequence[int],
+    samples: int,
+    fused_decode: bool = True,
+) -> list[Operator]:
+    """All kernels of a launch over whole slices: `tokens` new ones behind `contexts` in KV each.
+
+    A slice of one token behind a context is a decode; `fused_decode` handles all decodes of a
+    layer in one kernel, else each sequence has its own.
+    """
+    total = sum(tokens)
+    past = [c for n, c in zip(tokens, contexts, strict=True) if n == 1 and c]
+    chunks = [(n, c) for n, c in zip(tokens, contexts, strict=True) if n > 1 or not c]
+    ops = [_matrix(spec, "linear", spec.num_layers, total, *shape) for shape in _matrices(spec)]
+    ops.append(_elementwise(spec, total))
+    ops += [_prefill(spec, n, c) for n, c in chunks]
+    groups = [past] if fused_decode and past else [[c] for c in past]
+    ops += [_decode(spec, group) for group in groups]
+    if samples:
+        ops.append(_matrix(spec, "head", 1, samples, spec.hidden_size, spec.vocab_size))
+    row_bytes = 2 * spec.hidden_size * spec.item_bytes
+    return [*ops, Operator("embed", 1, 0, total * row_bytes, total)]
+
+
+def _matrices(spec: ModelSpec) -> list[tuple[int, int]]:
+    """Shapes (in, out) of one layer's products, unmerged as Hugging Face runs them."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    if spec.family == "gpt2":
+        return [(hidden, 3 * hidden), (hidden, hidden), (hidden, inner), (inner, hidden)]
+    heads = [(hidden, spec.query_size), (hidden, spec.kv_size), (hidden, spec.kv_size)]
+    return [*heads, (spec.query_size, hidden), (hidden, inner), (hidden, inner), (inner, hidden)]
+
+
+def _matrix(
+    spec: ModelSpec, kind: str, repeats: int, rows: int, inputs: int, outputs: int
+) -> Operator:
+    moved = (inputs * outputs + rows * (inputs + outputs)) * spec.item_bytes
+    return Operator(kind, repeats, 2 * rows * inputs * outputs, moved, rows)
+
+
+def _elementwise(spec: ModelSpec, total: int) -> Operator:
+    """Norms, residuals, rotation, activation and KV writes, by passes over their rows."""
+    hidden, inner, heads = spec.hidden_size, spec.intermediate_size, spec.query_size + spec.kv_size
+    if spec.family == "gpt2":
+        passes = 2 * 2 * hidden + 6 * hidden + 18 * inner
+    else:
+        passes = 2 * 7 * hidden + 6 * hidden + 11 * heads + 5 * inner
+    passes += 7 * heads if spec.family == "qwen3" else 0
+    kernels = ELEMENTWISE_KERNELS[spec.family]
+    nbytes = total * (passes + 4 * spec.kv_size) * spec.item_bytes // kernels
+    return Operator("elementwise", spec.num_layers * kernels, 0, nbytes, total)
+
+
+def _prefill(spec: ModelSpec, n: int, context: int) -> Operator:
+    """Causal attention of n new tokens over themselves and a context: pairs, not a square."""
+    pairs = n * context + n * (n + 1) // 2
+    nbytes = (2 * (context + n) * spec.kv_size + 2 * n * spec.query_size) * spec.item_bytes
+    flops = 4 * pairs * spec.query_size
+    return Operator("prefill", spec.num_layers, flops, nbytes, (2 * pairs) ** 0.5)
+
+
+def _decode(spec: ModelSpec, contexts: Sequence[int]) -> Operator:
+    keys = sum(contexts) + len(contexts)
+    nbytes = (2 * keys * spec.kv_size + 2 * len(contexts) * spec.query_size) * spec.item_bytes
+    return Operator("decode", spec.num_layers, 4 * keys * spec.query_size, nbytes, keys)

@@ -1,0 +1,1 @@
+"""Time by model: virtual executor, devices, cost models and their fitting. Never imports torch."""

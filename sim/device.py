@@ -1,0 +1,77 @@
+"""A device in numbers: rates, overheads and how much of each rate an operation reaches."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import log
+
+Curve = tuple[tuple[float, float], ...]  # (size, share of the peak rate), sizes ascending
+
+
+def share(curve: Curve, size: float) -> float:
+    """The share at a size: straight between points on a logarithmic axis, flat outside."""
+    index = bisect_right(curve, (size, 2.0))
+    if index == 0:
+        return curve[0][1]
+    if index == len(curve):
+        return curve[-1][1]
+    (low, at_low), (high, at_high) = curve[index - 1], curve[index]
+    part = log(size / low) / log(high / low)
+    return at_low + part * (at_high - at_low)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Hardware and its launch overheads. Rates are peaks; shares say how much is reached.
+
+    `kernel_ns` is what each kernel costs beside its work. `dispatch_ns` is what the host needs to
+    issue one: a launch never ends before all its kernels are issued. `sequence_kernels` is how
+    many kernels attention needs per sequence and layer (0: one fused kernel for all decodes).
+    """
+
+    name: str
+    memory_bytes: int
+    reserve_bytes: int  # context, allocator and library workspaces: not for us
+    host_bytes: int  # host memory for what is swapped out
+    bandwidth_bytes_per_s: float
+    flops_per_s: Mapping[str, float]  # dense matrix rate by dtype
+    to_device_bytes_per_s: float  # host link, alone
+    to_host_bytes_per_s: float
+    link_ns: int  # latency of one copy
+    duplex: float  # share of its rate a direction keeps while the other one runs
+    kernel_ns: int
+    dispatch_ns: int
+    sequence_kernels: int
+    host_plan_ns: int  # deciding and preparing one plan
+    host_slice_ns: int  # and each of its slices
+    linear_compute: Curve  # by rows
+    linear_memory: Curve  # by bytes a kernel moves
+    prefill_compute: Curve  # by the side of the square of query-key pairs
+    decode_memory: Curve  # by KV bytes a kernel reads
+
+    def __post_init__(self) -> None:
+        for name in ("linear_compute", "linear_memory", "prefill_compute", "decode_memory"):
+            points = tuple((float(x), float(y)) for x, y in getattr(self, name))
+            if not points or list(points) != sorted(points) or min(y for _, y in points) <= 0:
+                raise ValueError(f"device {self.name}: {name} needs (size, share) by rising size")
+            object.__setattr__(self, name, points)
+        rates = {dtype: float(rate) for dtype, rate in self.flops_per_s.items()}
+        object.__setattr__(self, "flops_per_s", rates)
+        links = (self.to_device_bytes_per_s, self.to_host_bytes_per_s)
+        if min(self.bandwidth_bytes_per_s, *links, *rates.values()) <= 0:
+            raise ValueError(f"device {self.name}: every rate must be above 0")
+        if self.usable_bytes <= 0:
+            raise ValueError(f"device {self.name}: reserve_bytes leaves nothing of memory_bytes")
+
+    @property
+    def usable_bytes(self) -> int:
+        """What weights, KV and workspace may share."""
+        return self.memory_bytes - self.reserve_bytes
+
+    def matrix_rate(self, dtype: str) -> float:
+        """Peak flops per second in a dtype. ValueError where the device names none."""
+        if dtype not in self.flops_per_s:
+            raise ValueError(f"device {self.name} has no rate for {dtype}; add it to flops_per_s")
+        return self.flops_per_s[dtype]

@@ -1,0 +1,101 @@
+"""The cost model that needs no profile: each kernel at the lower of two roofs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.executor import Launch
+from engine.model import ModelSpec
+from engine.operators import Operator, operators
+from engine.plan import Copy, Tier
+from sim.cost import forward_pieces
+from sim.device import Device, share
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Per kernel max(flops / reached rate, bytes / reached bandwidth) + overhead, summed.
+
+    A launch never ends before the host has issued all its kernels.
+    """
+
+    device: Device
+    model: ModelSpec
+    form: str = field(default="roofline", init=False)
+
+    @property
+    def provenance(self) -> str:
+        """Device and model; the sources of the rates stand in conf/device."""
+        return f"roofline of {self.device.name} for {self.model.name}, rates in conf/device"
+
+    def split_ns(
+        self, tokens: Sequence[int], contexts: Sequence[int], samples: int
+    ) -> dict[str, float]:
+        """Nanoseconds by kind of operator, overheads included but not the dispatch floor."""
+        totals: dict[str, float] = {}
+        for op in self._operators(tokens, contexts, samples):
+            totals[op.kind] = totals.get(op.kind, 0.0) + op.repeats * self._kernel_ns(op)
+        return totals
+
+    def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
+        """One launch by its shape: new tokens and tokens in KV per slice, rows of the head."""
+        ops = self._operators(tokens, contexts, samples)
+        kernels = sum(op.repeats for op in ops)
+        attention = len(tokens) * self.device.sequence_kernels * self.model.num_layers
+        busy = sum(op.repeats * self._kernel_ns(op) for op in ops)
+        busy += attention * self.device.kernel_ns
+        return round(max(busy, (kernels + attention) * self.device.dispatch_ns))
+
+    def compute_ns(self, launch: Launch) -> int:
+        """Duration of a forward launch."""
+        pieces = forward_pieces(launch)
+        tokens = [piece.tokens for piece in pieces]
+        contexts = [piece.context_tokens for piece in pieces]
+        return self.shape_ns(tokens, contexts, sum(piece.samples for piece in pieces))
+
+    def copy_ns(self, launch: Launch, contended: bool = False) -> int:
+        """Latency and bytes over the link's rate in that direction."""
+        assert isinstance(launch.op, Copy)
+        device = self.device
+        inward = launch.op.dst.tier is Tier.GPU
+        rate = device.to_device_bytes_per_s if inward else device.to_host_bytes_per_s
+        rate *= device.duplex if contended else 1.0
+        return device.link_ns + round(launch.nbytes / rate * 1e9)
+
+    def host_ns(self, launches: Sequence[Launch]) -> int:
+        """A constant for the plan and one for each of its slices and copies."""
+        slices = sum(max(1, len(launch.pieces)) for launch in launches)
+        return self.device.host_plan_ns + slices * self.device.host_slice_ns
+
+    def peak_bytes(self, launch: Launch) -> int | None:
+        """The model's workspace formula; none for copies."""
+        if isinstance(launch.op, Copy):
+            return None
+        pieces = launch.pieces
+        tokens = [piece.tokens for piece in pieces]
+        contexts = [piece.context_tokens for piece in pieces]
+        return self.model.workspace_bytes(tokens, contexts, sum(piece.samples for piece in pieces))
+
+    def _operators(
+        self, tokens: Sequence[int], contexts: Sequence[int], samples: int
+    ) -> list[Operator]:
+        fused = self.device.sequence_kernels == 0
+        return operators(self.model, tokens, contexts, samples, fused_decode=fused)
+
+    def _kernel_ns(self, op: Operator) -> float:
+        device = self.device
+        # Rows alone stream at the best rate: the curve's lower points are latency of products.
+        compute, memory = 1.0, device.linear_memory[-1][1]
+        if op.kind in ("linear", "head"):
+            compute = share(device.linear_compute, op.size)
+            memory = share(device.linear_memory, op.nbytes)
+        elif op.kind == "prefill":
+            compute = share(device.prefill_compute, op.size)
+        elif op.kind == "decode":
+            memory = share(device.decode_memory, op.nbytes)
+        flops_s = op.flops / (device.matrix_rate(self.model.dtype) * compute)
+        return (
+            max(flops_s, op.nbytes / (device.bandwidth_bytes_per_s * memory)) * 1e9
+            + device.kernel_ns
+        )
