@@ -101,9 +101,12 @@ def read_trace(path: str | Path) -> list[Request]:
     missing = [name for name in COLUMNS if name not in table.column_names]
     if missing:
         raise ValueError(f"{path}: no column {', '.join(missing)}; import the source again")
-    for name in COLUMNS:
-        if name not in NULLABLE and table.column(name).null_count:
-            raise ValueError(f"{path}: column {name} has empty cells; import the source again")
+    for field in _schema():
+        column = table.column(field.name)
+        if not field.nullable and column.null_count:
+            raise ValueError(f"{path}: column {field.name} has empty cells; import it again")
+        if column.type != field.type:
+            raise ValueError(f"{path}: column {field.name} holds {column.type}, not {field.type}")
     requests = [_request(path, row) for row in table.select(list(COLUMNS)).to_pylist()]
     _check_ids(path, requests)
     return requests
@@ -125,13 +128,18 @@ def _check_ids(path: Path, requests: Sequence[Request]) -> None:
         seen.add(request.request_id)
 
 
-def _table(requests: Sequence[Request]) -> Any:
+def _schema() -> Any:
     import pyarrow as pa
 
     types = {"list<int32>": pa.list_(pa.int32())}
-    schema = pa.schema(
+    return pa.schema(
         pa.field(name, types.get(kind) or pa.type_for_alias(kind), nullable=name in NULLABLE)
         for name, kind in COLUMNS.items()
     )
+
+
+def _table(requests: Sequence[Request]) -> Any:
+    import pyarrow as pa
+
     columns = {name: [getattr(request, name) for request in requests] for name in COLUMNS}
-    return pa.table(columns, schema=schema)
+    return pa.table(columns, schema=_schema())
