@@ -270,8 +270,13 @@ class Engine:
         self._leave(job, int(self.env.now), "refused")
 
     def _check_books(self) -> None:
-        if self._journal is not None:
-            self.ledger.conserved()
+        if self._journal is None:
+            return
+        self.ledger.conserved()
+        settling = [job for jobs in self._ends.values() for job in jobs]
+        inside = [j for j in (*self.waiting, *self.serving, *settling) if j.training is None]
+        ended = sum(o.status != "unfinished" for o in self.recorder.outcomes.values())
+        assert len(self.recorder.outcomes) == len(inside) + ended, "requests do not add up"
 
     # ---- settle: measurements and tokens arrive
     def _settle(self, span: Span) -> None:

@@ -43,6 +43,11 @@ class Recorder:
         self._returned: list[int] = []
         self._meter = meter
 
+    @property
+    def spans(self) -> list[Span]:
+        """All spans in the order in which they settled."""
+        return [row[3] for row in self._steps]
+
     # ---- requests
     def arrived(self, request: Request, now_ns: int) -> None:
         self.outcomes[request.request_id] = Outcome(request, now_ns)

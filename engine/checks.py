@@ -1,0 +1,98 @@
+"""Laws that are checked after a run, from what was issued and when it ran alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from engine.executor import Span
+from engine.journal import Life
+from engine.plan import Compute, Copy, Lane, Op, Place, Plan, Pool
+
+
+def operations(plans: Iterable[Plan]) -> list[Op]:
+    """All that took time, in issue order."""
+    return [op for plan in plans for op in plan.ops if isinstance(op, Compute | Copy)]
+
+
+def check_lanes(plans: Iterable[Plan], spans: Mapping[Op, Span]) -> None:
+    """Law 5: a lane runs one operation at a time, in issue order."""
+    end_ns: dict[Lane, int] = defaultdict(int)
+    for op in operations(plans):
+        span = spans[op]
+        assert span.start_ns >= end_ns[op.lane], f"lane {op.lane} runs two operations at once"
+        assert span.end_ns >= span.start_ns, f"an operation on {op.lane} ends before it starts"
+        end_ns[op.lane] = span.end_ns
+
+
+def check_capacity(
+    lives: Iterable[Life], spans: Mapping[Op, Span], capacity_bytes: Mapping[Pool, int]
+) -> dict[Pool, int]:
+    """Law 11b: no pool overflows in span time. Returns the peak of each pool.
+
+    Bytes live from the start of their first user (from the beginning, if they were resident) to
+    the end of their last one, or to their Free where that came later.
+    """
+    marks: dict[Pool, list[tuple[int, int, int]]] = defaultdict(list)
+    for life in lives:
+        if not life.users and life.freed_ns is not None:
+            continue  # booked, never touched, given back
+        start_ns = spans[life.users[0]].start_ns if life.users else life.taken_ns
+        marks[life.place.pool].append((start_ns, 1, life.nbytes))
+        if life.freed_ns is not None:
+            end_ns = max(life.freed_ns, *(spans[op].end_ns for op in life.users))
+            marks[life.place.pool].append((end_ns, 0, -life.nbytes))
+    return {pool: _peak(pool, rows, capacity_bytes[pool]) for pool, rows in marks.items()}
+
+
+def _peak(pool: Pool, marks: list[tuple[int, int, int]], capacity_bytes: int) -> int:
+    level = peak = 0
+    for _, _, nbytes in sorted(marks):  # at equal times, what ends makes room first
+        level += nbytes
+        peak = max(peak, level)
+    assert peak <= capacity_bytes, f"{pool} held {peak} bytes of {capacity_bytes} in span time"
+    return peak
+
+
+def check_inputs(plans: Iterable[Plan], spans: Mapping[Op, Span]) -> int:
+    """Law 11b: every operation reads what it would read if all ran in issue order.
+
+    Each write leaves a stamp made of the operation and all it read; the stamps seen in span time
+    must be those of issue order. Returns the number of operations compared.
+    """
+    order = operations(plans)
+    index = {op: i for i, op in enumerate(order)}
+    expected = _stamps_in_order(order, index)
+    memory: dict[Place, int] = {}
+    seen: dict[Op, tuple[int, ...]] = {}
+    events = [(spans[op].start_ns, 1, index[op], op) for op in order]
+    events += [(spans[op].end_ns, 0, index[op], op) for op in order]
+    for _, starts, i, op in sorted(events, key=lambda event: event[:3]):
+        if starts:
+            seen[op] = tuple(memory.get(p, 0) for p in _inputs(op))
+        else:
+            memory.update((p, _stamp(op, i, seen[op], p)) for p in _outputs(op))
+    wrong = [index[op] for op in order if seen[op] != expected[op]]
+    assert not wrong, f"{len(wrong)} operations read stale data, the first is number {wrong[0]}"
+    return len(order)
+
+
+def _stamps_in_order(order: Sequence[Op], index: Mapping[Op, int]) -> dict[Op, tuple[int, ...]]:
+    memory: dict[Place, int] = {}
+    expected = {}
+    for op in order:
+        expected[op] = tuple(memory.get(p, 0) for p in _inputs(op))
+        memory.update((p, _stamp(op, index[op], expected[op], p)) for p in _outputs(op))
+    return expected
+
+
+def _inputs(op: Op) -> tuple[Place, ...]:
+    return (op.src,) if isinstance(op, Copy) else (*op.reads, *op.writes)
+
+
+def _outputs(op: Op) -> tuple[Place, ...]:
+    return (op.dst,) if isinstance(op, Copy) else op.writes
+
+
+def _stamp(op: Op, index: int, seen: tuple[int, ...], place: Place) -> int:
+    return seen[0] if isinstance(op, Copy) else hash((index, seen, place))

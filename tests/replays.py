@@ -1,0 +1,163 @@
+"""Small replays for tests: random traces, a made-up cost, and every law checked afterwards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import simpy
+
+from engine.checks import check_capacity, check_inputs, check_lanes
+from engine.engine import Engine
+from engine.executor import Launch, Span
+from engine.journal import Journal
+from engine.lanes import Lanes
+from engine.plan import Layout, Op, PageSize, Plan, Tier
+from engine.planlog import encode
+from engine.policy import Composed, Policy
+from engine.recorder import Recorder
+from policies.chunked_prefill import ChunkedPrefill
+from policies.continuous_batching import ContinuousBatching
+from policies.max_reservation import MaxReservation
+from policies.paged_restart import PagedRestart
+from policies.paged_swap import PagedSwap
+from policies.static_batching import StaticBatching
+from traces.request import Request, TrainingJob
+
+PAGE = PageSize(tokens=4, nbytes=4000)
+
+SCHEDULING = {
+    "static": StaticBatching(max_jobs=6),
+    "continuous": ContinuousBatching(token_budget=128, max_jobs=12),
+    "chunked": ChunkedPrefill(token_budget=48, max_jobs=12),
+}
+MEMORY = {
+    "restart": PagedRestart(),
+    "swap": PagedSwap(),
+    "reservation": MaxReservation(max_tokens=120),
+}
+
+
+def random_requests(seed: int, count: int = 24, rate: float | None = None) -> list[Request]:
+    """Prompts of 1-80 tokens, outputs of 1-40; all at once, or Poisson at `rate` per second."""
+    rng, now_ns, requests = random.Random(seed), 0, []
+    for i in range(count):
+        if rate:
+            now_ns += int(rng.expovariate(rate) * 1e9)
+        requests.append(Request(i, now_ns, rng.randint(1, 80), rng.randint(1, 40)))
+    return requests
+
+
+def duration_ns(launch: Launch) -> int:
+    """Made up: 50 us and 1 us a token for a launch, 20 ns a byte for a copy (a slow link)."""
+    return 50_000 + 1_000 * sum(p.tokens for p in launch.pieces) + 20 * launch.nbytes
+
+
+class ToyExecutor:
+    """Virtual time with made-up durations; `noise` varies each by up to that share."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        noise: float = 0.0,
+        seed: int = 0,
+        host_ns: int = 0,
+        duration: Callable[[Launch], int] = duration_ns,
+    ) -> None:
+        self._lanes, self._rng, self._noise = Lanes(env), random.Random(seed), noise
+        self._host_ns, self._duration = host_ns, duration
+
+    def prepare(self, launches: Sequence[Launch]) -> int:
+        return int(self._host_ns * self._vary())
+
+    def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
+        self._lanes.place(launch, max(1, int(self._duration(launch) * self._vary())), done)
+
+    def release(self, pool: object, pages: Sequence[int]) -> None:
+        pass
+
+    def _vary(self) -> float:
+        return self._rng.uniform(1 - self._noise, 1 + self._noise)
+
+
+@dataclass
+class Replay:
+    """A finished run with all that its laws are checked from."""
+
+    engine: Engine
+    recorder: Recorder
+    journal: Journal
+
+    @property
+    def plans(self) -> list[Plan]:
+        return [row[-1] for row in self.recorder.plans]
+
+    @property
+    def spans(self) -> dict[Op, Span]:
+        return {span.op: span for span in self.recorder.spans}
+
+    def log(self) -> list[tuple[int, str]]:
+        """What was decided, without when."""
+        return [(device, encode(plan)) for _, device, _, _, plan in self.recorder.plans]
+
+    def check(self) -> Replay:
+        """Laws 1, 2, 4, 5, 6 and 11b."""
+        plans, spans = self.plans, self.spans
+        check_lanes(plans, spans)
+        check_capacity(self.journal.lives, spans, self.engine.ledger.capacity_bytes)
+        check_inputs(plans, spans)
+        for outcome in self.recorder.outcomes.values():
+            assert outcome.status in ("finished", "refused")
+            if outcome.status == "finished":
+                assert len(outcome.token_ns) == outcome.request.output_tokens
+            times = [outcome.arrival_ns, *outcome.token_ns]
+            assert times == sorted(times), "a token before its arrival or out of order"
+        for op, span in spans.items():
+            for piece in getattr(op, "slices", ()):
+                assert span.start_ns >= piece.job.arrival_ns
+        settles = [span.end_ns for span in self.recorder.spans]
+        assert settles == sorted(settles), "the clock ran back"
+        return self
+
+
+def replay(
+    policy: Policy,
+    work: Iterable[Request | TrainingJob],
+    *,
+    pages: int = 60,
+    host_pages: int = 30,
+    depth: int = 2,
+    devices: int = 1,
+    noise: float = 0.0,
+    seed: int = 0,
+    host_ns: int = 0,
+    page: PageSize = PAGE,
+    layout: Layout | None = None,
+    returns_memory: bool = True,
+    duration: Callable[[Launch], int] = duration_ns,
+) -> Replay:
+    """Runs a policy over a trace on toy hardware."""
+    env, recorder = simpy.Environment(), Recorder()
+    journal = Journal(lambda: int(env.now))
+    capacity = {(Tier.GPU, d): pages * page.nbytes for d in range(devices)}
+    capacity[Tier.HOST, 0] = host_pages * page.nbytes
+    engine = Engine(
+        env,
+        policy,
+        ToyExecutor(env, noise, seed, host_ns, duration),
+        capacity,
+        page,
+        devices=devices,
+        depth=depth,
+        layout=layout,
+        recorder=recorder,
+        journal=journal,
+        returns_memory=returns_memory,
+    )
+    engine.replay(work)
+    return Replay(engine, recorder, journal)
+
+
+def composed(scheduling: str, memory: str) -> Composed:
+    return Composed(SCHEDULING[scheduling], MEMORY[memory])
