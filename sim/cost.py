@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.executor import Launch, Piece
+from engine.model import ModelSpec
 from engine.plan import Compute, Copy, Op, Place, Work
 
 
@@ -32,13 +33,59 @@ class LaunchCost(Protocol):
         """Workspace at the peak of a launch."""
 
 
-def forward_pieces(launch: Launch) -> Sequence[Piece]:
-    """The pieces of a whole forward launch. ValueError for training units: they have no cost."""
-    op = launch.op
+class ShapeCost(Protocol):
+    """The same in terms of shapes, as a table of steps records them."""
+
+    def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
+        """One launch: new tokens and tokens in KV per slice, rows of the head."""
+
+    def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
+        """One copy; `direction` is the lane's name, such as gpu->host."""
+
+    def plan_ns(self, items: int) -> int:
+        """The host's part of a plan of so many slices and copies."""
+
+
+class ShapePriced:
+    """Prices launches by their shapes: how a ShapeCost becomes a LaunchCost."""
+
+    model: ModelSpec
+
+    def compute_ns(self: _Shapes, launch: Launch) -> int:
+        """Duration of a forward launch."""
+        return self.shape_ns(*forward_shape(launch))
+
+    def copy_ns(self: _Shapes, launch: Launch, contended: bool = False) -> int:
+        """Duration of a copy."""
+        return self.transfer_ns(launch.op.lane[1], launch.nbytes, contended)
+
+    def host_ns(self: _Shapes, launches: Sequence[Launch]) -> int:
+        """Deciding and preparing one plan."""
+        return self.plan_ns(sum(len(launch.pieces) or 1 for launch in launches))
+
+    def peak_bytes(self: _Shapes, launch: Launch) -> int | None:
+        """The model's workspace formula; none for copies."""
+        if isinstance(launch.op, Copy):
+            return None
+        return self.model.workspace_bytes(*forward_shape(launch))
+
+
+class _Shapes(ShapeCost, Protocol):
+    model: ModelSpec
+
+
+def forward_shape(launch: Launch) -> tuple[list[int], list[int], int]:
+    """Tokens and contexts per slice, and sampled rows.
+
+    ValueError for training units and single layers: they have no cost yet.
+    """
+    op, pieces = launch.op, launch.pieces
     assert isinstance(op, Compute)
-    if any(s.work is not Work.FORWARD or s.layers is not None for s in op.slices):
-        raise ValueError("no cost is known for training units or single layers yet; serve only")
-    return launch.pieces
+    for piece in op.slices:
+        if piece.work is not Work.FORWARD or piece.layers is not None:
+            raise ValueError("no cost is known for training units or single layers yet; only serve")
+    tokens = [piece.tokens for piece in pieces]
+    return tokens, [piece.context_tokens for piece in pieces], sum(p.samples for p in pieces)
 
 
 @dataclass(frozen=True)

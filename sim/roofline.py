@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.executor import Launch
 from engine.model import ModelSpec
 from engine.operators import Operator, operators
-from engine.plan import Copy, Tier
-from sim.cost import forward_pieces
+from sim.cost import ShapePriced
 from sim.device import Device, share
 
 
 @dataclass(frozen=True)
-class Roofline:
+class Roofline(ShapePriced):
     """Per kernel max(flops / reached rate, bytes / reached bandwidth) + overhead, summed.
 
     A launch never ends before the host has issued all its kernels.
@@ -47,35 +45,17 @@ class Roofline:
         busy += attention * self.device.kernel_ns
         return round(max(busy, (kernels + attention) * self.device.dispatch_ns))
 
-    def compute_ns(self, launch: Launch) -> int:
-        """Duration of a forward launch."""
-        pieces = forward_pieces(launch)
-        tokens = [piece.tokens for piece in pieces]
-        contexts = [piece.context_tokens for piece in pieces]
-        return self.shape_ns(tokens, contexts, sum(piece.samples for piece in pieces))
-
-    def copy_ns(self, launch: Launch, contended: bool = False) -> int:
+    def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
         """Latency and bytes over the link's rate in that direction."""
-        assert isinstance(launch.op, Copy)
         device = self.device
-        inward = launch.op.dst.tier is Tier.GPU
+        inward = direction.endswith("->gpu")
         rate = device.to_device_bytes_per_s if inward else device.to_host_bytes_per_s
         rate *= device.duplex if contended else 1.0
-        return device.link_ns + round(launch.nbytes / rate * 1e9)
+        return device.link_ns + round(nbytes / rate * 1e9)
 
-    def host_ns(self, launches: Sequence[Launch]) -> int:
+    def plan_ns(self, items: int) -> int:
         """A constant for the plan and one for each of its slices and copies."""
-        slices = sum(max(1, len(launch.pieces)) for launch in launches)
-        return self.device.host_plan_ns + slices * self.device.host_slice_ns
-
-    def peak_bytes(self, launch: Launch) -> int | None:
-        """The model's workspace formula; none for copies."""
-        if isinstance(launch.op, Copy):
-            return None
-        pieces = launch.pieces
-        tokens = [piece.tokens for piece in pieces]
-        contexts = [piece.context_tokens for piece in pieces]
-        return self.model.workspace_bytes(tokens, contexts, sum(piece.samples for piece in pieces))
+        return self.device.host_plan_ns + items * self.device.host_slice_ns
 
     def _operators(
         self, tokens: Sequence[int], contexts: Sequence[int], samples: int
@@ -95,7 +75,5 @@ class Roofline:
         elif op.kind == "decode":
             memory = share(device.decode_memory, op.nbytes)
         flops_s = op.flops / (device.matrix_rate(self.model.dtype) * compute)
-        return (
-            max(flops_s, op.nbytes / (device.bandwidth_bytes_per_s * memory)) * 1e9
-            + device.kernel_ns
-        )
+        bytes_s = op.nbytes / (device.bandwidth_bytes_per_s * memory)
+        return max(flops_s, bytes_s) * 1e9 + device.kernel_ns
