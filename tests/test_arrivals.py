@@ -91,6 +91,7 @@ def test_rate_and_variation_are_those_asked_for(process: Arrivals, cv: float) ->
         lambda: Gamma(burstiness=-1),
         lambda: Recorded(),
         lambda: Recorded(path="a", times_s=(1.0,)),
+        lambda: Recorded(times_s=(float("nan"),)),
         lambda: Recorded(times_s=(1.0,), mode="squeeze"),
         lambda: Recorded(times_s=(1.0,), rate=-2),
         lambda: Poisson().times_ns(-1),

@@ -92,6 +92,8 @@ class Recorded:
     def __post_init__(self) -> None:
         if (self.path is None) == (len(self.times_s) == 0):
             raise ValueError("recorded arrivals: give either path or times_s")
+        if not all(math.isfinite(time_s) for time_s in self.times_s):
+            raise ValueError("recorded arrivals: times_s holds a number that is not finite")
         if self.mode not in ("stretch", "thin"):
             raise ValueError(f"recorded arrivals: mode is {self.mode!r}; use 'stretch' or 'thin'")
         if self.rate is not None:
@@ -100,7 +102,7 @@ class Recorded:
     def times_ns(self, n: int, seed: int = 0) -> TimesNs:
         _checked_count(n)
         times = self._recorded_ns()
-        if self.rate is not None and self.mode == "thin":
+        if self.rate is not None and self.mode == "thin" and len(times) > 1:
             times = _thinned(times, self.rate, seed)
         if len(times) < n:
             left = "left after thinning" if self.mode == "thin" else "recorded"
