@@ -100,9 +100,12 @@ class Machine:
     def _prepare_copy(self, launch: Launch, op: Copy) -> Prepared:
         if op.src.region.kind is not Kind.KV:
             raise NotImplementedError(f"the runtime cannot copy {op.src.region.kind} yet")
-        self.arenas[op.src.pool].check(launch.src_pages)
-        self.arenas[op.dst.pool].hold(launch.dst_pages)
-        moves = paired_runs(launch.src_pages, launch.dst_pages)
+        src, dst = self.arenas[op.src.pool], self.arenas[op.dst.pool]
+        count = launch.nbytes // src.page_nbytes  # the tables may have grown since the booking
+        src_pages, dst_pages = launch.src_pages[:count], launch.dst_pages[:count]
+        src.check(src_pages)
+        dst.hold(dst_pages)
+        moves = paired_runs(src_pages, dst_pages)
         return Prepared(launch, moves=tuple(moves))
 
     # ---- the work

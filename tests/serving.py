@@ -1,0 +1,88 @@
+"""Real replays for token checks: the engine over the CPU executor, under memory pressure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import simpy
+
+from engine.engine import Engine
+from engine.model import ModelSpec
+from engine.plan import PageSize
+from engine.policy import Composed, Memory, Scheduling
+from engine.recorder import Recorder
+from policies.chunked_prefill import ChunkedPrefill
+from policies.continuous_batching import ContinuousBatching
+from policies.max_reservation import MaxReservation
+from policies.paged_restart import PagedRestart
+from policies.paged_swap import PagedSwap
+from policies.static_batching import StaticBatching
+from runtime.executor import CpuExecutor
+from runtime.machine import GPU, Machine
+from runtime.model import build_model
+from tests.hand_made import HOST, SPREAD
+from traces.request import Request
+
+PAGE_TOKENS = 8
+MAX_PROMPT, MAX_OUTPUT = 60, 40
+SCHEDULING: Mapping[str, Scheduling] = {
+    "static_batching": StaticBatching(max_jobs=6),
+    "continuous_batching": ContinuousBatching(token_budget=128, max_jobs=12),
+    "chunked_prefill": ChunkedPrefill(token_budget=32, max_jobs=12),
+}
+MEMORY: Mapping[str, Memory] = {
+    "paged_restart": PagedRestart(),
+    "paged_swap": PagedSwap(),
+    "max_reservation": MaxReservation(max_tokens=MAX_PROMPT + MAX_OUTPUT),
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a replay generated, and how often it took a job's memory."""
+
+    outputs: Mapping[int, Sequence[int]]
+    restarts: int
+    swaps: int
+
+
+def short_requests(count: int, vocab_size: int, seed: int = 0) -> list[Request]:
+    """Requests that all arrive at once, with the ids of their prompts."""
+    rng, requests = random.Random(seed), []
+    for i in range(count):
+        prompt = tuple(rng.choices(range(vocab_size), k=rng.randint(1, MAX_PROMPT)))
+        output_tokens = rng.randint(2, MAX_OUTPUT)
+        requests.append(Request(i, 0, len(prompt), output_tokens, prompt_ids=prompt))
+    return requests
+
+
+def serve(
+    spec: ModelSpec,
+    requests: Sequence[Request],
+    scheduling: str,
+    memory: str,
+    gpu_pages: int,
+    model: Any = None,
+) -> Served:
+    """Replays requests through the engine with real work on the CPU, in a tight KV budget."""
+    pages = {GPU: gpu_pages, HOST: 4 * gpu_pages}
+    prompts = {r.request_id: r.prompt_ids or () for r in requests}
+    model = model or build_model(spec, seed=1, spread=SPREAD)
+    machine = Machine(model, spec, PAGE_TOKENS, pages, prompts)
+    env, recorder = simpy.Environment(), Recorder()
+    page = PageSize(PAGE_TOKENS, PAGE_TOKENS * spec.kv_token_bytes)
+    policy = Composed(SCHEDULING[scheduling], MEMORY[memory])
+    capacity = {pool: count * page.nbytes for pool, count in pages.items()}
+    Engine(env, policy, CpuExecutor(env, machine), capacity, page, recorder=recorder).replay(
+        requests
+    )
+    outcomes = recorder.outcomes
+    assert {o.status for o in outcomes.values()} == {"finished"}
+    return Served(
+        {i: machine.outputs(i) for i in outcomes},
+        sum(o.restarts for o in outcomes.values()),
+        sum(o.swaps for o in outcomes.values()),
+    )
