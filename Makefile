@@ -14,6 +14,9 @@ ARGS ?=
 OUT ?= outputs/gpu
 JOBS ?= 2
 
+# Bytecode that is not kept would be made anew at every start: 5 s for torch and transformers.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo test test-all check bench claims gpu gpu-site clean
 
 help: ## list the targets

@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.model import ModelSpec
 from engine.plan import SHARED_OWNER, Kind, Layout, PageSize, Place, Pool, Region, Tier
+from sim.device import Device
 from traces.request import Request
 
 GPU: Pool = (Tier.GPU, 0)
@@ -22,7 +23,7 @@ class Budget:
     fraction: float = 0.9
     kv_bytes: int | None = None
     kv_pages: int | None = None
-    host_bytes: int = 0
+    host_bytes: int | None = None
     step_tokens: int | None = None
     may_refuse: bool = False
 
@@ -35,7 +36,7 @@ class Budget:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"budget.{name}={value}: it must be at least 1")
-        if self.host_bytes < 0:
+        if self.host_bytes is not None and self.host_bytes < 0:
             raise ValueError(f"budget.host_bytes={self.host_bytes}: it must be at least 0")
 
 
@@ -52,7 +53,7 @@ class Room:
 def room_for(
     budget: Budget,
     spec: ModelSpec,
-    usable_bytes: int,
+    device: Device,
     page_tokens: int,
     requests: Sequence[Request],
     policy: Any,
@@ -62,12 +63,15 @@ def room_for(
     workspace = _workspace_bytes(budget, spec, requests, policy)
     kv = _kv_bytes(budget, page)
     if kv is None:
-        kv = int(budget.fraction * usable_bytes) - spec.weight_bytes - workspace
+        kv = int(budget.fraction * device.usable_bytes) - spec.weight_bytes - workspace
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
     needed = page.bytes_for(longest)
     if kv < (page.nbytes if budget.may_refuse else needed):
-        raise ValueError(_deficit(budget, spec, usable_bytes, page, workspace, longest, needed - kv))
-    capacity = {GPU: spec.weight_bytes + kv // page.nbytes * page.nbytes, HOST: budget.host_bytes}
+        raise ValueError(
+            _deficit(budget, spec, device.usable_bytes, page, workspace, longest, needed - kv)
+        )
+    host = device.host_bytes if budget.host_bytes is None else budget.host_bytes
+    capacity = {GPU: spec.weight_bytes + kv // page.nbytes * page.nbytes, HOST: host}
     weights = Place(Region(SHARED_OWNER, Kind.WEIGHT), Tier.GPU)
     return Room(capacity, page, Layout({weights: spec.weight_bytes}), workspace)
 

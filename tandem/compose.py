@@ -16,8 +16,8 @@ from hydra.errors import CompactHydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from tandem.errors import Usage
 from tandem.conform import did_you_mean
+from tandem.errors import Usage
 
 WRONG_KEY = re.compile(r"(?:Could not (?:override|append|delete)[^']*|Key )'([^']+)'")
 
@@ -111,7 +111,8 @@ def default_config() -> dict[str, Any]:
 
 def _keys(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in node.items():
-        yield f"{prefix}{key}"
+        if not key.startswith("_"):
+            yield f"{prefix}{key}"
         if isinstance(value, Mapping):
             yield from _keys(value, f"{prefix}{key}.")
 

@@ -19,7 +19,8 @@ def arguments(target: Any, given: Mapping[str, Any], where: str) -> dict[str, An
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for key in given:
         if key not in parameters and not open_ended:
-            raise ValueError(f"{where}.{key}: {name_of(target)} has no such setting{did_you_mean(key, parameters)}")
+            meant = did_you_mean(key, parameters)
+            raise ValueError(f"{where}.{key}: {name_of(target)} has no such setting{meant}")
     for name, parameter in parameters.items():
         needed = parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD,
@@ -28,7 +29,9 @@ def arguments(target: Any, given: Mapping[str, Any], where: str) -> dict[str, An
         if needed and name not in given:
             raise ValueError(f"{where}.{name}: {name_of(target)} needs a value here")
     hints = _hints(target)
-    return {key: conform(value, hints.get(key, Any), f"{where}.{key}") for key, value in given.items()}
+    return {
+        key: conform(value, hints.get(key, Any), f"{where}.{key}") for key, value in given.items()
+    }
 
 
 def did_you_mean(wrong: str, known: Any) -> str:
@@ -62,7 +65,9 @@ def conform(value: Any, hint: Any, where: str) -> Any:
         return _any_of(value, hint, inner, where)
     if origin is Literal:
         return value if value in inner else _refuse(value, hint, where)
-    if origin in (tuple, list) or (origin is Sequence or (isinstance(origin, type) and issubclass(origin, Sequence))):
+    if origin in (tuple, list) or (
+        origin is Sequence or (isinstance(origin, type) and issubclass(origin, Sequence))
+    ):
         return _sequence(value, hint, where)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return value if isinstance(value, Mapping) else _refuse(value, hint, where)
@@ -93,7 +98,9 @@ def _plain(value: Any, hint: Any, where: str) -> Any:
         return value
     if issubclass(hint, Enum):
         known = [str(member.value) for member in hint]
-        return hint(value) if value in known else _refuse(value, f"one of {', '.join(known)}", where)
+        return (
+            hint(value) if value in known else _refuse(value, f"one of {', '.join(known)}", where)
+        )
     whole = isinstance(value, float) and value.is_integer()
     if hint in (int, float) and not isinstance(value, bool):
         if isinstance(value, int) or (isinstance(value, float) and (hint is float or whole)):

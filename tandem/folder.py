@@ -20,7 +20,9 @@ def run_folder(folder: Path) -> Iterator[Path]:
     killed) all lies in `<folder>.running`. ValueError if the folder holds something already.
     """
     if folder.is_dir() and any(folder.iterdir()):
-        raise ValueError(f"{folder}: there is something in it already; results are never overwritten")
+        raise ValueError(
+            f"{folder}: there is something in it already; results are never overwritten"
+        )
     aside = folder.with_name(f"{folder.name}.running")
     aside.mkdir(parents=True)
     write_status(aside, "running")
@@ -31,7 +33,9 @@ def run_folder(folder: Path) -> Iterator[Path]:
         _rename(aside, folder)
         if isinstance(error, ValueError) or not isinstance(error, Exception):
             raise
-        raise RunFailed(f"{type(error).__name__}: {error} (traceback in {folder}/status.json)") from error
+        raise RunFailed(
+            f"{type(error).__name__}: {error} (traceback in {folder}/status.json)"
+        ) from error
     _rename(aside, folder)
 
 

@@ -15,8 +15,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from tandem.errors import RunFailed, Usage
 from tandem.compose import Composed, config_folders, one_line, plain, register_resolvers
+from tandem.errors import RunFailed, Usage
 
 register_resolvers()
 _failed: list[Exception] = []  # of a single run, for `main` to raise without Hydra's own words
@@ -38,12 +38,19 @@ def carry_out(cfg: DictConfig) -> None:
 
 def _carry_out(cfg: DictConfig, folder: Path, is_single: bool) -> None:
     from tandem.experiment import run_experiment
+    from tandem.screen import brief, told
 
     of_hydra = HydraConfig.get()
     overrides = tuple(of_hydra.overrides.task)
     folders = config_folders(of_hydra.runtime.config_sources)
     point = Composed(plain(cfg), overrides, folders)
-    run_experiment(point, folder, shows_progress=is_single and sys.stderr.isatty())
+    metrics = run_experiment(point, folder, shows_progress=is_single and sys.stderr.isatty())
+    where = os.path.relpath(folder)
+    if is_single:
+        print(told(metrics))
+        print(where)
+    else:
+        print(f"{where}  {' '.join(overrides)}  {brief(metrics)}", flush=True)
 
 
 def main(words: Sequence[str]) -> int:

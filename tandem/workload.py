@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.model import ModelSpec
 from tandem.build import Builder
-from tandem.conform import arguments
+from tandem.conform import arguments, conform
 from traces.arrivals import assign, num_arrivals
 from traces.request import Request
 from traces.store import read_trace, sha256_of
@@ -21,13 +21,16 @@ def requests_of(config: Mapping[str, Any], builder: Builder, spec: ModelSpec) ->
     """The first `limit` requests of the trace with the arrivals of the config, checked."""
     trace = dict(config["trace"])
     requests = read_trace(trace_file(trace, Path(config["cache"])))
-    requests = _fitting_ids(_first(requests, config["limit"]), spec)
+    requests = _fitting_ids(_first(requests, conform(config["limit"], int | None, "limit")), spec)
     _check_lengths(requests, spec)
     arrival = config["arrival"]
     if arrival.get("_target_") is None:
         return requests
     process = builder.build(arrival, "arrival")
-    return assign(requests, process.times_ns(num_arrivals(requests), seed=int(config["seed"])))
+    return assign(
+        requests,
+        process.times_ns(num_arrivals(requests), seed=conform(config["seed"], int, "seed")),
+    )
 
 
 def trace_file(trace: Mapping[str, Any], cache: Path) -> Path:

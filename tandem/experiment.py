@@ -1,0 +1,125 @@
+"""One run: from a configuration to a folder of results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from engine.engine import Engine
+from engine.recorder import Recorder
+from tandem.compose import Composed
+from tandem.folder import run_folder, write_json, write_status
+from tandem.progress import progress_bar
+from tandem.provenance import commit, host, versions
+from tandem.setting import Setting, setting_of
+from tandem.workload import trace_hash
+from tandem.worlds import World, world_of
+
+PATHS = ("profile", "replayed", "cache", "trace.path", "trace.tokenizer", "arrival.path")
+
+
+def run_experiment(point: Composed, folder: Path, shows_progress: bool = False) -> dict[str, Any]:
+    """Runs one point and writes its folder; returns the metrics.
+
+    ValueError where the configuration is wrong, RunFailed where the run was; the folder then says
+    so in status.json.
+    """
+    point = replace(point, config=with_absolute_paths(point.config))
+    with run_folder(folder) as aside:
+        _write_config(aside, point.config)
+        setting = setting_of(point)
+        provenance = provenance_of(point, setting)
+        write_json(aside / "provenance.json", provenance)
+        with world_of(setting, point.config["backend"]) as world:
+            provenance |= replay(setting, world, aside, point.config, shows_progress)
+        write_json(aside / "provenance.json", provenance)
+        write_status(aside, "ok")
+        return _write_metrics(aside, point.config["slo"])
+
+
+def replay(
+    setting: Setting, world: World, folder: Path, config: Mapping[str, Any], shows_progress: bool
+) -> dict[str, Any]:
+    """Replays the trace through the engine and writes the tables; returns notes on the run."""
+    recorder = Recorder(world.meter)
+    engine = Engine(
+        world.env,
+        setting.policy,
+        world.executor,
+        setting.room.capacity_bytes,
+        setting.room.page,
+        depth=setting.depth,
+        layout=setting.room.layout,
+        recorder=recorder,
+        returns_memory=not setting.is_replay,
+    )
+    before = world.probe()
+    with progress_bar(engine, len(setting.requests), shows_progress):
+        engine.replay(setting.requests)
+    drift = ratios(before, world.probe())
+    recorder.write(folder, world.outputs)
+    return {"plans": engine.steps, "questions": engine.asked, **drift, **world.notes}
+
+
+def ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+    """What the drift probes took before and after a measured run, and by what factor more."""
+    if not before:
+        return {}
+    change = {name: after[name] / value for name, value in before.items()}
+    return {"probe_before": dict(before), "probe_after": dict(after), "probe_ratios": change}
+
+
+def provenance_of(point: Composed, setting: Setting) -> dict[str, Any]:
+    """Where the result comes from, whatever becomes of the run."""
+    backend = point.config["backend"]
+    return {
+        **commit(),
+        "versions": versions(),
+        "host": host(),
+        "backend": backend["name"],
+        "clock": backend["clock"],
+        "model": setting.spec.name,
+        "device": setting.device.name,
+        "cost_form": setting.cost.form,
+        "cost_provenance": setting.cost.provenance,
+        "depth": setting.depth,
+        "seed": setting.seed,
+        "trace_hash": trace_hash(setting.requests),
+        "requests": len(setting.requests),
+        "workspace_bytes": setting.room.workspace_bytes,
+        "overrides": list(point.overrides),
+        "config_folders": [str(Path(folder).resolve()) for folder in point.folders],
+    }
+
+
+def with_absolute_paths(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The configuration with its paths made absolute, so that it works from any folder."""
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        where = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            out[key] = with_absolute_paths(value, f"{where}.")
+        elif where in PATHS and value is not None:
+            out[key] = str(Path(str(value)).expanduser().absolute())
+        else:
+            out[key] = value
+    return out
+
+
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
+
+
+def _write_metrics(folder: Path, slo: Mapping[str, float | None]) -> dict[str, Any]:
+    from analysis.metrics import summary
+    from analysis.run import load
+
+    limits = {name: float(value) for name, value in slo.items() if value is not None}
+    metrics = dict(summary(load(folder), limits or None))
+    write_json(folder / "metrics.json", metrics)
+    return metrics

@@ -1,0 +1,52 @@
+"""The few figures of a run for the screen; everything else is in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+LATENCIES = ("ttft", "tpot", "e2e")
+STATISTICS = ("mean", "p50", "p90", "p99")
+
+
+def told(metrics: Mapping[str, Any]) -> str:
+    """Counts, throughput, latencies and memory of a run, in ten lines."""
+    lines = [_counts(metrics), _throughput(metrics)]
+    lines.append(f"{'':8}" + "".join(f"{name:>12}" for name in STATISTICS))
+    for name in LATENCIES:
+        cells = (_seconds(metrics.get(f"{stat}_{name}_s")) for stat in STATISTICS)
+        lines.append(f"{name:8}" + "".join(f"{cell:>12}" for cell in cells))
+    peak = metrics.get("peak_kv_usage")
+    if peak is not None:
+        lines.append(f"KV peak {peak:.1%} of its room, mean {metrics.get('mean_kv_usage', 0):.1%}")
+    return "\n".join(lines)
+
+
+def brief(metrics: Mapping[str, Any]) -> str:
+    """One line for a point of a sweep."""
+    parts = [f"{metrics.get('output_throughput', 0):.4g} tokens/s"]
+    parts += [f"{name} p50 {_seconds(metrics.get(f'p50_{name}_s'))}" for name in LATENCIES]
+    return ", ".join(parts)
+
+
+def _counts(metrics: Mapping[str, Any]) -> str:
+    parts = [f"{metrics['num_finished']} of {metrics['num_requests']} requests finished"]
+    for name in ("refused", "unfinished"):
+        if metrics.get(f"num_{name}"):
+            parts.append(f"{metrics[f'num_{name}']} {name}")
+    parts += [f"{metrics[name]} {name}" for name in ("restarts", "swaps") if metrics.get(name)]
+    return f"{metrics['backend']}: " + ", ".join(parts)
+
+
+def _throughput(metrics: Mapping[str, Any]) -> str:
+    return (
+        f"{metrics.get('duration_s', 0):.3g} s, "
+        f"{metrics.get('request_throughput', 0):.3g} requests/s, "
+        f"{metrics.get('output_throughput', 0):.4g} output tokens/s"
+    )
+
+
+def _seconds(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1e3:.2f} ms" if value < 1 else f"{value:.3f} s"

@@ -1,0 +1,100 @@
+"""Everything that a run is made of before a backend comes in: built once from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.model import ModelSpec
+from engine.policy import Composed as ComposedPolicy
+from engine.policy import Policy
+from engine.recorder import read_plans
+from sim.cost import LaunchCost
+from sim.device import Device
+from sim.roofline import Roofline
+from tandem.budget import Budget, Room, room_for
+from tandem.build import Builder
+from tandem.compose import Composed
+from tandem.conform import arguments, conform
+from tandem.workload import requests_of
+from traces.request import Request
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """The same for every backend: prediction and measurement differ in nothing here."""
+
+    requests: Sequence[Request]
+    spec: ModelSpec
+    device: Device
+    cost: LaunchCost
+    policy: Policy
+    room: Room
+    depth: int
+    seed: int
+    is_replay: bool  # of another run's plan log
+
+
+def setting_of(point: Composed) -> Setting:
+    """Builds what the configuration names. ValueError in one line for whatever is wrong."""
+    config = point.config
+    builder = Builder(conform(config["trusted"], list[str], "trusted"), point.folders)
+    spec = _built(builder, config, "model", ModelSpec)
+    device = _built(builder, config, "device", Device)
+    requests = requests_of(config, builder, spec)
+    policy = policy_of(config, builder)
+    budget = Budget(**arguments(Budget, config["budget"], "budget"))
+    page_tokens = _at_least_one(config, "page_tokens")
+    return Setting(
+        requests,
+        spec,
+        device,
+        cost_of(config, device, spec),
+        policy,
+        room_for(budget, spec, device, page_tokens, requests, policy),
+        _at_least_one(config, "depth"),
+        conform(config["seed"], int, "seed"),
+        is_replay=config.get("replayed") is not None,
+    )
+
+
+def policy_of(config: Mapping[str, Any], builder: Builder) -> Policy:
+    """The named stack of scheduling and memory, or another run's plan log."""
+    if config.get("replayed") is not None:
+        from policies.recorded import Recorded
+
+        path = Path(str(config.get("replayed"))) / "plans.parquet"
+        if not path.is_file():
+            raise ValueError(f"replayed={path.parent}: no plan log there; give a run's folder")
+        return Recorded(read_plans(path))
+    halves = []
+    for name in ("scheduling", "memory"):
+        if not config.get(name):
+            raise ValueError(f"{name} is not set: choose one, or a stack with policy=...")
+        halves.append(builder.build(config[name], name))
+    return ComposedPolicy(*halves)
+
+
+def cost_of(config: Mapping[str, Any], device: Device, spec: ModelSpec) -> LaunchCost:
+    """Tables of a calibrated profile if one is named, else the device's roofline."""
+    if config["profile"] is None:
+        return Roofline(device, spec)
+    from tandem.profile import read_cost
+
+    return read_cost(Path(str(config["profile"])), device, spec)
+
+
+def _built(builder: Builder, config: Mapping[str, Any], name: str, kind: type) -> Any:
+    built = builder.build(config[name], name)
+    if not isinstance(built, kind):
+        raise ValueError(f"{name}: {config[name]['_target_']} does not make a {kind.__name__}")
+    return built
+
+
+def _at_least_one(config: Mapping[str, Any], name: str) -> int:
+    value = conform(config[name], int, name)
+    if value < 1:
+        raise ValueError(f"{name}={value}: it must be at least 1")
+    return int(value)

@@ -1,0 +1,151 @@
+"""The four backends: a clock, an executor and, where there is memory to measure, a meter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import simpy
+
+from engine.executor import Executor, Meter
+from engine.plan import Pool
+from tandem.budget import GPU, HOST
+from tandem.setting import Setting
+
+CLOCKS = {
+    "sim": ("virtual",),
+    "lockstep": ("virtual",),
+    "cpu": ("service", "wall"),
+    "cuda": ("wall",),
+}
+MEASURED = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """Where a run happens. `notes` go into its provenance."""
+
+    env: simpy.Environment
+    executor: Executor
+    meter: Meter | None = None
+    outputs: Callable[[int], Sequence[int]] | None = None
+    probe: Callable[[], Mapping[str, float]] = dict  # seconds of fixed pieces of work
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def world_of(setting: Setting, backend: Mapping[str, Any]) -> Iterator[World]:
+    """The world that the config node `backend` names; its threads and memory end with the block."""
+    name, clock = backend["name"], backend["clock"]
+    if name not in CLOCKS:
+        raise ValueError(f"backend.name={name}: there are {', '.join(CLOCKS)}")
+    if clock not in CLOCKS[name]:
+        raise ValueError(f"backend {name} has no clock {clock!r}; take {' or '.join(CLOCKS[name])}")
+    opened = {
+        "sim": _sim,
+        "lockstep": _lockstep,
+        "cpu": _wall if clock == "wall" else _service,
+        "cuda": _cuda,
+    }[name](setting)
+    with opened as world:
+        yield world
+
+
+@contextmanager
+def _sim(setting: Setting) -> Iterator[World]:
+    from sim.executor import SimExecutor
+
+    env = simpy.Environment()
+    yield World(env, SimExecutor(env, setting.cost))
+
+
+@contextmanager
+def _lockstep(setting: Setting) -> Iterator[World]:
+    from runtime.executor import LockstepExecutor
+
+    env, machine = simpy.Environment(), _machine(setting)
+    executor = LockstepExecutor(env, machine, setting.cost)
+    yield World(env, executor, _cpu_meter(machine), machine.outputs)
+
+
+@contextmanager
+def _service(setting: Setting) -> Iterator[World]:
+    from runtime.executor import CpuExecutor
+
+    env, machine = simpy.Environment(), _machine(setting)
+    executor = CpuExecutor(env, machine, _links(setting))
+    yield World(env, executor, _cpu_meter(machine, executor.paused), machine.outputs)
+
+
+@contextmanager
+def _wall(setting: Setting) -> Iterator[World]:
+    from runtime.clock import WallClock
+    from runtime.wall import WallExecutor
+
+    clock, machine = WallClock(), _machine(setting)
+    with WallExecutor(clock, machine, _links(setting)) as executor:
+        yield World(clock, executor, _cpu_meter(machine), machine.outputs)
+
+
+@contextmanager
+def _cuda(setting: Setting) -> Iterator[World]:
+    raise ValueError("backend=cuda is not wired yet")
+    yield
+
+
+def _machine(setting: Setting, device: str = "cpu") -> Any:
+    """The model with seeded random weights and the KV pages that the ledger books."""
+    from runtime.machine import Machine
+    from runtime.model import build_model
+
+    model = build_model(setting.spec, setting.seed, device)
+    page = setting.room.page
+    return Machine(
+        model, setting.spec, page.tokens, pages_of(setting), prompts_of(setting), device=device
+    )
+
+
+def pages_of(setting: Setting) -> dict[Pool, int]:
+    """KV pages per pool: what the capacity leaves beside the resident places."""
+    room = setting.room
+    resident = dict.fromkeys(room.capacity_bytes, 0)
+    for place, nbytes in room.layout.places.items():
+        resident[place.pool] += nbytes
+    return {
+        pool: (capacity - resident[pool]) // room.page.nbytes
+        for pool, capacity in room.capacity_bytes.items()
+    }
+
+
+def prompts_of(setting: Setting) -> dict[int, Sequence[int]]:
+    """Token ids of every prompt: the trace's, or seeded ones where it has lengths only."""
+    vocabulary, seed = setting.spec.vocab_size, setting.seed
+    return {
+        r.request_id: r.prompt_ids
+        or np.random.default_rng((seed, r.request_id))
+        .integers(vocabulary, size=r.prompt_tokens)
+        .tolist()
+        for r in setting.requests
+    }
+
+
+def _links(setting: Setting) -> dict[str, Any]:
+    """The speed of both directions of the host link, by lane."""
+    from runtime.link import Link
+
+    device = setting.device
+    return {
+        "gpu->host": Link(device.to_host_bytes_per_s, device.link_ns),
+        "host->gpu": Link(device.to_device_bytes_per_s, device.link_ns),
+    }
+
+
+def _cpu_meter(machine: Any, paused: Callable[[], Any] = nullcontext) -> Meter:
+    from runtime.meter import CpuMeter
+
+    weights = {GPU: list(machine.decoder.model.parameters()), HOST: []}
+    arenas = {pool: arena.pages for pool, arena in machine.arenas.items()}
+    return CpuMeter(weights, arenas, paused=paused)
