@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from traces.plain_json import plain_rows
+from traces.plain_json import HALF_SURROGATE, plain_rows
 from traces.sharegpt import checked_rows, read_rows, read_sharegpt
 
 GOOD = {
@@ -109,6 +109,18 @@ def test_a_good_file_goes_through_datasets(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("traces.sharegpt.plain_rows", refuse)
     for name, text in (("a.json", json.dumps([GOOD])), ("b.jsonl", json.dumps(GOOD))):
         assert read_sharegpt(written(tmp_path / name, text)).rows_read == 1
+
+
+@given(text=st.text(st.sampled_from("a\ud83d\udd42\\\U0001f642é"), max_size=8))
+def test_half_surrogates_are_never_overlooked(text: str) -> None:
+    whole = json.loads(json.dumps(text))
+    try:
+        whole.encode()
+    except UnicodeEncodeError:
+        assert HALF_SURROGATE.search(json.dumps(text).encode())
+    else:
+        # an escaped backslash before "u" may raise a false alarm: that file is read as plain JSON
+        assert "\\" in whole or not HALF_SURROGATE.search(json.dumps(text).encode())
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 NOT_JSON = object()  # stands for a line that cannot be read
+# a high half without a low one after it, or a low half without a high one before it; one common
+# prefix, because the search then skips from one escape to the next
 HALF_SURROGATE = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
-    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|[c-fC-F](?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]))"
 )
 
 
