@@ -112,11 +112,11 @@ class Recorder:
         """All rows, in a fixed order. `outputs` gives the generated ids of a request."""
         rows = {
             "requests": [_request_row(o, outputs) for _, o in sorted(self.outcomes.items())],
-            "steps": [_step_row(*row) for row in self._steps],
+            "steps": [step_row(*row) for row in self._steps],
             "memory": self._memory,
             "plans": [(s, d, at, list(back), encode(p)) for s, d, at, back, p in self.plans],
         }
-        return {name: _table(name, rows[name]) for name in TABLES}
+        return {name: table_of(name, rows[name]) for name in TABLES}
 
     def write(self, folder: Path, outputs: Callable[[int], Sequence[int]] | None = None) -> None:
         """Writes the tables into a folder, each aside and renamed."""
@@ -136,7 +136,8 @@ _KIND_COLUMNS = [Kind.KV, Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER, Kind.ACTIV
 assert list(Kind) == _KIND_COLUMNS, "the columns of MEMORY follow the order of Kind"
 
 
-def _table(name: str, rows: Sequence[Sequence[Any]]) -> pa.Table:
+def table_of(name: str, rows: Sequence[Sequence[Any]]) -> pa.Table:
+    """Rows in the order of a schema's columns, as one of the tables of engine/record.py."""
     schema = TABLES[name]
     columns = zip(*rows, strict=True) if rows else ([] for _ in schema)
     arrays = [pa.array(list(c), f.type) for c, f in zip(columns, schema, strict=True)]
@@ -168,9 +169,8 @@ def _request_row(
     )
 
 
-def _step_row(
-    step: int, issue_ns: int, host_ns: int, span: Span, launch: Launch
-) -> tuple[Any, ...]:
+def step_row(step: int, issue_ns: int, host_ns: int, span: Span, launch: Launch) -> tuple[Any, ...]:
+    """A row of STEPS."""
     pieces, (device, lane) = launch.pieces, span.op.lane
     decodes = sum(1 for p in pieces if p.tokens == 1 and p.context_tokens)
     jobs = [p.job_id for p in pieces]

@@ -11,6 +11,9 @@ from torch import nn
 
 from runtime.tracker import StorageTracker, census, storage_bytes
 
+FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks")
+FIELDS += ("fordblks", "keepcost")
+
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -64,12 +67,7 @@ def test_live_bytes_equal_what_malloc_holds() -> None:
     """glibc counts what it gave out: arena and mapped bytes, over outputs that stay alive."""
 
     class MallInfo(ctypes.Structure):
-        _fields_ = tuple(
-            (name, ctypes.c_size_t)
-            for name in (
-                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-            ).split()
-        )
+        _fields_ = tuple((name, ctypes.c_size_t) for name in FIELDS)
 
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):

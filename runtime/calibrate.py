@@ -1,0 +1,117 @@
+"""Profiles a device: the grid of shapes through the replay's own executor, written as tables."""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import simpy
+import torch
+
+from engine.executor import Executor
+from engine.recorder import step_row, table_of
+from runtime.driver import Driver, driving
+from runtime.machine import Machine
+from runtime.probe import probe, ratios
+from runtime.shapes import Shape, grid, holdout
+
+REPEATS = 3  # back to back; the first is not kept: replays run their small steps warm
+
+
+def profile(
+    env: simpy.Environment,
+    executor: Executor,
+    machine: Machine,
+    folder: Path,
+    *,
+    seed: int = 0,
+    held_out: int = 48,
+    facts: Mapping[str, Any] | None = None,
+) -> Path:
+    """Measures the grid and held-out shapes; writes them into `folder` and returns it.
+
+    steps.parquet and holdout.parquet hold spans in the STEPS schema: launches with the same
+    `step` were issued as one plan, so those that overlap contend. host_ns is the preparation only
+    (packing): no policy decided and no ledger booked. profile.json says on what all this was
+    measured; `facts` (commit, device, clock) go into it as they are.
+    """
+    began = time.perf_counter()
+    before = probe(env, executor, machine)
+    with driving(env, executor, machine, seed) as driver:
+        fitted = grid(driver.limits, driver.page)
+        random.Random(seed).shuffle(fitted)  # a slow drift must not look like a size
+        judged = holdout(driver.limits, driver.page, seed)[:held_out]
+        tables = {
+            "steps": _measure(driver, fitted, "calibrating"),
+            "holdout": _measure(driver, judged, "held out"),
+        }
+    drift = ratios(before, probe(env, executor, machine))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, table in tables.items():
+        aside = folder / f".{name}.parquet.tmp"
+        pq.write_table(table, aside, compression="zstd")
+        aside.rename(folder / f"{name}.parquet")
+    about = _about(machine) | {
+        "seed": seed,
+        "shapes": len(fitted),
+        "held_out_shapes": len(judged),
+        "kept_repeats": REPEATS - 1,
+        "probe_s": before,
+        "probe_ratios": drift,
+        "took_s": round(time.perf_counter() - began, 2),
+        **(facts or {}),
+    }
+    (folder / "profile.json").write_text(json.dumps(about, indent=2) + "\n")
+    return folder
+
+
+def _measure(driver: Driver, shapes: Sequence[Shape], label: str) -> pa.Table:
+    """All kept runs of some shapes, one row per launch."""
+    from tqdm import tqdm
+
+    rows, step = [], 0
+    for shape in tqdm(shapes, desc=label, unit="shape", disable=None, file=sys.stderr):
+        runs = [driver.run(shape) for _ in range(REPEATS)]
+        for run in runs[1:]:
+            for i, (launch, span) in enumerate(run.done):
+                host_ns = 0 if i else run.host_ns
+                rows.append(step_row(step, run.issue_ns, host_ns, span, launch))
+            step += 1
+    return table_of("steps", rows)
+
+
+def _about(machine: Machine) -> dict[str, Any]:
+    """The machine under measurement."""
+    on_gpu = machine.device != "cpu"
+    arena = next(iter(machine.arenas.values()))
+    return {
+        "hardware": torch.cuda.get_device_name(machine.device) if on_gpu else cpu_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": asdict(machine.spec),
+        "page_tokens": arena.page_tokens,
+        "page_bytes": arena.page_nbytes,
+        "pages": {str(tier): arena.num_pages for (tier, _), arena in machine.arenas.items()},
+    }
+
+
+def cpu_name() -> str:
+    """What the kernel calls this processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

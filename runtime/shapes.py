@@ -1,0 +1,149 @@
+"""Launch shapes to be measured: the calibration grid, its held-out sample and the drift probe."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.plan import PageSize
+
+
+class Rows(NamedTuple):
+    """The slice of one job: `tokens` new ones behind `context` in the KV."""
+
+    tokens: int
+    context: int = 0
+    samples: bool = True
+
+
+class Move(NamedTuple):
+    """A copy of so many KV pages between the tiers."""
+
+    pages: int
+    to_host: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What one plan launches: at most one Compute, and copies beside it."""
+
+    kind: str
+    rows: tuple[Rows, ...] = ()
+    moves: tuple[Move, ...] = ()
+
+    def pages(self, page: PageSize) -> int:
+        """KV pages that its slices need."""
+        return sum(page.count(r.tokens + r.context) for r in self.rows)
+
+
+class Limits(NamedTuple):
+    """What fits: positions of the model, pages of both arenas, tokens of a launch."""
+
+    positions: int
+    pages: int
+    host_pages: int
+    tokens: int = 2048
+
+    def admit(self, shape: Shape, page: PageSize) -> bool:
+        """Whether a shape can be launched at all."""
+        longest = max((r.tokens + r.context for r in shape.rows), default=0)
+        moved = sum(m.pages for m in shape.moves)
+        return (
+            longest <= self.positions
+            and sum(r.tokens for r in shape.rows) <= self.tokens
+            and shape.pages(page) + moved <= self.pages
+            and moved <= self.host_pages
+        )
+
+
+BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+CONTEXTS = (16, 64, 128, 256, 512, 1024, 2048, 4000)
+SLICES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+CHUNKS = (4, 16, 64, 128, 256, 512, 1024)
+PASTS = (32, 128, 256, 512, 1024, 2048)
+
+
+def grid(limits: Limits, page: PageSize) -> list[Shape]:
+    """The shapes a profile is fitted to: every operator alone, then together. No two are equal."""
+    wanted = dict.fromkeys([*_decodes(), *_prefills(), *_mixed(), *_copies()])
+    return [shape for shape in wanted if limits.admit(shape, page)]
+
+
+def _decodes() -> Iterator[Shape]:
+    for batch in BATCHES:
+        for context in CONTEXTS:
+            yield Shape("decode", (Rows(1, context),) * batch)
+
+
+def _prefills() -> Iterator[Shape]:
+    for n in SLICES:
+        yield Shape("prefill", (Rows(n),))
+    for n in CHUNKS:
+        for past in PASTS:
+            yield Shape("chunk", (Rows(n, past, samples=False),))
+    for count in (2, 4, 8):
+        for n in (8, 32, 128, 256):
+            yield Shape("prompts", (Rows(n),) * count)
+
+
+def _mixed() -> Iterator[Shape]:
+    """Decodes beside a slice, as chunked prefill launches them; some slices end their prompt."""
+    for batch in (1, 2, 4, 8, 16, 32):
+        for n, past, samples in ((16, 0, True), (64, 0, False), (200, 0, True), (480, 0, False)):
+            for context in (128, 512):
+                decodes = (Rows(1, context),) * batch
+                yield Shape("mixed", (Rows(n, past, samples), *decodes))
+        yield Shape("mixed", (Rows(240, 256, samples=True), *(Rows(1, 256),) * batch))
+
+
+def _copies() -> Iterator[Shape]:
+    """By size and direction: alone, against the other direction, and beside a launch."""
+    busy = (Rows(1, 256),) * 8
+    for pages in (1, 2, 4, 8, 16, 32, 64, 128):
+        out, back = Move(pages, True), Move(pages, False)
+        yield Shape("copy", moves=(out,))
+        yield Shape("copy", moves=(back,))
+        yield Shape("copies", moves=(out, back))
+        yield Shape("copy+decode", busy, (out,))
+
+
+def holdout(limits: Limits, page: PageSize, seed: int, count: int = 48) -> list[Shape]:
+    """Random shapes as replays have them, none of them in the grid: what a fit is judged by."""
+    rng, known = random.Random(seed), set(grid(limits, page))
+    found: dict[Shape, None] = {}
+    for _ in range(100 * count):
+        shape = _random(rng, limits)
+        if len(found) < count and shape not in known and limits.admit(shape, page):
+            found[shape] = None
+    return list(found)
+
+
+def _random(rng: random.Random, limits: Limits) -> Shape:
+    """Decodes of lognormal contexts (median 250) beside no, one or two prefill slices."""
+    kind = rng.choice(("decode", "decode", "mixed", "prefill"))
+    reach = limits.positions - 1
+    decodes = 0 if kind == "prefill" else rng.choice((1, 2, 3, rng.randint(4, 16), 32))
+    rows = [
+        Rows(1, min(reach, max(1, round(rng.lognormvariate(5.5, 0.8))))) for _ in range(decodes)
+    ]
+    for _ in range(0 if kind == "decode" else rng.choice((1, 1, 2))):
+        n = min(reach, max(2, round(rng.lognormvariate(4.8, 0.9))))
+        past = rng.choice((0, 0, rng.randint(1, max(1, reach - n))))
+        rows.insert(0, Rows(n, min(past, reach - n), samples=rng.random() < 0.5))
+    return Shape(kind, tuple(rows))
+
+
+def probes(limits: Limits, page: PageSize) -> dict[str, Shape]:
+    """Three fixed shapes whose times tell whether the machine has drifted, by name."""
+    batch, context = 8, 200
+    while batch > 1 and not limits.admit(Shape("", (Rows(1, context),) * batch), page):
+        batch, context = batch // 2, max(1, context // 2)
+    n = min(128, limits.positions, limits.pages * page.tokens)
+    small = min(context, limits.positions - 1)
+    return {
+        "decode_1": Shape("decode", (Rows(1, small),)),
+        f"decode_{batch}": Shape("decode", (Rows(1, small),) * batch),
+        f"prefill_{n}": Shape("prefill", (Rows(n),)),
+    }

@@ -1,0 +1,51 @@
+"""The drift probe: the same three launches on any clock, and nothing left behind."""
+
+from __future__ import annotations
+
+import simpy
+import torch
+
+from engine.model import ModelSpec
+from engine.plan import Tier
+from runtime.clock import WallClock
+from runtime.executor import CpuExecutor
+from runtime.machine import Machine
+from runtime.meter import CpuMeter
+from runtime.model import build_model
+from runtime.probe import probe, ratios
+from runtime.wall import WallExecutor
+
+GPU, HOST = (Tier.GPU, 0), (Tier.HOST, 0)
+MICRO = ModelSpec("micro", "llama", 2, 64, 4, 2, 16, 176, 211, 512, dtype="float32", norm_eps=1e-5)
+
+
+def machine(pages: int = 256) -> Machine:
+    torch.set_num_threads(1)
+    return Machine(build_model(MICRO), MICRO, 32, {GPU: pages, HOST: 16}, {})
+
+
+def test_probes_are_timed_and_leave_pages_and_transcripts_as_they_were() -> None:
+    box, env = machine(), simpy.Environment()
+    meter = CpuMeter({}, {GPU: box.arenas[GPU].pages})
+    times = probe(env, CpuExecutor(env, box), box, repeats=3)
+    assert list(times) == ["decode_1", "decode_8", "prefill_128"]
+    assert all(1e-5 < seconds < 1 for seconds in times.values())
+    assert not box.packer.transcripts
+    assert meter.read()[GPU].persistent_bytes == 0
+
+
+def test_an_arena_too_small_for_eight_jobs_gets_a_smaller_probe() -> None:
+    box, env = machine(pages=8), simpy.Environment()
+    times = probe(env, CpuExecutor(env, box), box, repeats=1)
+    assert list(times) == ["decode_1", "decode_2", "prefill_128"]
+
+
+def test_the_same_probe_runs_in_real_time() -> None:
+    box, clock = machine(), WallClock()
+    with WallExecutor(clock, box) as executor:
+        times = probe(clock, executor, box, repeats=2)
+    assert all(1e-5 < seconds < 5 for seconds in times.values())
+
+
+def test_a_slower_machine_shows_in_the_ratios() -> None:
+    assert ratios({"a": 0.5, "b": 1.0}, {"a": 0.6, "b": 0.9}) == {"a": 1.2, "b": 0.9}
