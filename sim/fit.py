@@ -1,0 +1,111 @@
+"""Fits cost tables to recorded steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.model import ModelSpec
+from engine.plan import PageSize
+from sim.shapes import Copied, Launched, Observed, Planned, Point, Shape, observed, points
+from sim.solve import Sample, solve
+from sim.table import Nodes, Table
+from sim.tables import CHUNK, CONTENDED, DECODE, FIRST, HEAD, HOST, LINEAR, TableCost
+
+STEPS_PER_DOUBLING = {LINEAR: 4, HEAD: 2, FIRST: 4, DECODE: 2, CHUNK: 1, HOST: 2}
+MOST_REPEATS = 16  # more repeats of a shape add no weight: its bias stays
+
+Terms = list[tuple[str, tuple[int, ...]]]
+
+
+def fit(rows: Any, model: ModelSpec, page: PageSize, source: str = "a profile") -> TableCost:
+    """Tables for a device and model from the STEPS rows of a calibration (Arrow or pandas).
+
+    A grid of shapes and a replay of another trace on the same engine can be given together: all
+    node values are unknowns of one least squares on whole launches. ValueError without launches.
+    """
+    return fit_observed(observed(rows), model, page, source)
+
+
+def fit_observed(
+    found: Sequence[Observed], model: ModelSpec, page: PageSize, source: str
+) -> TableCost:
+    """The same from shapes with durations."""
+    groups: dict[str, list[Point]] = {}
+    for point in points(found):
+        groups.setdefault(_system(point.shape), []).append(point)
+    if LINEAR not in groups:
+        raise ValueError(f"{source} holds no compute launches to fit; calibrate again")
+    tables: dict[str, Table] = {}
+    for system in groups.values():
+        samples = [_sample(point) for point in system if point.ns > 0]
+        tables |= solve(_grids(samples), samples) if samples else {}
+    tables.setdefault(HOST, Table(((0,),), (0.0,)))
+    return TableCost(_complete(tables), model, page, source)
+
+
+def _system(shape: Shape) -> str:
+    """Launches share their unknowns; copies in a direction and plans stand alone."""
+    if isinstance(shape, Launched):
+        return LINEAR
+    return terms(shape)[0][0]
+
+
+def _sample(point: Point) -> Sample:
+    return Sample(terms(point.shape), point.ns, min(point.repeats, MOST_REPEATS) ** 0.5)
+
+
+def terms(shape: Shape) -> Terms:
+    """The table entries that a duration is the sum of; as TableCost adds them."""
+    if isinstance(shape, Planned):
+        return [(HOST, (shape.items,))]
+    if isinstance(shape, Copied):
+        return [(shape.direction + (CONTENDED if shape.contended else ""), (shape.nbytes,))]
+    found: Terms = [(LINEAR, (sum(n for n, _ in shape.slices),))]
+    if shape.samples:
+        found.append((HEAD, (shape.samples,)))
+    for n, context in shape.slices:
+        if not context:
+            found.append((FIRST, (n,)))
+        else:
+            found.append((DECODE, (context,)) if n == 1 else (CHUNK, (n, context)))
+    return found
+
+
+def _grids(samples: Iterable[Sample]) -> dict[str, tuple[Nodes, ...]]:
+    """Per table and axis the nodes that the data can carry."""
+    seen: dict[str, set[tuple[int, ...]]] = {}
+    for sample in samples:
+        for name, point in sample.terms:
+            seen.setdefault(name, set()).add(point)
+    return {
+        name: tuple(
+            _nodes(set(axis), STEPS_PER_DOUBLING.get(name, 1)) for axis in zip(*at, strict=True)
+        )
+        for name, at in seen.items()
+    }
+
+
+def _nodes(values: set[int], steps: int) -> Nodes:
+    """Nodes on data: the ends, and about so many per doubling where data lies near."""
+    ordered = np.array(sorted(values))
+    ladder = 2.0 ** np.arange(0, np.log2(max(ordered[-1], 1)) + 1 / steps, 1 / steps)
+    nearest = ordered[np.abs(ordered[None, :] - np.round(ladder)[:, None]).argmin(axis=1)]
+    near = np.abs(np.log2(np.maximum(nearest, 1) / ladder)) <= 0.5 / steps
+    ends = (int(ordered[0]), int(ordered[-1]))
+    return tuple(sorted({*map(int, nearest[near]), *ends}))
+
+
+def _complete(tables: dict[str, Table]) -> dict[str, Table]:
+    """Adds what no launch showed: tables that answer with the nearest kind that was seen."""
+    zero = Table(((1,),), (0.0,))
+    first = tables.setdefault(FIRST, zero)
+    tables.setdefault(HEAD, zero)
+    tables.setdefault(DECODE, Table(((1,),), (first.values[0],)))
+    if CHUNK not in tables:  # n tokens behind a context cost about as a whole slice of both
+        sizes = (1, *(n for n in first.axes[0] if n > 1))
+        grid = [first.value((n + context,)) for n in sizes for context in (0, *sizes)]
+        tables[CHUNK] = Table((sizes, (0, *sizes)), tuple(grid))
+    return tables

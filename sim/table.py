@@ -1,0 +1,72 @@
+"""A piecewise linear table over one or two axes of integers, and its memory of answers."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+Nodes = tuple[int, ...]
+log = logging.getLogger(__name__)
+
+
+def hats(nodes: Nodes, x: float) -> list[tuple[int, float]]:
+    """The (node, weight) pairs of a point: straight between nodes, extended beyond both ends.
+
+    Weights sum to one.
+    """
+    if len(nodes) == 1:
+        return [(0, 1.0)]
+    high = min(max(bisect_right(nodes, x), 1), len(nodes) - 1)
+    part = (x - nodes[high - 1]) / (nodes[high] - nodes[high - 1])
+    return [(high - 1, 1.0 - part), (high, part)]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Values (ns) at the product of the axes' nodes, the last axis fastest."""
+
+    axes: tuple[Nodes, ...]
+    values: tuple[float, ...]
+
+    def weights(self, point: Sequence[float]) -> list[tuple[int, float]]:
+        """The (index of value, weight) pairs of a point."""
+        sides = [hats(nodes, x) for nodes, x in zip(self.axes, point, strict=True)]
+        found = []
+        for corner in product(*sides):
+            index, weight = 0, 1.0
+            for nodes, (node, part) in zip(self.axes, corner, strict=True):
+                index, weight = index * len(nodes) + node, weight * part
+            found.append((index, weight))
+        return found
+
+    def value(self, point: Sequence[float]) -> float:
+        """Nanoseconds at a point; never below zero, also far outside."""
+        return max(0.0, sum(self.values[i] * weight for i, weight in self.weights(point)))
+
+    def covers(self, point: Sequence[float]) -> bool:
+        """Whether the point lies between the first and the last node of each axis."""
+        return all(n[0] <= x <= n[-1] for n, x in zip(self.axes, point, strict=True))
+
+
+class Lookup(dict[int | tuple[int, int], float]):
+    """Answers of a table by whole numbers, computed on first use.
+
+    Outside the grid it extrapolates, counts the point once and says so once in the log.
+    """
+
+    def __init__(self, name: str, table: Table) -> None:
+        super().__init__()
+        self.name, self.table = name, table
+        self.outside = 0  # distinct points asked for that the grid does not cover
+
+    def __missing__(self, key: int | tuple[int, int]) -> float:
+        point = key if isinstance(key, tuple) else (key,)
+        if not self.table.covers(point):
+            if not self.outside:
+                log.warning("cost table %s is extrapolated, first at %s", self.name, key)
+            self.outside += 1
+        value = self[key] = self.table.value(point)
+        return value

@@ -1,0 +1,119 @@
+"""The cost model of a profiled device: a launch is a sum over operator tables."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.model import ModelSpec
+from engine.plan import PageSize
+from sim.cost import ShapePriced
+from sim.table import Lookup, Table
+
+FORMAT = 1
+LINEAR, HEAD, FIRST, CHUNK, DECODE, HOST = "linear", "head", "first", "chunk", "decode", "host"
+CONTENDED = " contended"  # suffix of a direction
+
+
+@dataclass(frozen=True)
+class TableCost(ShapePriced):
+    """Tables by name, in ns for the whole model:
+
+    linear  by all new tokens of a launch: layers' products, norms, and what a launch always costs
+    head    by sampled rows
+    first   by tokens: attention of a slice with nothing in KV yet
+    chunk   by (tokens, context): of a slice behind a context
+    decode  by context: of one token behind a context
+    host    by slices and copies of a plan
+    A direction such as gpu->host, alone and contended: by bytes.
+    """
+
+    tables: Mapping[str, Table]
+    model: ModelSpec
+    page: PageSize
+    source: str
+    _lookups: dict[str, Lookup] = field(init=False, repr=False, compare=False)
+    form: str = field(default="table", init=False)
+
+    def __post_init__(self) -> None:
+        lookups = {name: Lookup(name, table) for name, table in self.tables.items()}
+        object.__setattr__(self, "_lookups", lookups)
+
+    @property
+    def provenance(self) -> str:
+        """The profile that the tables were fitted to."""
+        return f"tables fitted to {self.source} for {self.model.name}"
+
+    @property
+    def extrapolated(self) -> dict[str, int]:
+        """Distinct points outside the grid that were asked for, by table; empty is good."""
+        return {name: lookup.outside for name, lookup in self._lookups.items() if lookup.outside}
+
+    def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
+        """One launch by its shape: new tokens and tokens in KV per slice, rows of the head."""
+        lookups = self._lookups
+        decode, first, chunk = lookups[DECODE], lookups[FIRST], lookups[CHUNK]
+        busy = lookups[LINEAR][sum(tokens)] + (lookups[HEAD][samples] if samples else 0.0)
+        for n, context in zip(tokens, contexts, strict=True):
+            if not context:
+                busy += first[n]
+            elif n == 1:
+                busy += decode[context]
+            else:
+                busy += chunk[n, context]
+        return round(busy)
+
+    def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
+        """One copy. ValueError where the profile has none in that direction."""
+        name = direction + CONTENDED if contended else direction
+        lookup = self._lookups.get(name if name in self._lookups else direction)
+        if lookup is None:
+            where = f"{self.source} has no copies {direction}"
+            raise ValueError(f"{where}; calibrate with a memory policy that swaps")
+        return round(lookup[nbytes])
+
+    def plan_ns(self, items: int) -> int:
+        """The host's part of a plan."""
+        return round(self._lookups[HOST][items])
+
+    def scaled(self, factor: float, why: str) -> TableCost:
+        """The same device running slower by a factor, as drift probes found it."""
+        tables = {
+            name: Table(table.axes, tuple(value * factor for value in table.values))
+            for name, table in self.tables.items()
+        }
+        source = f"{self.source}, x{factor:.4f} ({why})"
+        return TableCost(tables, self.model, self.page, source)
+
+    def save(self, path: Path) -> None:
+        """Writes one JSON file, aside and renamed."""
+        content = {
+            "format": FORMAT,
+            "source": self.source,
+            "model": asdict(self.model),
+            "page": self.page._asdict(),
+            "tables": {name: asdict(table) for name, table in self.tables.items()},
+        }
+        aside = path.with_name(f".{path.name}.tmp")
+        aside.write_text(json.dumps(content, indent=1))
+        os.replace(aside, path)
+
+    @classmethod
+    def load(cls, path: Path) -> TableCost:
+        """Reads what `save` wrote. ValueError for anything else."""
+        try:
+            content: dict[str, Any] = json.loads(path.read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is no cost table ({error}); run tandem calibrate") from None
+        if content.get("format") != FORMAT:
+            raise ValueError(f"{path} is no cost table of format {FORMAT}; run tandem calibrate")
+        tables = {
+            name: Table(tuple(tuple(nodes) for nodes in t["axes"]), tuple(t["values"]))
+            for name, t in content["tables"].items()
+        }
+        model, page = ModelSpec(**content["model"]), PageSize(**content["page"])
+        return cls(tables, model, page, content["source"])
