@@ -82,12 +82,12 @@ def _prefill(
     kv_heads, heads = key.shape[1], query.shape[1]
     q = query[0, :, start:stop].unflatten(0, (kv_heads, -1))  # [kv_heads, shared, rows, D]
     if past:
-        gathered = pages.index_select(0, segment.table).flatten(0, 1)[: past + stop - start]
-        k, v = gathered.permute(1, 2, 0, 3)
+        gathered = pages.index_select(0, segment.table)
+        k, v = _views(gathered, past + stop - start, heads // kv_heads)
         mask = _mask(segment, query.dtype, meta)
     else:
         k, v, mask = key[0, :, start:stop], value[0, :, start:stop], None
-    k, v = (t.unsqueeze(1).expand(-1, heads // kv_heads, -1, -1) for t in (k, v))
+        k, v = (t.unsqueeze(1).expand(-1, heads // kv_heads, -1, -1) for t in (k, v))
     out = sdpa(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
     return out.permute(2, 0, 1, 3).reshape(stop - start, heads, -1)
 
@@ -111,10 +111,25 @@ def _decode(
     queries = rows.unflatten(1, (1, kv_heads, heads // kv_heads)).unbind(0)
     outputs = []
     for q, (table, tokens) in zip(queries, meta.decodes, strict=True):
-        gathered = pages.index_select(0, table).flatten(0, 1)[:tokens]
-        k, v = gathered.permute(1, 2, 0, 3).split(1)  # [1, kv_heads, tokens, D]
+        k, v = _views(pages.index_select(0, table), tokens)
         outputs.append(sdpa(q, k, v, scale=scaling))
     return torch.cat(outputs).flatten(1, 2)
+
+
+def _views(gathered: Tensor, tokens: int, shared: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys and values in gathered pages, [pages, page_tokens, 2, kv_heads, D], without a copy.
+
+    Each [1, kv_heads, tokens, D], or [kv_heads, shared, tokens, D] where `shared` heads read the
+    same keys. Strides are given outright: the four view operators that say the same cost as much
+    as the gather, per job and layer.
+    """
+    kv_heads, size = gathered.shape[3:]
+    half, row = kv_heads * size, 2 * kv_heads * size
+    if shared:
+        shape, strides = (kv_heads, shared, tokens, size), (size, 0, row, 1)
+    else:
+        shape, strides = (1, kv_heads, tokens, size), (0, size, row, 1)
+    return gathered.as_strided(shape, strides), gathered.as_strided(shape, strides, half)
 
 
 def register() -> None:
