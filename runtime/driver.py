@@ -90,8 +90,9 @@ class Driver:
         times += [issue_ns, host_ns]
         if host_ns:
             yield self.env.timeout(host_ns)
+        by_op = {launch.op: launch for launch in launches}
         for launch in launches:
-            self.executor.run(launch, lambda span, launch=launch: done.append((launch, span)))
+            self.executor.run(launch, lambda span: done.append((by_op[span.op], span)))
 
     def _launches(self, shape: Shape) -> Iterator[Launch]:
         taken = 0

@@ -15,6 +15,7 @@ from engine.lanes import Lanes
 from engine.plan import Copy, Op, Pool
 from runtime.link import Link
 from runtime.machine import Machine, Prepared
+from runtime.workspace import Workspace
 
 
 class Durations(Protocol):
@@ -58,7 +59,7 @@ class CpuExecutor:
     Work is done in issue order on one thread, so a busy machine cannot spoil a duration. What the
     thread spends between operations (policy, ledger, packing, settling) is the host's time.
     `links` gives copy lanes their speed by name ("gpu->host"); one without takes what its memcpy
-    took.
+    took. `workspace` samples what launches peak at, on nobody's time.
     """
 
     def __init__(
@@ -66,10 +67,12 @@ class CpuExecutor:
         env: simpy.Environment,
         machine: Machine,
         links: Mapping[str, Link] | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # denormals made a matmul 30 times slower
         self.machine, self._links = machine, dict(links or {})
+        self._workspace = workspace
         self._lanes = Lanes(env)
         self._prepared: dict[Op, Prepared] = {}
         self._since_ns: int | None = None  # from here on the host's time is not reported yet
@@ -93,7 +96,13 @@ class CpuExecutor:
         took, link = self._since_ns - start, self._links.get(launch.op.lane[1])
         if link is not None:
             took = link.duration_ns(launch.nbytes)
-        self._lanes.place(launch, took, done, None, ended)
+        self._lanes.place(launch, took, done, self._peak_bytes(prepared), ended)
+
+    def _peak_bytes(self, prepared: Prepared) -> int | None:
+        if self._workspace is None:
+            return None
+        with self.paused():
+            return self._workspace.peak_bytes(prepared)
 
     def release(self, pool: Pool, pages: Sequence[int]) -> None:
         """See Executor."""

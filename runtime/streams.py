@@ -7,6 +7,7 @@ the engine. Threads (wall.py) and CUDA streams (cuda.py) differ only in their la
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -23,15 +24,23 @@ class Machine(Protocol):
 
     def execute(self, prepared: Any) -> tuple[int, ...]: ...
 
+    def start(self, prepared: Any) -> Any: ...
+
+    def collect(self, prepared: Any, tokens: Any) -> tuple[int, ...]: ...
+
     def release(self, pool: Pool, pages: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """A launch as its lane gets it: prepared, a long copy in several parts."""
+    """A launch as its lane gets it: prepared, a long copy in several parts.
+
+    `uploaded` is what the lane has to wait for before the prepared tensors are there, if anything.
+    """
 
     launch: Launch
     parts: tuple[tuple[Any, int], ...]  # (prepared, bytes of the copy)
+    uploaded: Any = None
 
 
 class Mark(Protocol):
@@ -60,6 +69,7 @@ class StreamExecutor:
     """An engine.executor.Executor in real time over lanes of one kind.
 
     `chunk_bytes`: copies of KV pages longer than this are handed over in parts (None: whole).
+    `uploading` surrounds the preparation of a launch and gives Work.uploaded.
     A failed launch raises in the engine, at the poll that finds its mark. Use it as a context
     manager: its lanes end with the block, whatever happened.
     """
@@ -70,11 +80,13 @@ class StreamExecutor:
         machine: Machine,
         open_lane: Callable[[Lane], StreamLane],
         chunk_bytes: int | None = None,
+        uploading: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.clock = clock
         self.machine = machine
         self._open_lane = open_lane
         self._chunk_bytes = chunk_bytes
+        self._uploading = uploading
         self._lanes: dict[Lane, StreamLane] = {}
         self._work: dict[Op, Work] = {}
         self._marks: dict[Op, Mark] = {}
@@ -83,8 +95,9 @@ class StreamExecutor:
         """Builds what the launches need; 0, as the host's time passes by itself."""
         for launch in launches:
             parts = split_copy(launch, self._chunk_bytes)
-            prepared = tuple((self.machine.prepare(part), part.nbytes) for part in parts)
-            self._work[launch.op] = Work(launch, prepared)
+            with self._uploading() as uploaded:
+                prepared = tuple((self.machine.prepare(part), part.nbytes) for part in parts)
+            self._work[launch.op] = Work(launch, prepared, uploaded)
         return 0
 
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:

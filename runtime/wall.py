@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from engine.executor import Span
-from engine.plan import Lane
+from engine.plan import COMPUTE_LANE, Lane
 from runtime.clock import WallClock
 from runtime.link import Link
 from runtime.streams import Machine, StreamExecutor, Work
+from runtime.workspace import Workspace
 
 CHUNK_BYTES = 256 * 1024  # a throttled copy pauses between parts of this size
 
@@ -56,10 +57,18 @@ class ThreadMark:
 class ThreadLane:
     """A worker thread that carries out one lane's launches in order."""
 
-    def __init__(self, name: Lane, clock: WallClock, machine: Machine, link: Link | None) -> None:
+    def __init__(
+        self,
+        name: Lane,
+        clock: WallClock,
+        machine: Machine,
+        link: Link | None = None,
+        workspace: Workspace | None = None,
+    ) -> None:
         self._clock = clock
         self._machine = machine
         self._link = link
+        self._workspace = workspace
         self._closing = threading.Event()
         self._inbox: queue.SimpleQueue[tuple[ThreadMark, Sequence[Any]] | None]
         self._inbox = queue.SimpleQueue()
@@ -102,6 +111,8 @@ class ThreadLane:
             carried += nbytes
             self._throttle(mark.start_ns, carried)
         mark.end_ns = self._clock.now
+        if self._workspace is not None:
+            mark.peak_bytes = self._workspace.peak_bytes(mark.work.parts[0][0])
 
     def _throttle(self, start_ns: int, carried_bytes: int) -> None:
         """Sleeps until the link would have carried so many bytes; overshoots do not add up."""
@@ -116,15 +127,20 @@ class WallExecutor(StreamExecutor):
     """The executor of `backend=cpu clock=wall`.
 
     `links` gives copy lanes their speed by name ("gpu->host", "host->gpu", "peer->1"); a lane
-    without one runs as fast as memory allows.
+    without one runs as fast as memory allows. `workspace` delays the launches behind a sample.
     """
 
     def __init__(
-        self, clock: WallClock, machine: Machine, links: Mapping[str, Link] | None = None
+        self,
+        clock: WallClock,
+        machine: Machine,
+        links: Mapping[str, Link] | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
         by_name = dict(links or {})
 
         def open_lane(lane: Lane) -> ThreadLane:
-            return ThreadLane(lane, clock, machine, by_name.get(lane[1]))
+            watched = workspace if lane[1] == COMPUTE_LANE else None
+            return ThreadLane(lane, clock, machine, by_name.get(lane[1]), watched)
 
         super().__init__(clock, machine, open_lane, CHUNK_BYTES)
