@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import simpy
 
@@ -37,6 +38,17 @@ from traces.request import Request, TrainingJob
 
 class Stalled(RuntimeError):
     """Work is left, nothing is in flight, and the policy wants nothing. Names the jobs."""
+
+
+class Flight(NamedTuple):
+    """An operation on its way: its plan (of all, and of its device), and when it was issued."""
+
+    step: int
+    device: int
+    number: int
+    issue_ns: int
+    host_ns: int  # of the whole plan, on its first operation
+    launch: Launch
 
 
 class Engine:
@@ -85,7 +97,8 @@ class Engine:
         self._issued = [0] * devices
         self._flight = [0] * devices
         self._tails: set[Op] = set()  # the last Compute of each plan in flight
-        self._launches: dict[Op, tuple[int, int, int, Launch]] = {}
+        self._flights: dict[Op, Flight] = {}
+        self._returned: list[deque[tuple[int, Job]]] = [deque() for _ in range(devices)]
         self._ends: dict[Op, list[Job]] = {}  # jobs that finish when an operation settles
         self._target: dict[int, int] = {}  # known tokens at which a request is complete
         self._started: set[int] = set()  # jobs that are not waiting
@@ -121,9 +134,16 @@ class Engine:
             asked = yield from self._ask_devices()
             if asked:
                 continue
+            if not self._has_jobs():
+                self._give_all_back()
             if not (self.ledger.open or self._arrivals.pending or self._waking):
                 raise Stalled(self._stall_message())
             yield self._news
+        self._give_all_back()
+
+    def _give_all_back(self) -> None:
+        for device in range(self.devices):
+            self._give_back(device, self._issued[device])
 
     def _ask_devices(self) -> Generator[simpy.Event, Any, bool]:
         """Idle devices first, then those with one plan in flight, and so on."""
@@ -132,14 +152,39 @@ class Engine:
             for device in range(self.devices):
                 if self._flight[device] != level or not self._has_jobs():
                     continue
-                self.asked += 1
-                plan = self.policy.plan(self.view(device))
+                plan = self._decide(device)
                 if plan:
                     yield from self._issue(plan, device)
                     asked = True
                 elif plan.wake_ns is not None:
                     self._wake_at(plan.wake_ns)
         return asked
+
+    def _decide(self, device: int) -> Plan:
+        """Asks the policy, and again where memory that has come back meanwhile may change its mind.
+
+        What jobs of plan k held is shown from plan k + depth on, which run-ahead cannot ask for
+        before k has settled, or when the policy wants nothing without it: so decisions do not
+        depend on how soon the engine noticed an end (law 11).
+        """
+        returned = self._returned[device]
+        self._give_back(device, self._issued[device] - self.depth)
+        while True:
+            self.asked += 1
+            plan = self.policy.plan(self.view(device))
+            if plan or not returned:
+                return plan
+            self._give_back(device, returned[0][0])
+
+    def _give_back(self, device: int, number: int) -> None:
+        """Returns what finished jobs held, up to the device's plan of that number."""
+        returned = self._returned[device]
+        while returned and returned[0][0] <= number:
+            _, job = returned.popleft()
+            for place in tuple(self.ledger.places_of.get(job.job_id, ())):
+                self.ledger.give(place)
+            self.recorder.returned(job.job_id)
+        self._release_idle()
 
     def _has_jobs(self) -> bool:
         return bool(self.waiting or self.serving or self.training)
@@ -187,7 +232,7 @@ class Engine:
         for job in plan.refuse:
             self._refuse(job)
         launches = [self._launch(op, booking, device) for op, booking in booked.items()]
-        step, now_ns = self.steps, int(self.env.now)
+        step, number, now_ns = self.steps, self._issued[device], int(self.env.now)
         self.steps += 1
         self._issued[device] += 1
         tails = [op for op in booked if isinstance(op, Compute) and op.on == COMPUTE_LANE]
@@ -198,7 +243,8 @@ class Engine:
         self._check_books()
         host_ns = self.executor.prepare(launches)
         for i, launch in enumerate(launches):
-            self._launches[launch.op] = (step, now_ns, 0 if i else host_ns, launch)
+            first_ns = 0 if i else host_ns
+            self._flights[launch.op] = Flight(step, device, number, now_ns, first_ns, launch)
         if host_ns:
             yield self.env.timeout(host_ns)
         for launch in launches:
@@ -281,41 +327,44 @@ class Engine:
     # ---- settle: measurements and tokens arrive
     def _settle(self, span: Span) -> None:
         op = span.op
-        step, issue_ns, host_ns, launch = self._launches.pop(op)
+        flight = self._flights.pop(op)
         self.ledger.settle(op)
         self.profile.settled(span)
         if op in self._tails:
             self._tails.discard(op)
             self._flight[op.lane[0]] -= 1
-        self._deliver(span, launch)
-        for pool, pages in self.ledger.drain_idle():
-            self.executor.release(pool, pages)
+        self._deliver(span, flight)
+        self._release_idle()
         self._check_books()
-        self.recorder.settled(step, issue_ns, host_ns, span, launch, self.ledger)
+        self.recorder.settled(
+            flight.step, flight.issue_ns, flight.host_ns, span, flight.launch, self.ledger
+        )
         self._tell()
 
-    def _deliver(self, span: Span, launch: Launch) -> None:
-        for piece in launch.pieces:
+    def _release_idle(self) -> None:
+        for pool, pages in self.ledger.drain_idle():
+            self.executor.release(pool, pages)
+
+    def _deliver(self, span: Span, flight: Flight) -> None:
+        for piece in flight.launch.pieces:
             if piece.samples:
                 self.recorder.delivered(piece.job_id, span.end_ns)
         for job in self._ends.pop(span.op, ()):
-            self._finish(job, span.end_ns)
+            self._finish(job, span.end_ns, flight)
         if not self.forced:
-            self._end_sampled(span, launch)
+            self._end_sampled(span, flight)
 
-    def _end_sampled(self, span: Span, launch: Launch) -> None:
+    def _end_sampled(self, span: Span, flight: Flight) -> None:
         """Ends what sampled an end of sequence, or reached the length of the trace as its limit."""
-        sampled = {piece.job_id for piece in launch.pieces if piece.samples}
+        sampled = {piece.job_id for piece in flight.launch.pieces if piece.samples}
         for job in [job for job in self.serving if job.job_id in sampled]:
             if job.job_id in span.ended or self._is_complete(job):
                 self.serving.remove(job)
-                self._finish(job, span.end_ns)
+                self._finish(job, span.end_ns, flight)
 
-    def _finish(self, job: Job, now_ns: int) -> None:
+    def _finish(self, job: Job, now_ns: int, flight: Flight) -> None:
         if self._returns_memory:
-            for place in tuple(self.ledger.places_of.get(job.job_id, ())):
-                self.ledger.give(place)
-        self.recorder.returned(job.job_id)
+            self._returned[flight.device].append((flight.number, job))
         self._leave(job, now_ns, "finished")
 
     def _leave(self, job: Job, now_ns: int, status: str) -> None:

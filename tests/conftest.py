@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,3 +20,11 @@ def shared() -> Path:
             pytest.fail(reason)
         pytest.skip(reason)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _denormals() -> Iterator[None]:
+    """The CPU executor flushes denormals for its thread; hypothesis needs them back."""
+    yield
+    if torch := sys.modules.get("torch"):
+        torch.set_flush_denormal(False)

@@ -57,17 +57,18 @@ class Watched:
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self._now_ns = policy, 0
+        self._wants_nothing = False  # the last answer, while nothing was in flight
         self.idle_without_a_plan = 0
 
     def plan(self, view: View) -> Plan:
         assert view.now_ns >= self._now_ns, "law 6: the clock ran back"
+        self.idle_without_a_plan += self._wants_nothing and view.now_ns > self._now_ns
         self._now_ns = view.now_ns
         before = snapshot(view)
         plan = self._policy.plan(view)
         assert snapshot(view) == before, "law 8: the policy changed what it was shown"
         assert encode(plan) == encode(self._policy.plan(view)), "law 8: equal views, other plans"
-        if not plan and not view.in_flight:
-            self.idle_without_a_plan += 1
+        self._wants_nothing = not plan and not view.in_flight
         return plan
 
 
