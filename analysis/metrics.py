@@ -110,17 +110,19 @@ def steady_throughput(run: Run, trim: float = TRIM) -> dict[str, float]:
     }
 
 
-def goodput(run: Run, slo: Mapping[str, float]) -> dict[str, float]:
+def goodput(run: Run, slo: Mapping[str, float | None]) -> dict[str, float]:
     """Requests that meet all limits, per second (goodput) and as a share (slo_attainment).
 
-    `slo`: limits in seconds, keys of SLO_KEYS. A request of one token has a TPOT of 0, as in
-    vLLM. The share is of all requests: refused and unfinished ones miss their SLO.
+    `slo`: limits in seconds, keys of SLO_KEYS, None for no limit. A request of one token has a
+    TPOT of 0, as in vLLM. The share is of all requests: refused and unfinished ones miss theirs.
     """
     if wrong := [key for key in slo if key not in SLO_KEYS]:
         raise ValueError(f"unknown SLO {wrong[0]!r}: known are {', '.join(SLO_KEYS)}")
     rows, duration_s = per_request(run), throughput(run).get("duration_s")
     met = rows["status"].eq("finished")
     for key, limit in slo.items():
+        if limit is None:
+            continue
         name = key.removesuffix("_s")
         values = rows[name].fillna(0.0) if name == "tpot" else rows[name]
         met &= values <= limit
@@ -137,10 +139,17 @@ def max_concurrency(run: Run) -> int:
     return int(np.cumsum(change[order]).max(initial=0))
 
 
-def summary(run: Run, slo: Mapping[str, float] | None = None) -> dict[str, float | int | str]:
-    """All metrics of a run as flat scalars: metrics.json. What is undefined is left out."""
+def summary(
+    run: Run, slo: Mapping[str, float | None] | None = None
+) -> dict[str, float | int | str]:
+    """All metrics of a run as flat scalars: metrics.json. What is undefined is left out.
+
+    Goodput is there if the SLO sets a limit (without one it would equal the throughput).
+    """
     out: dict[str, float | int | str] = {"backend": run.backend, **_counts(run)}
-    out |= throughput(run) | steady_throughput(run) | (goodput(run, slo) if slo else {})
+    out |= throughput(run) | steady_throughput(run)
+    if slo and any(limit is not None for limit in slo.values()):
+        out |= goodput(run, slo)
     for name, values in samples(run).items():
         out |= {f"{stat}_{name}_s": value for stat, value in statistics(values).items()}
     for row in memory_use(run).to_dict("records"):

@@ -52,17 +52,18 @@ def load(folder: Path | str) -> Run:
     """Reads a run folder. ValueError in one line: no run, failed run, missing or foreign table."""
     folder = Path(folder).resolve()
     status = _status(folder)
-    tables = {name: _table(folder, name, schema) for name, schema in TABLES.items()}
     return Run(
         folder,
-        tables["requests"],
-        tables["steps"],
-        tables["memory"],
-        tables["plans"],
+        **read_tables(folder),
         provenance=_json(folder / "provenance.json"),
         config=_config(folder / "config.yaml"),
         status=status,
     )
+
+
+def read_tables(folder: Path) -> dict[str, pd.DataFrame]:
+    """The four tables of a folder, checked against the schema, whatever the run's status."""
+    return {name: _table(folder, name, schema) for name, schema in TABLES.items()}
 
 
 def _status(folder: Path) -> Mapping[str, Any]:

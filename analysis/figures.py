@@ -1,0 +1,157 @@
+"""The figures of a report: which there are, what they show, and their files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis import plots, timelines
+from analysis.compare import Comparison
+from analysis.run import Run
+from analysis.style import MEASUREMENT, PREDICTION, RC, save
+
+CDFS = ("ttft", "tpot", "itl", "e2e")
+PARITY = ("ttft", "tpot", "e2e")
+TEXTS = {
+    "latencies": (
+        "Latencies",
+        "Distribution functions over requests; inter-token latency over all gaps.",
+    ),
+    "parity": (
+        "Request by request",
+        "One point per request. On the line: predicted exactly; bands of 10 and 20 %.",
+    ),
+    "steps": (
+        "Step by step",
+        "Durations of the same operations in both runs (all of them with a replay of the measured "
+        "plans, else those of the plans in common). Left: against one another; right: the error "
+        "over time, where drift is a slope.",
+    ),
+    "memory": (
+        "Memory over time",
+        "The GPU tier by kind, as booked; pending bytes are freed but still in use by an "
+        "operation. Dotted: the capacity; black: what the meter read.",
+    ),
+    "requests": (
+        "Running and waiting",
+        "Requests in service, and those that wait for their first step. One that was preempted "
+        "counts as running.",
+    ),
+    "lanes": (
+        "Lanes",
+        "What each lane did in one window of time: around the first copy, else mid-run.",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A figure on file: its SVG has its CSV beside it."""
+
+    name: str
+    title: str
+    caption: str
+    svg: Path
+
+
+def compared(comparison: Comparison, folder: Path) -> list[Shown]:
+    """Draws and saves every figure of a comparison."""
+    a, b = comparison.prediction, comparison.measurement
+    runs = {PREDICTION: a, MEASUREMENT: b}
+    parity = [plots.parity_data(comparison.requests, metric) for metric in PARITY]
+    steps = plots.step_data(comparison.replay or a, b)
+    drawn = [
+        _latencies(runs, folder),
+        _panel("parity", parity, _parity, (10.5, 3.6), folder),
+    ]
+    if len(steps):
+        drawn.append(_panel("steps", [steps, steps], _step, (11, 3.4), folder, widths=(1, 2.2)))
+    return drawn + _timelines(runs, timelines.window_s(b), folder)
+
+
+def single(run: Run, folder: Path) -> list[Shown]:
+    """Draws and saves the figures of one run."""
+    runs = {MEASUREMENT if run.is_measured else PREDICTION: run}
+    return [_latencies(runs, folder), *_timelines(runs, timelines.window_s(run), folder)]
+
+
+def _latencies(runs: Mapping[str, Run], folder: Path) -> Shown:
+    parts = [plots.ecdf_data(runs, metric) for metric in CDFS]
+    return _panel("latencies", parts, plots.plot_ecdf, (12, 2.8), folder)
+
+
+def _timelines(runs: Mapping[str, Run], window: tuple[float, float], folder: Path) -> list[Shown]:
+    def frames(make: Callable[[Run], pd.DataFrame]) -> list[pd.DataFrame]:
+        return [make(run).assign(run=name) for name, run in runs.items()]
+
+    def lanes(data: pd.DataFrame, ax: Any) -> None:
+        timelines.plot_gantt(data, ax)
+        ax.set_xlim(*window)
+
+    memory, busy = frames(timelines.memory_data), pd.concat(frames(timelines.occupancy_data))
+    gantt = frames(lambda run: timelines.gantt_data(run, window))
+    rows, height = (len(runs), 1), 0.3 + 1.5 * len(runs)
+    plot = _titled(timelines.plot_memory)
+    return [
+        _panel("memory", memory, plot, (10.5, 2.4 * len(runs)), folder, rows),
+        _panel("requests", [busy, busy], _busy, (10.5, 2.6), folder),
+        _panel("lanes", gantt, _titled(lanes), (10.5, height), folder, rows),
+    ]
+
+
+def _is_first(ax: Any) -> bool:
+    return bool(ax.get_subplotspec().is_first_col())
+
+
+def _parity(data: pd.DataFrame, ax: Any) -> None:
+    plots.plot_parity(data, ax)
+    if len(data):
+        ax.set_title(plots.NAMES[str(data["metric"].iloc[0])])
+
+
+def _step(data: pd.DataFrame, ax: Any) -> None:
+    if _is_first(ax):
+        plots.plot_parity(data, ax).legend(loc="upper left")
+    else:
+        plots.plot_step_time(data, ax)
+
+
+def _busy(data: pd.DataFrame, ax: Any) -> None:
+    timelines.plot_occupancy(data, ax, "running" if _is_first(ax) else "waiting")
+
+
+def _titled(plot: Callable[[pd.DataFrame, Any], Any]) -> Callable[[pd.DataFrame, Any], None]:
+    def draw(data: pd.DataFrame, ax: Any) -> None:
+        plot(data, ax)
+        if len(data):
+            ax.set_title(str(data["run"].iloc[0]))
+
+    return draw
+
+
+def _panel(
+    name: str,
+    parts: Sequence[pd.DataFrame],
+    draw: Callable[[pd.DataFrame, Any], Any],
+    size: tuple[float, float],
+    folder: Path,
+    grid: tuple[int, int] | None = None,
+    widths: Sequence[float] | None = None,
+) -> Shown:
+    """One figure with axes per frame, in a row unless told; its CSV is the frames, each once."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(RC):
+        fig = Figure(figsize=size)
+        rows, columns = grid or (1, len(parts))
+        cells = fig.subplots(rows, columns, squeeze=False, width_ratios=widths)
+        for ax, data in zip(cells.flat, parts, strict=True):
+            draw(data, ax)
+        once = {id(part): part for part in parts if len(part)}
+        svg = save(fig, pd.concat(list(once.values()) or [parts[0]]), folder, name)
+    return Shown(name, *TEXTS[name], svg)

@@ -1,0 +1,200 @@
+"""The tables of a report page: what is in them, as text, numbers to sort by and marks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from analysis import words
+from analysis.compare import Comparison
+from analysis.metrics import LATENCIES, THROUGHPUTS, samples, statistics
+from analysis.run import Run
+from analysis.spread import drift
+from analysis.usage import memory_use
+
+STATS = ("peak", "mean")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Text of a cell; `sort` is the number behind it, `mark` a verdict."""
+
+    text: str
+    sort: float | None = None
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a page, with a heading and a note on how to read it."""
+
+    title: str
+    note: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+def compared_tables(comparison: Comparison) -> list[Table]:
+    """What a comparison has to say in tables; those without rows are left out."""
+    found = [
+        _runs(comparison),
+        _errors(comparison),
+        _split(comparison),
+        _memory(comparison),
+        _steps(comparison),
+        _requests(comparison),
+        _shares(comparison),
+        _settings(comparison),
+    ]
+    return [table for table in found if table.rows]
+
+
+def single_tables(run: Run, metrics: Mapping[str, float | int | str]) -> list[Table]:
+    """Latencies, throughput and counts, memory of one run."""
+    rows = []
+    for metric, values in samples(run).items():
+        if stats := statistics(values):
+            rows.append([Cell(metric), *(_amount(value, "s") for value in stats.values())])
+    known = [name for name in THROUGHPUTS if name in metrics]
+    figures = [[Cell(n), _amount(float(metrics[n]), words.unit_of(n))] for n in known]
+    counts = ("finished", "refused", "unfinished")
+    figures += [[Cell(f"{name} requests"), Cell(str(metrics[f"num_{name}"]))] for name in counts]
+    figures += [[Cell(name), Cell(str(metrics[name]))] for name in ("restarts", "swaps")]
+    held = [
+        [Cell(f"{row['kind']} on {row['pool']}"), *(_amount(row[s], "bytes") for s in STATS)]
+        for row in memory_use(run).to_dict("records")
+    ]
+    return [
+        Table("Latencies", "", ["metric", "mean", "p50", "p90", "p99"], rows),
+        Table("Throughput and counts", "", ["metric", "value"], figures),
+        Table("Memory", "Means are over time.", ["what", *STATS], held),
+    ]
+
+
+def _amount(value: Any, unit: str) -> Cell:
+    return Cell(words.amount(float(value), unit), float(value))
+
+
+def _error(metric: str, value: float) -> Cell:
+    mark = words.verdict(metric, value)
+    return Cell(words.percent(value), abs(value), "" if mark == "undefined" else mark)
+
+
+def _share(value: float) -> Cell:
+    return Cell(words.percent(value), abs(value))
+
+
+def _runs(comparison: Comparison) -> Table:
+    rows = []
+    named = {"prediction": comparison.prediction, "measurement": comparison.measurement}
+    if comparison.replay:
+        named["replay of the measured plans"] = comparison.replay
+    for role, run in named.items():
+        done = int(run.requests["status"].eq("finished").sum())
+        moved = drift(run)
+        texts = [role, run.name, run.backend, str(run.provenance.get("device", "-"))]
+        texts += [str(run.provenance.get("cost_form") or "-"), f"{done} of {len(run.requests)}"]
+        texts += [str(len(run.plans)), "-" if moved is None else f"{100 * moved:.1f} %"]
+        rows.append([Cell(text) for text in texts])
+    columns = ["role", "run", "backend", "device", "cost form", "finished", "plans", "drift"]
+    plans = comparison.plans
+    note = f"{plans.common} plans in common from the start ({100 * plans.share:.0f} %)."
+    if plans.divergence:
+        note += f" First difference {plans.divergence}."
+    return Table("Runs", note, columns, rows)
+
+
+def _errors(comparison: Comparison) -> Table:
+    rows = []
+    apart = {row["metric"]: row for row in comparison.distances.to_dict("records")}
+    for metric in (*LATENCIES, *THROUGHPUTS):
+        part = comparison.errors[comparison.errors["metric"].eq(metric)]
+        for row in part.to_dict("records"):
+            cells = [Cell(metric), Cell(str(row["stat"]))]
+            cells += [_amount(row[run], str(row["unit"])) for run in ("prediction", "measurement")]
+            cells.append(_error(metric, float(row["error"])))
+            for name in ("ks", "wasserstein"):
+                value = float(apart[metric][name]) if row["stat"] == "mean" else None
+                cells.append(Cell("" if value is None else f"{value:.3f}", value))
+            rows.append(cells)
+    note = (
+        f"Errors are signed and relative to the measurement; {words.LEGEND}. KS is the largest gap "
+        "between the two distribution functions, W1 the Wasserstein distance over the measured "
+        "mean. TTFT near or above capacity amplifies small errors of step times."
+    )
+    columns = ["metric", "statistic", "predicted", "measured", "error", "KS", "W1"]
+    return Table("Errors", note, columns, rows)
+
+
+def _split(comparison: Comparison) -> Table:
+    rows = []
+    for row in comparison.split.to_dict("records"):
+        metric = str(row["metric"])
+        values = [
+            _amount(row[name], words.unit_of(metric))
+            for name in ("prediction", "replay", "measurement")
+        ]
+        shares = [float(row[f"{name}_share"]) for name in ("timing", "decisions")]
+        rows.append([Cell(metric), *values, *map(_share, shares), _share(sum(shares))])
+    note = (
+        "The measured plan log, replayed in the simulator, makes the same decisions with predicted "
+        "durations. Timing = replay - measurement; decisions = prediction - replay; they add up."
+    )
+    columns = ["metric", "predicted", "replayed", "measured", "timing", "decisions", "total"]
+    return Table("Timing or decisions", note, columns, rows)
+
+
+def _memory(comparison: Comparison) -> Table:
+    rows = [
+        [Cell(f"{row['kind']} on {row['pool']}"), Cell(str(row["stat"]))]
+        + [_amount(row[run], "bytes") for run in ("prediction", "measurement")]
+        + [_error("memory", float(row["error"]))]
+        for row in comparison.memory.to_dict("records")
+    ]
+    note = "As booked by the ledger of each run; means are over time."
+    return Table("Memory", note, ["what", "statistic", "predicted", "measured", "error"], rows)
+
+
+def _steps(comparison: Comparison) -> Table:
+    rows = [
+        [Cell(str(row["group"])), Cell(str(row["count"]), float(row["count"]))]
+        + [_amount(row[f"mean_{run}"], "s") for run in ("prediction", "measurement")]
+        + [
+            _error("step", float(row["sum_error"])),
+            Cell(f"{100 * row['mean_abs']:.1f} %", row["mean_abs"]),
+        ]
+        for row in comparison.steps.to_dict("records")
+    ]
+    note = "The same operations in both runs; `host` is the time between plans."
+    columns = ["class", "count", "mean predicted", "mean measured", "error of sum", "mean |error|"]
+    return Table("Step times", note, columns, rows)
+
+
+def _requests(comparison: Comparison) -> Table:
+    rows = [
+        [Cell(str(row["metric"])), *(_share(float(row[q])) for q in ("p10", "p50", "p90"))]
+        + [Cell(f"{100 * row[name]:.1f} %", float(row[name])) for name in ("mean_abs", "within_10")]
+        for row in comparison.request_errors.to_dict("records")
+    ]
+    columns = ["metric", "p10", "p50", "p90", "mean |error|", "within 10 %"]
+    return Table("Errors of single requests", "Signed, over requests.", columns, rows)
+
+
+def _shares(comparison: Comparison) -> Table:
+    names = ("prediction", "measurement")
+    rows = [
+        [Cell(str(row["lane"])), *(Cell(f"{100 * row[n]:.1f} %", float(row[n])) for n in names)]
+        for row in comparison.shares.to_dict("records")
+    ]
+    note = "Share of the run that each lane, and the host between plans, was busy."
+    return Table("Device and host", note, ["lane", "predicted", "measured"], rows)
+
+
+def _settings(comparison: Comparison) -> Table:
+    frame: pd.DataFrame = comparison.settings
+    rows = [[Cell(str(value)) for value in row.values()] for row in frame.to_dict("records")]
+    note = "Only the backend should differ between a prediction and its measurement."
+    return Table("Settings that differ", note, ["key", "prediction", "measurement"], rows)

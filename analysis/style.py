@@ -1,0 +1,74 @@
+"""How figures look, and how they are saved with the numbers behind them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+# Okabe and Ito's colours, told apart by all common kinds of colour vision.
+BLACK, ORANGE, SKY, GREEN = "#222222", "#E69F00", "#56B4E9", "#009E73"
+BLUE, RED, PINK, GREY = "#0072B2", "#D55E00", "#CC79A7", "#B5B5B5"
+
+PREDICTION, MEASUREMENT = "prediction", "measurement"
+RUNS: dict[str, dict[str, Any]] = {
+    PREDICTION: {"color": RED, "linestyle": (0, (4, 1.5)), "linewidth": 1.6},
+    MEASUREMENT: {"color": BLUE, "linestyle": "-", "linewidth": 1.6},
+}
+KINDS = {
+    "weight": GREY,
+    "kv": SKY,
+    "activation": GREEN,
+    "gradient": ORANGE,
+    "optimizer": PINK,
+}
+GROUPS = {"prefill": BLUE, "decode": SKY, "mixed": GREEN, "other": GREY, "host": ORANGE}
+COPY = PINK
+
+RC: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 8.5,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E6E6E6",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.hashsalt": "tandem",  # equal figures are equal files
+    "figure.constrained_layout.use": True,
+}
+
+
+def line(run: str) -> dict[str, Any]:
+    """How a run's curves are drawn: predictions dashed, measurements solid."""
+    return RUNS.get(run, RUNS[MEASUREMENT])
+
+
+def group_color(group: str) -> str:
+    """The colour of a class of operations; all copies share one."""
+    return GROUPS.get(group, COPY)
+
+
+def axes(ax: Any = None) -> Any:
+    """The axes given, or new ones in a figure of their own (no pyplot, no display)."""
+    if ax is not None:
+        return ax
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(4.5, 3)).subplots()
+
+
+def save(fig: Any, data: pd.DataFrame, folder: Path, name: str) -> Path:
+    """Writes name.svg (dense parts as pixels in it) and name.csv, the numbers that it shows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data.to_csv(folder / f"{name}.csv", index=False, float_format="%.9g")
+    path = folder / f"{name}.svg"
+    fig.savefig(path, format="svg", dpi=130, metadata={"Date": None})
+    return path

@@ -1,0 +1,144 @@
+"""What a comparison says, in words: a verdict per figure, a paragraph, a table for a terminal."""
+
+from __future__ import annotations
+
+import math
+
+from analysis.compare import Comparison
+from analysis.spread import drift
+
+# Relative errors up to which a prediction is good or fair. Throughput and latencies: the bars
+# that Tandem's own fidelity is held to (2 %; 5 % and never above 10 %); memory: 3 % free-running.
+LIMITS = {"throughput": (0.02, 0.05), "memory": (0.03, 0.10), "latency": (0.05, 0.10)}
+MARKS = {"good": "+", "fair": "o", "poor": "-", "undefined": "?"}
+LEGEND = "; ".join(
+    f"{family} good to {good:.0%}, fair to {fair:.0%}" for family, (good, fair) in LIMITS.items()
+).replace("%", " %")
+SAID = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end-to-end latency"}
+
+
+def family(metric: str) -> str:
+    """Which limits a metric is judged by."""
+    if "throughput" in metric or metric == "duration":
+        return "throughput"
+    return "memory" if metric in ("memory", "peak kv") else "latency"
+
+
+def verdict(metric: str, error: float) -> str:
+    """good, fair, poor or undefined."""
+    if math.isnan(error):
+        return "undefined"
+    good, fair = LIMITS[family(metric)]
+    return "good" if abs(error) <= good else "fair" if abs(error) <= fair else "poor"
+
+
+def percent(value: float) -> str:
+    """A signed error such as +3.2 %."""
+    return "n/a" if math.isnan(value) else f"{100 * value:+.1f} %"
+
+
+def amount(value: float, unit: str) -> str:
+    """A number with a unit that suits its size."""
+    if math.isnan(value):
+        return "n/a"
+    if unit == "bytes":
+        power = 3 if abs(value) >= 2**30 else 2 if abs(value) >= 2**20 else 1
+        return f"{value / 1024**power:.4g} {('KiB', 'MiB', 'GiB')[power - 1]}"
+    if unit == "s" and abs(value) < 1:
+        return f"{value * 1e3:.4g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.4g} us"
+    return f"{value:,.0f} {unit}" if abs(value) >= 1000 else f"{value:.4g} {unit}"
+
+
+def unit_of(metric: str) -> str:
+    """The unit of a row of the split."""
+    if metric == "peak kv":
+        return "bytes"
+    if metric == "request_throughput":
+        return "requests/s"
+    return "tokens/s" if "throughput" in metric else "s"
+
+
+def peak_kv_error(comparison: Comparison) -> float:
+    """Signed error of the peak KV bytes on the GPU tier; NaN where a run holds none."""
+    rows = comparison.memory
+    found = rows[rows["pool"].eq("gpu:0") & rows["kind"].eq("kv") & rows["stat"].eq("peak")]
+    return float(found["error"].iloc[0]) if len(found) else math.nan
+
+
+def headline(comparison: Comparison) -> str:
+    """How far apart the runs are, and why."""
+    parts = [f"mean {SAID[m]} {_off(comparison.error(m, 'mean'))}" for m in ("tpot", "e2e", "ttft")]
+    throughput = _off(comparison.error("output_throughput", "run"))
+    kv = peak_kv_error(comparison)
+    text = f"The prediction puts the throughput {throughput}, " + ", ".join(parts[:-1])
+    text += f" and {parts[-1]}; "
+    text += f"peak KV memory is {'equal to the byte' if kv == 0 else _off(kv)}."
+    return " ".join([text, _decisions(comparison), _why(comparison), _ground(comparison)]).strip()
+
+
+def _off(error: float) -> str:
+    if math.isnan(error):
+        return "(undefined)"
+    if abs(error) < 0.0005:
+        return "right (within 0.05 %)"
+    return f"{abs(error) * 100:.1f} % too {'high' if error > 0 else 'low'}"
+
+
+def _decisions(comparison: Comparison) -> str:
+    plans = comparison.plans
+    if plans.divergence is None:
+        return f"Both runs made the same {plans.common} decisions."
+    longer = max(plans.prediction, plans.measurement)
+    return f"Their decisions are the same for the first {plans.common} of {longer} plans."
+
+
+def _why(comparison: Comparison) -> str:
+    rows = comparison.split[comparison.split["metric"].eq("mean e2e")]
+    if rows.empty:
+        return ""
+    decisions, timing = float(rows["decisions_share"].iloc[0]), float(rows["timing_share"].iloc[0])
+    larger = "durations of steps" if abs(timing) >= abs(decisions) else "decisions that diverged"
+    return (
+        f"With the measured plans replayed, the mean end-to-end latency is off by "
+        f"{percent(timing)} (timing alone); diverged decisions add {percent(decisions)}: "
+        f"most of the difference comes from {larger}."
+    )
+
+
+def _ground(comparison: Comparison) -> str:
+    form = comparison.prediction.provenance.get("cost_form")
+    text = f"The prediction rests on the cost form {form}." if form else ""
+    moved = drift(comparison.measurement)
+    if moved is not None:
+        text += f" The machine drifted by {moved * 100:.1f} % around the measurement."
+    return text
+
+
+def table(comparison: Comparison) -> str:
+    """Fixed-width text for a terminal, at most 80 columns."""
+    lines = [f"{'':27}{'predicted':>15}{'measured':>15}{'error':>11}  "]
+    for row in comparison.errors.to_dict("records"):
+        metric, stat = str(row["metric"]), str(row["stat"])
+        if stat in ("mean", "p99", "run") and metric != "norm_latency":
+            name = metric if stat == "run" else f"{stat} {metric}"
+            unit = str(row["unit"])
+            lines.append(_line(name, row["prediction"], row["measurement"], row["error"], unit))
+    for row in comparison.memory.to_dict("records"):
+        if row["stat"] == "peak" and row["kind"] in ("kv", "used"):
+            name = f"peak {row['kind']} {row['pool']}"
+            lines.append(_line(name, row["prediction"], row["measurement"], row["error"], "bytes"))
+    lines += ["", f"+ good  o fair  - poor ({LEGEND})"]
+    for row in comparison.split.to_dict("records"):
+        if row["metric"] in ("mean e2e", "mean tpot", "output_throughput"):
+            shares = percent(row["timing_share"]), percent(row["decisions_share"])
+            lines.append(f"{row['metric']:<27}timing {shares[0]:>8}   decisions {shares[1]:>8}")
+    plans = comparison.plans
+    lines.append(f"plans in common             {plans.common} of {plans.measurement}")
+    return "\n".join(lines)
+
+
+def _line(name: str, prediction: float, measurement: float, error: float, unit: str) -> str:
+    metric = "memory" if unit == "bytes" else name
+    mark = MARKS[verdict(metric, error)]
+    shown = f"{amount(prediction, unit):>15}{amount(measurement, unit):>15}"
+    return f"{name:<27}{shown}{percent(error):>11} {mark}"
