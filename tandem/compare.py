@@ -23,7 +23,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="folder of the report; default: beside the runs")
     parser.add_argument("--no-replay", action="store_true", help="leave the replay out")
     chosen = parser.parse_args(words)
-    comparison, page = compare_folders(*chosen.runs, chosen.out, not chosen.no_replay)
+    first, second = chosen.runs
+    comparison, page = compare_folders(first, second, chosen.out, not chosen.no_replay)
     from analysis.words import table
 
     print(table(comparison))

@@ -62,7 +62,7 @@ def replay(
         engine.replay(setting.requests)
     drift = ratios(before, world.probe())
     recorder.write(folder, world.outputs)
-    return {"plans": engine.steps, "questions": engine.asked, **drift, **world.notes}
+    return {"plans": engine.steps, "questions": engine.asked, **drift}
 
 
 def ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:

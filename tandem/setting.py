@@ -83,7 +83,7 @@ def cost_of(config: Mapping[str, Any], device: Device, spec: ModelSpec) -> Launc
         return Roofline(device, spec)
     from tandem.profile import read_cost
 
-    return read_cost(Path(str(config["profile"])), device, spec)
+    return read_cost(Path(str(config["profile"])), spec)
 
 
 def _built(builder: Builder, config: Mapping[str, Any], name: str, kind: type) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,16 +24,36 @@ CLOCKS = {
 MEASURED = ("cpu", "cuda")
 
 
+Opened = AbstractContextManager[tuple[simpy.Environment, Executor]]
+
+
 @dataclass(frozen=True, eq=False)
 class World:
-    """Where a run happens. `notes` go into its provenance."""
+    """Where a run happens: in a simulation no machine, else one that executors share.
+
+    `fresh` opens another executor over the same machine on a clock of its own, for probes and
+    calibration.
+    """
 
     env: simpy.Environment
     executor: Executor
+    machine: Any = None
     meter: Meter | None = None
-    outputs: Callable[[int], Sequence[int]] | None = None
-    probe: Callable[[], Mapping[str, float]] = dict  # seconds of fixed pieces of work
-    notes: dict[str, Any] = field(default_factory=dict)
+    fresh: Callable[[], Opened] | None = None
+
+    @property
+    def outputs(self) -> Callable[[int], Sequence[int]] | None:
+        """Gives the generated token ids of a request, where tokens are generated."""
+        return None if self.machine is None else self.machine.outputs
+
+    def probe(self) -> dict[str, float]:
+        """Seconds of fixed pieces of work; nothing in a simulation."""
+        if self.fresh is None:
+            return {}
+        from runtime.probe import probe
+
+        with self.fresh() as (env, executor):
+            return probe(env, executor, self.machine)
 
 
 @contextmanager
@@ -68,16 +88,22 @@ def _lockstep(setting: Setting) -> Iterator[World]:
 
     env, machine = simpy.Environment(), _machine(setting)
     executor = LockstepExecutor(env, machine, setting.cost)
-    yield World(env, executor, _cpu_meter(machine), machine.outputs)
+    yield World(env, executor, machine, _cpu_meter(machine))
 
 
 @contextmanager
 def _service(setting: Setting) -> Iterator[World]:
     from runtime.executor import CpuExecutor
 
-    env, machine = simpy.Environment(), _machine(setting)
-    executor = CpuExecutor(env, machine, _links(setting))
-    yield World(env, executor, _cpu_meter(machine, executor.paused), machine.outputs)
+    machine, links = _machine(setting), _links(setting)
+
+    @contextmanager
+    def fresh() -> Iterator[tuple[simpy.Environment, CpuExecutor]]:
+        env = simpy.Environment()
+        yield env, CpuExecutor(env, machine, links)
+
+    with fresh() as (env, executor):
+        yield World(env, executor, machine, _cpu_meter(machine, executor.paused), fresh)
 
 
 @contextmanager
@@ -85,9 +111,16 @@ def _wall(setting: Setting) -> Iterator[World]:
     from runtime.clock import WallClock
     from runtime.wall import WallExecutor
 
-    clock, machine = WallClock(), _machine(setting)
-    with WallExecutor(clock, machine, _links(setting)) as executor:
-        yield World(clock, executor, _cpu_meter(machine), machine.outputs)
+    machine, links = _machine(setting), _links(setting)
+
+    @contextmanager
+    def fresh() -> Iterator[tuple[simpy.Environment, WallExecutor]]:
+        clock = WallClock()
+        with WallExecutor(clock, machine, links) as executor:
+            yield clock, executor
+
+    with fresh() as (clock, executor):
+        yield World(clock, executor, machine, _cpu_meter(machine), fresh)
 
 
 @contextmanager

@@ -1,0 +1,48 @@
+"""`tandem calibrate`: profiles a device through the executor of replays and fits its costs."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.compose import composed
+
+
+def main(words: Sequence[str]) -> int:
+    """Prints the held-out errors and where the profile is."""
+    parser = argparse.ArgumentParser(
+        prog="tandem calibrate",
+        description="Example: tandem calibrate model=tiny_llama backend=cpu",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for tandem run")
+    parser.add_argument("--config-dir", help="a folder of your own yaml files")
+    parser.add_argument("--out", type=Path, help="folder of the profile; default: in the cache")
+    chosen = parser.parse_args(words)
+    backend = [] if any(o.startswith("backend=") for o in chosen.overrides) else ["backend=cpu"]
+    point = composed([*backend, *chosen.overrides], chosen.config_dir)
+    folder = chosen.out or default_folder(point.config)
+    from tandem.profile import calibrate
+
+    table = calibrate(point, folder)
+    print(told(table))
+    print(f"profile: {folder}  (use it with profile={folder})")
+    return 0
+
+
+def default_folder(config: Mapping[str, Any]) -> Path:
+    """A folder of the cache that says what was measured and when."""
+    names = (config["model"]["name"], config["device"]["name"], config["backend"]["clock"])
+    stamp = time.strftime("%Y-%m-%dT%H-%M-%S")
+    return Path(config["cache"]) / "profiles" / "-".join([*names, stamp])
+
+
+def told(table: Any) -> str:
+    """Errors on held-out shapes, in percent of what was measured."""
+    lines = [f"{'held-out shapes':<24}{'rows':>6}{'mean |e|':>10}{'p90 |e|':>10}{'bias':>10}"]
+    for name, row in table.iterrows():
+        cells = (f"{row[key]:>9.1%} " for key in ("mape", "p90", "bias"))
+        lines.append(f"{name:<24}{int(row['rows']):>6}" + "".join(cells))
+    return "\n".join(lines)

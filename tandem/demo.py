@@ -1,0 +1,102 @@
+"""`make demo`: one trace, simulated and measured on this CPU, compared. Sets up nothing itself."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tandem.cli import guarded
+from tandem.compare import compare_folders
+from tandem.compose import composed
+from tandem.errors import Usage
+
+REQUESTS, SHORT = 120, 30
+RULE = "vllm_filter_plus_role_check"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Calibrates once, predicts, measures, compares; prints the table and the report's path."""
+    return guarded(lambda: _demo(_parser().parse_args(words)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
+    parser.add_argument("--trace", type=Path, help="a ShareGPT JSON file; default: our own sample")
+    parser.add_argument("--tokenizer", help="of that file; default: that of our sample")
+    parser.add_argument("--limit", type=int, help=f"requests to replay [{REQUESTS}]")
+    parser.add_argument("--short", action="store_true", help=f"{SHORT} requests, for CI")
+    parser.add_argument("--recalibrate", action="store_true", help="measure this CPU again")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for tandem run")
+    return parser
+
+
+def _demo(chosen: argparse.Namespace) -> int:
+    from tandem.experiment import run_experiment
+    from tandem.screen import told
+
+    began = time.perf_counter()
+    settings = ["experiment=demo", *_trace(chosen), *chosen.overrides]
+    profile = _profile(settings, chosen.recalibrate)
+    folder = Path("outputs") / time.strftime("demo-%Y-%m-%d-%H-%M-%S") / secrets.token_hex(3)
+    for backend, what in (("sim", "predicting"), ("cpu", "measuring")):
+        say(f"{what} (backend={backend})")
+        point = composed([*settings, f"profile={profile}", f"backend={backend}"])
+        print(told(run_experiment(point, folder / backend, sys.stderr.isatty())), flush=True)
+    say("comparing, with the measured decisions replayed in the simulator")
+    comparison, page = compare_folders(folder / "sim", folder / "cpu", folder / "report")
+    from analysis.words import table
+
+    print(table(comparison))
+    print(f"\nreport: {page}")
+    say(f"took {time.perf_counter() - began:.0f} s")
+    return 0
+
+
+def _trace(chosen: argparse.Namespace) -> list[str]:
+    """Overrides that name the trace and how much of it is replayed."""
+    wanted = chosen.limit or (SHORT if chosen.short else REQUESTS)
+    if chosen.trace is None:
+        if chosen.tokenizer:
+            raise Usage("--tokenizer is for a trace of your own: give --trace too")
+        return [f"limit={wanted}"]
+    found = ["trace=sharegpt", f"trace.path='{chosen.trace.resolve()}'", f"trace.rule={RULE}"]
+    if chosen.tokenizer:
+        found.append(f"trace.tokenizer='{Path(chosen.tokenizer).resolve()}'")
+    from tandem.workload import trace_file
+    from traces.store import read_trace
+
+    say(f"importing {chosen.trace}")
+    config = composed(found).config
+    count = len(read_trace(trace_file(config["trace"], Path(config["cache"]))))
+    return [*found, f"limit={min(wanted, count)}"]
+
+
+def _profile(settings: Sequence[str], is_new: bool) -> Path:
+    """This CPU's profile: measured at the first demo, then kept."""
+    from tandem.profile import COST, calibrate
+
+    point = composed([*settings, "backend=cpu"])
+    name = f"demo-{point.config['model']['name']}"
+    kept = Path(point.config["cache"]) / "profiles" / name
+    if (kept / COST).is_file() and not is_new:
+        say(f"using the profile of an earlier demo: {kept} (ARGS=--recalibrate for a new one)")
+        return kept
+    say("calibrating this CPU: a minute or two, once")
+    if kept.exists():
+        kept.rename(kept.with_name(f"{name}-{time.strftime('%Y-%m-%dT%H-%M-%S')}"))
+    errors = calibrate(point, kept)
+    say(f"held-out launches are off by {errors.loc['all launches', 'mape']:.1%} on average")
+    return kept
+
+
+def say(text: str) -> None:
+    """Progress, for the terminal and for logs."""
+    print(f"demo: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

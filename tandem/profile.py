@@ -1,0 +1,119 @@
+"""Device profiles: measured once through the replay's own executor, then read by simulations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+
+from engine.model import ModelSpec
+from engine.plan import PageSize
+from sim.errors import errors
+from sim.fit import fit_observed
+from sim.shapes import Planned, observed
+from sim.tables import TableCost
+from tandem.compose import Composed
+from tandem.experiment import run_experiment
+from tandem.provenance import commit
+from tandem.setting import setting_of
+from tandem.worlds import MEASURED, world_of
+from traces.request import Request
+from traces.store import write_trace
+
+COST = "cost.json"
+REQUESTS = 48  # of the calibration replay: batches from so many down to one
+
+
+def calibrate(point: Composed, folder: Path) -> pd.DataFrame:
+    """Profiles the backend of a configuration and fits its tables into `folder`.
+
+    First a grid of shapes, then a replay of made-up requests through the whole engine, which shows
+    what the host needs and what launches take in their places. Returns the errors on held-out
+    shapes, by operator.
+    """
+    backend = point.config["backend"]["name"]
+    if backend not in MEASURED:
+        raise ValueError(f"backend={backend} measures nothing; calibrate {' or '.join(MEASURED)}")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"{folder}: there is something in it already; give a new folder")
+    aside = folder.with_name(f"{folder.name}.running")
+    _profile_shapes(point, aside)
+    _replay(point, aside)
+    about = json.loads((aside / "profile.json").read_text(encoding="utf-8"))
+    spec = ModelSpec(**about["model"])
+    cost = fitted(aside, spec, PageSize(about["page_tokens"], about["page_bytes"]))
+    cost.save(aside / COST)
+    table = errors(cost, pq.read_table(aside / "holdout.parquet"))
+    table.to_csv(aside / "errors.csv")
+    if folder.is_dir():
+        folder.rmdir()
+    aside.rename(folder)
+    return table
+
+
+def fitted(folder: Path, spec: ModelSpec, page: PageSize) -> TableCost:
+    """The tables of a profile: launches from grid and replay together, the host from the replay.
+
+    In the grid nobody decides and nothing is booked, so its host time is packing only.
+    """
+    grid = observed(pq.read_table(folder / "steps.parquet"))
+    replayed = observed(pq.read_table(folder / "replay" / "steps.parquet"))
+    launches = [(shape, ns) for shape, ns in grid if not isinstance(shape, Planned)]
+    return fit_observed(launches + replayed, spec, page, _source(folder))
+
+
+def read_cost(folder: Path, spec: ModelSpec) -> TableCost:
+    """The tables of a profile. ValueError if there are none, or they are another model's."""
+    path = folder / COST
+    if not path.is_file():
+        raise ValueError(f"profile={folder}: no {COST} there; make one with `tandem calibrate`")
+    cost = TableCost.load(path)
+    if asdict(cost.model) != asdict(spec):
+        raise ValueError(
+            f"profile={folder} was measured with model {cost.model.name}, not {spec.name}; "
+            f"run `tandem calibrate model={spec.name}`"
+        )
+    return cost
+
+
+def _profile_shapes(point: Composed, folder: Path) -> None:
+    from runtime.calibrate import profile
+
+    setting, backend = setting_of(point), point.config["backend"]
+    facts = {**commit(), "device": setting.device.name, **backend}
+    with world_of(setting, backend) as world:
+        assert world.fresh is not None, "a measured backend has a machine"
+        with world.fresh() as (env, executor):
+            profile(env, executor, world.machine, folder, seed=setting.seed, facts=facts)
+
+
+def _replay(point: Composed, folder: Path) -> None:
+    config = point.config
+    trace = folder / "trace.parquet"
+    made_up = requests(int(config["model"]["max_positions"]), int(config["seed"]))
+    write_trace(trace, made_up, {"source": "made up by tandem/profile.py", "seed": config["seed"]})
+    arrival = {"_target_": "traces.arrivals.AllAtOnce"}
+    changed = {"trace": {"path": str(trace)}, "arrival": arrival, "limit": None, "replayed": None}
+    run_experiment(replace(point, config={**config, **changed}), folder / "replay")
+
+
+def requests(max_positions: int, seed: int, count: int = REQUESTS) -> list[Request]:
+    """Requests of lognormal lengths: of no published trace, but within their range."""
+    rng = np.random.default_rng((seed, 1))
+    room = min(max_positions, 2048) // 2
+    prompts = np.clip(np.round(rng.lognormal(4.6, 1.0, count)), 4, room).astype(int)
+    outputs = np.clip(np.round(rng.lognormal(4.8, 0.7, count)), 4, room).astype(int)
+    return [
+        Request(i, 0, int(p), int(o)) for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+
+
+def _source(folder: Path) -> str:
+    about: Mapping[str, Any] = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
+    return f"{about['hardware']} ({about['name']}, clock {about['clock']}, {about['date']})"
