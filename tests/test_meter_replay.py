@@ -1,0 +1,132 @@
+"""Law 14: at every settle of a real replay the meter's figure is the ledger's, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pandas as pd
+import pytest
+import simpy
+import torch
+
+from engine.engine import Engine
+from engine.plan import PageSize
+from engine.policy import Composed
+from engine.recorder import Recorder
+from runtime.clock import WallClock
+from runtime.executor import CpuExecutor
+from runtime.machine import GPU, Machine
+from runtime.meter import CpuMeter, page_slack_bytes
+from runtime.model import build_model
+from runtime.tracker import census, storage_bytes
+from runtime.wall import WallExecutor
+from runtime.workspace import Workspace
+from tests.hand_made import HOST, SPREAD, TINY
+from tests.serving import MEMORY, SCHEDULING, short_requests
+
+
+def machine(page_tokens: int, gpu_pages: int) -> Machine:
+    torch.set_num_threads(1)
+    prompts = {r.request_id: r.prompt_ids or () for r in short_requests(14, TINY.vocab_size)}
+    pages = {GPU: gpu_pages, HOST: 4 * gpu_pages}
+    return Machine(build_model(TINY, seed=1, spread=SPREAD), TINY, page_tokens, pages, prompts)
+
+
+@contextmanager
+def world(clock: str, box: Machine, every: int) -> Iterator[tuple[Any, Any]]:
+    workspace = Workspace(box, every)
+    if clock == "wall":
+        env = WallClock()
+        with WallExecutor(env, box, workspace=workspace) as executor:
+            yield env, executor
+    else:
+        env = simpy.Environment()
+        yield env, CpuExecutor(env, box, workspace=workspace)
+
+
+def replay(
+    box: Machine, memory: str, depth: int = 1, clock: str = "service", every: int = 0
+) -> Recorder:
+    page = PageSize(box.arenas[GPU].page_tokens, box.arenas[GPU].page_nbytes)
+    weights = {GPU: box.decoder.model.parameters()}
+    meter = CpuMeter(weights, {pool: arena.pages for pool, arena in box.arenas.items()})
+    capacity = {pool: arena.num_pages * page.nbytes for pool, arena in box.arenas.items()}
+    policy, recorder = Composed(SCHEDULING["chunked_prefill"], MEMORY[memory]), Recorder(meter)
+    with world(clock, box, every) as (env, executor):
+        engine = Engine(env, policy, executor, capacity, page, depth=depth, recorder=recorder)
+        engine.replay(short_requests(14, TINY.vocab_size))
+    return recorder
+
+
+def excess(recorder: Recorder) -> pd.DataFrame:
+    """Per settle and pool: what the meter saw above weights and the ledger's KV bytes."""
+    rows = recorder.tables()["memory"].to_pandas()
+    rows = rows[rows["cause"] == "settle"]
+    weights = rows["tier"].map({"gpu": TINY.weight_bytes, "host": 0})
+    rows["excess"] = rows["measured_bytes"] - weights - rows["kv_bytes"]
+    assert not rows["excess"].isna().any()
+    return rows
+
+
+def test_restart_at_depth_1_is_exact_to_the_page() -> None:
+    recorder = replay(machine(page_tokens=16, gpu_pages=16), "paged_restart")
+    assert sum(o.restarts for o in recorder.outcomes.values()) > 0, "no pressure"
+    rows = excess(recorder)
+    assert rows["kv_bytes"].nunique() > 5  # it moved, and the kernel saw every move
+    assert (rows["excess"] == 0).all()
+
+
+@pytest.mark.parametrize("clock", ["service", "wall"])
+@pytest.mark.parametrize("memory", MEMORY)
+def test_what_lies_above_the_ledger_is_given_back_but_still_in_use(memory: str, clock: str) -> None:
+    """A page freed at issue stays with the operations in flight: the ledger calls it coming."""
+    recorder = replay(machine(page_tokens=16, gpu_pages=16), memory, depth=2, clock=clock)
+    if memory == "paged_swap":
+        assert sum(o.swaps for o in recorder.outcomes.values()) > 0, "no pressure"
+    rows = excess(recorder)
+    assert (rows["excess"] >= 0).all() and (rows["excess"] <= rows["coming_bytes"]).all()
+
+
+def test_pages_that_share_system_pages_stay_within_the_stated_slack() -> None:
+    box = machine(page_tokens=8, gpu_pages=32)
+    slack = page_slack_bytes(32, box.arenas[GPU].page_nbytes)
+    rows = excess(replay(box, "paged_restart"))
+    rows = rows[rows["tier"] == "gpu"]
+    assert (rows["excess"] > 0).any()
+    assert (rows["excess"] >= 0).all() and (rows["excess"] <= slack).all()
+
+
+def test_storages_of_weights_and_arenas_are_what_the_pools_were_given() -> None:
+    """By the collector's census: those bytes, and beside them only small change."""
+    before = census()
+    box = machine(page_tokens=16, gpu_pages=16)
+    page_bytes = 16 * TINY.kv_token_bytes
+    assert storage_bytes(box.decoder.model.parameters()) == TINY.weight_bytes
+    for pool, count in ((GPU, 16), (HOST, 64)):
+        assert storage_bytes([box.arenas[pool].pages]) == count * page_bytes
+    new = {address: n for address, n in census().items() if before.get(address) != n}
+    ring_bytes = box._ring.untyped_storage().nbytes()  # tokens in flight: 512 KiB, fixed
+    known = TINY.weight_bytes + 80 * page_bytes + ring_bytes
+    assert known <= sum(new.values()) <= known + 64 * 1024  # rotary tables and the like
+
+
+def test_sampled_workspace_changes_no_token_and_is_of_the_predicted_size() -> None:
+    plain, watched = machine(16, 16), machine(16, 16)
+    replay(plain, "paged_restart", depth=2)
+    recorder = replay(watched, "paged_restart", depth=2, every=1)
+    for request_id in recorder.outcomes:
+        assert watched.outputs(request_id) == plain.outputs(request_id)
+    rows = recorder.tables()["steps"].to_pandas()
+    assert (rows["peak_bytes"] > 0).all()
+    assert rows["peak_bytes"].nunique() > 3
+
+
+def test_workspace_is_sampled_every_nth_launch_on_any_clock() -> None:
+    for clock in ("service", "wall"):
+        recorder = replay(machine(16, 16), "paged_restart", 2, clock, every=5)
+        seen = recorder.tables()["steps"].to_pandas()["peak_bytes"].notna()
+        assert seen.tolist() == [i % 5 == 0 for i in range(len(seen))]
+    with pytest.raises(ValueError, match="every is -1"):
+        Workspace(machine(16, 16), -1)
