@@ -103,10 +103,10 @@ def errors(prediction: Run, measurement: Run) -> pd.DataFrame:
         a, b = (statistics(values[metric]) for values in sampled)
         rows += [(metric, stat, "s", a[stat], b[stat]) for stat in a if stat in b]
     a, b = throughput(prediction), throughput(measurement)
-    units = {"request_throughput": "requests/s", "duration_s": "s"}
+    units = {"request_throughput": "req/s", "duration_s": "s"}
     for metric in (*THROUGHPUTS, "duration_s"):
         if metric in a and metric in b:
-            name, unit = metric.removesuffix("_s"), units.get(metric, "tokens/s")
+            name, unit = metric.removesuffix("_s"), units.get(metric, "tok/s")
             rows.append((name, "run", unit, a[metric], b[metric]))
     return _with_error(rows, ["metric", "stat", "unit"])
 

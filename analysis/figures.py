@@ -115,7 +115,7 @@ def _parity(data: pd.DataFrame, ax: Any) -> None:
 
 def _step(data: pd.DataFrame, ax: Any) -> None:
     if _is_first(ax):
-        plots.plot_parity(data, ax).legend(loc="upper left")
+        plots.plot_parity(data, ax).legend(loc="upper left", markerscale=2, handletextpad=0.2)
     else:
         plots.plot_step_time(data, ax)
 

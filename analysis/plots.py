@@ -22,7 +22,7 @@ NAMES = {
 }
 DENSE = 1500  # points of a scatter that are drawn as pixels rather than as paths
 GRID = 201  # quantiles of a distribution function
-WIDE = 20  # ratio of largest to smallest from which an axis is logarithmic
+WIDE = 8  # ratio of largest to smallest from which an axis is logarithmic
 
 
 def ecdf_data(runs: Mapping[str, Run], metric: str) -> pd.DataFrame:
@@ -44,7 +44,10 @@ def plot_ecdf(data: pd.DataFrame, ax: Any = None) -> Any:
     for name, part in data.groupby("run", sort=False):
         ax.plot(part["seconds"], part["share"], label=name, **line(str(name)))
     if len(data):
-        _log_if_wide(data["seconds"], ax.set_xscale)
+        low, high = float(data["seconds"].min()), float(data["seconds"].max())
+        if low > 0 and high / low > WIDE:
+            ax.set_xscale("log")
+            _plain_ticks(ax.xaxis, low, high)
         ax.set_title(NAMES[str(data["metric"].iloc[0])])
         ax.legend(loc="lower right")
     ax.set(xlabel="seconds", ylabel="share at or below", ylim=(0, 1.02))
@@ -59,7 +62,10 @@ def parity_data(requests: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def plot_parity(data: pd.DataFrame, ax: Any = None) -> Any:
-    """Predicted against measured with y = x and bands of 10 and 20 %; coloured by `group`."""
+    """Predicted against measured with y = x and bands of 10 and 20 %; coloured by `group`.
+
+    Both axes are logarithmic: equal relative errors lie equally far from the line.
+    """
     ax = axes(ax)
     rows = data[(data[PREDICTION] > 0) & (data[MEASUREMENT] > 0)]
     if rows.empty:
@@ -73,11 +79,12 @@ def plot_parity(data: pd.DataFrame, ax: Any = None) -> Any:
     groups = rows["group"] if "group" in rows else pd.Series("", index=rows.index)
     for name, part in rows.groupby(groups):
         color = group_color(str(name)) if name else RUNS[MEASUREMENT]["color"]
-        style = {"s": 10, "alpha": 0.6, "linewidths": 0, "rasterized": len(rows) > DENSE}
+        style = {"s": 10, "alpha": 0.55, "linewidths": 0, "rasterized": len(rows) > DENSE}
         ax.scatter(part[MEASUREMENT], part[PREDICTION], color=color, label=name or None, **style)
-    for scale in (ax.set_xscale, ax.set_yscale):
-        _log_if_wide(rows[MEASUREMENT], scale)
-    ax.set(xlim=(low, high), ylim=(low, high), xlabel="measured, s", ylabel="predicted, s")
+    ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    for axis in (ax.xaxis, ax.yaxis):
+        _plain_ticks(axis, low, high)
+    ax.set(xlabel="measured, s", ylabel="predicted, s")
     ax.set_box_aspect(1)
     return ax
 
@@ -106,7 +113,11 @@ def plot_step_time(data: pd.DataFrame, ax: Any = None) -> Any:
     return ax
 
 
-def _log_if_wide(values: pd.Series, scale: Any) -> None:
-    low, high = float(values.quantile(0.01)), float(values.max())
-    if low > 0 and high / low > WIDE:
-        scale("log")
+def _plain_ticks(axis: Any, low: float, high: float) -> None:
+    """Ticks of a logarithmic axis as plain numbers: 0.02 rather than a power of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    steps = (1, 2, 5) if high / low < 300 else (1,)
+    axis.set_major_locator(LogLocator(subs=steps))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())

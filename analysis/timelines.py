@@ -11,7 +11,7 @@ from analysis.run import Run
 from analysis.style import BLACK, KINDS, MEASUREMENT, PREDICTION, axes, group_color, line
 from analysis.usage import operations, pools
 
-BINS = 500  # of a timeline: a picture has no more columns
+BINS = 300  # of a timeline: a picture has no more columns
 WINDOW_OPS = 40  # operations in a Gantt chart
 MIB = 2**20
 

@@ -12,8 +12,9 @@ from analysis.spread import drift
 LIMITS = {"throughput": (0.02, 0.05), "memory": (0.03, 0.10), "latency": (0.05, 0.10)}
 MARKS = {"good": "+", "fair": "o", "poor": "-", "undefined": "?"}
 LEGEND = "; ".join(
-    f"{family} good to {good:.0%}, fair to {fair:.0%}" for family, (good, fair) in LIMITS.items()
-).replace("%", " %")
+    f"{family}: good to {100 * good:.0f} %, fair to {100 * fair:.0f} %"
+    for family, (good, fair) in LIMITS.items()
+)
 SAID = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end-to-end latency"}
 
 
@@ -54,8 +55,8 @@ def unit_of(metric: str) -> str:
     if metric == "peak kv":
         return "bytes"
     if metric == "request_throughput":
-        return "requests/s"
-    return "tokens/s" if "throughput" in metric else "s"
+        return "req/s"
+    return "tok/s" if "throughput" in metric else "s"
 
 
 def peak_kv_error(comparison: Comparison) -> float:
@@ -127,7 +128,9 @@ def table(comparison: Comparison) -> str:
         if row["stat"] == "peak" and row["kind"] in ("kv", "used"):
             name = f"peak {row['kind']} {row['pool']}"
             lines.append(_line(name, row["prediction"], row["measurement"], row["error"], "bytes"))
-    lines += ["", f"+ good  o fair  - poor ({LEGEND})"]
+    lines += ["", "+ good  o fair  - poor, by the size of the error:"]
+    lines += [f"  {limits}" for limits in LEGEND.split("; ")]
+    lines.append("")
     for row in comparison.split.to_dict("records"):
         if row["metric"] in ("mean e2e", "mean tpot", "output_throughput"):
             shares = percent(row["timing_share"]), percent(row["decisions_share"])

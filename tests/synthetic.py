@@ -73,9 +73,7 @@ def _serve(toy: Toy) -> Rows:
     while any(len(tokens[i]) < toy.outputs[i] for i in tokens):
         step = len(rows["plans"])
         batch = _decide(toy, now, tokens, scheduled, step)
-        if not batch:
-            now = min(a for i, a in enumerate(toy.arrivals_ns) if i not in scheduled)
-            continue
+        now = max(now, *(toy.arrivals_ns[i] for i in batch))
         now = _step(rows, toy, now, step, batch, tokens)
         for i in batch:
             scheduled.setdefault(i, rows["plans"][-1]["at_ns"])
@@ -89,10 +87,12 @@ def _serve(toy: Toy) -> Rows:
 
 def _decide(toy: Toy, now: int, tokens: dict, scheduled: dict, step: int) -> list[int]:
     if toy.plans is not None:
-        batch = json.loads(toy.plans[step]["body"])["jobs"]
-        return batch if all(toy.arrivals_ns[i] <= now for i in batch) else []
-    new = [i for i, a in enumerate(toy.arrivals_ns) if a <= now and i not in scheduled]
-    return new or [i for i in tokens if tokens[i] and len(tokens[i]) < toy.outputs[i]]
+        return json.loads(toy.plans[step]["body"])["jobs"]
+    new = [i for i in tokens if i not in scheduled]
+    running = [i for i in tokens if tokens[i] and len(tokens[i]) < toy.outputs[i]]
+    if not running:
+        now = max(now, min(toy.arrivals_ns[i] for i in new))
+    return [i for i in new if toy.arrivals_ns[i] <= now] or running
 
 
 def _step(rows: Rows, toy: Toy, now: int, step: int, batch: list, tokens: dict) -> int:

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
-from synthetic import MS, TWO, Toy, write
 
 from analysis import distance
 from analysis.compare import compare
 from analysis.run import Run, load
 from analysis.spread import drift, spread
+from tests.synthetic import MS, TWO, Toy, write
 
 Maker = Callable[..., Run]
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
-from synthetic import MS, TWO, write
 
 from analysis import metrics, usage
 from analysis.run import Run, load
+from tests.synthetic import MS, TWO, write
 
 # The toy run TWO: request 0 prefills in 0-10 ms, request 1 (arrived at 5) in 10-20 ms, both decode
 # in 20-25 ms, request 0 alone in 25-30 ms. Tokens of 0 at 10, 25, 30 ms; of 1 at 20, 25 ms.
@@ -79,7 +79,12 @@ def test_steady_window_drops_warm_up_and_drain(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("slo", "met"),
-    [({"ttft_s": 0.012}, 1), ({"tpot_s": 0.007, "ttft_s": 0.012}, 0), ({"e2e_s": 0.030}, 2)],
+    [
+        ({"ttft_s": 0.012}, 1),
+        ({"tpot_s": 0.007, "ttft_s": 0.012}, 0),
+        ({"e2e_s": 0.030}, 2),
+        ({"e2e_s": None}, 2),
+    ],
 )
 def test_goodput_needs_all_limits(run: Run, slo: dict[str, float], met: int) -> None:
     found = metrics.goodput(run, slo)
