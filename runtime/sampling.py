@@ -55,7 +55,7 @@ def choose(logits: Tensor, sampling: Sampling, drawn: Tensor | None) -> Tensor:
     if drawn is None:
         return logits.argmax(-1)
     scaled = logits.float() / sampling.temperature
-    scores, ids = scaled.sort(-1, descending=True, stable=True)
+    scores, ids = scaled.sort(dim=-1, descending=True, stable=True)
     if 0 < sampling.top_k < scores.shape[-1]:
         scores[:, sampling.top_k :] = float("-inf")
     shares = scores.softmax(-1).double()
