@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import cuda
 
@@ -53,6 +53,7 @@ class Timeline:
 class CudaMark:
     """The end of a launch on a stream. Keeps all that its kernels use until it is past."""
 
+    rings: ClassVar[bool] = False  # a device is polled
     work: Work
     begin: cuda.Event
     end: cuda.Event

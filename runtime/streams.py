@@ -44,7 +44,10 @@ class Work:
 
 
 class Mark(Protocol):
-    """The end of one launch on its lane."""
+    """The end of one launch on its lane. `rings`: it wakes the clock by itself."""
+
+    @property
+    def rings(self) -> bool: ...
 
     def is_past(self) -> bool:
         """Whether the launch has ended (or failed). Never blocks."""
@@ -110,7 +113,7 @@ class StreamExecutor:
             del self._marks[op]
             done(span)
 
-        event = self.clock.watch(mark.is_past, mark.span)
+        event = self.clock.watch(mark.is_past, mark.span, mark.rings)
         event.callbacks.append(lambda event: settle(event.value))
 
     def release(self, pool: Pool, pages: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,6 +28,7 @@ class LaneClosedError(RuntimeError):
 class ThreadMark:
     """The end of a launch on a thread; other lanes block on it as on a CUDA event."""
 
+    rings: ClassVar[bool] = True
     work: Work
     past: threading.Event = field(default_factory=threading.Event)
     start_ns: int = 0
@@ -99,6 +100,7 @@ class ThreadLane:
             except BaseException as error:  # raised again on the engine's thread, by span()
                 mark.error = error
             mark.past.set()
+            self._clock.ring()
 
     def _carry_out(self, mark: ThreadMark, waits: Sequence[ThreadMark]) -> None:
         for other in waits:

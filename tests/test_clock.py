@@ -68,6 +68,20 @@ def test_a_completion_of_another_thread_wakes_the_process_with_its_result() -> N
     assert out == ["done"] and clock.now >= 10 * MS
 
 
+def test_a_ring_wakes_a_clock_that_does_not_poll() -> None:
+    clock, flag, seen = WallClock(poll_ns=10_000 * MS), threading.Event(), []
+
+    def finish() -> None:
+        flag.set()
+        clock.ring()
+
+    event = clock.watch(flag.is_set, lambda: None, rings=True)
+    event.callbacks.append(lambda _: seen.append(clock.now))
+    threading.Timer(0.01, finish).start()
+    clock.run()
+    assert 10 * MS <= seen[0] < 5_000 * MS
+
+
 def test_completions_are_seen_in_the_order_in_which_they_were_watched() -> None:
     clock, seen = WallClock(), []
     for i in range(5):
