@@ -25,6 +25,16 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The rows [start, stop) of decodes with about as long contexts, attended as one batch."""
+
+    start: int
+    stop: int
+    table: Tensor  # [rows * pages] page ids; short tables repeat their last page
+    mask: Tensor  # [rows, 1, 1, pages * page_tokens], added to the scores
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """How the packed rows of one launch lie: prefill slices first, then one row per decode."""
 
@@ -32,6 +42,7 @@ class Rows:
     slots: Tensor  # [T] where each row's keys and values go, see Arena.row_of
     prefills: tuple[Segment, ...]
     decodes: tuple[tuple[Tensor, int], ...]  # per decode row: page ids, tokens with this one
+    groups: tuple[Group, ...]  # the same rows where decodes are padded; decodes is empty then
     masks: dict[Segment, Tensor]  # of slices with a past; made at the first layer, then shared
 
     @property
@@ -51,11 +62,12 @@ def attend(
     meta: Rows,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Writes the rows' keys and values into their pages, then attends job by job.
+    """Writes the rows' keys and values into their pages, then attends.
 
     query is [1, heads, T, D], key and value [1, kv_heads, T, D]; returns [1, T, heads, D].
-    A job costs one gather and one SDPA call: on the CPU the fastest of what was measured
-    (RUNTIME.md 2.2), and exact. Heads that share keys read them through a view, without a copy.
+    A slice, and on the CPU a decode, costs one gather and one SDPA call: there the fastest of what
+    was measured (RUNTIME.md 2.2), and exact. A GPU cannot wait for so many launches: its decodes
+    come in groups. Heads that share keys read them through a view, without a copy.
     """
     layer = module.layer_idx
     pair = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # [T, 2, kv_heads, D]
@@ -64,6 +76,7 @@ def attend(
     outputs = [_prefill(part, query, key, value, pages, meta, scaling) for part in meta.prefills]
     if meta.decodes:
         outputs.append(_decode(query, pages, meta, key.shape[1], scaling))
+    outputs += [_decode_group(group, query, pages, scaling) for group in meta.groups]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output.unsqueeze(0), None
 
@@ -114,6 +127,20 @@ def _decode(
         k, v = _views(pages.index_select(0, table), tokens)
         outputs.append(sdpa(q, k, v, scale=scaling))
     return torch.cat(outputs).flatten(1, 2)
+
+
+def _decode_group(group: Group, query: Tensor, pages: Tensor, scaling: float | None) -> Tensor:
+    """[rows, heads, D]: all rows of a group at once, over keys padded to its longest."""
+    heads, (kv_heads, size) = query.shape[1], pages.shape[3:]
+    rows = query[0, :, group.start : group.stop].transpose(0, 1)  # [rows, heads, D]
+    gathered = pages.index_select(0, group.table)
+    count, tokens = group.stop - group.start, group.mask.shape[-1]
+    shape, row = (count, kv_heads, tokens, size), 2 * kv_heads * size
+    strides = (tokens * row, size, row, 1)
+    k = gathered.as_strided(shape, strides)
+    v = gathered.as_strided(shape, strides, kv_heads * size)
+    q = rows.unflatten(1, (kv_heads, heads // kv_heads))
+    return sdpa(q, k, v, attn_mask=group.mask, scale=scaling).flatten(1, 2)
 
 
 def _views(gathered: Tensor, tokens: int, shared: int = 0) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,8 @@ class Arena:
             flat = torch.frombuffer(self._map, dtype=dtype, count=count) if count else None
             self.pages = torch.empty(shape, dtype=dtype) if flat is None else flat.view(shape)
         elif tier is Tier.GPU:
-            self.pages = torch.empty(shape, dtype=dtype, device=device)
+            # Zeros: padded keys weigh nothing, but nothing times NaN is NaN.
+            self.pages = torch.zeros(shape, dtype=dtype, device=device)
         else:
             self.pages = torch.empty(shape, dtype=dtype, pin_memory=True)
         self._rows = self.pages.view(-1, *heads)

@@ -57,7 +57,9 @@ class Machine:
         sampling: Sampling | None = None,
         eos_ids: Collection[int] = (),
         device: str = "cpu",
+        pads_decodes: bool | None = None,
     ) -> None:
+        """`pads_decodes`: attend decodes in padded groups; None: where the device is a GPU."""
         self.spec, self.device = spec, device
         self.sampling = sampling or Sampling()
         self.eos_ids = frozenset(eos_ids)
@@ -66,7 +68,8 @@ class Machine:
             pool: Arena(spec, page_tokens, count, pool[0], device)
             for pool, count in num_pages.items()
         }
-        self.packer = Packer(self.arenas[GPU], prompts, self.sampling, device)
+        pads = device != "cpu" if pads_decodes is None else pads_decodes
+        self.packer = Packer(self.arenas[GPU], prompts, self.sampling, device, pads)
         self._ring = torch.zeros(RING, dtype=torch.int64, device=device)
         self._hidden: dict[tuple[int, int], Tensor] = {}  # (job, microbatch): between layers
 
@@ -143,6 +146,7 @@ class Machine:
         angles = self.decoder.angles(hidden, packed.positions)
         for layer in layers:
             hidden = self.decoder.layer(layer, hidden, angles, packed.rows)
+        packed.rows.masks.clear()
         if layers.stop < self.spec.num_layers:
             self._leave(part, hidden)
         if packed.draw is None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.executor import Piece
-from runtime.attention import Rows, Segment
+from runtime.attention import Group, Rows, Segment
 from runtime.kv import Arena
 from runtime.sampling import Sampling, draws
 from runtime.transcript import Transcript
@@ -49,10 +50,11 @@ class Packer:
         prompts: Mapping[int, Sequence[int]],
         sampling: Sampling,
         device: str = "cpu",
+        pads_decodes: bool = False,
     ) -> None:
         self.transcripts: dict[int, Transcript] = {}
         self._arena, self._prompts, self._sampling = arena, prompts, sampling
-        self._device = device
+        self._device, self._pads_decodes = device, pads_decodes
         self._ticket = 0
 
     def transcript(self, job_id: int) -> Transcript:
@@ -65,21 +67,19 @@ class Packer:
         """All index tensors of a launch. `samples` is False where the last layers come later."""
         prefills = [piece for piece in pieces if piece.tokens > 1]
         decodes = [piece for piece in pieces if piece.tokens == 1]
+        if self._pads_decodes:
+            decodes.sort(key=self._bucket)
         ordered = (*prefills, *decodes)
         for piece in ordered:
             self._arena.hold(self.transcript(piece.job_id).follow(piece.pages))
         index, late = self._index(prefills, decodes)
-        tables = self._tables(ordered)
-        segments: list[Segment] = []
-        keys: list[tuple[Tensor, int]] = []
-        row = 0
-        for piece, table in zip(ordered, tables, strict=True):
-            if piece.tokens == 1:
-                keys.append((table, piece.context_tokens + 1))
-                continue
-            segments.append(Segment(row, row + piece.tokens, piece.context_tokens, table))
-            row += piece.tokens
-        rows = Rows(self._arena, index[2], tuple(segments), tuple(keys), {})
+        segments = self._segments(prefills)
+        if self._pads_decodes:
+            start = segments[-1].stop if segments else 0
+            rows = Rows(self._arena, index[2], segments, (), self._groups(decodes, start), {})
+        else:
+            keys = zip(self._tables(decodes), (p.context_tokens + 1 for p in decodes), strict=True)
+            rows = Rows(self._arena, index[2], segments, tuple(keys), (), {})
         draw = self._draw(ordered) if samples else None
         return Packed(ordered, index[:1], index[1:2], rows, late, draw)
 
@@ -118,17 +118,51 @@ class Packer:
         index[1] = positions = np.arange(first, stop)
         index[2] = job.page_of(positions, size) * self._arena.row_of(1) + positions % size
 
+    def _segments(self, prefills: Sequence[Piece]) -> tuple[Segment, ...]:
+        segments, start = [], 0
+        for piece, table in zip(prefills, self._tables(prefills), strict=True):
+            stop = start + piece.tokens
+            segments.append(Segment(start, stop, piece.context_tokens, table))
+            start = stop
+        return tuple(segments)
+
+    def _num_pages(self, piece: Piece) -> int:
+        return -(-(piece.context_tokens + piece.tokens) // self._arena.page_tokens)
+
+    def _bucket(self, piece: Piece) -> int:
+        """Decodes of a bucket differ by less than a factor of two in pages."""
+        return self._num_pages(piece).bit_length()
+
     def _tables(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
         """The page ids that each piece reads, on the device."""
-        size = self._arena.page_tokens
-        counts = [-(-(piece.context_tokens + piece.tokens) // size) for piece in pieces]
+        counts = [self._num_pages(piece) for piece in pieces]
         tables = [
             self.transcripts[piece.job_id].table(count)
             for piece, count in zip(pieces, counts, strict=True)
         ]
-        if self._device == "cpu":
+        if self._device == "cpu" or not tables:
             return tables
-        return torch.cat(tables).to(self._device, non_blocking=True).split(counts)
+        whole: Tensor = torch.cat(tables).to(self._device, non_blocking=True)
+        return whole.split(counts)
+
+    def _groups(self, decodes: Sequence[Piece], start: int) -> tuple[Group, ...]:
+        """Decodes sorted by bucket as groups; tables are padded with a page that is written."""
+        groups, size = [], self._arena.page_tokens
+        for _, bucket in groupby(decodes, self._bucket):
+            members = list(bucket)
+            width = max(map(self._num_pages, members))
+            tables = np.empty((len(members), width), dtype=np.int64)
+            keys = np.array([piece.context_tokens + 1 for piece in members])
+            for row, piece in enumerate(members):
+                table = self.transcripts[piece.job_id].table(self._num_pages(piece)).numpy()
+                tables[row, : len(table)], tables[row, len(table) :] = table, table[-1]
+            hidden = np.arange(width * size) >= keys[:, None]
+            mask = torch.zeros(hidden.shape, dtype=self._arena.pages.dtype, device=self._device)
+            mask.masked_fill_(self._send(hidden), float("-inf"))
+            table, stop = self._send(tables.reshape(-1)), start + len(members)
+            groups.append(Group(start, stop, table, mask[:, None, None]))
+            start = stop
+        return tuple(groups)
 
     def _draw(self, pieces: Sequence[Piece]) -> Draw | None:
         """Which rows yield tokens; promises each one a slot of the ring."""

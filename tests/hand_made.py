@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -12,7 +13,6 @@ from engine.executor import Launch, Piece
 from engine.job import Job
 from engine.model import ModelSpec
 from engine.plan import Compute, Copy, Slice, Tier, kv_place
-from runtime.kv import Arena
 from runtime.machine import GPU, Machine
 from runtime.model import build_model
 from runtime.sampling import Sampling
@@ -41,7 +41,7 @@ FAMILIES: Mapping[str, ModelSpec] = {
 
 
 class HandMade:
-    """Issues launches and hands out pages in a scrambled order."""
+    """Issues launches; hands out pages in a scrambled order, rubbish wherever nobody may read."""
 
     def __init__(
         self,
@@ -51,18 +51,22 @@ class HandMade:
         num_pages: int = 96,
         page_tokens: int = 8,
         eos_ids: Sequence[int] = (),
+        rubbish: float = float("nan"),
+        **options: Any,
     ) -> None:
         torch.set_num_threads(1)
         model = build_model(spec, seed=1, spread=SPREAD)
         pools = {GPU: num_pages, HOST: num_pages}
-        self.machine = Machine(model, spec, page_tokens, pools, prompts, sampling, eos_ids)
-        self.page_tokens = page_tokens
+        self.machine = Machine(
+            model, spec, page_tokens, pools, prompts, sampling, eos_ids, **options
+        )
+        self.page_tokens, self.rubbish = page_tokens, rubbish
         self.jobs = {i: Job(i, 0, len(p), len(p)) for i, p in prompts.items()}
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(3)).tolist()
         self.free = {pool: list(order) for pool in pools}
         self.pages: dict[int, list[int]] = {i: [] for i in prompts}
         for arena in self.machine.arenas.values():
-            poison(arena)
+            arena.pages[:] = rubbish
 
     def launch(self, *wanted: tuple[int, int], layers: range | None = None) -> Launch:
         """A compute of (job, tokens) slices. With layers, progress moves at the last one."""
@@ -115,13 +119,8 @@ class HandMade:
         self.pages[job_id] = there
 
     def _give(self, pool: tuple[Tier, int], pages: Sequence[int]) -> None:
-        poison(self.machine.arenas[pool], pages)
+        self.machine.arenas[pool].pages[list(pages)] = self.rubbish
         self.free[pool] = list(pages) + self.free[pool]
-
-
-def poison(arena: Arena, pages: Sequence[int] | None = None) -> None:
-    """NaN wherever nobody may read."""
-    arena.pages[slice(None) if pages is None else list(pages)] = float("nan")
 
 
 def make_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 5) -> dict[int, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -25,9 +26,9 @@ def expected(family: str) -> dict[int, Reference]:
     return {i: generate(model, prompt, OUTPUT_TOKENS) for i, prompt in prompts.items()}
 
 
-def machine(family: str) -> HandMade:
+def machine(family: str, **options: Any) -> HandMade:
     spec = FAMILIES[family]
-    return HandMade(spec, make_prompts(LENGTHS, spec.vocab_size))
+    return HandMade(spec, make_prompts(LENGTHS, spec.vocab_size), **options)
 
 
 def check(made: HandMade, family: str) -> None:
@@ -41,6 +42,16 @@ def check(made: HandMade, family: str) -> None:
 def test_tokens_equal_generate_for_every_slice_size(family: str, slice_tokens: int) -> None:
     made = machine(family)
     made.finish(dict.fromkeys(made.jobs, OUTPUT_TOKENS), slice_tokens)
+    check(made, family)
+
+
+@families
+def test_decodes_may_be_padded_into_groups(family: str) -> None:
+    # Rubbish is finite here: a padded key is masked, and its value is multiplied with zero.
+    made = machine(family, pads_decodes=True, rubbish=1e4)
+    made.finish(dict.fromkeys(made.jobs, 3))
+    made.restart(list(made.jobs)[3])
+    made.finish(dict.fromkeys(made.jobs, OUTPUT_TOKENS), slice_tokens=20)
     check(made, family)
 
 
