@@ -46,7 +46,7 @@ def operators(
     ops.append(_elementwise(spec, total))
     ops += [_prefill(spec, n, c) for n, c in chunks]
     groups = [past] if fused_decode and past else [[c] for c in past]
-    ops += [_decode(spec, group) for group in groups]
+    ops += [decode_operator(spec, group) for group in groups]
     if samples:
         ops.append(_matrix(spec, "head", 1, samples, spec.hidden_size, spec.vocab_size))
     row_bytes = 2 * spec.hidden_size * spec.item_bytes
@@ -90,7 +90,8 @@ def _prefill(spec: ModelSpec, n: int, context: int) -> Operator:
     return Operator("prefill", spec.num_layers, flops, nbytes, (2 * pairs) ** 0.5)
 
 
-def _decode(spec: ModelSpec, contexts: Sequence[int]) -> Operator:
+def decode_operator(spec: ModelSpec, contexts: Sequence[int]) -> Operator:
+    """Attention of one new token per sequence over its context and itself, one layer."""
     keys = sum(contexts) + len(contexts)
     nbytes = (2 * keys * spec.kv_size + 2 * len(contexts) * spec.query_size) * spec.item_bytes
     return Operator("decode", spec.num_layers, 4 * keys * spec.query_size, nbytes, keys)

@@ -33,7 +33,7 @@ class Roofline(ShapePriced):
         """Nanoseconds by kind of operator, overheads included but not the dispatch floor."""
         totals: dict[str, float] = {}
         for op in self._operators(tokens, contexts, samples):
-            totals[op.kind] = totals.get(op.kind, 0.0) + op.repeats * self._kernel_ns(op)
+            totals[op.kind] = totals.get(op.kind, 0.0) + op.repeats * self.kernel_ns(op)
         return totals
 
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
@@ -41,7 +41,7 @@ class Roofline(ShapePriced):
         ops = self._operators(tokens, contexts, samples)
         kernels = sum(op.repeats for op in ops)
         attention = len(tokens) * self.device.sequence_kernels * self.model.num_layers
-        busy = sum(op.repeats * self._kernel_ns(op) for op in ops)
+        busy = sum(op.repeats * self.kernel_ns(op) for op in ops)
         busy += attention * self.device.kernel_ns
         return round(max(busy, (kernels + attention) * self.device.dispatch_ns))
 
@@ -63,7 +63,8 @@ class Roofline(ShapePriced):
         fused = self.device.sequence_kernels == 0
         return operators(self.model, tokens, contexts, samples, fused_decode=fused)
 
-    def _kernel_ns(self, op: Operator) -> float:
+    def kernel_ns(self, op: Operator) -> float:
+        """One kernel: the lower roof and its overhead."""
         device = self.device
         # Rows alone stream at the best rate: the curve's lower points are latency of products.
         compute, memory = 1.0, device.linear_memory[-1][1]

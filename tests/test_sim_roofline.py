@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import yaml
 
 from engine.executor import Launch, Piece
 from engine.job import Job
 from engine.model import ModelSpec
-from engine.operators import operators
+from engine.operators import Operator, decode_operator, operators
 from engine.plan import Compute, Copy, Kind, Place, Region, Slice, Tier, Work, kv_place
 from sim.cost import PolicyCost
 from sim.device import Device, share
@@ -140,12 +143,12 @@ def test_training_units_are_refused_by_name() -> None:
         Roofline(device("cpu"), model("tiny_llama")).compute_ns(Launch(op))
 
 
-def test_share_is_straight_on_a_logarithmic_axis_and_flat_outside() -> None:
+def test_share_is_a_power_law_between_points_and_flat_outside() -> None:
     curve = ((1.0, 0.2), (100.0, 0.8))
     assert share(curve, 0.5) == 0.2
     assert share(curve, 100.0) == 0.8
     assert share(curve, 1e6) == 0.8
-    assert math.isclose(share(curve, 10.0), 0.5)
+    assert math.isclose(share(curve, 10.0), 0.4)
 
 
 @pytest.mark.parametrize(
@@ -173,3 +176,65 @@ def test_weights_move_by_the_same_link() -> None:
     copy = Copy(Place(region, Tier.HOST), Place(region, Tier.GPU))
     ns = Roofline(device("h200"), model("llama3_8b")).copy_ns(Launch(copy, nbytes=52 * 10**6))
     assert ns == 10_000 + 1_000_000
+
+
+def kernel_ratios(cost: Roofline, kernels: Iterable[Operator], measured_us: Iterable[float]) -> Any:
+    """Predicted over measured time of single kernels."""
+    quiet = replace(cost.device, dispatch_ns=0)
+    times = [Roofline(quiet, cost.model).kernel_ns(op) / 1e3 for op in kernels]
+    return np.array(times) / np.array(list(measured_us))
+
+
+def share_within(ratios: Any, factor: float) -> float:
+    return float((np.abs(np.log(ratios)) < np.log(factor)).mean())
+
+
+# The next three hold the stated shares against the tables they were read from: a check of the
+# curves and of the formula around them, not of the world. One curve by size cannot follow tiles:
+# products of equal rows and bytes spread by about 20 % either way in the tables (10th to 90th
+# percentile), so four fifths to nine tenths of the kernels are asked to be within 35 %.
+def test_h200_products_follow_the_measured_table(shared: Path) -> None:
+    table = pd.read_parquet(shared / "data/peers/aiconfigurator_h200/gemm.parquet")
+    large = table.n * table.k >= 1 << 20
+    rows = table[(table.gemm_dtype == "bfloat16") & large & (table.m <= 8192)]
+    rows = rows.sample(4000, random_state=0)
+    kernels = [
+        Operator("linear", 1, 2 * m * n * k, 2 * (m * n + n * k + m * k), m)
+        for m, n, k in zip(rows.m, rows.n, rows.k, strict=True)
+    ]
+    cost = Roofline(device("h200"), model("llama3_8b"))
+    ratios = kernel_ratios(cost, kernels, rows.latency * 1e3)
+    assert np.median(ratios) == pytest.approx(1.0, abs=0.05)
+    assert share_within(ratios, 1.35) > 0.9
+
+
+def test_h200_decode_attention_follows_the_measured_table(shared: Path) -> None:
+    folder = shared / "data/peers/aiconfigurator_h200"
+    table = pd.read_parquet(folder / "generation_attention_perf.parquet")
+    shape = (table.num_heads == 32) & (table.num_key_value_heads == 8) & (table.head_dim == 128)
+    dtype = (table.attn_dtype == "bfloat16") & (table.kv_cache_dtype == "bfloat16")
+    rows = table[shape & dtype & (table.window_size == 0) & (table.version == "0.19.0")]
+    # Shorter contexts cost by the sequence, not by the byte: outside of what a curve by bytes says.
+    rows = rows[(rows.isl + rows.step >= 256) & (rows.batch_size <= 256)]
+    cost = Roofline(device("h200"), model("llama3_8b"))
+    kernels = [
+        decode_operator(cost.model, [isl + step - 1] * batch)
+        for batch, isl, step in zip(rows.batch_size, rows.isl, rows.step, strict=True)
+    ]
+    ratios = kernel_ratios(cost, kernels, rows.latency * 1e3)
+    assert np.median(ratios) == pytest.approx(1.0, abs=0.1)
+    assert share_within(ratios, 1.35) > 0.8
+
+
+def test_rtx4090_layers_follow_the_profile_of_vllm(shared: Path) -> None:
+    folder = shared / "data/peers/kernel_profiles/RTX4090_Llama-3.1-8B"
+    dense = pd.read_csv(folder / "dense.csv").pivot_table(
+        index="tokens", columns="layer", values="time_us"
+    )
+    cost = Roofline(device("rtx4090"), model("llama3_8b"))
+    products = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    for tokens in (1, 8, 64, 256, 512, 1024, 2000):
+        measured_us = cost.model.num_layers * dense.loc[tokens, products].sum()
+        predicted_us = cost.split_ns([tokens], [0], 1)["linear"] / 1e3
+        # Hugging Face runs seven products where vLLM runs four, and tiles as above: 20 %.
+        assert predicted_us == pytest.approx(measured_us, rel=0.2)

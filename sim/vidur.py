@@ -1,0 +1,124 @@
+"""The cost model of Vidur, read from its own lookup tables: for comparison on equal costs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import ceil, sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.model import ModelSpec
+from sim.cost import ShapePriced
+
+ONCE = ("attn_pre_proj", "attn_post_proj", "attn_rope", "mlp_up_proj", "mlp_act", "mlp_down_proj")
+NORMS = ("input_layernorm", "post_attention_layernorm", "add")
+PADDED_TO = 8  # tokens of a launch, for all dense operators
+KV_STEP = 64  # tokens of context between two nodes
+GQA_FACTOR = 1.1  # Vidur's constant for grouped heads where several sequences share a launch
+REDUCE_LAUNCH_MS = 0.02
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class VidurCost(ShapePriced):
+    """Milliseconds per layer by Vidur's rules (vidur@7d47513), times the layers of a model.
+
+    Dense operators by the launch's tokens padded to 8; decodes as one kernel at their mean
+    context; prompt slices as one whose square is the sum of squares. No embedding, head, sampler
+    or host time, as there. Outside a table the last node is scaled, and the log says so once.
+    """
+
+    tables: Mapping[str, Any]  # arrays of an npz in ../shared/data/peers/cost_tables
+    model: ModelSpec
+    source: str
+    form: str = field(default="table", init=False)
+    _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+
+    @classmethod
+    def load(cls, path: Path, model: ModelSpec) -> VidurCost:
+        """Reads one npz of lookup tables. ValueError where it is none."""
+        try:
+            with np.load(path) as arrays:
+                tables = {name: arrays[name].tolist() for name in arrays.files}
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} holds no Vidur tables ({error}); give one .npz") from None
+        if missing := {"attn_prefill_ms", "attn_decode_ms", "mlp_up_proj_ms"} - tables.keys():
+            raise ValueError(f"{path} lacks {', '.join(sorted(missing))}; give a Vidur table")
+        return cls(tables, model, str(path))
+
+    @property
+    def provenance(self) -> str:
+        """The file the tables came from."""
+        return f"Vidur's tables in {self.source} for {self.model.name}"
+
+    @cached_property
+    def _dense_ms(self) -> list[float]:
+        """All dense operators of a layer by padded tokens, entry i for i + 1 tokens."""
+        names = [f"{name}_ms" for name in (*ONCE, *NORMS)]
+        total = sum(np.asarray(self.tables[name], float) for name in names)
+        if "all_reduce_ms" in self.tables:
+            total = total + 2 * (np.asarray(self.tables["all_reduce_ms"]) + REDUCE_LAUNCH_MS)
+        return [float(ms) for ms in np.asarray(total)]
+
+    @cached_property
+    def _grouped(self) -> float:
+        return GQA_FACTOR if self.model.num_kv_heads < self.model.num_heads else 1.0
+
+    def layer_ms(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
+        """One layer: new tokens and tokens in KV per slice."""
+        decodes = past = squares = kv_nodes = prompts = 0
+        for n, context in zip(tokens, contexts, strict=True):
+            if n == 1 and context:
+                decodes += 1
+                past += context + 1  # Vidur counts the token in hand
+            else:
+                prompts += 1
+                squares += n * n
+                kv_nodes += -(-context // KV_STEP)
+        total = sum(tokens)
+        ms = self._at("attn_kv_cache_save_ms", self.tables["attn_kv_cache_save_ms"], total - 1)
+        ms += self._at("dense", self._dense_ms, ceil(total / PADDED_TO) * PADDED_TO - 1)
+        if decodes:
+            rows, node = self.tables["attn_decode_ms"], -(-(past // decodes) // KV_STEP)
+            part = self._cell("attn_decode_ms", rows, decodes - 1, node)
+            ms += part * (self._grouped if decodes > 1 else 1.0)
+        if prompts:
+            rows, side = self.tables["attn_prefill_ms"], round(sqrt(squares))
+            part = self._cell("attn_prefill_ms", rows, kv_nodes, side - 1)
+            ms += part * (self._grouped if prompts > 1 else 1.0)
+        return ms
+
+    def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
+        """One launch; rows of the head cost nothing in Vidur."""
+        return round(self.layer_ms(tokens, contexts) * self.model.num_layers * 1e6)
+
+    def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
+        """Vidur copies nothing: ValueError."""
+        raise ValueError(f"Vidur has no copies {direction}; take a memory policy that restarts")
+
+    def plan_ns(self, items: int) -> int:
+        """Vidur's default leaves out the host."""
+        return 0
+
+    def _at(self, name: str, values: Sequence[float], index: int) -> float:
+        if index < len(values):
+            return values[index]
+        self._warn(name, index)
+        return values[-1] * (index + 1) / len(values)
+
+    def _cell(self, name: str, rows: Sequence[Sequence[float]], row: int, column: int) -> float:
+        scale = 1.0
+        if row >= len(rows):
+            self._warn(name, row)
+            scale, row = (row + 1) / len(rows), len(rows) - 1
+        return scale * self._at(name, rows[row], column)
+
+    def _warn(self, name: str, index: int) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            log.warning("Vidur's table %s is extrapolated, first at %d", name, index)
