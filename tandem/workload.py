@@ -14,7 +14,7 @@ from tandem.build import Builder
 from tandem.conform import arguments, conform
 from traces.arrivals import assign, num_arrivals
 from traces.request import Request
-from traces.store import read_trace, sha256_of
+from traces.store import SCHEMA_VERSION, read_trace, sha256_of
 
 
 def requests_of(config: Mapping[str, Any], builder: Builder, spec: ModelSpec) -> list[Request]:
@@ -44,7 +44,8 @@ def trace_file(trace: Mapping[str, Any], cache: Path) -> Path:
     from traces.import_ import Options, import_trace
 
     checked = arguments(Options, options, "trace")
-    key = hashlib.sha256(f"{sha256_of(path)} {sorted(options.items())}".encode()).hexdigest()
+    made_of = f"{SCHEMA_VERSION} {sha256_of(path)} {sorted(options.items())}"
+    key = hashlib.sha256(made_of.encode()).hexdigest()
     kept = cache / f"{path.stem}-{key[:16]}.parquet"
     if not kept.is_file():
         import_trace(path, kept, **checked)

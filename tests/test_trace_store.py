@@ -22,6 +22,7 @@ def requests(draw: st.DrawFn) -> list[Request]:
     made = []
     for request_id in range(draw(st.integers(0, 5))):
         ids = draw(st.none() | st.lists(st.integers(0, 200_000), min_size=1, max_size=4))
+        blocks = draw(st.none() | st.lists(st.integers(0, 2**60), max_size=1))
         made.append(
             Request(
                 request_id=request_id,
@@ -33,12 +34,16 @@ def requests(draw: st.DrawFn) -> list[Request]:
                 think_ns=draw(st.integers(0, 2**62)),
                 slo=draw(st.text(max_size=5)),
                 prompt_ids=tuple(ids) if ids else None,
+                prefix_ids=None if blocks is None else tuple(blocks),
+                prefix_block_tokens=0 if blocks is None else draw(st.integers(1, 2**20)),
             )
         )
     return made
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(made=requests())
 def test_what_was_written_comes_back(tmp_path: Path, made: list[Request]) -> None:
     path = tmp_path / "a.parquet"
@@ -80,6 +85,20 @@ def test_a_changed_trace_is_refused(trace: Path) -> None:
     expect(trace, "its bytes are not those")
 
 
+def test_a_trace_of_the_schema_before_prefixes_is_refused_in_one_line(trace: Path) -> None:
+    sidecar = json.loads(sidecar_path(trace).read_text())
+    sidecar_path(trace).write_text(json.dumps({**sidecar, "schema_version": 1}))
+    expect(trace, "schema version 1, this Tandem reads 2; import again")
+
+
+def test_prefix_blocks_fit_the_prompt() -> None:
+    whole = Request(0, 0, 1024, 1, prefix_ids=(4, 5), prefix_block_tokens=512)
+    assert whole.prefix_ids == (4, 5)
+    assert Request(0, 0, 1025, 1, prefix_ids=(4, 5, 6), prefix_block_tokens=512).prefix_ids
+    with pytest.raises(ValueError, match="3 prefix blocks of 512 tokens are more than its 1024"):
+        Request(0, 0, 1024, 1, prefix_ids=(4, 5, 6), prefix_block_tokens=512)
+
+
 def test_an_absent_trace_or_sidecar_is_refused(trace: Path) -> None:
     sidecar_path(trace).unlink()
     expect(trace, "sidecar trace.parquet.json is missing")
@@ -109,6 +128,7 @@ def test_a_missing_column_is_named(trace: Path, column: str) -> None:
         ("turn", [0, None], "column turn has empty cells"),
         ("prompt_tokens", ["a", "b"], "column prompt_tokens holds"),
         ("prompt_ids", [[1], None], "request 0: 1 prompt ids, but prompt_tokens is 3"),
+        ("prefix_ids", [None, [7]], "request 1: prefix_ids need prefix_block_tokens"),
     ],
 )
 def test_a_wrong_value_is_named(trace: Path, column: str, values: list[object], what: str) -> None:

@@ -12,6 +12,8 @@ class Request:
     `output_tokens` is the ground truth: the engine enforces it and no View shows it.
     In a closed loop (`session` set, `turn` > 0) the request is released `think_ns` after the
     answer to the turn before it, and not before `arrival_ns`.
+    `prefix_ids` names the prompt's content in blocks of `prefix_block_tokens`, first block first:
+    requests whose ids begin alike begin with the same tokens. The last block may be partial.
     """
 
     request_id: int
@@ -23,6 +25,8 @@ class Request:
     think_ns: int = 0
     slo: str = ""
     prompt_ids: tuple[int, ...] | None = None
+    prefix_ids: tuple[int, ...] | None = None
+    prefix_block_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("arrival_ns", "think_ns", "turn"):
@@ -35,6 +39,17 @@ class Request:
             raise ValueError(
                 f"request {self.request_id}: {len(self.prompt_ids)} prompt ids, "
                 f"but prompt_tokens is {self.prompt_tokens}"
+            )
+        if self.prefix_ids is not None:
+            self._check_prefix(len(self.prefix_ids))
+
+    def _check_prefix(self, num_blocks: int) -> None:
+        if self.prefix_block_tokens < 1:
+            raise ValueError(f"request {self.request_id}: prefix_ids need prefix_block_tokens")
+        if (num_blocks - 1) * self.prefix_block_tokens >= self.prompt_tokens:
+            raise ValueError(
+                f"request {self.request_id}: {num_blocks} prefix blocks of "
+                f"{self.prefix_block_tokens} tokens are more than its {self.prompt_tokens} tokens"
             )
 
 

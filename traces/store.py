@@ -12,7 +12,7 @@ from typing import Any
 from traces.request import Request
 from traces.tables import read_table
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: prefix_ids, prefix_block_tokens
 COLUMNS = {
     "request_id": "int64",
     "session": "int64",
@@ -23,8 +23,11 @@ COLUMNS = {
     "output_tokens": "int32",
     "slo": "string",
     "prompt_ids": "list<int32>",
+    "prefix_ids": "list<int64>",
+    "prefix_block_tokens": "int32",
 }
-NULLABLE = ("session", "prompt_ids")
+NULLABLE = ("session", "prompt_ids", "prefix_ids")
+LISTS = ("prompt_ids", "prefix_ids")
 
 
 def sidecar_path(path: str | Path) -> Path:
@@ -113,9 +116,10 @@ def read_trace(path: str | Path) -> list[Request]:
 
 
 def _request(path: Path, row: dict[str, Any]) -> Request:
-    ids = row.pop("prompt_ids")
+    for name in LISTS:
+        row[name] = None if row[name] is None else tuple(row[name])
     try:
-        return Request(**row, prompt_ids=None if ids is None else tuple(ids))
+        return Request(**row)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -131,7 +135,7 @@ def _check_ids(path: Path, requests: Sequence[Request]) -> None:
 def _schema() -> Any:
     import pyarrow as pa
 
-    types = {"list<int32>": pa.list_(pa.int32())}
+    types = {"list<int32>": pa.list_(pa.int32()), "list<int64>": pa.list_(pa.int64())}
     return pa.schema(
         pa.field(name, types.get(kind) or pa.type_for_alias(kind), nullable=name in NULLABLE)
         for name, kind in COLUMNS.items()
