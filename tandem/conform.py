@@ -101,13 +101,18 @@ def _plain(value: Any, hint: Any, where: str) -> Any:
         return (
             hint(value) if value in known else _refuse(value, f"one of {', '.join(known)}", where)
         )
-    whole = isinstance(value, float) and value.is_integer()
-    if hint in (int, float) and not isinstance(value, bool):
-        if isinstance(value, int) or (isinstance(value, float) and (hint is float or whole)):
-            return hint(value)
-    elif isinstance(value, hint):
-        return value
-    return _refuse(value, hint, where)
+    if hint in (int, float):
+        return _number(value, hint, where)
+    return value if isinstance(value, hint) else _refuse(value, hint, where)
+
+
+def _number(value: Any, hint: Any, where: str) -> Any:
+    """Whole floats are integers (yaml reads 1e9 as a float); true and false are no numbers."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return _refuse(value, hint, where)
+    if hint is int and isinstance(value, float) and not value.is_integer():
+        return _refuse(value, hint, where)
+    return hint(value)
 
 
 def _refuse(value: Any, hint: Any, where: str) -> Any:

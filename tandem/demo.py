@@ -89,7 +89,8 @@ def _profile(settings: Sequence[str], is_new: bool) -> Path:
     if kept.exists():
         kept.rename(kept.with_name(f"{name}-{time.strftime('%Y-%m-%dT%H-%M-%S')}"))
     errors = calibrate(point, kept)
-    say(f"held-out launches are off by {errors.loc['all launches', 'mape']:.1%} on average")
+    mean = float(errors["mape"].loc["all launches"])
+    say(f"held-out launches are off by {mean:.1%} on average")
     return kept
 
 

@@ -56,7 +56,7 @@ def _carry_out(cfg: DictConfig, folder: Path, is_single: bool) -> None:
 def main(words: Sequence[str]) -> int:
     """Hands the words to Hydra; 0 if all runs finished. Raises what `guarded` tells in a line."""
     _failed.clear()
-    with _raising_hydra(["tandem run", *words]):
+    with _raising_hydra(["tandem run", *options_first(words)]):
         try:
             carry_out()
         except (CompactHydraException, OmegaConfBaseException) as error:
@@ -64,6 +64,16 @@ def main(words: Sequence[str]) -> int:
     if _failed:
         raise _failed[0]
     return 0
+
+
+def options_first(words: Sequence[str]) -> list[str]:
+    """Flags and their values before overrides: argparse takes overrides in one stretch only."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        is_value = before.startswith("--") and "=" not in before and "=" not in word
+        (flags if word.startswith("-") or is_value else overrides).append(word)
+    return flags + overrides
 
 
 @contextmanager

@@ -1,0 +1,77 @@
+"""The verbs that measure: cpu runs beside their simulation, an outsider's policy, calibration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from analysis.run import Run, load
+from tandem.cli import main
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "shortest_prompt_first"
+SMALL = ["model=micro_llama", "limit=6", "arrival=all_at_once"]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out.strip().splitlines()[-1]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The folder of a run of the command line."""
+    assert main(["run", *SMALL, *words]) == 0
+    return last_line(capsys)
+
+
+def test_an_outsiders_policy_runs_in_both_worlds(capsys: pytest.CaptureFixture[str]) -> None:
+    mine = ["--config-dir", str(EXAMPLE / "conf"), "scheduling=shortest", "scheduling.max_jobs=1"]
+    predicted, measured = (load(run(capsys, *mine, f"backend={b}")) for b in ("sim", "cpu"))
+    for outcome in (predicted, measured):
+        # the first two are taken before the others can be compared: depth is two
+        order = outcome.requests.sort_values("scheduled_ns")["prompt_tokens"].tolist()
+        assert order == sorted(order)
+    assert predicted.plans["body"].tolist() == measured.plans["body"].tolist()
+
+
+def test_the_outsiders_policy_is_short() -> None:
+    source = (EXAMPLE / "shortest.py").read_text().splitlines()
+    assert len(source) < 60
+    assert len(list(EXAMPLE.rglob("*.yaml"))) == 1
+
+
+@pytest.mark.parametrize("clock", ["service", "wall"])
+def test_compare_replays_what_was_measured(
+    clock: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pressed = ["budget.kv_pages=125", "policy=chunked_swap", "limit=12"]
+    predicted = run(capsys, *pressed, "backend=sim")
+    measured = run(capsys, *pressed, "backend=cpu", f"backend.clock={clock}")
+    assert main(["compare", measured, predicted, "--out", "report"]) == 0
+    assert last_line(capsys).endswith("report/report.html")
+    assert (tmp_path / "report" / "report.html").stat().st_size > 10_000
+    replay, measurement = load(tmp_path / "report-replay"), load(measured)
+    replayed, measured_memory = booked(replay), booked(measurement)
+    pd.testing.assert_frame_equal(replayed, measured_memory)
+    assert replayed["kv_pages"].max() > 100  # of 125: there was pressure
+    assert replay.requests["swaps"].sum() == measurement.requests["swaps"].sum() > 0
+
+
+def booked(run: Run) -> pd.DataFrame:
+    """Bytes and pages after each booking."""
+    columns = ["step", "tier", "kv_pages", "kv_bytes", "weight_bytes"]
+    return run.memory[run.memory["cause"].eq("issue")][columns].reset_index(drop=True)
+
+
+def test_backends_differ_in_nothing_but_the_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [load(run(capsys, f"backend={b}")).config for b in ("sim", "lockstep", "cpu")]
+    for config in settings:
+        del config["backend"]
+    assert settings[0] == settings[1] == settings[2]

@@ -1,0 +1,55 @@
+"""Every experiment and every option composes, is built, and runs ten requests in simulation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.catalog import PLURALS, options
+from tandem.compose import composed
+from tandem.experiment import run_experiment
+
+TEN = ["limit=10", "backend=sim"]
+NEEDS_A_PATH = {"trace": {"file", "sharegpt", "lengths"}, "arrival": {"recorded"}}
+POLICIES = [name for name in options("policy") if name != "recorded"]
+
+
+def ten(tmp_path: Path, *overrides: str) -> dict[str, object]:
+    """The metrics of ten simulated requests."""
+    cache = f"cache={tmp_path / 'cache'}"
+    return run_experiment(composed([*overrides, *TEN, cache]), tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", options("experiment"))
+def test_experiment(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    text = (Path(__file__).parent.parent / "conf" / "experiment" / f"{name}.yaml").read_text()
+    if "TANDEM_SHARED" in text:
+        shared = request.getfixturevalue("shared")
+        request.getfixturevalue("monkeypatch").setenv("TANDEM_SHARED", str(shared.resolve()))
+    assert ten(tmp_path, f"experiment={name}")["num_finished"] == 10
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy(name: str, tmp_path: Path) -> None:
+    assert ten(tmp_path, f"policy={name}")["num_finished"] == 10
+
+
+@pytest.mark.parametrize("group", ["arrival", "trace", "backend", "slo", "planner"])
+def test_options_compose(group: str) -> None:
+    for name in options(group).keys() - NEEDS_A_PATH.get(group, set()):
+        assert composed([f"{group}={name}"]).config[group] is not None
+
+
+def test_every_group_and_option_has_a_line_on_it() -> None:
+    for group in PLURALS.values():
+        found = options(group)
+        assert found, f"conf/{group} is empty"
+        assert all(found.values()), f"conf/{group}: an option says nothing of itself"
+
+
+def test_any_scheduling_goes_with_any_memory(tmp_path: Path) -> None:
+    for scheduling in options("scheduling"):
+        for memory in options("memory"):
+            chosen = [f"scheduling={scheduling}", f"memory={memory}"]
+            assert ten(tmp_path / scheduling / memory, *chosen)["num_finished"] == 10
