@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
 from analysis.run import Run
+
+Row = tuple[Any, ...]  # device, body, returned
 
 
 @dataclass(frozen=True)
@@ -27,15 +31,33 @@ class Agreement:
 
 def agreement(prediction: Run, measurement: Run) -> Agreement:
     """Compares the plan logs in issue order; equal bodies on a device are equal plans."""
+    names = ["device", "body", "returned"]
     logs = [
-        list(zip(run.plans["device"], run.plans["body"], strict=True))
+        list(run.plans[names].itertuples(index=False, name=None))
         for run in (prediction, measurement)
     ]
-    same = (a == b for a, b in zip(*logs, strict=False))
+    same = (_is_same(a, b) for a, b in zip(*logs, strict=False))
     common = next((i for i, equal in enumerate(same) if not equal), min(map(len, logs)))
     differs = common < max(map(len, logs))
     text = _divergence(common, prediction, measurement) if differs else None
     return Agreement(common, len(logs[0]), len(logs[1]), text)
+
+
+def _is_same(a: Row, b: Row) -> bool:
+    return a[:2] == b[:2] or (a[0] == b[0] and _decision(a) == _decision(b))
+
+
+def _decision(row: Row) -> tuple[Any, ...]:
+    """What was decided, whether finished memory was given back by the engine or by the plan.
+
+    Where a log is played back, the plan begins by freeing what the engine had returned
+    (policies/recorded.py), so that its body differs from that of the plan it repeats.
+    """
+    content = json.loads(row[1])
+    ops = content.pop("ops", [])
+    first = next((i for i, op in enumerate(ops) if op[0] != "free"), len(ops))
+    returned = {int(job) for job in (row[2] if row[2] is not None else ())}
+    return returned | {op[1][0] for op in ops[:first]}, ops[first:], content
 
 
 def _divergence(index: int, prediction: Run, measurement: Run) -> str:

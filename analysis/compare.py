@@ -150,9 +150,16 @@ def request_errors(requests: pd.DataFrame) -> pd.DataFrame:
 
 
 def memory_errors(prediction: Run, measurement: Run) -> pd.DataFrame:
-    """Peak and time-weighted mean bytes per pool and kind that both runs know."""
+    """Peak and time-weighted mean bytes per pool and kind that both runs know.
+
+    A prediction has no meter: what it booked stands beside the reading (kind `measured`).
+    """
     keys = ["pool", "kind"]
-    both = memory_use(prediction).merge(memory_use(measurement), on=keys, suffixes=("_a", "_b"))
+    a, b = memory_use(prediction), memory_use(measurement)
+    if "measured" not in set(a["kind"]):
+        booked = a[a["kind"].eq("used")].assign(kind="measured")
+        a = pd.concat([a, booked], ignore_index=True)
+    both = a.merge(b, on=keys, suffixes=("_a", "_b"))
     rows: list[tuple[Any, ...]] = [
         (row["pool"], row["kind"], stat, row[f"{stat}_a"], row[f"{stat}_b"])
         for row in both.to_dict("records")

@@ -81,7 +81,7 @@ def single(run: Run, folder: Path) -> list[Shown]:
 
 def _latencies(runs: Mapping[str, Run], folder: Path) -> Shown:
     parts = [plots.ecdf_data(runs, metric) for metric in CDFS]
-    return _panel("latencies", parts, plots.plot_ecdf, (12, 2.8), folder)
+    return _panel("latencies", parts, _ecdf, (12, 2.8), folder)
 
 
 def _timelines(runs: Mapping[str, Run], window: tuple[float, float], folder: Path) -> list[Shown]:
@@ -105,6 +105,12 @@ def _timelines(runs: Mapping[str, Run], window: tuple[float, float], folder: Pat
 
 def _is_first(ax: Any) -> bool:
     return bool(ax.get_subplotspec().is_first_col())
+
+
+def _ecdf(data: pd.DataFrame, ax: Any) -> None:
+    plots.plot_ecdf(data, ax)
+    if not _is_first(ax) and ax.get_legend():
+        ax.get_legend().remove()
 
 
 def _parity(data: pd.DataFrame, ax: Any) -> None:

@@ -13,7 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from analysis.run import Run
-from analysis.usage import copied_bytes, host_share, kv_usage, lane_shares, memory_use
+from analysis.usage import copied_bytes, host_share, kv_usage, lane_shares, memory_use, window_ns
 
 Floats = NDArray[np.float64]
 
@@ -67,12 +67,6 @@ def statistics(values: Floats) -> dict[str, float]:
         return {}
     p50, p90, p99 = (float(p) for p in np.percentile(values, (50, 90, 99), method="linear"))
     return {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99}
-
-
-def window_ns(run: Run) -> tuple[float, float]:
-    """First arrival and last finish. The tail is in it: vLLM drains too. (nan, nan) if none."""
-    finish = run.requests["finish_ns"].where(run.requests["status"].eq("finished"))
-    return float(run.requests["arrival_ns"].min()), float(finish.max())
 
 
 def throughput(run: Run) -> dict[str, float]:

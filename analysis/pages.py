@@ -154,7 +154,10 @@ def _memory(comparison: Comparison) -> Table:
         + [_error("memory", float(row["error"]))]
         for row in comparison.memory.to_dict("records")
     ]
-    note = "As booked by the ledger of each run; means are over time."
+    note = (
+        "As booked by the ledger of each run; means are over time. Measured: what the meter read, "
+        "beside what the prediction booked."
+    )
     return Table("Memory", note, ["what", "statistic", "predicted", "measured", "error"], rows)
 
 

@@ -49,7 +49,7 @@ def plot_ecdf(data: pd.DataFrame, ax: Any = None) -> Any:
             ax.set_xscale("log")
             _plain_ticks(ax.xaxis, low, high)
         ax.set_title(NAMES[str(data["metric"].iloc[0])])
-        ax.legend(loc="lower right")
+        ax.legend(loc="upper left")
     ax.set(xlabel="seconds", ylabel="share at or below", ylim=(0, 1.02))
     return ax
 
@@ -117,7 +117,7 @@ def _plain_ticks(axis: Any, low: float, high: float) -> None:
     """Ticks of a logarithmic axis as plain numbers: 0.02 rather than a power of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    steps = (1, 2, 5) if high / low < 300 else (1,)
+    steps = (1, 2, 5) if high / low < 40 else (1,)
     axis.set_major_locator(LogLocator(subs=steps))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())

@@ -40,7 +40,7 @@ def write_report(comparison: Comparison, folder: Path | str) -> Path:
             "title": f"{a.name} against {b.name}",
             "headline": words.headline(comparison),
             "tables": compared_tables(comparison),
-            "command": " ".join(["tandem compare", *(str(run.folder) for run in runs.values())]),
+            "command": f"tandem compare {a.folder} {b.folder}",
         }
         _page(aside, page, figures, runs)
 

@@ -13,7 +13,7 @@ BLUE, RED, PINK, GREY = "#0072B2", "#D55E00", "#CC79A7", "#B5B5B5"
 
 PREDICTION, MEASUREMENT = "prediction", "measurement"
 RUNS: dict[str, dict[str, Any]] = {
-    PREDICTION: {"color": RED, "linestyle": (0, (4, 1.5)), "linewidth": 1.6},
+    PREDICTION: {"color": RED, "linestyle": (0, (4, 1.5)), "linewidth": 1.6, "zorder": 3},
     MEASUREMENT: {"color": BLUE, "linestyle": "-", "linewidth": 1.6},
 }
 KINDS = {

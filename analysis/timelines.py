@@ -19,19 +19,22 @@ MIB = 2**20
 def memory_data(run: Run, pool: str = "gpu:0") -> pd.DataFrame:
     """Bytes by kind over time, at most one row per bin: the fullest, so that peaks stay.
 
-    Columns at_s, one per kind, pending (freed, still in use), capacity, measured.
+    Columns at_s, one per kind, pending (freed, still in use), capacity, measured (the meter's
+    largest reading in the bin; it reads at settles only).
     """
     rows = pools(run).get(pool)
     if rows is None:
         return pd.DataFrame(columns=["at_s", *KINDS, "pending", "capacity", "measured"])
     rows = rows.reset_index(drop=True)
     bins = pd.cut(rows["at_ns"], BINS, labels=False) if len(rows) > BINS else rows.index
-    kept = rows.loc[sorted(rows.groupby(bins)["used_bytes"].idxmax())]
+    parts = rows.groupby(bins)
+    kept = rows.loc[parts["used_bytes"].idxmax()]
     out = pd.DataFrame({"at_s": kept["at_ns"] / 1e9})
     for kind in KINDS:
         out[kind] = kept[f"{kind}_bytes"]
     out["pending"] = kept["used_bytes"] - out[list(KINDS)].sum(axis=1)
-    return out.assign(capacity=kept["capacity_bytes"], measured=kept["measured_bytes"])
+    measured = parts["measured_bytes"].max().to_numpy(float)
+    return out.assign(capacity=kept["capacity_bytes"], measured=measured)
 
 
 def plot_memory(data: pd.DataFrame, ax: Any = None) -> Any:
@@ -119,7 +122,8 @@ def plot_gantt(data: pd.DataFrame, ax: Any = None) -> Any:
     for row, lane in enumerate(lanes):
         for group, part in data[data["lane"].eq(lane)].groupby("group"):
             bars = list(zip(part["start_s"], part["end_s"] - part["start_s"], strict=True))
-            style = {"facecolor": group_color(str(group)), "edgecolor": "white", "linewidth": 0.4}
+            edge = 0.0 if group == "host" else 0.4  # the host's bars are too thin for one
+            style = {"facecolor": group_color(str(group)), "edgecolor": "white", "linewidth": edge}
             ax.broken_barh(bars, (row - 0.38, 0.76), label=f"_{group}", **style)
     ax.set_yticks(range(len(lanes)), lanes)
     ax.invert_yaxis()

@@ -21,6 +21,12 @@ def pools(run: Run) -> dict[str, pd.DataFrame]:
     return {f"{tier}:{device}": part for (tier, device), part in rows.groupby(["tier", "device"])}
 
 
+def window_ns(run: Run) -> tuple[float, float]:
+    """First arrival and last finish. The tail is in it: vLLM drains too. (nan, nan) if none."""
+    finish = run.requests["finish_ns"].where(run.requests["status"].eq("finished"))
+    return float(run.requests["arrival_ns"].min()), float(finish.max())
+
+
 def time_mean(at_ns: pd.Series, values: pd.Series, start_ns: float, end_ns: float) -> float:
     """Mean of a step function over a window; the last of several values at one time holds.
 
@@ -42,8 +48,7 @@ def memory_use(run: Run) -> pd.DataFrame:
     Kinds the run never held are left out. `used` is the ledger's sum, `measured` the meter's
     persistent bytes, `process` the operating system's figure.
     """
-    start = float(run.requests["arrival_ns"].min())
-    end = float(run.requests["finish_ns"].max())
+    start, end = window_ns(run)
     rows = []
     for pool, part in pools(run).items():
         for kind in (*KINDS, *OVERALL):
@@ -65,8 +70,7 @@ def kv_usage(run: Run) -> dict[str, float]:
         return {}
     room = part["kv_bytes"] + part["free_bytes"] + part["coming_bytes"]
     share = part["kv_bytes"] / room.where(room > 0)
-    start, end = float(run.requests["arrival_ns"].min()), float(run.requests["finish_ns"].max())
-    mean = time_mean(part["at_ns"], share, start, end)
+    mean = time_mean(part["at_ns"], share, *window_ns(run))
     return {"peak_kv_usage": float(share.max()), "mean_kv_usage": mean} if mean == mean else {}
 
 

@@ -98,6 +98,28 @@ def test_a_shorter_log_diverges_at_its_end(make: Maker) -> None:
     assert found.divergence is not None and "measurement has ended" in found.divergence
 
 
+def test_a_plan_played_back_frees_what_the_engine_had_returned(make: Maker) -> None:
+    compute = ["compute", 0, "compute", False, [[1, 1]], [], []]
+    freed = ["free", [7, "kv", 0, 0, "gpu", 0]]
+
+    def with_log(ops: list[object], returned: list[int]) -> Run:
+        run = make("a", TWO)
+        bodies = [json.dumps({"ops": ops, "restart": [], "refuse": []})] * len(run.plans)
+        rows = run.plans.assign(body=bodies, returned=[returned] * len(bodies))
+        return replace(run, plans=rows)
+
+    native, replayed = with_log([compute], [7]), with_log([freed, compute], [])
+    assert compare(replayed, native).plans.divergence is None
+    assert compare(with_log([compute, freed], []), native).plans.common == 0
+    assert compare(with_log([freed, compute], [8]), native).plans.common == 0
+
+
+def test_a_meter_stands_beside_what_was_predicted(make: Maker) -> None:
+    found = compare(make("a"), make("b", backend="cpu")).memory
+    rows = found[found["kind"].eq("measured")]
+    assert rows["stat"].tolist() == ["peak", "mean"] and (rows["error"] == 0).all()
+
+
 def test_different_traces_are_refused(make: Maker) -> None:
     base = make("a", TWO)
     with pytest.raises(ValueError, match=r"different traces .hashes differ"):

@@ -1,0 +1,221 @@
+"""Reports: whole or not at all, self-contained, and saying what the numbers say."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis import figures, plots, report, timelines, words
+from analysis.compare import Comparison, compare
+from analysis.report import write_report, write_run_report
+from analysis.run import load
+from tests.synthetic import MS, TWO, Toy, write
+
+
+def crowd() -> Toy:
+    rng = np.random.default_rng(3)
+    arrivals = np.cumsum(rng.exponential(60 * MS, 200)).astype(int).tolist()
+    outputs = np.clip(rng.geometric(1 / 40, 200), 1, 300).tolist()
+    prompts = rng.integers(8, 300, 200).tolist()
+    return Toy(arrivals, prompts, outputs, prefill_ns=MS // 10, host_ns=MS // 2)
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    folder, toy = tmp_path_factory.mktemp("runs"), crowd()
+    jitter = np.random.default_rng(5).normal(1.04, 0.05, 100_000)
+    fitted = {"cost_form": "table", "device": "<cpu> & co"}
+    sim = load(write(folder / "sim", toy, provenance=fitted))
+    ratios = {"probe_ratios": {"gemm": 1.01}}
+    changes = {"backend": "cpu", "factor": lambda step: jitter[step], "provenance": ratios}
+    cpu = load(write(folder / "cpu", toy, **changes))
+    log = cpu.plans.to_dict("records")
+    return compare(sim, cpu, load(write(folder / "replay", toy, plans=log)))
+
+
+@pytest.fixture(scope="module")
+def page(comparison: Comparison, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(comparison, tmp_path_factory.mktemp("out") / "report")
+
+
+def test_the_page_is_self_contained_and_small(comparison: Comparison, page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text) < 1_000_000  # for 200 requests
+    fetched = re.findall(r'(?:src|href)="(?!#|data:)([^"]*)"|@import|url\((?!#)', text)
+    assert fetched == []
+    assert "&lt;cpu&gt; &amp; co" in text  # provenance is escaped
+    runs = (comparison.prediction, comparison.measurement)
+    assert f"tandem compare {runs[0].folder} {runs[1].folder}" in text
+
+
+def test_the_page_is_well_formed(page: Path) -> None:
+    open_tags: list[str] = []
+    ids: list[str] = []
+
+    class Checker(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            ids.extend(value or "" for name, value in attrs if name == "id")
+            if tag not in ("meta", "br", "link"):
+                open_tags.append(tag)
+
+        def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            ids.extend(value or "" for name, value in attrs if name == "id")
+
+        def handle_endtag(self, tag: str) -> None:
+            assert open_tags.pop() == tag
+
+    text = page.read_text(encoding="utf-8")
+    Checker().feed(text)
+    assert open_tags == []
+    assert len(ids) == len(set(ids)) > 0  # figures do not borrow one another's clips
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', text)) <= set(ids)
+
+
+def test_every_figure_has_its_numbers(page: Path) -> None:
+    folder = page.parent / "figures"
+    names = {path.stem for path in folder.glob("*.svg")}
+    assert names == set(figures.TEXTS) == {path.stem for path in folder.glob("*.csv")}
+    assert all(len(pd.read_csv(folder / f"{name}.csv")) > 0 for name in names)
+
+
+def test_the_numbers_are_on_file(comparison: Comparison, page: Path) -> None:
+    found = json.loads((page.parent / "comparison.json").read_text(encoding="utf-8"))
+    assert found["plans"]["common"] == comparison.plans.common
+    assert found["errors"][0]["error"] == comparison.error("ttft", "mean")
+    assert len(found["split"]) == 7 and len(found["runs"]) == 3
+    errors = pd.read_csv(page.parent / "errors.csv")
+    assert errors["error"].to_numpy() == pytest.approx(comparison.errors["error"].to_numpy())
+
+
+def test_a_report_replaces_a_report_and_nothing_else(
+    comparison: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "compared", lambda *_: [])
+    page = write_report(comparison, tmp_path / "report")
+    (page.parent / "stale").write_text("")
+    write_report(comparison, tmp_path / "report")
+    assert not (page.parent / "stale").exists()
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("mine")
+    with pytest.raises(ValueError, match="something other than a report"):
+        write_report(comparison, tmp_path / "thesis")
+    assert (tmp_path / "thesis" / "chapter.tex").read_text() == "mine"
+
+
+def test_a_failed_report_leaves_nothing_behind(
+    comparison: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of ink")
+
+    monkeypatch.setattr(report, "compared", fail)
+    with pytest.raises(RuntimeError):
+        write_report(comparison, tmp_path / "report")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_run_has_a_report_too(tmp_path: Path) -> None:
+    page = write_run_report(load(write(tmp_path / "two")), tmp_path / "report")
+    text = page.read_text(encoding="utf-8")
+    assert "tandem report" in text and "14.95 ms" in text  # p99 of TTFTs of 10 and 15 ms
+    assert json.loads((page.parent / "metrics.json").read_text())["num_finished"] == 2
+
+
+def test_headline_says_how_far_and_why(comparison: Comparison) -> None:
+    text = words.headline(comparison)
+    error = comparison.error("tpot", "mean")
+    assert f"mean TPOT {abs(error) * 100:.1f} % too low" in text and error < 0
+    assert f"the first {comparison.plans.common} of" in text
+    rows = comparison.split.set_index("metric")
+    assert words.percent(float(rows.loc["mean e2e", "timing_share"])) in text
+    assert "cost form table" in text and "drifted by 1.0 %" in text
+
+
+def test_headline_of_equal_runs(tmp_path: Path) -> None:
+    run = load(write(tmp_path / "two"))
+    text = words.headline(compare(run, run))
+    assert "right (within 0.05 %)" in text and "equal to the byte" in text
+    assert "the same 4 decisions" in text
+
+
+@pytest.mark.parametrize(
+    ("metric", "error", "expected"),
+    [
+        ("output_throughput", 0.019, "good"),
+        ("output_throughput", -0.03, "fair"),
+        ("tpot", -0.05, "good"),
+        ("tpot", 0.11, "poor"),
+        ("memory", 0.04, "fair"),
+        ("e2e", float("nan"), "undefined"),
+    ],
+)
+def test_verdicts_follow_the_stated_limits(metric: str, error: float, expected: str) -> None:
+    assert words.verdict(metric, error) == expected
+
+
+def test_amounts_carry_a_unit_of_their_size() -> None:
+    assert words.amount(0.0123, "s") == "12.3 ms"
+    assert words.amount(2e-5, "s") == "20 us"
+    assert words.amount(3 * 2**20, "bytes") == "3 MiB"
+    assert words.amount(1234.5, "tok/s") == "1,234 tok/s"
+    assert words.amount(float("nan"), "s") == "n/a"
+
+
+def test_the_terminal_table_fits(comparison: Comparison) -> None:
+    lines = words.table(comparison).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("mean tpot") and line.endswith(" o") for line in lines)
+
+
+def test_memory_timeline_keeps_peaks_and_readings(comparison: Comparison) -> None:
+    run = comparison.measurement
+    data = timelines.memory_data(run)
+    assert len(data) <= timelines.BINS < len(run.memory)
+    assert data["kv"].max() == run.memory["kv_bytes"].max()
+    assert data["measured"].max() == run.memory["measured_bytes"].max()
+    assert (data["pending"] == 0).all()  # the toy frees at once
+
+
+def test_occupancy_counts_running_and_waiting(tmp_path: Path) -> None:
+    # At 12 ms request 0 runs and request 1, arrived at 5 ms, was issued at 10 ms.
+    data = timelines.occupancy_data(load(write(tmp_path / "two", TWO)))
+    at = {ms: data.iloc[(data["at_s"] - ms / 1e3).abs().argmin()] for ms in (2, 7, 12, 27)}
+    assert {ms: (row["running"], row["waiting"]) for ms, row in at.items()} == {
+        2: (1, 0),
+        7: (1, 1),
+        12: (2, 0),
+        27: (1, 0),
+    }
+
+
+def test_gantt_shows_the_host_and_the_lanes_of_a_window(comparison: Comparison) -> None:
+    run = comparison.measurement
+    start, end = timelines.window_s(run)
+    data = timelines.gantt_data(run, (start, end))
+    assert set(data["lane"]) == {"host", "compute"}
+    assert (data["end_s"] > start).all() and (data["start_s"] < end).all()
+    assert (data["lane"] == "compute").sum() == timelines.WINDOW_OPS
+
+
+def test_an_ecdf_is_made_of_quantiles(tmp_path: Path) -> None:
+    data = plots.ecdf_data({"measurement": load(write(tmp_path / "two"))}, "ttft")
+    assert data["seconds"].iloc[[0, -1]].tolist() == pytest.approx([0.010, 0.015])
+    assert data["share"].iloc[[0, -1]].tolist() == [0, 1]
+
+
+def test_plots_draw_what_they_are_given(comparison: Comparison) -> None:
+    data = plots.parity_data(comparison.requests, "e2e")
+    ax = plots.plot_parity(data)
+    assert len(ax.collections[-1].get_offsets()) == len(data) == 200
+    steps = plots.step_data(comparison.replay or comparison.prediction, comparison.measurement)
+    assert len(steps) == len(comparison.measurement.steps)
+    ax = plots.plot_step_time(steps)
+    assert sum(len(c.get_offsets()) for c in ax.collections) == len(steps)
+    both = timelines.both(*map(timelines.occupancy_data, (comparison.prediction,) * 2))
+    assert len(timelines.plot_occupancy(both).lines) == 2
