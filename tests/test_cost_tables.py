@@ -1,0 +1,88 @@
+"""Cost tables answer quickly and everywhere, say when they extrapolate, and can be stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.executor import Launch, Piece
+from engine.job import Job
+from engine.plan import Compute, Slice
+from sim.fit import fit
+from sim.table import Table
+from sim.tables import TableCost
+from tests.additive import MODEL, PAGE, Log, recorded, truth_ns
+
+
+@pytest.fixture(scope="module")
+def noisy() -> Log:
+    return recorded(noise=0.03)
+
+
+@pytest.fixture(scope="module")
+def cost(noisy: Log) -> TableCost:
+    return fit(noisy.table(), MODEL, PAGE, source="a synthetic engine")
+
+
+def test_outside_the_grid_it_extrapolates_and_counts(
+    noisy: Log, caplog: pytest.LogCaptureFixture
+) -> None:
+    cost = fit(noisy.table(), MODEL, PAGE)
+    assert cost.extrapolated == {}
+    inside = cost.shape_ns([1] * 8, [500] * 8, 8)
+    assert cost.extrapolated == {}
+    far = cost.shape_ns([1] * 8, [8000] * 8, 8)
+    cost.shape_ns([1] * 8, [8000] * 8, 8)
+    assert far > inside
+    assert cost.extrapolated == {"decode": 1}
+    assert far == pytest.approx(truth_ns([(1, 8000)] * 8, 8), rel=0.2)  # four times the grid
+    cost.shape_ns([4000], [3000], 1)
+    assert set(cost.extrapolated) == {"decode", "chunk", "linear"}
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+
+
+def test_saving_keeps_everything(cost: TableCost, tmp_path: Path) -> None:
+    cost.save(tmp_path / "cost.json")
+    assert TableCost.load(tmp_path / "cost.json") == cost
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(ValueError, match="broken"):
+        TableCost.load(tmp_path / "broken.json")
+    with pytest.raises(ValueError, match="none"):
+        TableCost.load(tmp_path / "none.json")
+
+
+def test_a_drifted_device_is_slower_by_the_factor(cost: TableCost) -> None:
+    slow = cost.scaled(1.05, "probe")
+    before = cost.shape_ns([1] * 9, [300] * 9, 9)
+    assert slow.shape_ns([1] * 9, [300] * 9, 9) == pytest.approx(before * 1.05, abs=2)
+    assert "x1.0500 (probe)" in slow.provenance
+
+
+def fastest_us(work: Callable[[], object], repeats: int = 200) -> float:
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter_ns()
+        work()
+        best = min(best, (time.perf_counter_ns() - start) / 1e3)
+    return best
+
+
+def test_a_launch_of_64_decodes_is_priced_in_tens_of_microseconds(cost: TableCost) -> None:
+    pieces = tuple(Piece(i, 1, 100 + 7 * i, True, ()) for i in range(64))
+    launch = Launch(Compute(tuple(Slice(Job(i, 0), 1) for i in range(64))), pieces=pieces)
+    cost.compute_ns(launch)
+    # The best of 200 is free of neighbours; 40 us is what a step of the simulator can afford.
+    assert fastest_us(lambda: cost.compute_ns(launch)) <= 40
+
+
+def test_a_table_is_straight_between_nodes_and_beyond_its_ends() -> None:
+    line = Table(((2, 4, 8),), (10.0, 20.0, 60.0))
+    assert [line.value((x,)) for x in (2, 3, 4, 6, 8, 10, 1, 0)] == [10, 15, 20, 40, 60, 80, 5, 0]
+    assert Table(((3,),), (7.0,)).value((99,)) == 7.0
+    plane = Table(((0, 10), (0, 100)), (0.0, 100.0, 10.0, 310.0))
+    assert plane.value((5, 50)) == (0 + 100 + 10 + 310) / 4
+    assert plane.value((10, 100)) == 310.0
+    assert Table(((5, 10),), (1.0, 100.0)).value((0,)) == 0.0  # never below zero
