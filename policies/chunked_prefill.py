@@ -36,6 +36,11 @@ class ChunkedPrefill:
         return tuple(slices)
 
     def _wanted(self, view: View) -> Iterable[Job]:
-        yield from (job for job in view.serving if not job.is_prefilling)
-        yield from (job for job in view.serving if job.is_prefilling)
+        begun = []
+        for job in view.serving:
+            if job.is_prefilling:
+                begun.append(job)
+            else:
+                yield job
+        yield from begun
         yield from view.waiting[: max(0, self.max_jobs - len(view.serving))]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.job import Job
 from engine.plan import Slice
 from engine.view import View
 
@@ -13,11 +15,15 @@ class ContinuousBatching:
     """A step holds either whole prompts or one decode of each running job (vLLM v0, 2023).
 
     Prompts go first. `token_budget` bounds the prompt tokens of a step, but the first prompt is
-    taken whatever its length; `max_jobs` bounds the jobs in service.
+    taken whatever its length; `padded` counts each prompt as long as the longest beside it.
+    `max_jobs` bounds the jobs in service. Decodes come in the order of admission or, `by_arrival`,
+    of arrival: the last are preempted first.
     """
 
     token_budget: int = 2048
     max_jobs: int = 256
+    padded: bool = False
+    by_arrival: bool = False
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "max_jobs"):
@@ -25,14 +31,23 @@ class ContinuousBatching:
                 raise ValueError(f"continuous batching: {name} must be at least 1")
 
     def batch(self, view: View) -> tuple[Slice, ...]:
-        return self._prompts(view) or tuple(Slice(j, j.remaining_tokens) for j in view.serving)
+        return self._prompts(view) or tuple(
+            Slice(j, j.remaining_tokens) for j in self._running(view)
+        )
+
+    def _running(self, view: View) -> Sequence[Job]:
+        if not self.by_arrival:
+            return view.serving
+        return sorted(view.serving, key=lambda job: (job.arrival_ns, job.job_id))
 
     def _prompts(self, view: View) -> tuple[Slice, ...]:
         prompts: list[Slice] = []
-        left = self.token_budget
+        total = longest = 0
         for job in view.waiting[: max(0, self.max_jobs - len(view.serving))]:
-            if prompts and job.remaining_tokens > left:
+            tokens = job.remaining_tokens
+            total, longest = total + tokens, max(longest, tokens)
+            used = longest * (len(prompts) + 1) if self.padded else total
+            if prompts and used > self.token_budget:
                 break
-            prompts.append(Slice(job, job.remaining_tokens))
-            left -= job.remaining_tokens
+            prompts.append(Slice(job, tokens))
         return tuple(prompts)

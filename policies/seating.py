@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from dataclasses import dataclass
 
 from engine.draft import Draft
 from engine.job import Job
@@ -11,16 +13,59 @@ from engine.view import View
 
 Demand = Callable[[Slice], int]  # bytes of KV that a job must hold to run a slice
 Preempt = Callable[[Draft, Job], None]  # takes all of a job's KV off the device
+PROMPTS = ("as_computed", "must_fit", "reserved")
+
+
+@dataclass(frozen=True)
+class SeatingRules:
+    """How engines differ in handing out pages.
+
+    watermark    share of the pool, in whole pages, that admissions leave free
+    prompts      when a prompt's pages are asked for: `as_computed`, slice by slice; `must_fit`,
+                 the same, but the whole prompt must find room to come in; `reserved`, all of them
+                 are taken when it comes in
+    spare_pages  pages that must be free for a decode, whether it needs one or not
+    gives_way    a running job that finds nobody to preempt is preempted itself, else it waits
+    """
+
+    watermark: float = 0.01
+    prompts: str = "as_computed"
+    spare_pages: int = 0
+    gives_way: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"paged memory: watermark is {self.watermark}, must be in [0, 1)")
+        if self.prompts not in PROMPTS:
+            raise ValueError(f"paged memory: prompts is {self.prompts!r}, not of {PROMPTS}")
+        if self.spare_pages < 0:
+            raise ValueError(
+                f"paged memory: spare_pages is {self.spare_pages}, must not be below 0"
+            )
+
+    def paged_demand(self, view: View) -> Demand:
+        """Bytes of the pages that a job must hold to run a slice."""
+        page, is_reserved = view.page, self.prompts == "reserved"
+
+        def demand(piece: Slice) -> int:
+            job = piece.job
+            tokens = job.known_tokens if is_reserved else job.computed_tokens + piece.tokens
+            return page.bytes_for(tokens)
+
+        return demand
+
+
+NO_RULES = SeatingRules(watermark=0.0)
 
 
 class Seating:
     """Walks the wanted slices in order and drafts a plan for as many as fit.
 
     A running job may preempt less wanted ones (later in the batch, or not in it). A job that holds
-    nothing on the device, because it waits or was swapped out, takes only free room, keeps
-    `watermark` of the pool free unless it is alone, and stays out after any preemption; who waits
-    also stays behind those swapped out. Rests on coming bytes, so it may wait for a copy but
-    decides the same in every backend.
+    nothing on the device, because it waits or was swapped out, takes only free room, leaves the
+    watermark free unless nobody runs, and stays out after any preemption; who waits also stays
+    behind those swapped out. Rests on coming bytes, so it may wait for a copy but decides the same
+    in every backend.
     """
 
     def __init__(
@@ -29,34 +74,44 @@ class Seating:
         view: View,
         demand: Demand,
         preempt: Preempt | None = None,
-        watermark: float = 0.0,
+        rules: SeatingRules = NO_RULES,
     ) -> None:
         self._batch, self._view, self._demand, self._preempt = batch, view, demand, preempt
-        self._draft = Draft(view)
+        self._draft, self._rules = Draft(view), rules
         self._pool = (Tier.GPU, view.device)
-        self._watermark_bytes = int(watermark * view.capacity_bytes[self._pool])
+        page, capacity_bytes = view.page.nbytes, view.capacity_bytes[self._pool]
+        self._watermark_bytes = int(rules.watermark * capacity_bytes / page) * page
+        self._spare_bytes = rules.spare_pages * page
         self._seated: list[Slice] = []
-        self._victims = self._less_wanted()
+        self._places: list[Place] = []
         self._preempted: set[int] = set()
         self._closed = False  # nobody new comes in
-        self._away = sum(1 for job in view.serving if not self._draft.held(self._here(job)))
 
     def plan(self) -> Plan:
         """The drafted plan; empty where nothing fits."""
         for piece in self._batch:
             if piece.job.job_id in self._preempted:
                 continue
-            holds = self._draft.held(self._here(piece.job))
-            if self._seat_running(piece) if holds else self._seat_new(piece):
+            here = self._here(piece.job)
+            held = self._draft.held(here)
+            if self._seat_running(piece, here, held) if held else self._seat_new(piece, here):
                 self._seated.append(piece)
+                self._places.append(here)
         if self._seated:
-            self._draft.compute(self._seated, [self._here(s.job) for s in self._seated])
+            self._draft.compute(self._seated, self._places)
         return self._draft.plan()
+
+    @cached_property
+    def _away(self) -> set[int]:
+        """Jobs in service whose KV is not on the device."""
+        jobs = (job for job in self._view.serving if not self._draft.held(self._here(job)))
+        return {job.job_id for job in jobs}
 
     def _here(self, job: Job) -> Place:
         return kv_place(job.job_id, Tier.GPU, self._view.device)
 
-    def _less_wanted(self) -> list[Job]:
+    @cached_property
+    def _victims(self) -> list[Job]:
         """Jobs in service, most wanted first: in the order of the batch, then all others."""
         if self._preempt is None:
             return []
@@ -64,16 +119,17 @@ class Seating:
         others = [job for job in self._view.serving if job.job_id not in batch]
         return [*batch.values(), *others]
 
-    def _seat_running(self, piece: Slice) -> bool:
-        here = self._here(piece.job)
-        need = self._demand(piece) - self._draft.held(here)
+    def _seat_running(self, piece: Slice, here: Place, held: int) -> bool:
+        need = self._demand(piece) - held
+        if need <= 0:
+            return True
         while need > self._draft.room(self._pool) and self._take_from_victim(piece.job):
             self._closed = True
         if need > self._draft.room(self._pool):
             self._refuse_if_hopeless(piece)
             self._closed = True
             return False
-        self._draft.grow(here, max(0, need))
+        self._draft.grow(here, need)
         return True
 
     def _take_from_victim(self, taker: Job) -> bool:
@@ -85,25 +141,27 @@ class Seating:
                 return True
         return False
 
-    def _seat_new(self, piece: Slice) -> bool:
-        away = self._draft.held(kv_place(piece.job.job_id, Tier.HOST))
+    def _seat_new(self, piece: Slice, here: Place) -> bool:
+        job_id = piece.job.job_id
+        swapped = self._draft.held(kv_place(job_id, Tier.HOST))
         need, keep = self._demand(piece), self._watermark_bytes if self._view.serving else 0
         full = need + keep > self._draft.room(self._pool)
-        if self._closed or full or (self._away and not away):
+        if self._closed or full or (self._away and not swapped):
             if full:
                 self._refuse_if_hopeless(piece)
             self._closed = True
             return False
-        here = self._here(piece.job)
-        if away:
-            self._draft.move(kv_place(piece.job.job_id, Tier.HOST), here)
-            self._away -= 1
-        self._draft.grow(here, need - away)
+        if swapped:
+            self._draft.move(kv_place(job_id, Tier.HOST), here)
+            self._away.discard(job_id)
+        self._draft.grow(here, need - swapped)
         return True
 
-    def _refuse_if_hopeless(self, piece: Slice) -> None:
-        """Refuses a job that would not fit into the pool even if it were alone."""
+    def _refuse_if_hopeless(self, piece: Slice, nbytes: int) -> bool:
+        """Refuses a job that would not find its bytes in the pool even if it were alone."""
         held = self._view.held_bytes.items()
         fixed = sum(n for p, n in held if p.pool == self._pool and p.region.kind is not Kind.KV)
-        if self._demand(piece) > self._view.capacity_bytes[self._pool] - fixed:
-            self._draft.refuse(piece.job)
+        if nbytes <= self._view.capacity_bytes[self._pool] - fixed:
+            return False
+        self._draft.refuse(piece.job)
+        return True
