@@ -13,6 +13,7 @@ TOKENIZER ?=
 ARGS ?=
 OUT ?= outputs/gpu
 JOBS ?= 2
+SHARED ?= $(or $(TANDEM_SHARED),../shared)
 
 # Bytecode that is not kept would be made anew at every start: 5 s for torch and transformers.
 unexport PYTHONDONTWRITEBYTECODE
@@ -48,11 +49,15 @@ bench: $(STAMP) ## every claim in its quick form, no table written
 claims: $(STAMP) ## every claim in full; writes benchmarks/CLAIMS.md and CLAIMS.csv
 	@$(BIN)/python -m benchmarks.claims $(ARGS)
 
-gpu-site: .gpu-site/.ready ## the pure wheels that a GPU machine without network lacks
+gpu-site: .gpu-site/.ready ## what a GPU machine without network lacks: pure wheels, 200 requests
 
 .gpu-site/.ready: $(STAMP) constraints.txt
 	@rm -rf .gpu-site && $(BIN)/python -m pip install --quiet --no-compile --no-deps \
-		--target .gpu-site -c constraints.txt simpy hydra-core omegaconf antlr4-python3-runtime
+		--target .gpu-site -c constraints.txt simpy hydra-core omegaconf antlr4-python3-runtime \
+		pytest-timeout
+	@if [ -d "$(SHARED)/data/sharegpt" ]; then $(BIN)/tandem trace import \
+		$(SHARED)/data/sharegpt/sharegpt_v3_sample_dev.json.gz --limit 200 \
+		--tokenizer $(SHARED)/data/tokenizers/llama3 --out .gpu-site/sharegpt.parquet; fi
 	@touch $@ && du -sh .gpu-site
 
 gpu: ## on a GPU machine, from a bare checkout: tests, calibration, replay, comparison (into $$OUT)

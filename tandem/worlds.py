@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -125,8 +126,28 @@ def _wall(setting: Setting) -> Iterator[World]:
 
 @contextmanager
 def _cuda(setting: Setting) -> Iterator[World]:
-    raise ValueError("backend=cuda is not wired yet")
-    yield
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("backend=cuda: torch sees no GPU here; measure with backend=cpu")
+    from runtime.clock import WallClock
+    from runtime.cuda import CudaExecutor, set_budget
+    from runtime.meter import CudaMeter
+
+    gc.collect()  # an earlier run of this process may still hold the memory
+    torch.cuda.empty_cache()
+    set_budget(setting.device.usable_bytes)
+    machine = _machine(setting, "cuda")
+
+    @contextmanager
+    def fresh() -> Iterator[tuple[simpy.Environment, CudaExecutor]]:
+        clock = WallClock()
+        with CudaExecutor(clock, machine) as executor:
+            yield clock, executor
+
+    with fresh() as (clock, executor):
+        meter = CudaMeter(host_arenas=[machine.arenas[HOST].pages])
+        yield World(clock, executor, machine, meter, fresh)
 
 
 def _machine(setting: Setting, device: str = "cpu") -> Any:

@@ -1,0 +1,134 @@
+"""Runs every claim's script and writes the table that README cites.
+
+A claim is a script beside this one whose last line is `name value unit bar verdict` and whose exit
+status is the verdict. `python -m benchmarks.claims [--quick] [--dry-run] [name ...]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+TABLE = HERE / "CLAIMS.csv"
+PAGE = HERE / "CLAIMS.md"
+VERDICTS = ("pass", "fail")
+TIMEOUT_S = 3600
+HEAD = """# Claims
+
+Each row is the last line of `python -m benchmarks.SCRIPT`; `make claims` runs them all. A claim
+that could not run says so instead of a verdict.
+
+"""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One row of the table."""
+
+    script: str
+    name: str
+    value: str
+    unit: str
+    bar: str
+    verdict: str
+    took_s: str
+    commit: str
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the claims; 1 if any failed or could not run."""
+    parser = argparse.ArgumentParser(prog="make claims", description=__doc__)
+    parser.add_argument("names", nargs="*", help="scripts to run; default: all")
+    parser.add_argument("--quick", action="store_true", help="pass --quick to those that take it")
+    parser.add_argument("--dry-run", action="store_true", help="write no table")
+    parser.add_argument("--gpu", action="store_true", help="those that need a GPU, and no others")
+    chosen = parser.parse_args(words)
+    claims = []
+    for script in scripts(chosen.gpu):
+        if not chosen.names or script.stem in chosen.names:
+            claims.append(carried_out(script, chosen.quick))
+            print(" ".join(astuple(claims[-1])[:6]), flush=True)
+    if not chosen.dry_run:
+        write([*kept(claims), *claims])
+    return int(any(claim.verdict != "pass" for claim in claims))
+
+
+def scripts(needs_gpu: bool = False) -> list[Path]:
+    """The claims' scripts: every module here but this one; GPU ones are named gpu_*."""
+    found = sorted(path for path in HERE.glob("*.py") if path.stem not in ("claims", "__init__"))
+    return [path for path in found if _is_claim(path) and path.stem.startswith("gpu_") == needs_gpu]
+
+
+def _is_claim(path: Path) -> bool:
+    return '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+
+
+def carried_out(script: Path, is_quick: bool) -> Claim:
+    """Runs one script and reads its last line."""
+    takes_quick = "--quick" in script.read_text(encoding="utf-8")
+    words = [sys.executable, "-m", f"benchmarks.{script.stem}"]
+    words += ["--quick"] if is_quick and takes_quick else []
+    began = time.perf_counter()
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, cwd=HERE.parent, timeout=TIMEOUT_S
+        )
+        line, code, errors = last_line(done.stdout), done.returncode, done.stderr
+    except subprocess.TimeoutExpired:
+        line, code, errors = None, 124, f"took longer than {TIMEOUT_S} s"
+    took = f"{time.perf_counter() - began:.0f}"
+    if line is None or (line[-1] == "pass") != (code == 0):
+        print(f"{script.stem}: {last_words(errors)}", file=sys.stderr)
+        return Claim(script.stem, script.stem, "-", "-", "-", f"broken({code})", took, _commit())
+    return Claim(script.stem, *line, took, _commit())
+
+
+def last_line(text: str) -> list[str] | None:
+    """`name value unit bar verdict`, None if the last line is nothing like it."""
+    lines = text.strip().splitlines()
+    words = lines[-1].split() if lines else []
+    return words if len(words) == 5 and words[-1] in VERDICTS else None
+
+
+def last_words(errors: str) -> str:
+    """The last line that is no empty one."""
+    lines = [line for line in errors.splitlines() if line.strip()]
+    return lines[-1] if lines else "its last line is no claim"
+
+
+def kept(claims: Iterable[Claim]) -> list[Claim]:
+    """Rows of an earlier table whose scripts are still there and were not run now."""
+    if not TABLE.is_file():
+        return []
+    ran, there = {claim.script for claim in claims}, {path.stem for path in HERE.glob("*.py")}
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        rows = [Claim(**row) for row in csv.DictReader(file)]
+    return [row for row in rows if row.script in there - ran]
+
+
+def write(claims: Iterable[Claim]) -> None:
+    """CLAIMS.csv, and the same for readers as CLAIMS.md."""
+    rows = sorted(claims, key=lambda claim: claim.script)
+    names = [field.name for field in fields(Claim)]
+    with TABLE.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([names, *map(astuple, rows)])
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    lines += ["| " + " | ".join(astuple(row)) + " |" for row in rows]
+    PAGE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _commit() -> str:
+    words = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    return done.stdout.strip() or "-"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The table of claims: read from last lines, never better than the exit status."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import claims
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A benchmarks folder of our own."""
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    monkeypatch.setattr(claims, "HERE", folder)
+    monkeypatch.setattr(claims, "TABLE", folder / "CLAIMS.csv")
+    monkeypatch.setattr(claims, "PAGE", folder / "CLAIMS.md")
+    return folder
+
+
+def script(folder: Path, name: str, line: str, code: int) -> None:
+    body = f"    print('first')\n    print({line!r})\n    raise SystemExit({code})\n"
+    (folder / f"{name}.py").write_text(f'if __name__ == "__main__":\n{body}')
+
+
+def test_a_table_is_written_from_last_lines(here: Path) -> None:
+    script(here, "good", "error 0.5 % 2 pass", 0)
+    script(here, "bad", "error 3.5 % 2 fail", 1)
+    assert claims.main([]) == 1
+    rows = (here / "CLAIMS.csv").read_text().splitlines()[1:]
+    assert [row.split(",")[:6] for row in rows] == [
+        ["bad", "error", "3.5", "%", "2", "fail"],
+        ["good", "error", "0.5", "%", "2", "pass"],
+    ]
+    assert "| good | error | 0.5 | % | 2 | pass |" in (here / "CLAIMS.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [("error 1 % 2 pass", 1), ("error 1 % 2 fail", 0), ("no claim", 0), ("", 1)],
+)
+def test_a_line_that_contradicts_its_exit_status_is_broken(
+    here: Path, line: str, code: int
+) -> None:
+    script(here, "odd", line, code)
+    assert claims.main(["--dry-run"]) == 1
+    assert claims.carried_out(here / "odd.py", False).verdict == f"broken({code})"
+    assert not (here / "CLAIMS.csv").exists()
+
+
+def test_rows_that_were_not_run_again_stay_and_vanished_ones_go(here: Path) -> None:
+    for name in ("one", "two"):
+        script(here, name, f"{name} 1 s 2 pass", 0)
+    assert claims.main([]) == 0
+    (here / "two.py").unlink()
+    script(here, "three", "three 1 s 2 pass", 0)
+    assert claims.main(["three"]) == 0
+    rows = (here / "CLAIMS.csv").read_text().splitlines()[1:]
+    assert [row.split(",")[0] for row in rows] == ["one", "three"]
+
+
+def test_gpu_claims_are_left_to_a_gpu(here: Path) -> None:
+    script(here, "gpu_speed", "x 1 s 2 pass", 0)
+    script(here, "speed", "x 1 s 2 pass", 0)
+    assert [path.stem for path in claims.scripts()] == ["speed"]
+    assert [path.stem for path in claims.scripts(needs_gpu=True)] == ["gpu_speed"]
