@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from dataclasses import dataclass
+from functools import cached_property
 
 from engine.draft import Draft
 from engine.job import Job
@@ -120,17 +120,20 @@ class Seating:
         return [*batch.values(), *others]
 
     def _seat_running(self, piece: Slice, here: Place, held: int) -> bool:
-        need = self._demand(piece) - held
-        if need <= 0:
+        need = max(0, self._demand(piece) - held)
+        ask = max(need, self._spare_bytes) if self._spare_bytes and piece.tokens == 1 else need
+        if not ask:
             return True
-        while need > self._draft.room(self._pool) and self._take_from_victim(piece.job):
+        while ask > self._draft.room(self._pool) and self._take_from_victim(piece.job):
             self._closed = True
-        if need > self._draft.room(self._pool):
-            self._refuse_if_hopeless(piece)
-            self._closed = True
-            return False
-        self._draft.grow(here, need)
-        return True
+        if ask <= self._draft.room(self._pool):
+            self._draft.grow(here, need)
+            return True
+        self._closed = True
+        is_hopeless = self._refuse_if_hopeless(piece, held + ask)
+        if self._rules.gives_way and self._preempt is not None and not is_hopeless:
+            self._preempt(self._draft, piece.job)
+        return False
 
     def _take_from_victim(self, taker: Job) -> bool:
         while self._victims and self._victims[-1] is not taker:
@@ -142,18 +145,21 @@ class Seating:
         return False
 
     def _seat_new(self, piece: Slice, here: Place) -> bool:
-        job_id = piece.job.job_id
-        swapped = self._draft.held(kv_place(job_id, Tier.HOST))
+        job = piece.job
+        swapped = self._draft.held(kv_place(job.job_id, Tier.HOST))
         need, keep = self._demand(piece), self._watermark_bytes if self._view.serving else 0
-        full = need + keep > self._draft.room(self._pool)
+        ask = need
+        if self._rules.prompts == "must_fit":
+            ask = max(need, self._view.page.bytes_for(job.known_tokens))
+        full = ask + keep > self._draft.room(self._pool)
         if self._closed or full or (self._away and not swapped):
             if full:
-                self._refuse_if_hopeless(piece)
+                self._refuse_if_hopeless(piece, ask)
             self._closed = True
             return False
         if swapped:
-            self._draft.move(kv_place(job_id, Tier.HOST), here)
-            self._away.discard(job_id)
+            self._draft.move(kv_place(job.job_id, Tier.HOST), here)
+            self._away.discard(job.job_id)
         self._draft.grow(here, need - swapped)
         return True
 
