@@ -25,7 +25,7 @@ from runtime.machine import Machine
 from runtime.probe import probe, ratios
 from runtime.shapes import Shape, grid, holdout
 
-REPEATS = 3  # back to back; the first is not kept: replays run their small steps warm
+FEW_TOKENS = 16  # up to here a launch is short and its noise large
 
 
 def profile(
@@ -65,7 +65,6 @@ def profile(
         "seed": seed,
         "shapes": len(fitted),
         "held_out_shapes": len(judged),
-        "kept_repeats": REPEATS - 1,
         "probe_s": before,
         "probe_ratios": drift,
         "took_s": round(time.perf_counter() - began, 2),
@@ -75,13 +74,18 @@ def profile(
     return folder
 
 
+def repeats(shape: Shape) -> int:
+    """Runs back to back, the first of which is not kept: replays run their small steps warm."""
+    return 3 if sum(rows.tokens for rows in shape.rows) > FEW_TOKENS else 6
+
+
 def _measure(driver: Driver, shapes: Sequence[Shape], label: str) -> pa.Table:
     """All kept runs of some shapes, one row per launch."""
     from tqdm import tqdm
 
     rows, step = [], 0
     for shape in tqdm(shapes, desc=label, unit="shape", disable=None, file=sys.stderr):
-        runs = [driver.run(shape) for _ in range(REPEATS)]
+        runs = [driver.run(shape) for _ in range(repeats(shape))]
         for run in runs[1:]:
             for i, (launch, span) in enumerate(run.done):
                 host_ns = 0 if i else run.host_ns

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -18,6 +20,13 @@ from runtime.streams import Machine, StreamExecutor, Work
 from runtime.workspace import Workspace
 
 CHUNK_BYTES = 256 * 1024  # a throttled copy pauses between parts of this size
+PR_SET_TIMERSLACK = 29  # of prctl, in ns, per thread
+
+
+def punctual() -> None:
+    """Lets the kernel wake this thread on time, not up to 50 us late (its default on Linux)."""
+    with suppress(AttributeError):  # no prctl: no Linux, and no such habit
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
 
 
 class LaneClosedError(RuntimeError):
@@ -93,6 +102,7 @@ class ThreadLane:
     def _loop(self) -> None:
         torch.set_num_threads(self._threads)  # torch keeps these two per thread
         torch.set_flush_denormal(True)
+        punctual()
         while (item := self._inbox.get()) is not None:
             mark, waits = item
             try:
