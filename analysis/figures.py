@@ -12,7 +12,7 @@ import pandas as pd
 from analysis import plots, timelines
 from analysis.compare import Comparison
 from analysis.run import Run
-from analysis.style import MEASUREMENT, PREDICTION, RC, save
+from analysis.style import MEASUREMENT, PREDICTION, RC, legend, save
 
 CDFS = ("ttft", "tpot", "itl", "e2e")
 PARITY = ("ttft", "tpot", "e2e")
@@ -90,7 +90,8 @@ def _timelines(runs: Mapping[str, Run], window: tuple[float, float], folder: Pat
 
     def lanes(data: pd.DataFrame, ax: Any) -> None:
         timelines.plot_gantt(data, ax)
-        ax.set_xlim(*window)
+        if window[0] < window[1]:
+            ax.set_xlim(*window)
 
     memory, busy = frames(timelines.memory_data), pd.concat(frames(timelines.occupancy_data))
     gantt = frames(lambda run: timelines.gantt_data(run, window))
@@ -121,7 +122,7 @@ def _parity(data: pd.DataFrame, ax: Any) -> None:
 
 def _step(data: pd.DataFrame, ax: Any) -> None:
     if _is_first(ax):
-        plots.plot_parity(data, ax).legend(loc="upper left", markerscale=2, handletextpad=0.2)
+        legend(plots.plot_parity(data, ax), loc="upper left", markerscale=2, handletextpad=0.2)
     else:
         plots.plot_step_time(data, ax)
 

@@ -67,11 +67,12 @@ def single_tables(run: Run, metrics: Mapping[str, float | int | str]) -> list[Ta
         [Cell(f"{row['kind']} on {row['pool']}"), *(_amount(row[s], "bytes") for s in STATS)]
         for row in memory_use(run).to_dict("records")
     ]
-    return [
+    found = [
         Table("Latencies", "", ["metric", "mean", "p50", "p90", "p99"], rows),
         Table("Throughput and counts", "", ["metric", "value"], figures),
         Table("Memory", "Means are over time.", ["what", *STATS], held),
     ]
+    return [table for table in found if table.rows]
 
 
 def _amount(value: Any, unit: str) -> Cell:
@@ -96,10 +97,11 @@ def _runs(comparison: Comparison) -> Table:
         done = int(run.requests["status"].eq("finished").sum())
         moved = drift(run)
         texts = [role, run.name, run.backend, str(run.provenance.get("device", "-"))]
-        texts += [str(run.provenance.get("cost_form") or "-"), f"{done} of {len(run.requests)}"]
+        form = "measured" if run.is_measured else str(run.provenance.get("cost_form") or "-")
+        texts += [form, f"{done} of {len(run.requests)}"]
         texts += [str(len(run.plans)), "-" if moved is None else f"{100 * moved:.1f} %"]
         rows.append([Cell(text) for text in texts])
-    columns = ["role", "run", "backend", "device", "cost form", "finished", "plans", "drift"]
+    columns = ["role", "run", "backend", "device", "durations", "finished", "plans", "drift"]
     plans = comparison.plans
     note = f"{plans.common} plans in common from the start ({100 * plans.share:.0f} %)."
     if plans.divergence:
@@ -141,7 +143,9 @@ def _split(comparison: Comparison) -> Table:
         rows.append([Cell(metric), *values, *map(_share, shares), _share(sum(shares))])
     note = (
         "The measured plan log, replayed in the simulator, makes the same decisions with predicted "
-        "durations. Timing = replay - measurement; decisions = prediction - replay; they add up."
+        "durations. Timing = replay - measurement; decisions = prediction - replay; they add up. A plan "
+        "is replayed once its requests have arrived: where steps are predicted far too short, the "
+        "replay waits, and part of the timing error shows as decisions."
     )
     columns = ["metric", "predicted", "replayed", "measured", "timing", "decisions", "total"]
     return Table("Timing or decisions", note, columns, rows)

@@ -123,12 +123,13 @@ def _aside(folder: Path) -> Iterator[Path]:
     if folder.exists() and not (folder / PAGE).is_file() and any(folder.iterdir()):
         raise ValueError(f"{folder} holds something other than a report: give a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    aside, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{x}") for x in ("new", "old"))
     aside.mkdir()
     try:
         yield aside
         if folder.exists():
-            shutil.rmtree(folder)
+            folder.rename(old)
         aside.rename(folder)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        for left in (aside, old):
+            shutil.rmtree(left, ignore_errors=True)

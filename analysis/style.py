@@ -65,6 +65,12 @@ def axes(ax: Any = None) -> Any:
     return Figure(figsize=(4.5, 3)).subplots()
 
 
+def legend(ax: Any, **placing: Any) -> None:
+    """A legend, if there is anything to name."""
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend(**placing)
+
+
 def save(fig: Any, data: pd.DataFrame, folder: Path, name: str) -> Path:
     """Writes name.svg (dense parts as pixels in it) and name.csv, the numbers that it shows."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.run import Run
-from analysis.style import BLACK, KINDS, MEASUREMENT, PREDICTION, axes, group_color, line
+from analysis.style import BLACK, KINDS, MEASUREMENT, PREDICTION, axes, group_color, legend, line
 from analysis.usage import operations, pools
 
 BINS = 300  # of a timeline: a picture has no more columns
@@ -87,7 +87,7 @@ def plot_occupancy(data: pd.DataFrame, ax: Any = None, count: str = "running") -
         ax.plot(part["at_s"], part[count], label=name, **style)
     ax.set(xlabel="seconds", ylabel="requests", title=count)
     ax.set_ylim(bottom=0)
-    ax.legend(loc="upper right")
+    legend(ax, loc="upper right")
     return ax
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -125,6 +126,19 @@ def test_one_run_has_a_report_too(tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert "tandem report" in text and "14.95 ms" in text  # p99 of TTFTs of 10 and 15 ms
     assert json.loads((page.parent / "metrics.json").read_text())["num_finished"] == 2
+
+
+@pytest.mark.parametrize("status", ["refused", "unfinished"])
+def test_runs_without_a_finished_request_are_reported(tmp_path: Path, status: str) -> None:
+    run = load(write(tmp_path / "two"))
+    nothing = replace(run, requests=run.requests.assign(status=status, token_ns=None))
+    empty = replace(nothing, steps=run.steps[:0], plans=run.plans[:0], memory=run.memory[:1])
+    for number, pair in enumerate(((nothing, run), (run, nothing), (empty, empty))):
+        comparison = compare(*pair)
+        assert "(undefined)" in words.headline(comparison)
+        assert write_report(comparison, tmp_path / f"report{number}").is_file()
+        assert words.table(comparison)
+    assert write_run_report(empty, tmp_path / "single").is_file()
 
 
 def test_headline_says_how_far_and_why(comparison: Comparison) -> None:
