@@ -70,8 +70,9 @@ def attend(
     come in groups. Heads that share keys read them through a view, without a copy.
     """
     layer = module.layer_idx
-    pair = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # [T, 2, kv_heads, D]
-    meta.arena.rows(layer).index_copy_(0, meta.slots, pair)
+    pairs = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # [T, 2, kv_heads, D]
+    meta.arena.rows(layer).index_copy_(0, meta.slots, pairs)
+    del pairs
     pages = meta.arena.layer(layer)
     outputs = [_prefill(part, query, key, value, pages, meta, scaling) for part in meta.prefills]
     if meta.decodes:
@@ -124,8 +125,8 @@ def _decode(
     queries = rows.unflatten(1, (1, kv_heads, heads // kv_heads)).unbind(0)
     outputs = []
     for q, (table, tokens) in zip(queries, meta.decodes, strict=True):
-        k, v = _views(pages.index_select(0, table), tokens)
-        outputs.append(sdpa(q, k, v, scale=scaling))
+        # Nothing names the gathered pages: they must be gone before the next gather.
+        outputs.append(sdpa(q, *_views(pages.index_select(0, table), tokens), scale=scaling))
     return torch.cat(outputs).flatten(1, 2)
 
 
