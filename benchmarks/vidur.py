@@ -5,7 +5,7 @@ requests and what it made of them (vidur@7d47513) lie in ../shared/data/peers. S
 of 512 and vLLM-v0's order, run-ahead 1. Compared are p50, p90 and p99 of TTFT and end-to-end over
 all requests; the value is the largest difference, as a share of the bar (1 % for 4,000 requests,
 1.5 % for 1,000). Restarts must be equal in number. What differs by construction: our clock counts
-whole nanoseconds, and the last token of a prompt alone in its slice is priced as a decode.
+whole nanoseconds.
 """
 
 from __future__ import annotations

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from engine.executor import Launch
 from engine.model import ModelSpec
-from sim.cost import ShapePriced
+from engine.plan import Compute
+from sim.cost import ShapePriced, forward_shape
 
 ONCE = ("attn_pre_proj", "attn_post_proj", "attn_rope", "mlp_up_proj", "mlp_act", "mlp_down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm", "add")
@@ -69,17 +71,25 @@ class VidurCost(ShapePriced):
     def _grouped(self) -> float:
         return GQA_FACTOR if self.model.num_kv_heads < self.model.num_heads else 1.0
 
-    def layer_ms(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
-        """One layer: new tokens and tokens in KV per slice."""
-        decodes = past = squares = kv_nodes = prompts = 0
-        for n, context in zip(tokens, contexts, strict=True):
-            if n == 1 and context:
-                decodes += 1
-                past += context + 1  # Vidur counts the token in hand
-            else:
-                prompts += 1
-                squares += n * n
-                kv_nodes += -(-context // KV_STEP)
+    def compute_ns(self, launch: Launch) -> int:
+        """One launch. Vidur asks the request, not the shape, whether one token is a decode."""
+        tokens, contexts, _ = forward_shape(launch)
+        assert isinstance(launch.op, Compute)
+        prompts = [piece.job.prompt_tokens for piece in launch.op.slices]
+        return self._ns(self.layer_ms(tokens, contexts, prompts))
+
+    def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
+        """One launch where one token behind a context is a decode; rows of the head are free."""
+        return self._ns(self.layer_ms(tokens, contexts, [1] * len(tokens)))
+
+    def _ns(self, layer_ms: float) -> int:
+        return round(layer_ms * self.model.num_layers * 1e6)
+
+    def layer_ms(
+        self, tokens: Sequence[int], contexts: Sequence[int], prompts: Sequence[int]
+    ) -> float:
+        """One layer: new tokens, tokens in KV and tokens of the whole prompt per slice."""
+        decodes, past, chunks, squares, kv_nodes = _merged(tokens, contexts, prompts)
         total = sum(tokens)
         ms = self._at("attn_kv_cache_save_ms", self.tables["attn_kv_cache_save_ms"], total - 1)
         ms += self._at("dense", self._dense_ms, ceil(total / PADDED_TO) * PADDED_TO - 1)
@@ -87,15 +97,11 @@ class VidurCost(ShapePriced):
             rows, node = self.tables["attn_decode_ms"], -(-(past // decodes) // KV_STEP)
             part = self._cell("attn_decode_ms", rows, decodes - 1, node)
             ms += part * (self._grouped if decodes > 1 else 1.0)
-        if prompts:
+        if chunks:
             rows, side = self.tables["attn_prefill_ms"], round(sqrt(squares))
             part = self._cell("attn_prefill_ms", rows, kv_nodes, side - 1)
-            ms += part * (self._grouped if prompts > 1 else 1.0)
+            ms += part * (self._grouped if chunks > 1 else 1.0)
         return ms
-
-    def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
-        """One launch; rows of the head cost nothing in Vidur."""
-        return round(self.layer_ms(tokens, contexts) * self.model.num_layers * 1e6)
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
         """Vidur copies nothing: ValueError."""
@@ -122,3 +128,19 @@ class VidurCost(ShapePriced):
         if name not in self._warned:
             self._warned.add(name)
             log.warning("Vidur's table %s is extrapolated, first at %d", name, index)
+
+
+def _merged(
+    tokens: Sequence[int], contexts: Sequence[int], prompts: Sequence[int]
+) -> tuple[int, int, int, int, int]:
+    """Decodes and their contexts' sum; prompt slices, their squares' sum and their KV nodes."""
+    decodes = past = chunks = squares = kv_nodes = 0
+    for n, context, prompt in zip(tokens, contexts, prompts, strict=True):
+        if n == 1 and context >= prompt:
+            decodes += 1
+            past += context + 1  # Vidur counts the token in hand
+        else:
+            chunks += 1
+            squares += n * n
+            kv_nodes += -(-context // KV_STEP)
+    return decodes, past, chunks, squares, kv_nodes
