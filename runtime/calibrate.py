@@ -36,6 +36,7 @@ def profile(
     *,
     seed: int = 0,
     held_out: int = 48,
+    max_tokens: int = 2048,
     facts: Mapping[str, Any] | None = None,
 ) -> Path:
     """Measures the grid and held-out shapes; writes them into `folder` and returns it.
@@ -43,35 +44,36 @@ def profile(
     steps.parquet and holdout.parquet hold spans in the STEPS schema: launches with the same
     `step` were issued as one plan, so those that overlap contend. host_ns is the preparation only
     (packing): no policy decided and no ledger booked. profile.json says on what all this was
-    measured; `facts` (commit, device, clock) go into it as they are.
+    measured; `facts` (commit, device, clock) go into it as they are. `max_tokens` is the most
+    that a launch of the grid computes.
     """
     began = time.perf_counter()
     before = probe(env, executor, machine)
-    with driving(env, executor, machine, seed) as driver:
-        fitted = grid(driver.limits, driver.page)
-        random.Random(seed).shuffle(fitted)  # a slow drift must not look like a size
-        judged = holdout(driver.limits, driver.page, seed)[:held_out]
+    with driving(env, executor, machine, seed, max_tokens) as driver:
         tables = {
-            "steps": _measure(driver, fitted, "calibrating"),
-            "holdout": _measure(driver, judged, "held out"),
+            name: _measure(driver, shapes, name) for name, shapes in _shapes(driver, seed, held_out)
         }
-    drift = ratios(before, probe(env, executor, machine))
+    about = _about(machine) | {"seed": seed, "probe_s": before}
+    about["probe_ratios"] = ratios(before, probe(env, executor, machine))
+    about["took_s"] = round(time.perf_counter() - began, 2)
+    _write(folder, tables, about | dict(facts or {}))
+    return folder
+
+
+def _shapes(driver: Driver, seed: int, held_out: int) -> list[tuple[str, list[Shape]]]:
+    """What is measured, by the name of its table."""
+    fitted = grid(driver.limits, driver.page)
+    random.Random(seed).shuffle(fitted)  # a slow drift must not look like a size
+    return [("steps", fitted), ("holdout", holdout(driver.limits, driver.page, seed)[:held_out])]
+
+
+def _write(folder: Path, tables: Mapping[str, pa.Table], about: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, table in tables.items():
         aside = folder / f".{name}.parquet.tmp"
         pq.write_table(table, aside, compression="zstd")
         aside.rename(folder / f"{name}.parquet")
-    about = _about(machine) | {
-        "seed": seed,
-        "shapes": len(fitted),
-        "held_out_shapes": len(judged),
-        "probe_s": before,
-        "probe_ratios": drift,
-        "took_s": round(time.perf_counter() - began, 2),
-        **(facts or {}),
-    }
     (folder / "profile.json").write_text(json.dumps(about, indent=2) + "\n")
-    return folder
 
 
 def repeats(shape: Shape) -> int:
@@ -84,7 +86,9 @@ def _measure(driver: Driver, shapes: Sequence[Shape], label: str) -> pa.Table:
     from tqdm import tqdm
 
     rows, step = [], 0
-    for shape in tqdm(shapes, desc=label, unit="shape", disable=None, file=sys.stderr):
+    for shape in tqdm(
+        shapes, desc=f"measuring {label}", unit="shape", disable=None, file=sys.stderr
+    ):
         runs = [driver.run(shape) for _ in range(repeats(shape))]
         for run in runs[1:]:
             for i, (launch, span) in enumerate(run.done):

@@ -43,9 +43,15 @@ class Driver:
     """
 
     def __init__(
-        self, env: simpy.Environment, executor: Executor, machine: Machine, seed: int = 0
+        self,
+        env: simpy.Environment,
+        executor: Executor,
+        machine: Machine,
+        seed: int = 0,
+        max_tokens: int = 2048,
     ) -> None:
         self.env, self.executor, self.machine = env, executor, machine
+        self._max_tokens = max_tokens  # of a launch
         arena = machine.arenas[GPU]
         self.page = PageSize(arena.page_tokens, arena.page_nbytes)
         rng = np.random.default_rng(seed)
@@ -62,7 +68,9 @@ class Driver:
         """What fits on this machine."""
         arenas = self.machine.arenas
         host = arenas[HOST].num_pages if HOST in arenas else 0
-        return Limits(self.machine.spec.max_positions, arenas[GPU].num_pages, host)
+        return Limits(
+            self.machine.spec.max_positions, arenas[GPU].num_pages, host, self._max_tokens
+        )
 
     def run(self, shape: Shape) -> Run:
         """Launches a shape once."""
@@ -136,10 +144,14 @@ class Driver:
 
 @contextmanager
 def driving(
-    env: simpy.Environment, executor: Executor, machine: Machine, seed: int = 0
+    env: simpy.Environment,
+    executor: Executor,
+    machine: Machine,
+    seed: int = 0,
+    max_tokens: int = 2048,
 ) -> Iterator[Driver]:
     """A driver whose pages go back with the block."""
-    driver = Driver(env, executor, machine, seed)
+    driver = Driver(env, executor, machine, seed, max_tokens)
     try:
         yield driver
     finally:

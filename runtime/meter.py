@@ -129,13 +129,20 @@ class CudaMeter:
     start, so this is weights + arena whatever is booked; a launch in flight adds the few
     index tensors it keeps. process_bytes = what the driver says is in use on the device, by
     anybody. The HOST pool is its pinned arena, resident in whole, and the RSS.
+    `every` as in CpuMeter.
     """
 
-    def __init__(self, device: int = 0, host_arenas: Sequence[Tensor] = ()) -> None:
-        self._device = device
+    def __init__(self, device: int = 0, host_arenas: Sequence[Tensor] = (), every: int = 1) -> None:
+        if every < 1:
+            raise ValueError(f"meter: every is {every}; it must be at least 1")
+        self._device, self._every, self._calls = device, every, 0
         self._host = [Residency(tensor) for tensor in host_arenas]
 
     def read(self) -> Mapping[Pool, Reading]:
+        """One reading per pool, or nothing at a call that is left out."""
+        self._calls += 1
+        if (self._calls - 1) % self._every:
+            return {}
         stats = torch.cuda.memory_stats(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         readings = {

@@ -80,7 +80,6 @@ def test_a_profile_holds_two_tables_and_says_what_it_measured(tmp_path: Path) ->
     for table, shapes in ((steps, grid(limits, page)), (judged, holdout(limits, page, 0)[:6])):
         kept = sum(repeats(shape) - 1 for shape in shapes)
         assert len(set(table["step"].to_pylist())) == kept > 0
-    assert (about["shapes"], about["held_out_shapes"]) == (len(grid(limits, page)), 6)
     rows = steps.to_pylist()
     assert all(row["end_ns"] > row["start_ns"] for row in rows)
     copies = [row for row in rows if row["lane"] == "gpu->host"]
