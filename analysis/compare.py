@@ -160,6 +160,7 @@ def memory_errors(prediction: Run, measurement: Run) -> pd.DataFrame:
         booked = a[a["kind"].eq("used")].assign(kind="measured")
         a = pd.concat([a, booked], ignore_index=True)
     both = a.merge(b, on=keys, suffixes=("_a", "_b"))
+    both = both.sort_values("pool", kind="stable")
     rows: list[tuple[Any, ...]] = [
         (row["pool"], row["kind"], stat, row[f"{stat}_a"], row[f"{stat}_b"])
         for row in both.to_dict("records")
