@@ -144,7 +144,7 @@ def _split(comparison: Comparison) -> Table:
     note = (
         "The measured plan log, replayed in the simulator, makes the same decisions with predicted "
         "durations. Timing = replay - measurement; decisions = prediction - replay; they add up. "
-        "A plan is replayed once its requests have arrived: where steps are predicted far too short, "
+        "A plan is replayed once its requests have arrived: where steps are predicted too short, "
         "the replay waits, and part of the timing error shows as decisions."
     )
     columns = ["metric", "predicted", "replayed", "measured", "timing", "decisions", "total"]
