@@ -48,8 +48,8 @@ class Draft:
         self._add(Free(src))
 
     def compute(self, slices: Sequence[Slice], writes: Sequence[Place]) -> None:
-        """One launch of all slices."""
-        self._add(Compute(tuple(slices), writes=tuple(writes), device=self._device))
+        """One launch of all slices. That all its places are held is checked at booking."""
+        self._ops.append(Compute(tuple(slices), writes=tuple(writes), device=self._device))
 
     def restart(self, job: Job) -> None:
         """Its tokens will be computed again."""

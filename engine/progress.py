@@ -8,17 +8,16 @@ from engine.plan import Slice, Work
 
 def advance_serving(piece: Slice) -> bool:
     """Moves a serving job's frontier; returns whether the slice yields the next token."""
-    job, layers = piece.job, piece.layers
+    job, tokens = piece.job, piece.tokens
+    left = job.known_tokens - job.computed_tokens - tokens
     assert piece.work is Work.FORWARD, f"job {job.job_id} is served, it has no {piece.work}"
-    assert layers is None, f"job {job.job_id}: serving slices run through all layers"
-    assert 0 < piece.tokens <= job.remaining_tokens, (
-        f"job {job.job_id}: a slice of {piece.tokens} tokens, {job.remaining_tokens} remain"
-    )
+    assert piece.layers is None, f"job {job.job_id}: serving slices run through all layers"
+    assert tokens > 0 and left >= 0, f"job {job.job_id}: {tokens} tokens, {left + tokens} remain"
     if piece.record:
         assert job.recorded_tokens == job.computed_tokens, "a record is a gapless prefix"
-        job.recorded_tokens += piece.tokens
-    job.computed_tokens += piece.tokens
-    if job.remaining_tokens:
+        job.recorded_tokens += tokens
+    job.computed_tokens += tokens
+    if left:
         return False
     job.known_tokens += 1
     return True
