@@ -1,4 +1,4 @@
-"""`tandem trace import|show`."""
+"""`tandem trace import|export|show`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-SWITCHES = {"shuffle": "--no-shuffle", "keep_ids": "--no-ids"}  # on unless said otherwise
+SWITCHES = {
+    "shuffle": "--no-shuffle",
+    "keep_ids": "--no-ids",
+    "spread": "--no-spread",
+}  # on unless said otherwise
+WHOLES = ("limit", "seed", "max_total_tokens", "min_tokens", "max_message_chars", "block_tokens")
+REALS = ("think_s", "start_s", "duration_s", "rate")
 HELP = {
     "tokenizer": "tokenizer.json(.gz) or its folder; text needs one",
     "rule": "which messages become requests",
-    "kind": "sharegpt, lengths or auto",
+    "kind": "sharegpt, lengths, azure, burstgpt, mooncake, servegen or auto",
     "limit": "stop at this many requests",
     "shuffle": "keep the order of the file",
     "seed": "of the shuffle; the rule's own if not given",
@@ -25,6 +31,15 @@ HELP = {
     "think_exponential": "closed loop: exponential think times instead of equal ones",
     "bos_token": "token before every prompt; '' for none",
     "max_message_chars": "longest message that is tokenized",
+    "start_s": "recorded traces: leave out what came before",
+    "duration_s": "recorded traces: take this much of the time",
+    "rate": "recorded traces: mean requests per second, instead of the recorded rate",
+    "spread": "recorded traces: keep stamps as they were rounded",
+    "model": "BurstGPT: one model's requests, ChatGPT or GPT-4",
+    "log_type": "BurstGPT: one log type's requests",
+    "time_unit": "Mooncake: ms, s or auto",
+    "block_tokens": "Mooncake: prompt tokens per hash id; found out if not given",
+    "lengths": "ServeGen: a length histogram, or a table of lengths; default: the one beside",
 }
 
 
@@ -35,15 +50,15 @@ def main(words: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from traces.import_ import Options
+    from traces.options import Options
     from traces.rules import RULES
 
     parser = argparse.ArgumentParser(prog="tandem trace", description=__doc__)
-    verbs = parser.add_subparsers(required=True, metavar="import|show")
+    verbs = parser.add_subparsers(required=True, metavar="import|export|show")
     rules = "\n".join(f"  {name}" for name in RULES)
     imports = verbs.add_parser(
         "import",
-        help="a ShareGPT file or a table of lengths to a normalised Parquet trace",
+        help="ShareGPT text, a table of lengths or a recorded trace to a normalised Parquet trace",
         epilog=f"rules:\n{rules}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -52,6 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     for field in fields(Options):
         _add_option(imports, field.name, field.default)
     imports.set_defaults(carry_out=_import)
+    exports = verbs.add_parser("export", help="a normalised trace to Mooncake JSON lines")
+    exports.add_argument("trace", help="its .parquet")
+    exports.add_argument("--out", required=True, help="the .jsonl to write")
+    exports.add_argument("--block-tokens", type=int, default=512, help="per hash id [512]")
+    exports.set_defaults(carry_out=_export)
     shows = verbs.add_parser("show", help="what a normalised trace holds")
     shows.add_argument("trace", help="its .parquet")
     shows.set_defaults(carry_out=_show)
@@ -65,13 +85,13 @@ def _add_option(parser: argparse.ArgumentParser, name: str, default: Any) -> Non
         action = "store_false" if default else "store_true"
         parser.add_argument(flag, dest=name, action=action, help=about)
         return
-    texts = ("tokenizer", "rule", "kind", "bos_token")
-    kind = str if name in texts else float if name == "think_s" else int
+    kind = float if name in REALS else int if name in WHOLES else str
     parser.add_argument(flag, dest=name, type=kind, default=default, help=about)
 
 
 def _import(chosen: argparse.Namespace) -> int:
-    from traces.import_ import Options, import_trace
+    from traces.import_ import import_trace
+    from traces.options import Options
 
     options = {field.name: getattr(chosen, field.name) for field in fields(Options)}
     sidecar = import_trace(chosen.source, chosen.out, **options)
@@ -80,7 +100,19 @@ def _import(chosen: argparse.Namespace) -> int:
     print(f"{chosen.out}: {sidecar['requests']} requests")
     print(f"rows read {read} = kept {kept} + dropped {sum(dropped.values())}")
     for reason, count in sorted(dropped.items(), key=lambda item: -item[1]):
-        print(f"  {count:>7} {reason}")
+        lines = sidecar.get("first_lines_dropped", {}).get(reason, [])
+        where = f" (lines {', '.join(map(str, lines))})" if lines else ""
+        print(f"  {count:>7} {reason}{where}")
+    return 0
+
+
+def _export(chosen: argparse.Namespace) -> int:
+    from traces.mooncake import write_mooncake
+    from traces.store import read_trace
+
+    requests = read_trace(chosen.trace)
+    write_mooncake(chosen.out, requests, chosen.block_tokens)
+    print(f"{chosen.out}: {len(requests)} requests")
     return 0
 
 

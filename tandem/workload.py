@@ -41,7 +41,8 @@ def trace_file(trace: Mapping[str, Any], cache: Path) -> Path:
         return path
     if not path.is_file():
         raise ValueError(f"trace.path={path}: no such file")
-    from traces.import_ import Options, import_trace
+    from traces.import_ import import_trace
+    from traces.options import Options
 
     checked = arguments(Options, options, "trace")
     made_of = f"{SCHEMA_VERSION} {sha256_of(path)} {sorted(options.items())}"

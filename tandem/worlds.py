@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import simpy
 from engine.executor import Executor, Meter
 from engine.plan import Pool
 from tandem.budget import GPU, HOST
+from tandem.conform import conform
 from tandem.setting import Setting
 
 CLOCKS = {
@@ -23,6 +25,7 @@ CLOCKS = {
     "cuda": ("wall",),
 }
 MEASURED = ("cpu", "cuda")
+SAMPLED_EVERY = 20  # launches per sample of workspace, where a sample takes nobody's time
 
 
 Opened = AbstractContextManager[tuple[simpy.Environment, Executor]]
@@ -61,17 +64,18 @@ class World:
 def world_of(setting: Setting, backend: Mapping[str, Any]) -> Iterator[World]:
     """The world that the config node `backend` names; its threads and memory end with the block."""
     name, clock = backend["name"], backend["clock"]
+    every = conform(backend.get("workspace_every"), int | None, "backend.workspace_every")
     if name not in CLOCKS:
         raise ValueError(f"backend.name={name}: there are {', '.join(CLOCKS)}")
     if clock not in CLOCKS[name]:
         raise ValueError(f"backend {name} has no clock {clock!r}; take {' or '.join(CLOCKS[name])}")
-    opened = {
+    opened: dict[str, Callable[[Setting], AbstractContextManager[World]]] = {
         "sim": _sim,
         "lockstep": _lockstep,
-        "cpu": _wall if clock == "wall" else _service,
+        "cpu": partial(_wall if clock == "wall" else _service, every=every),
         "cuda": _cuda,
-    }[name](setting)
-    with opened as world:
+    }
+    with opened[name](setting) as world:
         yield world
 
 
@@ -93,8 +97,9 @@ def _lockstep(setting: Setting) -> Iterator[World]:
 
 
 @contextmanager
-def _service(setting: Setting) -> Iterator[World]:
+def _service(setting: Setting, every: int | None = None) -> Iterator[World]:
     from runtime.executor import CpuExecutor
+    from runtime.workspace import Workspace
 
     machine, links = _machine(setting), _links(setting)
 
@@ -103,14 +108,17 @@ def _service(setting: Setting) -> Iterator[World]:
         env = simpy.Environment()
         yield env, CpuExecutor(env, machine, links)
 
-    with fresh() as (env, executor):
-        yield World(env, executor, machine, _cpu_meter(machine, executor.paused), fresh)
+    env = simpy.Environment()
+    workspace = Workspace(machine, SAMPLED_EVERY if every is None else every)
+    executor = CpuExecutor(env, machine, links, workspace)
+    yield World(env, executor, machine, _cpu_meter(machine, executor.paused), fresh)
 
 
 @contextmanager
-def _wall(setting: Setting) -> Iterator[World]:
+def _wall(setting: Setting, every: int | None = None) -> Iterator[World]:
     from runtime.clock import WallClock
     from runtime.wall import WallExecutor
+    from runtime.workspace import Workspace
 
     machine, links = _machine(setting), _links(setting)
 
@@ -120,7 +128,8 @@ def _wall(setting: Setting) -> Iterator[World]:
         with WallExecutor(clock, machine, links) as executor:
             yield clock, executor
 
-    with fresh() as (clock, executor):
+    clock = WallClock()
+    with WallExecutor(clock, machine, links, Workspace(machine, every or 0)) as executor:
         yield World(clock, executor, machine, _cpu_meter(machine), fresh)
 
 
