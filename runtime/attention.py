@@ -69,17 +69,19 @@ def attend(
     was measured (RUNTIME.md 2.2), and exact. A GPU cannot wait for so many launches: its decodes
     come in groups. Heads that share keys read them through a view, without a copy.
     """
-    layer = module.layer_idx
-    pairs = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # [T, 2, kv_heads, D]
-    meta.arena.rows(layer).index_copy_(0, meta.slots, pairs)
-    del pairs
-    pages = meta.arena.layer(layer)
+    _store(key, value, meta, module.layer_idx)
+    pages = meta.arena.layer(module.layer_idx)
     outputs = [_prefill(part, query, key, value, pages, meta, scaling) for part in meta.prefills]
     if meta.decodes:
         outputs.append(_decode(query, pages, meta, key.shape[1], scaling))
     outputs += [_decode_group(group, query, pages, scaling) for group in meta.groups]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output.unsqueeze(0), None
+
+
+def _store(key: Tensor, value: Tensor, meta: Rows, layer: int) -> None:
+    pairs = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # [T, 2, kv_heads, D]
+    meta.arena.rows(layer).index_copy_(0, meta.slots, pairs)
 
 
 def _prefill(

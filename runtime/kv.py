@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -44,12 +45,9 @@ class Arena:
         heads = (2, spec.num_kv_heads, spec.head_dim)
         shape = (num_pages, spec.num_layers, page_tokens, *heads)
         dtype = getattr(torch, spec.dtype)
-        self._map: mmap.mmap | None = None
-        if device == "cpu":
-            self._map = _mapping(num_pages * self.page_nbytes)
-            count = num_pages * self.page_nbytes // dtype.itemsize
-            flat = torch.frombuffer(self._map, dtype=dtype, count=count) if count else None
-            self.pages = torch.empty(shape, dtype=dtype) if flat is None else flat.view(shape)
+        self._map = _mapping(num_pages * self.page_nbytes) if device == "cpu" else None
+        if self._map is not None:
+            self.pages = _tensor(self._map, shape, dtype)
         elif tier is Tier.GPU:
             # Zeros: padded keys weigh nothing, but nothing times NaN is NaN.
             self.pages = torch.zeros(shape, dtype=dtype, device=device)
@@ -154,3 +152,11 @@ def _mapping(nbytes: int) -> mmap.mmap:
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)  # else residency comes in pieces of 2 MiB
     return memory
+
+
+def _tensor(memory: mmap.mmap, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The start of a mapping as a tensor. One without elements has no memory to lie in."""
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)

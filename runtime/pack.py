@@ -159,8 +159,8 @@ class Packer:
             hidden = np.arange(width * size) >= keys[:, None]
             mask = torch.zeros(hidden.shape, dtype=self._arena.pages.dtype, device=self._device)
             mask.masked_fill_(self._send(hidden), float("-inf"))
-            table, stop = self._send(tables.reshape(-1)), start + len(members)
-            groups.append(Group(start, stop, table, mask[:, None, None]))
+            stop = start + len(members)
+            groups.append(Group(start, stop, self._send(tables.reshape(-1)), mask[:, None, None]))
             start = stop
         return tuple(groups)
 

@@ -11,8 +11,8 @@ import simpy
 
 from engine.engine import Engine
 from engine.model import ModelSpec
-from engine.plan import PageSize
-from engine.policy import Composed, Memory, Scheduling
+from engine.plan import PageSize, Pool
+from engine.policy import Composed, Memory, Policy, Scheduling
 from engine.recorder import Recorder
 from policies.chunked_prefill import ChunkedPrefill
 from policies.continuous_batching import ContinuousBatching
@@ -67,22 +67,28 @@ def serve(
     gpu_pages: int,
     model: Any = None,
 ) -> Served:
-    """Replays requests through the engine with real work on the CPU, in a tight KV budget."""
+    """Replays requests with real work on the CPU, in a tight KV budget."""
     pages = {GPU: gpu_pages, HOST: 4 * gpu_pages}
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
     model = model or build_model(spec, seed=1, spread=SPREAD)
     machine = Machine(model, spec, PAGE_TOKENS, pages, prompts)
-    env, recorder = simpy.Environment(), Recorder()
-    page = PageSize(PAGE_TOKENS, PAGE_TOKENS * spec.kv_token_bytes)
     policy = Composed(SCHEDULING[scheduling], MEMORY[memory])
-    capacity = {pool: count * page.nbytes for pool, count in pages.items()}
-    Engine(env, policy, CpuExecutor(env, machine), capacity, page, recorder=recorder).replay(
-        requests
-    )
-    outcomes = recorder.outcomes
+    outcomes = replay(policy, machine, pages, requests).outcomes
     assert {o.status for o in outcomes.values()} == {"finished"}
     return Served(
         {i: machine.outputs(i) for i in outcomes},
         sum(o.restarts for o in outcomes.values()),
         sum(o.swaps for o in outcomes.values()),
     )
+
+
+def replay(
+    policy: Policy, machine: Machine, pages: Mapping[Pool, int], requests: Sequence[Request]
+) -> Recorder:
+    """One run of the engine on the service clock."""
+    env, recorder = simpy.Environment(), Recorder()
+    page = PageSize(PAGE_TOKENS, machine.arenas[GPU].page_nbytes)
+    capacity = {pool: count * page.nbytes for pool, count in pages.items()}
+    executor = CpuExecutor(env, machine)
+    Engine(env, policy, executor, capacity, page, recorder=recorder).replay(requests)
+    return recorder
