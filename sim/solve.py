@@ -12,7 +12,9 @@ from scipy.optimize import nnls
 from sim.table import Nodes, Table
 
 Array = NDArray[np.float64]
-SMOOTHNESS = 0.03  # a kink as large as a whole launch weighs as much as an error of 3 % of one
+SMOOTHNESS = 1.0  # a kink that changes a launch by 3 % weighs as one launch that is 3 % off: about
+# the noise of a measured launch, and what tables bend by between nodes this near each other
+MODESTY = 1.0  # the pull to zero of a constant that two tables could hold, in the same unit
 ROUNDS = 4  # of reweighting
 OUTLIER = 3.0  # errors beyond so many robust standard deviations lose weight
 
@@ -29,24 +31,30 @@ def solve(grids: Mapping[str, tuple[Nodes, ...]], samples: Sequence[Sample]) -> 
     """Values at all nodes, rising along every axis, that explain the samples best.
 
     Errors count relative to each sample's duration, so that short launches matter as much as long
-    ones. Values are sums of non-negative increments. Where data leaves a node free, a light pull
-    towards straight lines decides. Outliers lose weight (Huber, iterated).
+    ones. Values are sums of non-negative increments. Where data leaves a node free, light pulls
+    decide: towards straight lines, and of constants to tables that all samples touch. Outliers
+    lose weight (Huber, iterated).
     """
     start, sizes = {}, 0
     for name, axes in grids.items():
         start[name] = sizes
         sizes += int(np.prod([len(nodes) for nodes in axes]))
     design = _design(grids, start, sizes, samples)
-    ns = np.array([sample.ns for sample in samples])
-    bends, rises = _bends(grids, sizes, _scales(design, ns)), _rises(grids, sizes)
-    relative = design / ns[:, None]
-    weights = np.array([sample.weight for sample in samples])
-    values = np.zeros(sizes)
+    ns, given = (np.array([getattr(s, name) for s in samples]) for name in ("ns", "weight"))
+    rises = _rises(grids, sizes)
+    leverages = _leverages(design / ns[:, None])
+    bends = SMOOTHNESS * _bends(grids, sizes, leverages)
+    pulls = MODESTY * _pulls(grids, start, design) * leverages
+    expected, weights = ns, given
     for _ in range(ROUNDS):
-        rows = np.vstack([relative * weights[:, None], SMOOTHNESS * bends])
-        target = np.concatenate([weights, np.zeros(len(bends))])
+        scale = weights / expected  # errors relative to what is expected: to ns itself, noise
+        rows = np.vstack(
+            [design * scale[:, None], bends, pulls]
+        )  # would pull the fit below the mean
+        target = np.concatenate([ns * scale, np.zeros(len(bends) + len(pulls))])
         values = rises @ _nonnegative(rows @ rises, target)
-        weights = np.array([sample.weight for sample in samples]) * _trust(relative @ values - 1)
+        expected = np.maximum(design @ values, 0.1 * ns)
+        weights = given * _trust(ns / expected - 1)
     return {
         name: Table(axes, tuple(values[start[name] :][: int(np.prod([len(n) for n in axes]))]))
         for name, axes in grids.items()
@@ -68,16 +76,15 @@ def _design(
     return design
 
 
-def _scales(design: Array, ns: Array) -> Array:
-    """The typical duration of the launches that touch each node: the unit of its kinks."""
-    share = design / np.maximum(design.sum(axis=1, keepdims=True), 1e-9)
-    total = share.sum(axis=0)
-    scales = np.exp(share.T @ np.log(ns) / np.maximum(total, 1e-9))
-    scales[total == 0] = scales[total > 0].max()
-    return np.asarray(scales)
+def _leverages(relative: Array) -> Array:
+    """What a ns at each node changes in a typical launch that touches it: the unit of kinks."""
+    touched = (relative > 0).sum(axis=0)
+    leverages = np.sqrt((relative**2).sum(axis=0) / np.maximum(touched, 1))
+    leverages[touched == 0] = leverages[touched > 0].min()
+    return np.asarray(leverages)
 
 
-def _bends(grids: Mapping[str, tuple[Nodes, ...]], size: int, scales: Array) -> Array:
+def _bends(grids: Mapping[str, tuple[Nodes, ...]], size: int, leverages: Array) -> Array:
     """One row per inner node and axis: its distance from the line between its neighbours."""
     rows, offset = [], 0
     for axes in grids.values():
@@ -90,9 +97,26 @@ def _bends(grids: Mapping[str, tuple[Nodes, ...]], size: int, scales: Array) -> 
                 for low, here, high in zip(*lanes[i - 1 : i + 2], strict=True):
                     row = np.zeros(size)
                     row[[low, here, high]] = [1 - part, -1.0, part]
-                    rows.append(row / scales[here])
+                    rows.append(row * leverages[here])
         offset += index.size
     rows.append(np.zeros(size))  # keeps the shape where no table has an inner node
+    return np.array(rows)
+
+
+def _pulls(
+    grids: Mapping[str, tuple[Nodes, ...]], start: Mapping[str, int], design: Array
+) -> Array:
+    """One row per table that not every sample touches, for its first value.
+
+    What every launch costs belongs to a table that every launch touches. Without this, launches
+    that all sample would leave it to chance whether the head has it, and one that samples nothing
+    would be priced without.
+    """
+    rows, size = [np.zeros(design.shape[1])], design.shape[1]
+    for name, axes in grids.items():
+        end = start[name] + int(np.prod([len(nodes) for nodes in axes]))
+        if not design[:, start[name] : end].any(axis=1).all():
+            rows.append(np.eye(1, size, start[name])[0])
     return np.array(rows)
 
 
