@@ -1,0 +1,44 @@
+"""Priorities and SLO classes: the most urgent first, by class and deadline of the first token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engine.job import Job
+from engine.plan import Slice
+from engine.view import View
+from policies.order import by_rank, check_limits, fill
+
+
+@dataclass(frozen=True)
+class EarliestDeadline:
+    """Decodes, then prompts, each by priority of their class and then by deadline.
+
+    `priority` of an SLO class: lower is served first; `deadline_s`: seconds from arrival to the
+    first token. A class that is not named has `default_priority` and `default_deadline_s`. With
+    equal deadlines it is first come first served; with equal priorities it is earliest deadline
+    first, which meets all deadlines where any order of prompts does (on one server, prompts cut).
+    The least urgent job loses its pages first.
+    """
+
+    priority: Mapping[str, int] = field(default_factory=dict)
+    deadline_s: Mapping[str, float] = field(default_factory=dict)
+    default_priority: int = 0
+    default_deadline_s: float = 10.0
+    token_budget: int = 2048
+    max_jobs: int = 256
+
+    def __post_init__(self) -> None:
+        check_limits("earliest deadline", token_budget=self.token_budget, max_jobs=self.max_jobs)
+        for name, seconds in {**self.deadline_s, "default": self.default_deadline_s}.items():
+            if seconds < 0:
+                raise ValueError(f"earliest deadline: {name} has {seconds} s, must not be below 0")
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        return fill(by_rank(view, self._urgency, self.max_jobs), self.token_budget)
+
+    def _urgency(self, job: Job) -> tuple[float, ...]:
+        within_s = self.deadline_s.get(job.slo, self.default_deadline_s)
+        priority = self.priority.get(job.slo, self.default_priority)
+        return priority, job.arrival_ns + within_s * 1e9

@@ -1,0 +1,47 @@
+"""What schedulings of the field share: seats, ranks and a token budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from engine.job import Job
+from engine.plan import Slice
+from engine.view import View
+
+Rank = Callable[[Job], tuple[float, ...]]  # lowest first
+
+
+def check_limits(name: str, **limits: int) -> None:
+    """ValueError where a limit leaves nothing to schedule."""
+    for limit, value in limits.items():
+        if value < 1:
+            raise ValueError(f"{name}: {limit} is {value}, must be at least 1")
+
+
+def fill(jobs: Iterable[Job], token_budget: int) -> tuple[Slice, ...]:
+    """Slices of jobs, most wanted first, each as long as the rest of the budget allows."""
+    slices: list[Slice] = []
+    for job in jobs:
+        if not token_budget:
+            break
+        tokens = min(job.remaining_tokens, token_budget)
+        slices.append(Slice(job, tokens))
+        token_budget -= tokens
+    return tuple(slices)
+
+
+def arrivals(view: View, max_jobs: int) -> Sequence[Job]:
+    """The head of those waiting that `max_jobs` seats leave room for."""
+    return view.waiting[: max(0, max_jobs - len(view.serving))]
+
+
+def by_rank(view: View, rank: Rank, max_jobs: int) -> Iterable[Job]:
+    """Decodes first, then prompts begun and waiting alike, each by rank.
+
+    Who waits takes free seats in the order of rank. Ties keep the order of admission or arrival.
+    """
+    seats = max(0, max_jobs - len(view.serving))
+    seated = sorted(view.waiting, key=rank)[:seats]
+    begun = [job for job in view.serving if job.is_prefilling]
+    yield from sorted((job for job in view.serving if not job.is_prefilling), key=rank)
+    yield from sorted([*begun, *seated], key=rank)

@@ -1,0 +1,140 @@
+"""The cost model of foreign kernel profiles: vLLM's layers, timed one by one by LLMServingSim."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from engine.model import ModelSpec
+from sim.cost import ShapePriced
+from sim.ragged import Ragged
+from sim.skew import Skew, fit_skew
+from sim.table import Lookup, Table
+
+PER_LAYER = {
+    "layernorm": 2,
+    "qkv_proj": 1,
+    "rotary_emb": 1,
+    "o_proj": 1,
+    "gate_up_proj": 1,
+    "act_fn": 1,
+    "down_proj": 1,
+}
+PER_STEP = ("embedding", "final_layernorm")
+PER_SEQUENCE = ("lm_head", "sampler")
+SKEWS = ("none", "default", "per_bucket")
+GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))  # vLLM's CUDA graphs, default
+
+
+@dataclass(frozen=True)
+class KernelProfileCost(ShapePriced):
+    """Microseconds of one layer's kernels, summed over layers, embedding, head and sampler.
+
+    dense         by new tokens of a launch, padded to the next of `padded_to` (CUDA graphs)
+    head          by sampled rows
+    attention     one kernel for all slices: prompt tokens, their context, decodes, mean context
+    skew          what unequal contexts of decodes add
+    step_ns       on the device per launch, `host_ns` on the host per plan: nothing was profiled
+    """
+
+    dense: Table
+    head: Table
+    attention: Ragged
+    skew: Skew
+    model: ModelSpec
+    source: str
+    padded_to: tuple[int, ...] = ()
+    step_ns: int = 0
+    host_ns_per_plan: int = 0
+    form: str = field(default="table", init=False)
+
+    @classmethod
+    def load(cls, folder: Path, model: ModelSpec, skew: str = "per_bucket", **given: Any) -> Any:
+        """Reads dense.csv, per_sequence.csv, attention.csv and, for skew, skew.csv.gz."""
+        if skew not in SKEWS:
+            raise ValueError(f"skew is {skew!r}, must be one of {SKEWS}")
+        dense = pd.read_csv(folder / "dense.csv")
+        counts = {name: n * model.num_layers for name, n in PER_LAYER.items()}
+        counts |= dict.fromkeys(PER_STEP, 1)
+        attention = Ragged.of(pd.read_csv(folder / "attention.csv").to_numpy().tolist())
+        fitted = Skew()
+        if skew != "none":
+            fitted = fit_skew(pd.read_csv(folder / "skew.csv.gz"), skew == "per_bucket")
+        heads = pd.read_csv(folder / "per_sequence.csv")
+        return cls(
+            _summed(dense, "tokens", counts),
+            _summed(heads, "sequences", dict.fromkeys(PER_SEQUENCE, 1)),
+            attention,
+            fitted,
+            model,
+            str(folder),
+            **given,
+        )
+
+    @property
+    def provenance(self) -> str:
+        """The folder of the profile."""
+        return f"kernel profile {self.source} for {self.model.name}"
+
+    @cached_property
+    def _dense(self) -> Lookup:
+        return Lookup("dense", self.dense)
+
+    @cached_property
+    def _head(self) -> Lookup:
+        return Lookup("head", self.head)
+
+    def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
+        """One launch by its shape: new tokens and tokens in KV per slice, rows of the head."""
+        busy = self._dense[self._padded(sum(tokens))] + self.step_ns
+        busy += self.model.num_layers * self.attention_us(tokens, contexts) * 1e3
+        return round(busy + (self._head[samples] if samples else 0.0))
+
+    def attention_us(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
+        """One layer's attention over all slices."""
+        past: list[int] = []
+        chunk = behind = 0
+        for n, context in zip(tokens, contexts, strict=True):
+            if n == 1 and context:
+                past.append(context + 1)
+            else:
+                chunk += n
+                behind += context
+        if not past:
+            return self.attention.value((chunk, behind, 0, 0))
+        mean, most, least = sum(past) / len(past), max(past), min(past)
+        at_mean = self.attention.value((chunk, behind, len(past), mean))
+        if most == least:
+            return at_mean
+        alpha = self.skew.alpha(chunk > 0, len(past), (mean - least) / (most - least))
+        if not alpha:
+            return at_mean
+        reach = self.attention.value((chunk, behind, len(past), most)) - at_mean
+        return at_mean + alpha * max(0.0, reach)
+
+    def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
+        """The profile has no copies: ValueError."""
+        raise ValueError(f"{self.source} has no copies {direction}; take a policy that restarts")
+
+    def plan_ns(self, items: int) -> int:
+        """The host's part of a plan, as given."""
+        return self.host_ns_per_plan
+
+    def _padded(self, tokens: int) -> int:
+        index = bisect_left(self.padded_to, tokens)
+        return self.padded_to[index] if index < len(self.padded_to) else tokens
+
+
+def _summed(rows: Any, axis: str, counts: dict[str, int]) -> Table:
+    """One table in ns of all layers named, each so many times. ValueError where one is missing."""
+    times = rows.pivot(index=axis, columns="layer", values="time_us")
+    if missing := counts.keys() - set(times.columns):
+        raise ValueError(f"kernel profile lacks {', '.join(sorted(missing))}; profile them too")
+    total = sum(times[name] * count for name, count in counts.items()).dropna() * 1e3
+    return Table((tuple(int(x) for x in total.index),), tuple(float(y) for y in total))
