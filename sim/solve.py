@@ -42,16 +42,14 @@ def solve(grids: Mapping[str, tuple[Nodes, ...]], samples: Sequence[Sample]) -> 
     design = _design(grids, start, sizes, samples)
     ns, given = (np.array([getattr(s, name) for s in samples]) for name in ("ns", "weight"))
     rises = _rises(grids, sizes)
-    leverages = _leverages(design / ns[:, None])
-    bends = SMOOTHNESS * _bends(grids, sizes, leverages)
-    pulls = MODESTY * _pulls(grids, start, design) * leverages
+    prior = _prior(grids, start, design, ns)
     expected, weights = ns, given
     for _ in range(ROUNDS):
         scale = weights / expected  # errors relative to what is expected: to ns itself, noise
         rows = np.vstack(
             [design * scale[:, None], bends, pulls]
         )  # would pull the fit below the mean
-        target = np.concatenate([ns * scale, np.zeros(len(bends) + len(pulls))])
+        target = np.concatenate([ns * scale, np.zeros(len(prior))])
         values = rises @ _nonnegative(rows @ rises, target)
         expected = np.maximum(design @ values, 0.1 * ns)
         weights = given * _trust(ns / expected - 1)
@@ -74,6 +72,16 @@ def _design(
             for index, weight in empty[name].weights(point):
                 design[row, start[name] + index] += weight
     return design
+
+
+def _prior(
+    grids: Mapping[str, tuple[Nodes, ...]], start: Mapping[str, int], design: Array, ns: Array
+) -> Array:
+    """Rows that should come out as zero: kinks, and constants in the wrong table."""
+    leverages = _leverages(design / ns[:, None])
+    bends = SMOOTHNESS * _bends(grids, design.shape[1], leverages)
+    pulls = MODESTY * _pulls(grids, start, design) * leverages
+    return np.vstack([bends, pulls])
 
 
 def _leverages(relative: Array) -> Array:
