@@ -109,7 +109,7 @@ class Recorded:
             raise ValueError(f"{n} arrivals wanted, {len(times)} {left}; take fewer requests")
         times = times[:n] - times[:1]
         if self.rate is not None and self.mode == "stretch":
-            times = _stretched(times, self.rate)
+            times = stretched(times, self.rate)
         return times
 
     def _recorded_ns(self) -> TimesNs:
@@ -159,7 +159,8 @@ def _thinned(times: TimesNs, rate: float, seed: int) -> TimesNs:
     return kept
 
 
-def _stretched(times: TimesNs, rate: float) -> TimesNs:
+def stretched(times: TimesNs, rate: float) -> TimesNs:
+    """Times from 0, scaled so that their n - 1 gaps have mean 1/rate; all at 0 stays so."""
     if len(times) < 2 or times[-1] == 0:
         return times
     span_ns = (len(times) - 1) / rate * NS_PER_S

@@ -4,64 +4,26 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from traces.figures import spread
+from traces.kinds import READERS, Imported, recorded_kind
 from traces.lengths import Limits, read_lengths, sample
+from traces.options import Options
 from traces.request import Request
 from traces.rules import Rule, rule_named
 from traces.selection import Selection, select
-from traces.sharegpt import MAX_MESSAGE_CHARS, ShareGPT, read_sharegpt
+from traces.sharegpt import ShareGPT, read_sharegpt
 from traces.store import read_sidecar, read_trace, sha256_of, write_trace
 from traces.tables import TABLE_SUFFIXES
 from traces.think import Think, with_think
 from traces.tokenizer import LoadedTokenizer, load_tokenizer
 
-DEFAULT_RULE = "vllm_filter_plus_role_check"
-Imported = tuple[list[Request], dict[str, Any]]  # the requests, and their part of the sidecar
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How to import; every one has a default but the tokenizer, which text needs.
-
-    `kind` is "sharegpt", "lengths" or "auto" (lengths for tables and JSON lines of token counts).
-    `seed` None is the rule's own (file order where the original has none); `shuffle` False is file
-    order. `max_total_tokens` and `min_tokens` override the rule's. With `oversample`, too few
-    requests are drawn again up to `limit` as vLLM does by default: equal prompts then look like
-    prefix-cache hits, so it is off here. `think_s` is the mean think time of closed-loop turns.
-    """
-
-    tokenizer: str | Path | None = None
-    rule: str = DEFAULT_RULE
-    kind: str = "auto"
-    limit: int | None = None
-    shuffle: bool = True
-    seed: int | None = None
-    oversample: bool = False
-    keep_ids: bool = True
-    max_total_tokens: int | None = None
-    min_tokens: int | None = None
-    think_s: float = 0.0
-    think_exponential: bool = False
-    bos_token: str | None = None
-    max_message_chars: int = MAX_MESSAGE_CHARS
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("auto", "sharegpt", "lengths"):
-            raise ValueError(f"kind is {self.kind!r}; use 'auto', 'sharegpt' or 'lengths'")
-        for name in ("limit", "max_total_tokens", "min_tokens", "max_message_chars"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if self.oversample and self.limit is None:
-            raise ValueError("oversample needs a limit to fill")
-
 
 def import_trace(source: str | Path, out: str | Path, **options: Any) -> dict[str, Any]:
-    """Reads ShareGPT text or a token-length table and writes `out` (Parquet) with its sidecar.
+    """Reads text, token lengths or a recorded trace; writes `out` (Parquet) with its sidecar.
 
     `options` are the fields of Options. Returns the sidecar. A user's mistake is a ValueError of
     one line.
@@ -72,7 +34,9 @@ def import_trace(source: str | Path, out: str | Path, **options: Any) -> dict[st
     if out.suffix != ".parquet" or out.resolve() == source.resolve():
         raise ValueError(f"{out}: the trace to write must be another .parquet file")
     kind = _kind_of(source) if chosen.kind == "auto" else chosen.kind
-    read = _from_lengths if kind == "lengths" else _from_sharegpt
+    if kind in READERS and chosen.oversample:
+        raise ValueError(f"{source}: a recorded trace cannot be oversampled; its times are its own")
+    read = {**READERS, "lengths": _from_lengths, "sharegpt": _from_sharegpt}[kind]
     requests, origin = read(source, chosen)
     if not requests:
         raise ValueError(f"{source}: no request left of {origin['rows_read']} rows: {_why(origin)}")
@@ -99,6 +63,7 @@ def inspect_trace(path: str | Path) -> dict[str, Any]:
         "prompt_tokens": spread([r.prompt_tokens for r in requests]),
         "output_tokens": spread([r.output_tokens for r in requests]),
         "has_prompt_ids": all(r.prompt_ids is not None for r in requests),
+        "has_prefix_ids": all(r.prefix_ids is not None for r in requests),
         "last_arrival_s": max(arrivals_ns, default=0) / 1e9,
         "sidecar": sidecar,
     }
@@ -190,6 +155,8 @@ def _filled(requests: list[Request], options: Options) -> list[Request]:
 
 
 def _kind_of(source: Path) -> str:
+    if kind := recorded_kind(source):
+        return kind
     if source.suffix in (".csv", ".parquet"):
         return "lengths"
     if not source.name.endswith(TABLE_SUFFIXES):

@@ -50,6 +50,18 @@ class Limits:
     max_prompt_tokens: int | None = None
     max_total_tokens: int | None = None
 
+    def fault(self, prompt_tokens: int, output_tokens: int) -> str | None:
+        """Why a pair is not taken."""
+        for name, value in (("prompt", prompt_tokens), ("output", output_tokens)):
+            if value < self.min_tokens:
+                return f"{name} under {self.min_tokens} tokens"
+        if self.max_prompt_tokens is not None and prompt_tokens > self.max_prompt_tokens:
+            return f"prompt over {self.max_prompt_tokens} tokens"
+        limit = self.max_total_tokens
+        if limit is not None and prompt_tokens + output_tokens > limit:
+            return f"prompt and output over {limit} tokens"
+        return None
+
 
 def read_lengths(path: str | Path, limits: Limits | None = None, keep_ids: bool = True) -> Lengths:
     """Each usable row as a request, in file order; the others are dropped by reason.
@@ -112,12 +124,8 @@ def _fault(prompt: Any, output: Any, ids: Any, limits: Limits) -> str | None:
             return f"{name} missing"
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
             return f"{name} is not a whole number"
-        if value < limits.min_tokens:
-            return f"{name} under {limits.min_tokens} tokens"
-    if limits.max_prompt_tokens is not None and prompt > limits.max_prompt_tokens:
-        return f"prompt over {limits.max_prompt_tokens} tokens"
-    if limits.max_total_tokens is not None and prompt + output > limits.max_total_tokens:
-        return f"prompt and output over {limits.max_total_tokens} tokens"
+    if fault := limits.fault(prompt, output):
+        return fault
     if ids is not None and len(ids) != prompt:
         return "prompt ids are not as many as prompt tokens"
     return None

@@ -1,0 +1,42 @@
+"""BurstGPT: two months of requests to ChatGPT and GPT-4 at one campus (HPMLL/BurstGPT, CC-BY-4.0).
+
+Columns Timestamp (whole seconds), Model, Request tokens, Response tokens, Total tokens, Log Type.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from traces.lengths import Limits
+from traces.records import Record, records
+from traces.rows import Parsed, Rows, Unusable, nanoseconds, read_rows, whole
+
+NS_PER_S = 1_000_000_000
+COLUMNS = (("Timestamp",), ("Model",), ("Request tokens",), ("Response tokens",))
+OPTIONAL = (("Total tokens",), ("Log Type",))
+FAILED = "failed: no response tokens"
+
+
+def read_burstgpt(
+    path: Path, limits: Limits, model: str | None = None, log_type: str | None = None
+) -> Rows:
+    """Rows of the .csv(.gz) or .parquet: of one model ("ChatGPT", "GPT-4") or log type if named.
+
+    A request without response tokens has failed and is dropped; so is a row whose total is not
+    the sum of its parts.
+    """
+
+    def parsed(record: Record) -> Parsed:
+        stamp, of_model, prompt, output, total, of_type = record
+        if model is not None and of_model != model:
+            raise Unusable(f"model is not {model}")
+        if log_type is not None and of_type != log_type:
+            raise Unusable(f"log type is not {log_type}")
+        num_prompt, num_output = whole("prompt", prompt), whole("output", output)
+        if num_output == 0:
+            raise Unusable(FAILED)
+        if total not in (None, "") and whole("total", total) != num_prompt + num_output:
+            raise Unusable("total is not request and response tokens")
+        return nanoseconds(stamp, NS_PER_S), num_prompt, num_output, None
+
+    return read_rows(records(path, COLUMNS, OPTIONAL), parsed, limits)

@@ -1,0 +1,111 @@
+"""The understood rows of a recorded trace as columns, and an account of the others."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from traces.lengths import Limits
+from traces.records import Record
+
+NAMED_LINES = 5  # of each reason
+MAX_TOKENS = 2**31 - 1
+Parsed = tuple[int, int, int, tuple[int, ...] | None]  # at_ns, prompt, output, prefix ids
+
+
+class Unusable(Exception):
+    """Why a row is dropped."""
+
+
+@dataclass
+class Rows:
+    """rows_read = rows kept + rows dropped; the first lines of each reason are remembered."""
+
+    rows_read: int = 0
+    lines: array[int] = field(default_factory=lambda: array("q"))
+    at_ns: array[int] = field(default_factory=lambda: array("q"))
+    prompt_tokens: array[int] = field(default_factory=lambda: array("q"))
+    output_tokens: array[int] = field(default_factory=lambda: array("q"))
+    prefix_ids: list[tuple[int, ...] | None] = field(default_factory=list)  # empty: no row has any
+    dropped: Counter[str] = field(default_factory=Counter)
+    named: dict[str, list[int]] = field(default_factory=dict)
+
+    def drop(self, reason: str, *lines: int) -> None:
+        """Rows that will be no requests."""
+        self.dropped[reason] += len(lines)
+        first = self.named.setdefault(reason, [])
+        first.extend(lines[: NAMED_LINES - len(first)])
+
+    def account(self, num_kept: int) -> dict[str, Any]:
+        """The part of the sidecar that says what became of the rows."""
+        assert self.rows_read == num_kept + self.dropped.total()
+        return {
+            "rows_read": self.rows_read,
+            "rows_kept": num_kept,
+            "rows_dropped": dict(self.dropped),
+            "first_lines_dropped": self.named,
+        }
+
+
+def read_rows(
+    found: Iterable[tuple[int, Record | None]], parse: Callable[[Record], Parsed], limits: Limits
+) -> Rows:
+    """Parses the records; a row that `parse` calls Unusable or the limits exclude is dropped."""
+    rows = Rows()
+    for line, record in found:
+        rows.rows_read += 1
+        if record is None:
+            rows.drop("malformed line", line)
+            continue
+        try:
+            at_ns, prompt, output, prefix_ids = parse(record)
+        except Unusable as fault:
+            rows.drop(str(fault), line)
+            continue
+        if excluded := limits.fault(prompt, output):
+            rows.drop(excluded, line)
+            continue
+        rows.lines.append(line)
+        rows.at_ns.append(at_ns)
+        rows.prompt_tokens.append(prompt)
+        rows.output_tokens.append(output)
+        if prefix_ids is not None or rows.prefix_ids:
+            rows.prefix_ids += [None] * (len(rows.lines) - 1 - len(rows.prefix_ids))
+            rows.prefix_ids.append(prefix_ids)
+    return rows
+
+
+def whole(name: str, value: Any) -> int:
+    """A count of tokens from a cell."""
+    number: float = value if type(value) is int else _number(name, value, "a whole number")
+    if number != number // 1:
+        raise Unusable(f"{name} is not a whole number")
+    if number > MAX_TOKENS:
+        raise Unusable(f"{name} over {MAX_TOKENS} tokens")
+    return int(number)
+
+
+def nanoseconds(value: Any, unit_ns: int) -> int:
+    """A time stamp from a cell that counts units of `unit_ns`."""
+    if type(value) is not int:
+        value = _number("timestamp", value, "a number")
+    at_ns: int = round(value * unit_ns)
+    if not abs(at_ns) < 2**62:
+        raise Unusable("timestamp out of range")
+    return at_ns
+
+
+def _number(name: str, value: Any, kind: str) -> float:
+    if value is None or value == "":
+        raise Unusable(f"{name} missing")
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise Unusable(f"{name} is not {kind}")
+    return number

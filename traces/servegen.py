@@ -1,0 +1,200 @@
+"""ServeGen: what each client of a production service did in windows of ten minutes, drawn again.
+
+Columns client_id, window_start_s, rate_rps, iat_cv, iat_dist, shape, scale (alibaba/ServeGen,
+Apache-2.0), and per client and six hours the distribution of token lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.client_lengths import ClientLengths, PairLengths, read_client_lengths
+from traces.lengths import Limits
+from traces.options import Options
+from traces.records import Record, records
+from traces.rows import Rows, Unusable
+
+NS_PER_S = 1_000_000_000
+COLUMNS = (
+    ("client_id",),
+    ("window_start_s",),
+    ("rate_rps",),
+    ("iat_dist",),
+    ("shape",),
+    ("scale",),
+)
+WINDOW_S = 600.0  # where the file has one window only
+MAX_REQUESTS = 5_000_000  # more is a mistake: the pools hold up to 1.4e9
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One client in one window: requests per second, and the gaps within its bursts."""
+
+    line: int
+    client: int
+    start_s: float
+    rate: float
+    is_gamma: bool
+    shape: float
+    scale: float
+
+
+def read_windows(path: Path) -> tuple[list[Window], Rows]:
+    """The windows in order of time, and the account of the file's rows."""
+    rows, windows = Rows(), []
+    for line, record in records(path, COLUMNS):
+        rows.rows_read += 1
+        try:
+            windows.append(_window(line, record))
+        except Unusable as fault:
+            rows.drop(str(fault), line)
+    return sorted(windows, key=lambda w: (w.start_s, w.client)), rows
+
+
+def times_s(window: Window, width_s: float, faster: float, seed: int) -> Floats:
+    """Arrival times of one window: exactly rate x width requests (rounded by chance).
+
+    Gaps are drawn from the fitted distribution. If together they are shorter than the window, the
+    burst starts at a random place in it, else they are shrunk to it: so the rate is the recorded
+    one and a burst stays a burst. `faster` multiplies the rate and divides the gaps.
+    """
+    rng = np.random.default_rng((seed, window.client, int(window.start_s)))
+    n = int(window.rate * faster * width_s + rng.random())
+    if n == 0:
+        return np.empty(0)
+    # n gaps: the last one reaches to the next request, which the window need not hold
+    drawn = rng.gamma(window.shape, size=n) if window.is_gamma else rng.weibull(window.shape, n)
+    gaps = drawn * (window.scale / faster)
+    total = float(gaps.sum())
+    if total > width_s:
+        gaps, total = gaps * (width_s / total), width_s
+    offset = (width_s - total) * rng.random()
+    since: Floats = np.concatenate([[0.0], np.cumsum(gaps[:-1])])
+    return window.start_s + offset + since
+
+
+def draw(
+    path: Path, options: Options, limits: Limits
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], dict[str, Any]]:
+    """Arrival times in ns, sorted from 0, token pairs [n, 2], and the account for the sidecar.
+
+    `options.rate` multiplies every client's rate by one factor, so that the mean over the wanted
+    time is that; the clock of the recording stays.
+    """
+    windows, rows = read_windows(path)
+    lengths = read_client_lengths(path, options.lengths, options.seed or 0)
+    width_s = _width_s([w.start_s for w in windows])
+    kept, span_s = _chosen(windows, rows, options, lengths, width_s)
+    recorded = sum(w.rate for w in kept) * width_s / span_s
+    faster = options.rate / recorded if options.rate is not None and recorded else 1.0
+    _check_size(path, recorded * faster * span_s, options.limit)
+    at_s, pairs, dropped = _drawn(kept, lengths, limits, options, width_s, faster)
+    order = np.argsort(at_s, kind="stable")[: options.limit]
+    at_ns = np.rint((at_s[order] - at_s[order][:1]) * NS_PER_S).astype(np.int64)
+    account = {
+        **rows.account(len(kept)),
+        "requests_drawn": len(at_s) + sum(dropped.values()),
+        "requests_dropped": dropped | _beyond(len(at_s), options.limit),
+        "window_s": width_s,
+        "recorded_rate": recorded,
+        "rate_factor": faster,
+        "seed": options.seed or 0,
+        "lengths": lengths.described,
+    }
+    return at_ns, pairs[order], account
+
+
+def _window(line: int, record: Record | None) -> Window:
+    if record is None:
+        raise Unusable("malformed line")
+    client, start, rate, dist, *fit = record
+    names = ("client_id", "window_start_s", "rate_rps", "shape", "scale")
+    numbers = []
+    for name, value in zip(names, (client, start, rate, *fit), strict=True):
+        try:
+            numbers.append(float(value))
+        except (TypeError, ValueError) as error:
+            raise Unusable(f"{name} is not a number") from error
+        if not (0 <= numbers[-1] < float("inf")) or (numbers[-1] == 0 and name in names[2:]):
+            raise Unusable(f"{name} is out of range")
+    if dist not in ("Gamma", "Weibull"):
+        raise Unusable("gaps are neither Gamma nor Weibull")
+    start_s, per_s, shape, scale = numbers[1:]
+    return Window(line, int(numbers[0]), start_s, per_s, dist == "Gamma", shape, scale)
+
+
+def _chosen(
+    windows: Sequence[Window],
+    rows: Rows,
+    options: Options,
+    lengths: ClientLengths | PairLengths,
+    width_s: float,
+) -> tuple[list[Window], float]:
+    """The windows that begin in the wanted time, of clients whose lengths are known."""
+    first = windows[0].start_s if windows else 0.0
+    start_s = first + options.start_s
+    end_s = max((w.start_s for w in windows), default=0.0) + width_s
+    if options.duration_s is not None:
+        end_s = min(end_s, start_s + options.duration_s)
+    kept = []
+    for window in windows:
+        if not start_s <= window.start_s < end_s:
+            rows.drop("outside the wanted time", window.line)
+        elif not lengths.knows(window.client):
+            rows.drop("client without token lengths", window.line)
+        else:
+            kept.append(window)
+    return kept, max(end_s - start_s, width_s)
+
+
+def _drawn(
+    windows: Sequence[Window],
+    lengths: ClientLengths | PairLengths,
+    limits: Limits,
+    options: Options,
+    width_s: float,
+    faster: float,
+) -> tuple[Floats, npt.NDArray[np.int64], dict[str, int]]:
+    seed, found, pairs, dropped, num = options.seed or 0, [], [], dict[str, int](), 0
+    for place, window in enumerate(windows):
+        times = times_s(window, width_s, faster, seed)
+        drawn = lengths.draw(window.client, window.start_s, len(times))
+        faults = [limits.fault(int(prompt), int(output)) for prompt, output in drawn]
+        for fault in filter(None, faults):
+            dropped[fault] = dropped.get(fault, 0) + 1
+        fits = np.asarray([fault is None for fault in faults], dtype=bool)
+        found.append(times[fits])
+        pairs.append(drawn[fits])
+        num += len(found[-1])
+        is_last = place + 1 == len(windows) or windows[place + 1].start_s > window.start_s
+        if options.limit is not None and num >= options.limit and is_last:
+            break  # later windows hold later requests only
+    none = np.empty((0, 2), dtype=np.int64)
+    return np.concatenate([np.empty(0), *found]), np.concatenate([none, *pairs]), dropped
+
+
+def _width_s(starts: Sequence[float]) -> float:
+    gaps = np.diff(np.unique(starts))
+    return float(gaps.min()) if len(gaps) else WINDOW_S
+
+
+def _beyond(n: int, limit: int | None) -> dict[str, int]:
+    return (
+        {} if limit is None or n <= limit else {f"beyond the limit of {limit} requests": n - limit}
+    )
+
+
+def _check_size(path: Path, expected: float, limit: int | None) -> None:
+    if limit is None and expected > MAX_REQUESTS:
+        raise ValueError(
+            f"{path}: {expected:.3g} requests would be drawn; give limit, rate, or start_s and "
+            "duration_s for a part"
+        )
