@@ -79,11 +79,17 @@ def policy_of(config: Mapping[str, Any], builder: Builder) -> Policy:
 
 def cost_of(config: Mapping[str, Any], device: Device, spec: ModelSpec) -> LaunchCost:
     """Tables of a calibrated profile if one is named, else the device's roofline."""
+    pace = conform(config["pace"], float, "pace")
+    if pace <= 0:
+        raise ValueError(f"pace={pace}: it must be above 0")
     if config["profile"] is None:
+        if pace != 1:
+            raise ValueError(f"pace={pace}: only a profile has a pace; set profile=")
         return Roofline(device, spec)
     from tandem.profile import read_cost
 
-    return read_cost(Path(str(config["profile"])), spec)
+    cost = read_cost(Path(str(config["profile"])), spec)
+    return cost if pace == 1 else cost.scaled(pace, "pace")
 
 
 def _built(builder: Builder, config: Mapping[str, Any], name: str, kind: type) -> Any:

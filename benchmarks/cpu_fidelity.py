@@ -1,0 +1,85 @@
+"""CPU fidelity: 200 ShareGPT requests at 50, 80 and 120 % of the measured capacity, two policies.
+
+The bars are those of benchmarks/fidelity.py; the effect of +-2 % step time on TTFT is published
+beside it, because near saturation that small an error is amplified by the queue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import pandas as pd
+
+from analysis.metrics import summary
+from benchmarks.fidelity import Case, capacity, finish, judged, reruns, run, say, table_of
+from tandem.calibrate import main as calibrate
+
+OUT = Path("benchmarks/results/cpu_fidelity.csv")
+POLICIES = ("continuous_restart", "chunked_restart")
+LOADS = (0.5, 0.8, 1.2)
+MEASURED = ("backend=cpu", "backend.workspace_every=0")  # no sampling of workspace: only time
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--reruns", type=int, default=5)
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--loads", nargs="+", type=float, default=LOADS)
+    parser.add_argument("--quick", action="store_true", help="60 requests, 2 reruns, 80 % load")
+    parser.add_argument("--model", default="tiny_llama")
+    parser.add_argument("--max-jobs", type=int, default=48)
+    parser.add_argument("--keep", type=Path, help="folder for all runs; default: temporary")
+    chosen = parser.parse_args()
+    if chosen.quick:
+        chosen.requests, chosen.reruns, chosen.loads = 60, 2, [0.8]
+    with tempfile.TemporaryDirectory() as temporary:
+        root = chosen.keep or Path(temporary)
+        table = pd.concat(list(points(chosen, root)))
+    out = OUT if not chosen.quick else OUT.with_name("cpu_fidelity_quick.csv")
+    return finish("cpu_fidelity_worst", table, out)
+
+
+def points(chosen: argparse.Namespace, root: Path):
+    """One judged table per policy and load."""
+    common = (
+        "experiment=fidelity_chunked",
+        f"model={chosen.model}",
+        f"limit={chosen.requests}",
+        f"scheduling.max_jobs={chosen.max_jobs}",
+    )
+    for policy in chosen.policies:
+        settings = (*common, f"policy={policy}")
+        profile = root / f"profile-{policy}"
+        say(f"calibrating for {policy}")
+        calibrate([*settings, "backend=cpu", "--out", str(profile)])
+        settings = (*settings, f"profile={profile}")
+        rate = capacity(Case(policy, settings, profile, root / policy), MEASURED)
+        say(f"{policy}: capacity {rate:.3g} requests/s")
+        for load in chosen.loads:
+            at = (*settings, f"arrival.rate={load * rate}")
+            case = Case(f"{policy}@{load:.0%}", at, profile, root / policy / f"{load:.0%}")
+            pairs = list(reruns(case, MEASURED, chosen.reruns))
+            yield judged(pd.concat([table_of(case, pairs), sensitivity(case)]), load <= 0.5)
+
+
+def sensitivity(case: Case) -> pd.DataFrame:
+    """What +-2 % step time does to the predicted mean TTFT."""
+    ttft = {
+        pace: float(
+            summary(run((*case.settings, f"pace={pace}"), case.folder / f"pace{pace}"))["ttft_mean"]
+        )
+        for pace in (0.98, 1.0, 1.02)
+    }
+    rows = [
+        (case.name, f"ttft_mean_at_pace_{pace}", ttft[1.0], ttft[pace] / ttft[1.0] - 1, 0.0)
+        for pace in (0.98, 1.02)
+    ]
+    return pd.DataFrame(rows, columns=["case", "figure", "measured", "error", "rerun_iqr"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
