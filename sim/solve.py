@@ -45,10 +45,9 @@ def solve(grids: Mapping[str, tuple[Nodes, ...]], samples: Sequence[Sample]) -> 
     prior = _prior(grids, start, design, ns)
     expected, weights = ns, given
     for _ in range(ROUNDS):
-        scale = weights / expected  # errors relative to what is expected: to ns itself, noise
-        rows = np.vstack(
-            [design * scale[:, None], bends, pulls]
-        )  # would pull the fit below the mean
+        # Errors relative to what is expected: relative to ns, its noise would bias the fit down.
+        scale = weights / expected
+        rows = np.vstack([design * scale[:, None], prior])
         target = np.concatenate([ns * scale, np.zeros(len(prior))])
         values = rises @ _nonnegative(rows @ rises, target)
         expected = np.maximum(design @ values, 0.1 * ns)
