@@ -14,7 +14,7 @@ import pandas as pd
 from engine.model import ModelSpec
 from sim.cost import ShapePriced
 from sim.ragged import Ragged
-from sim.skew import Skew, fit_skew
+from sim.skew import Mix, Skew, fit_skew
 from sim.table import Lookup, Table
 
 PER_LAYER = {
@@ -112,7 +112,8 @@ class KernelProfileCost(ShapePriced):
         at_mean = self.attention.value((chunk, behind, len(past), mean))
         if most == least:
             return at_mean
-        alpha = self.skew.alpha(chunk > 0, len(past), (mean - least) / (most - least))
+        mix = Mix(chunk, behind, len(past), (mean - least) / (most - least), most)
+        alpha = self.skew.alpha(mix)
         if not alpha:
             return at_mean
         reach = self.attention.value((chunk, behind, len(past), most)) - at_mean

@@ -5,46 +5,60 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-Bucket = tuple[bool, int, int]  # is mixed with a prompt, class of size, class of shape
-SIZES = (2, 4, 8, 16, 32, 64, 128)  # decodes, upper ends
-SHAPES = (0.05, 0.15, 0.4, 0.7)  # (mean - min) / (max - min) of contexts, upper ends
+Bucket = tuple[int, ...]  # the class on each axis
+EDGES = (  # upper ends of the classes; the profile's own nodes lie at or below them
+    (0, 22, 45, 90, 181, 362, 724, 1448),  # prompt tokens: halfway between 16, 32, ... 2048
+    (0, 1024, 4096),  # tokens behind the prompt slices
+    (2, 4, 8, 16, 32, 64, 128),  # decodes
+    (0.05, 0.15, 0.4, 0.7),  # shape: (mean - least) / (most - least) of their contexts
+    (1024, 4096, 16384),  # their longest context
+)
+
+
+class Mix(NamedTuple):
+    """What the cost of unequal contexts depends on."""
+
+    chunk: float  # prompt tokens in the launch
+    behind: float  # and tokens in KV before them
+    decodes: float
+    shape: float
+    longest: float
+
+    @property
+    def bucket(self) -> Bucket:
+        """The class on each axis."""
+        return tuple(bisect_left(edges, x) for edges, x in zip(EDGES, self, strict=True))
 
 
 @dataclass(frozen=True)
 class Skew:
-    """t = t(mean) + alpha * (t(max) - t(mean)): alpha by bucket, else the default."""
+    """t = t(mean) + alpha * (t(longest) - t(mean)): alpha by bucket, else the default."""
 
     default: float = 0.0
     by_bucket: Mapping[Bucket, float] | None = None
 
-    def alpha(self, is_mixed: bool, decodes: int, shape: float) -> float:
-        """The share of the way from the mean's time to the maximum's."""
-        if self.by_bucket is None:
-            return self.default
-        return self.by_bucket.get(bucket(is_mixed, decodes, shape), self.default)
-
-
-def bucket(is_mixed: bool, decodes: int, shape: float) -> Bucket:
-    """The class of a batch."""
-    return is_mixed, bisect_left(SIZES, decodes), bisect_left(SHAPES, shape)
+    def alpha(self, mix: Mix) -> float:
+        """The share of the way from the mean's time to the longest's."""
+        return self.by_bucket.get(mix.bucket, self.default) if self.by_bucket else self.default
 
 
 def fit_skew(rows: Any, per_bucket: bool) -> Skew:
     """Least squares of measured times, all rows as one or each bucket for itself.
 
-    `rows`: a frame of skew.csv.gz: regime, n (decodes), nb (of them long), t_mean_us, t_max_us,
-    t_skew_us. A long share of nb / n is the shape of a batch of two lengths.
+    `rows`: a frame of skew.csv.gz with pc, kp (prompt and context), n (decodes), nb (of them long),
+    kv_big (how long), t_mean_us, t_max_us, t_skew_us. Times are sums of three runs, which cancels
+    here. A batch of two lengths has the shape nb / n.
     """
     reach, over = rows["t_max_us"] - rows["t_mean_us"], rows["t_skew_us"] - rows["t_mean_us"]
     default = float((reach * over).sum() / (reach * reach).sum())
     if not per_bucket:
         return Skew(default)
     sums: dict[Bucket, tuple[float, float]] = {}
-    columns = (rows["regime"] == "mixed", rows["n"], rows["nb"] / rows["n"], reach, over)
-    for is_mixed, n, shape, x, y in zip(*(c.tolist() for c in columns), strict=True):
-        key = bucket(is_mixed, n, shape)
+    axes = (rows["pc"], rows["kp"], rows["n"], rows["nb"] / rows["n"], rows["kv_big"])
+    for *mix, x, y in zip(*(column.tolist() for column in (*axes, reach, over)), strict=True):
+        key = Mix(*mix).bucket
         xy, xx = sums.get(key, (0.0, 0.0))
         sums[key] = xy + x * y, xx + x * x
     return Skew(default, {key: xy / xx for key, (xy, xx) in sums.items()})
