@@ -1,0 +1,86 @@
+"""Swapping on real threads: wall clock, a throttled link, copies that really take time.
+
+Too little KV for the load, so jobs are copied to the host and back while others compute. Measured
+with a thread per lane in real time (backend=cpu, clock=wall) at 80 % of the capacity measured first;
+the bars are those of benchmarks/fidelity.py. Needs an otherwise idle machine: the wall clock sees
+every neighbour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import pandas as pd
+
+from benchmarks.fidelity import Case, Pair, capacity, finish, judged, reruns, say, table_of
+from tandem.calibrate import main as calibrate
+
+OUT = Path("benchmarks/results/swap_fidelity.csv")
+MEASURED = ("backend=cpu", "backend.clock=wall", "backend.workspace_every=0")
+LOAD = 0.8
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--reruns", type=int, default=5)
+    parser.add_argument("--pages", type=int, default=200, help="KV pages: the pressure")
+    parser.add_argument("--link-mb-per-s", type=float, default=100.0)
+    parser.add_argument("--quick", action="store_true", help="30 requests, 2 reruns")
+    parser.add_argument("--keep", type=Path, help="folder for all runs; default: temporary")
+    chosen = parser.parse_args()
+    if chosen.quick:
+        chosen.requests, chosen.reruns = 30, 2
+    with tempfile.TemporaryDirectory() as temporary:
+        table = measured_table(chosen, chosen.keep or Path(temporary))
+    out = OUT if not chosen.quick else OUT.with_name("swap_fidelity_quick.csv")
+    return finish("swap_fidelity_worst", table, out)
+
+
+def measured_table(chosen: argparse.Namespace, root: Path) -> pd.DataFrame:
+    """Calibrates on the wall clock, measures the capacity, then the reruns."""
+    rate = chosen.link_mb_per_s * 1e6
+    settings: tuple[str, ...] = (
+        "experiment=fidelity_chunked_swap",
+        f"limit={chosen.requests}",
+        f"device.to_host_bytes_per_s={rate}",
+        f"device.to_device_bytes_per_s={rate}",
+        "scheduling.max_jobs=32",
+    )
+    profile = root / "profile"
+    say("calibrating on the wall clock")
+    calibrate([*settings, "backend=cpu", "backend.clock=wall", "--out", str(profile)])
+    settings = (*settings, f"profile={profile}", f"budget.kv_pages={chosen.pages}")
+    ceiling = capacity(Case("swap", settings, profile, root), MEASURED)
+    say(f"capacity {ceiling:.3g} requests/s")
+    settings = (*settings, f"arrival.rate={LOAD * ceiling}")
+    case = Case(f"chunked_swap@{LOAD:.0%} wall", settings, profile, root / "runs")
+    pairs = list(reruns(case, MEASURED, chosen.reruns))
+    return judged(pd.concat([table_of(case, pairs), swapped(case, pairs)]), judges_ttft=False)
+
+
+def swapped(case: Case, pairs: list[Pair]) -> pd.DataFrame:
+    """How many swaps there were, and the share of copies in the run: the test of the test."""
+    rows = []
+    for name, value in (("swaps", "swaps"), ("bytes_copied", "nbytes")):
+        counts = [
+            float((pair.measured.requests if name == "swaps" else pair.measured.steps)[value].sum())
+            for pair in pairs
+        ]
+        predicted = [
+            float(
+                (pair.predicted.requests if name == "swaps" else pair.predicted.steps)[value].sum()
+            )
+            for pair in pairs
+        ]
+        middle = sorted(counts)[len(counts) // 2]
+        error = sorted(predicted)[len(predicted) // 2] / middle - 1 if middle else float("nan")
+        rows.append((case.name, name, middle, error, 0.0))
+    return pd.DataFrame(rows, columns=["case", "figure", "measured", "error", "rerun_iqr"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
