@@ -1,7 +1,7 @@
 """Swapping on real threads: wall clock, a throttled link, copies that really take time.
 
 Too little KV for the load, so jobs are copied to the host and back while others compute. Measured
-with a thread per lane in real time (backend=cpu, clock=wall) at 80 % of the capacity measured first;
+with a thread per lane in real time (backend=cpu, clock=wall) at 80 % of the measured capacity;
 the bars are those of benchmarks/fidelity.py. Needs an otherwise idle machine: the wall clock sees
 every neighbour.
 """
