@@ -5,8 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from itertools import pairwise
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
