@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.job import Job
 from engine.plan import Slice
 from engine.view import View
+from policies.order import arrivals, check_limits, fill
 
 
 @dataclass(frozen=True)
@@ -21,19 +22,10 @@ class ChunkedPrefill:
     max_jobs: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "max_jobs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"chunked prefill: {name} must be at least 1")
+        check_limits("chunked prefill", token_budget=self.token_budget, max_jobs=self.max_jobs)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
-        slices: list[Slice] = []
-        left = self.token_budget
-        for job in self._wanted(view):
-            if left == 0:
-                break
-            slices.append(Slice(job, min(job.remaining_tokens, left)))
-            left -= slices[-1].tokens
-        return tuple(slices)
+        return fill(self._wanted(view), self.token_budget)
 
     def _wanted(self, view: View) -> Iterable[Job]:
         begun = []
@@ -43,4 +35,4 @@ class ChunkedPrefill:
             else:
                 yield job
         yield from begun
-        yield from view.waiting[: max(0, self.max_jobs - len(view.serving))]
+        yield from arrivals(view, self.max_jobs)

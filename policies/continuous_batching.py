@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.job import Job
 from engine.plan import Slice
 from engine.view import View
+from policies.order import arrivals, check_limits
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,7 @@ class ContinuousBatching:
     by_arrival: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "max_jobs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"continuous batching: {name} must be at least 1")
+        check_limits("continuous batching", token_budget=self.token_budget, max_jobs=self.max_jobs)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         return self._prompts(view) or tuple(
@@ -43,7 +42,7 @@ class ContinuousBatching:
     def _prompts(self, view: View) -> tuple[Slice, ...]:
         prompts: list[Slice] = []
         total = longest = 0
-        for job in view.waiting[: max(0, self.max_jobs - len(view.serving))]:
+        for job in arrivals(view, self.max_jobs):
             tokens = job.remaining_tokens
             total, longest = total + tokens, max(longest, tokens)
             used = longest * (len(prompts) + 1) if self.padded else total

@@ -17,20 +17,12 @@ class Orca:
     longest sequence.
     """
 
-    max_jobs: int = 64
+    max_jobs: int = 16
 
     def __post_init__(self) -> None:
         check_limits("Orca", max_jobs=self.max_jobs)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
-        jobs = sorted([*view.serving, *view.waiting], key=lambda j: (j.arrival_ns, j.job_id))
-        seats = self.max_jobs - len(view.serving)
-        waiting = {job.job_id for job in view.waiting}
-        chosen = []
-        for job in jobs:
-            if job.job_id in waiting:
-                if seats <= 0:
-                    continue
-                seats -= 1
-            chosen.append(Slice(job, job.remaining_tokens))
-        return tuple(chosen)
+        jobs = [*view.serving, *view.waiting]
+        jobs.sort(key=lambda job: (job.arrival_ns, job.job_id))
+        return tuple(Slice(job, job.remaining_tokens) for job in jobs[: self.max_jobs])

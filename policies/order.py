@@ -24,7 +24,8 @@ def fill(jobs: Iterable[Job], token_budget: int) -> tuple[Slice, ...]:
     for job in jobs:
         if not token_budget:
             break
-        tokens = min(job.remaining_tokens, token_budget)
+        left = job.known_tokens - job.computed_tokens
+        tokens = left if left <= token_budget else token_budget
         slices.append(Slice(job, tokens))
         token_budget -= tokens
     return tuple(slices)
