@@ -55,7 +55,7 @@ def write_run_report(run: Run, folder: Path | str) -> Path:
         metrics = summary(run)
         _dump(metrics, aside / "metrics.json")
         page = {"title": run.name, "headline": "", "tables": single_tables(run, metrics)}
-        _page(aside, page | {"command": f"tandem report {run.folder}"}, figures, {"run": run})
+        _page(aside, page | {"command": f"tandem compare {run.folder}"}, figures, {"run": run})
 
     return _written(Path(folder), fill)
 

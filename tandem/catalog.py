@@ -34,8 +34,9 @@ def main(words: Sequence[str]) -> int:
         found = options(group, chosen.config_dir)
         if found:
             print(f"{group}=")
-        for name, about in found.items():
-            print(f"  {name:<22}{about}")
+        width = max(map(len, found), default=0) + 2
+        for name, line in found.items():
+            print(f"  {name:<{width}}{line}")
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from analysis.compare import Comparison, check_same_trace, compare
 from analysis.run import Run, load
+from tandem.errors import Usage
 
 
 def main(words: Sequence[str]) -> int:
@@ -17,19 +18,35 @@ def main(words: Sequence[str]) -> int:
         prog="tandem compare",
         description="Compares a predicted run with a measured one (or any two runs of one trace). "
         "The measured plan log is replayed in the simulator to tell errors of time from decisions "
-        "that diverged.",
+        "that diverged. Given one run, writes its own report.",
     )
-    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, help="folder of the report; default: beside the runs")
     parser.add_argument("--no-replay", action="store_true", help="leave the replay out")
     chosen = parser.parse_args(words)
-    first, second = chosen.runs
-    comparison, page = compare_folders(first, second, chosen.out, not chosen.no_replay)
-    from analysis.words import table
+    if len(chosen.runs) > 2:
+        raise Usage(f"{len(chosen.runs)} runs given: compare takes two, or one for its own report")
+    if len(chosen.runs) == 1:
+        page = report_of(chosen.runs[0], chosen.out)
+    else:
+        first, second = chosen.runs
+        comparison, page = compare_folders(first, second, chosen.out, not chosen.no_replay)
+        from analysis.words import table
 
-    print(table(comparison))
+        print(table(comparison))
     print(f"report: {page}")
     return 0
+
+
+def report_of(folder: Path, out: Path | None = None) -> Path:
+    """The report of a single run, by default beside its folder."""
+    from analysis.report import write_run_report
+
+    run = load(folder)
+    out = out or run.folder.with_name(f"{run.name}-report")
+    page = write_run_report(run, out)
+    _export(out, {"run": run})
+    return page
 
 
 def compare_folders(
@@ -44,10 +61,23 @@ def compare_folders(
     check_same_trace(a, b)
     out = out or b.folder.with_name(f"{a.name}-against-{b.name}")
     replay = None
-    if replays and b.is_measured and not a.is_measured:
+    # a server shows no plans, so there is nothing of it to replay
+    if replays and b.is_measured and not a.is_measured and len(b.plans):
         replay = load(replay_of(a, b, out.with_name(f"{out.name}-replay")))
     comparison = compare(a, b, replay)
-    return comparison, write_report(comparison, out)
+    page = write_report(comparison, out)
+    _export(out, {"prediction": a, "measurement": b})
+    return comparison, page
+
+
+def _export(out: Path, runs: dict[str, Run]) -> None:
+    """For other tools: one timeline for Perfetto, and each run as a vLLM benchmark's result."""
+    from analysis.perfetto import write_perfetto
+    from analysis.vllm_json import write_vllm_json
+
+    write_perfetto(out / "timeline.json.gz", list(runs.items()))
+    for name, run in runs.items():
+        write_vllm_json(run.folder, out / f"{name}.vllm.json", run.config.get("slo"))
 
 
 def replay_of(prediction: Run, measurement: Run, folder: Path) -> Path:

@@ -19,7 +19,16 @@ from tandem.setting import Setting, setting_of
 from tandem.workload import trace_hash
 from tandem.worlds import World, world_of
 
-PATHS = ("profile", "replayed", "cache", "trace.path", "trace.tokenizer", "arrival.path")
+PATHS = (
+    "profile",
+    "replayed",
+    "cache",
+    "trace.path",
+    "trace.tokenizer",
+    "trace.lengths",
+    "arrival.path",
+    "backend.tokenizer",
+)
 
 
 def run_experiment(point: Composed, folder: Path, shows_progress: bool = False) -> dict[str, Any]:
@@ -34,19 +43,40 @@ def run_experiment(point: Composed, folder: Path, shows_progress: bool = False) 
         setting = setting_of(point)
         provenance = provenance_of(point, setting)
         write_json(aside / "provenance.json", provenance)
-        with world_of(setting, point.config["backend"]) as world:
-            provenance |= replay(setting, world, aside, point.config, shows_progress)
+        provenance |= _carried_out(setting, point.config, aside, shows_progress)
         write_json(aside / "provenance.json", provenance)
         write_status(aside, "ok")
         return _write_metrics(aside, point.config["slo"])
 
 
+def _carried_out(
+    setting: Setting, config: Mapping[str, Any], folder: Path, shows_progress: bool
+) -> dict[str, Any]:
+    """The run itself: through the engine, or against a server, which has an engine of its own."""
+    if config["backend"]["name"] == "openai":
+        from tandem.openai import replay_server
+
+        return replay_server(setting, config["backend"], folder, shows_progress)
+    with world_of(setting, config["backend"]) as world:
+        return replay(setting, world, folder, config, shows_progress)
+
+
 def replay(
-    setting: Setting, world: World, folder: Path, config: Mapping[str, Any], shows_progress: bool
+    setting: Setting, world: World, folder: Path, shows_progress: bool = False
 ) -> dict[str, Any]:
     """Replays the trace through the engine and writes the tables; returns notes on the run."""
-    recorder = Recorder(world.meter)
-    engine = Engine(
+    engine = engine_of(setting, world)
+    before = world.probe()
+    with progress_bar(engine, len(setting.requests), shows_progress):
+        engine.replay(setting.requests)
+    drift = ratios(before, world.probe())
+    engine.recorder.write(folder, world.outputs)
+    return {"plans": engine.steps, "questions": engine.asked, **drift}
+
+
+def engine_of(setting: Setting, world: World) -> Engine:
+    """The one engine, in the world of a backend."""
+    return Engine(
         world.env,
         setting.policy,
         world.executor,
@@ -54,15 +84,9 @@ def replay(
         setting.room.page,
         depth=setting.depth,
         layout=setting.room.layout,
-        recorder=recorder,
+        recorder=Recorder(world.meter),
         returns_memory=not setting.is_replay,
     )
-    before = world.probe()
-    with progress_bar(engine, len(setting.requests), shows_progress):
-        engine.replay(setting.requests)
-    drift = ratios(before, world.probe())
-    recorder.write(folder, world.outputs)
-    return {"plans": engine.steps, "questions": engine.asked, **drift}
 
 
 def ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:

@@ -57,11 +57,21 @@ def test_compare_replays_what_was_measured(
     assert main(["compare", measured, predicted, "--out", "report"]) == 0
     assert last_line(capsys).endswith("report/report.html")
     assert (tmp_path / "report" / "report.html").stat().st_size > 10_000
+    names = {path.name for path in (tmp_path / "report").iterdir()}
+    assert {"timeline.json.gz", "prediction.vllm.json", "measurement.vllm.json"} <= names
     replay, measurement = load(tmp_path / "report-replay"), load(measured)
     replayed, measured_memory = booked(replay), booked(measurement)
     pd.testing.assert_frame_equal(replayed, measured_memory)
     assert replayed["kv_pages"].max() > 100  # of 125: there was pressure
     assert replay.requests["swaps"].sum() == measurement.requests["swaps"].sum() > 0
+
+
+def test_one_run_has_a_report_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", run(capsys), "--out", "report"]) == 0
+    names = {path.name for path in (tmp_path / "report").iterdir()}
+    assert {"report.html", "timeline.json.gz", "run.vllm.json"} <= names
 
 
 def booked(run: Run) -> pd.DataFrame:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from tandem.catalog import PLURALS, options
 from tandem.compose import composed
-from tandem.experiment import run_experiment
+from tandem.experiment import engine_of, run_experiment
+from tandem.setting import setting_of
+from tandem.worlds import world_of
 
 TEN = ["limit=10", "backend=sim"]
 NEEDS_A_PATH = {"trace": {"file", "sharegpt", "lengths"}, "arrival": {"recorded"}}
@@ -48,8 +51,12 @@ def test_every_group_and_option_has_a_line_on_it() -> None:
         assert all(found.values()), f"conf/{group}: an option says nothing of itself"
 
 
-def test_any_scheduling_goes_with_any_memory(tmp_path: Path) -> None:
-    for scheduling in options("scheduling"):
-        for memory in options("memory"):
-            chosen = [f"scheduling={scheduling}", f"memory={memory}"]
-            assert ten(tmp_path / scheduling / memory, *chosen)["num_finished"] == 10
+def test_any_scheduling_goes_with_any_memory() -> None:
+    for scheduling, memory in product(options("scheduling"), options("memory")):
+        chosen = [f"scheduling={scheduling}", f"memory={memory}", "model=micro_llama", *TEN]
+        setting = setting_of(composed(chosen))
+        with world_of(setting, {"name": "sim", "clock": "virtual"}) as world:
+            engine = engine_of(setting, world)
+            engine.replay(setting.requests)
+        outcomes = engine.recorder.outcomes.values()
+        assert [o.status for o in outcomes] == ["finished"] * 10, (scheduling, memory)
