@@ -58,7 +58,7 @@ def _carried_out(
 
         return replay_server(setting, config["backend"], folder, shows_progress)
     with world_of(setting, config["backend"]) as world:
-        return replay(setting, world, folder, config, shows_progress)
+        return replay(setting, world, folder, shows_progress)
 
 
 def replay(
@@ -83,6 +83,7 @@ def engine_of(setting: Setting, world: World) -> Engine:
         setting.room.capacity_bytes,
         setting.room.page,
         depth=setting.depth,
+        forced=setting.decoding.forced,
         layout=setting.room.layout,
         recorder=Recorder(world.meter),
         returns_memory=not setting.is_replay,

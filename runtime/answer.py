@@ -1,0 +1,81 @@
+"""What came back for one request: times of tokens out of the chunks of a streamed completion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Spoilt(Exception):
+    """A stream that does not say what a completion says."""
+
+
+@dataclass
+class Answer:
+    """Times in ns from the start of the replay; `error` is empty if the answer came whole."""
+
+    request_id: int
+    due_ns: int
+    sent_ns: int | None = None
+    finish_ns: int | None = None
+    error: str = ""
+    is_refused: bool = False  # the server's fault-free no: HTTP 4xx
+    has_ended: bool = False  # a finish reason, or [DONE]
+    chunk_ns: list[int] = field(default_factory=list)
+    is_empty: list[bool] = field(default_factory=list)  # per chunk: no text in it
+    prompt_tokens: int | None = None  # as the server counts them
+    output_tokens: int | None = None
+
+    def take(self, line: str, now_ns: int) -> None:
+        """One line of the event stream. Spoilt where it is an error or no JSON."""
+        if not line.startswith("data:"):
+            return  # blank lines, comments (keep-alives), names of events
+        content = line[len("data:") :].strip()
+        if content == "[DONE]":
+            self.has_ended = True
+            return
+        try:
+            event = json.loads(content)
+        except json.JSONDecodeError as error:
+            raise Spoilt("the stream holds a line that is not JSON") from error
+        if not isinstance(event, dict) or event.get("error"):
+            raise Spoilt(f"error in the stream: {str(event)[:200]}")
+        self._take_event(event, now_ns)
+
+    def _take_event(self, event: dict[str, Any], now_ns: int) -> None:
+        if usage := event.get("usage"):
+            self.prompt_tokens = usage.get("prompt_tokens")
+            self.output_tokens = usage.get("completion_tokens")
+        for choice in event.get("choices") or ():
+            self.chunk_ns.append(now_ns)
+            self.is_empty.append(not choice.get("text"))
+            self.has_ended = self.has_ended or choice.get("finish_reason") is not None
+
+    @property
+    def token_ns(self) -> list[int]:
+        """When each output token came."""
+        return tokens_of(self.chunk_ns, self.is_empty, self.output_tokens)
+
+
+def tokens_of(times: Sequence[int], is_empty: Sequence[bool], count: int | None) -> list[int]:
+    """Times of `count` tokens (None: one per chunk that has text) out of the times of chunks.
+
+    A token may have no text yet (half a character), and a last chunk may have no token: empty
+    chunks count from the front as far as there are tokens for them. Where tokens are more than
+    chunks, the chunks hold equal shares, the later ones the larger: its tokens come together.
+    """
+    if not times or count == 0:
+        return []
+    if count is None:
+        count = sum(not empty for empty in is_empty)
+    kept = list(times)
+    for at in reversed(range(len(times))):
+        if len(kept) > count and is_empty[at]:
+            del kept[at]
+    kept = kept[:count]
+    if not kept:
+        return []
+    # token i of n lies in chunk floor(i * chunks / n)
+    return [kept[i * len(kept) // count] for i in range(count)]

@@ -1,0 +1,69 @@
+"""A server's own gauges out of the text of its /metrics, under one name whoever made the server."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+# ours -> names in vLLM (v1, v0) and SGLang
+NAMES = {
+    "kv_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"),
+    "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
+    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+    "preemptions": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
+}
+SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+([^\s]+)")
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+CACHE = "vllm:cache_config_info"  # its labels say how many blocks there are, and of how many tokens
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """What a server said at one time; None where it said nothing.
+
+    `kv_usage` is a share of 1, the mean over engines; counts are sums over engines.
+    """
+
+    at_ns: int
+    kv_usage: float | None = None
+    running: int | None = None
+    waiting: int | None = None
+    preemptions: int | None = None
+    kv_blocks: int | None = None
+    block_tokens: int | None = None
+
+
+def read_gauges(text: str, at_ns: int) -> Gauges:
+    """The gauges in a Prometheus text; lines that are none of ours are passed over."""
+    values: dict[str, list[float]] = {}
+    labels: dict[str, str] = {}
+    for line in text.splitlines():
+        if found := SAMPLE.match(line):
+            name, inside, value = found.groups()
+            values.setdefault(name, []).append(_number(value))
+            if name == CACHE and inside:
+                labels = dict(LABEL.findall(inside))
+    said = {ours: _first(values, theirs) for ours, theirs in NAMES.items()}
+    usage = said.pop("kv_usage")
+    counts: dict[str, Any] = {k: None if v is None else round(sum(v)) for k, v in said.items()}
+    return Gauges(
+        at_ns,
+        None if usage is None else sum(usage) / len(usage),
+        **counts,
+        kv_blocks=_whole(labels.get("num_gpu_blocks")),
+        block_tokens=_whole(labels.get("block_size")),
+    )
+
+
+def _first(values: dict[str, list[float]], names: tuple[str, ...]) -> list[float] | None:
+    return next((values[name] for name in names if name in values), None)
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    return number if number == number else 0.0
+
+
+def _whole(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None

@@ -1,0 +1,139 @@
+"""A small OpenAI-compatible server that answers, stalls and breaks as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+METRICS = """# HELP vllm:kv_cache_usage_perc share of KV blocks in use
+vllm:kv_cache_usage_perc{engine="0",model_name="fake"} 0.25
+vllm:num_requests_running{engine="0"} 3.0
+vllm:num_requests_waiting{engine="0"} 2.0
+vllm:num_preemptions_total{engine="0"} 7.0
+vllm:cache_config_info{block_size="16",num_gpu_blocks="80",cache_dtype="auto"} 1.0
+process_start_time_seconds 1.7e+09
+"""
+
+
+@dataclass
+class FakeServer:
+    """`first_s` before the first token, `gap_s` between two; `per_chunk` tokens in a chunk.
+
+    `faults` maps a request's number (of x-request-id) to what goes wrong with it: an HTTP status,
+    "stall" (after the first token), "silence" (no answer at all), "cut", "garbage", "error",
+    "empty", "short" (half the tokens). `seen` holds bodies, headers and times by number.
+    """
+
+    first_s: float = 0.02
+    gap_s: float = 0.005
+    per_chunk: int = 1
+    says_usage: bool = True
+    has_metrics: bool = True
+    faults: Mapping[int, int | str] = field(default_factory=dict)
+    seen: dict[int, dict[str, Any]] = field(default_factory=dict)
+    url: str = ""
+
+    @contextmanager
+    def running(self) -> Iterator[FakeServer]:
+        """Serves on a free port of this machine, in a thread."""
+        loop, ready = asyncio.new_event_loop(), threading.Event()
+        stop: list[asyncio.Event] = []
+
+        async def serve() -> None:
+            stop.append(asyncio.Event())
+            server = await asyncio.start_server(self._guarded, "127.0.0.1", 0)
+            self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            ready.set()
+            await stop[0].wait()
+            server.close()
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+        thread.start()
+        assert ready.wait(10)
+        try:
+            yield self
+        finally:
+            loop.call_soon_threadsafe(stop[0].set)
+            thread.join(10)
+            loop.close()
+
+    async def _guarded(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._serve(reader, writer)
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # the client has gone
+        finally:
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readline()).split()[1].decode()
+        headers = {}
+        while (line := await reader.readline()).strip():
+            name, _, value = line.decode().partition(":")
+            headers[name.lower()] = value.strip()
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        if path == "/v1/models":
+            await _answer(writer, 200, json.dumps({"data": [{"id": "fake-model"}]}))
+        elif path == "/metrics":
+            await _answer(writer, 200 if self.has_metrics else 404, METRICS)
+        else:
+            await self._complete(writer, json.loads(body), headers)
+
+    async def _complete(
+        self, writer: asyncio.StreamWriter, body: dict[str, Any], headers: dict[str, str]
+    ) -> None:
+        number = int(headers["x-request-id"].rsplit("-", 1)[1])
+        self.seen[number] = {"body": body, "headers": headers}
+        fault = self.faults.get(number)
+        if fault == "silence":
+            await asyncio.sleep(3600)
+        if isinstance(fault, int):
+            await _answer(writer, fault, json.dumps({"error": "as told"}))
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        wanted = body["max_tokens"] // (2 if fault == "short" else 1)
+        tokens = 0 if fault == "empty" else wanted
+        for done in range(0, tokens, self.per_chunk):
+            await asyncio.sleep(self.gap_s if done else self.first_s)
+            size = min(self.per_chunk, tokens - done)
+            reason = "length" if done + size == tokens else None
+            _event(writer, {"choices": [{"text": "ab" * size, "finish_reason": reason}]})
+            await writer.drain()
+            if fault == "stall":
+                await asyncio.sleep(3600)
+            if fault == "cut":
+                return
+            if fault == "garbage":
+                _piece(writer, b"data: {not json\n\n")
+            if fault == "error":
+                _event(writer, {"error": {"message": "out of memory"}})
+        if self.says_usage:
+            usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": tokens}
+            _event(writer, {"choices": [], "usage": usage})
+        _piece(writer, b": a comment\n\ndata: [DO")
+        _piece(writer, b"NE]\n\n")  # lines come in pieces too
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+
+
+def _event(writer: asyncio.StreamWriter, content: dict[str, Any]) -> None:
+    _piece(writer, b"data: " + json.dumps(content).encode() + b"\n\n")
+
+
+def _piece(writer: asyncio.StreamWriter, content: bytes) -> None:
+    writer.write(f"{len(content):x}\r\n".encode() + content + b"\r\n")
+
+
+async def _answer(writer: asyncio.StreamWriter, status: int, text: str) -> None:
+    head = f"HTTP/1.1 {status} Told\r\nContent-Length: {len(text)}\r\n\r\n"
+    writer.write((head + text).encode())
+    await writer.drain()
