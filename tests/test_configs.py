@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+from tandem.build import Builder
 from tandem.catalog import PLURALS, options
 from tandem.compose import composed
 from tandem.experiment import engine_of, run_experiment
-from tandem.setting import setting_of
+from tandem.setting import policy_of, setting_of
 from tandem.worlds import world_of
 
 TEN = ["limit=10", "backend=sim"]
@@ -52,11 +54,19 @@ def test_every_group_and_option_has_a_line_on_it() -> None:
 
 
 def test_any_scheduling_goes_with_any_memory() -> None:
-    for scheduling, memory in product(options("scheduling"), options("memory")):
-        chosen = [f"scheduling={scheduling}", f"memory={memory}", "model=micro_llama", *TEN]
-        setting = setting_of(composed(chosen))
+    small = ["model=micro_llama", *TEN]
+    setting = setting_of(composed(small))
+    halves = {
+        group: {
+            name: composed([f"{group}={name}", *small]).config[group] for name in options(group)
+        }
+        for group in ("scheduling", "memory")
+    }
+    for scheduling, memory in product(*(halves[group].items() for group in halves)):
+        config = {"scheduling": scheduling[1], "memory": memory[1]}
+        policy = policy_of(config, Builder())
         with world_of(setting, {"name": "sim", "clock": "virtual"}) as world:
-            engine = engine_of(setting, world)
+            engine = engine_of(replace(setting, policy=policy), world)
             engine.replay(setting.requests)
         outcomes = engine.recorder.outcomes.values()
-        assert [o.status for o in outcomes] == ["finished"] * 10, (scheduling, memory)
+        assert [o.status for o in outcomes] == ["finished"] * 10, (scheduling[0], memory[0])
