@@ -1,0 +1,59 @@
+"""KV pages that an engine finds room for: weights, activation peak and a reserve, by formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.model import ModelSpec
+
+LOGIT_BYTES = 12  # float32 logits, their probabilities and the draws they are divided by
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What lies in a share of a device's memory. All in bytes.
+
+    weights     all parameters, embeddings and head included
+    activation  the larger of a forward over `step_tokens` and of sampling for `sequences`: logits
+                in the model's dtype and LOGIT_BYTES for each of sequences x vocabulary
+    reserve     what no formula gives: context and library workspaces outside the allocator, graphs
+    """
+
+    usable: int
+    weights: int
+    activation: int
+    reserve: int
+    page: int
+
+    @property
+    def pages(self) -> int:
+        """KV pages in what is left. ValueError where nothing is."""
+        left = self.usable - self.weights - self.activation - self.reserve
+        if left < self.page:
+            raise ValueError(
+                f"memory: {self.weights} bytes of weights, {self.activation} of activations and a "
+                f"reserve of {self.reserve} leave no page of {self.page} in {self.usable}; "
+                "take a larger share, a smaller model or a smaller step"
+            )
+        return left // self.page
+
+
+def plan_memory(
+    model: ModelSpec,
+    device_bytes: int,
+    share: float,
+    step_tokens: int,
+    sequences: int,
+    reserve_bytes: int,
+    page_tokens: int = 16,
+) -> MemoryPlan:
+    """The plan of an engine that profiles itself at its largest step, as vLLM does."""
+    forward = model.workspace_bytes([step_tokens], samples=0)
+    sampling = sequences * model.vocab_size * (model.item_bytes + LOGIT_BYTES)
+    return MemoryPlan(
+        usable=int(share * device_bytes),
+        weights=model.weight_bytes,
+        activation=max(forward, sampling),
+        reserve=reserve_bytes,
+        page=page_tokens * model.kv_token_bytes,
+    )
