@@ -18,6 +18,7 @@ from tandem.budget import Budget, Room, room_for
 from tandem.build import Builder
 from tandem.compose import Composed
 from tandem.conform import arguments, conform
+from tandem.decoding import Decoding, decoding_of
 from tandem.workload import requests_of
 from traces.request import Request
 
@@ -34,6 +35,7 @@ class Setting:
     room: Room
     depth: int
     seed: int
+    decoding: Decoding
     is_replay: bool  # of another run's plan log
 
 
@@ -56,6 +58,7 @@ def setting_of(point: Composed) -> Setting:
         room_for(budget, spec, device, page_tokens, requests, policy),
         _at_least_one(config, "depth"),
         conform(config["seed"], int, "seed"),
+        decoding_of(config, spec),
         is_replay=config.get("replayed") is not None,
     )
 

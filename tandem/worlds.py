@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import simpy
 
 from engine.executor import Executor, Meter
@@ -17,6 +16,7 @@ from engine.plan import Pool
 from tandem.budget import GPU, HOST
 from tandem.conform import conform
 from tandem.setting import Setting
+from traces.prompts import prompt_of
 
 CLOCKS = {
     "sim": ("virtual",),
@@ -163,11 +163,19 @@ def _machine(setting: Setting, device: str = "cpu") -> Any:
     """The model with seeded random weights and the KV pages that the ledger books."""
     from runtime.machine import Machine
     from runtime.model import build_model
+    from runtime.sampling import Sampling
 
     model = build_model(setting.spec, setting.seed, device)
-    page = setting.room.page
+    how = setting.decoding
     return Machine(
-        model, setting.spec, page.tokens, pages_of(setting), prompts_of(setting), device=device
+        model,
+        setting.spec,
+        setting.room.page.tokens,
+        pages_of(setting),
+        prompts_of(setting),
+        Sampling(how.temperature, how.top_k, how.top_p, setting.seed),
+        () if how.forced else how.eos_ids,
+        device,
     )
 
 
@@ -186,13 +194,7 @@ def pages_of(setting: Setting) -> dict[Pool, int]:
 def prompts_of(setting: Setting) -> dict[int, Sequence[int]]:
     """Token ids of every prompt: the trace's, or seeded ones where it has lengths only."""
     vocabulary, seed = setting.spec.vocab_size, setting.seed
-    return {
-        r.request_id: r.prompt_ids
-        or np.random.default_rng((seed, r.request_id))
-        .integers(vocabulary, size=r.prompt_tokens)
-        .tolist()
-        for r in setting.requests
-    }
+    return {r.request_id: prompt_of(r, vocabulary, seed) for r in setting.requests}
 
 
 def _links(setting: Setting) -> dict[str, Any]:
