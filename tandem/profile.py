@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -43,6 +44,7 @@ def calibrate(point: Composed, folder: Path) -> pd.DataFrame:
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder}: there is something in it already; give a new folder")
     aside = folder.with_name(f"{folder.name}.running")
+    shutil.rmtree(aside, ignore_errors=True)  # of a calibration that was killed
     _profile_shapes(point, aside)
     _replay(point, aside)
     about = json.loads((aside / "profile.json").read_text(encoding="utf-8"))
