@@ -16,7 +16,7 @@ from tandem.setting import policy_of, setting_of
 from tandem.worlds import world_of
 
 TEN = ["limit=10", "backend=sim"]
-NEEDS_A_PATH = {"trace": {"file", "sharegpt", "lengths"}, "arrival": {"recorded"}}
+NEEDS_A_PATH = {"trace": {"file", "sharegpt", "lengths", "recorded"}, "arrival": {"recorded"}}
 POLICIES = [name for name in options("policy") if name != "recorded"]
 
 

@@ -15,6 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from analysis.run import load
+from tandem.cli import main
+from tandem.compose import composed
+from tandem.experiment import run_experiment
 from traces.azure import at_ns
 from traces.buckets import bucket_ns, spread_inside
 from traces.import_ import import_trace
@@ -273,6 +277,40 @@ def test_compressed_and_spoilt_files(tmp_path: Path) -> None:
     packed.write_bytes(packed.read_bytes()[:40])
     with pytest.raises(ValueError, match=r"b\.csv\.gz: not a complete gzip file"):
         imported(packed)
+
+
+# ---- from the command line and in a run
+def test_the_command_line_imports_and_exports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [(0, 1024, 5, [7, 8]), (20_000, 600, 5, [7, 9]), (21_000, 0, 5, [1])]
+    source, out = mooncake(tmp_path / "a.jsonl", *rows), tmp_path / "out.parquet"
+    words = ["trace", "import", str(source), "--kind", "mooncake", "--out", str(out)]
+    assert main([*words, "--time-unit", "s", "--rate", "0.5"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[1:] == [
+        "rows read 3 = kept 2 + dropped 1",
+        "        1 prompt under 1 tokens (lines 3)",
+    ]
+    assert [r.arrival_ns for r in read_trace(out)] == [0, 2 * S]
+    assert main(["trace", "export", str(out), "--out", str(tmp_path / "b.jsonl")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "b.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [7, 8]},
+        {"timestamp": 2000, "input_length": 600, "output_length": 5, "hash_ids": [7, 9]},
+    ]
+    assert main(["trace", "import", str(source), "--kind", "nokind", "--out", str(out)]) == 2
+
+
+def test_a_recorded_trace_is_run_at_its_own_times(tmp_path: Path) -> None:
+    rows = [(i * 500, 33 + i, 5, [0, 1, i + 2]) for i in range(10)]
+    source = mooncake(tmp_path / "a.jsonl", *rows)
+    chosen = ["trace=recorded", f"trace.path={source}", "arrival=trace", "backend=sim"]
+    cache = f"cache={tmp_path / 'cache'}"
+    run_experiment(composed([*chosen, "trace.rate=4", cache]), tmp_path / "run")
+    requests = load(tmp_path / "run").requests
+    assert requests["arrival_ns"].tolist() == [i * 250 * MS for i in range(10)]
+    assert requests["prompt_tokens"].tolist() == list(range(33, 43))
 
 
 # ---- the real extracts

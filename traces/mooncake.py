@@ -65,7 +65,7 @@ def _block_of(path: Path, lines: Sequence[Record]) -> int:
     counts = [
         (line[0], len(line[4]))
         for line in lines
-        if isinstance(line[4], list) and isinstance(line[0], int)
+        if isinstance(line[4], list) and isinstance(line[0], int) and line[0] > 0
     ]
     if not counts:
         return 0
@@ -80,7 +80,7 @@ def _checked_ids(ids: Any, prompt_tokens: int, block: int) -> tuple[int, ...] | 
         return None
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**63 for i in ids):
         raise Unusable("hash ids are not whole numbers")
-    if len(ids) > -(-prompt_tokens // block):
+    if prompt_tokens > 0 and len(ids) > -(-prompt_tokens // block):
         raise Unusable(f"more hash ids than blocks of {block} tokens")
     return tuple(ids)
 
