@@ -122,30 +122,82 @@ class ModelSpec:
         return 2 * self.num_layers * self.kv_size * self.item_bytes
 
     def workspace_bytes(
-        self, tokens: Sequence[int], contexts: Sequence[int] = (), samples: int = 0
+        self,
+        tokens: Sequence[int],
+        contexts: Sequence[int] = (),
+        samples: int = 0,
+        page_tokens: int = 16,
     ) -> int:
-        """Peak of what a launch allocates and gives back, driven layer by layer without autograd.
+        """Peak of what a greedy launch allocates and gives back, without autograd, on a CPU.
 
-        `tokens` and `contexts` (tokens in KV before) are per slice. The largest of three moments,
-        T = all tokens, all times the item size:
-          attention: residual, normed input, q, k, v, output (T rows) and, for the longest slice,
-                     gathered keys and values and a byte mask over (tokens x keys);
-          MLP:       residual, normed input and the gate, up and product rows (GPT-2: two);
-          head:      hidden rows, then the sampled rows, their logits and a float32 copy of these.
+        `tokens` and `contexts` (tokens in KV before) are per slice. The largest of four moments of
+        the modules of transformers 5 around runtime/attention.py, where T rows run together. Beside
+        each but the head lie what all layers share: cosines and sines of the T rows (not in GPT-2)
+        and, per slice of several tokens behind a context, a mask of the size of a number. Equal to
+        what runtime/tracker.py counts (tests/test_workspace.py), but for a few numbers per row.
         """
-        total, item = sum(tokens), self.item_bytes
-        past = contexts or [0] * len(tokens)
-        rows = 2 * self.hidden_size + 2 * self.query_size + 2 * self.kv_size
-        gathers = [
-            2 * self.kv_size * (n + c) * item + (n * (n + c) if c and n > 1 else 0)
-            for n, c in zip(tokens, past, strict=True)
-        ]
-        attention = total * rows * item + max(gathers, default=0)
-        inner = self.intermediate_size * (2 if self.family == "gpt2" else 3)
-        mlp = total * (2 * self.hidden_size + inner) * item
-        copied = 0 if self.dtype == "float32" else 4
-        logits = samples * (self.hidden_size * item + self.vocab_size * (item + copied))
-        return max(attention, mlp, total * self.hidden_size * item + logits)
+        pairs = list(zip(tokens, contexts or [0] * len(tokens), strict=True))
+        slices, decodes = [s for s in pairs if s[0] > 1], [c for n, c in pairs if n == 1]
+        rows, item = sum(tokens), self.item_bytes
+        shared = 0 if self.family == "gpt2" else 2 * rows * self.head_dim * item
+        masks = sum(n * (n + c) for n, c in slices if c) * item
+        layers = max(
+            rows * self._projection_row_bytes,
+            rows * (2 * self.hidden_size + self.query_size + 2 * self.kv_size) * item
+            + self._attended_bytes(slices, decodes, page_tokens),
+            rows * self._mlp_row_bytes,
+        )
+        # The last layer's rows; of the sampled ones the norm and the logits.
+        head = (rows * self.hidden_size + samples * (self.hidden_size + self.vocab_size)) * item
+        return shared + max(layers + masks, head)
+
+    @property
+    def _projection_row_bytes(self) -> int:
+        """Before attention: the layer's input, the normed one and q, and what q is rotated with.
+
+        That is k, v, q times the cosines, q with its halves swapped, and this times the sines. The
+        norm of q (Qwen3), unless in float32, instead makes a float32 copy of q, the normed copy and
+        two numbers per head. GPT-2 makes nothing here that attention and MLP do not exceed.
+        """
+        if self.family == "gpt2":
+            return 0
+        own = (2 * self.hidden_size + self.query_size) * self.item_bytes
+        turned = (3 * self.query_size + 2 * self.kv_size) * self.item_bytes
+        if self.family != "qwen3" or self.dtype == "float32":
+            return own + turned
+        return own + max(turned, 4 * 2 * (self.query_size + self.num_heads))
+
+    @property
+    def _mlp_row_bytes(self) -> int:
+        """The layer's input, its sum with attention's output, the normed sum, and the inner rows.
+
+        Inner rows: gate, up and their product. GPT-2 keeps attention's output too, and its GELU
+        holds four inner rows at once.
+        """
+        held = 4 if self.family == "gpt2" else 3
+        return held * (self.hidden_size + self.intermediate_size) * self.item_bytes
+
+    def _attended_bytes(
+        self, slices: Sequence[tuple[int, int]], decodes: Sequence[int], page_tokens: int
+    ) -> int:
+        """Beside the layer's input, the normed one, q, k and v, while jobs are attended in turn.
+
+        Slices (tokens, context) come first, then decodes (context). Each holds the outputs before
+        it, its gathered pages (none where a prompt starts), its own output and a float32 sum per
+        row and head. Several outputs are joined into a second copy at the end.
+        """
+        output, sums = self.query_size * self.item_bytes, 4 * self.num_heads
+        page_bytes = 2 * self.kv_size * self.item_bytes * page_tokens
+        done = most = 0
+        for n, c in slices:
+            pages = -(-(n + c) // page_tokens) if c else 0
+            most = max(most, done + pages * page_bytes + n * (output + sums))
+            done += n * output
+        for c in decodes:
+            done += output
+            held = done + (c // page_tokens + 1) * page_bytes + sums
+            most = held if held > most else most
+        return max(most, 2 * done) if len(slices) + len(decodes) > 1 else most
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], name: str = "") -> ModelSpec:

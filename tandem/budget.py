@@ -60,7 +60,7 @@ def room_for(
 ) -> Room:
     """Weights, KV and workspace inside the budget. ValueError where they cannot fit."""
     page = PageSize(page_tokens, page_tokens * spec.kv_token_bytes)
-    workspace = _workspace_bytes(budget, spec, requests, policy)
+    workspace = _workspace_bytes(budget, spec, page_tokens, requests, policy)
     kv = _kv_bytes(budget, page)
     if kv is None:
         kv = int(budget.fraction * device.usable_bytes) - spec.weight_bytes - workspace
@@ -81,17 +81,26 @@ def _kv_bytes(budget: Budget, page: PageSize) -> int | None:
 
 
 def _workspace_bytes(
-    budget: Budget, spec: ModelSpec, requests: Sequence[Request], policy: Any
+    budget: Budget, spec: ModelSpec, page_tokens: int, requests: Sequence[Request], policy: Any
 ) -> int:
-    """Of the largest step: the policy's token budget, or a whole request after a restart."""
+    """Of the largest step: prompts that start together up to the policy's token budget.
+
+    One of them is the longest request computed whole after a restart or, under a token budget, the
+    end of it: a slice behind a context, which takes a mask.
+    """
     scheduling = getattr(policy, "scheduling", None)
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
-    wanted = budget.step_tokens or getattr(scheduling, "token_budget", None) or 0
+    limit = budget.step_tokens or getattr(scheduling, "token_budget", None) or 0
     jobs = min(len(requests), getattr(scheduling, "max_jobs", len(requests)))
-    if not wanted:  # nothing bounds the step: all prompts that may start together
-        wanted = sum(sorted((r.prompt_tokens for r in requests), reverse=True)[:jobs])
-    tokens = max(wanted, longest)
-    return spec.workspace_bytes([tokens], [longest], samples=min(jobs, tokens))
+    prompts = sorted((r.prompt_tokens for r in requests), reverse=True)
+    wanted = limit or sum(prompts[:jobs])  # all that may start together where nothing limits a step
+    sizes = []
+    for first in {longest, min(limit, longest - 1)} - {0}:
+        tokens = [first, *([wanted - first] if wanted > first else [])]
+        contexts = [longest - first, 0][: len(tokens)]
+        samples = min(jobs, sum(tokens))
+        sizes.append(spec.workspace_bytes(tokens, contexts, samples, page_tokens))
+    return max(sizes)
 
 
 def _deficit(
