@@ -18,6 +18,7 @@ from engine.plan import (
     COMPUTE_LANE,
     Compute,
     Copy,
+    Grow,
     Kind,
     Layout,
     Op,
@@ -32,6 +33,7 @@ from engine.policy import Policy
 from engine.profile import EngineProfile
 from engine.progress import advance_serving, advance_training, restart
 from engine.recorder import Recorder
+from engine.repeat import Repeat
 from engine.view import Cost, View
 from traces.request import Request, TrainingJob
 
@@ -57,6 +59,7 @@ class Engine:
     `depth` is the run-ahead: how many plans of a device may be in flight (until their last Compute
     ends). `forced` lengths end a request at its recorded output; else sampling ends it (depth 1).
     `returns_memory=False` leaves a finished job's memory to the policy (playing back a plan log).
+    `fast_forward=False` asks for every step, also where a plan would hold for many; same results.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Engine:
         recorder: Recorder | None = None,
         journal: Journal | None = None,
         returns_memory: bool = True,
+        fast_forward: bool = True,
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth is {depth}: at least one plan must be in flight")
@@ -93,6 +97,8 @@ class Engine:
         self.steps = 0  # plans issued
         self.asked = 0  # questions to the policy
         self._returns_memory = returns_memory
+        self._repeats = fast_forward and devices == 1
+        self._repeat: Repeat | None = None  # a plan that is issued again without a question
         self._journal = journal
         self._issued = [0] * devices
         self._flight = [0] * devices
@@ -121,6 +127,7 @@ class Engine:
         else:
             recorded = 0 if item.record_of is None else self._recorded.get(item.record_of, 0)
             job = Job.trains(item, arrival_ns, recorded)
+        self._repeat = None
         self.waiting.append(job)
         self._tell()
 
@@ -169,17 +176,42 @@ class Engine:
         """
         returned = self._returned[device]
         self._give_back(device, self._issued[device] - self.depth)
+        if (again := self._next_repeat()) is not None:
+            return again
         while True:
             self.asked += 1
             plan = self.policy.plan(self.view(device))
             if plan or not returned:
-                return plan
+                return self._first_of(plan)
             self._give_back(device, returned[0][0])
+
+    def _first_of(self, plan: Plan) -> Plan:
+        """The first step of a plan; the others follow without a question."""
+        if plan.repeats == 1:
+            return plan
+        repeat = Repeat(plan)
+        self._repeat = repeat if self._repeats else None
+        return repeat.next()
+
+    def _next_repeat(self) -> Plan | None:
+        """The next step of a plan that still holds; it ends where its growth finds no room."""
+        repeat, self._repeat = self._repeat, None
+        if repeat is None or not repeat.left:
+            return None
+        plan, room = repeat.next(), self.ledger.room_bytes()
+        for op in plan.ops:
+            if isinstance(op, Grow):
+                room[op.place.pool] -= op.nbytes
+        if min(room.values()) < 0:
+            return None
+        self._repeat = repeat
+        return plan
 
     def _give_back(self, device: int, number: int) -> None:
         """Returns what finished jobs held, up to the device's plan of that number."""
         returned = self._returned[device]
         while returned and returned[0][0] <= number:
+            self._repeat = None
             _, job = returned.popleft()
             for place in tuple(self.ledger.places_of.get(job.job_id, ())):
                 self.ledger.give(place)
@@ -268,6 +300,7 @@ class Engine:
             if piece.record:
                 self._recorded[job.job_id] = job.recorded_tokens
         if done:
+            self._repeat = None
             self._ends.setdefault(op, []).append(job)
             (self.serving if job.training is None else self.training).remove(job)
         pages = self.ledger.pages.get(kv_place(job.job_id, Tier.GPU, op.device), ())
@@ -359,6 +392,7 @@ class Engine:
         sampled = {piece.job_id for piece in flight.launch.pieces if piece.samples}
         for job in [job for job in self.serving if job.job_id in sampled]:
             if job.job_id in span.ended or self._is_complete(job):
+                self._repeat = None
                 self.serving.remove(job)
                 self._finish(job, span.end_ns, flight)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +22,7 @@ class Tier(StrEnum):
     GPU = "gpu"
     HOST = "host"
     DISK = "disk"
+    __hash__ = str.__hash__  # every look-up by place needs it: Enum's own is Python
 
 
 class Kind(StrEnum):
@@ -32,6 +33,7 @@ class Kind(StrEnum):
     GRADIENT = "gradient"
     OPTIMIZER = "optimizer"
     ACTIVATION = "activation"
+    __hash__ = str.__hash__
 
 
 class Work(StrEnum):
@@ -88,8 +90,7 @@ class PageSize(NamedTuple):
         return -(-tokens // self.tokens) * self.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """A piece of one job: `tokens` through `layers` (None: all). Checked against the frontier."""
 
     job: Job
@@ -133,14 +134,19 @@ class Copy:
         return (owner.device, f"{self.src.tier}->{self.dst.tier}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Grow:
-    """Adds bytes to a place. In a repeated plan: at step `first`, then every `every` steps."""
+class Grow(NamedTuple):
+    """Adds bytes to a place. In a repeated plan: at step `first`, then every `every` (0: once)."""
 
     place: Place
     nbytes: int
     first: int = 0
     every: int = 0
+
+    def steps(self, count: int) -> range:
+        """At which of the first `count` steps of a repeated plan."""
+        return range(
+            self.first, min(count, self.first + 1 if not self.every else count), self.every or 1
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,7 +161,11 @@ Op = Compute | Copy  # what takes time and runs on a lane
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A sequential program for one device. Lanes overlap it; its meaning is its order."""
+    """A sequential program for one device. Lanes overlap it; its meaning is its order.
+
+    A repeated plan (Grows, then one Compute) is issued `repeats` times without a question, unless
+    something arrives, ends or comes back meanwhile; each step is a plan of its own.
+    """
 
     ops: tuple[Op | Grow | Free, ...] = ()
     restart: tuple[Job, ...] = ()  # their tokens must be computed again
@@ -166,6 +176,13 @@ class Plan:
     def __bool__(self) -> bool:
         """Whether the plan does anything at all."""
         return bool(self.ops or self.refuse or self.restart)
+
+    def at(self, step: int) -> Plan:
+        """One step of a repeated plan: what grows then, and a launch of its own."""
+        grows = [op for op in self.ops if isinstance(op, Grow)]
+        launches = [op for op in self.ops if not isinstance(op, Grow)]
+        due = (Grow(op.place, op.nbytes) for op in grows if step in op.steps(step + 1))
+        return Plan((*due, *(replace(op) for op in launches)), self.restart, self.refuse)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,13 @@ class LoggedPlan(NamedTuple):
 
 def encode(plan: Plan) -> str:
     """JSON that decodes to an equal plan; equal plans give equal text."""
-    content = {
+    content: dict[str, Any] = {
         "ops": [_encode_op(op) for op in plan.ops],
         "restart": [job.job_id for job in plan.restart],
         "refuse": [job.job_id for job in plan.refuse],
     }
+    if plan.repeats > 1:
+        content["repeats"] = plan.repeats
     return json.dumps(content, separators=(",", ":"))
 
 
@@ -42,6 +44,7 @@ def decode(body: str, jobs: Mapping[int, Job]) -> Plan:
         tuple(_decode_op(op, jobs) for op in content["ops"]),
         tuple(jobs[i] for i in content["restart"]),
         tuple(jobs[i] for i in content["refuse"]),
+        content.get("repeats", 1),
     )
 
 

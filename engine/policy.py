@@ -8,6 +8,7 @@ from typing import Protocol
 
 from engine.job import Job
 from engine.plan import Layout, Plan, Pool, Slice
+from engine.repeat import steps_again
 from engine.view import Cost, View
 
 
@@ -18,7 +19,11 @@ class Policy(Protocol):
 
 
 class Scheduling(Protocol):
-    """Says what to compute next."""
+    """Says what to compute next.
+
+    May declare `repeats = True`: while nobody arrives, ends, comes in or is given room, it wants
+    all decodes again in the same order, and behind them the prompt that its budget has cut.
+    """
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         """Wanted slices, most wanted first."""
@@ -30,7 +35,9 @@ class Memory(Protocol):
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
         """A plan for as many slices as fit, in their order.
 
-        May take memory from less wanted jobs; admits no waiting job after a preemption.
+        May take memory from less wanted jobs; admits no waiting job after a preemption. May also
+        have `stretch(plan, view, count) -> Plan`: the plan for up to `count` steps, with all that
+        grows meanwhile, if it would decide the same at each of them.
         """
 
 
@@ -47,7 +54,8 @@ class Composed:
     """A policy in two halves.
 
     Where no wanted slice fits, it is asked once more as if nobody waited: a prompt that finds no
-    room must not keep running jobs from decoding (law 9).
+    room must not keep running jobs from decoding (law 9). Where both halves allow it, one answer
+    holds for many steps.
     """
 
     scheduling: Scheduling
@@ -55,7 +63,15 @@ class Composed:
 
     def plan(self, view: View) -> Plan:
         plan = self.memory.fit(self.scheduling.batch(view), view)
-        if plan or not view.waiting or not view.serving:
+        if not plan and view.waiting and view.serving:
+            alone = replace(view, waiting=())
+            plan = self.memory.fit(self.scheduling.batch(alone), alone)
+        return self._stretched(plan, view)
+
+    def _stretched(self, plan: Plan, view: View) -> Plan:
+        stretch = getattr(self.memory, "stretch", None)
+        if stretch is None or not getattr(self.scheduling, "repeats", False):
             return plan
-        alone = replace(view, waiting=())
-        return self.memory.fit(self.scheduling.batch(alone), alone)
+        count = steps_again(plan, view)
+        stretched: Plan = plan if count < 2 else stretch(plan, view, count)
+        return stretched

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from engine.job import Job
 from engine.plan import Slice
@@ -20,6 +21,7 @@ class ChunkedPrefill:
 
     token_budget: int = 512
     max_jobs: int = 256
+    repeats: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_limits("chunked prefill", token_budget=self.token_budget, max_jobs=self.max_jobs)

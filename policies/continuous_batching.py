@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from engine.job import Job
 from engine.plan import Slice
@@ -25,6 +26,7 @@ class ContinuousBatching:
     max_jobs: int = 256
     padded: bool = False
     by_arrival: bool = False
+    repeats: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_limits("continuous batching", token_budget=self.token_budget, max_jobs=self.max_jobs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from engine.job import Job
 from engine.plan import Slice
@@ -28,6 +29,7 @@ class EarliestDeadline:
     default_deadline_s: float = 10.0
     token_budget: int = 2048
     max_jobs: int = 256
+    repeats: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_limits("earliest deadline", token_budget=self.token_budget, max_jobs=self.max_jobs)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from engine.plan import Plan, Slice
+from engine.plan import Compute, Plan, Slice
 from engine.view import View
 from policies.seating import Seating
 
@@ -31,3 +31,10 @@ class MaxReservation:
             return reserved if piece.job.known_tokens <= self.max_tokens else never
 
         return Seating(batch, view, demand).plan()
+
+    def stretch(self, plan: Plan, view: View, count: int) -> Plan:
+        """See Memory: nothing grows after the first step; ends where a job outgrows its place."""
+        launch = plan.ops[-1]
+        assert isinstance(launch, Compute)
+        longest = max(piece.job.known_tokens for piece in launch.slices)
+        return replace(plan, repeats=min(count, self.max_tokens - longest + 1))

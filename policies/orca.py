@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from engine.plan import Slice
 from engine.view import View
@@ -18,6 +19,7 @@ class Orca:
     """
 
     max_jobs: int = 16
+    repeats: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_limits("Orca", max_jobs=self.max_jobs)

@@ -10,6 +10,7 @@ from engine.draft import Draft
 from engine.job import Job
 from engine.plan import Kind, Place, Plan, Slice, Tier, kv_place
 from engine.view import View
+from policies.stretch import stretched
 
 Demand = Callable[[Slice], int]  # bytes of KV that a job must hold to run a slice
 Preempt = Callable[[Draft, Job], None]  # takes all of a job's KV off the device
@@ -42,6 +43,10 @@ class SeatingRules:
             raise ValueError(
                 f"paged memory: spare_pages is {self.spare_pages}, must not be below 0"
             )
+
+    def stretch(self, plan: Plan, view: View, count: int) -> Plan:
+        """See Memory: room only shrinks in a run, so whoever was kept out stays out."""
+        return stretched(plan, view, count, self.spare_pages)
 
     def paged_demand(self, view: View) -> Demand:
         """Bytes of the pages that a job must hold to run a slice."""

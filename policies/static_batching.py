@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from engine.plan import Slice
 from engine.view import View
@@ -17,6 +18,7 @@ class StaticBatching:
     """
 
     max_jobs: int = 16
+    repeats: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.max_jobs < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import ClassVar
 
 from engine.plan import Slice
 from engine.view import View
@@ -20,6 +21,7 @@ class VllmV1:
 
     token_budget: int = 2048
     max_jobs: int = 256
+    repeats: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_limits("vLLM v1", token_budget=self.token_budget, max_jobs=self.max_jobs)

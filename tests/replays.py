@@ -136,6 +136,7 @@ def replay(
     layout: Layout | None = None,
     returns_memory: bool = True,
     duration: Callable[[Launch], int] = duration_ns,
+    fast_forward: bool = True,
 ) -> Replay:
     """Runs a policy over a trace on toy hardware."""
     env, recorder = simpy.Environment(), Recorder()
@@ -154,6 +155,7 @@ def replay(
         recorder=recorder,
         journal=journal,
         returns_memory=returns_memory,
+        fast_forward=fast_forward,
     )
     engine.replay(work)
     return Replay(engine, recorder, journal)
