@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+MAX_TOKENS = 10_000_000  # of one request; more is no count
+
 
 class Spoilt(Exception):
     """A stream that does not say what a completion says."""
@@ -42,12 +44,15 @@ class Answer:
             raise Spoilt("the stream holds a line that is not JSON") from error
         if not isinstance(event, dict) or event.get("error"):
             raise Spoilt(f"error in the stream: {str(event)[:200]}")
-        self._take_event(event, now_ns)
+        try:
+            self._take_event(event, now_ns)
+        except (AttributeError, TypeError) as error:
+            raise Spoilt(f"no event of a completion: {content[:200]}") from error
 
     def _take_event(self, event: dict[str, Any], now_ns: int) -> None:
         if usage := event.get("usage"):
-            self.prompt_tokens = usage.get("prompt_tokens")
-            self.output_tokens = usage.get("completion_tokens")
+            self.prompt_tokens = _count(usage.get("prompt_tokens"))
+            self.output_tokens = _count(usage.get("completion_tokens"))
         for choice in event.get("choices") or ():
             self.chunk_ns.append(now_ns)
             self.is_empty.append(not choice.get("text"))
@@ -57,6 +62,12 @@ class Answer:
     def token_ns(self) -> list[int]:
         """When each output token came."""
         return tokens_of(self.chunk_ns, self.is_empty, self.output_tokens)
+
+
+def _count(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or not 0 <= value <= MAX_TOKENS):
+        raise Spoilt(f"usage counts {str(value)[:50]} tokens")
+    return value
 
 
 def tokens_of(times: Sequence[int], is_empty: Sequence[bool], count: int | None) -> list[int]:

@@ -69,7 +69,7 @@ def model_served(url: str, headers: Mapping[str, str]) -> str:
     try:
         listed = json.loads(asyncio.run(fetch(address, "/v1/models", headers, CHECK_S)))
         return str(listed["data"][0]["id"])
-    except (OSError, TimeoutError, Refused) as error:
+    except (OSError, TimeoutError, EOFError, Refused) as error:
         reason = str(error) or type(error).__name__
         raise ValueError(f"no OpenAI-compatible server answers at {url} ({reason})") from error
     except (ValueError, LookupError, TypeError) as error:

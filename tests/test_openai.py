@@ -79,7 +79,9 @@ def test_lines_that_say_nothing_and_lines_that_spoil() -> None:
     for line in ("", ": keep-alive", "event: x", 'data: {"choices": [{"text": "a"}]}'):
         answer.take(line, 7)
     assert answer.chunk_ns == [7] and not answer.has_ended
-    for line in ("data: {", "data: [1]", 'data: {"error": "full"}'):
+    spoilt = ['{"error": "full"}', '{"choices": [3]}', '{"choices": 3}', '{"usage": 3}']
+    spoilt += ['{"usage": {"completion_tokens": "7"}}', '{"usage": {"completion_tokens": 1e99}}']
+    for line in ("data: {", "data: [1]", *(f"data: {event}" for event in spoilt)):
         with pytest.raises(Spoilt):
             answer.take(line, 8)
 

@@ -23,6 +23,7 @@ from traces.azure import at_ns
 from traces.buckets import bucket_ns, spread_inside
 from traces.import_ import import_trace
 from traces.mooncake import write_mooncake
+from traces.recorded_times import read_times_ns
 from traces.request import Request
 from traces.rows import Unusable
 from traces.store import read_trace
@@ -162,6 +163,13 @@ def test_ms_and_s_are_told_apart(
     assert (sidecar["kind"], sidecar["time_unit"]) == ("mooncake", unit)
     # ms files drop what is below a millisecond
     assert requests[-1].arrival_ns == pytest.approx((times_s[-1] - times_s[0]) * S, abs=2 * MS)
+
+
+@pytest.mark.parametrize("unit_s", [1, 1000])
+def test_recorded_arrivals_and_length_tables_tell_the_unit_too(tmp_path: Path, unit_s: int) -> None:
+    source = mooncake(tmp_path / "a.jsonl", *((i * unit_s / 2, 9, 5, [1]) for i in range(9)))
+    assert read_times_ns(source).tolist() == [i * S // 2 for i in range(9)]
+    assert imported(source, kind="lengths")[1][-1].arrival_ns == 4 * S
 
 
 def test_hash_ids_are_kept_as_prefix_blocks(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.lengths import read_lengths
+from traces.store import sha256_of
 from traces.tables import read_columns
 
 Ints = npt.NDArray[np.int64]
@@ -92,7 +93,8 @@ def read_client_lengths(
             "histogram or a table of prompt and output tokens"
         )
     columns = read_columns(path, HISTOGRAM)
-    described = {"path": str(path), "per_client": len(columns) == len(HISTOGRAM)}
+    per_client = len(columns) == len(HISTOGRAM)
+    described = {"path": str(path), "sha256": sha256_of(path), "per_client": per_client}
     if len(columns) < len(HISTOGRAM):
         requests = read_lengths(path, keep_ids=False).requests
         pairs = np.asarray([(r.prompt_tokens, r.output_tokens) for r in requests], dtype=np.int64)

@@ -16,14 +16,10 @@ from traces.lengths import Limits
 from traces.records import Record, records
 from traces.request import Request
 from traces.rows import Parsed, Rows, Unusable, nanoseconds, read_rows, whole
+from traces.units import UNITS_NS, unit_of
 
-UNITS_NS = {"ms": 1_000_000, "s": 1_000_000_000}
-TIMES = ("timestamp", "arrival_s")  # the second, in seconds, is that of extracts
 COLUMNS = (("input_length", "prompt_tokens"), ("output_length", "output_tokens"))
-OPTIONAL = (("timestamp",), ("arrival_s",), ("hash_ids",))
-# Between 10 units: at most 100 requests/s if they are ms, at least one in 10 s if they are s. A
-# trace between these two rates is told right whichever it is.
-MS_GAP = 10
+OPTIONAL = (("timestamp",), ("arrival_s",), ("hash_ids",))  # arrival_s: extracts, in seconds
 BLOCK_TOKENS = (512, 16, 32, 64, 128, 256, 1024)  # Mooncake's own, Alibaba's, and others
 FITTING = 0.99  # share of rows whose ids must be one per block
 
@@ -54,11 +50,7 @@ def read_mooncake(
 def _unit_of(lines: Sequence[Record]) -> tuple[str, str]:
     if any(line[3] is not None for line in lines):
         return "s", "column arrival_s"
-    stamps = [line[2] for line in lines if isinstance(line[2], (int, float))]
-    if len(stamps) < 2 or max(stamps) == min(stamps):
-        return "ms", "too few stamps to tell"
-    gap = (max(stamps) - min(stamps)) / (len(stamps) - 1)
-    return "ms" if gap >= MS_GAP else "s", f"mean gap of {gap:.4g} units"
+    return unit_of([line[2] for line in lines])
 
 
 def _block_of(path: Path, lines: Sequence[Record]) -> int:

@@ -9,25 +9,26 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.tables import read_columns
+from traces.units import UNITS_NS, unit_of
 
 # column or key -> nanoseconds per unit
-UNITS_NS = {
+COLUMNS_NS = {
     "arrival_ns": 1,
     "arrival_time_ns": 1,  # LLMServingSim
     "arrival_s": 1_000_000_000,
     "arrived_at": 1_000_000_000,  # Vidur
     "Timestamp": 1_000_000_000,  # BurstGPT
-    "timestamp": 1_000_000,  # Mooncake JSON lines: milliseconds
+    "timestamp": None,  # Mooncake JSON lines: milliseconds, or seconds as some write them
 }
 DATES = "TIMESTAMP"  # Azure: date and time as text
-TIME_COLUMNS = (*UNITS_NS, DATES)
+TIME_COLUMNS = (*COLUMNS_NS, DATES)
 
 
 def read_times_ns(path: str | Path) -> npt.NDArray[np.int64]:
     """Arrival times in file order, integer nanoseconds.
 
     Reads .parquet, .csv and .jsonl with one of the columns above. Sources: Azure LLM inference
-    traces (TIMESTAMP), BurstGPT (Timestamp), Mooncake (timestamp in ms), our own tables.
+    traces (TIMESTAMP), BurstGPT (Timestamp), Mooncake (timestamp in ms or s), our own tables.
     """
     path = Path(path)
     times = times_in(path, read_columns(path, TIME_COLUMNS))
@@ -39,8 +40,9 @@ def read_times_ns(path: str | Path) -> npt.NDArray[np.int64]:
 
 def times_in(path: Path, columns: dict[str, list[Any]]) -> npt.NDArray[np.int64] | None:
     """The arrival times among columns already read from `path`, None if there are none."""
-    for name, unit_ns in UNITS_NS.items():
+    for name, unit_ns in COLUMNS_NS.items():
         if name in columns:
+            unit_ns = unit_ns or UNITS_NS[unit_of(columns[name])[0]]
             return in_order(path, _in_ns(path, name, columns[name], unit_ns))
     return in_order(path, _dates_ns(path, columns[DATES])) if DATES in columns else None
 
