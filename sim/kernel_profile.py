@@ -53,6 +53,9 @@ class KernelProfileCost(ShapePriced):
     step_ns: int = 0
     host_ns_per_plan: int = 0
     form: str = field(default="table", init=False)
+    _decode_rows: dict[int, list[tuple[Ragged, float]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def load(cls, folder: Path, model: ModelSpec, skew: str = "per_bucket", **given: Any) -> Any:
@@ -108,16 +111,25 @@ class KernelProfileCost(ShapePriced):
                 behind += context
         if not past:
             return self.attention.value((chunk, behind, 0, 0))
+        rows = self._rows(chunk, behind, len(past))
         mean, most, least = sum(past) / len(past), max(past), min(past)
-        at_mean = self.attention.value((chunk, behind, len(past), mean))
+        at_mean = sum(weight * row.value((mean,)) for row, weight in rows)
         if most == least:
             return at_mean
         mix = Mix(chunk, behind, len(past), (mean - least) / (most - least), most)
         alpha = self.skew.alpha(mix)
         if not alpha:
             return at_mean
-        reach = self.attention.value((chunk, behind, len(past), most)) - at_mean
+        reach = sum(weight * row.value((most,)) for row, weight in rows) - at_mean
         return at_mean + alpha * max(0.0, reach)
+
+    def _rows(self, chunk: int, behind: int, decodes: int) -> list[tuple[Ragged, float]]:
+        """Attention by context alone; kept where no prompt is in the launch."""
+        if chunk:
+            return self.attention.rows((chunk, behind, decodes))
+        if decodes not in self._decode_rows:
+            self._decode_rows[decodes] = self.attention.rows((0, 0, decodes))
+        return self._decode_rows[decodes]
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
         """The profile has no copies: ValueError."""

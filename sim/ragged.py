@@ -17,12 +17,24 @@ class Ragged:
 
     def value(self, point: Sequence[float]) -> float:
         """Straight between nodes and beyond the last; before the first, its value."""
-        total, rest = 0.0, point[1:]
-        for index, weight in hats(self.nodes, max(point[0], self.nodes[0])):
-            if weight:
-                part = self.parts[index]
-                total += weight * (part.value(rest) if isinstance(part, Ragged) else part)
-        return total
+        return sum(weight * part for part, weight in self._cut(point) if isinstance(part, float))
+
+    def rows(self, point: Sequence[float]) -> list[tuple[Ragged, float]]:
+        """The tables that are left when all axes but the last are fixed, with their weights."""
+        return [(part, weight) for part, weight in self._cut(point) if isinstance(part, Ragged)]
+
+    def _cut(self, point: Sequence[float]) -> list[tuple[float | Ragged, float]]:
+        first, rest = point[0], point[1:]
+        found: list[tuple[float | Ragged, float]] = []
+        for index, weight in hats(self.nodes, max(first, self.nodes[0])):
+            if not weight:
+                continue
+            part = self.parts[index]
+            if rest and isinstance(part, Ragged):
+                found += [(leaf, weight * inner) for leaf, inner in part._cut(rest)]
+            else:
+                found.append((part, weight))
+        return found
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[float]]) -> Ragged:
