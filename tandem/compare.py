@@ -81,14 +81,23 @@ def _export(out: Path, runs: dict[str, Run]) -> None:
 
 
 def replay_of(prediction: Run, measurement: Run, folder: Path) -> Path:
-    """Simulates the measured run's plan log in the predicted run's configuration."""
+    """Simulates the measured run's plan log in the predicted run's configuration.
+
+    The memory is the measured run's to the page: what a plan log holds fits there.
+    """
     from tandem.compose import Composed
     from tandem.experiment import run_experiment
 
     if (folder / "status.json").is_file():
         shutil.rmtree(folder)  # an earlier comparison of the same two runs
     recorded = {"scheduling": None, "memory": None, "replayed": str(measurement.folder)}
+    budget = {
+        **prediction.config["budget"],
+        "kv_pages": measurement.provenance["kv_pages"],
+        "kv_bytes": None,
+        "may_refuse": True,  # whoever was refused is in the log
+    }
     folders = [Path(name) for name in prediction.provenance.get("config_folders", ())]
-    config = {**prediction.config, **recorded}
+    config = {**prediction.config, **recorded, "budget": budget}
     run_experiment(Composed(config, ("policy=recorded",), tuple(folders)), folder)
     return folder

@@ -35,17 +35,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(chosen: argparse.Namespace) -> int:
-    from tandem.experiment import run_experiment
-    from tandem.screen import told
-
     began = time.perf_counter()
     settings = ["experiment=demo", *_trace(chosen), *chosen.overrides]
     profile = _profile(settings, chosen.recalibrate)
     folder = Path("outputs") / time.strftime("demo-%Y-%m-%d-%H-%M-%S") / secrets.token_hex(3)
-    for backend, what in (("sim", "predicting"), ("cpu", "measuring")):
-        say(f"{what} (backend={backend})")
-        point = composed([*settings, f"profile={profile}", f"backend={backend}"])
-        print(told(run_experiment(point, folder / backend, sys.stderr.isatty())), flush=True)
+    say("measuring (backend=cpu)")
+    _run(settings, profile, folder / "cpu", "backend=cpu")
+    pace = _pace(folder / "cpu", profile)
+    say(f"predicting (backend=sim); this CPU is at {pace:.2f} x its calibrated times, by probes")
+    _run(settings, profile, folder / "sim", "backend=sim", f"pace={pace}")
     say("comparing, with the measured decisions replayed in the simulator")
     comparison, page = compare_folders(folder / "sim", folder / "cpu", folder / "report")
     from analysis.words import table
@@ -54,6 +52,21 @@ def _demo(chosen: argparse.Namespace) -> int:
     print(f"\nreport: {page}")
     say(f"took {time.perf_counter() - began:.0f} s")
     return 0
+
+
+def _run(settings: Sequence[str], profile: Path, folder: Path, *more: str) -> None:
+    from tandem.experiment import run_experiment
+    from tandem.screen import told
+
+    point = composed([*settings, f"profile={profile}", *more])
+    print(told(run_experiment(point, folder, sys.stderr.isatty())), flush=True)
+
+
+def _pace(measured: Path, profile: Path) -> float:
+    from analysis.run import load
+    from tandem.pace import pace_of
+
+    return pace_of(load(measured).provenance, profile)
 
 
 def _trace(chosen: argparse.Namespace) -> list[str]:

@@ -11,13 +11,14 @@ import yaml  # type: ignore[import-untyped]
 
 from engine.engine import Engine
 from engine.recorder import Recorder
+from tandem.budget import GPU
 from tandem.compose import Composed
 from tandem.folder import run_folder, write_json, write_status
 from tandem.progress import progress_bar
 from tandem.provenance import commit, host, versions
 from tandem.setting import Setting, setting_of
 from tandem.workload import trace_hash
-from tandem.worlds import World, world_of
+from tandem.worlds import World, pages_of, world_of
 
 PATHS = (
     "profile",
@@ -116,6 +117,7 @@ def provenance_of(point: Composed, setting: Setting) -> dict[str, Any]:
         "trace_hash": trace_hash(setting.requests),
         "requests": len(setting.requests),
         "workspace_bytes": setting.room.workspace_bytes,
+        "kv_pages": pages_of(setting)[GPU],
         "overrides": list(point.overrides),
         "config_folders": [str(Path(folder).resolve()) for folder in point.folders],
     }
