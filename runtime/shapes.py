@@ -59,9 +59,11 @@ class Limits(NamedTuple):
 
 
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+LARGE_BATCHES = (96, 128, 192, 256)
 CONTEXTS = (16, 64, 128, 256, 512, 1024, 2048, 4000)
 SLICES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536)
 SLICES += (2048, 4096, 8192)
+LARGE_CONTEXTS = (16, 128, 384)  # few: a step of many decodes is a long one
 CHUNKS = (4, 16, 64, 128, 256, 512, 1024)
 PASTS = (32, 128, 256, 512, 1024, 2048)
 
@@ -76,11 +78,15 @@ def _decodes() -> Iterator[Shape]:
     for batch in BATCHES:
         for context in CONTEXTS:
             yield Shape("decode", (Rows(1, context),) * batch)
+    for batch in LARGE_BATCHES:
+        for context in LARGE_CONTEXTS:
+            yield Shape("decode", (Rows(1, context),) * batch)
 
 
 def _prefills() -> Iterator[Shape]:
     for n in SLICES:
         yield Shape("prefill", (Rows(n),))
+        yield Shape("prefill", (Rows(n, samples=False),))  # tells the head from the layers
     for n in CHUNKS:
         for past in PASTS:
             yield Shape("chunk", (Rows(n, past, samples=False),))

@@ -18,7 +18,7 @@ from runtime.executor import CpuExecutor
 from runtime.link import Link
 from runtime.machine import Machine
 from runtime.model import build_model
-from runtime.shapes import Limits, Shape, grid, holdout
+from runtime.shapes import Limits, Rows, Shape, grid, holdout
 
 GPU, HOST = (Tier.GPU, 0), (Tier.HOST, 0)
 PAGE = PageSize(16, 65536)
@@ -48,6 +48,21 @@ def test_a_roomy_machine_gets_every_kind_and_small_batches_at_every_context() ->
     assert {(n, c) for n in (1, 2, 3) for c in (16, 512, 4000)} <= small
     directions = {m.to_host for s in shapes if s.kind == "copy" for m in s.moves}
     assert directions == {True, False}
+
+
+@pytest.mark.parametrize(("pages", "largest"), [(8192, 256), (3098, 256), (300, 128), (40, 16)])
+def test_the_grid_has_the_largest_batches_that_the_pages_hold(pages: int, largest: int) -> None:
+    shapes = grid(Limits(4096, pages, 64), PAGE)
+    batches = {len(shape.rows) for shape in shapes if shape.kind == "decode"}
+    assert max(batches) == largest
+    assert {b for b in (96, 128, 192, 256) if b <= largest} <= batches
+
+
+def test_whole_prompts_are_measured_with_the_head_and_without() -> None:
+    prompts = [s.rows[0] for s in grid(Limits(4096, 8192, 64), PAGE) if s.kind == "prefill"]
+    sampled = {rows.tokens for rows in prompts if rows.samples}
+    assert sampled == {rows.tokens for rows in prompts if not rows.samples} and len(sampled) > 15
+    assert all(rows == Rows(rows.tokens, 0, rows.samples) for rows in prompts)
 
 
 def test_no_copies_are_planned_without_a_host_tier() -> None:
