@@ -15,6 +15,8 @@ from sim.fit import fit_observed, terms
 from sim.shapes import Copied, Launched, Planned, Shape, observed
 from sim.tables import TableCost
 
+ALL = "all launches"  # the class that sums all launches up
+
 
 def errors(cost: ShapeCost, rows: Any) -> pd.DataFrame:
     """How far a cost model is from recorded steps: one row per class of shapes, and all launches.
@@ -60,7 +62,7 @@ def _predict(cost: ShapeCost, shape: Shape) -> int:
 def _summary(judged: Iterable[tuple[str, int, int]]) -> pd.DataFrame:
     frame = pd.DataFrame(judged, columns=["class", "predicted", "measured"])
     frame = frame[frame["measured"] > 0]
-    launches = frame[~frame["class"].str.match("copy|host")].assign(**{"class": "all launches"})
+    launches = frame[~frame["class"].str.match("copy|host")].assign(**{"class": ALL})
     frame = pd.concat([frame, launches])
     frame["error"] = frame["predicted"] / frame["measured"] - 1.0
     groups = frame.groupby("class", sort=True)

@@ -40,9 +40,9 @@ def default_folder(config: Mapping[str, Any]) -> Path:
 
 
 def told(table: Any) -> str:
-    """Errors on held-out shapes, in percent of what was measured."""
-    lines = [f"{'held-out shapes':<24}{'rows':>6}{'mean |e|':>10}{'p90 |e|':>10}{'bias':>10}"]
+    """Errors on what was held out, in percent of what was measured."""
+    lines = [f"{'held-out shapes':<30}{'rows':>6}{'mean |e|':>10}{'p90 |e|':>10}{'bias':>10}"]
     for name, row in table.iterrows():
         cells = (f"{row[key]:>9.1%} " for key in ("mape", "p90", "bias"))
-        lines.append(f"{name:<24}{int(row['rows']):>6}" + "".join(cells))
+        lines.append(f"{name:<30}{int(row['rows']):>6}" + "".join(cells))
     return "\n".join(lines)

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 
 from engine.model import ModelSpec
 from engine.plan import PageSize
-from sim.errors import errors
+from sim.errors import ALL, errors
 from sim.fit import fit_observed
-from sim.shapes import Planned, observed
+from sim.shapes import HOST, Planned, observed
 from sim.tables import TableCost
 from tandem.compose import Composed
 from tandem.experiment import run_experiment
@@ -28,15 +28,17 @@ from traces.request import Request
 from traces.store import write_trace
 
 COST = "cost.json"
-REQUESTS = 48  # of the calibration replay: batches from so many down to one
+REQUESTS = 48  # of a replay: batches from so many down to one; of the fitted one at least
+MOST_REQUESTS = 256  # of the fitted replay, where the scheduling allows larger batches still
+AGAIN = "another replay: "  # rows of the held-out errors that are not of held-out shapes
 
 
 def calibrate(point: Composed, folder: Path) -> pd.DataFrame:
     """Profiles the backend of a configuration and fits its tables into `folder`.
 
     First a grid of shapes, then a replay of made-up requests through the whole engine, which shows
-    what the host needs and what launches take in their places. Returns the errors on held-out
-    shapes, by operator.
+    what the host needs and what launches take in their places; then one of other requests, which
+    the fit does not see. Returns the errors on what was held out, see `judged`.
     """
     backend = point.config["backend"]["name"]
     if backend not in MEASURED:
@@ -46,12 +48,14 @@ def calibrate(point: Composed, folder: Path) -> pd.DataFrame:
     aside = folder.with_name(f"{folder.name}.running")
     shutil.rmtree(aside, ignore_errors=True)  # of a calibration that was killed
     _profile_shapes(point, aside)
-    _replay(point, aside)
+    seed = int(point.config["seed"])
+    _replay(point, aside, "replay", seed, replayed_count(point.config["scheduling"]))
+    _replay(point, aside, "another", seed + 1, REQUESTS)
     about = json.loads((aside / "profile.json").read_text(encoding="utf-8"))
     spec = ModelSpec(**about["model"])
     cost = fitted(aside, spec, PageSize(about["page_tokens"], about["page_bytes"]))
     cost.save(aside / COST)
-    table = errors(cost, pq.read_table(aside / "holdout.parquet"))
+    table = judged(cost, aside)
     table.to_csv(aside / "errors.csv")
     if folder.is_dir():
         folder.rmdir()
@@ -68,6 +72,19 @@ def fitted(folder: Path, spec: ModelSpec, page: PageSize) -> TableCost:
     replayed = observed(pq.read_table(folder / "replay" / "steps.parquet"))
     launches = [(shape, ns) for shape, ns in grid if not isinstance(shape, Planned)]
     return fit_observed(launches + replayed, spec, page, _source(folder))
+
+
+def judged(cost: TableCost, folder: Path) -> pd.DataFrame:
+    """Errors on held-out shapes by class, then on a replay that the fit has not seen.
+
+    The host is judged by that replay only: with shapes it packs, but decides and books nothing.
+    On a wall clock nothing tells the host's time apart and its row is missing.
+    """
+    shapes = errors(cost, pq.read_table(folder / "holdout.parquet"))
+    replayed = errors(cost, pq.read_table(folder / "another" / "steps.parquet"))
+    replayed = replayed[replayed.index.isin((ALL, HOST))]
+    shapes = shapes.drop(index=HOST, errors="ignore")
+    return pd.concat([shapes, replayed.rename(index=lambda name: AGAIN + name)])
 
 
 def read_cost(folder: Path, spec: ModelSpec) -> TableCost:
@@ -95,14 +112,20 @@ def _profile_shapes(point: Composed, folder: Path) -> None:
             profile(env, executor, world.machine, folder, seed=setting.seed, facts=facts)
 
 
-def _replay(point: Composed, folder: Path) -> None:
-    config = point.config
-    trace = folder / "trace.parquet"
-    made_up = requests(int(config["model"]["max_positions"]), int(config["seed"]))
-    write_trace(trace, made_up, {"source": "made up by tandem/profile.py", "seed": config["seed"]})
+def replayed_count(scheduling: Mapping[str, Any] | None) -> int:
+    """Requests of the fitted replay: as many as the scheduling would serve together."""
+    return min(max(REQUESTS, (scheduling or {}).get("max_jobs", REQUESTS)), MOST_REQUESTS)
+
+
+def _replay(point: Composed, folder: Path, name: str, seed: int, count: int) -> None:
+    """So many made-up requests at once through the whole engine, into a folder of that name."""
+    config, trace = point.config, folder / f"{name}-trace.parquet"
+    made_up = requests(int(config["model"]["max_positions"]), seed, count)
+    write_trace(trace, made_up, {"source": "made up by tandem/profile.py", "seed": seed})
     arrival = {"_target_": "traces.arrivals.AllAtOnce"}
     changed = {"trace": {"path": str(trace)}, "arrival": arrival, "limit": None, "replayed": None}
-    run_experiment(replace(point, config={**config, **changed}), folder / "replay")
+    changed["backend"] = {**config["backend"], "workspace_every": 0}  # only times are of use
+    run_experiment(replace(point, config={**config, **changed}), folder / name)
 
 
 def requests(max_positions: int, seed: int, count: int = REQUESTS) -> list[Request]:

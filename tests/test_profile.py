@@ -1,0 +1,57 @@
+"""What a profile is fitted to and judged by: replays, and not only shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from engine.plan import PageSize
+from engine.record import STEPS
+from engine.recorder import table_of
+from sim.table import Table
+from sim.tables import HOST, TableCost
+from tandem.calibrate import told
+from tandem.profile import AGAIN, judged, replayed_count
+from tests.hand_made import TINY
+
+PAGE = PageSize(16, 65536)
+
+
+def steps(host_ns: int, length_ns: int, plans: int = 4) -> Any:
+    """Plans of two decodes, each with the same times."""
+    given = {"lane": "compute", "host_ns": host_ns, "samples": 2, "decode_tokens": 2}
+    given |= {"request_ids": [1, 2], "tokens": [1, 1], "contexts": [30, 40], "device": 0}
+    rows = []
+    for i in range(plans):
+        row = given | {"step": i, "start_ns": 0, "end_ns": length_ns}
+        rows.append(tuple(row.get(f.name, [] if "list" in str(f.type) else 0) for f in STEPS))
+    return table_of("steps", rows)
+
+
+def test_the_host_is_judged_by_a_replay_not_by_shapes(tmp_path: Path) -> None:
+    (tmp_path / "another").mkdir()
+    pq.write_table(steps(host_ns=10_000, length_ns=5000), tmp_path / "holdout.parquet")
+    pq.write_table(steps(host_ns=80_000, length_ns=8000), tmp_path / "another/steps.parquet")
+    flat = {"linear": 6000.0, "head": 0.0, "first": 0.0, "decode": 0.0, HOST: 100_000.0}
+    tables = {name: Table(((1,),), (ns,)) for name, ns in flat.items()}
+    tables["chunk"] = Table(((1,), (1,)), (0.0,))
+    table = judged(TableCost(tables, TINY, PAGE, "by hand"), tmp_path)
+    errors = table["bias"].to_dict()
+    assert errors == pytest.approx(
+        {
+            "decode only": 0.2,
+            "all launches": 0.2,
+            f"{AGAIN}all launches": -0.25,
+            f"{AGAIN}host": 0.25,  # 1000 % of what packing shapes took, 25 % of what plans took
+        }
+    )
+    assert f"{AGAIN}host" in told(table)
+
+
+def test_a_replay_is_as_large_as_its_batches_may_be() -> None:
+    assert replayed_count({"max_jobs": 200}) == 200
+    assert replayed_count({"max_jobs": 4}) == replayed_count({}) == replayed_count(None) == 48
+    assert replayed_count({"max_jobs": 10_000}) == 256
