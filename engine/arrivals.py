@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
+from heapq import heappop, heappush
 from typing import Any
 
 import simpy
@@ -29,6 +30,8 @@ class Arrivals:
                 first.append(item)
         self._check_turns({i.session for i in first if isinstance(i, Request)})
         self._first = sorted(first, key=lambda item: item.arrival_ns)
+        self._handed = 0  # of the first ones
+        self._timed: list[int] = []  # a heap: when turns that wait for their time will come
         self.pending = len(self._first) + len(self._turns)
 
     def run(self) -> Generator[simpy.Event, Any, None]:
@@ -36,8 +39,17 @@ class Arrivals:
         for item in self._first:
             if item.arrival_ns > self._env.now:
                 yield self._env.timeout(item.arrival_ns - int(self._env.now))
+            self._handed += 1
             self._hand_over(item, item.arrival_ns)
         yield self._env.timeout(0)  # a process needs one event to be one
+
+    @property
+    def next_ns(self) -> int | None:
+        """When something will arrive next, None where only answers bring more."""
+        times = self._timed[:1]
+        if self._handed < len(self._first):
+            times.append(self._first[self._handed].arrival_ns)
+        return min(times, default=None)
 
     def release_turn(self, job: Job) -> None:
         """The client has its answer (or was refused): its next turn comes after it has thought."""
@@ -49,7 +61,12 @@ class Arrivals:
         now_ns = int(self._env.now)
         at_ns = max(request.arrival_ns, now_ns + request.think_ns)
         timer = self._env.timeout(at_ns - now_ns)
-        timer.callbacks.append(lambda _: self._hand_over(request, at_ns))
+        heappush(self._timed, at_ns)
+        timer.callbacks.append(lambda _: self._hand_over_turn(request, at_ns))
+
+    def _hand_over_turn(self, request: Request, at_ns: int) -> None:
+        heappop(self._timed)
+        self._hand_over(request, at_ns)
 
     def _hand_over(self, item: Item, at_ns: int) -> None:
         self.pending -= 1

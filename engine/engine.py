@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import simpy
 
@@ -13,12 +13,12 @@ from engine.arrivals import Arrivals
 from engine.executor import Executor, Launch, Piece, Span
 from engine.job import Job
 from engine.journal import Journal
+from engine.jump import Jump, Repeater, offers_jumps
 from engine.ledger import Booking, Ledger
 from engine.plan import (
     COMPUTE_LANE,
     Compute,
     Copy,
-    Grow,
     Kind,
     Layout,
     Op,
@@ -34,6 +34,7 @@ from engine.profile import EngineProfile
 from engine.progress import advance_serving, advance_training, restart
 from engine.recorder import Recorder
 from engine.repeat import Repeat
+from engine.run import growth
 from engine.view import Cost, View
 from traces.request import Request, TrainingJob
 
@@ -99,6 +100,7 @@ class Engine:
         self._returns_memory = returns_memory
         self._repeats = fast_forward and devices == 1
         self._repeat: Repeat | None = None  # a plan that is issued again without a question
+        self._jump: Jump | None = None
         self._journal = journal
         self._issued = [0] * devices
         self._flight = [0] * devices
@@ -112,6 +114,8 @@ class Engine:
         self._waking = False
         self._arrivals = Arrivals(env, (), self._admit)
         self._news = env.event()
+        if self._repeats and offers_jumps(self):
+            self._jump = Jump(self, cast(Repeater, executor))
 
     def replay(self, work: Iterable[Request | TrainingJob]) -> None:
         """Runs a trace to its end. Raises Stalled where it cannot end."""
@@ -161,7 +165,7 @@ class Engine:
                     continue
                 plan = self._decide(device)
                 if plan:
-                    yield from self._issue(plan, device)
+                    yield from self._carry_out(plan, device)
                     asked = True
                 elif plan.wake_ns is not None:
                     self._wake_at(plan.wake_ns)
@@ -182,30 +186,29 @@ class Engine:
             self.asked += 1
             plan = self.policy.plan(self.view(device))
             if plan or not returned:
-                return self._first_of(plan)
+                self._repeat = Repeat(plan) if plan.repeats > 1 and self._repeats else None
+                return plan
             self._give_back(device, returned[0][0])
 
-    def _first_of(self, plan: Plan) -> Plan:
-        """The first step of a plan; the others follow without a question."""
-        if plan.repeats == 1:
-            return plan
-        repeat = Repeat(plan)
-        self._repeat = repeat if self._repeats else None
-        return repeat.next()
-
     def _next_repeat(self) -> Plan | None:
-        """The next step of a plan that still holds; it ends where its growth finds no room."""
-        repeat, self._repeat = self._repeat, None
-        if repeat is None or not repeat.left:
-            return None
-        plan, room = repeat.next(), self.ledger.room_bytes()
-        for op in plan.ops:
-            if isinstance(op, Grow):
+        """A plan that still holds; it ends where the growth of its next step finds no room."""
+        repeat = self._repeat
+        if repeat is not None and repeat.left:
+            room = self.ledger.room_bytes()
+            for _, op in growth(repeat.plan, repeat.done, 1):
                 room[op.place.pool] -= op.nbytes
-        if min(room.values()) < 0:
-            return None
-        self._repeat = repeat
-        return plan
+            if min(room.values()) >= 0:
+                return repeat.plan
+        self._repeat = None
+        return None
+
+    def _carry_out(self, plan: Plan, device: int) -> Generator[simpy.Event, Any, None]:
+        """Issues a plan, or what can be issued of one that repeats."""
+        repeat = self._repeat
+        if repeat is None:
+            yield from self._issue(plan if plan.repeats == 1 else plan.at(0), device)
+        elif self._jump is None or not (yield from self._jump.carry_out(repeat, device)):
+            yield from self._issue(repeat.next(), device)
 
     def _give_back(self, device: int, number: int) -> None:
         """Returns what finished jobs held, up to the device's plan of that number."""
@@ -271,16 +274,21 @@ class Engine:
         if tails:
             self._flight[device] += 1
             self._tails.add(tails[-1])
-        self.recorder.issued(step, device, now_ns, plan, self.ledger)
+        self.recorder.issued(step, device, now_ns, plan, self.ledger.figures())
         self._check_books()
         host_ns = self.executor.prepare(launches)
         for i, launch in enumerate(launches):
-            first_ns = 0 if i else host_ns
-            self._flights[launch.op] = Flight(step, device, number, now_ns, first_ns, launch)
+            self.flies(step, device, number, now_ns, 0 if i else host_ns, launch)
         if host_ns:
             yield self.env.timeout(host_ns)
         for launch in launches:
             self.executor.run(launch, self._settle)
+
+    def flies(
+        self, step: int, device: int, number: int, issue_ns: int, host_ns: int, launch: Launch
+    ) -> None:
+        """An operation is on its way."""
+        self._flights[launch.op] = Flight(step, device, number, issue_ns, host_ns, launch)
 
     def _launch(self, op: Op, booking: Booking, device: int) -> Launch:
         if isinstance(op, Copy):
@@ -300,11 +308,20 @@ class Engine:
             if piece.record:
                 self._recorded[job.job_id] = job.recorded_tokens
         if done:
-            self._repeat = None
-            self._ends.setdefault(op, []).append(job)
-            (self.serving if job.training is None else self.training).remove(job)
+            self.end_with(op, [job])
         pages = self.ledger.pages.get(kv_place(job.job_id, Tier.GPU, op.device), ())
         return Piece(job.job_id, piece.tokens, context, samples, pages)
+
+    def end_with(self, op: Op, jobs: Iterable[Job]) -> None:
+        """These jobs leave the service now and finish when the operation settles."""
+        self._repeat = None
+        for job in jobs:
+            self._ends.setdefault(op, []).append(job)
+            (self.serving if job.training is None else self.training).remove(job)
+
+    def is_calm(self, device: int) -> bool:
+        """Whether no memory is on its way back and nobody's end is in flight."""
+        return not (self._ends or self._returned[device]) and self.ledger.is_calm
 
     def _start(self, job: Job) -> None:
         if job.job_id in self._started:
@@ -361,18 +378,28 @@ class Engine:
     def _settle(self, span: Span) -> None:
         op = span.op
         flight = self._flights.pop(op)
-        self.ledger.settle(op)
+        self.land(op)
         self.profile.settled(span)
-        if op in self._tails:
-            self._tails.discard(op)
-            self._flight[op.lane[0]] -= 1
         self._deliver(span, flight)
         self._release_idle()
         self._check_books()
+        early_bytes = self._jump.unissued_bytes(span.end_ns) if self._jump else 0
         self.recorder.settled(
-            flight.step, flight.issue_ns, flight.host_ns, span, flight.launch, self.ledger
+            flight.step,
+            flight.issue_ns,
+            flight.host_ns,
+            span,
+            flight.launch,
+            self.ledger.figures((Tier.GPU, flight.device), early_bytes),
         )
         self._tell()
+
+    def land(self, op: Op) -> None:
+        """An operation has ended: what waited for it may go on."""
+        self.ledger.settle(op)
+        if op in self._tails:
+            self._tails.discard(op)
+            self._flight[op.lane[0]] -= 1
 
     def _release_idle(self) -> None:
         for pool, pages in self.ledger.drain_idle():
@@ -383,7 +410,7 @@ class Engine:
             if piece.samples:
                 self.recorder.delivered(piece.job_id, span.end_ns)
         for job in self._ends.pop(span.op, ()):
-            self._finish(job, span.end_ns, flight)
+            self._finish(job, span.end_ns, flight.device, flight.number)
         if not self.forced:
             self._end_sampled(span, flight)
 
@@ -394,11 +421,11 @@ class Engine:
             if job.job_id in span.ended or self._is_complete(job):
                 self._repeat = None
                 self.serving.remove(job)
-                self._finish(job, span.end_ns, flight)
+                self._finish(job, span.end_ns, flight.device, flight.number)
 
-    def _finish(self, job: Job, now_ns: int, flight: Flight) -> None:
+    def _finish(self, job: Job, now_ns: int, device: int, number: int) -> None:
         if self._returns_memory:
-            self._returned[flight.device].append((flight.number, job))
+            self._returned[device].append((number, job))
         self._leave(job, now_ns, "finished")
 
     def _leave(self, job: Job, now_ns: int, status: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import simpy
 
@@ -24,6 +24,10 @@ class Lanes:
         ends = (self._end_ns[op] for op in launch.waits if op in self._end_ns)
         return max(int(self._env.now), self._free_ns[launch.op.lane], *ends, 0)
 
+    def ends_ns(self, ops: Sequence[Op]) -> list[int]:
+        """When operations in flight will end."""
+        return [self._end_ns[op] for op in ops]
+
     def place(
         self,
         launch: Launch,
@@ -33,12 +37,16 @@ class Lanes:
         ended: tuple[int, ...] = (),
     ) -> None:
         """Gives the launch its span and calls `done` at its end."""
-        op, start = launch.op, self.start_ns(launch)
-        end = self._free_ns[op.lane] = self._end_ns[op] = start + duration_ns
-        span = Span(op, start, end, peak_bytes, ended)
+        start = self.start_ns(launch)
+        self.hold(launch, Span(launch.op, start, start + duration_ns, peak_bytes, ended), done)
+
+    def hold(self, launch: Launch, span: Span, done: Callable[[Span], None]) -> None:
+        """Occupies the launch's lane until a span's end and calls `done` then."""
+        op = launch.op
+        self._free_ns[op.lane] = self._end_ns[op] = span.end_ns
 
         def settle(_: simpy.Event) -> None:
             del self._end_ns[op]  # nobody waits for what has settled
             done(span)
 
-        self._env.timeout(end - int(self._env.now)).callbacks.append(settle)
+        self._env.timeout(span.end_ns - int(self._env.now)).callbacks.append(settle)

@@ -9,8 +9,21 @@ from typing import NamedTuple
 from engine.balance import Balance
 from engine.journal import Journal
 from engine.pages import PagePool
-from engine.plan import Compute, Copy, Grow, Kind, Lane, Op, PageSize, Place, Plan, Pool
+from engine.plan import (
+    COMPUTE_LANE,
+    Compute,
+    Copy,
+    Grow,
+    Kind,
+    Lane,
+    Op,
+    PageSize,
+    Place,
+    Plan,
+    Pool,
+)
 from engine.returns import ReturnQueue
+from engine.run import Figures
 
 
 class Booking(NamedTuple):
@@ -84,7 +97,44 @@ class Ledger:
             if ids := pages.drain_idle():
                 yield pool, ids
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether no bytes are on their way back, and nothing runs but launches of one lane."""
+        return not any(queue.coming_bytes for queue in self._returns.values()) and not any(
+            isinstance(op, Copy) or op.on != COMPUTE_LANE for op in self.open
+        )
+
+    def figures(self, pool: Pool | None = None, early_bytes: int = 0) -> tuple[Figures, ...]:
+        """What every pool holds now; with KV bytes of one pool not counted yet."""
+        found = [self._figures_of(pool) for pool in self.capacity_bytes]
+        if early_bytes:
+            less = (early_bytes, early_bytes // self.page.nbytes)
+            found = [f.less(*less) if f.pool == pool else f for f in found]
+        return tuple(found)
+
+    def _figures_of(self, pool: Pool) -> Figures:
+        queue, kinds = self._returns[pool], self.kind_bytes
+        return Figures(
+            pool,
+            self.capacity_bytes[pool],
+            queue.free_bytes,
+            queue.coming_bytes,
+            tuple([kinds[pool, kind] for kind in Kind]),
+            self._pools[pool].held_pages,
+        )
+
     # ---- booking
+    def grow(self, pool: Pool, grows: Iterable[Grow]) -> None:
+        """Books the growth of many steps, in their order; the caller has seen that it fits."""
+        for op in grows:
+            self._take(op.place, op.nbytes)
+
+    def touch_again(self, op: Compute, steps: int) -> None:
+        """Books a launch that stands for so many equal ones."""
+        self._stamp += steps - 1
+        waits = self._touch(op, op.reads, op.writes)
+        assert not waits, "a run starts where nothing has to be waited for"
+
     def book(self, plan: Plan) -> dict[Op, Booking]:
         """Books a plan and returns what each operation waits for, in issue order.
 

@@ -29,7 +29,7 @@ REQUESTS = pa.schema(
     ]
 )
 
-# One row per operation, in settle order. A step is a plan.
+# One row per operation, by end and step. A step is a plan.
 STEPS = pa.schema(
     [
         ("step", I64),  # number of the plan
@@ -50,7 +50,7 @@ STEPS = pa.schema(
     ]
 )
 
-# One row per pool and settle, and one after each booking ("issue").
+# One row per pool and settle, and one after each booking ("issue"); by time, settles first, step.
 MEMORY = pa.schema(
     [
         ("at_ns", I64),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine.executor import Launch, Meter, Reading, Span
-from engine.ledger import Ledger
 from engine.plan import Copy, Kind, Plan, Pool, Tier
 from engine.planlog import LoggedPlan, encode
 from engine.record import SCHEMA_VERSION, TABLES
+from engine.run import Figures, Run, Times
 from traces.request import Request
+
+PlanRow = tuple[int, int, int, tuple[int, ...], Plan]
+StepRow = tuple[int, int, int, Span, Launch]
+MemoryRow = tuple[int, str, int, Sequence[Figures], Mapping[Pool, Reading] | None]
 
 
 @dataclass(slots=True)
@@ -29,7 +34,36 @@ class Outcome:
     restarts: int = 0
     swaps: int = 0
     status: str = "unfinished"
-    token_ns: list[int] = field(default_factory=list)
+    token_runs: list[int | Times] = field(default_factory=list)  # one token, or all of a run
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens delivered."""
+        return sum(1 if isinstance(run, int) else len(run) for run in self.token_runs)
+
+    @property
+    def first_token_ns(self) -> int | None:
+        """When the first output token was delivered."""
+        return next(map(_first, self.token_runs), None)
+
+    @property
+    def last_token_ns(self) -> int | None:
+        """When the newest output token was delivered."""
+        return next(map(_last, reversed(self.token_runs)), None)
+
+    @property
+    def token_ns(self) -> list[int]:
+        """When each output token was delivered."""
+        runs = ([run] if isinstance(run, int) else run.tolist() for run in self.token_runs)
+        return list(chain.from_iterable(runs))
+
+
+def _first(run: int | Times) -> int:
+    return run if isinstance(run, int) else int(run[0])
+
+
+def _last(run: int | Times) -> int:
+    return run if isinstance(run, int) else int(run[-1])
 
 
 class Recorder:
@@ -37,16 +71,34 @@ class Recorder:
 
     def __init__(self, meter: Meter | None = None) -> None:
         self.outcomes: dict[int, Outcome] = {}
-        self.plans: list[tuple[int, int, int, tuple[int, ...], Plan]] = []
-        self._steps: list[tuple[int, int, int, Span, Launch]] = []
-        self._memory: list[tuple[Any, ...]] = []
+        self._plans: list[PlanRow] = []
+        self._steps: list[StepRow] = []
+        self._memory: list[MemoryRow] = []
+        self._runs: list[Run] = []
         self._returned: list[int] = []
         self._meter = meter
 
     @property
+    def is_metered(self) -> bool:
+        """Whether a machine is read at every settle."""
+        return self._meter is not None
+
+    @property
+    def plans(self) -> list[PlanRow]:
+        """All plans in issue order: step, device, time, jobs whose memory came back, plan."""
+        rows = chain(self._plans, *(run.plan_rows() for run in self._runs))
+        return sorted(rows, key=lambda row: row[0])
+
+    @property
+    def steps(self) -> list[StepRow]:
+        """All operations by end and step: step, issue, host time, span, launch."""
+        rows = chain(self._steps, *(run.step_rows() for run in self._runs))
+        return sorted(rows, key=lambda row: (row[3].end_ns, row[0]))
+
+    @property
     def spans(self) -> list[Span]:
-        """All spans in the order in which they settled."""
-        return [row[3] for row in self._steps]
+        """All spans by end and step."""
+        return [row[3] for row in self.steps]
 
     # ---- requests
     def arrived(self, request: Request, now_ns: int) -> None:
@@ -57,16 +109,34 @@ class Recorder:
         self._returned.append(job_id)
 
     # ---- plans and operations
-    def issued(self, step: int, device: int, now_ns: int, plan: Plan, ledger: Ledger) -> None:
-        self.plans.append((step, device, now_ns, tuple(self._returned), plan))
-        self._returned.clear()
+    def issued(
+        self, step: int, device: int, now_ns: int, plan: Plan, figures: Sequence[Figures]
+    ) -> None:
+        self._plans.append((step, device, now_ns, self.take_returned(), plan))
         for job in plan.restart:
             if job.job_id in self.outcomes:
                 self.outcomes[job.job_id].restarts += 1
         for op in plan.ops:
             if isinstance(op, Copy) and op.src.tier is Tier.GPU and op.dst.tier is Tier.HOST:
                 self._count_swap(op)
-        self._sample("issue", step, now_ns, ledger, {})
+        self._memory.append((now_ns, "issue", step, figures, None))
+
+    def take_returned(self) -> tuple[int, ...]:
+        """Whose memory has come back since the last plan."""
+        returned = tuple(self._returned)
+        self._returned.clear()
+        return returned
+
+    def ran(self, run: Run) -> None:
+        """Steps were issued at once."""
+        self._runs.append(run)
+
+    def run_settled(self, run: Run) -> None:
+        """The steps of a run that settle together have ended: their tokens share one list."""
+        ends_ns = run.end_ns[: run.settled]
+        for piece in run.launch.pieces:
+            if piece.samples:
+                self.outcomes[piece.job_id].token_runs.append(ends_ns)
 
     def scheduled(self, job_id: int, now_ns: int) -> None:
         """The first slice of a request was issued."""
@@ -75,14 +145,21 @@ class Recorder:
             outcome.scheduled_ns = now_ns
 
     def settled(
-        self, step: int, issue_ns: int, host_ns: int, span: Span, launch: Launch, ledger: Ledger
+        self,
+        step: int,
+        issue_ns: int,
+        host_ns: int,
+        span: Span,
+        launch: Launch,
+        figures: Sequence[Figures],
     ) -> None:
         self._steps.append((step, issue_ns, host_ns, span, launch))
-        self._sample("settle", step, span.end_ns, ledger, self._meter.read() if self._meter else {})
+        readings = self._meter.read() if self._meter else None
+        self._memory.append((span.end_ns, "settle", step, figures, readings))
 
     def delivered(self, job_id: int, now_ns: int) -> None:
         """One output token reached its client."""
-        self.outcomes[job_id].token_ns.append(now_ns)
+        self.outcomes[job_id].token_runs.append(now_ns)
 
     def ended(self, job_id: int, now_ns: int, status: str) -> None:
         """A request left, `finished` or `refused`."""
@@ -93,27 +170,19 @@ class Recorder:
         if op.src.region.kind is Kind.KV and op.src.region.owner in self.outcomes:
             self.outcomes[op.src.region.owner].swaps += 1
 
-    def _sample(
-        self, cause: str, step: int, now_ns: int, ledger: Ledger, readings: Mapping[Pool, Reading]
-    ) -> None:
-        free, coming = ledger.free_bytes(), ledger.coming_bytes()
-        for pool, capacity in ledger.capacity_bytes.items():
-            reading = readings.get(pool)
-            kinds = (ledger.kind_bytes[pool, kind] for kind in Kind)
-            self._memory.append(
-                (now_ns, cause, step, pool[0].value, pool[1], capacity, free[pool], coming[pool])
-                + tuple(kinds)
-                + (ledger.held_pages(pool),)
-                + ((reading.persistent_bytes, reading.process_bytes) if reading else (None, None))
-            )
+    def _memory_rows(self) -> list[tuple[Any, ...]]:
+        """By time; at one moment what settles comes before what is issued, then by step."""
+        rows = list(chain(self._memory, *(run.memory_rows() for run in self._runs)))
+        rows.sort(key=lambda row: (row[0], row[1] == "issue", row[2]))
+        return [memory_row(row, figures) for row in rows for figures in row[3]]
 
     # ---- tables
     def tables(self, outputs: Callable[[int], Sequence[int]] | None = None) -> dict[str, pa.Table]:
         """All rows, in a fixed order. `outputs` gives the generated ids of a request."""
         rows = {
             "requests": [_request_row(o, outputs) for _, o in sorted(self.outcomes.items())],
-            "steps": [step_row(*row) for row in self._steps],
-            "memory": self._memory,
+            "steps": [step_row(*row) for row in self.steps],
+            "memory": self._memory_rows(),
             "plans": [(s, d, at, list(back), encode(p)) for s, d, at, back, p in self.plans],
         }
         return {name: table_of(name, rows[name]) for name in TABLES}
@@ -143,6 +212,16 @@ def table_of(name: str, rows: Sequence[Sequence[Any]]) -> pa.Table:
     arrays = [pa.array(list(c), f.type) for c, f in zip(columns, schema, strict=True)]
     table = pa.Table.from_arrays(arrays, schema=schema)
     return table.replace_schema_metadata({"schema_version": str(SCHEMA_VERSION)})
+
+
+def memory_row(row: MemoryRow, figures: Figures) -> tuple[Any, ...]:
+    """A row of MEMORY."""
+    at_ns, cause, step, _, readings = row
+    (tier, device), *counts = figures[:4]
+    reading = readings.get(figures.pool) if readings else None
+    measured = (reading.persistent_bytes, reading.process_bytes) if reading else (None, None)
+    kinds = (*figures.kind_bytes, figures.kv_pages)
+    return (at_ns, cause, step, tier.value, device, *counts, *kinds, *measured)
 
 
 def _request_row(

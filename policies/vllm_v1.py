@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
-from engine.plan import Slice
+from engine.plan import Kind, Slice, Tier
 from engine.view import View
-from policies.order import arrivals, check_limits, fill
+from policies.order import check_limits, fill
 
 
 @dataclass(frozen=True)
@@ -27,4 +27,13 @@ class VllmV1:
         check_limits("vLLM v1", token_budget=self.token_budget, max_jobs=self.max_jobs)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
-        return fill(chain(view.serving, arrivals(view, self.max_jobs)), self.token_budget)
+        coming = view.waiting[: max(0, self.max_jobs - self._seats_taken(view))]
+        return fill(chain(view.serving, coming), self.token_budget)
+
+    def _seats_taken(self, view: View) -> int:
+        """A job that has ended keeps its seat until its pages are back, as in vLLM."""
+        if not view.waiting:
+            return 0
+        here = (Tier.GPU, view.device)
+        holding = sum(r.kind is Kind.KV and (t, d) == here for r, t, d in view.held_bytes)
+        return max(holding, len(view.serving))

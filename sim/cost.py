@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from engine.executor import Launch, Piece
 from engine.model import ModelSpec
@@ -55,6 +57,10 @@ class ShapePriced:
         """Duration of a forward launch."""
         return self.shape_ns(*forward_shape(launch))
 
+    def repeat_ns(self: _Priced, launch: Launch, count: int) -> Any:
+        """Durations of a launch issued `count` times, each behind the tokens of the one before."""
+        return np.array([self.compute_ns(shifted(launch, i)) for i in range(count)], np.int64)
+
     def copy_ns(self: _Shapes, launch: Launch, contended: bool = False) -> int:
         """Duration of a copy."""
         return self.transfer_ns(launch.op.lane[1], launch.nbytes, contended)
@@ -72,6 +78,16 @@ class ShapePriced:
 
 class _Shapes(ShapeCost, Protocol):
     model: ModelSpec
+
+
+class _Priced(Protocol):
+    def compute_ns(self, launch: Launch) -> int: ...
+
+
+def shifted(launch: Launch, steps: int) -> Launch:
+    """A launch as it is after so many of its kind: all its slices further behind."""
+    pieces = (p._replace(context_tokens=p.context_tokens + steps * p.tokens) for p in launch.pieces)
+    return Launch(launch.op, pieces=tuple(pieces)) if steps else launch
 
 
 def forward_shape(launch: Launch) -> tuple[list[int], list[int], int]:

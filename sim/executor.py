@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import simpy
 
 from engine.executor import Launch, Span
 from engine.lanes import Lanes
-from engine.plan import Copy, Lane, Pool
+from engine.plan import Copy, Lane, Op, Pool
 from sim.cost import LaunchCost
 
 
@@ -39,6 +40,26 @@ class SimExecutor:
         duration_ns = self.cost.copy_ns(launch, self._busy_until[_opposite(lane)] > start_ns)
         self._busy_until[lane] = start_ns + duration_ns
         self._lanes.place(launch, duration_ns, done)
+
+    def repeat(self, launch: Launch, count: int) -> tuple[Any, int] | None:
+        """Durations (ns, an array) of a launch that is repeated, and the host's time of each.
+
+        None where the cost does not say them beforehand: noise may not be drawn twice.
+        """
+        ask = getattr(self.cost, "repeat_ns", None)
+        return None if ask is None else (ask(launch, count), self.cost.host_ns((launch,)))
+
+    def peak_bytes(self, launch: Launch) -> int | None:
+        """Predicted workspace."""
+        return self.cost.peak_bytes(launch)
+
+    def ends_ns(self, ops: Sequence[Op]) -> list[int]:
+        """When operations in flight will end."""
+        return self._lanes.ends_ns(ops)
+
+    def hold(self, launch: Launch, span: Span, done: Callable[[Span], None]) -> None:
+        """Takes a lane for a span that is known already."""
+        self._lanes.hold(launch, span, done)
 
     def release(self, pool: Pool, pages: Sequence[int]) -> None:
         """Nothing is held here."""

@@ -110,7 +110,7 @@ def test_plans_do_not_depend_on_durations(scheduling: str, memory: str, depth: i
 
 
 def launches(run: Replay) -> list:
-    rows = sorted(run.recorder._steps, key=lambda row: row[0])
+    rows = sorted(run.recorder.steps, key=lambda row: row[0])
     return [row[-1] for row in rows if row[-1].pieces]
 
 

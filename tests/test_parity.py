@@ -110,7 +110,7 @@ def log(recorder: Recorder) -> list[str]:
 
 
 def pages(recorder: Recorder) -> list[tuple[int, list[int]]]:
-    rows = sorted((row[0], row[-1]) for row in recorder._steps if row[-1].pieces)
+    rows = sorted((row[0], row[-1]) for row in recorder.steps if row[-1].pieces)
     return [
         (piece.job_id, list(piece.pages[: PAGE.count(piece.context_tokens + piece.tokens)]))
         for _, launch in rows
