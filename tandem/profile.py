@@ -129,11 +129,16 @@ def _replay(point: Composed, folder: Path, name: str, seed: int, count: int) -> 
 
 
 def requests(max_positions: int, seed: int, count: int = REQUESTS) -> list[Request]:
-    """Requests of lognormal lengths: of no published trace, but within their range."""
+    """Requests of lognormal lengths: of no published trace, but within their range.
+
+    Those beyond REQUESTS are half as long: all get in before the first are done, and soon end.
+    """
     rng = np.random.default_rng((seed, 1))
     room = min(max_positions, 2048) // 2
     prompts = np.clip(np.round(rng.lognormal(4.6, 1.0, count)), 4, room).astype(int)
     outputs = np.clip(np.round(rng.lognormal(4.8, 0.7, count)), 4, room).astype(int)
+    for lengths in (prompts, outputs):
+        lengths[REQUESTS:] = np.maximum(lengths[REQUESTS:] // 2, 4)
     return [
         Request(i, 0, int(p), int(o)) for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))
     ]

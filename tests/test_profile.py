@@ -14,7 +14,7 @@ from engine.recorder import table_of
 from sim.table import Table
 from sim.tables import HOST, TableCost
 from tandem.calibrate import told
-from tandem.profile import AGAIN, judged, replayed_count
+from tandem.profile import AGAIN, judged, replayed_count, requests
 from tests.hand_made import TINY
 
 PAGE = PageSize(16, 65536)
@@ -55,3 +55,11 @@ def test_a_replay_is_as_large_as_its_batches_may_be() -> None:
     assert replayed_count({"max_jobs": 200}) == 200
     assert replayed_count({"max_jobs": 4}) == replayed_count({}) == replayed_count(None) == 48
     assert replayed_count({"max_jobs": 10_000}) == 256
+
+
+def test_more_requests_are_shorter_ones() -> None:
+    few, many = requests(2048, 0, 48), requests(2048, 0, 256)
+    assert len(few) == 48 and len(many) == 256
+    for kind in ("prompt_tokens", "output_tokens"):
+        long, short = ([getattr(r, kind) for r in part] for part in (many[:48], many[48:]))
+        assert min(short) >= 4 and 0.3 < (sum(short) / 208) / (sum(long) / 48) < 0.75  # ~ a half
