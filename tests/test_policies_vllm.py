@@ -1,0 +1,87 @@
+"""VllmV1 decides what vLLM's own loop decides, to the nanosecond of every token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from engine.executor import Launch
+from engine.plan import PageSize
+from engine.policy import Composed
+from policies.paged_restart import PagedRestart
+from policies.vllm_v1 import VllmV1
+from tests.replays import replay
+from tests.vllm_reference import Vllm
+from traces.request import Request
+
+PAGE = PageSize(tokens=4, nbytes=4000)
+MEMORY = PagedRestart(watermark=0.0, prompts="must_fit", gives_way=True)
+
+traces = st.lists(
+    st.tuples(st.integers(0, 30_000_000), st.integers(1, 80), st.integers(1, 40)),
+    min_size=1,
+    max_size=25,
+).map(lambda rows: [Request(i, *row) for i, row in enumerate(rows)])
+
+
+def step_ns(tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
+    """Made up, and different for every shape."""
+    return 50_000 + 1_013 * sum(tokens) + 17 * sum(contexts) + 101 * samples
+
+
+def launch_ns(launch: Launch) -> int:
+    pieces = launch.pieces
+    shape = [p.tokens for p in pieces], [p.context_tokens for p in pieces]
+    return step_ns(*shape, sum(p.samples for p in pieces))
+
+
+def ours(
+    requests: list[Request], pages: int, budget: int, jobs: int, depth: int
+) -> dict[int, list[int]]:
+    policy = Composed(VllmV1(budget, jobs), MEMORY)
+    run = replay(policy, requests, pages=pages, page=PAGE, depth=depth, duration=launch_ns).check()
+    return {i: outcome.token_ns for i, outcome in run.recorder.outcomes.items()}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@given(
+    requests=traces,
+    pages=st.integers(31, 90),
+    budget=st.integers(8, 128),
+    jobs=st.integers(1, 12),
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+def test_every_token_comes_when_it_does_in_vllm(
+    depth: int, requests: list[Request], pages: int, budget: int, jobs: int
+) -> None:
+    """Depth 2 is vLLM's asynchronous scheduling.
+
+    There vLLM may preempt a job whose last token is on its way, which gives its pages back a step
+    early; to us that job is no longer in service.
+    """
+    vllm = Vllm(pages, PAGE.tokens, step_ns, budget, jobs, depth)
+    expected = vllm.run(requests)
+    assume(not vllm.took_from_done)
+    assert ours(requests, pages, budget, jobs, depth) == expected
+
+
+def test_the_comparison_sees_restarts() -> None:
+    requests = [Request(i, i * 100_000, 30, 40) for i in range(12)]
+    vllm = Vllm(40, PAGE.tokens, step_ns, 64, 12)
+    assert ours(requests, 40, 64, 12, depth=1) == vllm.run(requests)
+    assert vllm.restarts > 3
+
+
+@pytest.mark.parametrize("shared_tokens", [0, 24])
+def test_the_reference_reuses_equal_beginnings_only(shared_tokens: int) -> None:
+    begin = tuple(range(shared_tokens))
+    prompts = [
+        begin + tuple(100 * (i + 1) + j for j in range(40 - shared_tokens)) for i in range(3)
+    ]
+    requests = [Request(i, i * 10**9, 40, 3, prompt_ids=ids) for i, ids in enumerate(prompts)]
+    vllm = Vllm(90, PAGE.tokens, step_ns, 128, 12, prefix_caching=True)
+    vllm.run(requests)
+    assert vllm.reused_tokens == 2 * shared_tokens
