@@ -16,6 +16,7 @@ from tandem.compose import Composed
 from tandem.folder import run_folder, write_json, write_status
 from tandem.progress import progress_bar
 from tandem.provenance import commit, host, versions
+from tandem.quiet import no_full_collections
 from tandem.setting import Setting, setting_of
 from tandem.workload import trace_hash
 from tandem.worlds import World, pages_of, world_of
@@ -40,7 +41,7 @@ def run_experiment(point: Composed, folder: Path, shows_progress: bool = False) 
     """
     point = replace(point, config=with_absolute_paths(point.config))
     with run_folder(folder) as aside:
-        _write_config(aside, point.config)
+        write_config(aside, point.config)
         setting = setting_of(point)
         provenance = provenance_of(point, setting)
         write_json(aside / "provenance.json", provenance)
@@ -68,7 +69,8 @@ def replay(
     """Replays the trace through the engine and writes the tables; returns notes on the run."""
     engine = engine_of(setting, world)
     before = world.probe()
-    with progress_bar(engine, len(setting.requests), shows_progress):
+    shown = progress_bar(engine, len(setting.requests), shows_progress)
+    with no_full_collections(), shown:
         engine.replay(setting.requests)
     drift = ratios(before, world.probe())
     engine.recorder.write(folder, world.outputs)
@@ -137,7 +139,8 @@ def with_absolute_paths(config: Mapping[str, Any], prefix: str = "") -> dict[str
     return out
 
 
-def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """config.yaml of a run folder: what it takes to run it again."""
     text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
     (folder / "config.yaml").write_text(text, encoding="utf-8")
 

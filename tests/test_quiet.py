@@ -1,0 +1,28 @@
+"""No full garbage collection falls into a replay."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from tandem.quiet import no_full_collections
+
+
+def test_full_collections_wait_until_the_block_has_ended() -> None:
+    usual, before = gc.get_threshold(), gc.get_stats()[2]["collections"]
+    with no_full_collections():
+        began = gc.get_stats()[2]["collections"]
+        kept = [[number] for number in range(400_000)]  # enough for several with usual settings
+        assert gc.get_stats()[2]["collections"] == began
+        assert gc.get_stats()[0]["collections"] > 0
+    assert len(kept) == 400_000
+    assert gc.get_threshold() == usual
+    assert began == before + 1
+
+
+def test_the_usual_settings_come_back_after_an_error() -> None:
+    usual = gc.get_threshold()
+    with pytest.raises(RuntimeError), no_full_collections():
+        raise RuntimeError
+    assert gc.get_threshold() == usual
