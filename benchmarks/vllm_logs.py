@@ -109,7 +109,7 @@ def by_engine(log: Log, cost: Any, pages: int) -> tuple[dict[int, list[int]], st
     engine.replay(log.requests)
     restarts = sum(o.restarts for o in recorder.outcomes.values())
     times = {i: o.token_ns for i, o in recorder.outcomes.items()}
-    return times, f"{engine.steps} plans, {restarts} restarts"
+    return times, f"{engine.steps} steps, {restarts} restarts"
 
 
 def by_reference(log: Log, cost: Any, pages: int) -> tuple[dict[int, list[int]], str]:

@@ -9,10 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from engine.executor import Launch
 from engine.model import ModelSpec
-from sim.cost import ShapePriced
+from sim.cost import ShapePriced, forward_shape
 from sim.ragged import Ragged
 from sim.skew import Mix, Skew, fit_skew
 from sim.table import Lookup, Table
@@ -123,6 +125,29 @@ class KernelProfileCost(ShapePriced):
         reach = sum(weight * row.value((most,)) for row, weight in rows) - at_mean
         return at_mean + alpha * max(0.0, reach)
 
+    def repeat_ns(self, launch: Launch, count: int) -> Any:
+        """See ShapePriced: decodes in one pass over the table, equal to the bit."""
+        tokens, contexts, samples = forward_shape(launch)
+        if not all(n == 1 and context for n, context in zip(tokens, contexts, strict=True)):
+            return super().repeat_ns(launch, count)
+        steps = np.arange(count)
+        most, least = max(contexts) + 1 + steps, min(contexts) + 1 + steps
+        mean = (sum(contexts) + len(contexts) * (1 + steps)) / len(contexts)
+        rows = self._rows(0, 0, len(contexts))
+        us = at_mean = _weighted(rows, mean)
+        if most[0] > least[0]:
+            alphas = self._alphas(len(contexts), (mean - least) / (most - least), most)
+            us = at_mean + alphas * np.maximum(0.0, _weighted(rows, most) - at_mean)
+        busy = self._dense[self._padded(len(tokens))] + self.step_ns
+        busy = busy + self.model.num_layers * us * 1e3
+        return np.rint(busy + (self._head[samples] if samples else 0.0)).astype(np.int64)
+
+    def _alphas(self, decodes: int, shapes: Any, most: Any) -> Any:
+        if not self.skew.by_bucket:
+            return self.skew.default
+        mixes = zip(shapes.tolist(), most.tolist(), strict=True)
+        return np.array([self.skew.alpha(Mix(0, 0, decodes, *mix)) for mix in mixes])
+
     def _rows(self, chunk: int, behind: int, decodes: int) -> list[tuple[Ragged, float]]:
         """Attention by context alone; kept where no prompt is in the launch."""
         if chunk:
@@ -142,6 +167,11 @@ class KernelProfileCost(ShapePriced):
     def _padded(self, tokens: int) -> int:
         index = bisect_left(self.padded_to, tokens)
         return self.padded_to[index] if index < len(self.padded_to) else tokens
+
+
+def _weighted(rows: list[tuple[Ragged, float]], points: Any) -> Any:
+    """Sums of rows at many points of their only axis."""
+    return sum(weight * row.values(points) for row, weight in rows)
 
 
 def _summed(rows: Any, axis: str, counts: dict[str, int]) -> Table:

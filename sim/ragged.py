@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from sim.table import Nodes, hats
 
@@ -18,6 +21,16 @@ class Ragged:
     def value(self, point: Sequence[float]) -> float:
         """Straight between nodes and beyond the last; before the first, its value."""
         return sum(weight * part for part, weight in self._cut(point) if isinstance(part, float))
+
+    def values(self, points: Any) -> Any:
+        """The same of a table with one axis, at an array of points."""
+        nodes, parts = np.asarray(self.nodes), np.asarray(self.parts, float)
+        if len(nodes) == 1:
+            return np.full(len(points), parts[0])
+        points = np.maximum(points, nodes[0])
+        high = np.clip(np.searchsorted(nodes, points, side="right"), 1, len(nodes) - 1)
+        share = (points - nodes[high - 1]) / (nodes[high] - nodes[high - 1])
+        return (1.0 - share) * parts[high - 1] + share * parts[high]
 
     def rows(self, point: Sequence[float]) -> list[tuple[Ragged, float]]:
         """The tables that are left when all axes but the last are fixed, with their weights."""

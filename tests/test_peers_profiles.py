@@ -10,10 +10,14 @@ import pandas as pd
 import pytest
 
 from benchmarks.vllm_logs import LLAMA31_8B, RESERVES, RTX4090_BYTES
+from engine.executor import Launch, Piece
+from engine.job import Job
 from engine.model import ModelSpec
+from engine.plan import Compute, Slice
 from sim.aiconfigurator import AiConfiguratorCost, keep_sane, product_table
+from sim.cost import ShapePriced
 from sim.device import Device
-from sim.kernel_profile import GRAPH_SIZES, KernelProfileCost
+from sim.kernel_profile import GRAPH_SIZES, SKEWS, KernelProfileCost
 from sim.memory import plan_memory
 from sim.ragged import Ragged
 from sim.skew import Mix, Skew, fit_skew
@@ -84,6 +88,20 @@ def test_step_and_host_time_are_added_where_they_belong(rtx4090: Path) -> None:
     )
     assert slower.shape_ns([1], [9], 1) - plain.shape_ns([1], [9], 1) == 200_000
     assert (plain.plan_ns(5), slower.plan_ns(5)) == (0, 7)
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+@pytest.mark.parametrize("contexts", [[700, 900, 4000], [15, 15], [1], [300] * 3 + [5000] * 40])
+def test_many_steps_at_once_cost_what_they_do_one_by_one(
+    rtx4090: Path, skew: str, contexts: list[int]
+) -> None:
+    cost = KernelProfileCost.load(rtx4090, LLAMA31_8B, skew, padded_to=GRAPH_SIZES)
+    jobs = [Job(i, 0, 1, context + 1, context) for i, context in enumerate(contexts)]
+    op = Compute(tuple(Slice(job, 1) for job in jobs))
+    launch = Launch(op, pieces=tuple(Piece(i, 1, c, True, ()) for i, c in enumerate(contexts)))
+    together = cost.repeat_ns(launch, 200).tolist()
+    assert together == ShapePriced.repeat_ns(cost, launch, 200).tolist()
+    assert together[0] == cost.compute_ns(launch)
 
 
 def test_an_incomplete_profile_is_refused(rtx4090: Path, tmp_path: Path) -> None:
