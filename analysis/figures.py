@@ -66,10 +66,10 @@ def compared(comparison: Comparison, folder: Path) -> list[Shown]:
     steps = plots.step_data(comparison.replay or a, b)
     drawn = [
         _latencies(runs, folder),
-        _panel("parity", parity, _parity, (10.5, 3.6), folder),
+        panel("parity", parity, _parity, (10.5, 3.6), folder),
     ]
     if len(steps):
-        drawn.append(_panel("steps", [steps, steps], _step, (11, 3.4), folder, widths=(1, 2.2)))
+        drawn.append(panel("steps", [steps, steps], _step, (11, 3.4), folder, widths=(1, 2.2)))
     return drawn + _timelines(runs, timelines.window_s(b), folder)
 
 
@@ -81,7 +81,7 @@ def single(run: Run, folder: Path) -> list[Shown]:
 
 def _latencies(runs: Mapping[str, Run], folder: Path) -> Shown:
     parts = [plots.ecdf_data(runs, metric) for metric in CDFS]
-    return _panel("latencies", parts, _ecdf, (12, 2.8), folder)
+    return panel("latencies", parts, _ecdf, (12, 2.8), folder)
 
 
 def _timelines(runs: Mapping[str, Run], window: tuple[float, float], folder: Path) -> list[Shown]:
@@ -98,9 +98,9 @@ def _timelines(runs: Mapping[str, Run], window: tuple[float, float], folder: Pat
     rows, height = (len(runs), 1), 0.3 + 1.5 * len(runs)
     plot = _titled(timelines.plot_memory)
     return [
-        _panel("memory", memory, plot, (10.5, 2.4 * len(runs)), folder, rows),
-        _panel("requests", [busy, busy], _busy, (10.5, 2.6), folder),
-        _panel("lanes", gantt, _titled(lanes), (10.5, height), folder, rows),
+        panel("memory", memory, plot, (10.5, 2.4 * len(runs)), folder, rows),
+        panel("requests", [busy, busy], _busy, (10.5, 2.6), folder),
+        panel("lanes", gantt, _titled(lanes), (10.5, height), folder, rows),
     ]
 
 
@@ -140,7 +140,7 @@ def _titled(plot: Callable[[pd.DataFrame, Any], Any]) -> Callable[[pd.DataFrame,
     return draw
 
 
-def _panel(
+def panel(
     name: str,
     parts: Sequence[pd.DataFrame],
     draw: Callable[[pd.DataFrame, Any], Any],
@@ -148,8 +148,12 @@ def _panel(
     folder: Path,
     grid: tuple[int, int] | None = None,
     widths: Sequence[float] | None = None,
+    text: tuple[str, str] | None = None,
 ) -> Shown:
-    """One figure with axes per frame, in a row unless told; its CSV is the frames, each once."""
+    """One figure with axes per frame, in a row unless told; its CSV is the frames, each once.
+
+    `text`: title and caption, where TEXTS has none of that name.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -161,4 +165,4 @@ def _panel(
             draw(data, ax)
         once = {id(part): part for part in parts if len(part)}
         svg = save(fig, pd.concat(list(once.values()) or [parts[0]]), folder, name)
-    return Shown(name, *TEXTS[name], svg)
+    return Shown(name, *(text or TEXTS[name]), svg)

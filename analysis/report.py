@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from analysis.pages import compared_tables, single_tables
 from analysis.run import Run
 
 PAGE = "report.html"
+Facts = list[tuple[str, str]]
 
 
 def write_report(comparison: Comparison, folder: Path | str) -> Path:
@@ -42,9 +43,9 @@ def write_report(comparison: Comparison, folder: Path | str) -> Path:
             "tables": compared_tables(comparison),
             "command": f"tandem compare {a.folder} {b.folder}",
         }
-        _page(aside, page, figures, runs)
+        write_page(aside, page, figures, {name: _facts(run) for name, run in runs.items()})
 
-    return _written(Path(folder), fill)
+    return written(Path(folder), fill)
 
 
 def write_run_report(run: Run, folder: Path | str) -> Path:
@@ -54,10 +55,15 @@ def write_run_report(run: Run, folder: Path | str) -> Path:
         figures = single(run, aside / "figures")
         metrics = summary(run)
         _dump(metrics, aside / "metrics.json")
-        page = {"title": run.name, "headline": "", "tables": single_tables(run, metrics)}
-        _page(aside, page | {"command": f"tandem compare {run.folder}"}, figures, {"run": run})
+        page: dict[str, Any] = {
+            "title": run.name,
+            "headline": "",
+            "tables": single_tables(run, metrics),
+        }
+        page["command"] = f"tandem report {run.folder}"
+        write_page(aside, page, figures, {"run": _facts(run)})
 
-    return _written(Path(folder), fill)
+    return written(Path(folder), fill)
 
 
 def as_dict(comparison: Comparison) -> dict[str, Any]:
@@ -79,7 +85,10 @@ def _dump(value: Any, path: Path) -> None:
     path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _page(aside: Path, page: dict[str, Any], figures: list[Shown], runs: dict[str, Run]) -> None:
+def write_page(
+    aside: Path, page: Mapping[str, Any], figures: Sequence[Shown], facts: Mapping[str, Facts]
+) -> None:
+    """report.html from title, headline, tables and command; figures are drawn into it."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -90,7 +99,6 @@ def _page(aside: Path, page: dict[str, Any], figures: list[Shown], runs: dict[st
         lstrip_blocks=True,
     )
     drawn = [{**figure.__dict__, "svg": _inline(figure)} for figure in figures]
-    facts = {name: _facts(run) for name, run in runs.items()}
     text = environment.get_template(PAGE).render(**page, figures=drawn, facts=facts)
     (aside / PAGE).write_text(text, encoding="utf-8")
 
@@ -103,7 +111,7 @@ def _inline(figure: Shown) -> str:
     return re.sub(r"[ \t]*\n[ \t]*", "\n", text)
 
 
-def _facts(run: Run) -> list[tuple[str, str]]:
+def _facts(run: Run) -> Facts:
     facts = {"folder": str(run.folder), **run.provenance}
     shown = {k: v if isinstance(v, str) else json.dumps(v) for k, v in facts.items()}
     return [
@@ -111,7 +119,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _written(folder: Path, fill: Callable[[Path], None]) -> Path:
+def written(folder: Path, fill: Callable[[Path], None]) -> Path:
+    """Fills a folder aside and puts it in place as a whole; returns the path of its page."""
     with _aside(folder) as aside:
         fill(aside)
     return folder / PAGE

@@ -15,6 +15,9 @@ from tandem.errors import RunFailed
 
 VERBS = {
     "run": ("tandem.run", "one run or a sweep (-m): predicted or measured, by backend=..."),
+    "sweep": ("tandem.sweep", "a grid of runs in parallel; resumes, survives failing points"),
+    "collect": ("tandem.collect", "one table of all runs in a folder"),
+    "report": ("tandem.report", "the page of a run or of a sweep: figures and their numbers"),
     "compare": ("tandem.compare", "two run folders: how far apart and why; writes a report"),
     "calibrate": ("tandem.calibrate", "profile a device through the executor and fit its costs"),
     "trace": ("tandem.trace", "import a ShareGPT file, or show what a trace holds"),
@@ -24,7 +27,7 @@ VERBS = {
 EXAMPLES = """examples:
   tandem run                                      the sample trace, simulated
   tandem run backend=cpu                          the same, measured on this CPU
-  tandem run -m policy=chunked_restart,static_restart arrival.rate=2,4,8
+  tandem sweep policy=chunked_restart,static_restart arrival.rate=2,4,8
   tandem compare outputs/.../SIM outputs/.../CPU  both together, with a report
   tandem trace import ShareGPT_V3.json --tokenizer path/to/tokenizer --out sharegpt.parquet
 """

@@ -41,15 +41,19 @@ class Composed:
 
 def composed(overrides: Sequence[str], config_dir: str | None = None) -> Composed:
     """The configuration that `tandem run OVERRIDES` would run. Usage in one line if it is wrong."""
+    folders = (Path(config_dir),) if config_dir else ()
+    return Composed(plain(config_of(overrides, config_dir)), tuple(overrides), folders)
+
+
+def config_of(overrides: Sequence[str], config_dir: str | None = None) -> DictConfig:
+    """The same before it is resolved, for those that change values in it."""
     register_resolvers()
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     try:
         with initialize_config_module("conf", version_base="1.3"):
-            cfg = compose("config", [*search, *overrides])
+            return compose("config", [*search, *overrides])
     except (CompactHydraException, OmegaConfBaseException) as error:
         raise Usage(one_line(error, overrides)) from error
-    folders = (Path(config_dir),) if config_dir else ()
-    return Composed(plain(cfg), tuple(overrides), folders)
 
 
 def config_folders(sources: Iterable[Any]) -> tuple[Path, ...]:

@@ -23,7 +23,7 @@ def run_folder(folder: Path) -> Iterator[Path]:
         raise ValueError(
             f"{folder}: there is something in it already; results are never overwritten"
         )
-    aside = folder.with_name(f"{folder.name}.running")
+    aside = aside_of(folder)
     aside.mkdir(parents=True)
     write_status(aside, "running")
     try:
@@ -37,6 +37,20 @@ def run_folder(folder: Path) -> Iterator[Path]:
             f"{type(error).__name__}: {error} (traceback in {folder}/status.json)"
         ) from error
     _rename(aside, folder)
+
+
+def aside_of(folder: Path) -> Path:
+    """Where a run is written until it ends, and where a killed one stays."""
+    return folder.with_name(f"{folder.name}.running")
+
+
+def status_of(folder: Path) -> str | None:
+    """ok, failed or running, as status.json says; None where there is none to read."""
+    try:
+        found = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return str(found["status"]) if isinstance(found, dict) and "status" in found else None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARIES = ("tandem", "simpy", "torch", "transformers", "hydra-core", "numpy", "pandas", "pyarrow")
 
 
+@cache  # of the code that is loaded: it does not change under a process
 def commit() -> dict[str, Any]:
     """The commit of the checkout, and whether tracked files differ from it."""
     head = _git("rev-parse", "HEAD")
     return {"commit": head, "dirty": bool(_git("status", "--porcelain", "-uno")) if head else None}
 
 
+@cache
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the libraries that a result may depend on."""
     found: dict[str, str | None] = {"python": platform.python_version()}
@@ -31,6 +34,7 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+@cache
 def host() -> dict[str, Any]:
     """The machine that the process ran on, without its name."""
     return {

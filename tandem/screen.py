@@ -6,6 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 LATENCIES = ("ttft", "tpot", "e2e")
+BEST = {  # of a sweep: whether more is better
+    "goodput": True,
+    "slo_attainment": True,
+    "output_throughput": True,
+    "p50_ttft_s": False,
+    "p99_ttft_s": False,
+    "p99_tpot_s": False,
+    "p99_e2e_s": False,
+}
 STATISTICS = ("mean", "p50", "p90", "p99")
 
 
@@ -27,6 +36,19 @@ def brief(metrics: Mapping[str, Any]) -> str:
     parts = [f"{metrics.get('output_throughput', 0):.4g} tokens/s"]
     parts += [f"{name} p50 {_seconds(metrics.get(f'p50_{name}_s'))}" for name in LATENCIES]
     return ", ".join(parts)
+
+
+def best(points: Mapping[str, Mapping[str, Any]]) -> str:
+    """The best point per metric, of points by name; empty where none has metrics."""
+    lines = []
+    for metric, is_more_better in BEST.items():
+        found = {name: m[metric] for name, m in points.items() if metric in m}
+        if found:
+            name = (max if is_more_better else min)(found, key=lambda key: found[key])
+            value = found[name]
+            shown = _seconds(value) if metric.endswith("_s") else f"{value:.4g}"
+            lines.append(f"{metric:20}{shown:>12}  {name}")
+    return "\n".join(["best of each metric:", *lines] if lines else [])
 
 
 def _counts(metrics: Mapping[str, Any]) -> str:

@@ -1,0 +1,148 @@
+"""The page of a sweep: what is best, every point, and the figures with their numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis import words
+from analysis.pages import Cell, Table
+from analysis.report import Facts, write_page, written
+from analysis.sweep_plots import drawn
+from analysis.sweep_points import capacity, points_of
+
+BEST = {  # whether more is better
+    "goodput": True,
+    "slo_attainment": True,
+    "request_throughput": True,
+    "output_throughput": True,
+    "p50_ttft_s": False,
+    "p99_ttft_s": False,
+    "p99_tpot_s": False,
+    "p99_e2e_s": False,
+}
+SHARES = (0.9, 0.99)
+
+
+def write_sweep_report(runs: pd.DataFrame, folder: Path, name: str, command: str) -> Path:
+    """Writes report.html, points.csv and figures/ from the table of `tandem collect`.
+
+    ValueError where no run has finished. An earlier report in the folder is replaced.
+    """
+    points = points_of(runs)
+    if not len(points):
+        raise ValueError(f"{name}: none of its {len(runs)} runs has finished; run them again")
+
+    def fill(aside: Path) -> None:
+        figures = drawn(points, aside / "figures")
+        points.to_csv(aside / "points.csv", index=False)
+        found = [_best(points), _capacity(points), _points(points), _failed(runs)]
+        page = {
+            "title": f"sweep {name}",
+            "headline": headline(runs, points),
+            "tables": [table for table in found if table.rows],
+            "command": command,
+        }
+        write_page(aside, page, figures, {"sweep": _facts(points)})
+
+    return written(folder, fill)
+
+
+def headline(runs: pd.DataFrame, points: pd.DataFrame) -> str:
+    """How many runs, and who has the most goodput (throughput where there is no SLO)."""
+    metric = "goodput" if "goodput" in points else "request_throughput"
+    text = f"{len(points)} of {len(runs)} runs finished."
+    best = _extreme(points, metric, True)
+    if best is None:
+        return text
+    value = words.amount(float(best[metric]), "req/s")
+    return f"{text} Most {metric.replace('_', ' ')}: {value}, {_label(best)}."
+
+
+def _extreme(points: pd.DataFrame, metric: str, is_more_better: bool) -> dict[str, Any] | None:
+    """The row that is best in a metric; None where no row has it."""
+    if metric not in points:
+        return None
+    rows = points.dropna(subset=[metric]).to_dict("records")
+    choose = max if is_more_better else min
+    found = choose(rows, key=lambda row: float(row[metric]), default=None)
+    return None if found is None else {str(key): value for key, value in found.items()}
+
+
+def _best(points: pd.DataFrame) -> Table:
+    rows = []
+    for metric, is_more_better in BEST.items():
+        if best := _extreme(points, metric, is_more_better):
+            rows.append([Cell(metric), _cell(metric, best[metric]), Cell(_label(best))])
+    return Table("Best of each metric", "", ["metric", "value", "point"], rows)
+
+
+def _capacity(points: pd.DataFrame) -> Table:
+    if "slo_attainment" not in points or points["rate"].isna().all():
+        return Table("Capacity", "", [], [])
+    by_share = [capacity(points, share) for share in SHARES]
+    rows = [[Cell(series), *(_rate(found[series]) for found in by_share)] for series in by_share[0]]
+    note = "The highest rate tried at which, as at all lower ones, that share met the SLO."
+    return Table("Capacity", note, ["series", *(f"at {s:.0%}" for s in SHARES)], rows)
+
+
+def _rate(value: float) -> Cell:
+    return Cell("none" if value != value else f"{value:g} req/s", 0.0 if value != value else value)
+
+
+def _points(points: pd.DataFrame) -> Table:
+    shown = [metric for metric in BEST if metric in points]
+    rows = []
+    for _, row in points.iterrows():
+        rate = row["rate"]
+        where = Cell("-" if rate != rate else f"{rate:g}", float(rate) if rate == rate else 0.0)
+        cells = [Cell(str(row["series"])), where, Cell(str(row.get("config.seed", "-")))]
+        rows.append([*cells, *(_cell(metric, row[metric]) for metric in shown), Cell(row["run"])])
+    columns = ["series", "rate", "seed", *shown, "run"]
+    return Table("All points", "A click on a heading sorts.", columns, rows)
+
+
+def _failed(runs: pd.DataFrame) -> Table:
+    left = runs[runs["status"].ne("ok")]
+    rows = [
+        [Cell(_words(row["overrides"])), Cell(str(row["status"])), Cell(_short(row["error"]))]
+        for _, row in left.iterrows()
+    ]
+    return Table("Points without a result", "", ["point", "status", "why"], rows)
+
+
+def _cell(metric: str, value: float) -> Cell:
+    number = float(value)
+    if number != number:
+        return Cell("n/a", 0.0)
+    if metric == "slo_attainment":
+        return Cell(f"{100 * number:.1f} %", number)
+    unit = "req/s" if metric == "goodput" else words.unit_of(metric)
+    return Cell(words.amount(number, unit), number)
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    rate = row["rate"]
+    return str(row["series"]) + ("" if rate != rate else f" at {rate:g} requests/s")
+
+
+def _words(overrides: str) -> str:
+    return " ".join(json.loads(overrides))
+
+
+def _short(error: object) -> str:
+    text = " ".join(str(error or "-").split())
+    return text if len(text) <= 160 else text[:160] + " ..."
+
+
+def _facts(points: pd.DataFrame) -> Facts:
+    facts = [("runs", str(len(points)))]
+    for column in (name for name in points if str(name).startswith("made.")):
+        values = sorted({str(value) for value in points[column].dropna()})
+        shown = ", ".join(values[:6]) + (f" and {len(values) - 6} more" if len(values) > 6 else "")
+        facts.append((str(column).removeprefix("made."), shown))
+    return facts

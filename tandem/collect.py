@@ -1,0 +1,138 @@
+"""`tandem collect`: one table of all runs in a folder, from whatever is on disk."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml  # type: ignore[import-untyped]
+
+from tandem.folder import status_of
+from tandem.manifest import points_in
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TABLE = "runs.parquet"
+FACTS = ("commit", "dirty", "trace_hash", "model", "device", "cost_form", "depth", "seed")
+
+
+def main(words: Sequence[str]) -> int:
+    """Writes runs.parquet and says how many runs of which status are in it."""
+    parser = argparse.ArgumentParser(
+        prog="tandem collect",
+        description="Writes DIR/runs.parquet, a row per run below DIR: settings and metrics. "
+        "It can be called at any time, any number of times, also while runs go on.",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    folder = parser.parse_args(words).folder
+    rows = collect(folder)
+    counts = ", ".join(f"{n} {status}" for status, n in rows["status"].value_counts().items())
+    print(f"{os.path.relpath(folder / TABLE)}: {len(rows)} runs ({counts})")
+    return 0
+
+
+def collect(root: Path) -> pd.DataFrame:
+    """Reads every run below the folder and writes the table, aside and renamed.
+
+    Columns: run (its folder), status, error, overrides (JSON), policy; other choices of groups by
+    their names; settings as `config.KEY`, provenance as `made.KEY`, metrics by their own names.
+    ValueError where there is no run at all.
+    """
+    import pandas as pd
+
+    if not root.is_dir():
+        raise ValueError(f"{root} is no folder: give that of a sweep, or one with runs in it")
+    overrides = points_in(root)
+    rows = [_row(root, folder, overrides) for folder in run_folders(root)]
+    if not rows:
+        raise ValueError(f"{root}: no run lies there")
+    table = pd.DataFrame(rows)
+    for name in table.select_dtypes("object"):
+        table[name] = _one_type(table[name])
+    aside = root / f".{TABLE}.{os.getpid()}"
+    table.to_parquet(aside, index=False)
+    aside.rename(root / TABLE)
+    return table
+
+
+def run_folders(root: Path) -> list[Path]:
+    """Folders of runs that have ended, in the order of their paths."""
+    found = sorted(path.parent for path in root.rglob("status.json"))
+    return [folder for folder in found if not folder.name.endswith(".running")]
+
+
+def policy_name(config: Mapping[str, Any], overrides: Sequence[str]) -> str:
+    """The stack as it was named on the command line, else the classes of its halves."""
+    for word in overrides:
+        if word.startswith("policy="):
+            return word.partition("=")[2]
+    if config.get("replayed"):
+        return "recorded"
+    halves = [config.get(name) or {} for name in ("scheduling", "memory")]
+    return "+".join(str(half.get("_target_", "?")).rpartition(".")[2] for half in halves)
+
+
+def _row(root: Path, folder: Path, points: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    status = _json(folder / "status.json")
+    config, facts = _yaml(folder / "config.yaml"), _json(folder / "provenance.json")
+    metrics = _json(folder / "metrics.json")
+    state = status_of(folder) or "damaged"
+    words = list(facts.get("overrides") or points.get(folder.name, ()))
+    row: dict[str, Any] = {
+        "run": str(folder.relative_to(root)),
+        "status": "damaged" if state == "ok" and not metrics else state,
+        "error": status.get("error"),
+        "overrides": json.dumps(words),
+        "policy": policy_name(config, words),
+    }
+    flat = dict(_scalars(config))
+    for word in words:  # choices of groups are names that the configuration no longer holds
+        key, _, value = word.lstrip("+~").partition("=")
+        if key not in flat:
+            row.setdefault(key, value)
+    row |= {f"config.{key}": value for key, value in flat.items()}
+    row |= {f"made.{key}": facts[key] for key in FACTS if key in facts}
+    return row | {key: value for key, value in metrics.items() if key not in row}
+
+
+def _scalars(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            yield f"{prefix}{key}", json.dumps(value)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _one_type(column: pd.Series) -> pd.Series:
+    """Parquet wants one type per column: mixed ones (10 and 'auto') become text."""
+    import pandas as pd
+
+    kinds = {type(value) for value in column if value is not None and not pd.isna(value)}
+    if kinds <= {bool} or kinds <= {str}:
+        return column
+    if kinds <= {int, float}:
+        return pd.to_numeric(column)
+    return column.map(lambda value: None if value is None or value != value else str(value))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}

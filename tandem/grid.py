@@ -1,0 +1,92 @@
+"""The points of a sweep: composed once per choice of groups, then expanded by setting values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import CompactHydraException
+from omegaconf import DictConfig, OmegaConf
+
+from tandem.compose import Composed, config_of, one_line, plain
+from tandem.errors import Usage
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One swept key: what it takes, as on the command line, `KEY=VALUE` each."""
+
+    key: str
+    words: tuple[str, ...]
+    is_composed: bool  # a choice of a group, or a key added: composed anew for each
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All points: fixed overrides, and the axes whose product is taken, the first the slowest."""
+
+    fixed: tuple[str, ...]
+    axes: tuple[Axis, ...]
+    config_dir: str | None = None
+
+    def points(self) -> Iterator[Composed]:
+        """Every point's configuration. Usage in one line where a key or a choice is wrong."""
+        bases: dict[tuple[str, ...], DictConfig] = {}
+        folders = (Path(self.config_dir),) if self.config_dir else ()
+        for words in product(*(axis.words for axis in self.axes)):
+            chosen = tuple(w for a, w in zip(self.axes, words, strict=True) if a.is_composed)
+            if chosen not in bases:
+                # values too, so that Hydra itself says what is wrong with a key
+                bases[chosen] = config_of([*self.fixed, *words], self.config_dir)
+            values = [w for w in words if w not in chosen]
+            yield Composed(plain(_with(bases[chosen], values)), (*self.fixed, *words), folders)
+
+    def told(self) -> str:
+        """The axes with their lengths, for the screen."""
+        return " x ".join(f"{axis.key} {len(axis.words)}" for axis in self.axes) or "no axis"
+
+
+def grid_of(words: Sequence[str], config_dir: str | None = None) -> Grid:
+    """The grid of `KEY=a,b,c` words in Hydra's grammar: lists of choices, choice(), range()."""
+    fixed: list[str] = []
+    axes: list[Axis] = []
+    for word in words:
+        override = _parsed(word)
+        if not override.is_sweep_override():
+            fixed.append(word)
+            continue
+        key = override.get_key_element()
+        taken = tuple(f"{key}={value}" for value in override.sweep_string_iterator())
+        axes.append(Axis(key, tuple(dict.fromkeys(taken)), _is_composed(override, config_dir)))
+    return Grid(tuple(fixed), tuple(axes), config_dir)
+
+
+def _with(base: DictConfig, words: Sequence[str]) -> DictConfig:
+    """A copy with values set, in milliseconds where composing takes tens of them."""
+    config = deepcopy(base)
+    for word in words:
+        override = _parsed(word)
+        value: Any = override.value()
+        OmegaConf.update(config, override.key_or_group, value, merge=True)
+    return config
+
+
+def _parsed(word: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(word)
+    except CompactHydraException as error:
+        raise Usage(one_line(error, [word])) from error
+
+
+def _is_composed(override: Override, config_dir: str | None) -> bool:
+    if override.is_add() or override.is_force_add() or override.is_delete() or override.package:
+        return True
+    roots = [Path(str(files("conf"))), *([Path(config_dir)] if config_dir else [])]
+    return any((root / override.key_or_group).is_dir() for root in roots)

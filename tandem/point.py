@@ -1,0 +1,155 @@
+"""One point of a sweep: what identifies its result, and how it is run whatever happened before."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from tandem.compose import Composed
+from tandem.errors import RunFailed
+from tandem.experiment import PATHS, run_experiment, with_absolute_paths, write_config
+from tandem.folder import aside_of, run_folder, status_of
+from tandem.provenance import versions
+
+KEY_DIGITS = 16
+CODE = ("traces", "engine", "policies", "sim", "runtime", "tandem")
+MEASURES = ("metrics.py", "run.py", "usage.py")  # of analysis: what metrics.json is made by
+
+
+@dataclass(frozen=True)
+class Task:
+    """A point and the folder that its run gets. Goes to workers, so it can be pickled."""
+
+    key: str
+    point: Composed
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a point: its metrics, or why there are none."""
+
+    key: str
+    error: str | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    wall_s: float = 0.0
+
+
+def task_of(point: Composed, root: Path) -> Task:
+    """The point with absolute paths, in the folder named by what its result depends on."""
+    config = with_absolute_paths(point.config)
+    folders = tuple(Path(folder).resolve() for folder in point.folders)
+    key = point_key(config, folders)
+    return Task(key, replace(point, config=config, folders=folders), root / key)
+
+
+def point_key(config: Mapping[str, Any], folders: tuple[Path, ...] = ()) -> str:
+    """The hash of a point: configuration, contents of the files it names, and code version.
+
+    Code is ours, the modules in or beside the user's config folders, and the versions of the
+    libraries; packages under `trusted` count by name only.
+    """
+    beside = [_content(path) for folder in folders for path in _modules(folder)]
+    made_of = [_by_content(config), beside, code_version()]
+    text = json.dumps(made_of, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
+
+
+def run_point(task: Task) -> Outcome:
+    """Runs the point unless its result is there; leaves a run folder, also where it failed."""
+    began = time.perf_counter()
+    if status_of(task.folder) == "ok":
+        return Outcome(task.key, None, metrics_of(task.folder))
+    clear(task.folder)
+    try:
+        metrics = run_experiment(task.point, task.folder)
+    except (ValueError, RunFailed) as error:
+        text = " ".join(str(error).split())
+        return Outcome(task.key, text, wall_s=time.perf_counter() - began)
+    return Outcome(task.key, None, metrics, time.perf_counter() - began)
+
+
+def run_points(tasks: list[Task]) -> list[Outcome]:
+    """Several, one after the other: engines whose jobs are slow to start take them so."""
+    return [run_point(task) for task in tasks]
+
+
+def lost(task: Task, reason: str) -> Outcome:
+    """Records a point whose worker was lost on every attempt."""
+    if status_of(task.folder) == "ok":  # lost after its last byte was written
+        return Outcome(task.key, None, metrics_of(task.folder))
+    clear(task.folder)
+    try:
+        with run_folder(task.folder) as aside:
+            write_config(aside, task.point.config)
+            raise RunFailed(reason)
+    except RunFailed:
+        return Outcome(task.key, reason)
+
+
+def clear(folder: Path) -> None:
+    """Removes what a failed or killed attempt left; a finished run is never touched."""
+    assert status_of(folder) != "ok"
+    for left in (folder, aside_of(folder)):
+        if left.exists():
+            shutil.rmtree(left)
+
+
+def metrics_of(folder: Path) -> dict[str, Any]:
+    """The metrics of a finished run."""
+    found = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    assert isinstance(found, dict)
+    return found
+
+
+@cache
+def code_version() -> str:
+    """One hash of the sources that a result depends on, and of the versions of libraries."""
+    roots = [Path(str(files(name))) for name in CODE]
+    paths = [path for root in roots for path in sorted(root.rglob("*.py"))]
+    paths += [Path(str(files("analysis"))) / name for name in MEASURES]
+    digest = hashlib.sha256(json.dumps(versions(), sort_keys=True).encode())
+    for path in paths:
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _by_content(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The configuration with every path replaced by what lies there."""
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        where = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            out[key] = _by_content(value, f"{where}.")
+        elif where in PATHS and value is not None:
+            if where != "cache":
+                out[key] = _content(Path(str(value)))
+        else:
+            out[key] = value
+    return out
+
+
+@cache
+def _content(path: Path) -> str:
+    """The hash of a file, or of the files of a folder; once per process and path."""
+    if path.is_dir():
+        found = [[str(p.relative_to(path)), _content(p)] for p in sorted(path.rglob("*"))]
+        return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    if not path.is_file():
+        return "missing"
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _modules(folder: Path) -> list[Path]:
+    """Python files that a `_target_` may reach from a config folder: in it and beside it."""
+    places = (folder, folder.parent)
+    return [path for f in places for glob in ("*.py", "*/*.py") for path in sorted(f.glob(glob))]

@@ -1,0 +1,186 @@
+"""`tandem sweep`: a grid of points, run in parallel; what is finished is never run again."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from tandem.engines import ENGINES
+from tandem.errors import Usage
+from tandem.folder import status_of
+from tandem.grid import Grid, grid_of
+from tandem.manifest import add_points
+from tandem.point import Outcome, Task, metrics_of, task_of
+from tandem.run import options_first
+
+EXAMPLE = """example:
+  tandem sweep policy=chunked_restart,continuous_swap arrival.rate=2,4,8 seed=0,1,2
+A sweep that was interrupted goes on with the same command and --out DIR. Failed points are tried
+again; so is everything whose settings, trace or code have changed."""
+WALL_CLOCK = ("cpu", "cuda", "openai")
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the grid; 0 if every point finished, 1 if some failed."""
+    chosen = _parser().parse_args(options_first(words))
+    grid = grid_of(chosen.overrides, chosen.config_dir)
+    root = (chosen.out or default_folder()).resolve()
+    tasks = list({task.key: task for task in (task_of(p, root) for p in grid.points())}.values())
+    jobs = chosen.jobs or default_jobs(tasks)
+    with sole_user(root):
+        add_points(root, {task.key: task.point.overrides for task in tasks})
+        left = [task for task in tasks if status_of(task.folder) != "ok"]
+        _say_start(grid, len(tasks), len(left), jobs, chosen.engine, root)
+        failed: dict[str, str] = {}
+        try:
+            failed = carried_out(left, jobs, chosen.engine, _options(chosen.option))
+        finally:
+            _say_end(root, tasks, failed, words)
+    return 1 if failed else 0
+
+
+def carried_out(
+    tasks: Sequence[Task], jobs: int, engine: str, options: Mapping[str, Any]
+) -> dict[str, str]:
+    """Runs the tasks through an engine; returns the error of each point that failed, by key."""
+    if not tasks:
+        return {}
+    _import_traces(tasks)
+    points = {task.key: task.point for task in tasks}
+    failed: dict[str, str] = {}
+    with _bar(len(tasks)) as tell:
+        for outcome in ENGINES[engine](tasks, jobs, options):
+            if outcome.error is not None:
+                failed[outcome.key] = outcome.error
+            tell(outcome, " ".join(points[outcome.key].overrides))
+    return failed
+
+
+def default_folder() -> Path:
+    """A new folder under outputs/, where runs lie too."""
+    return (
+        Path("outputs")
+        / time.strftime("%Y-%m-%d")
+        / time.strftime(f"%H-%M-%S-{secrets.token_hex(3)}")
+    )
+
+
+def default_jobs(tasks: Sequence[Task]) -> int:
+    """A process per core; one alone where points are measured, so that they do not disturb."""
+    measured = any(task.point.config["backend"]["name"] in WALL_CLOCK for task in tasks)
+    return 1 if measured else max(1, min(os.cpu_count() or 1, len(tasks)))
+
+
+@contextmanager
+def sole_user(root: Path) -> Iterator[None]:
+    """Two sweeps may not share a folder at one time: each would clear the other's points."""
+    import fcntl
+
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise Usage(f"--out {root}: another sweep is running there") from error
+        yield
+
+
+def _import_traces(tasks: Sequence[Task]) -> None:
+    """Imports each text trace once, here: workers would all begin with the same import."""
+    from tandem.workload import trace_file
+
+    seen = {str(task.point.config["trace"]): task.point.config for task in tasks}
+    for config in seen.values():
+        try:
+            trace_file(config["trace"], Path(config["cache"]))
+        except ValueError:
+            continue  # the points that want it will say so
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Any]:
+    """A progress bar on a terminal; elsewhere failed points alone are told."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="point", disable=not sys.stderr.isatty(), file=sys.stderr) as bar:
+
+        def tell(outcome: Outcome, words: str) -> None:
+            if outcome.error is not None:
+                tqdm.write(f"failed: {words}: {outcome.error}", file=sys.stderr)
+            bar.update()
+
+        yield tell
+
+
+def _say_start(grid: Grid, total: int, left: int, jobs: int, engine: str, root: Path) -> None:
+    done = f", {total - left} of them finished before" if left < total else ""
+    print(f"{total} points ({grid.told()}){done}", file=sys.stderr)
+    print(
+        f"{left} to run, {engine}, {jobs} at a time, into {os.path.relpath(root)}",
+        flush=True,
+        file=sys.stderr,
+    )
+
+
+def _say_end(
+    root: Path, tasks: Sequence[Task], failed: Mapping[str, str], words: Sequence[str]
+) -> None:
+    from tandem.collect import collect
+    from tandem.screen import best
+
+    collect(root)
+    finished = [task for task in tasks if status_of(task.folder) == "ok"]
+    axes = {word for task in tasks for word in task.point.overrides}
+    fixed = {word for word in axes if all(word in task.point.overrides for task in tasks)}
+    rows = {
+        " ".join(w for w in task.point.overrides if w not in fixed): metrics_of(task.folder)
+        for task in finished
+    }
+    where = os.path.relpath(root)
+    print(best(rows))
+    print(f"{len(finished)} of {len(tasks)} points finished, {len(failed)} failed: {where}")
+    if len(finished) < len(tasks):
+        print(f"to go on: tandem sweep {shlex.join(_without_out(words))} --out {where}")
+    print(f"report:   tandem report {where}")
+
+
+def _without_out(words: Sequence[str]) -> list[str]:
+    kept = []
+    for before, word in zip(["", *words], words, strict=False):
+        if word != "--out" and before != "--out" and not word.startswith("--out="):
+            kept.append(word)
+    return kept
+
+
+def _options(words: Sequence[str]) -> dict[str, Any]:
+    pairs = [word.partition("=") for word in words]
+    if wrong := [key for key, mark, _ in pairs if not mark]:
+        raise Usage(f"--option {wrong[0]}: KEY=VALUE is wanted")
+    return {key: yaml.safe_load(value) for key, _, value in pairs}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tandem sweep",
+        description=__doc__,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=a,b,c", help="as for tandem run -m")
+    parser.add_argument("--jobs", type=int, help="points at a time; default: a process per core")
+    parser.add_argument("--engine", choices=tuple(ENGINES), default="processes")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="an earlier sweep's is continued")
+    parser.add_argument("--config-dir", help="a folder of your own yaml files")
+    about = "of a ray task (num_gpus=1) or of submitit (slurm_partition=a)"
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=about)
+    return parser

@@ -1,0 +1,120 @@
+"""Points in parallel processes. Each worker holds one point, so a killed one is known by name."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+
+from tandem.point import Outcome, Task, lost, run_point
+
+ATTEMPTS = 3  # of a point whose worker is lost
+
+
+class Worker:
+    """A process that runs the points it is sent, one at a time. It ends when the pipe does."""
+
+    def __init__(self) -> None:
+        context = get_context("spawn")  # a fork would copy threads' locks, torch's among them
+        self.here, there = context.Pipe()
+        self.process = context.Process(target=_serve, args=(there,), daemon=True)
+        with _ignoring_interrupts():  # inherited: Ctrl-C is for the sweep alone to answer
+            self.process.start()
+        there.close()
+        self.task: Task | None = None
+        self.attempt = 0
+
+    def give(self, task: Task, attempt: int) -> None:
+        """Sends a point to run. One that died idle shows as an end of file at the next look."""
+        self.task, self.attempt = task, attempt
+        with suppress(OSError):
+            self.here.send(task)
+
+    def take(self) -> Outcome | None:
+        """What became of the point; None where the worker died over it."""
+        try:
+            outcome = self.here.recv()
+        except (EOFError, OSError):
+            return None
+        self.task = None
+        assert isinstance(outcome, Outcome)
+        return outcome
+
+    def end(self) -> int | None:
+        """Ends the process, whatever it is doing; returns its exit code."""
+        self.process.terminate()
+        self.process.join()
+        self.here.close()
+        return self.process.exitcode
+
+
+def in_processes(tasks: Sequence[Task], jobs: int) -> Iterator[Outcome]:
+    """Runs the points in `jobs` processes; yields what became of each as it is known."""
+    waiting = deque((task, 1) for task in tasks)
+    workers = [Worker() for _ in range(min(jobs, len(tasks)))]
+    try:
+        while waiting or any(worker.task for worker in workers):
+            for worker in workers:
+                if worker.task is None and waiting:
+                    worker.give(*waiting.popleft())
+            busy = {worker.here: worker for worker in workers if worker.task}
+            for ready in wait(list(busy)):
+                worker = busy[_connection(ready)]
+                outcome = worker.take()
+                if outcome is None:
+                    outcome = _bury(worker, waiting)
+                    workers[workers.index(worker)] = Worker()
+                if outcome is not None:
+                    yield outcome
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def _bury(worker: Worker, waiting: deque[tuple[Task, int]]) -> Outcome | None:
+    """Puts the dead worker's point back in line, or records it as failed."""
+    task, attempt = worker.task, worker.attempt
+    assert task is not None
+    worker.process.join(timeout=1)  # its own exit code rather than that of our signal
+    how = _exit_words(worker.end())
+    if attempt < ATTEMPTS:
+        waiting.append((task, attempt + 1))
+        return None
+    return lost(task, f"its worker {how}, {ATTEMPTS} times (out of memory?)")
+
+
+def _exit_words(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _connection(ready: object) -> Connection:
+    assert isinstance(ready, Connection)
+    return ready
+
+
+def _serve(there: Connection) -> None:
+    """The worker's loop. An error that is no failed run ends it: the point is tried again."""
+    while True:
+        try:
+            task = there.recv()
+        except EOFError:  # the sweep is over, or was killed
+            return
+        there.send(run_point(task))
+
+
+@contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
