@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.job import Job
-from engine.plan import Layout, PageSize, Plan, Tier, kv_place
-from engine.policy import Composed, Memory, Scheduling
-from engine.profile import EngineProfile
-from engine.view import View
+from engine.policy import Composed, Scheduling
 from policies.continuous_batching import ContinuousBatching
 from policies.earliest_deadline import EarliestDeadline
 from policies.max_reservation import MaxReservation
@@ -21,68 +17,8 @@ from policies.predictors import ClassMean, PromptShare
 from policies.shortest_job import ShortestJob
 from policies.vllm_v1 import VllmV1
 from tests.replays import random_requests, replay
+from tests.states import V0, V1, decoding, fitted, ids, job, seated, view, wanted
 from traces.request import Request
-
-PAGE = PageSize(tokens=4, nbytes=4000)
-POOL, HOST = (Tier.GPU, 0), (Tier.HOST, 0)
-V1 = PagedRestart(watermark=0.0, prompts="must_fit", gives_way=True)
-V0 = PagedRestart(watermark=0.01, prompts="reserved", spare_pages=1, gives_way=True)
-
-
-def job(
-    job_id: int, prompt: int, computed: int = 0, known: int = 0, arrival_ns: int = 0, slo: str = ""
-) -> Job:
-    return Job(job_id, arrival_ns, prompt, known or prompt, computed, slo=slo)
-
-
-def decoding(job_id: int, computed: int, **given: Any) -> Job:
-    """A job that has generated one token or more behind `computed`."""
-    return job(job_id, min(computed, 8), computed, computed + 1, **given)
-
-
-def view(
-    serving: list[Job], waiting: list[Job], pages: int = 100, held: dict[int, int] | None = None
-) -> View:
-    """A state of one device; `held` says who holds how many pages, else what is computed."""
-    if held is None:
-        held = {j.job_id: PAGE.count(j.computed_tokens) for j in serving if j.computed_tokens}
-    places = {kv_place(i): n * PAGE.nbytes for i, n in held.items()}
-    free = pages * PAGE.nbytes - sum(places.values())
-    assert free >= 0, "the state holds more than there is"
-    return View(
-        now_ns=0,
-        device=0,
-        issued=0,
-        serving=serving,
-        training=[],
-        waiting=waiting,
-        free_bytes={POOL: free, HOST: 0},
-        coming_bytes={POOL: 0, HOST: 0},
-        held_bytes=places,
-        written={},
-        used={},
-        in_flight=(),
-        capacity_bytes={POOL: pages * PAGE.nbytes, HOST: 0},
-        page=PAGE,
-        profile=EngineProfile(),
-        layout=Layout(),
-    )
-
-
-def wanted(scheduling: Scheduling, state: View) -> list[tuple[int, int]]:
-    return [(piece.job.job_id, piece.tokens) for piece in scheduling.batch(state)]
-
-
-def fitted(scheduling: Scheduling, memory: Memory, state: View) -> Plan:
-    return memory.fit(scheduling.batch(state), state)
-
-
-def seated(plan: Plan) -> list[tuple[int, int]]:
-    return [(s.job.job_id, s.tokens) for op in plan.ops for s in getattr(op, "slices", ())]
-
-
-def ids(jobs: tuple[Job, ...]) -> list[int]:
-    return [j.job_id for j in jobs]
 
 
 # ---- vLLM v1
@@ -110,45 +46,6 @@ def test_v1_preempts_even_itself_where_nobody_is_behind() -> None:
     patient = PagedRestart(watermark=0.0)
     plan = fitted(VllmV1(64, 8), patient, state)
     assert (seated(plan), ids(plan.restart)) == ([(0, 1)], [])
-
-
-# ---- pages: rules of admission
-@pytest.mark.parametrize(
-    ("memory", "pages", "comes_in"),
-    [
-        (PagedRestart(watermark=0.0), 4, True),  # 2 held, the slice of 7 tokens needs 2
-        (PagedRestart(watermark=0.0, prompts="must_fit"), 11, False),  # 40 tokens need 10
-        (PagedRestart(watermark=0.0, prompts="must_fit"), 12, True),
-        (PagedRestart(watermark=0.0, prompts="reserved"), 11, False),
-        (PagedRestart(watermark=0.0, prompts="reserved"), 12, True),
-        (PagedRestart(watermark=0.25), 4, False),  # a quarter of 4 is one page
-        (PagedRestart(watermark=0.19), 5, True),  # 0.95 of a page is none
-    ],
-)
-def test_admission_by_the_rules(memory: PagedRestart, pages: int, comes_in: bool) -> None:
-    state = view([decoding(0, 6)], [job(1, 40)], pages=pages)
-    plan = fitted(VllmV1(8, 8), memory, state)
-    assert seated(plan) == [(0, 1), (1, 7)][: 1 + comes_in]
-    grown = [op.nbytes // PAGE.nbytes for op in plan.ops if hasattr(op, "nbytes")]
-    assert grown == ([10 if memory.prompts == "reserved" else 2] if comes_in else [])
-
-
-def test_a_spare_page_must_be_free_for_a_decode_that_needs_none() -> None:
-    running = [decoding(0, 6), decoding(1, 6)]  # both fit into their second page
-    state = view(running, [], pages=4)
-    easy = fitted(ContinuousBatching(), PagedRestart(), state)
-    assert seated(easy) == [(0, 1), (1, 1)]
-    strict = fitted(ContinuousBatching(), V0, state)
-    assert (seated(strict), ids(strict.restart)) == ([(0, 1)], [1])
-
-
-@pytest.mark.parametrize(
-    "given", [{"watermark": 1.0}, {"prompts": "sometimes"}, {"spare_pages": -1}]
-)
-def test_impossible_rules_are_refused(given: dict[str, Any]) -> None:
-    for memory in (PagedRestart, PagedSwap):
-        with pytest.raises(ValueError, match=next(iter(given))):
-            memory(**given)
 
 
 # ---- vLLM v0
