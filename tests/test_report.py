@@ -124,7 +124,7 @@ def test_a_failed_report_leaves_nothing_behind(
 def test_one_run_has_a_report_too(tmp_path: Path) -> None:
     page = write_run_report(load(write(tmp_path / "two")), tmp_path / "report")
     text = page.read_text(encoding="utf-8")
-    assert "tandem compare" in text and "14.95 ms" in text  # p99 of TTFTs of 10 and 15 ms
+    assert "tandem report" in text and "14.95 ms" in text  # p99 of TTFTs of 10 and 15 ms
     assert json.loads((page.parent / "metrics.json").read_text())["num_finished"] == 2
 
 
