@@ -114,7 +114,8 @@ def _profile_shapes(point: Composed, folder: Path) -> None:
 
 def replayed_count(scheduling: Mapping[str, Any] | None) -> int:
     """Requests of the fitted replay: as many as the scheduling would serve together."""
-    return min(max(REQUESTS, (scheduling or {}).get("max_jobs", REQUESTS)), MOST_REQUESTS)
+    most = int((scheduling or {}).get("max_jobs", REQUESTS))
+    return min(max(REQUESTS, most), MOST_REQUESTS)
 
 
 def _replay(point: Composed, folder: Path, name: str, seed: int, count: int) -> None:
@@ -123,7 +124,8 @@ def _replay(point: Composed, folder: Path, name: str, seed: int, count: int) -> 
     made_up = requests(int(config["model"]["max_positions"]), seed, count)
     write_trace(trace, made_up, {"source": "made up by tandem/profile.py", "seed": seed})
     arrival = {"_target_": "traces.arrivals.AllAtOnce"}
-    changed = {"trace": {"path": str(trace)}, "arrival": arrival, "limit": None, "replayed": None}
+    changed: dict[str, Any] = {"trace": {"path": str(trace)}, "arrival": arrival}
+    changed |= {"limit": None, "replayed": None}
     changed["backend"] = {**config["backend"], "workspace_every": 0}  # only times are of use
     run_experiment(replace(point, config={**config, **changed}), folder / name)
 
