@@ -54,11 +54,13 @@ class Balance:
 
     def compute(self, op: Compute) -> None:
         """Checks that all it reads and writes is where the launch runs."""
+        tier, device = (Tier.HOST, 0) if op.on == "cpu" else (Tier.GPU, op.device)
+        held, changed = self._held, self._changed
         for place in (*op.reads, *op.writes):
-            assert self.held(place) is not None, f"launch touches {place}, which is not held"
-            here = place.tier is Tier.HOST if op.on == "cpu" else place.tier is Tier.GPU
-            assert here, f"launch on {op.lane} touches {place}"
-            assert place.tier is Tier.HOST or place.device == op.device, f"{place} is elsewhere"
+            is_held = changed[place] is not None if place in changed else place in held
+            assert is_held, f"launch touches {place}, which is not held"
+            assert place.tier is tier, f"launch on {op.lane} touches {place}"
+            assert tier is Tier.HOST or place.device == device, f"{place} is elsewhere"
 
     def apply(self, op: Op | Grow | Free) -> None:
         """One operation of a plan, in order."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import simpy
 
 from engine.arrivals import Arrivals
-from engine.executor import Executor, Launch, Piece, Span
+from engine.executor import Executor, Launch, Pieces, Span
 from engine.job import Job
 from engine.journal import Journal
 from engine.jump import Jump, Repeater, offers_jumps
@@ -294,23 +294,29 @@ class Engine:
         if isinstance(op, Copy):
             return Launch(op, booking.waits, (), *booking.copied)
         assert op.device == device, f"a plan for device {device} computes on {op.device}"
-        return Launch(op, booking.waits, tuple(self._piece(op, piece) for piece in op.slices))
+        jobs = [piece.job for piece in op.slices]
+        ids = [job.job_id for job in jobs]
+        contexts = [job.computed_tokens for job in jobs]
+        tables = [self.ledger.pages.get(kv_place(i, Tier.GPU, op.device), ()) for i in ids]
+        samples = [self._advance(op, piece) for piece in op.slices]
+        tokens = [piece.tokens for piece in op.slices]
+        return Launch(op, booking.waits, Pieces(ids, tokens, contexts, samples, tables))
 
-    def _piece(self, op: Compute, piece: Slice) -> Piece:
+    def _advance(self, op: Compute, piece: Slice) -> bool:
+        """Moves a slice's job on; returns whether it yields a token."""
         job = piece.job
-        self._start(job)
-        context = job.computed_tokens
+        if job.job_id not in self._started:
+            self._start(job)
         if job.training is not None:
-            samples, done = False, self._train(op, piece)
-        else:
-            samples = advance_serving(piece)
-            done = samples and self.forced and self._is_complete(job)
-            if piece.record:
-                self._recorded[job.job_id] = job.recorded_tokens
-        if done:
+            if self._train(op, piece):
+                self.end_with(op, [job])
+            return False
+        samples = advance_serving(piece)
+        if piece.record:
+            self._recorded[job.job_id] = job.recorded_tokens
+        if samples and self.forced and job.known_tokens >= self._target[job.job_id]:
             self.end_with(op, [job])
-        pages = self.ledger.pages.get(kv_place(job.job_id, Tier.GPU, op.device), ())
-        return Piece(job.job_id, piece.tokens, context, samples, pages)
+        return samples
 
     def end_with(self, op: Op, jobs: Iterable[Job]) -> None:
         """These jobs leave the service now and finish when the operation settles."""
@@ -324,8 +330,6 @@ class Engine:
         return not (self._ends or self._returned[device]) and self.ledger.is_calm
 
     def _start(self, job: Job) -> None:
-        if job.job_id in self._started:
-            return
         self._started.add(job.job_id)
         self.waiting.remove(job)
         if job.training is not None:
@@ -406,9 +410,7 @@ class Engine:
             self.executor.release(pool, pages)
 
     def _deliver(self, span: Span, flight: Flight) -> None:
-        for piece in flight.launch.pieces:
-            if piece.samples:
-                self.recorder.delivered(piece.job_id, span.end_ns)
+        self.recorder.delivered(flight.launch.pieces, span.end_ns)
         for job in self._ends.pop(span.op, ()):
             self._finish(job, span.end_ns, flight.device, flight.number)
         if not self.forced:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine.plan import Op, Pool
 
@@ -24,6 +24,37 @@ class Piece(NamedTuple):
     pages: Sequence[int]
 
 
+class Pieces(Sequence[Piece]):
+    """The pieces of a launch, column by column; made into rows only for those who read rows."""
+
+    __slots__ = ("contexts", "job_ids", "samples", "tables", "tokens")
+
+    def __init__(
+        self,
+        job_ids: Sequence[int],
+        tokens: Sequence[int],
+        contexts: Sequence[int],
+        samples: Sequence[bool],
+        tables: Sequence[Sequence[int]],
+    ) -> None:
+        self.job_ids, self.tokens, self.contexts = job_ids, tokens, contexts
+        self.samples, self.tables = samples, tables
+
+    def __len__(self) -> int:
+        return len(self.job_ids)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return map(Piece, self.job_ids, self.tokens, self.contexts, self.samples, self.tables)
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
     """An operation as issued: what it waits for and all that an executor must know to run it.
@@ -34,7 +65,7 @@ class Launch:
 
     op: Op
     waits: tuple[Op, ...] = ()
-    pieces: tuple[Piece, ...] = ()
+    pieces: Sequence[Piece] = ()
     nbytes: int = 0
     src_pages: Sequence[int] = ()
     dst_pages: Sequence[int] = ()

@@ -5,14 +5,16 @@ A part of the engine in a file of its own; it works on the engine's state.
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import simpy
 
-from engine.executor import Launch, Piece, Span
+from engine.executor import Launch, Pieces, Span
 from engine.job import Job
 from engine.plan import Compute, Op, Slice, Tier
 from engine.repeat import FOREVER, Repeat
@@ -27,7 +29,7 @@ MOST = 1024  # steps of one jump
 class Repeater(Protocol):
     """An executor that knows beforehand when its launches will run."""
 
-    def repeat(self, launch: Launch, count: int) -> tuple[Times, int] | None:
+    def repeat(self, launch: Launch, count: int) -> tuple[Sequence[int], int] | None:
         """Durations of `count` launches, each behind the tokens of the one before, and the host's
         time of each. None where durations may not be asked for before they pass."""
 
@@ -67,8 +69,8 @@ class Jump:
         if run is None:
             return False
         self._run = run
-        count, host_until = len(run), int(run.issue_ns[-1]) + run.host_ns
-        self._pace_ns = max(1, (int(run.end_ns[-1]) - int(run.issue_ns[0])) // count)
+        count, host_until = len(run), run.issue_ns[-1] + run.host_ns
+        self._pace_ns = max(1, (run.end_ns[-1] - run.issue_ns[0]) // count)
         self.steps += count
         repeat.done += count
         self._issue(run)
@@ -92,17 +94,18 @@ class Jump:
         if limit <= engine.depth:
             return None
         op = op if not repeat.done else replace(op)
-        launch = Launch(op, (), tuple(_piece(piece) for piece in op.slices))
+        launch = Launch(op, (), _pieces(op.slices))
         found = self._executor.repeat(launch, limit)
         if found is None:
             return None
-        issue, start, end = self._times(*found, device)
+        issue, start, end = self._times(*found)
         until_ns = engine._arrivals.next_ns
         if until_ns is not None:
-            limit = int(np.searchsorted(issue, until_ns, "left"))
+            limit = bisect_left(issue, until_ns)
         if limit <= engine.depth:
             return None
-        return self._made(repeat, device, launch, issue[:limit], start[:limit], end[:limit], found)
+        times = (issue[:limit], start[:limit], end[:limit])
+        return self._made(repeat, device, launch, times, found[1])
 
     def _limit(self, repeat: Repeat, slices: Sequence[Slice], device: int) -> int:
         """How many steps to look ahead: to the first end (with run-ahead, exclusive)."""
@@ -126,40 +129,39 @@ class Jump:
             default=FOREVER,
         )
 
-    def _times(self, durations: Times, host_ns: int, device: int) -> tuple[Times, Times, Times]:
+    def _times(self, durations: Sequence[int], host_ns: int) -> tuple[Times, Times, Times]:
         """When steps are issued, start and end."""
         now_ns, depth = int(self._engine.env.now), self._engine.depth
         if depth == 1:
-            end = now_ns + np.cumsum(durations + host_ns)
-            issue = np.concatenate(([now_ns], end[:-1]))
-            return issue, issue + host_ns, end
+            steps = (host_ns + duration_ns for duration_ns in durations) if host_ns else durations
+            end = array("q", accumulate(steps, initial=now_ns))
+            issue = end[:-1]
+            return issue, array("q", [at + host_ns for at in issue]) if host_ns else issue, end[1:]
         before = self._executor.ends_ns(tuple(self._engine._tails))
         ends = [0] * (depth - len(before)) + sorted(before)
         issues, starts, at_ns = [], [], now_ns
-        for duration_ns in durations.tolist():
+        for duration_ns in durations:
             at_ns = max(at_ns, ends[-depth])
             issues.append(at_ns)
             at_ns += host_ns
             starts.append(max(ends[-1], at_ns))
             ends.append(starts[-1] + duration_ns)
-        return np.array(issues), np.array(starts), np.array(ends[depth:])
+        return array("q", issues), array("q", starts), array("q", ends[depth:])
 
     def _made(
         self,
         repeat: Repeat,
         device: int,
         launch: Launch,
-        issue: Times,
-        start: Times,
-        end: Times,
-        found: tuple[Times, int],
+        times: tuple[Times, Times, Times],
+        host_ns: int,
     ) -> Run | None:
-        engine, count = self._engine, len(issue)
+        engine, count = self._engine, len(times[0])
         due = growth(repeat.plan, repeat.done, count)
-        grown = np.zeros(count, np.int64)
+        taken = [0] * count
         for step, op in due:
-            grown[step] += op.nbytes
-        grown = np.cumsum(grown)
+            taken[step] += op.nbytes
+        grown = array("q", accumulate(taken))
         pool = (Tier.GPU, device)
         if grown[-1] > engine.ledger.room_bytes()[pool]:
             return None
@@ -172,10 +174,8 @@ class Jump:
             pool,
             engine.recorder.take_returned(),
             launch,
-            issue,
-            start,
-            end,
-            found[1],
+            *times,
+            host_ns,
             count - engine.depth + 1,
             engine.ledger.figures(),
             grown,
@@ -197,7 +197,7 @@ class Jump:
         last = run.settled - 1
         ledger.touch_again(op, run.settled)
         self._fly(run, op)
-        span = Span(op, int(run.start_ns[0]), int(run.end_ns[last]))
+        span = Span(op, run.start_ns[0], run.end_ns[last])
         self._executor.hold(run.launch, span, lambda span: self._settle(run, span))
         for step in range(run.settled, len(run)):
             self._issue_alone(run, step)
@@ -209,8 +209,8 @@ class Jump:
         assert isinstance(op, Compute)
         engine.ledger.touch_again(op, 1)
         self._fly(run, op)
-        start, end = int(run.start_ns[step]), int(run.end_ns[step])
-        issue = int(run.issue_ns[step])
+        start, end = run.start_ns[step], run.end_ns[step]
+        issue = run.issue_ns[step]
         engine.flies(run.step + step, run.device, run.number + step, issue, run.host_ns, launch)
         span = Span(op, start, end, self._executor.peak_bytes(launch))
         self._executor.hold(launch, span, engine._settle)
@@ -229,7 +229,7 @@ class Jump:
                 job.known_tokens += count
                 if job.known_tokens >= engine._target[job.job_id]:
                     done.append(job)
-            else:
+            elif job.job_id not in engine._started:
                 engine._start(job)
             job.computed_tokens += count * piece.tokens
         if done:
@@ -245,8 +245,11 @@ class Jump:
         engine._tell()
 
 
-def _piece(piece: Slice) -> Piece:
-    job = piece.job
-    context = job.computed_tokens
-    samples = context + piece.tokens == job.known_tokens
-    return Piece(job.job_id, piece.tokens, context, samples, ())
+def _pieces(slices: Sequence[Slice]) -> Pieces:
+    jobs = [piece.job for piece in slices]
+    tokens = [piece.tokens for piece in slices]
+    contexts = [job.computed_tokens for job in jobs]
+    samples = [
+        job.known_tokens - job.computed_tokens == n for n, job in zip(tokens, jobs, strict=True)
+    ]
+    return Pieces([job.job_id for job in jobs], tokens, contexts, samples, [()] * len(jobs))

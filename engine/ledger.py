@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from engine.balance import Balance
@@ -59,8 +60,8 @@ class Ledger:
         self.kind_bytes: dict[tuple[Pool, Kind], int] = defaultdict(int)
         self._returns = {pool: ReturnQueue(n) for pool, n in capacity_bytes.items()}
         self._pools: dict[Pool, PagePool] = {}
-        self._writers: dict[Place, dict[Lane, Op]] = {}
-        self._users: dict[Place, dict[Lane, Op]] = {}
+        self._writers: dict[Place, Op] = {}  # the last one; stays when it has ended
+        self._users: dict[Lane, dict[Place, Op]] = {}  # the last one of each lane
         self._givers: dict[Place, set[Op]] = {}
         self._stamp = 0
         self._journal = journal
@@ -124,10 +125,18 @@ class Ledger:
         )
 
     # ---- booking
-    def grow(self, pool: Pool, grows: Iterable[Grow]) -> None:
-        """Books the growth of many steps, in their order; the caller has seen that it fits."""
+    def grow(self, pool: Pool, grows: Sequence[Grow]) -> None:
+        """Books KV for many steps, in their order; the caller has seen that it fits."""
+        total = sum(op.nbytes for op in grows)
+        givers = self._returns[pool].take(total)
+        ids, users = self._pools[pool].take(total // self.page.nbytes)
+        assert not givers and not users, "a run starts where nothing is on its way back"
+        self.kind_bytes[pool, Kind.KV] += total
+        given = iter(ids)
         for op in grows:
-            self._take(op.place, op.nbytes)
+            self._hold(op.place, op.nbytes)
+            table = self.pages.setdefault(op.place, [])
+            table.extend(islice(given, self._num_pages(op.place, op.nbytes)))
 
     def touch_again(self, op: Compute, steps: int) -> None:
         """Books a launch that stands for so many equal ones."""
@@ -167,16 +176,19 @@ class Ledger:
             pages, waits = self._pools[pool].take(self._num_pages(place, nbytes))
             self.pages.setdefault(place, []).extend(pages)
             givers |= waits
-        if place not in self.held_bytes:
-            self._writers[place], self._users[place] = {}, {}
-            self.written[place], self.used[place] = 0, -1
-            self.places_of[place.region.owner][place] = None
-        self.held_bytes[place] = self.held_bytes.get(place, 0) + nbytes
+        self._hold(place, nbytes)
         self.kind_bytes[pool, place.region.kind] += nbytes
         if givers:
             self._givers.setdefault(place, set()).update(givers)
         if self._journal:
             self._journal.took(place, nbytes)
+
+    def _hold(self, place: Place, nbytes: int) -> None:
+        held = self.held_bytes.get(place)
+        if held is None:
+            self.written[place], self.used[place] = 0, -1
+            self.places_of[place.region.owner][place] = None
+        self.held_bytes[place] = nbytes + (held or 0)
 
     def _num_pages(self, place: Place, nbytes: int) -> int:
         assert nbytes % self.page.nbytes == 0, f"{place} takes {nbytes} bytes, no whole pages"
@@ -186,16 +198,20 @@ class Ledger:
         lane, waits = op.lane, dict[Op, None]()
         copied = self.written[op.src] if isinstance(op, Copy) else None
         self._stamp += 1
-        for place in reads:
-            self._wait(waits, lane, self._writers[place].values(), place)
-            self._users[place][lane] = op
-            self.used[place] = self._stamp
-        for place in writes:
-            self._wait(waits, lane, self._users[place].values(), place)
-            self._writers[place] = {lane: op}
-            self._users[place][lane] = op
-            self.used[place] = self._stamp
-            self.written[place] = self._stamp if copied is None else copied
+        if any(other.lane != lane for other in self.open):
+            for place in reads:
+                self._wait(
+                    waits, lane, [self._writers[place]] if place in self._writers else (), place
+                )
+            for place in writes:
+                users = [
+                    u[place] for other, u in self._users.items() if other != lane and place in u
+                ]
+                self._wait(waits, lane, users, place)
+        self._users.setdefault(lane, {}).update(dict.fromkeys((*reads, *writes), op))
+        self.used.update(dict.fromkeys((*reads, *writes), self._stamp))
+        self._writers.update(dict.fromkeys(writes, op))
+        self.written.update(dict.fromkeys(writes, self._stamp if copied is None else copied))
         self.open[op] = None
         if self._journal:
             self._journal.touched(op, (*reads, *writes))
@@ -215,9 +231,10 @@ class Ledger:
     def give(self, place: Place) -> None:
         """Gives a place back: its bytes return, in issue order, when its users have ended."""
         nbytes, pool = self.held_bytes.pop(place), place.pool
-        users = {op for op in self._users.pop(place).values() if op in self.open}
-        users |= {op for op in self._givers.pop(place, ()) if op in self.open}
-        del self._writers[place], self.written[place], self.used[place]
+        last = [users.pop(place, None) for users in self._users.values()]
+        users = {op for op in (*last, *self._givers.pop(place, ())) if op in self.open}
+        self._writers.pop(place, None)
+        del self.written[place], self.used[place]
         self.kind_bytes[pool, place.region.kind] -= nbytes
         owned = self.places_of[place.region.owner]
         del owned[place]

@@ -26,7 +26,8 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self._references: Counter[int] = Counter()
+        self._held: set[int] = set()
+        self._more: Counter[int] = Counter()  # holders of a shared page beside the first
         self._returned: deque[Returned] = deque()
         self._waiting: dict[Op, list[Returned]] = defaultdict(list)
         self._idle: list[Returned] = []
@@ -35,7 +36,7 @@ class PagePool:
     @property
     def held_pages(self) -> int:
         """Pages with at least one holder; a shared page counts once."""
-        return len(self._references)
+        return len(self._held)
 
     def take(self, count: int) -> tuple[list[int], set[Op]]:
         """Hands out pages, and the operations that must end before they are written."""
@@ -51,26 +52,26 @@ class PagePool:
             givers |= oldest.users
             if not oldest.ids:
                 self._returned.popleft()
-        self._references.update(ids)
+        self._held.update(ids)
         return ids, givers
 
     def share(self, ids: Iterable[int]) -> None:
         """One more holder for pages that are held already."""
         for page in ids:
-            assert page in self._references, f"page {page} is held by nobody"
-            self._references[page] += 1
+            assert page in self._held, f"page {page} is held by nobody"
+            self._more[page] += 1
 
     def give(self, ids: Iterable[int], users: Iterable[Op]) -> list[int]:
         """One holder less; returns the pages that nobody holds now."""
-        back = []
-        for page in ids:
-            assert page in self._references, f"page {page} is held by nobody"
-            self._references[page] -= 1
-            if not self._references[page]:
-                del self._references[page]
-                back.append(page)
+        back = list(ids)
+        assert self._held.issuperset(back), "a page is held by nobody"
+        if self._more:
+            shared = [page for page in back if self._more[page]]
+            self._more -= Counter(shared)  # drops those that have one holder again
+            back = [page for page in back if page not in set(shared)]
+        self._held.difference_update(back)
         if back:
-            self._return(Returned(list(back), set(users)))
+            self._return(Returned(back.copy(), set(users)))
         return back
 
     def settle(self, op: Op) -> None:

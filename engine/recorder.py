@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from engine.executor import Launch, Meter, Reading, Span
+from engine.executor import Launch, Meter, Piece, Pieces, Reading, Span
 from engine.plan import Copy, Kind, Plan, Pool, Tier
 from engine.planlog import LoggedPlan, encode
 from engine.record import SCHEMA_VERSION, TABLES
@@ -133,10 +133,7 @@ class Recorder:
 
     def run_settled(self, run: Run) -> None:
         """The steps of a run that settle together have ended: their tokens share one list."""
-        ends_ns = run.end_ns[: run.settled]
-        for piece in run.launch.pieces:
-            if piece.samples:
-                self.outcomes[piece.job_id].token_runs.append(ends_ns)
+        self.delivered(run.launch.pieces, run.end_ns[: run.settled])
 
     def scheduled(self, job_id: int, now_ns: int) -> None:
         """The first slice of a request was issued."""
@@ -157,9 +154,12 @@ class Recorder:
         readings = self._meter.read() if self._meter else None
         self._memory.append((span.end_ns, "settle", step, figures, readings))
 
-    def delivered(self, job_id: int, now_ns: int) -> None:
-        """One output token reached its client."""
-        self.outcomes[job_id].token_runs.append(now_ns)
+    def delivered(self, pieces: Sequence[Piece], at: int | Times) -> None:
+        """Output tokens of a launch reached their clients; of a run, all in one list."""
+        outcomes = self.outcomes
+        if isinstance(pieces, Pieces):
+            for job_id in compress(pieces.job_ids, pieces.samples):
+                outcomes[job_id].token_runs.append(at)
 
     def ended(self, job_id: int, now_ns: int, status: str) -> None:
         """A request left, `finished` or `refused`."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-from engine.executor import Launch, Piece, Span
+from engine.executor import Launch, Pieces, Span
 from engine.plan import Compute, Grow, Plan, Pool
 
-Times = npt.NDArray[np.int64]
+Times: TypeAlias = "array[int]"  # of int64: one object, whatever its length
 
 
 class Figures(NamedTuple):
@@ -63,27 +62,27 @@ class Run:
 
     def launch_at(self, step: int) -> Launch:
         """The launch of a step. Page tables are left out: nothing here reads them."""
-        pieces = tuple(
-            Piece(p.job_id, p.tokens, p.context_tokens + step * p.tokens, p.samples, ())
-            for p in self.launch.pieces
-        )
-        op = self.launch.op
-        assert isinstance(op, Compute)
-        return Launch(op if not step else replace(op), (), pieces)
+        op, of = self.launch.op, self.launch.pieces
+        assert isinstance(op, Compute) and isinstance(of, Pieces)
+        if not step:
+            return self.launch
+        contexts = [c + step * n for c, n in zip(of.contexts, of.tokens, strict=True)]
+        pieces = Pieces(of.job_ids, of.tokens, contexts, of.samples, of.tables)
+        return Launch(replace(op), (), pieces)
 
     def unissued_bytes(self, now_ns: int) -> int:
         """KV bytes of steps that are booked but issued only at `now_ns` or later."""
-        issued = int(np.searchsorted(self.issue_ns, now_ns, "left"))
-        return int(self.grown[-1] - (self.grown[issued - 1] if issued else 0))
+        issued = bisect_left(self.issue_ns, now_ns)
+        return self.grown[-1] - (self.grown[issued - 1] if issued else 0)
 
     # ---- rows, as the recorder has them of single steps
     def plan_rows(self) -> Iterator[tuple[int, int, int, tuple[int, ...], Plan]]:
-        for i, at_ns in enumerate(self.issue_ns.tolist()):
+        for i, at_ns in enumerate(self.issue_ns):
             plan = self.plan.at(self.first + i)
             yield self.step + i, self.device, at_ns, () if i else self.returned, plan
 
     def step_rows(self) -> Iterator[tuple[int, int, int, Span, Launch]]:
-        times = (self.issue_ns.tolist(), self.start_ns.tolist(), self.end_ns.tolist())
+        times = (self.issue_ns, self.start_ns, self.end_ns)
         for i, (issue, start, end) in enumerate(zip(*times, strict=True)):
             if i < self.settled:
                 launch = self.launch_at(i)
@@ -92,12 +91,12 @@ class Run:
 
     def memory_rows(self) -> Iterator[tuple[int, str, int, Sequence[Figures], Any]]:
         """At each issue, and at each settle after all that was issued before it."""
-        grown = self.grown.tolist()
-        for i, at_ns in enumerate(self.issue_ns.tolist()):
+        grown = self.grown
+        for i, at_ns in enumerate(self.issue_ns):
             yield at_ns, "issue", self.step + i, self._after(grown[i]), None
         ends = self.end_ns[: self.settled]
-        issued = np.searchsorted(self.issue_ns, ends, "left").tolist()
-        for i, (at_ns, count) in enumerate(zip(ends.tolist(), issued, strict=True)):
+        issued = [bisect_left(self.issue_ns, end_ns) for end_ns in ends]
+        for i, (at_ns, count) in enumerate(zip(ends, issued, strict=True)):
             yield at_ns, "settle", self.step + i, self._after(grown[count - 1]), None
 
     def _after(self, nbytes: int) -> tuple[Figures, ...]:

@@ -50,12 +50,12 @@ class SeatingRules:
 
     def paged_demand(self, view: View) -> Demand:
         """Bytes of the pages that a job must hold to run a slice."""
-        page, is_reserved = view.page, self.prompts == "reserved"
+        (page_tokens, page_nbytes), is_reserved = view.page, self.prompts == "reserved"
 
-        def demand(piece: Slice) -> int:
+        def demand(piece: Slice) -> int:  # called for every slice: PageSize.bytes_for in line
             job = piece.job
             tokens = job.known_tokens if is_reserved else job.computed_tokens + piece.tokens
-            return page.bytes_for(tokens)
+            return -(-tokens // page_tokens) * page_nbytes
 
         return demand
 
@@ -94,14 +94,20 @@ class Seating:
 
     def plan(self) -> Plan:
         """The drafted plan; empty where nothing fits."""
+        held_before, device = self._view.held_bytes.get, self._view.device
+        demand, preempted, spare = self._demand, self._preempted, self._spare_bytes
         for piece in self._batch:
-            if piece.job.job_id in self._preempted:
+            job_id = piece.job.job_id
+            if job_id in preempted:
                 continue
-            here = self._here(piece.job)
-            held = self._draft.held(here)
-            if self._seat_running(piece, here, held) if held else self._seat_new(piece, here):
-                self._seated.append(piece)
-                self._places.append(here)
+            here = kv_place(job_id, Tier.GPU, device)
+            held = held_before(here, 0)  # each job has one slice, so nothing was drafted for it
+            if held and demand(piece) <= held and (not spare or self._finds_spare(piece)):
+                pass  # most decodes of most steps
+            elif not self._seat(piece, here, held):
+                continue
+            self._seated.append(piece)
+            self._places.append(here)
         if self._seated:
             self._draft.compute(self._seated, self._places)
         return self._draft.plan()
@@ -124,11 +130,12 @@ class Seating:
         others = [job for job in self._view.serving if job.job_id not in batch]
         return [*batch.values(), *others]
 
+    def _seat(self, piece: Slice, here: Place, held: int) -> bool:
+        return self._seat_running(piece, here, held) if held else self._seat_new(piece, here)
+
     def _seat_running(self, piece: Slice, here: Place, held: int) -> bool:
         need = max(0, self._demand(piece) - held)
         ask = max(need, self._spare_bytes) if self._spare_bytes and piece.tokens == 1 else need
-        if not ask:
-            return True
         while ask > self._draft.room(self._pool) and self._take_from_victim(piece.job):
             self._closed = True
         if ask <= self._draft.room(self._pool):
@@ -139,6 +146,9 @@ class Seating:
         if self._rules.gives_way and self._preempt is not None and not is_hopeless:
             self._preempt(self._draft, piece.job)
         return False
+
+    def _finds_spare(self, piece: Slice) -> bool:
+        return piece.tokens != 1 or self._spare_bytes <= self._draft.room(self._pool)
 
     def _take_from_victim(self, taker: Job) -> bool:
         while self._victims and self._victims[-1] is not taker:

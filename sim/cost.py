@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-import numpy as np
-
-from engine.executor import Launch, Piece
+from engine.executor import Launch, Piece, Pieces
 from engine.model import ModelSpec
 from engine.plan import Compute, Copy, Op, Place, Work
 
@@ -57,9 +55,11 @@ class ShapePriced:
         """Duration of a forward launch."""
         return self.shape_ns(*forward_shape(launch))
 
-    def repeat_ns(self: _Priced, launch: Launch, count: int) -> Any:
+    def repeat_ns(self, launch: Launch, count: int) -> Any:
         """Durations of a launch issued `count` times, each behind the tokens of the one before."""
-        return np.array([self.compute_ns(shifted(launch, i)) for i in range(count)], np.int64)
+        tokens, contexts, samples = forward_shape(launch)
+        price = cast(ShapeCost, self).shape_ns
+        return [price(tokens, shifted(tokens, contexts, i), samples) for i in range(count)]
 
     def copy_ns(self: _Shapes, launch: Launch, contended: bool = False) -> int:
         """Duration of a copy."""
@@ -80,14 +80,9 @@ class _Shapes(ShapeCost, Protocol):
     model: ModelSpec
 
 
-class _Priced(Protocol):
-    def compute_ns(self, launch: Launch) -> int: ...
-
-
-def shifted(launch: Launch, steps: int) -> Launch:
-    """A launch as it is after so many of its kind: all its slices further behind."""
-    pieces = (p._replace(context_tokens=p.context_tokens + steps * p.tokens) for p in launch.pieces)
-    return Launch(launch.op, pieces=tuple(pieces)) if steps else launch
+def shifted(tokens: Sequence[int], contexts: Sequence[int], steps: int) -> list[int]:
+    """Contexts after so many steps of a repeated launch."""
+    return [context + steps * n for n, context in zip(tokens, contexts, strict=True)]
 
 
 def forward_shape(launch: Launch) -> tuple[list[int], list[int], int]:
@@ -98,8 +93,10 @@ def forward_shape(launch: Launch) -> tuple[list[int], list[int], int]:
     op, pieces = launch.op, launch.pieces
     assert isinstance(op, Compute)
     for piece in op.slices:
-        if piece.work is not Work.FORWARD or piece.layers is not None:
+        if piece.layers is not None or piece.work is not Work.FORWARD:
             raise ValueError("no cost is known for training units or single layers yet; only serve")
+    if isinstance(pieces, Pieces):
+        return list(pieces.tokens), list(pieces.contexts), sum(pieces.samples)
     tokens = [piece.tokens for piece in pieces]
     return tokens, [piece.context_tokens for piece in pieces], sum(p.samples for p in pieces)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import simpy
 
@@ -41,13 +40,17 @@ class SimExecutor:
         self._busy_until[lane] = start_ns + duration_ns
         self._lanes.place(launch, duration_ns, done)
 
-    def repeat(self, launch: Launch, count: int) -> tuple[Any, int] | None:
-        """Durations (ns, an array) of a launch that is repeated, and the host's time of each.
+    def repeat(self, launch: Launch, count: int) -> tuple[Sequence[int], int] | None:
+        """Durations (ns) of a launch that is repeated, and the host's time of each.
 
         None where the cost does not say them beforehand: noise may not be drawn twice.
         """
         ask = getattr(self.cost, "repeat_ns", None)
-        return None if ask is None else (ask(launch, count), self.cost.host_ns((launch,)))
+        if ask is None:
+            return None
+        durations = ask(launch, count)
+        durations = durations.tolist() if hasattr(durations, "tolist") else durations
+        return durations, self.cost.host_ns((launch,))
 
     def peak_bytes(self, launch: Launch) -> int | None:
         """Predicted workspace."""

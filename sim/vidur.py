@@ -15,7 +15,7 @@ import numpy as np
 from engine.executor import Launch
 from engine.model import ModelSpec
 from engine.plan import Compute
-from sim.cost import ShapePriced, forward_shape
+from sim.cost import ShapePriced, forward_shape, shifted
 
 ONCE = ("attn_pre_proj", "attn_post_proj", "attn_rope", "mlp_up_proj", "mlp_act", "mlp_down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm", "add")
@@ -78,6 +78,24 @@ class VidurCost(ShapePriced):
         prompts = [piece.job.prompt_tokens for piece in launch.op.slices]
         return self._ns(self.layer_ms(tokens, contexts, prompts))
 
+    def repeat_ns(self, launch: Launch, count: int) -> list[int]:
+        """See ShapePriced: what changes from step to step alone is looked up again."""
+        tokens, contexts, _ = forward_shape(launch)
+        assert isinstance(launch.op, Compute)
+        prompts = [piece.job.prompt_tokens for piece in launch.op.slices]
+        decodes, past, chunks, squares, _ = _merged(tokens, contexts, prompts)
+        cut = [(n, c) for n, c, prompt in zip(tokens, contexts, prompts, strict=True) if c < prompt]
+        if len(cut) != chunks or any(n == 1 for n, _ in cut):  # one that would become a decode
+            steps = range(count)
+            rows = (shifted(tokens, contexts, i) for i in steps)
+            return [self._ns(self.layer_ms(tokens, row, prompts)) for row in rows]
+        once, found = self._once_ms(sum(tokens)), []
+        for i in range(count):
+            kv_nodes = sum([-(-(c + i * n) // KV_STEP) for n, c in cut]) if cut else 0
+            ms = self._attention_ms(decodes, past + i * decodes, chunks, squares, kv_nodes)
+            found.append(self._ns(once + ms[0] + ms[1]))
+        return found
+
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
         """One launch where one token behind a context is a decode; rows of the head are free."""
         return self._ns(self.layer_ms(tokens, contexts, [1] * len(tokens)))
@@ -89,19 +107,28 @@ class VidurCost(ShapePriced):
         self, tokens: Sequence[int], contexts: Sequence[int], prompts: Sequence[int]
     ) -> float:
         """One layer: new tokens, tokens in KV and tokens of the whole prompt per slice."""
-        decodes, past, chunks, squares, kv_nodes = _merged(tokens, contexts, prompts)
-        total = sum(tokens)
-        ms = self._at("attn_kv_cache_save_ms", self.tables["attn_kv_cache_save_ms"], total - 1)
-        ms += self._at("dense", self._dense_ms, ceil(total / PADDED_TO) * PADDED_TO - 1)
+        ms = self._attention_ms(*_merged(tokens, contexts, prompts))
+        return self._once_ms(sum(tokens)) + ms[0] + ms[1]
+
+    def _attention_ms(
+        self, decodes: int, past: int, chunks: int, squares: int, kv_nodes: int
+    ) -> tuple[float, float]:
+        """Decodes and prompt slices, one layer."""
+        decode = prompt = 0.0
         if decodes:
             rows, node = self.tables["attn_decode_ms"], -(-(past // decodes) // KV_STEP)
-            part = self._cell("attn_decode_ms", rows, decodes - 1, node)
-            ms += part * (self._grouped if decodes > 1 else 1.0)
+            decode = self._cell("attn_decode_ms", rows, decodes - 1, node)
+            decode *= self._grouped if decodes > 1 else 1.0
         if chunks:
             rows, side = self.tables["attn_prefill_ms"], round(sqrt(squares))
-            part = self._cell("attn_prefill_ms", rows, kv_nodes, side - 1)
-            ms += part * (self._grouped if chunks > 1 else 1.0)
-        return ms
+            prompt = self._cell("attn_prefill_ms", rows, kv_nodes, side - 1)
+            prompt *= self._grouped if chunks > 1 else 1.0
+        return decode, prompt
+
+    def _once_ms(self, total: int) -> float:
+        """What depends on the tokens of a launch alone."""
+        ms = self._at("attn_kv_cache_save_ms", self.tables["attn_kv_cache_save_ms"], total - 1)
+        return ms + self._at("dense", self._dense_ms, ceil(total / PADDED_TO) * PADDED_TO - 1)
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
         """Vidur copies nothing: ValueError."""
