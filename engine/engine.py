@@ -11,6 +11,7 @@ import simpy
 
 from engine.arrivals import Arrivals
 from engine.executor import Executor, Launch, Pieces, Span
+from engine.garbage import few_collections
 from engine.job import Job
 from engine.journal import Journal
 from engine.jump import Jump, Repeater, offers_jumps
@@ -121,7 +122,8 @@ class Engine:
         """Runs a trace to its end. Raises Stalled where it cannot end."""
         self._arrivals = Arrivals(self.env, work, self._admit)
         self.env.process(self._arrivals.run())
-        self.env.run(self.env.process(self._serve()))
+        with few_collections():
+            self.env.run(self.env.process(self._serve()))
 
     def _admit(self, item: Request | TrainingJob, arrival_ns: int) -> None:
         if isinstance(item, Request):

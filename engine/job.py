@@ -66,7 +66,8 @@ class Job:
     @property
     def is_prefilling(self) -> bool:
         """Whether more than the newest token is missing."""
-        return self.known_tokens - self.computed_tokens > 1 or self.computed_tokens == 0
+        computed = self.computed_tokens
+        return self.known_tokens - computed > 1 or not computed
 
     def frontier(self, microbatch: int = 0) -> tuple[Sequence[int], Sequence[int]]:
         """Tokens done per layer, forward and backward. Training jobs only."""

@@ -119,15 +119,15 @@ class Jump:
         return limit
 
     def _steps_to_end(self, slices: Sequence[Slice]) -> int:
-        target = self._engine._target
-        return min(
-            (
-                target[job.job_id] - job.known_tokens
-                for job in (piece.job for piece in slices)
-                if job.known_tokens - job.computed_tokens == 1
-            ),
-            default=FOREVER,
-        )
+        target, fewest = self._engine._target, FOREVER
+        for piece in slices:
+            job = piece.job
+            known = job.known_tokens
+            if known - job.computed_tokens == 1:
+                left = target[job.job_id] - known
+                if left < fewest:
+                    fewest = left
+        return fewest
 
     def _times(self, durations: Sequence[int], host_ns: int) -> tuple[Times, Times, Times]:
         """When steps are issued, start and end."""

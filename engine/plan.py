@@ -102,6 +102,12 @@ class Slice(NamedTuple):
     record: bool = False  # keep what backward needs
 
 
+@lru_cache(maxsize=1 << 12)
+def one_token(job: Job) -> Slice:
+    """The slice of a decode: the same one at every step."""
+    return Slice(job, 1)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Compute:
     """One launch. Two slices in it are fused; on="cpu" runs on the host's lane."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.job import Job
 from engine.plan import Compute, Grow, Plan
 from engine.view import View
 
@@ -28,13 +27,11 @@ def steps_again(plan: Plan, view: View) -> int:
     is_new = is_cut and not last.job.computed_tokens
     if len(launch.slices) - is_new != len(view.serving):
         return 1
-    if not all(_decodes(piece.job) for piece in decodes):
-        return 1
+    for piece in decodes:
+        job = piece.job
+        if job.known_tokens - job.computed_tokens != 1 or not job.computed_tokens:
+            return 1
     return -(-last.job.remaining_tokens // last.tokens) - 1 if is_cut else FOREVER
-
-
-def _decodes(job: Job) -> bool:
-    return job.computed_tokens > 0 and job.known_tokens - job.computed_tokens == 1
 
 
 @dataclass(slots=True)

@@ -30,11 +30,8 @@ class ChunkedPrefill:
         return fill(self._wanted(view), self.token_budget)
 
     def _wanted(self, view: View) -> Iterable[Job]:
-        begun = []
-        for job in view.serving:
-            if job.is_prefilling:
-                begun.append(job)
-            else:
-                yield job
-        yield from begun
-        yield from arrivals(view, self.max_jobs)
+        begun = [job for job in view.serving if job.is_prefilling]
+        waiting = arrivals(view, self.max_jobs)
+        if not begun:
+            return [*view.serving, *waiting]
+        return [*(job for job in view.serving if not job.is_prefilling), *begun, *waiting]

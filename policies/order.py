@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.job import Job
-from engine.plan import Slice
+from engine.plan import Slice, one_token
 from engine.view import View
 
 Rank = Callable[[Job], tuple[float, ...]]  # lowest first
@@ -26,7 +26,7 @@ def fill(jobs: Iterable[Job], token_budget: int) -> tuple[Slice, ...]:
             break
         left = job.known_tokens - job.computed_tokens
         tokens = left if left <= token_budget else token_budget
-        slices.append(Slice(job, tokens))
+        slices.append(one_token(job) if tokens == 1 else Slice(job, tokens))
         token_budget -= tokens
     return tuple(slices)
 

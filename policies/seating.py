@@ -95,17 +95,18 @@ class Seating:
     def plan(self) -> Plan:
         """The drafted plan; empty where nothing fits."""
         held_before, device = self._view.held_bytes.get, self._view.device
-        demand, preempted, spare = self._demand, self._preempted, self._spare_bytes
+        demand, preempted = self._demand, self._preempted
+        lacks_spare = self._lacks_spare
         for piece in self._batch:
             job_id = piece.job.job_id
             if job_id in preempted:
                 continue
             here = kv_place(job_id, Tier.GPU, device)
             held = held_before(here, 0)  # each job has one slice, so nothing was drafted for it
-            if held and demand(piece) <= held and (not spare or self._finds_spare(piece)):
-                pass  # most decodes of most steps
-            elif not self._seat(piece, here, held):
-                continue
+            if not held or demand(piece) > held or lacks_spare:  # else: most decodes of most steps
+                if not self._seat(piece, here, held):
+                    continue
+                lacks_spare = self._lacks_spare
             self._seated.append(piece)
             self._places.append(here)
         if self._seated:
@@ -130,6 +131,10 @@ class Seating:
         others = [job for job in self._view.serving if job.job_id not in batch]
         return [*batch.values(), *others]
 
+    @property
+    def _lacks_spare(self) -> bool:
+        return self._spare_bytes > self._draft.room(self._pool)
+
     def _seat(self, piece: Slice, here: Place, held: int) -> bool:
         return self._seat_running(piece, here, held) if held else self._seat_new(piece, here)
 
@@ -146,9 +151,6 @@ class Seating:
         if self._rules.gives_way and self._preempt is not None and not is_hopeless:
             self._preempt(self._draft, piece.job)
         return False
-
-    def _finds_spare(self, piece: Slice) -> bool:
-        return piece.tokens != 1 or self._spare_bytes <= self._draft.room(self._pool)
 
     def _take_from_victim(self, taker: Job) -> bool:
         while self._victims and self._victims[-1] is not taker:
