@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -216,7 +216,8 @@ class Engine:
         """Returns what finished jobs held, up to the device's plan of that number."""
         returned = self._returned[device]
         while returned and returned[0][0] <= number:
-            self._repeat = None
+            if self.waiting:
+                self._repeat = None  # somebody may come in now
             _, job = returned.popleft()
             for place in tuple(self.ledger.places_of.get(job.job_id, ())):
                 self.ledger.give(place)
@@ -320,9 +321,10 @@ class Engine:
             self.end_with(op, [job])
         return samples
 
-    def end_with(self, op: Op, jobs: Iterable[Job]) -> None:
+    def end_with(self, op: Op, jobs: Sequence[Job]) -> None:
         """These jobs leave the service now and finish when the operation settles."""
-        self._repeat = None
+        if self._repeat is not None:
+            self._repeat = None if self.waiting else self._repeat.without(jobs)
         for job in jobs:
             self._ends.setdefault(op, []).append(job)
             (self.serving if job.training is None else self.training).remove(job)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from engine.job import Job
 from engine.plan import Compute, Grow, Plan
 from engine.view import View
 
@@ -45,6 +47,24 @@ class Repeat:
         """The next step as a plan of its own."""
         self.done += 1
         return self.plan.at(self.done - 1)
+
+    def without(self, jobs: Sequence[Job]) -> Repeat | None:
+        """What is left of a run of decodes when some have ended and nobody waits for their room.
+
+        None where a budget has cut a prompt: it would take more now.
+        """
+        launch = self.plan.ops[-1]
+        assert isinstance(launch, Compute)
+        if launch.slices[-1].tokens < launch.slices[-1].job.remaining_tokens:
+            return None
+        gone = {job.job_id for job in jobs}
+        slices = tuple(s for s in launch.slices if s.job.job_id not in gone)
+        if not slices:
+            return None
+        writes = tuple(p for p in launch.writes if p.region.owner not in gone)
+        ops = [op for op in self.plan.ops[:-1] if op.place.region.owner not in gone]  # type: ignore[union-attr]
+        launch = replace(launch, slices=slices, writes=writes)
+        return Repeat(replace(self.plan, ops=(*ops, launch)), self.done)
 
     @property
     def left(self) -> int:
