@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--loads", nargs="+", type=float, default=LOADS)
     parser.add_argument("--quick", action="store_true", help="60 requests, 2 reruns, 80 % load")
-    parser.add_argument("--model", default="tiny_llama")
+    parser.add_argument("--model", default="micro_llama")
     parser.add_argument("--max-jobs", type=int, default=48)
     parser.add_argument("--keep", type=Path, help="folder for all runs; default: temporary")
     chosen = parser.parse_args()

@@ -1,14 +1,14 @@
 """What both fidelity claims share: measured reruns beside their predictions, judged row by row.
 
 A profile is calibrated on made-up shapes and lengths; the judged trace is ShareGPT. Every measured
-run has drift probes before and after it; a run whose probes moved by more than 3 % is thrown away.
+run has drift probes before and after it; a run around which they moved by more than 3 % is thrown
+away, and counted.
 The prediction of a run is paced by its own probes against those of the calibration: the machine's
 speed changes between minutes, and the probes are no part of the judged run.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ import pandas as pd
 
 from analysis.metrics import summary
 from analysis.run import Run, load
-from analysis.spread import drift
 from tandem.compare import replay_of
 from tandem.compose import composed
 from tandem.experiment import run_experiment
+from tandem.pace import pace_of
 
-DRIFT = 0.03  # most that a probe may move around an accepted run
+DRIFT = 0.03  # most that the probes may move around an accepted run
 ATTEMPTS = 4  # measured runs per accepted one, at the most
 METRICS = ("ttft", "tpot", "e2e")
 STATS = ("mean", "p50", "p90", "p99")
@@ -68,16 +68,17 @@ def capacity(case: Case, backend: Sequence[str]) -> float:
 
 def reruns(case: Case, backend: Sequence[str], count: int) -> Iterator[Pair]:
     """So many accepted pairs. RuntimeError where the machine never is steady for long enough."""
-    probes = json.loads((case.profile / "profile.json").read_text())["probe_s"]
     accepted = 0
     for attempt in range(ATTEMPTS * count):
         folder = case.folder / f"run{attempt}"
         measured = run((*case.settings, *backend), folder / "measured")
-        moved = drift(measured) or 0.0
-        say(f"{case.name}: run {attempt}, probes moved {moved:.1%}")
-        if moved > DRIFT:
+        say(f"{case.name}: run {attempt}, probes moved {moved(measured):.1%}")
+        if moved(measured) > DRIFT:
             continue
-        predicted = run((*case.settings, f"pace={pace_of(measured, probes)}"), folder / "predicted")
+        predicted = run(
+            (*case.settings, f"pace={pace_of(measured.provenance, case.profile)}"),
+            folder / "predicted",
+        )
         yield Pair(measured, predicted, load(replay_of(predicted, measured, folder / "replayed")))
         accepted += 1
         if accepted == count:
@@ -85,13 +86,13 @@ def reruns(case: Case, backend: Sequence[str], count: int) -> Iterator[Pair]:
     raise RuntimeError(f"{case.name}: {accepted} of {count} runs were steady; quieten the machine")
 
 
-def pace_of(measured: Run, calibrated: Mapping[str, float]) -> float:
-    """The machine's slowness around a run against that of the calibration, by its probes."""
-    before = measured.provenance["probe_before"]
-    after = measured.provenance["probe_after"]
-    return round(
-        geometric_mean([(before[k] * after[k]) ** 0.5 / calibrated[k] for k in calibrated]), 4
-    )
+def moved(measured: Run) -> float:
+    """How much slower the machine was after a run than before it: all three probes together.
+
+    Their geometric mean, because a drift of the machine moves all three (seen here: together
+    within 2 %), while one alone is as noisy as its few milliseconds.
+    """
+    return abs(geometric_mean(measured.provenance["probe_ratios"].values()) - 1)
 
 
 def kv_peak_pages(run: Run) -> int:

@@ -53,8 +53,10 @@ def profile(
         tables = {
             name: _measure(driver, shapes, name) for name, shapes in _shapes(driver, seed, held_out)
         }
-    about = _about(machine) | {"seed": seed, "probe_s": before}
-    about["probe_ratios"] = ratios(before, probe(env, executor, machine))
+    after = probe(env, executor, machine)
+    between = {name: (before[name] * after[name]) ** 0.5 for name in before}
+    about = _about(machine) | {"seed": seed, "probe_s": between}
+    about["probe_ratios"] = ratios(before, after)
     about["took_s"] = round(time.perf_counter() - began, 2)
     _write(folder, tables, about | dict(facts or {}))
     return folder

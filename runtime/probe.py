@@ -14,19 +14,23 @@ from runtime.shapes import probes
 
 
 def probe(
-    env: simpy.Environment, executor: Executor, machine: Machine, repeats: int = 9
+    env: simpy.Environment, executor: Executor, machine: Machine, repeats: int = 40
 ) -> dict[str, float]:
-    """Median seconds of each probe launch, the first of `repeats` + 1 left out.
+    """Median seconds of each probe launch over `repeats` rounds, after half as many to warm up.
 
-    Takes an executor of the replay's own kind over the same machine, but on a clock of its own:
-    a replay starts at time 0. Its pages are free before and after.
+    The shapes take turns, as launches do in a replay: one shape alone, back to back, runs up to
+    twice as fast from its caches and then says little about the machine. Takes an executor of the
+    replay's own kind over the same machine, but on a clock of its own: a replay starts at time 0.
+    Its pages are free before and after.
     """
     with driving(env, executor, machine) as driver:
-        times = {
-            name: [driver.run(shape).compute_ns for _ in range(repeats + 1)]
-            for name, shape in probes(driver.limits, driver.page).items()
-        }
-    return {name: median(taken_ns[1:]) / 1e9 for name, taken_ns in times.items()}
+        shapes = probes(driver.limits, driver.page)
+        rounds = [
+            {name: driver.run(shape).compute_ns for name, shape in shapes.items()}
+            for _ in range(repeats + repeats // 2)
+        ]
+    kept = rounds[repeats // 2 :]
+    return {name: median(taken_ns[name] for taken_ns in kept) / 1e9 for name in shapes}
 
 
 def ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
