@@ -174,11 +174,23 @@ def test_a_jump_is_the_steps_it_stands_for(
     assert fast.recorder.tables() == slow.recorder.tables()
     assert (fast.steps, fast.env.now) == (slow.steps, slow.env.now)
     assert fast.ledger._stamp == slow.ledger._stamp
+    theirs = page_tables(slow)
+    assert all(tables == theirs[step] for step, tables in page_tables(fast).items())
     for i, outcome in fast.recorder.outcomes.items():
         other = slow.recorder.outcomes[i]
         assert outcome.tokens == other.tokens
         assert outcome.first_token_ns == other.first_token_ns
         assert outcome.last_token_ns == other.last_token_ns
+
+
+def page_tables(engine: Engine) -> dict[int, list[list[int]]]:
+    """Page ids of all jobs in each launch that was issued alone, as they were in the end.
+
+    Launches of a run have no page tables, also those that settle alone at its end.
+    """
+    launches = ((row[0], row[-1].pieces) for row in engine.recorder._steps)
+    tables = ((step, [list(piece.pages) for piece in pieces]) for step, pieces in launches)
+    return {step: ids for step, ids in tables if any(ids)}
 
 
 def test_most_steps_are_jumped_and_files_are_equal(tmp_path: Path) -> None:
