@@ -58,8 +58,10 @@ def measured_table(chosen: argparse.Namespace, root: Path) -> pd.DataFrame:
     say(f"capacity {ceiling:.3g} requests/s")
     settings = (*settings, f"arrival.rate={LOAD * ceiling}")
     case = Case(f"chunked_swap@{LOAD:.0%} wall", settings, profile, root / "runs")
-    pairs = list(reruns(case, MEASURED, chosen.reruns))
-    return judged(pd.concat([table_of(case, pairs), swapped(case, pairs)]), judges_ttft=False)
+    pairs = list(reruns(case, MEASURED, chosen.reruns, paces=True))
+    return judged(
+        pd.concat([table_of(case, pairs, chosen.reruns), swapped(case, pairs)]), judges_ttft=False
+    )
 
 
 def swapped(case: Case, pairs: list[Pair]) -> pd.DataFrame:

@@ -15,6 +15,7 @@ from engine.lanes import Lanes
 from engine.plan import Copy, Op, Pool
 from runtime.link import Link
 from runtime.machine import Machine, Prepared
+from runtime.reference import Pace
 from runtime.workspace import Workspace
 
 
@@ -59,7 +60,8 @@ class CpuExecutor:
     Work is done in issue order on one thread, so a busy machine cannot spoil a duration. What the
     thread spends between operations (policy, ledger, packing, settling) is the host's time.
     `links` gives copy lanes their speed by name ("gpu->host"); one without takes what its memcpy
-    took. `workspace` samples what launches peak at, on nobody's time.
+    took. `workspace` samples what launches peak at, on nobody's time. `pace` counts all times in
+    those of a reference work, so that a machine whose speed wanders keeps one clock.
     """
 
     def __init__(
@@ -68,11 +70,12 @@ class CpuExecutor:
         machine: Machine,
         links: Mapping[str, Link] | None = None,
         workspace: Workspace | None = None,
+        pace: Pace | None = None,
     ) -> None:
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # denormals made a matmul 30 times slower
         self.machine, self._links = machine, dict(links or {})
-        self._workspace = workspace
+        self._workspace, self._pace = workspace, pace
         self._lanes = Lanes(env)
         self._prepared: dict[Op, Prepared] = {}
         self._since_ns: int | None = None  # from here on the host's time is not reported yet
@@ -85,7 +88,7 @@ class CpuExecutor:
         self._prepared.update((launch.op, self.machine.prepare(launch)) for launch in launches)
         self._charge_host()
         spent, self._host_ns = self._host_ns, 0
-        return spent
+        return self._paced(spent)
 
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
         """See Executor: the work is done now, its span is placed by the measured duration."""
@@ -93,10 +96,15 @@ class CpuExecutor:
         start = self._charge_host()
         ended = self.machine.execute(prepared)
         self._since_ns = time.thread_time_ns()
-        took, link = self._since_ns - start, self._links.get(launch.op.lane[1])
-        if link is not None:
-            took = link.duration_ns(launch.nbytes)
+        worked, link = self._since_ns - start, self._links.get(launch.op.lane[1])
+        took = self._paced(worked) if link is None else link.duration_ns(launch.nbytes)
         self._lanes.place(launch, took, done, self._peak_bytes(prepared), ended)
+        if self._pace is not None and self._pace.is_due(worked):
+            with self.paused():
+                self._pace.measure()
+
+    def _paced(self, thread_ns: int) -> int:
+        return thread_ns if self._pace is None else round(thread_ns * self._pace.factor)
 
     def _peak_bytes(self, prepared: Prepared) -> int | None:
         if self._workspace is None:

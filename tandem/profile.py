@@ -29,6 +29,7 @@ from traces.store import write_trace
 
 COST = "cost.json"
 REQUESTS = 48  # of a replay: batches from so many down to one; of the fitted one at least
+SESSIONS = 20  # of its ebb: batches from so many down to one
 MOST_REQUESTS = 256  # of the fitted replay, where the scheduling allows larger batches still
 AGAIN = "another replay: "  # rows of the held-out errors that are not of held-out shapes
 
@@ -133,17 +134,37 @@ def _replay(point: Composed, folder: Path, name: str, seed: int, count: int) -> 
 def requests(max_positions: int, seed: int, count: int = REQUESTS) -> list[Request]:
     """Requests of lognormal lengths: of no published trace, but within their range.
 
-    Those beyond REQUESTS are half as long: all get in before the first are done, and soon end.
+    First `count` at once, those beyond REQUESTS half as long: all get in before the first are
+    done, and soon end. Then closed sessions, the k-th of k short turns: they ebb from SESSIONS
+    jobs down to one at any speed of the machine, so that launches of every small batch are seen
+    in their places, between other launches and the host's work.
     """
     rng = np.random.default_rng((seed, 1))
     room = min(max_positions, 2048) // 2
-    prompts = np.clip(np.round(rng.lognormal(4.6, 1.0, count)), 4, room).astype(int)
-    outputs = np.clip(np.round(rng.lognormal(4.8, 0.7, count)), 4, room).astype(int)
+    prompts, outputs = _lengths(rng, count, (4.6, 1.0), (4.8, 0.7), room)
     for lengths in (prompts, outputs):
         lengths[REQUESTS:] = np.maximum(lengths[REQUESTS:] // 2, 4)
-    return [
+    burst = [
         Request(i, 0, int(p), int(o)) for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))
     ]
+    turns = [(k, turn) for k in range(SESSIONS) for turn in range(k + 1)]
+    prompts, outputs = _lengths(rng, len(turns), (4.6, 1.0), (3.6, 0.7), room)
+    ebb = [
+        Request(count + i, 0, int(prompts[i]), int(outputs[i]), session=k, turn=turn)
+        for i, (k, turn) in enumerate(turns)
+    ]
+    return burst + ebb
+
+
+def _lengths(
+    rng: np.random.Generator,
+    count: int,
+    prompt: tuple[float, float],
+    output: tuple[float, float],
+    room: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    prompts = np.clip(np.round(rng.lognormal(*prompt, count)), 4, room).astype(int)
+    return prompts, np.clip(np.round(rng.lognormal(*output, count)), 4, room).astype(int)
 
 
 def _source(folder: Path) -> str:

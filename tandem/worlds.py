@@ -65,6 +65,7 @@ def world_of(setting: Setting, backend: Mapping[str, Any]) -> Iterator[World]:
     """The world that the config node `backend` names; its threads and memory end with the block."""
     name, clock = backend["name"], backend["clock"]
     every = conform(backend.get("workspace_every"), int | None, "backend.workspace_every")
+    reference_ns = conform(backend.get("reference_ns"), int | None, "backend.reference_ns")
     if name not in CLOCKS:
         raise ValueError(f"backend.name={name}: there are {', '.join(CLOCKS)}")
     if clock not in CLOCKS[name]:
@@ -72,7 +73,9 @@ def world_of(setting: Setting, backend: Mapping[str, Any]) -> Iterator[World]:
     opened: dict[str, Callable[[Setting], AbstractContextManager[World]]] = {
         "sim": _sim,
         "lockstep": _lockstep,
-        "cpu": partial(_wall if clock == "wall" else _service, every=every),
+        "cpu": partial(_wall, every=every)
+        if clock == "wall"
+        else partial(_service, every=every, reference_ns=reference_ns),
         "cuda": _cuda,
     }
     with opened[name](setting) as world:
@@ -97,20 +100,26 @@ def _lockstep(setting: Setting) -> Iterator[World]:
 
 
 @contextmanager
-def _service(setting: Setting, every: int | None = None) -> Iterator[World]:
+def _service(
+    setting: Setting, every: int | None = None, reference_ns: int | None = None
+) -> Iterator[World]:
     from runtime.executor import CpuExecutor
+    from runtime.reference import Pace
     from runtime.workspace import Workspace
 
     machine, links = _machine(setting), _links(setting)
 
+    # One for probes and replay: its readings are then taken between launches from the start.
+    pace = None if reference_ns is None else Pace(reference_ns)
+
     @contextmanager
     def fresh() -> Iterator[tuple[simpy.Environment, CpuExecutor]]:
         env = simpy.Environment()
-        yield env, CpuExecutor(env, machine, links)
+        yield env, CpuExecutor(env, machine, links, pace=pace)
 
     env = simpy.Environment()
     workspace = Workspace(machine, SAMPLED_EVERY if every is None else every)
-    executor = CpuExecutor(env, machine, links, workspace)
+    executor = CpuExecutor(env, machine, links, workspace, pace)
     yield World(env, executor, machine, _cpu_meter(machine, executor.paused), fresh)
 
 
