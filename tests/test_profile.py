@@ -14,7 +14,7 @@ from engine.recorder import table_of
 from sim.table import Table
 from sim.tables import HOST, TableCost
 from tandem.calibrate import told
-from tandem.profile import AGAIN, judged, replayed_count, requests
+from tandem.profile import AGAIN, SESSIONS, judged, replayed_count, requests
 from tests.hand_made import TINY
 
 PAGE = PageSize(16, 65536)
@@ -58,8 +58,15 @@ def test_a_replay_is_as_large_as_its_batches_may_be() -> None:
 
 
 def test_more_requests_are_shorter_ones() -> None:
-    few, many = requests(2048, 0, 48), requests(2048, 0, 256)
+    few, many = ([r for r in requests(2048, 0, count) if r.session is None] for count in (48, 256))
     assert len(few) == 48 and len(many) == 256
     for kind in ("prompt_tokens", "output_tokens"):
         long, short = ([getattr(r, kind) for r in part] for part in (many[:48], many[48:]))
         assert min(short) >= 4 and 0.3 < (sum(short) / 208) / (sum(long) / 48) < 0.75  # ~ a half
+
+
+def test_sessions_ebb_to_one_job() -> None:
+    """The k-th session has k turns, each after the answer to the one before."""
+    ebb = [r for r in requests(2048, 0, 48) if r.session is not None]
+    turns = [sum(r.session == k for r in ebb) for k in range(SESSIONS)]
+    assert turns == list(range(1, SESSIONS + 1))
