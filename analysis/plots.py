@@ -47,7 +47,7 @@ def plot_ecdf(data: pd.DataFrame, ax: Any = None) -> Any:
         low, high = float(data["seconds"].min()), float(data["seconds"].max())
         if low > 0 and high / low > WIDE:
             ax.set_xscale("log")
-            _plain_ticks(ax.xaxis, low, high)
+            plain_ticks(ax.xaxis, low, high)
         ax.set_title(NAMES[str(data["metric"].iloc[0])])
         ax.legend(loc="upper left")
     ax.set(xlabel="seconds", ylabel="share at or below", ylim=(0, 1.02))
@@ -83,7 +83,7 @@ def plot_parity(data: pd.DataFrame, ax: Any = None) -> Any:
         ax.scatter(part[MEASUREMENT], part[PREDICTION], color=color, label=name or None, **style)
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     for axis in (ax.xaxis, ax.yaxis):
-        _plain_ticks(axis, low, high)
+        plain_ticks(axis, low, high)
     ax.set(xlabel="measured, s", ylabel="predicted, s")
     ax.set_box_aspect(1)
     return ax
@@ -113,7 +113,7 @@ def plot_step_time(data: pd.DataFrame, ax: Any = None) -> Any:
     return ax
 
 
-def _plain_ticks(axis: Any, low: float, high: float) -> None:
+def plain_ticks(axis: Any, low: float, high: float) -> None:
     """Ticks of a logarithmic axis as plain numbers: 0.02 rather than a power of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter
 

@@ -19,10 +19,8 @@ COLORS = {
     "vllm_v0": "#D55E00",
     "vllm_v1": "#7A3600",
     "orca": "#CC79A7",
-    "earliest_deadline": "#8E44AD",
-    "deadline_restart": "#C39BD3",
-    "shortest_job": "#222222",
-    "shortest_restart": "#808080",
+    "deadline_restart": "#8E44AD",
+    "shortest_restart": "#222222",
     "recorded": "#B5B5B5",
 }
 OTHERS = ("#1B9E77", "#B15928", "#6A3D9A", "#A6761D", "#E7298A", "#66A61E", "#4C72B0", "#937860")

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.figures import Shown, panel
+from analysis.plots import WIDE, plain_ticks
 from analysis.policy_style import policy_color, policy_marker
 from analysis.style import BLACK, axes, legend
 from analysis.sweep_points import by_rate, frontier
@@ -34,7 +35,7 @@ TEXTS = {
         "Share of all requests that met every limit; refused and unfinished ones did not. Dotted: "
         "90 and 99 %.",
     ),
-    "latency": ("Latency against rate", "Logarithmic; dotted: the limit of the SLO."),
+    "latency": ("Latency against rate", "p99 over requests. Dotted: the limit of the SLO."),
     "frontier": (
         "Latency for throughput",
         "One point per series and rate, means over seeds. Ringed: no other point has more "
@@ -84,7 +85,7 @@ def plot_rate(data: pd.DataFrame, ax: Any = None) -> Any:
 
 
 def plot_frontier(data: pd.DataFrame, ax: Any = None) -> Any:
-    """Latency over throughput, logarithmic in latency; the points that none beats are ringed."""
+    """Latency over throughput; the points that none beats are ringed."""
     ax = axes(ax)
     if not len(data):
         return ax
@@ -104,8 +105,7 @@ def plot_frontier(data: pd.DataFrame, ax: Any = None) -> Any:
     )
     metric = str(data["price_metric"].iloc[0])
     ax.set(xlabel="output tokens/s", ylabel=NAMES.get(metric, metric))
-    if (data["price"] > 0).all():
-        ax.set_yscale("log")
+    _log_scale(ax, data["price"])
     if ax.get_subplotspec() is None or ax.get_subplotspec().is_last_col():
         legend(ax, loc="upper left", bbox_to_anchor=(1, 1))
     return ax
@@ -154,10 +154,17 @@ def _limits(data: pd.DataFrame, metric: str, ax: Any) -> None:
     lines: tuple[float, ...] = (0.9, 0.99) if metric == "slo_attainment" else ()
     if "limit" in data:
         lines = tuple(float(limit) for limit in data["limit"].dropna().unique())
-        if (data["mean"] > 0).all():
-            ax.set_yscale("log")
+        _log_scale(ax, pd.concat([data["low"], data["high"], data["limit"].dropna()]))
     for level in lines:
         ax.axhline(level, color=BLACK, linewidth=0.9, linestyle=":")
+
+
+def _log_scale(ax: Any, values: pd.Series) -> None:
+    low, high = float(values.min()), float(values.max())
+    if low > 0 and high / low > WIDE:
+        ax.set_yscale("log")
+        ax.set_ylim(low * 0.9, high * 1.1)
+        plain_ticks(ax.yaxis, low, high)
 
 
 def _style(policy: str) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def capacity(points: pd.DataFrame, share: float) -> dict[str, float]:
     found: dict[str, float] = {}
     for series, part in by_rate(points, "slo_attainment").groupby("series"):
         ordered = part.sort_values("rate")
-        kept = ordered["rate"][ordered["mean"].ge(share).cummin()]
+        kept = ordered["rate"][ordered["mean"].cummin().ge(share)]
         found[str(series)] = float(kept.max()) if len(kept) else float("nan")
     return found
 

@@ -52,7 +52,7 @@ def collect(root: Path) -> pd.DataFrame:
     if not rows:
         raise ValueError(f"{root}: no run lies there")
     table = pd.DataFrame(rows)
-    for name in table.select_dtypes("object"):
+    for name in filter(lambda name: pd.api.types.is_object_dtype(table[name]), table):
         table[name] = _one_type(table[name])
     aside = root / f".{TABLE}.{os.getpid()}"
     table.to_parquet(aside, index=False)

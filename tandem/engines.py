@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -11,28 +11,31 @@ from tandem.errors import Usage
 from tandem.point import Outcome, Task, lost, run_point, run_points
 from tandem.workers import ATTEMPTS, in_processes
 
-Engine = Callable[[Sequence[Task], int, Mapping[str, Any]], Iterator[Outcome]]
+Options = Mapping[str, Any]
+Outcomes = Generator[Outcome, None, None]
+Engine = Callable[[Sequence[Task], int, Options], Outcomes]
 DAY_MINUTES = 24 * 60
 
 
-def serial(tasks: Sequence[Task], jobs: int, options: Mapping[str, Any]) -> Iterator[Outcome]:
+def serial(tasks: Sequence[Task], jobs: int, options: Options) -> Outcomes:
     """One after the other in this process: for debuggers. A crash here is the sweep's."""
     _takes_none("serial", options)
-    return map(run_point, tasks)
+    yield from map(run_point, tasks)
 
 
-def processes(tasks: Sequence[Task], jobs: int, options: Mapping[str, Any]) -> Iterator[Outcome]:
+def processes(tasks: Sequence[Task], jobs: int, options: Options) -> Outcomes:
     """Parallel processes on this machine."""
     _takes_none("processes", options)
-    return in_processes(tasks, jobs)
+    yield from in_processes(tasks, jobs)
 
 
-def on_ray(tasks: Sequence[Task], jobs: int, options: Mapping[str, Any]) -> Iterator[Outcome]:
+def on_ray(tasks: Sequence[Task], jobs: int, options: Options) -> Outcomes:
     """A Ray task per point: on the cluster of RAY_ADDRESS, else with `jobs` workers here.
 
     Options are those of a Ray task: num_cpus, num_gpus, resources, ... All nodes need this
     installation and a common file system.
     """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent unless asked for
     ray = _imported("ray", "ray")
     started = not ray.is_initialized()
     if started:
@@ -53,7 +56,7 @@ def on_ray(tasks: Sequence[Task], jobs: int, options: Mapping[str, Any]) -> Iter
             ray.shutdown()
 
 
-def on_slurm(tasks: Sequence[Task], jobs: int, options: Mapping[str, Any]) -> Iterator[Outcome]:
+def on_slurm(tasks: Sequence[Task], jobs: int, options: Options) -> Outcomes:
     """Slurm jobs through submitit, `jobs` at a time; on this machine where there is no Slurm.
 
     A job takes seconds to start, so the points are dealt out in as many parts as there are jobs;
@@ -97,7 +100,7 @@ def _imported(name: str, extra: str) -> Any:
         raise Usage(f"--engine {name}: not installed; pip install 'tandem[{extra}]'") from error
 
 
-def _takes_none(name: str, options: Mapping[str, Any]) -> None:
+def _takes_none(name: str, options: Options) -> None:
     if options:
         raise Usage(f"--option {next(iter(options))}: engine {name} has no options")
 

@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def sweep_report(root: Path, out: Path | None = None, slo: Mapping[str, float] = {}) -> Path:
+def sweep_report(root: Path, out: Path | None, slo: Mapping[str, float]) -> Path:
     """The report of all runs below a folder, by default in its `report`."""
     from analysis.sweep_report import write_sweep_report
 

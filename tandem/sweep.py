@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from tandem.folder import status_of
 from tandem.grid import Grid, grid_of
 from tandem.manifest import add_points
 from tandem.point import Outcome, Task, metrics_of, task_of
-from tandem.run import options_first
 
 EXAMPLE = """example:
   tandem sweep policy=chunked_restart,continuous_swap arrival.rate=2,4,8 seed=0,1,2
@@ -32,38 +31,33 @@ WALL_CLOCK = ("cpu", "cuda", "openai")
 
 def main(words: Sequence[str]) -> int:
     """Runs the grid; 0 if every point finished, 1 if some failed."""
-    chosen = _parser().parse_args(options_first(words))
+    chosen = _parser().parse_intermixed_args(words)
     grid = grid_of(chosen.overrides, chosen.config_dir)
     root = (chosen.out or default_folder()).resolve()
     tasks = list({task.key: task for task in (task_of(p, root) for p in grid.points())}.values())
-    jobs = chosen.jobs or default_jobs(tasks)
+    jobs = default_jobs(tasks) if chosen.jobs is None else chosen.jobs
+    if jobs < 1:
+        raise Usage(f"--jobs {jobs}: at least one is needed")
     with sole_user(root):
         add_points(root, {task.key: task.point.overrides for task in tasks})
         left = [task for task in tasks if status_of(task.folder) != "ok"]
         _say_start(grid, len(tasks), len(left), jobs, chosen.engine, root)
-        failed: dict[str, str] = {}
         try:
-            failed = carried_out(left, jobs, chosen.engine, _options(chosen.option))
+            carry_out(left, jobs, chosen.engine, _options(chosen.option))
         finally:
-            _say_end(root, tasks, failed, words)
-    return 1 if failed else 0
+            num_failed = _say_end(root, tasks, words)
+    return 1 if num_failed else 0
 
 
-def carried_out(
-    tasks: Sequence[Task], jobs: int, engine: str, options: Mapping[str, Any]
-) -> dict[str, str]:
-    """Runs the tasks through an engine; returns the error of each point that failed, by key."""
+def carry_out(tasks: Sequence[Task], jobs: int, engine: str, options: Mapping[str, Any]) -> None:
+    """Runs the tasks through an engine; what becomes of each is in its folder."""
     if not tasks:
-        return {}
+        return
     _import_traces(tasks)
     points = {task.key: task.point for task in tasks}
-    failed: dict[str, str] = {}
-    with _bar(len(tasks)) as tell:
-        for outcome in ENGINES[engine](tasks, jobs, options):
-            if outcome.error is not None:
-                failed[outcome.key] = outcome.error
+    with _bar(len(tasks)) as tell, closing(ENGINES[engine](tasks, jobs, options)) as outcomes:
+        for outcome in outcomes:
             tell(outcome, " ".join(points[outcome.key].overrides))
-    return failed
 
 
 def default_folder() -> Path:
@@ -132,26 +126,29 @@ def _say_start(grid: Grid, total: int, left: int, jobs: int, engine: str, root: 
     )
 
 
-def _say_end(
-    root: Path, tasks: Sequence[Task], failed: Mapping[str, str], words: Sequence[str]
-) -> None:
-    from tandem.collect import collect
+def _say_end(root: Path, tasks: Sequence[Task], words: Sequence[str]) -> int:
+    """Collects and tells what there is, also after Ctrl-C; returns how many points failed."""
+    from tandem.collect import collect, run_folders
     from tandem.screen import best
 
-    collect(root)
-    finished = [task for task in tasks if status_of(task.folder) == "ok"]
-    axes = {word for task in tasks for word in task.point.overrides}
-    fixed = {word for word in axes if all(word in task.point.overrides for task in tasks)}
-    rows = {
-        " ".join(w for w in task.point.overrides if w not in fixed): metrics_of(task.folder)
-        for task in finished
-    }
+    if run_folders(root):
+        collect(root)
+    states = {task.key: status_of(task.folder) for task in tasks}
+    finished = [task for task in tasks if states[task.key] == "ok"]
+    num_failed = list(states.values()).count("failed")
+    common = set.intersection(*(set(task.point.overrides) for task in tasks))
+    print(best({_apart(task, common): metrics_of(task.folder) for task in finished}))
     where = os.path.relpath(root)
-    print(best(rows))
-    print(f"{len(finished)} of {len(tasks)} points finished, {len(failed)} failed: {where}")
+    print(f"{len(finished)} of {len(tasks)} points finished, {num_failed} failed: {where}")
     if len(finished) < len(tasks):
         print(f"to go on: tandem sweep {shlex.join(_without_out(words))} --out {where}")
     print(f"report:   tandem report {where}")
+    return num_failed
+
+
+def _apart(task: Task, common: set[str]) -> str:
+    """What tells a point from the others."""
+    return " ".join(word for word in task.point.overrides if word not in common)
 
 
 def _without_out(words: Sequence[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -52,7 +52,7 @@ class Worker:
         return self.process.exitcode
 
 
-def in_processes(tasks: Sequence[Task], jobs: int) -> Iterator[Outcome]:
+def in_processes(tasks: Sequence[Task], jobs: int) -> Generator[Outcome, None, None]:
     """Runs the points in `jobs` processes; yields what became of each as it is known."""
     waiting = deque((task, 1) for task in tasks)
     workers = [Worker() for _ in range(min(jobs, len(tasks)))]
@@ -61,9 +61,9 @@ def in_processes(tasks: Sequence[Task], jobs: int) -> Iterator[Outcome]:
             for worker in workers:
                 if worker.task is None and waiting:
                     worker.give(*waiting.popleft())
-            busy = {worker.here: worker for worker in workers if worker.task}
-            for ready in wait(list(busy)):
-                worker = busy[_connection(ready)]
+            busy: dict[object, Worker] = {w.here: w for w in workers if w.task}
+            for ready in wait([w.here for w in workers if w.task]):
+                worker = busy[ready]
                 outcome = worker.take()
                 if outcome is None:
                     outcome = _bury(worker, waiting)
@@ -91,11 +91,6 @@ def _exit_words(code: int | None) -> str:
     if code is not None and code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
-
-
-def _connection(ready: object) -> Connection:
-    assert isinstance(ready, Connection)
-    return ready
 
 
 def _serve(there: Connection) -> None:

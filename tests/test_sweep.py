@@ -1,0 +1,244 @@
+"""Sweeps: the same results however they are run, through failing points and killed workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tandem import workers
+from tandem.cli import main
+from tandem.compose import composed
+from tandem.folder import run_folder, status_of, write_status
+from tandem.grid import grid_of
+from tandem.manifest import points_in
+from tandem.point import Task, point_key, run_point, task_of
+
+SMALL = ["model=micro_llama", "limit=4"]
+TABLES = ("requests", "steps", "memory", "plans")
+DEADLY = """
+import os, signal
+from pathlib import Path
+from policies.chunked_prefill import ChunkedPrefill
+
+class Deadly(ChunkedPrefill):
+    def batch(self, view):
+        graves = Path(os.environ["GRAVES"]) / str(self.token_budget)
+        died = len(list(graves.parent.glob(f"{graves.name}-*")))
+        if died < self.token_budget - 100:
+            Path(f"{graves}-{died}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().batch(view)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+
+
+def sweep(out: str, *words: str) -> int:
+    return main(["sweep", *SMALL, *words, "--out", out])
+
+
+def folders(root: str) -> dict[tuple[str, ...], Path]:
+    """Run folders by their overrides."""
+    return {tuple(words): Path(root) / key for key, words in points_in(Path(root)).items()}
+
+
+def test_a_grid_is_what_tandem_run_would_compose() -> None:
+    words = ["policy=chunked_restart,static_swap", "arrival.rate=2,4.5", "trusted=[a]", "seed=3"]
+    points = list(grid_of(words).points())
+    assert len(points) == 4
+    for point in points:
+        assert point.config == composed(point.overrides).config
+    assert [point.overrides[2:] for point in points[:2]] == [
+        ("policy=chunked_restart", "arrival.rate=2"),
+        ("policy=chunked_restart", "arrival.rate=4.5"),
+    ]
+
+
+def test_a_thousand_points_are_expanded_in_a_second_or_two() -> None:
+    began = time.process_time()
+    points = list(grid_of(["arrival=poisson,gamma", "seed=range(500)"]).points())
+    assert len(points) == 1000
+    assert {point.config["seed"] for point in points} == set(range(500))
+    assert time.process_time() - began < 20  # composing each would take over 60
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["arrival.rat=1,2"], "did you mean arrival.rate"),
+        (["policy=chunked_restart,chunked_restrat"], "did you mean chunked_restart"),
+        (["seed=1,2", "--option", "a=1"], "has no options"),
+        (["seed=1,,2"], "seed"),
+        (["seed=1,2", "--jobs", "0"], "at least one"),
+    ],
+)
+def test_a_mistake_in_the_grid_is_told_before_anything_runs(
+    words: list[str], wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep("out", *words) == 2
+    assert wanted in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not list(Path("out").glob("*/status.json"))
+
+
+def test_serial_and_parallel_sweeps_give_the_same_bytes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["policy=chunked_restart,static_swap", "arrival.rate=2,8"]
+    assert sweep("serial", *words, "--engine", "serial") == 0
+    assert sweep("parallel", *words, "--jobs", "2") == 0
+    told = capsys.readouterr()
+    assert "4 points (policy 2 x arrival.rate 2)" in told.err
+    assert "best of each metric" in told.out and "tandem report parallel" in told.out
+    one, two = folders("serial"), folders("parallel")
+    assert one.keys() == two.keys() and len(one) == 4
+    for words_of_point, folder in one.items():
+        assert folder.name == two[words_of_point].name  # the key says nothing of where it lies
+        for name in (*(f"{table}.parquet" for table in TABLES), "metrics.json", "config.yaml"):
+            other = two[words_of_point] / name
+            assert (folder / name).read_bytes() == other.read_bytes()
+
+
+def test_a_failing_point_is_recorded_and_the_others_go_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert sweep("out", "depth=1,0,2", "--engine", "serial") == 1
+    told = capsys.readouterr()
+    assert "depth=0: depth=0: it must be at least 1" in told.err
+    assert "2 of 3 points finished, 1 failed" in told.out and "to go on: tandem sweep" in told.out
+    found = {words[-1]: status_of(folder) for words, folder in folders("out").items()}
+    assert found == {"depth=1": "ok", "depth=0": "failed", "depth=2": "ok"}
+
+
+def test_going_on_repeats_nothing_that_is_finished() -> None:
+    assert sweep("out", "seed=0,1", "--engine", "serial") == 0
+    before = {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*.parquet")}
+    assert sweep("out", "seed=0,1,2", "--engine", "serial") == 0
+    assert len(folders("out")) == 3
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_what_a_killed_sweep_left_is_run_again() -> None:
+    assert sweep("whole", "seed=0,1", "--engine", "serial") == 0
+    points = folders("whole")
+    half = Path("whole") / next(iter(points.values())).name
+    half.rename(half.with_name(f"{half.name}.running"))
+    (half.with_name(f"{half.name}.running") / "steps.parquet").write_bytes(b"PAR1 cut off")
+    assert sweep("whole", "seed=0,1", "--engine", "serial") == 0
+    assert [status_of(folder) for folder in points.values()] == ["ok", "ok"]
+    assert not list(Path("whole").glob("*.running"))
+
+
+def test_the_key_follows_what_the_result_depends_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandem import point
+
+    sample = Path(str(composed([]).config["trace"]["path"]))
+    for name in ("one", "same", "other"):
+        (tmp_path / name).mkdir()
+        content = sample.read_bytes() + (b"x" if name == "other" else b"")
+        (tmp_path / name / "t.parquet").write_bytes(content)
+
+    def key(*words: str) -> str:
+        return task_of(composed(words), tmp_path).key
+
+    traces = {n: key("trace=file", f"trace.path={tmp_path}/{n}/t.parquet") for n in ("one", "same")}
+    assert (
+        traces["one"]
+        == traces["same"]
+        != key("trace=file", f"trace.path={tmp_path}/other/t.parquet")
+    )
+    assert key() == key("cache=/elsewhere") != key("seed=1")
+    before = key()
+    monkeypatch.setattr(point, "code_version", lambda: "other code")
+    assert key() != before
+
+
+def test_a_changed_policy_of_the_users_own_is_another_point(tmp_path: Path) -> None:
+    conf = tmp_path / "conf"
+    conf.mkdir()
+    (tmp_path / "mine.py").write_text("a = 1\n")
+    first = point_key({}, (conf,))
+    (tmp_path / "mine.py").write_text("a = 2\n")
+    from tandem.point import _content
+
+    _content.cache_clear()  # kept for one sweep; the next is another process
+    assert point_key({}, (conf,)) != first
+
+
+def deadly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A scheduling that kills its process (token_budget - 100) times: words that choose it."""
+    (tmp_path / "conf" / "scheduling").mkdir(parents=True)
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    text = "_target_: deadly.Deadly\ntoken_budget: 100\n"
+    (tmp_path / "conf" / "scheduling" / "deadly.yaml").write_text(text)
+    (tmp_path / "graves").mkdir()
+    monkeypatch.setenv("GRAVES", str(tmp_path / "graves"))
+    return ["--config-dir", "conf", "scheduling=deadly"]
+
+
+def test_a_killed_workers_point_is_tried_again_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*deadly(tmp_path, monkeypatch), "scheduling.token_budget=100,101,110,90"]
+    assert sweep("out", *words, "--jobs", "2") == 1
+    found = {words[-1].partition("=")[2]: folder for words, folder in folders("out").items()}
+    states = {budget: status_of(folder) for budget, folder in found.items()}
+    assert states == {"100": "ok", "101": "ok", "110": "failed", "90": "ok"}
+    deaths = sorted(path.name for path in (tmp_path / "graves").iterdir())
+    assert deaths == ["101-0", *(f"110-{n}" for n in range(workers.ATTEMPTS))]
+    assert "killed by SIGKILL" in capsys.readouterr().err
+    status = json.loads((found["110"] / "status.json").read_text())
+    assert "SIGKILL, 3 times" in status["error"]
+    assert (found["110"] / "config.yaml").is_file()
+    assert not list(Path("out").glob("*.running"))
+
+
+def test_an_interrupted_sweep_leaves_finished_points_and_goes_on(tmp_path: Path) -> None:
+    words = ["sweep", *SMALL, "seed=range(200)", "--jobs", "1", "--out", "out"]
+    child = subprocess.Popen([sys.executable, "-m", "tandem.cli", *words], env=_env())
+    while len(list(Path("out").glob("*/metrics.json"))) < 3:
+        assert child.poll() is None
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(timeout=60) == 130
+    done = [f for f in Path("out").iterdir() if status_of(f) == "ok" and f.suffix != ".running"]
+    assert 3 <= len(done) < 200
+    assert Path("out/runs.parquet").is_file()
+    again = next(iter(folders("out").items()))
+    assert run_point(Task(again[1].name, composed(again[0]), again[1])).error is None
+
+
+def test_two_sweeps_may_not_share_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tandem.sweep import sole_user
+
+    with sole_user(tmp_path / "out"):
+        assert sweep("out", "seed=0,1") == 2
+    assert "another sweep is running there" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_never_cleared(tmp_path: Path) -> None:
+    from tandem.point import clear
+
+    with run_folder(tmp_path / "run") as aside:
+        write_status(aside, "ok")
+    with pytest.raises(AssertionError):
+        clear(tmp_path / "run")
+
+
+def _env() -> dict[str, str]:
+    root = str(Path(__file__).resolve().parent.parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
