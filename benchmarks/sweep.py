@@ -2,8 +2,9 @@
 
 Everything that can finish does, nothing is run twice, the report is drawn, and a second sweep of
 the same points gives the same bytes: serially, and on Ray and submitit where they are installed.
-The claim is the time a point costs beside its own run, without the start of the worker.
-`python -m benchmarks.sweep [--quick] [--out DIR]`; --quick takes 12 points.
+The claim is the CPU time of the sweep's own process per point: composing, keys, giving out points,
+collecting, the table. What workers do is the run, and their start (1 to 2 s each) once a sweep.
+`python -m benchmarks.sweep [--quick] [--out DIR]`; --quick takes 24 points.
 """
 
 from __future__ import annotations
@@ -17,25 +18,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 
-from tandem import engines, sweep
-from tandem.compose import composed
+from tandem import sweep
 from tandem.folder import status_of
 from tandem.manifest import points_in
-from tandem.point import Outcome, Task, task_of
-from tandem.workers import in_processes
 
 SHARED = Path(os.environ.get("TANDEM_SHARED", "../shared")).resolve()
 BAR_MS = 20.0
-FIXED = ("model=llama3_8b", "device=a100", "slo=chat", "limit=50")
+FIXED = ("model=llama3_8b", "device=a100", "slo=chat", "limit=30")
 POLICIES = "policy=chunked_restart,continuous_restart,continuous_swap,vllm_v1"
 GRID = (POLICIES, "arrival.rate=2,4,6,8,12", "seed=0,1,2")
-QUICK = (POLICIES, "arrival.rate=2,4,8")
+QUICK = ("policy=chunked_restart,continuous_swap", "arrival.rate=2,4,8", "seed=0,1,2,3")
 IMPOSSIBLE = "budget.kv_pages=3"  # pages: the longest request never fits
 FILES = ("requests.parquet", "steps.parquet", "memory.parquet", "plans.parquet", "metrics.json")
 
@@ -116,37 +114,13 @@ def same(one: Path, two: Path) -> int:
 
 
 def overhead_ms(grid: list[str], out: Path) -> float:
-    """What the sweep adds per point, with one worker: all of `tandem sweep` but runs and start."""
-    inside: list[float] = []
-
-    def timed(tasks: Sequence[Task], jobs: int, options: engines.Options) -> engines.Outcomes:
-        return kept(in_processes(tasks, jobs), inside)
-
-    start_s = start_of_worker(out)
-    before, engines.ENGINES["processes"] = engines.ENGINES["processes"], timed
-    began = time.perf_counter()
-    quietly([*grid, "--jobs", "1", "--out", str(out)])
-    took = time.perf_counter() - began
-    engines.ENGINES["processes"] = before
-    print(f"{len(inside)} points: {took:.2f} s, of it runs {sum(inside):.2f} s, ", end="")
-    print(f"start of the worker {start_s:.2f} s")
-    return 1e3 * (took - start_s - sum(inside)) / len(inside)
-
-
-def kept(outcomes: Generator[Outcome, None, None], inside: list[float]) -> engines.Outcomes:
-    """The outcomes, their times noted."""
-    for outcome in outcomes:
-        inside.append(outcome.wall_s)
-        yield outcome
-
-
-def start_of_worker(out: Path) -> float:
-    """Seconds until a worker says of an impossible point that it is one."""
-    task = task_of(composed(["depth=0"]), out / "never")
-    began = time.perf_counter()
-    [outcome] = in_processes([task], 1)
-    assert outcome.error is not None
-    return time.perf_counter() - began - outcome.wall_s
+    """CPU time per point of the sweep's own process: all of `tandem sweep` but the runs."""
+    began, clock = time.process_time(), time.perf_counter()
+    quietly([*grid, "--jobs", "2", "--out", str(out)])
+    used, took = time.process_time() - began, time.perf_counter() - clock
+    count = len(finished(out))
+    print(f"{count} points in 2 processes: {took:.1f} s, {used:.2f} s of CPU in the sweep itself")
+    return 1e3 * used / count
 
 
 def await_points(child: subprocess.Popen[bytes], out: Path, count: int) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TABLE = "runs.parquet"
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where there is libyaml
 FACTS = ("commit", "dirty", "trace_hash", "model", "device", "cost_form", "depth", "seed")
 
 
@@ -132,7 +133,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _yaml(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = yaml.load(path.read_text(encoding="utf-8"), LOADER)
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}
