@@ -79,6 +79,7 @@ def test_held_out_shapes_are_apart_from_the_grid_and_the_same_for_a_seed() -> No
     assert {shape.kind for shape in judged} == {"decode", "mixed", "prefill"}
 
 
+@pytest.mark.slow
 def test_a_profile_holds_two_tables_and_says_what_it_measured(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     box, env = Machine(build_model(MICRO), MICRO, 16, {GPU: 60, HOST: 8}, {}), simpy.Environment()

@@ -10,7 +10,7 @@ from analysis.run import Run, load
 from tandem.compose import composed
 from tandem.experiment import run_experiment
 
-SMALL = ("model=micro_llama", "limit=6", "arrival=all_at_once")
+SMALL = ("model=micro_llama", "limit=3", "arrival=all_at_once")
 
 
 def run(folder: Path, *settings: str) -> Run:

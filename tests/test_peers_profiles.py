@@ -99,8 +99,8 @@ def test_many_steps_at_once_cost_what_they_do_one_by_one(
     jobs = [Job(i, 0, 1, context + 1, context) for i, context in enumerate(contexts)]
     op = Compute(tuple(Slice(job, 1) for job in jobs))
     launch = Launch(op, pieces=tuple(Piece(i, 1, c, True, ()) for i, c in enumerate(contexts)))
-    together = cost.repeat_ns(launch, 200).tolist()
-    assert together == ShapePriced.repeat_ns(cost, launch, 200).tolist()
+    together = list(cost.repeat_ns(launch, 200))
+    assert together == list(ShapePriced.repeat_ns(cost, launch, 200))
     assert together[0] == cost.compute_ns(launch)
 
 
