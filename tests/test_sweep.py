@@ -207,7 +207,12 @@ def test_a_killed_workers_point_is_tried_again_a_few_times(
 
 def test_an_interrupted_sweep_leaves_finished_points_and_goes_on(tmp_path: Path) -> None:
     words = ["sweep", *SMALL, "seed=range(200)", "--jobs", "1", "--out", "out"]
-    child = subprocess.Popen([sys.executable, "-m", "tandem.cli", *words], env=_env())
+    # A job in the background of a shell, as CI may be, starts with Ctrl-C ignored: listen to it.
+    listening = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from tandem.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    child = subprocess.Popen([sys.executable, "-c", listening, *words], env=_env())
     while len(list(Path("out").glob("*/metrics.json"))) < 3:
         assert child.poll() is None
         time.sleep(0.02)
