@@ -20,6 +20,7 @@ from tandem.calibrate import main as calibrate
 OUT = Path("benchmarks/results/cpu_fidelity.csv")
 POLICIES = ("continuous_restart", "chunked_restart")
 LOADS = (0.5, 0.8, 1.2)
+KV_PAGES = 4096  # room for 48 jobs of 1,365 tokens; each reading of the meter walks the whole arena
 REFERENCE_NS = 450_000  # what the reference work takes on the project's machine when it is quiet
 MEASURED = (
     "backend=cpu",
@@ -58,6 +59,7 @@ def points(chosen: argparse.Namespace, root: Path):
         f"model={chosen.model}",
         f"limit={chosen.requests}",
         f"scheduling.max_jobs={chosen.max_jobs}",
+        f"budget.kv_pages={KV_PAGES}",
     )
     for policy in chosen.policies:
         settings = (*common, f"policy={policy}")

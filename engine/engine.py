@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import simpy
 
 from engine.arrivals import Arrivals
-from engine.executor import Executor, Launch, Pieces, Span
+from engine.executor import Executor, Launch, Pieces, Span, due_ns
 from engine.garbage import few_collections
 from engine.job import Job
 from engine.journal import Journal
@@ -282,8 +282,8 @@ class Engine:
         host_ns = self.executor.prepare(launches)
         for i, launch in enumerate(launches):
             self.flies(step, device, number, now_ns, 0 if i else host_ns, launch)
-        if host_ns:
-            yield self.env.timeout(host_ns)
+        if wait_ns := due_ns(self.env, host_ns):
+            yield self.env.timeout(wait_ns)
         for launch in launches:
             self.executor.run(launch, self._settle)
 

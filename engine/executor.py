@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import simpy
+
 from engine.plan import Op, Pool
 
 
@@ -92,7 +94,7 @@ class Executor(Protocol):
         """Gets a plan's launches ready, in issue order; returns the host's time in ns.
 
         The host's time is what deciding, booking and preparing took. On a virtual clock the
-        engine lets it pass before the launches run; on a wall clock it has passed already (0).
+        engine lets it pass before the launches run; on a live one it has passed already.
         """
 
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
@@ -100,6 +102,11 @@ class Executor(Protocol):
 
     def release(self, pool: Pool, pages: Sequence[int]) -> None:
         """These KV pages are in nobody's use now; their memory may go back to the system."""
+
+
+def due_ns(env: simpy.Environment, host_ns: int) -> int:
+    """How much of a plan's host time has still to pass before its launches run."""
+    return 0 if getattr(env, "is_live", False) else host_ns
 
 
 class Reading(NamedTuple):

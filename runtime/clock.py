@@ -30,6 +30,8 @@ class WallClock(simpy.Environment):
     50 us of it made their launches four times slower, as each look takes Python's lock from them.
     """
 
+    is_live = True  # a host's time passes by itself: see engine.executor.due_ns
+
     def __init__(self, poll_ns: int = 50_000) -> None:
         super().__init__(initial_time=0)
         self._epoch_ns: int | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import simpy
 
-from engine.executor import Executor, Launch, Piece, Span
+from engine.executor import Executor, Launch, Piece, Span, due_ns
 from engine.job import Job
 from engine.plan import Compute, Copy, PageSize, Pool, Slice, Tier, kv_place
 from runtime.machine import Machine
@@ -96,8 +96,8 @@ class Driver:
         """What the engine does to issue a plan."""
         issue_ns, host_ns = int(self.env.now), self.executor.prepare(launches)
         times += [issue_ns, host_ns]
-        if host_ns:
-            yield self.env.timeout(host_ns)
+        if wait_ns := due_ns(self.env, host_ns):
+            yield self.env.timeout(wait_ns)
         by_op = {launch.op: launch for launch in launches}
         for launch in launches:
             self.executor.run(launch, lambda span: done.append((by_op[span.op], span)))

@@ -76,7 +76,7 @@ class Point:
 def observed(steps: Any) -> list[Observed]:
     """Every duration in a STEPS table (Arrow or pandas): launches, copies, host parts of plans.
 
-    Host parts count where any is above zero: an executor on a wall clock reports none.
+    Host parts count where any is above zero: a step table from elsewhere may have none.
     """
     rows = steps.to_pylist() if hasattr(steps, "to_pylist") else steps.to_dict("records")
     found: list[Observed] = []

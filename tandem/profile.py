@@ -79,7 +79,6 @@ def judged(cost: TableCost, folder: Path) -> pd.DataFrame:
     """Errors on held-out shapes by class, then on a replay that the fit has not seen.
 
     The host is judged by that replay only: with shapes it packs, but decides and books nothing.
-    On a wall clock nothing tells the host's time apart and its row is missing.
     """
     shapes = errors(cost, pq.read_table(folder / "holdout.parquet"))
     replayed = errors(cost, pq.read_table(folder / "another" / "steps.parquet"))

@@ -52,7 +52,7 @@ def run(machine: Notes, *launches: Launch, links: dict[str, Link] | None = None)
     """Issues all launches at once, as run-ahead would; spans in the order of their settling."""
     clock, spans = WallClock(), []
     with WallExecutor(clock, machine, links) as executor:
-        assert executor.prepare(launches) == 0
+        assert 0 < executor.prepare(launches) < 100 * MS  # packing's time; nothing waits for it
         for launch in launches:
             executor.run(launch, spans.append)
         clock.run()
