@@ -72,7 +72,7 @@ def points(chosen: argparse.Namespace, root: Path):
         for load in chosen.loads:
             at = (*settings, f"arrival.rate={load * rate}")
             case = Case(f"{policy}@{load:.0%}", at, profile, root / policy / f"{load:.0%}")
-            pairs = list(reruns(case, MEASURED, chosen.reruns, paces=False))
+            pairs = list(reruns(case, MEASURED, chosen.reruns))
             yield judged(
                 pd.concat([table_of(case, pairs, chosen.reruns), sensitivity(case)]), load <= 0.5
             )

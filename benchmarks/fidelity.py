@@ -2,9 +2,8 @@
 
 A profile is calibrated on made-up shapes and lengths; the judged trace is ShareGPT. Every measured
 run has drift probes before and after it; a run around which they moved by more than 3 % is thrown
-away. A shared machine's speed changes by a third within seconds. The service clock therefore counts
-time in reference works (runtime/reference.py), in calibration and run alike; on the wall clock a
-prediction is paced by its run's own probes against the calibration's, no part of the judged run.
+away. A shared machine's speed changes by a third within seconds: both clocks therefore count time
+in reference works (runtime/reference.py), in calibration and run alike.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from analysis.run import Run, load
 from tandem.compare import replay_of
 from tandem.compose import composed
 from tandem.experiment import run_experiment
-from tandem.pace import pace_of
 
 DRIFT = 0.03  # most that the probes may move around an accepted run
 ATTEMPTS = 6  # measured runs per accepted one, at the most
@@ -66,11 +64,8 @@ def capacity(case: Case, backend: Sequence[str]) -> float:
     return float(summary(run(settings, case.folder / "capacity"))["request_throughput"])
 
 
-def reruns(case: Case, backend: Sequence[str], count: int, paces: bool) -> Iterator[Pair]:
-    """So many accepted pairs, or fewer where the machine is not steady for long enough.
-
-    `paces`: the prediction of each is paced by its probes.
-    """
+def reruns(case: Case, backend: Sequence[str], count: int) -> Iterator[Pair]:
+    """So many accepted pairs, or fewer where the machine is not steady for long enough."""
     accepted = 0
     for attempt in range(ATTEMPTS * count):
         folder = case.folder / f"run{attempt}"
@@ -78,8 +73,7 @@ def reruns(case: Case, backend: Sequence[str], count: int, paces: bool) -> Itera
         say(f"{case.name}: run {attempt}, probes moved {moved(measured):.1%}")
         if moved(measured) > DRIFT:
             continue
-        pace = pace_of(measured.provenance, case.profile) if paces else 1.0
-        predicted = run((*case.settings, f"pace={pace}"), folder / "predicted")
+        predicted = run(case.settings, folder / "predicted")
         yield Pair(measured, predicted, load(replay_of(predicted, measured, folder / "replayed")))
         accepted += 1
         if accepted == count:

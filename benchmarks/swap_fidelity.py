@@ -3,7 +3,7 @@
 Too little KV for the load, so jobs are copied to the host and back while others compute. Measured
 with a thread per lane in real time (backend=cpu, clock=wall) at 80 % of the measured capacity;
 the bars are those of benchmarks/fidelity.py. Needs an otherwise idle machine: the wall clock sees
-every neighbour.
+every neighbour. Its rate is that of the reference work, since the machine's speed wanders.
 """
 
 from __future__ import annotations
@@ -15,11 +15,17 @@ from pathlib import Path
 
 import pandas as pd
 
+from benchmarks.cpu_fidelity import REFERENCE_NS
 from benchmarks.fidelity import Case, Pair, capacity, finish, judged, reruns, say, table_of
 from tandem.calibrate import main as calibrate
 
 OUT = Path("benchmarks/results/swap_fidelity.csv")
-MEASURED = ("backend=cpu", "backend.clock=wall", "backend.workspace_every=0")
+MEASURED = (
+    "backend=cpu",
+    "backend.clock=wall",
+    f"backend.reference_ns={REFERENCE_NS}",
+    "backend.workspace_every=0",
+)
 LOAD = 0.8
 
 
@@ -52,13 +58,13 @@ def measured_table(chosen: argparse.Namespace, root: Path) -> pd.DataFrame:
     )
     profile = root / "profile"
     say("calibrating on the wall clock")
-    calibrate([*settings, "backend=cpu", "backend.clock=wall", "--out", str(profile)])
+    calibrate([*settings, *MEASURED, "--out", str(profile)])
     settings = (*settings, f"profile={profile}", f"budget.kv_pages={chosen.pages}")
     ceiling = capacity(Case("swap", settings, profile, root), MEASURED)
     say(f"capacity {ceiling:.3g} requests/s")
     settings = (*settings, f"arrival.rate={LOAD * ceiling}")
     case = Case(f"chunked_swap@{LOAD:.0%} wall", settings, profile, root / "runs")
-    pairs = list(reruns(case, MEASURED, chosen.reruns, paces=True))
+    pairs = list(reruns(case, MEASURED, chosen.reruns))
     return judged(
         pd.concat([table_of(case, pairs, chosen.reruns), swapped(case, pairs)]), judges_ttft=False
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import simpy
@@ -12,6 +13,7 @@ from simpy.core import EmptySchedule, Infinity
 from simpy.events import NORMAL
 
 SPIN_NS = 100_000  # a sleep may overshoot by about this much
+LOOK_S = 0.001  # how soon to look again at a clock that stands still
 
 
 class _Watched(NamedTuple):
@@ -21,6 +23,14 @@ class _Watched(NamedTuple):
     rings: bool
 
 
+class _Rate(NamedTuple):
+    """The clock shows at_ns when the system's shows since_ns, and runs `factor` times as fast."""
+
+    at_ns: int
+    since_ns: int
+    factor: float
+
+
 class WallClock(simpy.Environment):
     """Runs the engine in real time: integer ns since the first step, 0 before it.
 
@@ -28,13 +38,16 @@ class WallClock(simpy.Environment):
     What other threads or a device complete is looked for between events. A thread rings when it
     is done; what cannot ring (a device) is polled every `poll_ns`. Threads must not be polled:
     50 us of it made their launches four times slower, as each look takes Python's lock from them.
+    `pace` says how many ns pass here in one of the system's: above one on a machine faster than a
+    nominal one, whose time is then counted.
     """
 
     is_live = True  # a host's time passes by itself: see engine.executor.due_ns
 
-    def __init__(self, poll_ns: int = 50_000) -> None:
+    def __init__(self, poll_ns: int = 50_000, pace: Callable[[], float] = lambda: 1.0) -> None:
         super().__init__(initial_time=0)
-        self._epoch_ns: int | None = None
+        self._pace = pace
+        self._rate: _Rate | None = None  # replaced whole: other threads read it
         self._poll_ns = poll_ns
         self._bell = threading.Event()
         self._watched: list[_Watched] = []
@@ -42,14 +55,34 @@ class WallClock(simpy.Environment):
     @property
     def now(self) -> int:
         """ns since the run began; never runs back. Safe to read on any thread."""
-        if self._epoch_ns is None:
+        rate = self._rate
+        if rate is None:
             return int(self._now)
-        return time.perf_counter_ns() - self._epoch_ns
+        return rate.at_ns + int((time.perf_counter_ns() - rate.since_ns) * rate.factor)
 
     def start(self) -> None:
         """Lets time begin (the first step does it too), after what takes long to set up."""
-        if self._epoch_ns is None:
-            self._epoch_ns = time.perf_counter_ns()
+        if self._rate is None:
+            self._rate = _Rate(int(self._now), time.perf_counter_ns(), self._pace())
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Time stands still inside, and goes on at the pace of then; one thread at a time."""
+        self._run_at(0.0)
+        try:
+            yield
+        finally:
+            self._run_at(self._pace())
+            self.ring()  # who slept while time stood still has to look again
+
+    def seconds(self, wait_ns: float) -> float:
+        """Real seconds for which to sleep until this much has passed here."""
+        factor = 0.0 if self._rate is None else self._rate.factor
+        return wait_ns / 1e9 / factor if factor else LOOK_S
+
+    def _run_at(self, factor: float) -> None:
+        assert self._rate is not None, "the clock has not started"
+        self._rate = _Rate(self.now, time.perf_counter_ns(), factor)
 
     def schedule(self, event: simpy.Event, priority: Any = NORMAL, delay: float = 0) -> None:
         """Counts a delay from the moment of the call, not from the event being handled."""
@@ -103,6 +136,6 @@ class WallClock(simpy.Environment):
         if self._watched:
             if not all(item.rings for item in self._watched):
                 wait_ns = min(wait_ns, self._poll_ns)
-            self._bell.wait(None if wait_ns == Infinity else wait_ns / 1e9)
+            self._bell.wait(None if wait_ns == Infinity else self.seconds(wait_ns))
         elif wait_ns > SPIN_NS:
-            time.sleep((wait_ns - SPIN_NS) / 1e9)
+            time.sleep(self.seconds(wait_ns - SPIN_NS))

@@ -12,24 +12,27 @@ from runtime.driver import driving
 from runtime.machine import Machine
 from runtime.shapes import probes
 
+WARM_UP = 20  # rounds that are not kept
+
 
 def probe(
-    env: simpy.Environment, executor: Executor, machine: Machine, repeats: int = 40
+    env: simpy.Environment, executor: Executor, machine: Machine, repeats: int = 150
 ) -> dict[str, float]:
-    """Median seconds of each probe launch over `repeats` rounds, after half as many to warm up.
+    """Median seconds of each probe launch over `repeats` rounds, after a few to warm up.
 
     The shapes take turns, as launches do in a replay: one shape alone, back to back, runs up to
     twice as fast from its caches and then says little about the machine. Takes an executor of the
     replay's own kind over the same machine, but on a clock of its own: a replay starts at time 0.
-    Its pages are free before and after.
+    Its pages are free before and after. So many rounds take some 0.3 s for a small model: a
+    shared machine's speed wanders within a tenth of that, and a short look would see mostly this.
     """
     with driving(env, executor, machine) as driver:
         shapes = probes(driver.limits, driver.page)
         rounds = [
             {name: driver.run(shape).compute_ns for name, shape in shapes.items()}
-            for _ in range(repeats + repeats // 2)
+            for _ in range(WARM_UP + repeats)
         ]
-    kept = rounds[repeats // 2 :]
+    kept = rounds[WARM_UP:]
     return {name: median(taken_ns[name] for taken_ns in kept) / 1e9 for name in shapes}
 
 

@@ -16,6 +16,7 @@ from engine.executor import Span
 from engine.plan import COMPUTE_LANE, Lane
 from runtime.clock import WallClock
 from runtime.link import Link
+from runtime.reference import Pace
 from runtime.streams import Machine, StreamExecutor, Work
 from runtime.workspace import Workspace
 
@@ -74,11 +75,13 @@ class ThreadLane:
         machine: Machine,
         link: Link | None = None,
         workspace: Workspace | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._clock = clock
         self._machine = machine
         self._link = link
         self._workspace = workspace
+        self._pace = pace
         self._closing = threading.Event()
         self._inbox: queue.SimpleQueue[tuple[ThreadMark, Sequence[Any]] | None]
         self._inbox = queue.SimpleQueue()
@@ -125,14 +128,17 @@ class ThreadLane:
         mark.end_ns = self._clock.now
         if self._workspace is not None:
             mark.peak_bytes = self._workspace.peak_bytes(mark.work.parts[0][0])
+        if self._pace is not None and self._pace.is_due(mark.end_ns - mark.start_ns):
+            with self._clock.held():
+                self._pace.measure()
 
     def _throttle(self, start_ns: int, carried_bytes: int) -> None:
         """Sleeps until the link would have carried so many bytes; overshoots do not add up."""
         if self._link is None:
             return
-        late_ns = start_ns + self._link.duration_ns(carried_bytes) - self._clock.now
-        if late_ns > 0:
-            self._closing.wait(late_ns / 1e9)
+        due_ns = start_ns + self._link.duration_ns(carried_bytes)
+        while (late_ns := due_ns - self._clock.now) > 0 and not self._closing.is_set():
+            self._closing.wait(self._clock.seconds(late_ns))
 
 
 class WallExecutor(StreamExecutor):
@@ -140,6 +146,8 @@ class WallExecutor(StreamExecutor):
 
     `links` gives copy lanes their speed by name ("gpu->host", "host->gpu", "peer->1"); a lane
     without one runs as fast as memory allows. `workspace` delays the launches behind a sample.
+    `pace` (of device 0) sets the clock's rate as the machine's speed wanders: all times are then
+    those of a machine on which the reference work takes its nominal time.
     """
 
     def __init__(
@@ -148,11 +156,13 @@ class WallExecutor(StreamExecutor):
         machine: Machine,
         links: Mapping[str, Link] | None = None,
         workspace: Workspace | None = None,
+        pace: Pace | None = None,
     ) -> None:
         by_name = dict(links or {})
 
         def open_lane(lane: Lane) -> ThreadLane:
             watched = workspace if lane[1] == COMPUTE_LANE else None
-            return ThreadLane(lane, clock, machine, by_name.get(lane[1]), watched)
+            timed = pace if lane == (0, COMPUTE_LANE) else None  # one thread holds the clock
+            return ThreadLane(lane, clock, machine, by_name.get(lane[1]), watched, timed)
 
         super().__init__(clock, machine, open_lane, CHUNK_BYTES)

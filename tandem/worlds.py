@@ -73,9 +73,9 @@ def world_of(setting: Setting, backend: Mapping[str, Any]) -> Iterator[World]:
     opened: dict[str, Callable[[Setting], AbstractContextManager[World]]] = {
         "sim": _sim,
         "lockstep": _lockstep,
-        "cpu": partial(_wall, every=every)
-        if clock == "wall"
-        else partial(_service, every=every, reference_ns=reference_ns),
+        "cpu": partial(
+            _wall if clock == "wall" else _service, every=every, reference_ns=reference_ns
+        ),
         "cuda": _cuda,
     }
     with opened[name](setting) as world:
@@ -124,21 +124,28 @@ def _service(
 
 
 @contextmanager
-def _wall(setting: Setting, every: int | None = None) -> Iterator[World]:
+def _wall(
+    setting: Setting, every: int | None = None, reference_ns: int | None = None
+) -> Iterator[World]:
     from runtime.clock import WallClock
+    from runtime.reference import Pace
     from runtime.wall import WallExecutor
     from runtime.workspace import Workspace
 
     machine, links = _machine(setting), _links(setting)
+    pace = None if reference_ns is None else Pace(reference_ns)
+
+    def new_clock() -> WallClock:
+        return WallClock() if pace is None else WallClock(pace=lambda: pace.factor)
 
     @contextmanager
     def fresh() -> Iterator[tuple[simpy.Environment, WallExecutor]]:
-        clock = WallClock()
-        with WallExecutor(clock, machine, links) as executor:
+        clock = new_clock()
+        with WallExecutor(clock, machine, links, pace=pace) as executor:
             yield clock, executor
 
-    clock = WallClock()
-    with WallExecutor(clock, machine, links, Workspace(machine, every or 0)) as executor:
+    clock, workspace = new_clock(), Workspace(machine, every or 0)
+    with WallExecutor(clock, machine, links, workspace, pace) as executor:
         yield World(clock, executor, machine, _cpu_meter(machine), fresh)
 
 

@@ -137,3 +137,73 @@ def test_a_moment_that_has_just_passed_comes_at_once() -> None:
     seen: list[str] = []
     clock.run()
     assert seen == ["now"]
+
+
+def test_a_paced_clock_counts_the_time_of_its_nominal_machine() -> None:
+    """Half as fast as the system's clock: what is due at 20 ms comes no sooner than after 40."""
+    clock, began_ns = WallClock(pace=lambda: 0.5), time.perf_counter_ns()
+
+    def wait():
+        yield clock.timeout(20 * MS)
+
+    clock.process(wait())
+    clock.run()
+    assert time.perf_counter_ns() - began_ns >= 40 * MS
+    assert clock.now >= 20 * MS
+
+
+def test_a_held_clock_stands_still_and_goes_on_at_the_pace_of_then() -> None:
+    paces = iter([1.0, 4.0])
+    clock = WallClock(pace=lambda: next(paces))
+    clock.start()
+    with clock.held():
+        held_ns = clock.now
+        time.sleep(0.01)
+        assert clock.now == held_ns
+        assert clock.seconds(MS) > 0  # a sleeper looks again
+    real_ns, shown_ns = time.perf_counter_ns(), clock.now
+    time.sleep(0.01)
+    shown_ns, real_ns = clock.now - shown_ns, time.perf_counter_ns() - real_ns
+    assert shown_ns > 2 * real_ns * 0.9  # four, read a moment apart
+
+
+def test_a_clock_that_is_held_while_others_read_it_never_runs_back() -> None:
+    clock, seen, done = WallClock(pace=lambda: 3.0), [], threading.Event()
+    clock.start()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.append(clock.now)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(200):
+        with clock.held():
+            pass
+        time.sleep(1e-4)
+    done.set()
+    reader.join()
+    assert len(seen) > 200 and seen == sorted(seen)
+
+
+def test_who_sleeps_while_the_clock_is_held_wakes_on_time() -> None:
+    """An event is due 5 ms ahead; a thread holds the clock for 20 ms in between."""
+    clock, ended = WallClock(), threading.Event()
+
+    def hold() -> None:
+        with clock.held():
+            time.sleep(0.02)
+        ended.set()
+        clock.ring()
+
+    def wait():
+        clock.watch(ended.is_set, lambda: None, rings=True)
+        yield clock.timeout(5 * MS)
+
+    began_ns = time.perf_counter_ns()
+    clock.start()
+    thread = threading.Thread(target=hold)
+    thread.start()
+    clock.run(clock.process(wait()))
+    thread.join()
+    assert time.perf_counter_ns() - began_ns >= 20 * MS

@@ -185,3 +185,46 @@ def test_release_goes_to_the_machine() -> None:
     with WallExecutor(WallClock(), machine) as executor:
         executor.release((Tier.GPU, 0), [1, 2])
     assert machine.released == [((Tier.GPU, 0), (1, 2))]
+
+
+class Yardstick:
+    """A pace of its own, due after every launch."""
+
+    factor = 0.5
+
+    def __init__(self) -> None:
+        self.measured = 0
+
+    def is_due(self, worked_ns: int) -> bool:
+        return worked_ns > 0
+
+    def measure(self) -> None:
+        self.measured += 1
+        time.sleep(0.01)
+
+
+def test_measuring_the_pace_takes_no_time_of_the_clock() -> None:
+    pace, spans = Yardstick(), []
+    clock = WallClock(pace=lambda: 0.5)
+    launches = [compute() for _ in range(5)]
+    with WallExecutor(clock, Notes(lambda launch: time.sleep(0.004)), pace=pace) as executor:
+        executor.prepare(launches)
+        for launch in launches:
+            executor.run(launch, spans.append)
+        clock.run()
+    assert pace.measured == 5
+    assert all(span.end_ns - span.start_ns >= 2 * MS for span in spans)  # half of 4 ms
+    gaps_ns = [b.start_ns - a.end_ns for a, b in pairwise(spans)]
+    assert sorted(gaps_ns)[2] < 2 * MS  # of the 5 ms that 10 ms of measuring would show as
+
+
+def test_a_throttled_copy_takes_the_links_time_on_a_paced_clock() -> None:
+    clock, spans, link = WallClock(pace=lambda: 2.0), [], Link(1e6, 0)
+    copy = swap_out(10, 2_000)  # 20 ms of the link
+    began_ns = time.perf_counter_ns()
+    with WallExecutor(clock, Notes(), {"gpu->host": link}) as executor:
+        executor.prepare([copy])
+        executor.run(copy, spans.append)
+        clock.run()
+    assert spans[0].end_ns - spans[0].start_ns >= 20 * MS
+    assert time.perf_counter_ns() - began_ns >= 10 * MS
