@@ -9,12 +9,24 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from analysis.metrics import summary
-from benchmarks.fidelity import Case, capacity, finish, judged, keep, reruns, run, say, table_of
+from benchmarks.fidelity import (
+    COLUMNS,
+    Case,
+    capacity,
+    finish,
+    judged,
+    keep,
+    reruns,
+    run,
+    say,
+    table_of,
+)
 from tandem.calibrate import main as calibrate
 
 OUT = Path("benchmarks/results/cpu_fidelity.csv")
@@ -35,24 +47,27 @@ def main() -> int:
     parser.add_argument("--reruns", type=int, default=5)
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--loads", nargs="+", type=float, default=LOADS)
-    parser.add_argument("--quick", action="store_true", help="60 requests, 2 reruns, 80 % load")
+    parser.add_argument("--quick", action="store_true", help="60 requests, 2 reruns, 80 %% load")
     parser.add_argument("--model", default="micro_llama")
     parser.add_argument("--max-jobs", type=int, default=48)
-    parser.add_argument("--keep", type=Path, help="folder for all runs; default: temporary")
+    parser.add_argument("--keep", type=Path, help="folder for all runs, to go on with if stopped")
     chosen = parser.parse_args()
     if chosen.quick:
         chosen.requests, chosen.reruns, chosen.loads = 60, 2, [0.8]
+    is_whole = not chosen.quick and set(chosen.policies) >= set(POLICIES)
+    is_whole = is_whole and set(chosen.loads) >= set(LOADS)
+    out = OUT if is_whole else OUT.with_name("cpu_fidelity_part.csv")
     with tempfile.TemporaryDirectory() as temporary:
         root = chosen.keep or Path(temporary)
-        out = OUT if not chosen.quick else OUT.with_name("cpu_fidelity_quick.csv")
         table = pd.DataFrame()
         for part in points(chosen, root):  # written as it grows: it takes long
             table = pd.concat([table, part])
-            keep(table, out)
+            keep(table, out.with_stem("cpu_fidelity_part"))
+    out.with_stem("cpu_fidelity_part").unlink()
     return finish("cpu_fidelity_worst", table, out)
 
 
-def points(chosen: argparse.Namespace, root: Path):
+def points(chosen: argparse.Namespace, root: Path) -> Iterator[pd.DataFrame]:
     """One judged table per policy and load."""
     common = (
         "experiment=fidelity_chunked",
@@ -62,20 +77,28 @@ def points(chosen: argparse.Namespace, root: Path):
         f"budget.kv_pages={KV_PAGES}",
     )
     for policy in chosen.policies:
-        settings = (*common, f"policy={policy}")
-        profile = root / f"profile-{policy}"
-        say(f"calibrating for {policy}")
-        calibrate([*settings, *MEASURED, "--out", str(profile)])
-        settings = (*settings, f"profile={profile}")
-        rate = capacity(Case(policy, settings, profile, root / policy), MEASURED)
-        say(f"{policy}: capacity {rate:.3g} requests/s")
+        settings, folder, rate = (*common, f"policy={policy}"), root / policy, 0.0
         for load in chosen.loads:
-            at = (*settings, f"arrival.rate={load * rate}")
-            case = Case(f"{policy}@{load:.0%}", at, profile, root / policy / f"{load:.0%}")
+            name = f"{policy}@{load:.0%}"
+            profile = calibrated(name, settings, folder / f"profile-{load:.0%}")
+            at = (*settings, f"profile={profile}")
+            if not rate:
+                rate = capacity(Case(policy, at, folder), MEASURED)
+                say(f"{policy}: capacity {rate:.3g} requests/s")
+            at = (*at, f"arrival.rate={load * rate}")
+            case = Case(name, at, folder / f"{load:.0%}")
             pairs = list(reruns(case, MEASURED, chosen.reruns))
             yield judged(
                 pd.concat([table_of(case, pairs, chosen.reruns), sensitivity(case)]), load <= 0.5
             )
+
+
+def calibrated(name: str, settings: Sequence[str], folder: Path) -> Path:
+    """A profile taken right before its case: the nearer in time, the likelier the same machine."""
+    if not folder.is_dir():
+        say(f"calibrating for {name}")
+        calibrate([*settings, *MEASURED, "--out", str(folder)])
+    return folder
 
 
 def sensitivity(case: Case) -> pd.DataFrame:
@@ -89,10 +112,16 @@ def sensitivity(case: Case) -> pd.DataFrame:
         for pace in (0.98, 1.0, 1.02)
     }
     rows = [
-        (case.name, f"mean_ttft_s_at_pace_{pace}", ttft[1.0], ttft[pace] / ttft[1.0] - 1, 0.0)
+        (
+            case.name,
+            f"mean_ttft_s_at_pace_{pace}",
+            ttft[1.0],
+            *[ttft[pace] / ttft[1.0] - 1] * 2,
+            0.0,
+        )
         for pace in (0.98, 1.02)
     ]
-    return pd.DataFrame(rows, columns=["case", "figure", "measured", "error", "rerun_iqr"])
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,18 @@
 
 A profile is calibrated on made-up shapes and lengths; the judged trace is ShareGPT. Every measured
 run has drift probes before and after it; a run around which they moved by more than 3 % is thrown
-away. A shared machine's speed changes by a third within seconds: both clocks therefore count time
-in reference works (runtime/reference.py), in calibration and run alike.
+away. An error is the median over reruns, whose signs may cancel: the worst rerun is published
+beside it. A shared machine's speed changes by a third within seconds: both clocks therefore count
+time in reference works (runtime/reference.py), in calibration and run alike.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -22,20 +25,22 @@ from analysis.run import Run, load
 from tandem.compare import replay_of
 from tandem.compose import composed
 from tandem.experiment import run_experiment
+from tandem.provenance import commit, host
 
 DRIFT = 0.03  # most that the probes may move around an accepted run
 ATTEMPTS = 6  # measured runs per accepted one, at the most
 METRICS = ("ttft", "tpot", "e2e")
 STATS = ("mean", "p50", "p90", "p99")
+COLUMNS = ["case", "figure", "measured", "error", "worst_rerun", "rerun_iqr"]
+NEVER_ABOVE = 0.10  # for mean TPOT and E2E
 
 
 @dataclass(frozen=True)
 class Case:
-    """One point: what is run, over which profile, into which folder."""
+    """One point: what is run, and into which folder."""
 
     name: str
     settings: tuple[str, ...]
-    profile: Path
     folder: Path
 
 
@@ -53,9 +58,13 @@ def say(text: str) -> None:
 
 
 def run(settings: Sequence[str], folder: Path) -> Run:
-    """One run into a folder of its own."""
-    run_experiment(composed(list(settings)), folder)
-    return load(folder)
+    """One run into a folder of its own, or the one that is there from a claim that was stopped."""
+    if not (folder / "metrics.json").is_file():
+        run_experiment(composed(list(settings)), folder)
+    found = load(folder)
+    if list(found.provenance["overrides"]) != list(settings):
+        raise ValueError(f"{folder} holds a run of other settings; give a new folder with --keep")
+    return found
 
 
 def capacity(case: Case, backend: Sequence[str]) -> float:
@@ -74,7 +83,10 @@ def reruns(case: Case, backend: Sequence[str], count: int) -> Iterator[Pair]:
         if moved(measured) > DRIFT:
             continue
         predicted = run(case.settings, folder / "predicted")
-        yield Pair(measured, predicted, load(replay_of(predicted, measured, folder / "replayed")))
+        replayed = folder / "replayed"
+        if not (replayed / "metrics.json").is_file():
+            replay_of(predicted, measured, replayed)
+        yield Pair(measured, predicted, load(replayed))
         accepted += 1
         if accepted == count:
             return
@@ -97,25 +109,30 @@ def kv_peak_pages(run: Run) -> int:
 
 def table_of(case: Case, pairs: Sequence[Pair], wanted: int) -> pd.DataFrame:
     """Per metric and statistic: medians over reruns of both values and of the signed error."""
-    columns = ["case", "figure", "measured", "error", "rerun_iqr"]
-    rows = [(case.name, "steady_reruns", float(len(pairs)), len(pairs) / wanted - 1, 0.0)]
+    rows = [(case.name, "steady_reruns", float(len(pairs)), len(pairs) / wanted - 1, 0.0, 0.0)]
     if not pairs:
-        return pd.DataFrame(rows, columns=columns)
+        return pd.DataFrame(rows, columns=COLUMNS)
     values = [(summary(p.measured), summary(p.predicted)) for p in pairs]
     for key in ("request_throughput", *(f"{s}_{m}_s" for m in METRICS for s in STATS)):
         real = np.array([float(m[key]) for m, _ in values])
         error = np.array([float(p[key]) / float(m[key]) - 1 for m, p in values])
         low, high = np.percentile(real, (25, 75))
         spread = float((high - low) / np.median(real))
-        rows.append((case.name, key, float(np.median(real)), float(np.median(error)), spread))
-    peaks = [kv_peak_pages(p.predicted) / kv_peak_pages(p.measured) - 1 for p in pairs]
+        rows.append((case.name, key, float(np.median(real)), *middle(error), spread))
+    peaks = np.array([kv_peak_pages(p.predicted) / kv_peak_pages(p.measured) - 1 for p in pairs])
     equal = all(kv_peak_pages(p.replayed) == kv_peak_pages(p.measured) for p in pairs)
-    real = float(np.median([kv_peak_pages(p.measured) for p in pairs]))
-    rows.append((case.name, "kv_peak_pages", real, float(np.median(peaks)), 0.0))
-    rows.append((case.name, "kv_peak_replayed_equal", float(equal), 0.0, 0.0))
-    paces = [geometric_mean(p.measured.provenance["probe_ratios"].values()) for p in pairs]
-    rows.append((case.name, "probe_after_over_before", float(np.median(paces)), 0.0, 0.0))
-    return pd.DataFrame(rows, columns=columns)
+    pages = float(np.median([kv_peak_pages(p.measured) for p in pairs]))
+    rows.append((case.name, "kv_peak_pages", pages, *middle(peaks), 0.0))
+    rows.append((case.name, "kv_peak_replayed_equal", float(equal), 0.0, 0.0, 0.0))
+    for name in pairs[0].measured.provenance["probe_ratios"]:
+        ratios = np.array([p.measured.provenance["probe_ratios"][name] for p in pairs])
+        rows.append((case.name, f"probe_{name}_after_over_before", 1.0, *middle(ratios - 1), 0.0))
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def middle(errors: np.ndarray) -> tuple[float, float]:
+    """The median of some signed errors, and the one that is farthest from zero."""
+    return float(np.median(errors)), float(errors[np.abs(errors).argmax()])
 
 
 def bars(row: Mapping[str, object], judges_ttft: bool) -> float | None:
@@ -128,7 +145,7 @@ def bars(row: Mapping[str, object], judges_ttft: bool) -> float | None:
     if figure == "request_throughput":
         return 0.02
     if figure in ("mean_tpot_s", "mean_e2e_s"):
-        return min(0.10, max(0.05, spread))
+        return min(NEVER_ABOVE, max(0.05, spread))
     if figure == "mean_ttft_s":
         return 0.10 if judges_ttft else None
     return 0.03 if figure == "kv_peak_pages" else None
@@ -146,9 +163,11 @@ def judged(table: pd.DataFrame, judges_ttft: bool) -> pd.DataFrame:
 
 
 def keep(table: pd.DataFrame, out: Path) -> None:
-    """Writes the CSV."""
+    """Writes the CSV, and beside it where its figures come from."""
     out.parent.mkdir(parents=True, exist_ok=True)
     table.to_csv(out, index=False)
+    about = {**commit(), **host(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    out.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
 def finish(name: str, table: pd.DataFrame, out: Path) -> int:

@@ -1,5 +1,7 @@
-"""Claim: tokens equal model.generate on every request, for every scheduling x memory policy.
+"""Claim: tokens equal model.generate on every request, whatever the policies do to its job.
 
+Every pair of static, continuous and chunked scheduling with restart, swap and reservation for all
+families, and the field's named stacks (vLLM, Orca, Sarathi, deadlines, shortest job) for the first.
 Greedy in fp32, end of sequence off, equal lengths; 24 requests at once on the real CPU executor.
 The KV pool holds twice the longest request, so that restarts and swaps must happen; a combination
 that should show them and does not fails. Weights are random with a standard deviation of 0.15 (not
@@ -11,24 +13,54 @@ printed. The value is the number of requests that differ in any other way.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from itertools import product
 
+from engine.policy import Composed, Policy
 from runtime.model import build_model
+from tandem.build import Builder
+from tandem.compose import composed
+from tandem.setting import policy_of
 from tests.hand_made import FAMILIES, SPREAD
 from tests.reference import Agreement, compare, generate
-from tests.serving import MEMORY, SCHEDULING, Served, serve, short_requests
+from tests.serving import (
+    MAX_OUTPUT,
+    MAX_PROMPT,
+    MEMORY,
+    SCHEDULING,
+    Served,
+    serve_with,
+    short_requests,
+)
 
 GPU_PAGES = 26  # the longest request (100 tokens) takes 13
-BAR = 100.0
+STACKS = {  # by name in conf/policy: settings that put as much pressure on memory
+    "vllm_v0": ("scheduling.max_jobs=12", "scheduling.token_budget=128"),
+    "vllm_v1": ("scheduling.max_jobs=12", "scheduling.token_budget=32"),
+    "sarathi": ("scheduling.max_jobs=12", "scheduling.token_budget=32"),
+    "orca": ("scheduling.max_jobs=4", f"memory.max_tokens={MAX_PROMPT + MAX_OUTPUT}"),
+    "deadline_restart": ("scheduling.max_jobs=12", "scheduling.token_budget=32"),
+    "shortest_restart": ("scheduling.max_jobs=12", "scheduling.token_budget=32"),
+}
 
 
-def has_pressure(memory: str, served: Served) -> bool:
+def has_pressure(name: str, served: Served) -> bool:
     """Whether a run showed what its memory policy does when short of memory."""
-    taken = {"paged_restart": served.restarts, "paged_swap": served.swaps}
-    return bool(taken.get(memory, True))
+    if "reservation" in name or name == "orca":
+        return True
+    return bool(served.swaps if "swap" in name else served.restarts)
 
 
-def family_rows(family: str, count: int) -> list[tuple[Agreement, bool]]:
+def policies(with_stacks: bool) -> Iterator[tuple[str, Policy, int]]:
+    """Name, policy and run-ahead of what is tried."""
+    for scheduling, memory in product(SCHEDULING, MEMORY):
+        yield f"{scheduling} {memory}", Composed(SCHEDULING[scheduling], MEMORY[memory]), 2
+    for name, settings in STACKS.items() if with_stacks else ():
+        config = composed([f"policy={name}", *settings]).config
+        yield name, policy_of(config, Builder()), config["depth"]
+
+
+def family_rows(family: str, count: int, with_stacks: bool) -> list[tuple[Agreement, bool]]:
     """Per combination, how its tokens compare and whether memory was short; prints each."""
     spec = FAMILIES[family]
     requests = short_requests(count, spec.vocab_size)
@@ -37,23 +69,24 @@ def family_rows(family: str, count: int) -> list[tuple[Agreement, bool]]:
         r.request_id: generate(plain, r.prompt_ids or (), r.output_tokens) for r in requests
     }
     model, rows = build_model(spec, seed=1, spread=SPREAD), []
-    for scheduling, memory in product(SCHEDULING, MEMORY):
-        served = serve(spec, requests, scheduling, memory, GPU_PAGES, model)
+    for name, policy, depth in policies(with_stacks):
+        served = serve_with(policy, spec, requests, GPU_PAGES, model, depth)
         found = compare(served.outputs, expected)
         print(
-            f"{family:6} {scheduling:20} {memory:16} {count:3} requests, {found.equal:3} equal, "
+            f"{family:6} {name:36} {count:3} requests, {found.equal:3} equal, "
             f"{found.near_ties} near ties, {served.restarts:3} restarts, {served.swaps:3} swaps",
             *found.wrong,
             sep="\n    ",
         )
-        rows.append((found, has_pressure(memory, served)))
+        rows.append((found, has_pressure(name, served)))
     return rows
 
 
 def main() -> int:
     quick = "--quick" in sys.argv[1:]
     families = ("llama", "qwen3") if quick else tuple(FAMILIES)
-    rows = [row for family in families for row in family_rows(family, 10 if quick else 24)]
+    count = 10 if quick else 24
+    rows = [r for i, family in enumerate(families) for r in family_rows(family, count, not i)]
     equal, ties = (sum(getattr(row[0], name) for row in rows) for name in ("equal", "near_ties"))
     wrong = sum(len(found.wrong) for found, _ in rows)
     pressed = all(pressed for _, pressed in rows)

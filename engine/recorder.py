@@ -157,6 +157,7 @@ class Recorder:
     def delivered(self, pieces: Sequence[Piece], at: int | Times) -> None:
         """Output tokens of a launch reached their clients; of a run, all in one list."""
         outcomes = self.outcomes
+        assert isinstance(pieces, Pieces) or not pieces, "the engine launches pieces by column"
         if isinstance(pieces, Pieces):
             for job_id in compress(pieces.job_ids, pieces.samples):
                 outcomes[job_id].token_runs.append(at)

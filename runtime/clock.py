@@ -47,7 +47,9 @@ class WallClock(simpy.Environment):
     def __init__(self, poll_ns: int = 50_000, pace: Callable[[], float] = lambda: 1.0) -> None:
         super().__init__(initial_time=0)
         self._pace = pace
-        self._rate: _Rate | None = None  # replaced whole: other threads read it
+        self._rate: _Rate | None = None
+        self._turning = threading.Lock()  # else a time read under the old rate could lie ahead
+        self.idle_ns = 0  # thread time that step() spent on waiting: polls and the last moment
         self._poll_ns = poll_ns
         self._bell = threading.Event()
         self._watched: list[_Watched] = []
@@ -55,10 +57,18 @@ class WallClock(simpy.Environment):
     @property
     def now(self) -> int:
         """ns since the run began; never runs back. Safe to read on any thread."""
+        with self._turning:
+            return self._at(time.perf_counter_ns())
+
+    def _at(self, real_ns: int) -> int:
         rate = self._rate
         if rate is None:
             return int(self._now)
-        return rate.at_ns + int((time.perf_counter_ns() - rate.since_ns) * rate.factor)
+        return rate.at_ns + int((real_ns - rate.since_ns) * rate.factor)
+
+    def paced(self, real_ns: int) -> int:
+        """So much real time, measured just now, in this clock's."""
+        return round(real_ns * self._pace())
 
     def start(self) -> None:
         """Lets time begin (the first step does it too), after what takes long to set up."""
@@ -82,7 +92,9 @@ class WallClock(simpy.Environment):
 
     def _run_at(self, factor: float) -> None:
         assert self._rate is not None, "the clock has not started"
-        self._rate = _Rate(self.now, time.perf_counter_ns(), factor)
+        with self._turning:
+            real_ns = time.perf_counter_ns()
+            self._rate = _Rate(self._at(real_ns), real_ns, factor)
 
     def schedule(self, event: simpy.Event, priority: Any = NORMAL, delay: float = 0) -> None:
         """Counts a delay from the moment of the call, not from the event being handled."""
@@ -115,6 +127,7 @@ class WallClock(simpy.Environment):
         """
         self.start()
         while True:
+            looked_ns = time.thread_time_ns()
             self._poll()
             wait_ns = self.peek() - self.now
             if wait_ns <= 0:
@@ -122,6 +135,7 @@ class WallClock(simpy.Environment):
             if wait_ns == Infinity and not self._watched:
                 raise EmptySchedule
             self._sleep(wait_ns)
+            self.idle_ns += time.thread_time_ns() - looked_ns
 
     def _poll(self) -> None:
         """Triggers what has completed, in the order in which it was watched."""

@@ -21,7 +21,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Residency:
-    """How much of some memory the kernel holds in RAM, by mincore: ~16 us per 64 MiB."""
+    """How much of some memory the kernel holds in RAM, by mincore: 20-40 us per 64 MiB."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor  # keeps the memory mapped
@@ -128,21 +128,32 @@ class CudaMeter:
     hold (`requested_bytes`; the allocator rounds each to 512). An arena is taken whole at the
     start, so this is weights + arena whatever is booked; a launch in flight adds the few
     index tensors it keeps. process_bytes = what the driver says is in use on the device, by
-    anybody. The HOST pool is its pinned arena, resident in whole, and the RSS.
-    `every` as in CpuMeter.
+    anybody. The HOST pool is its pinned arena (it cannot leave RAM, so it is asked for once) and
+    the RSS. `every` and `paused` as in CpuMeter.
     """
 
-    def __init__(self, device: int = 0, host_arenas: Sequence[Tensor] = (), every: int = 1) -> None:
+    def __init__(
+        self,
+        device: int = 0,
+        host_arenas: Sequence[Tensor] = (),
+        every: int = 1,
+        paused: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         if every < 1:
             raise ValueError(f"meter: every is {every}; it must be at least 1")
-        self._device, self._every, self._calls = device, every, 0
-        self._host = [Residency(tensor) for tensor in host_arenas]
+        self._device, self._every, self._calls, self._paused = device, every, 0, paused
+        pinned = [Residency(tensor).read_bytes() for tensor in host_arenas]
+        self._pinned_bytes = sum(pinned) if pinned else None
 
     def read(self) -> Mapping[Pool, Reading]:
         """One reading per pool, or nothing at a call that is left out."""
         self._calls += 1
         if (self._calls - 1) % self._every:
             return {}
+        with self._paused():
+            return self._readings()
+
+    def _readings(self) -> Mapping[Pool, Reading]:
         stats = torch.cuda.memory_stats(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         readings = {
@@ -150,9 +161,8 @@ class CudaMeter:
                 int(stats["requested_bytes.all.current"]), total - free
             )
         }
-        if self._host:
-            pinned = sum(arena.read_bytes() for arena in self._host)
-            readings[(Tier.HOST, 0)] = Reading(pinned, process_bytes())
+        if self._pinned_bytes is not None:
+            readings[(Tier.HOST, 0)] = Reading(self._pinned_bytes, process_bytes())
         return readings
 
 

@@ -7,8 +7,8 @@ the engine. Threads (wall.py) and CUDA streams (cuda.py) differ only in their la
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -94,23 +94,34 @@ class StreamExecutor:
         self._lanes: dict[Lane, StreamLane] = {}
         self._work: dict[Op, Work] = {}
         self._marks: dict[Op, Mark] = {}
-        self._since_ns: int | None = None  # thread time up to which the host's is reported
+        self._since_ns: int | None = None  # host time is reported up to here
+        self._paused_ns = 0
 
     def prepare(self, launches: Sequence[Launch]) -> int:
         """Builds what the launches need; returns the engine thread's CPU time since the last call.
 
-        That is what deciding, booking, settling and preparing took, without the waits between
-        them; up to 100 us of idling awake before an arrival are in it (see WallClock).
+        That is what deciding, booking, settling and preparing took, without the clock's polls and
+        waits between them and what was done in `paused`.
         """
         if self._since_ns is None:
-            self._since_ns = time.thread_time_ns()  # what came before the first plan is set-up
+            self._since_ns = self._host_now_ns()  # what came before the first plan is set-up
         for launch in launches:
             parts = split_copy(launch, self._chunk_bytes)
             with self._uploading() as uploaded:
                 prepared = tuple((self.machine.prepare(part), part.nbytes) for part in parts)
             self._work[launch.op] = Work(launch, prepared, uploaded)
-        since_ns, self._since_ns = self._since_ns, time.thread_time_ns()
-        return self._since_ns - since_ns
+        since_ns, self._since_ns = self._since_ns, self._host_now_ns()
+        return self.clock.paced(self._since_ns - since_ns)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside is not the host's work: meters. It takes real time all the same."""
+        began_ns = time.thread_time_ns()
+        yield
+        self._paused_ns += time.thread_time_ns() - began_ns
+
+    def _host_now_ns(self) -> int:
+        return time.thread_time_ns() - self.clock.idle_ns - self._paused_ns
 
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
         """Starts a prepared launch; what has settled is waited for no more."""

@@ -22,18 +22,20 @@ class Transcript:
         self.prompt_tokens = len(self.tokens)
         self.tickets: list[int] = []
         self.pages: list[int] = []
+        self._source: Sequence[int] = ()  # the ledger's own list: kept, so that no other is it
         self._table = np.empty(0, dtype=np.int64)
         self._view = torch.empty(0, dtype=torch.int64)
 
     def follow(self, pages: Sequence[int]) -> Sequence[int]:
         """Brings the page table up to date; returns the pages that are new in it.
 
-        A table only grows while a job keeps its KV; another one (restart, swap in) replaces it.
+        A table only grows while a job keeps its KV; after a restart or a swap it is another one,
+        even where the same pages came back in the same order: they have been released meanwhile.
         Its memory is never written twice: launches in flight may still read the old one.
         """
+        if pages is not self._source:
+            self._source, self.pages, self._table = pages, [], self._table[:0]
         known = len(self.pages)
-        if list(pages[:known]) != self.pages:
-            self.pages, self._table, known = [], self._table[:0], 0
         new = pages[known:]
         if new:
             self.pages.extend(new)

@@ -51,6 +51,11 @@ class ShapePriced:
 
     model: ModelSpec
 
+    @property
+    def page_tokens(self) -> int:
+        """Tokens in a page of KV, where workspace depends on it."""
+        return 16
+
     def compute_ns(self: _Shapes, launch: Launch) -> int:
         """Duration of a forward launch."""
         return self.shape_ns(*forward_shape(launch))
@@ -73,11 +78,14 @@ class ShapePriced:
         """The model's workspace formula; none for copies."""
         if isinstance(launch.op, Copy):
             return None
-        return self.model.workspace_bytes(*forward_shape(launch))
+        return self.model.workspace_bytes(*forward_shape(launch), self.page_tokens)
 
 
 class _Shapes(ShapeCost, Protocol):
     model: ModelSpec
+
+    @property
+    def page_tokens(self) -> int: ...
 
 
 def shifted(tokens: Sequence[int], contexts: Sequence[int], steps: int) -> list[int]:

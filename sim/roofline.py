@@ -20,6 +20,7 @@ class Roofline(ShapePriced):
 
     device: Device
     model: ModelSpec
+    page_tokens: int = 16
     form: str = field(default="roofline", init=False)
 
     @property

@@ -44,6 +44,10 @@ class TableCost(ShapePriced):
         object.__setattr__(self, "_lookups", lookups)
 
     @property
+    def page_tokens(self) -> int:
+        return self.page.tokens
+
+    @property
     def provenance(self) -> str:
         """The profile that the tables were fitted to."""
         return f"tables fitted to {self.source} for {self.model.name}"

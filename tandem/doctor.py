@@ -17,10 +17,10 @@ def main(words: Sequence[str]) -> int:
     """Prints the report; 1 if something that every run needs is missing."""
     argparse.ArgumentParser(prog="tandem doctor", description=__doc__).parse_args(words)
     for name, value in lines():
-        print(f"{name:<12}{value}")
+        print(f"{name:<14}{value}")
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        print(f"{'missing':<12}{', '.join(missing)} (run `make setup`)")
+        print(f"{'missing':<14}{', '.join(missing)} (run `make setup`)")
     return 1 if missing else 0
 
 

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from engine.model import ModelSpec
 from engine.plan import PageSize
+from sim.device import Device
 from sim.errors import ALL, errors
 from sim.fit import fit_observed
 from sim.shapes import HOST, Planned, observed
@@ -87,8 +88,8 @@ def judged(cost: TableCost, folder: Path) -> pd.DataFrame:
     return pd.concat([shapes, replayed.rename(index=lambda name: AGAIN + name)])
 
 
-def read_cost(folder: Path, spec: ModelSpec) -> TableCost:
-    """The tables of a profile. ValueError if there are none, or they are another model's."""
+def read_cost(folder: Path, spec: ModelSpec, device: Device, page_tokens: int) -> TableCost:
+    """The tables of a profile. ValueError if there are none, or they are of something else."""
     path = folder / COST
     if not path.is_file():
         raise ValueError(f"profile={folder}: no {COST} there; make one with `tandem calibrate`")
@@ -98,14 +99,36 @@ def read_cost(folder: Path, spec: ModelSpec) -> TableCost:
             f"profile={folder} was measured with model {cost.model.name}, not {spec.name}; "
             f"run `tandem calibrate model={spec.name}`"
         )
+    if cost.page.tokens != page_tokens:
+        raise ValueError(
+            f"profile={folder} was measured with page_tokens={cost.page.tokens}, not {page_tokens}"
+        )
+    about = folder / "profile.json"
+    measured = json.loads(about.read_text(encoding="utf-8")) if about.is_file() else {}
+    for name, value in device_facts(device).items():
+        if measured.get(name, value) != value:
+            raise ValueError(
+                f"profile={folder} was measured with {name} {measured[name]}, not {value}; "
+                "calibrate with the settings that you run with"
+            )
     return cost
+
+
+def device_facts(device: Device) -> dict[str, Any]:
+    """What of a device decides over a profile: its name and its link."""
+    return {
+        "device": device.name,
+        "to_device_bytes_per_s": device.to_device_bytes_per_s,
+        "to_host_bytes_per_s": device.to_host_bytes_per_s,
+        "link_ns": device.link_ns,
+    }
 
 
 def _profile_shapes(point: Composed, folder: Path) -> None:
     from runtime.calibrate import profile
 
     setting, backend = setting_of(point), point.config["backend"]
-    facts = {**commit(), "device": setting.device.name, **backend}
+    facts = {**commit(), **device_facts(setting.device), **backend}
     with world_of(setting, backend) as world:
         assert world.fresh is not None, "a measured backend has a machine"
         with world.fresh() as (env, executor):

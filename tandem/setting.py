@@ -53,7 +53,7 @@ def setting_of(point: Composed) -> Setting:
         requests,
         spec,
         device,
-        cost_of(config, device, spec),
+        cost_of(config, device, spec, page_tokens),
         policy,
         room_for(budget, spec, device, page_tokens, requests, policy),
         _at_least_one(config, "depth"),
@@ -72,6 +72,8 @@ def policy_of(config: Mapping[str, Any], builder: Builder) -> Policy:
         if not path.is_file():
             raise ValueError(f"replayed={path.parent}: no plan log there; give a run's folder")
         return Recorded(read_plans(path))
+    if (config.get("planner") or {}).get("_target_"):
+        raise ValueError("planner: nothing of what there is yet takes one; set planner=none")
     halves = []
     for name in ("scheduling", "memory"):
         if not config.get(name):
@@ -80,7 +82,9 @@ def policy_of(config: Mapping[str, Any], builder: Builder) -> Policy:
     return ComposedPolicy(*halves)
 
 
-def cost_of(config: Mapping[str, Any], device: Device, spec: ModelSpec) -> LaunchCost:
+def cost_of(
+    config: Mapping[str, Any], device: Device, spec: ModelSpec, page_tokens: int
+) -> LaunchCost:
     """Tables of a calibrated profile if one is named, else the device's roofline."""
     pace = conform(config["pace"], float, "pace")
     if pace <= 0:
@@ -88,10 +92,10 @@ def cost_of(config: Mapping[str, Any], device: Device, spec: ModelSpec) -> Launc
     if config["profile"] is None:
         if pace != 1:
             raise ValueError(f"pace={pace}: only a profile has a pace; set profile=")
-        return Roofline(device, spec)
+        return Roofline(device, spec, page_tokens)
     from tandem.profile import read_cost
 
-    cost = read_cost(Path(str(config["profile"])), spec)
+    cost = read_cost(Path(str(config["profile"])), spec, device, page_tokens)
     return cost if pace == 1 else cost.scaled(pace, "pace")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import simpy
 
 from engine.executor import Executor, Meter
 from engine.plan import Pool
-from tandem.budget import GPU, HOST
+from tandem.budget import GPU, HOST, MIB
 from tandem.conform import conform
 from tandem.setting import Setting
 from traces.prompts import prompt_of
@@ -26,6 +27,7 @@ CLOCKS = {
 }
 MEASURED = ("cpu", "cuda")
 SAMPLED_EVERY = 20  # launches per sample of workspace, where a sample takes nobody's time
+READ_EVERY = 16  # settles per reading of memory, where a reading takes the run's own time
 
 
 Opened = AbstractContextManager[tuple[simpy.Environment, Executor]]
@@ -146,7 +148,8 @@ def _wall(
 
     clock, workspace = new_clock(), Workspace(machine, every or 0)
     with WallExecutor(clock, machine, links, workspace, pace) as executor:
-        yield World(clock, executor, machine, _cpu_meter(machine), fresh)
+        meter = _cpu_meter(machine, executor.paused, READ_EVERY)
+        yield World(clock, executor, machine, meter, fresh)
 
 
 @contextmanager
@@ -159,6 +162,7 @@ def _cuda(setting: Setting) -> Iterator[World]:
     from runtime.cuda import CudaExecutor, set_budget
     from runtime.meter import CudaMeter
 
+    _check_pinned(setting)
     gc.collect()  # an earlier run of this process may still hold the memory
     torch.cuda.empty_cache()
     set_budget(setting.device.usable_bytes)
@@ -171,8 +175,20 @@ def _cuda(setting: Setting) -> Iterator[World]:
             yield clock, executor
 
     with fresh() as (clock, executor):
-        meter = CudaMeter(host_arenas=[machine.arenas[HOST].pages])
+        host_arenas = [machine.arenas[HOST].pages]
+        meter = CudaMeter(host_arenas=host_arenas, every=READ_EVERY, paused=executor.paused)
         yield World(clock, executor, machine, meter, fresh)
+
+
+def _check_pinned(setting: Setting) -> None:
+    """ValueError where the host's KV, which is pinned, would take most of this machine's memory."""
+    wanted = pages_of(setting)[HOST] * setting.room.page.nbytes
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    if wanted > available / 2:
+        raise ValueError(
+            f"budget: {wanted / MIB:,.0f} MiB of host memory for swapped KV would be pinned, and "
+            f"{available / MIB:,.0f} MiB are free here; set budget.host_bytes to less than half"
+        )
 
 
 def _machine(setting: Setting, device: str = "cpu") -> Any:
@@ -224,9 +240,9 @@ def _links(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _cpu_meter(machine: Any, paused: Callable[[], Any] = nullcontext) -> Meter:
+def _cpu_meter(machine: Any, paused: Callable[[], Any] = nullcontext, every: int = 1) -> Meter:
     from runtime.meter import CpuMeter
 
     weights = {GPU: list(machine.decoder.model.parameters()), HOST: []}
     arenas = {pool: arena.pages for pool, arena in machine.arenas.items()}
-    return CpuMeter(weights, arenas, paused=paused)
+    return CpuMeter(weights, arenas, every, paused)

@@ -68,12 +68,24 @@ def serve(
     model: Any = None,
 ) -> Served:
     """Replays requests with real work on the CPU, in a tight KV budget."""
+    policy = Composed(SCHEDULING[scheduling], MEMORY[memory])
+    return serve_with(policy, spec, requests, gpu_pages, model)
+
+
+def serve_with(
+    policy: Policy,
+    spec: ModelSpec,
+    requests: Sequence[Request],
+    gpu_pages: int,
+    model: Any = None,
+    depth: int = 2,
+) -> Served:
+    """The same under any policy."""
     pages = {GPU: gpu_pages, HOST: 4 * gpu_pages}
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
     model = model or build_model(spec, seed=1, spread=SPREAD)
     machine = Machine(model, spec, PAGE_TOKENS, pages, prompts)
-    policy = Composed(SCHEDULING[scheduling], MEMORY[memory])
-    outcomes = replay(policy, machine, pages, requests).outcomes
+    outcomes = replay(policy, machine, pages, requests, depth).outcomes
     assert {o.status for o in outcomes.values()} == {"finished"}
     return Served(
         {i: machine.outputs(i) for i in outcomes},
@@ -83,12 +95,17 @@ def serve(
 
 
 def replay(
-    policy: Policy, machine: Machine, pages: Mapping[Pool, int], requests: Sequence[Request]
+    policy: Policy,
+    machine: Machine,
+    pages: Mapping[Pool, int],
+    requests: Sequence[Request],
+    depth: int = 2,
 ) -> Recorder:
     """One run of the engine on the service clock."""
     env, recorder = simpy.Environment(), Recorder()
     page = PageSize(PAGE_TOKENS, machine.arenas[GPU].page_nbytes)
     capacity = {pool: count * page.nbytes for pool, count in pages.items()}
     executor = CpuExecutor(env, machine)
-    Engine(env, policy, executor, capacity, page, recorder=recorder).replay(requests)
+    engine = Engine(env, policy, executor, capacity, page, depth=depth, recorder=recorder)
+    engine.replay(requests)
     return recorder

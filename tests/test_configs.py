@@ -70,3 +70,8 @@ def test_any_scheduling_goes_with_any_memory() -> None:
             engine.replay(setting.requests)
         outcomes = engine.recorder.outcomes.values()
         assert [o.status for o in outcomes] == ["finished"] * 10, (scheduling[0], memory[0])
+
+
+def test_a_planner_is_refused_as_long_as_nothing_takes_one() -> None:
+    with pytest.raises(ValueError, match="planner=none"):
+        setting_of(composed(["limit=2", "planner._target_=policies.order.Planner"]))

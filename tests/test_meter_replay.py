@@ -13,7 +13,7 @@ import torch
 
 from engine.engine import Engine
 from engine.plan import PageSize
-from engine.policy import Composed
+from engine.policy import Composed, Policy
 from engine.recorder import Recorder
 from runtime.clock import WallClock
 from runtime.executor import CpuExecutor
@@ -27,9 +27,10 @@ from tests.hand_made import HOST, SPREAD, TINY
 from tests.serving import MEMORY, SCHEDULING, short_requests
 
 
-def machine(page_tokens: int, gpu_pages: int) -> Machine:
+def machine(page_tokens: int, gpu_pages: int, seed: int = 0) -> Machine:
     torch.set_num_threads(1)
-    prompts = {r.request_id: r.prompt_ids or () for r in short_requests(14, TINY.vocab_size)}
+    requests = short_requests(14, TINY.vocab_size, seed)
+    prompts = {r.request_id: r.prompt_ids or () for r in requests}
     pages = {GPU: gpu_pages, HOST: 4 * gpu_pages}
     return Machine(build_model(TINY, seed=1, spread=SPREAD), TINY, page_tokens, pages, prompts)
 
@@ -49,14 +50,26 @@ def world(clock: str, box: Machine, every: int) -> Iterator[tuple[Any, Any]]:
 def replay(
     box: Machine, memory: str, depth: int = 1, clock: str = "service", every: int = 0
 ) -> Recorder:
+    policy = Composed(SCHEDULING["chunked_prefill"], MEMORY[memory])
+    return replay_with(policy, box, depth, clock, every)
+
+
+def replay_with(
+    policy: Policy,
+    box: Machine,
+    depth: int = 1,
+    clock: str = "service",
+    every: int = 0,
+    seed: int = 0,
+) -> Recorder:
     page = PageSize(box.arenas[GPU].page_tokens, box.arenas[GPU].page_nbytes)
     weights = {GPU: box.decoder.model.parameters()}
     meter = CpuMeter(weights, {pool: arena.pages for pool, arena in box.arenas.items()})
     capacity = {pool: arena.num_pages * page.nbytes for pool, arena in box.arenas.items()}
-    policy, recorder = Composed(SCHEDULING["chunked_prefill"], MEMORY[memory]), Recorder(meter)
+    recorder = Recorder(meter)
     with world(clock, box, every) as (env, executor):
         engine = Engine(env, policy, executor, capacity, page, depth=depth, recorder=recorder)
-        engine.replay(short_requests(14, TINY.vocab_size))
+        engine.replay(short_requests(14, TINY.vocab_size, seed))
     return recorder
 
 

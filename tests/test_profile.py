@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,18 @@ from engine.recorder import table_of
 from sim.table import Table
 from sim.tables import HOST, TableCost
 from tandem.calibrate import told
-from tandem.profile import AGAIN, SESSIONS, judged, replayed_count, requests
+from tandem.compose import composed
+from tandem.profile import (
+    AGAIN,
+    COST,
+    SESSIONS,
+    device_facts,
+    judged,
+    read_cost,
+    replayed_count,
+    requests,
+)
+from tandem.setting import setting_of
 from tests.hand_made import TINY
 
 PAGE = PageSize(16, 65536)
@@ -70,3 +83,22 @@ def test_sessions_ebb_to_one_job() -> None:
     ebb = [r for r in requests(2048, 0, 48) if r.session is not None]
     turns = [sum(r.session == k for r in ebb) for k in range(SESSIONS)]
     assert turns == list(range(1, SESSIONS + 1))
+
+
+def test_a_profile_of_something_else_is_refused_in_one_line(tmp_path: Path) -> None:
+    """Its model, its pages, its device and its link: each would price another thing."""
+    cpu = setting_of(composed(["limit=2"])).device
+    tables = {name: Table(((1,),), (1.0,)) for name in ("linear", "head", "first", "decode", HOST)}
+    tables["chunk"] = Table(((1,), (1,)), (0.0,))
+    TableCost(tables, TINY, PAGE, "by hand").save(tmp_path / COST)
+    (tmp_path / "profile.json").write_text(json.dumps(device_facts(cpu)))
+    assert read_cost(tmp_path, TINY, cpu, PAGE.tokens).tables
+    other = replace(TINY, name="other", hidden_size=128)
+    for spec, device, page_tokens, words in (
+        (other, cpu, PAGE.tokens, "model"),
+        (TINY, cpu, 2 * PAGE.tokens, "page_tokens"),
+        (TINY, replace(cpu, name="h200"), PAGE.tokens, "device cpu, not h200"),
+        (TINY, replace(cpu, to_host_bytes_per_s=1e6), PAGE.tokens, "to_host_bytes_per_s"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read_cost(tmp_path, spec, device, page_tokens)

@@ -75,7 +75,7 @@ def _from_sharegpt(source: Path, options: Options) -> Imported:
     if options.oversample and rule.is_closed_loop:
         raise ValueError(f"{rule.name} cannot be oversampled: a turn belongs to one session")
     if options.tokenizer is None:
-        raise ValueError(f"{source} holds text: name a tokenizer folder (tokenizer=PATH)")
+        raise ValueError(f"{source} holds text: name a tokenizer folder (--tokenizer PATH)")
     tokenizer = load_tokenizer(options.tokenizer, options.bos_token)
     held = read_sharegpt(source, options.max_message_chars)
     seed = rule.shuffle_seed if options.seed is None else options.seed
