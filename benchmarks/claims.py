@@ -49,11 +49,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="pass --quick to those that take it")
     parser.add_argument("--dry-run", action="store_true", help="write no table")
     parser.add_argument("--gpu", action="store_true", help="those that need a GPU, and no others")
+    parser.add_argument("--keep", type=Path, help="folder of runs that a stopped claim goes on with")
     chosen = parser.parse_args(words)
     claims = []
     for script in scripts(chosen.gpu):
         if not chosen.names or script.stem in chosen.names:
-            claims.append(carried_out(script, chosen.quick))
+            claims.append(carried_out(script, chosen.quick, chosen.keep))
             print(" ".join(astuple(claims[-1])[:6]), flush=True)
     if not chosen.dry_run:
         write([*kept(claims), *claims])
@@ -70,11 +71,12 @@ def _is_claim(path: Path) -> bool:
     return '__name__ == "__main__"' in path.read_text(encoding="utf-8")
 
 
-def carried_out(script: Path, is_quick: bool) -> Claim:
+def carried_out(script: Path, is_quick: bool, keep: Path | None = None) -> Claim:
     """Runs one script and reads its last line."""
-    takes_quick = "--quick" in script.read_text(encoding="utf-8")
+    text = script.read_text(encoding="utf-8")
     words = [sys.executable, "-m", f"benchmarks.{script.stem}"]
-    words += ["--quick"] if is_quick and takes_quick else []
+    words += ["--quick"] if is_quick and "--quick" in text else []
+    words += ["--keep", str(keep / script.stem)] if keep and '"--keep"' in text else []
     began = time.perf_counter()
     try:
         done = subprocess.run(
