@@ -49,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="pass --quick to those that take it")
     parser.add_argument("--dry-run", action="store_true", help="write no table")
     parser.add_argument("--gpu", action="store_true", help="those that need a GPU, and no others")
-    parser.add_argument("--keep", type=Path, help="folder of runs that a stopped claim goes on with")
+    parser.add_argument("--keep", type=Path, help="folder of runs, for a stopped claim")
     chosen = parser.parse_args(words)
     claims = []
     for script in scripts(chosen.gpu):

@@ -28,15 +28,15 @@ from benchmarks.fidelity import (
     table_of,
 )
 from tandem.calibrate import main as calibrate
+from tandem.worlds import NOMINAL_NS
 
 OUT = Path("benchmarks/results/cpu_fidelity.csv")
 POLICIES = ("continuous_restart", "chunked_restart")
 LOADS = (0.5, 0.8, 1.2)
 KV_PAGES = 4096  # room for 48 jobs of 1,365 tokens; each reading of the meter walks the whole arena
-REFERENCE_NS = 450_000  # what the reference work takes on the project's machine when it is quiet
 MEASURED = (
     "backend=cpu",
-    f"backend.reference_ns={REFERENCE_NS}",
+    f"backend.reference_ns={NOMINAL_NS}",
     "backend.workspace_every=0",  # no sampling of workspace: only time
 )
 

@@ -27,6 +27,7 @@ CLOCKS = {
 }
 MEASURED = ("cpu", "cuda")
 SAMPLED_EVERY = 20  # launches per sample of workspace, where a sample takes nobody's time
+NOMINAL_NS = 800_000  # for backend.reference_ns: what the reference work took when we chose it
 READ_EVERY = 16  # settles per reading of memory, where a reading takes the run's own time
 
 
@@ -193,10 +194,14 @@ def _check_pinned(setting: Setting) -> None:
 
 def _machine(setting: Setting, device: str = "cpu") -> Any:
     """The model with seeded random weights and the KV pages that the ledger books."""
+    import torch
+
     from runtime.machine import Machine
     from runtime.model import build_model
     from runtime.sampling import Sampling
 
+    if device == "cpu":
+        torch.set_num_threads(1)  # the stand-in is one core; lanes and yardstick follow it
     model = build_model(setting.spec, setting.seed, device)
     how = setting.decoding
     return Machine(

@@ -63,6 +63,7 @@ def test_a_completion_of_another_thread_wakes_the_process_with_its_result() -> N
         out.append((yield clock.watch(flag.is_set, lambda: "done")))
 
     clock.process(process())
+    clock.start()
     threading.Timer(0.01, flag.set).start()
     clock.run()
     assert out == ["done"] and clock.now >= 10 * MS
@@ -77,6 +78,7 @@ def test_a_ring_wakes_a_clock_that_does_not_poll() -> None:
 
     event = clock.watch(flag.is_set, lambda: None, rings=True)
     event.callbacks.append(lambda _: seen.append(clock.now))
+    clock.start()
     threading.Timer(0.01, finish).start()
     clock.run()
     assert 10 * MS <= seen[0] < 5_000 * MS

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from runtime.reference import Pace, Reference
 
 
 def test_the_work_is_the_same_whenever_it_is_done() -> None:
-    assert torch.equal(Reference().work(), Reference().work())
+    first, second = Reference(), Reference()
+    tokens = first.work()
+    assert len(set(tokens)) <= 8 and tokens == first.work() == second.work()
 
 
 def test_a_machine_twice_as_slow_has_half_the_factor() -> None:
