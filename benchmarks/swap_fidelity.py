@@ -52,6 +52,7 @@ def measured_table(chosen: argparse.Namespace, root: Path) -> pd.DataFrame:
     rate = chosen.link_mb_per_s * 1e6
     settings: tuple[str, ...] = (
         "experiment=fidelity_chunked_swap",
+        "model=micro_llama",  # as cpu_fidelity: smaller, so that reruns are many and short
         f"limit={chosen.requests}",
         f"device.to_host_bytes_per_s={rate}",
         f"device.to_device_bytes_per_s={rate}",
