@@ -11,6 +11,7 @@ import simpy
 
 from engine.arrivals import Arrivals
 from engine.executor import Executor, Launch, Pieces, Span, due_ns
+from engine.fleet import Fleet
 from engine.garbage import few_collections
 from engine.job import Job
 from engine.journal import Journal
@@ -30,7 +31,7 @@ from engine.plan import (
     Tier,
     kv_place,
 )
-from engine.policy import Policy
+from engine.policy import Policy, Router
 from engine.profile import EngineProfile
 from engine.progress import advance_serving, advance_training, restart
 from engine.recorder import Recorder
@@ -62,6 +63,7 @@ class Engine:
     ends). `forced` lengths end a request at its recorded output; else sampling ends it (depth 1).
     `returns_memory=False` leaves a finished job's memory to the policy (playing back a plan log).
     `fast_forward=False` asks for every step, also where a plan would hold for many; same results.
+    With a `router` each device is a replica: it is shown only the requests that were routed to it.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Engine:
         journal: Journal | None = None,
         returns_memory: bool = True,
         fast_forward: bool = True,
+        router: Router | None = None,
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth is {depth}: at least one plan must be in flight")
@@ -96,6 +99,7 @@ class Engine:
         self.waiting: list[Job] = []
         self.serving: list[Job] = []
         self.training: list[Job] = []
+        self.fleet = None if router is None else Fleet(devices, router)
         self.steps = 0  # plans issued
         self.asked = 0  # questions to the policy
         self._returns_memory = returns_memory
@@ -128,8 +132,12 @@ class Engine:
     def _admit(self, item: Request | TrainingJob, arrival_ns: int) -> None:
         if isinstance(item, Request):
             job = Job.serving(item, arrival_ns)
+            if self.fleet is not None:
+                self.fleet.assign(job)
+            elif self.devices == 1:
+                job.device = 0
             self._target[job.job_id] = item.prompt_tokens + item.output_tokens
-            self.recorder.arrived(item, arrival_ns)
+            self.recorder.arrived(item, arrival_ns, job.device)
         else:
             recorded = 0 if item.record_of is None else self._recorded.get(item.record_of, 0)
             job = Job.trains(item, arrival_ns, recorded)
@@ -221,7 +229,7 @@ class Engine:
             _, job = returned.popleft()
             for place in tuple(self.ledger.places_of.get(job.job_id, ())):
                 self.ledger.give(place)
-            self.recorder.returned(job.job_id)
+            self.recorder.returned(job.job_id, device)
         self._release_idle()
 
     def _has_jobs(self) -> bool:
@@ -246,9 +254,9 @@ class Engine:
             int(self.env.now),
             device,
             self._issued[device],
-            self.serving,
+            self._shown(self.serving, device),
             self.training,
-            self.waiting,
+            self._shown(self.waiting, device),
             ledger.free_bytes(),
             ledger.coming_bytes(),
             MappingProxyType(ledger.held_bytes),
@@ -261,6 +269,16 @@ class Engine:
             self.layout,
             self.cost,
         )
+
+    def _shown(self, jobs: list[Job], device: int) -> list[Job]:
+        """A replica sees its own requests; where nobody routes, every device sees all."""
+        if self.fleet is None or self.devices == 1:
+            return jobs
+        return [job for job in jobs if job.device in (None, device)]
+
+    def _own(self, device: int) -> int | None:
+        """Whose pools a plan can change: its replica's; without a router, anybody's."""
+        return None if self.fleet is None else device
 
     # ---- issue: state moves on
     def _issue(self, plan: Plan, device: int) -> Generator[simpy.Event, Any, None]:
@@ -277,7 +295,8 @@ class Engine:
         if tails:
             self._flight[device] += 1
             self._tails.add(tails[-1])
-        self.recorder.issued(step, device, now_ns, plan, self.ledger.figures())
+        figures = self.ledger.figures(device=self._own(device) if step else None)
+        self.recorder.issued(step, device, now_ns, plan, figures)
         self._check_books()
         host_ns = self.executor.prepare(launches)
         for i, launch in enumerate(launches):
@@ -398,7 +417,7 @@ class Engine:
             flight.host_ns,
             span,
             flight.launch,
-            self.ledger.figures((Tier.GPU, flight.device), early_bytes),
+            self.ledger.figures((Tier.GPU, flight.device), early_bytes, self._own(flight.device)),
         )
         self._tell()
 
@@ -437,4 +456,6 @@ class Engine:
     def _leave(self, job: Job, now_ns: int, status: str) -> None:
         if job.training is None:
             self.recorder.ended(job.job_id, now_ns, status)
+            if self.fleet is not None:
+                self.fleet.left(job)
             self._arrivals.release_turn(job)

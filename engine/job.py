@@ -28,6 +28,8 @@ class Job:
     slo: str = ""
     session: int | None = None
     turn: int = 0
+    prefix_ids: tuple[int, ...] = ()  # names of the prompt's blocks, see Request
+    device: int | None = None  # the replica it was routed to; None: any
     training: TrainingJob | None = None
     step: int = 0  # training: steps completed, as issued
     forward: dict[int, list[int]] = field(default_factory=dict)  # microbatch -> tokens per layer
@@ -45,6 +47,7 @@ class Job:
             slo=request.slo,
             session=request.session,
             turn=request.turn,
+            prefix_ids=request.prefix_ids or (),
         )
 
     @classmethod

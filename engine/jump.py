@@ -172,7 +172,7 @@ class Jump:
             engine._issued[device],
             device,
             pool,
-            engine.recorder.take_returned(),
+            engine.recorder.take_returned(device),
             launch,
             *times,
             host_ns,

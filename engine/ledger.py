@@ -105,9 +105,12 @@ class Ledger:
             isinstance(op, Copy) or op.on != COMPUTE_LANE for op in self.open
         )
 
-    def figures(self, pool: Pool | None = None, early_bytes: int = 0) -> tuple[Figures, ...]:
-        """What every pool holds now; with KV bytes of one pool not counted yet."""
-        found = [self._figures_of(pool) for pool in self.capacity_bytes]
+    def figures(
+        self, pool: Pool | None = None, early_bytes: int = 0, device: int | None = None
+    ) -> tuple[Figures, ...]:
+        """What every pool (of a device) holds now; with KV bytes of one pool not counted yet."""
+        pools = self.capacity_bytes
+        found = [self._figures_of(one) for one in pools if device is None or one[1] == device]
         if early_bytes:
             less = (early_bytes, early_bytes // self.page.nbytes)
             found = [f.less(*less) if f.pool == pool else f for f in found]

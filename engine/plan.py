@@ -44,7 +44,7 @@ class Work(StrEnum):
     UPDATE = "update"
 
 
-Pool = tuple[Tier, int]  # a tier of a device; HOST and DISK belong to device 0
+Pool = tuple[Tier, int]  # a tier of a device; where devices share a HOST or DISK it is device 0's
 Lane = tuple[int, str]  # a device and what runs first-in-first-out on it
 
 

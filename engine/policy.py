@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from engine.fleet import Fleet
 from engine.job import Job
 from engine.plan import Layout, Plan, Pool, Slice
 from engine.repeat import steps_again
@@ -39,6 +40,13 @@ class Memory(Protocol):
         have `stretch(plan, view, count) -> Plan`: the plan for up to `count` steps, with all that
         grows meanwhile, if it would decide the same at each of them.
         """
+
+
+class Router(Protocol):
+    """Says which of several replicas serves a request. Pure: equal fleets give equal answers."""
+
+    def route(self, job: Job, fleet: Fleet) -> int:
+        """The number of a replica. Asked once, at the arrival; nothing moves a request later."""
 
 
 class Planner(Protocol):

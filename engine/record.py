@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 I64, I32, TEXT = pa.int64(), pa.int32(), pa.string()
 
@@ -15,6 +15,7 @@ REQUESTS = pa.schema(
         ("session", I64),
         ("turn", I32),
         ("slo", TEXT),
+        ("device", I32),  # the replica it was routed to; null where nobody routed
         ("prompt_tokens", I32),
         ("output_tokens", I32),  # delivered
         ("arrival_ns", I64),
@@ -51,6 +52,7 @@ STEPS = pa.schema(
 )
 
 # One row per pool and settle, and one after each booking ("issue"); by time, settles first, step.
+# With replicas only the pools of the plan's own; all of them after the first booking.
 MEMORY = pa.schema(
     [
         ("at_ns", I64),
@@ -78,7 +80,10 @@ PLANS = pa.schema(
         ("step", I64),
         ("device", I32),
         ("at_ns", I64),
-        ("returned", pa.list_(I64)),  # finished jobs whose memory came back since the plan before
+        (
+            "returned",
+            pa.list_(I64),
+        ),  # finished jobs whose memory came back since its device's plan before
         ("body", TEXT),  # JSON, see engine/planlog.py
     ]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
@@ -29,6 +30,7 @@ class Outcome:
 
     request: Request
     arrival_ns: int
+    device: int | None = None  # the replica it was routed to
     scheduled_ns: int | None = None
     finish_ns: int | None = None
     restarts: int = 0
@@ -75,7 +77,7 @@ class Recorder:
         self._steps: list[StepRow] = []
         self._memory: list[MemoryRow] = []
         self._runs: list[Run] = []
-        self._returned: list[int] = []
+        self._returned: dict[int, list[int]] = defaultdict(list)  # by device
         self._meter = meter
 
     @property
@@ -101,18 +103,18 @@ class Recorder:
         return [row[3] for row in self.steps]
 
     # ---- requests
-    def arrived(self, request: Request, now_ns: int) -> None:
-        self.outcomes[request.request_id] = Outcome(request, now_ns)
+    def arrived(self, request: Request, now_ns: int, device: int | None = 0) -> None:
+        self.outcomes[request.request_id] = Outcome(request, now_ns, device)
 
-    def returned(self, job_id: int) -> None:
-        """A finished job's memory has come back."""
-        self._returned.append(job_id)
+    def returned(self, job_id: int, device: int) -> None:
+        """What a finished job held on a device has come back."""
+        self._returned[device].append(job_id)
 
     # ---- plans and operations
     def issued(
         self, step: int, device: int, now_ns: int, plan: Plan, figures: Sequence[Figures]
     ) -> None:
-        self._plans.append((step, device, now_ns, self.take_returned(), plan))
+        self._plans.append((step, device, now_ns, self.take_returned(device), plan))
         for job in plan.restart:
             if job.job_id in self.outcomes:
                 self.outcomes[job.job_id].restarts += 1
@@ -121,11 +123,9 @@ class Recorder:
                 self._count_swap(op)
         self._memory.append((now_ns, "issue", step, figures, None))
 
-    def take_returned(self) -> tuple[int, ...]:
-        """Whose memory has come back since the last plan."""
-        returned = tuple(self._returned)
-        self._returned.clear()
-        return returned
+    def take_returned(self, device: int) -> tuple[int, ...]:
+        """Whose memory has come back since the last plan of a device."""
+        return tuple(self._returned.pop(device, ()))
 
     def ran(self, run: Run) -> None:
         """Steps were issued at once."""
@@ -235,6 +235,7 @@ def _request_row(
         request.session,
         request.turn,
         request.slo,
+        outcome.device,
         request.prompt_tokens,
         len(tokens),
         outcome.arrival_ns,

@@ -15,13 +15,14 @@ from policies.seating import Seating, SeatingRules
 class PagedSwap(SeatingRules):
     """Preemption by swapping (vLLM, SOSP'23, section 4.5); restarts where the host is full.
 
-    Rests on coming bytes: the launch that takes a victim's pages waits for their copy.
+    Each device has host memory of its own. Rests on coming bytes: the launch that takes a victim's
+    pages waits for their copy.
     """
 
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
         def preempt(draft: Draft, job: Job) -> None:
             here = kv_place(job.job_id, Tier.GPU, view.device)
-            away = kv_place(job.job_id, Tier.HOST)
+            away = kv_place(job.job_id, Tier.HOST, view.device)
             if draft.held(here) <= draft.room(away.pool):
                 draft.move(here, away)
             else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from engine.fleet import Fleet
+from engine.job import Job
 from engine.plan import Free, Plan
 from engine.planlog import LoggedPlan, decode
 from engine.view import View
@@ -36,6 +38,24 @@ class Recorded:
         if not logged.job_ids <= jobs.keys():
             return Plan()
         plan = decode(logged.body, jobs)
-        back = set(logged.returned)
-        frees = tuple(Free(p) for p in view.held_bytes if p.region.owner in back)
-        return Plan((*frees, *plan.ops), plan.restart, plan.refuse)
+        order = {job_id: i for i, job_id in enumerate(logged.returned)}
+        back = [place for place in view.held_bytes if place.region.owner in order]
+        back.sort(key=lambda place: order[place.region.owner])
+        return Plan((*map(Free, back), *plan.ops), plan.restart, plan.refuse)
+
+
+@dataclass(frozen=True)
+class RecordedRouter:
+    """Sends each request to the replica that served it in a plan log.
+
+    One that no plan names (the log ends before it) goes to the first: nothing will ask for it.
+    """
+
+    log: tuple[LoggedPlan, ...]
+
+    @cached_property
+    def _devices(self) -> dict[int, int]:
+        return {job_id: logged.device for logged in self.log for job_id in logged.job_ids}
+
+    def route(self, job: Job, fleet: Fleet) -> int:
+        return self._devices.get(job.job_id, 0)

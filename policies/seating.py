@@ -163,7 +163,8 @@ class Seating:
 
     def _seat_new(self, piece: Slice, here: Place) -> bool:
         job = piece.job
-        swapped = self._draft.held(kv_place(job.job_id, Tier.HOST))
+        away = kv_place(job.job_id, Tier.HOST, self._view.device)
+        swapped = self._draft.held(away)
         need, keep = self._demand(piece), self._watermark_bytes if self._view.serving else 0
         ask = need
         if self._rules.prompts == "must_fit":
@@ -175,7 +176,7 @@ class Seating:
             self._closed = True
             return False
         if swapped:
-            self._draft.move(kv_place(job.job_id, Tier.HOST), here)
+            self._draft.move(away, here)
             self._away.discard(job.job_id)
         self._draft.grow(here, need - swapped)
         return True

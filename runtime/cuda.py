@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import cuda
 
-from engine.executor import Span
+from engine.executor import Launch, Span
 from engine.plan import COMPUTE_LANE, Lane
 from runtime.clock import WallClock
 from runtime.streams import Machine, StreamExecutor, Work
@@ -121,37 +121,37 @@ class CudaLane:
 
 
 class CudaExecutor(StreamExecutor):
-    """The executor of `backend=cuda`: waits are wait_event, one to one.
+    """The executor of `backend=cuda`: waits are wait_event, one to one. A GPU per device.
 
     Index tensors go up on a stream of their own. Sampled tokens stay on the device for the next
     launch and come down, pinned, at the end of theirs.
     """
 
-    def __init__(self, clock: WallClock, machine: Machine, device: int = 0) -> None:
-        cuda.synchronize(device)  # weights and arenas were made on the default stream
-        self._device = device
-        self._uploads = cuda.Stream(device)
-        self._timeline: Timeline | None = None
+    def __init__(self, clock: WallClock, machine: Machine, devices: int = 1) -> None:
+        for device in range(devices):
+            cuda.synchronize(device)  # weights and arenas were made on the default stream
+        self._uploads = [cuda.Stream(device) for device in range(devices)]
+        self._timelines: dict[int, Timeline] = {}
         super().__init__(clock, machine, self._open_lane_on, None, self._upload)
 
     def _open_lane_on(self, lane: Lane) -> CudaLane:
-        return CudaLane(lane, self.clock, self.machine, self._times(), self._device)
+        return CudaLane(lane, self.clock, self.machine, self._times(lane[0]), lane[0])
 
-    def _times(self) -> Timeline:
-        """Anchored at the first launch: before the run begins, its clock stands still."""
-        if self._timeline is None:
+    def _times(self, device: int) -> Timeline:
+        """Anchored at the device's first launch: before the run begins, its clock stands still."""
+        if device not in self._timelines:
             anchor = cuda.Event(enable_timing=True)
-            anchor.record(self._uploads)
+            anchor.record(self._uploads[device])
             anchor.synchronize()
-            self._timeline = Timeline(self.clock, anchor)
-        return self._timeline
+            self._timelines[device] = Timeline(self.clock, anchor)
+        return self._timelines[device]
 
     @contextmanager
-    def _upload(self) -> Iterator[cuda.Event]:
-        uploaded = cuda.Event()
-        with cuda.stream(self._uploads):
+    def _upload(self, launch: Launch) -> Iterator[cuda.Event]:
+        uploads, uploaded = self._uploads[launch.op.lane[0]], cuda.Event()
+        with cuda.stream(uploads):
             yield uploaded
-            uploaded.record(self._uploads)
+            uploaded.record(uploads)
 
 
 def set_budget(nbytes: int, device: int = 0) -> None:

@@ -58,8 +58,12 @@ class Machine:
         eos_ids: Collection[int] = (),
         device: str = "cpu",
         pads_decodes: bool | None = None,
+        number: int = 0,
     ) -> None:
-        """`pads_decodes`: attend decodes in padded groups; None: where the device is a GPU."""
+        """`pads_decodes`: attend decodes in padded groups; None: where the device is a GPU.
+
+        `number` is the device's in lanes and pools.
+        """
         self.spec, self.device = spec, device
         self.sampling = sampling or Sampling()
         self.eos_ids = frozenset(eos_ids)
@@ -69,7 +73,7 @@ class Machine:
             for pool, count in num_pages.items()
         }
         pads = device != "cpu" if pads_decodes is None else pads_decodes
-        self.packer = Packer(self.arenas[GPU], prompts, self.sampling, device, pads)
+        self.packer = Packer(self.arenas[Tier.GPU, number], prompts, self.sampling, device, pads)
         self._ring = torch.zeros(RING, dtype=torch.int64, device=device)
         self._hidden: dict[tuple[int, int], Tensor] = {}  # (job, microbatch): between layers
 

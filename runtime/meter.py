@@ -70,8 +70,8 @@ class CpuMeter:
     """Reads both tiers of the CPU stand-in; an engine.executor.Meter.
 
     persistent_bytes of a pool = its weights' storages that are alive + the pages of its KV arena
-    that the kernel holds (an arena is one tensor per pool). process_bytes, of the GPU pool only, is
-    the RSS of the whole process, in which both tiers lie.
+    that the kernel holds (an arena is one tensor per pool). Weights that replicas share count for
+    each. process_bytes, of the first GPU pool only, is the RSS of the process, all pools together.
     A reading costs ~50 us for 64 MiB of arena; with `every` > 1 only each every-th call
     reads, and the calls between return nothing (a null in the table, not an old figure).
     `paused` wraps each reading, so that a service clock can leave its time out; `spent_ns` is its
@@ -118,7 +118,7 @@ class CpuMeter:
     def _reading(self, pool: Pool) -> Reading:
         arena = self._arenas.get(pool)
         persistent = self._weights[pool].read_bytes() + (arena.read_bytes() if arena else 0)
-        return Reading(persistent, process_bytes() if pool[0] is Tier.GPU else None)
+        return Reading(persistent, process_bytes() if pool == (Tier.GPU, 0) else None)
 
 
 class CudaMeter:
@@ -162,7 +162,7 @@ class CudaMeter:
             )
         }
         if self._pinned_bytes is not None:
-            readings[(Tier.HOST, 0)] = Reading(self._pinned_bytes, process_bytes())
+            readings[(Tier.HOST, self._device)] = Reading(self._pinned_bytes, process_bytes())
         return readings
 
 

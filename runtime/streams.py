@@ -84,7 +84,7 @@ class StreamExecutor:
         machine: Machine,
         open_lane: Callable[[Lane], StreamLane],
         chunk_bytes: int | None = None,
-        uploading: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        uploading: Callable[[Launch], AbstractContextManager[Any]] = lambda _: nullcontext(),
     ) -> None:
         self.clock = clock
         self.machine = machine
@@ -107,7 +107,7 @@ class StreamExecutor:
             self._since_ns = self._host_now_ns()  # what came before the first plan is set-up
         for launch in launches:
             parts = split_copy(launch, self._chunk_bytes)
-            with self._uploading() as uploaded:
+            with self._uploading(launch) as uploaded:
                 prepared = tuple((self.machine.prepare(part), part.nbytes) for part in parts)
             self._work[launch.op] = Work(launch, prepared, uploaded)
         since_ns, self._since_ns = self._since_ns, self._host_now_ns()

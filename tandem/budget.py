@@ -18,7 +18,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Budget:
-    """The config node `budget`: memory of a run. At most one of kv_bytes and kv_pages."""
+    """The config node `budget`: memory of a replica. At most one of kv_bytes and kv_pages."""
 
     fraction: float = 0.9
     kv_bytes: int | None = None
@@ -57,8 +57,12 @@ def room_for(
     page_tokens: int,
     requests: Sequence[Request],
     policy: Any,
+    replicas: int = 1,
 ) -> Room:
-    """Weights, KV and workspace inside the budget. ValueError where they cannot fit."""
+    """Weights, KV and workspace inside the budget. ValueError where they cannot fit.
+
+    Each replica has a device and host memory of its own, both as large as the budget says.
+    """
     page = PageSize(page_tokens, page_tokens * spec.kv_token_bytes)
     workspace = _workspace_bytes(budget, spec, page_tokens, requests, policy)
     kv = _kv_bytes(budget, page)
@@ -71,9 +75,12 @@ def room_for(
             _deficit(budget, spec, device.usable_bytes, page, workspace, longest, needed - kv)
         )
     host = device.host_bytes if budget.host_bytes is None else budget.host_bytes
-    capacity = {GPU: spec.weight_bytes + kv // page.nbytes * page.nbytes, HOST: host}
-    weights = Place(Region(SHARED_OWNER, Kind.WEIGHT), Tier.GPU)
-    return Room(capacity, page, Layout({weights: spec.weight_bytes}), workspace)
+    capacity, weights = dict[Pool, int](), dict[Place, int]()
+    for i in range(replicas):
+        capacity[Tier.GPU, i] = spec.weight_bytes + kv // page.nbytes * page.nbytes
+        capacity[Tier.HOST, i] = host
+        weights[Place(Region(SHARED_OWNER, Kind.WEIGHT), Tier.GPU, i)] = spec.weight_bytes
+    return Room(capacity, page, Layout(weights), workspace)
 
 
 def _kv_bytes(budget: Budget, page: PageSize) -> int | None:

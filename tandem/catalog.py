@@ -9,6 +9,7 @@ from pathlib import Path
 
 PLURALS = {
     "policies": "policy",
+    "routers": "router",
     "schedulings": "scheduling",
     "memories": "memory",
     "planners": "planner",

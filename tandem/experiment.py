@@ -14,12 +14,13 @@ from engine.recorder import Recorder
 from tandem.budget import GPU
 from tandem.compose import Composed
 from tandem.folder import run_folder, write_json, write_status
+from tandem.machines import pages_of
 from tandem.progress import progress_bar
 from tandem.provenance import commit, host, versions
 from tandem.quiet import no_full_collections
 from tandem.setting import Setting, setting_of
 from tandem.workload import trace_hash
-from tandem.worlds import World, pages_of, world_of
+from tandem.worlds import World, world_of
 
 PATHS = (
     "profile",
@@ -85,6 +86,8 @@ def engine_of(setting: Setting, world: World) -> Engine:
         world.executor,
         setting.room.capacity_bytes,
         setting.room.page,
+        devices=setting.replicas,
+        router=setting.router,
         depth=setting.depth,
         forced=setting.decoding.forced,
         layout=setting.room.layout,
@@ -114,12 +117,13 @@ def provenance_of(point: Composed, setting: Setting) -> dict[str, Any]:
         "device": setting.device.name,
         "cost_form": setting.cost.form,
         "cost_provenance": setting.cost.provenance,
+        "replicas": setting.replicas,
         "depth": setting.depth,
         "seed": setting.seed,
         "trace_hash": trace_hash(setting.requests),
         "requests": len(setting.requests),
         "workspace_bytes": setting.room.workspace_bytes,
-        "kv_pages": pages_of(setting)[GPU],
+        "kv_pages": pages_of(setting)[GPU],  # of a replica
         "overrides": list(point.overrides),
         "config_folders": [str(Path(folder).resolve()) for folder in point.folders],
     }

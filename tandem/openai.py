@@ -57,6 +57,8 @@ def replay_server(
     beside them client.parquet, a row per request, and server.parquet, the server's own gauges.
     RunFailed if no request finished.
     """
+    if setting.replicas > 1:
+        raise ValueError("backend=openai: a server has its own replicas; leave out replicas=")
     server = server_of(backend)
     prompts = prompts_of(setting, backend)
     with _progress(len(setting.requests), shows_progress) as told:
@@ -146,6 +148,7 @@ def _request_row(request: Request, answer: Answer) -> dict[str, Any]:
         "session": request.session,
         "turn": request.turn,
         "slo": request.slo,
+        "device": None,  # a server does not say
         "prompt_tokens": request.prompt_tokens,
         "output_tokens": len(tokens),
         "arrival_ns": answer.due_ns,

@@ -21,7 +21,8 @@ from tandem.provenance import versions
 
 KEY_DIGITS = 16
 CODE = ("traces", "engine", "policies", "sim", "runtime", "tandem")
-MEASURES = ("metrics.py", "run.py", "usage.py")  # of analysis: what metrics.json is made by
+# of analysis: what metrics.json is made by
+MEASURES = ("metrics.py", "replicas.py", "run.py", "usage.py")
 
 
 @dataclass(frozen=True)

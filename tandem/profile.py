@@ -42,6 +42,7 @@ def calibrate(point: Composed, folder: Path) -> pd.DataFrame:
     what the host needs and what launches take in their places; then one of other requests, which
     the fit does not see. Returns the errors on what was held out, see `judged`.
     """
+    point = replace(point, config={**point.config, "replicas": 1})  # all are alike
     backend = point.config["backend"]["name"]
     if backend not in MEASURED:
         raise ValueError(f"backend={backend} measures nothing; calibrate {' or '.join(MEASURED)}")

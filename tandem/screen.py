@@ -28,6 +28,8 @@ def told(metrics: Mapping[str, Any]) -> str:
     peak = metrics.get("peak_kv_usage")
     if peak is not None:
         lines.append(f"KV peak {peak:.1%} of its room, mean {metrics.get('mean_kv_usage', 0):.1%}")
+    if "replicas" in metrics:
+        lines.append(_balance(metrics))
     return "\n".join(lines)
 
 
@@ -66,6 +68,16 @@ def _throughput(metrics: Mapping[str, Any]) -> str:
         f"{metrics.get('request_throughput', 0):.3g} requests/s, "
         f"{metrics.get('output_throughput', 0):.4g} output tokens/s"
     )
+
+
+def _balance(metrics: Mapping[str, Any]) -> str:
+    """How far the fullest replica lies above the mean."""
+    parts = [
+        f"{name} {metrics[key] - 1:+.1%}"
+        for name, key in (("requests", "request_imbalance"), ("busy time", "busy_imbalance"))
+        if key in metrics
+    ]
+    return f"{metrics['replicas']} replicas, the fullest against their mean: {', '.join(parts)}"
 
 
 def _seconds(value: Any) -> str:

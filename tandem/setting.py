@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.model import ModelSpec
 from engine.policy import Composed as ComposedPolicy
-from engine.policy import Policy
+from engine.policy import Policy, Router
 from engine.recorder import read_plans
 from sim.cost import LaunchCost
 from sim.device import Device
@@ -33,6 +33,8 @@ class Setting:
     cost: LaunchCost
     policy: Policy
     room: Room
+    replicas: int  # devices with weights and KV of their own
+    router: Router | None
     depth: int
     seed: int
     decoding: Decoding
@@ -49,13 +51,16 @@ def setting_of(point: Composed) -> Setting:
     policy = policy_of(config, builder)
     budget = Budget(**arguments(Budget, config["budget"], "budget"))
     page_tokens = _at_least_one(config, "page_tokens")
+    replicas = _at_least_one(config, "replicas")
     return Setting(
         requests,
         spec,
         device,
         cost_of(config, device, spec, page_tokens),
         policy,
-        room_for(budget, spec, device, page_tokens, requests, policy),
+        room_for(budget, spec, device, page_tokens, requests, policy, replicas),
+        replicas,
+        router_of(config, builder, policy, replicas),
         _at_least_one(config, "depth"),
         conform(config["seed"], int, "seed"),
         decoding_of(config, spec),
@@ -80,6 +85,23 @@ def policy_of(config: Mapping[str, Any], builder: Builder) -> Policy:
             raise ValueError(f"{name} is not set: choose one, or a stack with policy=...")
         halves.append(builder.build(config[name], name))
     return ComposedPolicy(*halves)
+
+
+def router_of(
+    config: Mapping[str, Any], builder: Builder, policy: Policy, replicas: int
+) -> Router | None:
+    """Who sends requests to replicas; with another run's plan log, to those that served them."""
+    from policies.recorded import Recorded, RecordedRouter
+
+    if isinstance(policy, Recorded):
+        return RecordedRouter(policy.log) if replicas > 1 else None
+    node = config["router"]
+    if node.get("_target_") is not None:
+        router: Router = builder.build(node, "router")
+        return router
+    if replicas > 1:
+        raise ValueError(f"replicas={replicas}: nobody routes; choose one with router=round_robin")
+    return None
 
 
 def cost_of(

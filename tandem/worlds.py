@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,11 +12,10 @@ from typing import Any
 import simpy
 
 from engine.executor import Executor, Meter
-from engine.plan import Pool
-from tandem.budget import GPU, HOST, MIB
+from engine.plan import Tier
 from tandem.conform import conform
+from tandem.machines import check_pinned, cpu_meter, links_of, machines, on_cpu
 from tandem.setting import Setting
-from traces.prompts import prompt_of
 
 CLOCKS = {
     "sim": ("virtual",),
@@ -36,7 +34,7 @@ Opened = AbstractContextManager[tuple[simpy.Environment, Executor]]
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """Where a run happens: in a simulation no machine, else one that executors share.
+    """Where a run happens: in a simulation no machine, else one that executors share, or Replicas.
 
     `fresh` opens another executor over the same machine on a clock of its own, for probes and
     calibration.
@@ -53,6 +51,11 @@ class World:
         """Gives the generated token ids of a request, where tokens are generated."""
         return None if self.machine is None else self.machine.outputs
 
+    @property
+    def first(self) -> Any:
+        """The machine of the first device: what is probed and calibrated."""
+        return getattr(self.machine, "machines", [self.machine])[0]
+
     def probe(self) -> dict[str, float]:
         """Seconds of fixed pieces of work; nothing in a simulation."""
         if self.fresh is None:
@@ -60,7 +63,7 @@ class World:
         from runtime.probe import probe
 
         with self.fresh() as (env, executor):
-            return probe(env, executor, self.machine)
+            return probe(env, executor, self.first)
 
 
 @contextmanager
@@ -97,9 +100,9 @@ def _sim(setting: Setting) -> Iterator[World]:
 def _lockstep(setting: Setting) -> Iterator[World]:
     from runtime.executor import LockstepExecutor
 
-    env, machine = simpy.Environment(), _machine(setting)
+    env, machine = simpy.Environment(), on_cpu(setting)
     executor = LockstepExecutor(env, machine, setting.cost)
-    yield World(env, executor, machine, _cpu_meter(machine))
+    yield World(env, executor, machine, cpu_meter(machine))
 
 
 @contextmanager
@@ -110,7 +113,7 @@ def _service(
     from runtime.reference import Pace
     from runtime.workspace import Workspace
 
-    machine, links = _machine(setting), _links(setting)
+    machine, links = on_cpu(setting), links_of(setting)
 
     # One for probes and replay: its readings are then taken between launches from the start.
     pace = None if reference_ns is None else Pace(reference_ns)
@@ -123,7 +126,7 @@ def _service(
     env = simpy.Environment()
     workspace = Workspace(machine, SAMPLED_EVERY if every is None else every)
     executor = CpuExecutor(env, machine, links, workspace, pace)
-    yield World(env, executor, machine, _cpu_meter(machine, executor.paused), fresh)
+    yield World(env, executor, machine, cpu_meter(machine, executor.paused), fresh)
 
 
 @contextmanager
@@ -135,7 +138,7 @@ def _wall(
     from runtime.wall import WallExecutor
     from runtime.workspace import Workspace
 
-    machine, links = _machine(setting), _links(setting)
+    machine, links = on_cpu(setting), links_of(setting)
     pace = None if reference_ns is None else Pace(reference_ns)
 
     def new_clock() -> WallClock:
@@ -149,7 +152,7 @@ def _wall(
 
     clock, workspace = new_clock(), Workspace(machine, every or 0)
     with WallExecutor(clock, machine, links, workspace, pace) as executor:
-        meter = _cpu_meter(machine, executor.paused, READ_EVERY)
+        meter = cpu_meter(machine, executor.paused, READ_EVERY)
         yield World(clock, executor, machine, meter, fresh)
 
 
@@ -159,95 +162,34 @@ def _cuda(setting: Setting) -> Iterator[World]:
 
     if not torch.cuda.is_available():
         raise ValueError("backend=cuda: torch sees no GPU here; measure with backend=cpu")
+    count = torch.cuda.device_count()
+    if count < setting.replicas:
+        raise ValueError(f"replicas={setting.replicas}: each takes a GPU, and torch sees {count}")
     from runtime.clock import WallClock
     from runtime.cuda import CudaExecutor, set_budget
     from runtime.meter import CudaMeter
+    from runtime.model import build_model
+    from runtime.replicas import Meters
 
-    _check_pinned(setting)
+    check_pinned(setting)
     gc.collect()  # an earlier run of this process may still hold the memory
     torch.cuda.empty_cache()
-    set_budget(setting.device.usable_bytes)
-    machine = _machine(setting, "cuda")
+    gpus = [f"cuda:{number}" for number in range(setting.replicas)]
+    for number in range(setting.replicas):
+        set_budget(setting.device.usable_bytes, number)
+    models = [build_model(setting.spec, setting.seed, gpu) for gpu in gpus]
+    machine = machines(setting, models, gpus)
 
     @contextmanager
     def fresh() -> Iterator[tuple[simpy.Environment, CudaExecutor]]:
         clock = WallClock()
-        with CudaExecutor(clock, machine) as executor:
+        with CudaExecutor(clock, machine, setting.replicas) as executor:
             yield clock, executor
 
     with fresh() as (clock, executor):
-        host_arenas = [machine.arenas[HOST].pages]
-        meter = CudaMeter(host_arenas=host_arenas, every=READ_EVERY, paused=executor.paused)
-        yield World(clock, executor, machine, meter, fresh)
-
-
-def _check_pinned(setting: Setting) -> None:
-    """ValueError where the host's KV, which is pinned, would take most of this machine's memory."""
-    wanted = pages_of(setting)[HOST] * setting.room.page.nbytes
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    if wanted > available / 2:
-        raise ValueError(
-            f"budget: {wanted / MIB:,.0f} MiB of host memory for swapped KV would be pinned, and "
-            f"{available / MIB:,.0f} MiB are free here; set budget.host_bytes to less than half"
-        )
-
-
-def _machine(setting: Setting, device: str = "cpu") -> Any:
-    """The model with seeded random weights and the KV pages that the ledger books."""
-    import torch
-
-    from runtime.machine import Machine
-    from runtime.model import build_model
-    from runtime.sampling import Sampling
-
-    if device == "cpu":
-        torch.set_num_threads(1)  # the stand-in is one core; lanes and yardstick follow it
-    model = build_model(setting.spec, setting.seed, device)
-    how = setting.decoding
-    return Machine(
-        model,
-        setting.spec,
-        setting.room.page.tokens,
-        pages_of(setting),
-        prompts_of(setting),
-        Sampling(how.temperature, how.top_k, how.top_p, setting.seed),
-        () if how.forced else how.eos_ids,
-        device,
-    )
-
-
-def pages_of(setting: Setting) -> dict[Pool, int]:
-    """KV pages per pool: what the capacity leaves beside the resident places."""
-    room = setting.room
-    resident = dict.fromkeys(room.capacity_bytes, 0)
-    for place, nbytes in room.layout.places.items():
-        resident[place.pool] += nbytes
-    return {
-        pool: (capacity - resident[pool]) // room.page.nbytes
-        for pool, capacity in room.capacity_bytes.items()
-    }
-
-
-def prompts_of(setting: Setting) -> dict[int, Sequence[int]]:
-    """Token ids of every prompt: the trace's, or seeded ones where it has lengths only."""
-    vocabulary, seed = setting.spec.vocab_size, setting.seed
-    return {r.request_id: prompt_of(r, vocabulary, seed) for r in setting.requests}
-
-
-def _links(setting: Setting) -> dict[str, Any]:
-    """The speed of both directions of the host link, by lane."""
-    from runtime.link import Link
-
-    device = setting.device
-    return {
-        "gpu->host": Link(device.to_host_bytes_per_s, device.link_ns),
-        "host->gpu": Link(device.to_device_bytes_per_s, device.link_ns),
-    }
-
-
-def _cpu_meter(machine: Any, paused: Callable[[], Any] = nullcontext, every: int = 1) -> Meter:
-    from runtime.meter import CpuMeter
-
-    weights = {GPU: list(machine.decoder.model.parameters()), HOST: []}
-    arenas = {pool: arena.pages for pool, arena in machine.arenas.items()}
-    return CpuMeter(weights, arenas, every, paused)
+        host = {pool: arena for pool, arena in machine.arenas.items() if pool[0] is Tier.HOST}
+        meters = [
+            CudaMeter(number, [arena.pages], READ_EVERY, executor.paused)
+            for (_, number), arena in host.items()
+        ]
+        yield World(clock, executor, machine, Meters(meters), fresh)

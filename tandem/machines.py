@@ -1,0 +1,99 @@
+"""What a backend with real work runs on: models, KV pages, prompts, links, meters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from engine.executor import Meter
+from engine.plan import Pool, Tier
+from tandem.budget import MIB
+from tandem.setting import Setting
+from traces.prompts import prompt_of
+
+
+def check_pinned(setting: Setting) -> None:
+    """ValueError where the host's KV, which is pinned, would take most of this machine's memory."""
+    pages = sum(count for (tier, _), count in pages_of(setting).items() if tier is Tier.HOST)
+    wanted = pages * setting.room.page.nbytes
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    if wanted > available / 2:
+        raise ValueError(
+            f"budget: {wanted / MIB:,.0f} MiB of host memory for swapped KV would be pinned, and "
+            f"{available / MIB:,.0f} MiB are free here; set budget.host_bytes to less than half"
+        )
+
+
+def on_cpu(setting: Setting) -> Any:
+    """The model on this CPU; replicas read the same weights, which the meter shows for each."""
+    import torch
+
+    from runtime.model import build_model
+
+    torch.set_num_threads(1)  # a device's stand-in is one core; lanes and yardstick follow it
+    return machines(setting, [build_model(setting.spec, setting.seed)] * setting.replicas)
+
+
+def machines(setting: Setting, models: Sequence[Any], devices: Sequence[str] = ()) -> Any:
+    """A machine per model, with the KV pages that the ledger books for its device; all as one."""
+    from runtime.machine import Machine
+    from runtime.replicas import Replicas
+    from runtime.sampling import Sampling
+
+    how, pages, prompts = setting.decoding, pages_of(setting), prompts_of(setting)
+    made = [
+        Machine(
+            model,
+            setting.spec,
+            setting.room.page.tokens,
+            {pool: count for pool, count in pages.items() if pool[1] == number},
+            prompts,
+            Sampling(how.temperature, how.top_k, how.top_p, setting.seed),
+            () if how.forced else how.eos_ids,
+            devices[number] if devices else "cpu",
+            number=number,
+        )
+        for number, model in enumerate(models)
+    ]
+    return made[0] if len(made) == 1 else Replicas(made)
+
+
+def pages_of(setting: Setting) -> dict[Pool, int]:
+    """KV pages per pool: what the capacity leaves beside the resident places."""
+    room = setting.room
+    resident = dict.fromkeys(room.capacity_bytes, 0)
+    for place, nbytes in room.layout.places.items():
+        resident[place.pool] += nbytes
+    return {
+        pool: (capacity - resident[pool]) // room.page.nbytes
+        for pool, capacity in room.capacity_bytes.items()
+    }
+
+
+def prompts_of(setting: Setting) -> dict[int, Sequence[int]]:
+    """Token ids of every prompt: the trace's, or seeded ones where it has lengths only."""
+    vocabulary, seed = setting.spec.vocab_size, setting.seed
+    return {r.request_id: prompt_of(r, vocabulary, seed) for r in setting.requests}
+
+
+def links_of(setting: Setting) -> dict[str, Any]:
+    """The speed of both directions of the host link, by lane."""
+    from runtime.link import Link
+
+    device = setting.device
+    return {
+        "gpu->host": Link(device.to_host_bytes_per_s, device.link_ns),
+        "host->gpu": Link(device.to_device_bytes_per_s, device.link_ns),
+    }
+
+
+def cpu_meter(machine: Any, paused: Callable[[], Any] = nullcontext, every: int = 1) -> Meter:
+    """Weights and KV pages of every pool; weights that replicas share are each one's own here."""
+    from runtime.meter import CpuMeter
+
+    arenas = {pool: arena.pages for pool, arena in machine.arenas.items()}
+    models = [m.decoder.model for m in getattr(machine, "machines", [machine])]
+    weights = {(Tier.GPU, i): list(model.parameters()) for i, model in enumerate(models)}
+    return CpuMeter(weights, arenas, every, paused)
