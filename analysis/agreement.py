@@ -15,7 +15,11 @@ Row = tuple[Any, ...]  # device, body, returned
 
 @dataclass(frozen=True)
 class Agreement:
-    """Plans in common before the first that differs, and what differs there (None: nothing)."""
+    """Plans in common before the first that differs, and what differs there (None: nothing).
+
+    Of several devices each has a log of its own, and `common` is their sum: whose plan came first
+    is a matter of time.
+    """
 
     common: int
     prediction: int
@@ -29,18 +33,49 @@ class Agreement:
         return self.common / longer if longer else 1.0
 
 
+def common_plans(prediction: Run, measurement: Run) -> dict[int, int]:
+    """By device, with how many equal plans both logs begin; equal bodies are equal plans."""
+    logs = _logs(prediction), _logs(measurement)
+    devices = sorted(logs[0].keys() | logs[1].keys())
+    return {d: _common(*(log.get(d, pd.DataFrame()) for log in logs)) for d in devices}
+
+
 def agreement(prediction: Run, measurement: Run) -> Agreement:
-    """Compares the plan logs in issue order; equal bodies on a device are equal plans."""
+    """Compares the plan logs of each device in issue order."""
+    logs, common = (_logs(prediction), _logs(measurement)), common_plans(prediction, measurement)
+    differs = [
+        device
+        for device, count in common.items()
+        if any(len(log.get(device, ())) > count for log in logs)
+    ]
+    text = None
+    if differs:
+        first = min(differs, key=lambda device: _parted_ns(common[device], device, *logs))
+        text = _divergence(first, common[first], prediction, measurement)
+        text += f" (device {first})" if len(common) > 1 else ""
+    return Agreement(sum(common.values()), len(prediction.plans), len(measurement.plans), text)
+
+
+def _logs(run: Run) -> dict[int, pd.DataFrame]:
+    """The plans of each device, in issue order."""
+    plans = run.plans
+    return {int(d): plans[plans["device"].eq(d)] for d in plans["device"].unique()}
+
+
+def _common(prediction: pd.DataFrame, measurement: pd.DataFrame) -> int:
     names = ["device", "body", "returned"]
     logs = [
-        list(run.plans[names].itertuples(index=False, name=None))
-        for run in (prediction, measurement)
+        list(log[names].itertuples(index=False, name=None)) if len(log) else []
+        for log in (prediction, measurement)
     ]
     same = (_is_same(a, b) for a, b in zip(*logs, strict=False))
-    common = next((i for i, equal in enumerate(same) if not equal), min(map(len, logs)))
-    differs = common < max(map(len, logs))
-    text = _divergence(common, prediction, measurement) if differs else None
-    return Agreement(common, len(logs[0]), len(logs[1]), text)
+    return next((i for i, equal in enumerate(same) if not equal), min(map(len, logs)))
+
+
+def _parted_ns(index: int, device: int, *logs: dict[int, pd.DataFrame]) -> int:
+    """When the first of two logs has a plan that the other has not."""
+    found = [log[device]["at_ns"] for log in logs if len(log.get(device, ())) > index]
+    return min(int(at_ns.iloc[index]) for at_ns in found)
 
 
 def _is_same(a: Row, b: Row) -> bool:
@@ -60,10 +95,15 @@ def _decision(row: Row) -> tuple[Any, ...]:
     return returned | {op[1][0] for op in ops[:first]}, ops[first:], content
 
 
-def _divergence(index: int, prediction: Run, measurement: Run) -> str:
+def _divergence(device: int, index: int, prediction: Run, measurement: Run) -> str:
     runs = (("prediction", prediction), ("measurement", measurement))
-    found = [_batch(run, index) for _, run in runs]
-    said = [f"{name} {_words(run, index)}" for name, run in runs]
+    plans = [_logs(run).get(device, run.plans.iloc[:0]) for _, run in runs]
+    rows = [_rows(run, log, index) for (_, run), log in zip(runs, plans, strict=True)]
+    found = [_batch(part) for part in rows]
+    said = [
+        f"{name} {_words(part, log, index)}"
+        for (name, _), part, log in zip(runs, rows, plans, strict=True)
+    ]
     only = [
         f"only in the {name}: {_jobs(mine - other)}"
         for (name, _), mine, other in zip(runs, found, reversed(found), strict=True)
@@ -72,21 +112,20 @@ def _divergence(index: int, prediction: Run, measurement: Run) -> str:
     return "; ".join([f"at plan {index}, " + ", ".join(said), *only])
 
 
-def _rows(run: Run, index: int) -> pd.DataFrame:
-    step = run.plans["step"].iloc[index]
-    return run.steps[run.steps["step"].eq(step)]
+def _rows(run: Run, plans: pd.DataFrame, index: int) -> pd.DataFrame:
+    if index >= len(plans):
+        return run.steps.iloc[:0]
+    return run.steps[run.steps["step"].eq(plans["step"].iloc[index])]
 
 
-def _batch(run: Run, index: int) -> set[int]:
-    if index >= len(run.plans):
-        return set()
-    return {int(job) for jobs in _rows(run, index)["jobs"] if jobs is not None for job in jobs}
+def _batch(rows: pd.DataFrame) -> set[int]:
+    return {int(job) for jobs in rows["jobs"] if jobs is not None for job in jobs}
 
 
-def _words(run: Run, index: int) -> str:
-    if index >= len(run.plans):
+def _words(rows: pd.DataFrame, plans: pd.DataFrame, index: int) -> str:
+    if index >= len(plans):
         return "has ended"
-    rows, at_s = _rows(run, index), float(run.plans["at_ns"].iloc[index]) / 1e9
+    at_s = float(plans["at_ns"].iloc[index]) / 1e9
     copies = int(rows["lane"].str.contains("->").sum())
     parts = [f"{int(rows[f'{kind}_tokens'].sum())} {kind}" for kind in ("prefill", "decode")]
     return f"({at_s:.3f} s: {' + '.join(parts)} tokens, {copies} copies)"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.agreement import agreement
+from analysis.agreement import common_plans
 from analysis.distance import relative_error
 from analysis.metrics import LATENCIES, THROUGHPUTS, samples, throughput
 from analysis.run import Run
@@ -17,11 +17,13 @@ SPLIT = ("mean ttft", "mean tpot", "mean e2e", *THROUGHPUTS, "peak kv")
 
 def matched_steps(prediction: Run, measurement: Run) -> pd.DataFrame:
     """Operations of the plans that both runs have in common (their prefix), side by side."""
-    common = agreement(prediction, measurement).common
+    common = common_plans(prediction, measurement)
     keys = ["index", "device", "lane", "order"]
     parts = []
     for run in (prediction, measurement):
-        number = pd.Series(range(common), index=run.plans["step"].iloc[:common])
+        index = run.plans.groupby("device").cumcount()  # over the plans of a device
+        kept = index < run.plans["device"].map(common)
+        number = pd.Series(index[kept].to_numpy(), index=run.plans["step"][kept])
         ops = operations(run).assign(index=run.steps["step"].map(number))
         parts.append(ops.dropna(subset="index"))
     columns = [*keys, "group", "start_ns", "duration", "host"]
@@ -72,8 +74,8 @@ def _figures(run: Run) -> dict[str, float]:
     values = samples(run)
     out = {f"mean {m}": float(values[m].mean()) for m in LATENCIES if len(values[m])}
     use = memory_use(run)
-    kv = use[use["pool"].eq("gpu:0") & use["kind"].eq("kv")]["peak"]
-    return out | throughput(run) | ({"peak kv": float(kv.iloc[0])} if len(kv) else {})
+    kv = use[use["pool"].str.startswith("gpu") & use["kind"].eq("kv")]["peak"]
+    return out | throughput(run) | ({"peak kv": float(kv.max())} if len(kv) else {})
 
 
 def shares(prediction: Run, measurement: Run) -> pd.DataFrame:

@@ -13,6 +13,7 @@ from analysis import plots, timelines
 from analysis.compare import Comparison
 from analysis.run import Run
 from analysis.style import MEASUREMENT, PREDICTION, RC, legend, save
+from analysis.usage import devices
 
 CDFS = ("ttft", "tpot", "itl", "e2e")
 PARITY = ("ttft", "tpot", "e2e")
@@ -33,8 +34,8 @@ TEXTS = {
     ),
     "memory": (
         "Memory over time",
-        "The GPU tier by kind, as booked; pending bytes are freed but still in use by an "
-        "operation. Dotted: the capacity; black: what the meter read.",
+        "The GPU tier of each device by kind, as booked; pending bytes are freed but still in use "
+        "by an operation. Dotted: the capacity; black: what the meter read.",
     ),
     "requests": (
         "Running and waiting",
@@ -93,14 +94,26 @@ def _timelines(runs: Mapping[str, Run], window: tuple[float, float], folder: Pat
         if window[0] < window[1]:
             ax.set_xlim(*window)
 
-    memory, busy = frames(timelines.memory_data), pd.concat(frames(timelines.occupancy_data))
+    memory = [part for name, run in runs.items() for part in _memory(name, run)]
+    busy = pd.concat(frames(timelines.occupancy_data))
     gantt = frames(lambda run: timelines.gantt_data(run, window))
-    rows, height = (len(runs), 1), 0.3 + 1.5 * len(runs)
-    plot = _titled(timelines.plot_memory)
+    lanes_shown = max(part["lane"].nunique() for part in gantt)
+    rows, height = (len(runs), 1), 0.3 + max(1.5, 0.37 * lanes_shown) * len(runs)
+    plot, count = _titled(timelines.plot_memory), len(memory)
     return [
-        panel("memory", memory, plot, (10.5, 2.4 * len(runs)), folder, rows),
+        panel("memory", memory, plot, (10.5, 2.4 * count), folder, (count, 1)),
         panel("requests", [busy, busy], _busy, (10.5, 2.6), folder),
         panel("lanes", gantt, _titled(lanes), (10.5, height), folder, rows),
+    ]
+
+
+def _memory(name: str, run: Run) -> list[pd.DataFrame]:
+    """The memory of each device over time; a run without any has one empty frame."""
+    found = devices(run) or [0]
+    names = [name] if len(found) == 1 else [f"{name}, device {device}" for device in found]
+    return [
+        timelines.memory_data(run, f"gpu:{device}").assign(run=title)
+        for device, title in zip(found, names, strict=True)
     ]
 
 

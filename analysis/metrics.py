@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from analysis.replicas import balance
 from analysis.run import Run
 from analysis.usage import copied_bytes, host_share, kv_usage, lane_shares, memory_use, window_ns
 
@@ -31,7 +32,8 @@ def per_request(run: Run) -> pd.DataFrame:
     queue: first issue - arrival. Only finished requests have latencies, as in vLLM.
     """
     rows = run.requests.set_index("request_id").sort_index()
-    out = rows[["status", "slo", "prompt_tokens", "output_tokens", "restarts", "swaps"]].copy()
+    counts = ["prompt_tokens", "output_tokens", "restarts", "swaps"]
+    out = rows[["status", "slo", "device", *counts]].copy()
     done = rows["status"].eq("finished")
     arrival, finish = rows["arrival_ns"], rows["finish_ns"].where(done)
     first, tokens = rows["first_token_ns"].where(done), rows["output_tokens"]
@@ -149,7 +151,7 @@ def summary(
     for row in memory_use(run).to_dict("records"):
         key = f"{str(row['pool']).replace(':', '')}_{row['kind']}_bytes"
         out |= {f"peak_{key}": int(row["peak"]), f"mean_{key}": float(row["mean"])}
-    out |= kv_usage(run)
+    out |= kv_usage(run) | balance(run)
     for lane, share in lane_shares(run).items():
         out[f"busy_share_{lane}"] = share
     return out | {"host_share": host_share(run), "copied_bytes": copied_bytes(run)}

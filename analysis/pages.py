@@ -11,6 +11,7 @@ import pandas as pd
 from analysis import words
 from analysis.compare import Comparison
 from analysis.metrics import LATENCIES, THROUGHPUTS, samples, statistics
+from analysis.replicas import replicas
 from analysis.run import Run
 from analysis.spread import drift
 from analysis.usage import memory_use
@@ -47,6 +48,7 @@ def compared_tables(comparison: Comparison) -> list[Table]:
         _steps(comparison),
         _requests(comparison),
         _shares(comparison),
+        _replicas({"predicted": comparison.prediction, "measured": comparison.measurement}),
         _settings(comparison),
     ]
     return [table for table in found if table.rows]
@@ -71,6 +73,7 @@ def single_tables(run: Run, metrics: Mapping[str, float | int | str]) -> list[Ta
         Table("Latencies", "", ["metric", "mean", "p50", "p90", "p99"], rows),
         Table("Throughput and counts", "", ["metric", "value"], figures),
         Table("Memory", "Means are over time.", ["what", *STATS], held),
+        _replicas({"": run}),
     ]
     return [table for table in found if table.rows]
 
@@ -198,6 +201,22 @@ def _shares(comparison: Comparison) -> Table:
     ]
     note = "Share of the run that each lane, and the host between plans, was busy."
     return Table("Device and host", note, ["lane", "predicted", "measured"], rows)
+
+
+def _replicas(runs: Mapping[str, Run]) -> Table:
+    """Who served how much; without rows where there is one device."""
+    rows = []
+    for name, run in runs.items():
+        for row in replicas(run).to_dict("records"):
+            cells = [Cell(f"{name} {int(row['replica'])}".strip())]
+            counts = ("requests", "prompt_tokens", "output_tokens", "restarts")
+            cells += [Cell(f"{row[key]:,}", float(row[key])) for key in counts]
+            shares = ("busy", "peak_kv", "mean_kv")
+            cells += [Cell(f"{100 * row[key]:.1f} %", float(row[key])) for key in shares]
+            rows.append(cells)
+    note = "What the router gave to each; busy is the compute lane's share of the run."
+    counts_shown = ["requests", "prompt tokens", "output tokens", "restarts"]
+    return Table("Replicas", note, ["replica", *counts_shown, "busy", "peak KV", "mean KV"], rows)
 
 
 def _settings(comparison: Comparison) -> Table:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from analysis.run import Run
 from analysis.style import BLACK, KINDS, MEASUREMENT, PREDICTION, axes, group_color, legend, line
-from analysis.usage import operations, pools
+from analysis.usage import devices, operations, pools
 
 BINS = 300  # of a timeline: a picture has no more columns
 WINDOW_OPS = 40  # operations in a Gantt chart
@@ -104,8 +104,13 @@ def window_s(run: Run) -> tuple[float, float]:
 
 
 def gantt_data(run: Run, window: tuple[float, float]) -> pd.DataFrame:
-    """What ran in a window, in seconds: columns lane, group, start_s, end_s, step."""
+    """What ran in a window, in seconds: columns lane, group, start_s, end_s, step.
+
+    With several devices a lane's name begins with its device's; one host serves them all.
+    """
     ops = operations(run)
+    if len(devices(run)) > 1:
+        ops["lane"] = ops["device"].astype(str) + ":" + ops["lane"]
     host = ops[ops["host_ns"] > 0]
     columns = {"start_s": ops["start_ns"] / 1e9, "end_s": ops["end_ns"] / 1e9}
     shown = ops.assign(**columns)[["lane", "group", "start_s", "end_s", "step"]]

@@ -60,18 +60,32 @@ def memory_use(run: Run) -> pd.DataFrame:
 
 
 def kv_usage(run: Run) -> dict[str, float]:
-    """Share of the KV room in use on the GPU tier: peak and time-weighted mean.
+    """Share of the KV room in use on the GPU tier: peak and time-weighted mean, over all devices.
 
     The room is what KV holds and what it could still take (free and coming): weights are out,
     as in vLLM's kv_cache_usage.
     """
-    part = pools(run).get("gpu:0")
-    if part is None:
+    found = [use for device in devices(run) if (use := kv_usage_of(run, device))]
+    if not found:
         return {}
+    return {
+        "peak_kv_usage": max(peak for peak, _ in found),
+        "mean_kv_usage": sum(mean for _, mean in found) / len(found),
+    }
+
+
+def devices(run: Run) -> list[int]:
+    """The devices of a run: those with memory, whether they were used or not."""
+    return sorted(int(d) for d in run.memory.loc[run.memory["tier"].eq("gpu"), "device"].unique())
+
+
+def kv_usage_of(run: Run, device: int) -> tuple[float, float] | None:
+    """Peak and mean of one device; None where its room is unknown."""
+    part = pools(run)[f"gpu:{device}"]
     room = part["kv_bytes"] + part["free_bytes"] + part["coming_bytes"]
     share = part["kv_bytes"] / room.where(room > 0)
     mean = time_mean(part["at_ns"], share, *window_ns(run))
-    return {"peak_kv_usage": float(share.max()), "mean_kv_usage": mean} if mean == mean else {}
+    return (float(share.max()), mean) if mean == mean else None
 
 
 def span_ns(run: Run) -> float:

@@ -60,10 +60,11 @@ def unit_of(metric: str) -> str:
 
 
 def peak_kv_error(comparison: Comparison) -> float:
-    """Signed error of the peak KV bytes on the GPU tier; NaN where a run holds none."""
+    """Signed error of the peak KV bytes on the GPU tier, the largest of all; NaN if none."""
     rows = comparison.memory
-    found = rows[rows["pool"].eq("gpu:0") & rows["kind"].eq("kv") & rows["stat"].eq("peak")]
-    return float(found["error"].iloc[0]) if len(found) else math.nan
+    is_gpu = rows["pool"].str.startswith("gpu")
+    errors = rows[is_gpu & rows["kind"].eq("kv") & rows["stat"].eq("peak")]["error"].dropna()
+    return float(errors.iloc[errors.abs().argmax()]) if len(errors) else math.nan
 
 
 def headline(comparison: Comparison) -> str:
