@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import factorial
 from typing import NamedTuple
 
 import numpy as np
 import simpy
 from numpy.typing import NDArray
+from scipy.optimize import brentq
+from scipy.stats import poisson
 
 from engine.engine import Engine
 from engine.executor import Launch
 from engine.plan import PageSize, Tier
-from engine.policy import Composed
+from engine.policy import Composed, Router
 from engine.recorder import Recorder
 from policies.chunked_prefill import ChunkedPrefill
 from policies.paged_restart import PagedRestart
@@ -23,20 +27,21 @@ from traces.request import Request
 
 Times = NDArray[np.int64]
 SERVICE_NS = 10_000_000
+TOKEN_NS = 10_000
 PAGE = PageSize(16, 1024)
-GPU = (Tier.GPU, 0)
 
 
 @dataclass(frozen=True)
 class Constant:
-    """Every launch takes the same time; the host takes none."""
+    """Every launch takes the same time, or so much for each token; the host takes none."""
 
     duration_ns: int
+    token_ns: int = 0
     form: str = "table"
     provenance: str = "queueing theory"
 
     def compute_ns(self, launch: Launch) -> int:
-        return self.duration_ns
+        return self.duration_ns + self.token_ns * sum(p.tokens for p in launch.pieces)
 
     def copy_ns(self, launch: Launch, contended: bool = False) -> int:
         raise AssertionError("a queue copies nothing")
@@ -56,30 +61,55 @@ class Queue(NamedTuple):
     finish_ns: Times
     step_jobs: Times
     step_ns: Times
+    device: Times
 
 
 def run_queue(
-    arrival_ns: Times, depth: int = 1, max_jobs: int = 1, output_tokens: int = 1
+    arrival_ns: Times,
+    depth: int = 1,
+    max_jobs: int = 1,
+    output_tokens: int = 1,
+    replicas: int = 1,
+    router: Router | None = None,
+    prompts: Times | None = None,
 ) -> Queue:
     """Serves prompts of a page each through the real engine, at most `max_jobs` in service.
 
-    The token budget has room for all of them, so that a job in service is in every step.
+    The token budget has room for all of them, so that a job in service is in every step. With
+    `prompts` (tokens of each) a launch takes TOKEN_NS for each token instead of SERVICE_NS.
     """
     env, recorder = simpy.Environment(), Recorder()
-    scheduling = ChunkedPrefill(max_jobs * PAGE.tokens, max_jobs)
+    longest = PAGE.tokens if prompts is None else int(prompts.max())
+    scheduling = ChunkedPrefill(max_jobs * longest, max_jobs)
     policy = Composed(scheduling, PagedRestart(watermark=0.0))
-    capacity = {GPU: 64 * PAGE.nbytes}
-    executor = SimExecutor(env, Constant(SERVICE_NS))
-    engine = Engine(env, policy, executor, capacity, PAGE, depth=depth, recorder=recorder)
-    prompt_tokens = PAGE.tokens - output_tokens + 1  # so that a job never needs a second page
+    pages = 64 if prompts is None else 2 * PAGE.count(longest)
+    capacity = {(Tier.GPU, i): pages * PAGE.nbytes for i in range(replicas)}
+    cost = Constant(SERVICE_NS) if prompts is None else Constant(0, TOKEN_NS)
+    engine = Engine(
+        env,
+        policy,
+        SimExecutor(env, cost),
+        capacity,
+        PAGE,
+        devices=replicas,
+        depth=depth,
+        recorder=recorder,
+        router=router,
+    )
+    # so that a job never needs a second page
+    sizes = (
+        np.full(len(arrival_ns), PAGE.tokens - output_tokens + 1) if prompts is None else prompts
+    )
     engine.replay(
-        Request(i, int(at), prompt_tokens, output_tokens) for i, at in enumerate(arrival_ns)
+        Request(i, int(at), int(size), output_tokens)
+        for i, (at, size) in enumerate(zip(arrival_ns, sizes, strict=True))
     )
     tables = recorder.tables()
     requests, steps = tables["requests"].sort_by("request_id"), tables["steps"]
     stays = (requests[c].to_numpy() for c in ("arrival_ns", "scheduled_ns", "finish_ns"))
     step_jobs = np.array([len(jobs) for jobs in steps["jobs"].to_pylist()])
-    return Queue(*stays, step_jobs, steps["end_ns"].to_numpy() - steps["start_ns"].to_numpy())
+    step_ns = steps["end_ns"].to_numpy() - steps["start_ns"].to_numpy()
+    return Queue(*stays, step_jobs, step_ns, requests["device"].to_numpy())
 
 
 def poisson_ns(load: float, count: int, seed: int) -> Times:
@@ -94,6 +124,47 @@ def lindley_ns(arrival_ns: Times, service_ns: int) -> Times:
         gap = arrival_ns[i] - arrival_ns[i - 1]
         waits[i] = max(0, waits[i - 1] + service_ns - gap)
     return waits
+
+
+def central_queue_ns(arrival_ns: Times, servers: int, service_ns: int) -> Times:
+    """Waits of one first-come-first-served line before so many servers."""
+    free = [0] * servers  # a heap: when each server is free
+    waits = np.zeros(len(arrival_ns), dtype=np.int64)
+    for i, at in enumerate(arrival_ns):
+        start = max(int(at), heappop(free))
+        waits[i] = start - at
+        heappush(free, start + service_ns)
+    return waits
+
+
+def mdn_wait(load: float, servers: int) -> float:
+    """Mean wait of M/D/N in service times (Crommelin 1932), `load` per server."""
+    wait, offered = 0.0, load * servers
+    for i in range(1, 10_000):
+        term = poisson.sf(i * servers - 1, i * offered)
+        term -= poisson.sf(i * servers, i * offered) / load
+        wait += term
+        if term < 1e-12:
+            break
+    return float(wait)
+
+
+def mmn_wait(load: float, servers: int) -> float:
+    """Mean wait of M/M/N in mean service times (Erlang C), `load` per server."""
+    offered = load * servers
+    terms = [offered**k / factorial(k) for k in range(servers)]
+    last = offered**servers / factorial(servers) / (1 - load)
+    return last / (sum(terms) + last) / (servers * (1 - load))
+
+
+def enm1_wait(load: float, stages: int) -> float:
+    """Mean wait of E_N/M/1, each N-th arrival of a Poisson stream, in mean service times.
+
+    GI/M/1: sigma / (1 - sigma) where sigma is the root below 1 of the transform of the gaps.
+    """
+    rate = stages * load
+    sigma = brentq(lambda s: (rate / (rate + 1 - s)) ** stages - s, 0.0, 1 - 1e-9)
+    return float(sigma / (1 - sigma))
 
 
 def md1_wait(load: float) -> float:

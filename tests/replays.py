@@ -15,7 +15,7 @@ from engine.journal import Journal
 from engine.lanes import Lanes
 from engine.plan import Layout, Op, PageSize, Plan, Tier
 from engine.planlog import encode
-from engine.policy import Composed, Policy
+from engine.policy import Composed, Policy, Router
 from engine.recorder import Recorder
 from policies.chunked_prefill import ChunkedPrefill
 from policies.continuous_batching import ContinuousBatching
@@ -135,12 +135,14 @@ def replay(
     returns_memory: bool = True,
     duration: Callable[[Launch], int] = duration_ns,
     fast_forward: bool = True,
+    router: Router | None = None,
 ) -> Replay:
     """Runs a policy over a trace on toy hardware."""
     env, recorder = simpy.Environment(), Recorder()
     journal = Journal(lambda: int(env.now))
     capacity = {(Tier.GPU, d): pages * page.nbytes for d in range(devices)}
-    capacity[Tier.HOST, 0] = host_pages * page.nbytes
+    hosts = 1 if router is None else devices  # each replica has its own
+    capacity |= {(Tier.HOST, d): host_pages * page.nbytes for d in range(hosts)}
     engine = Engine(
         env,
         policy,
@@ -154,6 +156,7 @@ def replay(
         journal=journal,
         returns_memory=returns_memory,
         fast_forward=fast_forward,
+        router=router,
     )
     engine.replay(work)
     return Replay(engine, recorder, journal)

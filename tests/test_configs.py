@@ -40,7 +40,7 @@ def test_policy(name: str, tmp_path: Path) -> None:
     assert ten(tmp_path, f"policy={name}")["num_finished"] == 10
 
 
-@pytest.mark.parametrize("group", ["arrival", "trace", "backend", "slo", "planner"])
+@pytest.mark.parametrize("group", ["arrival", "trace", "backend", "slo", "planner", "router"])
 def test_options_compose(group: str) -> None:
     for name in options(group).keys() - NEEDS_A_PATH.get(group, set()):
         assert composed([f"{group}={name}"]).config[group] is not None
