@@ -37,7 +37,7 @@ def arguments(target: Any, given: Mapping[str, Any], where: str) -> dict[str, An
 def did_you_mean(wrong: str, known: Any) -> str:
     """A clause that suggests the nearest known names, or lists the few there are."""
     names = [str(name) for name in known]
-    near = get_close_matches(wrong, names, n=3, cutoff=0.6)
+    near = get_close_matches(wrong, names, n=3, cutoff=0.65)
     if near:
         return f"; did you mean {' or '.join(near)}?"
     return f"; there are {', '.join(names)}" if 0 < len(names) <= 12 else ""

@@ -15,6 +15,7 @@ from analysis import distance
 from analysis.compare import compare
 from analysis.run import Run, load
 from analysis.spread import drift, spread
+from engine.record import SCHEMA_VERSION
 from tests.synthetic import MS, TWO, Toy, write
 
 Maker = Callable[..., Run]
@@ -208,7 +209,7 @@ def test_load_refuses_foreign_tables(tmp_path: Path) -> None:
     path = write(tmp_path / "run") / "plans.parquet"
     table = pq.read_table(path)
     pq.write_table(table.replace_schema_metadata({"schema_version": "99"}), path)
-    with pytest.raises(ValueError, match="schema version 99, this Tandem reads 1"):
+    with pytest.raises(ValueError, match=f"schema version 99, this Tandem reads {SCHEMA_VERSION}"):
         load(path.parent)
     pq.write_table(table.drop_columns("body"), path)
     with pytest.raises(ValueError, match="lacks column body"):
