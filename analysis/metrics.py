@@ -32,7 +32,7 @@ def per_request(run: Run) -> pd.DataFrame:
     queue: first issue - arrival. Only finished requests have latencies, as in vLLM.
     """
     rows = run.requests.set_index("request_id").sort_index()
-    counts = ["prompt_tokens", "output_tokens", "restarts", "swaps"]
+    counts = ["prompt_tokens", "output_tokens", "restarts", "swaps", "cached_tokens"]
     out = rows[["status", "slo", "device", *counts]].copy()
     done = rows["status"].eq("finished")
     arrival, finish = rows["arrival_ns"], rows["finish_ns"].where(done)
@@ -135,6 +135,14 @@ def max_concurrency(run: Run) -> int:
     return int(np.cumsum(change[order]).max(initial=0))
 
 
+def prefix_hits(run: Run) -> dict[str, float]:
+    """Tokens found computed, of all that had to be: the others were prefilled. Restarts count
+    again. Left out where none was found."""
+    found = float(run.requests["cached_tokens"].sum())
+    computed = float(run.steps["prefill_tokens"].sum())
+    return {"prefix_hit_rate": found / (found + computed)} if found else {}
+
+
 def summary(
     run: Run, slo: Mapping[str, float | None] | None = None
 ) -> dict[str, float | int | str]:
@@ -143,7 +151,7 @@ def summary(
     Goodput is there if the SLO sets a limit (without one it would equal the throughput).
     """
     out: dict[str, float | int | str] = {"backend": run.backend, **_counts(run)}
-    out |= throughput(run) | steady_throughput(run)
+    out |= throughput(run) | steady_throughput(run) | prefix_hits(run)
     if slo and any(limit is not None for limit in slo.values()):
         out |= goodput(run, slo)
     for name, values in samples(run).items():
@@ -162,7 +170,7 @@ def _counts(run: Run) -> dict[str, int]:
     out = {"num_requests": len(rows)}
     for status in ("finished", "refused", "unfinished"):
         out[f"num_{status}"] = int(rows["status"].eq(status).sum())
-    out |= {name: int(rows[name].sum()) for name in ("restarts", "swaps")}
+    out |= {name: int(rows[name].sum()) for name in ("restarts", "swaps", "cached_tokens")}
     out |= {"prompt_tokens": int(rows["prompt_tokens"].sum())}
     out |= {"output_tokens": int(rows["output_tokens"].sum())}
     return out | {"max_concurrency": max_concurrency(run), "num_plans": len(run.plans)}

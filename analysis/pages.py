@@ -64,7 +64,8 @@ def single_tables(run: Run, metrics: Mapping[str, float | int | str]) -> list[Ta
     figures = [[Cell(n), _amount(float(metrics[n]), words.unit_of(n))] for n in known]
     counts = ("finished", "refused", "unfinished")
     figures += [[Cell(f"{name} requests"), Cell(str(metrics[f"num_{name}"]))] for name in counts]
-    figures += [[Cell(name), Cell(str(metrics[name]))] for name in ("restarts", "swaps")]
+    events = ("restarts", "swaps", "cached_tokens")
+    figures += [[Cell(name.replace("_", " ")), Cell(str(metrics[name]))] for name in events]
     held = [
         [Cell(f"{row['kind']} on {row['pool']}"), *(_amount(row[s], "bytes") for s in STATS)]
         for row in memory_use(run).to_dict("records")

@@ -125,7 +125,7 @@ def _requests(run: Run, reach: tuple[float, ...]) -> Iterator[Event]:
             continue
         scheduled = _time(row["scheduled_ns"], end)
         first = _time(row["first_token_ns"], end)
-        counts = ("prompt_tokens", "output_tokens", "restarts", "swaps")
+        counts = ("prompt_tokens", "output_tokens", "restarts", "swaps", "cached_tokens")
         args = {name: int(row[name]) for name in counts} | {"status": str(row["status"])}
         spans = [(f"request {row['request_id']}", arrival, end, args)]
         spans += [("waiting", arrival, scheduled, {}), ("prefill", scheduled, first, {})]

@@ -9,9 +9,9 @@ is our run-ahead 2. Requests arrive when the log says they reached the engine.
 Nothing is fitted to a judged log. Skew is the one constant that least squares finds in skew.csv.gz
 of the same device; none, and one constant per class of batches, are printed beside it. So are 200
 us of host time per step, hidden behind the device or not. The logged engines kept full pages for
-later requests and for their own restarts (prefix caching, on by default); the row `reference` shows
-what that is worth: vLLM's loop written down without our engine (tests/vllm_reference.py), which
-without prefix caching equals our engine's to the nanosecond (tests/test_policies_vllm.py).
+later requests and for their own restarts (prefix caching, on by default), and so do we; the row
+`no prefix caching` shows what that is worth. One page is vLLM's null page. Our decisions on both
+logs are those of vLLM's loop written down without our engine (tests/test_peers_logs.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,13 @@ from policies.vllm_v1 import VllmV1
 from sim.executor import SimExecutor
 from sim.kernel_profile import KernelProfileCost
 from sim.memory import plan_memory
-from tests.vllm_reference import Vllm
 from traces.request import Request
 
 LLAMA31_8B = ModelSpec("llama3.1_8b", "llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072)
 PAGE = PageSize(16, 16 * LLAMA31_8B.kv_token_bytes)
-MEMORY = PagedRestart(watermark=0.0, prompts="must_fit", gives_way=True)
+MEMORY = PagedRestart(watermark=0.0, prompts="must_fit", gives_way=True, prefix_caching=True)
+PLAIN = replace(MEMORY, prefix_caching=False)
+NULL_PAGES = 1  # that vLLM never hands out
 STEP_TOKENS, RUN_AHEAD = 2048, 2
 RTX4090_BYTES, SHARE = 25_250_627_584, 0.9  # of the log's meta.json
 RESERVES = (256 * 2**20, 1024 * 2**20)  # context growth and library workspaces; graphs
@@ -81,7 +82,6 @@ CASES = (
     Case("RTX4090", 2588, 256, {"ttft": 2.0, "tpot": 2.0, "e2e": 2.0}),
     Case("RTXPRO6000", 20000, 128, {"ttft": 5.0, "tpot": 2.0, "e2e": 2.5}),
 )
-Run = Callable[[Log, Any, int], tuple[dict[int, list[int]], str]]  # token times, what happened
 
 
 def read_log(data: Path, case: Case) -> Log:
@@ -99,26 +99,34 @@ def read_log(data: Path, case: Case) -> Log:
     return Log(case, measured, requests, data / "peers" / "kernel_profiles" / name)
 
 
-def by_engine(log: Log, cost: Any, pages: int) -> tuple[dict[int, list[int]], str]:
+@dataclass(frozen=True)
+class Simulated:
+    """Our simulator's run: times of tokens by request, and what happened."""
+
+    times: dict[int, list[int]]
+    steps: int
+    restarts: int
+    cached_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.steps} steps, {self.restarts} restarts, {self.cached_tokens} tokens found"
+
+
+def simulate(log: Log, cost: Any, pages: int, memory: PagedRestart = MEMORY) -> Simulated:
     """Our simulator on the logged engine's settings."""
     env, recorder = simpy.Environment(), Recorder()
-    policy = Composed(VllmV1(STEP_TOKENS, log.case.sequences), MEMORY)
-    capacity = {(Tier.GPU, 0): pages * PAGE.nbytes, (Tier.HOST, 0): 0}
+    policy = Composed(VllmV1(STEP_TOKENS, log.case.sequences), memory)
+    capacity = {(Tier.GPU, 0): (pages - NULL_PAGES) * PAGE.nbytes, (Tier.HOST, 0): 0}
     executor = SimExecutor(env, cost)
     engine = Engine(env, policy, executor, capacity, PAGE, depth=RUN_AHEAD, recorder=recorder)
     engine.replay(log.requests)
-    restarts = sum(o.restarts for o in recorder.outcomes.values())
-    times = {i: o.token_ns for i, o in recorder.outcomes.items()}
-    return times, f"{engine.steps} steps, {restarts} restarts"
-
-
-def by_reference(log: Log, cost: Any, pages: int) -> tuple[dict[int, list[int]], str]:
-    """vLLM's loop without our engine, keeping full pages; one page is vLLM's null page."""
-    given = (pages - 1, PAGE.tokens, cost.shape_ns, STEP_TOKENS, log.case.sequences, RUN_AHEAD)
-    vllm = Vllm(*given, prefix_caching=True)
-    times = vllm.run(log.requests)
-    done = f"{vllm.steps} steps, {vllm.restarts} restarts, {vllm.reused_tokens} tokens reused"
-    return times, done
+    outcomes = recorder.outcomes
+    return Simulated(
+        {i: outcome.token_ns for i, outcome in outcomes.items()},
+        engine.steps,
+        sum(outcome.restarts for outcome in outcomes.values()),
+        sum(outcome.cached_tokens for outcome in outcomes.values()),
+    )
 
 
 def latencies(log: Log, times: dict[int, list[int]]) -> dict[str, np.ndarray]:
@@ -131,16 +139,18 @@ def latencies(log: Log, times: dict[int, list[int]]) -> dict[str, np.ndarray]:
     return {"ttft": first, "tpot": (last - first) / gaps * 1e3, "e2e": last}
 
 
-def run(log: Log, label: str, cost: Any, pages: int, way: Run = by_engine) -> dict[str, float]:
+def run(
+    log: Log, label: str, cost: Any, pages: int, memory: PagedRestart = MEMORY
+) -> dict[str, float]:
     """Replays, prints a line and returns the errors of the means in percent."""
     start_s = time.process_time()
-    times, done = way(log, cost, pages)
-    cpu_s, found = time.process_time() - start_s, latencies(log, times)
+    done = simulate(log, cost, pages, memory)
+    cpu_s, found = time.process_time() - start_s, latencies(log, done.times)
     vllm = {name: log.measured[column].to_numpy() for name, column in COLUMNS.items()}
     errors = {name: (found[name].mean() / vllm[name].mean() - 1) * 100 for name in COLUMNS}
     means = "  ".join(f"{name} {error:+6.2f} %" for name, error in errors.items())
     print(f"  {label:34} {means}   {done}, {cpu_s:.1f} CPU s")
-    for name in COLUMNS if label in ("judged", "reference") else ():
+    for name in COLUMNS if label == "judged" else ():
         points = ((np.percentile(x[name], p) for x in (found, vllm)) for p in PERCENTILES)
         shown = (
             f"p{p} {ours:.3f} ({ours / theirs - 1:+.1%})"
@@ -156,7 +166,7 @@ def judge(log: Log, quick: bool) -> float:
     print(f"{case.device}: {case.pages} pages, at most {case.sequences} sequences")
     errors = run(log, "judged", log.cost(), case.pages)
     if not quick:
-        run(log, "reference", log.cost(), case.pages, by_reference)
+        run(log, "no prefix caching", log.cost(), case.pages, PLAIN)
         for skew in ("none", "per_bucket"):
             run(log, f"skew {skew}", log.cost(skew), case.pages)
         hidden, shown = log.cost(host_ns_per_plan=200_000), log.cost(step_ns=200_000)

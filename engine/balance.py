@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
-from engine.plan import Compute, Copy, Free, Grow, Op, Place, Plan, Pool, Tier
+from engine.plan import Compute, Copy, Free, Grow, Kind, Op, Place, Plan, Pool, Share, Tier
+from engine.trial import Trial
+
+NO_TRIALS: Mapping[Pool, Trial] = MappingProxyType({})
 
 
 class Shortage(MemoryError):
@@ -17,10 +21,20 @@ class Shortage(MemoryError):
 
 
 class Balance:
-    """Running figures over the ledger's, used by the ledger itself and by policies' drafts."""
+    """Running figures over the ledger's, used by the ledger itself and by policies' drafts.
 
-    def __init__(self, room_bytes: Mapping[Pool, int], held_bytes: Mapping[Place, int]) -> None:
+    `trials`: dry runs on pages, for pools where jobs share them.
+    """
+
+    def __init__(
+        self,
+        room_bytes: Mapping[Pool, int],
+        held_bytes: Mapping[Place, int],
+        trials: Mapping[Pool, Trial] = NO_TRIALS,
+        page_nbytes: int = 0,
+    ) -> None:
         self.room_bytes = dict(room_bytes)
+        self._trials, self._page_nbytes = trials, page_nbytes
         self._held = held_bytes
         self._changed: dict[Place, int | None] = {}
 
@@ -35,11 +49,27 @@ class Balance:
             raise Shortage(place, -left)
         self.room_bytes[place.pool] = left
         self._changed[place] = (self.held(place) or 0) + nbytes
+        if self._trials and (trial := self._trial(place)):
+            trial.take(place, nbytes // self._page_nbytes)
+
+    def share(self, op: Share) -> None:
+        """Starts a place on pages; those that nobody holds take room. Shortage as in `grow`."""
+        place, trial = op.place, self._trial(op.place)
+        assert trial, f"pages for {place}: the policy's memory has no prefix caching"
+        assert self.held(place) is None, f"pages for {place}, which holds some"
+        left = self.room_bytes[place.pool] - trial.idle(op.pages) * self._page_nbytes
+        if left < 0:
+            raise Shortage(place, -left)
+        trial.share(place, op.pages)
+        self.room_bytes[place.pool] = left
+        self._changed[place] = len(op.pages) * self._page_nbytes
 
     def free(self, place: Place) -> None:
         """Gives a place back."""
         nbytes = self.held(place)
         assert nbytes is not None, f"free of {place}, which is not held"
+        if self._trials and (trial := self._trial(place)):
+            nbytes = trial.free(place) * self._page_nbytes
         self.room_bytes[place.pool] += nbytes
         self._changed[place] = None
 
@@ -62,7 +92,10 @@ class Balance:
             assert place.tier is tier, f"launch on {op.lane} touches {place}"
             assert tier is Tier.HOST or place.device == device, f"{place} is elsewhere"
 
-    def apply(self, op: Op | Grow | Free) -> None:
+    def _trial(self, place: Place) -> Trial | None:
+        return self._trials.get(place.pool) if place.region.kind is Kind.KV else None
+
+    def apply(self, op: Op | Grow | Share | Free) -> None:
         """One operation of a plan, in order."""
         match op:
             case Compute():
@@ -71,6 +104,8 @@ class Balance:
                 self.copy(op)
             case Grow():
                 self.grow(op.place, op.nbytes)
+            case Share():
+                self.share(op)
             case Free():
                 self.free(op.place)
 

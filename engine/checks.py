@@ -9,6 +9,9 @@ from engine.executor import Span
 from engine.journal import Life
 from engine.plan import Compute, Copy, Lane, Op, Place, Plan, Pool
 
+FOREVER_NS = 1 << 62
+_Part = tuple[int, int, int]  # from when, until when, bytes
+
 
 def operations(plans: Iterable[Plan]) -> list[Op]:
     """All that took time, in issue order."""
@@ -31,18 +34,49 @@ def check_capacity(
     """Law 11b: no pool overflows in span time. Returns the peak of each pool.
 
     Bytes live from the start of their first user (from the beginning, if they were resident) to
-    the end of their last one, or to their Free where that came later.
+    the end of their last one, or to their Free where that came later. Lives that share a page with
+    the same contents count once.
     """
     marks: dict[Pool, list[tuple[int, int, int]]] = defaultdict(list)
-    for life in lives:
-        if not life.users and life.freed_ns is not None:
-            continue  # booked, never touched, given back
-        start_ns = spans[life.users[0]].start_ns if life.users else life.taken_ns
-        marks[life.place.pool].append((start_ns, 1, life.nbytes))
-        if life.freed_ns is not None:
-            end_ns = max(life.freed_ns, *(spans[op].end_ns for op in life.users))
-            marks[life.place.pool].append((end_ns, 0, -life.nbytes))
+    everyone = [life for life in lives if life.users or life.freed_ns is None]
+    shared = {(life.place.pool, p) for life in everyone if life.is_shared for p in life.pages}
+    episodes: dict[tuple[Pool, int], list[list[_Part]]] = defaultdict(list)
+    for life in everyone:
+        pool, (start_ns, end_ns) = life.place.pool, _span(life, spans)
+        pages = [page for page in life.pages if (pool, page) in shared]
+        page_nbytes = life.nbytes // len(life.pages) if pages else 0
+        marks[pool] += _marks((start_ns, end_ns, life.nbytes - len(pages) * page_nbytes))
+        for page in pages:
+            found = episodes[pool, page]
+            if not (life.is_shared and found):
+                found.append([])  # new contents
+            found[-1].append((start_ns, end_ns, page_nbytes))
+    for (pool, _), found in episodes.items():
+        marks[pool] += [mark for parts in found for part in _joined(parts) for mark in _marks(part)]
     return {pool: _peak(pool, rows, capacity_bytes[pool]) for pool, rows in marks.items()}
+
+
+def _span(life: Life, spans: Mapping[Op, Span]) -> tuple[int, int]:
+    start_ns = spans[life.users[0]].start_ns if life.users else life.taken_ns
+    if life.freed_ns is None:
+        return start_ns, FOREVER_NS
+    return start_ns, max(life.freed_ns, *(spans[op].end_ns for op in life.users))
+
+
+def _joined(parts: Iterable[_Part]) -> list[_Part]:
+    """Stretches in which at least one of the parts lives."""
+    found: list[_Part] = []
+    for start_ns, end_ns, nbytes in sorted(parts):
+        if found and start_ns <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end_ns), nbytes)
+        else:
+            found.append((start_ns, end_ns, nbytes))
+    return found
+
+
+def _marks(part: _Part) -> list[tuple[int, int, int]]:
+    start_ns, end_ns, nbytes = part
+    return [(start_ns, 1, nbytes), (end_ns, 0, -nbytes)]
 
 
 def _peak(pool: Pool, marks: list[tuple[int, int, int]], capacity_bytes: int) -> int:

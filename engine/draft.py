@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.balance import Balance
+from engine.balance import NO_TRIALS, Balance
 from engine.job import Job
-from engine.plan import Compute, Copy, Free, Grow, Op, Place, Plan, Pool, Slice
+from engine.plan import Compute, Copy, Free, Grow, Op, Place, Plan, Pool, Share, Slice, Tier
 from engine.view import View
 
 
@@ -19,8 +19,10 @@ class Draft:
 
     def __init__(self, view: View, waits: bool = True) -> None:
         room = {pool: view.room(pool) if waits else n for pool, n in view.free_bytes.items()}
-        self._balance = Balance(room, view.held_bytes)
-        self._ops: list[Op | Grow | Free] = []
+        self._trial = view.trial() if view.trial else None
+        trials = {(Tier.GPU, view.device): self._trial} if self._trial else NO_TRIALS
+        self._balance = Balance(room, view.held_bytes, trials, view.page.nbytes)
+        self._ops: list[Op | Grow | Share | Free] = []
         self._restart: list[Job] = []
         self._refuse: list[Job] = []
         self._device = view.device
@@ -32,6 +34,19 @@ class Draft:
     def held(self, place: Place) -> int:
         """Bytes at a place after what was drafted so far; 0 where nothing is."""
         return self._balance.held(place) or 0
+
+    def found(self, job: Job) -> tuple[int, ...]:
+        """Pages on which a job could start behind what was drafted so far (prefix caching)."""
+        return self._trial.found(job) if self._trial else ()
+
+    def idle(self, pages: Sequence[int]) -> int:
+        """How many of these pages nobody holds: sharing them takes room."""
+        return self._trial.idle(pages) if self._trial else 0
+
+    def share(self, place: Place, pages: tuple[int, ...]) -> None:
+        """Starts a place on pages that are there; on none is no operation."""
+        if pages:
+            self._add(Share(place, pages))
 
     def grow(self, place: Place, nbytes: int) -> None:
         """Adds bytes to a place; asking for none is no operation."""
@@ -63,6 +78,6 @@ class Draft:
         """The finished plan."""
         return Plan(tuple(self._ops), tuple(self._restart), tuple(self._refuse))
 
-    def _add(self, op: Op | Grow | Free) -> None:
+    def _add(self, op: Op | Grow | Share | Free) -> None:
         self._balance.apply(op)
         self._ops.append(op)

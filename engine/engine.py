@@ -32,10 +32,12 @@ from engine.plan import (
     kv_place,
 )
 from engine.policy import Policy, Router
+from engine.prefix import Chain
 from engine.profile import EngineProfile
 from engine.progress import advance_serving, advance_training, restart
 from engine.recorder import Recorder
 from engine.repeat import Repeat
+from engine.reuse import Reuse
 from engine.run import growth
 from engine.view import Cost, View
 from traces.request import Request, TrainingJob
@@ -64,6 +66,7 @@ class Engine:
     `returns_memory=False` leaves a finished job's memory to the policy (playing back a plan log).
     `fast_forward=False` asks for every step, also where a plan would hold for many; same results.
     With a `router` each device is a replica: it is shown only the requests that were routed to it.
+    A policy with `prefix_caching` has full pages kept, which jobs that begin alike then share.
     """
 
     def __init__(
@@ -92,8 +95,10 @@ class Engine:
         self.env, self.policy, self.executor = env, policy, executor
         self.page, self.devices, self.depth, self.forced = page, devices, depth, forced
         self.layout = layout or Layout()
-        self.ledger = Ledger(capacity_bytes, page, self.layout.places, journal)
         self.recorder = recorder or Recorder()
+        chains: dict[int, Chain] | None = {} if getattr(policy, "prefix_caching", False) else None
+        self.ledger = Ledger(capacity_bytes, page, self.layout.places, journal, chains)
+        self.reuse = None if chains is None else Reuse(chains, self.ledger, self.recorder)
         self.profile = EngineProfile()
         self.cost = cost
         self.waiting: list[Job] = []
@@ -138,6 +143,8 @@ class Engine:
                 job.device = 0
             self._target[job.job_id] = item.prompt_tokens + item.output_tokens
             self.recorder.arrived(item, arrival_ns, job.device)
+            if self.reuse is not None:
+                self.reuse.arrived(item)
         else:
             recorded = 0 if item.record_of is None else self._recorded.get(item.record_of, 0)
             job = Job.trains(item, arrival_ns, recorded)
@@ -268,6 +275,7 @@ class Engine:
             self.profile,
             self.layout,
             self.cost,
+            None if self.reuse is None else self.reuse.trial(device),
         )
 
     def _shown(self, jobs: list[Job], device: int) -> list[Job]:
@@ -287,6 +295,8 @@ class Engine:
             self._restart(job)
         for job in plan.refuse:
             self._refuse(job)
+        if self.reuse is not None:
+            self.reuse.start(plan)
         launches = [self._launch(op, booking, device) for op, booking in booked.items()]
         step, number, now_ns = self.steps, self._issued[device], int(self.env.now)
         self.steps += 1
@@ -321,6 +331,8 @@ class Engine:
         contexts = [job.computed_tokens for job in jobs]
         tables = [self.ledger.pages.get(kv_place(i, Tier.GPU, op.device), ()) for i in ids]
         samples = [self._advance(op, piece) for piece in op.slices]
+        if self.reuse is not None:
+            self.reuse.keep(op, contexts)
         tokens = [piece.tokens for piece in op.slices]
         return Launch(op, booking.waits, Pieces(ids, tokens, contexts, samples, tables))
 
@@ -458,4 +470,6 @@ class Engine:
             self.recorder.ended(job.job_id, now_ns, status)
             if self.fleet is not None:
                 self.fleet.left(job)
+            if self.reuse is not None:
+                self.reuse.left(job)
             self._arrivals.release_turn(job)

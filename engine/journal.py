@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.plan import Op, Place
@@ -11,11 +11,16 @@ from engine.plan import Op, Place
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """Bytes from the moment they were booked to the moment they were given back."""
+    """Bytes from the moment they were booked to the moment they were given back.
+
+    Of KV also which `pages`: those that were shared have several lives at a time.
+    """
 
     place: Place
     nbytes: int
     taken_ns: int
+    pages: Sequence[int] = ()
+    is_shared: bool = False  # pages that held this before
     users: list[Op] = field(default_factory=list)
     freed_ns: int | None = None
 
@@ -28,8 +33,10 @@ class Journal:
         self._now_ns = now_ns
         self._alive: dict[Place, list[Life]] = defaultdict(list)
 
-    def took(self, place: Place, nbytes: int) -> None:
-        life = Life(place, nbytes, self._now_ns())
+    def took(
+        self, place: Place, nbytes: int, pages: Sequence[int] = (), is_shared: bool = False
+    ) -> None:
+        life = Life(place, nbytes, self._now_ns(), pages, is_shared)
         self._alive[place].append(life)
         self.lives.append(life)
 

@@ -194,6 +194,10 @@ class Jump:
         engine._issued[run.device] += len(run)
         engine.recorder.ran(run)
         self._advance(op, len(run))
+        if engine.reuse is not None:
+            pieces = run.launch.pieces
+            assert isinstance(pieces, Pieces)
+            engine.reuse.keep(op, pieces.contexts)
         last = run.settled - 1
         ledger.touch_again(op, run.settled)
         self._fly(run, op)

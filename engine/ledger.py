@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -22,9 +22,13 @@ from engine.plan import (
     Place,
     Plan,
     Pool,
+    Share,
+    Tier,
 )
+from engine.prefix import Chain, PrefixCache
 from engine.returns import ReturnQueue
 from engine.run import Figures
+from engine.sharing import Sharing
 
 
 class Booking(NamedTuple):
@@ -48,7 +52,9 @@ class Ledger:
         page: PageSize,
         resident: Mapping[Place, int] | None = None,
         journal: Journal | None = None,
+        chains: dict[int, Chain] | None = None,
     ) -> None:
+        """`chains` of all serving jobs turn prefix caching on, for the KV pages of devices."""
         self.capacity_bytes = dict(capacity_bytes)
         self.page = page
         self.held_bytes: dict[Place, int] = {}
@@ -60,6 +66,7 @@ class Ledger:
         self.kind_bytes: dict[tuple[Pool, Kind], int] = defaultdict(int)
         self._returns = {pool: ReturnQueue(n) for pool, n in capacity_bytes.items()}
         self._pools: dict[Pool, PagePool] = {}
+        self.sharing: dict[Pool, Sharing] = {}  # pools with prefix caching
         self._writers: dict[Place, Op] = {}  # the last one; stays when it has ended
         self._users: dict[Lane, dict[Place, Op]] = {}  # the last one of each lane
         self._givers: dict[Place, set[Op]] = {}
@@ -69,7 +76,12 @@ class Ledger:
             Balance(self.room_bytes(), self.held_bytes).grow(place, nbytes)
             self._take(place, nbytes)
         for pool, queue in self._returns.items():
-            self._pools[pool] = PagePool(queue.free_bytes // page.nbytes)
+            keeps = chains is not None and pool[0] is Tier.GPU
+            cache = PrefixCache(chains, page.tokens) if chains is not None and keeps else None
+            pages = self._pools[pool] = PagePool(queue.free_bytes // page.nbytes, cache)
+            if cache is not None:
+                tables, (_, device) = self.pages, pool
+                self.sharing[pool] = Sharing(pages, queue, cache, tables, page.nbytes, device)
 
     # ---- figures
     def free_bytes(self) -> dict[Pool, int]:
@@ -152,13 +164,16 @@ class Ledger:
 
         Raises Shortage, with nothing changed, where the plan does not fit.
         """
-        Balance(self.room_bytes(), self.held_bytes).run(plan)
+        trials = {pool: sharing.trial() for pool, sharing in self.sharing.items()}
+        Balance(self.room_bytes(), self.held_bytes, trials, self.page.nbytes).run(plan)
         booked: dict[Op, Booking] = {}
         for op in plan.ops:
             if isinstance(op, Compute | Copy):
                 booked[op] = self._run(op)
             elif isinstance(op, Grow):
                 self._take(op.place, op.nbytes)
+            elif isinstance(op, Share):
+                self._share(op)
             else:
                 self.give(op.place)
         return booked
@@ -170,10 +185,12 @@ class Ledger:
         if op.dst not in self.held_bytes:
             self._take(op.dst, nbytes)
         tables = self.pages.get(op.src, ()), self.pages.get(op.dst, ())
+        if op.dst.pool in self.sharing:
+            self.sharing[op.dst.pool].lands(op, tables[1])
         return Booking(self._touch(op, (op.src,), (op.dst,)), (nbytes, *tables))
 
     def _take(self, place: Place, nbytes: int) -> None:
-        pool = place.pool
+        pool, pages = place.pool, list[int]()
         givers = self._returns[pool].take(nbytes)
         if place.region.kind is Kind.KV:
             pages, waits = self._pools[pool].take(self._num_pages(place, nbytes))
@@ -184,7 +201,18 @@ class Ledger:
         if givers:
             self._givers.setdefault(place, set()).update(givers)
         if self._journal:
-            self._journal.took(place, nbytes)
+            self._journal.took(place, nbytes, pages)
+
+    def _share(self, op: Share) -> None:
+        place, pool = op.place, op.place.pool
+        nbytes, writers = self.sharing[pool].share(op.pages, self.open)
+        self.pages[place] = list(op.pages)
+        self._hold(place, len(op.pages) * self.page.nbytes)
+        self.kind_bytes[pool, Kind.KV] += nbytes
+        if writers:
+            self._givers[place] = writers
+        if self._journal:
+            self._journal.took(place, self.held_bytes[place], op.pages, is_shared=True)
 
     def _hold(self, place: Place, nbytes: int) -> None:
         held = self.held_bytes.get(place)
@@ -238,16 +266,24 @@ class Ledger:
         users = {op for op in (*last, *self._givers.pop(place, ())) if op in self.open}
         self._writers.pop(place, None)
         del self.written[place], self.used[place]
-        self.kind_bytes[pool, place.region.kind] -= nbytes
         owned = self.places_of[place.region.owner]
         del owned[place]
         if not owned:
             del self.places_of[place.region.owner]
-        self._returns[pool].give(nbytes, users)
-        if place in self.pages:
-            self._pools[pool].give(self.pages.pop(place), users)
+        nbytes = self._give_back(place, nbytes, users)
+        self.kind_bytes[pool, place.region.kind] -= nbytes
         if self._journal:
             self._journal.gave(place)
+
+    def _give_back(self, place: Place, nbytes: int, users: set[Op]) -> int:
+        """Returns the bytes that come back: of shared pages only those that nobody holds now."""
+        pool, pages = place.pool, self.pages.pop(place, None)
+        if pages is not None and pool in self.sharing:
+            return self.sharing[pool].give(pages, users, self.open)
+        self._returns[pool].give(nbytes, users)
+        if pages is not None:
+            self._pools[pool].give(pages, users)
+        return nbytes
 
     def settle(self, op: Op) -> None:
         """An operation has ended: bytes that waited for it come back."""
@@ -257,13 +293,16 @@ class Ledger:
             self._pools[pool].settle(op)
 
     def conserved(self) -> None:
-        """Law 2: held, free and coming add up to the capacity of every pool."""
+        """Law 2: held, free and coming add up to the capacity of every pool; pages count once."""
         held: dict[Pool, int] = defaultdict(int)
+        holders: dict[Pool, Counter[int]] = defaultdict(Counter)
         for place, nbytes in self.held_bytes.items():
             held[place.pool] += nbytes
+        for place, ids in self.pages.items():
+            holders[place.pool].update(ids)
         for pool, capacity in self.capacity_bytes.items():
-            queue = self._returns[pool]
-            assert held[pool] + queue.room_bytes == capacity, f"{pool} does not add up"
+            queue, counts = self._returns[pool], holders[pool]
+            twice = (counts.total() - len(counts)) * self.page.nbytes
+            assert held[pool] - twice + queue.room_bytes == capacity, f"{pool} does not add up"
             assert queue.free_bytes >= 0 and queue.coming_bytes >= 0, f"{pool} is overdrawn"
-            pages = sum(len(ids) for place, ids in self.pages.items() if place.pool == pool)
-            assert pages == self.held_pages(pool), f"pages of {pool} do not add up"
+            self._pools[pool].check(counts)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from engine.plan import Op
+from engine.prefix import PrefixCache
 
 
 @dataclass(slots=True, eq=False)
@@ -21,17 +22,19 @@ class PagePool:
     """Page ids with reference counts, handed out oldest first.
 
     Ids come back in issue order, beside the bytes of the ReturnQueue: an id taken again never has
-    to wait longer than the bytes it stands for.
+    to wait longer than the bytes it stands for. With a prefix cache a job's last page comes back
+    first, so that its beginning is kept longest, and pages that nobody holds can be shared.
     """
 
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
+    def __init__(self, num_pages: int, cache: PrefixCache | None = None) -> None:
+        self.num_pages, self._cache = num_pages, cache
         self._held: set[int] = set()
         self._more: Counter[int] = Counter()  # holders of a shared page beside the first
         self._returned: deque[Returned] = deque()
         self._waiting: dict[Op, list[Returned]] = defaultdict(list)
         self._idle: list[Returned] = []
         self._next = 0  # ids from here on were never handed out
+        self._where: dict[int, Returned] = {}  # with a cache: pages that nobody holds
 
     @property
     def held_pages(self) -> int:
@@ -53,23 +56,53 @@ class PagePool:
             if not oldest.ids:
                 self._returned.popleft()
         self._held.update(ids)
+        if self._cache is not None:
+            self._cache.forget(ids)
         return ids, givers
 
-    def share(self, ids: Iterable[int]) -> None:
-        """One more holder for pages that are held already."""
+    def holders(self, page: int) -> int:
+        """How many hold a page."""
+        return 1 + self._more[page] if page in self._held else 0
+
+    def oldest(self) -> Iterator[int]:
+        """Pages that nobody holds, in the order in which they will be handed out."""
+        yield from range(self._next, self.num_pages)
+        for returned in self._returned:
+            yield from returned.ids
+
+    def share(self, ids: Iterable[int]) -> list[int]:
+        """One more holder for pages; returns those that nobody has held since they came back."""
+        idle = []
         for page in ids:
-            assert page in self._held, f"page {page} is held by nobody"
-            self._more[page] += 1
+            if page in self._held:
+                self._more[page] += 1
+            else:
+                idle.append(page)
+                self._withdraw(page)
+        self._held.update(idle)
+        return idle
+
+    def _withdraw(self, page: int) -> None:
+        returned = self._where[page]
+        assert page in returned.ids, f"page {page} is shared twice by one job, or lost"
+        returned.ids.remove(page)
+        if not returned.ids:
+            self._returned.remove(returned)
 
     def give(self, ids: Iterable[int], users: Iterable[Op]) -> list[int]:
         """One holder less; returns the pages that nobody holds now."""
         back = list(ids)
         assert self._held.issuperset(back), "a page is held by nobody"
         if self._more:
-            shared = [page for page in back if self._more[page]]
-            self._more -= Counter(shared)  # drops those that have one holder again
-            back = [page for page in back if page not in set(shared)]
+            shared = {page for page in back if self._more[page]}
+            back = [page for page in back if page not in shared]
+            self._more.subtract(shared)
+            for page in shared:
+                if not self._more[page]:
+                    del self._more[page]  # one holder again
         self._held.difference_update(back)
+        if self._cache is not None:
+            back.reverse()
         if back:
             self._return(Returned(back.copy(), set(users)))
         return back
@@ -82,13 +115,28 @@ class PagePool:
                 self._idle.append(returned)
 
     def drain_idle(self) -> list[int]:
-        """Pages that have fallen out of all use since the last call and were not taken again."""
+        """Pages that have fallen out of all use since the last call and were not taken again.
+
+        Kept pages are not among them: their contents may be wanted.
+        """
         ids = [page for returned in self._idle for page in returned.ids]
         self._idle.clear()
+        if self._cache is not None:
+            ids = [page for page in ids if page not in self._cache]
         return ids
+
+    def check(self, holders: Counter[int]) -> None:
+        """Law 2: pages are held by exactly so many, and every other page can be handed out."""
+        assert dict(holders) == {page: self.holders(page) for page in self._held}, (
+            "the holders of pages do not add up"
+        )
+        free = list(self.oldest())
+        assert sorted([*free, *self._held]) == list(range(self.num_pages)), "a page is lost"
 
     def _return(self, returned: Returned) -> None:
         self._returned.append(returned)
+        if self._cache is not None:
+            self._where.update(dict.fromkeys(returned.ids, returned))
         for op in returned.users:
             self._waiting[op].append(returned)
         if not returned.users:

@@ -155,6 +155,15 @@ class Grow(NamedTuple):
         )
 
 
+class Share(NamedTuple):
+    """A job starts on full pages whose contents are there (prefix caching): its place, which held
+    nothing, now holds them, too, in this order. Pages that nobody holds take room, others none.
+    """
+
+    place: Place
+    pages: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Free:
     """Gives a place back; its bytes return when all earlier users have ended."""
@@ -173,7 +182,7 @@ class Plan:
     something arrives, ends or comes back meanwhile; each step is a plan of its own.
     """
 
-    ops: tuple[Op | Grow | Free, ...] = ()
+    ops: tuple[Op | Grow | Share | Free, ...] = ()
     restart: tuple[Job, ...] = ()  # their tokens must be computed again
     refuse: tuple[Job, ...] = ()  # will never fit
     repeats: int = 1
@@ -186,7 +195,7 @@ class Plan:
     def at(self, step: int) -> Plan:
         """One step of a repeated plan: what grows then, and a launch of its own."""
         grows = [op for op in self.ops if isinstance(op, Grow)]
-        launches = [op for op in self.ops if not isinstance(op, Grow)]
+        launches = [op for op in self.ops if isinstance(op, Compute)]
         due = (Grow(op.place, op.nbytes) for op in grows if step in op.steps(step + 1))
         return Plan((*due, *(replace(op) for op in launches)), self.restart, self.refuse)
 

@@ -7,7 +7,23 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from engine.job import Job
-from engine.plan import Compute, Copy, Free, Grow, Kind, Op, Place, Plan, Region, Slice, Tier, Work
+from engine.plan import (
+    Compute,
+    Copy,
+    Free,
+    Grow,
+    Kind,
+    Op,
+    Place,
+    Plan,
+    Region,
+    Share,
+    Slice,
+    Tier,
+    Work,
+)
+
+AnyOp = Op | Grow | Share | Free
 
 
 class LoggedPlan(NamedTuple):
@@ -66,7 +82,7 @@ def _encode_slice(piece: Slice) -> list[Any]:
     ]
 
 
-def _encode_op(op: Op | Grow | Free) -> list[Any]:
+def _encode_op(op: AnyOp) -> list[Any]:
     match op:
         case Compute():
             places = ([_encode_place(p) for p in side] for side in (op.reads, op.writes))
@@ -82,6 +98,8 @@ def _encode_op(op: Op | Grow | Free) -> list[Any]:
             return ["copy", _encode_place(op.src), _encode_place(op.dst)]
         case Grow():
             return ["grow", _encode_place(op.place), op.nbytes, op.first, op.every]
+        case Share():
+            return ["share", _encode_place(op.place), list(op.pages)]
         case Free():
             return ["free", _encode_place(op.place)]
 
@@ -101,7 +119,7 @@ def _decode_places(rows: Iterable[list[Any]]) -> tuple[Place, ...]:
     return tuple(_decode_place(row) for row in rows)
 
 
-def _decode_op(row: list[Any], jobs: Mapping[int, Job]) -> Op | Grow | Free:
+def _decode_op(row: list[Any], jobs: Mapping[int, Job]) -> AnyOp:
     match row:
         case ["compute", device, on, again, slices, reads, writes]:
             pieces = tuple(_decode_slice(s, jobs) for s in slices)
@@ -110,6 +128,8 @@ def _decode_op(row: list[Any], jobs: Mapping[int, Job]) -> Op | Grow | Free:
             return Copy(_decode_place(src), _decode_place(dst))
         case ["grow", place, nbytes, first, every]:
             return Grow(_decode_place(place), nbytes, first, every)
+        case ["share", place, pages]:
+            return Share(_decode_place(place), tuple(pages))
         case ["free", place]:
             return Free(_decode_place(place))
     raise ValueError(f"plan log: unknown operation {row[0]!r}")

@@ -36,7 +36,8 @@ class Memory(Protocol):
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
         """A plan for as many slices as fit, in their order.
 
-        May take memory from less wanted jobs; admits no waiting job after a preemption. May also
+        May take memory from less wanted jobs; admits no waiting job after a preemption. With
+        `prefix_caching` set it may start jobs on pages that are kept (`Draft.share`). May also
         have `stretch(plan, view, count) -> Plan`: the plan for up to `count` steps, with all that
         grows meanwhile, if it would decide the same at each of them.
         """
@@ -68,6 +69,11 @@ class Composed:
 
     scheduling: Scheduling
     memory: Memory
+
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether the memory half shares pages that are kept: then the engine keeps them."""
+        return bool(getattr(self.memory, "prefix_caching", False))
 
     def plan(self, view: View) -> Plan:
         plan = self.memory.fit(self.scheduling.batch(view), view)

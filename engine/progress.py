@@ -23,6 +23,13 @@ def advance_serving(piece: Slice) -> bool:
     return True
 
 
+def start_behind(job: Job, tokens: int) -> None:
+    """A job starts behind tokens that were found computed (prefix caching)."""
+    assert not job.computed_tokens, f"job {job.job_id} has begun already"
+    assert tokens < job.known_tokens, f"job {job.job_id}: its last token must be computed"
+    job.computed_tokens = tokens
+
+
 def restart(job: Job) -> None:
     """Forgets what was computed. What was generated is known and counts as prompt now."""
     job.computed_tokens = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 I64, I32, TEXT = pa.int64(), pa.int32(), pa.string()
 
@@ -24,6 +24,7 @@ REQUESTS = pa.schema(
         ("finish_ns", I64),
         ("restarts", I32),
         ("swaps", I32),  # times its KV was copied out
+        ("cached_tokens", I32),  # found computed at its starts (prefix caching), restarts included
         ("status", TEXT),  # finished, refused, unfinished
         ("token_ns", pa.list_(I64)),  # when each output token was delivered
         ("output_ids", pa.list_(I32)),  # null in a simulation

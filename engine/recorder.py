@@ -35,6 +35,7 @@ class Outcome:
     finish_ns: int | None = None
     restarts: int = 0
     swaps: int = 0
+    cached_tokens: int = 0
     status: str = "unfinished"
     token_runs: list[int | Times] = field(default_factory=list)  # one token, or all of a run
 
@@ -141,6 +142,10 @@ class Recorder:
         if outcome.scheduled_ns is None:
             outcome.scheduled_ns = now_ns
 
+    def cached(self, job_id: int, tokens: int) -> None:
+        """A request starts, or starts again, behind tokens that were found computed."""
+        self.outcomes[job_id].cached_tokens += tokens
+
     def settled(
         self,
         step: int,
@@ -244,6 +249,7 @@ def _request_row(
         outcome.finish_ns,
         outcome.restarts,
         outcome.swaps,
+        outcome.cached_tokens,
         outcome.status,
         tokens,
         ids,

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from engine.plan import Op
+
+
+@dataclass(slots=True, eq=False)
+class Owed:
+    """Bytes on their way back, and the operations that still use them."""
+
+    nbytes: int
+    users: set[Op]
 
 
 class ReturnQueue:
@@ -18,17 +27,27 @@ class ReturnQueue:
     def __init__(self, nbytes: int) -> None:
         self.free_bytes = nbytes
         self.coming_bytes = 0
-        self._entries: deque[tuple[int, set[Op]]] = deque()
+        self._entries: deque[Owed] = deque()
 
     @property
     def room_bytes(self) -> int:
         return self.free_bytes + self.coming_bytes
 
-    def give(self, nbytes: int, users: Iterable[Op]) -> None:
+    def give(self, nbytes: int, users: Iterable[Op]) -> Owed:
         """Adds bytes that are free once their users have ended."""
-        self._entries.append((nbytes, set(users)))
+        owed = Owed(nbytes, set(users))
+        self._entries.append(owed)
         self.coming_bytes += nbytes
         self._advance()
+        return owed
+
+    def reclaim(self, owed: Owed, nbytes: int) -> set[Op]:
+        """Takes bytes back whose contents are still wanted: nobody has to end first, unless they
+        have been taken for something else and others must do."""
+        part = min(owed.nbytes, nbytes)
+        owed.nbytes -= part
+        self.coming_bytes -= part
+        return self.take(nbytes - part)
 
     def take(self, nbytes: int) -> set[Op]:
         """Removes bytes from the head; returns the operations that have to end first."""
@@ -37,11 +56,12 @@ class ReturnQueue:
         self.free_bytes -= now
         givers: set[Op] = set()
         while now < nbytes:
-            held, users = self._entries.popleft()
-            part = min(held, nbytes - now)
-            if part < held:
-                self._entries.appendleft((held - part, users))
-            givers |= users
+            owed = self._entries[0]
+            part = min(owed.nbytes, nbytes - now)
+            owed.nbytes -= part
+            if not owed.nbytes:
+                self._entries.popleft()
+            givers |= owed.users
             now += part
             self.coming_bytes -= part
         self._advance()
@@ -49,12 +69,13 @@ class ReturnQueue:
 
     def settle(self, op: Op) -> None:
         """An operation has ended: what waited only for it becomes free, in order."""
-        for _, users in self._entries:
-            users.discard(op)
+        for owed in self._entries:
+            owed.users.discard(op)
         self._advance()
 
     def _advance(self) -> None:
-        while self._entries and not self._entries[0][1]:
-            nbytes, _ = self._entries.popleft()
-            self.coming_bytes -= nbytes
-            self.free_bytes += nbytes
+        while self._entries and not self._entries[0].users:
+            owed = self._entries.popleft()
+            self.coming_bytes -= owed.nbytes
+            self.free_bytes += owed.nbytes
+            owed.nbytes = 0  # free bytes are nobody's

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from engine.job import Job
 from engine.plan import Layout, Op, PageSize, Place, Pool, Work
+from engine.trial import Trial
 
 LaunchKey = tuple[tuple[Work, range | None, int], ...]  # (work, layers, tokens) of each slice
 
@@ -63,6 +64,13 @@ class View:
     profile: Profile
     layout: Layout
     cost: Cost | None = None
+    trial: Callable[[], Trial] | None = None  # dry runs on the device's pages; prefix caching only
+
+    def found_tokens(self, job: Job) -> int:
+        """Tokens of a waiting job that it would find computed if it came in now, before others."""
+        if self.trial is None or job.computed_tokens:
+            return 0
+        return len(self.trial().found(job)) * self.page.tokens
 
     def room(self, pool: Pool) -> int:
         """Bytes that can be taken, some of them only after a wait."""

@@ -27,7 +27,7 @@ class ChunkedPrefill:
         check_limits("chunked prefill", token_budget=self.token_budget, max_jobs=self.max_jobs)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
-        return fill(self._wanted(view), self.token_budget)
+        return fill(self._wanted(view), self.token_budget, view)
 
     def _wanted(self, view: View) -> Iterable[Job]:
         begun = [job for job in view.serving if job.is_prefilling]

@@ -45,10 +45,10 @@ class ContinuousBatching:
         prompts: list[Slice] = []
         total = longest = 0
         for job in arrivals(view, self.max_jobs):
-            tokens = job.remaining_tokens
+            tokens = job.remaining_tokens - view.found_tokens(job)
             total, longest = total + tokens, max(longest, tokens)
             used = longest * (len(prompts) + 1) if self.padded else total
             if prompts and used > self.token_budget:
                 break
-            prompts.append(Slice(job, tokens))
+            prompts.append(Slice(job, job.remaining_tokens))
         return tuple(prompts)

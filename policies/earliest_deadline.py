@@ -38,7 +38,7 @@ class EarliestDeadline:
                 raise ValueError(f"earliest deadline: {name} has {seconds} s, must not be below 0")
 
     def batch(self, view: View) -> tuple[Slice, ...]:
-        return fill(by_rank(view, self._urgency, self.max_jobs), self.token_budget)
+        return fill(by_rank(view, self._urgency, self.max_jobs), self.token_budget, view)
 
     def _urgency(self, job: Job) -> tuple[float, ...]:
         within_s = self.deadline_s.get(job.slo, self.default_deadline_s)

@@ -18,8 +18,14 @@ class MaxReservation:
     """
 
     max_tokens: int = 2048
+    prefix_caching: bool = False
 
     def __post_init__(self) -> None:
+        if self.prefix_caching:
+            raise ValueError(
+                "reservation: prefix_caching shares pages, but a reservation is one stretch of its "
+                "own; take memory=paged_restart or leave it out"
+            )
         if self.max_tokens < 1:
             raise ValueError(f"reservation: max_tokens is {self.max_tokens}, must be at least 1")
 

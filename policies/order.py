@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.job import Job
-from engine.plan import Slice, one_token
+from engine.plan import Slice, Tier, kv_place, one_token
+from engine.trial import Trial
 from engine.view import View
 
 Rank = Callable[[Job], tuple[float, ...]]  # lowest first
@@ -18,14 +19,42 @@ def check_limits(name: str, **limits: int) -> None:
             raise ValueError(f"{name}: {limit} is {value}, must be at least 1")
 
 
-def fill(jobs: Iterable[Job], token_budget: int) -> tuple[Slice, ...]:
+def fill(jobs: Iterable[Job], token_budget: int, view: View) -> tuple[Slice, ...]:
     """Slices of jobs, most wanted first, each as long as the rest of the budget allows."""
+    if view.trial is not None and view.waiting:
+        return _fill_behind(jobs, token_budget, view, view.trial())
     slices: list[Slice] = []
     for job in jobs:
         if not token_budget:
             break
         left = job.known_tokens - job.computed_tokens
         tokens = left if left <= token_budget else token_budget
+        slices.append(one_token(job) if tokens == 1 else Slice(job, tokens))
+        token_budget -= tokens
+    return tuple(slices)
+
+
+def _fill_behind(
+    jobs: Iterable[Job], token_budget: int, view: View, trial: Trial
+) -> tuple[Slice, ...]:
+    """The same where who comes in starts behind what it finds (prefix caching).
+
+    What jobs before it take may be what it would have found, so the pages are counted along.
+    """
+    slices: list[Slice] = []
+    page, device = view.page, view.device
+    for job in jobs:
+        if not token_budget:
+            break
+        done = job.computed_tokens
+        if not done and (found := trial.found(job)):
+            trial.share(kv_place(job.job_id, Tier.GPU, device), found)
+            done = len(found) * page.tokens
+        left = job.known_tokens - done
+        tokens = left if left <= token_budget else token_budget
+        if tokens > 1 or not done % page.tokens:  # else there is room in its last page
+            here = kv_place(job.job_id, Tier.GPU, device)
+            trial.take(here, page.count(done + tokens) - page.count(done))
         slices.append(one_token(job) if tokens == 1 else Slice(job, tokens))
         token_budget -= tokens
     return tuple(slices)

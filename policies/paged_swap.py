@@ -30,3 +30,11 @@ class PagedSwap(SeatingRules):
                 draft.restart(job)
 
         return Seating(batch, view, self.paged_demand(view), preempt, self).plan()
+
+    def stretch(self, plan: Plan, view: View, count: int) -> Plan:
+        """See Memory. A job that came back holds copies that nobody finds, so a kept beginning may
+        be taken before its end: whoever then finds less asks for less.
+        """
+        if self.prefix_caching and view.waiting:
+            return plan
+        return super().stretch(plan, view, count)

@@ -23,6 +23,11 @@ class Recorded:
     log: tuple[LoggedPlan, ...]
 
     @cached_property
+    def prefix_caching(self) -> bool:
+        """Whether jobs of the log started on shared pages: it says on which."""
+        return any('["share"' in logged.body for logged in self.log)
+
+    @cached_property
     def _by_device(self) -> dict[int, list[LoggedPlan]]:
         devices: dict[int, list[LoggedPlan]] = {}
         for logged in self.log:

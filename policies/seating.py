@@ -10,7 +10,7 @@ from engine.draft import Draft
 from engine.job import Job
 from engine.plan import Kind, Place, Plan, Slice, Tier, kv_place
 from engine.view import View
-from policies.stretch import stretched
+from policies.stretch import has_prompt, stretched
 
 Demand = Callable[[Slice], int]  # bytes of KV that a job must hold to run a slice
 Preempt = Callable[[Draft, Job], None]  # takes all of a job's KV off the device
@@ -27,12 +27,15 @@ class SeatingRules:
                  are taken when it comes in
     spare_pages  pages that must be free for a decode, whether it needs one or not
     gives_way    a running job that finds nobody to preempt is preempted itself, else it waits
+    prefix_caching  full pages are kept when nobody holds them; jobs that come in start on those
+                 that hold their beginning
     """
 
     watermark: float = 0.01
     prompts: str = "as_computed"
     spare_pages: int = 0
     gives_way: bool = False
+    prefix_caching: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.watermark < 1:
@@ -45,7 +48,13 @@ class SeatingRules:
             )
 
     def stretch(self, plan: Plan, view: View, count: int) -> Plan:
-        """See Memory: room only shrinks in a run, so whoever was kept out stays out."""
+        """See Memory: room only shrinks in a run, so whoever was kept out stays out.
+
+        Not so if a prompt fills pages meanwhile that whoever waits could share. Pages taken from
+        what somebody would find cost him as much room as they leave him: the end goes first.
+        """
+        if self.prefix_caching and view.waiting and has_prompt(plan):
+            return plan
         return stretched(plan, view, count, self.spare_pages)
 
     def paged_demand(self, view: View) -> Demand:
@@ -104,9 +113,10 @@ class Seating:
             here = kv_place(job_id, Tier.GPU, device)
             held = held_before(here, 0)  # each job has one slice, so nothing was drafted for it
             if not held or demand(piece) > held or lacks_spare:  # else: most decodes of most steps
-                if not self._seat(piece, here, held):
+                seated = self._seat(piece, here, held)
+                if seated is None:
                     continue
-                lacks_spare = self._lacks_spare
+                piece, lacks_spare = seated, self._lacks_spare
             self._seated.append(piece)
             self._places.append(here)
         if self._seated:
@@ -135,22 +145,23 @@ class Seating:
     def _lacks_spare(self) -> bool:
         return self._spare_bytes > self._draft.room(self._pool)
 
-    def _seat(self, piece: Slice, here: Place, held: int) -> bool:
+    def _seat(self, piece: Slice, here: Place, held: int) -> Slice | None:
+        """The slice that fits, None where none does."""
         return self._seat_running(piece, here, held) if held else self._seat_new(piece, here)
 
-    def _seat_running(self, piece: Slice, here: Place, held: int) -> bool:
+    def _seat_running(self, piece: Slice, here: Place, held: int) -> Slice | None:
         need = max(0, self._demand(piece) - held)
         ask = max(need, self._spare_bytes) if self._spare_bytes and piece.tokens == 1 else need
         while ask > self._draft.room(self._pool) and self._take_from_victim(piece.job):
             self._closed = True
         if ask <= self._draft.room(self._pool):
             self._draft.grow(here, need)
-            return True
+            return piece
         self._closed = True
         is_hopeless = self._refuse_if_hopeless(piece, held + ask)
         if self._rules.gives_way and self._preempt is not None and not is_hopeless:
             self._preempt(self._draft, piece.job)
-        return False
+        return None
 
     def _take_from_victim(self, taker: Job) -> bool:
         while self._victims and self._victims[-1] is not taker:
@@ -161,25 +172,33 @@ class Seating:
                 return True
         return False
 
-    def _seat_new(self, piece: Slice, here: Place) -> bool:
-        job = piece.job
+    def _seat_new(self, piece: Slice, here: Place) -> Slice | None:
+        job, page = piece.job, self._view.page
         away = kv_place(job.job_id, Tier.HOST, self._view.device)
         swapped = self._draft.held(away)
-        need, keep = self._demand(piece), self._watermark_bytes if self._view.serving else 0
-        ask = need
+        found = () if self._closed or job.computed_tokens else self._draft.found(job)
+        need = self._demand(piece)
+        if found:
+            behind = len(found) * page.tokens
+            piece = piece._replace(tokens=min(piece.tokens, job.known_tokens - behind))
+            need = self._demand(piece._replace(tokens=behind + piece.tokens))
+        whole = need
         if self._rules.prompts == "must_fit":
-            ask = max(need, self._view.page.bytes_for(job.known_tokens))
-        full = ask + keep > self._draft.room(self._pool)
+            whole = max(need, page.bytes_for(job.known_tokens))
+        shared = (len(found) - self._draft.idle(found)) * page.nbytes
+        keep = self._watermark_bytes if self._view.serving else 0
+        full = whole - shared + keep > self._draft.room(self._pool)
         if self._closed or full or (self._away and not swapped):
             if full:
-                self._refuse_if_hopeless(piece, ask)
+                self._refuse_if_hopeless(piece, whole)
             self._closed = True
-            return False
+            return None
         if swapped:
             self._draft.move(away, here)
             self._away.discard(job.job_id)
-        self._draft.grow(here, need - swapped)
-        return True
+        self._draft.share(here, found)
+        self._draft.grow(here, need - swapped - len(found) * page.nbytes)
+        return piece
 
     def _refuse_if_hopeless(self, piece: Slice, nbytes: int) -> bool:
         """Refuses a job that would not find its bytes in the pool even if it were alone."""

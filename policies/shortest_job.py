@@ -27,7 +27,7 @@ class ShortestJob:
         check_limits("shortest job", token_budget=self.token_budget, max_jobs=self.max_jobs)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
-        return fill(by_rank(view, self._left, self.max_jobs), self.token_budget)
+        return fill(by_rank(view, self._left, self.max_jobs), self.token_budget, view)
 
     def _left(self, job: Job) -> tuple[float, ...]:
         generated = job.known_tokens - job.prompt_tokens

@@ -36,6 +36,14 @@ def stretched(plan: Plan, view: View, count: int, spare_pages: int) -> Plan:
     return Plan((*grows, *(op for op in prompt if op.first < count), launch), repeats=count)
 
 
+def has_prompt(plan: Plan) -> bool:
+    """Whether a plan of one launch computes tokens of a prompt."""
+    launch = plan.ops[-1]
+    assert isinstance(launch, Compute)
+    jobs = (piece.job for piece in launch.slices)
+    return any(job.computed_tokens < job.prompt_tokens for job in jobs)
+
+
 def _cut(
     last: Slice, launch: Compute, held: int, view: View, count: int, grown: dict[Place, int]
 ) -> list[Grow]:

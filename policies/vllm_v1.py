@@ -28,7 +28,7 @@ class VllmV1:
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         coming = view.waiting[: max(0, self.max_jobs - self._seats_taken(view))]
-        return fill(chain(view.serving, coming), self.token_budget)
+        return fill(chain(view.serving, coming), self.token_budget, view)
 
     def _seats_taken(self, view: View) -> int:
         """A job that has ended keeps its seat until its pages are back, as in vLLM."""

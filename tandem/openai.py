@@ -157,6 +157,7 @@ def _request_row(request: Request, answer: Answer) -> dict[str, Any]:
         "finish_ns": None if answer.error and not answer.is_refused else answer.finish_ns,
         "restarts": 0,
         "swaps": 0,
+        "cached_tokens": 0,
         "status": refused if answer.error else "finished",
         "token_ns": tokens,
         "output_ids": None,

@@ -59,6 +59,8 @@ def _counts(metrics: Mapping[str, Any]) -> str:
         if metrics.get(f"num_{name}"):
             parts.append(f"{metrics[f'num_{name}']} {name}")
     parts += [f"{metrics[name]} {name}" for name in ("restarts", "swaps") if metrics.get(name)]
+    if "prefix_hit_rate" in metrics:
+        parts.append(f"{metrics['prefix_hit_rate']:.0%} of prompt tokens found in the prefix cache")
     return f"{metrics['backend']}: " + ", ".join(parts)
 
 

@@ -38,15 +38,20 @@ MEMORY: Mapping[str, Memory] = {
     "paged_swap": PagedSwap(),
     "max_reservation": MaxReservation(max_tokens=MAX_PROMPT + MAX_OUTPUT),
 }
+KEEPING: Mapping[str, Memory] = {  # prefix caching
+    "paged_restart": PagedRestart(prefix_caching=True),
+    "paged_swap": PagedSwap(prefix_caching=True),
+}
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a replay generated, and how often it took a job's memory."""
+    """What a replay generated, how often it took a job's memory, and what it found in pages."""
 
     outputs: Mapping[int, Sequence[int]]
     restarts: int
     swaps: int
+    cached_tokens: int
 
 
 def short_requests(count: int, vocab_size: int, seed: int = 0) -> list[Request]:
@@ -56,6 +61,32 @@ def short_requests(count: int, vocab_size: int, seed: int = 0) -> list[Request]:
         prompt = tuple(rng.choices(range(vocab_size), k=rng.randint(1, MAX_PROMPT)))
         output_tokens = rng.randint(2, MAX_OUTPUT)
         requests.append(Request(i, 0, len(prompt), output_tokens, prompt_ids=prompt))
+    return requests
+
+
+def shared_requests(
+    count: int, vocab_size: int, seed: int = 0, has_turns: bool = True
+) -> list[Request]:
+    """Prompts that begin alike, all at once; every third is followed by a turn that repeats it.
+
+    In between stands the answer of the trace, which is not what will be generated.
+    """
+    rng, requests = random.Random(seed), list[Request]()
+
+    def ids(least: int, most: int) -> tuple[int, ...]:
+        return tuple(rng.choices(range(vocab_size), k=rng.randint(least, most)))
+
+    def add(number: int, prompt: tuple[int, ...], session: int | None, turn: int) -> None:
+        lengths = len(prompt), rng.randint(2, MAX_OUTPUT)
+        requests.append(Request(number, 0, *lengths, session, turn, prompt_ids=prompt))
+
+    begins = [ids(20, 36) for _ in range(3)]
+    for i in range(count):
+        prompt = rng.choice(begins) + ids(1, 8)
+        session = i if has_turns and i % 3 == 2 else None
+        add(i, prompt, session, 0)
+        if session is not None:
+            add(count + i, prompt + ids(1, 8) + ids(1, 8), session, 1)
     return requests
 
 
@@ -91,6 +122,7 @@ def serve_with(
         {i: machine.outputs(i) for i in outcomes},
         sum(o.restarts for o in outcomes.values()),
         sum(o.swaps for o in outcomes.values()),
+        sum(o.cached_tokens for o in outcomes.values()),
     )
 
 

@@ -126,4 +126,4 @@ def _request(toy: Toy, i: int, token_ns: list[int], scheduled_ns: int) -> dict[s
     row = {"request_id": i, "prompt_tokens": toy.prompts[i], "output_tokens": len(token_ns)}
     row |= {"arrival_ns": toy.arrivals_ns[i], "scheduled_ns": scheduled_ns, "turn": 0, "slo": ""}
     row |= {"first_token_ns": token_ns[0], "finish_ns": token_ns[-1], "token_ns": token_ns}
-    return row | {"restarts": 0, "swaps": 0, "status": "finished"}
+    return row | {"restarts": 0, "swaps": 0, "cached_tokens": 0, "status": "finished"}

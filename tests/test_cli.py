@@ -68,6 +68,10 @@ def test_help_imports_nothing_heavy_and_is_quick() -> None:
         (["run", "scheduling._target_=os.system"], "trusted=[os]"),
         (["run", "scheduling._target_=policies.chunked_prefill.Chunked"], "mean ChunkedPrefill"),
         (["run", "+scheduling.budget=5"], "no such setting"),
+        (
+            ["run", "policy=chunked_reservation", "memory.prefix_caching=true"],
+            "take memory=paged_restart",
+        ),
         (["run", "budget.kv_pages=10"], "pages of KV"),
         (["run", "budget.fraction=1.5"], "at most 1"),
         (["run", "model=gpt2"], "knows 1024 positions"),

@@ -92,7 +92,9 @@ class Shaped(ShapePriced):
     def plan_ns(self, items: int) -> int:
         return self._host_ns * (1 + items) if self._host_ns else 0
 
-    def workspace_bytes(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
+    def workspace_bytes(
+        self, tokens: Sequence[int], contexts: Sequence[int], samples: int, page_tokens: int
+    ) -> int:
         return sum(tokens) + max(contexts)
 
 

@@ -38,15 +38,15 @@ class Pages:
         self.free = OrderedDict.fromkeys(range(count))
         self._holders = [0] * count
         self._hash: dict[int, int] = {}
-        self._page: dict[int, int] = {}
+        self._pages: dict[int, dict[int, None]] = {}  # of equal ones the oldest is found
 
     def take(self, served: Served, tokens: int) -> None:
         """Pages for so many tokens of a job; the oldest free ones lose what they kept."""
         while len(served.pages) * self.tokens < tokens:
             page, _ = self.free.popitem(last=False)
             kept = self._hash.pop(page, None)
-            if kept is not None and self._page.get(kept) == page:
-                del self._page[kept]
+            if kept is not None:
+                del self._pages[kept][page]
             self._holders[page] = 1
             served.pages.append(page)
 
@@ -63,16 +63,16 @@ class Pages:
             if served.pages[i] not in self._hash:
                 key = self._key(served, i)
                 self._hash[served.pages[i]] = key
-                self._page.setdefault(key, served.pages[i])
+                self._pages.setdefault(key, {})[served.pages[i]] = None
 
     def hits(self, served: Served) -> list[int]:
         """The longest known beginning in pages; the last token is always computed."""
         found: list[int] = []
         for i in range((served.known - 1) // self.tokens if self._keeps else 0):
-            page = self._page.get(self._key(served, i))
-            if page is None:
+            pages = self._pages.get(self._key(served, i))
+            if not pages:
                 break
-            found.append(page)
+            found.append(next(iter(pages)))
         return found
 
     def share(self, served: Served, pages: list[int]) -> None:

@@ -19,7 +19,7 @@ def prompt_of(request: Request, vocabulary: int, seed: int) -> Sequence[int]:
         return request.prompt_ids
     ids: list[int] = []
     for block in request.prefix_ids or ():
-        rng = np.random.default_rng((seed, 1, block))
+        rng = np.random.default_rng((seed, 1, block, 1))  # seeds are padded with zeros: end in none
         ids += rng.integers(vocabulary, size=request.prefix_block_tokens).tolist()
     missing = request.prompt_tokens - len(ids)
     if missing > 0:

@@ -1,0 +1,103 @@
+"""Prefix caching: what full pages hold, so that a job may start on pages that are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+from engine.job import Job
+from traces.request import Request
+
+
+class Chain:
+    """The keys of a request's full pages: each stands for the tokens in it and all before them.
+
+    A chain of hashes as in vLLM. A token is known by its id where the trace has ids, by its named
+    block and its offset there where it has those (Mooncake), else by its request and position: so
+    are generated tokens, whatever a session's next turn says they were.
+    """
+
+    def __init__(self, request: Request, page_tokens: int) -> None:
+        self._request, self._page_tokens = request, page_tokens
+        self._keys: list[int] = []
+
+    def key(self, index: int) -> int:
+        """The key of a page of the request, counted from its first."""
+        keys = self._keys
+        while index >= len(keys):
+            keys.append(hash((keys[-1] if keys else 0, self._content(len(keys)))))
+        return keys[index]
+
+    def _content(self, index: int) -> tuple[Any, ...]:
+        request, start = self._request, index * self._page_tokens
+        stop = start + self._page_tokens
+        if request.prompt_ids is not None:
+            named, content = request.prompt_tokens, request.prompt_ids[start:stop]
+        else:
+            blocks, size = request.prefix_ids or (), request.prefix_block_tokens
+            named = min(len(blocks) * size, request.prompt_tokens)
+            content = _cut(blocks, size, start, min(stop, named))
+        return content if stop <= named else (content, request.request_id, start)
+
+
+def _cut(blocks: Sequence[int], size: int, start: int, stop: int) -> tuple[Any, ...]:
+    """The parts of named blocks between two positions: name, and from where to where in it."""
+    return tuple(
+        (blocks[i], max(start - i * size, 0), min(stop - i * size, size))
+        for i in (range(start // size, -(-stop // size)) if start < stop else ())
+    )
+
+
+class PrefixCache:
+    """Which pages of a pool hold what. A page keeps its key until it is taken for something else.
+
+    Several pages may hold the same, as when two jobs began alike at once; the oldest is found.
+    """
+
+    def __init__(self, chains: dict[int, Chain], page_tokens: int) -> None:
+        self._chains, self._page_tokens = chains, page_tokens
+        self._keys: dict[int, int] = {}  # by page
+        self._pages: dict[int, dict[int, None]] = {}  # by key, oldest first
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._keys
+
+    def keep(self, job: Job, context_tokens: int, table: Sequence[int]) -> None:
+        """A launch has filled pages of a job that held `context_tokens` before it."""
+        size, chain = self._page_tokens, self._chains[job.job_id]
+        full = min(job.computed_tokens // size, len(table))  # none of one that is freed already
+        for i in range(context_tokens // size, full):
+            key, page = chain.key(i), table[i]
+            self._keys[page] = key
+            self._pages.setdefault(key, {})[page] = None
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """These pages are taken for something else."""
+        for page in pages:
+            key = self._keys.pop(page, None)
+            if key is not None:
+                del self._pages[key][page]
+                if not self._pages[key]:
+                    del self._pages[key]
+
+    def find(self, job: Job, gone: Container[int] = ()) -> list[int]:
+        """Pages with the longest beginning of a job that is known, without those that are gone.
+
+        Ends before the last known token: that one must be computed to yield the next.
+        """
+        found: list[int] = []
+        of_key, chain = self._pages, self._chains[job.job_id]
+        for i in range((job.known_tokens - 1) // self._page_tokens):
+            for page in of_key.get(chain.key(i), ()):
+                if page not in gone:
+                    found.append(page)
+                    break
+            else:
+                break
+        return found
+
+    def check(self, job: Job, pages: Sequence[int]) -> None:
+        """Asserts that pages hold the beginning of a job."""
+        chain = self._chains[job.job_id]
+        wrong = [p for i, p in enumerate(pages) if self._keys.get(p) != chain.key(i)]
+        assert not wrong, f"job {job.job_id} would start on pages {wrong}, which hold other tokens"

@@ -1,0 +1,86 @@
+"""The dry run of a plan on the pages of a pool: who would hold them, which would be taken."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from engine.job import Job
+from engine.pages import PagePool
+from engine.plan import Place
+from engine.prefix import PrefixCache
+
+UNKNOWN = -1  # a page that this plan takes: it holds nothing that could be found
+
+
+class Trial:
+    """Changes nothing. Pages are taken oldest first, so what a plan takes may be what a job of
+    the same plan would have started on: ask in the order of the plan.
+    """
+
+    def __init__(
+        self, pool: PagePool, tables: Mapping[Place, Sequence[int]], cache: PrefixCache
+    ) -> None:
+        self._pool, self._tables, self._cache = pool, tables, cache
+        self._holders: dict[int, int] = {}  # where the plan has changed them
+        self._shared: dict[Place, Sequence[int]] = {}
+        self._grown: Counter[Place] = Counter()
+        self._freed: set[Place] = set()
+        self._oldest: Iterator[int] | None = None
+        self._tail: deque[int] = deque()  # freed by the plan
+        self._due = 0  # pages taken that are not in `gone` yet
+        self._gone: set[int] = set()
+
+    def found(self, job: Job) -> tuple[int, ...]:
+        """Pages that a job would start on now."""
+        self._walk()
+        return tuple(self._cache.find(job, self._gone))
+
+    def idle(self, pages: Sequence[int]) -> int:
+        """How many of these pages nobody holds: to share them takes room."""
+        return sum(not self._held_by(page) for page in pages)
+
+    def take(self, place: Place, count: int) -> None:
+        """A place grows by so many pages."""
+        self._due += count
+        self._grown[place] += count
+
+    def share(self, place: Place, pages: Sequence[int]) -> None:
+        """A place begins with pages that are there."""
+        self._walk()
+        assert self._gone.isdisjoint(pages), "a page is shared that the plan has taken"
+        for page in pages:
+            if page in self._tail:
+                self._tail.remove(page)
+            self._holders[page] = self._held_by(page) + 1
+        self._shared[place] = pages
+
+    def free(self, place: Place) -> int:
+        """A place is given back, its last page first; returns how many pages nobody holds now."""
+        fresh = self._grown.pop(place, 0)
+        self._tail.extend([UNKNOWN] * fresh)
+        had = () if place in self._freed else self._tables.get(place, ())
+        pages = self._shared.pop(place, had)
+        self._freed.add(place)
+        back = []
+        for page in reversed(pages):
+            self._holders[page] = self._held_by(page) - 1
+            if not self._holders[page]:
+                back.append(page)
+        self._tail.extend(back)
+        return fresh + len(back)
+
+    def _held_by(self, page: int) -> int:
+        changed = self._holders.get(page)
+        return self._pool.holders(page) if changed is None else changed
+
+    def _walk(self) -> None:
+        """Finds out which pages are gone."""
+        if self._due and self._oldest is None:
+            self._oldest = self._pool.oldest()
+        while self._due and self._oldest is not None:
+            page = next((p for p in self._oldest if p not in self._holders), None)
+            if page is None and not self._tail:
+                break  # more is wanted than there is: such a plan will not be booked
+            self._gone.add(self._tail.popleft() if page is None else page)
+            self._due -= 1
