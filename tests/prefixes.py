@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import cache
 
 from hypothesis import strategies as st
@@ -53,6 +54,28 @@ def alike(seed: int, count: int = 24, rate: float | None = None) -> list[Request
         ids = base + tuple(rng.choices(range(VOCABULARY), k=rng.randint(1, 20)))
         requests.append(Request(i, now_ns, len(ids), rng.randint(1, 40), prompt_ids=ids))
     return requests
+
+
+def in_blocks(requests: Sequence[Request], block_tokens: int = 4) -> list[Request]:
+    """The same prompts by the names of their blocks: each stands for all before it, too."""
+    names: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def blocks(ids: tuple[int, ...]) -> tuple[int, ...]:
+        found = [-1]
+        for start in range(0, len(ids), block_tokens):
+            key = (found[-1], ids[start : start + block_tokens])
+            found.append(names.setdefault(key, len(names)))
+        return tuple(found[1:])
+
+    return [
+        replace(
+            request,
+            prompt_ids=None,
+            prefix_ids=blocks(request.prompt_ids or ()),
+            prefix_block_tokens=block_tokens,
+        )
+        for request in requests
+    ]
 
 
 def _traces() -> st.SearchStrategy[list[Request]]:

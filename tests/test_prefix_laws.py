@@ -22,10 +22,12 @@ from policies.earliest_deadline import EarliestDeadline
 from policies.orca import Orca
 from policies.paged_restart import PagedRestart
 from policies.paged_swap import PagedSwap
+from policies.prefix_affinity import PrefixAffinity
 from policies.recorded import Recorded
+from policies.round_robin import RoundRobin
 from policies.static_batching import StaticBatching
 from policies.vllm_v1 import VllmV1
-from tests.prefixes import alike, check_contents, traces
+from tests.prefixes import alike, check_contents, in_blocks, traces
 from tests.replays import replay
 from tests.test_laws import Watched, issue_counters, launches
 from traces.request import Request
@@ -136,6 +138,18 @@ def test_one_seed_gives_identical_bytes(tmp_path: Path) -> None:
         run.recorder.write(tmp_path / name)
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_each_replica_keeps_pages_of_its_own(memory: str) -> None:
+    """A page is found only where it lies; a router that knows prefixes makes more be found."""
+    requests, found = in_blocks(alike(7, 60, rate=2000)), []
+    for router, pages in ((RoundRobin(), 40), (RoundRobin(), 400), (PrefixAffinity(), 400)):
+        policy = composed("v1", memory)
+        run = replay(policy, requests, pages=pages, devices=3, router=router).check()
+        found.append(check_contents(run, requests))
+    assert found[0] > 0
+    assert found[1] < found[2]
 
 
 # ---- mutations
