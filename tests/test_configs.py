@@ -40,6 +40,15 @@ def test_policy(name: str, tmp_path: Path) -> None:
     assert ten(tmp_path, f"policy={name}")["num_finished"] == 10
 
 
+def test_sessions_find_what_they_repeat(tmp_path: Path) -> None:
+    metrics = ten(tmp_path, "policy=vllm_v1", "trace=sessions")
+    assert 0 < metrics["prefix_hit_rate"] < 1  # type: ignore[operator]
+    plain = ten(
+        tmp_path / "plain", "policy=vllm_v1", "trace=sessions", "memory.prefix_caching=false"
+    )
+    assert (plain["cached_tokens"], "prefix_hit_rate" in plain) == (0, False)
+
+
 @pytest.mark.parametrize("group", ["arrival", "trace", "backend", "slo", "planner", "router"])
 def test_options_compose(group: str) -> None:
     for name in options(group).keys() - NEEDS_A_PATH.get(group, set()):

@@ -151,3 +151,9 @@ def test_summary_is_flat_and_leaves_undefined_out(run: Run) -> None:
     nothing = metrics.summary(with_requests(run, status=["refused", "refused"]))
     assert nothing["num_finished"] == 0 and "mean_ttft_s" not in nothing
     assert "request_throughput" not in nothing
+
+
+def test_hits_are_tokens_found_of_all_that_had_to_be_computed(run: Run) -> None:
+    assert metrics.prefix_hits(run) == {}
+    found = metrics.prefix_hits(with_requests(run, cached_tokens=[5, 0]))
+    assert found == {"prefix_hit_rate": 5 / (5 + 10 + 10)}
