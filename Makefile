@@ -13,12 +13,13 @@ TOKENIZER ?=
 ARGS ?=
 OUT ?= outputs/gpu
 JOBS ?= 2
+KERNELS_VENV ?= .venv-kernels
 SHARED ?= $(or $(TANDEM_SHARED),../shared)
 
 # Bytecode that is not kept would be made anew at every start: 5 s for torch and transformers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all check bench claims gpu gpu-site clean
+.PHONY: help setup demo test test-all kernels check bench claims gpu gpu-site clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +39,18 @@ test: $(STAMP) ## the fast tests
 
 test-all: $(STAMP) ## the slow tests too
 	@$(BIN)/python -m pytest -m 'not gpu' -n $(JOBS) $(ARGS)
+
+kernels: $(KERNELS_VENV)/.ready ## the Triton kernels on Triton's interpreter, without a GPU
+	@TRITON_INTERPRET=1 $(KERNELS_VENV)/bin/python -m pytest tests/kernels -n $(JOBS) $(ARGS)
+
+# Its own triton, and a numpy that triton's interpreter can do with; all else is $(VENV)'s.
+$(KERNELS_VENV)/.ready: $(STAMP)
+	@$(BIN)/python -m venv --clear --without-pip $(KERNELS_VENV)
+	@$(BIN)/python -m pip --python $(KERNELS_VENV)/bin/python install -qq --no-compile \
+		--disable-pip-version-check 'triton==3.6.0' 'numpy<2.4'
+	@own=$$($(KERNELS_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])') \
+		&& $(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$own/tandem.pth
+	@touch $@
 
 check: $(STAMP) ## format, lint and types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
@@ -64,5 +77,5 @@ gpu: ## on a GPU machine, from a bare checkout: tests, calibration, replay, comp
 	@PYTHONPATH=.gpu-site:. OUT='$(OUT)' $${PYTHON:-python3} -m tandem.gpu $(ARGS)
 
 clean: ## remove the environment, caches and results
-	rm -rf $(VENV) .gpu-site .pytest_cache .mypy_cache .ruff_cache .hypothesis outputs multirun
+	rm -rf $(VENV) $(KERNELS_VENV) .gpu-site .pytest_cache .mypy_cache .ruff_cache .hypothesis outputs multirun
 	rm -rf *.egg-info build dist && find . -name __pycache__ -type d -prune -exec rm -rf {} +

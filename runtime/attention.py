@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from runtime.kv import Arena
+from runtime.paged import Paged
 
 NAME = "tandem"  # under which transformers knows our attention
 
@@ -44,6 +45,7 @@ class Rows:
     decodes: tuple[tuple[Tensor, int], ...]  # per decode row: page ids, tokens with this one
     groups: tuple[Group, ...]  # the same rows where decodes are padded; decodes is empty then
     masks: dict[Segment, Tensor]  # of slices with a past; made at the first layer, then shared
+    paged: Paged | None = None  # for the kernels, instead of prefills, decodes and groups
 
     @property
     def first_decode(self) -> int:
@@ -68,7 +70,12 @@ def attend(
     A slice, and on the CPU a decode, costs one gather and one SDPA call: there the fastest of what
     was measured (RUNTIME.md 2.2), and exact. A GPU cannot wait for so many launches: its decodes
     come in groups. Heads that share keys read them through a view, without a copy.
+    Rows packed for our kernels are left to those.
     """
+    if meta.paged is not None:
+        from runtime.kernels.attention import attend as attend_paged  # Triton, where it was chosen
+
+        return attend_paged(query, key, value, meta, module.layer_idx, scaling), None
     _store(key, value, meta, module.layer_idx)
     pages = meta.arena.layer(module.layer_idx)
     outputs = [_prefill(part, query, key, value, pages, meta, scaling) for part in meta.prefills]

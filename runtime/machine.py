@@ -13,9 +13,11 @@ from torch import Tensor
 from engine.executor import Launch, Piece
 from engine.model import ModelSpec
 from engine.plan import Copy, Kind, Pool, Slice, Tier, Work
+from runtime.frame import Frame, buckets_of, ring_size
+from runtime.graphs import Capture, DecodeGraphs, direct
 from runtime.kv import Arena, copy_pages, paired_runs
 from runtime.model import Decoder
-from runtime.pack import RING, Packed, Packer
+from runtime.pack import Packed, Packer
 from runtime.sampling import Sampling, choose
 
 GPU: Pool = (Tier.GPU, 0)
@@ -28,7 +30,7 @@ class Part:
     work: Work
     layers: range
     slices: tuple[Slice, ...]
-    packed: Packed
+    packed: Packed | Frame
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,23 +61,51 @@ class Machine:
         device: str = "cpu",
         pads_decodes: bool | None = None,
         number: int = 0,
+        kernels: bool = False,
+        graph_rows: int = 0,
     ) -> None:
         """`pads_decodes`: attend decodes in padded groups; None: where the device is a GPU.
 
         `number` is the device's in lanes and pools.
+        `kernels`: Triton's instead of torch's. `graph_rows`: with kernels, up to so many decodes
+        are replayed as a graph (on a CPU: computed in its buffers).
         """
         self.spec, self.device = spec, device
         self.sampling = sampling or Sampling()
         self.eos_ids = frozenset(eos_ids)
-        self.decoder = Decoder(model)
+        self.decoder = _decoder(model, kernels)
         self.arenas = {
             pool: Arena(spec, page_tokens, count, pool[0], device)
             for pool, count in num_pages.items()
         }
         pads = device != "cpu" if pads_decodes is None else pads_decodes
-        self.packer = Packer(self.arenas[Tier.GPU, number], prompts, self.sampling, device, pads)
-        self._ring = torch.zeros(RING, dtype=torch.int64, device=device)
+        shared = spec.num_heads // spec.num_kv_heads if kernels else None
+        buckets = buckets_of(graph_rows) if kernels else ()
+        arena = self.arenas[Tier.GPU, number]
+        self.packer = Packer(arena, prompts, self.sampling, device, pads, shared, buckets)
+        self._ring = torch.zeros(ring_size(graph_rows), dtype=torch.int64, device=device)
         self._hidden: dict[tuple[int, int], Tensor] = {}  # (job, microbatch): between layers
+        self.graph_bytes = {number: 0}  # per device, beside what its allocator counts
+        self._graphs = self._record(buckets, arena, number) if buckets else None
+
+    @torch.no_grad()
+    def _record(self, buckets: Sequence[int], arena: Arena, number: int) -> DecodeGraphs:
+        """Graphs of decode steps, captured now: some tenths of a second each."""
+        every = range(self.spec.num_layers)
+        longest = -(-self.spec.max_positions // arena.page_tokens)
+        capture = None if self.device == "cpu" else Capture(self.device)
+
+        def forward(packed: Packed) -> Tensor:
+            tokens = self._forward(packed, every, ())
+            assert tokens is not None
+            return tokens
+
+        graphs = DecodeGraphs(
+            buckets, min(longest, arena.num_pages), arena, self._ring, forward,
+            self.sampling.is_greedy, capture or direct,
+        )  # fmt: skip
+        self.graph_bytes[number] = capture.nbytes if capture else 0
+        return graphs
 
     # ---- before
     def prepare(self, launch: Launch) -> Prepared:
@@ -100,7 +130,9 @@ class Machine:
         if work is not Work.FORWARD:
             raise NotImplementedError(f"the runtime has no {work} yet: only serving runs")
         slices, pieces = zip(*group, strict=True)
-        packed = self.packer.pack(pieces, samples=layers.stop == self.spec.num_layers)
+        whole = layers == range(self.spec.num_layers)
+        packed = self.packer.frame(pieces) if whole else None
+        packed = packed or self.packer.pack(pieces, layers.stop == self.spec.num_layers)
         order = {piece.job_id: part for piece, part in zip(pieces, slices, strict=True)}
         return Part(work, layers, tuple(order[p.job_id] for p in packed.pieces), packed)
 
@@ -127,32 +159,37 @@ class Machine:
         if isinstance(op, Copy):
             copy_pages(self.arenas[op.src.pool], self.arenas[op.dst.pool], prepared.moves)
             return ()
-        return tuple(self._forward(part) for part in prepared.parts)
+        return tuple(self._run(part) for part in prepared.parts)
 
     def collect(self, prepared: Prepared, tokens: Sequence[Tensor | None]) -> tuple[int, ...]:
         """Writes down the sampled tokens; waits for them where they are still on their way."""
         ended = []
         for part, sampled in zip(prepared.parts, tokens, strict=True):
-            draw = part.packed.draw
-            if draw is None or sampled is None:
+            if sampled is None:
                 continue
-            for piece, token in zip(draw.pieces, sampled.tolist(), strict=True):
+            for piece, token in zip(part.packed.sampled, sampled.tolist(), strict=True):
                 at = piece.context_tokens + piece.tokens
                 self.packer.transcripts[piece.job_id].append(at, token)
                 if token in self.eos_ids:
                     ended.append(piece.job_id)
         return tuple(ended)
 
-    def _forward(self, part: Part) -> Tensor | None:
+    def _run(self, part: Part) -> Tensor | None:
+        """The sampled tokens, [R], of a packed forward or a graph."""
+        if isinstance(part.packed, Frame):
+            assert self._graphs is not None
+            return self._graphs.run(part.packed)
+        return self._forward(part.packed, part.layers, part.slices)
+
+    def _forward(self, packed: Packed, layers: range, slices: Sequence[Slice]) -> Tensor | None:
         """Rows through layers; the sampled tokens, [R], if these were the last layers."""
-        packed, layers = part.packed, part.layers
-        hidden = self._enter(part) if layers.start else self._embed(packed)
+        hidden = self._enter(slices) if layers.start else self._embed(packed)
         angles = self.decoder.angles(hidden, packed.positions)
         for layer in layers:
             hidden = self.decoder.layer(layer, hidden, angles, packed.rows)
         packed.rows.masks.clear()
         if layers.stop < self.spec.num_layers:
-            self._leave(part, hidden)
+            self._leave(packed, slices, hidden)
         if packed.draw is None:
             return None
         logits = self.decoder.logits(hidden, packed.draw.rows)
@@ -167,13 +204,13 @@ class Machine:
             ids = ids.index_copy(1, rows, self._ring.index_select(0, tickets)[None])
         return self.decoder.embed(ids, packed.positions)
 
-    def _enter(self, part: Part) -> Tensor:
+    def _enter(self, slices: Sequence[Slice]) -> Tensor:
         """The rows as an earlier launch left them below these layers."""
-        return torch.cat([self._hidden.pop(self._key(s)) for s in part.slices], dim=1)
+        return torch.cat([self._hidden.pop(self._key(s)) for s in slices], dim=1)
 
-    def _leave(self, part: Part, hidden: Tensor) -> None:
-        sizes = [piece.tokens for piece in part.packed.pieces]
-        for piece, rows in zip(part.slices, hidden.split(sizes, dim=1), strict=True):
+    def _leave(self, packed: Packed, slices: Sequence[Slice], hidden: Tensor) -> None:
+        sizes = [piece.tokens for piece in packed.pieces]
+        for piece, rows in zip(slices, hidden.split(sizes, dim=1), strict=True):
             self._hidden[self._key(piece)] = rows
 
     def _key(self, piece: Slice) -> tuple[int, int]:
@@ -188,3 +225,11 @@ class Machine:
         """The token ids a job has generated so far."""
         job = self.packer.transcript(job_id)
         return job.tokens[job.prompt_tokens :]
+
+
+def _decoder(model: Any, fused: bool) -> Decoder:
+    if not fused:
+        return Decoder(model)
+    from runtime.fused import FusedDecoder  # Triton
+
+    return FusedDecoder(model)

@@ -129,7 +129,8 @@ class CudaMeter:
     start, so this is weights + arena whatever is booked; a launch in flight adds the few
     index tensors it keeps. process_bytes = what the driver says is in use on the device, by
     anybody. The HOST pool is its pinned arena (it cannot leave RAM, so it is asked for once) and
-    the RSS. `every` and `paused` as in CpuMeter.
+    the RSS. `every` and `paused` as in CpuMeter. `graph_bytes` is what graphs keep beside that (the
+    allocator calls it reserved, not requested).
     """
 
     def __init__(
@@ -138,10 +139,12 @@ class CudaMeter:
         host_arenas: Sequence[Tensor] = (),
         every: int = 1,
         paused: Callable[[], AbstractContextManager[object]] = nullcontext,
+        graph_bytes: int = 0,
     ) -> None:
         if every < 1:
             raise ValueError(f"meter: every is {every}; it must be at least 1")
         self._device, self._every, self._calls, self._paused = device, every, 0, paused
+        self._graph_bytes = graph_bytes
         pinned = [Residency(tensor).read_bytes() for tensor in host_arenas]
         self._pinned_bytes = sum(pinned) if pinned else None
 
@@ -156,11 +159,8 @@ class CudaMeter:
     def _readings(self) -> Mapping[Pool, Reading]:
         stats = torch.cuda.memory_stats(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
-        readings = {
-            (Tier.GPU, self._device): Reading(
-                int(stats["requested_bytes.all.current"]), total - free
-            )
-        }
+        persistent = int(stats["requested_bytes.all.current"]) + self._graph_bytes
+        readings = {(Tier.GPU, self._device): Reading(persistent, total - free)}
         if self._pinned_bytes is not None:
             readings[(Tier.HOST, self._device)] = Reading(self._pinned_bytes, process_bytes())
         return readings

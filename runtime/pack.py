@@ -12,11 +12,12 @@ from torch import Tensor
 
 from engine.executor import Piece
 from runtime.attention import Group, Rows, Segment
+from runtime.frame import RING, Frame, bucket_for, columns_of
+from runtime.kernels.shapes import rows_per_tile
 from runtime.kv import Arena
+from runtime.paged import paged_of, table_of
 from runtime.sampling import Sampling, draws
 from runtime.transcript import Transcript
-
-RING = 1 << 16  # sampled tokens that may be in flight at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +41,11 @@ class Packed:
     late: tuple[Tensor, Tensor] | None  # rows whose token is in flight, and their tickets
     draw: Draw | None
 
+    @property
+    def sampled(self) -> tuple[Piece, ...]:
+        """Those that yield a token."""
+        return () if self.draw is None else self.draw.pieces
+
 
 class Packer:
     """Builds packed forwards and keeps each job's transcript between them."""
@@ -51,10 +57,17 @@ class Packer:
         sampling: Sampling,
         device: str = "cpu",
         pads_decodes: bool = False,
+        shared: int | None = None,
+        buckets: Sequence[int] = (),
     ) -> None:
+        """`shared`: heads that share a KV head, where our kernels attend; None: where torch does.
+
+        `buckets`: rows of the graphs that there are for decodes.
+        """
         self.transcripts: dict[int, Transcript] = {}
         self._arena, self._prompts, self._sampling = arena, prompts, sampling
-        self._device, self._pads_decodes = device, pads_decodes
+        self._device, self._pads_decodes = device, pads_decodes and shared is None
+        self._shared, self._buckets = shared, tuple(buckets)
         self._ticket = 0
 
     def transcript(self, job_id: int) -> Transcript:
@@ -62,6 +75,19 @@ class Packer:
         if job_id not in self.transcripts:
             self.transcripts[job_id] = Transcript(self._prompts[job_id])
         return self.transcripts[job_id]
+
+    def frame(self, pieces: Sequence[Piece]) -> Frame | None:
+        """A launch over all layers for a graph; None where there is none for it."""
+        bucket = bucket_for(len(pieces), self._buckets)
+        if bucket is None or not all(piece.tokens == 1 and piece.samples for piece in pieces):
+            return None
+        for piece in pieces:
+            self._arena.hold(self.transcript(piece.job_id).follow(piece.pages))
+        index, late = self._columns((), pieces)
+        tickets, uniform = self._promise(pieces)
+        columns = columns_of(bucket, self._buckets[-1], index, late, tickets, uniform)
+        tables = table_of([table.numpy() for table in self._page_ids(pieces)])
+        return Frame(tuple(pieces), bucket, self._send(columns), self._send(tables))
 
     def pack(self, pieces: Sequence[Piece], samples: bool = True) -> Packed:
         """All index tensors of a launch. `samples` is False where the last layers come later."""
@@ -72,7 +98,12 @@ class Packer:
         ordered = (*prefills, *decodes)
         for piece in ordered:
             self._arena.hold(self.transcript(piece.job_id).follow(piece.pages))
-        index, late = self._index(prefills, decodes)
+        columns, in_flight = self._columns(prefills, decodes)
+        index, late = self._send(columns), self._pair(in_flight)
+        draw = self._draw(ordered) if samples else None
+        if self._shared is not None:
+            rows = self._paged_rows(index[2], prefills, decodes)
+            return Packed(ordered, index[:1], index[1:2], rows, late, draw)
         segments = self._segments(prefills)
         if self._pads_decodes:
             start = segments[-1].stop if segments else 0
@@ -80,12 +111,23 @@ class Packer:
         else:
             keys = zip(self._tables(decodes), (p.context_tokens + 1 for p in decodes), strict=True)
             rows = Rows(self._arena, index[2], segments, tuple(keys), (), {})
-        draw = self._draw(ordered) if samples else None
         return Packed(ordered, index[:1], index[1:2], rows, late, draw)
 
-    def _index(
+    def _paged_rows(
+        self, slots: Tensor, prefills: Sequence[Piece], decodes: Sequence[Piece]
+    ) -> Rows:
+        """For our kernels."""
+        assert self._shared is not None
+        tables = [table.numpy() for table in self._page_ids((*prefills, *decodes))]
+        slices = [(piece.tokens, piece.context_tokens) for piece in prefills]
+        contexts = [piece.context_tokens for piece in decodes]
+        tile_rows = rows_per_tile(self._shared, self._arena.pages.dtype)
+        paged = paged_of(tables, slices, contexts, tile_rows, self._send)
+        return Rows(self._arena, slots, (), (), (), {}, paged)
+
+    def _columns(
         self, prefills: Sequence[Piece], decodes: Sequence[Piece]
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """[3, T]: token ids, positions, slots; and the rows whose id is not known yet."""
         split = sum(piece.tokens for piece in prefills)
         index = np.empty((3, split + len(decodes)), dtype=np.int64)
@@ -104,7 +146,7 @@ class Packer:
             index[0, row] = job.tokens[at] if known else 0
             index[1, row] = at
             index[2, row] = job.pages[at // size] * stride + at % size
-        return self._send(index), self._pair(late)
+        return index, late
 
     def _fill(
         self, index: np.ndarray, piece: Piece, start: int, late: list[tuple[int, int]]
@@ -135,15 +177,17 @@ class Packer:
 
     def _tables(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
         """The page ids that each piece reads, on the device."""
-        counts = [self._num_pages(piece) for piece in pieces]
-        tables = [
-            self.transcripts[piece.job_id].table(count)
-            for piece, count in zip(pieces, counts, strict=True)
-        ]
+        tables = self._page_ids(pieces)
         if self._device == "cpu" or not tables:
             return tables
         whole: Tensor = torch.cat(tables).to(self._device, non_blocking=True)
-        return whole.split(counts)
+        return whole.split([len(table) for table in tables])
+
+    def _page_ids(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """The same on the host."""
+        transcripts = (self.transcripts[piece.job_id] for piece in pieces)
+        counts = map(self._num_pages, pieces)
+        return [job.table(count) for job, count in zip(transcripts, counts, strict=True)]
 
     def _groups(self, decodes: Sequence[Piece], start: int) -> tuple[Group, ...]:
         """Decodes sorted by bucket as groups; tables are padded with a page that is written."""
@@ -174,17 +218,20 @@ class Packer:
                 rows.append(last)
         if not chosen:
             return None
+        tickets, drawn = self._promise(chosen)
+        uniform = None if drawn is None else torch.from_numpy(drawn).to(self._device)
+        index = self._send(np.array([rows, tickets], dtype=np.int64))
+        return Draw(tuple(chosen), index[0], index[1], uniform)
+
+    def _promise(self, chosen: Sequence[Piece]) -> tuple[list[int], np.ndarray | None]:
+        """A slot of the ring for the token that each will yield, and their draws."""
         places = [(piece.job_id, piece.context_tokens + piece.tokens) for piece in chosen]
         tickets = [(self._ticket + i) % RING for i in range(len(chosen))]
         self._ticket += len(chosen)
         for (job_id, position), ticket in zip(places, tickets, strict=True):
             self.transcripts[job_id].promise(position, ticket)
-        uniform = None
-        if not self._sampling.is_greedy:
-            numbers = torch.from_numpy(draws(self._sampling.seed, places))
-            uniform = numbers.to(self._device)
-        index = self._send(np.array([rows, tickets], dtype=np.int64))
-        return Draw(tuple(chosen), index[0], index[1], uniform)
+        drawn = None if self._sampling.is_greedy else draws(self._sampling.seed, places)
+        return tickets, drawn
 
     def _pair(self, late: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
         if not late:

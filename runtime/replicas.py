@@ -16,6 +16,7 @@ class Replicas:
     def __init__(self, machines: Sequence[Machine]) -> None:
         self.machines = tuple(machines)
         self.arenas = {pool: arena for m in self.machines for pool, arena in m.arenas.items()}
+        self.graph_bytes = {i: nbytes for m in self.machines for i, nbytes in m.graph_bytes.items()}
 
     def prepare(self, launch: Launch) -> Prepared:
         """See Machine, as for all below."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from engine.model import ModelSpec
 
+GRAPH_RESERVE_BYTES = 64 << 20  # cuBLAS's workspace (32 MiB on Hopper), segments not filled
+SPLIT_ROWS = 1024  # rows times KV heads up to which a decode may split keys (132 x 4, rounded up)
 LOGIT_BYTES = 12  # float32 logits, their probabilities and the draws they are divided by
 
 
@@ -57,3 +59,19 @@ def plan_memory(
         reserve=reserve_bytes,
         page=page_tokens * model.kv_token_bytes,
     )
+
+
+def graph_bytes(model: ModelSpec, rows: int, page_tokens: int) -> int:
+    """What graphs of up to so many decodes keep for themselves, whatever runs; 0 without graphs.
+
+    Their buffers (seven numbers and a page table per row, as long as the model's positions), the
+    workspace of the largest one in which the others lie too, the float32 outputs and sums of split
+    keys, and GRAPH_RESERVE_BYTES. An upper estimate: never compared with a GPU.
+    """
+    if not rows:
+        return 0
+    table = 4 * -(-model.max_positions // page_tokens)
+    shared = model.num_heads // model.num_kv_heads
+    split = max(rows * model.num_kv_heads, SPLIT_ROWS) * shared * 4 * (model.head_dim + 1)
+    workspace = model.workspace_bytes([1] * rows, samples=rows, page_tokens=page_tokens)
+    return rows * (7 * 8 + table) + workspace + split + GRAPH_RESERVE_BYTES

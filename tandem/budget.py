@@ -9,6 +9,7 @@ from typing import Any
 from engine.model import ModelSpec
 from engine.plan import SHARED_OWNER, Kind, Layout, PageSize, Place, Pool, Region, Tier
 from sim.device import Device
+from sim.memory import graph_bytes
 from traces.request import Request
 
 GPU: Pool = (Tier.GPU, 0)
@@ -24,6 +25,7 @@ class Budget:
     kv_bytes: int | None = None
     kv_pages: int | None = None
     host_bytes: int | None = None
+    graph_rows: int = 0
     step_tokens: int | None = None
     may_refuse: bool = False
 
@@ -36,8 +38,10 @@ class Budget:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"budget.{name}={value}: it must be at least 1")
-        if self.host_bytes is not None and self.host_bytes < 0:
-            raise ValueError(f"budget.host_bytes={self.host_bytes}: it must be at least 0")
+        for name in ("host_bytes", "graph_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"budget.{name}={value}: it must be at least 0")
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class Room:
     capacity_bytes: dict[Pool, int]
     page: PageSize
     layout: Layout
-    workspace_bytes: int  # set aside on the device, beside the capacity
+    workspace_bytes: int  # set aside on the device, beside the capacity; graphs included
+    graph_rows: int = 0  # decodes of the largest CUDA graph
 
 
 def room_for(
@@ -65,6 +70,7 @@ def room_for(
     """
     page = PageSize(page_tokens, page_tokens * spec.kv_token_bytes)
     workspace = _workspace_bytes(budget, spec, page_tokens, requests, policy)
+    workspace += graph_bytes(spec, budget.graph_rows, page_tokens)
     kv = _kv_bytes(budget, page)
     if kv is None:
         kv = int(budget.fraction * device.usable_bytes) - spec.weight_bytes - workspace
@@ -80,7 +86,7 @@ def room_for(
         capacity[Tier.GPU, i] = spec.weight_bytes + kv // page.nbytes * page.nbytes
         capacity[Tier.HOST, i] = host
         weights[Place(Region(SHARED_OWNER, Kind.WEIGHT), Tier.GPU, i)] = spec.weight_bytes
-    return Room(capacity, page, Layout(weights), workspace)
+    return Room(capacity, page, Layout(weights), workspace, budget.graph_rows)
 
 
 def _kv_bytes(budget: Budget, page: PageSize) -> int | None:

@@ -1,7 +1,8 @@
 """`make gpu`: all that needs a GPU, in one call of under ten minutes, from a bare checkout.
 
-Tests marked gpu, a calibration, a replay on an 8B-shape Llama in bf16 with random weights, its
-simulation and their comparison. Results go into $OUT (at most two folders deep).
+Tests marked gpu, those of the Triton kernels, the decode step against the memory's bandwidth, a
+calibration, a replay on an 8B-shape Llama in bf16 with random weights, its simulation and their
+comparison. Results go into $OUT (at most two folders deep).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="h200")
     parser.add_argument("--rate", default="8.0", help="requests per second")
     parser.add_argument("--limit", default="200", help="requests")
+    parser.add_argument("--graph-rows", default="128", help="decodes of the largest CUDA graph")
     parser.add_argument("--trace", type=Path, default=CARRIED if CARRIED.is_file() else None)
     chosen = parser.parse_args(words)
     out = Path(os.environ.get("OUT", "outputs/gpu")).resolve()
@@ -43,7 +45,7 @@ def _steps(chosen: argparse.Namespace, out: Path) -> list[tuple[str, list[str]]]
     trace = ["trace=file", f"trace.path={chosen.trace}"] if chosen.trace else ["trace=sample"]
     shared = [*trace, f"model={chosen.model}", f"device={chosen.device}", f"limit={chosen.limit}"]
     shared += [f"arrival.rate={chosen.rate}", "budget.host_bytes=4294967296", f"cache={work}/cache"]
-
+    shared += [f"budget.graph_rows={chosen.graph_rows}"]
     compare = ["compare", str(work / "sim"), str(work / "cuda"), "--out", str(work / "report")]
 
     def run(backend: str) -> list[str]:
@@ -52,6 +54,8 @@ def _steps(chosen: argparse.Namespace, out: Path) -> list[tuple[str, list[str]]]
 
     return [
         ("tests", [sys.executable, "-m", "pytest", "-m", "gpu"]),
+        ("kernels", [sys.executable, "-m", "pytest", "tests/kernels"]),
+        ("decode floor", [sys.executable, "-m", "benchmarks.gpu_decode_floor"]),
         ("calibrate", [*tandem, "calibrate", "backend=cuda", *shared, "--out", str(profile)]),
         ("measure", run("cuda")),
         ("predict", run("sim")),

@@ -36,7 +36,9 @@ def on_cpu(setting: Setting) -> Any:
     return machines(setting, [build_model(setting.spec, setting.seed)] * setting.replicas)
 
 
-def machines(setting: Setting, models: Sequence[Any], devices: Sequence[str] = ()) -> Any:
+def machines(
+    setting: Setting, models: Sequence[Any], devices: Sequence[str] = (), kernels: bool = False
+) -> Any:
     """A machine per model, with the KV pages that the ledger books for its device; all as one."""
     from runtime.machine import Machine
     from runtime.replicas import Replicas
@@ -54,6 +56,8 @@ def machines(setting: Setting, models: Sequence[Any], devices: Sequence[str] = (
             () if how.forced else how.eos_ids,
             devices[number] if devices else "cpu",
             number=number,
+            kernels=kernels,
+            graph_rows=setting.room.graph_rows if kernels else 0,
         )
         for number, model in enumerate(models)
     ]

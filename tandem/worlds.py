@@ -82,7 +82,7 @@ def world_of(setting: Setting, backend: Mapping[str, Any]) -> Iterator[World]:
         "cpu": partial(
             _wall if clock == "wall" else _service, every=every, reference_ns=reference_ns
         ),
-        "cuda": _cuda,
+        "cuda": partial(_cuda, attention=backend.get("attention")),
     }
     with opened[name](setting) as world:
         yield world
@@ -157,7 +157,7 @@ def _wall(
 
 
 @contextmanager
-def _cuda(setting: Setting) -> Iterator[World]:
+def _cuda(setting: Setting, attention: Any = None) -> Iterator[World]:
     import torch
 
     if not torch.cuda.is_available():
@@ -167,6 +167,7 @@ def _cuda(setting: Setting) -> Iterator[World]:
         raise ValueError(f"replicas={setting.replicas}: each takes a GPU, and torch sees {count}")
     from runtime.clock import WallClock
     from runtime.cuda import CudaExecutor, set_budget
+    from runtime.kernels import are_chosen
     from runtime.meter import CudaMeter
     from runtime.model import build_model
     from runtime.replicas import Meters
@@ -178,7 +179,7 @@ def _cuda(setting: Setting) -> Iterator[World]:
     for number in range(setting.replicas):
         set_budget(setting.device.usable_bytes, number)
     models = [build_model(setting.spec, setting.seed, gpu) for gpu in gpus]
-    machine = machines(setting, models, gpus)
+    machine = machines(setting, models, gpus, are_chosen(attention))
 
     @contextmanager
     def fresh() -> Iterator[tuple[simpy.Environment, CudaExecutor]]:
@@ -189,7 +190,7 @@ def _cuda(setting: Setting) -> Iterator[World]:
     with fresh() as (clock, executor):
         host = {pool: arena for pool, arena in machine.arenas.items() if pool[0] is Tier.HOST}
         meters = [
-            CudaMeter(number, [arena.pages], READ_EVERY, executor.paused)
-            for (_, number), arena in host.items()
+            CudaMeter(i, [arena.pages], READ_EVERY, executor.paused, machine.graph_bytes[i])
+            for (_, i), arena in host.items()
         ]
         yield World(clock, executor, machine, Meters(meters), fresh)

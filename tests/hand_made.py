@@ -55,7 +55,7 @@ class HandMade:
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
-        model = build_model(spec, seed=1, spread=SPREAD)
+        model = build_model(spec, seed=1, spread=SPREAD).to(options.get("device", "cpu"))
         pools = {GPU: num_pages, HOST: num_pages}
         self.machine = Machine(
             model, spec, page_tokens, pools, prompts, sampling, eos_ids, **options

@@ -14,20 +14,27 @@ import runtime.cuda
 from engine.checks import check_inputs, check_lanes
 from engine.engine import Engine
 from engine.executor import Launch
-from engine.plan import PageSize
+from engine.plan import Copy, PageSize
 from engine.policy import Composed
 from engine.recorder import Recorder
 from runtime.clock import WallClock
-from runtime.cuda import CudaExecutor
+from runtime.cuda import CudaExecutor, Timeline, set_budget
 from runtime.machine import GPU, Machine
 from runtime.meter import CudaMeter
 from runtime.model import build_model
+from sim.memory import graph_bytes
 from tests.hand_made import HOST, SPREAD, TINY
 from tests.reference import compare, generate
-from tests.serving import MEMORY, SCHEDULING, short_requests
+from tests.serving import MEMORY, SCHEDULING, serve, short_requests
 
 PAGE_TOKENS, PAGES = 16, 16
 gpu = pytest.mark.gpu
+# Ways to attend; a GPU's torch brings triton along.
+WAYS = {
+    "sdpa": {},
+    "kernels": {"kernels": True},
+    "graphs": {"kernels": True, "graph_rows": 8},
+}
 has_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -111,11 +118,12 @@ def replay(box: Machine, executor: CudaExecutor, memory: str, meter: Any = None)
     return recorder
 
 
-def machine(device: str) -> Machine:
+def machine(device: str, **options: Any) -> Machine:
     torch.set_num_threads(1)
     prompts = {r.request_id: r.prompt_ids or () for r in short_requests(14, TINY.vocab_size)}
     model = build_model(TINY, seed=1, spread=SPREAD).to(device)  # the CPU's weights, moved
-    return Machine(model, TINY, PAGE_TOKENS, {GPU: PAGES, HOST: 4 * PAGES}, prompts, device=device)
+    pools = {GPU: PAGES, HOST: 4 * PAGES}
+    return Machine(model, TINY, PAGE_TOKENS, pools, prompts, device=device, **options)
 
 
 @pytest.mark.parametrize("memory", MEMORY)
@@ -133,6 +141,59 @@ def test_wiring_gives_the_cpu_executors_tokens_and_a_wait_per_wait(
             start(launch, done)
 
         executor.run = run
+        recorder = replay(box, executor, memory)
+    requests = short_requests(14, TINY.vocab_size)
+    expected = serve(TINY, requests, "chunked_prefill", memory, gpu_pages=2 * PAGES)
+    assert {i: box.outputs(i) for i in recorder.outcomes} == expected.outputs
+    assert len(stand_in.waited) == sum(waits) + len(waits)  # and each for its upload
+    assert sum(waits) > 0 or memory != "paged_swap"
+    peaks = {isinstance(span.op, Copy): span.peak_bytes for span in recorder.spans}
+    assert peaks[False] == 700 and peaks.get(True) is None
+    now_ns = executor.clock.now
+    assert all(0 <= s.start_ns <= s.end_ns <= now_ns for s in recorder.spans)
+
+
+@pytest.mark.parametrize("ahead", [1.0, 1.0001, 0.9999])
+def test_a_drifting_device_keeps_causality_and_durations(ahead: float) -> None:
+    """100 ppm is far worse than real clocks; a minute of launches of 3 ms, polled at once."""
+
+    class Now:
+        now = 0
+
+    clock, start_ns = Now(), 5_000_000
+    clock.now = start_ns
+    timeline = Timeline(clock, Moment(start_ns, ahead))
+    spans = []
+    for i in range(2000):
+        issued_ns = start_ns + i * 30_000_000
+        begin, end = Moment(issued_ns + 10_000, ahead), Moment(issued_ns + 3_010_000, ahead)
+        clock.now = issued_ns + 3_030_000
+        spans.append(timeline.span_ns(begin, end, issued_ns))
+        assert issued_ns <= spans[-1][0] and spans[-1][1] <= clock.now
+    assert all(abs(end - start - 3_000_000 * ahead) < 1_000 for start, end in spans)
+    assert spans == sorted(spans)
+
+
+def test_a_budget_beyond_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small:
+        total_memory = 1 << 20
+
+    stand_in = StandIn()
+    stand_in.get_device_properties = lambda device: Small
+    monkeypatch.setattr(runtime.cuda, "cuda", stand_in)
+    with pytest.raises(ValueError, match="does not fit GPU 0"):
+        set_budget(1 << 21)
+
+
+@gpu
+@has_gpu
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("memory", MEMORY)
+def test_tokens_on_a_gpu_equal_generate(memory: str, options: dict[str, Any]) -> None:
+    """fp32 without TF32. A request may leave generate() at a near tie only; printed."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    box = machine("cuda", **options)
+    with CudaExecutor(WallClock(), box) as executor:
         recorder = replay(box, executor, memory)
     requests = short_requests(14, TINY.vocab_size)
     plain = build_model(TINY, seed=1, attention="sdpa", spread=SPREAD)
@@ -158,14 +219,17 @@ def test_spans_of_streams_lie_on_the_runs_clock_and_swaps_overlap_nothing_they_r
 
 @gpu
 @has_gpu
-def test_the_allocators_bytes_are_weights_and_arena() -> None:
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_the_allocators_bytes_are_weights_arena_and_graphs(options: dict[str, Any]) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    box = machine("cuda")
-    meter = CudaMeter(0, [box.arenas[HOST].pages])
+    box = machine("cuda", **options)
+    assert (box.graph_bytes[0] > 0) == ("graph_rows" in options)
+    assert box.graph_bytes[0] <= graph_bytes(TINY, options.get("graph_rows", 0), PAGE_TOKENS)
+    meter = CudaMeter(0, [box.arenas[HOST].pages], graph_bytes=box.graph_bytes[0])
     with CudaExecutor(WallClock(), box) as executor:
         recorder = replay(box, executor, "paged_swap", meter)
-    given = TINY.weight_bytes + PAGES * PAGE_TOKENS * TINY.kv_token_bytes
+    given = TINY.weight_bytes + PAGES * PAGE_TOKENS * TINY.kv_token_bytes + box.graph_bytes[0]
     rows = recorder.tables()["memory"].to_pandas()
     held = rows[(rows["cause"] == "settle") & (rows["tier"] == "gpu")]["measured_bytes"] - before
     extra = held - given - box._ring.untyped_storage().nbytes()

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("traces", "engine", "policies", "sim", "runtime", "analysis", "tandem", "conf")
+DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 MAY_IMPORT = {
     "traces": set(),
     "engine": {"traces"},
@@ -82,3 +83,16 @@ def test_every_package_is_walked() -> None:
 )
 def test_the_walk_sees_a_wrong_arrow(package: str, line: str, wrong: list[str]) -> None:
     assert illegal(package, line) == wrong
+
+
+def test_triton_is_imported_by_the_kernels_only_and_those_where_they_were_chosen() -> None:
+    """Others import them inside functions; runtime.fused is one of them."""
+    kernels = {path for path in (ROOT / "runtime" / "kernels").glob("*.py")}
+    needing = {path for path in kernels if "triton" in set(modules(ast.parse(path.read_text())))}
+    needing |= {ROOT / "runtime" / "fused.py", ROOT / "runtime" / "kernels" / "attention.py"}
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in needing}
+    assert len(names) == 8 and "runtime.kernels.shapes" not in names
+    for path in set(sources()) - needing:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        at_once = ast.Module([node for node in tree.body if not isinstance(node, DEFINITIONS)], [])
+        assert not {"triton", *names} & set(modules(at_once)), path

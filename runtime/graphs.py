@@ -1,0 +1,111 @@
+"""Decode steps as CUDA graphs: one per bucket of rows, over buffers that never move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.attention import Rows
+from runtime.frame import RING, Column, Frame, padding
+from runtime.kv import Arena
+from runtime.pack import Draw, Packed
+from runtime.paged import Paged
+
+WARM_UPS = 2  # before a capture: kernels are compiled and libraries set up outside of it
+
+Step = Callable[[], Tensor]  # carries out what the buffers say; the tokens lie in one place
+
+
+class DecodeGraphs:
+    """Replays decode steps. All buckets share the buffers, and the memory of what they compute.
+
+    `forward` computes a packed forward over all layers and leaves its tokens in the ring;
+    `record` turns a step into its replay (`direct` where there is nothing to capture).
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[int],
+        max_pages: int,
+        arena: Arena,
+        ring: Tensor,
+        forward: Callable[[Packed], Tensor],
+        is_greedy: bool,
+        record: Callable[[Step], Step],
+    ) -> None:
+        most, device = buckets[-1], ring.device
+        self._arena, self._ring, self._forward, self._is_greedy = arena, ring, forward, is_greedy
+        self._columns = torch.from_numpy(padding(most, most)).to(device)
+        self._tables = torch.zeros((most, max_pages), dtype=torch.int32, device=device)
+        self._order = torch.arange(most, device=device)
+        self._nothing = torch.zeros((0, 3), dtype=torch.int32, device=device)
+        # The largest first: the others then fit into the memory that it took.
+        self._steps = {b: record(partial(self._step, b)) for b in reversed(buckets)}
+
+    def run(self, frame: Frame) -> Tensor:
+        """The tokens of a frame's rows, [rows]; they lie in the ring too."""
+        self._columns[:, : frame.bucket].copy_(frame.columns)
+        rows, width = frame.tables.shape
+        self._tables[:rows, :width].copy_(frame.tables)
+        return self._steps[frame.bucket]()[:rows].clone()
+
+    def _step(self, bucket: int) -> Tensor:
+        self._ring[RING : RING + bucket].copy_(self._columns[Column.TOKEN, :bucket])
+        return self._forward(self._packed(bucket))
+
+    def _packed(self, bucket: int) -> Packed:
+        """The buffers as a packed forward; every row's token is read from the ring."""
+        columns, order = self._columns[:, :bucket], self._order[:bucket]
+        empty = self._nothing
+        paged = Paged(self._tables[:bucket], empty, empty, columns[Column.LENGTH], 0)
+        rows = Rows(self._arena, columns[Column.SLOT], (), (), (), {}, paged)
+        uniform = None if self._is_greedy else columns[Column.UNIFORM].view(torch.float64)
+        draw = Draw((), order, columns[Column.TICKET], uniform)
+        ids, positions = (
+            columns[Column.TOKEN : Column.TOKEN + 1],
+            columns[Column.POSITION : Column.POSITION + 1],
+        )
+        return Packed((), ids, positions, rows, (order, columns[Column.SOURCE]), draw)
+
+
+def direct(step: Step) -> Step:
+    """No capture: a replay is the step itself."""
+    return step
+
+
+class Capture:
+    """Records steps as CUDA graphs in one pool of memory."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Step) -> Step:
+        """Must be called without autograd, and while nothing else runs on the device."""
+        with torch.cuda.device(self._device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    step()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                tokens = step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return tokens
+
+        return replay
+
+    @property
+    def nbytes(self) -> int:
+        """What the graphs keep for themselves: torch calls it reserved, not allocated."""
+        segments = torch.cuda.memory_snapshot()
+        own = [s for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool)]
+        return sum(int(segment["total_size"]) for segment in own)

@@ -1,0 +1,33 @@
+"""The kernels as NVIDIA's assembler makes them: they compile, spill nothing and leave room."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SHARED_BYTES = 99 * 1024  # what a program may have on the smallest of these GPUs (8.6, 8.9)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_for_a_gpu_that_is_not_here(capability: int, tmp_path: Path) -> None:
+    """In a process of its own: where the interpreter was chosen, nothing compiles."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    words = [sys.executable, "-m", "tests.kernels.compiled", str(capability)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [line.split() for line in done.stdout.splitlines()]
+    kernels = {row[3].rstrip(":") for row in rows}
+    assert kernels == {
+        "decode._split", "decode._join", "prefill._tile", "norm._rows", "activate._block",
+        "rotate._row",
+    }  # fmt: skip
+    for row in rows:
+        stack, shared = int(row[6]), int(row[9])
+        assert stack == 0, " ".join(row)
+        assert shared <= SHARED_BYTES, " ".join(row)

@@ -1,0 +1,122 @@
+"""Decode graphs without a GPU: their steps run in the same buffers, uncaptured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import runtime.kernels
+from engine.executor import Piece
+from engine.model import ModelSpec
+from runtime.frame import RING, Column, buckets_of, ring_size
+from runtime.graphs import DecodeGraphs, direct
+from runtime.kernels import are_chosen
+from runtime.kv import Arena
+from runtime.pack import Packed, Packer
+from runtime.sampling import Sampling
+from sim.memory import GRAPH_RESERVE_BYTES, graph_bytes
+from tandem.budget import GPU
+from tandem.compose import composed
+from tandem.setting import setting_of
+from tests.hand_made import TINY
+
+MOST = 4
+
+
+class Counting:
+    """A forward whose next token is the last one plus 1; notes what it was shown."""
+
+    def __init__(self) -> None:
+        self.ring = torch.zeros(ring_size(MOST), dtype=torch.int64)
+        self.shown: list[tuple[list[int], list[int], list[list[int]]]] = []
+
+    def __call__(self, packed: Packed) -> Tensor:
+        assert packed.late is not None and packed.draw is not None and packed.rows.paged is not None
+        tokens = self.ring.index_select(0, packed.late[1]) + 1
+        self.ring.index_copy_(0, packed.draw.tickets, tokens)
+        paged = packed.rows.paged
+        lengths = paged.lengths.tolist()
+        self.shown.append((lengths, packed.rows.slots.tolist(), paged.tables.tolist()))
+        return tokens
+
+
+def test_a_replay_reads_known_tokens_and_those_in_flight_and_leaves_no_trace_of_padding() -> None:
+    forward, arena = Counting(), Arena(TINY, page_tokens=4, num_pages=9)
+    prompts = {1: [100, 200], 2: [300], 3: [400, 401, 402]}
+    packer = Packer(arena, prompts, Sampling(), shared=2, buckets=buckets_of(MOST))
+    buckets = buckets_of(MOST)
+    graphs = DecodeGraphs(buckets, 3, arena, forward.ring, forward, True, direct)
+    tables = {1: [5, 6], 2: [7], 3: [8]}
+
+    def run(*rows: tuple[int, int]) -> list[int]:
+        frame = packer.frame([Piece(i, 1, context, True, tables[i]) for i, context in rows])
+        assert frame is not None
+        return graphs.run(frame).tolist()
+
+    assert run((1, 1), (2, 0), (3, 2)) == [201, 301, 403]
+    assert run((3, 3), (1, 2)) == [404, 202]  # of the step before, which nobody has read yet
+    assert run((1, 3)) == [203]
+    assert [len(lengths) for lengths, _, _ in forward.shown] == [4, 2, 1]
+    lengths, slots, shown = forward.shown[0]
+    assert lengths == [2, 1, 3, 0] and slots[3] == -1 and shown[0][0] == 5
+    assert forward.ring[:6].tolist() == [201, 301, 403, 404, 202, 203]
+    assert not forward.ring[6:RING].any()
+
+
+def test_buffers_start_as_padding_so_that_a_capture_writes_nothing() -> None:
+    forward, arena = Counting(), Arena(TINY, page_tokens=4, num_pages=9)
+
+    def recorded(step):  # type: ignore[no-untyped-def]
+        step()
+        return step
+
+    DecodeGraphs(buckets_of(MOST), 3, arena, forward.ring, forward, False, recorded)
+    assert [lengths for lengths, _, _ in forward.shown] == [[0] * 4, [0] * 2, [0]]
+    assert all(slot == -1 for _, slots, _ in forward.shown for slot in slots)
+    assert not forward.ring[:RING].any()
+    assert len(Column) == 7
+
+
+def test_kernels_are_left_out_with_one_line_where_triton_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runtime.kernels, "available", lambda: False)
+    assert not are_chosen("triton")
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not are_chosen("sdpa") and not capsys.readouterr().err
+    monkeypatch.setattr(runtime.kernels, "available", lambda: True)
+    assert are_chosen("triton")
+    with pytest.raises(ValueError, match="triton or sdpa"):
+        are_chosen("flash")
+
+
+def test_graphs_take_their_memory_from_the_kv_in_every_backend() -> None:
+    def room(rows: int):  # type: ignore[no-untyped-def]
+        words = ["model=llama3_8b", "device=h200", "limit=10", f"budget.graph_rows={rows}"]
+        return setting_of(composed(words)).room
+
+    plain, graphed = room(0), room(64)
+    spec = ModelSpec.from_hf(
+        {
+            "model_type": "llama",
+            "num_hidden_layers": 32,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 14336,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "torch_dtype": "bfloat16",
+        }
+    )
+    taken = graph_bytes(spec, 64, 16)
+    # Logits are the largest moment; a table of 8,192 pages a row; 1,024 splits of four heads.
+    logits = 64 * (4096 + 4096 + 128256) * 2 + 2 * 64 * 128 * 2
+    assert taken == logits + 64 * (56 + 32768) + 1024 * 4 * 4 * 129 + GRAPH_RESERVE_BYTES
+    assert graphed.workspace_bytes - plain.workspace_bytes == taken
+    missing = plain.capacity_bytes[GPU] - graphed.capacity_bytes[GPU]
+    assert 0 <= missing - taken + graphed.page.nbytes <= 2 * graphed.page.nbytes
+    assert (plain.graph_rows, graphed.graph_rows) == (0, 64) and graph_bytes(spec, 0, 16) == 0
+    with pytest.raises(ValueError, match="graph_rows=-1"):
+        room(-1)
