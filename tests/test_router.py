@@ -11,12 +11,13 @@ import pytest
 from engine.fleet import Chains, Fleet
 from engine.job import Job
 from engine.planlog import LoggedPlan
-from engine.policy import Router
+from engine.policy import Composed, Router
 from policies.least_outstanding import LeastOutstanding
+from policies.paged_restart import PagedRestart
 from policies.prefix_affinity import PrefixAffinity
 from policies.recorded import RecordedRouter
 from policies.round_robin import RoundRobin
-from tests.replays import composed, random_requests, replay
+from tests.replays import SCHEDULING, composed, random_requests, replay
 from traces.request import Request
 
 ROUTERS: dict[str, Router] = {
@@ -177,6 +178,34 @@ def test_all_turns_of_a_session_stay_on_one_replica_and_round_robin_scatters_the
     assert len(set.union(*together.values())) == 3, "sessions are spread"
     apart = sessions_by_replica(turns, RoundRobin())
     assert any(len(replicas) > 1 for replicas in apart.values())
+
+
+def test_affinity_finds_more_in_the_caches_than_taking_turns() -> None:
+    """Every turn begins with all of the turn before it, which one replica has kept."""
+    turns = [
+        Request(
+            10 * s + t,
+            s * 40_000,
+            12 * (t + 1),
+            6,
+            session=s,
+            turn=t,
+            think_ns=100_000,
+            prefix_ids=tuple(10 * s + i for i in range(t + 1)),
+            prefix_block_tokens=12,
+        )
+        for s in range(8)
+        for t in range(4)
+    ]
+    policy = Composed(SCHEDULING["chunked"], PagedRestart(prefix_caching=True))
+
+    def cached(router: Router) -> int:
+        run = replay(policy, turns, pages=200, devices=3, router=router).check()
+        return sum(outcome.cached_tokens for outcome in run.recorder.outcomes.values())
+
+    whole = sum(12 * t for t in range(4)) * 8  # all but each turn's own block: whole pages of 4
+    assert cached(PrefixAffinity(load_bound=3)) == whole
+    assert 0 < cached(RoundRobin()) < whole
 
 
 def sessions_by_replica(turns: list[Request], router: Router) -> dict[int, set[int]]:
