@@ -10,7 +10,8 @@ from engine.model import ModelSpec
 # Kernels per layer beside matrices and attention. Llama and Qwen3: 40 and 52 non-view aten
 # operations were counted in eager Hugging Face layers (RUNTIME.md section 6), of which 7 matrix
 # products and 7 views; two KV writes are added. GPT-2 counted by hand: fused norms, 8 for GELU.
-ELEMENTWISE_KERNELS = {"llama": 28, "qwen2": 28, "qwen3": 40, "gpt2": 15}
+# OPT has 1 for ReLU and 1 that scales the queries.
+ELEMENTWISE_KERNELS = {"llama": 28, "mistral": 28, "qwen2": 28, "qwen3": 40, "gpt2": 15, "opt": 9}
 
 
 class Operator(NamedTuple):
@@ -59,7 +60,8 @@ def _matrices(spec: ModelSpec) -> list[tuple[int, int]]:
     if spec.family == "gpt2":
         return [(hidden, 3 * hidden), (hidden, hidden), (hidden, inner), (inner, hidden)]
     heads = [(hidden, spec.query_size), (hidden, spec.kv_size), (hidden, spec.kv_size)]
-    return [*heads, (spec.query_size, hidden), (hidden, inner), (hidden, inner), (inner, hidden)]
+    rising = [(hidden, inner)] * (2 if spec.is_gated else 1)
+    return [*heads, (spec.query_size, hidden), *rising, (inner, hidden)]
 
 
 def _matrix(
@@ -72,10 +74,11 @@ def _matrix(
 def _elementwise(spec: ModelSpec, total: int) -> Operator:
     """Norms, residuals, rotation, activation and KV writes, by passes over their rows."""
     hidden, inner, heads = spec.hidden_size, spec.intermediate_size, spec.query_size + spec.kv_size
-    if spec.family == "gpt2":
-        passes = 2 * 2 * hidden + 6 * hidden + 18 * inner
-    else:
+    if spec.is_gated:
         passes = 2 * 7 * hidden + 6 * hidden + 11 * heads + 5 * inner
+    else:
+        passes = 2 * 2 * hidden + 6 * hidden + (18 if spec.family == "gpt2" else 2) * inner
+    passes += 2 * hidden if spec.family == "opt" else 0
     passes += 7 * heads if spec.family == "qwen3" else 0
     kernels = ELEMENTWISE_KERNELS[spec.family]
     nbytes = total * (passes + 4 * spec.kv_size) * spec.item_bytes // kernels

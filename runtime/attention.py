@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +27,7 @@ class Segment:
     table: Tensor  # the page ids that hold past and own tokens
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class Group(NamedTuple):
     """The rows [start, stop) of decodes with about as long contexts, attended as one batch."""
 
     start: int
@@ -35,22 +36,52 @@ class Group:
     mask: Tensor  # [rows, 1, 1, pages * page_tokens], added to the scores
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class Chunk(NamedTuple):
+    """Neighbouring decodes whose pages are gathered at once, into the scratch of the launch."""
+
+    table: Tensor  # [pages] page ids, those of the first decode first
+    counts: Sequence[int]  # pages of each decode
+    tokens: Sequence[int]  # keys of each, its own included
+
+
+class Rows(NamedTuple):
     """How the packed rows of one launch lie: prefill slices first, then one row per decode."""
 
     arena: Arena
     slots: Tensor  # [T] where each row's keys and values go, see Arena.row_of
     prefills: tuple[Segment, ...]
-    decodes: tuple[tuple[Tensor, int], ...]  # per decode row: page ids, tokens with this one
-    groups: tuple[Group, ...]  # the same rows where decodes are padded; decodes is empty then
-    masks: dict[Segment, Tensor]  # of slices with a past; made at the first layer, then shared
-    paged: Paged | None = None  # for the kernels, instead of prefills, decodes and groups
+    chunks: tuple[Chunk, ...]  # the decodes
+    groups: tuple[Group, ...]  # the same rows where decodes are padded; chunks is empty then
+    scratch: Scratch
+    paged: Paged | None = None  # for the kernels, instead of prefills, chunks and groups
 
     @property
     def first_decode(self) -> int:
         """The row of the first decode."""
         return self.prefills[-1].stop if self.prefills else 0
+
+
+class Scratch:
+    """What all layers of one launch share: made at the first one, dropped after the last."""
+
+    def __init__(self) -> None:
+        self.masks: dict[Segment, Tensor] = {}  # of slices with a past
+        self.gathered: list[Tensor] = []  # per chunk its pages; all at the same place
+        self.keys: list[tuple[Tensor, Tensor]] = []  # per decode, where they will be gathered
+
+    def clear(self) -> None:
+        """Gives the memory back."""
+        self.masks.clear()
+        self.gathered.clear()
+        self.keys.clear()
+
+    def lay_out(self, chunks: Sequence[Chunk], pages: Tensor) -> None:
+        """Finds a place for pages like these, and each decode's keys and values in it."""
+        room = pages.new_empty((max(len(chunk.table) for chunk in chunks), *pages.shape[1:]))
+        for chunk in chunks:
+            self.gathered.append(room[: len(chunk.table)])
+            parts = room[: len(chunk.table)].split_with_sizes(chunk.counts)
+            self.keys += map(_views, parts, chunk.tokens)
 
 
 def attend(
@@ -64,31 +95,46 @@ def attend(
     meta: Rows,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Writes the rows' keys and values into their pages, then attends.
+    """As transformers calls it: writes the rows' keys and values into their pages, then attends.
 
     query is [1, heads, T, D], key and value [1, kv_heads, T, D]; returns [1, T, heads, D].
-    A slice, and on the CPU a decode, costs one gather and one SDPA call: there the fastest of what
-    was measured (RUNTIME.md 2.2), and exact. A GPU cannot wait for so many launches: its decodes
-    come in groups. Heads that share keys read them through a view, without a copy.
     Rows packed for our kernels are left to those.
     """
     if meta.paged is not None:
         from runtime.kernels.attention import attend as attend_paged  # Triton, where it was chosen
 
         return attend_paged(query, key, value, meta, module.layer_idx, scaling), None
-    _store(key, value, meta, module.layer_idx)
-    pages = meta.arena.layer(module.layer_idx)
-    outputs = [_prefill(part, query, key, value, pages, meta, scaling) for part in meta.prefills]
-    if meta.decodes:
-        outputs.append(_decode(query, pages, meta, key.shape[1], scaling))
-    outputs += [_decode_group(group, query, pages, scaling) for group in meta.groups]
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return output.unsqueeze(0), None
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    held = meta.arena.rows(module.layer_idx)
+    held.select(1, 0).index_copy_(0, meta.slots, k)
+    held.select(1, 1).index_copy_(0, meta.slots, v)
+    return attended(q, k, v, meta, module.layer_idx, scaling).unsqueeze(0), None
 
 
-def _store(key: Tensor, value: Tensor, meta: Rows, layer: int) -> None:
-    pairs = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)  # [T, 2, kv_heads, D]
-    meta.arena.rows(layer).index_copy_(0, meta.slots, pairs)
+def store(pairs: Tensor, rows: Rows, layer: int) -> None:
+    """Writes keys and values of all rows, [T, 2, kv_heads, D], into their pages."""
+    rows.arena.rows(layer).index_copy_(0, rows.slots, pairs)
+
+
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, rows: Rows, layer: int, scaling: float | None
+) -> Tensor:
+    """Attention of rows whose keys and values are in their pages already.
+
+    query is [T, heads, D], key and value [T, kv_heads, D]; returns [T, heads, D].
+    A slice, and on the CPU a decode, costs one SDPA call: there the fastest of what was measured
+    (RUNTIME.md 2.2), and exact. A GPU cannot wait for so many launches: its decodes come in groups.
+    Heads that share keys read them through a view, without a copy.
+    """
+    pages = rows.arena.layer(layer)
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    for part in rows.prefills:
+        _prefill(part, query, key, value, pages, rows, scaling, output)
+    if rows.chunks:
+        _decode(query, pages, rows, key.shape[1], scaling, output)
+    for group in rows.groups:
+        _decode_group(group, query, pages, scaling, output)
+    return output
 
 
 def _prefill(
@@ -97,68 +143,83 @@ def _prefill(
     key: Tensor,
     value: Tensor,
     pages: Tensor,
-    meta: Rows,
+    rows: Rows,
     scaling: float | None,
-) -> Tensor:
-    """[rows, heads, D] of one slice: causal on its own rows, masked behind a past."""
+    output: Tensor,
+) -> None:
+    """One slice: causal on its own rows, masked behind a past."""
     start, stop, past = segment.start, segment.stop, segment.past
-    kv_heads, heads = key.shape[1], query.shape[1]
-    q = query[0, :, start:stop].unflatten(0, (kv_heads, -1))  # [kv_heads, shared, rows, D]
+    shared = query.shape[1] // key.shape[1]
+    q = _by_head(query[start:stop], shared)
     if past:
         gathered = pages.index_select(0, segment.table)
-        k, v = _views(gathered, past + stop - start, heads // kv_heads)
-        mask = _mask(segment, query.dtype, meta)
+        k, v = _views(gathered, past + stop - start, shared)
+        mask = _mask(segment, query.dtype, rows)
     else:
-        k, v, mask = key[0, :, start:stop], value[0, :, start:stop], None
-        k, v = (t.unsqueeze(1).expand(-1, heads // kv_heads, -1, -1) for t in (k, v))
+        k, v = (_by_head(t[start:stop], 1).expand_as(q) for t in (key, value))
+        mask = None
     out = sdpa(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
-    return out.permute(2, 0, 1, 3).reshape(stop - start, heads, -1)
+    _by_head(output[start:stop], shared).copy_(out)
 
 
-def _mask(segment: Segment, dtype: torch.dtype, meta: Rows) -> Tensor:
-    """[rows, past + rows], added to the scores: row i sees the past and rows up to its own."""
-    if segment not in meta.masks:
+def _by_head(rows: Tensor, shared: int) -> Tensor:
+    """[n, kv_heads * shared, D] as [kv_heads, shared, n, D], a view."""
+    return rows.unflatten(1, (-1, shared)).permute(1, 2, 0, 3)
+
+
+def _mask(segment: Segment, dtype: torch.dtype, rows: Rows) -> Tensor:
+    """[n, past + n], added to the scores: row i sees the past and rows up to its own."""
+    masks = rows.scratch.masks
+    if segment not in masks:
         start, stop, past = segment.start, segment.stop, segment.past
         shape = (stop - start, past + stop - start)
         mask = torch.full(shape, float("-inf"), dtype=dtype, device=segment.table.device)
-        meta.masks[segment] = mask.triu_(past + 1)
-    return meta.masks[segment]
+        masks[segment] = mask.triu_(past + 1)
+    return masks[segment]
 
 
 def _decode(
-    query: Tensor, pages: Tensor, meta: Rows, kv_heads: int, scaling: float | None
-) -> Tensor:
-    """[decodes, heads, D]: each row over all pages of its job."""
-    heads, first = query.shape[1], meta.first_decode
-    rows = query[0, :, first:].transpose(0, 1)  # [decodes, heads, D]
-    queries = rows.unflatten(1, (1, kv_heads, heads // kv_heads)).unbind(0)
+    query: Tensor,
+    pages: Tensor,
+    rows: Rows,
+    kv_heads: int,
+    scaling: float | None,
+    output: Tensor,
+) -> None:
+    """Each row over all pages of its job."""
+    first, scratch = rows.first_decode, rows.scratch
+    if not scratch.keys:
+        scratch.lay_out(rows.chunks, pages)
+    queries = query[first:].unflatten(1, (1, kv_heads, -1)).unbind(0)
+    pairs = zip(queries, scratch.keys, strict=True)
     outputs = []
-    for q, (table, tokens) in zip(queries, meta.decodes, strict=True):
-        # Nothing names the gathered pages: they must be gone before the next gather.
-        outputs.append(sdpa(q, *_views(pages.index_select(0, table), tokens), scale=scaling))
-    return torch.cat(outputs).flatten(1, 2)
+    for chunk, gathered in zip(rows.chunks, scratch.gathered, strict=True):
+        torch.index_select(pages, 0, chunk.table, out=gathered)
+        outputs += [sdpa(q, *keys, scale=scaling) for q, keys in islice(pairs, len(chunk.tokens))]
+    torch.cat(outputs, out=output[first:].unflatten(1, (kv_heads, -1)))
 
 
-def _decode_group(group: Group, query: Tensor, pages: Tensor, scaling: float | None) -> Tensor:
-    """[rows, heads, D]: all rows of a group at once, over keys padded to its longest."""
-    heads, (kv_heads, size) = query.shape[1], pages.shape[3:]
-    rows = query[0, :, group.start : group.stop].transpose(0, 1)  # [rows, heads, D]
+def _decode_group(
+    group: Group, query: Tensor, pages: Tensor, scaling: float | None, output: Tensor
+) -> None:
+    """All rows of a group at once, over keys padded to its longest."""
+    kv_heads, size = pages.shape[3:]
     gathered = pages.index_select(0, group.table)
     count, tokens = group.stop - group.start, group.mask.shape[-1]
     shape, row = (count, kv_heads, tokens, size), 2 * kv_heads * size
     strides = (tokens * row, size, row, 1)
     k = gathered.as_strided(shape, strides)
     v = gathered.as_strided(shape, strides, kv_heads * size)
-    q = rows.unflatten(1, (kv_heads, heads // kv_heads))
-    return sdpa(q, k, v, attn_mask=group.mask, scale=scaling).flatten(1, 2)
+    q = query[group.start : group.stop].unflatten(1, (kv_heads, -1))
+    out = sdpa(q, k, v, attn_mask=group.mask, scale=scaling)
+    output[group.start : group.stop].copy_(out.flatten(1, 2))
 
 
 def _views(gathered: Tensor, tokens: int, shared: int = 0) -> tuple[Tensor, Tensor]:
     """Keys and values in gathered pages, [pages, page_tokens, 2, kv_heads, D], without a copy.
 
     Each [1, kv_heads, tokens, D], or [kv_heads, shared, tokens, D] where `shared` heads read the
-    same keys. Strides are given outright: the four view operators that say the same cost as much
-    as the gather, per job and layer.
+    same keys. Strides are given outright: the four view operators that say the same cost more.
     """
     kv_heads, size = gathered.shape[3:]
     half, row = kv_heads * size, 2 * kv_heads * size
@@ -166,7 +227,8 @@ def _views(gathered: Tensor, tokens: int, shared: int = 0) -> tuple[Tensor, Tens
         shape, strides = (kv_heads, shared, tokens, size), (size, 0, row, 1)
     else:
         shape, strides = (1, kv_heads, tokens, size), (0, size, row, 1)
-    return gathered.as_strided(shape, strides), gathered.as_strided(shape, strides, half)
+    at = gathered.storage_offset()
+    return gathered.as_strided(shape, strides), gathered.as_strided(shape, strides, at + half)
 
 
 def register() -> None:

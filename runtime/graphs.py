@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.attention import Rows
+from runtime.attention import Rows, Scratch
 from runtime.frame import RING, Column, Frame, padding
 from runtime.kv import Arena
 from runtime.pack import Draw, Packed
@@ -62,7 +62,7 @@ class DecodeGraphs:
         columns, order = self._columns[:, :bucket], self._order[:bucket]
         empty = self._nothing
         paged = Paged(self._tables[:bucket], empty, empty, columns[Column.LENGTH], 0)
-        rows = Rows(self._arena, columns[Column.SLOT], (), (), (), {}, paged)
+        rows = Rows(self._arena, columns[Column.SLOT], (), (), (), Scratch(), paged)
         uniform = None if self._is_greedy else columns[Column.UNIFORM].view(torch.float64)
         draw = Draw((), order, columns[Column.TICKET], uniform)
         ids, positions = (

@@ -42,6 +42,7 @@ class Arena:
         self.tier, self.num_pages, self.page_tokens = tier, num_pages, page_tokens
         self.num_layers = spec.num_layers
         self.page_nbytes = page_tokens * spec.kv_token_bytes
+        self.layer_page_nbytes = self.page_nbytes // spec.num_layers
         heads = (2, spec.num_kv_heads, spec.head_dim)
         shape = (num_pages, spec.num_layers, page_tokens, *heads)
         dtype = getattr(torch, spec.dtype)

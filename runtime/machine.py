@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,18 +22,15 @@ from runtime.sampling import Sampling, choose
 GPU: Pool = (Tier.GPU, 0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class Part(NamedTuple):
     """Neighbouring slices of a Compute that do the same: one packed forward."""
 
-    work: Work
     layers: range
-    slices: tuple[Slice, ...]
     packed: Packed | Frame
+    slices: tuple[Slice, ...] = ()  # in the order of the rows, where these are not all layers
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class Prepared(NamedTuple):
     """A launch with all its index tensors: either parts of a Compute, or moves of a Copy."""
 
     launch: Launch
@@ -45,8 +41,8 @@ class Prepared:
 class Machine:
     """One device with its host: the model, the KV arenas and every job's tokens.
 
-    Not a clock: executors say when and measure. `prepare` belongs to the engine's thread and
-    follows issue order; `execute` may run on one thread per lane.
+    Not a clock: executors say when and measure. `prepare` and `collect` belong to the engine's
+    thread, `prepare` in issue order; `start` may run on one thread per lane.
     """
 
     def __init__(
@@ -83,6 +79,7 @@ class Machine:
         buckets = buckets_of(graph_rows) if kernels else ()
         arena = self.arenas[Tier.GPU, number]
         self.packer = Packer(arena, prompts, self.sampling, device, pads, shared, buckets)
+        self._all_layers = range(spec.num_layers)
         self._ring = torch.zeros(ring_size(graph_rows), dtype=torch.int64, device=device)
         self._hidden: dict[tuple[int, int], Tensor] = {}  # (job, microbatch): between layers
         self.graph_bytes = {number: 0}  # per device, beside what its allocator counts
@@ -91,12 +88,11 @@ class Machine:
     @torch.no_grad()
     def _record(self, buckets: Sequence[int], arena: Arena, number: int) -> DecodeGraphs:
         """Graphs of decode steps, captured now: some tenths of a second each."""
-        every = range(self.spec.num_layers)
         longest = -(-self.spec.max_positions // arena.page_tokens)
         capture = None if self.device == "cpu" else Capture(self.device)
 
         def forward(packed: Packed) -> Tensor:
-            tokens = self._forward(packed, every, ())
+            tokens = self._forward(packed, self._all_layers, ())
             assert tokens is not None
             return tokens
 
@@ -113,28 +109,23 @@ class Machine:
         op = launch.op
         if isinstance(op, Copy):
             return self._prepare_copy(launch, op)
-        pairs = list(zip(op.slices, launch.pieces, strict=True))
-        return Prepared(
-            launch,
-            tuple(
-                self._part(work, layers, tuple(group))
-                for (work, layers), group in groupby(pairs, self._unit)
-            ),
-        )
+        pairs = zip(op.slices, launch.pieces, strict=True)
+        parts = (self._part(*unit, tuple(group)) for unit, group in groupby(pairs, self._unit))
+        return Prepared(launch, tuple(parts))
 
     def _unit(self, pair: tuple[Slice, Piece]) -> tuple[Work, range]:
-        layers = pair[0].layers
-        return pair[0].work, range(self.spec.num_layers) if layers is None else layers
+        piece = pair[0]
+        return piece.work, self._all_layers if piece.layers is None else piece.layers
 
     def _part(self, work: Work, layers: range, group: Sequence[tuple[Slice, Piece]]) -> Part:
         if work is not Work.FORWARD:
             raise NotImplementedError(f"the runtime has no {work} yet: only serving runs")
         slices, pieces = zip(*group, strict=True)
-        whole = layers == range(self.spec.num_layers)
-        packed = self.packer.frame(pieces) if whole else None
-        packed = packed or self.packer.pack(pieces, layers.stop == self.spec.num_layers)
-        order = {piece.job_id: part for piece, part in zip(pieces, slices, strict=True)}
-        return Part(work, layers, tuple(order[p.job_id] for p in packed.pieces), packed)
+        if layers == self._all_layers:
+            return Part(layers, self.packer.frame(pieces) or self.packer.pack(pieces))
+        packed = self.packer.pack(pieces, layers.stop == self.spec.num_layers)
+        by_job = {piece.job_id: part for piece, part in zip(pieces, slices, strict=True)}
+        return Part(layers, packed, tuple(by_job[piece.job_id] for piece in packed.pieces))
 
     def _prepare_copy(self, launch: Launch, op: Copy) -> Prepared:
         if op.src.region.kind is not Kind.KV:
@@ -187,7 +178,7 @@ class Machine:
         angles = self.decoder.angles(hidden, packed.positions)
         for layer in layers:
             hidden = self.decoder.layer(layer, hidden, angles, packed.rows)
-        packed.rows.masks.clear()
+        packed.rows.scratch.clear()
         if layers.stop < self.spec.num_layers:
             self._leave(packed, slices, hidden)
         if packed.draw is None:

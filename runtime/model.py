@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.model import ModelSpec
 from runtime.attention import NAME, register
+from runtime.gated import GatedLayer, signed
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever fetched: weights are random
 
@@ -21,14 +24,14 @@ def hf_config(spec: ModelSpec, spread: float = 0.02) -> Any:
     shared = {
         "vocab_size": spec.vocab_size,
         "tie_word_embeddings": spec.tie_embeddings,
-        "initializer_range": spread,
         "use_cache": False,
+        "pad_token_id": None,
         "bos_token_id": None,
         "eos_token_id": None,
+        "init_std" if spec.family == "opt" else "initializer_range": spread,
     }
-    if spec.family == "gpt2":
-        return AutoConfig.for_model("gpt2", **shared, **_gpt2_fields(spec))
-    return AutoConfig.for_model(spec.family, **shared, **_llama_fields(spec))
+    fields = FIELDS.get(spec.family, _llama_fields)(spec)
+    return AutoConfig.for_model(spec.family, **shared, **fields)
 
 
 def _gpt2_fields(spec: ModelSpec) -> dict[str, Any]:
@@ -40,6 +43,19 @@ def _gpt2_fields(spec: ModelSpec) -> dict[str, Any]:
         "n_inner": spec.intermediate_size,
         "layer_norm_epsilon": spec.norm_eps,
     }
+
+
+def _opt_fields(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "max_position_embeddings": spec.max_positions,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "ffn_dim": spec.intermediate_size,
+    }
+
+
+FIELDS = {"gpt2": _gpt2_fields, "opt": _opt_fields}
 
 
 def _llama_fields(spec: ModelSpec) -> dict[str, Any]:
@@ -54,6 +70,8 @@ def _llama_fields(spec: ModelSpec) -> dict[str, Any]:
         "rms_norm_eps": spec.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
     }
+    if spec.family == "mistral":
+        return fields | {"sliding_window": None}
     return fields if spec.family == "qwen2" else fields | {"attention_bias": spec.attention_bias}
 
 
@@ -83,19 +101,27 @@ def build_model(
 class Decoder:
     """One face for all families: embed, layers, norm and head of a Hugging Face model.
 
-    Rows are packed: hidden states are [1, T, hidden], whatever jobs the T rows belong to.
+    Rows are packed: hidden states are [1, T, hidden], whatever jobs the T rows belong to. Layers
+    like Llama's run merged (runtime/gated.py), others as the modules they are. The model keeps all
+    weights; those of merged products lie next to each other from now on.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         body = model.base_model
-        self._learned_positions = hasattr(body, "wpe")
-        self.layers: nn.ModuleList = body.h if self._learned_positions else body.layers
-        self._norm = body.ln_f if self._learned_positions else body.norm
+        body = getattr(body, "decoder", body)  # OPT's is one deeper
+        self._norm = _first(body, "ln_f", "norm", "final_layer_norm")
         self._tokens = model.get_input_embeddings()
         self._head = model.get_output_embeddings()
         self._rotary = getattr(body, "rotary_emb", None)
-        self._positions = getattr(body, "wpe", None)
+        self._positions = _learned_positions(body)
+        modules = _first(body, "h", "layers")
+        self.layers = [
+            partial(module, attention_mask=None)
+            if self._rotary is None
+            else GatedLayer(module, index)
+            for index, module in enumerate(modules)
+        ]
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """[1, T] ids and positions -> [1, T, hidden]."""
@@ -106,15 +132,26 @@ class Decoder:
         """What every layer is told about positions; computed once per launch."""
         if self._rotary is None:
             return {}
-        return {
-            "position_embeddings": self._rotary(hidden, positions),
-            "position_ids": positions,
-        }
+        return {"angles": signed(*self._rotary(hidden, positions))}
 
     def layer(self, index: int, hidden: Tensor, angles: dict[str, Any], meta: Any) -> Tensor:
         """One transformer layer over all rows; `meta` reaches our attention function."""
-        return self.layers[index](hidden, attention_mask=None, meta=meta, **angles)
+        return self.layers[index](hidden, meta=meta, **angles)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """[1, T, hidden] -> [R, vocab] for the rows asked for."""
         return self._head(self._norm(hidden[0].index_select(0, rows)))
+
+
+def _first(body: Any, *names: str) -> Any:
+    """The attribute that a family has of those that mean the same."""
+    return next(getattr(body, name) for name in names if hasattr(body, name))
+
+
+def _learned_positions(body: Any) -> Callable[[Tensor], Tensor] | None:
+    """[1, T] positions -> [1, T, hidden], where they are learned: GPT-2, OPT."""
+    if hasattr(body, "wpe"):
+        return body.wpe
+    if not hasattr(body, "embed_positions"):
+        return None
+    return lambda positions: body.embed_positions(None, position_ids=positions)

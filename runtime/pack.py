@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.executor import Piece
-from runtime.attention import Group, Rows, Segment
+from engine.workspace import gathers
+from runtime.attention import Chunk, Group, Rows, Scratch, Segment
 from runtime.frame import RING, Frame, bucket_for, columns_of
 from runtime.kernels.shapes import rows_per_tile
 from runtime.kv import Arena
@@ -20,8 +21,7 @@ from runtime.sampling import Sampling, draws
 from runtime.transcript import Transcript
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Draw:
+class Draw(NamedTuple):
     """The rows of a launch that yield a token, and where the tokens go."""
 
     pieces: tuple[Piece, ...]
@@ -30,8 +30,7 @@ class Draw:
     uniform: Tensor | None  # [R] numbers in [0, 1), None if greedy
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class Packed(NamedTuple):
     """One packed forward: prefill slices first, then one row per decode."""
 
     pieces: tuple[Piece, ...]  # in the order of the rows
@@ -81,12 +80,11 @@ class Packer:
         bucket = bucket_for(len(pieces), self._buckets)
         if bucket is None or not all(piece.tokens == 1 and piece.samples for piece in pieces):
             return None
-        for piece in pieces:
-            self._arena.hold(self.transcript(piece.job_id).follow(piece.pages))
+        self._follow(pieces)
         index, late = self._columns((), pieces)
         tickets, uniform = self._promise(pieces)
         columns = columns_of(bucket, self._buckets[-1], index, late, tickets, uniform)
-        tables = table_of([table.numpy() for table in self._page_ids(pieces)])
+        tables = table_of(self._tables(pieces, self._counts(pieces)))
         return Frame(tuple(pieces), bucket, self._send(columns), self._send(tables))
 
     def pack(self, pieces: Sequence[Piece], samples: bool = True) -> Packed:
@@ -96,8 +94,7 @@ class Packer:
         if self._pads_decodes:
             decodes.sort(key=self._bucket)
         ordered = (*prefills, *decodes)
-        for piece in ordered:
-            self._arena.hold(self.transcript(piece.job_id).follow(piece.pages))
+        self._follow(ordered)
         columns, in_flight = self._columns(prefills, decodes)
         index, late = self._send(columns), self._pair(in_flight)
         draw = self._draw(ordered) if samples else None
@@ -105,25 +102,35 @@ class Packer:
             rows = self._paged_rows(index[2], prefills, decodes)
             return Packed(ordered, index[:1], index[1:2], rows, late, draw)
         segments = self._segments(prefills)
+        chunks: tuple[Chunk, ...] = ()
+        groups: tuple[Group, ...] = ()
         if self._pads_decodes:
-            start = segments[-1].stop if segments else 0
-            rows = Rows(self._arena, index[2], segments, (), self._groups(decodes, start), {})
+            groups = self._groups(decodes, segments[-1].stop if segments else 0)
         else:
-            keys = zip(self._tables(decodes), (p.context_tokens + 1 for p in decodes), strict=True)
-            rows = Rows(self._arena, index[2], segments, tuple(keys), (), {})
+            chunks = self._chunks(decodes)
+        rows = Rows(self._arena, index[2], segments, chunks, groups, Scratch())
         return Packed(ordered, index[:1], index[1:2], rows, late, draw)
+
+    def _follow(self, pieces: Sequence[Piece]) -> None:
+        """Brings all page tables up to date; what is new in them is held at once."""
+        new: list[int] = []
+        for piece in pieces:
+            new += self.transcript(piece.job_id).follow(piece.pages)
+        if new:
+            self._arena.hold(new)
 
     def _paged_rows(
         self, slots: Tensor, prefills: Sequence[Piece], decodes: Sequence[Piece]
     ) -> Rows:
         """For our kernels."""
         assert self._shared is not None
-        tables = [table.numpy() for table in self._page_ids((*prefills, *decodes))]
+        pieces = (*prefills, *decodes)
+        tables = self._tables(pieces, self._counts(pieces))
         slices = [(piece.tokens, piece.context_tokens) for piece in prefills]
         contexts = [piece.context_tokens for piece in decodes]
         tile_rows = rows_per_tile(self._shared, self._arena.pages.dtype)
         paged = paged_of(tables, slices, contexts, tile_rows, self._send)
-        return Rows(self._arena, slots, (), (), (), {}, paged)
+        return Rows(self._arena, slots, (), (), (), Scratch(), paged)
 
     def _columns(
         self, prefills: Sequence[Piece], decodes: Sequence[Piece]
@@ -138,14 +145,15 @@ class Packer:
             self._fill(index[:, start:stop], piece, start, late)
             start = stop
         size, stride = self._arena.page_tokens, self._arena.row_of(1)
+        ids, slots = [], []  # lists: writing single numbers into an array is slower
         for row, piece in enumerate(decodes, split):
             job, at = self.transcripts[piece.job_id], piece.context_tokens
-            known = at < len(job.tokens)
-            if not known:
+            is_known = at < len(job.tokens)
+            if not is_known:
                 late.append((row, job.ticket(at)))
-            index[0, row] = job.tokens[at] if known else 0
-            index[1, row] = at
-            index[2, row] = job.pages[at // size] * stride + at % size
+            ids.append(job.tokens[at] if is_known else 0)
+            slots.append(job.pages[at // size] * stride + at % size)
+        index[:, split:] = ids, [piece.context_tokens for piece in decodes], slots
         return index, late
 
     def _fill(
@@ -161,8 +169,11 @@ class Packer:
         index[2] = job.page_of(positions, size) * self._arena.row_of(1) + positions % size
 
     def _segments(self, prefills: Sequence[Piece]) -> tuple[Segment, ...]:
+        if not prefills:
+            return ()
+        counts = self._counts(prefills)
         segments, start = [], 0
-        for piece, table in zip(prefills, self._tables(prefills), strict=True):
+        for piece, table in zip(prefills, self._table(prefills, counts).split(counts), strict=True):
             stop = start + piece.tokens
             segments.append(Segment(start, stop, piece.context_tokens, table))
             start = stop
@@ -171,23 +182,34 @@ class Packer:
     def _num_pages(self, piece: Piece) -> int:
         return -(-(piece.context_tokens + piece.tokens) // self._arena.page_tokens)
 
+    def _counts(self, pieces: Sequence[Piece]) -> list[int]:
+        """How many pages each piece reads."""
+        return [self._num_pages(piece) for piece in pieces]
+
     def _bucket(self, piece: Piece) -> int:
         """Decodes of a bucket differ by less than a factor of two in pages."""
         return self._num_pages(piece).bit_length()
 
-    def _tables(self, pieces: Sequence[Piece]) -> Sequence[Tensor]:
-        """The page ids that each piece reads, on the device."""
-        tables = self._page_ids(pieces)
-        if self._device == "cpu" or not tables:
-            return tables
-        whole: Tensor = torch.cat(tables).to(self._device, non_blocking=True)
-        return whole.split([len(table) for table in tables])
+    def _chunks(self, decodes: Sequence[Piece]) -> tuple[Chunk, ...]:
+        """Decodes in order, by what is gathered at once; all tables are one tensor."""
+        if not decodes:
+            return ()
+        tokens = [piece.context_tokens + 1 for piece in decodes]
+        counts = [-(-n // self._arena.page_tokens) for n in tokens]
+        runs = gathers(counts, self._arena.layer_page_nbytes)
+        sizes = [sum(counts[run]) for run in runs]
+        tables = self._table(decodes, counts).split_with_sizes(sizes)
+        pairs = zip(runs, tables, strict=True)
+        return tuple(Chunk(table, counts[run], tokens[run]) for run, table in pairs)
 
-    def _page_ids(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """The same on the host."""
-        transcripts = (self.transcripts[piece.job_id] for piece in pieces)
-        counts = map(self._num_pages, pieces)
-        return [job.table(count) for job, count in zip(transcripts, counts, strict=True)]
+    def _table(self, pieces: Sequence[Piece], counts: Sequence[int]) -> Tensor:
+        """The first so many page ids of each piece, one after another, on the device."""
+        return self._send(np.concatenate(self._tables(pieces, counts)))
+
+    def _tables(self, pieces: Sequence[Piece], counts: Sequence[int]) -> list[np.ndarray]:
+        """The same on the host, one by one."""
+        pairs = zip(pieces, counts, strict=True)
+        return [self.transcripts[piece.job_id].table(count) for piece, count in pairs]
 
     def _groups(self, decodes: Sequence[Piece], start: int) -> tuple[Group, ...]:
         """Decodes sorted by bucket as groups; tables are padded with a page that is written."""
@@ -198,7 +220,7 @@ class Packer:
             tables = np.empty((len(members), width), dtype=np.int64)
             keys = np.array([piece.context_tokens + 1 for piece in members])
             for row, piece in enumerate(members):
-                table = self.transcripts[piece.job_id].table(self._num_pages(piece)).numpy()
+                table = self.transcripts[piece.job_id].table(self._num_pages(piece))
                 tables[row, : len(table)], tables[row, len(table) :] = table, table[-1]
             hidden = np.arange(width * size) >= keys[:, None]
             mask = torch.zeros(hidden.shape, dtype=self._arena.pages.dtype, device=self._device)
@@ -240,4 +262,5 @@ class Packer:
         return index[0], index[1]
 
     def _send(self, index: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(index)).to(self._device, non_blocking=True)
+        tensor = torch.from_numpy(np.ascontiguousarray(index))
+        return tensor if self._device == "cpu" else tensor.to(self._device, non_blocking=True)

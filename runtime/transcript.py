@@ -1,12 +1,10 @@
-"""What the runtime keeps of a job: its tokens and its page table as a tensor."""
+"""What the runtime keeps of a job: its tokens and its page table as an array."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
 
 class Transcript:
@@ -24,7 +22,6 @@ class Transcript:
         self.pages: list[int] = []
         self._source: Sequence[int] = ()  # the ledger's own list: kept, so that no other is it
         self._table = np.empty(0, dtype=np.int64)
-        self._view = torch.empty(0, dtype=torch.int64)
 
     def follow(self, pages: Sequence[int]) -> Sequence[int]:
         """Brings the page table up to date; returns the pages that are new in it.
@@ -36,22 +33,20 @@ class Transcript:
         if pages is not self._source:
             self._source, self.pages, self._table = pages, [], self._table[:0]
         known = len(self.pages)
+        if len(pages) == known:
+            return ()
         new = pages[known:]
-        if new:
-            self.pages.extend(new)
-            if len(self.pages) > len(self._table):
-                grown = np.empty(max(16, 2 * len(self.pages)), dtype=np.int64)
-                grown[:known] = self._table[:known]
-                self._table = grown
-            self._table[known : len(self.pages)] = new
-            self._view = self._view[:0]
+        self.pages.extend(new)
+        if len(self.pages) > len(self._table):
+            grown = np.empty(max(16, 2 * len(self.pages)), dtype=np.int64)
+            grown[:known] = self._table[:known]
+            self._table = grown
+        self._table[known : len(self.pages)] = new
         return new
 
-    def table(self, count: int) -> Tensor:
+    def table(self, count: int) -> np.ndarray:
         """The first so many page ids, [count], int64. Shares memory with the table."""
-        if len(self._view) != count:
-            self._view = torch.from_numpy(self._table[:count])
-        return self._view
+        return self._table[:count]
 
     def page_of(self, positions: np.ndarray, page_tokens: int) -> np.ndarray:
         """The page that holds each position."""

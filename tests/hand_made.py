@@ -36,6 +36,11 @@ FAMILIES: Mapping[str, ModelSpec] = {
     "llama": TINY,
     "qwen2": replace(TINY, name="tiny-qwen2", family="qwen2", attention_bias=True),
     "qwen3": replace(TINY, name="tiny-qwen3", family="qwen3", head_dim=24, tie_embeddings=True),
+    "biased": replace(TINY, name="tiny-biased", attention_bias=True),
+    "mistral": replace(TINY, name="tiny-mistral", family="mistral"),
+    "opt": replace(
+        TINY, name="tiny-opt", family="opt", num_kv_heads=4, tie_embeddings=True, norm_eps=1e-5
+    ),
     "gpt2": replace(TINY, name="tiny-gpt2", family="gpt2", num_kv_heads=4, tie_embeddings=True),
 }
 

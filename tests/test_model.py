@@ -90,6 +90,43 @@ GPT2 = {
     "layer_norm_epsilon": 1e-5,
 }
 GPT2_XL = GPT2 | {"n_layer": 48, "n_embd": 1600, "n_head": 25}
+MISTRAL_7B = {  # v0.3
+    "model_type": "mistral",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "intermediate_size": 14336,
+    "vocab_size": 32768,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+OPT_125M = {
+    "model_type": "opt",
+    "num_hidden_layers": 12,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "ffn_dim": 3072,
+    "activation_function": "relu",
+    "do_layer_norm_before": True,
+    "word_embed_proj_dim": 768,
+    "vocab_size": 50272,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "float16",
+}
+OPT_13B = OPT_125M | {
+    "num_hidden_layers": 40,
+    "hidden_size": 5120,
+    "num_attention_heads": 40,
+    "ffn_dim": 20480,
+    "word_embed_proj_dim": 5120,
+}
 LLAMA_BIASED = LLAMA31_8B | {"attention_bias": True}
 PUBLISHED = {
     "llama2_7b": LLAMA2_7B,
@@ -99,6 +136,9 @@ PUBLISHED = {
     "qwen3_0_6b": QWEN3_06B,
     "qwen3_8b": QWEN3_8B,
     "gpt2": GPT2,
+    "mistral_7b": MISTRAL_7B,
+    "opt_125m": OPT_125M,
+    "opt_13b": OPT_13B,
 }
 CONF = Path(__file__).parent.parent / "conf" / "model"
 
@@ -119,7 +159,8 @@ def test_parameters_equal_hugging_face(name: str) -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     spec = ModelSpec.from_hf(config)
     assert spec.parameters == sum(p.numel() for p in model.parameters())
-    layers = model.transformer.h if spec.family == "gpt2" else model.model.layers
+    body = getattr(model.base_model, "decoder", model.base_model)
+    layers = body.h if spec.family == "gpt2" else body.layers
     assert spec.layer_parameters == sum(p.numel() for p in layers[0].parameters())
 
 
@@ -157,15 +198,47 @@ def test_foreign_configs_are_refused_in_one_line(change: dict[str, Any], complai
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"do_layer_norm_before": False}, "do_layer_norm_before"),  # OPT-350m
+        ({"word_embed_proj_dim": 512}, "word_embed_proj_dim"),
+        ({"enable_bias": False}, "enable_bias .* set it to true"),
+        ({"activation_function": "gelu"}, "'gelu' is not 'relu'"),
+    ],
+)
+def test_unlike_opts_are_refused_in_one_line(change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint) as caught:
+        ModelSpec.from_hf(OPT_125M | change)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_window_is_refused_unless_no_position_lies_beyond_it() -> None:
+    unnamed = {key: value for key, value in MISTRAL_7B.items() if key != "sliding_window"}
+    for config in (MISTRAL_7B | {"sliding_window": 4096}, unnamed):  # 4096 is the default
+        with pytest.raises(ValueError, match="sliding window of 4096") as caught:
+            ModelSpec.from_hf(config)
+        assert "\n" not in str(caught.value)
+    short = {"sliding_window": 4096, "max_position_embeddings": 4096}
+    assert ModelSpec.from_hf(MISTRAL_7B | short).max_positions == 4096
+
+
+def test_parameters_equal_published_counts() -> None:
+    # As the model cards' safetensors say: 7,248,023,552 and 125,239,296.
+    assert yaml_spec("mistral_7b").parameters == 7_248_023_552
+    assert yaml_spec("opt_125m").parameters == 125_239_296
+
+
 def test_workspace_is_the_largest_of_its_moments() -> None:
     """By hand; tests/test_workspace.py measures the same on the runtime."""
     head = yaml_spec("gpt2").workspace_bytes([1] * 8, [10] * 8, samples=8)
     assert head == 8 * 4 * (768 + 768 + 50257)  # eight decodes: the logits are the peak
     spec = yaml_spec("tiny_llama")
     mlp = spec.workspace_bytes([512], [0], samples=0)
-    assert mlp == 512 * 4 * (3 * 256 + 3 * 704 + 2 * 32)
+    assert mlp == 512 * 4 * (3 * 256 + 2 * 704 + 2 * 32)
     gather = spec.workspace_bytes([2], [4000], samples=0, page_tokens=32)
-    rows, mask = 2 * (2 * 256 + 2 * 128 + 2 * 256 + 8 + 2 * 32), 2 * 4002
+    # Input, q, k, v and the outputs of all; the slice's own output, its sums; cosines and sines.
+    rows, mask = 2 * (256 + 256 + 2 * 128 + 256 + 256 + 8 + 2 * 32), 2 * 4002
     assert gather == 4 * (rows + mask + 2 * 128 * 4032)  # 4002 tokens lie in 126 pages of 32
 
 
