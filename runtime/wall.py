@@ -36,15 +36,19 @@ class LaneClosedError(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class ThreadMark:
-    """The end of a launch on a thread; other lanes block on it as on a CUDA event."""
+    """The end of a launch on a thread; other lanes block on it as on a CUDA event.
+
+    Sampled tokens are written down by span(), on the engine's thread: the lane has gone on then.
+    """
 
     rings: ClassVar[bool] = True
     work: Work
+    machine: Machine
     past: threading.Event = field(default_factory=threading.Event)
     start_ns: int = 0
     end_ns: int = 0
     peak_bytes: int | None = None
-    ended: tuple[int, ...] = ()
+    tokens: list[Any] = field(default_factory=list)  # per part of the work
     error: BaseException | None = None
 
     def is_past(self) -> bool:
@@ -52,7 +56,10 @@ class ThreadMark:
 
     def span(self) -> Span:
         self.check()
-        return Span(self.work.launch.op, self.start_ns, self.end_ns, self.peak_bytes, self.ended)
+        ended: tuple[int, ...] = ()
+        for (prepared, _), tokens in zip(self.work.parts, self.tokens, strict=True):
+            ended += self.machine.collect(prepared, tokens)
+        return Span(self.work.launch.op, self.start_ns, self.end_ns, self.peak_bytes, ended)
 
     def check(self) -> None:
         """Raises what the launch raised."""
@@ -91,7 +98,7 @@ class ThreadLane:
         self._thread.start()
 
     def start(self, work: Work, waits: Sequence[Any]) -> ThreadMark:
-        mark = ThreadMark(work)
+        mark = ThreadMark(work, self._machine)
         self._inbox.put((mark, waits))
         return mark
 
@@ -122,7 +129,7 @@ class ThreadLane:
             raise LaneClosedError("the executor was closed before this launch could run")
         mark.start_ns, carried = self._clock.now, 0
         for prepared, nbytes in mark.work.parts:
-            mark.ended += self._machine.execute(prepared)
+            mark.tokens.append(self._machine.start(prepared))
             carried += nbytes
             self._throttle(mark.start_ns, carried)
         mark.end_ns = self._clock.now

@@ -26,13 +26,18 @@ class Notes:
 
     def __init__(self, work: Callable[[Launch], Any] = lambda launch: None) -> None:
         self.work, self.log, self.released = work, [], []
+        self.collected: list[str] = []
 
     def prepare(self, launch: Launch) -> Launch:
         return launch
 
-    def execute(self, prepared: Launch) -> tuple[int, ...]:
+    def start(self, prepared: Launch) -> tuple[int, ...]:
         self.log.append((prepared, threading.current_thread().name))
         return self.work(prepared) or ()
+
+    def collect(self, prepared: Launch, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        self.collected.append(threading.current_thread().name)
+        return tokens
 
     def release(self, pool: Pool, pages: Sequence[int]) -> None:
         self.released.append((pool, tuple(pages)))
@@ -103,6 +108,30 @@ def test_what_has_settled_is_waited_for_no_more() -> None:
             clock.run()
         assert not executor._marks and not executor._work
     assert len(spans) == 2
+
+
+def test_a_launch_is_prepared_and_the_one_before_collected_while_a_lane_computes() -> None:
+    """The lane waits inside a launch for what the engine's thread does meanwhile, or fails."""
+    clock, spans, settled = WallClock(), [], threading.Event()
+    machine = Notes(lambda launch: (settled.wait(10),) if launch is second else None)
+    first, second, third = compute(), compute(), compute()
+
+    def done(span: Span) -> None:
+        spans.append(span)
+        if span.op is first.op:
+            executor.prepare([third])
+            executor.run(third, done)
+            settled.set()
+
+    with WallExecutor(clock, machine) as executor:
+        executor.prepare([first, second])
+        executor.run(first, done)
+        executor.run(second, done)
+        clock.run()
+    assert [span.op for span in spans] == [first.op, second.op, third.op]
+    assert spans[1].ended == (True,)
+    assert spans[2].start_ns - spans[1].end_ns < 5 * MS  # it lay there, prepared
+    assert machine.collected == [threading.current_thread().name] * 3
 
 
 def test_ended_jobs_reach_the_span() -> None:
