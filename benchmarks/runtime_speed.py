@@ -6,8 +6,8 @@ recorder, packing and work on the service clock. The other is transformers' cont
 (sdpa) on a model with equal weights, without prefix sharing, with pages of 16 tokens or of its own
 default size, whichever is faster in its first run. All in one process with one thread, by turns, in
 CPU seconds of the process; medians. Tokens must be equal, but from near ties on. `host` is what a
-replay costs outside of the model's forward: preparation and bookkeeping. The value is the smallest
-of the three ratios, each divided by its bar.
+replay costs outside of the model's forward: preparation and bookkeeping, the kernel's handing out
+of KV pages included; at most 5 %. The value is the smallest of the three ratios over its bar.
 """
 
 from __future__ import annotations
@@ -172,10 +172,6 @@ class Result:
     host: float
     wrong: tuple[str, ...]  # our requests that differ from generate(), but for near ties
 
-    def of_bar(self, bar: float) -> float:
-        """The ratio over its bar; 0 where tokens differ or the host takes too much."""
-        return 0.0 if self.wrong or self.host > HOST_BAR else self.ratio / bar
-
 
 def measured(work: Workload, turns: int) -> Result:
     """Runs a workload both ways, by turns, and prints its row."""
@@ -217,10 +213,14 @@ def main() -> int:
     turns = 1 if parser.parse_args().quick else 5
     torch.set_num_threads(1)
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs, {cpu_name()}")
-    worst = min(measured(work, turns).of_bar(work.bar) for work in WORKLOADS)
-    verdict = "pass" if worst >= 1 else "fail"
-    print(f"runtime_speed_of_bar {worst:.3f} ratio 1 {verdict}")
-    return int(verdict == "fail")
+    results = [measured(work, turns) for work in WORKLOADS]
+    of_bar = min(r.ratio / work.bar for r, work in zip(results, WORKLOADS, strict=True))
+    host = max(result.host for result in results)
+    wrong = sum(len(result.wrong) for result in results)
+    print(f"host {host:.1%} at most, bar {HOST_BAR:.0%}; {wrong} requests wrong")
+    passed = of_bar >= 1 and host <= HOST_BAR and not wrong
+    print(f"runtime_speed_of_bar {of_bar:.3f} ratio 1 {'pass' if passed else 'fail'}")
+    return int(not passed)
 
 
 if __name__ == "__main__":
