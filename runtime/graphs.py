@@ -12,7 +12,7 @@ from torch import Tensor
 from runtime.attention import Rows, Scratch
 from runtime.frame import RING, Column, Frame, padding
 from runtime.kv import Arena
-from runtime.pack import Draw, Packed
+from runtime.packed import Draw, Packed
 from runtime.paged import Paged
 
 WARM_UPS = 2  # before a capture: kernels are compiled and libraries set up outside of it

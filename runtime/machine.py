@@ -16,7 +16,8 @@ from runtime.frame import Frame, buckets_of, ring_size
 from runtime.graphs import Capture, DecodeGraphs, direct
 from runtime.kv import Arena, copy_pages, paired_runs
 from runtime.model import Decoder
-from runtime.pack import Packed, Packer
+from runtime.pack import Packer
+from runtime.packed import Packed
 from runtime.sampling import Sampling, choose
 
 GPU: Pool = (Tier.GPU, 0)

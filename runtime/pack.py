@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,34 +15,10 @@ from runtime.attention import Chunk, Group, Rows, Scratch, Segment
 from runtime.frame import RING, Frame, bucket_for, columns_of
 from runtime.kernels.shapes import rows_per_tile
 from runtime.kv import Arena
+from runtime.packed import Draw, Packed
 from runtime.paged import paged_of, table_of
 from runtime.sampling import Sampling, draws
 from runtime.transcript import Transcript
-
-
-class Draw(NamedTuple):
-    """The rows of a launch that yield a token, and where the tokens go."""
-
-    pieces: tuple[Piece, ...]
-    rows: Tensor  # [R]
-    tickets: Tensor  # [R] slots of the ring
-    uniform: Tensor | None  # [R] numbers in [0, 1), None if greedy
-
-
-class Packed(NamedTuple):
-    """One packed forward: prefill slices first, then one row per decode."""
-
-    pieces: tuple[Piece, ...]  # in the order of the rows
-    ids: Tensor  # [1, T]
-    positions: Tensor  # [1, T]
-    rows: Rows
-    late: tuple[Tensor, Tensor] | None  # rows whose token is in flight, and their tickets
-    draw: Draw | None
-
-    @property
-    def sampled(self) -> tuple[Piece, ...]:
-        """Those that yield a token."""
-        return () if self.draw is None else self.draw.pieces
 
 
 class Packer:

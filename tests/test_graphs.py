@@ -13,7 +13,8 @@ from runtime.frame import RING, Column, buckets_of, ring_size
 from runtime.graphs import DecodeGraphs, direct
 from runtime.kernels import are_chosen
 from runtime.kv import Arena
-from runtime.pack import Packed, Packer
+from runtime.pack import Packer
+from runtime.packed import Packed
 from runtime.sampling import Sampling
 from sim.memory import GRAPH_RESERVE_BYTES, graph_bytes
 from tandem.budget import GPU
