@@ -1,12 +1,14 @@
-"""Laws that are checked after a run, from what was issued and when it ran alone."""
+"""Laws checked after a run, from what was issued and when it ran alone; and law 1, in a run."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from engine.executor import Span
+from engine.job import Job
 from engine.journal import Life
+from engine.outcome import Outcome
 from engine.plan import Compute, Copy, Lane, Op, Place, Plan, Pool
 
 FOREVER_NS = 1 << 62
@@ -16,6 +18,13 @@ _Part = tuple[int, int, int]  # from when, until when, bytes
 def operations(plans: Iterable[Plan]) -> list[Op]:
     """All that took time, in issue order."""
     return [op for plan in plans for op in plan.ops if isinstance(op, Compute | Copy)]
+
+
+def check_requests(outcomes: Collection[Outcome], inside: Iterable[Job]) -> None:
+    """Law 1: who has come is inside or has ended."""
+    serving = sum(job.training is None for job in inside)
+    ended = sum(outcome.status != "unfinished" for outcome in outcomes)
+    assert len(outcomes) == serving + ended, "requests do not add up"
 
 
 def check_lanes(plans: Iterable[Plan], spans: Mapping[Op, Span]) -> None:

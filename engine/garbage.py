@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-THRESHOLDS = (200_000, 20, 1000)
+THRESHOLDS = (200_000, 1000, 1000)
 
 
 @contextmanager

@@ -1,24 +1,21 @@
-"""Fast-forward on a virtual clock: many steps of a repeated plan are issued and settled at once.
-
-A part of the engine in a file of its own; it works on the engine's state.
-"""
+"""Fast-forward on a virtual clock: many steps of a repeated plan are issued and settled at once."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import simpy
 
-from engine.executor import Launch, Pieces, Span
-from engine.job import Job
-from engine.plan import Compute, Op, Slice, Tier
-from engine.repeat import FOREVER, Repeat
-from engine.run import Run, Times, growth
+from engine.executor import Launch, Span
+from engine.flights import Flight
+from engine.leg import Leg, legs
+from engine.plan import Compute, Op, Tier
+from engine.repeat import Repeat
+from engine.run import Run, Times
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -45,7 +42,7 @@ class Repeater(Protocol):
 
 def offers_jumps(engine: Engine) -> bool:
     """Whether steps may be taken at once: nothing is watched while they pass."""
-    is_watched = engine._journal is not None or engine.recorder.is_metered
+    is_watched = engine.is_watched or engine.recorder.is_metered
     return engine.forced and not is_watched and hasattr(engine.executor, "repeat")
 
 
@@ -61,6 +58,7 @@ class Jump:
         self._engine, self._executor = engine, executor
         self._pace_ns = 1  # of the last jump's steps: how far to look ahead
         self._run: Run | None = None  # the last one
+        self._least = 1 if engine.depth == 1 else engine.depth + 1  # steps of a jump
         self.steps = 0
 
     def carry_out(self, repeat: Repeat, device: int) -> Generator[simpy.Event, Any, bool]:
@@ -69,10 +67,10 @@ class Jump:
         if run is None:
             return False
         self._run = run
-        count, host_until = len(run), run.issue_ns[-1] + run.host_ns
-        self._pace_ns = max(1, (run.end_ns[-1] - run.issue_ns[0]) // count)
-        self.steps += count
-        repeat.done += count
+        host_until = run.issue_ns[-1] + run.host_ns
+        self._pace_ns = max(1, run.end_ns[-1] - run.start_ns[-1] + run.host_ns)
+        self.steps += len(run)
+        repeat.advance(len(run))
         self._issue(run)
         env = self._engine.env
         if self._engine.depth > 1 and host_until > env.now:
@@ -88,46 +86,48 @@ class Jump:
 
     # ---- planning: nothing is changed
     def _plan(self, repeat: Repeat, device: int) -> Run | None:
-        engine, op = self._engine, repeat.plan.ops[-1]
-        assert isinstance(op, Compute)
-        limit = self._limit(repeat, op.slices, device)
-        if limit <= engine.depth:
+        engine = self._engine
+        limit = self._limit(repeat, device)
+        if limit < self._least:
             return None
-        op = op if not repeat.done else replace(op)
-        launch = Launch(op, (), _pieces(op.slices))
-        found = self._executor.repeat(launch, limit)
-        if found is None:
-            return None
-        issue, start, end = self._times(*found)
-        until_ns = engine._arrivals.next_ns
-        if until_ns is not None:
+        ahead, durations, host_ns = legs(repeat, limit), list[int](), 0
+        for leg in ahead:
+            found = self._executor.repeat(leg.launch, leg.steps)
+            if found is None:
+                return None
+            durations += found[0]
+            host_ns = found[1]  # by the number of slices, which stays
+        issue, start, end = self._times(durations, host_ns)
+        until_ns = engine.arrivals.next_ns
+        if until_ns is not None and issue[-1] >= until_ns:
             limit = bisect_left(issue, until_ns)
-        if limit <= engine.depth:
-            return None
-        times = (issue[:limit], start[:limit], end[:limit])
-        return self._made(repeat, device, launch, times, found[1])
+            if limit < self._least:
+                return None
+            ahead = [leg.cut(limit) for leg in ahead if leg.first < limit]
+        return self._made(
+            repeat, device, ahead, (issue[:limit], start[:limit], end[:limit]), host_ns
+        )
 
-    def _limit(self, repeat: Repeat, slices: Sequence[Slice], device: int) -> int:
+    def _limit(self, repeat: Repeat, device: int) -> int:
         """How many steps to look ahead: to the first end (with run-ahead, exclusive)."""
         engine = self._engine
-        if not engine.is_calm(device):
+        if repeat.has_prompts or not self._is_calm(device):
             return 0
-        limit = min(repeat.left, MOST, self._steps_to_end(slices) - (engine.depth > 1))
-        until_ns = engine._arrivals.next_ns
+        *decodes, last = [piece.job for piece in repeat.plan.slices]
+        left = engine.ends.fewest_left((last,)) + repeat.silent
+        if decodes:
+            left = min(left, engine.ends.fewest_left(decodes))
+        limit = min(repeat.left, MOST, left - (engine.depth > 1))
+        until_ns = engine.arrivals.next_ns
         if until_ns is not None:
             limit = min(limit, (until_ns - int(engine.env.now)) // self._pace_ns + 2)
         return limit
 
-    def _steps_to_end(self, slices: Sequence[Slice]) -> int:
-        target, fewest = self._engine._target, FOREVER
-        for piece in slices:
-            job = piece.job
-            known = job.known_tokens
-            if known - job.computed_tokens == 1:
-                left = target[job.job_id] - known
-                if left < fewest:
-                    fewest = left
-        return fewest
+    def _is_calm(self, device: int) -> bool:
+        """Whether no memory is on its way back and nobody's end is in flight."""
+        engine = self._engine
+        is_clear = not engine.ends and engine.leftovers.oldest(device) is None
+        return is_clear and engine.ledger.is_calm
 
     def _times(self, durations: Sequence[int], host_ns: int) -> tuple[Times, Times, Times]:
         """When steps are issued, start and end."""
@@ -137,7 +137,7 @@ class Jump:
             end = array("q", accumulate(steps, initial=now_ns))
             issue = end[:-1]
             return issue, array("q", [at + host_ns for at in issue]) if host_ns else issue, end[1:]
-        before = self._executor.ends_ns(tuple(self._engine._tails))
+        before = self._executor.ends_ns(self._engine.flights.tails)
         ends = [0] * (depth - len(before)) + sorted(before)
         issues, starts, at_ns = [], [], now_ns
         for duration_ns in durations:
@@ -152,12 +152,12 @@ class Jump:
         self,
         repeat: Repeat,
         device: int,
-        launch: Launch,
+        ahead: Sequence[Leg],
         times: tuple[Times, Times, Times],
         host_ns: int,
     ) -> Run | None:
         engine, count = self._engine, len(times[0])
-        due = growth(repeat.plan, repeat.done, count)
+        due = repeat.due(count)
         taken = [0] * count
         for step, op in due:
             taken[step] += op.nbytes
@@ -166,14 +166,12 @@ class Jump:
         if grown[-1] > engine.ledger.room_bytes()[pool]:
             return None
         return Run(
-            repeat.plan,
-            repeat.done,
-            engine.steps,
-            engine._issued[device],
+            engine.flights.steps,
+            engine.flights.issued[device],
             device,
             pool,
             engine.recorder.take_returned(device),
-            launch,
+            ahead,
             *times,
             host_ns,
             count - engine.depth + 1,
@@ -181,28 +179,20 @@ class Jump:
             grown,
             engine.page.nbytes,
             self._executor.peak_bytes,
-            [op for _, op in due],
+            due,
         )
 
     # ---- issue and settle
     def _issue(self, run: Run) -> None:
         engine, ledger = self._engine, self._engine.ledger
-        op = run.launch.op
-        assert isinstance(op, Compute)
-        ledger.grow(run.pool, run.grows)
-        engine.steps += len(run)
-        engine._issued[run.device] += len(run)
+        ledger.grow(run.pool, [op for _, op in run.due])
+        engine.flights.number(run.device, len(run))
         engine.recorder.ran(run)
-        self._advance(op, len(run))
-        if engine.reuse is not None:
-            pieces = run.launch.pieces
-            assert isinstance(pieces, Pieces)
-            engine.reuse.keep(op, pieces.contexts)
-        last = run.settled - 1
-        ledger.touch_again(op, run.settled)
-        self._fly(run, op)
-        span = Span(op, run.start_ns[0], run.end_ns[last])
-        self._executor.hold(run.launch, span, lambda span: self._settle(run, span))
+        engine.launcher.repeat(run)
+        ledger.touch_again(run.op, run.settled)
+        engine.flights.last_compute((run.op,), run.device)
+        span = Span(run.op, run.start_ns[0], run.end_ns[run.settled - 1])
+        self._executor.hold(run.legs[0].launch, span, lambda span: self._settle(run, span))
         for step in range(run.settled, len(run)):
             self._issue_alone(run, step)
 
@@ -212,48 +202,14 @@ class Jump:
         op = launch.op
         assert isinstance(op, Compute)
         engine.ledger.touch_again(op, 1)
-        self._fly(run, op)
-        start, end = run.start_ns[step], run.end_ns[step]
-        issue = run.issue_ns[step]
-        engine.flies(run.step + step, run.device, run.number + step, issue, run.host_ns, launch)
-        span = Span(op, start, end, self._executor.peak_bytes(launch))
-        self._executor.hold(launch, span, engine._settle)
-
-    def _fly(self, run: Run, op: Compute) -> None:
-        self._engine._flight[run.device] += 1
-        self._engine._tails.add(op)
-
-    def _advance(self, op: Compute, count: int) -> None:
-        """Moves all jobs on; who has its length then leaves when the run settles."""
-        engine = self._engine
-        done: list[Job] = []
-        for piece in op.slices:
-            job = piece.job
-            if job.known_tokens - job.computed_tokens == 1:
-                job.known_tokens += count
-                if job.known_tokens >= engine._target[job.job_id]:
-                    done.append(job)
-            elif job.job_id not in engine._started:
-                engine._start(job)
-            job.computed_tokens += count * piece.tokens
-        if done:
-            engine.end_with(op, done)
+        engine.flights.last_compute((op,), run.device)
+        numbers, issue_ns = (run.step + step, run.device, run.number + step), run.issue_ns[step]
+        engine.flights.start(Flight(*numbers, issue_ns, run.host_ns, launch))
+        peak_bytes = self._executor.peak_bytes(launch)
+        span = Span(op, run.start_ns[step], run.end_ns[step], peak_bytes)
+        self._executor.hold(launch, span, engine.settle)
 
     def _settle(self, run: Run, span: Span) -> None:
-        engine = self._engine
-        engine.land(span.op)
-        engine.recorder.run_settled(run)
-        for job in engine._ends.pop(span.op, ()):
-            engine._finish(job, span.end_ns, run.device, run.number + len(run) - 1)
-        engine._release_idle()
-        engine._tell()
-
-
-def _pieces(slices: Sequence[Slice]) -> Pieces:
-    jobs = [piece.job for piece in slices]
-    tokens = [piece.tokens for piece in slices]
-    contexts = [job.computed_tokens for job in jobs]
-    samples = [
-        job.known_tokens - job.computed_tokens == n for n, job in zip(tokens, jobs, strict=True)
-    ]
-    return Pieces([job.job_id for job in jobs], tokens, contexts, samples, [()] * len(jobs))
+        self._engine.recorder.run_settled(run)
+        number = run.number + len(run) - 1
+        self._engine.settle_run(span.op, span.end_ns, run.device, number)

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from engine.balance import Balance
+from engine.figures import Figures
 from engine.journal import Journal
 from engine.pages import PagePool
 from engine.plan import (
@@ -27,8 +28,9 @@ from engine.plan import (
 )
 from engine.prefix import Chain, PrefixCache
 from engine.returns import ReturnQueue
-from engine.run import Figures
 from engine.sharing import Sharing
+
+KINDS = tuple(Kind)
 
 
 class Booking(NamedTuple):
@@ -135,7 +137,7 @@ class Ledger:
             self.capacity_bytes[pool],
             queue.free_bytes,
             queue.coming_bytes,
-            tuple([kinds[pool, kind] for kind in Kind]),
+            tuple([kinds[pool, kind] for kind in KINDS]),
             self._pools[pool].held_pages,
         )
 
@@ -225,7 +227,7 @@ class Ledger:
         assert nbytes % self.page.nbytes == 0, f"{place} takes {nbytes} bytes, no whole pages"
         return nbytes // self.page.nbytes
 
-    def _touch(self, op: Op, reads: Iterable[Place], writes: Iterable[Place]) -> tuple[Op, ...]:
+    def _touch(self, op: Op, reads: Sequence[Place], writes: Sequence[Place]) -> tuple[Op, ...]:
         lane, waits = op.lane, dict[Op, None]()
         copied = self.written[op.src] if isinstance(op, Copy) else None
         self._stamp += 1
@@ -239,10 +241,12 @@ class Ledger:
                     u[place] for other, u in self._users.items() if other != lane and place in u
                 ]
                 self._wait(waits, lane, users, place)
-        self._users.setdefault(lane, {}).update(dict.fromkeys((*reads, *writes), op))
-        self.used.update(dict.fromkeys((*reads, *writes), self._stamp))
-        self._writers.update(dict.fromkeys(writes, op))
-        self.written.update(dict.fromkeys(writes, self._stamp if copied is None else copied))
+        wrote = dict.fromkeys(writes)  # hashes each place once
+        touched = {**dict.fromkeys(reads), **wrote} if reads else wrote
+        self._users.setdefault(lane, {}).update(dict.fromkeys(touched, op))
+        self.used.update(dict.fromkeys(touched, self._stamp))
+        self._writers.update(dict.fromkeys(wrote, op))
+        self.written.update(dict.fromkeys(wrote, self._stamp if copied is None else copied))
         self.open[op] = None
         if self._journal:
             self._journal.touched(op, (*reads, *writes))
@@ -274,6 +278,11 @@ class Ledger:
         self.kind_bytes[pool, place.region.kind] -= nbytes
         if self._journal:
             self._journal.gave(place)
+
+    def give_all(self, owner: int) -> None:
+        """Gives back all that an owner holds."""
+        for place in tuple(self.places_of.get(owner, ())):
+            self.give(place)
 
     def _give_back(self, place: Place, nbytes: int, users: set[Op]) -> int:
         """Returns the bytes that come back: of shared pages only those that nobody holds now."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -123,6 +123,10 @@ class Compute:
     def lane(self) -> Lane:
         return (self.device, self.on)
 
+    def again_as(self, slices: tuple[Slice, ...]) -> Compute:
+        """Another launch like this one, of these slices."""
+        return Compute(slices, self.reads, self.writes, self.device, self.on, self.again)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
@@ -179,13 +183,15 @@ class Plan:
     """A sequential program for one device. Lanes overlap it; its meaning is its order.
 
     A repeated plan (Grows, then one Compute) is issued `repeats` times without a question, unless
-    something arrives, ends or comes back meanwhile; each step is a plan of its own.
+    something arrives, ends or comes back meanwhile; each step is a plan of its own. `later` says
+    what its last slices become, and at which step: a prompt's rest, then its decodes.
     """
 
     ops: tuple[Op | Grow | Share | Free, ...] = ()
     restart: tuple[Job, ...] = ()  # their tokens must be computed again
     refuse: tuple[Job, ...] = ()  # will never fit
     repeats: int = 1
+    later: tuple[tuple[int, tuple[Slice, ...]], ...] = ()
     wake_ns: int | None = None  # ask again at this moment
 
     def __bool__(self) -> bool:
@@ -194,10 +200,34 @@ class Plan:
 
     def at(self, step: int) -> Plan:
         """One step of a repeated plan: what grows then, and a launch of its own."""
-        grows = [op for op in self.ops if isinstance(op, Grow)]
-        launches = [op for op in self.ops if isinstance(op, Compute)]
-        due = (Grow(op.place, op.nbytes) for op in grows if step in op.steps(step + 1))
-        return Plan((*due, *(replace(op) for op in launches)), self.restart, self.refuse)
+        grows = [op for op in self.ops if isinstance(op, Grow) and step in op.steps(step + 1)]
+        return self.one_step(step, grows)
+
+    def one_step(self, step: int, grows: Iterable[Grow]) -> Plan:
+        """The same where it is known what grows at that step."""
+        due = (Grow(op.place, op.nbytes) for op in grows)
+        return Plan((*due, self.launch(step)), self.restart, self.refuse)
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """Of a repeated plan's first step."""
+        launch = self.ops[-1]
+        assert isinstance(launch, Compute)
+        return launch.slices
+
+    def launch(self, step: int) -> Compute:
+        """A new launch for one step of a repeated plan, or for all until `until(step)`."""
+        launch = self.ops[-1]
+        assert isinstance(launch, Compute)
+        slices = launch.slices
+        for first, tail in self.later:
+            if first <= step:
+                slices = (*launch.slices[: -len(tail)], *tail)
+        return launch.again_as(slices)
+
+    def until(self, step: int) -> int:
+        """The step at which the last slices become others or the plan ends."""
+        return min([self.repeats, *(first for first, _ in self.later if first > step)])
 
 
 @dataclass(frozen=True, slots=True)

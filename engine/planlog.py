@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import pyarrow.parquet as pq
 
 from engine.job import Job
 from engine.plan import (
@@ -41,6 +44,12 @@ class LoggedPlan(NamedTuple):
         return frozenset((*computed, *content["restart"], *content["refuse"]))
 
 
+def read_plans(path: Path) -> tuple[LoggedPlan, ...]:
+    """The plan log of a run folder's plans.parquet."""
+    rows = pq.read_table(path, columns=["device", "returned", "body"]).to_pylist()
+    return tuple(LoggedPlan(row["device"], tuple(row["returned"]), row["body"]) for row in rows)
+
+
 def encode(plan: Plan) -> str:
     """JSON that decodes to an equal plan; equal plans give equal text."""
     content: dict[str, Any] = {
@@ -50,6 +59,7 @@ def encode(plan: Plan) -> str:
     }
     if plan.repeats > 1:
         content["repeats"] = plan.repeats
+        content["later"] = [[step, [_encode_slice(s) for s in tail]] for step, tail in plan.later]
     return json.dumps(content, separators=(",", ":"))
 
 
@@ -61,6 +71,7 @@ def decode(body: str, jobs: Mapping[int, Job]) -> Plan:
         tuple(jobs[i] for i in content["restart"]),
         tuple(jobs[i] for i in content["refuse"]),
         content.get("repeats", 1),
+        tuple((step, _decode_slices(rows, jobs)) for step, rows in content.get("later", ())),
     )
 
 
@@ -115,6 +126,10 @@ def _decode_slice(row: list[Any], jobs: Mapping[int, Job]) -> Slice:
     return Slice(jobs[job_id], tokens, Work(work), span, microbatch, version, record)
 
 
+def _decode_slices(rows: Iterable[list[Any]], jobs: Mapping[int, Job]) -> tuple[Slice, ...]:
+    return tuple(_decode_slice(row, jobs) for row in rows)
+
+
 def _decode_places(rows: Iterable[list[Any]]) -> tuple[Place, ...]:
     return tuple(_decode_place(row) for row in rows)
 
@@ -122,7 +137,7 @@ def _decode_places(rows: Iterable[list[Any]]) -> tuple[Place, ...]:
 def _decode_op(row: list[Any], jobs: Mapping[int, Job]) -> AnyOp:
     match row:
         case ["compute", device, on, again, slices, reads, writes]:
-            pieces = tuple(_decode_slice(s, jobs) for s in slices)
+            pieces = _decode_slices(slices, jobs)
             return Compute(pieces, _decode_places(reads), _decode_places(writes), device, on, again)
         case ["copy", src, dst]:
             return Copy(_decode_place(src), _decode_place(dst))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.fleet import Fleet
 from engine.job import Job
 from engine.plan import Layout, Plan, Pool, Slice
-from engine.repeat import steps_again
+from engine.repeat import course
 from engine.view import Cost, View
+
+Stretch = Callable[[Plan, View, int], Plan]
 
 
 class Policy(Protocol):
@@ -23,7 +25,8 @@ class Scheduling(Protocol):
     """Says what to compute next.
 
     May declare `repeats = True`: while nobody arrives, ends, comes in or is given room, it wants
-    all decodes again in the same order, and behind them the prompt that its budget has cut.
+    all decodes again in the same order, and behind them the prompt that its budget has cut. With
+    `appends = True` a prompt that is complete decodes behind all others that were admitted before.
     """
 
     def batch(self, view: View) -> tuple[Slice, ...]:
@@ -38,8 +41,8 @@ class Memory(Protocol):
 
         May take memory from less wanted jobs; admits no waiting job after a preemption. With
         `prefix_caching` set it may start jobs on pages that are kept (`Draft.share`). May also
-        have `stretch(plan, view, count) -> Plan`: the plan for up to `count` steps, with all that
-        grows meanwhile, if it would decide the same at each of them.
+        have `stretch(plan, view, count) -> Plan`: the plan for up to `count` steps (and with its
+        `later` slices), with all that grows meanwhile, if it would decide the same at each of them.
         """
 
 
@@ -83,9 +86,8 @@ class Composed:
         return self._stretched(plan, view)
 
     def _stretched(self, plan: Plan, view: View) -> Plan:
-        stretch = getattr(self.memory, "stretch", None)
+        stretch: Stretch | None = getattr(self.memory, "stretch", None)
         if stretch is None or not getattr(self.scheduling, "repeats", False):
             return plan
-        count = steps_again(plan, view)
-        stretched: Plan = plan if count < 2 else stretch(plan, view, count)
-        return stretched
+        steps, later = course(plan, view, getattr(self.scheduling, "appends", False))
+        return plan if steps < 2 else stretch(replace(plan, later=later), view, steps)

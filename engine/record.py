@@ -52,13 +52,14 @@ STEPS = pa.schema(
     ]
 )
 
-# One row per pool and settle, and one after each booking ("issue"); by time, settles first, step.
+# One row per pool and settle, one after each booking ("issue"), and one where finished jobs' memory
+# comes back and no plan follows ("return"); by time, in the order settle, return, issue, then step.
 # With replicas only the pools of the plan's own; all of them after the first booking.
 MEMORY = pa.schema(
     [
         ("at_ns", I64),
-        ("cause", TEXT),  # issue or settle
-        ("step", I64),
+        ("cause", TEXT),  # settle, return or issue
+        ("step", I64),  # for a return the newest plan
         ("tier", TEXT),
         ("device", I32),
         ("capacity_bytes", I64),

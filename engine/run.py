@@ -1,51 +1,33 @@
-"""Many steps of one repeated plan as a single record: expanded only when tables are written."""
+"""Many steps of a repeated plan as a single record: expanded only when tables are written."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from engine.executor import Launch, Pieces, Span
+from engine.executor import Launch, Span
+from engine.figures import Figures
+from engine.growth import Due
+from engine.leg import Leg
 from engine.plan import Compute, Grow, Plan, Pool
 
 Times: TypeAlias = "array[int]"  # of int64: one object, whatever its length
-
-
-class Figures(NamedTuple):
-    """What a pool holds at one moment; the order of columns in MEMORY."""
-
-    pool: Pool
-    capacity_bytes: int
-    free_bytes: int
-    coming_bytes: int
-    kind_bytes: tuple[int, ...]  # in the order of Kind, KV first
-    kv_pages: int
-
-    def less(self, nbytes: int, pages: int) -> Figures:
-        """The same before these bytes of KV were taken."""
-        kv, *others = self.kind_bytes
-        return self._replace(
-            free_bytes=self.free_bytes + nbytes,
-            kind_bytes=(kv - nbytes, *others),
-            kv_pages=self.kv_pages - pages,
-        )
 
 
 @dataclass(slots=True, eq=False)
 class Run:
     """Steps that were issued at once. The last of them may settle one by one (run-ahead)."""
 
-    plan: Plan
-    first: int  # step of the plan
     step: int  # of the first one, over all plans
     number: int  # of the first one, over the plans of the device
     device: int
     pool: Pool
     returned: tuple[int, ...]
-    launch: Launch  # of the first step
+    legs: Sequence[Leg]
     issue_ns: Times
     start_ns: Times
     end_ns: Times
@@ -55,20 +37,32 @@ class Run:
     grown: Times  # KV bytes taken up to and with each step
     page_nbytes: int
     peak_bytes: Callable[[Launch], int | None]
-    grows: Sequence[Grow]  # in the order of booking
+    due: Sequence[Due]  # what grows, by step of the run, in the order of booking
 
     def __len__(self) -> int:
         return len(self.issue_ns)
 
+    @property
+    def op(self) -> Compute:
+        """What stands for all steps that settle together."""
+        return self.legs[0].op
+
     def launch_at(self, step: int) -> Launch:
-        """The launch of a step. Page tables are left out: nothing here reads them."""
-        op, of = self.launch.op, self.launch.pieces
-        assert isinstance(op, Compute) and isinstance(of, Pieces)
-        if not step:
-            return self.launch
-        contexts = [c + step * n for c, n in zip(of.contexts, of.tokens, strict=True)]
-        pieces = Pieces(of.job_ids, of.tokens, contexts, of.samples, of.tables)
-        return Launch(replace(op), (), pieces)
+        """The launch of a step."""
+        return self._leg(step).launch_at(step)
+
+    def _leg(self, step: int) -> Leg:
+        return next(leg for leg in reversed(self.legs) if leg.first <= step)
+
+    def tokens(self) -> Iterator[tuple[Sequence[int], Times]]:
+        """Whose tokens the steps that settle together yield, and when: jobs share one list."""
+        ids, times = self.legs[0].job_ids, self.end_ns[: self.settled]
+        silent = sum(leg.steps for leg in self.legs if not leg.last_samples)
+        if not silent:
+            yield ids, times
+        else:
+            yield ids[:-1], times
+            yield ids[-1:], times[silent:]
 
     def unissued_bytes(self, now_ns: int) -> int:
         """KV bytes of steps that are booked but issued only at `now_ns` or later."""
@@ -77,8 +71,11 @@ class Run:
 
     # ---- rows, as the recorder has them of single steps
     def plan_rows(self) -> Iterator[tuple[int, int, int, tuple[int, ...], Plan]]:
+        grows: dict[int, list[Grow]] = defaultdict(list)
+        for i, op in self.due:
+            grows[i].append(Grow(op.place, op.nbytes))
         for i, at_ns in enumerate(self.issue_ns):
-            plan = self.plan.at(self.first + i)
+            plan = Plan((*grows[i], self._leg(i).op))
             yield self.step + i, self.device, at_ns, () if i else self.returned, plan
 
     def step_rows(self) -> Iterator[tuple[int, int, int, Span, Launch]]:
@@ -102,16 +99,3 @@ class Run:
     def _after(self, nbytes: int) -> tuple[Figures, ...]:
         pages = nbytes // self.page_nbytes
         return tuple(f.less(-nbytes, -pages) if f.pool == self.pool else f for f in self.figures)
-
-
-def growth(plan: Plan, first: int, count: int) -> list[tuple[int, Grow]]:
-    """All that grows in `count` steps from `first` on, in the order of booking."""
-    due = [
-        (step - first, op)
-        for op in plan.ops
-        if isinstance(op, Grow)
-        for step in op.steps(first + count)
-        if step >= first
-    ]
-    due.sort(key=lambda pair: pair[0])  # stable: within a step in the plan's order
-    return due

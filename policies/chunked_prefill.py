@@ -22,6 +22,7 @@ class ChunkedPrefill:
     token_budget: int = 512
     max_jobs: int = 256
     repeats: ClassVar[bool] = True
+    appends: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_limits("chunked prefill", token_budget=self.token_budget, max_jobs=self.max_jobs)

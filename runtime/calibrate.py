@@ -19,7 +19,7 @@ import simpy
 import torch
 
 from engine.executor import Executor
-from engine.recorder import step_row, table_of
+from engine.rows import step_row, table_of
 from runtime.driver import Driver, driving
 from runtime.machine import Machine
 from runtime.probe import probe, ratios

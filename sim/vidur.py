@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, sqrt
+from operator import ge
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,10 @@ class VidurCost(ShapePriced):
         tokens, contexts, _ = forward_shape(launch)
         assert isinstance(launch.op, Compute)
         prompts = [piece.job.prompt_tokens for piece in launch.op.slices]
+        if max(tokens) == 1 and all(map(ge, contexts, prompts)):
+            return self._decodes_ns(len(tokens), sum(contexts) + len(tokens), count)
+        if count == 1:
+            return [self._ns(self.layer_ms(tokens, contexts, prompts))]
         decodes, past, chunks, squares, _ = _merged(tokens, contexts, prompts)
         cut = [(n, c) for n, c, prompt in zip(tokens, contexts, prompts, strict=True) if c < prompt]
         if len(cut) != chunks or any(n == 1 for n, _ in cut):  # one that would become a decode
@@ -91,9 +96,18 @@ class VidurCost(ShapePriced):
             return [self._ns(self.layer_ms(tokens, row, prompts)) for row in rows]
         once, found = self._once_ms(sum(tokens)), []
         for i in range(count):
-            kv_nodes = sum([-(-(c + i * n) // KV_STEP) for n, c in cut]) if cut else 0
+            kv_nodes = sum([-(-(c + i * n) // KV_STEP) for n, c in cut])
             ms = self._attention_ms(decodes, past + i * decodes, chunks, squares, kv_nodes)
             found.append(self._ns(once + ms[0] + ms[1]))
+        return found
+
+    def _decodes_ns(self, decodes: int, past: int, count: int) -> list[int]:
+        """Decodes alone: their mean context moves on by one a step, its node every KV_STEP."""
+        once, mean, found = self._once_ms(decodes), past // decodes, list[int]()
+        while len(found) < count:
+            steps = min(count - len(found), KV_STEP - (mean + len(found) - 1) % KV_STEP)
+            ms, _ = self._attention_ms(decodes, past + len(found) * decodes, 0, 0, 0)
+            found += [self._ns(once + ms)] * steps
         return found
 
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:

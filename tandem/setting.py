@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.model import ModelSpec
+from engine.planlog import read_plans
 from engine.policy import Composed as ComposedPolicy
 from engine.policy import Policy, Router
-from engine.recorder import read_plans
 from sim.cost import LaunchCost
 from sim.device import Device
 from sim.roofline import Roofline

@@ -95,7 +95,7 @@ class Shaped(ShapePriced):
     def workspace_bytes(
         self, tokens: Sequence[int], contexts: Sequence[int], samples: int, page_tokens: int
     ) -> int:
-        return sum(tokens) + max(contexts)
+        return sum(tokens) + max(contexts) + page_tokens
 
 
 def simulated(
@@ -202,7 +202,8 @@ def test_most_steps_are_jumped_and_files_are_equal(tmp_path: Path) -> None:
     for depth in (1, 2, 3):
         runs = {f: simulated(policy, requests, f, Shaped(700), 900, 0, depth) for f in (1, 0)}
         assert runs[1].asked < 0.2 * runs[0].asked
-        assert runs[1]._jump is not None and runs[1]._jump.steps > 0.6 * runs[1].steps
+        assert runs[1].asked <= 1.5 * len(requests), "a prompt and all its decodes are one answer"
+        assert runs[1].jump is not None and runs[1].jump.steps > 0.6 * runs[1].steps
         for name, run in runs.items():
             (tmp_path / f"{depth}{name}").mkdir()
             run.recorder.write(tmp_path / f"{depth}{name}")

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.checks import check_capacity, check_inputs
-from engine.engine import Engine, Stalled
+from engine.door import Door
+from engine.engine import Stalled
 from engine.ledger import Ledger
 from engine.plan import Plan, Tier
 from engine.planlog import LoggedPlan, encode
@@ -82,7 +83,7 @@ def snapshot(view: View) -> object:
 
 def test_a_lost_request_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law 1 is checked at every issue and settle of the replays above; here, that it bites."""
-    monkeypatch.setattr(Engine, "_leave", lambda *_: None)
+    monkeypatch.setattr(Door, "_leave", lambda *_: None)
     with pytest.raises(AssertionError, match="requests do not add up"):
         replay(composed("chunked", "restart"), random_requests(3, 5))
 

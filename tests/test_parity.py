@@ -128,6 +128,7 @@ def test_all_backends_issue_identical_plans(scheduling: str, memory: str, depth:
     for name in BACKENDS[1:]:
         assert log(runs[name]) == log(runs["sim"]), f"{name} decides otherwise"
         assert pages(runs[name]) == pages(runs["sim"]), f"{name} has other pages"
+        assert counters(runs[name], "return") == counters(runs["sim"], "return")
 
 
 @pytest.mark.parametrize("measured", ["cpu", "wall"])
@@ -153,10 +154,10 @@ def test_a_measured_plan_log_gives_identical_counters_in_sim(memory: str, measur
     assert pages(played) == pages(real)
 
 
-def counters(recorder: Recorder) -> list[tuple[Any, ...]]:
+def counters(recorder: Recorder, cause: str = "issue") -> list[tuple[Any, ...]]:
     rows = recorder.tables()["memory"].to_pylist()
     names = ("step", "tier", "kv_bytes", "kv_pages")
-    return [tuple(row[n] for n in names) for row in rows if row["cause"] == "issue"]
+    return [tuple(row[n] for n in names) for row in rows if row["cause"] == cause]
 
 
 def test_real_ends_of_sequence_end_requests_early_and_keep_the_laws() -> None:

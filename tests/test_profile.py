@@ -12,7 +12,7 @@ import pytest
 
 from engine.plan import PageSize
 from engine.record import STEPS
-from engine.recorder import table_of
+from engine.rows import table_of
 from sim.table import Table
 from sim.tables import HOST, TableCost
 from tandem.calibrate import told

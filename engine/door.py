@@ -1,0 +1,64 @@
+"""Where jobs come in and leave: whoever keeps count of them is told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.job import Job
+from traces.request import Request, TrainingJob
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+
+class Door:
+    """Makes a job of what arrives; says goodbye to what is served or refused."""
+
+    def __init__(self, engine: Engine, returns_memory: bool) -> None:
+        self._engine, self._returns_memory = engine, returns_memory
+
+    def admit(self, item: Request | TrainingJob, arrival_ns: int) -> None:
+        """A request or training job has arrived: it waits."""
+        engine = self._engine
+        if isinstance(item, Request):
+            job = self._serving(item, arrival_ns)
+        else:
+            recorded = engine.launcher.recorded_tokens(item.record_of)
+            job = Job.trains(item, arrival_ns, recorded)
+        engine.standing.drop()
+        engine.roster.waiting.append(job)
+        engine.news.tell()
+
+    def _serving(self, item: Request, arrival_ns: int) -> Job:
+        engine, job = self._engine, Job.serving(item, arrival_ns)
+        if engine.fleet is not None:
+            engine.fleet.assign(job)
+        elif engine.devices == 1:
+            job.device = 0
+        engine.ends.expect(job, item.output_tokens)
+        engine.recorder.arrived(item, arrival_ns, job.device)
+        if engine.reuse is not None:
+            engine.reuse.arrived(item)
+        return job
+
+    def refuse(self, job: Job) -> None:
+        """It will never fit."""
+        self._engine.roster.refuse(job)
+        self._engine.ledger.give_all(job.job_id)
+        self._leave(job, int(self._engine.env.now), "refused")
+
+    def finish(self, job: Job, now_ns: int, device: int, number: int) -> None:
+        """It is complete with the device's plan of that number."""
+        if self._returns_memory:
+            self._engine.leftovers.leave(device, number, job)
+        self._leave(job, now_ns, "finished")
+
+    def _leave(self, job: Job, now_ns: int, status: str) -> None:
+        engine = self._engine
+        if job.training is None:
+            engine.recorder.ended(job.job_id, now_ns, status)
+            if engine.fleet is not None:
+                engine.fleet.left(job)
+            if engine.reuse is not None:
+                engine.reuse.left(job)
+            engine.arrivals.release_turn(job)

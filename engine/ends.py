@@ -1,0 +1,67 @@
+"""Who ends when: the lengths that policies may not see, and the ends that are in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from engine.executor import Launch, Span
+from engine.job import Job
+from engine.plan import Op
+from engine.repeat import Standing
+from engine.roster import Roster
+
+
+class Ends:
+    """Lengths of the trace, and jobs that left at issue and finish when an operation settles."""
+
+    def __init__(self, roster: Roster, standing: Standing) -> None:
+        self._roster, self._standing = roster, standing
+        self._target: dict[int, int] = {}  # known tokens at which a request is complete
+        self._with: dict[Op, list[Job]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether an end is in flight."""
+        return bool(self._with)
+
+    def __iter__(self) -> Iterator[Job]:
+        """Jobs whose end is in flight."""
+        return (job for jobs in self._with.values() for job in jobs)
+
+    def expect(self, job: Job, output_tokens: int) -> None:
+        """A request has come, and this is how long its answer will be."""
+        self._target[job.job_id] = job.known_tokens + output_tokens
+
+    def tokens_left(self, job: Job) -> int:
+        """Tokens that are still to be sampled; none or less where the job is complete."""
+        return self._target[job.job_id] - job.known_tokens
+
+    def fewest_left(self, jobs: Iterable[Job]) -> int:
+        """Tokens until the first of these jobs is complete."""
+        target = self._target
+        return min([target[job.job_id] - job.known_tokens for job in jobs])
+
+    def complete(self, jobs: Iterable[Job]) -> list[Job]:
+        """Those that have all their tokens."""
+        target = self._target
+        return [job for job in jobs if job.known_tokens >= target[job.job_id]]
+
+    def end_with(self, op: Op, jobs: Sequence[Job]) -> None:
+        """These jobs leave now and finish when the operation settles."""
+        self._standing.lose(jobs, somebody_waits=bool(self._roster.waiting))
+        for job in jobs:
+            self._with.setdefault(op, []).append(job)
+            self._roster.leave(job)
+
+    def sampled(self, span: Span, launch: Launch) -> list[Job]:
+        """Who sampled an end of sequence, or reached the length of the trace as its limit: out."""
+        ids = {piece.job_id for piece in launch.pieces if piece.samples}
+        jobs = [job for job in self._roster.serving if job.job_id in ids]
+        done = [job for job in jobs if job.job_id in span.ended or self.tokens_left(job) <= 0]
+        for job in done:
+            self._standing.drop()
+            self._roster.leave(job)
+        return done
+
+    def pop(self, op: Op) -> Sequence[Job]:
+        """Who finishes with an operation that has ended."""
+        return self._with.pop(op, ())

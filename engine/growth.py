@@ -1,0 +1,42 @@
+"""What a repeated plan takes, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from heapq import heapify, heappop, heapreplace
+
+from engine.plan import Grow, Plan
+
+Due = tuple[int, Grow]  # with its step
+
+
+class Growth:
+    """All that is still to grow: by step, within a step in the plan's order. Never changed."""
+
+    def __init__(self, queue: list[tuple[int, int, Grow]]) -> None:
+        heapify(queue)
+        self._queue = queue  # each operation with its next step and where it is in the plan
+
+    @classmethod
+    def of(cls, plan: Plan) -> Growth:
+        """All that a repeated plan takes."""
+        grows = ((i, op) for i, op in enumerate(plan.ops) if isinstance(op, Grow))
+        return cls([(op.first, i, op) for i, op in grows])
+
+    def before(self, step: int) -> tuple[list[Due], Growth]:
+        """What grows before that step, and what is left then."""
+        if not self._queue or self._queue[0][0] >= step:
+            return [], self
+        queue, due = self._queue.copy(), []
+        while queue and queue[0][0] < step:
+            at, i, op = queue[0]
+            due.append((at, op))
+            if op.every:
+                heapreplace(queue, (at + op.every, i, op))
+            else:
+                heappop(queue)
+        return due, Growth(queue)
+
+    def without(self, owners: Collection[int]) -> Growth:
+        """The same for all others."""
+        return Growth([due for due in self._queue if due[2].place.region.owner not in owners])

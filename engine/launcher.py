@@ -1,0 +1,94 @@
+"""From booked operations to launches: the moment at which jobs move on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.executor import Launch, Pieces
+from engine.job import Job
+from engine.ledger import Booking
+from engine.plan import Compute, Copy, Kind, Op, Slice, Tier, kv_place
+from engine.progress import advance_serving, advance_training
+from engine.run import Run
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+
+class Launcher:
+    """Says what an executor must know of an operation, with all jobs as they are at issue."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._roster, self._ends, self._ledger = engine.roster, engine.ends, engine.ledger
+        self._recorded: dict[int, int] = {}  # tokens whose activations are kept, per request
+
+    def recorded_tokens(self, request_id: int | None) -> int:
+        """Tokens that serving has recorded of a request, for whoever trains on it."""
+        return 0 if request_id is None else self._recorded.get(request_id, 0)
+
+    def launch(self, op: Op, booking: Booking, device: int) -> Launch:
+        """The launch of a booked operation. Its jobs move on."""
+        if isinstance(op, Copy):
+            return Launch(op, booking.waits, (), *booking.copied)
+        assert op.device == device, f"a plan for device {device} computes on {op.device}"
+        jobs = [piece.job for piece in op.slices]
+        ids = [job.job_id for job in jobs]
+        contexts = [job.computed_tokens for job in jobs]
+        tables = [self._ledger.pages.get(kv_place(i, Tier.GPU, op.device), ()) for i in ids]
+        samples = [self._advance(op, piece) for piece in op.slices]
+        if self._engine.reuse is not None:
+            self._engine.reuse.keep(op, contexts)
+        tokens = [piece.tokens for piece in op.slices]
+        return Launch(op, booking.waits, Pieces(ids, tokens, contexts, samples, tables))
+
+    def repeat(self, run: Run) -> None:
+        """The jobs of a run move on by all its steps; whoever comes in has the last slice."""
+        *decodes, last = [piece.job for piece in run.op.slices]
+        if not self._roster.has_started(last):
+            self._start(last)
+        count = len(run)
+        for job in decodes:
+            job.computed_tokens += count
+            job.known_tokens += count
+        for leg in run.legs:
+            last.computed_tokens += leg.steps * leg.op.slices[-1].tokens
+            last.known_tokens += leg.steps * leg.last_samples
+        if self._engine.reuse is not None:
+            self._engine.reuse.keep(run.op, run.legs[0].pieces.contexts)
+        if done := self._ends.complete((*decodes, last)):
+            self._ends.end_with(run.op, done)
+
+    def _advance(self, op: Compute, piece: Slice) -> bool:
+        """Moves a slice's job on; returns whether it yields a token."""
+        job = piece.job
+        if not self._roster.has_started(job):
+            self._start(job)
+        if job.training is not None:
+            if self._train(op, piece):
+                self._ends.end_with(op, [job])
+            return False
+        samples = advance_serving(piece)
+        if piece.record:
+            self._recorded[job.job_id] = job.recorded_tokens
+        if samples and self._engine.forced and self._ends.tokens_left(job) <= 0:
+            self._ends.end_with(op, [job])
+        return samples
+
+    def _start(self, job: Job) -> None:
+        self._roster.start(job)
+        if job.training is None:
+            self._engine.recorder.scheduled(job.job_id, int(self._engine.env.now))
+
+    def _train(self, op: Compute, piece: Slice) -> bool:
+        """Returns whether the training job is complete with this slice."""
+        job = piece.job
+        if op.again:
+            return False
+        pool = (Tier.GPU, op.device)
+        kinds = (Kind.KV, Kind.ACTIVATION, Kind.GRADIENT)
+        self._engine.profile.issued(op, sum(self._ledger.kind_bytes[pool, kind] for kind in kinds))
+        if advance_training(piece):
+            self._engine.profile.completed_step(job.job_id)
+        assert job.training is not None
+        return job.step >= job.training.num_steps

@@ -1,0 +1,83 @@
+"""What the policy is asked, when, and what it is shown."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from engine.job import Job
+from engine.plan import Plan
+from engine.policy import Policy
+from engine.view import View
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+
+class Questions:
+    """Asks the policy unless a plan stands; shows it the memory of finished jobs in good time."""
+
+    def __init__(self, engine: Engine, policy: Policy) -> None:
+        self._engine, self._policy = engine, policy
+        self.asked = 0
+
+    def decide(self, device: int) -> Plan:
+        """Asks, and again where memory that has come back meanwhile may change the answer.
+
+        What jobs of plan k held is shown from plan k + depth on, which run-ahead cannot ask for
+        before k has settled, or when the policy wants nothing without it: so decisions do not
+        depend on how soon the engine noticed an end (law 11).
+        """
+        engine = self._engine
+        self._give_back(device, engine.flights.issued[device] - engine.depth)
+        if (again := engine.standing.next(engine.ledger.room_bytes)) is not None:
+            return again
+        while True:
+            self.asked += 1
+            plan = self._policy.plan(self._view(device))
+            oldest = engine.leftovers.oldest(device)
+            if plan or oldest is None:
+                engine.standing.keep(plan)
+                return plan
+            self._give_back(device, oldest)
+
+    def give_all_back(self) -> None:
+        """Nobody is left to be asked for."""
+        for device, number in enumerate(self._engine.flights.issued):
+            self._give_back(device, number)
+
+    def _give_back(self, device: int, number: int) -> None:
+        engine = self._engine
+        if engine.leftovers.give_back(device, number) and engine.roster.waiting:
+            engine.standing.drop()  # somebody may come in now
+        engine.release_idle()
+
+    def _view(self, device: int) -> View:
+        engine = self._engine
+        ledger, roster = engine.ledger, engine.roster
+        return View(
+            int(engine.env.now),
+            device,
+            engine.flights.issued[device],
+            self._shown(roster.serving, device),
+            roster.training,
+            self._shown(roster.waiting, device),
+            ledger.free_bytes(),
+            ledger.coming_bytes(),
+            MappingProxyType(ledger.held_bytes),
+            MappingProxyType(ledger.written),
+            MappingProxyType(ledger.used),
+            tuple(ledger.open),
+            ledger.capacity_bytes,
+            engine.page,
+            engine.profile,
+            engine.layout,
+            engine.cost,
+            None if engine.reuse is None else engine.reuse.trial(device),
+        )
+
+    def _shown(self, jobs: list[Job], device: int) -> list[Job]:
+        """A replica sees its own requests; where nobody routes, every device sees all."""
+        if self._engine.fleet is None or self._engine.devices == 1:
+            return jobs
+        return [job for job in jobs if job.device in (None, device)]

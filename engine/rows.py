@@ -1,0 +1,94 @@
+"""The rows of the four tables of engine/record.py, from facts as the recorder keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from engine.executor import Launch, Reading, Span
+from engine.figures import Figures
+from engine.outcome import Outcome
+from engine.plan import Copy, Kind, Plan, Pool
+from engine.record import SCHEMA_VERSION, TABLES
+
+PlanRow = tuple[int, int, int, tuple[int, ...], Plan]
+StepRow = tuple[int, int, int, Span, Launch]
+MemoryRow = tuple[int, str, int, Sequence[Figures], Mapping[Pool, Reading] | None]
+
+
+_KIND_COLUMNS = [Kind.KV, Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER, Kind.ACTIVATION]
+assert list(Kind) == _KIND_COLUMNS, "the columns of MEMORY follow the order of Kind"
+
+
+def table_of(name: str, rows: Sequence[Sequence[Any]]) -> pa.Table:
+    """Rows in the order of a schema's columns, as one of the tables of engine/record.py."""
+    schema = TABLES[name]
+    columns = zip(*rows, strict=True) if rows else ([] for _ in schema)
+    arrays = [pa.array(list(c), f.type) for c, f in zip(columns, schema, strict=True)]
+    table = pa.Table.from_arrays(arrays, schema=schema)
+    return table.replace_schema_metadata({"schema_version": str(SCHEMA_VERSION)})
+
+
+def memory_row(row: MemoryRow, figures: Figures) -> tuple[Any, ...]:
+    """A row of MEMORY."""
+    at_ns, cause, step, _, readings = row
+    (tier, device), *counts = figures[:4]
+    reading = readings.get(figures.pool) if readings else None
+    measured = (reading.persistent_bytes, reading.process_bytes) if reading else (None, None)
+    kinds = (*figures.kind_bytes, figures.kv_pages)
+    return (at_ns, cause, step, tier.value, device, *counts, *kinds, *measured)
+
+
+def request_row(
+    outcome: Outcome, outputs: Callable[[int], Sequence[int]] | None
+) -> tuple[Any, ...]:
+    """A row of REQUESTS."""
+    request, tokens = outcome.request, outcome.token_ns
+    ids = None if outputs is None else list(outputs(request.request_id))
+    return (
+        request.request_id,
+        request.session,
+        request.turn,
+        request.slo,
+        outcome.device,
+        request.prompt_tokens,
+        len(tokens),
+        outcome.arrival_ns,
+        outcome.scheduled_ns,
+        tokens[0] if tokens else None,
+        outcome.finish_ns,
+        outcome.restarts,
+        outcome.swaps,
+        outcome.cached_tokens,
+        outcome.status,
+        tokens,
+        ids,
+    )
+
+
+def step_row(step: int, issue_ns: int, host_ns: int, span: Span, launch: Launch) -> tuple[Any, ...]:
+    """A row of STEPS."""
+    pieces, (device, lane) = launch.pieces, span.op.lane
+    decodes = sum(1 for p in pieces if p.tokens == 1 and p.context_tokens)
+    jobs = [p.job_id for p in pieces]
+    if isinstance(span.op, Copy):
+        jobs = [span.op.src.region.owner]
+    return (
+        step,
+        device,
+        lane,
+        issue_ns,
+        span.start_ns,
+        span.end_ns,
+        host_ns,
+        sum(p.tokens for p in pieces) - decodes,
+        decodes,
+        sum(1 for p in pieces if p.samples),
+        launch.nbytes,
+        span.peak_bytes,
+        jobs,
+        [p.tokens for p in pieces],
+        [p.context_tokens for p in pieces],
+    )
