@@ -91,7 +91,7 @@ def swapped(case: Case, pairs: list[Pair]) -> pd.DataFrame:
         ]
         middle = sorted(counts)[len(counts) // 2]
         error = sorted(predicted)[len(predicted) // 2] / middle - 1 if middle else float("nan")
-        rows.append((case.name, name, middle, error, error, 0.0))
+        rows.append((case.name, name, middle, error, float("nan"), 0.0))  # of medians, not of pairs
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
