@@ -17,13 +17,12 @@ import pandas as pd
 
 from benchmarks.fidelity import COLUMNS, Case, Pair, capacity, finish, judged, reruns, say, table_of
 from tandem.calibrate import main as calibrate
-from tandem.worlds import NOMINAL_NS
 
 OUT = Path("benchmarks/results/swap_fidelity.csv")
 MEASURED = (
     "backend=cpu",
     "backend.clock=wall",
-    f"backend.reference_ns={NOMINAL_NS}",
+    "backend.reference_ns=auto",
     "backend.workspace_every=0",
 )
 LOAD = 0.8

@@ -13,12 +13,12 @@ from engine.view import View
 class Draft:
     """A plan in the making. Nothing is booked; the view is not changed.
 
-    `waits=True` may rest on bytes that are still coming (the launch then waits for them, and the
-    plan does not depend on how long copies take); `waits=False` takes only what is free now.
+    It may rest on bytes that are still coming: the launch then waits for them, and the plan does
+    not depend on how long copies take.
     """
 
-    def __init__(self, view: View, waits: bool = True) -> None:
-        room = {pool: view.room(pool) if waits else n for pool, n in view.free_bytes.items()}
+    def __init__(self, view: View) -> None:
+        room = {pool: view.room(pool) for pool in view.free_bytes}
         self._trial = view.trial() if view.trial else None
         trials = {(Tier.GPU, view.device): self._trial} if self._trial else NO_TRIALS
         self._balance = Balance(room, view.held_bytes, trials, view.page.nbytes)

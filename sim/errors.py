@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
 
-from engine.model import ModelSpec
-from engine.plan import PageSize
 from sim.cost import ShapeCost
-from sim.fit import fit_observed, terms
-from sim.shapes import Copied, Launched, Planned, Shape, observed
-from sim.tables import TableCost
+from sim.shapes import Copied, Planned, Shape, observed
 
 ALL = "all launches"  # the class that sums all launches up
 
@@ -25,29 +20,6 @@ def errors(cost: ShapeCost, rows: Any) -> pd.DataFrame:
     all relative to the measurement.
     """
     return _summary((shape.group, _predict(cost, shape), ns) for shape, ns in observed(rows))
-
-
-def held_out(
-    rows: Any, model: ModelSpec, page: PageSize, folds: int = 5, seed: int = 0
-) -> pd.DataFrame:
-    """The errors of tables fitted without the shapes they are judged on, as `errors`.
-
-    Shapes, not rows, are dealt to the folds, so that no repeat of a judged shape was seen.
-    """
-    found = observed(rows)
-    shapes = list(dict.fromkeys(shape for shape, _ in found))
-    random.Random(seed).shuffle(shapes)
-    fold = {shape: i % folds for i, shape in enumerate(shapes)}
-    judged = []
-    for k in range(folds):
-        cost = fit_observed([o for o in found if fold[o[0]] != k], model, page, "other folds")
-        mine = [o for o in found if fold[o[0]] == k and _is_known(o[0], cost)]
-        judged += [(shape.group, _predict(cost, shape), ns) for shape, ns in mine]
-    return _summary(judged)
-
-
-def _is_known(shape: Shape, cost: TableCost) -> bool:
-    return isinstance(shape, Launched) or terms(shape)[0][0] in cost.tables
 
 
 def _predict(cost: ShapeCost, shape: Shape) -> int:

@@ -6,6 +6,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,9 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise Usage(f"{error.full_key or 'configuration'}: {error.msg or error}") from error
     assert isinstance(node, dict)
+    for key in node:
+        if key not in _top_level():  # Hydra lets `+key=value` add what nobody reads
+            raise Usage(f"{key}: no such setting{did_you_mean(str(key), _top_level())}")
     return {str(key): value for key, value in node.items()}
 
 
@@ -111,6 +115,11 @@ def default_config() -> dict[str, Any]:
         GlobalHydra.instance().hydra = before
     assert isinstance(node, dict)
     return {str(key): value for key, value in node.items()}
+
+
+@cache
+def _top_level() -> tuple[str, ...]:
+    return tuple(default_config())
 
 
 def _keys(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -15,6 +15,7 @@ from tandem.budget import GPU
 from tandem.compose import Composed
 from tandem.folder import run_folder, write_json, write_status
 from tandem.machines import pages_of
+from tandem.pace import resolved
 from tandem.progress import progress_bar
 from tandem.provenance import commit, host, versions
 from tandem.quiet import no_full_collections
@@ -43,6 +44,7 @@ def run_experiment(point: Composed, folder: Path, shows_progress: bool = False) 
     point = replace(point, config=with_absolute_paths(point.config))
     with run_folder(folder) as aside:
         write_config(aside, point.config)
+        point = replace(point, config=resolved(point.config))
         setting = setting_of(point)
         provenance = provenance_of(point, setting)
         write_json(aside / "provenance.json", provenance)
@@ -75,7 +77,9 @@ def replay(
         engine.replay(setting.requests)
     drift = ratios(before, world.probe())
     engine.recorder.write(folder, world.outputs)
-    return {"plans": engine.steps, "questions": engine.asked, **drift}
+    beyond = dict(getattr(setting.cost, "extrapolated", {}))  # look-ups outside a profile, by table
+    notes = {"plans": engine.steps, "questions": engine.asked, "cost_extrapolated": beyond}
+    return notes | drift
 
 
 def engine_of(setting: Setting, world: World) -> Engine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from engine.executor import Meter
@@ -18,12 +19,21 @@ def check_pinned(setting: Setting) -> None:
     """ValueError where the host's KV, which is pinned, would take most of this machine's memory."""
     pages = sum(count for (tier, _), count in pages_of(setting).items() if tier is Tier.HOST)
     wanted = pages * setting.room.page.nbytes
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    available = available_bytes()
     if wanted > available / 2:
         raise ValueError(
             f"budget: {wanted / MIB:,.0f} MiB of host memory for swapped KV would be pinned, and "
             f"{available / MIB:,.0f} MiB are free here; set budget.host_bytes to less than half"
         )
+
+
+def available_bytes() -> int:
+    """Memory of this machine that can be had: what is free, and the page cache that would yield."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # not Linux: what is free
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def on_cpu(setting: Setting) -> Any:

@@ -22,6 +22,7 @@ from sim.shapes import HOST, Planned, observed
 from sim.tables import TableCost
 from tandem.compose import Composed
 from tandem.experiment import run_experiment
+from tandem.pace import is_auto, measured_ns, with_reference
 from tandem.provenance import commit
 from tandem.setting import setting_of
 from tandem.worlds import MEASURED, world_of
@@ -50,8 +51,11 @@ def calibrate(point: Composed, folder: Path) -> pd.DataFrame:
         raise ValueError(f"{folder}: there is something in it already; give a new folder")
     aside = folder.with_name(f"{folder.name}.running")
     shutil.rmtree(aside, ignore_errors=True)  # of a calibration that was killed
-    _profile_shapes(point, aside)
     seed = int(point.config["seed"])
+    if is_auto(point.config):
+        nominal_ns = measured_ns(setting_of(point).spec, seed)
+        point = replace(point, config=with_reference(point.config, nominal_ns))
+    _profile_shapes(point, aside)
     _replay(point, aside, "replay", seed, replayed_count(point.config["scheduling"]))
     _replay(point, aside, "another", seed + 1, REQUESTS)
     about = json.loads((aside / "profile.json").read_text(encoding="utf-8"))
@@ -132,8 +136,9 @@ def _profile_shapes(point: Composed, folder: Path) -> None:
     facts = {**commit(), **device_facts(setting.device), **backend}
     with world_of(setting, backend) as world:
         assert world.fresh is not None, "a measured backend has a machine"
-        with world.fresh() as (env, executor):
-            profile(env, executor, world.machine, folder, seed=setting.seed, facts=facts)
+        with world.fresh() as (env, executor, meter):
+            look = None if meter is None else meter.read
+            profile(env, executor, world.machine, folder, seed=setting.seed, facts=facts, look=look)
 
 
 def replayed_count(scheduling: Mapping[str, Any] | None) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import simpy
 
@@ -25,13 +25,15 @@ CLOCKS = {
 }
 MEASURED = ("cpu", "cuda")
 SAMPLED_EVERY = 20  # launches per sample of workspace, where a sample takes nobody's time
-# For backend.reference_ns, chosen: a scale only. The reference work took 2.4 ms where bare tensor
-# operations took 1.4, on a machine three times as slow as that on which those took 0.45.
-NOMINAL_NS = 800_000
 READ_EVERY = 16  # settles per reading of memory, where a reading takes the run's own time
 
 
-Opened = AbstractContextManager[tuple[simpy.Environment, Executor]]
+class Opened(NamedTuple):
+    """An executor on a clock of its own, and what reads the memory beside its launches."""
+
+    env: simpy.Environment
+    executor: Executor
+    meter: Meter | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +48,7 @@ class World:
     executor: Executor
     machine: Any = None
     meter: Meter | None = None
-    fresh: Callable[[], Opened] | None = None
+    fresh: Callable[[], AbstractContextManager[Opened]] | None = None
 
     @property
     def outputs(self) -> Callable[[int], Sequence[int]] | None:
@@ -64,8 +66,8 @@ class World:
             return {}
         from runtime.probe import probe
 
-        with self.fresh() as (env, executor):
-            return probe(env, executor, self.first)
+        with self.fresh() as opened:
+            return probe(opened.env, opened.executor, self.first)
 
 
 @contextmanager
@@ -112,23 +114,31 @@ def _service(
     setting: Setting, every: int | None = None, reference_ns: int | None = None
 ) -> Iterator[World]:
     from runtime.executor import CpuExecutor
-    from runtime.reference import Pace
     from runtime.workspace import Workspace
 
     machine, links = on_cpu(setting), links_of(setting)
 
     # One for probes and replay: its readings are then taken between launches from the start.
-    pace = None if reference_ns is None else Pace(reference_ns)
+    pace = _pace(machine, setting, reference_ns)
 
     @contextmanager
-    def fresh() -> Iterator[tuple[simpy.Environment, CpuExecutor]]:
+    def fresh(workspace: Workspace | None = None) -> Iterator[Opened]:
         env = simpy.Environment()
-        yield env, CpuExecutor(env, machine, links, pace=pace)
+        executor = CpuExecutor(env, machine, links, workspace, pace)
+        yield Opened(env, executor, cpu_meter(machine, executor.paused))
 
-    env = simpy.Environment()
-    workspace = Workspace(machine, SAMPLED_EVERY if every is None else every)
-    executor = CpuExecutor(env, machine, links, workspace, pace)
-    yield World(env, executor, machine, cpu_meter(machine, executor.paused), fresh)
+    with fresh(Workspace(machine, SAMPLED_EVERY if every is None else every)) as main:
+        yield World(main.env, main.executor, machine, main.meter, fresh)
+
+
+def _pace(machine: Any, setting: Setting, reference_ns: int | None) -> Any:
+    """The yardstick of a clock, over the weights that are served; None where time is real."""
+    if reference_ns is None:
+        return None
+    from runtime.reference import Pace, Reference
+
+    first = getattr(machine, "machines", [machine])[0]
+    return Pace(reference_ns, Reference(first.decoder.model, setting.spec))
 
 
 @contextmanager
@@ -136,26 +146,23 @@ def _wall(
     setting: Setting, every: int | None = None, reference_ns: int | None = None
 ) -> Iterator[World]:
     from runtime.clock import WallClock
-    from runtime.reference import Pace
     from runtime.wall import WallExecutor
     from runtime.workspace import Workspace
 
     machine, links = on_cpu(setting), links_of(setting)
-    pace = None if reference_ns is None else Pace(reference_ns)
+    pace = _pace(machine, setting, reference_ns)
 
     def new_clock() -> WallClock:
         return WallClock() if pace is None else WallClock(pace=lambda: pace.factor)
 
     @contextmanager
-    def fresh() -> Iterator[tuple[simpy.Environment, WallExecutor]]:
+    def fresh(workspace: Workspace | None = None) -> Iterator[Opened]:
         clock = new_clock()
-        with WallExecutor(clock, machine, links, pace=pace) as executor:
-            yield clock, executor
+        with WallExecutor(clock, machine, links, workspace, pace) as executor:
+            yield Opened(clock, executor, cpu_meter(machine, executor.paused, READ_EVERY))
 
-    clock, workspace = new_clock(), Workspace(machine, every or 0)
-    with WallExecutor(clock, machine, links, workspace, pace) as executor:
-        meter = cpu_meter(machine, executor.paused, READ_EVERY)
-        yield World(clock, executor, machine, meter, fresh)
+    with fresh(Workspace(machine, every or 0)) as main:
+        yield World(main.env, main.executor, machine, main.meter, fresh)
 
 
 @contextmanager
@@ -184,15 +191,15 @@ def _cuda(setting: Setting, attention: Any = None) -> Iterator[World]:
     machine = machines(setting, models, gpus, are_chosen(attention))
 
     @contextmanager
-    def fresh() -> Iterator[tuple[simpy.Environment, CudaExecutor]]:
+    def fresh() -> Iterator[Opened]:
         clock = WallClock()
-        with CudaExecutor(clock, machine, setting.replicas) as executor:
-            yield clock, executor
-
-    with fresh() as (clock, executor):
         host = {pool: arena for pool, arena in machine.arenas.items() if pool[0] is Tier.HOST}
-        meters = [
-            CudaMeter(i, [arena.pages], READ_EVERY, executor.paused, machine.graph_bytes[i])
-            for (_, i), arena in host.items()
-        ]
-        yield World(clock, executor, machine, Meters(meters), fresh)
+        with CudaExecutor(clock, machine, setting.replicas) as executor:
+            meters = [
+                CudaMeter(i, [arena.pages], READ_EVERY, executor.paused, machine.graph_bytes[i])
+                for (_, i), arena in host.items()
+            ]
+            yield Opened(clock, executor, Meters(meters))
+
+    with fresh() as main:
+        yield World(main.env, main.executor, machine, main.meter, fresh)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from engine.record import STEPS
-from sim.errors import errors, held_out
+from sim.errors import errors
 from sim.fit import fit, fit_observed
 from sim.shapes import Launched, observed
 from sim.tables import TableCost
@@ -71,8 +71,8 @@ def test_a_noiseless_straight_engine_is_recovered_almost_exactly() -> None:
             assert predicted == pytest.approx(straight(slices, samples), rel=0.005)
 
 
-def test_held_out_errors_are_those_of_the_noise_and_cover_every_class(noisy: Log) -> None:
-    frame = held_out(noisy.table(), MODEL, PAGE)
+def test_unseen_errors_are_those_of_the_noise_and_cover_every_class(cost: TableCost) -> None:
+    frame = errors(cost, recorded(noise=0.03, seed=9).table())
     launches = ["all launches", "decode only", "mixed", "prefill only", "prefill with past"]
     copies = ["copy gpu->host", "copy gpu->host contended"]
     copies += ["copy host->gpu", "copy host->gpu contended"]
