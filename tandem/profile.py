@@ -33,6 +33,7 @@ COST = "cost.json"
 REQUESTS = 48  # of a replay: batches from so many down to one; of the fitted one at least
 SESSIONS = 20  # of its ebb: batches from so many down to one
 MOST_REQUESTS = 256  # of the fitted replay, where the scheduling allows larger batches still
+SHORTEST = 4  # tokens of a made-up prompt or output
 AGAIN = "another replay: "  # rows of the held-out errors that are not of held-out shapes
 
 
@@ -73,12 +74,13 @@ def calibrate(point: Composed, folder: Path) -> pd.DataFrame:
 def fitted(folder: Path, spec: ModelSpec, page: PageSize) -> TableCost:
     """The tables of a profile: launches from grid and replay together, the host from the replay.
 
-    In the grid nobody decides and nothing is booked, so its host time is packing only.
+    In the grid nobody decides and nothing is booked, so its host time is packing only, and its
+    launches find warmer caches than those of a replay: they count less.
     """
     grid = observed(pq.read_table(folder / "steps.parquet"))
     replayed = observed(pq.read_table(folder / "replay" / "steps.parquet"))
     launches = [(shape, ns) for shape, ns in grid if not isinstance(shape, Planned)]
-    return fit_observed(launches + replayed, spec, page, _source(folder))
+    return fit_observed(replayed, spec, page, _source(folder), apart=launches)
 
 
 def judged(cost: TableCost, folder: Path) -> pd.DataFrame:
@@ -165,18 +167,20 @@ def requests(max_positions: int, seed: int, count: int = REQUESTS) -> list[Reque
     First `count` at once, those beyond REQUESTS half as long: all get in before the first are
     done, and soon end. Then closed sessions, the k-th of k short turns: they ebb from SESSIONS
     jobs down to one at any speed of the machine, so that launches of every small batch are seen
-    in their places, between other launches and the host's work.
+    in their places, between other launches and the host's work; prompts of any size among them.
     """
     rng = np.random.default_rng((seed, 1))
     room = min(max_positions, 2048) // 2
-    prompts, outputs = _lengths(rng, count, (4.6, 1.0), (4.8, 0.7), room)
+    prompts = _lognormal(rng, count, 4.6, 1.0, room)
+    outputs = _lognormal(rng, count, 4.8, 0.7, room)
     for lengths in (prompts, outputs):
-        lengths[REQUESTS:] = np.maximum(lengths[REQUESTS:] // 2, 4)
+        lengths[REQUESTS:] = np.maximum(lengths[REQUESTS:] // 2, SHORTEST)
     burst = [
         Request(i, 0, int(p), int(o)) for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))
     ]
     turns = [(k, turn) for k in range(SESSIONS) for turn in range(k + 1)]
-    prompts, outputs = _lengths(rng, len(turns), (4.6, 1.0), (3.6, 0.7), room)
+    prompts = np.round(np.exp(rng.uniform(np.log(SHORTEST), np.log(room), len(turns)))).astype(int)
+    outputs = _lognormal(rng, len(turns), 3.6, 0.7, room)
     ebb = [
         Request(count + i, 0, int(prompts[i]), int(outputs[i]), session=k, turn=turn)
         for i, (k, turn) in enumerate(turns)
@@ -184,15 +188,10 @@ def requests(max_positions: int, seed: int, count: int = REQUESTS) -> list[Reque
     return burst + ebb
 
 
-def _lengths(
-    rng: np.random.Generator,
-    count: int,
-    prompt: tuple[float, float],
-    output: tuple[float, float],
-    room: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    prompts = np.clip(np.round(rng.lognormal(*prompt, count)), 4, room).astype(int)
-    return prompts, np.clip(np.round(rng.lognormal(*output, count)), 4, room).astype(int)
+def _lognormal(
+    rng: np.random.Generator, count: int, mean: float, sigma: float, room: int
+) -> np.ndarray:
+    return np.clip(np.round(rng.lognormal(mean, sigma, count)), SHORTEST, room).astype(int)
 
 
 def _source(folder: Path) -> str:

@@ -85,7 +85,11 @@ def test_a_profile_holds_two_tables_and_says_what_it_measured(tmp_path: Path) ->
     box, env = Machine(build_model(MICRO), MICRO, 16, {GPU: 60, HOST: 8}, {}), simpy.Environment()
     links = {name: Link(500e6, 20_000) for name in ("gpu->host", "host->gpu")}
     executor = CpuExecutor(env, box, links)
-    folder = profile(env, executor, box, tmp_path / "p", held_out=6, facts={"commit": "abc"})
+    looks: list[int] = []
+    folder = profile(
+        env, executor, box, tmp_path / "p", held_out=6, facts={"commit": "abc"},
+        look=lambda: looks.append(1),
+    )  # fmt: skip
     about = json.loads((folder / "profile.json").read_text())
     assert about["commit"] == "abc" and about["model"]["name"] == "micro"
     assert about["threads"] == 1 and set(about["probe_ratios"]) == set(about["probe_s"])
@@ -96,6 +100,8 @@ def test_a_profile_holds_two_tables_and_says_what_it_measured(tmp_path: Path) ->
     for table, shapes in ((steps, grid(limits, page)), (judged, holdout(limits, page, 0)[:6])):
         kept = sum(repeats(shape) - 1 for shape in shapes)
         assert len(set(table["step"].to_pylist())) == kept > 0
+    everything = (*grid(limits, page), *holdout(limits, page, 0)[:6])
+    assert len(looks) == sum(map(repeats, everything)), "before every run, as in a replay"
     rows = steps.to_pylist()
     assert all(row["end_ns"] > row["start_ns"] for row in rows)
     copies = [row for row in rows if row["lane"] == "gpu->host"]

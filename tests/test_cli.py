@@ -68,6 +68,7 @@ def test_help_imports_nothing_heavy_and_is_quick() -> None:
         (["run", "scheduling._target_=os.system"], "trusted=[os]"),
         (["run", "scheduling._target_=policies.chunked_prefill.Chunked"], "mean ChunkedPrefill"),
         (["run", "+scheduling.budget=5"], "no such setting"),
+        (["run", "+depht=5"], "depht: no such setting; did you mean depth?"),
         (
             ["run", "policy=chunked_reservation", "memory.prefix_caching=true"],
             "take memory=paged_restart",
