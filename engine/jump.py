@@ -95,15 +95,20 @@ class Jump:
             found = self._executor.repeat(leg.launch, leg.steps)
             if found is None:
                 return None
+            if leg.first and found[1] != host_ns:  # behind a prompt's end the host takes less
+                limit = leg.first
+                break
             durations += found[0]
-            host_ns = found[1]  # by the number of slices, which stays
+            host_ns = found[1]
+        if limit < self._least:
+            return None
         issue, start, end = self._times(durations, host_ns)
         until_ns = engine.arrivals.next_ns
         if until_ns is not None and issue[-1] >= until_ns:
             limit = bisect_left(issue, until_ns)
             if limit < self._least:
                 return None
-            ahead = [leg.cut(limit) for leg in ahead if leg.first < limit]
+        ahead = [leg.cut(limit) for leg in ahead if leg.first < limit]
         return self._made(
             repeat, device, ahead, (issue[:limit], start[:limit], end[:limit]), host_ns
         )

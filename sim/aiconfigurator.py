@@ -82,7 +82,7 @@ class AiConfiguratorCost(ShapePriced):
         """The device's link."""
         return self._roofline.transfer_ns(direction, nbytes, contended)
 
-    def plan_ns(self, items: int) -> int:
+    def plan_ns(self, items: int, prompts: int = 0) -> int:
         """The device's host."""
         return self._roofline.plan_ns(items)
 

@@ -42,8 +42,8 @@ class ShapeCost(Protocol):
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
         """One copy; `direction` is the lane's name, such as gpu->host."""
 
-    def plan_ns(self, items: int) -> int:
-        """The host's part of a plan of so many slices and copies."""
+    def plan_ns(self, items: int, prompts: int = 0) -> int:
+        """The host's part of a plan of so many slices and copies, and prompts among them."""
 
 
 class ShapePriced:
@@ -72,7 +72,8 @@ class ShapePriced:
 
     def host_ns(self: _Shapes, launches: Sequence[Launch]) -> int:
         """Deciding and preparing one plan."""
-        return self.plan_ns(sum(len(launch.pieces) or 1 for launch in launches))
+        items = sum([len(launch.pieces) or 1 for launch in launches])
+        return self.plan_ns(items, sum([prompts_of(launch) for launch in launches]))
 
     def peak_bytes(self: _Shapes, launch: Launch) -> int | None:
         """The model's workspace formula; none for copies."""
@@ -91,6 +92,13 @@ class _Shapes(ShapeCost, Protocol):
 def shifted(tokens: Sequence[int], contexts: Sequence[int], steps: int) -> list[int]:
     """Contexts after so many steps of a repeated launch."""
     return [context + steps * n for n, context in zip(tokens, contexts, strict=True)]
+
+
+def prompts_of(launch: Launch) -> int:
+    """Slices of several tokens: whoever brings them was admitted, which keeps the host busy."""
+    pieces = launch.pieces
+    tokens = pieces.tokens if isinstance(pieces, Pieces) else [piece.tokens for piece in pieces]
+    return len(tokens) - tokens.count(1)
 
 
 def forward_shape(launch: Launch) -> tuple[list[int], list[int], int]:

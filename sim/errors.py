@@ -24,7 +24,7 @@ def errors(cost: ShapeCost, rows: Any) -> pd.DataFrame:
 
 def _predict(cost: ShapeCost, shape: Shape) -> int:
     if isinstance(shape, Planned):
-        return cost.plan_ns(shape.items)
+        return cost.plan_ns(*shape)
     if isinstance(shape, Copied):
         return cost.transfer_ns(*shape)
     tokens, contexts = [n for n, _ in shape.slices], [context for _, context in shape.slices]

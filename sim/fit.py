@@ -12,9 +12,9 @@ from engine.plan import PageSize
 from sim.shapes import Copied, Launched, Observed, Planned, Point, Shape, observed, points
 from sim.solve import Sample, solve
 from sim.table import Nodes, Table
-from sim.tables import CHUNK, CONTENDED, DECODE, FIRST, HEAD, HOST, LINEAR, TableCost
+from sim.tables import CHUNK, CONTENDED, DECODE, FIRST, HEAD, HOST, LINEAR, PROMPTS, TableCost
 
-STEPS_PER_DOUBLING = {LINEAR: 4, HEAD: 2, FIRST: 4, DECODE: 2, CHUNK: 1, HOST: 2}
+STEPS_PER_DOUBLING = {LINEAR: 4, HEAD: 2, FIRST: 4, DECODE: 2, CHUNK: 1, HOST: 2, PROMPTS: 1}
 MOST_REPEATS = 16  # more repeats of a shape add no weight: its bias stays
 # The weight of a launch measured apart from replays. It may be a tenth faster there, a bias that
 # repeats do not mend, where launches of a replay scatter by 3 to 4 % around what they take.
@@ -68,7 +68,8 @@ def _sample(point: Point, weight: float) -> Sample:
 def terms(shape: Shape) -> Terms:
     """The table entries that a duration is the sum of; as TableCost adds them."""
     if isinstance(shape, Planned):
-        return [(HOST, (shape.items,))]
+        admitted: Terms = [(PROMPTS, (shape.prompts,))] if shape.prompts else []
+        return [(HOST, (shape.items,)), *admitted]
     if isinstance(shape, Copied):
         return [(shape.direction + (CONTENDED if shape.contended else ""), (shape.nbytes,))]
     found: Terms = [(LINEAR, (sum(n for n, _ in shape.slices),))]

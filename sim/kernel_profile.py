@@ -160,7 +160,7 @@ class KernelProfileCost(ShapePriced):
         """The profile has no copies: ValueError."""
         raise ValueError(f"{self.source} has no copies {direction}; take a policy that restarts")
 
-    def plan_ns(self, items: int) -> int:
+    def plan_ns(self, items: int, prompts: int = 0) -> int:
         """The host's part of a plan, as given."""
         return self.host_ns_per_plan
 

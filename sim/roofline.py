@@ -54,7 +54,7 @@ class Roofline(ShapePriced):
         rate *= device.duplex if contended else 1.0
         return device.link_ns + round(nbytes / rate * 1e9)
 
-    def plan_ns(self, items: int) -> int:
+    def plan_ns(self, items: int, prompts: int = 0) -> int:
         """A constant for the plan and one for each of its slices and copies."""
         return self.device.host_plan_ns + items * self.device.host_slice_ns
 

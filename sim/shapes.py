@@ -51,9 +51,10 @@ class Copied(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """The host's part of a plan: its slices and copies."""
+    """The host's part of a plan: its slices and copies, and those of several tokens."""
 
     items: int
+    prompts: int = 0
 
     @property
     def group(self) -> str:
@@ -80,18 +81,20 @@ def observed(steps: Any) -> list[Observed]:
     """
     rows = steps.to_pylist() if hasattr(steps, "to_pylist") else steps.to_dict("records")
     found: list[Observed] = []
-    plans: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
+    plans: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0, 0])
     for row in rows:
         if row["lane"] == COMPUTE_LANE:
             pairs = zip(map(int, row["tokens"]), map(int, row["contexts"]), strict=True)
             shape = Launched(tuple(sorted(pairs)), int(row["samples"]))
             found.append((shape, int(row["end_ns"] - row["start_ns"])))
         plan = plans[int(row["device"]), int(row["step"])]
-        plan[0] += (len(row["tokens"]) if row["tokens"] is not None else 0) or 1
-        plan[1] += int(row["host_ns"])
+        tokens = () if row["tokens"] is None else row["tokens"]
+        plan[0] += len(tokens) or 1
+        plan[1] += sum(n > 1 for n in tokens)
+        plan[2] += int(row["host_ns"])
     found += _copied([row for row in rows if "->" in row["lane"]])
-    if any(host_ns for _, host_ns in plans.values()):
-        found += [(Planned(items), host_ns) for items, host_ns in plans.values()]
+    if any(host_ns for *_, host_ns in plans.values()):
+        found += [(Planned(items, prompts), host_ns) for items, prompts, host_ns in plans.values()]
     return found
 
 

@@ -15,7 +15,8 @@ from sim.cost import ShapePriced
 from sim.table import Lookup, Table
 
 FORMAT = 1
-LINEAR, HEAD, FIRST, CHUNK, DECODE, HOST = "linear", "head", "first", "chunk", "decode", "host"
+LINEAR, HEAD, FIRST, CHUNK, DECODE = "linear", "head", "first", "chunk", "decode"
+HOST, PROMPTS = "host", "prompts"
 CONTENDED = " contended"  # suffix of a direction
 
 
@@ -29,6 +30,7 @@ class TableCost(ShapePriced):
     chunk   by (tokens, context): of a slice behind a context
     decode  by context: of one token behind a context
     host    by slices and copies of a plan
+    prompts by slices of several tokens among these: what admitting them costs the host on top
     A direction such as gpu->host, alone and contended: by bytes.
     """
 
@@ -80,9 +82,12 @@ class TableCost(ShapePriced):
             raise ValueError(f"{where}; calibrate with a memory policy that swaps")
         return round(lookup[nbytes])
 
-    def plan_ns(self, items: int) -> int:
+    def plan_ns(self, items: int, prompts: int = 0) -> int:
         """The host's part of a plan."""
-        return round(self._lookups[HOST][items])
+        host_ns = self._lookups[HOST][items]
+        if prompts and PROMPTS in self._lookups:
+            host_ns += self._lookups[PROMPTS][prompts]
+        return round(host_ns)
 
     def scaled(self, factor: float, why: str) -> TableCost:
         """The same device running slower by a factor, as drift probes found it."""

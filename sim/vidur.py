@@ -148,7 +148,7 @@ class VidurCost(ShapePriced):
         """Vidur copies nothing: ValueError."""
         raise ValueError(f"Vidur has no copies {direction}; take a memory policy that restarts")
 
-    def plan_ns(self, items: int) -> int:
+    def plan_ns(self, items: int, prompts: int = 0) -> int:
         """Vidur's default leaves out the host."""
         return 0
 

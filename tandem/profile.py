@@ -33,6 +33,7 @@ COST = "cost.json"
 REQUESTS = 48  # of a replay: batches from so many down to one; of the fitted one at least
 SESSIONS = 20  # of its ebb: batches from so many down to one
 MOST_REQUESTS = 256  # of the fitted replay, where the scheduling allows larger batches still
+REPLAYS = ("first", "second")  # that are fitted: apart in time, since the machine's moods last
 SHORTEST = 4  # tokens of a made-up prompt or output
 AGAIN = "another replay: "  # rows of the held-out errors that are not of held-out shapes
 
@@ -40,9 +41,9 @@ AGAIN = "another replay: "  # rows of the held-out errors that are not of held-o
 def calibrate(point: Composed, folder: Path) -> pd.DataFrame:
     """Profiles the backend of a configuration and fits its tables into `folder`.
 
-    First a grid of shapes, then a replay of made-up requests through the whole engine, which shows
-    what the host needs and what launches take in their places; then one of other requests, which
-    the fit does not see. Returns the errors on what was held out, see `judged`.
+    A grid of shapes, and replays of made-up requests through the whole engine before and behind it,
+    which show what the host needs and what launches take in their places; then one of other
+    requests, which the fit does not see. Returns the errors on what was held out, see `judged`.
     """
     point = replace(point, config={**point.config, "replicas": 1})  # all are alike
     backend = point.config["backend"]["name"]
@@ -56,8 +57,11 @@ def calibrate(point: Composed, folder: Path) -> pd.DataFrame:
     if is_auto(point.config):
         nominal_ns = measured_ns(setting_of(point).spec, seed)
         point = replace(point, config=with_reference(point.config, nominal_ns))
+    count = replayed_count(point.config["scheduling"])
+    aside.mkdir(parents=True)
+    _replay(point, aside, REPLAYS[0], seed, count)
     _profile_shapes(point, aside)
-    _replay(point, aside, "replay", seed, replayed_count(point.config["scheduling"]))
+    _replay(point, aside, REPLAYS[1], seed + 2, count)
     _replay(point, aside, "another", seed + 1, REQUESTS)
     about = json.loads((aside / "profile.json").read_text(encoding="utf-8"))
     spec = ModelSpec(**about["model"])
@@ -72,13 +76,15 @@ def calibrate(point: Composed, folder: Path) -> pd.DataFrame:
 
 
 def fitted(folder: Path, spec: ModelSpec, page: PageSize) -> TableCost:
-    """The tables of a profile: launches from grid and replay together, the host from the replay.
+    """The tables of a profile: launches from grid and replays together, the host from the replays.
 
     In the grid nobody decides and nothing is booked, so its host time is packing only, and its
     launches find warmer caches than those of a replay: they count less.
     """
     grid = observed(pq.read_table(folder / "steps.parquet"))
-    replayed = observed(pq.read_table(folder / "replay" / "steps.parquet"))
+    replayed = [
+        row for name in REPLAYS for row in observed(pq.read_table(folder / name / "steps.parquet"))
+    ]
     launches = [(shape, ns) for shape, ns in grid if not isinstance(shape, Planned)]
     return fit_observed(replayed, spec, page, _source(folder), apart=launches)
 

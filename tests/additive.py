@@ -38,8 +38,8 @@ def copy_ns(nbytes: int, contended: bool) -> float:
     return 20 * US + nbytes * (1.4 if contended else 1.0)
 
 
-def host_ns(items: int) -> float:
-    return 80 * US + 9 * US * items
+def host_ns(items: int, prompts: int = 0) -> float:
+    return 80 * US + 9 * US * items + 120 * US * prompts
 
 
 def shapes(rng: random.Random) -> Iterator[tuple[Slices, int]]:
@@ -82,7 +82,7 @@ class Log:
         return round(ns * float(np.exp(rng.normal(0.0, sigma))))
 
     def launch(self, slices: Slices, samples: int) -> None:
-        host = self._varied(host_ns(len(slices)))
+        host = self._varied(host_ns(len(slices), sum(n > 1 for n, _ in slices)))
         tokens, contexts = [n for n, _ in slices], [c for _, c in slices]
         row = {"host_ns": host, "samples": samples, "tokens": tokens, "contexts": contexts}
         self._add("compute", self._varied(truth_ns(slices, samples)), row)

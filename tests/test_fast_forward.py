@@ -89,8 +89,8 @@ class Shaped(ShapePriced):
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
         return 20 * nbytes
 
-    def plan_ns(self, items: int) -> int:
-        return self._host_ns * (1 + items) if self._host_ns else 0
+    def plan_ns(self, items: int, prompts: int = 0) -> int:
+        return self._host_ns * (1 + items + 3 * prompts)
 
     def workspace_bytes(
         self, tokens: Sequence[int], contexts: Sequence[int], samples: int, page_tokens: int

@@ -111,7 +111,8 @@ def test_copies_and_host_parts_are_recovered(cost: TableCost) -> None:
         assert alone == pytest.approx(copy_ns(nbytes, False), rel=0.06)
         assert busy == pytest.approx(copy_ns(nbytes, True), rel=0.06)
     for items in (1, 8, 40):
-        assert cost.plan_ns(items) == pytest.approx(host_ns(items), rel=0.03)
+        for prompts in (0, 1):
+            assert cost.plan_ns(items, prompts) == pytest.approx(host_ns(items, prompts), rel=0.03)
     with pytest.raises(ValueError, match="no copies gpu->disk"):
         cost.transfer_ns("gpu->disk", 100)
 
