@@ -31,7 +31,7 @@ from traces.store import write_trace
 
 COST = "cost.json"
 REQUESTS = 48  # of a replay: batches from so many down to one; of the fitted one at least
-SESSIONS = 20  # of its ebb: batches from so many down to one
+SESSIONS = 14  # of its ebb: batches from so many down to one
 MOST_REQUESTS = 256  # of the fitted replay, where the scheduling allows larger batches still
 REPLAYS = ("first", "second")  # that are fitted: apart in time, since the machine's moods last
 SHORTEST = 4  # tokens of a made-up prompt or output
