@@ -1,6 +1,6 @@
 """The command line: verbs by argparse, settings by Hydra overrides. Start-up imports nothing else.
 
-Exit codes: 0 done, 1 a run failed, 2 the command or its settings are wrong.
+Exit codes: 0 done, 1 a run failed or served nobody, 2 the command or its settings are wrong.
 """
 
 from __future__ import annotations

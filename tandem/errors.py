@@ -6,4 +6,4 @@ class Usage(ValueError):
 
 
 class RunFailed(RuntimeError):
-    """A run started and failed; its folder has the traceback."""
+    """A run failed, and its folder has the traceback; or it served nobody: the line says why."""

@@ -37,7 +37,9 @@ def carry_out(cfg: DictConfig) -> None:
 
 
 def _carry_out(cfg: DictConfig, folder: Path, is_single: bool) -> None:
+    """Also raises RunFailed, with the results in place, where every request was refused."""
     from tandem.experiment import run_experiment
+    from tandem.refusal import refusal
     from tandem.screen import brief, told
 
     of_hydra = HydraConfig.get()
@@ -51,10 +53,12 @@ def _carry_out(cfg: DictConfig, folder: Path, is_single: bool) -> None:
         print(where)
     else:
         print(f"{where}  {' '.join(overrides)}  {brief(metrics)}", flush=True)
+    if (nobody := refusal(Path(where), metrics, point.config)) is not None:
+        raise RunFailed(nobody)
 
 
 def main(words: Sequence[str]) -> int:
-    """Hands the words to Hydra; 0 if all runs finished. Raises what `guarded` tells in a line."""
+    """Hands the words to Hydra; 0 if all runs served somebody. Raises what `guarded` tells."""
     _failed.clear()
     with _raising_hydra(["tandem run", *options_first(words)]):
         try:

@@ -35,6 +35,8 @@ def told(metrics: Mapping[str, Any]) -> str:
 
 def brief(metrics: Mapping[str, Any]) -> str:
     """One line for a point of a sweep."""
+    if not metrics["num_finished"]:
+        return _counts(metrics)
     parts = [f"{metrics.get('output_throughput', 0):.4g} tokens/s"]
     parts += [f"{name} p50 {_seconds(metrics.get(f'p50_{name}_s'))}" for name in LATENCIES]
     return ", ".join(parts)

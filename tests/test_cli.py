@@ -101,6 +101,35 @@ def test_an_impossible_budget_names_its_parts_and_the_knobs(
         assert part in told
 
 
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (
+            ["policy=chunked_reservation", "budget.kv_pages=100"],
+            "each reserves 128 pages of KV (memory.max_tokens=2048), 28 more than there are; a "
+            "device has 100 pages of 16 tokens; raise budget.kv_pages",
+        ),
+        (
+            ["policy=chunked_reservation", "memory.max_tokens=2"],
+            "none stays within its reservation",
+        ),
+        (["budget.kv_pages=1", "budget.may_refuse=true", "page_tokens=1"], "1 pages of 1 tokens"),
+    ],
+)
+def test_a_run_that_serves_nobody_says_why_and_ends_with_1(
+    words: list[str], wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The results are in place all the same: nothing failed, everybody was refused."""
+    assert main(["run", *SMALL, *words]) == 1
+    told = capsys.readouterr()
+    assert "0 of 4 requests finished, 4 refused" in told.out
+    assert "all 4 requests were refused: " in told.err and wanted in told.err
+    assert len(told.err.strip().splitlines()) == 1
+    [folder] = runs(tmp_path)
+    assert json.loads((folder / "status.json").read_text())["status"] == "ok"
+    assert json.loads((folder / "metrics.json").read_text())["num_refused"] == 4
+
+
 def test_flags_and_overrides_may_stand_in_any_order() -> None:
     words = ["a=1", "--config-dir", "mine", "b=2", "-m", "--cfg", "job", "--config-name=x", "c=3"]
     flags = ["--config-dir", "mine", "-m", "--cfg", "job", "--config-name=x"]

@@ -1,0 +1,57 @@
+"""Why a run has served nobody, and what to turn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def refusal(folder: Path, metrics: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """One line where every request of a finished run was refused, None where one was not."""
+    count = metrics["num_requests"]
+    if not count or metrics["num_refused"] < count:
+        return None
+    told = f"all {count} requests were refused"
+    if config["backend"]["name"] == "openai":
+        return f"{told} by the server: its answers are in {folder}/client.parquet"
+    if config.get("replayed") is not None:
+        return f"{told}, as they were in the run that is replayed: {config['replayed']}"
+    return f"{told}: {_reason(folder, config)}"
+
+
+def _reason(folder: Path, config: Mapping[str, Any]) -> str:
+    """The need against what there is. A reservation is taken whole, pages as a job grows."""
+    pages, page_tokens = _kv_pages(folder), config["page_tokens"]
+    shortest = _shortest_prompt_tokens(folder)
+    there = f"a device has {pages} pages of {page_tokens} tokens"
+    more = f"raise budget.kv_pages (it is {pages}) or budget.fraction"
+    reserved = config["memory"].get("max_tokens")
+    if reserved is None:
+        return (
+            f"the shortest has a prompt of {shortest} tokens, {-(-shortest // page_tokens)} pages "
+            f"of KV, and grows from there; {there}; {more}, or import a trace of shorter requests"
+        )
+    needed = -(-reserved // page_tokens)
+    if needed > pages:
+        return (
+            f"each reserves {needed} pages of KV (memory.max_tokens={reserved}), {needed - pages} "
+            f"more than there are; {there}; {more}, or lower memory.max_tokens"
+        )
+    return (
+        f"none stays within its reservation of memory.max_tokens={reserved} (the shortest has a "
+        f"prompt of {shortest} tokens); raise it, or take memory=paged_restart"
+    )
+
+
+def _kv_pages(folder: Path) -> int:
+    provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    return int(provenance["kv_pages"])
+
+
+def _shortest_prompt_tokens(folder: Path) -> int:
+    from pyarrow.parquet import read_table
+
+    tokens = read_table(folder / "requests.parquet", columns=["prompt_tokens"])
+    return min(tokens["prompt_tokens"].to_pylist())
