@@ -1,9 +1,9 @@
-"""Books plans in issue order, whole or not at all, and derives what each operation waits for."""
+"""Books plans in issue order, whole or not at all; the scoreboard says what operations wait for."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -11,23 +11,10 @@ from engine.balance import Balance
 from engine.figures import Figures
 from engine.journal import Journal
 from engine.pages import PagePool
-from engine.plan import (
-    COMPUTE_LANE,
-    Compute,
-    Copy,
-    Grow,
-    Kind,
-    Lane,
-    Op,
-    PageSize,
-    Place,
-    Plan,
-    Pool,
-    Share,
-    Tier,
-)
+from engine.plan import Compute, Copy, Grow, Kind, Op, PageSize, Place, Plan, Pool, Share, Tier
 from engine.prefix import Chain, PrefixCache
 from engine.returns import ReturnQueue
+from engine.scoreboard import Scoreboard
 from engine.sharing import Sharing
 
 KINDS = tuple(Kind)
@@ -41,12 +28,7 @@ class Booking(NamedTuple):
 
 
 class Ledger:
-    """The *predicted* memory: bytes per place, pages per KV place, stamps of contents and use.
-
-    An operation waits for the last writer of what it reads, for all users of what it writes (data)
-    and for whoever has to end before the bytes it rests on are free (bytes). Lanes are
-    first-in-first-out, so only operations on other lanes are named.
-    """
+    """The *predicted* memory: bytes per place, pages per KV place, what comes back and when."""
 
     def __init__(
         self,
@@ -61,18 +43,13 @@ class Ledger:
         self.page = page
         self.held_bytes: dict[Place, int] = {}
         self.pages: dict[Place, list[int]] = {}  # a table only grows; a freed one is dropped
-        self.written: dict[Place, int] = {}
-        self.used: dict[Place, int] = {}
-        self.open: dict[Op, None] = {}
+        self._board = Scoreboard(journal)
+        self.written, self.used, self.open = self._board.written, self._board.used, self._board.open
         self.places_of: dict[int, dict[Place, None]] = defaultdict(dict)  # by owner
         self.kind_bytes: dict[tuple[Pool, Kind], int] = defaultdict(int)
         self._returns = {pool: ReturnQueue(n) for pool, n in capacity_bytes.items()}
         self._pools: dict[Pool, PagePool] = {}
         self.sharing: dict[Pool, Sharing] = {}  # pools with prefix caching
-        self._writers: dict[Place, Op] = {}  # the last one; stays when it has ended
-        self._users: dict[Lane, dict[Place, Op]] = {}  # the last one of each lane
-        self._givers: dict[Place, set[Op]] = {}
-        self._stamp = 0
         self._journal = journal
         for place, nbytes in (resident or {}).items():
             Balance(self.room_bytes(), self.held_bytes).grow(place, nbytes)
@@ -82,8 +59,7 @@ class Ledger:
             cache = PrefixCache(chains, page.tokens) if chains is not None and keeps else None
             pages = self._pools[pool] = PagePool(queue.free_bytes // page.nbytes, cache)
             if cache is not None:
-                tables, (_, device) = self.pages, pool
-                self.sharing[pool] = Sharing(pages, queue, cache, tables, page.nbytes, device)
+                self.sharing[pool] = Sharing(pages, queue, cache, self.pages, page.nbytes, pool[1])
 
     # ---- figures
     def free_bytes(self) -> dict[Pool, int]:
@@ -115,31 +91,23 @@ class Ledger:
     @property
     def is_calm(self) -> bool:
         """Whether no bytes are on their way back, and nothing runs but launches of one lane."""
-        return not any(queue.coming_bytes for queue in self._returns.values()) and not any(
-            isinstance(op, Copy) or op.on != COMPUTE_LANE for op in self.open
-        )
+        return self._board.has_one_lane and not any(self.coming_bytes().values())
 
     def figures(
         self, pool: Pool | None = None, early_bytes: int = 0, device: int | None = None
     ) -> tuple[Figures, ...]:
         """What every pool (of a device) holds now; with KV bytes of one pool not counted yet."""
-        pools = self.capacity_bytes
-        found = [self._figures_of(one) for one in pools if device is None or one[1] == device]
+        found = [self._figures_of(p) for p in self.capacity_bytes if device in (None, p[1])]
         if early_bytes:
             less = (early_bytes, early_bytes // self.page.nbytes)
             found = [f.less(*less) if f.pool == pool else f for f in found]
         return tuple(found)
 
     def _figures_of(self, pool: Pool) -> Figures:
-        queue, kinds = self._returns[pool], self.kind_bytes
-        return Figures(
-            pool,
-            self.capacity_bytes[pool],
-            queue.free_bytes,
-            queue.coming_bytes,
-            tuple([kinds[pool, kind] for kind in KINDS]),
-            self._pools[pool].held_pages,
-        )
+        queue, kind_bytes = self._returns[pool], self.kind_bytes
+        kinds = tuple([kind_bytes[pool, kind] for kind in KINDS])
+        free, coming, pages = queue.free_bytes, queue.coming_bytes, self._pools[pool].held_pages
+        return Figures(pool, self.capacity_bytes[pool], free, coming, kinds, pages)
 
     # ---- booking
     def grow(self, pool: Pool, grows: Sequence[Grow]) -> None:
@@ -157,8 +125,8 @@ class Ledger:
 
     def touch_again(self, op: Compute, steps: int) -> None:
         """Books a launch that stands for so many equal ones."""
-        self._stamp += steps - 1
-        waits = self._touch(op, op.reads, op.writes)
+        self._board.stamp += steps - 1
+        waits = self._board.touch(op, op.reads, op.writes)
         assert not waits, "a run starts where nothing has to be waited for"
 
     def book(self, plan: Plan) -> dict[Op, Booking]:
@@ -182,14 +150,14 @@ class Ledger:
 
     def _run(self, op: Op) -> Booking:
         if isinstance(op, Compute):
-            return Booking(self._touch(op, op.reads, op.writes))
+            return Booking(self._board.touch(op, op.reads, op.writes))
         nbytes = self.held_bytes[op.src]
         if op.dst not in self.held_bytes:
             self._take(op.dst, nbytes)
         tables = self.pages.get(op.src, ()), self.pages.get(op.dst, ())
         if op.dst.pool in self.sharing:
             self.sharing[op.dst.pool].lands(op, tables[1])
-        return Booking(self._touch(op, (op.src,), (op.dst,)), (nbytes, *tables))
+        return Booking(self._board.touch(op, (op.src,), (op.dst,)), (nbytes, *tables))
 
     def _take(self, place: Place, nbytes: int) -> None:
         pool, pages = place.pool, list[int]()
@@ -201,7 +169,7 @@ class Ledger:
         self._hold(place, nbytes)
         self.kind_bytes[pool, place.region.kind] += nbytes
         if givers:
-            self._givers.setdefault(place, set()).update(givers)
+            self._board.rest(place, givers)
         if self._journal:
             self._journal.took(place, nbytes, pages)
 
@@ -212,14 +180,14 @@ class Ledger:
         self._hold(place, len(op.pages) * self.page.nbytes)
         self.kind_bytes[pool, Kind.KV] += nbytes
         if writers:
-            self._givers[place] = writers
+            self._board.rest(place, writers)
         if self._journal:
             self._journal.took(place, self.held_bytes[place], op.pages, is_shared=True)
 
     def _hold(self, place: Place, nbytes: int) -> None:
         held = self.held_bytes.get(place)
         if held is None:
-            self.written[place], self.used[place] = 0, -1
+            self._board.enter(place)
             self.places_of[place.region.owner][place] = None
         self.held_bytes[place] = nbytes + (held or 0)
 
@@ -227,49 +195,11 @@ class Ledger:
         assert nbytes % self.page.nbytes == 0, f"{place} takes {nbytes} bytes, no whole pages"
         return nbytes // self.page.nbytes
 
-    def _touch(self, op: Op, reads: Sequence[Place], writes: Sequence[Place]) -> tuple[Op, ...]:
-        lane, waits = op.lane, dict[Op, None]()
-        copied = self.written[op.src] if isinstance(op, Copy) else None
-        self._stamp += 1
-        if any(other.lane != lane for other in self.open):
-            for place in reads:
-                self._wait(
-                    waits, lane, [self._writers[place]] if place in self._writers else (), place
-                )
-            for place in writes:
-                users = [
-                    u[place] for other, u in self._users.items() if other != lane and place in u
-                ]
-                self._wait(waits, lane, users, place)
-        wrote = dict.fromkeys(writes)  # hashes each place once
-        touched = {**dict.fromkeys(reads), **wrote} if reads else wrote
-        self._users.setdefault(lane, {}).update(dict.fromkeys(touched, op))
-        self.used.update(dict.fromkeys(touched, self._stamp))
-        self._writers.update(dict.fromkeys(wrote, op))
-        self.written.update(dict.fromkeys(wrote, self._stamp if copied is None else copied))
-        self.open[op] = None
-        if self._journal:
-            self._journal.touched(op, (*reads, *writes))
-        return tuple(waits)
-
-    def _wait(self, waits: dict[Op, None], lane: Lane, ops: Iterable[Op], place: Place) -> None:
-        for op in ops:
-            if op.lane != lane and op in self.open:
-                waits[op] = None
-        if place in self._givers:
-            givers = self._givers[place] = {op for op in self._givers[place] if op in self.open}
-            waits.update((op, None) for op in self.open if op in givers and op.lane != lane)
-            if not givers:
-                del self._givers[place]
-
     # ---- giving back
     def give(self, place: Place) -> None:
         """Gives a place back: its bytes return, in issue order, when its users have ended."""
         nbytes, pool = self.held_bytes.pop(place), place.pool
-        last = [users.pop(place, None) for users in self._users.values()]
-        users = {op for op in (*last, *self._givers.pop(place, ())) if op in self.open}
-        self._writers.pop(place, None)
-        del self.written[place], self.used[place]
+        users = self._board.leave(place)
         owned = self.places_of[place.region.owner]
         del owned[place]
         if not owned:
@@ -296,7 +226,7 @@ class Ledger:
 
     def settle(self, op: Op) -> None:
         """An operation has ended: bytes that waited for it come back."""
-        del self.open[op]
+        self._board.settle(op)
         for pool, queue in self._returns.items():
             queue.settle(op)
             self._pools[pool].settle(op)

@@ -8,6 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("full", max_examples=100)
+settings.register_profile("fast", max_examples=25)  # percent: see tests.strategies.cases
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Whoever leaves out the slow tests gets fewer random cases of the properties, too."""
+    is_fast = "not slow" in config.getoption("markexpr")
+    settings.load_profile("fast" if is_fast else "full")
 
 
 @pytest.fixture(scope="session")

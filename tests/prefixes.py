@@ -10,11 +10,38 @@ from functools import cache
 from hypothesis import strategies as st
 
 from engine.contents import Contents, Token
+from engine.policy import Composed
+from policies.chunked_prefill import ChunkedPrefill
+from policies.continuous_batching import ContinuousBatching
+from policies.earliest_deadline import EarliestDeadline
+from policies.orca import Orca
+from policies.paged_restart import PagedRestart
+from policies.paged_swap import PagedSwap
+from policies.static_batching import StaticBatching
+from policies.vllm_v1 import VllmV1
 from tests.replays import PAGE, Replay
 from traces.prompts import prompt_of
 from traces.request import Request
 
 VOCABULARY = 3  # so few that pages are alike by chance, too, behind other tokens
+SCHEDULING = {
+    "static": StaticBatching(max_jobs=6),
+    "continuous": ContinuousBatching(token_budget=128, max_jobs=12),
+    "chunked": ChunkedPrefill(token_budget=48, max_jobs=12),
+    "v1": VllmV1(token_budget=48, max_jobs=12),
+    "orca": Orca(max_jobs=8),
+    "deadline": EarliestDeadline(token_budget=24, max_jobs=12),
+}
+MEMORY = {
+    "restart": PagedRestart(prefix_caching=True),
+    "swap": PagedSwap(prefix_caching=True),
+    "v0": PagedRestart(prompts="reserved", spare_pages=1, gives_way=True, prefix_caching=True),
+    "v1": PagedRestart(0.0, prompts="must_fit", gives_way=True, prefix_caching=True),
+}
+
+
+def composed(scheduling: str, memory: str) -> Composed:
+    return Composed(SCHEDULING[scheduling], MEMORY[memory])
 
 
 def named(requests: Sequence[Request]) -> Token:
@@ -78,7 +105,7 @@ def in_blocks(requests: Sequence[Request], block_tokens: int = 4) -> list[Reques
     ]
 
 
-def _traces() -> st.SearchStrategy[list[Request]]:
+def alike_or_not() -> st.SearchStrategy[list[Request]]:
     """Prompts of ids or of named blocks, or lengths only, that arrive at any time."""
     ids = st.lists(st.integers(0, 1), min_size=1, max_size=80).map(tuple)
     row = st.tuples(
@@ -105,6 +132,3 @@ def _requests(rows: Sequence[tuple]) -> list[Request]:  # type: ignore[type-arg]
             given = {"prefix_ids": names[: -(-tokens // 7)], "prefix_block_tokens": 7}
         requests.append(Request(i, at_ns, tokens, output, **given))  # type: ignore[arg-type]
     return requests
-
-
-traces = _traces()

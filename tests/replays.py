@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import simpy
 
@@ -14,7 +17,7 @@ from engine.executor import Launch, Span
 from engine.journal import Journal
 from engine.lanes import Lanes
 from engine.plan import Layout, Op, PageSize, Plan, Tier
-from engine.planlog import encode
+from engine.planlog import LoggedPlan, encode
 from engine.policy import Composed, Policy, Router
 from engine.recorder import Recorder
 from policies.chunked_prefill import ChunkedPrefill
@@ -37,6 +40,7 @@ MEMORY = {
     "swap": PagedSwap(),
     "reservation": MaxReservation(max_tokens=120),
 }
+COMBINATIONS = [(scheduling, memory) for scheduling in SCHEDULING for memory in MEMORY]
 
 
 def random_requests(seed: int, count: int = 24, rate: float | None = None) -> list[Request]:
@@ -88,6 +92,7 @@ class Replay:
     engine: Engine
     recorder: Recorder
     journal: Journal
+    _rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
     def plans(self) -> list[Plan]:
@@ -100,6 +105,37 @@ class Replay:
     def log(self) -> list[tuple[int, str]]:
         """What was decided, without when."""
         return [(device, encode(plan)) for _, device, _, _, plan in self.recorder.plans]
+
+    def plan_log(self) -> tuple[LoggedPlan, ...]:
+        """What the `recorded` policy plays back."""
+        plans = self.recorder.plans
+        return tuple(LoggedPlan(device, back, encode(plan)) for _, device, _, back, plan in plans)
+
+    def launches(self) -> list[Launch]:
+        """Those with slices, in issue order; a slice knows its page table."""
+        rows = sorted(self.recorder.steps, key=lambda row: row[0])
+        return [row[-1] for row in rows if row[-1].pieces]
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a table."""
+        if name not in self._rows:
+            self._rows[name] = self._tables[name].to_pylist()
+        return self._rows[name]
+
+    @cached_property
+    def _tables(self) -> Mapping[str, Any]:
+        return self.recorder.tables()
+
+    def booked(self) -> list[tuple[Any, ...]]:
+        """Bytes and pages of KV at each issue."""
+        names, rows = ("step", "tier", "kv_bytes", "kv_pages"), self.rows("memory")
+        return [tuple(row[n] for n in names) for row in rows if row["cause"] == "issue"]
+
+    def files(self, folder: Path) -> dict[str, bytes]:
+        """The tables as they lie on disk."""
+        folder.mkdir()
+        self.recorder.write(folder)
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
 
     def check(self) -> Replay:
         """Laws 1, 2, 4, 5, 6 and 11b."""
@@ -115,7 +151,7 @@ class Replay:
             assert times == sorted(times), "a token before its arrival or out of order"
         for op, span in spans.items():
             for piece in getattr(op, "slices", ()):
-                assert span.start_ns >= piece.job.arrival_ns
+                assert span.start_ns >= piece.job.arrival_ns, "work before its arrival"
         return self
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.balance import Shortage
@@ -14,6 +12,7 @@ from engine.ledger import Ledger
 from engine.pages import PagePool
 from engine.plan import Compute, Copy, Free, Grow, PageSize, Plan, Slice, Tier, kv_place
 from engine.returns import ReturnQueue
+from tests.strategies import cases
 
 PAGE = PageSize(tokens=4, nbytes=100)
 GPU, HOST = (Tier.GPU, 0), (Tier.HOST, 0)
@@ -29,9 +28,9 @@ def launch(*job_ids: int) -> Compute:
 
 
 def figures(books: Ledger) -> object:
-    return copy.deepcopy(
-        (books.free_bytes(), books.coming_bytes(), books.held_bytes, books.pages, books.written)
-    )
+    pages = {place: list(ids) for place, ids in books.pages.items()}
+    held = dict(books.held_bytes), dict(books.written), dict(books.used), tuple(books.open)
+    return books.free_bytes(), books.coming_bytes(), books.figures(), pages, held
 
 
 def test_a_plan_that_is_short_at_its_end_books_nothing() -> None:
@@ -52,7 +51,7 @@ op_lists = st.lists(
 
 
 @given(st.lists(op_lists, max_size=12), st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
+@cases(200)
 def test_random_plans_conserve_bytes_and_pages(plans: list, rng) -> None:
     """Law 2 and 3 on programs nobody wrote: grow, free, exchange with the host, run."""
     books = ledger(gpu_pages=12, host_pages=6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from engine.executor import Launch
@@ -14,17 +14,17 @@ from engine.policy import Composed
 from policies.paged_restart import PagedRestart
 from policies.vllm_v1 import VllmV1
 from tests.replays import replay
+from tests.strategies import cases, traces
 from tests.vllm_reference import Vllm
 from traces.request import Request
 
 PAGE = PageSize(tokens=4, nbytes=4000)
 MEMORY = PagedRestart(watermark=0.0, prompts="must_fit", gives_way=True)
-
-traces = st.lists(
-    st.tuples(st.integers(0, 30_000_000), st.integers(1, 80), st.integers(1, 40)),
-    min_size=1,
-    max_size=25,
-).map(lambda rows: [Request(i, *row) for i, row in enumerate(rows)])
+SIZES = {
+    "pages": st.integers(31, 90),
+    "budget": st.integers(8, 128),
+    "jobs": st.integers(1, 12),
+}
 
 
 def step_ns(tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
@@ -47,13 +47,8 @@ def ours(
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@given(
-    requests=traces,
-    pages=st.integers(31, 90),
-    budget=st.integers(8, 128),
-    jobs=st.integers(1, 12),
-)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(requests=traces(), **SIZES)
+@cases(150)
 def test_every_token_comes_when_it_does_in_vllm(
     depth: int, requests: list[Request], pages: int, budget: int, jobs: int
 ) -> None:

@@ -5,63 +5,42 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.engine import Engine
 from engine.policy import Composed
 from policies.earliest_deadline import EarliestDeadline
-from tests.prefixes import traces
-from tests.replays import replay
-from tests.test_fast_forward import Shaped, page_tables, simulated
-from tests.test_prefix_laws import MEMORY, SCHEDULING
+from tests.jumps import Shaped, both_replayed, both_simulated, kept, simulated
+from tests.prefixes import MEMORY, SCHEDULING, alike_or_not
+from tests.strategies import TIMING, cases, room
 from traces.request import Request
 
 COMBINATIONS = [
     *((scheduling, "v1") for scheduling in ("chunked", "continuous", "orca", "deadline")),
     *(("v1", memory) for memory in MEMORY),
 ]
-quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
-@given(
-    requests=traces,
-    pages=st.integers(31, 160),
-    host_pages=st.integers(0, 40),
-    depth=st.integers(1, 3),
-    noise=st.sampled_from([0.0, 0.4]),
-    host_ns=st.sampled_from([0, 30_000]),
-)
-@quick
-def test_repeated_plans_are_what_would_be_decided(
+@given(requests=alike_or_not(), **room(160), **TIMING)
+@cases(25)
+def test_repeated_plans_leave_the_same_pages_and_keys(
     scheduling: str, memory: str, requests: list[Request], **setting: Any
 ) -> None:
     policy = Composed(SCHEDULING[scheduling], MEMORY[memory])
-    fast, slow = (replay(policy, requests, fast_forward=f, **setting) for f in (True, False))
-    assert fast.recorder.tables() == slow.recorder.tables()
+    fast, slow = both_replayed(policy, requests, **setting)
     assert kept(fast.engine) == kept(slow.engine)
 
 
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
-@given(
-    requests=traces,
-    pages=st.integers(31, 400),
-    host_pages=st.integers(0, 40),
-    depth=st.integers(1, 3),
-    host_ns=st.sampled_from([0, 900, 9_000]),
-)
-@quick
-def test_a_jump_is_the_steps_it_stands_for(
+@given(requests=alike_or_not(), host_ns=st.sampled_from([0, 900, 9_000]), **room(400))
+@cases(25)
+def test_a_jump_leaves_the_same_pages_and_keys(
     scheduling: str, memory: str, requests: list[Request], host_ns: int, **setting: Any
 ) -> None:
     policy = Composed(SCHEDULING[scheduling], MEMORY[memory])
-    fast, slow = (simulated(policy, requests, f, Shaped(host_ns), **setting) for f in (True, False))
-    assert fast.recorder.tables() == slow.recorder.tables()
-    assert (fast.steps, fast.env.now) == (slow.steps, slow.env.now)
+    fast, slow = both_simulated(policy, requests, Shaped(host_ns), **setting)
     assert kept(fast) == kept(slow)
-    theirs = page_tables(slow)
-    assert all(tables == theirs[step] for step, tables in page_tables(fast).items())
 
 
 @pytest.mark.parametrize("guarded", [True, False])
@@ -85,9 +64,3 @@ def test_whoever_waits_may_share_what_a_prompt_under_way_fills(
     found = slow.recorder.outcomes[1].cached_tokens
     assert 80 <= found < 150, "it came in while the other was under way"
     assert (fast.recorder.tables() == slow.recorder.tables()) is guarded
-
-
-def kept(engine: Engine) -> object:
-    """Which pages hold what, and in which order equal ones would be found."""
-    caches = [sharing.cache for sharing in engine.ledger.sharing.values()]
-    return [(c._keys, {key: [*pages] for key, pages in c._pages.items()}) for c in caches]

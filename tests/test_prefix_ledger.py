@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.balance import Shortage
@@ -12,6 +12,7 @@ from engine.ledger import Ledger
 from engine.plan import Compute, Copy, Free, Grow, Op, PageSize, Plan, Share, Slice, Tier, kv_place
 from engine.prefix import Chain
 from engine.trial import Trial
+from tests.strategies import cases
 from traces.request import Request
 
 PAGE = PageSize(tokens=4, nbytes=100)
@@ -122,7 +123,7 @@ programs = st.lists(st.lists(letters, max_size=8), max_size=10)
 
 
 @given(programs, st.randoms(use_true_random=False))
-@settings(max_examples=150, deadline=None)
+@cases(150)
 def test_the_dry_run_says_what_booking_does(plans: list, rng) -> None:
     """Law 2 and 3 on programs nobody wrote, with shares of whatever can be found at that point."""
     books, running = ledger(pages=12), list[Op]()

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given
 
 from engine.job import Job
 from engine.plan import Kind, PageSize
@@ -17,9 +16,10 @@ from engine.prefix import Chain, PrefixCache
 from policies.max_reservation import MaxReservation
 from policies.paged_restart import PagedRestart
 from policies.vllm_v1 import VllmV1
-from tests.prefixes import alike, traces
+from tests.prefixes import alike, alike_or_not
 from tests.replays import PAGE, Replay, replay
-from tests.test_policies_vllm import launch_ns, step_ns
+from tests.strategies import cases
+from tests.test_policies_vllm import SIZES, launch_ns, step_ns
 from tests.vllm_reference import Vllm
 from traces.import_ import import_trace
 from traces.prompts import prompt_of
@@ -55,13 +55,8 @@ def same(run: Replay, vllm: Vllm, expected: dict[int, list[int]]) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@given(
-    requests=traces,
-    pages=st.integers(31, 90),
-    budget=st.integers(8, 128),
-    jobs=st.integers(1, 12),
-)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(requests=alike_or_not(), **SIZES)
+@cases(60)
 def test_every_token_comes_when_it_does_in_vllm(
     depth: int, requests: list[Request], pages: int, budget: int, jobs: int
 ) -> None:
@@ -81,13 +76,19 @@ def test_the_comparison_sees_hits_and_restarts(depth: int) -> None:
     same(ours(requests, 50, 64, 12, depth), vllm, expected)
 
 
-@pytest.mark.parametrize("name", ["mooncake_conversation_first45min", "mooncake_synthetic"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mooncake_conversation_first45min",
+        pytest.param("mooncake_synthetic", marks=pytest.mark.slow),
+    ],
+)
 def test_mooncakes_blocks_are_found_as_their_tokens_are(
     shared: Path, tmp_path: Path, name: str
 ) -> None:
     """Pages of 16 tokens in named blocks of 512, against the ids that stand for them."""
     source = shared / "data" / "arrivals" / f"{name}.parquet"
-    import_trace(source, tmp_path / "out.parquet", limit=50)
+    import_trace(source, tmp_path / "out.parquet", limit=30)
     page = PageSize(16, 16)
     rows = read_trace(tmp_path / "out.parquet")
     requests = [replace(r, output_tokens=min(r.output_tokens, 40)) for r in rows]

@@ -7,39 +7,34 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.engine import Stalled
 from engine.plan import Compute, Copy, Free, Grow, Plan
-from engine.planlog import LoggedPlan, encode
 from engine.policy import Router
 from engine.view import View
 from policies.least_outstanding import LeastOutstanding
 from policies.recorded import Recorded, RecordedRouter
 from policies.round_robin import RoundRobin
-from tests.replays import MEMORY, SCHEDULING, Replay, composed, random_requests, replay
+from tests.replays import COMBINATIONS, SCHEDULING, Replay, composed, random_requests, replay
+from tests.strategies import TIMING, cases, traces
 from tests.test_router import ROUTERS
 from traces.request import Request
-
-COMBINATIONS = [(s, m) for s in SCHEDULING for m in MEMORY]
-quick = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
-traces = st.lists(
-    st.tuples(st.integers(0, 30_000_000), st.integers(1, 80), st.integers(1, 40)),
-    min_size=1,
-    max_size=25,
-).map(lambda rows: [Request(i, *row) for i, row in enumerate(rows)])
 
 
 def rows_of(run: Replay, name: str, device: int) -> list[dict[str, Any]]:
     """A table's rows of one device, as if it were the only one; numbers of plans left out."""
-    rows = [row for row in run.recorder.tables()[name].to_pylist() if row["device"] == device]
+    rows = [row for row in run.rows(name) if row["device"] == device]
     return [{**row, "device": 0, "step": 0, "body": 0} for row in rows]
 
 
-def log_of(run: Replay, device: int) -> list[str]:
-    """What was decided for one device."""
-    return [encode(plan) for _, d, _, _, plan in run.recorder.plans if d == device]
+def logs(run: Replay) -> dict[int, list[str]]:
+    """What was decided for each device."""
+    found = defaultdict(list)
+    for device, plan in run.log():
+        found[device].append(plan)
+    return found
 
 
 # ---- a replica is a run of its own
@@ -67,17 +62,14 @@ def test_each_replica_is_the_single_run_of_its_own_requests(
 def held(run: Replay, device: int) -> list[tuple[int, int]]:
     """Bytes and pages of KV on a device after each of its own plans."""
     own = {step for step, d, *_ in run.recorder.plans if d == device}
-    rows = run.recorder.tables()["memory"].to_pylist()
-    at_issue = [r for r in rows if r["cause"] == "issue" and r["step"] in own]
+    at_issue = [r for r in run.rows("memory") if r["cause"] == "issue" and r["step"] in own]
     here = [r for r in at_issue if (r["tier"], r["device"]) == ("gpu", device)]
     return [(r["kv_bytes"], r["kv_pages"]) for r in here]
 
 
 def pages(run: Replay, device: int) -> list[Any]:
     """Whose pages each launch of a device used, by number."""
-    steps = sorted(run.recorder.steps, key=lambda row: row[0])
-    launches = [row[-1] for row in steps if row[-1].op.lane[0] == device]
-    return [launch.pieces for launch in launches if launch.pieces]
+    return [launch.pieces for launch in run.launches() if launch.op.lane[0] == device]
 
 
 @pytest.mark.parametrize("scheduling", SCHEDULING)
@@ -95,14 +87,8 @@ def test_equal_jobs_in_turn_give_equal_replicas(scheduling: str) -> None:
 # ---- the laws
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
-@given(
-    requests=traces,
-    devices=st.integers(2, 4),
-    depth=st.integers(1, 3),
-    noise=st.sampled_from([0.0, 0.4]),
-    host_ns=st.sampled_from([0, 30_000]),
-)
-@quick
+@given(requests=traces(), devices=st.integers(2, 4), depth=st.integers(1, 3), **TIMING)
+@cases(12)
 def test_every_replay_with_replicas_obeys_the_laws(
     scheduling: str, memory: str, router: Router, requests: list[Request], **setting: Any
 ) -> None:
@@ -183,10 +169,11 @@ def test_decisions_of_a_replica_do_not_depend_on_durations(
             host_ns=20_000 if seed % 2 else 0,
             router=LeastOutstanding(),
         ).check()
-        for seed in range(4)
+        for seed in range(3)
     ]
+    decided = [logs(run) for run in runs]
+    assert all(other == decided[0] for other in decided[1:]) and len(decided[0]) == 2
     for device in range(2):
-        assert all(log_of(run, device) == log_of(runs[0], device) for run in runs[1:])
         assert all(pages(run, device) == pages(runs[0], device) for run in runs[1:])
 
 
@@ -231,8 +218,7 @@ def test_a_plan_log_of_replicas_plays_back_on_other_durations(scheduling: str, m
         seed=3,
         router=LeastOutstanding(),
     ).check()
-    rows = real.recorder.tables()["plans"].to_pylist()
-    log = tuple(LoggedPlan(r["device"], tuple(r["returned"]), r["body"]) for r in rows)
+    log = real.plan_log()
     played = replay(
         Recorded(log),
         requests,

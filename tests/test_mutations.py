@@ -1,0 +1,194 @@
+"""The checks of the laws bite: a fault put in on purpose is caught by the check of its law."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.arrivals import Arrivals
+from engine.balance import Balance
+from engine.checks import check_capacity, check_inputs
+from engine.door import Door
+from engine.engine import Stalled
+from engine.executor import Launch
+from engine.lanes import Lanes
+from engine.pages import PagePool
+from engine.plan import Grow, Plan, kv_place
+from engine.policy import Composed
+from engine.returns import ReturnQueue
+from engine.scoreboard import Scoreboard
+from engine.view import View
+from tests.replays import ToyExecutor, composed, random_requests, replay
+from tests.states import decoding, job, view
+from tests.test_ledger import figures, launch, ledger
+from tests.watched import Watched
+
+CHUNKED = composed("chunked", "restart")
+
+
+# ---- laws 1 and 2: checked at every issue and settle
+def test_a_lost_request_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Door, "_leave", lambda *_: None)
+    with pytest.raises(AssertionError, match="requests do not add up"):
+        replay(CHUNKED, random_requests(3, 5))
+
+
+def test_lost_bytes_are_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    give = ReturnQueue.give
+    monkeypatch.setattr(ReturnQueue, "give", lambda self, n, users: give(self, n - 4000, users))
+    with pytest.raises(AssertionError, match="does not add up"):
+        replay(CHUNKED, random_requests(3, 5))
+
+
+def test_a_lost_page_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    back = PagePool._return
+
+    def lose_one(self: PagePool, returned: Any) -> None:
+        returned.ids.pop()
+        back(self, returned)
+
+    monkeypatch.setattr(PagePool, "_return", lose_one)
+    with pytest.raises(AssertionError, match="a page is lost"):
+        replay(CHUNKED, random_requests(3, 5))
+
+
+# ---- law 3
+def test_without_its_dry_run_half_a_plan_would_be_booked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Balance, "run", lambda *_: None)
+    books = ledger()
+    before = figures(books)
+    with pytest.raises(AssertionError, match="check before you take"):
+        books.book(Plan((Grow(kv_place(0), 300), launch(0), Grow(kv_place(1), 900))))
+    assert figures(books) != before, "what test_ledger.py compares after every shortage"
+
+
+# ---- laws 4 and 5: checked on the spans of every replay
+def all_at_once(self: Arrivals) -> Iterator[Any]:
+    for item in self._first:
+        self._handed += 1
+        self._hand_over(item, item.arrival_ns)
+    yield self._env.timeout(0)
+
+
+def test_work_that_begins_before_its_arrival_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arrivals, "run", all_at_once)
+    run = replay(CHUNKED, random_requests(3, 10, rate=500))
+    with pytest.raises(AssertionError, match="before its arrival"):
+        run.check()
+
+
+def test_a_lane_that_runs_two_at_once_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_ns(self: Lanes, launch: Launch) -> int:
+        return max([int(self._env.now), *(self._end_ns.get(op, 0) for op in launch.waits)])
+
+    monkeypatch.setattr(Lanes, "start_ns", start_ns)
+    run = replay(CHUNKED, random_requests(3, 10))
+    with pytest.raises(AssertionError, match="two operations at once"):
+        run.check()
+
+
+# ---- laws 6 and 8: a watched policy
+def test_a_clock_that_runs_back_is_caught() -> None:
+    watched, state = Watched(CHUNKED), view([], [job(0, 10)])
+    watched.plan(replace(state, now_ns=5))
+    with pytest.raises(AssertionError, match="law 6"):
+        watched.plan(replace(state, now_ns=4))
+
+
+class Meddler:
+    """Changes what it is shown."""
+
+    def plan(self, view: View) -> Plan:
+        for one in view.serving:
+            one.slo = "mine"
+        return CHUNKED.plan(view)
+
+
+class Moody:
+    """Answers as it likes."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def plan(self, view: View) -> Plan:
+        self._asked += 1
+        return CHUNKED.plan(view) if self._asked % 2 else Plan()
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"), [(Meddler(), "changed what it was shown"), (Moody(), "other plans")]
+)
+def test_a_policy_that_meddles_or_remembers_is_caught(policy: Any, told: str) -> None:
+    with pytest.raises(AssertionError, match=f"law 8: .*{told}"):
+        Watched(policy).plan(view([decoding(0, 9)], [job(1, 10)]))
+
+
+# ---- law 7
+def test_durations_without_a_seed_change_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def vary(self: ToyExecutor) -> float:
+        return random.SystemRandom().uniform(0.6, 1.4)
+
+    monkeypatch.setattr(ToyExecutor, "_vary", vary)
+    one, two = (replay(CHUNKED, random_requests(3, 10)).files(tmp_path / n) for n in ("1", "2"))
+    assert one["steps.parquet"] != two["steps.parquet"]
+
+
+# ---- law 9
+def test_a_policy_that_asks_only_once_idles_beside_runnable_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt that finds no room keeps running jobs from decoding: what taught us to ask twice."""
+
+    def plan(self: Composed, view: View) -> Plan:
+        return self._stretched(self.memory.fit(self.scheduling.batch(view), view), view)
+
+    monkeypatch.setattr(Composed, "plan", plan)
+    caught = 0
+    for seed in range(6):
+        watched = Watched(composed("continuous", "restart"))
+        try:
+            replay(watched, random_requests(seed, 30, rate=1500), pages=40)
+        except Stalled:
+            caught += 1
+        else:
+            caught += watched.idle_without_a_plan > 0
+    assert caught == 6
+
+
+# ---- law 11
+class ByTheClock:
+    """Takes whoever waits in odd microseconds only: decisions that durations change."""
+
+    def plan(self, view: View) -> Plan:
+        is_open = view.now_ns // 1000 % 2 or not view.serving
+        return CHUNKED.plan(view if is_open else replace(view, waiting=()))
+
+
+def test_plans_that_depend_on_durations_are_told_apart() -> None:
+    logs = [replay(ByTheClock(), random_requests(7, 30), noise=0.4, seed=s).log() for s in (1, 2)]
+    assert logs[0] != logs[1]
+
+
+# ---- law 11b
+@pytest.mark.parametrize("forgotten", ["_wait", "rest"])
+def test_a_ledger_that_forgets_waits_is_caught(
+    forgotten: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All waits, or those for bytes: a swapping policy reads stale pages or fills too many."""
+    monkeypatch.setattr(Scoreboard, forgotten, lambda *_: None)
+    caught = 0
+    for seed in range(6):
+        run = replay(composed("chunked", "swap"), random_requests(seed, 30), pages=36)
+        try:
+            check_inputs(run.plans, run.spans)
+            check_capacity(run.journal.lives, run.spans, run.engine.ledger.capacity_bytes)
+        except AssertionError:
+            caught += 1
+    assert caught == 6
