@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pyarrow as pa
 from engine.model import ModelSpec
 from engine.plan import PageSize
 from engine.record import STEPS
+from sim.fit import fit
 from sim.tables import TableCost
 
 MODEL = ModelSpec("toy", "llama", 4, 256, 8, 4, 32, 704, 2048, 4096, dtype="float32")
@@ -117,6 +119,18 @@ def recorded(noise: float, seed: int = 0) -> Log:
             log.copy("host->gpu", nbytes)
             log.copy("host->gpu", nbytes, contended=True)
     return log
+
+
+@cache
+def noisy_log() -> Log:
+    """A profile with 3 % of noise; not to be changed."""
+    return recorded(noise=0.03)
+
+
+@cache
+def fitted() -> TableCost:
+    """What is fitted to it, once for all tests."""
+    return fit(noisy_log().table(), MODEL, PAGE, source="a synthetic engine")
 
 
 def unseen(cost: TableCost, count: int = 400) -> dict[str, np.ndarray[Any, Any]]:

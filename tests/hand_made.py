@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -43,6 +44,12 @@ FAMILIES: Mapping[str, ModelSpec] = {
     ),
     "gpt2": replace(TINY, name="tiny-gpt2", family="gpt2", num_kv_heads=4, tie_embeddings=True),
 }
+
+
+@cache
+def shared_model(spec: ModelSpec) -> Any:
+    """The runtime's model of a tiny spec, built once for all who only read its weights."""
+    return build_model(spec, seed=1, spread=SPREAD)
 
 
 class HandMade:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -134,6 +135,22 @@ def central_queue_ns(arrival_ns: Times, servers: int, service_ns: int) -> Times:
         start = max(int(at), heappop(free))
         waits[i] = start - at
         heappush(free, start + service_ns)
+    return waits
+
+
+def own_lines_ns(arrival_ns: Times, service_ns: Times, servers: int, joins_shortest: bool) -> Times:
+    """Waits where each arrival joins one server's line at once: in turn, or the shortest.
+
+    Between equally short lines, the one that fewest have joined so far, then the first.
+    """
+    ends: list[list[int]] = [[] for _ in range(servers)]  # of all who ever joined
+    waits = np.zeros(len(arrival_ns), dtype=np.int64)
+    for i, (at, service) in enumerate(zip(arrival_ns.tolist(), service_ns.tolist(), strict=True)):
+        lengths = [(len(line) - bisect_right(line, at), len(line)) for line in ends]
+        line = ends[lengths.index(min(lengths)) if joins_shortest else i % servers]
+        start = max(at, line[-1] if line else 0)
+        waits[i] = start - at
+        line.append(start + service)
     return waits
 
 

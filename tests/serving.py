@@ -22,8 +22,7 @@ from policies.paged_swap import PagedSwap
 from policies.static_batching import StaticBatching
 from runtime.executor import CpuExecutor
 from runtime.machine import GPU, Machine
-from runtime.model import build_model
-from tests.hand_made import HOST, SPREAD
+from tests.hand_made import HOST, shared_model
 from traces.request import Request
 
 PAGE_TOKENS = 8
@@ -114,8 +113,7 @@ def serve_with(
     """The same under any policy."""
     pages = {GPU: gpu_pages, HOST: 4 * gpu_pages}
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
-    model = model or build_model(spec, seed=1, spread=SPREAD)
-    machine = Machine(model, spec, PAGE_TOKENS, pages, prompts)
+    machine = Machine(model or shared_model(spec), spec, PAGE_TOKENS, pages, prompts)
     outcomes = replay(policy, machine, pages, requests, depth).outcomes
     assert {o.status for o in outcomes.values()} == {"finished"}
     return Served(

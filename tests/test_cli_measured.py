@@ -10,14 +10,16 @@ import torch
 
 from analysis.run import Run, load
 from tandem.cli import main
+from tests.short_trace import PRESSED, SHORT, write_short
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "shortest_prompt_first"
-SMALL = ["model=micro_llama", "limit=6", "arrival=all_at_once"]
+SMALL = ["model=micro_llama", "limit=6", "arrival=all_at_once", *SHORT]
 
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    write_short(tmp_path)
     torch.set_num_threads(1)
 
 
@@ -51,7 +53,7 @@ def test_the_outsiders_policy_is_short() -> None:
 def test_compare_replays_what_was_measured(
     clock: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pressed = ["budget.kv_pages=125", "policy=chunked_swap", "limit=12"]
+    pressed = [PRESSED, "policy=chunked_swap", "limit=12"]
     predicted = run(capsys, *pressed, "backend=sim")
     measured = run(capsys, *pressed, "backend=cpu", f"backend.clock={clock}")
     assert main(["compare", measured, predicted, "--out", "report"]) == 0
@@ -62,7 +64,7 @@ def test_compare_replays_what_was_measured(
     replay, measurement = load(tmp_path / "report-replay"), load(measured)
     replayed, measured_memory = booked(replay), booked(measurement)
     pd.testing.assert_frame_equal(replayed, measured_memory)
-    assert replayed["kv_pages"].max() > 100  # of 125: there was pressure
+    assert replayed["kv_pages"].max() > 20  # of 24: there was pressure
     assert replay.requests["swaps"].sum() == measurement.requests["swaps"].sum() > 0
 
 

@@ -23,10 +23,9 @@ from runtime.clock import WallClock
 from runtime.executor import CpuExecutor, LockstepExecutor
 from runtime.link import Link
 from runtime.machine import GPU, Machine
-from runtime.model import build_model
 from runtime.wall import WallExecutor
 from sim.executor import SimExecutor
-from tests.hand_made import FAMILIES, HOST, SPREAD
+from tests.hand_made import FAMILIES, HOST, shared_model
 from tests.serving import MEMORY, PAGE_TOKENS, SCHEDULING, short_requests
 from traces.request import Request
 
@@ -57,8 +56,7 @@ class MadeUp:
 
 def machine(requests: Sequence[Request]) -> Machine:
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
-    model = build_model(SPEC, seed=1, spread=SPREAD)
-    return Machine(model, SPEC, PAGE_TOKENS, PAGES, prompts)
+    return Machine(shared_model(SPEC), SPEC, PAGE_TOKENS, PAGES, prompts)
 
 
 @contextmanager

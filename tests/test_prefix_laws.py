@@ -59,7 +59,7 @@ def test_tokens_are_found_while_memory_is_short(scheduling: str, memory: str) ->
         assert sum(o.swaps if memory == "swap" else o.restarts for o in outcomes) > 0
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 @pytest.mark.parametrize(("scheduling", "memory"), FEW)
 def test_plans_do_not_depend_on_durations(scheduling: str, memory: str, depth: int) -> None:
     """Law 11 with shared pages: the same plans, page for page."""
@@ -102,7 +102,9 @@ def test_one_seed_gives_identical_bytes(tmp_path: Path) -> None:
     assert len(one) == 4 and one == two
 
 
-@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize(
+    "memory", ["swap", "v1", *(pytest.param(m, marks=pytest.mark.slow) for m in ("restart", "v0"))]
+)
 def test_each_replica_keeps_pages_of_its_own(memory: str) -> None:
     """A page is found only where it lies; a router that knows prefixes makes more be found."""
     requests, found = in_blocks(alike(7, 40, rate=2000)), []

@@ -76,19 +76,14 @@ def test_the_comparison_sees_hits_and_restarts(depth: int) -> None:
     same(ours(requests, 50, 64, 12, depth), vllm, expected)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mooncake_conversation_first45min",
-        pytest.param("mooncake_synthetic", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mooncake_conversation_first45min", "mooncake_synthetic"])
 def test_mooncakes_blocks_are_found_as_their_tokens_are(
     shared: Path, tmp_path: Path, name: str
 ) -> None:
     """Pages of 16 tokens in named blocks of 512, against the ids that stand for them."""
     source = shared / "data" / "arrivals" / f"{name}.parquet"
-    import_trace(source, tmp_path / "out.parquet", limit=30)
+    import_trace(source, tmp_path / "out.parquet", limit=50)
     page = PageSize(16, 16)
     rows = read_trace(tmp_path / "out.parquet")
     requests = [replace(r, output_tokens=min(r.output_tokens, 40)) for r in rows]

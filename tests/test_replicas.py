@@ -38,7 +38,7 @@ def logs(run: Replay) -> dict[int, list[str]]:
 
 
 # ---- a replica is a run of its own
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 def test_each_replica_is_the_single_run_of_its_own_requests(
     scheduling: str, memory: str, depth: int
@@ -150,7 +150,7 @@ def test_under_pressure_jobs_restart_and_swap_on_their_replica() -> None:
         assert min(by_device.values()) >= 3 and len(by_device) == 2
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 def test_decisions_of_a_replica_do_not_depend_on_durations(
     scheduling: str, memory: str, depth: int
@@ -169,7 +169,7 @@ def test_decisions_of_a_replica_do_not_depend_on_durations(
             host_ns=20_000 if seed % 2 else 0,
             router=LeastOutstanding(),
         ).check()
-        for seed in range(3)
+        for seed in range(4)
     ]
     decided = [logs(run) for run in runs]
     assert all(other == decided[0] for other in decided[1:]) and len(decided[0]) == 2

@@ -17,6 +17,7 @@ from tandem.catalog import options
 from tandem.cli import main
 from tandem.compose import composed
 from tandem.setting import setting_of
+from tests.short_trace import PRESSED, SHORT, write_short
 
 SMALL = ["model=micro_llama", "limit=12", "arrival=all_at_once", "budget.kv_pages=125"]
 TWO = ["replicas=2", "router=least_outstanding"]
@@ -25,6 +26,7 @@ TWO = ["replicas=2", "router=least_outstanding"]
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    write_short(tmp_path)
     torch.set_num_threads(1)
 
 
@@ -67,7 +69,7 @@ def test_two_replicas_are_predicted_measured_and_compared(
     policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All at once: the same decisions by device, and a replay that books the same pages."""
-    words = [*TWO, f"policy={policy}"]
+    words = [*TWO, *SHORT, PRESSED, f"policy={policy}"]
     predicted, measured = (run(capsys, *words, f"backend={b}") for b in ("sim", "cpu"))
     lockstep = run(capsys, *words, "backend=lockstep")
     assert by_device(predicted) == by_device(measured) == by_device(lockstep)
@@ -105,7 +107,8 @@ def test_the_meter_sees_each_replica_as_the_ledger_does(
     clock: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Weights are shared on the CPU, and counted for each replica; KV pages are each its own."""
-    found = run(capsys, *TWO, "depth=1", "backend=cpu", f"backend.clock={clock}")
+    words = [*TWO, *SHORT, PRESSED, "depth=1", "backend=cpu", f"backend.clock={clock}"]
+    found = run(capsys, *words)
     rows = found.memory[found.memory["measured_bytes"].notna()]  # on a wall clock not all settles
     excess = rows["measured_bytes"] - rows["weight_bytes"] - rows["kv_bytes"]
     assert (excess >= 0).all() and (excess <= rows["coming_bytes"]).all()
@@ -132,7 +135,7 @@ def test_the_summary_says_how_even_the_load_was(capsys: pytest.CaptureFixture[st
 
 
 def test_sessions_stay_together_with_affinity(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["replicas=2", "trace=sessions", "arrival=poisson", "limit=40", "budget.kv_pages=400"]
+    words = ["replicas=2", "trace=sessions", "arrival=poisson", "limit=12", "budget.kv_pages=400"]
     homes = {}
     for router in ("prefix_affinity", "round_robin"):
         more = ["router.load_bound=2"] if router == "prefix_affinity" else []

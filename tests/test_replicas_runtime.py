@@ -32,7 +32,7 @@ from runtime.model import build_model
 from runtime.replicas import Replicas
 from runtime.wall import WallExecutor
 from sim.executor import SimExecutor
-from tests.hand_made import SPREAD
+from tests.hand_made import SPREAD, shared_model
 from tests.reference import Reference, compare, generate
 from tests.serving import MEMORY, PAGE_TOKENS, SCHEDULING, short_requests
 from tests.test_cuda import StandIn
@@ -52,7 +52,7 @@ def replicas(requests: Sequence[Request], gpus: Sequence[str] = ()) -> Replicas:
     """Machines that read the same weights, or on a GPU each."""
     torch.set_num_threads(1)
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
-    model = build_model(SPEC, seed=1, spread=SPREAD)
+    model = shared_model(SPEC)
     return Replicas(
         [
             Machine(

@@ -20,6 +20,7 @@ from tests.queueing import (
     md1_wait,
     mdn_wait,
     mmn_wait,
+    own_lines_ns,
     poisson_ns,
     run_queue,
 )
@@ -47,7 +48,7 @@ def test_equal_jobs_wait_as_in_one_central_line_to_the_nanosecond(
     those outstanding are the last few of the turn; whoever is next in turn has the fewest, and at
     a tie was given the fewest so far.
     """
-    arrivals = poisson_ns(LOAD * replicas, 2500, seed=3)
+    arrivals = poisson_ns(LOAD * replicas, 1000, seed=3)
     queue = run_queue(arrivals, replicas=replicas, router=router)
     waits = queue.finish_ns - queue.arrival_ns - SERVICE_NS
     assert (queue.device == np.arange(len(arrivals)) % replicas).all()
@@ -55,6 +56,24 @@ def test_equal_jobs_wait_as_in_one_central_line_to_the_nanosecond(
     assert (waits > 0).any()
 
 
+@pytest.mark.parametrize("router", [RoundRobin(), LeastOutstanding()])
+def test_unequal_jobs_wait_as_in_lines_of_their_own_to_the_nanosecond(router: Router) -> None:
+    arrivals, prompts = unequal_jobs(1000)
+    queue = run_queue(arrivals, 1, 1, 1, REPLICAS, router, prompts)
+    services = prompts * TOKEN_NS
+    waits = queue.finish_ns - queue.arrival_ns - services
+    joins_shortest = isinstance(router, LeastOutstanding)
+    assert (waits == own_lines_ns(arrivals, services, REPLICAS, joins_shortest)).all()
+    assert (waits > 0).any()
+
+
+def unequal_jobs(count: int) -> tuple[Times, Times]:
+    """Arrivals, and geometric prompts of mean 1,000 tokens: services are exponential to 0.1 %."""
+    arrivals, mean = poisson_ns(LOAD * REPLICAS, count, seed=11), SERVICE_NS // TOKEN_NS
+    return arrivals, np.random.default_rng(5).geometric(1 / mean, count)
+
+
+@pytest.mark.slow
 def test_the_mean_wait_of_equal_jobs_is_that_of_m_d_n_below_separate_lines() -> None:
     """Within its own error of Crommelin's M/D/N, and below N times M/D/1 (dispatch by chance).
 
@@ -68,14 +87,14 @@ def test_the_mean_wait_of_equal_jobs_is_that_of_m_d_n_below_separate_lines() -> 
     assert least.error <= 0.1 * md1_wait(LOAD)
 
 
+@pytest.mark.slow
 def test_least_outstanding_beats_round_robin_where_jobs_differ() -> None:
     """M/M/N <= joining the shortest line < round robin, which is E_N/M/1, < N times M/M/1.
 
-    Prompts are geometric of mean 1,000 tokens, so services are exponential to 0.1 %. Joining the
-    shortest line is the best of all dispatches that know the numbers only (Winston 1977).
+    Joining the shortest line is the best of all dispatches that know the numbers only
+    (Winston 1977).
     """
-    arrivals, mean = poisson_ns(LOAD * REPLICAS, 10_000, seed=11), SERVICE_NS // TOKEN_NS
-    prompts = np.random.default_rng(5).geometric(1 / mean, len(arrivals))
+    arrivals, prompts = unequal_jobs(10_000)
     in_turn = waits_of(run_queue(arrivals, 1, 1, 1, REPLICAS, RoundRobin(), prompts), prompts)
     least = waits_of(run_queue(arrivals, 1, 1, 1, REPLICAS, LeastOutstanding(), prompts), prompts)
     assert in_turn.deviation(enm1_wait(LOAD, REPLICAS)) <= SURE

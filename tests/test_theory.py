@@ -26,7 +26,10 @@ def test_every_wait_follows_lindleys_recursion_to_the_nanosecond(depth: int) -> 
     assert (waits > 0).any()
 
 
-@pytest.mark.parametrize(("load", "count"), [(0.3, 4000), (0.6, 4000), (0.8, 12_000)])
+@pytest.mark.parametrize(
+    ("load", "count"),
+    [(0.3, 4000), (0.6, 4000), pytest.param(0.8, 12_000, marks=pytest.mark.slow)],
+)
 def test_mean_wait_is_that_of_m_d_1(load: float, count: int) -> None:
     """Within its own error, over 20 batch means. benchmarks/theory.py has more requests and seeds.
 

@@ -36,3 +36,12 @@ def test_tokens_equal_generate_under_pressure(family: str, scheduling: str, memo
         assert served.restarts, "no pressure: nothing restarted"
     if memory == "paged_swap":
         assert served.swaps, "no pressure: nothing was swapped"
+
+
+def test_a_copy_that_is_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens do depend on what pages hold."""
+    monkeypatch.setattr("runtime.machine.copy_pages", lambda *_: None)
+    spec = FAMILIES["llama"]
+    requests = short_requests(COUNT, spec.vocab_size)
+    served = serve(spec, requests, "chunked_prefill", "paged_swap", GPU_PAGES)
+    assert served.swaps and compare(served.outputs, expected("llama")).wrong

@@ -1,0 +1,19 @@
+"""A trace of a dozen short requests, for command lines that measure: lengths prove nothing there."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from traces.request import Request
+from traces.store import write_trace
+
+SHORT = ("trace=file", "trace.path=short.parquet")
+PRESSED = "budget.kv_pages=24"  # pages of 16 tokens: the longest needs 9, all together some 60
+
+
+def write_short(folder: Path) -> None:
+    """Writes what SHORT chooses in that folder."""
+    rng = random.Random(3)
+    requests = [Request(i, 0, rng.randint(10, 120), rng.randint(6, 24)) for i in range(12)]
+    write_trace(folder / "short.parquet", requests, {"rule": "none"})
