@@ -35,10 +35,10 @@ demo: $(STAMP) ## one trace, simulated and measured on this CPU, compared (TRACE
 		$(if $(TOKENIZER),--tokenizer '$(TOKENIZER)') $(ARGS)
 
 test: $(STAMP) ## the fast tests
-	@$(BIN)/python -m pytest -m 'not slow and not gpu' -n $(JOBS) $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow and not gpu' -n $(JOBS) --dist worksteal $(ARGS)
 
 test-all: $(STAMP) ## the slow tests too
-	@$(BIN)/python -m pytest -m 'not gpu' -n $(JOBS) $(ARGS)
+	@$(BIN)/python -m pytest -m 'not gpu' -n $(JOBS) --dist worksteal $(ARGS)
 
 kernels: $(KERNELS_VENV)/.ready ## the Triton kernels on Triton's interpreter, without a GPU
 	@TRITON_INTERPRET=1 $(KERNELS_VENV)/bin/python -m pytest tests/kernels -n $(JOBS) $(ARGS)

@@ -1,4 +1,4 @@
-"""A trace of a dozen short requests, for command lines that measure: lengths prove nothing there."""
+"""A trace of a dozen short requests, for command lines that measure: length proves nothing."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ PRESSED = "budget.kv_pages=24"  # pages of 16 tokens: the longest needs 9, all t
 def write_short(folder: Path) -> None:
     """Writes what SHORT chooses in that folder."""
     rng = random.Random(3)
-    requests = [Request(i, 0, rng.randint(10, 120), rng.randint(6, 24)) for i in range(12)]
+    requests = [Request(i, 0, rng.randint(10, 60), rng.randint(30, 70)) for i in range(12)]
     write_trace(folder / "short.parquet", requests, {"rule": "none"})

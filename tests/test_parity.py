@@ -116,7 +116,7 @@ def pages(recorder: Recorder) -> list[tuple[int, list[int]]]:
     ]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("scheduling", SCHEDULING)
 def test_all_backends_issue_identical_plans(scheduling: str, memory: str, depth: int) -> None:

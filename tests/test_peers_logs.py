@@ -24,7 +24,13 @@ from policies.paged_restart import PagedRestart
 from tests.vllm_reference import Vllm
 
 
-@pytest.mark.parametrize("memory", [MEMORY, PLAIN], ids=["prefix_caching", "plain"])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        pytest.param(MEMORY, id="prefix_caching"),
+        pytest.param(PLAIN, id="plain", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.device)
 def test_the_engine_decides_as_vllm_does_on_its_own_log(
     shared: Path, case: Case, memory: PagedRestart

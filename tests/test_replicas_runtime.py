@@ -150,9 +150,9 @@ def expected() -> dict[int, Reference]:
     [
         ("static_batching", "paged_restart"),
         ("continuous_batching", "paged_swap"),
-        ("chunked_prefill", "paged_restart"),
         ("chunked_prefill", "paged_swap"),
-        ("chunked_prefill", "max_reservation"),
+        pytest.param("chunked_prefill", "paged_restart", marks=pytest.mark.slow),
+        pytest.param("chunked_prefill", "max_reservation", marks=pytest.mark.slow),
     ],
 )
 def test_all_backends_decide_alike_and_tokens_equal_generate(scheduling: str, memory: str) -> None:
