@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,15 @@ def shared() -> Path:
             pytest.fail(reason)
         pytest.skip(reason)
     return folder
+
+
+@pytest.fixture
+def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured runs look for drift a few rounds only, not for a second at either end."""
+    from runtime import probe
+
+    monkeypatch.setattr(probe, "WARM_UP", 1)
+    monkeypatch.setattr(probe, "probe", partial(probe.probe, repeats=3))
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ SMALL = ["model=micro_llama", "limit=6", "arrival=all_at_once", *SHORT]
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_probes: None) -> None:
     monkeypatch.chdir(tmp_path)
     write_short(tmp_path)
     torch.set_num_threads(1)

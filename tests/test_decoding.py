@@ -10,6 +10,7 @@ from analysis.run import Run, load
 from tandem.compose import composed
 from tandem.experiment import run_experiment
 
+pytestmark = pytest.mark.usefixtures("short_probes")
 SMALL = ("model=micro_llama", "limit=3", "arrival=all_at_once")
 
 

@@ -24,7 +24,7 @@ TWO = ["replicas=2", "router=least_outstanding"]
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_probes: None) -> None:
     monkeypatch.chdir(tmp_path)
     write_short(tmp_path)
     torch.set_num_threads(1)
