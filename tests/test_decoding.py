@@ -9,13 +9,15 @@ import pytest
 from analysis.run import Run, load
 from tandem.compose import composed
 from tandem.experiment import run_experiment
+from tests.short_trace import write_short
 
 pytestmark = pytest.mark.usefixtures("short_probes")
-SMALL = ("model=micro_llama", "limit=3", "arrival=all_at_once")
+SMALL = ("model=micro_llama", "limit=3", "arrival=all_at_once", "trace=file")
 
 
 def run(folder: Path, *settings: str) -> Run:
-    run_experiment(composed([*SMALL, *settings]), folder)
+    trace = f"trace.path={write_short(folder.parent)}"
+    run_experiment(composed([*SMALL, trace, *settings]), folder)
     return load(folder)
 
 

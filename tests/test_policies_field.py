@@ -156,7 +156,7 @@ MEMORIES = {
 }
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("scheduling", SCHEDULINGS)
 def test_every_pair_obeys_the_laws_when_memory_is_short(
