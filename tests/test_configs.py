@@ -63,7 +63,7 @@ def test_every_group_and_option_has_a_line_on_it() -> None:
 
 
 def test_any_scheduling_goes_with_any_memory() -> None:
-    small = ["model=micro_llama", *TEN]
+    small = ["model=micro_llama", "limit=4", "backend=sim"]
     setting = setting_of(composed(small))
     halves = {
         group: {
@@ -78,7 +78,7 @@ def test_any_scheduling_goes_with_any_memory() -> None:
             engine = engine_of(replace(setting, policy=policy), world)
             engine.replay(setting.requests)
         outcomes = engine.recorder.outcomes.values()
-        assert [o.status for o in outcomes] == ["finished"] * 10, (scheduling[0], memory[0])
+        assert [o.status for o in outcomes] == ["finished"] * 4, (scheduling[0], memory[0])
 
 
 def test_a_planner_is_refused_as_long_as_nothing_takes_one() -> None:

@@ -59,7 +59,7 @@ def test_tokens_are_found_while_memory_is_short(scheduling: str, memory: str) ->
         assert sum(o.swaps if memory == "swap" else o.restarts for o in outcomes) > 0
 
 
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("depth", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 @pytest.mark.parametrize(("scheduling", "memory"), FEW)
 def test_plans_do_not_depend_on_durations(scheduling: str, memory: str, depth: int) -> None:
     """Law 11 with shared pages: the same plans, page for page."""

@@ -41,7 +41,7 @@ def expected(family: str) -> dict[int, Reference]:
 
 @pytest.mark.parametrize("memory", KEEPING)
 @pytest.mark.parametrize("scheduling", SCHEDULING)
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_tokens_equal_generate_on_shared_pages(family: str, scheduling: str, memory: str) -> None:
     """Shared beginnings and second turns, with restarts and swaps in between."""
     spec = FAMILIES[family]

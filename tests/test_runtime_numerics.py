@@ -38,7 +38,9 @@ def check(made: HandMade, family: str) -> None:
 
 
 @families
-@pytest.mark.parametrize("slice_tokens", [2, 7, 8, 33, 1 << 30])
+@pytest.mark.parametrize(
+    "slice_tokens", [7, 8, 1 << 30, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 33))]
+)
 def test_tokens_equal_generate_for_every_slice_size(family: str, slice_tokens: int) -> None:
     made = machine(family)
     made.finish(dict.fromkeys(made.jobs, OUTPUT_TOKENS), slice_tokens)

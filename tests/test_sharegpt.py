@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.strategies import cases
 from traces.plain_json import HALF_SURROGATE, plain_rows
 from traces.sharegpt import checked_rows, read_rows, read_sharegpt
 
@@ -174,7 +175,7 @@ near_rows = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200)
+@cases(200)
 @given(rows=st.lists(near_rows | json_values, max_size=6))
 def test_any_json_is_kept_or_named(rows: list[Any]) -> None:
     held = checked_rows(rows)

@@ -24,7 +24,7 @@ def expected(family: str) -> dict[int, Reference]:
 
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("scheduling", SCHEDULING)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_tokens_equal_generate_under_pressure(family: str, scheduling: str, memory: str) -> None:
     spec = FAMILIES[family]
     requests = short_requests(COUNT, spec.vocab_size)
