@@ -10,10 +10,9 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml  # type: ignore[import-untyped]
 
-from engine.record import SCHEMA_VERSION, TABLES
+from engine.record import SCHEMA_VERSION, TABLES, read_table
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +48,7 @@ class Run:
 
 
 def load(folder: Path | str) -> Run:
-    """Reads a run folder. ValueError in one line: no run, failed run, missing or foreign table."""
+    """Reads a run folder. ValueError in one line: no run, failed run, damaged or foreign table."""
     folder = Path(folder).resolve()
     status = _status(folder)
     return Run(
@@ -104,7 +103,7 @@ def _table(folder: Path, name: str, schema: pa.Schema) -> pd.DataFrame:
     path = folder / f"{name}.parquet"
     if not path.is_file():
         raise ValueError(f"{folder} has no {path.name}: the run is incomplete, run it again")
-    table = pq.read_table(path)
+    table = read_table(path)
     version = (table.schema.metadata or {}).get(b"schema_version", b"").decode()
     if version and version != str(SCHEMA_VERSION):
         raise ValueError(

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow.parquet as pq
-
 from engine.job import Job
 from engine.plan import (
     Compute,
@@ -25,6 +23,7 @@ from engine.plan import (
     Tier,
     Work,
 )
+from engine.record import read_table
 
 AnyOp = Op | Grow | Share | Free
 
@@ -46,7 +45,7 @@ class LoggedPlan(NamedTuple):
 
 def read_plans(path: Path) -> tuple[LoggedPlan, ...]:
     """The plan log of a run folder's plans.parquet."""
-    rows = pq.read_table(path, columns=["device", "returned", "body"]).to_pylist()
+    rows = read_table(path, ["device", "returned", "body"]).to_pylist()
     return tuple(LoggedPlan(row["device"], tuple(row["returned"]), row["body"]) for row in rows)
 
 

@@ -47,9 +47,8 @@ class EngineProfile:
         """A duration was measured."""
         if isinstance(span.op, Copy):
             return
-        key = launch_key(span.op)
-        for piece in span.op.slices:
-            if piece.job.training is not None:
-                total, count = self._sums.get((piece.job.job_id, key), (0, 0))
-                elapsed = total + span.end_ns - span.start_ns
-                self._sums[piece.job.job_id, key] = (elapsed, count + 1)
+        trained = [piece.job.job_id for piece in span.op.slices if piece.job.training is not None]
+        key = launch_key(span.op) if trained else ()
+        for job_id in trained:
+            total, count = self._sums.get((job_id, key), (0, 0))
+            self._sums[job_id, key] = (total + span.end_ns - span.start_ns, count + 1)

@@ -1,8 +1,12 @@
-"""The schema of all results, and the recorder that fills it. One schema for every backend."""
+"""The schema of all results, one for every backend, and how a table of it is read back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 SCHEMA_VERSION = 3
 
@@ -91,3 +95,12 @@ PLANS = pa.schema(
 )
 
 TABLES = {"requests": REQUESTS, "steps": STEPS, "memory": MEMORY, "plans": PLANS}
+
+
+def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """A table of a run, or some of its columns. ValueError where bytes are missing or damaged."""
+    try:
+        return pq.read_table(path, columns=columns)
+    except (pa.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is damaged ({reason}): run it again") from error

@@ -76,7 +76,10 @@ class Arena:
     def check(self, pages: Sequence[int]) -> None:
         """Raises DeviceOOM for a page beyond the budget."""
         if pages and not 0 <= min(pages) <= max(pages) < self.num_pages:
-            raise DeviceOOM(f"KV page {max(pages)} of {self.tier}, which has {self.num_pages}")
+            raise DeviceOOM(
+                f"KV page {max(pages)} of {self.tier}, which has {self.num_pages}: "
+                "a plan went beyond its budget, or the budget has shrunk since"
+            )
 
     def hold(self, pages: Sequence[int]) -> None:
         """Makes pages resident, contents untouched, so that the system counts what is booked."""

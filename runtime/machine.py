@@ -110,18 +110,18 @@ class Machine:
         op = launch.op
         if isinstance(op, Copy):
             return self._prepare_copy(launch, op)
-        pairs = zip(op.slices, launch.pieces, strict=True)
-        parts = (self._part(*unit, tuple(group)) for unit, group in groupby(pairs, self._unit))
+        pieces, parts, stop = tuple(launch.pieces), list[Part](), 0
+        for unit, run in groupby([(piece.work, piece.layers) for piece in op.slices]):
+            start, stop = stop, stop + len(list(run))
+            parts.append(self._part(*unit, op.slices[start:stop], pieces[start:stop]))
         return Prepared(launch, tuple(parts))
 
-    def _unit(self, pair: tuple[Slice, Piece]) -> tuple[Work, range]:
-        piece = pair[0]
-        return piece.work, self._all_layers if piece.layers is None else piece.layers
-
-    def _part(self, work: Work, layers: range, group: Sequence[tuple[Slice, Piece]]) -> Part:
+    def _part(
+        self, work: Work, wanted: range | None, slices: Sequence[Slice], pieces: Sequence[Piece]
+    ) -> Part:
         if work is not Work.FORWARD:
             raise NotImplementedError(f"the runtime has no {work} yet: only serving runs")
-        slices, pieces = zip(*group, strict=True)
+        layers = self._all_layers if wanted is None else wanted
         if layers == self._all_layers:
             return Part(layers, self.packer.frame(pieces) or self.packer.pack(pieces))
         packed = self.packer.pack(pieces, layers.stop == self.spec.num_layers)
@@ -155,13 +155,13 @@ class Machine:
 
     def collect(self, prepared: Prepared, tokens: Sequence[Tensor | None]) -> tuple[int, ...]:
         """Writes down the sampled tokens; waits for them where they are still on their way."""
-        ended = []
+        ended, transcripts = [], self.packer.transcripts
         for part, sampled in zip(prepared.parts, tokens, strict=True):
             if sampled is None:
                 continue
             for piece, token in zip(part.packed.sampled, sampled.tolist(), strict=True):
                 at = piece.context_tokens + piece.tokens
-                self.packer.transcripts[piece.job_id].append(at, token)
+                transcripts[piece.job_id].append(at, token)
                 if token in self.eos_ids:
                     ended.append(piece.job_id)
         return tuple(ended)
@@ -215,7 +215,7 @@ class Machine:
 
     def outputs(self, job_id: int) -> list[int]:
         """The token ids a job has generated so far."""
-        job = self.packer.transcript(job_id)
+        job = self.packer.transcripts[job_id]
         return job.tokens[job.prompt_tokens :]
 
 

@@ -1,9 +1,9 @@
-"""Pieces of a launch as packed index tensors: the only place that builds them."""
+"""Pieces of a launch as packed index tensors, and the transcripts that they are made from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, chain, compress, groupby, islice
 
 import numpy as np
 import torch
@@ -12,13 +12,14 @@ from torch import Tensor
 from engine.executor import Piece
 from engine.workspace import gathers
 from runtime.attention import Chunk, Group, Rows, Scratch, Segment
+from runtime.columns import columns
 from runtime.frame import RING, Frame, bucket_for, columns_of
 from runtime.kernels.shapes import rows_per_tile
 from runtime.kv import Arena
 from runtime.packed import Draw, Packed
-from runtime.paged import paged_of, table_of
+from runtime.paged import Paged, paged_of, table_of
 from runtime.sampling import Sampling, draws
-from runtime.transcript import Transcript
+from runtime.transcript import Transcript, Transcripts
 
 
 class Packer:
@@ -38,29 +39,24 @@ class Packer:
 
         `buckets`: rows of the graphs that there are for decodes.
         """
-        self.transcripts: dict[int, Transcript] = {}
-        self._arena, self._prompts, self._sampling = arena, prompts, sampling
+        self.transcripts = Transcripts(prompts)
+        self._arena, self._sampling = arena, sampling
         self._device, self._pads_decodes = device, pads_decodes and shared is None
         self._shared, self._buckets = shared, tuple(buckets)
         self._ticket = 0
-
-    def transcript(self, job_id: int) -> Transcript:
-        """What is known of a job; starts with its prompt."""
-        if job_id not in self.transcripts:
-            self.transcripts[job_id] = Transcript(self._prompts[job_id])
-        return self.transcripts[job_id]
 
     def frame(self, pieces: Sequence[Piece]) -> Frame | None:
         """A launch over all layers for a graph; None where there is none for it."""
         bucket = bucket_for(len(pieces), self._buckets)
         if bucket is None or not all(piece.tokens == 1 and piece.samples for piece in pieces):
             return None
-        self._follow(pieces)
-        index, late = self._columns((), pieces)
-        tickets, uniform = self._promise(pieces)
-        columns = columns_of(bucket, self._buckets[-1], index, late, tickets, uniform)
-        tables = table_of(self._tables(pieces, self._counts(pieces)))
-        return Frame(tuple(pieces), bucket, self._send(columns), self._send(tables))
+        jobs = self._follow(pieces)
+        *known, late = columns(pieces, jobs, self._arena)
+        index = np.array(known, dtype=np.int64)
+        tickets, uniform = self._promise(pieces, jobs)
+        padded = columns_of(bucket, self._buckets[-1], index, late, tickets, uniform)
+        tables = table_of(self._tables(pieces, jobs))
+        return Frame(tuple(pieces), bucket, self._send(padded), self._send(tables))
 
     def pack(self, pieces: Sequence[Piece], samples: bool = True) -> Packed:
         """All index tensors of a launch. `samples` is False where the last layers come later."""
@@ -68,123 +64,83 @@ class Packer:
         decodes = [piece for piece in pieces if piece.tokens == 1]
         if self._pads_decodes:
             decodes.sort(key=self._bucket)
-        ordered = (*prefills, *decodes)
-        self._follow(ordered)
-        columns, in_flight = self._columns(prefills, decodes)
-        index, late = self._send(columns), self._pair(in_flight)
-        draw = self._draw(ordered) if samples else None
-        if self._shared is not None:
-            rows = self._paged_rows(index[2], prefills, decodes)
-            return Packed(ordered, index[:1], index[1:2], rows, late, draw)
-        segments = self._segments(prefills)
-        chunks: tuple[Chunk, ...] = ()
-        groups: tuple[Group, ...] = ()
-        if self._pads_decodes:
-            groups = self._groups(decodes, segments[-1].stop if segments else 0)
+        ordered, split = (*prefills, *decodes), len(prefills)
+        jobs = self._follow(ordered)
+        *known, late = columns(ordered, jobs, self._arena)
+        chosen, ends, tickets, drawn = self._choose(ordered, jobs if samples else ())
+        reads = self._tables(ordered, jobs)
+        gathered = self._gathered(reads, split)
+        numbers = (*known, ends, tickets)
+        ids, positions, slots, sampled, places, *tables = self._send_all(numbers, gathered)
+        if self._shared is None:
+            rows = self._rows(slots, prefills, decodes, gathered, tables)
         else:
-            chunks = self._chunks(decodes)
-        rows = Rows(self._arena, index[2], segments, chunks, groups, Scratch())
-        return Packed(ordered, index[:1], index[1:2], rows, late, draw)
+            paged = self._paged(prefills, decodes, reads)
+            rows = Rows(self._arena, slots, (), (), (), Scratch(), paged)
+        draw = Draw(chosen, sampled, places, drawn) if chosen else None
+        pair = self._pair(late)
+        return Packed(ordered, ids.unsqueeze(0), positions.unsqueeze(0), rows, pair, draw)
 
-    def _follow(self, pieces: Sequence[Piece]) -> None:
-        """Brings all page tables up to date; what is new in them is held at once."""
-        new: list[int] = []
-        for piece in pieces:
-            new += self.transcript(piece.job_id).follow(piece.pages)
+    def _follow(self, pieces: Sequence[Piece]) -> list[Transcript]:
+        """The jobs, their page tables brought up to date; what is new in them is held at once."""
+        transcripts, new = self.transcripts, list[int]()
+        jobs = [transcripts[piece.job_id] for piece in pieces]
+        for job, piece in zip(jobs, pieces, strict=True):
+            pages = piece.pages
+            if pages is not job.source or len(pages) != len(job.pages):  # not so in most decodes
+                new += job.follow(pages)
         if new:
             self._arena.hold(new)
+        return jobs
 
-    def _paged_rows(
-        self, slots: Tensor, prefills: Sequence[Piece], decodes: Sequence[Piece]
+    def _gathered(self, reads: list[np.ndarray], split: int) -> list[list[np.ndarray]]:
+        """Tables of what torch's attention gathers at once: a slice of a prompt, some decodes.
+
+        `reads` are of all pieces; of these the first `split` are slices of prompts.
+        """
+        if self._shared is not None:
+            return []
+        slices, decodes = reads[:split], [] if self._pads_decodes else reads[split:]
+        runs = gathers([len(table) for table in decodes], self._arena.layer_page_nbytes)
+        return [*([table] for table in slices), *(decodes[run] for run in runs)]
+
+    def _rows(
+        self,
+        slots: Tensor,
+        prefills: Sequence[Piece],
+        decodes: Sequence[Piece],
+        gathered: Sequence[Sequence[np.ndarray]],
+        tables: Sequence[Tensor],
     ) -> Rows:
+        """For torch's attention; `tables` are those `gathered`, on the device."""
+        segments, split = segments_of(prefills, tables), len(prefills)
+        if self._pads_decodes:
+            groups = self._groups(decodes, segments[-1].stop if segments else 0)
+            return Rows(self._arena, slots, segments, (), groups, Scratch())
+        chunks = chunks_of(decodes, gathered[split:], tables[split:])
+        return Rows(self._arena, slots, segments, chunks, (), Scratch())
+
+    def _paged(
+        self, prefills: Sequence[Piece], decodes: Sequence[Piece], reads: Sequence[np.ndarray]
+    ) -> Paged:
         """For our kernels."""
         assert self._shared is not None
-        pieces = (*prefills, *decodes)
-        tables = self._tables(pieces, self._counts(pieces))
         slices = [(piece.tokens, piece.context_tokens) for piece in prefills]
         contexts = [piece.context_tokens for piece in decodes]
         tile_rows = rows_per_tile(self._shared, self._arena.pages.dtype)
-        paged = paged_of(tables, slices, contexts, tile_rows, self._send)
-        return Rows(self._arena, slots, (), (), (), Scratch(), paged)
-
-    def _columns(
-        self, prefills: Sequence[Piece], decodes: Sequence[Piece]
-    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """[3, T]: token ids, positions, slots; and the rows whose id is not known yet."""
-        split = sum(piece.tokens for piece in prefills)
-        index = np.empty((3, split + len(decodes)), dtype=np.int64)
-        late: list[tuple[int, int]] = []
-        start = 0
-        for piece in prefills:
-            stop = start + piece.tokens
-            self._fill(index[:, start:stop], piece, start, late)
-            start = stop
-        size, stride = self._arena.page_tokens, self._arena.row_of(1)
-        ids, slots = [], []  # lists: writing single numbers into an array is slower
-        for row, piece in enumerate(decodes, split):
-            job, at = self.transcripts[piece.job_id], piece.context_tokens
-            is_known = at < len(job.tokens)
-            if not is_known:
-                late.append((row, job.ticket(at)))
-            ids.append(job.tokens[at] if is_known else 0)
-            slots.append(job.pages[at // size] * stride + at % size)
-        index[:, split:] = ids, [piece.context_tokens for piece in decodes], slots
-        return index, late
-
-    def _fill(
-        self, index: np.ndarray, piece: Piece, start: int, late: list[tuple[int, int]]
-    ) -> None:
-        job, size = self.transcripts[piece.job_id], self._arena.page_tokens
-        first, stop = piece.context_tokens, piece.context_tokens + piece.tokens
-        known = job.tokens[first:stop]
-        for at in range(first + len(known), stop):
-            late.append((start + at - first, job.ticket(at)))
-        index[0, : len(known)], index[0, len(known) :] = known, 0
-        index[1] = positions = np.arange(first, stop)
-        index[2] = job.page_of(positions, size) * self._arena.row_of(1) + positions % size
-
-    def _segments(self, prefills: Sequence[Piece]) -> tuple[Segment, ...]:
-        if not prefills:
-            return ()
-        counts = self._counts(prefills)
-        segments, start = [], 0
-        for piece, table in zip(prefills, self._table(prefills, counts).split(counts), strict=True):
-            stop = start + piece.tokens
-            segments.append(Segment(start, stop, piece.context_tokens, table))
-            start = stop
-        return tuple(segments)
+        return paged_of(reads, slices, contexts, tile_rows, self._send)
 
     def _num_pages(self, piece: Piece) -> int:
         return -(-(piece.context_tokens + piece.tokens) // self._arena.page_tokens)
 
-    def _counts(self, pieces: Sequence[Piece]) -> list[int]:
-        """How many pages each piece reads."""
-        return [self._num_pages(piece) for piece in pieces]
+    def _tables(self, pieces: Sequence[Piece], jobs: Sequence[Transcript]) -> list[np.ndarray]:
+        """The page ids that each piece reads, on the host."""
+        size, pairs = self._arena.page_tokens, zip(pieces, jobs, strict=True)
+        return [job.table(-(-(p.context_tokens + p.tokens) // size)) for p, job in pairs]
 
     def _bucket(self, piece: Piece) -> int:
         """Decodes of a bucket differ by less than a factor of two in pages."""
         return self._num_pages(piece).bit_length()
-
-    def _chunks(self, decodes: Sequence[Piece]) -> tuple[Chunk, ...]:
-        """Decodes in order, by what is gathered at once; all tables are one tensor."""
-        if not decodes:
-            return ()
-        tokens = [piece.context_tokens + 1 for piece in decodes]
-        counts = [-(-n // self._arena.page_tokens) for n in tokens]
-        runs = gathers(counts, self._arena.layer_page_nbytes)
-        sizes = [sum(counts[run]) for run in runs]
-        tables = self._table(decodes, counts).split_with_sizes(sizes)
-        pairs = zip(runs, tables, strict=True)
-        return tuple(Chunk(table, counts[run], tokens[run]) for run, table in pairs)
-
-    def _table(self, pieces: Sequence[Piece], counts: Sequence[int]) -> Tensor:
-        """The first so many page ids of each piece, one after another, on the device."""
-        return self._send(np.concatenate(self._tables(pieces, counts)))
-
-    def _tables(self, pieces: Sequence[Piece], counts: Sequence[int]) -> list[np.ndarray]:
-        """The same on the host, one by one."""
-        pairs = zip(pieces, counts, strict=True)
-        return [self.transcripts[piece.job_id].table(count) for piece, count in pairs]
 
     def _groups(self, decodes: Sequence[Piece], start: int) -> tuple[Group, ...]:
         """Decodes sorted by bucket as groups; tables are padded with a page that is written."""
@@ -205,30 +161,30 @@ class Packer:
             start = stop
         return tuple(groups)
 
-    def _draw(self, pieces: Sequence[Piece]) -> Draw | None:
-        """Which rows yield tokens; promises each one a slot of the ring."""
-        chosen, rows, last = [], [], -1
-        for piece in pieces:
-            last += piece.tokens
-            if piece.samples:
-                chosen.append(piece)
-                rows.append(last)
-        if not chosen:
-            return None
-        tickets, drawn = self._promise(chosen)
+    def _choose(
+        self, pieces: Sequence[Piece], jobs: Sequence[Transcript]
+    ) -> tuple[tuple[Piece, ...], list[int], list[int], Tensor | None]:
+        """Pieces that yield tokens, their last rows, their slots of the ring, and their draws."""
+        flags = [piece.samples for piece in pieces] if jobs else []
+        ends = accumulate([piece.tokens for piece in pieces])
+        chosen, rows = tuple(compress(pieces, flags)), [end - 1 for end in compress(ends, flags)]
+        tickets, drawn = self._promise(chosen, [*compress(jobs, flags)])
         uniform = None if drawn is None else torch.from_numpy(drawn).to(self._device)
-        index = self._send(np.array([rows, tickets], dtype=np.int64))
-        return Draw(tuple(chosen), index[0], index[1], uniform)
+        return chosen, rows, tickets, uniform
 
-    def _promise(self, chosen: Sequence[Piece]) -> tuple[list[int], np.ndarray | None]:
+    def _promise(
+        self, chosen: Sequence[Piece], jobs: Sequence[Transcript]
+    ) -> tuple[list[int], np.ndarray | None]:
         """A slot of the ring for the token that each will yield, and their draws."""
-        places = [(piece.job_id, piece.context_tokens + piece.tokens) for piece in chosen]
         tickets = [(self._ticket + i) % RING for i in range(len(chosen))]
         self._ticket += len(chosen)
-        for (job_id, position), ticket in zip(places, tickets, strict=True):
-            self.transcripts[job_id].promise(position, ticket)
-        drawn = None if self._sampling.is_greedy else draws(self._sampling.seed, places)
-        return tickets, drawn
+        positions = [piece.context_tokens + piece.tokens for piece in chosen]
+        for job, position, ticket in zip(jobs, positions, tickets, strict=True):
+            job.promise(position, ticket)
+        if self._sampling.is_greedy:
+            return tickets, None
+        ids = [piece.job_id for piece in chosen]
+        return tickets, draws(self._sampling.seed, list(zip(ids, positions, strict=True)))
 
     def _pair(self, late: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
         if not late:
@@ -236,6 +192,34 @@ class Packer:
         index = self._send(np.array(late, dtype=np.int64).T)
         return index[0], index[1]
 
+    def _send_all(
+        self, numbers: Sequence[Sequence[int]], tables: Sequence[Sequence[np.ndarray]]
+    ) -> Sequence[Tensor]:
+        """A tensor for each of both; tables end to end. All go up as one: few calls, not many."""
+        sizes = [*map(len, numbers), *(sum(map(len, part)) for part in tables)]
+        first = np.array([*chain.from_iterable(numbers)], dtype=np.int64)
+        whole = np.concatenate([first, *chain.from_iterable(tables)])
+        return self._send(whole).split_with_sizes(sizes)
+
     def _send(self, index: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(index))
         return tensor if self._device == "cpu" else tensor.to(self._device, non_blocking=True)
+
+
+def segments_of(prefills: Sequence[Piece], tables: Sequence[Tensor]) -> tuple[Segment, ...]:
+    """Slices of prompts as they lie in the rows, with the pages that they read."""
+    stops = accumulate([piece.tokens for piece in prefills])
+    rows = zip(prefills, stops, tables, strict=False)  # decodes' tables lie behind
+    return tuple(Segment(stop - p.tokens, stop, p.context_tokens, t) for p, stop, t in rows)
+
+
+def chunks_of(
+    decodes: Sequence[Piece], gathered: Sequence[Sequence[np.ndarray]], tables: Sequence[Tensor]
+) -> tuple[Chunk, ...]:
+    """Decodes in order, by what is gathered at once."""
+    keys = iter([piece.context_tokens + 1 for piece in decodes])
+    pairs = zip(gathered, tables, strict=True)
+    return tuple(
+        Chunk(table, [len(one) for one in part], [*islice(keys, len(part))])
+        for part, table in pairs
+    )

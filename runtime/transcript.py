@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class Transcript:
         self.prompt_tokens = len(self.tokens)
         self.tickets: list[int] = []
         self.pages: list[int] = []
-        self._source: Sequence[int] = ()  # the ledger's own list: kept, so that no other is it
+        self.source: Sequence[int] = ()  # the ledger's own list: kept, so that no other is it
         self._table = np.empty(0, dtype=np.int64)
 
     def follow(self, pages: Sequence[int]) -> Sequence[int]:
@@ -30,8 +30,8 @@ class Transcript:
         even where the same pages came back in the same order: they have been released meanwhile.
         Its memory is never written twice: launches in flight may still read the old one.
         """
-        if pages is not self._source:
-            self._source, self.pages, self._table = pages, [], self._table[:0]
+        if pages is not self.source:
+            self.source, self.pages, self._table = pages, [], self._table[:0]
         known = len(self.pages)
         if len(pages) == known:
             return ()
@@ -48,10 +48,6 @@ class Transcript:
         """The first so many page ids, [count], int64. Shares memory with the table."""
         return self._table[:count]
 
-    def page_of(self, positions: np.ndarray, page_tokens: int) -> np.ndarray:
-        """The page that holds each position."""
-        return self._table[positions // page_tokens]
-
     def ticket(self, position: int) -> int:
         """Where the token at a position lies in the ring."""
         return self.tickets[position - self.prompt_tokens]
@@ -65,3 +61,15 @@ class Transcript:
         """A launch has yielded the token of this position."""
         assert position == len(self.tokens), f"token {position} comes after {len(self.tokens)}"
         self.tokens.append(token)
+
+
+class Transcripts(dict[int, Transcript]):
+    """Those of all jobs, by job id; each starts with its prompt when it is first asked for."""
+
+    def __init__(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        super().__init__()
+        self._prompts = prompts
+
+    def __missing__(self, job_id: int) -> Transcript:
+        self[job_id] = Transcript(self._prompts[job_id])
+        return self[job_id]

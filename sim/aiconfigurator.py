@@ -15,7 +15,7 @@ import pandas as pd
 from engine.model import ModelSpec
 from sim.cost import ShapePriced
 from sim.device import Device
-from sim.ragged import Ragged
+from sim.ragged import Ragged, Watch
 from sim.roofline import Roofline
 from sim.table import Lookup, Table, hats
 
@@ -65,6 +65,17 @@ class AiConfiguratorCost(ShapePriced):
     def _roofline(self) -> Roofline:
         return Roofline(self.device, self.model)
 
+    @cached_property
+    def _watch(self) -> Watch:
+        return Watch("decode", self.decode, ("decodes", "mean context"))
+
+    @property
+    def extrapolated(self) -> dict[str, int]:
+        """Look-ups outside the tables, by table and axis; empty is good."""
+        lookups = (*self.products, self.head, self.prompt)
+        tables = {lookup.name: lookup.outside for lookup in lookups}
+        return {name: n for name, n in (tables | self._watch.outside).items() if n}
+
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
         """One launch by its shape: new tokens and tokens in KV per slice, rows of the head."""
         total = sum(tokens)
@@ -74,7 +85,9 @@ class AiConfiguratorCost(ShapePriced):
             if n > 1 or not context:
                 layer += self.prompt[round((n * (n + 1) + 2 * n * context) ** 0.5)]
         if past:
-            layer += self.decode.value((len(past), sum(past) / len(past))) * 1e6
+            point = (len(past), sum(past) / len(past))
+            self._watch.look(point)
+            layer += self.decode.value(point) * 1e6
         busy = layer * self.model.num_layers + (self.head[samples] if samples else 0.0)
         return round(busy)
 

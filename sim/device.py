@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import log
+from math import inf, log
 
 Curve = tuple[tuple[float, float], ...]  # (size, share of the peak rate), sizes ascending
 
@@ -58,14 +58,20 @@ class Device:
     def __post_init__(self) -> None:
         for name in ("linear_compute", "linear_memory", "prefill_compute", "decode_memory"):
             points = tuple((float(x), float(y)) for x, y in getattr(self, name))
-            if not points or list(points) != sorted(points) or min(y for _, y in points) <= 0:
+            if (
+                not points
+                or list(points) != sorted(points)
+                or not all(0 < y < inf for _, y in points)
+            ):
                 raise ValueError(f"device {self.name}: {name} needs (size, share) by rising size")
             object.__setattr__(self, name, points)
         rates = {dtype: float(rate) for dtype, rate in self.flops_per_s.items()}
         object.__setattr__(self, "flops_per_s", rates)
         links = (self.to_device_bytes_per_s, self.to_host_bytes_per_s)
-        if min(self.bandwidth_bytes_per_s, *links, *rates.values()) <= 0:
-            raise ValueError(f"device {self.name}: every rate must be above 0")
+        if not all(
+            0 < rate < inf for rate in (self.bandwidth_bytes_per_s, *links, *rates.values())
+        ):
+            raise ValueError(f"device {self.name}: every rate must be above 0 and finite")
         if self.usable_bytes <= 0:
             raise ValueError(f"device {self.name}: reserve_bytes leaves nothing of memory_bytes")
 

@@ -15,9 +15,9 @@ import pandas as pd
 from engine.executor import Launch
 from engine.model import ModelSpec
 from sim.cost import ShapePriced, forward_shape
-from sim.ragged import Ragged
+from sim.ragged import Ragged, Watch
 from sim.skew import Mix, Skew, fit_skew
-from sim.table import Lookup, Table
+from sim.table import Lookup, Table, check_finite
 
 PER_LAYER = {
     "layernorm": 2,
@@ -31,6 +31,7 @@ PER_LAYER = {
 PER_STEP = ("embedding", "final_layernorm")
 PER_SEQUENCE = ("lm_head", "sampler")
 SKEWS = ("none", "default", "per_bucket")
+AXES = ("prompt tokens", "their context", "decodes", "context")  # of attention
 GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))  # vLLM's CUDA graphs, default
 
 
@@ -95,6 +96,16 @@ class KernelProfileCost(ShapePriced):
     def _head(self) -> Lookup:
         return Lookup("head", self.head)
 
+    @cached_property
+    def _watch(self) -> Watch:
+        return Watch("attention", self.attention, AXES)
+
+    @property
+    def extrapolated(self) -> dict[str, int]:
+        """Look-ups outside the profile, by table and axis; empty is good."""
+        tables = {lookup.name: lookup.outside for lookup in (self._dense, self._head)}
+        return {name: n for name, n in (tables | self._watch.outside).items() if n}
+
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
         """One launch by its shape: new tokens and tokens in KV per slice, rows of the head."""
         busy = self._dense[self._padded(sum(tokens))] + self.step_ns
@@ -111,6 +122,7 @@ class KernelProfileCost(ShapePriced):
             else:
                 chunk += n
                 behind += context
+        self._watch.look((chunk, behind, len(past), max(past, default=0)))
         if not past:
             return self.attention.value((chunk, behind, 0, 0))
         rows = self._rows(chunk, behind, len(past))
@@ -132,6 +144,7 @@ class KernelProfileCost(ShapePriced):
             return super().repeat_ns(launch, count)
         steps = np.arange(count)
         most, least = max(contexts) + 1 + steps, min(contexts) + 1 + steps
+        self._watch.look((0, 0, len(contexts), int(most[-1])))
         mean = (sum(contexts) + len(contexts) * (1 + steps)) / len(contexts)
         rows = self._rows(0, 0, len(contexts))
         us = at_mean = _weighted(rows, mean)
@@ -176,6 +189,7 @@ def _weighted(rows: list[tuple[Ragged, float]], points: Any) -> Any:
 
 def _summed(rows: Any, axis: str, counts: dict[str, int]) -> Table:
     """One table in ns of all layers named, each so many times. ValueError where one is missing."""
+    check_finite(rows["time_us"])
     times = rows.pivot(index=axis, columns="layer", values="time_us")
     if missing := counts.keys() - set(times.columns):
         raise ValueError(f"kernel profile lacks {', '.join(sorted(missing))}; profile them too")

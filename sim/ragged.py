@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from sim.table import Nodes, hats
+from sim.table import Nodes, check_finite, hats
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,11 @@ class Ragged:
         """The tables that are left when all axes but the last are fixed, with their weights."""
         return [(part, weight) for part, weight in self._cut(point) if isinstance(part, Ragged)]
 
+    def ends(self) -> tuple[int, ...]:
+        """The last node of each axis, over all tables."""
+        inner = zip(*(part.ends() for part in self.parts if isinstance(part, Ragged)), strict=True)
+        return (self.nodes[-1], *map(max, inner))
+
     def _cut(self, point: Sequence[float]) -> list[tuple[float | Ragged, float]]:
         first, rest = point[0], point[1:]
         found: list[tuple[float | Ragged, float]] = []
@@ -51,10 +59,31 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[float]]) -> Ragged:
-        """From rows of coordinates with the value last; the last of equal ones counts."""
+        """From rows of coordinates with the value last; the last of equal ones counts.
+
+        ValueError for a value that is no finite number.
+        """
         groups: dict[int, list[Sequence[float]]] = {}
         for row in rows:
             groups.setdefault(int(row[0]), []).append(row[1:])
         nodes = tuple(sorted(groups))
         parts = [groups[node] for node in nodes]
+        check_finite(part[-1][0] for part in parts if len(part[0]) == 1)
         return cls(nodes, tuple(p[-1][0] if len(p[0]) == 1 else cls.of(p) for p in parts))
+
+
+class Watch:
+    """Counts, per axis, the points beyond a table's last node, and says so once in the log."""
+
+    def __init__(self, name: str, table: Ragged, axes: Sequence[str]) -> None:
+        self.outside: dict[str, int] = {}
+        ends = zip(axes, table.ends(), strict=True)
+        self._ends = [(f"{name} by {axis}", end) for axis, end in ends]
+
+    def look(self, point: Sequence[float]) -> None:
+        """A point is asked for."""
+        for (name, end), x in zip(self._ends, point, strict=True):
+            if x > end:
+                if name not in self.outside:
+                    log.warning("cost table %s is extrapolated, first at %s", name, x)
+                self.outside[name] = self.outside.get(name, 0) + 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import isfinite
 
 Nodes = tuple[int, ...]
 log = logging.getLogger(__name__)
@@ -24,12 +25,27 @@ def hats(nodes: Nodes, x: float) -> list[tuple[int, float]]:
     return [(high - 1, 1.0 - part), (high, part)]
 
 
+def check_finite(values: Iterable[float]) -> None:
+    """ValueError for a value that is no finite number."""
+    for value in values:
+        if not isfinite(value):
+            raise ValueError(
+                f"a cost is {value}, no finite number; measure it again or leave it out"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Values (ns) at the product of the axes' nodes, the last axis fastest."""
+    """Values (ns) at the product of the axes' nodes, the last axis fastest.
+
+    ValueError for a value that is no finite number: predictions would be none either.
+    """
 
     axes: tuple[Nodes, ...]
     values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_finite(self.values)
 
     def weights(self, point: Sequence[float]) -> list[tuple[int, float]]:
         """The (index of value, weight) pairs of a point."""

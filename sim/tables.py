@@ -120,9 +120,13 @@ class TableCost(ShapePriced):
             raise ValueError(f"{path} is no cost table ({error}); run tandem calibrate") from None
         if content.get("format") != FORMAT:
             raise ValueError(f"{path} is no cost table of format {FORMAT}; run tandem calibrate")
-        tables = {
-            name: Table(tuple(tuple(nodes) for nodes in t["axes"]), tuple(t["values"]))
-            for name, t in content["tables"].items()
-        }
+        tables = {name: _read(path, name, table) for name, table in content["tables"].items()}
         model, page = ModelSpec(**content["model"]), PageSize(**content["page"])
         return cls(tables, model, page, content["source"])
+
+
+def _read(path: Path, name: str, table: Mapping[str, Any]) -> Table:
+    try:
+        return Table(tuple(tuple(nodes) for nodes in table["axes"]), tuple(table["values"]))
+    except ValueError as error:
+        raise ValueError(f"{path}, table {name}: {error}") from None

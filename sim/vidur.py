@@ -17,6 +17,7 @@ from engine.executor import Launch
 from engine.model import ModelSpec
 from engine.plan import Compute
 from sim.cost import ShapePriced, forward_shape, shifted
+from sim.table import check_finite
 
 ONCE = ("attn_pre_proj", "attn_post_proj", "attn_rope", "mlp_up_proj", "mlp_act", "mlp_down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm", "add")
@@ -44,7 +45,7 @@ class VidurCost(ShapePriced):
 
     @classmethod
     def load(cls, path: Path, model: ModelSpec) -> VidurCost:
-        """Reads one npz of lookup tables. ValueError where it is none."""
+        """Reads one npz of lookup tables. ValueError where it is none, or a time is not finite."""
         try:
             with np.load(path) as arrays:
                 tables = {name: arrays[name].tolist() for name in arrays.files}
@@ -52,6 +53,11 @@ class VidurCost(ShapePriced):
             raise ValueError(f"{path} holds no Vidur tables ({error}); give one .npz") from None
         if missing := {"attn_prefill_ms", "attn_decode_ms", "mlp_up_proj_ms"} - tables.keys():
             raise ValueError(f"{path} lacks {', '.join(sorted(missing))}; give a Vidur table")
+        for name in filter(lambda name: name.endswith("_ms"), tables):
+            try:
+                check_finite(np.ravel(tables[name]))
+            except ValueError as error:
+                raise ValueError(f"{path}, table {name}: {error}") from None
         return cls(tables, model, str(path))
 
     @property

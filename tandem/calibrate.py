@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,9 +34,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def default_folder(config: Mapping[str, Any]) -> Path:
-    """A folder of the cache that says what was measured and when."""
+    """A folder of the cache that says what was measured and when; never one that is there."""
     names = (config["model"]["name"], config["device"]["name"], config["backend"]["clock"])
-    stamp = time.strftime("%Y-%m-%dT%H-%M-%S")
+    stamp = time.strftime(f"%Y-%m-%dT%H-%M-%S-{secrets.token_hex(3)}")
     return Path(config["cache"]) / "profiles" / "-".join([*names, stamp])
 
 

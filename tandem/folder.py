@@ -17,14 +17,20 @@ def run_folder(folder: Path) -> Iterator[Path]:
     """Yields the folder to write into, and renames it in the end.
 
     Afterwards status.json says ok, or failed with the traceback; while it runs (or if it was
-    killed) all lies in `<folder>.running`. ValueError if the folder holds something already.
+    killed) all lies in `<folder>.running`. ValueError if the folder holds something already, or if
+    such a run was left there.
     """
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(
             f"{folder}: there is something in it already; results are never overwritten"
         )
     aside = aside_of(folder)
-    aside.mkdir(parents=True)
+    try:
+        aside.mkdir(parents=True)
+    except FileExistsError:
+        raise ValueError(
+            f"{aside}: a run is going on there, or was killed; remove it or take another folder"
+        ) from None
     write_status(aside, "running")
     try:
         yield aside

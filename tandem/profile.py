@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 
 from engine.model import ModelSpec
 from engine.plan import PageSize
+from engine.record import read_table
 from sim.device import Device
 from sim.errors import ALL, errors
 from sim.fit import fit_observed
@@ -81,10 +81,9 @@ def fitted(folder: Path, spec: ModelSpec, page: PageSize) -> TableCost:
     In the grid nobody decides and nothing is booked, so its host time is packing only, and its
     launches find warmer caches than those of a replay: they count less.
     """
-    grid = observed(pq.read_table(folder / "steps.parquet"))
-    replayed = [
-        row for name in REPLAYS for row in observed(pq.read_table(folder / name / "steps.parquet"))
-    ]
+    grid = observed(read_table(folder / "steps.parquet"))
+    tables = [read_table(folder / name / "steps.parquet") for name in REPLAYS]
+    replayed = [row for table in tables for row in observed(table)]
     launches = [(shape, ns) for shape, ns in grid if not isinstance(shape, Planned)]
     return fit_observed(replayed, spec, page, _source(folder), apart=launches)
 
@@ -94,8 +93,8 @@ def judged(cost: TableCost, folder: Path) -> pd.DataFrame:
 
     The host is judged by that replay only: with shapes it packs, but decides and books nothing.
     """
-    shapes = errors(cost, pq.read_table(folder / "holdout.parquet"))
-    replayed = errors(cost, pq.read_table(folder / "another" / "steps.parquet"))
+    shapes = errors(cost, read_table(folder / "holdout.parquet"))
+    replayed = errors(cost, read_table(folder / "another" / "steps.parquet"))
     replayed = replayed[replayed.index.isin((ALL, HOST))]
     shapes = shapes.drop(index=HOST, errors="ignore")
     return pd.concat([shapes, replayed.rename(index=lambda name: AGAIN + name)])

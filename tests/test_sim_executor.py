@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 import simpy
 
 from engine.executor import Executor, Launch, Span
 from engine.plan import Compute, Copy, Tier, kv_place
 from sim.cost import LaunchCost
 from sim.executor import SimExecutor
-from sim.noise import Noisy
 
 
 class Flat:
@@ -76,18 +74,3 @@ def test_a_copy_is_contended_while_the_other_direction_runs() -> None:
     late, later = copies()
     launches = [Launch(late, nbytes=50), Launch(later, waits=(late,), nbytes=50)]
     assert {s.op: s.end_ns for s in spans(Flat(), launches)} == {late: 50, later: 100}
-
-
-def test_noise_is_seeded_bounded_and_reaches_every_duration() -> None:
-    out, _ = copies()
-    launches = [Launch(Compute(())) for _ in range(200)] + [Launch(out, nbytes=1000)]
-    first, again = (spans(Noisy(Flat(), 0.4, seed=3), launches) for _ in range(2))
-    assert [s[1:] for s in first] == [s[1:] for s in again]
-    lengths = [s.end_ns - s.start_ns for s in first if s.op is not out]
-    assert min(lengths) >= 60
-    assert max(lengths) <= 140
-    # 200 uniform draws leave the last 4 of 80 ns on a side empty with chance 0.95^200 < 4e-5
-    assert min(lengths) < 64
-    assert max(lengths) > 136
-    with pytest.raises(ValueError, match="amplitude"):
-        Noisy(Flat(), 1.0)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from engine.plan import Tier
+from runtime.merge import Merged
 from runtime.model import build_model
 from runtime.sampling import Sampling
+from runtime.tracker import storage_bytes
 from tests.hand_made import FAMILIES, SPREAD, HandMade, make_prompts
 from tests.reference import compare, generate
 
@@ -77,3 +79,24 @@ def test_seeded_draws_are_those_of_torchs_path(device: str) -> None:
         made.finish(dict.fromkeys(made.jobs, OUTPUT_TOKENS))
         found.append({i: made.machine.outputs(i) for i in made.jobs})
     assert found[0] == found[1] == found[2]
+
+
+def test_q_k_v_and_gate_up_are_one_product_each(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the modules' own weights: no byte is there twice."""
+    made = made_by_hand("qwen3", device)
+    model, products = made.machine.decoder.model, list[int]()
+    call = Merged.__call__
+    monkeypatch.setattr(
+        Merged, "__call__", lambda m, rows: products.append(m.weight.data_ptr()) or call(m, rows)
+    )
+    made.run(*((i, 1) for i in list(made.jobs)[:1]))
+    parameters = dict(model.named_parameters())
+    firsts = [
+        parameters[f"model.layers.{n}.{name}.weight"].data_ptr()
+        for n in range(SPECS["qwen3"].num_layers)
+        for name in ("self_attn.q_proj", "mlp.gate_proj")
+    ]
+    assert products == firsts
+    assert storage_bytes(model.parameters()) == SPECS["qwen3"].weight_bytes

@@ -1,0 +1,263 @@
+"""What befalls a run: each fault is noticed at once, told in a line, and spoils nothing else.
+
+A foreign `_target_` is refused in tests/test_build.py; a killed worker is in tests/test_sweep.py.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from analysis.run import load
+from engine.engine import Engine
+from engine.plan import PageSize, Tier
+from engine.planlog import read_plans
+from engine.record import TABLES
+from runtime.kv import Arena
+from sim.kernel_profile import KernelProfileCost
+from sim.ragged import Ragged
+from sim.table import Table
+from sim.tables import CHUNK, DECODE, FIRST, HEAD, HOST, LINEAR, TableCost
+from sim.vidur import VidurCost
+from tandem.calibrate import default_folder
+from tandem.cli import main
+from tandem.compose import composed
+from tandem.folder import status_of
+from tandem.setting import setting_of
+from tests.synthetic import write
+from traces.request import Request
+from traces.store import read_trace, write_trace
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["model=micro_llama", "limit=12", "arrival=all_at_once"]
+TIGHT = [*SMALL, "budget.kv_pages=125", "policy=chunked_swap"]
+KILLED = """
+import os, signal, sys
+import pyarrow.parquet as pq
+from tandem.cli import main
+
+def torn(table, path, **options):
+    write(table, path, **options)
+    if "steps" in str(path):
+        os.truncate(path, 100)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+write, pq.write_table = pq.write_table, torn
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+
+
+def line(capsys: pytest.CaptureFixture[str]) -> str:
+    """The only line on stderr."""
+    told = capsys.readouterr().err.strip()
+    assert len(told.splitlines()) == 1, told
+    return told
+
+
+def test_a_run_killed_while_it_writes_is_never_taken_for_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["run", *SMALL, "hydra.run.dir=all/run"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, *words], env={**os.environ, "PYTHONPATH": path}
+    )
+    assert done.returncode == -signal.SIGKILL
+    left = Path("all/run.running")
+    assert status_of(left) == "running" and not any(Path("all/run").iterdir())
+    assert not (left / "steps.parquet").exists(), "a table has its name when it is whole"
+    for folder, wanted in ((Path("all/run"), "not a run folder"), (left, "status running")):
+        with pytest.raises(ValueError, match=wanted):
+            load(folder)
+    assert main(["collect", "all"]) == 2
+    assert "no run lies there" in line(capsys)
+    assert main(words) == 2
+    assert "run.running: a run is going on there, or was killed" in line(capsys)
+    left.rename("elsewhere")
+    assert main(words) == 0 and load("all/run").status["status"] == "ok"
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_truncated_table_of_a_run_is_named(
+    name: str, share: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, cut = (write(tmp_path / name) for name in ("whole", "cut"))
+    path = cut / f"{name}.parquet"
+    os.truncate(path, int(share * path.stat().st_size))
+    assert main(["compare", str(whole), str(cut), "--out", "report"]) == 2
+    told = line(capsys)
+    assert f"{path} is damaged" in told and "run it again" in told
+    if name == "plans":
+        with pytest.raises(ValueError, match="is damaged"):
+            read_plans(path)
+
+
+def test_a_truncated_trace_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.parquet"
+    write_trace(path, [Request(i, i, 3, 4) for i in range(50)], {})
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(ValueError, match="its bytes are not those"):
+        read_trace(path)
+
+
+class Still(datetime.datetime):
+    """A clock that stands."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime.datetime:
+        return datetime.datetime(2026, 11, 21, 12, 0, 0)
+
+
+def test_two_runs_and_two_calibrations_in_one_second_have_folders_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hydra.core.utils.datetime", Still)
+    for _ in range(2):
+        assert main(["run", *SMALL]) == 0
+    folders = [path.parent for path in Path("outputs/2026-11-21").glob("*/metrics.json")]
+    assert len(folders) == 2 and all(f.name.startswith("12-00-00-") for f in folders)
+    monkeypatch.setattr("time.strftime", lambda form: form)
+    config = composed(["backend=cpu"]).config
+    assert default_folder(config) != default_folder(config)
+
+
+def test_what_finds_no_room_on_the_host_restarts() -> None:
+    """With real copies as in the simulator: nothing is lost, and the host never overflows."""
+    fates = {}
+    for host, pages in (("roomy", 1000), ("full", 20), ("none", 0)):
+        size = f"budget.host_bytes={pages * page_nbytes()}"
+        runs = []
+        for backend in ("sim", "lockstep"):
+            folder = f"{host}-{backend}"
+            words = [*TIGHT, size, f"backend={backend}", f"hydra.run.dir={folder}"]
+            assert main(["run", *words]) == 0
+            runs.append(load(folder))
+        assert runs[0].plans["body"].tolist() == runs[1].plans["body"].tolist()
+        requests, memory = runs[1].requests, runs[1].memory
+        assert (requests["status"] == "finished").all()
+        kept = memory[memory["tier"] == Tier.HOST.value]
+        assert kept["kv_pages"].max() <= pages
+        fates[host] = requests["swaps"].sum() > 0, requests["restarts"].sum() > 0
+    assert fates == {"roomy": (True, False), "full": (True, True), "none": (False, True)}
+
+
+def page_nbytes() -> int:
+    """Of the pages of these runs."""
+    return setting_of(composed(TIGHT)).room.page.nbytes
+
+
+@pytest.mark.parametrize("clock", ["service", "wall"])
+def test_a_budget_that_shrinks_under_a_run_ends_it_and_says_where(
+    clock: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hold, replay, held, threads = Arena.hold, Engine.replay, set[int](), threading.active_count()
+
+    def shrinking(arena: Arena, pages: list[int]) -> None:
+        held.update(pages)
+        if len(held) > 60:
+            arena.num_pages = 60
+        hold(arena, pages)
+
+    def replaying(engine: Engine, work: Any) -> None:  # not before: probes hold pages too
+        monkeypatch.setattr(Arena, "hold", shrinking)
+        replay(engine, work)
+
+    monkeypatch.setattr(Engine, "replay", replaying)
+    words = [*SMALL, "backend=cpu", f"backend.clock={clock}", "hydra.run.dir=run"]
+    assert main(["run", *words]) == 1
+    told = line(capsys)
+    assert "DeviceOOM: KV page" in told and "of gpu, which has 60" in told
+    status = json.loads(Path("run/status.json").read_text())
+    assert status["status"] == "failed" and "shrinking" in status["traceback"]
+    with pytest.raises(ValueError, match="did not finish"):
+        load("run")
+    assert threading.active_count() == threads, "a lane is still alive"
+
+
+def profiled(folder: Path, longest: int = 4000) -> Path:
+    """A profile folder of micro_llama made up by hand; nodes reach as far as said."""
+    line = Table(((1, longest),), (1e5, 1e5 + longest))
+    grid = Table(((1, longest), (1, longest)), (1e4,) * 4)
+    names = dict.fromkeys((LINEAR, HEAD, FIRST, DECODE, HOST, "gpu->host", "host->gpu"), line)
+    spec = setting_of(composed(SMALL)).spec
+    folder.mkdir()
+    cost = TableCost({**names, CHUNK: grid}, spec, PageSize(16, 16 * spec.kv_token_bytes), "a test")
+    cost.save(folder / "cost.json")
+    return folder
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_cost_table_that_is_not_finite_is_refused(
+    value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = profiled(tmp_path / "profile") / "cost.json"
+    content = json.loads(path.read_text())
+    content["tables"][DECODE]["values"][1] = value
+    path.write_text(json.dumps(content))
+    assert main(["run", *SMALL, f"profile={path.parent}"]) == 2
+    told = line(capsys)
+    assert f"{path}, table decode: a cost is {value}" in told and "measure it again" in told
+
+
+def test_a_foreign_profile_that_is_not_finite_is_refused(shared: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a cost is nan"):
+        Ragged.of([(1, 1, 5.0), (1, 2, float("nan"))])
+    peers = shared / "data" / "peers"
+    spec = setting_of(composed(["model=llama3_8b", "device=h200"])).spec
+    folder = peers / "kernel_profiles" / "RTX4090_Llama-3.1-8B"
+    for name in ("attention.csv", "per_sequence.csv", "dense.csv"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    rows = (tmp_path / "dense.csv").read_text().splitlines()
+    rows[-1] = rows[-1].rpartition(",")[0] + ",inf"
+    (tmp_path / "dense.csv").write_text("\n".join(rows))
+    with pytest.raises(ValueError, match="a cost is inf"):
+        KernelProfileCost.load(tmp_path, spec, "none")
+    with np.load(peers / "cost_tables" / "llama2-7b_a100_tp1.npz") as arrays:
+        tables = {name: arrays[name] for name in arrays.files}
+    tables["attn_decode_ms"][5, 3] = np.nan
+    np.savez(tmp_path / "vidur.npz", **tables)
+    with pytest.raises(ValueError, match=r"vidur\.npz, table attn_decode_ms: a cost is nan"):
+        VidurCost.load(tmp_path / "vidur.npz", spec)
+
+
+def test_a_run_beyond_its_profile_is_extrapolated_warned_of_and_marked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, longest in (("wide", 4000), ("narrow", 40)):
+        profile = profiled(tmp_path / f"profile-{name}", longest)
+        assert main(["run", *SMALL, f"profile={profile}", f"hydra.run.dir={name}"]) == 0
+    wide, narrow = (load(name).provenance["cost_extrapolated"] for name in ("wide", "narrow"))
+    assert wide == {} and narrow[DECODE] > 0 and narrow[LINEAR] > 0
+    warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert sorted(w.split()[2] for w in warned) == sorted(narrow), "one line per table"
+
+
+def test_a_shape_beyond_a_foreign_profile_is_warned_of(
+    shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shared / "data" / "peers" / "kernel_profiles" / "RTX4090_Llama-3.1-8B"
+    spec = setting_of(composed(["model=llama3_8b", "device=h200"])).spec
+    cost = KernelProfileCost.load(folder, spec, "none")
+    inside = cost.shape_ns([1] * 4, [900] * 4, 4)
+    assert cost.extrapolated == {} and not caplog.records
+    assert cost.shape_ns([1] * 4, [10**6] * 4, 4) > inside
+    cost.shape_ns([1] * 4, [10**6] * 4, 4)
+    assert cost.extrapolated == {"attention by context": 2}
+    assert len(caplog.records) == 1 and "attention by context" in caplog.text
