@@ -46,10 +46,11 @@ class Arrivals:
     @property
     def next_ns(self) -> int | None:
         """When something will arrive next, None where only answers bring more."""
-        times = self._timed[:1]
-        if self._handed < len(self._first):
-            times.append(self._first[self._handed].arrival_ns)
-        return min(times, default=None)
+        first, handed = self._first, self._handed
+        at_ns = first[handed].arrival_ns if handed < len(first) else None
+        if not self._timed:
+            return at_ns
+        return self._timed[0] if at_ns is None else min(at_ns, self._timed[0])
 
     def release_turn(self, job: Job) -> None:
         """The client has its answer (or was refused): its next turn comes after it has thought."""

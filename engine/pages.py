@@ -114,6 +114,11 @@ class PagePool:
             if not returned.users:
                 self._idle.append(returned)
 
+    @property
+    def has_idle(self) -> bool:
+        """Whether pages have fallen out of all use since the last call of `drain_idle`."""
+        return bool(self._idle)
+
     def drain_idle(self) -> list[int]:
         """Pages that have fallen out of all use since the last call and were not taken again.
 
