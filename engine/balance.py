@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from engine.plan import Compute, Copy, Free, Grow, Kind, Op, Place, Plan, Pool, Share, Tier
+from engine.plan import (
+    Compute,
+    Copy,
+    Free,
+    Grow,
+    GrowCycle,
+    Kind,
+    Op,
+    Place,
+    Plan,
+    Pool,
+    Share,
+    Tier,
+)
 from engine.trial import Trial
 
 NO_TRIALS: Mapping[Pool, Trial] = MappingProxyType({})
@@ -95,7 +108,7 @@ class Balance:
     def _trial(self, place: Place) -> Trial | None:
         return self._trials.get(place.pool) if place.region.kind is Kind.KV else None
 
-    def apply(self, op: Op | Grow | Share | Free) -> None:
+    def apply(self, op: Op | Grow | GrowCycle | Share | Free) -> None:
         """One operation of a plan, in order."""
         match op:
             case Compute():
@@ -108,6 +121,8 @@ class Balance:
                 self.share(op)
             case Free():
                 self.free(op.place)
+            case GrowCycle():
+                raise AssertionError("a repeated plan is booked step by step")
 
     def run(self, plan: Plan) -> None:
         """The whole plan. Raises Shortage where it does not fit."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from engine.executor import Launch, Span
 from engine.job import Job
@@ -34,16 +34,6 @@ class Ends:
     def tokens_left(self, job: Job) -> int:
         """Tokens that are still to be sampled; none or less where the job is complete."""
         return self._target[job.job_id] - job.known_tokens
-
-    def fewest_left(self, jobs: Iterable[Job]) -> int:
-        """Tokens until the first of these jobs is complete."""
-        target = self._target
-        return min([target[job.job_id] - job.known_tokens for job in jobs])
-
-    def complete(self, jobs: Iterable[Job]) -> list[Job]:
-        """Those that have all their tokens."""
-        target = self._target
-        return [job for job in jobs if job.known_tokens >= target[job.job_id]]
 
     def end_with(self, op: Op, jobs: Sequence[Job]) -> None:
         """These jobs leave now and finish when the operation settles."""

@@ -18,10 +18,11 @@ from engine.garbage import few_collections
 from engine.journal import Journal
 from engine.jump import Jump, Repeater, offers_jumps
 from engine.launcher import Launcher
+from engine.layout import Layout
 from engine.ledger import Ledger
 from engine.leftovers import Leftovers
 from engine.news import News
-from engine.plan import Layout, Op, PageSize, Plan, Pool, Tier
+from engine.plan import Op, PageSize, Plan, Pool, Tier
 from engine.policy import Policy, Router
 from engine.prefix import Chain
 from engine.profile import EngineProfile

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import simpy
 
+from engine.cohort import Cohort
 from engine.executor import Launch, Span
 from engine.flights import Flight
 from engine.leg import Leg, legs
@@ -71,7 +72,7 @@ class Jump:
         self._pace_ns = max(1, run.end_ns[-1] - run.start_ns[-1] + run.host_ns)
         self.steps += len(run)
         repeat.advance(len(run))
-        self._issue(run)
+        self._issue(run, repeat)
         env = self._engine.env
         if self._engine.depth > 1 and host_until > env.now:
             yield env.timeout(host_until - int(env.now))
@@ -87,10 +88,13 @@ class Jump:
     # ---- planning: nothing is changed
     def _plan(self, repeat: Repeat, device: int) -> Run | None:
         engine = self._engine
-        limit = self._limit(repeat, device)
+        if not self._is_calm(device):
+            return None
+        cohort = repeat.cohort(engine.ends.tokens_left)
+        limit = self._limit(repeat, cohort)
         if limit < self._least:
             return None
-        ahead, durations, host_ns = legs(repeat, limit), list[int](), 0
+        ahead, durations, host_ns = legs(repeat, cohort, limit), list[int](), 0
         for leg in ahead:
             found = self._executor.repeat(leg.launch, leg.steps)
             if found is None:
@@ -113,15 +117,12 @@ class Jump:
             repeat, device, ahead, (issue[:limit], start[:limit], end[:limit]), host_ns
         )
 
-    def _limit(self, repeat: Repeat, device: int) -> int:
+    def _limit(self, repeat: Repeat, cohort: Cohort) -> int:
         """How many steps to look ahead: to the first end (with run-ahead, exclusive)."""
         engine = self._engine
-        if repeat.has_prompts or not self._is_calm(device):
-            return 0
-        *decodes, last = [piece.job for piece in repeat.plan.slices]
-        left = engine.ends.fewest_left((last,)) + repeat.silent
-        if decodes:
-            left = min(left, engine.ends.fewest_left(decodes))
+        *ending, last = [engine.ends.tokens_left(job) for job in repeat.jobs[len(cohort.jobs) :]]
+        left = min([*ending, last + repeat.silent])
+        left = min(left, cohort.fewest_left(otherwise=left))
         limit = min(repeat.left, MOST, left - (engine.depth > 1))
         until_ns = engine.arrivals.next_ns
         if until_ns is not None:
@@ -188,15 +189,15 @@ class Jump:
         )
 
     # ---- issue and settle
-    def _issue(self, run: Run) -> None:
-        engine, ledger = self._engine, self._engine.ledger
-        ledger.grow(run.pool, [op for _, op in run.due])
+    def _issue(self, run: Run, repeat: Repeat) -> None:
+        engine, ledger, op = self._engine, self._engine.ledger, run.op
+        ledger.grow(run.pool, [grow for _, grow in run.due])
         engine.flights.number(run.device, len(run))
         engine.recorder.ran(run)
-        engine.launcher.repeat(run)
-        ledger.touch_again(run.op, run.settled)
-        engine.flights.last_compute((run.op,), run.device)
-        span = Span(run.op, run.start_ns[0], run.end_ns[run.settled - 1])
+        engine.launcher.repeat(run, repeat)
+        ledger.touch_again(op, run.settled)
+        engine.flights.last_compute((op,), run.device)
+        span = Span(op, run.start_ns[0], run.end_ns[run.settled - 1])
         self._executor.hold(run.legs[0].launch, span, lambda span: self._settle(run, span))
         for step in range(run.settled, len(run)):
             self._issue_alone(run, step)

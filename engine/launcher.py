@@ -9,6 +9,7 @@ from engine.job import Job
 from engine.ledger import Booking
 from engine.plan import Compute, Copy, Kind, Op, Slice, Tier, kv_place
 from engine.progress import advance_serving, advance_training
+from engine.repeat import Repeat
 from engine.run import Run
 
 if TYPE_CHECKING:
@@ -42,21 +43,24 @@ class Launcher:
         tokens = [piece.tokens for piece in op.slices]
         return Launch(op, booking.waits, Pieces(ids, tokens, contexts, samples, tables))
 
-    def repeat(self, run: Run) -> None:
-        """The jobs of a run move on by all its steps; whoever comes in has the last slice."""
-        *decodes, last = [piece.job for piece in run.op.slices]
-        if not self._roster.has_started(last):
-            self._start(last)
-        count = len(run)
-        for job in decodes:
+    def repeat(self, run: Run, plan: Repeat) -> None:
+        """The jobs of a run move on by all its steps; whoever comes in is in the tail."""
+        cohort, count = plan.cohort(self._ends.tokens_left), len(run)
+        tail = plan.jobs[len(cohort.jobs) :]
+        for job in tail:
+            if not self._roster.has_started(job):
+                self._start(job)
+        for job in cohort.jobs:
             job.computed_tokens += count
             job.known_tokens += count
         for leg in run.legs:
-            last.computed_tokens += leg.steps * leg.op.slices[-1].tokens
-            last.known_tokens += leg.steps * leg.last_samples
+            for job, (tokens, samples) in zip(tail, leg.tail, strict=True):
+                job.computed_tokens += leg.steps * tokens
+                job.known_tokens += leg.steps * samples
         if self._engine.reuse is not None:
             self._engine.reuse.keep(run.op, run.legs[0].pieces.contexts)
-        if done := self._ends.complete((*decodes, last)):
+        done = cohort.complete() if cohort.fewest_left(otherwise=1) <= 0 else []
+        if done := [*done, *[job for job in tail if self._ends.tokens_left(job) <= 0]]:
             self._ends.end_with(run.op, done)
 
     def _advance(self, op: Compute, piece: Slice) -> bool:

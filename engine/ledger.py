@@ -11,7 +11,7 @@ from engine.balance import Balance
 from engine.figures import Figures
 from engine.journal import Journal
 from engine.pages import PagePool
-from engine.plan import Compute, Copy, Grow, Kind, Op, PageSize, Place, Plan, Pool, Share, Tier
+from engine.plan import Compute, Free, Grow, Kind, Op, PageSize, Place, Plan, Pool, Share, Tier
 from engine.prefix import Chain, PrefixCache
 from engine.returns import ReturnQueue
 from engine.scoreboard import Scoreboard
@@ -85,7 +85,7 @@ class Ledger:
     def drain_idle(self) -> Iterator[tuple[Pool, list[int]]]:
         """Per pool, the pages that have fallen out of all use since the last call."""
         for pool, pages in self._pools.items():
-            if ids := pages.drain_idle():
+            if pages.has_idle and (ids := pages.drain_idle()):
                 yield pool, ids
 
     @property
@@ -112,16 +112,19 @@ class Ledger:
     # ---- booking
     def grow(self, pool: Pool, grows: Sequence[Grow]) -> None:
         """Books KV for many steps, in their order; the caller has seen that it fits."""
-        total = sum(op.nbytes for op in grows)
-        givers = self._returns[pool].take(total)
-        ids, users = self._pools[pool].take(total // self.page.nbytes)
+        total, one = sum([op.nbytes for op in grows]), self.page.nbytes
+        givers, (ids, users) = self._returns[pool].take(total), self._pools[pool].take(total // one)
         assert not givers and not users, "a run starts where nothing is on its way back"
         self.kind_bytes[pool, Kind.KV] += total
-        given = iter(ids)
-        for op in grows:
-            self._hold(op.place, op.nbytes)
-            table = self.pages.setdefault(op.place, [])
-            table.extend(islice(given, self._num_pages(op.place, op.nbytes)))
+        given, held, tables = iter(ids), self.held_bytes, self.pages
+        for place, nbytes, *_ in grows:
+            if place in held and nbytes == one:  # nearly all
+                held[place] += nbytes
+                tables[place].append(next(given))
+            else:
+                self._hold(place, nbytes)
+                more = islice(given, self._num_pages(place, nbytes))
+                tables.setdefault(place, []).extend(more)
 
     def touch_again(self, op: Compute, steps: int) -> None:
         """Books a launch that stands for so many equal ones."""
@@ -138,13 +141,13 @@ class Ledger:
         Balance(self.room_bytes(), self.held_bytes, trials, self.page.nbytes).run(plan)
         booked: dict[Op, Booking] = {}
         for op in plan.ops:
-            if isinstance(op, Compute | Copy):
+            if isinstance(op, Op):
                 booked[op] = self._run(op)
             elif isinstance(op, Grow):
                 self._take(op.place, op.nbytes)
             elif isinstance(op, Share):
                 self._share(op)
-            else:
+            elif isinstance(op, Free):
                 self.give(op.place)
         return booked
 

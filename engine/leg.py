@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
+from engine.cohort import Behind, Cohort
 from engine.executor import Launch, Pieces
 from engine.plan import Compute
 from engine.repeat import Repeat
@@ -15,13 +15,14 @@ from engine.repeat import Repeat
 class Leg(NamedTuple):
     """Steps of a run with one launch; `first` counts from the run's beginning.
 
-    All slices but the last are decodes: one token each, and one more is sampled. The last may be a
-    part of a prompt, which yields nothing, its end, which takes one step, or a decode like others.
+    A cohort of decodes leads its slices: one token each, and one more is sampled. Those in the tail
+    may be parts of prompts, which yield nothing, their ends, which take one step, or decodes.
     """
 
     first: int
     steps: int
     launch: Launch  # of its first step
+    tail: tuple[tuple[int, bool], ...]  # tokens, and whether one more is sampled
 
     @property
     def op(self) -> Compute:
@@ -32,15 +33,6 @@ class Leg(NamedTuple):
     def pieces(self) -> Pieces:
         assert isinstance(self.launch.pieces, Pieces)
         return self.launch.pieces
-
-    @property
-    def job_ids(self) -> Sequence[int]:
-        return self.pieces.job_ids
-
-    @property
-    def last_samples(self) -> bool:
-        """Whether the last slice yields a token, too."""
-        return self.pieces.samples[-1]
 
     def cut(self, end: int) -> Leg:
         """What is left of it in a run of so many steps."""
@@ -57,26 +49,30 @@ class Leg(NamedTuple):
 
 
 @cache
-def _decodes(count: int) -> tuple[Sequence[int], Sequence[bool], Sequence[Sequence[int]]]:
+def _decodes(count: int) -> tuple[tuple[int, ...], tuple[bool, ...], Sequence[Sequence[int]]]:
     """Tokens, samples and page tables of so many decodes: kept once for all launches."""
     return (1,) * count, (True,) * count, ((),) * count
 
 
-def legs(repeat: Repeat, count: int) -> list[Leg]:
+def legs(repeat: Repeat, cohort: Cohort, count: int) -> list[Leg]:
     """The next steps of a repeated plan, with all jobs as they are."""
-    jobs = [piece.job for piece in repeat.plan.slices]
-    ids, contexts = [job.job_id for job in jobs], [job.computed_tokens for job in jobs]
-    ones, trues, tables = _decodes(len(jobs))
-    computed, known = jobs[-1].computed_tokens, jobs[-1].known_tokens
+    lead, plan = len(cohort.jobs), repeat.plan
+    jobs = repeat.jobs[lead:]
+    ids = (*cohort.ids, *[job.job_id for job in jobs])
+    ones, trues, tables = _decodes(len(ids))
+    computed, known = [job.computed_tokens for job in jobs], [job.known_tokens for job in jobs]
     found, at, end = list[Leg](), repeat.done, repeat.done + count
     while at < end:
-        op, until = repeat.plan.launch(at), min(end, repeat.plan.until(at))
-        first, steps, n = at - repeat.done, until - at, op.slices[-1].tokens
-        samples = computed + n == known
-        behind = array("q", [context + first for context in contexts])
-        behind[-1] = computed
-        tokens = ones if n == 1 else (*ones[1:], n)
-        pieces = Pieces(ids, tokens, behind, trues if samples else (*trues[1:], False), tables)
-        found.append(Leg(first, steps, Launch(op, (), pieces)))
-        computed, known, at = computed + steps * n, known + steps * samples, until
+        op, until = plan.launch(at), min(end, plan.until(at))
+        first, steps = at - repeat.done, until - at
+        parts = [piece.tokens for piece in op.slices[lead:]]
+        ends = [c + n == k for n, c, k in zip(parts, computed, known, strict=True)]
+        tokens = (*ones[:lead], *parts) if max(parts) > 1 else ones
+        samples = trues if all(ends) else (*trues[:lead], *ends)
+        behind = Behind(cohort, first, tuple(computed))
+        launch = Launch(op, (), Pieces(ids, tokens, behind, samples, tables))
+        found.append(Leg(first, steps, launch, tuple(zip(parts, ends, strict=True))))
+        computed = [c + steps * n for c, n in zip(computed, parts, strict=True)]
+        known = [k + steps * sampled for k, sampled in zip(known, ends, strict=True)]
+        at = until
     return found

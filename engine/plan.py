@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -159,6 +159,13 @@ class Grow(NamedTuple):
         )
 
 
+class GrowCycle(NamedTuple):
+    """What grows in turn in a repeated plan, as decodes fill their pages: `by_step[i]` at steps
+    i, i + n, i + 2n, ..., of n. Comes first in its plan."""
+
+    by_step: tuple[tuple[Grow, ...], ...]
+
+
 class Share(NamedTuple):
     """A job starts on full pages whose contents are there (prefix caching): its place, which held
     nothing, now holds them, too, in this order. Pages that nobody holds take room, others none.
@@ -187,7 +194,7 @@ class Plan:
     what its last slices become, and at which step: a prompt's rest, then its decodes.
     """
 
-    ops: tuple[Op | Grow | Share | Free, ...] = ()
+    ops: tuple[Op | Grow | GrowCycle | Share | Free, ...] = ()
     restart: tuple[Job, ...] = ()  # their tokens must be computed again
     refuse: tuple[Job, ...] = ()  # will never fit
     repeats: int = 1
@@ -200,7 +207,12 @@ class Plan:
 
     def at(self, step: int) -> Plan:
         """One step of a repeated plan: what grows then, and a launch of its own."""
-        grows = [op for op in self.ops if isinstance(op, Grow) and step in op.steps(step + 1)]
+        grows = list[Grow]()
+        for op in self.ops:
+            if isinstance(op, GrowCycle):
+                grows += op.by_step[step % len(op.by_step)]
+            elif isinstance(op, Grow) and step in op.steps(step + 1):
+                grows.append(op)
         return self.one_step(step, grows)
 
     def one_step(self, step: int, grows: Iterable[Grow]) -> Plan:
@@ -219,24 +231,16 @@ class Plan:
         """A new launch for one step of a repeated plan, or for all until `until(step)`."""
         launch = self.ops[-1]
         assert isinstance(launch, Compute)
-        slices = launch.slices
+        return launch.again_as(self.slices_at(step))
+
+    def slices_at(self, step: int) -> tuple[Slice, ...]:
+        """The slices of one step of a repeated plan."""
+        slices = found = self.slices
         for first, tail in self.later:
             if first <= step:
-                slices = (*launch.slices[: -len(tail)], *tail)
-        return launch.again_as(slices)
+                found = (*slices[: -len(tail)], *tail)
+        return found
 
     def until(self, step: int) -> int:
         """The step at which the last slices become others or the plan ends."""
         return min([self.repeats, *(first for first, _ in self.later if first > step)])
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What a planner hands over, frozen and recorded with the run."""
-
-    places: Mapping[Place, int] = field(default_factory=dict)  # bytes held before the first step
-    orders: tuple[tuple[tuple[Work, int], ...], ...] = ()  # per device: (work, microbatch)
-    cuts: tuple[range, ...] = ()  # shards or stages
-    modes: tuple[str, ...] = ()  # per layer: keep, swap, recompute
-    persistent: frozenset[int] = frozenset()
-    buffers: int = 0

@@ -13,6 +13,7 @@ from engine.plan import (
     Copy,
     Free,
     Grow,
+    GrowCycle,
     Kind,
     Op,
     Place,
@@ -52,7 +53,7 @@ def read_plans(path: Path) -> tuple[LoggedPlan, ...]:
 def encode(plan: Plan) -> str:
     """JSON that decodes to an equal plan; equal plans give equal text."""
     content: dict[str, Any] = {
-        "ops": [_encode_op(op) for op in plan.ops],
+        "ops": [_encode_op(op) for any_op in plan.ops for op in _single(any_op)],
         "restart": [job.job_id for job in plan.restart],
         "refuse": [job.job_id for job in plan.refuse],
     }
@@ -72,6 +73,14 @@ def decode(body: str, jobs: Mapping[int, Job]) -> Plan:
         content.get("repeats", 1),
         tuple((step, _decode_slices(rows, jobs)) for step, rows in content.get("later", ())),
     )
+
+
+def _single(op: AnyOp | GrowCycle) -> Iterable[AnyOp]:
+    """A log has no cycles: each place's growth for itself."""
+    if not isinstance(op, GrowCycle):
+        return (op,)
+    steps, every = enumerate(op.by_step), len(op.by_step)
+    return [Grow(one.place, one.nbytes, step, every) for step, ops in steps for one in ops]
 
 
 def _encode_place(place: Place) -> list[Any]:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from engine.course import course
 from engine.fleet import Fleet
 from engine.job import Job
-from engine.plan import Layout, Plan, Pool, Slice
-from engine.repeat import course
+from engine.layout import Layout
+from engine.plan import Plan, Pool, Slice
 from engine.view import Cost, View
 
 Stretch = Callable[[Plan, View, int], Plan]
@@ -90,4 +91,6 @@ class Composed:
         if stretch is None or not getattr(self.scheduling, "repeats", False):
             return plan
         steps, later = course(plan, view, getattr(self.scheduling, "appends", False))
-        return plan if steps < 2 else stretch(replace(plan, later=later), view, steps)
+        if steps < 2:
+            return plan
+        return stretch(Plan(plan.ops, later=later) if later else plan, view, steps)

@@ -74,6 +74,7 @@ class Questions:
             engine.layout,
             engine.cost,
             None if engine.reuse is None else engine.reuse.trial(device),
+            engine.standing.decodes(roster.serving, engine.page),
         )
 
     def _shown(self, jobs: list[Job], device: int) -> list[Job]:

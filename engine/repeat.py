@@ -1,87 +1,32 @@
-"""Plans that hold for many steps: when the same slices are wanted again, and how far one got."""
+"""A repeated plan under way: how far it got, and what is left of it when jobs have ended."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from itertools import dropwhile
 
+from engine.cohort import Cohort
+from engine.decodes import Decodes
 from engine.growth import Due, Growth
 from engine.job import Job
-from engine.plan import Compute, Grow, Plan, Pool, Slice, one_token
-from engine.view import View
+from engine.plan import COMPUTE_LANE, Compute, Grow, PageSize, Plan, Pool, Work
 
-FOREVER = 1 << 30
-
-
-class Course(NamedTuple):
-    """For how many steps slices are wanted, and what the last of them become on the way."""
-
-    steps: int
-    later: tuple[tuple[int, tuple[Slice, ...]], ...] = ()
-
-
-ONCE = Course(1)
-
-
-def course(plan: Plan, view: View, appends: bool) -> Course:
-    """How a plan goes on if nobody arrives, ends or comes in.
-
-    All in service must have a slice: single tokens, and behind them prompts, the last perhaps cut
-    by the budget. Where the scheduling `appends` what it has begun last to its decodes, and nobody
-    waits for what the prompts leave of the budget, their rest and then their decodes follow.
-    Anything else than growth and one launch is not repeated.
-    """
-    if not plan.ops or plan.restart or plan.refuse or view.training:
-        return ONCE
-    *before, launch = plan.ops
-    if not isinstance(launch, Compute) or not all([type(op) is Grow for op in before]):
-        return ONCE
-    jobs = [piece.job for piece in launch.slices]
-    num_decodes = len(jobs)
-    while num_decodes and jobs[num_decodes - 1].is_prefilling:
-        num_decodes -= 1
-    prompts = jobs[num_decodes:]
-    is_new = [not job.computed_tokens for job in prompts]
-    if len(jobs) - sum(is_new) != len(view.serving):
-        return ONCE
-    if any([job.is_prefilling for job in jobs[:num_decodes]]):
-        return ONCE
-    if not prompts:
-        return Course(FOREVER)
-    if appends and [*view.serving[num_decodes:], *view.waiting] == prompts:
-        return _through(launch.slices, num_decodes)
-    last = launch.slices[-1]
-    cut = (last.job.remaining_tokens - 1) // last.tokens  # slices like this that leave a rest
-    return Course(cut) if cut and len(prompts) == 1 else ONCE
-
-
-def _through(slices: Sequence[Slice], num_decodes: int) -> Course:
-    """The way of prompts into decodes: all but the last end now, the last may take more steps."""
-    *ended, last = slices[num_decodes:]
-    if any([piece.tokens < piece.job.remaining_tokens for piece in ended]):
-        return ONCE
-    ones = tuple([one_token(piece.job) for piece in ended])
-    job, left = last.job, last.job.remaining_tokens - last.tokens
-    later, step = list[tuple[int, tuple[Slice, ...]]](), 1
-    if left:
-        tokens = sum([piece.tokens for piece in slices]) - (len(slices) - 1)  # beside decodes
-        full = (left - 1) // tokens
-        if full and tokens > last.tokens:
-            later.append((step, (*ones, Slice(job, tokens))))
-        step += full
-        later.append((step, (*ones, Slice(job, left - full * tokens))))
-        step += 1
-    return Course(FOREVER, (*later, (step, (*ones, one_token(job)))))
+WHOLE = (Work.FORWARD, None, 0, 0, False)  # a slice of serving, but for its job and tokens
 
 
 class Repeat:
     """A repeated plan under way."""
 
-    def __init__(self, plan: Plan, done: int = 0, growth: Growth | None = None) -> None:
+    def __init__(self, plan: Plan, before: Repeat | None = None) -> None:
+        """The cohort of the plan `before` goes on where its jobs lead this one, too."""
         self.plan = plan
-        self.done = done  # steps issued
-        self.growth = growth or Growth.of(plan)
+        self.jobs = [piece.job for piece in plan.slices]
+        self.done = 0  # steps issued
+        self.growth = Growth.of(plan)
+        self._after = 0, self.growth  # what is left after so many steps, as last asked for
+        cohort = Cohort() if before is None else before._cohort
+        leads = self.jobs[: min(len(cohort.jobs), len(self.jobs) - 1)] == cohort.jobs
+        self._cohort: Cohort = cohort if leads else Cohort()
 
     @property
     def left(self) -> int:
@@ -89,25 +34,37 @@ class Repeat:
         return self.plan.repeats - self.done
 
     @property
-    def has_prompts(self) -> bool:
-        """Whether prompts end with the next step beside the last slice."""
-        return not self.done and bool(self.plan.later) and len(self.plan.later[0][1]) > 1
-
-    @property
     def silent(self) -> int:
         """Steps before the last slice yields a token: parts of its prompt but the last."""
-        last = self.plan.launch(self.done).slices[-1]
+        if self.plan.later:
+            return max(0, self.plan.later[-1][0] - 1 - self.done)
+        last = self.plan.slices[-1]
         return (last.job.remaining_tokens - 1) // last.tokens
 
     def due(self, count: int) -> list[Due]:
         """What grows in the next steps, by step from now on."""
-        found, _ = self.growth.before(self.done + count)
+        found, after = self.growth.before(self.done + count)
+        self._after = count, after
         return [(step - self.done, op) for step, op in found]
+
+    def cohort(self, tokens_left: Callable[[Job], int]) -> Cohort:
+        """All decodes before the last slice, as columns."""
+        cohort, jobs = self._cohort, self.jobs
+        known = len(cohort.jobs)
+        lead = max(known, len(jobs) - 1)
+        while lead > known and jobs[lead - 1].is_prefilling:
+            lead -= 1
+        if lead > known:
+            cohort.join(jobs[known:lead], tokens_left)
+        return cohort
 
     def advance(self, count: int) -> None:
         """Steps are issued."""
         self.done += count
-        _, self.growth = self.growth.before(self.done)
+        asked, after = self._after
+        self.growth = after if asked == count else self.growth.before(self.done)[1]
+        self._after = 0, self.growth
+        self._cohort.advance(count)
 
     def next(self) -> Plan:
         """The next step as a plan of its own."""
@@ -117,35 +74,79 @@ class Repeat:
 
     def fits(self, room_bytes: Callable[[], dict[Pool, int]]) -> bool:
         """Whether what grows with the next step finds room."""
-        due = self.due(1)
+        due = self.growth.next_ops()
         if not due:
             return True
         room = room_bytes()
-        for _, op in due:
+        for op in due:
             room[op.place.pool] -= op.nbytes
         return min(room.values()) >= 0
 
-    def without(self, jobs: Sequence[Job]) -> Repeat | None:
-        """What is left when some have ended and nobody waits for their room.
+    @property
+    def is_cut(self) -> bool:
+        """Whether a budget has cut its last slice: there would be more of it if others left."""
+        last = self.plan.slices_at(self.done)[-1]
+        return last.tokens < last.job.remaining_tokens
 
-        None where a budget has cut a prompt: it would take more now.
-        """
-        gone = {job.job_id for job in jobs}
-        launch = self.plan.launch(self.done)
-        if launch.slices[-1].tokens < launch.slices[-1].job.remaining_tokens:
+    def lose(self, jobs: Sequence[Job]) -> None:
+        """Jobs have ended: they are in it no more."""
+        launch, gone, cohort = self.plan.ops[-1], {job.job_id for job in jobs}, self._cohort
+        assert isinstance(launch, Compute)
+        slices, writes = self.plan.slices_at(self.done), launch.writes
+        for job in jobs:
+            i = self.jobs.index(job)
+            assert writes[i].region.owner == job.job_id, "a repeated launch writes slice by slice"
+            del self.jobs[i]
+            slices, writes = slices[:i] + slices[i + 1 :], writes[:i] + writes[i + 1 :]
+            if i < len(cohort.jobs):
+                cohort.leave(i)
+        if cohort.jobs and len(cohort.jobs) == len(self.jobs):
+            cohort.leave(-1)  # it is the last slice now
+        later = tuple(
+            [
+                (first, tuple([piece for piece in tail if piece.job.job_id not in gone]))
+                for first, tail in self.plan.later
+                if first > self.done
+            ]
+        )
+        launch = Compute(slices, launch.reads, writes, launch.device)
+        self.plan = Plan((launch,), repeats=self.plan.repeats, later=later)
+        self.growth = self.growth.without(gone)  # where all that grows is now
+        self._after = 0, self.growth
+
+    def decodes(self, serving: Sequence[Job], page: PageSize) -> Decodes | None:
+        """What it says of all that are in service; None where it does not."""
+        if self.jobs != serving or not self.done:
             return None
-        slices = tuple([s for s in launch.slices if s.job.job_id not in gone])
-        if not slices:
+        launch, slices = self.plan.ops[-1], self.plan.slices_at(self.done)
+        assert isinstance(launch, Compute)
+        writes, last = launch.writes, slices[-1]
+        prompt = last.job.job_id if last.job.is_prefilling else None
+        if prompt is not None:
+            slices, writes = slices[:-1], writes[:-1]
+        growth = self.growth.as_cycle(page, prompt)
+        if growth is None or sum(map(len, growth.by_step)) != len(slices):
             return None
-        writes = tuple([p for p in launch.writes if p.region.owner not in gone])
-        later = [
-            (first, tuple([s for s in tail if s.job.job_id not in gone]))
-            for first, tail in self.plan.later
-            if first > self.done
-        ]
-        launch = replace(launch, slices=slices, writes=writes)
-        plan = replace(self.plan, ops=(launch,), later=tuple(later))  # the rest is in the growth
-        return Repeat(plan, self.done, self.growth.without(gone))
+        return Decodes(slices, writes, growth)
+
+
+def _is_plain(plan: Plan) -> bool:
+    """Whether a single step could be one of a repeated plan: growth, and a launch of single tokens
+    of decodes and then of prompts."""
+    launch = plan.ops[-1] if plan.ops else None
+    if plan.restart or plan.refuse or not isinstance(launch, Compute) or launch.reads:
+        return False
+    slices, is_growth = launch.slices, [type(op) is Grow for op in plan.ops[:-1]]
+    jobs = [piece.job for piece in slices]
+    prompts = list(dropwhile(lambda job: not job.is_prefilling, jobs))
+    return (
+        all(is_growth)
+        and (launch.on, launch.again) == (COMPUTE_LANE, False)
+        and all([piece[2:] == WHOLE and piece.job.training is None for piece in slices])
+        and all([job.is_prefilling for job in prompts])
+        and [place.region.owner for place in launch.writes] == [job.job_id for job in jobs]
+        and len({job.job_id for job in jobs}) == len(jobs)
+    )
 
 
 class Standing:
@@ -153,20 +154,29 @@ class Standing:
 
     def __init__(self, is_allowed: bool) -> None:
         self._is_allowed = is_allowed
+        self._last: Repeat | None = None  # also when it does not hold any more
         self.repeat: Repeat | None = None
 
     def keep(self, plan: Plan) -> None:
-        """A plan was decided; it stands if it holds for more than one step."""
-        self.repeat = Repeat(plan) if plan.repeats > 1 and self._is_allowed else None
+        """A plan was decided; it stands for as many steps as it holds."""
+        stands = self._is_allowed and (plan.repeats > 1 or _is_plain(plan))
+        self._last = self.repeat = Repeat(plan, self._last) if stands else None
 
     def drop(self) -> None:
         """Something happened: the policy has to be asked."""
         self.repeat = None
 
     def lose(self, jobs: Sequence[Job], somebody_waits: bool) -> None:
-        """Jobs have ended: without them, unless somebody may come in for them."""
-        if self.repeat is not None:
-            self.repeat = None if somebody_waits else self.repeat.without(jobs)
+        """Jobs have ended: without them, unless somebody may come in for them, or a prompt would
+        take more of the budget now."""
+        last = self._last
+        if last is None:
+            return
+        if somebody_waits or last.is_cut:
+            self.repeat = None
+        last.lose(jobs)
+        if not last.jobs:
+            self._last = self.repeat = None
 
     def next(self, room_bytes: Callable[[], dict[Pool, int]]) -> Plan | None:
         """The plan if it still holds; it ends where the growth of its next step finds no room."""
@@ -175,3 +185,7 @@ class Standing:
             return repeat.plan
         self.repeat = None
         return None
+
+    def decodes(self, serving: Sequence[Job], page: PageSize) -> Decodes | None:
+        """Those of the last plan, if it had all that are in service."""
+        return None if self._last is None else self._last.decodes(serving, page)

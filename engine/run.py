@@ -56,13 +56,15 @@ class Run:
 
     def tokens(self) -> Iterator[tuple[Sequence[int], Times]]:
         """Whose tokens the steps that settle together yield, and when: jobs share one list."""
-        ids, times = self.legs[0].job_ids, self.end_ns[: self.settled]
-        silent = sum(leg.steps for leg in self.legs if not leg.last_samples)
-        if not silent:
+        ids, times, legs = self.legs[0].pieces.job_ids, self.end_ns[: self.settled], self.legs
+        tail = range(len(legs[0].tail))
+        silent = [sum([leg.steps for leg in legs if not leg.tail[i][1]]) for i in tail]
+        if not any(silent):
             yield ids, times
-        else:
-            yield ids[:-1], times
-            yield ids[-1:], times[silent:]
+            return
+        yield ids[: -len(silent)], times
+        for job_id, steps in zip(ids[-len(silent) :], silent, strict=True):
+            yield (job_id,), times[steps:]
 
     def unissued_bytes(self, now_ns: int) -> int:
         """KV bytes of steps that are booked but issued only at `now_ns` or later."""

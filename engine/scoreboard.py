@@ -54,12 +54,15 @@ class Scoreboard:
                     u[place] for other, u in self._users.items() if other != lane and place in u
                 ]
                 self._wait(waits, lane, users, place)
-        wrote = dict.fromkeys(writes)  # hashes each place once
-        touched = {**dict.fromkeys(reads), **wrote} if reads else wrote
-        self._users.setdefault(lane, {}).update(dict.fromkeys(touched, op))
-        self.used.update(dict.fromkeys(touched, self.stamp))
-        self._writers.update(dict.fromkeys(wrote, op))
-        self.written.update(dict.fromkeys(wrote, self.stamp if copied is None else copied))
+        wrote = dict.fromkeys(writes, op)  # hashes each place once
+        touched = {**dict.fromkeys(reads, op), **wrote} if reads else wrote
+        self._users.setdefault(lane, {}).update(touched)
+        self._writers.update(wrote)
+        stamps = dict.fromkeys(touched, self.stamp)
+        self.used.update(stamps)
+        if reads or copied is not None:
+            stamps = dict.fromkeys(wrote, self.stamp if copied is None else copied)
+        self.written.update(stamps)
         self.open[op] = None
         if self._journal:
             self._journal.touched(op, (*reads, *writes))

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from engine.decodes import Decodes
 from engine.job import Job
-from engine.plan import Layout, Op, PageSize, Place, Pool, Work
+from engine.layout import Layout
+from engine.plan import Op, PageSize, Place, Pool, Slice, Work
 from engine.trial import Trial
 
 LaunchKey = tuple[tuple[Work, range | None, int], ...]  # (work, layers, tokens) of each slice
@@ -65,6 +67,12 @@ class View:
     layout: Layout
     cost: Cost | None = None
     trial: Callable[[], Trial] | None = None  # dry runs on the device's pages; prefix caching only
+    decodes: Decodes | None = None  # of all in service, where the plan before had them
+
+    def lead(self, slices: tuple[Slice, ...]) -> int:
+        """How many slices at the beginning of a batch are those of `decodes`: all of them or 0."""
+        known = () if self.decodes is None else self.decodes.slices
+        return len(known) if slices[: len(known)] == known else 0
 
     def found_tokens(self, job: Job) -> int:
         """Tokens of a waiting job that it would find computed if it came in now, before others."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.job import Job
 from engine.plan import Slice
 from engine.view import View
-from policies.order import arrivals, check_limits, fill
+from policies.order import arrivals, check_limits, fill, in_service
 
 
 @dataclass(frozen=True)
@@ -28,11 +26,6 @@ class ChunkedPrefill:
         check_limits("chunked prefill", token_budget=self.token_budget, max_jobs=self.max_jobs)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
-        return fill(self._wanted(view), self.token_budget, view)
-
-    def _wanted(self, view: View) -> Iterable[Job]:
-        begun = [job for job in view.serving if job.is_prefilling]
-        waiting = arrivals(view, self.max_jobs)
-        if not begun:
-            return [*view.serving, *waiting]
-        return [*(job for job in view.serving if not job.is_prefilling), *begun, *waiting]
+        decodes, begun = in_service(view)
+        prompts = [*begun, *arrivals(view, self.max_jobs)]
+        return fill(prompts, self.token_budget, view, decodes)

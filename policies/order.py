@@ -19,19 +19,35 @@ def check_limits(name: str, **limits: int) -> None:
             raise ValueError(f"{name}: {limit} is {value}, must be at least 1")
 
 
-def fill(jobs: Iterable[Job], token_budget: int, view: View) -> tuple[Slice, ...]:
-    """Slices of jobs, most wanted first, each as long as the rest of the budget allows."""
+def in_service(view: View) -> tuple[tuple[Slice, ...], Sequence[Job]]:
+    """All decodes, a token each, and all prompts that have begun; by order of admission."""
+    if view.decodes is not None:
+        slices = view.decodes.slices
+        return slices, view.serving[len(slices) :]
+    begun = [job for job in view.serving if job.is_prefilling]
+    return tuple([one_token(job) for job in view.serving if not job.is_prefilling]), begun
+
+
+def fill(
+    jobs: Iterable[Job], token_budget: int, view: View, decodes: tuple[Slice, ...] = ()
+) -> tuple[Slice, ...]:
+    """Slices of jobs, most wanted first, each as long as the rest of the budget allows.
+
+    Before them, as many `decodes` as it allows.
+    """
     if view.trial is not None and view.waiting:
+        jobs = (*(piece.job for piece in decodes), *jobs)
         return _fill_behind(jobs, token_budget, view, view.trial())
     slices: list[Slice] = []
-    for job in jobs:
-        if not token_budget:
-            break
+    token_budget -= len(decodes)
+    for job in jobs if token_budget > 0 else ():
         left = job.known_tokens - job.computed_tokens
         tokens = left if left <= token_budget else token_budget
         slices.append(one_token(job) if tokens == 1 else Slice(job, tokens))
         token_budget -= tokens
-    return tuple(slices)
+        if not token_budget:
+            break
+    return (*(decodes if token_budget >= 0 else decodes[:token_budget]), *slices)
 
 
 def _fill_behind(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -84,7 +84,7 @@ class Seating:
 
     def __init__(
         self,
-        batch: Sequence[Slice],
+        batch: tuple[Slice, ...],
         view: View,
         demand: Demand,
         preempt: Preempt | None = None,
@@ -105,8 +105,9 @@ class Seating:
         """The drafted plan; empty where nothing fits."""
         held_before, device = self._view.held_bytes.get, self._view.device
         demand, preempted = self._demand, self._preempted
+        known = self._seat_decodes()
         lacks_spare = self._lacks_spare
-        for piece in self._batch:
+        for piece in self._batch[known:]:
             job_id = piece.job.job_id
             if job_id in preempted:
                 continue
@@ -123,11 +124,26 @@ class Seating:
             self._draft.compute(self._seated, self._places)
         return self._draft.plan()
 
+    def _seat_decodes(self) -> int:
+        """Seats at once the decodes that the plan before had, if all find their pages with room to
+        spare, so that nobody would be preempted; returns how many."""
+        known, decodes = self._view.lead(self._batch), self._view.decodes
+        if not known or decodes is None:
+            return 0
+        full = decodes.growth.by_step[0]
+        if self._draft.room(self._pool) < len(full) * self._view.page.nbytes + self._spare_bytes:
+            return 0
+        for op in full:
+            self._draft.grow(op.place, op.nbytes)
+        self._seated += decodes.slices
+        self._places += decodes.places
+        return known
+
     @cached_property
     def _away(self) -> set[int]:
         """Jobs in service whose KV is not on the device."""
-        jobs = (job for job in self._view.serving if not self._draft.held(self._here(job)))
-        return {job.job_id for job in jobs}
+        jobs = self._view.serving[self._view.lead(self._batch) :]
+        return {job.job_id for job in jobs if not self._draft.held(self._here(job))}
 
     def _here(self, job: Job) -> Place:
         return kv_place(job.job_id, Tier.GPU, self._view.device)

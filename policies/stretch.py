@@ -2,45 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
-from engine.plan import Compute, Grow, Plan, Tier
+from engine.course import FOREVER
+from engine.plan import Compute, Grow, GrowCycle, PageSize, Plan, Tier
 from engine.view import View
 
 
 def stretched(plan: Plan, view: View, count: int, spare_pages: int) -> Plan:
     """A plan of decodes, perhaps with prompts behind them, for up to `count` steps.
 
-    In as many steps as a page has tokens, each decode takes one page at most: the bound may end a
-    run early, never late. `spare_pages` stay free, as a decode wants to find them.
+    It ends when pages run out: perhaps early where there are prompts, never late. `spare_pages`
+    stay free, as a decode wants to find them.
     """
-    launch = plan.ops[-1]
+    launch, page = plan.ops[-1], view.page
     assert isinstance(launch, Compute)
-    page_tokens, page_nbytes = view.page
     grown = {op.place.region.owner: op.nbytes for op in plan.ops if isinstance(op, Grow)}
-    free = view.room((Tier.GPU, view.device)) // page_nbytes - spare_pages
     num_decodes = len(launch.slices)
     while num_decodes and launch.slices[num_decodes - 1].job.is_prefilling:
         num_decodes -= 1
-    prompts = list[Grow]()
+    grows = _of_decodes(launch, num_decodes, view, grown)
     for i in range(num_decodes, len(launch.slices)):
-        prompts += _of_prompt(plan, i, view, count, grown)
-    free -= sum(op.nbytes for op in prompts if not op.every) // page_nbytes
-    growing = len(launch.slices) if plan.later else num_decodes
-    count = min(count, page_tokens * (free // growing) if growing else count)
-    if count < 2 or free < 0:
+        grows += _of_prompt(plan, i, view, count, grown)
+    free = view.room((Tier.GPU, view.device)) // page.nbytes - spare_pages
+    count = min(count, _steps(grows, free, page))
+    if count < 2:
         return replace(plan, later=())
-    grows, held = [], view.held_bytes
-    for piece, place in zip(launch.slices[:num_decodes], launch.writes, strict=False):
-        job, first = piece.job, 0
-        if job.job_id not in grown:
-            first = held[place] // page_nbytes * page_tokens - job.computed_tokens
-        if first < count:
-            grows.append(Grow(place, page_nbytes, first, page_tokens))
-    later = tuple(entry for entry in plan.later if entry[0] < count)
-    grows += [op for op in prompts if op.first < count]
-    return Plan((*grows, launch), repeats=count, later=later)
+    return Plan((*grows, launch), repeats=count, later=plan.later)
+
+
+def _steps(grows: Sequence[Grow | GrowCycle], free: int, page: PageSize) -> int:
+    """For how many steps there are pages: what grows once counts from the first one on."""
+    turns = [0] * page.tokens
+    for op in grows:
+        if isinstance(op, GrowCycle):
+            turns = list(map(len, op.by_step))  # comes first
+        elif op.every:
+            turns[op.first % page.tokens] += 1
+        else:
+            free -= op.nbytes // page.nbytes
+    if free < 0 or not any(turns):
+        return 0 if free < 0 else FOREVER
+    rounds, left = divmod(free, sum(turns))
+    return page.tokens * rounds + sum([used <= left for used in accumulate(turns)])
 
 
 def has_prompt(plan: Plan) -> bool:
@@ -49,6 +55,27 @@ def has_prompt(plan: Plan) -> bool:
     assert isinstance(launch, Compute)
     jobs = (piece.job for piece in launch.slices)
     return any(job.computed_tokens < job.prompt_tokens for job in jobs)
+
+
+def _of_decodes(
+    launch: Compute, num_decodes: int, view: View, grown: Collection[int]
+) -> list[Grow | GrowCycle]:
+    """The growth of decodes, a page each in turn; one by one if somebody holds pages to spare."""
+    page, held = view.page, view.held_bytes
+    if view.decodes is not None and num_decodes and view.lead(launch.slices) == num_decodes:
+        return [view.decodes.growth]
+    grows = list[Grow]()
+    for piece, place in zip(launch.slices[:num_decodes], launch.writes, strict=False):
+        job, first = piece.job, 0
+        if job.job_id not in grown:
+            first = held[place] // page.nbytes * page.tokens - job.computed_tokens
+        grows.append(Grow(place, page.nbytes, first, page.tokens))
+    if any([op.first >= page.tokens for op in grows]):
+        return [*grows]
+    turns = [list[Grow]() for _ in range(page.tokens)]
+    for op in grows:
+        turns[op.first].append(op)
+    return [GrowCycle(tuple(map(tuple, turns)))]
 
 
 def _of_prompt(plan: Plan, i: int, view: View, count: int, grown: Mapping[int, int]) -> list[Grow]:
@@ -61,7 +88,7 @@ def _of_prompt(plan: Plan, i: int, view: View, count: int, grown: Mapping[int, i
     grows, held = [Grow(place, first)] if first else [], view.held_bytes.get(place, 0) + first
     done, step = job.computed_tokens + tokens, 1
     while done < job.known_tokens and step < count:
-        done = min(job.known_tokens, done + plan.launch(step).slices[i].tokens)
+        done = min(job.known_tokens, done + plan.slices_at(step)[i].tokens)
         need = page.bytes_for(done) - held
         if need > 0:
             grows.append(Grow(place, need, step))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from engine.cohort import Behind
 from engine.executor import Launch, Piece, Pieces
 from engine.model import ModelSpec
 from engine.plan import Compute, Copy, Op, Place, Work
@@ -108,7 +109,8 @@ def forward_shape(launch: Launch) -> tuple[list[int], list[int], int]:
     """
     op, pieces = launch.op, launch.pieces
     assert isinstance(op, Compute)
-    for piece in op.slices:
+    is_serving = isinstance(pieces, Pieces) and isinstance(pieces.contexts, Behind)
+    for piece in () if is_serving else op.slices:
         if piece.layers is not None or piece.work is not Work.FORWARD:
             raise ValueError("no cost is known for training units or single layers yet; only serve")
     if isinstance(pieces, Pieces):

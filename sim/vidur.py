@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, sqrt
-from operator import ge
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from engine.executor import Launch
+from engine.cohort import Behind
+from engine.executor import Launch, Pieces
 from engine.model import ModelSpec
 from engine.plan import Compute
 from sim.cost import ShapePriced, forward_shape, shifted
@@ -41,6 +41,7 @@ class VidurCost(ShapePriced):
     model: ModelSpec
     source: str
     form: str = field(default="table", init=False)
+    _once: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @classmethod
@@ -80,39 +81,27 @@ class VidurCost(ShapePriced):
 
     def compute_ns(self, launch: Launch) -> int:
         """One launch. Vidur asks the request, not the shape, whether one token is a decode."""
-        tokens, contexts, _ = forward_shape(launch)
-        assert isinstance(launch.op, Compute)
-        prompts = [piece.job.prompt_tokens for piece in launch.op.slices]
-        return self._ns(self.layer_ms(tokens, contexts, prompts))
+        return self._ns(self._mix_ms(*_mix(launch))[0])
 
     def repeat_ns(self, launch: Launch, count: int) -> list[int]:
         """See ShapePriced: what changes from step to step alone is looked up again."""
-        tokens, contexts, _ = forward_shape(launch)
-        assert isinstance(launch.op, Compute)
-        prompts = [piece.job.prompt_tokens for piece in launch.op.slices]
-        if max(tokens) == 1 and all(map(ge, contexts, prompts)):
-            return self._decodes_ns(len(tokens), sum(contexts) + len(tokens), count)
-        if count == 1:
-            return [self._ns(self.layer_ms(tokens, contexts, prompts))]
-        decodes, past, chunks, squares, _ = _merged(tokens, contexts, prompts)
-        cut = [(n, c) for n, c, prompt in zip(tokens, contexts, prompts, strict=True) if c < prompt]
-        if len(cut) != chunks or any(n == 1 for n, _ in cut):  # one that would become a decode
-            steps = range(count)
-            rows = (shifted(tokens, contexts, i) for i in steps)
+        decodes, past, cut = _mix(launch)
+        if not cut:
+            return self._decodes_ns(decodes, past, count)
+        if count > 1 and any([n == 1 for n, _ in cut]):  # it becomes a decode
+            tokens, contexts, _ = forward_shape(launch)
+            assert isinstance(launch.op, Compute)
+            prompts = [piece.job.prompt_tokens for piece in launch.op.slices]
+            rows = (shifted(tokens, contexts, i) for i in range(count))
             return [self._ns(self.layer_ms(tokens, row, prompts)) for row in rows]
-        once, found = self._once_ms(sum(tokens)), []
-        for i in range(count):
-            kv_nodes = sum([-(-(c + i * n) // KV_STEP) for n, c in cut])
-            ms = self._attention_ms(decodes, past + i * decodes, chunks, squares, kv_nodes)
-            found.append(self._ns(once + ms[0] + ms[1]))
-        return found
+        return [self._ns(ms) for ms in self._mix_ms(decodes, past, cut, count)]
 
     def _decodes_ns(self, decodes: int, past: int, count: int) -> list[int]:
         """Decodes alone: their mean context moves on by one a step, its node every KV_STEP."""
         once, mean, found = self._once_ms(decodes), past // decodes, list[int]()
         while len(found) < count:
             steps = min(count - len(found), KV_STEP - (mean + len(found) - 1) % KV_STEP)
-            ms, _ = self._attention_ms(decodes, past + len(found) * decodes, 0, 0, 0)
+            ms = self._decode_ms(decodes, past + len(found) * decodes)
             found += [self._ns(once + ms)] * steps
         return found
 
@@ -127,28 +116,40 @@ class VidurCost(ShapePriced):
         self, tokens: Sequence[int], contexts: Sequence[int], prompts: Sequence[int]
     ) -> float:
         """One layer: new tokens, tokens in KV and tokens of the whole prompt per slice."""
-        ms = self._attention_ms(*_merged(tokens, contexts, prompts))
-        return self._once_ms(sum(tokens)) + ms[0] + ms[1]
+        return self._mix_ms(*_sorted(tokens, contexts, prompts))[0]
 
-    def _attention_ms(
-        self, decodes: int, past: int, chunks: int, squares: int, kv_nodes: int
-    ) -> tuple[float, float]:
-        """Decodes and prompt slices, one layer."""
-        decode = prompt = 0.0
-        if decodes:
-            rows, node = self.tables["attn_decode_ms"], -(-(past // decodes) // KV_STEP)
-            decode = self._cell("attn_decode_ms", rows, decodes - 1, node)
-            decode *= self._grouped if decodes > 1 else 1.0
-        if chunks:
-            rows, side = self.tables["attn_prefill_ms"], round(sqrt(squares))
-            prompt = self._cell("attn_prefill_ms", rows, kv_nodes, side - 1)
-            prompt *= self._grouped if chunks > 1 else 1.0
-        return decode, prompt
+    def _mix_ms(
+        self, decodes: int, past: int, cut: Sequence[tuple[int, int]], count: int = 1
+    ) -> list[float]:
+        """Decodes and their contexts' sum; tokens and context of each prompt slice; and so on, for
+        `count` steps."""
+        once = self._once_ms(decodes + sum([n for n, _ in cut]))
+        if not cut:
+            return [once + self._decode_ms(decodes, past + i * decodes) for i in range(count)]
+        rows, side = self.tables["attn_prefill_ms"], round(sqrt(sum([n * n for n, _ in cut])))
+        grouped, found = self._grouped if len(cut) > 1 else 1.0, list[float]()
+        for i in range(count):
+            kv_nodes = sum([-(-(context + i * n) // KV_STEP) for n, context in cut])
+            prompt = self._cell("attn_prefill_ms", rows, kv_nodes, side - 1) * grouped
+            found.append(once + self._decode_ms(decodes, past + i * decodes) + prompt)
+        return found
+
+    def _decode_ms(self, decodes: int, past: int) -> float:
+        """Attention of all decodes at their mean context."""
+        if not decodes:
+            return 0.0
+        rows, node = self.tables["attn_decode_ms"], -(-(past // decodes) // KV_STEP)
+        ms = self._cell("attn_decode_ms", rows, decodes - 1, node)
+        return ms * (self._grouped if decodes > 1 else 1.0)
 
     def _once_ms(self, total: int) -> float:
         """What depends on the tokens of a launch alone."""
-        ms = self._at("attn_kv_cache_save_ms", self.tables["attn_kv_cache_save_ms"], total - 1)
-        return ms + self._at("dense", self._dense_ms, ceil(total / PADDED_TO) * PADDED_TO - 1)
+        ms = self._once.get(total)
+        if ms is None:
+            ms = self._at("attn_kv_cache_save_ms", self.tables["attn_kv_cache_save_ms"], total - 1)
+            ms += self._at("dense", self._dense_ms, ceil(total / PADDED_TO) * PADDED_TO - 1)
+            self._once[total] = ms
+        return ms
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
         """Vidur copies nothing: ValueError."""
@@ -177,17 +178,30 @@ class VidurCost(ShapePriced):
             log.warning("Vidur's table %s is extrapolated, first at %d", name, index)
 
 
-def _merged(
-    tokens: Sequence[int], contexts: Sequence[int], prompts: Sequence[int]
-) -> tuple[int, int, int, int, int]:
-    """Decodes and their contexts' sum; prompt slices, their squares' sum and their KV nodes."""
-    decodes = past = chunks = squares = kv_nodes = 0
+Mix = tuple[int, int, list[tuple[int, int]]]  # see VidurCost._mix_ms
+
+
+def _mix(launch: Launch) -> Mix:
+    """What a launch is made of."""
+    pieces = launch.pieces
+    assert isinstance(launch.op, Compute)
+    if isinstance(pieces, Pieces) and isinstance(pieces.contexts, Behind):
+        behind, lead = pieces.contexts, len(pieces.job_ids) - len(pieces.contexts.tail)
+        if behind.are_generated:
+            tail = launch.op.slices[lead:]
+            prompts = [piece.job.prompt_tokens for piece in tail]
+            decodes, past, cut = _sorted([piece.tokens for piece in tail], behind.tail, prompts)
+            return lead + decodes, behind.total + lead + past, cut
+    tokens, contexts, _ = forward_shape(launch)
+    return _sorted(tokens, contexts, [piece.job.prompt_tokens for piece in launch.op.slices])
+
+
+def _sorted(tokens: Sequence[int], contexts: Sequence[int], prompts: Sequence[int]) -> Mix:
+    """Decodes and prompt slices; Vidur counts the token in hand to its context."""
+    past, cut = list[int](), list[tuple[int, int]]()
     for n, context, prompt in zip(tokens, contexts, prompts, strict=True):
         if n == 1 and context >= prompt:
-            decodes += 1
-            past += context + 1  # Vidur counts the token in hand
+            past.append(context + 1)
         else:
-            chunks += 1
-            squares += n * n
-            kv_nodes += -(-context // KV_STEP)
-    return decodes, past, chunks, squares, kv_nodes
+            cut.append((n, context))
+    return len(past), sum(past), cut

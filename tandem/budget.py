@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.layout import Layout
 from engine.model import ModelSpec
-from engine.plan import SHARED_OWNER, Kind, Layout, PageSize, Place, Pool, Region, Tier
+from engine.plan import SHARED_OWNER, Kind, PageSize, Place, Pool, Region, Tier
 from sim.device import Device
 from sim.memory import graph_bytes
 from traces.request import Request

@@ -16,7 +16,8 @@ from engine.engine import Engine
 from engine.executor import Launch, Span
 from engine.journal import Journal
 from engine.lanes import Lanes
-from engine.plan import Layout, Op, PageSize, Plan, Tier
+from engine.layout import Layout
+from engine.plan import Op, PageSize, Plan, Tier
 from engine.planlog import LoggedPlan, encode
 from engine.policy import Composed, Policy, Router
 from engine.recorder import Recorder

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from engine.job import Job
-from engine.plan import Layout, PageSize, Plan, Tier, kv_place
+from engine.layout import Layout
+from engine.plan import PageSize, Plan, Tier, kv_place
 from engine.policy import Memory, Scheduling
 from engine.profile import EngineProfile
 from engine.view import View

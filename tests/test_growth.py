@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.growth import Growth
-from engine.plan import Compute, Grow, Plan, kv_place
+from engine.plan import Compute, Grow, GrowCycle, PageSize, Plan, kv_place
 
 grows = st.lists(
     st.builds(
@@ -39,3 +39,28 @@ def test_what_has_left_grows_no_more(ops: list[Grow], middle: int) -> None:
     _, rest = Growth.of(Plan((*ops, Compute(())), repeats=100)).before(middle)
     others = [op for op in ops if op.place.region.owner != 1]
     assert rest.without({1}).before(90)[0] == one_by_one(others, middle, 90)
+
+
+@given(
+    turns=st.lists(st.integers(0, 3), max_size=12),
+    start=st.integers(0, 9),
+    gone=st.sets(st.integers(0, 11)),
+    end=st.integers(0, 20),
+)
+def test_a_cycle_is_its_places_one_by_one(
+    turns: list[int], start: int, gone: set[int], end: int
+) -> None:
+    """Pages of 4: decode i grows at step turns[i] and every fourth after it; some leave."""
+    ops = [Grow(kv_place(i), 10, first, 4) for i, first in enumerate(turns)]
+    by_step = tuple(tuple(op for op in ops if op.first == step) for step in range(4))
+    cycle = Growth.of(Plan((GrowCycle(by_step), Compute(())), repeats=100))
+    single = Growth.of(Plan((*ops, Compute(())), repeats=100))
+    assert cycle.before(start)[0] == single.before(start)[0]
+    left, alone = (g.before(start)[1].without(gone) for g in (cycle, single))
+    assert list(left.next_ops()) == [op for _, op in alone.before(start + 1)[0]]
+    assert left.before(start + end)[0] == alone.before(start + end)[0]
+    for growth in (left, alone):
+        again = growth.as_cycle(PageSize(4, 10), None)
+        assert again is not None
+        due = [(start + i, op) for i in range(end) for op in again.by_step[i % 4]]
+        assert due == left.before(start + end)[0]

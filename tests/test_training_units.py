@@ -11,13 +11,13 @@ import pytest
 
 from engine.executor import Launch
 from engine.job import Job
+from engine.layout import Layout
 from engine.plan import (
     Compute,
     Copy,
     Free,
     Grow,
     Kind,
-    Layout,
     PageSize,
     Place,
     Plan,

@@ -1,0 +1,20 @@
+"""What a planner decides once, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engine.plan import Place, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a planner hands over, frozen and recorded with the run."""
+
+    places: Mapping[Place, int] = field(default_factory=dict)  # bytes held before the first step
+    orders: tuple[tuple[tuple[Work, int], ...], ...] = ()  # per device: (work, microbatch)
+    cuts: tuple[range, ...] = ()  # shards or stages
+    modes: tuple[str, ...] = ()  # per layer: keep, swap, recompute
+    persistent: frozenset[int] = frozenset()
+    buffers: int = 0
