@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of shared research data; skips where absent, fails if it is required."""
-    folder = Path(os.environ.get("TANDEM_SHARED", "../shared"))
+    folder = Path(os.environ.get("TANDEM_SHARED", "../shared")).resolve()  # tests change folders
     if not (folder / "data" / "README.md").is_file():
         reason = f"no shared data at {folder} (set TANDEM_SHARED)"
         if os.environ.get("TANDEM_REQUIRE_SHARED") == "1":

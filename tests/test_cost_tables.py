@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from engine.executor import Launch, Piece
-from engine.job import Job
-from engine.plan import Compute, Slice
 from sim.table import Table
 from sim.tables import TableCost
 from tests.additive import fitted, truth_ns
@@ -54,23 +49,6 @@ def test_a_drifted_device_is_slower_by_the_factor(cost: TableCost) -> None:
     before = cost.shape_ns([1] * 9, [300] * 9, 9)
     assert slow.shape_ns([1] * 9, [300] * 9, 9) == pytest.approx(before * 1.05, abs=2)
     assert "x1.0500 (probe)" in slow.provenance
-
-
-def fastest_us(work: Callable[[], object], repeats: int = 200) -> float:
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter_ns()
-        work()
-        best = min(best, (time.perf_counter_ns() - start) / 1e3)
-    return best
-
-
-def test_a_launch_of_64_decodes_is_priced_in_tens_of_microseconds(cost: TableCost) -> None:
-    pieces = tuple(Piece(i, 1, 100 + 7 * i, True, ()) for i in range(64))
-    launch = Launch(Compute(tuple(Slice(Job(i, 0), 1) for i in range(64))), pieces=pieces)
-    cost.compute_ns(launch)
-    # The best of 200 is free of neighbours; 40 us is what a step of the simulator can afford.
-    assert fastest_us(lambda: cost.compute_ns(launch)) <= 40
 
 
 def test_a_table_is_straight_between_nodes_and_beyond_its_ends() -> None:

