@@ -92,7 +92,7 @@ def _profile(settings: Sequence[str], is_new: bool) -> Path:
     if (kept / COST).is_file() and not is_new:
         say(f"using the profile of an earlier demo: {kept} (ARGS=--recalibrate for a new one)")
         return kept
-    say("calibrating this CPU: a minute or two, once")
+    say("calibrating this CPU: one to four minutes, once")
     if kept.exists():
         kept.rename(kept.with_name(f"{name}-{time.strftime('%Y-%m-%dT%H-%M-%S')}"))
     errors = calibrate(point, kept)
