@@ -4,7 +4,8 @@ A profile is calibrated on made-up shapes and lengths; the judged trace is Share
 run has drift probes before and after it; a run around which they moved by more than 3 % is thrown
 away. An error is the median over reruns, whose signs may cancel: the worst rerun is published
 beside it. A shared machine's speed changes by a third within seconds: both clocks therefore count
-time in reference works (runtime/reference.py), in calibration and run alike.
+time in reference works (runtime/reference.py), in calibration and run alike. Run it alone: with the
+other core busy, launches moved against the reference work by 4 %.
 """
 
 from __future__ import annotations
