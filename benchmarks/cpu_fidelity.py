@@ -18,6 +18,7 @@ from analysis.metrics import summary
 from benchmarks.fidelity import (
     COLUMNS,
     Case,
+    calibrated,
     capacity,
     finish,
     judged,
@@ -27,7 +28,6 @@ from benchmarks.fidelity import (
     say,
     table_of,
 )
-from tandem.calibrate import main as calibrate
 
 OUT = Path("benchmarks/results/cpu_fidelity.csv")
 POLICIES = ("continuous_restart", "chunked_restart")
@@ -79,7 +79,7 @@ def points(chosen: argparse.Namespace, root: Path) -> Iterator[pd.DataFrame]:
         settings, folder, rate = (*common, f"policy={policy}"), root / policy, 0.0
         for load in chosen.loads:
             name = f"{policy}@{load:.0%}"
-            profile = calibrated(name, settings, folder / f"profile-{load:.0%}")
+            profile = calibrated(name, settings, MEASURED, folder / f"profile-{load:.0%}")
             at = (*settings, f"profile={profile}")
             if not rate:
                 rate = capacity(Case(policy, at, folder), MEASURED)
@@ -90,14 +90,6 @@ def points(chosen: argparse.Namespace, root: Path) -> Iterator[pd.DataFrame]:
             yield judged(
                 pd.concat([table_of(case, pairs, chosen.reruns), sensitivity(case)]), load <= 0.5
             )
-
-
-def calibrated(name: str, settings: Sequence[str], folder: Path) -> Path:
-    """A profile taken right before its case: the nearer in time, the likelier the same machine."""
-    if not folder.is_dir():
-        say(f"calibrating for {name}")
-        calibrate([*settings, *MEASURED, "--out", str(folder)])
-    return folder
 
 
 def sensitivity(case: Case) -> pd.DataFrame:

@@ -15,8 +15,18 @@ from pathlib import Path
 
 import pandas as pd
 
-from benchmarks.fidelity import COLUMNS, Case, Pair, capacity, finish, judged, reruns, say, table_of
-from tandem.calibrate import main as calibrate
+from benchmarks.fidelity import (
+    COLUMNS,
+    Case,
+    Pair,
+    calibrated,
+    capacity,
+    finish,
+    judged,
+    reruns,
+    say,
+    table_of,
+)
 
 OUT = Path("benchmarks/results/swap_fidelity.csv")
 MEASURED = (
@@ -59,10 +69,7 @@ def measured_table(chosen: argparse.Namespace, root: Path) -> pd.DataFrame:
         f"budget.host_bytes={HOST_BYTES}",
         f"budget.kv_pages={chosen.pages}",  # calibrated in the arena that is judged
     )
-    profile = root / "profile"
-    if not profile.is_dir():
-        say("calibrating on the wall clock")
-        calibrate([*settings, *MEASURED, "--out", str(profile)])
+    profile = calibrated("the wall clock", settings, MEASURED, root / "profile")
     settings = (*settings, f"profile={profile}")
     ceiling = capacity(Case("swap", settings, root), MEASURED)
     say(f"capacity {ceiling:.3g} requests/s")

@@ -42,6 +42,8 @@ def default_folder(config: Mapping[str, Any]) -> Path:
 
 def told(table: Any) -> str:
     """Errors on what was held out, in percent of what was measured."""
+    from tandem.profile import STEADY, is_steady
+
     lines = [f"{'held-out shapes':<30}{'rows':>6}{'mean |e|':>10}{'p90 |e|':>10}{'bias':>10}"]
     for name, row in table.iterrows():
         cells = (f"{row[key]:>9.1%} " for key in ("mape", "p90", "bias"))
@@ -50,4 +52,9 @@ def told(table: Any) -> str:
         "Launches of a replay decide the fit. Shapes alone run faster: their caches are warm and,\n"
         "on the wall clock, no host is busy beside them."
     )
+    if not is_steady(table):
+        lines.append(
+            f"The held-out replay is off by more than {STEADY:.0%} in all: the machine changed meanwhile.\n"
+            "Calibrate again when it is quieter; predictions may be off by as much."
+        )
     return "\n".join(lines)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
@@ -22,6 +23,7 @@ from tandem.profile import (
     COST,
     SESSIONS,
     device_facts,
+    is_steady,
     judged,
     read_cost,
     replayed_count,
@@ -62,6 +64,16 @@ def test_the_host_is_judged_by_a_replay_not_by_shapes(tmp_path: Path) -> None:
         }
     )
     assert f"{AGAIN}host" in told(table)
+
+
+@pytest.mark.parametrize(("total", "steady"), [(0.0, True), (-0.029, True), (0.031, False)])
+def test_a_machine_that_changed_meanwhile_is_told(total: float, steady: bool) -> None:
+    """Judged by the sum over a replay: single launches may scatter by far more."""
+    columns = {"rows": 9, "mape": 0.2, "p90": 0.4, "bias": 0.1, "total": total}
+    table = pd.DataFrame(columns, index=["all launches", f"{AGAIN}all launches"])
+    table.loc["all launches", "total"] = 0.5  # of shapes: says nothing about a change
+    assert is_steady(table) is steady
+    assert ("Calibrate again" in told(table)) is not steady
 
 
 def test_a_replay_is_as_large_as_its_batches_may_be() -> None:
