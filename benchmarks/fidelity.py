@@ -2,11 +2,12 @@
 
 A profile is calibrated on made-up shapes and lengths; the judged trace is ShareGPT. Every measured
 run has drift probes before and after it; a run around which they moved by more than 3 % is thrown
-away, and so is a calibration whose held-out replay is off by more than 3 % in all: both say that
-the machine was not steady, neither looks at a judged run's error. An error is the median over reruns, whose signs may cancel: the worst rerun is published
-beside it. A shared machine's speed changes by a third within seconds: both clocks therefore count
-time in reference works (runtime/reference.py), in calibration and run alike. Run it alone: with the
-other core busy, launches moved against the reference work by 4 %.
+away, and so is a calibration whose held-out replay is off by more than 3 % in all. Both say that
+the machine was not steady; neither looks at the error of a judged run. An error is the median over
+reruns, whose signs may cancel: the worst rerun is published beside it. A shared machine's speed
+changes by a third within seconds: both clocks therefore count time in reference works
+(runtime/reference.py), in calibration and run alike. Run it alone: with the other core busy,
+launches moved against the reference work by 4 %.
 """
 
 from __future__ import annotations

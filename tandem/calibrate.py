@@ -54,7 +54,7 @@ def told(table: Any) -> str:
     )
     if not is_steady(table):
         lines.append(
-            f"The held-out replay is off by more than {STEADY:.0%} in all: the machine changed meanwhile.\n"
-            "Calibrate again when it is quieter; predictions may be off by as much."
+            f"The held-out replay is off by more than {STEADY:.0%} in all: the machine changed\n"
+            "meanwhile. Calibrate again when it is quieter; predictions may be off by as much."
         )
     return "\n".join(lines)
