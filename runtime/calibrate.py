@@ -25,7 +25,7 @@ from runtime.machine import Machine
 from runtime.probe import probe, ratios
 from runtime.shapes import Rows, Shape, grid, holdout
 
-FEW_TOKENS = 16  # up to here a launch is short and its noise large
+FEW_TOKENS, MANY_TOKENS = 16, 256  # up to here launches are short and noisy; beyond, long
 BEFORE = Shape("decode", (Rows(1, 256),) * 8)  # what runs before a launch with prompts in replays
 
 
@@ -85,7 +85,8 @@ def _write(folder: Path, tables: Mapping[str, pa.Table], about: Mapping[str, Any
 
 def repeats(shape: Shape) -> int:
     """Runs of a shape, the first of which is not kept."""
-    return 3 if sum(rows.tokens for rows in shape.rows) > FEW_TOKENS else 6
+    tokens = sum(rows.tokens for rows in shape.rows)
+    return 6 if tokens <= FEW_TOKENS else 3 if tokens <= MANY_TOKENS else 2
 
 
 def _measure(

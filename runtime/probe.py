@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from statistics import median
 
@@ -12,27 +13,26 @@ from runtime.driver import driving
 from runtime.machine import Machine
 from runtime.shapes import probes
 
-WARM_UP = 20  # rounds that are not kept
+LOOK_S = 0.5  # a shared machine's speed wanders within a tenth of it: less would see mostly this
+LEAST = 16  # rounds, however long they take
 
 
 def probe(
-    env: simpy.Environment, executor: Executor, machine: Machine, repeats: int = 150
+    env: simpy.Environment, executor: Executor, machine: Machine, least: int = LEAST
 ) -> dict[str, float]:
-    """Median seconds of each probe launch over `repeats` rounds, after a few to warm up.
+    """Median seconds of each probe launch over rounds of all; their first eighth warms up.
 
     The shapes take turns, as launches do in a replay: one shape alone, back to back, runs up to
     twice as fast from its caches and then says little about the machine. Takes an executor of the
     replay's own kind over the same machine, but on a clock of its own: a replay starts at time 0.
-    Its pages are free before and after. So many rounds take some 0.3 s for a small model: a
-    shared machine's speed wanders within a tenth of that, and a short look would see mostly this.
+    Its pages are free before and after.
     """
+    rounds, until_s = list[dict[str, int]](), time.perf_counter() + LOOK_S
     with driving(env, executor, machine) as driver:
         shapes = probes(driver.limits, driver.page)
-        rounds = [
-            {name: driver.run(shape).compute_ns for name, shape in shapes.items()}
-            for _ in range(WARM_UP + repeats)
-        ]
-    kept = rounds[WARM_UP:]
+        while len(rounds) < least or time.perf_counter() < until_s:
+            rounds.append({name: driver.run(shape).compute_ns for name, shape in shapes.items()})
+    kept = rounds[len(rounds) // 8 :]
     return {name: median(taken_ns[name] for taken_ns in kept) / 1e9 for name in shapes}
 
 

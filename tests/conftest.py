@@ -35,11 +35,11 @@ def shared() -> Path:
 
 @pytest.fixture
 def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured runs look for drift a few rounds only, not for a second at either end."""
+    """Measured runs look for drift a few rounds only, not for half a second at either end."""
     from runtime import probe
 
-    monkeypatch.setattr(probe, "WARM_UP", 1)
-    monkeypatch.setattr(probe, "probe", partial(probe.probe, repeats=3))
+    monkeypatch.setattr(probe, "LOOK_S", 0.0)
+    monkeypatch.setattr(probe, "probe", partial(probe.probe, least=3))
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import simpy
 import torch
 
@@ -12,7 +13,7 @@ from runtime.executor import CpuExecutor
 from runtime.machine import Machine
 from runtime.meter import CpuMeter
 from runtime.model import build_model
-from runtime.probe import probe, ratios
+from runtime.probe import LEAST, probe, ratios
 from runtime.wall import WallExecutor
 
 GPU, HOST = (Tier.GPU, 0), (Tier.HOST, 0)
@@ -27,7 +28,7 @@ def machine(pages: int = 256) -> Machine:
 def test_probes_are_timed_and_leave_pages_and_transcripts_as_they_were() -> None:
     box, env = machine(), simpy.Environment()
     meter = CpuMeter({}, {GPU: box.arenas[GPU].pages})
-    times = probe(env, CpuExecutor(env, box), box, repeats=3)
+    times = probe(env, CpuExecutor(env, box), box, least=3)
     assert list(times) == ["decode_1", "decode_8", "prefill_128"]
     assert all(1e-5 < seconds < 1 for seconds in times.values())
     assert not box.packer.transcripts
@@ -36,14 +37,29 @@ def test_probes_are_timed_and_leave_pages_and_transcripts_as_they_were() -> None
 
 def test_an_arena_too_small_for_eight_jobs_gets_a_smaller_probe() -> None:
     box, env = machine(pages=8), simpy.Environment()
-    times = probe(env, CpuExecutor(env, box), box, repeats=1)
+    times = probe(env, CpuExecutor(env, box), box, least=1)
     assert list(times) == ["decode_1", "decode_2", "prefill_128"]
+
+
+@pytest.mark.parametrize("look_s", [0.0, 0.3])
+def test_a_probe_looks_for_its_time_and_some_rounds_at_least(
+    look_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large model's rounds take longer than the look; a small one's are many."""
+    monkeypatch.setattr("runtime.probe.LOOK_S", look_s)
+    env, box = simpy.Environment(), machine()
+    executor, looks = CpuExecutor(env, box), list[int]()
+    prepare = executor.prepare
+    monkeypatch.setattr(executor, "prepare", lambda plan: looks.append(len(plan)) or prepare(plan))
+    probe(env, executor, box)
+    launched = sum(looks)  # three a round
+    assert launched == 3 * LEAST if not look_s else launched > 3 * LEAST
 
 
 def test_the_same_probe_runs_in_real_time() -> None:
     box, clock = machine(), WallClock()
     with WallExecutor(clock, box) as executor:
-        times = probe(clock, executor, box, repeats=2)
+        times = probe(clock, executor, box, least=2)
     assert all(1e-5 < seconds < 5 for seconds in times.values())
 
 
