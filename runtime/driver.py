@@ -122,7 +122,7 @@ class Driver:
         """A job as its earlier launches left it: known by the machine, its context in pages."""
         known = rows.context + rows.tokens
         job = self.machine.packer.transcripts[job_id] = Transcript(self._prompt[:known])
-        self.machine.arenas[GPU].hold(job.follow(pages[: self.page.count(rows.context)]))
+        job.follow(pages[: self.page.count(rows.context)])
         return Piece(job_id, rows.tokens, rows.context, rows.samples, pages)
 
     def _copy(self, move: Move, on_gpu: int, on_host: int) -> Launch:
@@ -138,7 +138,9 @@ class Driver:
     def _take(self, pool: Pool, first: int, number: int) -> Sequence[int]:
         pages = self._scattered[pool][first : first + number]
         assert len(pages) == number, f"a shape needs more pages than {pool} has"
-        self._touched[pool] = max(self._touched[pool], first + number)
+        if first + number > (touched := self._touched[pool]):
+            self.machine.arenas[pool].hold(pages[max(0, touched - first) :])
+            self._touched[pool] = first + number
         return pages
 
 
