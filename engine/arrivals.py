@@ -25,6 +25,8 @@ class Arrivals:
         first = []
         for item in work:
             if isinstance(item, Request) and item.session is not None and item.turn > 0:
+                if (item.session, item.turn) in self._turns:
+                    raise ValueError(f"session {item.session} has two turns {item.turn}")
                 self._turns[item.session, item.turn] = item
             else:
                 first.append(item)

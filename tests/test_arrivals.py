@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +90,7 @@ def test_rate_and_variation_are_those_asked_for(process: Arrivals, cv: float) ->
         lambda: Poisson(rate=float("nan")),
         lambda: Gamma(rate=float("inf")),
         lambda: Gamma(burstiness=-1),
+        lambda: Gamma(rate=1e-12).times_ns(3),
         lambda: Recorded(),
         lambda: Recorded(path="a", times_s=(1.0,)),
         lambda: Recorded(times_s=(float("nan"),)),
@@ -168,6 +170,14 @@ def test_spoilt_recordings_are_named(tmp_path: Path, name: str, text: str) -> No
     with pytest.raises(ValueError, match=name) as caught:
         read_times_ns(path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_torn_recording_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "torn.jsonl.gz"
+    rows = "".join(json.dumps({"timestamp": t}) + "\n" for t in range(1000))
+    path.write_bytes(gzip.compress(rows.encode())[:-20])
+    with pytest.raises(ValueError, match=r"torn\.jsonl\.gz: not a complete gzip file"):
+        read_times_ns(path)
 
 
 def test_azure_recording(shared: Path) -> None:

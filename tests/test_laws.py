@@ -151,6 +151,13 @@ def test_a_missing_turn_is_named() -> None:
         replay(composed("chunked", "restart"), [Request(0, 0, 5, 5, session=3, turn=2)])
 
 
+def test_a_turn_that_comes_twice_is_named() -> None:
+    """Else one of the two would be lost: law 1 begins with the trace."""
+    turns = [Request(i, 0, 5, 5, session=3, turn=min(i, 1)) for i in range(3)]
+    with pytest.raises(ValueError, match="session 3 has two turns 1"):
+        replay(composed("chunked", "restart"), turns)
+
+
 def test_run_ahead_hides_the_host() -> None:
     """With host time of 30 us a plan, two plans in flight end sooner than one (exact times)."""
     requests = random_requests(2, 20)

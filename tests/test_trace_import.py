@@ -129,6 +129,7 @@ def test_a_length_override_applies(tmp_path: Path) -> None:
         ({"rule": "mine"}, "choose one of"),
         ({"kind": "text"}, "kind is 'text'"),
         ({"limit": 0}, "limit is 0"),
+        ({"seed": -1}, "seed is -1"),
         ({"oversample": True}, "oversample needs a limit"),
         ({"oversample": True, "limit": 9, "rule": "multiturn_closed_loop"}, "oversampled"),
         ({"think_s": -1.0}, "think time is -1.0"),

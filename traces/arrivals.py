@@ -15,6 +15,7 @@ from traces.request import Request
 
 TimesNs = npt.NDArray[np.int64]
 NS_PER_S = 1_000_000_000
+MOST_NS = 1 << 62  # sums of two times are integers of 64 bits still
 
 
 class Arrivals(Protocol):
@@ -172,6 +173,8 @@ def _rounded_ns(times_s: npt.NDArray[np.float64]) -> TimesNs:
 
 
 def _rounded(times_ns: npt.NDArray[np.floating[Any]]) -> TimesNs:
+    if not times_ns.max(initial=0) < MOST_NS:
+        raise ValueError("arrivals reach beyond 146 years (2^62 ns): raise the rate")
     rounded: TimesNs = np.rint(times_ns).astype(np.int64)
     return rounded
 

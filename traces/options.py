@@ -69,6 +69,8 @@ class Options:
                 raise ValueError(f"{name} is {value}; it must be a positive number")
         if not (self.start_s >= 0 and math.isfinite(self.start_s)):
             raise ValueError(f"start_s is {self.start_s}; it must be at least 0")
+        if self.seed is not None and self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; it must be at least 0")
         if self.oversample and self.limit is None:
             raise ValueError("oversample needs a limit to fill")
 

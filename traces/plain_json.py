@@ -9,6 +9,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from traces.records import opened
+
 NOT_JSON = object()  # stands for a line that cannot be read
 # a high half without a low one after it, or a low half without a high one before it; one common
 # prefix, because the search then skips from one escape to the next
@@ -33,8 +35,7 @@ def plain_rows(path: Path) -> list[Any]:
 
 def first_row(path: Path) -> Any:
     """The first of JSON lines, NOT_JSON if it is spoilt."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8", errors="replace") as file:
+    with opened(path) as file:
         return _line_row(file.readline())
 
 

@@ -36,7 +36,7 @@ def header(path: Path) -> tuple[str, ...]:
     """Names of the columns of a CSV or Parquet file, or keys of the first JSON line."""
     if path.suffix == ".parquet":
         return tuple(_parquet(path).schema_arrow.names)
-    with _text(path) as file:
+    with opened(path) as file:
         line = file.readline()
     if path.name.removesuffix(".gz").endswith(".csv"):
         return tuple(name.strip() for name in next(csv.reader([line]), []))
@@ -45,7 +45,7 @@ def header(path: Path) -> tuple[str, ...]:
 
 
 def _json_records(path: Path, columns: Sequence[Aliases]) -> Records:
-    with _text(path) as file:
+    with opened(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -54,7 +54,7 @@ def _json_records(path: Path, columns: Sequence[Aliases]) -> Records:
 
 
 def _csv_records(path: Path, columns: Sequence[Aliases], optional: Sequence[Aliases]) -> Records:
-    with _text(path) as file:
+    with opened(path) as file:
         lines = csv.reader(file)
         names = [name.strip() for name in next(lines, [])]
         places = _places(path, names, columns, optional)
@@ -138,7 +138,8 @@ def _object(line: str) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _text(path: Path) -> Iterator[IO[str]]:
+def opened(path: Path) -> Iterator[IO[str]]:
+    """The lines of a file, or of one that is compressed. ValueError where a .gz is torn."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         # what is not UTF-8 becomes no number, and so a dropped line

@@ -29,7 +29,7 @@ class Request:
     prefix_block_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("arrival_ns", "think_ns", "turn"):
+        for name in ("request_id", "arrival_ns", "think_ns", "turn"):
             if getattr(self, name) < 0:
                 raise ValueError(f"request {self.request_id}: {name} must be at least 0")
         for name in ("prompt_tokens", "output_tokens"):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from traces.records import opened
 
 TABLE_SUFFIXES = (".csv", ".parquet", ".jsonl", ".jsonl.gz")
 
@@ -44,8 +45,7 @@ def read_table(path: Path) -> Any:
 
 
 def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
+    with opened(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
