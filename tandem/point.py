@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.compose import Composed
+from tandem.contents import content_hash
 from tandem.errors import RunFailed
 from tandem.experiment import PATHS, run_experiment, with_absolute_paths, write_config
 from tandem.folder import aside_of, run_folder, status_of
@@ -58,7 +59,7 @@ def point_key(config: Mapping[str, Any], folders: tuple[Path, ...] = ()) -> str:
     Code is ours, the modules in or beside the user's config folders, and the versions of the
     libraries; packages under `trusted` count by name only.
     """
-    beside = [_content(path) for folder in folders for path in _modules(folder)]
+    beside = [content_hash(path) for folder in folders for path in _modules(folder)]
     made_of = [_by_content(config), beside, code_version()]
     text = json.dumps(made_of, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
@@ -132,22 +133,10 @@ def _by_content(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             out[key] = _by_content(value, f"{where}.")
         elif where in PATHS and value is not None:
             if where != "cache":
-                out[key] = _content(Path(str(value)))
+                out[key] = content_hash(Path(str(value)))
         else:
             out[key] = value
     return out
-
-
-@cache
-def _content(path: Path) -> str:
-    """The hash of a file, or of the files of a folder; once per process and path."""
-    if path.is_dir():
-        found = [[str(p.relative_to(path)), _content(p)] for p in sorted(path.rglob("*"))]
-        return hashlib.sha256(json.dumps(found).encode()).hexdigest()
-    if not path.is_file():
-        return "missing"
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _modules(folder: Path) -> list[Path]:

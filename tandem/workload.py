@@ -12,9 +12,12 @@ from typing import Any
 from engine.model import ModelSpec
 from tandem.build import Builder
 from tandem.conform import arguments, conform
+from tandem.contents import content_hash
 from traces.arrivals import assign, num_arrivals
 from traces.request import Request
-from traces.store import SCHEMA_VERSION, read_trace, sha256_of
+from traces.store import SCHEMA_VERSION, read_trace, sha256_of, sidecar_path
+
+READ = ("tokenizer", "lengths")  # options of an import that name files
 
 
 def requests_of(config: Mapping[str, Any], builder: Builder, spec: ModelSpec) -> list[Request]:
@@ -34,7 +37,11 @@ def requests_of(config: Mapping[str, Any], builder: Builder, spec: ModelSpec) ->
 
 
 def trace_file(trace: Mapping[str, Any], cache: Path) -> Path:
-    """The normalised trace: the file itself, or what importing it gave, kept in the cache."""
+    """The normalised trace: the file itself, or what importing it gave, kept in the cache.
+
+    By the contents of all that the import reads. The sidecar is written last: where it is missing,
+    somebody was killed over the import, or is at it.
+    """
     path = Path(str(trace["path"])).expanduser()
     options = {key: value for key, value in trace.items() if key != "path"}
     if path.suffix == ".parquet" and not options:
@@ -45,10 +52,11 @@ def trace_file(trace: Mapping[str, Any], cache: Path) -> Path:
     from traces.options import Options
 
     checked = arguments(Options, options, "trace")
-    made_of = f"{SCHEMA_VERSION} {sha256_of(path)} {sorted(options.items())}"
+    read = [content_hash(Path(str(options[name]))) for name in READ if options.get(name)]
+    made_of = f"{SCHEMA_VERSION} {sha256_of(path)} {read} {sorted(options.items())}"
     key = hashlib.sha256(made_of.encode()).hexdigest()
     kept = cache / f"{path.stem}-{key[:16]}.parquet"
-    if not kept.is_file():
+    if not sidecar_path(kept).is_file():
         import_trace(path, kept, **checked)
     return kept
 

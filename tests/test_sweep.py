@@ -181,9 +181,9 @@ def test_a_changed_policy_of_the_users_own_is_another_point(tmp_path: Path) -> N
     (tmp_path / "mine.py").write_text("a = 1\n")
     first = point_key({}, (conf,))
     (tmp_path / "mine.py").write_text("a = 2\n")
-    from tandem.point import _content
+    from tandem.contents import content_hash
 
-    _content.cache_clear()  # kept for one sweep; the next is another process
+    content_hash.cache_clear()  # kept for one sweep; the next is another process
     assert point_key({}, (conf,)) != first
 
 

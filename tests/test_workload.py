@@ -1,0 +1,54 @@
+"""A text trace is imported once, and again when anything that the import reads has changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.contents import content_hash
+from tandem.workload import trace_file
+from traces.request import Request
+from traces.store import read_trace, sidecar_path, write_trace
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> dict[str, Any]:
+    """A text and a tokenizer; nobody reads what is in them."""
+    for name in ("text.json", "tokenizer.json"):
+        (tmp_path / name).write_text("1")
+    return {"path": str(tmp_path / "text.json"), "tokenizer": str(tmp_path / "tokenizer.json")}
+
+
+@pytest.fixture
+def imports(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """What was imported so far."""
+    found: list[Path] = []
+
+    def import_trace(source: Path, out: Path, **options: object) -> None:
+        found.append(out)
+        write_trace(out, [Request(0, 0, 3, 4)], {})
+
+    monkeypatch.setattr("traces.import_.import_trace", import_trace)
+    return found
+
+
+@pytest.mark.parametrize("changed", ["text.json", "tokenizer.json"])
+def test_changed_contents_are_imported_anew(
+    changed: str, trace: dict[str, Any], imports: list[Path], tmp_path: Path
+) -> None:
+    first = trace_file(trace, tmp_path / "cache")
+    assert trace_file(trace, tmp_path / "cache") == first and len(imports) == 1
+    (tmp_path / changed).write_text("2")
+    content_hash.cache_clear()  # kept for one process
+    assert trace_file(trace, tmp_path / "cache") != first and len(imports) == 2
+
+
+def test_an_import_that_was_killed_between_its_two_files_is_done_again(
+    trace: dict[str, Any], imports: list[Path], tmp_path: Path
+) -> None:
+    kept = trace_file(trace, tmp_path / "cache")
+    sidecar_path(kept).unlink()
+    assert trace_file(trace, tmp_path / "cache") == kept and len(imports) == 2
+    assert len(read_trace(kept)) == 1
