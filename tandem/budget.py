@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.layout import Layout
 from engine.model import ModelSpec
@@ -76,11 +76,10 @@ def room_for(
     if kv is None:
         kv = int(budget.fraction * device.usable_bytes) - spec.weight_bytes - workspace
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
-    needed = page.bytes_for(longest)
+    needed = page.bytes_for(longest) + _spare_pages(policy) * page.nbytes
     if kv < (page.nbytes if budget.may_refuse else needed):
-        raise ValueError(
-            _deficit(budget, spec, device.usable_bytes, page, workspace, longest, needed - kv)
-        )
+        short = _Short(longest, needed // page.nbytes, needed, needed - kv)
+        raise ValueError(_deficit(budget, spec, device.usable_bytes, workspace, short))
     host = device.host_bytes if budget.host_bytes is None else budget.host_bytes
     capacity, weights = dict[Pool, int](), dict[Place, int]()
     for i in range(replicas):
@@ -92,6 +91,11 @@ def room_for(
 
 def _kv_bytes(budget: Budget, page: PageSize) -> int | None:
     return budget.kv_bytes if budget.kv_pages is None else budget.kv_pages * page.nbytes
+
+
+def _spare_pages(policy: Any) -> int:
+    """Pages that must be free beside those of a job, for the memory policies that ask for some."""
+    return int(getattr(getattr(policy, "memory", None), "spare_pages", 0))
 
 
 def _workspace_bytes(
@@ -117,29 +121,32 @@ def _workspace_bytes(
     return max(sizes)
 
 
+class _Short(NamedTuple):
+    """What the longest request needs of KV, and what is missing."""
+
+    tokens: int
+    pages: int
+    nbytes: int
+    missing_bytes: int
+
+
 def _deficit(
-    budget: Budget,
-    spec: ModelSpec,
-    usable_bytes: int,
-    page: PageSize,
-    workspace: int,
-    longest: int,
-    missing: int,
+    budget: Budget, spec: ModelSpec, usable_bytes: int, workspace: int, short: _Short
 ) -> str:
     if budget.kv_bytes is not None or budget.kv_pages is not None:
         return (
-            f"budget: the longest request ({longest} tokens) needs {page.count(longest)} pages of "
-            f"KV, {_mib(missing)} more than the budget has; raise budget.kv_pages to "
-            f"{page.count(longest)}, or import the trace with a smaller max_total_tokens, or allow "
+            f"budget: the longest request ({short.tokens} tokens) needs {short.pages} pages of KV, "
+            f"{_mib(short.missing_bytes)} more than the budget has; raise budget.kv_pages to "
+            f"{short.pages}, or import the trace with a smaller max_total_tokens, or allow "
             "refusals with budget.may_refuse=true"
         )
     parts = f"weights {_mib(spec.weight_bytes)}, workspace {_mib(workspace)}, longest request "
-    parts += _mib(page.bytes_for(longest))
+    parts += _mib(short.nbytes)
     return (
-        f"budget: {_mib(missing)} short: {parts} do not fit into {budget.fraction:g} of "
-        f"{_mib(usable_bytes)}; raise budget.fraction, lower the scheduling's token_budget "
-        "(workspace), take a smaller model or page_tokens, or import the trace with a smaller "
-        "max_total_tokens"
+        f"budget: {_mib(short.missing_bytes)} short: {parts} do not fit into "
+        f"{budget.fraction:g} of {_mib(usable_bytes)}; raise budget.fraction, lower the "
+        "scheduling's token_budget (workspace), take a smaller model or page_tokens, or import the "
+        "trace with a smaller max_total_tokens"
     )
 
 

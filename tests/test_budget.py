@@ -1,0 +1,39 @@
+"""What a budget must hold for the longest request, to the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.compose import composed
+from tandem.experiment import run_experiment
+from tandem.setting import setting_of
+from traces.request import Request
+from traces.store import write_trace
+
+TOKENS = 10 * 16  # ten pages
+
+
+@pytest.mark.parametrize(
+    ("policy", "least"),
+    [
+        ("chunked_restart", 10),
+        ("chunked_swap", 10),
+        ("vllm_v1", 10),
+        ("vllm_v0", 11),
+        ("sarathi", 11),
+    ],
+)
+def test_the_least_budget_that_is_accepted_serves_the_longest_request(
+    policy: str, least: int, tmp_path: Path
+) -> None:
+    """vLLM v0's rules want a page free at every decode, or the job is refused on its way."""
+    trace = tmp_path / "one.parquet"
+    write_trace(trace, [Request(0, 0, 100, TOKENS - 100)], {})
+    words = ["model=micro_llama", "trace=file", f"trace.path={trace}", f"policy={policy}"]
+    words += ["arrival=all_at_once"]
+    with pytest.raises(ValueError, match=f"raise budget.kv_pages to {least},"):
+        setting_of(composed([*words, f"budget.kv_pages={least - 1}"]))
+    metrics = run_experiment(composed([*words, f"budget.kv_pages={least}"]), tmp_path / "run")
+    assert metrics["num_finished"] == 1
