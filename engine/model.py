@@ -39,6 +39,16 @@ REQUIRED: Mapping[str, Any] = {
     "layer_norm_elementwise_affine": True,
     "_remove_final_layer_norm": False,
 }
+SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_positions",
+)
 MISTRAL_WINDOW = 4096  # of a Mistral config that names none
 
 
@@ -72,6 +82,9 @@ class ModelSpec:
             raise ValueError(f"model {self.name}: family {self.family!r} is not one of {FAMILIES}")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"model {self.name}: dtype {self.dtype!r} is not of {[*DTYPE_BYTES]}")
+        for name in SIZES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"model {self.name}: {name} is {getattr(self, name)}, not above 0")
         if self.num_heads % self.num_kv_heads:
             shared = f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads"
             raise ValueError(f"model {self.name}: {shared}")

@@ -42,7 +42,12 @@ def main(words: Sequence[str]) -> int:
 
 
 def options(group: str, config_dir: str | None = None) -> dict[str, str]:
-    """The options of a group with the first comment of their yaml files."""
+    """The options of a group with the first comment of their yaml files.
+
+    ValueError where `config_dir` is no folder.
+    """
+    if config_dir and not Path(config_dir).is_dir():
+        raise ValueError(f"--config-dir {config_dir}: no such folder")
     roots = [Path(str(files("conf"))), *([Path(config_dir)] if config_dir else [])]
     paths = [path for root in roots for path in sorted((root / group).glob("*.yaml"))]
     return {path.stem: about(path) for path in paths}

@@ -1,6 +1,7 @@
 """The command line: verbs by argparse, settings by Hydra overrides. Start-up imports nothing else.
 
-Exit codes: 0 done, 1 a run failed or served nobody, 2 the command or its settings are wrong.
+Exit codes: 0 done, 1 a run failed or served nobody, or the system refused a file, 2 the command or
+its settings are wrong.
 """
 
 from __future__ import annotations
@@ -58,6 +59,13 @@ def guarded(verb: Callable[[], int]) -> int:
     except BrokenPipeError:  # `tandem list | head` is no error
         sys.stderr.close()
         return 0
+    except OSError as error:  # no rights, no room, a folder where a file should be
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        where = error.filename2 or error.filename
+        told = f"{where}: {error.strerror}" if where else str(error)
+        print(f"tandem: {' '.join(told.split())}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -49,6 +49,8 @@ def composed(overrides: Sequence[str], config_dir: str | None = None) -> Compose
 def config_of(overrides: Sequence[str], config_dir: str | None = None) -> DictConfig:
     """The same before it is resolved, for those that change values in it."""
     register_resolvers()
+    if config_dir and not Path(config_dir).is_dir():
+        raise Usage(f"--config-dir {config_dir}: no such folder")
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     try:
         with initialize_config_module("conf", version_base="1.3"):

@@ -13,6 +13,7 @@ from engine.engine import Engine
 from engine.recorder import Recorder
 from tandem.budget import GPU
 from tandem.compose import Composed
+from tandem.conform import conform, did_you_mean
 from tandem.folder import run_folder, write_json, write_status
 from tandem.machines import pages_of
 from tandem.pace import resolved
@@ -45,13 +46,14 @@ def run_experiment(point: Composed, folder: Path, shows_progress: bool = False) 
     with run_folder(folder) as aside:
         write_config(aside, point.config)
         point = replace(point, config=resolved(point.config))
+        limits = limits_of(point.config["slo"])
         setting = setting_of(point)
         provenance = provenance_of(point, setting)
         write_json(aside / "provenance.json", provenance)
         provenance |= _carried_out(setting, point.config, aside, shows_progress)
         write_json(aside / "provenance.json", provenance)
         write_status(aside, "ok")
-        return _write_metrics(aside, point.config["slo"])
+        return _write_metrics(aside, limits)
 
 
 def _carried_out(
@@ -75,7 +77,7 @@ def replay(
     shown = progress_bar(engine, len(setting.requests), shows_progress)
     with no_full_collections(), shown:
         engine.replay(setting.requests)
-    drift = ratios(before, world.probe())
+    drift = drift_of(before, world.probe())
     engine.recorder.write(folder, world.outputs)
     beyond = dict(getattr(setting.cost, "extrapolated", {}))  # look-ups outside a profile, by table
     notes = {"plans": engine.steps, "questions": engine.asked, "cost_extrapolated": beyond}
@@ -100,11 +102,13 @@ def engine_of(setting: Setting, world: World) -> Engine:
     )
 
 
-def ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+def drift_of(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
     """What the drift probes took before and after a measured run, and by what factor more."""
     if not before:
         return {}
-    change = {name: after[name] / value for name, value in before.items()}
+    from runtime.probe import ratios
+
+    change = ratios(before, after)
     return {"probe_before": dict(before), "probe_after": dict(after), "probe_ratios": change}
 
 
@@ -126,6 +130,7 @@ def provenance_of(point: Composed, setting: Setting) -> dict[str, Any]:
         "seed": setting.seed,
         "trace_hash": trace_hash(setting.requests),
         "requests": len(setting.requests),
+        "has_prompt_ids": all(r.prompt_ids is not None for r in setting.requests),
         "workspace_bytes": setting.room.workspace_bytes,
         "kv_pages": pages_of(setting)[GPU],  # of a replica
         "overrides": list(point.overrides),
@@ -153,11 +158,23 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / "config.yaml").write_text(text, encoding="utf-8")
 
 
-def _write_metrics(folder: Path, slo: Mapping[str, float | None]) -> dict[str, Any]:
+def limits_of(slo: Mapping[str, Any]) -> dict[str, float]:
+    """The limits of the config node `slo`, in seconds. ValueError for what is none."""
+    from analysis.metrics import SLO_KEYS
+
+    limits = {key: conform(value, float | None, f"slo.{key}") for key, value in slo.items()}
+    for key, limit in limits.items():
+        if key not in SLO_KEYS:
+            raise ValueError(f"slo.{key}: no such limit{did_you_mean(key, SLO_KEYS)}")
+        if limit is not None and not limit > 0:
+            raise ValueError(f"slo.{key}={limit}: it must be above 0 seconds, or null for no limit")
+    return {key: limit for key, limit in limits.items() if limit is not None}
+
+
+def _write_metrics(folder: Path, limits: Mapping[str, float]) -> dict[str, Any]:
     from analysis.metrics import summary
     from analysis.run import load
 
-    limits = {name: float(value) for name, value in slo.items() if value is not None}
     metrics = dict(summary(load(folder), limits or None))
     write_json(folder / "metrics.json", metrics)
     return metrics

@@ -44,14 +44,15 @@ class Setting:
 def setting_of(point: Composed) -> Setting:
     """Builds what the configuration names. ValueError in one line for whatever is wrong."""
     config = point.config
+    seed = _at_least(0, config, "seed")
     builder = Builder(conform(config["trusted"], list[str], "trusted"), point.folders)
     spec = _built(builder, config, "model", ModelSpec)
     device = _built(builder, config, "device", Device)
     requests = requests_of(config, builder, spec)
     policy = policy_of(config, builder)
     budget = Budget(**arguments(Budget, config["budget"], "budget"))
-    page_tokens = _at_least_one(config, "page_tokens")
-    replicas = _at_least_one(config, "replicas")
+    page_tokens = _at_least(1, config, "page_tokens")
+    replicas = _at_least(1, config, "replicas")
     return Setting(
         requests,
         spec,
@@ -61,8 +62,8 @@ def setting_of(point: Composed) -> Setting:
         room_for(budget, spec, device, page_tokens, requests, policy, replicas),
         replicas,
         router_of(config, builder, policy, replicas),
-        _at_least_one(config, "depth"),
-        conform(config["seed"], int, "seed"),
+        _at_least(1, config, "depth"),
+        seed,
         decoding_of(config, spec),
         is_replay=config.get("replayed") is not None,
     )
@@ -128,8 +129,8 @@ def _built(builder: Builder, config: Mapping[str, Any], name: str, kind: type) -
     return built
 
 
-def _at_least_one(config: Mapping[str, Any], name: str) -> int:
+def _at_least(least: int, config: Mapping[str, Any], name: str) -> int:
     value = conform(config[name], int, name)
-    if value < 1:
-        raise ValueError(f"{name}={value}: it must be at least 1")
+    if value < least:
+        raise ValueError(f"{name}={value}: it must be at least {least}")
     return int(value)

@@ -50,6 +50,12 @@ def test_help_imports_nothing_heavy() -> None:
         (["run", "arrival.rate=abc"], "float wanted"),
         (["run", "arrival.rate=-1"], "must be a positive number"),
         (["run", "seed=abc"], "int wanted"),
+        (["run", "seed=-1"], "seed=-1: it must be at least 0"),
+        (["run", "slo.ttft_s=fast"], "slo.ttft_s=fast: str given, float | None wanted"),
+        (["run", "slo.ttft_s=0"], "slo.ttft_s=0.0: it must be above 0 seconds"),
+        (["run", "+slo.ttft=1"], "slo.ttft: no such limit; did you mean ttft_s"),
+        (["run", "arrival.rate=1e-12"], "raise the rate"),
+        (["run", "model.num_kv_heads=0"], "num_kv_heads is 0"),
         (["run", "depth=0"], "at least 1"),
         (["run", "limit=0"], "at least one request"),
         (["run", "trace=file"], "give one with trace.path=..."),
@@ -72,6 +78,8 @@ def test_help_imports_nothing_heavy() -> None:
         (["run", "model=gpt2"], "knows 1024 positions"),
         (["calibrate", "backend=sim"], "measures nothing"),
         (["calibrate", "polic=x"], "did you mean policy?"),
+        (["calibrate", "--config-dir", "/nowhere"], "--config-dir /nowhere: no such folder"),
+        (["list", "--config-dir", "/nowhere"], "--config-dir /nowhere: no such folder"),
         (["compare", "/nowhere", "/nowhere"], "is no folder"),
         (["trace", "show", "/no/such.parquet"], "no such trace"),
         (["trace", "import", "/no/such.json", "--out", "x.parquet"], "no such file"),
@@ -83,6 +91,16 @@ def test_a_mistake_is_told_in_one_line(
     assert main(words) == 2
     told = capsys.readouterr().err.strip()
     assert wanted in told
+    assert len(told.splitlines()) == 1
+
+
+def test_what_the_system_refuses_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *SMALL, "hydra.run.dir=all/run"]) == 0
+    Path("all/runs.parquet").mkdir()
+    capsys.readouterr()
+    assert main(["collect", "all"]) == 1
+    told = capsys.readouterr().err.strip()
+    assert "runs.parquet" in told and "irectory" in told
     assert len(told.splitlines()) == 1
 
 
