@@ -10,7 +10,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from engine.engine import Engine
+from engine.plan import Place
 from engine.recorder import Recorder
+from sim.cost import PolicyCost
 from tandem.budget import GPU
 from tandem.compose import Composed
 from tandem.conform import conform, did_you_mean
@@ -85,8 +87,12 @@ def replay(
 
 
 def engine_of(setting: Setting, world: World) -> Engine:
-    """The one engine, in the world of a backend."""
-    return Engine(
+    """The one engine, in the world of a backend. Policies are quoted the same costs in all."""
+
+    def held_bytes(place: Place) -> int:
+        return engine.ledger.held_bytes[place]
+
+    engine = Engine(
         world.env,
         setting.policy,
         world.executor,
@@ -97,9 +103,11 @@ def engine_of(setting: Setting, world: World) -> Engine:
         depth=setting.depth,
         forced=setting.decoding.forced,
         layout=setting.room.layout,
+        cost=PolicyCost(setting.cost, held_bytes),
         recorder=Recorder(world.meter),
         returns_memory=not setting.is_replay,
     )
+    return engine
 
 
 def drift_of(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.plan import Plan
+from engine.policy import Policy
+from engine.view import View
 from tandem.build import Builder
 from tandem.catalog import PLURALS, options
 from tandem.compose import composed
@@ -79,6 +82,31 @@ def test_any_scheduling_goes_with_any_memory() -> None:
             engine.replay(setting.requests)
         outcomes = engine.recorder.outcomes.values()
         assert [o.status for o in outcomes] == ["finished"] * 4, (scheduling[0], memory[0])
+
+
+class Quoting:
+    """Asks what each of its launches will take."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self.quotes = policy, list[int]()
+
+    def plan(self, view: View) -> Plan:
+        plan = self._policy.plan(view)
+        if plan:
+            assert view.cost is not None
+            self.quotes.append(view.cost.op_ns(plan.ops[-1]))
+        return plan
+
+
+@pytest.mark.parametrize("backend", ["sim", "lockstep"])
+def test_a_policy_is_quoted_what_its_launch_will_take(backend: str) -> None:
+    setting = setting_of(composed(["model=micro_llama", "limit=2", "arrival=all_at_once"]))
+    policy = Quoting(setting.policy)
+    with world_of(setting, {"name": backend, "clock": "virtual"}) as world:
+        engine = engine_of(replace(setting, policy=policy), world)
+        engine.replay(setting.requests)
+    first = engine.recorder.spans[0]
+    assert policy.quotes[0] == first.end_ns - first.start_ns
 
 
 def test_a_planner_is_refused_as_long_as_nothing_takes_one() -> None:
