@@ -21,6 +21,16 @@ Floats = NDArray[np.float64]
 LATENCIES = ("ttft", "tpot", "itl", "e2e", "norm_latency")
 THROUGHPUTS = ("request_throughput", "output_throughput", "total_token_throughput")
 SLO_KEYS = ("ttft_s", "tpot_s", "e2e_s")
+BEST = {  # of a sweep: whether more is better
+    "goodput": True,
+    "slo_attainment": True,
+    "request_throughput": True,
+    "output_throughput": True,
+    "p50_ttft_s": False,
+    "p99_ttft_s": False,
+    "p99_tpot_s": False,
+    "p99_e2e_s": False,
+}
 TRIM = 0.1  # share of the finishes cut off at each end of the steady window
 
 

@@ -10,10 +10,10 @@ import pandas as pd
 
 from analysis import words
 from analysis.compare import Comparison
+from analysis.drift import drift
 from analysis.metrics import LATENCIES, THROUGHPUTS, samples, statistics
 from analysis.replicas import replicas
 from analysis.run import Run
-from analysis.spread import drift
 from analysis.usage import memory_use
 
 STATS = ("peak", "mean")

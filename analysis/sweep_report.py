@@ -10,21 +10,12 @@ from typing import Any
 import pandas as pd
 
 from analysis import words
+from analysis.metrics import BEST
 from analysis.pages import Cell, Table
 from analysis.report import Facts, write_page, written
 from analysis.sweep_plots import drawn
 from analysis.sweep_points import capacity, points_of
 
-BEST = {  # whether more is better
-    "goodput": True,
-    "slo_attainment": True,
-    "request_throughput": True,
-    "output_throughput": True,
-    "p50_ttft_s": False,
-    "p99_ttft_s": False,
-    "p99_tpot_s": False,
-    "p99_e2e_s": False,
-}
 SHARES = (0.9, 0.99)
 
 

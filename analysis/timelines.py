@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.run import Run
-from analysis.style import BLACK, KINDS, MEASUREMENT, PREDICTION, axes, group_color, legend, line
+from analysis.style import BLACK, KINDS, axes, group_color, legend, line
 from analysis.usage import devices, operations, pools
 
 BINS = 300  # of a timeline: a picture has no more columns
@@ -144,8 +144,3 @@ def _legend_of_groups(ax: Any, groups: list[str]) -> None:
     handles = [Patch(color=group_color(group), label=group) for group in groups]
     if handles:
         ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-
-
-def both(prediction: pd.DataFrame, measurement: pd.DataFrame) -> pd.DataFrame:
-    """Two runs' frames under one another, told apart by the column `run`."""
-    return pd.concat([prediction.assign(run=PREDICTION), measurement.assign(run=MEASUREMENT)])

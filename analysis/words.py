@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from analysis.compare import Comparison
-from analysis.spread import drift
+from analysis.drift import drift
 
 # Relative errors up to which a prediction is good or fair. Throughput and latencies: the bars
 # that Tandem's own fidelity is held to (2 %; 5 % and never above 10 %); memory: 3 % free-running.

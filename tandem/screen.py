@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from analysis.metrics import BEST
+
 LATENCIES = ("ttft", "tpot", "e2e")
-BEST = {  # of a sweep: whether more is better
-    "goodput": True,
-    "slo_attainment": True,
-    "output_throughput": True,
-    "p50_ttft_s": False,
-    "p99_ttft_s": False,
-    "p99_tpot_s": False,
-    "p99_e2e_s": False,
-}
 STATISTICS = ("mean", "p50", "p90", "p99")
 
 

@@ -13,8 +13,8 @@ from scipy import stats
 
 from analysis import distance
 from analysis.compare import compare
+from analysis.drift import drift
 from analysis.run import Run, load
-from analysis.spread import drift, spread
 from engine.record import SCHEMA_VERSION
 from tests.synthetic import MS, TWO, Toy, write
 
@@ -153,15 +153,6 @@ def test_relative_error_is_signed_and_defined_at_zero() -> None:
     assert distance.relative_error(0.9, 1.0) == pytest.approx(-0.1)
     assert distance.relative_error(0.0, 0.0) == 0.0
     assert np.isnan(distance.relative_error(1.0, 0.0))
-
-
-def test_spread_of_reruns(make: Maker) -> None:
-    runs = [make(f"r{i}", TWO, factor=lambda step, f=f: f) for i, f in enumerate((1.0, 1.02, 0.98))]
-    row = spread(runs).set_index("metric").loc["mean_tpot_s"]
-    assert row["runs"] == 3 and row["median"] == pytest.approx(0.0075)
-    assert row["iqr_share"] == pytest.approx(0.02)  # quartiles of .98, 1, 1.02: .99 and 1.01
-    with pytest.raises(ValueError, match="at least 2 runs"):
-        spread(runs[:1])
 
 
 def test_drift_is_the_largest_departure_of_a_probe(make: Maker) -> None:

@@ -16,6 +16,7 @@ from analysis import figures, plots, report, timelines, words
 from analysis.compare import Comparison, compare
 from analysis.report import write_report, write_run_report
 from analysis.run import load
+from analysis.style import RUNS
 from tests.synthetic import MS, TWO, Toy, write
 
 
@@ -232,5 +233,6 @@ def test_plots_draw_what_they_are_given(comparison: Comparison) -> None:
     assert len(steps) == len(comparison.measurement.steps)
     ax = plots.plot_step_time(steps)
     assert sum(len(c.get_offsets()) for c in ax.collections) == len(steps)
-    both = timelines.both(*map(timelines.occupancy_data, (comparison.prediction,) * 2))
-    assert len(timelines.plot_occupancy(both).lines) == 2
+    busy = timelines.occupancy_data(comparison.prediction)
+    twice = pd.concat([busy.assign(run=name) for name in RUNS])
+    assert len(timelines.plot_occupancy(twice).lines) == 2
