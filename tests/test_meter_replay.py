@@ -135,8 +135,11 @@ def test_sampled_workspace_changes_no_token_and_is_of_the_predicted_size() -> No
     for request_id in recorder.outcomes:
         assert watched.outputs(request_id) == plain.outputs(request_id)
     rows = recorder.tables()["steps"].to_pandas()
-    assert (rows["peak_bytes"] > 0).all()
     assert rows["peak_bytes"].nunique() > 3
+    for row in rows.itertuples():
+        shape = [*map(int, row.tokens)], [*map(int, row.contexts)], int(row.samples)
+        # but for a few numbers per row: see tests/test_workspace.py
+        assert row.peak_bytes == pytest.approx(TINY.workspace_bytes(*shape, 16), rel=0.05)
 
 
 def test_workspace_is_sampled_every_nth_launch_on_any_clock() -> None:
