@@ -10,7 +10,7 @@ from engine.plan import Place, Work
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a planner hands over, frozen and recorded with the run."""
+    """What a planner hands over, frozen."""
 
     places: Mapping[Place, int] = field(default_factory=dict)  # bytes held before the first step
     orders: tuple[tuple[tuple[Work, int], ...], ...] = ()  # per device: (work, microbatch)

@@ -86,10 +86,7 @@ PLANS = pa.schema(
         ("step", I64),
         ("device", I32),
         ("at_ns", I64),
-        (
-            "returned",
-            pa.list_(I64),
-        ),  # finished jobs whose memory came back since its device's plan before
+        ("returned", pa.list_(I64)),  # jobs whose memory came back since its device's plan before
         ("body", TEXT),  # JSON, see engine/planlog.py
     ]
 )

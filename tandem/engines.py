@@ -73,9 +73,7 @@ def on_slurm(tasks: Sequence[Task], jobs: int, options: Options) -> Outcomes:
             for job, part in zip(executor.map_array(run_points, wave), wave, strict=True):
                 try:
                     yield from job.result()
-                except (
-                    Exception
-                ) as error:  # whatever befell the job: submitit has many names for it
+                except Exception as error:  # submitit has many names for what befell a job
                     if attempt < ATTEMPTS:
                         left += part
                         continue

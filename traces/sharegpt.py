@@ -118,11 +118,10 @@ def _fault(message: Any, max_message_chars: int) -> str | None:
 
 
 def _is_unicode(text: str) -> bool:
+    """JSON can spell half of a surrogate pair, which no encoder takes."""
     try:
         text.encode("utf-8")
-    except (
-        UnicodeEncodeError
-    ):  # half of a surrogate pair, which JSON can spell and no encoder takes
+    except UnicodeEncodeError:
         return False
     return True
 
