@@ -115,10 +115,10 @@ class TableCost(ShapePriced):
     def load(cls, path: Path) -> TableCost:
         """Reads what `save` wrote. ValueError for anything else."""
         try:
-            content: dict[str, Any] = json.loads(path.read_text())
+            content: Any = json.loads(path.read_text())
         except (OSError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is no cost table ({error}); run tandem calibrate") from None
-        if content.get("format") != FORMAT:
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"{path} is no cost table of format {FORMAT}; run tandem calibrate")
         tables = {name: _read(path, name, table) for name, table in content["tables"].items()}
         model, page = ModelSpec(**content["model"]), PageSize(**content["page"])

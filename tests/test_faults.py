@@ -216,6 +216,15 @@ def test_a_cost_table_that_is_not_finite_is_refused(
     assert f"{path}, table decode: a cost is {value}" in told and "measure it again" in told
 
 
+@pytest.mark.parametrize("content", ["[]", "{}", "{"])
+def test_a_cost_table_that_is_none_is_refused(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cost.json").write_text(content)
+    assert main(["run", *SMALL, f"profile={tmp_path}"]) == 2
+    assert "is no cost table" in line(capsys)
+
+
 def test_a_foreign_profile_that_is_not_finite_is_refused(shared: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a cost is nan"):
         Ragged.of([(1, 1, 5.0), (1, 2, float("nan"))])
