@@ -88,15 +88,15 @@ def _done(name: str, command: list[str], out: Path) -> bool:
 
 
 def _collect(out: Path) -> None:
-    """One archive: a machine that is lent gives few files back."""
+    """One archive: a machine that is lent gives few files back, those in its $OUT."""
     if (out / "work").is_dir():
         shutil.rmtree(out / "work" / "cache", ignore_errors=True)
         shutil.make_archive(str(out / "results"), "gztar", out / "work")
         page = out / "work" / "report" / "report.html"
         if page.is_file():
             shutil.copy(page, out / "report.html")
-        if "OUT" in os.environ:
-            shutil.rmtree(out / "work")
+        if not out.is_relative_to(ROOT):
+            shutil.rmtree(out / "work")  # only what is outside of the checkout goes back
 
 
 if __name__ == "__main__":
