@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from sim.table import Nodes, Table
 
@@ -142,6 +141,8 @@ def _rises(grids: Mapping[str, tuple[Nodes, ...]], size: int) -> Array:
 
 def _nonnegative(rows: Array, target: Array) -> Array:
     """Least squares over x >= 0, on the triangle that has the same answer, columns normed."""
+    from scipy.optimize import nnls  # takes longer to import than a profile to read
+
     norms = np.linalg.norm(rows, axis=0)
     norms[norms == 0] = 1.0
     triangle: Any = np.linalg.qr(np.column_stack([rows / norms, target]), mode="r")

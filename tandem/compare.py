@@ -85,7 +85,7 @@ def replay_of(prediction: Run, measurement: Run, folder: Path) -> Path:
 
     The memory is the measured run's to the page: what a plan log holds fits there.
     """
-    from tandem.compose import Composed
+    from tandem.composed import Composed
     from tandem.experiment import run_experiment
 
     if (folder / "status.json").is_file():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -17,6 +16,7 @@ from hydra.errors import CompactHydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from tandem.composed import Composed
 from tandem.conform import did_you_mean
 from tandem.errors import Usage
 
@@ -29,15 +29,6 @@ def register_resolvers() -> None:
         "run_id", lambda: secrets.token_hex(3), use_cache=True, replace=True
     )
     OmegaConf.register_new_resolver("package", lambda name: str(files(name)), replace=True)
-
-
-@dataclass(frozen=True)
-class Composed:
-    """A resolved configuration as plain values, and the folders of the user's own yaml files."""
-
-    config: dict[str, Any]
-    overrides: tuple[str, ...]
-    folders: tuple[Path, ...] = ()
 
 
 def composed(overrides: Sequence[str], config_dir: str | None = None) -> Composed:
@@ -105,8 +96,12 @@ def _known_keys(wrong: str) -> list[str]:
     return [key for key in everything if key.count(".") == depth]
 
 
+@cache
 def default_config() -> dict[str, Any]:
-    """The default configuration, unresolved; safe to call while another app is being composed."""
+    """The default configuration, unresolved; safe to call while another app is being composed.
+
+    Composed once, and not to be changed.
+    """
     register_resolvers()
     before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
@@ -119,7 +114,6 @@ def default_config() -> dict[str, Any]:
     return {str(key): value for key, value in node.items()}
 
 
-@cache
 def _top_level() -> tuple[str, ...]:
     return tuple(default_config())
 

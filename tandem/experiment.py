@@ -14,7 +14,7 @@ from engine.plan import Place
 from engine.recorder import Recorder
 from sim.cost import PolicyCost
 from tandem.budget import GPU
-from tandem.compose import Composed
+from tandem.composed import Composed
 from tandem.conform import conform, did_you_mean
 from tandem.folder import run_folder, write_json, write_status
 from tandem.machines import pages_of
@@ -77,7 +77,7 @@ def replay(
     engine = engine_of(setting, world)
     before = world.probe()
     shown = progress_bar(engine, len(setting.requests), shows_progress)
-    with no_full_collections(), shown:
+    with no_full_collections(begins_with_one=world.meter is not None), shown:
         engine.replay(setting.requests)
     drift = drift_of(before, world.probe())
     engine.recorder.write(folder, world.outputs)

@@ -16,7 +16,8 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 
-from tandem.compose import Composed, config_of, one_line, plain
+from tandem.compose import config_of, one_line, plain
+from tandem.composed import Composed
 from tandem.errors import Usage
 
 

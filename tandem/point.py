@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tandem.compose import Composed
+from tandem.composed import Composed
 from tandem.contents import content_hash
 from tandem.errors import RunFailed
 from tandem.experiment import PATHS, run_experiment, with_absolute_paths, write_config

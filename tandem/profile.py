@@ -20,7 +20,7 @@ from sim.errors import ALL, errors
 from sim.fit import fit_observed
 from sim.shapes import HOST, Planned, observed
 from sim.tables import TableCost
-from tandem.compose import Composed
+from tandem.composed import Composed
 from tandem.experiment import run_experiment
 from tandem.pace import is_auto, measured_ns, with_reference
 from tandem.provenance import commit

@@ -16,7 +16,7 @@ from sim.device import Device
 from sim.roofline import Roofline
 from tandem.budget import Budget, Room, room_for
 from tandem.build import Builder
-from tandem.compose import Composed
+from tandem.composed import Composed
 from tandem.conform import arguments, conform
 from tandem.decoding import Decoding, decoding_of
 from tandem.workload import requests_of

@@ -55,24 +55,32 @@ class Worker:
 def in_processes(tasks: Sequence[Task], jobs: int) -> Generator[Outcome, None, None]:
     """Runs the points in `jobs` processes; yields what became of each as it is known."""
     waiting = deque((task, 1) for task in tasks)
-    workers = [Worker() for _ in range(min(jobs, len(tasks)))]
+    workers: list[Worker] = []
     try:
         while waiting or any(worker.task for worker in workers):
-            for worker in workers:
-                if worker.task is None and waiting:
-                    worker.give(*waiting.popleft())
+            _hand_out(waiting, workers, jobs)
             busy: dict[object, Worker] = {w.here: w for w in workers if w.task}
             for ready in wait([w.here for w in workers if w.task]):
                 worker = busy[ready]
                 outcome = worker.take()
                 if outcome is None:
                     outcome = _bury(worker, waiting)
-                    workers[workers.index(worker)] = Worker()
+                    workers.remove(worker)
                 if outcome is not None:
                     yield outcome
     finally:
         for worker in workers:
             worker.end()
+
+
+def _hand_out(waiting: deque[tuple[Task, int]], workers: list[Worker], jobs: int) -> None:
+    """Gives points to idle workers, and to new ones as long as there are fewer than `jobs`."""
+    idle = [worker for worker in workers if worker.task is None]
+    while waiting and (idle or len(workers) < jobs):
+        if not idle:
+            idle.append(Worker())
+            workers.append(idle[-1])
+        idle.pop().give(*waiting.popleft())
 
 
 def _bury(worker: Worker, waiting: deque[tuple[Task, int]]) -> Outcome | None:
