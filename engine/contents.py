@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from engine.executor import Launch, Span
 from engine.plan import Copy, PageSize, Pool, Tier
 
 Token = Callable[[int, int], Hashable]  # what a job has at a position, with all before it
-Slot = tuple[Pool, int]  # room for one token
+Slots = dict[int, Hashable]  # of a pool: room for one token each, and what lies there
 
 
 class Contents:
@@ -21,7 +22,7 @@ class Contents:
     def __init__(self, page: PageSize, token: Token) -> None:
         self.read_tokens = 0
         self._page, self._token = page, token
-        self._memory: dict[Slot, Hashable] = {}
+        self._memory: defaultdict[Pool, Slots] = defaultdict(dict)
         self._moving: dict[Launch, list[Hashable]] = {}
 
     def carry_out(self, runs: Iterable[tuple[Launch, Span]]) -> Contents:
@@ -34,30 +35,31 @@ class Contents:
         return self
 
     def _compute(self, launch: Launch, starts: bool) -> None:
-        pool = (Tier.GPU, launch.op.lane[0])
+        memory = self._memory[Tier.GPU, launch.op.lane[0]]
         for piece in launch.pieces:
             job_id, context = piece.job_id, piece.context_tokens
-            slots = self._slots(pool, piece.pages, context + piece.tokens)
-            for at, slot in enumerate(slots[:context]):
-                found = self._memory.get(slot)
-                assert found == self._token(job_id, at), f"job {job_id} reads foreign KV at {at}"
-            for at, slot in enumerate(slots[context:], context):
-                self._memory[slot] = None if starts else self._token(job_id, at)
+            slots = self._slots(piece.pages, context + piece.tokens)
+            names = [self._token(job_id, at) for at in range(len(slots))]
+            wrong = [at for at in range(context) if memory.get(slots[at]) != names[at]]
+            assert not wrong, f"job {job_id} reads foreign KV at {wrong[0]}"
+            left: Sequence[Hashable] = [None] * piece.tokens if starts else names[context:]
+            memory.update(zip(slots[context:], left, strict=True))
             self.read_tokens += context
 
     def _copy(self, launch: Launch, starts: bool) -> None:
         op = launch.op
         assert isinstance(op, Copy)
         tokens = launch.nbytes // self._page.nbytes * self._page.tokens
-        found = [self._memory.get(s) for s in self._slots(op.src.pool, launch.src_pages, tokens)]
-        targets = self._slots(op.dst.pool, launch.dst_pages, tokens)
+        source, target = self._memory[op.src.pool], self._memory[op.dst.pool]
+        found = [source.get(slot) for slot in self._slots(launch.src_pages, tokens)]
+        slots = self._slots(launch.dst_pages, tokens)
         if starts:
             self._moving[launch] = found
-            self._memory.update(dict.fromkeys(targets))
+            target.update(dict.fromkeys(slots))
         else:
             assert found == self._moving.pop(launch), f"{op.src} has changed under its copy"
-            self._memory.update(zip(targets, found, strict=True))
+            target.update(zip(slots, found, strict=True))
 
-    def _slots(self, pool: Pool, pages: Sequence[int], tokens: int) -> list[Slot]:
+    def _slots(self, pages: Sequence[int], tokens: int) -> list[int]:
         size = self._page.tokens
-        return [(pool, pages[at // size] * size + at % size) for at in range(tokens)]
+        return [pages[at // size] * size + at % size for at in range(tokens)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,18 +16,28 @@ from tandem.build import Builder
 from tandem.catalog import PLURALS, options
 from tandem.compose import composed
 from tandem.experiment import engine_of, run_experiment
-from tandem.setting import policy_of, setting_of
+from tandem.setting import Setting, policy_of, setting_of
 from tandem.worlds import world_of
+from tests.short_trace import write_short
 
 TEN = ["limit=10", "backend=sim"]
+SIM = {"name": "sim", "clock": "virtual"}
 NEEDS_A_PATH = {"trace": {"file", "sharegpt", "lengths", "recorded"}, "arrival": {"recorded"}}
 POLICIES = [name for name in options("policy") if name != "recorded"]
 
 
 def ten(tmp_path: Path, *overrides: str) -> dict[str, object]:
-    """The metrics of ten simulated requests."""
-    cache = f"cache={tmp_path / 'cache'}"
+    """The metrics of ten simulated requests; imported traces are kept for the next test."""
+    cache = f"cache={tmp_path.parent / 'cache'}"
     return run_experiment(composed([*overrides, *TEN, cache]), tmp_path / "run")
+
+
+def fates(setting: Setting) -> list[str]:
+    """What became of each request in simulation; nothing is written."""
+    with world_of(setting, SIM) as world:
+        engine = engine_of(setting, world)
+        engine.replay(setting.requests)
+    return [outcome.status for outcome in engine.recorder.outcomes.values()]
 
 
 @pytest.mark.parametrize("name", options("experiment"))
@@ -39,23 +50,27 @@ def test_experiment(name: str, tmp_path: Path, request: pytest.FixtureRequest) -
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_policy(name: str, tmp_path: Path) -> None:
-    assert ten(tmp_path, f"policy={name}")["num_finished"] == 10
+def test_policy(name: str) -> None:
+    assert fates(setting_of(composed([f"policy={name}", *TEN]))) == ["finished"] * 10
 
 
 def test_sessions_find_what_they_repeat(tmp_path: Path) -> None:
     metrics = ten(tmp_path, "policy=vllm_v1", "trace=sessions")
     assert 0 < metrics["prefix_hit_rate"] < 1  # type: ignore[operator]
-    plain = ten(
-        tmp_path / "plain", "policy=vllm_v1", "trace=sessions", "memory.prefix_caching=false"
-    )
+    apart = tmp_path.with_name(f"{tmp_path.name}-plain")
+    plain = ten(apart, "policy=vllm_v1", "trace=sessions", "memory.prefix_caching=false")
     assert (plain["cached_tokens"], "prefix_hit_rate" in plain) == (0, False)
 
 
-@pytest.mark.parametrize("group", ["arrival", "trace", "backend", "slo", "planner", "router"])
-def test_options_compose(group: str) -> None:
-    for name in options(group).keys() - NEEDS_A_PATH.get(group, set()):
-        assert composed([f"{group}={name}"]).config[group] is not None
+def test_options_compose() -> None:
+    """Each of every group at least once, an option of each group at a time."""
+    groups = ["arrival", "trace", "backend", "slo", "planner", "router"]
+    found = [sorted(options(group).keys() - NEEDS_A_PATH.get(group, set())) for group in groups]
+    for number in range(max(map(len, found))):
+        chosen = [names[number % len(names)] for names in found]
+        words = [f"{group}={name}" for group, name in zip(groups, chosen, strict=True)]
+        config = composed(words).config
+        assert all(config[group] is not None for group in groups), words
 
 
 def test_every_group_and_option_has_a_line_on_it() -> None:
@@ -65,23 +80,20 @@ def test_every_group_and_option_has_a_line_on_it() -> None:
         assert all(found.values()), f"conf/{group}: an option says nothing of itself"
 
 
-def test_any_scheduling_goes_with_any_memory() -> None:
-    small = ["model=micro_llama", "limit=4", "backend=sim"]
+def test_any_scheduling_goes_with_any_memory(tmp_path: Path) -> None:
+    small = ["trace=file", f"trace.path={write_short(tmp_path)}", "limit=4", "backend=sim"]
     setting = setting_of(composed(small))
-    halves = {
-        group: {
-            name: composed([f"{group}={name}", *small]).config[group] for name in options(group)
-        }
-        for group in ("scheduling", "memory")
-    }
-    for scheduling, memory in product(*(halves[group].items() for group in halves)):
-        config = {"scheduling": scheduling[1], "memory": memory[1]}
-        policy = policy_of(config, Builder())
-        with world_of(setting, {"name": "sim", "clock": "virtual"}) as world:
-            engine = engine_of(replace(setting, policy=policy), world)
-            engine.replay(setting.requests)
-        outcomes = engine.recorder.outcomes.values()
-        assert [o.status for o in outcomes] == ["finished"] * 4, (scheduling[0], memory[0])
+    groups = ("scheduling", "memory")
+    halves: dict[str, dict[str, Any]] = {group: {} for group in groups}
+    for names in zip_longest(*map(options, groups), fillvalue=""):
+        chosen = {group: name for group, name in zip(groups, names, strict=True) if name}
+        config = composed([f"{group}={name}" for group, name in chosen.items()]).config
+        for group, name in chosen.items():
+            halves[group][name] = config[group]
+    for pair in product(*(halves[group].items() for group in groups)):
+        nodes = {group: node for group, (_, node) in zip(groups, pair, strict=True)}
+        found = fates(replace(setting, policy=policy_of(nodes, Builder())))
+        assert found == ["finished"] * 4, [name for name, _ in pair]
 
 
 class Quoting:

@@ -149,12 +149,16 @@ def yaml_spec(name: str) -> ModelSpec:
     return ModelSpec(**fields)
 
 
+@pytest.mark.parametrize("layers", [3, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*PUBLISHED, "gpt2_xl", "llama_biased"])
-def test_parameters_equal_hugging_face(name: str) -> None:
+def test_parameters_equal_hugging_face(name: str, layers: int | None) -> None:
+    """Of a few layers, and of all."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = (PUBLISHED | {"gpt2_xl": GPT2_XL, "llama_biased": LLAMA_BIASED})[name]
+    if layers:
+        config = config | {"n_layer" if "n_layer" in config else "num_hidden_layers": layers}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     spec = ModelSpec.from_hf(config)

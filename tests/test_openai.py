@@ -227,9 +227,7 @@ def measured(tmp_path: Path, fake: FakeServer, *more: str) -> Path:
     return tmp_path / "measured"
 
 
-def test_a_server_is_the_measured_side_of_a_comparison(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_is_the_measured_side_of_a_comparison(tmp_path: Path, unrendered: None) -> None:
     fake = FakeServer(gap_s=0.0005, first_s=0.005)
     folder = measured(tmp_path, fake, "backend.scrape_s=0.05")
     run = load(folder)
@@ -247,7 +245,6 @@ def test_a_server_is_the_measured_side_of_a_comparison(
     assert arrivals[0] == arrivals[1]
     found = compare(prediction, run)
     assert len(found.requests) == 12 and np.isfinite(found.errors["error"]).all()
-    monkeypatch.setattr("analysis.report.compared", lambda *_: [])  # drawn in test_report.py
     comparison, page = compare_folders(tmp_path / "sim", folder)
     assert page.is_file() and comparison.replay is None
     assert vllm_result(run)["completed"] == 12

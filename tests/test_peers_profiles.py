@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,18 @@ def rtx4090(shared: Path) -> Path:
     return shared / "data" / "peers" / "kernel_profiles" / "RTX4090_Llama-3.1-8B"
 
 
+@pytest.fixture(scope="module")
+def plain(rtx4090: Path) -> KernelProfileCost:
+    """Its costs where contexts count by their mean."""
+    return KernelProfileCost.load(rtx4090, LLAMA31_8B, "none")
+
+
+@pytest.fixture(scope="module", params=SKEWS)
+def padded(rtx4090: Path, request: pytest.FixtureRequest) -> KernelProfileCost:
+    """Its costs with graphs, for each way to price unequal contexts."""
+    return KernelProfileCost.load(rtx4090, LLAMA31_8B, request.param, padded_to=GRAPH_SIZES)
+
+
 def h200() -> Device:
     device = Builder().build(composed(["device=h200"]).config["device"], "device")
     assert isinstance(device, Device)
@@ -49,8 +62,9 @@ def test_ragged_is_exact_at_nodes_and_straight_between() -> None:
 
 
 # ---- kernel profiles
-def test_a_launch_on_the_grid_is_the_sum_of_its_kernels(rtx4090: Path) -> None:
-    cost = KernelProfileCost.load(rtx4090, LLAMA31_8B, "none")
+def test_a_launch_on_the_grid_is_the_sum_of_its_kernels(
+    rtx4090: Path, plain: KernelProfileCost
+) -> None:
     dense = pd.read_csv(rtx4090 / "dense.csv").set_index(["layer", "tokens"])["time_us"]
     heads = pd.read_csv(rtx4090 / "per_sequence.csv").set_index(["layer", "sequences"])["time_us"]
     axes = ["prefill_chunk", "kv_prefill", "n_decode", "kv_decode"]
@@ -61,47 +75,43 @@ def test_a_launch_on_the_grid_is_the_sum_of_its_kernels(rtx4090: Path) -> None:
     ends = dense["embedding", 4] + dense["final_layernorm", 4]
     ends += heads["lm_head", 4] + heads["sampler", 4]
     expected = (32 * layer + ends) * 1e3
-    assert cost.shape_ns([1] * 4, [1023] * 4, 4) == pytest.approx(expected, abs=1)
+    assert plain.shape_ns([1] * 4, [1023] * 4, 4) == pytest.approx(expected, abs=1)
 
 
-def test_one_kernel_serves_prompts_and_decodes(rtx4090: Path) -> None:
-    cost = KernelProfileCost.load(rtx4090, LLAMA31_8B, "none")
-    mixed = cost.attention_us([512, 1, 1], [256, 1023, 1023])
-    assert mixed == cost.attention.value((512, 256, 2, 1024))
-    assert mixed == cost.attention_us([256, 256, 1, 1], [128, 128, 1023, 1023])
-    assert cost.attention_us([512], [256]) == cost.attention.value((512, 256, 0, 0))
+def test_one_kernel_serves_prompts_and_decodes(plain: KernelProfileCost) -> None:
+    mixed = plain.attention_us([512, 1, 1], [256, 1023, 1023])
+    assert mixed == plain.attention.value((512, 256, 2, 1024))
+    assert mixed == plain.attention_us([256, 256, 1, 1], [128, 128, 1023, 1023])
+    assert plain.attention_us([512], [256]) == plain.attention.value((512, 256, 0, 0))
 
 
-def test_graphs_pad_tokens_to_the_next_size(rtx4090: Path) -> None:
-    plain = KernelProfileCost.load(rtx4090, LLAMA31_8B, "none")
-    padded = KernelProfileCost.load(rtx4090, LLAMA31_8B, "none", padded_to=GRAPH_SIZES)
+def test_graphs_pad_tokens_to_the_next_size(plain: KernelProfileCost) -> None:
+    padded = replace(plain, padded_to=GRAPH_SIZES)
     shape = [1] * 33, [100] * 33, 33
     extra = plain._dense[40] - plain._dense[33]
     assert padded.shape_ns(*shape) - plain.shape_ns(*shape) == pytest.approx(extra, abs=1)
     assert padded.shape_ns([600], [0], 1) == plain.shape_ns([600], [0], 1), "no graph is as large"
 
 
-def test_step_and_host_time_are_added_where_they_belong(rtx4090: Path) -> None:
-    plain = KernelProfileCost.load(rtx4090, LLAMA31_8B, "none")
-    slower = KernelProfileCost.load(
-        rtx4090, LLAMA31_8B, "none", step_ns=200_000, host_ns_per_plan=7
-    )
+def test_step_and_host_time_are_added_where_they_belong(
+    rtx4090: Path, plain: KernelProfileCost
+) -> None:
+    given = {"step_ns": 200_000, "host_ns_per_plan": 7}
+    slower = KernelProfileCost.load(rtx4090, LLAMA31_8B, "none", **given)
     assert slower.shape_ns([1], [9], 1) - plain.shape_ns([1], [9], 1) == 200_000
     assert (plain.plan_ns(5), slower.plan_ns(5)) == (0, 7)
 
 
-@pytest.mark.parametrize("skew", SKEWS)
 @pytest.mark.parametrize("contexts", [[700, 900, 4000], [15, 15], [1], [300] * 3 + [5000] * 40])
 def test_many_steps_at_once_cost_what_they_do_one_by_one(
-    rtx4090: Path, skew: str, contexts: list[int]
+    padded: KernelProfileCost, contexts: list[int]
 ) -> None:
-    cost = KernelProfileCost.load(rtx4090, LLAMA31_8B, skew, padded_to=GRAPH_SIZES)
     jobs = [Job(i, 0, 1, context + 1, context) for i, context in enumerate(contexts)]
     op = Compute(tuple(Slice(job, 1) for job in jobs))
     launch = Launch(op, pieces=tuple(Piece(i, 1, c, True, ()) for i, c in enumerate(contexts)))
-    together = list(cost.repeat_ns(launch, 200))
-    assert together == list(ShapePriced.repeat_ns(cost, launch, 200))
-    assert together[0] == cost.compute_ns(launch)
+    together = list(padded.repeat_ns(launch, 200))
+    assert together == list(ShapePriced.repeat_ns(padded, launch, 200))
+    assert together[0] == padded.compute_ns(launch)
 
 
 def test_an_incomplete_profile_is_refused(rtx4090: Path, tmp_path: Path) -> None:
@@ -134,11 +144,10 @@ def test_skew_is_recovered_overall_and_by_bucket() -> None:
     assert fitted.alpha(Mix(512, 0, 100, 0.2, 3000)) == pytest.approx(0.125), "unseen: the default"
 
 
-def test_unequal_contexts_cost_between_their_mean_and_their_longest(rtx4090: Path) -> None:
-    plain = KernelProfileCost.load(rtx4090, LLAMA31_8B, "none")
-    half = KernelProfileCost(
-        plain.dense, plain.head, plain.attention, Skew(0.5), LLAMA31_8B, "test"
-    )
+def test_unequal_contexts_cost_between_their_mean_and_their_longest(
+    plain: KernelProfileCost,
+) -> None:
+    half = replace(plain, skew=Skew(0.5))
     tokens, contexts = [1] * 4, [511, 511, 511, 2559]
     mean, longest = (plain.attention.value((0, 0, 4, x)) for x in (1024, 2560))
     assert half.attention_us(tokens, contexts) == pytest.approx((mean + longest) / 2)

@@ -83,7 +83,7 @@ def test_the_page_is_self_contained_and_says_it(page: Path, root: Path) -> None:
 
 
 def test_goodput_can_be_judged_by_another_objective(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], unrendered: None
 ) -> None:
     # the toy's two requests have TTFTs of 10 and 15 ms
     for rate in (1.0, 2.0):
@@ -111,7 +111,7 @@ def test_a_sweep_without_a_finished_run_is_told(
     assert "none of its 1 runs has finished" in capsys.readouterr().err
 
 
-def test_one_run_has_its_own_page(tmp_path: Path) -> None:
+def test_one_run_has_its_own_page(tmp_path: Path, unrendered: None) -> None:
     folder = finished(tmp_path, "run", [], 1.0)
     assert main(["report", str(folder)]) == 0
     assert (tmp_path / "run-report" / "report.html").is_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from operator import attrgetter
 
 from engine.job import Job
 from engine.plan import Plan
@@ -11,7 +12,8 @@ from engine.planlog import encode
 from engine.policy import Policy
 from engine.view import View
 
-FIELDS = [field.name for field in dataclasses.fields(Job)]
+FIELDS = attrgetter(*(field.name for field in dataclasses.fields(Job)))
+MUTABLE = (dict, list)
 
 
 class Watched:
@@ -38,7 +40,12 @@ class Watched:
 def snapshot(view: View) -> object:
     """All that a view shows, by value."""
     jobs = [*view.serving, *view.training, *view.waiting]
-    state = copy.deepcopy([[getattr(job, name) for name in FIELDS] for job in jobs])
+    state = [[_kept(value) for value in FIELDS(job)] for job in jobs]
     ids = [[j.job_id for j in jobs] for jobs in (view.serving, view.training, view.waiting)]
     maps = (view.free_bytes, view.coming_bytes, view.held_bytes, view.written, view.used)
     return state, ids, [dict(m) for m in maps], view.in_flight
+
+
+def _kept(value: object) -> object:
+    """What a field holds now, whatever is written into it later."""
+    return copy.deepcopy(value) if isinstance(value, MUTABLE) else value
