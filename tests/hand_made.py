@@ -46,10 +46,12 @@ FAMILIES: Mapping[str, ModelSpec] = {
 }
 
 
-@cache
-def shared_model(spec: ModelSpec) -> Any:
-    """The runtime's model of a tiny spec, built once for all who only read its weights."""
+def own_model(spec: ModelSpec) -> Any:
+    """The runtime's model of a tiny spec, for whoever moves it or changes its weights."""
     return build_model(spec, seed=1, spread=SPREAD)
+
+
+shared_model = cache(own_model)  # built once for all who only read its weights
 
 
 class HandMade:
@@ -64,10 +66,13 @@ class HandMade:
         page_tokens: int = 8,
         eos_ids: Sequence[int] = (),
         rubbish: float = float("nan"),
+        model: Any = None,
         **options: Any,
     ) -> None:
         torch.set_num_threads(1)
-        model = build_model(spec, seed=1, spread=SPREAD).to(options.get("device", "cpu"))
+        if model is None:
+            device = options.get("device", "cpu")
+            model = shared_model(spec) if device == "cpu" else own_model(spec).to(device)
         pools = {GPU: num_pages, HOST: num_pages}
         self.machine = Machine(
             model, spec, page_tokens, pools, prompts, sampling, eos_ids, **options

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+
+from engine.model import ModelSpec
+from runtime.model import build_model
+from tests.hand_made import SPREAD
+from traces.request import Request
 
 NEAR_TIE = 1e-4  # a difference is accepted only where the best two logits are this close
 
@@ -33,6 +39,23 @@ def generate(model: Any, prompt: Sequence[int], output_tokens: int) -> Reference
     )
     best = torch.stack(out.logits)[:, 0].float().topk(2).values
     return Reference(out.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist())
+
+
+@cache
+def plain_model(spec: ModelSpec) -> Any:
+    """The model as transformers runs it, with the weights of `shared_model`; only to be read."""
+    return build_model(spec, seed=1, attention="sdpa", spread=SPREAD)
+
+
+@cache
+def greedy(spec: ModelSpec, prompt: tuple[int, ...], output_tokens: int) -> Reference:
+    """What a plain model generates, once for all tests that ask."""
+    return generate(plain_model(spec), prompt, output_tokens)
+
+
+def expected(spec: ModelSpec, requests: Iterable[Request]) -> dict[int, Reference]:
+    """The reference of each request, by its id."""
+    return {r.request_id: greedy(spec, r.prompt_ids or (), r.output_tokens) for r in requests}
 
 
 class Agreement(NamedTuple):

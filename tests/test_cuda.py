@@ -21,10 +21,9 @@ from runtime.clock import WallClock
 from runtime.cuda import CudaExecutor, Timeline, set_budget
 from runtime.machine import GPU, Machine
 from runtime.meter import CudaMeter
-from runtime.model import build_model
 from sim.memory import graph_bytes
-from tests.hand_made import HOST, SPREAD, TINY
-from tests.reference import compare, generate
+from tests.hand_made import HOST, TINY, own_model
+from tests.reference import compare, expected
 from tests.serving import MEMORY, SCHEDULING, serve, short_requests
 
 PAGE_TOKENS, PAGES = 16, 16
@@ -121,7 +120,7 @@ def replay(box: Machine, executor: CudaExecutor, memory: str, meter: Any = None)
 def machine(device: str, **options: Any) -> Machine:
     torch.set_num_threads(1)
     prompts = {r.request_id: r.prompt_ids or () for r in short_requests(14, TINY.vocab_size)}
-    model = build_model(TINY, seed=1, spread=SPREAD).to(device)  # the CPU's weights, moved
+    model = own_model(TINY).to(device)  # the CPU's weights, moved
     pools = {GPU: PAGES, HOST: 4 * PAGES}
     return Machine(model, TINY, PAGE_TOKENS, pools, prompts, device=device, **options)
 
@@ -143,8 +142,8 @@ def test_wiring_gives_the_cpu_executors_tokens_and_a_wait_per_wait(
         executor.run = run
         recorder = replay(box, executor, memory)
     requests = short_requests(14, TINY.vocab_size)
-    expected = serve(TINY, requests, "chunked_prefill", memory, gpu_pages=2 * PAGES)
-    assert {i: box.outputs(i) for i in recorder.outcomes} == expected.outputs
+    served = serve(TINY, requests, "chunked_prefill", memory, gpu_pages=2 * PAGES)
+    assert {i: box.outputs(i) for i in recorder.outcomes} == served.outputs
     assert len(stand_in.waited) == sum(waits) + len(waits)  # and each for its upload
     assert sum(waits) > 0 or memory != "paged_swap"
     peaks = {isinstance(span.op, Copy): span.peak_bytes for span in recorder.spans}
@@ -196,11 +195,8 @@ def test_tokens_on_a_gpu_equal_generate(memory: str, options: dict[str, Any]) ->
     with CudaExecutor(WallClock(), box) as executor:
         recorder = replay(box, executor, memory)
     requests = short_requests(14, TINY.vocab_size)
-    plain = build_model(TINY, seed=1, attention="sdpa", spread=SPREAD)
-    expected = {
-        r.request_id: generate(plain, r.prompt_ids or (), r.output_tokens) for r in requests
-    }
-    found = compare({i: box.outputs(i) for i in recorder.outcomes}, expected)
+    outputs = {i: box.outputs(i) for i in recorder.outcomes}
+    found = compare(outputs, expected(TINY, requests))
     print(f"{memory}: {found.equal} requests equal, {found.near_ties} near ties")
     assert not found.wrong
 

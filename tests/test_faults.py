@@ -34,13 +34,14 @@ from tandem.cli import main
 from tandem.compose import composed
 from tandem.folder import status_of
 from tandem.setting import setting_of
+from tests.short_trace import PRESSED, SHORT, write_short
 from tests.synthetic import write
 from traces.request import Request
 from traces.store import read_trace, write_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["model=micro_llama", "limit=12", "arrival=all_at_once"]
-TIGHT = [*SMALL, "budget.kv_pages=125", "policy=chunked_swap"]
+TIGHT = [*SMALL, *SHORT, PRESSED, "policy=chunked_swap"]
 KILLED = """
 import os, signal, sys
 import pyarrow.parquet as pq
@@ -138,10 +139,11 @@ def test_two_runs_and_two_calibrations_in_one_second_have_folders_of_their_own(
     assert default_folder(config) != default_folder(config)
 
 
-def test_what_finds_no_room_on_the_host_restarts() -> None:
+def test_what_finds_no_room_on_the_host_restarts(tmp_path: Path) -> None:
     """With real copies as in the simulator: nothing is lost, and the host never overflows."""
+    write_short(tmp_path)
     fates = {}
-    for host, pages in (("roomy", 1000), ("full", 20), ("none", 0)):
+    for host, pages in (("roomy", 1000), ("full", 6), ("none", 0)):
         size = f"budget.host_bytes={pages * page_nbytes()}"
         runs = []
         for backend in ("sim", "lockstep"):
@@ -163,6 +165,7 @@ def page_nbytes() -> int:
     return setting_of(composed(TIGHT)).room.page.nbytes
 
 
+@pytest.mark.usefixtures("short_probes")
 @pytest.mark.parametrize("clock", ["service", "wall"])
 def test_a_budget_that_shrinks_under_a_run_ends_it_and_says_where(
     clock: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -13,8 +13,8 @@ from runtime.gated import GatedLayer
 from runtime.merge import Merged
 from runtime.model import Decoder, build_model
 from runtime.tracker import storage_bytes
-from tests.hand_made import FAMILIES, SPREAD, HandMade, make_prompts
-from tests.reference import NEAR_TIE
+from tests.hand_made import FAMILIES, SPREAD, HandMade, make_prompts, own_model
+from tests.reference import NEAR_TIE, plain_model
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -81,7 +81,7 @@ def test_logits_are_those_of_the_plain_model(family: str) -> None:
     spec = FAMILIES[family]
     prompt = make_prompts([67], spec.vocab_size)[7]
     plain = build_model(spec, seed=1, attention="sdpa", spread=SPREAD)
-    made, found = HandMade(spec, {7: prompt}), list[torch.Tensor]()
+    made, found = HandMade(spec, {7: prompt}, model=own_model(spec)), list[torch.Tensor]()
     for model in (plain, made.machine.decoder.model):
         draw_biases(model)
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_bfloat16_rounds_where_the_modules_do(family: str) -> None:
     made = HandMade(spec, make_prompts([40], spec.vocab_size))
     prepared = made.machine.prepare(made.launch((7, 40)))
     packed, decoder = prepared.parts[0].packed, made.machine.decoder
-    plain = build_model(spec, seed=1, attention="sdpa", spread=SPREAD)
+    plain = plain_model(spec)
     with torch.no_grad():
         hidden = decoder.embed(packed.ids, packed.positions)
         angles = decoder.angles(hidden, packed.positions)

@@ -19,20 +19,19 @@ from runtime.clock import WallClock
 from runtime.executor import CpuExecutor
 from runtime.machine import GPU, Machine
 from runtime.meter import CpuMeter, page_slack_bytes
-from runtime.model import build_model
 from runtime.tracker import storage_bytes
 from runtime.wall import WallExecutor
 from runtime.workspace import Workspace
-from tests.hand_made import HOST, SPREAD, TINY
+from tests.hand_made import HOST, TINY, own_model, shared_model
 from tests.serving import MEMORY, SCHEDULING, short_requests
 
 
-def machine(page_tokens: int, gpu_pages: int, seed: int = 0) -> Machine:
+def machine(page_tokens: int, gpu_pages: int, seed: int = 0, model: Any = None) -> Machine:
     torch.set_num_threads(1)
     requests = short_requests(14, TINY.vocab_size, seed)
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
     pages = {GPU: gpu_pages, HOST: 4 * gpu_pages}
-    return Machine(build_model(TINY, seed=1, spread=SPREAD), TINY, page_tokens, pages, prompts)
+    return Machine(model or shared_model(TINY), TINY, page_tokens, pages, prompts)
 
 
 @contextmanager
@@ -114,7 +113,7 @@ def test_pages_that_share_system_pages_stay_within_the_stated_slack() -> None:
 def test_storages_of_weights_and_arenas_are_what_the_pools_were_given() -> None:
     """And by the collector's census a machine holds only small change beside them."""
     before = CpuMeter({}, {}).unclaimed_bytes()
-    box = machine(page_tokens=16, gpu_pages=16)
+    box = machine(page_tokens=16, gpu_pages=16, model=own_model(TINY))
     weights = {GPU: box.decoder.model.parameters()}
     meter = CpuMeter(weights, {pool: arena.pages for pool, arena in box.arenas.items()})
     page_bytes = 16 * TINY.kv_token_bytes

@@ -15,7 +15,7 @@ import pytest
 from analysis import figures, plots, report, timelines, words
 from analysis.compare import Comparison, compare
 from analysis.report import write_report, write_run_report
-from analysis.run import load
+from analysis.run import Run, load
 from analysis.style import RUNS
 from tests.synthetic import MS, TWO, Toy, write
 
@@ -129,11 +129,19 @@ def test_one_run_has_a_report_too(tmp_path: Path) -> None:
     assert json.loads((page.parent / "metrics.json").read_text())["num_finished"] == 2
 
 
-@pytest.mark.parametrize("status", ["refused", "unfinished"])
-def test_runs_without_a_finished_request_are_reported(tmp_path: Path, status: str) -> None:
-    run = load(write(tmp_path / "two"))
+def without_a_finished_request(run: Run, status: str) -> tuple[Run, Run]:
+    """The run if all its requests had ended so, with its steps and without."""
     nothing = replace(run, requests=run.requests.assign(status=status, token_ns=None))
     empty = replace(nothing, steps=run.steps[:0], plans=run.plans[:0], memory=run.memory[:1])
+    return nothing, empty
+
+
+@pytest.mark.parametrize("status", ["refused", "unfinished"])
+def test_runs_without_a_finished_request_are_reported(
+    tmp_path: Path, status: str, unrendered: None
+) -> None:
+    run = load(write(tmp_path / "two"))
+    nothing, empty = without_a_finished_request(run, status)
     pairs = [(run, nothing)] if status == "unfinished" else [(nothing, run), (empty, empty)]
     for number, pair in enumerate(pairs):
         comparison = compare(*pair)
@@ -141,6 +149,12 @@ def test_runs_without_a_finished_request_are_reported(tmp_path: Path, status: st
         assert write_report(comparison, tmp_path / f"report{number}").is_file()
         assert words.table(comparison)
     assert write_run_report(empty, tmp_path / "single").is_file()
+
+
+def test_figures_without_any_point_become_pictures(tmp_path: Path) -> None:
+    _, empty = without_a_finished_request(load(write(tmp_path / "two")), "refused")
+    page = write_report(compare(empty, empty), tmp_path / "report")
+    assert len(list((page.parent / "figures").glob("*.svg"))) >= 4
 
 
 def test_headline_says_how_far_and_why(comparison: Comparison) -> None:

@@ -67,7 +67,7 @@ def test_a_grid_is_what_tandem_run_would_compose() -> None:
     ]
 
 
-def test_a_thousand_points_are_composed_once_per_choice_of_groups(
+def test_many_points_are_composed_once_per_choice_of_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     composed_of: list[object] = []
@@ -77,9 +77,9 @@ def test_a_thousand_points_are_composed_once_per_choice_of_groups(
         return config_of(*given)
 
     monkeypatch.setattr("tandem.grid.config_of", counted)
-    points = list(grid_of(["arrival=poisson,gamma", "seed=range(500)"]).points())
-    assert len(points) == 1000
-    assert {point.config["seed"] for point in points} == set(range(500))
+    points = list(grid_of(["arrival=poisson,gamma", "seed=range(100)"]).points())
+    assert len(points) == 200
+    assert {point.config["seed"] for point in points} == set(range(100))
     assert len(composed_of) == 2, "arrival=poisson and arrival=gamma"
 
 
@@ -216,7 +216,7 @@ def test_a_killed_workers_point_is_tried_again_a_few_times(
 
 
 def test_an_interrupted_sweep_leaves_finished_points_and_goes_on(tmp_path: Path) -> None:
-    words = ["sweep", *SMALL, "seed=range(200)", "--jobs", "1", "--out", "out"]
+    words = ["sweep", *SMALL, "seed=range(60)", "--jobs", "1", "--out", "out"]
     # A job in the background of a shell, as CI may be, starts with Ctrl-C ignored: listen to it.
     listening = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -229,7 +229,7 @@ def test_an_interrupted_sweep_leaves_finished_points_and_goes_on(tmp_path: Path)
     child.send_signal(signal.SIGINT)
     assert child.wait(timeout=60) == 130
     done = [f for f in Path("out").iterdir() if status_of(f) == "ok" and f.suffix != ".running"]
-    assert 3 <= len(done) < 200
+    assert 3 <= len(done) < 60
     assert Path("out/runs.parquet").is_file()
     again = next(iter(folders("out").items()))
     assert run_point(Task(again[1].name, composed(again[0]), again[1])).error is None

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
-from runtime.model import build_model
-from tests.hand_made import FAMILIES, SPREAD
-from tests.reference import Reference, compare, generate
+from tests.hand_made import FAMILIES
+from tests.reference import compare, expected
 from tests.serving import MEMORY, SCHEDULING, serve, short_requests
 
 COUNT, GPU_PAGES = 10, 26  # twice the longest request: 100 tokens are 13 pages
-
-
-@cache
-def expected(family: str) -> dict[int, Reference]:
-    spec = FAMILIES[family]
-    model = build_model(spec, seed=1, attention="sdpa", spread=SPREAD)
-    requests = short_requests(COUNT, spec.vocab_size)
-    return {r.request_id: generate(model, r.prompt_ids or (), r.output_tokens) for r in requests}
 
 
 @pytest.mark.parametrize("memory", MEMORY)
@@ -29,7 +18,7 @@ def test_tokens_equal_generate_under_pressure(family: str, scheduling: str, memo
     spec = FAMILIES[family]
     requests = short_requests(COUNT, spec.vocab_size)
     served = serve(spec, requests, scheduling, memory, GPU_PAGES)
-    agreement = compare(served.outputs, expected(family))
+    agreement = compare(served.outputs, expected(spec, requests))
     print(agreement, served.restarts, served.swaps)
     assert not agreement.wrong
     if memory == "paged_restart":
@@ -44,4 +33,4 @@ def test_a_copy_that_is_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = FAMILIES["llama"]
     requests = short_requests(COUNT, spec.vocab_size)
     served = serve(spec, requests, "chunked_prefill", "paged_swap", GPU_PAGES)
-    assert served.swaps and compare(served.outputs, expected("llama")).wrong
+    assert served.swaps and compare(served.outputs, expected(spec, requests)).wrong

@@ -9,11 +9,10 @@ import pytest
 
 from engine.plan import Tier
 from runtime.merge import Merged
-from runtime.model import build_model
 from runtime.sampling import Sampling
 from runtime.tracker import storage_bytes
-from tests.hand_made import FAMILIES, SPREAD, HandMade, make_prompts
-from tests.reference import compare, generate
+from tests.hand_made import FAMILIES, HandMade, make_prompts
+from tests.reference import compare, greedy
 
 LENGTHS = (1, 9, 21)
 OUTPUT_TOKENS = 5
@@ -27,9 +26,9 @@ def made_by_hand(family: str, device: str, **options: Any) -> HandMade:
 
 
 def check(made: HandMade, family: str) -> None:
-    plain = build_model(SPECS[family], seed=1, attention="sdpa", spread=SPREAD)
-    prompts = make_prompts(LENGTHS, SPECS[family].vocab_size)
-    expected = {i: generate(plain, prompt, OUTPUT_TOKENS) for i, prompt in prompts.items()}
+    spec = SPECS[family]
+    prompts = make_prompts(LENGTHS, spec.vocab_size)
+    expected = {i: greedy(spec, tuple(ids), OUTPUT_TOKENS) for i, ids in prompts.items()}
     outputs = {i: made.machine.outputs(i) for i in made.jobs}
     assert compare(outputs, expected) == (len(outputs), 0, [])
 
