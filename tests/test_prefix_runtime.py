@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -21,22 +20,13 @@ from policies.recorded import Recorded
 from runtime.executor import CpuExecutor
 from runtime.machine import GPU, Machine
 from runtime.meter import CpuMeter
-from runtime.model import build_model
-from tests.hand_made import FAMILIES, HOST, SPREAD, TINY
+from tests.hand_made import FAMILIES, HOST, TINY, shared_model
 from tests.prefixes import named
-from tests.reference import Reference, compare, generate
+from tests.reference import compare, expected
 from tests.serving import KEEPING, SCHEDULING, serve_with, shared_requests
 from tests.test_parity import BACKENDS, PAGE, SPEC, counters, log, pages, run
 
 COUNT, GPU_PAGES = 9, 26  # twice the longest request: 100 tokens are 13 pages
-
-
-@cache
-def expected(family: str) -> dict[int, Reference]:
-    spec = FAMILIES[family]
-    model = build_model(spec, seed=1, attention="sdpa", spread=SPREAD)
-    requests = shared_requests(COUNT, spec.vocab_size)
-    return {r.request_id: generate(model, r.prompt_ids or (), r.output_tokens) for r in requests}
 
 
 @pytest.mark.parametrize("memory", KEEPING)
@@ -48,7 +38,7 @@ def test_tokens_equal_generate_on_shared_pages(family: str, scheduling: str, mem
     requests = shared_requests(COUNT, spec.vocab_size)
     policy = Composed(SCHEDULING[scheduling], KEEPING[memory])
     served = serve_with(policy, spec, requests, GPU_PAGES)
-    agreement = compare(served.outputs, expected(family))
+    agreement = compare(served.outputs, expected(spec, requests))
     print(agreement, served.restarts, served.swaps, served.cached_tokens)
     assert not agreement.wrong
     assert served.cached_tokens > 100
@@ -129,5 +119,4 @@ def test_what_is_measured_above_the_ledger_is_kept() -> None:
 
 def keeping_machine(requests: Sequence[Any]) -> Machine:
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
-    model = build_model(TINY, seed=1, spread=SPREAD)
-    return Machine(model, TINY, 16, {GPU: 14, HOST: 0}, prompts)
+    return Machine(shared_model(TINY), TINY, 16, {GPU: 14, HOST: 0}, prompts)

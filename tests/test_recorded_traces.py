@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +324,22 @@ def test_a_recorded_trace_is_run_at_its_own_times(tmp_path: Path) -> None:
 
 
 # ---- the real extracts
+Extract = Callable[[str, str], tuple[dict[str, Any], list[Request]]]
+
+
+@pytest.fixture(scope="module")
+def extract(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Extract:
+    """Imports an extract of a kind, each once: its sidecar and its requests."""
+
+    @cache
+    def extract(name: str, kind: str) -> tuple[dict[str, Any], list[Request]]:
+        source = shared / "data" / "arrivals" / f"{name}.parquet"
+        out = tmp_path_factory.mktemp("extracts") / "out.parquet"
+        return import_trace(source, out, kind=kind), read_trace(out)
+
+    return extract
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "count", "prompt_mean", "bucket_s"),
     [
@@ -332,8 +350,7 @@ def test_a_recorded_trace_is_run_at_its_own_times(tmp_path: Path) -> None:
     ],
 )
 def test_published_counts(
-    shared: Path,
-    tmp_path: Path,
+    extract: Extract,
     name: str,
     kind: str,
     count: int,
@@ -341,9 +358,7 @@ def test_published_counts(
     bucket_s: float,
 ) -> None:
     # counts and means as in TRACES.md section 3 (whole tokens there)
-    source = shared / "data" / "arrivals" / f"{name}.parquet"
-    sidecar = import_trace(source, tmp_path / "out.parquet", kind=kind)
-    requests = read_trace(tmp_path / "out.parquet")
+    sidecar, requests = extract(name, kind)
     assert sidecar["rows_read"] == len(requests) == count and not sidecar["rows_dropped"]
     if prompt_mean:
         # 1: a figure rounded on one side or the other
@@ -355,16 +370,12 @@ def test_published_counts(
     ("name", "share"),
     [("mooncake_conversation_first45min", 0.36), ("mooncake_synthetic", 0.65)],
 )
-def test_prefixes_repeat_as_published(
-    shared: Path, tmp_path: Path, name: str, share: float
-) -> None:
+def test_prefixes_repeat_as_published(extract: Extract, name: str, share: float) -> None:
     # prompt tokens that an infinite prefix cache would have served: TRACES.md section 3 (the whole
     # hour there, 45 minutes of the conversation here: 2 points for that, and for rounding)
-    source = shared / "data" / "arrivals" / f"{name}.parquet"
-    import_trace(source, tmp_path / "out.parquet", kind="mooncake")
     seen: set[int] = set()
     reused = total = 0
-    for request in read_trace(tmp_path / "out.parquet"):
+    for request in extract(name, "mooncake")[1]:
         known = 0
         while known < len(request.prefix_ids) and request.prefix_ids[known] in seen:
             known += 1

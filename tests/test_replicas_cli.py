@@ -66,12 +66,12 @@ def test_each_replica_has_the_memory_of_a_run_alone() -> None:
 
 @pytest.mark.parametrize("policy", ["static_restart", "chunked_swap"])
 def test_two_replicas_are_predicted_measured_and_compared(
-    policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     """All at once: the same decisions by device, and a replay that books the same pages."""
     is_drawn = policy == "static_restart"  # once
     if not is_drawn:
-        monkeypatch.setattr("analysis.report.compared", lambda *_: [])
+        request.getfixturevalue("unrendered")
     words = [*TWO, *SHORT, PRESSED, f"policy={policy}"]
     predicted, measured = (run(capsys, *words, f"backend={b}") for b in ("sim", "cpu"))
     lockstep = run(capsys, *words, "backend=lockstep")

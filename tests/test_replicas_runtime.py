@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -28,12 +28,11 @@ from runtime.clock import WallClock
 from runtime.cuda import CudaExecutor
 from runtime.executor import CpuExecutor, LockstepExecutor
 from runtime.machine import Machine
-from runtime.model import build_model
 from runtime.replicas import Replicas
 from runtime.wall import WallExecutor
 from sim.executor import SimExecutor
-from tests.hand_made import SPREAD, shared_model
-from tests.reference import Reference, compare, generate
+from tests.hand_made import shared_model
+from tests.reference import compare, expected
 from tests.serving import MEMORY, PAGE_TOKENS, SCHEDULING, short_requests
 from tests.test_cuda import StandIn
 from tests.test_parity import BACKENDS, LINKS, PAGE, SPEC, MadeUp
@@ -138,13 +137,6 @@ def pages(recorder: Recorder) -> list[list[tuple[int, list[int]]]]:
     ]
 
 
-@cache
-def expected() -> dict[int, Reference]:
-    model = build_model(SPEC, seed=1, attention="sdpa", spread=SPREAD)
-    requests = short_requests(16, SPEC.vocab_size)
-    return {r.request_id: generate(model, r.prompt_ids or (), r.output_tokens) for r in requests}
-
-
 @pytest.mark.parametrize(
     ("scheduling", "memory"),
     [
@@ -165,7 +157,7 @@ def test_all_backends_decide_alike_and_tokens_equal_generate(scheduling: str, me
         assert logs(recorder) == logs(reference), f"{name} decides otherwise"
         assert pages(recorder) == pages(reference), f"{name} has other pages"
         outputs = {r.request_id: box.outputs(r.request_id) for r in requests}
-        assert not compare(outputs, expected()).wrong, name
+        assert not compare(outputs, expected(SPEC, requests)).wrong, name
     homes = {outcome.device for outcome in reference.outcomes.values()}
     assert homes == {0, 1}
 
@@ -210,7 +202,7 @@ def test_each_replica_has_streams_uploads_and_a_timeline_of_its_own(
     recorder, box = run("cuda", policy, requests, LeastOutstanding())
     assert logs(recorder) == logs(run("sim", policy, requests, LeastOutstanding())[0])
     outputs = {r.request_id: box.outputs(r.request_id) for r in requests}
-    assert not compare(outputs, expected()).wrong
+    assert not compare(outputs, expected(SPEC, requests)).wrong
     assert stand_in.synchronized[:DEVICES] == [0, 1]
     assert {stream.device for stream, _ in stand_in.waited} == {0, 1}
     assert all(event.stream.device == stream.device for stream, event in stand_in.waited)
@@ -222,6 +214,5 @@ def test_two_gpus_generate_the_tokens_of_generate() -> None:
     policy = Composed(SCHEDULING["chunked_prefill"], MEMORY["paged_swap"])
     requests = short_requests(16, SPEC.vocab_size)
     _, box = run("cuda", policy, requests, LeastOutstanding(), gpus=("cuda:0", "cuda:1"))
-    assert not compare(
-        {r.request_id: box.outputs(r.request_id) for r in requests}, expected()
-    ).wrong
+    outputs = {r.request_id: box.outputs(r.request_id) for r in requests}
+    assert not compare(outputs, expected(SPEC, requests)).wrong

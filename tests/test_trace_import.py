@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from traces.import_ import import_trace, inspect_trace
+from traces.sharegpt import read_sharegpt
 from traces.store import read_trace, sha256_of
 from traces.tokenizer import load_tokenizer
 
 SAMPLES = Path(__file__).parent.parent / "traces" / "samples"
 SAMPLE = SAMPLES / "sharegpt_sample.json"
 TOKENIZER = SAMPLES / "tokenizer"
+read_once = cache(read_sharegpt)
+
+
+@pytest.fixture(autouse=True)
+def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All import the same file; tests/test_sharegpt.py and test_trace_sample.py do read it."""
+    monkeypatch.setattr("traces.import_.read_sharegpt", read_once)
 
 
 def imported(tmp_path: Path, **options: Any) -> tuple[dict[str, Any], list[Any]]:
