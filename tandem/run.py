@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
-from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
@@ -62,7 +61,7 @@ def _carry_out(cfg: DictConfig, folder: Path, is_single: bool) -> None:
 def main(words: Sequence[str]) -> int:
     """Hands the words to Hydra; 0 if all runs served somebody. Raises what `guarded` tells."""
     _failed.clear()
-    with _raising_hydra(["tandem run", *options_first(words)]), _composing_once(words):
+    with _raising_hydra(["tandem run", *options_first(words)]):
         try:
             carry_out()
         except (CompactHydraException, OmegaConfBaseException) as error:
@@ -80,21 +79,6 @@ def options_first(words: Sequence[str]) -> list[str]:
         is_value = before.startswith("--") and "=" not in before and "=" not in word
         (flags if word.startswith("-") or is_value else overrides).append(word)
     return flags + overrides
-
-
-@contextmanager
-def _composing_once(words: Sequence[str]) -> Iterator[None]:
-    """Keeps Hydra from composing everything a first time to look for `hydra.mode` alone.
-
-    Nothing of ours sets it; where the words or the user's own files might, Hydra looks.
-    """
-    ask = Hydra.get_mode
-    if not any("hydra" in word or word.startswith("--config") for word in words):
-        Hydra.get_mode = lambda *_, **__: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Hydra.get_mode = ask  # type: ignore[method-assign]
 
 
 @contextmanager
