@@ -9,6 +9,7 @@ from functools import cached_property
 from math import ceil, sqrt
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -48,9 +49,9 @@ class VidurCost(ShapePriced):
     def load(cls, path: Path, model: ModelSpec) -> VidurCost:
         """Reads one npz of lookup tables. ValueError where it is none, or a time is not finite."""
         try:
-            with np.load(path) as arrays:
+            with path.open("rb") as file, np.load(file) as arrays:
                 tables = {name: arrays[name].tolist() for name in arrays.files}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, BadZipFile) as error:
             raise ValueError(f"{path} holds no Vidur tables ({error}); give one .npz") from None
         if missing := {"attn_prefill_ms", "attn_decode_ms", "mlp_up_proj_ms"} - tables.keys():
             raise ValueError(f"{path} lacks {', '.join(sorted(missing))}; give a Vidur table")

@@ -114,7 +114,10 @@ def read_cost(folder: Path, spec: ModelSpec, device: Device, page_tokens: int) -
     """The tables of a profile. ValueError if there are none, or they are of something else."""
     path = folder / COST
     if not path.is_file():
-        raise ValueError(f"profile={folder}: no {COST} there; make one with `tandem calibrate`")
+        raise ValueError(
+            f"profile={folder}: no {COST} and no tables of another simulator there; make a profile "
+            "with `tandem calibrate`"
+        )
     cost = TableCost.load(path)
     if asdict(cost.model) != asdict(spec):
         raise ValueError(

@@ -19,6 +19,7 @@ from tandem.build import Builder
 from tandem.composed import Composed
 from tandem.conform import arguments, conform
 from tandem.decoding import Decoding, decoding_of
+from tandem.foreign import foreign_cost
 from tandem.workload import requests_of
 from traces.request import Request
 
@@ -108,7 +109,7 @@ def router_of(
 def cost_of(
     config: Mapping[str, Any], device: Device, spec: ModelSpec, page_tokens: int
 ) -> LaunchCost:
-    """Tables of a calibrated profile if one is named, else the device's roofline."""
+    """Tables of a profile, calibrated or foreign, if one is named, else the device's roofline."""
     pace = conform(config["pace"], float, "pace")
     if pace <= 0:
         raise ValueError(f"pace={pace}: it must be above 0")
@@ -116,9 +117,14 @@ def cost_of(
         if pace != 1:
             raise ValueError(f"pace={pace}: only a profile has a pace; set profile=")
         return Roofline(device, spec, page_tokens)
+    path = Path(str(config["profile"]))
+    if (foreign := foreign_cost(path, device, spec)) is not None:
+        if pace != 1:
+            raise ValueError(f"pace={pace}: only a profile of `tandem calibrate` has a pace")
+        return foreign
     from tandem.profile import read_cost
 
-    cost = read_cost(Path(str(config["profile"])), spec, device, page_tokens)
+    cost = read_cost(path, spec, device, page_tokens)
     return cost if pace == 1 else cost.scaled(pace, "pace")
 
 

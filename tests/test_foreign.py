@@ -1,0 +1,52 @@
+"""Costs of other simulators from the command line: the same run, other tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.compose import composed
+from tandem.experiment import run_experiment
+from tandem.foreign import foreign_cost
+from tandem.setting import setting_of
+
+FORMS = {
+    "cost_tables/llama2-7b_a100_tp1.npz": ("llama2_7b", "a100", "Vidur's tables"),
+    "kernel_profiles/RTX4090_Llama-3.1-8B": ("llama3_8b", "rtx4090", "kernel profile"),
+    "aiconfigurator_h200": ("llama3_8b", "h200", "AIConfigurator's tables"),
+}
+
+
+@pytest.mark.parametrize("where", FORMS)
+def test_a_run_rests_on_the_tables_that_it_names(where: str, shared: Path, tmp_path: Path) -> None:
+    model, device, told = FORMS[where]
+    words = [f"model={model}", f"device={device}", f"profile={shared / 'data/peers' / where}"]
+    point = composed([*words, "limit=10", f"cache={tmp_path / 'cache'}", "budget.kv_pages=2000"])
+    metrics = run_experiment(point, tmp_path / "run")
+    assert metrics["num_finished"] == 10
+    about = json.loads((tmp_path / "run" / "provenance.json").read_text())
+    assert about["cost_form"] == "table" and told in about["cost_provenance"]
+
+
+def test_a_pace_is_of_calibrated_profiles_only(shared: Path) -> None:
+    tables = shared / "data/peers/cost_tables/llama2-7b_a100_tp1.npz"
+    words = ["model=llama2_7b", "device=a100", f"profile={tables}", "limit=2", "pace=1.1"]
+    with pytest.raises(ValueError, match=r"pace=1\.1: only a profile of `tandem calibrate`"):
+        setting_of(composed(words))
+
+
+def test_what_is_no_profile_is_told_in_a_line(tmp_path: Path) -> None:
+    setting = setting_of(composed(["limit=2"]))
+    assert foreign_cost(tmp_path, setting.device, setting.spec) is None
+    (tmp_path / "dense.csv").write_text("tokens\n1\n")  # a kernel profile has three
+    with pytest.raises(ValueError, match=r"no cost\.json and no tables of another simulator"):
+        setting_of(composed(["limit=2", f"profile={tmp_path}"]))
+
+
+def test_torn_tables_are_told_in_a_line(tmp_path: Path) -> None:
+    torn = tmp_path / "torn.npz"
+    torn.write_bytes(b"PK\x03\x04")
+    with pytest.raises(ValueError, match=r"torn\.npz holds no Vidur tables"):
+        setting_of(composed(["limit=2", f"profile={torn}"]))
