@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import RunFailed
+from tandem.errors import RunFailed, Usage
 
 
 @contextmanager
@@ -43,6 +43,20 @@ def run_folder(folder: Path) -> Iterator[Path]:
             f"{type(error).__name__}: {error} (traceback in {folder}/status.json)"
         ) from error
     _rename(aside, folder)
+
+
+@contextmanager
+def sole_user(lock: Path, others: str) -> Iterator[None]:
+    """Holds a lock file for the block; Usage, with what `others` are doing, where they hold it."""
+    import fcntl
+
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise Usage(others) from error
+        yield
 
 
 def aside_of(folder: Path) -> Path:

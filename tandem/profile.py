@@ -22,6 +22,7 @@ from sim.shapes import HOST, Planned, observed
 from sim.tables import TableCost
 from tandem.composed import Composed
 from tandem.experiment import run_experiment
+from tandem.folder import aside_of, sole_user
 from tandem.pace import is_auto, measured_ns, with_reference
 from tandem.provenance import commit
 from tandem.setting import setting_of
@@ -52,7 +53,14 @@ def calibrate(point: Composed, folder: Path) -> pd.DataFrame:
         raise ValueError(f"backend={backend} measures nothing; calibrate {' or '.join(MEASURED)}")
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder}: there is something in it already; give a new folder")
-    aside = folder.with_name(f"{folder.name}.running")
+    lock = folder.with_name(f".{folder.name}.lock")
+    with sole_user(lock, f"{folder}: another calibration is running there"):
+        return _measured(point, folder)
+
+
+def _measured(point: Composed, folder: Path) -> pd.DataFrame:
+    """All that a profile is made of, aside and renamed in the end."""
+    aside = aside_of(folder)
     shutil.rmtree(aside, ignore_errors=True)  # of a calibration that was killed
     seed = int(point.config["seed"])
     if is_auto(point.config):

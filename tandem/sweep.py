@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from tandem.engines import ENGINES
 from tandem.errors import Usage
-from tandem.folder import status_of
+from tandem.folder import sole_user, status_of
 from tandem.grid import Grid, grid_of
 from tandem.manifest import add_points
 from tandem.point import Outcome, Task, metrics_of, task_of
@@ -27,6 +27,7 @@ EXAMPLE = """example:
 A sweep that was interrupted goes on with the same command and --out DIR. Failed points are tried
 again; so is everything whose settings, trace or code have changed."""
 WALL_CLOCK = ("cpu", "cuda", "openai")
+LOCK = ".lock"  # in the folder of a sweep, held while it runs
 
 
 def main(words: Sequence[str]) -> int:
@@ -38,7 +39,7 @@ def main(words: Sequence[str]) -> int:
     jobs = default_jobs(tasks) if chosen.jobs is None else chosen.jobs
     if jobs < 1:
         raise Usage(f"--jobs {jobs}: at least one is needed")
-    with sole_user(root):
+    with sole_user(root / LOCK, f"--out {root}: another sweep is running there"):
         add_points(root, {task.key: task.point.overrides for task in tasks})
         left = [task for task in tasks if status_of(task.folder) != "ok"]
         _say_start(grid, len(tasks), len(left), jobs, chosen.engine, root)
@@ -73,20 +74,6 @@ def default_jobs(tasks: Sequence[Task]) -> int:
     """A process per core; one alone where points are measured, so that they do not disturb."""
     measured = any(task.point.config["backend"]["name"] in WALL_CLOCK for task in tasks)
     return 1 if measured else max(1, min(os.cpu_count() or 1, len(tasks)))
-
-
-@contextmanager
-def sole_user(root: Path) -> Iterator[None]:
-    """Two sweeps may not share a folder at one time: each would clear the other's points."""
-    import fcntl
-
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise Usage(f"--out {root}: another sweep is running there") from error
-        yield
 
 
 def _import_traces(tasks: Sequence[Task]) -> None:

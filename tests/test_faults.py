@@ -32,7 +32,7 @@ from sim.vidur import VidurCost
 from tandem.calibrate import default_folder
 from tandem.cli import main
 from tandem.compose import composed
-from tandem.folder import status_of
+from tandem.folder import sole_user, status_of
 from tandem.setting import setting_of
 from tests.short_trace import PRESSED, SHORT, write_short
 from tests.synthetic import write
@@ -137,6 +137,15 @@ def test_two_runs_and_two_calibrations_in_one_second_have_folders_of_their_own(
     monkeypatch.setattr("time.strftime", lambda form: form)
     config = composed(["backend=cpu"]).config
     assert default_folder(config) != default_folder(config)
+
+
+def test_two_calibrations_may_not_share_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second would clear what the first has measured so far."""
+    with sole_user(tmp_path / ".profile.lock", "of this test"):
+        assert main(["calibrate", "model=micro_llama", "--out", str(tmp_path / "profile")]) == 2
+    assert "profile: another calibration is running there" in line(capsys)
 
 
 def test_what_finds_no_room_on_the_host_restarts(tmp_path: Path) -> None:

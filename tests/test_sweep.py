@@ -16,7 +16,7 @@ import pytest
 from tandem import workers
 from tandem.cli import main
 from tandem.compose import composed, config_of
-from tandem.folder import run_folder, status_of, write_status
+from tandem.folder import run_folder, sole_user, status_of, write_status
 from tandem.grid import grid_of
 from tandem.manifest import points_in
 from tandem.point import Task, point_key, run_point, task_of
@@ -238,9 +238,9 @@ def test_an_interrupted_sweep_leaves_finished_points_and_goes_on(tmp_path: Path)
 def test_two_sweeps_may_not_share_a_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tandem.sweep import sole_user
+    from tandem.sweep import LOCK
 
-    with sole_user(tmp_path / "out"):
+    with sole_user(tmp_path / "out" / LOCK, "of this test"):
         assert sweep("out", "seed=0,1") == 2
     assert "another sweep is running there" in capsys.readouterr().err
 
