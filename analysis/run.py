@@ -29,7 +29,6 @@ class Run:
     plans: pd.DataFrame
     provenance: Mapping[str, Any]
     config: Mapping[str, Any]
-    status: Mapping[str, Any]
 
     @property
     def name(self) -> str:
@@ -50,13 +49,17 @@ class Run:
 def load(folder: Path | str) -> Run:
     """Reads a run folder. ValueError in one line: no run, failed run, damaged or foreign table."""
     folder = Path(folder).resolve()
-    status = _status(folder)
+    _check_finished(folder)
+    return read_run(folder)
+
+
+def read_run(folder: Path) -> Run:
+    """The same whatever the run's status: of one that is being written."""
     return Run(
         folder,
         **read_tables(folder),
         provenance=_json(folder / "provenance.json"),
         config=_config(folder / "config.yaml"),
-        status=status,
     )
 
 
@@ -65,7 +68,7 @@ def read_tables(folder: Path) -> dict[str, pd.DataFrame]:
     return {name: _table(folder, name, schema) for name, schema in TABLES.items()}
 
 
-def _status(folder: Path) -> Mapping[str, Any]:
+def _check_finished(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give the folder of a run, as `tandem run` prints")
     if not (folder / "status.json").is_file():
@@ -77,7 +80,6 @@ def _status(folder: Path) -> Mapping[str, Any]:
         raise ValueError(
             f"{folder}: the run did not finish (status {state}: {error}): mend that, run again"
         )
-    return status
 
 
 def _json(path: Path) -> Mapping[str, Any]:

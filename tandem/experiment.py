@@ -54,8 +54,9 @@ def run_experiment(point: Composed, folder: Path, shows_progress: bool = False) 
         write_json(aside / "provenance.json", provenance)
         provenance |= _carried_out(setting, point.config, aside, shows_progress)
         write_json(aside / "provenance.json", provenance)
-        write_status(aside, "ok")
-        return _write_metrics(aside, limits)
+        metrics = _write_metrics(aside, limits)
+        write_status(aside, "ok")  # the last: a run killed before it has not finished
+        return metrics
 
 
 def _carried_out(
@@ -181,8 +182,8 @@ def limits_of(slo: Mapping[str, Any]) -> dict[str, float]:
 
 def _write_metrics(folder: Path, limits: Mapping[str, float]) -> dict[str, Any]:
     from analysis.metrics import summary
-    from analysis.run import load
+    from analysis.run import read_run
 
-    metrics = dict(summary(load(folder), limits or None))
+    metrics = dict(summary(read_run(folder), limits or None))
     write_json(folder / "metrics.json", metrics)
     return metrics

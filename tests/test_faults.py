@@ -91,7 +91,7 @@ def test_a_run_killed_while_it_writes_is_never_taken_for_one(
     assert main(words) == 2
     assert "run.running: a run is going on there, or was killed" in line(capsys)
     left.rename("elsewhere")
-    assert main(words) == 0 and load("all/run").status["status"] == "ok"
+    assert main(words) == 0 and status_of(Path("all/run")) == "ok"
 
 
 @pytest.mark.parametrize("name", TABLES)
