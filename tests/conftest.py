@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("full", max_examples=100)
-settings.register_profile("fast", max_examples=17)  # percent: see tests.strategies.cases
+settings.register_profile("fast", max_examples=10)  # percent: see tests.strategies.cases
 
 
 def pytest_configure(config: pytest.Config) -> None:

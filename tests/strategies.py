@@ -16,7 +16,7 @@ TIMING: Mapping[str, st.SearchStrategy[float]] = {  # durations vary or not, and
 
 
 def cases(count: int) -> settings:
-    """So many random cases; in the fast set a sixth of them (conftest.py says which it is).
+    """So many random cases; in the fast set a tenth of them (conftest.py says which it is).
 
     A profile of hypothesis carries the share: its number of examples is a percentage here.
     """

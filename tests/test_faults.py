@@ -149,19 +149,19 @@ def test_two_calibrations_may_not_share_a_folder(
 
 
 def test_what_finds_no_room_on_the_host_restarts(tmp_path: Path) -> None:
-    """With real copies as in the simulator: nothing is lost, and the host never overflows."""
+    """Nothing is lost and the host never overflows; where it is full, with real copies, too."""
     write_short(tmp_path)
     fates = {}
     for host, pages in (("roomy", 1000), ("full", 6), ("none", 0)):
         size = f"budget.host_bytes={pages * page_nbytes()}"
         runs = []
-        for backend in ("sim", "lockstep"):
+        for backend in ("sim", "lockstep")[: 2 if host == "full" else 1]:
             folder = f"{host}-{backend}"
             words = [*TIGHT, size, f"backend={backend}", f"hydra.run.dir={folder}"]
             assert main(["run", *words]) == 0
             runs.append(load(folder))
-        assert runs[0].plans["body"].tolist() == runs[1].plans["body"].tolist()
-        requests, memory = runs[1].requests, runs[1].memory
+        assert runs[0].plans["body"].tolist() == runs[-1].plans["body"].tolist()
+        requests, memory = runs[-1].requests, runs[-1].memory
         assert (requests["status"] == "finished").all()
         kept = memory[memory["tier"] == Tier.HOST.value]
         assert kept["kv_pages"].max() <= pages

@@ -64,12 +64,14 @@ def test_each_replica_has_the_memory_of_a_run_alone() -> None:
     assert len(set(two.layout.places.values()) | set(alone.layout.places.values())) == 1
 
 
-@pytest.mark.parametrize("policy", ["static_restart", "chunked_swap"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param("static_restart", marks=pytest.mark.slow), "chunked_swap"]
+)
 def test_two_replicas_are_predicted_measured_and_compared(
     policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     """All at once: the same decisions by device, and a replay that books the same pages."""
-    is_drawn = policy == "static_restart"  # once
+    is_drawn = policy == "chunked_swap"  # once
     if not is_drawn:
         request.getfixturevalue("unrendered")
     words = [*TWO, *SHORT, PRESSED, f"policy={policy}"]
