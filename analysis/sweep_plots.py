@@ -79,8 +79,7 @@ def plot_rate(data: pd.DataFrame, ax: Any = None) -> Any:
         ax.fill_between(part["rate"], part["low"], part["high"], color=style["color"], alpha=0.15)
     _limits(data, metric, ax)
     ax.set(xlabel="arrivals, requests/s", ylabel=NAMES.get(metric, metric))
-    if ax.get_subplotspec() is None or ax.get_subplotspec().is_last_col():
-        legend(ax, loc="upper left", bbox_to_anchor=(1, 1))
+    _legend_beside(ax)
     return ax
 
 
@@ -106,9 +105,14 @@ def plot_frontier(data: pd.DataFrame, ax: Any = None) -> Any:
     metric = str(data["price_metric"].iloc[0])
     ax.set(xlabel="output tokens/s", ylabel=NAMES.get(metric, metric))
     _log_scale(ax, data["price"])
+    _legend_beside(ax)
+    return ax
+
+
+def _legend_beside(ax: Any) -> None:
+    """One legend for a row of plots, right of the last."""
     if ax.get_subplotspec() is None or ax.get_subplotspec().is_last_col():
         legend(ax, loc="upper left", bbox_to_anchor=(1, 1))
-    return ax
 
 
 def plot_heatmap(data: pd.DataFrame, ax: Any = None) -> Any:

@@ -83,7 +83,8 @@ def _export(out: Path, runs: dict[str, Run]) -> None:
 def replay_of(prediction: Run, measurement: Run, folder: Path) -> Path:
     """Simulates the measured run's plan log in the predicted run's configuration.
 
-    The memory is the measured run's to the page: what a plan log holds fits there.
+    The memory is the measured run's to the page: what a plan log holds fits there. Usage where
+    what the predicted run was made of is no longer there.
     """
     from tandem.composed import Composed
     from tandem.experiment import run_experiment
@@ -99,5 +100,8 @@ def replay_of(prediction: Run, measurement: Run, folder: Path) -> Path:
     }
     folders = [Path(name) for name in prediction.provenance.get("config_folders", ())]
     config = {**prediction.config, **recorded, "budget": budget}
-    run_experiment(Composed(config, ("policy=recorded",), tuple(folders)), folder)
+    try:
+        run_experiment(Composed(config, ("policy=recorded",), tuple(folders)), folder)
+    except ValueError as error:  # such as a trace or profile that is gone
+        raise Usage(f"the measured plans cannot be replayed ({error}); try --no-replay") from error
     return folder

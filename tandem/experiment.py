@@ -19,23 +19,13 @@ from tandem.conform import conform, did_you_mean
 from tandem.folder import run_folder, write_json, write_status
 from tandem.machines import pages_of
 from tandem.pace import resolved
+from tandem.paths import with_absolute_paths
 from tandem.progress import progress_bar
 from tandem.provenance import commit, host, versions
 from tandem.quiet import no_full_collections
 from tandem.setting import Setting, setting_of
 from tandem.workload import trace_hash
 from tandem.worlds import World, world_of
-
-PATHS = (
-    "profile",
-    "replayed",
-    "cache",
-    "trace.path",
-    "trace.tokenizer",
-    "trace.lengths",
-    "arrival.path",
-    "backend.tokenizer",
-)
 
 
 def run_experiment(point: Composed, folder: Path, shows_progress: bool = False) -> dict[str, Any]:
@@ -145,20 +135,6 @@ def provenance_of(point: Composed, setting: Setting) -> dict[str, Any]:
         "overrides": list(point.overrides),
         "config_folders": [str(Path(folder).resolve()) for folder in point.folders],
     }
-
-
-def with_absolute_paths(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The configuration with its paths made absolute, so that it works from any folder."""
-    out: dict[str, Any] = {}
-    for key, value in config.items():
-        where = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            out[key] = with_absolute_paths(value, f"{where}.")
-        elif where in PATHS and value is not None:
-            out[key] = str(Path(str(value)).expanduser().absolute())
-        else:
-            out[key] = value
-    return out
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:

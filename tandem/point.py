@@ -16,8 +16,9 @@ from typing import Any
 from tandem.composed import Composed
 from tandem.contents import content_hash
 from tandem.errors import RunFailed
-from tandem.experiment import PATHS, run_experiment, with_absolute_paths, write_config
+from tandem.experiment import run_experiment, write_config
 from tandem.folder import aside_of, run_folder, status_of
+from tandem.paths import with_absolute_paths, with_paths
 from tandem.provenance import versions
 
 KEY_DIGITS = 16
@@ -60,7 +61,8 @@ def point_key(config: Mapping[str, Any], folders: tuple[Path, ...] = ()) -> str:
     libraries; packages under `trusted` count by name only.
     """
     beside = [content_hash(path) for folder in folders for path in _modules(folder)]
-    made_of = [_by_content(config), beside, code_version()]
+    known = {name: node for name, node in config.items() if name != "cache"}  # changes no result
+    made_of = [with_paths(known, content_hash), beside, code_version()]
     text = json.dumps(made_of, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
 
@@ -122,21 +124,6 @@ def code_version() -> str:
     for path in paths:
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def _by_content(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The configuration with every path replaced by what lies there."""
-    out: dict[str, Any] = {}
-    for key, value in config.items():
-        where = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            out[key] = _by_content(value, f"{where}.")
-        elif where in PATHS and value is not None:
-            if where != "cache":
-                out[key] = content_hash(Path(str(value)))
-        else:
-            out[key] = value
-    return out
 
 
 def _modules(folder: Path) -> list[Path]:

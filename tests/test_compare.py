@@ -16,6 +16,8 @@ from analysis.compare import compare
 from analysis.drift import drift
 from analysis.run import Run, load
 from engine.record import SCHEMA_VERSION
+from tandem.compare import replay_of
+from tandem.errors import Usage
 from tests.synthetic import MS, TWO, Toy, write
 
 Maker = Callable[..., Run]
@@ -161,6 +163,18 @@ def test_drift_is_the_largest_departure_of_a_probe(make: Maker) -> None:
     assert drift(probed) == pytest.approx(0.02)
     named = make("q", TWO, provenance={"probe_ratios": {"gemm": 1.03}})
     assert drift(named) == pytest.approx(0.03)
+
+
+def test_a_trace_that_is_gone_is_told_with_the_way_round(
+    make: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise ValueError("trace.path=there: no such file")
+
+    monkeypatch.setattr("tandem.experiment.run_experiment", gone)
+    run = replace(make("a", TWO), config={"budget": {}}, provenance={"kv_pages": 9})
+    with pytest.raises(Usage, match=r"\(trace\.path=there: no such file\); try --no-replay"):
+        replay_of(run, run, tmp_path / "replay")
 
 
 @pytest.mark.parametrize(

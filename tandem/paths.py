@@ -1,0 +1,39 @@
+"""Which settings are paths: made absolute for a run, read where a point is known by contents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+PATHS = (
+    "profile",
+    "replayed",
+    "cache",
+    "trace.path",
+    "trace.tokenizer",
+    "trace.lengths",
+    "arrival.path",
+    "backend.tokenizer",
+)
+
+
+def with_paths(
+    config: Mapping[str, Any], change: Callable[[Path], str], prefix: str = ""
+) -> dict[str, Any]:
+    """The configuration with `change` applied to every path in it."""
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        where = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            out[key] = with_paths(value, change, f"{where}.")
+        elif where in PATHS and value is not None:
+            out[key] = change(Path(str(value)))
+        else:
+            out[key] = value
+    return out
+
+
+def with_absolute_paths(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration such that it works from any folder."""
+    return with_paths(config, lambda path: str(path.expanduser().absolute()))
