@@ -27,7 +27,8 @@ class Door:
             job = Job.trains(item, arrival_ns, recorded)
         engine.standing.drop()
         engine.roster.waiting.append(job)
-        engine.news.tell()
+        if min(engine.flights.level) < engine.depth:  # else an end will tell
+            engine.news.tell()
 
     def _serving(self, item: Request, arrival_ns: int) -> Job:
         engine, job = self._engine, Job.serving(item, arrival_ns)

@@ -224,12 +224,6 @@ class Engine:
         )
         self.news.tell()
 
-    def settle_run(self, op: Op, end_ns: int, device: int, number: int) -> None:
-        """The launch that stood for many steps has ended, at the device's plan of that number."""
-        self.land(op, end_ns, device, number)
-        self.release_idle()
-        self.news.tell()
-
     def land(self, op: Op, end_ns: int, device: int, number: int) -> None:
         """What waited for an operation may go on, and who was to finish with it finishes."""
         self.ledger.settle(op)

@@ -57,7 +57,7 @@ class Jump:
 
     def __init__(self, engine: Engine, executor: Repeater) -> None:
         self._engine, self._executor = engine, executor
-        self._pace_ns = 1  # of the last jump's steps: how far to look ahead
+        self._pace_ns = 1  # of the last step looked at: how far to look ahead next time
         self._run: Run | None = None  # the last one
         self._least = 1 if engine.depth == 1 else engine.depth + 1  # steps of a jump
         self.steps = 0
@@ -68,15 +68,25 @@ class Jump:
         if run is None:
             return False
         self._run = run
-        host_until = run.issue_ns[-1] + run.host_ns
-        self._pace_ns = max(1, run.end_ns[-1] - run.start_ns[-1] + run.host_ns)
         self.steps += len(run)
         repeat.advance(len(run))
-        self._issue(run, repeat)
-        env = self._engine.env
-        if self._engine.depth > 1 and host_until > env.now:
-            yield env.timeout(host_until - int(env.now))
+        yield from self._pass(run, self._issue(run, repeat))
         return True
+
+    def _pass(self, run: Run, span: Span) -> Generator[simpy.Event, Any, None]:
+        """Lets its time pass; only the host's where somebody may come or be asked meanwhile."""
+        env, depth = self._engine.env, self._engine.depth
+        now_ns, until_ns = int(env.now), self._engine.arrivals.next_ns
+        if depth == 1 and (until_ns is None or span.end_ns < until_ns):
+            yield env.timeout(span.end_ns - now_ns)
+            self._settle(run, span)
+            return
+        self._executor.hold(run.legs[0].launch, span, lambda span: self._tell(run, span))
+        for step in range(run.settled, len(run)):
+            self._issue_alone(run, step)
+        host_until = run.issue_ns[-1] + run.host_ns
+        if depth > 1 and host_until > now_ns:
+            yield env.timeout(host_until - now_ns)
 
     def unissued_bytes(self, now_ns: int) -> int:
         """KV that is booked for steps which are issued only at `now_ns` or later."""
@@ -106,6 +116,7 @@ class Jump:
             host_ns = found[1]
         if limit < self._least:
             return None
+        self._pace_ns = max(1, durations[-1] + host_ns)
         issue, start, end = self._times(durations, host_ns)
         until_ns = engine.arrivals.next_ns
         if until_ns is not None and issue[-1] >= until_ns:
@@ -189,7 +200,8 @@ class Jump:
         )
 
     # ---- issue and settle
-    def _issue(self, run: Run, repeat: Repeat) -> None:
+    def _issue(self, run: Run, repeat: Repeat) -> Span:
+        """What settles together is issued; returns its span."""
         engine, ledger, op = self._engine, self._engine.ledger, run.op
         ledger.grow(run.pool, [grow for _, grow in run.due])
         engine.flights.number(run.device, len(run))
@@ -197,10 +209,7 @@ class Jump:
         engine.launcher.repeat(run, repeat)
         ledger.touch_again(op, run.settled)
         engine.flights.last_compute((op,), run.device)
-        span = Span(op, run.start_ns[0], run.end_ns[run.settled - 1])
-        self._executor.hold(run.legs[0].launch, span, lambda span: self._settle(run, span))
-        for step in range(run.settled, len(run)):
-            self._issue_alone(run, step)
+        return Span(op, run.start_ns[0], run.end_ns[run.settled - 1])
 
     def _issue_alone(self, run: Run, step: int) -> None:
         """A step that is still in flight when the engine asks next."""
@@ -217,5 +226,9 @@ class Jump:
 
     def _settle(self, run: Run, span: Span) -> None:
         self._engine.recorder.run_settled(run)
-        number = run.number + len(run) - 1
-        self._engine.settle_run(span.op, span.end_ns, run.device, number)
+        self._engine.land(span.op, span.end_ns, run.device, run.number + len(run) - 1)
+        self._engine.release_idle()
+
+    def _tell(self, run: Run, span: Span) -> None:
+        self._settle(run, span)
+        self._engine.news.tell()

@@ -91,7 +91,7 @@ class Launcher:
             return False
         pool = (Tier.GPU, op.device)
         kinds = (Kind.KV, Kind.ACTIVATION, Kind.GRADIENT)
-        self._engine.profile.issued(op, sum(self._ledger.kind_bytes[pool, kind] for kind in kinds))
+        self._engine.profile.issued(op, sum(self._ledger.kind_bytes[pool][kind] for kind in kinds))
         if advance_training(piece):
             self._engine.profile.completed_step(job.job_id)
         assert job.training is not None

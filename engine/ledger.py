@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 from engine.balance import Balance
@@ -16,8 +15,6 @@ from engine.prefix import Chain, PrefixCache
 from engine.returns import ReturnQueue
 from engine.scoreboard import Scoreboard
 from engine.sharing import Sharing
-
-KINDS = tuple(Kind)
 
 
 class Booking(NamedTuple):
@@ -46,7 +43,7 @@ class Ledger:
         self._board = Scoreboard(journal)
         self.written, self.used, self.open = self._board.written, self._board.used, self._board.open
         self.places_of: dict[int, dict[Place, None]] = defaultdict(dict)  # by owner
-        self.kind_bytes: dict[tuple[Pool, Kind], int] = defaultdict(int)
+        self.kind_bytes = {pool: dict.fromkeys(Kind, 0) for pool in capacity_bytes}
         self._returns = {pool: ReturnQueue(n) for pool, n in capacity_bytes.items()}
         self._pools: dict[Pool, PagePool] = {}
         self.sharing: dict[Pool, Sharing] = {}  # pools with prefix caching
@@ -91,7 +88,8 @@ class Ledger:
     @property
     def is_calm(self) -> bool:
         """Whether no bytes are on their way back, and nothing runs but launches of one lane."""
-        return self._board.has_one_lane and not any(self.coming_bytes().values())
+        is_due = any([queue.coming_bytes for queue in self._returns.values()])
+        return not is_due and self._board.has_one_lane
 
     def figures(
         self, pool: Pool | None = None, early_bytes: int = 0, device: int | None = None
@@ -104,8 +102,7 @@ class Ledger:
         return tuple(found)
 
     def _figures_of(self, pool: Pool) -> Figures:
-        queue, kind_bytes = self._returns[pool], self.kind_bytes
-        kinds = tuple([kind_bytes[pool, kind] for kind in KINDS])
+        queue, kinds = self._returns[pool], tuple(self.kind_bytes[pool].values())
         free, coming, pages = queue.free_bytes, queue.coming_bytes, self._pools[pool].held_pages
         return Figures(pool, self.capacity_bytes[pool], free, coming, kinds, pages)
 
@@ -115,16 +112,17 @@ class Ledger:
         total, one = sum([op.nbytes for op in grows]), self.page.nbytes
         givers, (ids, users) = self._returns[pool].take(total), self._pools[pool].take(total // one)
         assert not givers and not users, "a run starts where nothing is on its way back"
-        self.kind_bytes[pool, Kind.KV] += total
-        given, held, tables = iter(ids), self.held_bytes, self.pages
-        for place, nbytes, *_ in grows:
-            if place in held and nbytes == one:  # nearly all
+        self.kind_bytes[pool][Kind.KV] += total
+        at, held, tables = 0, self.held_bytes, self.pages
+        for place, nbytes, _, _ in grows:
+            end = at + nbytes // one
+            if place in held:
                 held[place] += nbytes
-                tables[place].append(next(given))
+                tables[place] += ids[at:end]
             else:
                 self._hold(place, nbytes)
-                more = islice(given, self._num_pages(place, nbytes))
-                tables.setdefault(place, []).extend(more)
+                tables[place] = ids[at:end]
+            at = end
 
     def touch_again(self, op: Compute, steps: int) -> None:
         """Books a launch that stands for so many equal ones."""
@@ -170,7 +168,7 @@ class Ledger:
             self.pages.setdefault(place, []).extend(pages)
             givers |= waits
         self._hold(place, nbytes)
-        self.kind_bytes[pool, place.region.kind] += nbytes
+        self.kind_bytes[pool][place.region.kind] += nbytes
         if givers:
             self._board.rest(place, givers)
         if self._journal:
@@ -181,7 +179,7 @@ class Ledger:
         nbytes, writers = self.sharing[pool].share(op.pages, self.open)
         self.pages[place] = list(op.pages)
         self._hold(place, len(op.pages) * self.page.nbytes)
-        self.kind_bytes[pool, Kind.KV] += nbytes
+        self.kind_bytes[pool][Kind.KV] += nbytes
         if writers:
             self._board.rest(place, writers)
         if self._journal:
@@ -208,7 +206,7 @@ class Ledger:
         if not owned:
             del self.places_of[place.region.owner]
         nbytes = self._give_back(place, nbytes, users)
-        self.kind_bytes[pool, place.region.kind] -= nbytes
+        self.kind_bytes[pool][place.region.kind] -= nbytes
         if self._journal:
             self._journal.gave(place)
 

@@ -34,6 +34,11 @@ class Leg(NamedTuple):
         assert isinstance(self.launch.pieces, Pieces)
         return self.launch.pieces
 
+    @property
+    def samples_all(self) -> bool:
+        """Whether each of its slices yields tokens."""
+        return False not in self.pieces.samples
+
     def cut(self, end: int) -> Leg:
         """What is left of it in a run of so many steps."""
         return self if self.first + self.steps <= end else self._replace(steps=end - self.first)
@@ -56,23 +61,24 @@ def _decodes(count: int) -> tuple[tuple[int, ...], tuple[bool, ...], Sequence[Se
 
 def legs(repeat: Repeat, cohort: Cohort, count: int) -> list[Leg]:
     """The next steps of a repeated plan, with all jobs as they are."""
-    lead, plan = len(cohort.jobs), repeat.plan
+    lead, plan, found = len(cohort.jobs), repeat.plan, list[Leg]()
     jobs = repeat.jobs[lead:]
     ids = (*cohort.ids, *[job.job_id for job in jobs])
     ones, trues, tables = _decodes(len(ids))
-    computed, known = [job.computed_tokens for job in jobs], [job.known_tokens for job in jobs]
-    found, at, end = list[Leg](), repeat.done, repeat.done + count
+    at, end, single = repeat.done, repeat.done + count, ((1, True),) * len(jobs)
+    done = [(job.computed_tokens, job.known_tokens) for job in jobs]
     while at < end:
         op, until = plan.launch(at), min(end, plan.until(at))
-        first, steps = at - repeat.done, until - at
-        parts = [piece.tokens for piece in op.slices[lead:]]
-        ends = [c + n == k for n, c, k in zip(parts, computed, known, strict=True)]
-        tokens = (*ones[:lead], *parts) if max(parts) > 1 else ones
-        samples = trues if all(ends) else (*trues[:lead], *ends)
-        behind = Behind(cohort, first, tuple(computed))
+        first, steps, parts = at - repeat.done, until - at, op.slices[lead:]
+        tail = tuple([(p.tokens, c + p.tokens == k) for p, (c, k) in zip(parts, done, strict=True)])
+        tokens, samples = ones, trues
+        if tail != single:
+            tokens = (*ones[:lead], *[n for n, _ in tail])
+            samples = (*trues[:lead], *[sampled for _, sampled in tail])
+        behind = Behind(cohort, first, tuple([computed for computed, _ in done]))
         launch = Launch(op, (), Pieces(ids, tokens, behind, samples, tables))
-        found.append(Leg(first, steps, launch, tuple(zip(parts, ends, strict=True))))
-        computed = [c + steps * n for c, n in zip(computed, parts, strict=True)]
-        known = [k + steps * sampled for k, sampled in zip(known, ends, strict=True)]
+        found.append(Leg(first, steps, launch, tail))
+        moved = zip(done, tail, strict=True)
+        done = [(c + steps * n, k + steps * sampled) for (c, k), (n, sampled) in moved]
         at = until
     return found

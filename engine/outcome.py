@@ -27,7 +27,8 @@ class Outcome:
     @property
     def tokens(self) -> int:
         """Output tokens delivered."""
-        return sum(1 if isinstance(run, int) else len(run) for run in self.token_runs)
+        runs = [run for run in self.token_runs if not isinstance(run, int)]
+        return len(self.token_runs) - len(runs) + sum(map(len, runs))
 
     @property
     def first_token_ns(self) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from engine.plan import Op
 from engine.prefix import PrefixCache
@@ -28,18 +29,13 @@ class PagePool:
 
     def __init__(self, num_pages: int, cache: PrefixCache | None = None) -> None:
         self.num_pages, self._cache = num_pages, cache
-        self._held: set[int] = set()
+        self.held_pages = 0  # with at least one holder; a shared page counts once
         self._more: Counter[int] = Counter()  # holders of a shared page beside the first
         self._returned: deque[Returned] = deque()
         self._waiting: dict[Op, list[Returned]] = defaultdict(list)
         self._idle: list[Returned] = []
         self._next = 0  # ids from here on were never handed out
         self._where: dict[int, Returned] = {}  # with a cache: pages that nobody holds
-
-    @property
-    def held_pages(self) -> int:
-        """Pages with at least one holder; a shared page counts once."""
-        return len(self._held)
 
     def take(self, count: int) -> tuple[list[int], set[Op]]:
         """Hands out pages, and the operations that must end before they are written."""
@@ -55,14 +51,19 @@ class PagePool:
             givers |= oldest.users
             if not oldest.ids:
                 self._returned.popleft()
-        self._held.update(ids)
+        self.held_pages += count
         if self._cache is not None:
             self._cache.forget(ids)
+            for page in ids:
+                self._where.pop(page, None)
         return ids, givers
 
     def holders(self, page: int) -> int:
-        """How many hold a page."""
-        return 1 + self._more[page] if page in self._held else 0
+        """How many hold a page (with a cache)."""
+        return 1 + self._more[page] if self._is_held(page) else 0
+
+    def _is_held(self, page: int) -> bool:
+        return page < self._next and page not in self._where
 
     def oldest(self) -> Iterator[int]:
         """Pages that nobody holds, in the order in which they will be handed out."""
@@ -74,16 +75,16 @@ class PagePool:
         """One more holder for pages; returns those that nobody has held since they came back."""
         idle = []
         for page in ids:
-            if page in self._held:
+            if self._is_held(page):
                 self._more[page] += 1
             else:
                 idle.append(page)
                 self._withdraw(page)
-        self._held.update(idle)
+        self.held_pages += len(idle)
         return idle
 
     def _withdraw(self, page: int) -> None:
-        returned = self._where[page]
+        returned = self._where.pop(page)
         assert page in returned.ids, f"page {page} is shared twice by one job, or lost"
         returned.ids.remove(page)
         if not returned.ids:
@@ -92,7 +93,7 @@ class PagePool:
     def give(self, ids: Iterable[int], users: Iterable[Op]) -> list[int]:
         """One holder less; returns the pages that nobody holds now."""
         back = list(ids)
-        assert self._held.issuperset(back), "a page is held by nobody"
+        assert self._where.keys().isdisjoint(back), "a page is held by nobody"
         if self._more:
             shared = {page for page in back if self._more[page]}
             back = [page for page in back if page not in shared]
@@ -100,7 +101,7 @@ class PagePool:
             for page in shared:
                 if not self._more[page]:
                     del self._more[page]  # one holder again
-        self._held.difference_update(back)
+        self.held_pages -= len(back)
         if self._cache is not None:
             back.reverse()
         if back:
@@ -124,7 +125,7 @@ class PagePool:
 
         Kept pages are not among them: their contents may be wanted.
         """
-        ids = [page for returned in self._idle for page in returned.ids]
+        ids = list(chain.from_iterable([returned.ids for returned in self._idle]))
         self._idle.clear()
         if self._cache is not None:
             ids = [page for page in ids if page not in self._cache]
@@ -132,11 +133,13 @@ class PagePool:
 
     def check(self, holders: Counter[int]) -> None:
         """Law 2: pages are held by exactly so many, and every other page can be handed out."""
-        assert dict(holders) == {page: self.holders(page) for page in self._held}, (
+        free = list(self.oldest())
+        held = set(range(self.num_pages)).difference(free)
+        assert len(free) + self.held_pages == self.num_pages, "a page is lost"
+        assert len(held) == self.held_pages, "a page comes back twice"
+        assert dict(holders) == {page: 1 + self._more[page] for page in held}, (
             "the holders of pages do not add up"
         )
-        free = list(self.oldest())
-        assert sorted([*free, *self._held]) == list(range(self.num_pages)), "a page is lost"
 
     def _return(self, returned: Returned) -> None:
         self._returned.append(returned)

@@ -235,11 +235,11 @@ class Plan:
 
     def slices_at(self, step: int) -> tuple[Slice, ...]:
         """The slices of one step of a repeated plan."""
-        slices = found = self.slices
+        slices, now = self.slices, tuple[Slice, ...]()
         for first, tail in self.later:
             if first <= step:
-                found = (*slices[: -len(tail)], *tail)
-        return found
+                now = tail
+        return (*slices[: -len(now)], *now) if now else slices
 
     def until(self, step: int) -> int:
         """The step at which the last slices become others or the plan ends."""

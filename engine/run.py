@@ -56,12 +56,14 @@ class Run:
 
     def tokens(self) -> Iterator[tuple[Sequence[int], Times]]:
         """Whose tokens the steps that settle together yield, and when: jobs share one list."""
-        ids, times, legs = self.legs[0].pieces.job_ids, self.end_ns[: self.settled], self.legs
-        tail = range(len(legs[0].tail))
-        silent = [sum([leg.steps for leg in legs if not leg.tail[i][1]]) for i in tail]
-        if not any(silent):
+        ids, times, legs = self.legs[0].pieces.job_ids, self.end_ns, self.legs
+        if self.settled < len(times):
+            times = times[: self.settled]
+        if legs[0].samples_all:  # and later ones do so, too
             yield ids, times
             return
+        tail = range(len(legs[0].tail))
+        silent = [sum([leg.steps for leg in legs if not leg.tail[i][1]]) for i in tail]
         yield ids[: -len(silent)], times
         for job_id, steps in zip(ids[-len(silent) :], silent, strict=True):
             yield (job_id,), times[steps:]

@@ -29,7 +29,7 @@ class Scoreboard:
     @property
     def has_one_lane(self) -> bool:
         """Whether nothing runs but launches of one lane."""
-        return not any(isinstance(op, Copy) or op.on != COMPUTE_LANE for op in self.open)
+        return all([op.lane[1] == COMPUTE_LANE for op in self.open])
 
     def enter(self, place: Place) -> None:
         """A place begins, with nothing in it."""
@@ -44,7 +44,7 @@ class Scoreboard:
         lane, waits = op.lane, dict[Op, None]()
         copied = self.written[op.src] if isinstance(op, Copy) else None
         self.stamp += 1
-        if any(other.lane != lane for other in self.open):
+        if self.open and any([other.lane != lane for other in self.open]):
             for place in reads:
                 self._wait(
                     waits, lane, [self._writers[place]] if place in self._writers else (), place

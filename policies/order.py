@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from engine.job import Job
 from engine.plan import Slice, Tier, kv_place, one_token
@@ -22,10 +23,15 @@ def check_limits(name: str, **limits: int) -> None:
 def in_service(view: View) -> tuple[tuple[Slice, ...], Sequence[Job]]:
     """All decodes, a token each, and all prompts that have begun; by order of admission."""
     if view.decodes is not None:
-        slices = view.decodes.slices
-        return slices, view.serving[len(slices) :]
+        return known_decodes(view)
     begun = [job for job in view.serving if job.is_prefilling]
     return tuple([one_token(job) for job in view.serving if not job.is_prefilling]), begun
+
+
+def known_decodes(view: View) -> tuple[tuple[Slice, ...], Sequence[Job]]:
+    """The decodes that the plan before had, and all others in service behind them."""
+    slices = () if view.decodes is None else view.decodes.slices
+    return slices, view.serving[len(slices) :]
 
 
 def fill(
@@ -36,8 +42,7 @@ def fill(
     Before them, as many `decodes` as it allows.
     """
     if view.trial is not None and view.waiting:
-        jobs = (*(piece.job for piece in decodes), *jobs)
-        return _fill_behind(jobs, token_budget, view, view.trial())
+        return _fill_behind(jobs, token_budget, view, view.trial(), decodes)
     slices: list[Slice] = []
     token_budget -= len(decodes)
     for job in jobs if token_budget > 0 else ():
@@ -51,7 +56,11 @@ def fill(
 
 
 def _fill_behind(
-    jobs: Iterable[Job], token_budget: int, view: View, trial: Trial
+    jobs: Iterable[Job],
+    token_budget: int,
+    view: View,
+    trial: Trial,
+    decodes: tuple[Slice, ...],
 ) -> tuple[Slice, ...]:
     """The same where who comes in starts behind what it finds (prefix caching).
 
@@ -59,7 +68,12 @@ def _fill_behind(
     """
     slices: list[Slice] = []
     page, device = view.page, view.device
-    for job in jobs:
+    if view.decodes is not None and 0 < view.lead(decodes) <= token_budget:
+        for op in view.decodes.growth.by_step[0]:
+            trial.take(op.place, op.nbytes // page.nbytes)
+        slices += view.decodes.slices
+        token_budget -= len(slices)
+    for job in chain([piece.job for piece in decodes[len(slices) :]], jobs):
         if not token_budget:
             break
         done = job.computed_tokens

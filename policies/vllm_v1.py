@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from engine.plan import Kind, Slice, Tier
 from engine.view import View
-from policies.order import check_limits, fill
+from policies.order import check_limits, fill, known_decodes
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class VllmV1:
         check_limits("vLLM v1", token_budget=self.token_budget, max_jobs=self.max_jobs)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
+        decodes, others = known_decodes(view)
         coming = view.waiting[: max(0, self.max_jobs - self._seats_taken(view))]
-        return fill(chain(view.serving, coming), self.token_budget, view)
+        return fill(chain(others, coming), self.token_budget, view, decodes)
 
     def _seats_taken(self, view: View) -> int:
         """A job that has ended keeps its seat until its pages are back, as in vLLM."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, sqrt
@@ -117,7 +117,7 @@ class VidurCost(ShapePriced):
         self, tokens: Sequence[int], contexts: Sequence[int], prompts: Sequence[int]
     ) -> float:
         """One layer: new tokens, tokens in KV and tokens of the whole prompt per slice."""
-        return self._mix_ms(*_sorted(tokens, contexts, prompts))[0]
+        return self._mix_ms(*_sorted(zip(tokens, contexts, prompts, strict=True)))[0]
 
     def _mix_ms(
         self, decodes: int, past: int, cut: Sequence[tuple[int, int]], count: int = 1
@@ -156,8 +156,12 @@ class VidurCost(ShapePriced):
         """Vidur copies nothing: ValueError."""
         raise ValueError(f"Vidur has no copies {direction}; take a memory policy that restarts")
 
-    def plan_ns(self, items: int, prompts: int = 0) -> int:
+    def host_ns(self, launches: Sequence[Launch]) -> int:
         """Vidur's default leaves out the host."""
+        return 0
+
+    def plan_ns(self, items: int, prompts: int = 0) -> int:
+        """None, see `host_ns`."""
         return 0
 
     def _at(self, name: str, values: Sequence[float], index: int) -> float:
@@ -189,20 +193,24 @@ def _mix(launch: Launch) -> Mix:
     if isinstance(pieces, Pieces) and isinstance(pieces.contexts, Behind):
         behind, lead = pieces.contexts, len(pieces.job_ids) - len(pieces.contexts.tail)
         if behind.are_generated:
-            tail = launch.op.slices[lead:]
-            prompts = [piece.job.prompt_tokens for piece in tail]
-            decodes, past, cut = _sorted([piece.tokens for piece in tail], behind.tail, prompts)
-            return lead + decodes, behind.total + lead + past, cut
+            parts = zip(launch.op.slices[lead:], behind.tail, strict=True)
+            rows = [(piece.tokens, past, piece.job.prompt_tokens) for piece, past in parts]
+            return _sorted(rows, lead, behind.total)
     tokens, contexts, _ = forward_shape(launch)
-    return _sorted(tokens, contexts, [piece.job.prompt_tokens for piece in launch.op.slices])
+    prompts = [piece.job.prompt_tokens for piece in launch.op.slices]
+    return _sorted(zip(tokens, contexts, prompts, strict=True))
 
 
-def _sorted(tokens: Sequence[int], contexts: Sequence[int], prompts: Sequence[int]) -> Mix:
-    """Decodes and prompt slices; Vidur counts the token in hand to its context."""
-    past, cut = list[int](), list[tuple[int, int]]()
-    for n, context, prompt in zip(tokens, contexts, prompts, strict=True):
+def _sorted(rows: Iterable[tuple[int, int, int]], decodes: int = 0, behind: int = 0) -> Mix:
+    """Decodes and prompt slices among tokens, contexts and prompts' tokens; behind some decodes.
+
+    Vidur counts the token in hand to its context.
+    """
+    past, cut = behind + decodes, list[tuple[int, int]]()
+    for n, context, prompt in rows:
         if n == 1 and context >= prompt:
-            past.append(context + 1)
+            decodes += 1
+            past += context + 1
         else:
             cut.append((n, context))
-    return len(past), sum(past), cut
+    return decodes, past, cut

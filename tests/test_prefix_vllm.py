@@ -138,7 +138,7 @@ def test_shared_pages_count_once() -> None:
     requests = [Request(i, i * 1_000_000, 41, 400, prompt_ids=prompt) for i in range(4)]
     run = ours(requests, 600, 128, 8, 1).check()
     ledger, pool = run.engine.ledger, next(iter(run.engine.ledger.sharing))
-    assert ledger.held_pages(pool) == 0 and ledger.kind_bytes[pool, Kind.KV] == 0
+    assert ledger.held_pages(pool) == 0 and ledger.kind_bytes[pool][Kind.KV] == 0
     steps = [row[-1].pieces for row in run.recorder.steps]
     held = [sum(PAGE.count(p.context_tokens + p.tokens) for p in pieces) for pieces in steps]
     peak = max(figures[0].kv_pages for _, _, _, figures, _ in run.recorder._memory)
