@@ -79,7 +79,9 @@ class Jump:
         now_ns, until_ns = int(env.now), self._engine.arrivals.next_ns
         if depth == 1 and (until_ns is None or span.end_ns < until_ns):
             yield env.timeout(span.end_ns - now_ns)
-            self._settle(run, span)
+            told = self._engine.news.next
+            self._tell(run, span)
+            yield told  # behind turns that an answer brings at once
             return
         self._executor.hold(run.legs[0].launch, span, lambda span: self._tell(run, span))
         for step in range(run.settled, len(run)):
