@@ -134,10 +134,13 @@ def _deficit(
     budget: Budget, spec: ModelSpec, usable_bytes: int, workspace: int, short: _Short
 ) -> str:
     if budget.kv_bytes is not None or budget.kv_pages is not None:
+        wanted = f"kv_pages to {short.pages}"
+        if budget.kv_bytes is not None:
+            wanted = f"kv_bytes to {short.nbytes}"
         return (
             f"budget: the longest request ({short.tokens} tokens) needs {short.pages} pages of KV, "
-            f"{_mib(short.missing_bytes)} more than the budget has; raise budget.kv_pages to "
-            f"{short.pages}, or import the trace with a smaller max_total_tokens, or allow "
+            f"{_mib(short.missing_bytes)} more than the budget has; raise budget.{wanted}, "
+            "or import the trace with a smaller max_total_tokens, or allow "
             "refusals with budget.may_refuse=true"
         )
     parts = f"weights {_mib(spec.weight_bytes)}, workspace {_mib(workspace)}, longest request "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -95,15 +95,20 @@ def _import(chosen: argparse.Namespace) -> int:
 
     options = {field.name: getattr(chosen, field.name) for field in fields(Options)}
     sidecar = import_trace(chosen.source, chosen.out, **options)
+    print(f"{chosen.out}: {sidecar['requests']} requests", *accounts(sidecar), sep="\n")
+    return 0
+
+
+def accounts(sidecar: Mapping[str, Any]) -> list[str]:
+    """What became of the rows of an imported file, by its sidecar, in lines."""
     dropped = sidecar.get("rows_dropped", {})
     read, kept = sidecar["rows_read"], sidecar["rows_kept"]
-    print(f"{chosen.out}: {sidecar['requests']} requests")
-    print(f"rows read {read} = kept {kept} + dropped {sum(dropped.values())}")
+    told = [f"rows read {read} = kept {kept} + dropped {sum(dropped.values())}"]
     for reason, count in sorted(dropped.items(), key=lambda item: -item[1]):
         lines = sidecar.get("first_lines_dropped", {}).get(reason, [])
         where = f" (lines {', '.join(map(str, lines))})" if lines else ""
-        print(f"  {count:>7} {reason}{where}")
-    return 0
+        told.append(f"  {count:>7} {reason}{where}")
+    return told
 
 
 def _export(chosen: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -35,5 +36,11 @@ def test_the_least_budget_that_is_accepted_serves_the_longest_request(
     words += ["arrival=all_at_once"]
     with pytest.raises(ValueError, match=f"raise budget.kv_pages to {least},"):
         setting_of(composed([*words, f"budget.kv_pages={least - 1}"]))
+    with pytest.raises(
+        ValueError, match=r"raise budget\.kv_bytes to"
+    ) as told:  # the key that is set
+        setting_of(composed([*words, "budget.kv_bytes=1"]))
+    enough = re.search(r"kv_bytes to (\d+)", str(told.value))
+    assert enough and setting_of(composed([*words, f"budget.kv_bytes={enough[1]}"]))
     metrics = run_experiment(composed([*words, f"budget.kv_pages={least}"]), tmp_path / "run")
     assert metrics["num_finished"] == 1

@@ -133,8 +133,9 @@ def _through_datasets(path: Path) -> Sequence[Any] | None:
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     import datasets
 
-    shown = datasets.are_progress_bars_disabled()
+    shown, said = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it cannot type is read by us
     # a cache of our own: nothing stays behind in the user's home
     with tempfile.TemporaryDirectory(prefix="tandem-datasets-") as cache:
         try:
@@ -145,6 +146,7 @@ def _through_datasets(path: Path) -> Sequence[Any] | None:
         except Exception:  # whatever it cannot type; plain_rows then finds and names the place
             return None
         finally:
+            datasets.logging.set_verbosity(said)
             if not shown:
                 datasets.enable_progress_bars()
 
