@@ -16,6 +16,7 @@ LEGEND = "; ".join(
     for family, (good, fair) in LIMITS.items()
 )
 SAID = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end-to-end latency"}
+STEADY = 0.03  # most that the probes around a measured run may differ by
 
 
 def family(metric: str) -> str:
@@ -99,12 +100,17 @@ def _why(comparison: Comparison) -> str:
     if rows.empty:
         return ""
     decisions, timing = float(rows["decisions_share"].iloc[0]), float(rows["timing_share"].iloc[0])
-    larger = "durations of steps" if abs(timing) >= abs(decisions) else "decisions that diverged"
-    return (
+    text = (
         f"With the measured plans replayed, the mean end-to-end latency is off by "
         f"{percent(timing)} (timing alone); diverged decisions add {percent(decisions)}: "
-        f"most of the difference comes from {larger}."
     )
+    if timing * decisions < 0 and min(abs(timing), abs(decisions)) > abs(timing + decisions):
+        # plans made for other durations wait for arrivals that those did not
+        return (
+            text + "the two cancel, so the replay does not tell which it is; see the steps' times."
+        )
+    larger = "durations of steps" if abs(timing) >= abs(decisions) else "decisions that diverged"
+    return text + f"most of the difference comes from {larger}."
 
 
 def _ground(comparison: Comparison) -> str:
@@ -138,6 +144,10 @@ def table(comparison: Comparison) -> str:
             lines.append(f"{row['metric']:<27}timing {shares[0]:>8}   decisions {shares[1]:>8}")
     plans = comparison.plans
     lines.append(f"plans in common             {plans.common} of {plans.measurement}")
+    moved = drift(comparison.measurement)
+    if moved is not None:
+        told = "" if moved <= STEADY else ": errors of that size say nothing of the model"
+        lines.append(f"drift of the machine        {percent(moved)}{told}")
     return "\n".join(lines)
 
 

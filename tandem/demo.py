@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import secrets
 import sys
 import time
@@ -73,12 +74,16 @@ def _trace(chosen: argparse.Namespace) -> list[str]:
     found = ["trace=sharegpt", f"trace.path='{chosen.trace.resolve()}'", f"trace.rule={RULE}"]
     if chosen.tokenizer:
         found.append(f"trace.tokenizer='{Path(chosen.tokenizer).resolve()}'")
+    from tandem.trace import accounts
     from tandem.workload import trace_file
-    from traces.store import read_trace
+    from traces.store import read_trace, sidecar_path
 
     say(f"importing {chosen.trace}")
     config = composed(found).config
-    count = len(read_trace(trace_file(config["trace"], Path(config["cache"]))))
+    imported = trace_file(config["trace"], Path(config["cache"]))
+    for line in accounts(json.loads(sidecar_path(imported).read_text(encoding="utf-8"))):
+        say(line)
+    count = len(read_trace(imported))
     return [*found, f"limit={min(wanted, count)}"]
 
 
@@ -92,10 +97,12 @@ def _profile(settings: Sequence[str], is_new: bool) -> Path:
     if (kept / COST).is_file() and not is_new:
         say(f"using the profile of an earlier demo: {kept} (ARGS=--recalibrate for a new one)")
         return kept
-    say("calibrating this CPU: one to four minutes, once")
-    if kept.exists():
-        kept.rename(kept.with_name(f"{name}-{time.strftime('%Y-%m-%dT%H-%M-%S')}"))
-    errors = calibrate(point, kept)
+    say("calibrating this CPU, once: some minutes, more where others use it too")
+    new = kept.with_name(f"{name}-{time.strftime('%Y-%m-%dT%H-%M-%S')}")
+    errors = calibrate(point, new)
+    if kept.exists():  # one that is interrupted leaves it as it is
+        kept.rename(kept.with_name(f"{new.name}-before"))
+    new.rename(kept)
     mean = float(errors["mape"].loc["all launches"])
     say(f"held-out launches are off by {mean:.1%} on average")
     return kept

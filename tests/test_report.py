@@ -167,6 +167,28 @@ def test_headline_says_how_far_and_why(comparison: Comparison) -> None:
     assert "cost form table" in text and "drifted by 1.0 %" in text
 
 
+@pytest.mark.parametrize(
+    ("timing", "decisions", "why"),
+    [
+        (0.09, -0.10, "does not tell which it is"),
+        (0.09, 0.10, "comes from decisions that diverged"),
+        (0.09, -0.02, "comes from durations of steps"),
+    ],
+)
+def test_a_split_whose_parts_cancel_blames_neither(
+    comparison: Comparison, timing: float, decisions: float, why: str
+) -> None:
+    rows = {"metric": ["mean e2e"], "timing_share": [timing], "decisions_share": [decisions]}
+    assert why in words.headline(replace(comparison, split=pd.DataFrame(rows)))
+
+
+def test_a_machine_that_drifted_is_told_beside_the_errors(comparison: Comparison) -> None:
+    assert words.table(comparison).endswith("drift of the machine        +1.0 %")
+    provenance = {**comparison.measurement.provenance, "probe_ratios": {"decode": 1.2}}
+    moved = replace(comparison.measurement, provenance=provenance)
+    assert "+20.0 %: errors of that size" in words.table(replace(comparison, measurement=moved))
+
+
 def test_headline_of_equal_runs(tmp_path: Path) -> None:
     run = load(write(tmp_path / "two"))
     text = words.headline(compare(run, run))
