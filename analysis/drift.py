@@ -6,6 +6,8 @@ import numpy as np
 
 from analysis.run import Run
 
+STEADY = 0.03  # most that a machine may change by to count as the same
+
 
 def drift(run: Run) -> float | None:
     """Largest departure of the drift probes from 1 around a measured run; None without probes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from analysis.compare import Comparison
-from analysis.drift import drift
+from analysis.drift import STEADY, drift
 
 # Relative errors up to which a prediction is good or fair. Throughput and latencies: the bars
 # that Tandem's own fidelity is held to (2 %; 5 % and never above 10 %); memory: 3 % free-running.
@@ -16,7 +16,6 @@ LEGEND = "; ".join(
     for family, (good, fair) in LIMITS.items()
 )
 SAID = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end-to-end latency"}
-STEADY = 0.03  # most that the probes around a measured run may differ by
 
 
 def family(metric: str) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from analysis.drift import STEADY, drift
 from analysis.metrics import summary
 from analysis.run import Run, load
 from tandem.calibrate import main as calibrate
@@ -31,7 +32,6 @@ from tandem.experiment import run_experiment
 from tandem.profile import is_steady
 from tandem.provenance import commit, host
 
-DRIFT = 0.03  # most that the probes may move around an accepted run
 ATTEMPTS = 6  # measured runs per accepted one, at the most
 METRICS = ("ttft", "tpot", "e2e")
 STATS = ("mean", "p50", "p90", "p99")
@@ -72,20 +72,21 @@ def run(settings: Sequence[str], folder: Path) -> Run:
 
 
 def calibrated(name: str, settings: Sequence[str], backend: Sequence[str], folder: Path) -> Path:
-    """A profile in `folder`, of a steady machine, or the last of ATTEMPTS.
+    """A profile in `folder`, of a steady machine; RuntimeError if there is none in ATTEMPTS.
 
     Taken right before its case: the nearer in time, the likelier the same machine. Those thrown
     away stay beside it.
     """
-    for attempt in range(ATTEMPTS):
+    for _ in range(ATTEMPTS):
         if not folder.is_dir():
             say(f"calibrating for {name}")
             calibrate([*settings, *backend, "--out", str(folder)])
         if is_steady(pd.read_csv(folder / "errors.csv", index_col="class")):
-            break
-        if attempt + 1 < ATTEMPTS:
-            folder.rename(folder.with_name(f"{folder.name}-unsteady{attempt}"))
-    return folder
+            return folder
+        number = len(list(folder.parent.glob(f"{folder.name}-unsteady*")))
+        folder.rename(folder.with_name(f"{folder.name}-unsteady{number}"))
+        say(f"{name}: the machine changed during the calibration, which is thrown away")
+    raise RuntimeError(f"{name}: no steady calibration in {ATTEMPTS}; go on later, with --keep")
 
 
 def capacity(case: Case, backend: Sequence[str]) -> float:
@@ -100,8 +101,10 @@ def reruns(case: Case, backend: Sequence[str], count: int) -> Iterator[Pair]:
     for attempt in range(ATTEMPTS * count):
         folder = case.folder / f"run{attempt}"
         measured = run((*case.settings, *backend), folder / "measured")
-        say(f"{case.name}: run {attempt}, probes moved {moved(measured):.1%}")
-        if moved(measured) > DRIFT:
+        moved = drift(measured)
+        assert moved is not None, "a measured run has probes"
+        say(f"{case.name}: run {attempt}, probes moved {moved:.1%}")
+        if moved > STEADY:
             continue
         predicted = run(case.settings, folder / "predicted")
         replayed = folder / "replayed"
@@ -111,11 +114,6 @@ def reruns(case: Case, backend: Sequence[str], count: int) -> Iterator[Pair]:
         accepted += 1
         if accepted == count:
             return
-
-
-def moved(measured: Run) -> float:
-    """By how much the probe that changed most took longer, or less, after a run than before it."""
-    return max(abs(ratio - 1) for ratio in measured.provenance["probe_ratios"].values())
 
 
 def kv_peak_pages(run: Run) -> int:

@@ -42,7 +42,8 @@ def default_folder(config: Mapping[str, Any]) -> Path:
 
 def told(table: Any) -> str:
     """Errors on what was held out, in percent of what was measured."""
-    from tandem.profile import STEADY, is_steady
+    from analysis.drift import STEADY
+    from tandem.profile import is_steady
 
     lines = [f"{'held-out shapes':<30}{'rows':>6}{'mean |e|':>10}{'p90 |e|':>10}{'bias':>10}"]
     for name, row in table.iterrows():

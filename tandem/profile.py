@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from analysis.drift import STEADY
 from engine.model import ModelSpec
 from engine.plan import PageSize
 from engine.record import read_table
@@ -37,7 +38,6 @@ MOST_REQUESTS = 256  # of the fitted replay, where the scheduling allows larger 
 REPLAYS = ("first", "second")  # that are fitted: apart in time, since the machine's moods last
 SHORTEST = 4  # tokens of a made-up prompt or output
 AGAIN = "another replay: "  # rows of the held-out errors that are not of held-out shapes
-STEADY = 0.03  # most that all launches of that replay together are off by: as of the drift probes
 
 
 def calibrate(point: Composed, folder: Path) -> pd.DataFrame:
