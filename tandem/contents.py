@@ -7,6 +7,8 @@ import json
 from functools import cache
 from pathlib import Path
 
+from traces.store import sha256_of
+
 
 @cache
 def content_hash(path: Path) -> str:
@@ -16,5 +18,4 @@ def content_hash(path: Path) -> str:
         return hashlib.sha256(json.dumps(found).encode()).hexdigest()
     if not path.is_file():
         return "missing"
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256_of(path)
