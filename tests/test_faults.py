@@ -155,12 +155,13 @@ def test_what_finds_no_room_on_the_host_restarts(tmp_path: Path) -> None:
     for host, pages in (("roomy", 1000), ("full", 6), ("none", 0)):
         size = f"budget.host_bytes={pages * page_nbytes()}"
         runs = []
-        for backend in ("sim", "lockstep")[: 2 if host == "full" else 1]:
+        for backend in ("sim", "lockstep") if host == "full" else ("sim",):
             folder = f"{host}-{backend}"
             words = [*TIGHT, size, f"backend={backend}", f"hydra.run.dir={folder}"]
             assert main(["run", *words]) == 0
             runs.append(load(folder))
-        assert runs[0].plans["body"].tolist() == runs[-1].plans["body"].tolist()
+        if host == "full":
+            assert runs[0].plans["body"].tolist() == runs[1].plans["body"].tolist()
         requests, memory = runs[-1].requests, runs[-1].memory
         assert (requests["status"] == "finished").all()
         kept = memory[memory["tier"] == Tier.HOST.value]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import count
+from types import SimpleNamespace
+
 import pytest
 import simpy
 import torch
@@ -46,6 +49,8 @@ def test_a_probe_looks_for_its_time_and_some_rounds_at_least(
     look_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large model's rounds take longer than the look; a small one's are many."""
+    clock = count(0, 0.01)  # seconds that pass from look to look
+    monkeypatch.setattr("runtime.probe.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr("runtime.probe.LOOK_S", look_s)
     env, box = simpy.Environment(), machine()
     executor, looks = CpuExecutor(env, box), list[int]()
