@@ -123,6 +123,7 @@ class Ledger:
                 self._hold(place, nbytes)
                 tables[place] = ids[at:end]
             at = end
+        assert at == len(ids), "something grows by no whole pages"
 
     def touch_again(self, op: Compute, steps: int) -> None:
         """Books a launch that stands for so many equal ones."""

@@ -93,6 +93,7 @@ class PagePool:
     def give(self, ids: Iterable[int], users: Iterable[Op]) -> list[int]:
         """One holder less; returns the pages that nobody holds now."""
         back = list(ids)
+        # Seen with a cache only. Without one a place gives its table once, and `check` counts.
         assert self._where.keys().isdisjoint(back), "a page is held by nobody"
         if self._more:
             shared = {page for page in back if self._more[page]}
