@@ -12,7 +12,7 @@ import torch
 
 from engine.executor import Launch, Span
 from engine.lanes import Lanes
-from engine.plan import Copy, Op, Pool
+from engine.plan import Compute, Copy, Op, Pool, Slice
 from runtime.link import Link
 from runtime.machine import Machine, Prepared
 from runtime.reference import Pace
@@ -61,7 +61,7 @@ class CpuExecutor:
     thread spends between operations (policy, ledger, packing, settling) is the host's time.
     `links` gives copy lanes their speed by name ("gpu->host"); one without takes what its memcpy
     took. `workspace` samples what launches peak at, on nobody's time. `pace` counts all times in
-    those of a reference work, so that a machine whose speed wanders keeps one clock.
+    those of reference works, so that a machine whose speed wanders keeps one clock.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class CpuExecutor:
         self._prepared.update((launch.op, self.machine.prepare(launch)) for launch in launches)
         self._charge_host()
         spent, self._host_ns = self._host_ns, 0
-        return self._paced(spent)
+        return self._paced(spent, ())
 
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
         """See Executor: the work is done now, its span is placed by the measured duration."""
@@ -97,14 +97,15 @@ class CpuExecutor:
         ended = self.machine.execute(prepared)
         self._since_ns = time.thread_time_ns()
         worked, link = self._since_ns - start, self._links.get(launch.op.lane[1])
-        took = self._paced(worked) if link is None else link.duration_ns(launch.nbytes)
+        slices = launch.op.slices if isinstance(launch.op, Compute) else ()
+        took = self._paced(worked, slices) if link is None else link.duration_ns(launch.nbytes)
         self._lanes.place(launch, took, done, self._peak_bytes(prepared), ended)
         if self._pace is not None and self._pace.is_due(worked):
             with self.paused():
                 self._pace.measure()
 
-    def _paced(self, thread_ns: int) -> int:
-        return thread_ns if self._pace is None else round(thread_ns * self._pace.factor)
+    def _paced(self, thread_ns: int, slices: Sequence[Slice]) -> int:
+        return thread_ns if self._pace is None else round(thread_ns * self._pace.factor_of(slices))
 
     def _peak_bytes(self, prepared: Prepared) -> int | None:
         if self._workspace is None:

@@ -1,4 +1,4 @@
-"""The yardstick of paced clocks: a fixed piece of work that tells how fast the machine is just now.
+"""The yardstick of paced clocks: fixed pieces of work that tell how fast the machine is just now.
 
 A shared machine changes its speed by a third within seconds, for whatever runs on it. A duration
 counted in reference works instead of nanoseconds does not: both are slowed alike.
@@ -18,36 +18,37 @@ from engine.model import ModelSpec
 from engine.plan import Compute, Slice
 from runtime.machine import GPU, Machine
 
-JOBS, CONTEXT, PAGE_TOKENS = 8, 200, 16
+DECODES, CONTEXT, PROMPT_TOKENS, PAGE_TOKENS = 8, 200, 128, 16
 WINDOW = 7  # readings whose median counts
 EVERY_NS = 25_000_000  # of work between two readings, at the least
 SHARE = 10  # the work between is at least so many times the reading
 
 
 class Reference:
-    """One decode step of eight jobs on the model that is served: what replays are made of.
+    """One step of alike jobs on the model that is served: what replays are made of.
 
-    It goes the way of every launch, packing included, over the same weights. How much a busy
-    neighbour slows a piece of work depends on what it is made of: under a stream through memory on
-    the other core, a smaller model's step was slowed by 4 % more than launches of this one, and
-    these by 1 % more or less than each other (prefills of 400 tokens by 5 % less).
+    Each of `jobs` takes `tokens` behind a context of `context`. It goes the way of every launch,
+    packing included, over the same weights: under a stream through memory on the other core, a
+    smaller model's step was slowed by 4 % more than launches of this one.
     """
 
-    def __init__(self, model: Any, spec: ModelSpec) -> None:
-        context = min(CONTEXT, spec.max_positions - 1)
-        pages = -(-(context + 1) // PAGE_TOKENS)
-        prompt = [i % spec.vocab_size for i in range(context + 1)]
-        prompts: dict[int, Sequence[int]] = dict.fromkeys(range(JOBS), prompt)
-        self._machine = Machine(model, spec, PAGE_TOKENS, {GPU: JOBS * pages}, prompts)
-        tables = [list(range(i * pages, (i + 1) * pages)) for i in range(JOBS)]
-        pieces = tuple(Piece(i, 1, context, True, table) for i, table in enumerate(tables))
-        slices = tuple(Slice(Job(i, 0), 1) for i in range(JOBS))
+    def __init__(
+        self, model: Any, spec: ModelSpec, jobs: int, context: int, tokens: int = 1
+    ) -> None:
+        pages = -(-(context + tokens) // PAGE_TOKENS)
+        prompt = [i % spec.vocab_size for i in range(context + tokens)]
+        prompts: dict[int, Sequence[int]] = dict.fromkeys(range(jobs), prompt)
+        self._machine = Machine(model, spec, PAGE_TOKENS, {GPU: jobs * pages}, prompts)
+        tables = [list(range(i * pages, (i + 1) * pages)) for i in range(jobs)]
+        pieces = tuple(Piece(i, tokens, context, True, table) for i, table in enumerate(tables))
+        slices = tuple(Slice(Job(i, 0), tokens) for i in range(jobs))
         self._launch = Launch(Compute(slices), pieces=pieces)
+        self.jobs, self.tokens = jobs, jobs * tokens
 
     def work(self) -> list[int]:
         """The step; returns its tokens, the same every time."""
         self._machine.execute(self._machine.prepare(self._launch))
-        return [self._undone(job_id) for job_id in range(JOBS)]
+        return [self._undone(job_id) for job_id in range(self.jobs)]
 
     def timed_ns(self) -> int:
         """What the step takes just now, in thread time."""
@@ -61,38 +62,83 @@ class Reference:
         return job.tokens.pop()
 
 
-def settled_ns(reference: Reference, rounds: int = 10 * WINDOW) -> int:
-    """What the work takes once it is warm: the median of the second half of many rounds."""
-    return round(median([reference.timed_ns() for _ in range(2 * rounds)][rounds:]))
+def references(model: Any, spec: ModelSpec) -> tuple[Reference, Reference]:
+    """The two kinds of work: a decode step of eight jobs, and 128 tokens of one prompt."""
+    context = min(CONTEXT, spec.max_positions - 1)
+    tokens = min(PROMPT_TOKENS, spec.max_positions)
+    return Reference(model, spec, DECODES, context), Reference(model, spec, 1, 0, tokens)
+
+
+def settled_ns(works: Sequence[Reference], rounds: int = 10 * WINDOW) -> tuple[int, ...]:
+    """What each takes once it is warm, in turns: the median of the second half of many rounds."""
+    taken_ns = [[work.timed_ns() for work in works] for _ in range(2 * rounds)][rounds:]
+    return tuple(round(median(times_ns)) for times_ns in zip(*taken_ns, strict=True))
+
+
+class Gauge:
+    """How slow one reference work is just now, against its nominal time."""
+
+    def __init__(self, nominal_ns: int, work: Reference) -> None:
+        if nominal_ns < 1:
+            raise ValueError(f"the reference work's nominal time is {nominal_ns} ns: at least 1")
+        self.nominal_ns, self._work = nominal_ns, work
+        self._times_ns: deque[int] = deque(maxlen=WINDOW)
+        self.last_ns, self.slowdown = 0, 1.0
+
+    def measure(self) -> None:
+        """Times the work once."""
+        self.note(self._work.timed_ns())
+
+    def note(self, taken_ns: int) -> None:
+        """Counts a reading; `slowdown` is above one on a machine slower than nominal."""
+        self._times_ns.append(taken_ns)
+        self.last_ns, self.slowdown = taken_ns, median(self._times_ns) / self.nominal_ns
+
+    def nominal_of(self, tokens: int) -> float:
+        """What so many tokens of this kind of work take nominally, in ns."""
+        return tokens * self.nominal_ns / self._work.tokens
 
 
 class Pace:
-    """Turns thread time into time of a machine on which the reference work takes `nominal_ns`.
+    """Turns thread time into time of a machine on which the reference works take `nominal_ns`.
 
-    The reference is timed after every EVERY_NS of work (more where it takes long itself), once;
-    the median of the last readings counts, so a single hiccup does not.
+    The works, decodes and a prompt, are timed after every EVERY_NS of work (more where they take
+    long themselves). Two, because a neighbour slows them unlike: decodes wait for memory, prompts
+    compute. In an hour of busy neighbours, sums over 20 s of mixed launches wandered by 1.9 %
+    against the decode step alone and by 0.6 % against both, those of 400-token prompts by 3.7 and
+    1.5 % (standard deviations; decodes 0.7 %).
     """
 
-    def __init__(self, nominal_ns: int, reference: Reference) -> None:
-        if nominal_ns < 1:
-            raise ValueError(f"the reference work's nominal time is {nominal_ns} ns: at least 1")
-        self._nominal_ns, self._reference = nominal_ns, reference
-        self._times_ns: deque[int] = deque(maxlen=WINDOW)
+    def __init__(self, nominal_ns: Sequence[int], works: Sequence[Reference]) -> None:
+        self._decode, self._prompt = map(Gauge, nominal_ns, works)
         self._since_ns = 0
         for _ in range(3 * WINDOW):  # warms up; the last ones stay
             self.measure()
 
     @property
     def factor(self) -> float:
-        """Above one on a machine faster than nominal."""
-        return self._nominal_ns / median(self._times_ns)
+        """Of what is not a launch; above one on a machine faster than nominal."""
+        return 1 / self._decode.slowdown
+
+    def factor_of(self, slices: Sequence[Slice]) -> float:
+        """Of a launch: the slowdowns of decodes and prompts, by the time that each should take."""
+        if not slices:
+            return self.factor
+        sizes = [piece.tokens for piece in slices]
+        decodes = sizes.count(1)
+        decode_ns = self._decode.nominal_of(decodes)
+        prompt_ns = self._prompt.nominal_of(sum(sizes) - decodes)
+        slowed_ns = decode_ns * self._decode.slowdown + prompt_ns * self._prompt.slowdown
+        return (decode_ns + prompt_ns) / slowed_ns
 
     def measure(self) -> None:
-        """Times the reference work once."""
-        self._times_ns.append(self._reference.timed_ns())
+        """Times each reference work once."""
+        self._decode.measure()
+        self._prompt.measure()
         self._since_ns = 0
 
     def is_due(self, worked_ns: int) -> bool:
         """Whether enough work has passed, with this much more, to look again."""
         self._since_ns += worked_ns
-        return self._since_ns >= max(EVERY_NS, SHARE * self._times_ns[-1])
+        look_ns = self._decode.last_ns + self._prompt.last_ns
+        return self._since_ns >= max(EVERY_NS, SHARE * look_ns)

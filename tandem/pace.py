@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,19 @@ KEY = "reference_ns"
 
 
 def is_auto(config: Mapping[str, Any]) -> bool:
-    """Whether the nominal time of the reference work is still to be found."""
+    """Whether the nominal times of the reference works are still to be found."""
     return config["backend"].get(KEY) == AUTO
 
 
-def with_reference(config: Mapping[str, Any], nominal_ns: int) -> dict[str, Any]:
-    """The configuration with this nominal time of the reference work."""
-    return {**config, "backend": {**config["backend"], KEY: nominal_ns}}
+def with_reference(config: Mapping[str, Any], nominal_ns: Sequence[int]) -> dict[str, Any]:
+    """The configuration with these nominal times of the reference works."""
+    return {**config, "backend": {**config["backend"], KEY: [*nominal_ns]}}
 
 
 def resolved(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with `auto` replaced by what the profile was measured with.
 
-    ValueError without a profile, or where that was measured in real time.
+    ValueError without a profile, or where that was measured in real time or by an older clock.
     """
     if not is_auto(config):
         return dict(config)
@@ -40,15 +40,20 @@ def resolved(config: Mapping[str, Any]) -> dict[str, Any]:
             f"backend.{KEY}={AUTO}: profile={profile} was measured in real time; "
             f"calibrate with backend.{KEY}={AUTO} too"
         )
-    return with_reference(config, int(nominal))
+    if not isinstance(nominal, list):
+        raise ValueError(
+            f"profile={profile} was measured with an older clock, of one reference work; "
+            "calibrate anew"
+        )
+    return with_reference(config, nominal)
 
 
-def measured_ns(spec: ModelSpec, seed: int) -> int:
-    """What the reference work takes on this machine just now."""
+def measured_ns(spec: ModelSpec, seed: int) -> tuple[int, ...]:
+    """What the reference works take on this machine just now: decodes, prompt."""
     import torch
 
     from runtime.model import build_model
-    from runtime.reference import Reference, settled_ns
+    from runtime.reference import references, settled_ns
 
     torch.set_num_threads(1)
-    return settled_ns(Reference(build_model(spec, seed), spec))
+    return settled_ns(references(build_model(spec, seed), spec))

@@ -75,7 +75,9 @@ def world_of(setting: Setting, backend: Mapping[str, Any]) -> Iterator[World]:
     """The world that the config node `backend` names; its threads and memory end with the block."""
     name, clock = backend["name"], backend["clock"]
     every = conform(backend.get("workspace_every"), int | None, "backend.workspace_every")
-    reference_ns = conform(backend.get("reference_ns"), int | None, "backend.reference_ns")
+    reference_ns = conform(
+        backend.get("reference_ns"), tuple[int, int] | None, "backend.reference_ns"
+    )
     if name not in CLOCKS:
         raise ValueError(f"backend.name={name}: there are {', '.join(CLOCKS)}")
     if clock not in CLOCKS[name]:
@@ -111,7 +113,7 @@ def _lockstep(setting: Setting) -> Iterator[World]:
 
 @contextmanager
 def _service(
-    setting: Setting, every: int | None = None, reference_ns: int | None = None
+    setting: Setting, every: int | None = None, reference_ns: tuple[int, int] | None = None
 ) -> Iterator[World]:
     from runtime.executor import CpuExecutor
     from runtime.workspace import Workspace
@@ -131,19 +133,19 @@ def _service(
         yield World(main.env, main.executor, machine, main.meter, fresh)
 
 
-def _pace(machine: Any, setting: Setting, reference_ns: int | None) -> Any:
-    """The yardstick of a clock, over the weights that are served; None where time is real."""
+def _pace(machine: Any, setting: Setting, reference_ns: tuple[int, int] | None) -> Any:
+    """The yardsticks of a clock, over the weights that are served; None where time is real."""
     if reference_ns is None:
         return None
-    from runtime.reference import Pace, Reference
+    from runtime.reference import Pace, references
 
     first = getattr(machine, "machines", [machine])[0]
-    return Pace(reference_ns, Reference(first.decoder.model, setting.spec))
+    return Pace(reference_ns, references(first.decoder.model, setting.spec))
 
 
 @contextmanager
 def _wall(
-    setting: Setting, every: int | None = None, reference_ns: int | None = None
+    setting: Setting, every: int | None = None, reference_ns: tuple[int, int] | None = None
 ) -> Iterator[World]:
     from runtime.clock import WallClock
     from runtime.wall import WallExecutor
