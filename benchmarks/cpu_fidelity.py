@@ -35,9 +35,11 @@ POLICIES = ("continuous_restart", "chunked_restart")
 LOADS = (0.5, 0.8, 1.2)
 KV_PAGES = 4096  # room for 48 jobs of 1,365 tokens; each reading of the meter walks the whole arena
 PACE = "backend.reference_ns="
+REPLAYS = 8  # of a calibration: moods of a second or less average out over minutes
 MEASURED = (
     "backend=cpu",
     "backend.workspace_every=0",  # no sampling of workspace: only time
+    "backend.probe_s=5",  # a shorter look would see a neighbour's mood, not the machine's drift
 )
 
 
@@ -78,17 +80,15 @@ def points(chosen: argparse.Namespace, root: Path) -> Iterator[pd.DataFrame]:
     )
     backend = (*MEASURED, f"{PACE}auto")
     for policy in chosen.policies:
-        settings, folder, rate = (*common, f"policy={policy}"), root / policy, 0.0
+        settings, folder = (*common, f"policy={policy}"), root / policy
+        profile = calibrated(policy, settings, backend, folder / "profile", REPLAYS)
+        backend = (*MEASURED, f"{PACE}{nominal_ns(profile)}")
+        settings = (*settings, f"profile={profile}")
+        rate = capacity(Case(policy, settings, folder), backend)
+        say(f"{policy}: capacity {rate:.3g} requests/s")
         for load in chosen.loads:
-            name = f"{policy}@{load:.0%}"
-            profile = calibrated(name, settings, backend, folder / f"profile-{load:.0%}")
-            backend = (*MEASURED, f"{PACE}{nominal_ns(profile)}")
-            at = (*settings, f"profile={profile}")
-            if not rate:
-                rate = capacity(Case(policy, at, folder), backend)
-                say(f"{policy}: capacity {rate:.3g} requests/s")
-            at = (*at, f"arrival.rate={load * rate}")
-            case = Case(name, at, folder / f"{load:.0%}")
+            at = (*settings, f"arrival.rate={load * rate}")
+            case = Case(f"{policy}@{load:.0%}", at, folder / f"{load:.0%}")
             pairs = list(reruns(case, backend, chosen.reruns))
             yield judged(
                 pd.concat([table_of(case, pairs, chosen.reruns), sensitivity(case)]), load <= 0.5
@@ -96,10 +96,9 @@ def points(chosen: argparse.Namespace, root: Path) -> Iterator[pd.DataFrame]:
 
 
 def nominal_ns(profile: Path) -> str:
-    """The reference works of a profile's clock: kept for all cases, or their loads would differ.
+    """The reference works of a profile's clock: kept for all policies, which then compare.
 
-    It took 2.2 to 4.4 ms at the calibrations of one hour here; a rate per second of one clock is
-    another share of the capacity by another.
+    The decode step took 2.2 to 4.4 ms at the calibrations of one hour here.
     """
     about = json.loads((profile / "profile.json").read_text(encoding="utf-8"))
     return json.dumps(about["reference_ns"], separators=(",", ":"))

@@ -71,16 +71,17 @@ def run(settings: Sequence[str], folder: Path) -> Run:
     return found
 
 
-def calibrated(name: str, settings: Sequence[str], backend: Sequence[str], folder: Path) -> Path:
+def calibrated(
+    name: str, settings: Sequence[str], backend: Sequence[str], folder: Path, replays: int
+) -> Path:
     """A profile in `folder`, of a steady machine; RuntimeError if there is none in ATTEMPTS.
 
-    Taken right before its case: the nearer in time, the likelier the same machine. Those thrown
-    away stay beside it.
+    Fitted to so many replays. Those thrown away stay beside it.
     """
     for _ in range(ATTEMPTS):
         if not folder.is_dir():
             say(f"calibrating for {name}")
-            calibrate([*settings, *backend, "--out", str(folder)])
+            calibrate([*settings, *backend, "--out", str(folder), "--replays", str(replays)])
         if is_steady(pd.read_csv(folder / "errors.csv", index_col="class")):
             return folder
         number = len(list(folder.parent.glob(f"{folder.name}-unsteady*")))

@@ -33,8 +33,10 @@ MEASURED = (
     "backend=cpu",
     "backend.clock=wall",
     "backend.reference_ns=auto",
+    "backend.probe_s=5",
     "backend.workspace_every=0",
 )
+REPLAYS = 4  # of the calibration
 LOAD = 0.8
 HOST_BYTES = 64 * 2**20  # room for all; each reading of the meter walks the whole arena
 
@@ -69,7 +71,7 @@ def measured_table(chosen: argparse.Namespace, root: Path) -> pd.DataFrame:
         f"budget.host_bytes={HOST_BYTES}",
         f"budget.kv_pages={chosen.pages}",  # calibrated in the arena that is judged
     )
-    profile = calibrated("the wall clock", settings, MEASURED, root / "profile")
+    profile = calibrated("the wall clock", settings, MEASURED, root / "profile", REPLAYS)
     settings = (*settings, f"profile={profile}")
     ceiling = capacity(Case("swap", settings, root), MEASURED)
     say(f"capacity {ceiling:.3g} requests/s")

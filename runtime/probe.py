@@ -18,16 +18,20 @@ LEAST = 16  # rounds, however long they take
 
 
 def probe(
-    env: simpy.Environment, executor: Executor, machine: Machine, least: int = LEAST
+    env: simpy.Environment,
+    executor: Executor,
+    machine: Machine,
+    look_s: float = LOOK_S,
+    least: int = LEAST,
 ) -> dict[str, float]:
-    """Median seconds of each probe launch over rounds of all; their first eighth warms up.
+    """Median seconds of each probe launch over `look_s` of rounds; their first eighth warms up.
 
     The shapes take turns, as launches do in a replay: one shape alone, back to back, runs up to
     twice as fast from its caches and then says little about the machine. Takes an executor of the
     replay's own kind over the same machine, but on a clock of its own: a replay starts at time 0.
     Its pages are free before and after.
     """
-    rounds, until_s = list[dict[str, int]](), time.perf_counter() + LOOK_S
+    rounds, until_s = list[dict[str, int]](), time.perf_counter() + look_s
     with driving(env, executor, machine) as driver:
         shapes = probes(driver.limits, driver.page)
         while len(rounds) < least or time.perf_counter() < until_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import pandas as pd
@@ -13,13 +14,16 @@ from sim.shapes import Copied, Planned, Shape, observed
 ALL = "all launches"  # the class that sums all launches up
 
 
-def errors(cost: ShapeCost, rows: Any) -> pd.DataFrame:
+def errors(cost: ShapeCost, *tables: Any) -> pd.DataFrame:
     """How far a cost model is from recorded steps: one row per class of shapes, and all launches.
+
+    Each of `tables` is of one run: a STEPS table (Arrow or pandas).
 
     Columns: rows, mape, p90 (of the absolute error), bias (mean signed error), total (of the sum),
     all relative to the measurement.
     """
-    return _summary((shape.group, _predict(cost, shape), ns) for shape, ns in observed(rows))
+    found = chain.from_iterable(map(observed, tables))
+    return _summary((shape.group, _predict(cost, shape), ns) for shape, ns in found)
 
 
 def _predict(cost: ShapeCost, shape: Shape) -> int:

@@ -14,6 +14,8 @@ from tandem.compose import composed
 
 def main(words: Sequence[str]) -> int:
     """Prints the held-out errors and where the profile is."""
+    from tandem.profile import REPLAYS, calibrate
+
     parser = argparse.ArgumentParser(
         prog="tandem calibrate",
         description="Example: tandem calibrate model=tiny_llama backend=cpu",
@@ -21,13 +23,18 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for tandem run")
     parser.add_argument("--config-dir", help="a folder of your own yaml files")
     parser.add_argument("--out", type=Path, help="folder of the profile; default: in the cache")
+    parser.add_argument(
+        "--replays",
+        type=int,
+        default=REPLAYS,
+        help="that are fitted, half as many more are held out: more where neighbours make the "
+        "machine's speed wander [%(default)s]",
+    )
     chosen = parser.parse_args(words)
     backend = [] if any(o.startswith("backend=") for o in chosen.overrides) else ["backend=cpu"]
     point = composed([*backend, *chosen.overrides], chosen.config_dir)
     folder = chosen.out or default_folder(point.config)
-    from tandem.profile import calibrate
-
-    table = calibrate(point, folder)
+    table = calibrate(point, folder, chosen.replays)
     print(told(table))
     print(f"profile: {folder}  (use it with profile={folder})")
     return 0

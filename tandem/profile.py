@@ -35,30 +35,34 @@ COST = "cost.json"
 REQUESTS = 48  # of a replay: batches from so many down to one; of the fitted one at least
 SESSIONS = 14  # of its ebb: batches from so many down to one
 MOST_REQUESTS = 256  # of the fitted replay, where the scheduling allows larger batches still
-REPLAYS = ("first", "second")  # that are fitted: apart in time, since the machine's moods last
+REPLAYS = 2  # that are fitted, at the least: apart in time, since the machine's moods last
 SHORTEST = 4  # tokens of a made-up prompt or output
+FITTED, HELD_OUT = "fitted", "held-out"  # folders of replays, followed by a number
 AGAIN = "another replay: "  # rows of the held-out errors that are not of held-out shapes
 
 
-def calibrate(point: Composed, folder: Path) -> pd.DataFrame:
+def calibrate(point: Composed, folder: Path, replays: int = REPLAYS) -> pd.DataFrame:
     """Profiles the backend of a configuration and fits its tables into `folder`.
 
     A grid of shapes, and replays of made-up requests through the whole engine before and behind it,
-    which show what the host needs and what launches take in their places; then one of other
-    requests, which the fit does not see. Returns the errors on what was held out, see `judged`.
+    which show what the host needs and what launches take in their places: `replays` of them, more
+    where a neighbour's moods should average out. Then half as many of other requests, which the
+    fit does not see. Returns the errors on what was held out, see `judged`.
     """
     point = replace(point, config={**point.config, "replicas": 1})  # all are alike
     backend = point.config["backend"]["name"]
+    if replays < REPLAYS:
+        raise ValueError(f"replays={replays}: a fit takes {REPLAYS} or more")
     if backend not in MEASURED:
         raise ValueError(f"backend={backend} measures nothing; calibrate {' or '.join(MEASURED)}")
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder}: there is something in it already; give a new folder")
     lock = folder.with_name(f".{folder.name}.lock")
     with sole_user(lock, f"{folder}: another calibration is running there"):
-        return _measured(point, folder)
+        return _measured(point, folder, replays)
 
 
-def _measured(point: Composed, folder: Path) -> pd.DataFrame:
+def _measured(point: Composed, folder: Path, replays: int) -> pd.DataFrame:
     """All that a profile is made of, aside and renamed in the end."""
     aside = aside_of(folder)
     shutil.rmtree(aside, ignore_errors=True)  # of a calibration that was killed
@@ -68,10 +72,13 @@ def _measured(point: Composed, folder: Path) -> pd.DataFrame:
         point = replace(point, config=with_reference(point.config, nominal_ns))
     count = replayed_count(point.config["scheduling"])
     aside.mkdir(parents=True)
-    _replay(point, aside, REPLAYS[0], seed, count)
-    _profile_shapes(point, aside)
-    _replay(point, aside, REPLAYS[1], seed + 2, count)
-    _replay(point, aside, "another", seed + 1, REQUESTS)
+    half = replays // 2
+    for number in range(replays):
+        if number == half:
+            _profile_shapes(point, aside)
+        _replay(point, aside, f"{FITTED}-{number}", seed + 2 * number, count)
+    for number in range(half):
+        _replay(point, aside, f"{HELD_OUT}-{number}", seed + 2 * number + 1, REQUESTS)
     about = json.loads((aside / "profile.json").read_text(encoding="utf-8"))
     spec = ModelSpec(**about["model"])
     cost = fitted(aside, spec, PageSize(about["page_tokens"], about["page_bytes"]))
@@ -91,26 +98,30 @@ def fitted(folder: Path, spec: ModelSpec, page: PageSize) -> TableCost:
     launches find warmer caches than those of a replay: they count less.
     """
     grid = observed(read_table(folder / "steps.parquet"))
-    tables = [read_table(folder / name / "steps.parquet") for name in REPLAYS]
-    replayed = [row for table in tables for row in observed(table)]
+    replayed = [row for table in _steps(folder, FITTED) for row in observed(table)]
     launches = [(shape, ns) for shape, ns in grid if not isinstance(shape, Planned)]
     return fit_observed(replayed, spec, page, _source(folder), apart=launches)
 
 
 def judged(cost: TableCost, folder: Path) -> pd.DataFrame:
-    """Errors on held-out shapes by class, then on a replay that the fit has not seen.
+    """Errors on held-out shapes by class, then on replays that the fit has not seen.
 
-    The host is judged by that replay only: with shapes it packs, but decides and books nothing.
+    The host is judged by those replays only: with shapes it packs, but decides and books nothing.
     """
     shapes = errors(cost, read_table(folder / "holdout.parquet"))
-    replayed = errors(cost, read_table(folder / "another" / "steps.parquet"))
+    replayed = errors(cost, *_steps(folder, HELD_OUT))
     replayed = replayed[replayed.index.isin((ALL, HOST))]
     shapes = shapes.drop(index=HOST, errors="ignore")
     return pd.concat([shapes, replayed.rename(index=lambda name: AGAIN + name)])
 
 
+def _steps(folder: Path, kind: str) -> list[Any]:
+    """The steps of a profile's replays of one kind."""
+    return [read_table(path) for path in sorted(folder.glob(f"{kind}-*/steps.parquet"))]
+
+
 def is_steady(table: pd.DataFrame) -> bool:
-    """Whether the machine was the same in the held-out replay as in those that were fitted.
+    """Whether the machine was the same in the held-out replays as in those that were fitted.
 
     `table` is what `calibrate` returns. Single launches scatter; their sum does not, unless the
     machine has changed: up to 1.2 % in 20 of 24 calibrations here, up to 3 % in 23, 8.5 % in one.

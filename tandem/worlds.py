@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ class World:
     machine: Any = None
     meter: Meter | None = None
     fresh: Callable[[], AbstractContextManager[Opened]] | None = None
+    probe_s: float | None = None  # how long each look for drift takes
 
     @property
     def outputs(self) -> Callable[[int], Sequence[int]] | None:
@@ -61,13 +62,13 @@ class World:
         return getattr(self.machine, "machines", [self.machine])[0]
 
     def probe(self) -> dict[str, float]:
-        """Seconds of fixed pieces of work; nothing in a simulation."""
-        if self.fresh is None:
+        """Seconds of fixed pieces of work; nothing in a simulation, and where none is wanted."""
+        if self.fresh is None or self.probe_s is None:
             return {}
         from runtime.probe import probe
 
         with self.fresh() as opened:
-            return probe(opened.env, opened.executor, self.first)
+            return probe(opened.env, opened.executor, self.first, self.probe_s)
 
 
 @contextmanager
@@ -90,8 +91,9 @@ def world_of(setting: Setting, backend: Mapping[str, Any]) -> Iterator[World]:
         ),
         "cuda": partial(_cuda, attention=backend.get("attention")),
     }
+    probe_s = conform(backend.get("probe_s"), float | None, "backend.probe_s")
     with opened[name](setting) as world:
-        yield world
+        yield replace(world, probe_s=probe_s)
 
 
 @contextmanager

@@ -51,12 +51,11 @@ def test_a_probe_looks_for_its_time_and_some_rounds_at_least(
     """A large model's rounds take longer than the look; a small one's are many."""
     clock = count(0, 0.01)  # seconds that pass from look to look
     monkeypatch.setattr("runtime.probe.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr("runtime.probe.LOOK_S", look_s)
     env, box = simpy.Environment(), machine()
     executor, looks = CpuExecutor(env, box), list[int]()
     prepare = executor.prepare
     monkeypatch.setattr(executor, "prepare", lambda plan: looks.append(len(plan)) or prepare(plan))
-    probe(env, executor, box)
+    probe(env, executor, box, look_s)
     launched = sum(looks)  # three a round
     assert launched == 3 * LEAST if not look_s else launched > 3 * LEAST
 

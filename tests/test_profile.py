@@ -47,9 +47,9 @@ def steps(host_ns: int, length_ns: int, plans: int = 4) -> Any:
 
 
 def test_the_host_is_judged_by_a_replay_not_by_shapes(tmp_path: Path) -> None:
-    (tmp_path / "another").mkdir()
+    (tmp_path / "held-out-0").mkdir()
     pq.write_table(steps(host_ns=10_000, length_ns=5000), tmp_path / "holdout.parquet")
-    pq.write_table(steps(host_ns=80_000, length_ns=8000), tmp_path / "another/steps.parquet")
+    pq.write_table(steps(host_ns=80_000, length_ns=8000), tmp_path / "held-out-0/steps.parquet")
     flat = {"linear": 6000.0, "head": 0.0, "first": 0.0, "decode": 0.0, HOST: 100_000.0}
     tables = {name: Table(((1,),), (ns,)) for name, ns in flat.items()}
     tables["chunk"] = Table(((1,), (1,)), (0.0,))
