@@ -19,9 +19,9 @@ from engine.plan import Compute, Slice
 from runtime.machine import GPU, Machine
 
 DECODES, CONTEXT, PROMPT_TOKENS, PAGE_TOKENS = 8, 200, 128, 16
-WINDOW = 7  # readings whose median counts
+WINDOW = 5  # readings whose median counts
 EVERY_NS = 25_000_000  # of work between two readings, at the least
-SHARE = 10  # the work between is at least so many times the reading
+SHARE = 5  # the work between is at least so many times the reading
 
 
 class Reference:
