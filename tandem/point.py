@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.composed import Composed
-from tandem.contents import content_hash
 from tandem.errors import RunFailed
 from tandem.experiment import run_experiment, write_config
+from tandem.fingerprint import content_hash
 from tandem.folder import aside_of, run_folder, status_of
 from tandem.paths import with_absolute_paths, with_paths
 from tandem.provenance import versions

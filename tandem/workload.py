@@ -12,7 +12,7 @@ from typing import Any
 from engine.model import ModelSpec
 from tandem.build import Builder
 from tandem.conform import arguments, conform
-from tandem.contents import content_hash
+from tandem.fingerprint import content_hash
 from traces.arrivals import assign, num_arrivals
 from traces.request import Request
 from traces.store import SCHEMA_VERSION, read_trace, sha256_of, sidecar_path
