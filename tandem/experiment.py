@@ -16,7 +16,7 @@ from sim.cost import PolicyCost
 from tandem.budget import GPU
 from tandem.composed import Composed
 from tandem.conform import conform, did_you_mean
-from tandem.folder import run_folder, write_json, write_status
+from tandem.folder import OK, RUNNING, run_folder, write_json, write_status
 from tandem.machines import pages_of
 from tandem.pace import resolved
 from tandem.paths import with_absolute_paths
@@ -28,14 +28,16 @@ from tandem.workload import trace_hash
 from tandem.worlds import World, world_of
 
 
-def run_experiment(point: Composed, folder: Path, shows_progress: bool = False) -> dict[str, Any]:
+def run_experiment(
+    point: Composed, folder: Path, shows_progress: bool = False, keeps_rejected: bool = True
+) -> dict[str, Any]:
     """Runs one point and writes its folder; returns the metrics.
 
     ValueError where the configuration is wrong, RunFailed where the run was; the folder then says
-    so in status.json.
+    so in status.json. `keeps_rejected`: also where nothing had begun yet.
     """
     point = replace(point, config=with_absolute_paths(point.config))
-    with run_folder(folder) as aside:
+    with run_folder(folder, keeps_rejected) as aside:
         write_config(aside, point.config)
         point = replace(point, config=resolved(point.config))
         limits = limits_of(point.config["slo"])
@@ -45,7 +47,7 @@ def run_experiment(point: Composed, folder: Path, shows_progress: bool = False) 
         provenance |= _carried_out(setting, point.config, aside, shows_progress)
         write_json(aside / "provenance.json", provenance)
         metrics = _write_metrics(aside, limits)
-        write_status(aside, "ok")  # the last: a run killed before it has not finished
+        write_status(aside, OK)  # the last: a run killed before it has not finished
         return metrics
 
 
@@ -67,6 +69,7 @@ def replay(
     """Replays the trace through the engine and writes the tables; returns notes on the run."""
     engine = engine_of(setting, world)
     before = world.probe()
+    write_status(folder, RUNNING)
     shown = progress_bar(engine, len(setting.requests), shows_progress)
     with no_full_collections(begins_with_one=world.meter is not None), shown:
         engine.replay(setting.requests)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from tandem.errors import RunFailed, Usage
 
+STARTING, RUNNING, OK = "starting", "running", "ok"
+REJECTED, INTERRUPTED, FAILED = "rejected", "interrupted", "failed"
+
 
 @contextmanager
-def run_folder(folder: Path) -> Iterator[Path]:
+def run_folder(folder: Path, keeps_rejected: bool = True) -> Iterator[Path]:
     """Yields the folder to write into, and renames it in the end.
 
-    Afterwards status.json says ok, or failed with the traceback; while it runs (or if it was
-    killed) all lies in `<folder>.running`. ValueError if the folder holds something already, or if
-    such a run was left there.
+    status.json says starting, and running once somebody has written so. While that is so (or if it
+    was killed) all lies in `<folder>.running`. Afterwards it says ok, as the block writes last, or
+    with the traceback: rejected (a ValueError at the start: its settings are wrong, and nothing
+    remains unless `keeps_rejected`), interrupted, or failed. ValueError if the folder holds
+    something already, or if a run that never ended was left there.
     """
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(
@@ -31,12 +38,16 @@ def run_folder(folder: Path) -> Iterator[Path]:
         raise ValueError(
             f"{aside}: a run is going on there, or was killed; remove it or take another folder"
         ) from None
-    write_status(aside, "running")
+    write_status(aside, STARTING)
     try:
         yield aside
     except BaseException as error:
-        _write_failure(aside, error)
-        _rename(aside, folder)
+        state = _ending(aside, error)
+        if state == REJECTED and not keeps_rejected:
+            shutil.rmtree(aside)
+        else:
+            _write_failure(aside, state, error)
+            _rename(aside, folder)
         if isinstance(error, ValueError) or not isinstance(error, Exception):
             raise
         raise RunFailed(
@@ -65,7 +76,7 @@ def aside_of(folder: Path) -> Path:
 
 
 def status_of(folder: Path) -> str | None:
-    """ok, failed or running, as status.json says; None where there is none to read."""
+    """What status.json says (see `run_folder`); None where there is none to read."""
     try:
         found = json.loads((folder / "status.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -79,14 +90,28 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def write_status(folder: Path, status: str, **more: str) -> None:
-    """What became of the run: running, ok or failed."""
+    """How far the run is, or what became of it."""
     write_json(folder / "status.json", {"status": status, **more})
 
 
-def _write_failure(aside: Path, error: BaseException) -> None:
+def remove_empty(folder: Path) -> None:
+    """Removes the folder if it is empty, and those around it, up to the current one."""
+    near = Path(os.path.relpath(folder))
+    with suppress(OSError):
+        folder.rmdir() if ".." in near.parts else os.removedirs(near)
+
+
+def _ending(aside: Path, error: BaseException) -> str:
+    if not isinstance(error, Exception):
+        return INTERRUPTED
+    is_wrong = isinstance(error, ValueError) and status_of(aside) == STARTING
+    return REJECTED if is_wrong else FAILED
+
+
+def _write_failure(aside: Path, state: str, error: BaseException) -> None:
     reason = f"{type(error).__name__}: {error}"
     lines = "".join(traceback.format_exception(error))
-    write_status(aside, "failed", error=reason, traceback=lines)
+    write_status(aside, state, error=reason, traceback=lines)
 
 
 def _rename(aside: Path, folder: Path) -> None:

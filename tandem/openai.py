@@ -19,6 +19,7 @@ from runtime.gauges import Gauges
 from runtime.openai import Prompt, Replay, Server, model_served, replay
 from tandem.conform import conform
 from tandem.errors import RunFailed
+from tandem.folder import RUNNING, write_status
 from tandem.setting import Setting
 from traces.prompts import prompt_of
 from traces.request import Request
@@ -61,6 +62,7 @@ def replay_server(
         raise ValueError("backend=openai: a server has its own replicas; leave out replicas=")
     server = server_of(backend)
     prompts = prompts_of(setting, backend)
+    write_status(folder, RUNNING)
     with _progress(len(setting.requests), shows_progress) as told:
         found = replay(server, setting.requests, prompts, told)
     _write(folder, setting, found)

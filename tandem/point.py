@@ -17,7 +17,7 @@ from tandem.composed import Composed
 from tandem.errors import RunFailed
 from tandem.experiment import run_experiment, write_config
 from tandem.fingerprint import content_hash
-from tandem.folder import aside_of, run_folder, status_of
+from tandem.folder import OK, aside_of, run_folder, status_of
 from tandem.paths import with_absolute_paths, with_paths
 from tandem.provenance import versions
 
@@ -70,7 +70,7 @@ def point_key(config: Mapping[str, Any], folders: tuple[Path, ...] = ()) -> str:
 def run_point(task: Task) -> Outcome:
     """Runs the point unless its result is there; leaves a run folder, also where it failed."""
     began = time.perf_counter()
-    if status_of(task.folder) == "ok":
+    if status_of(task.folder) == OK:
         return Outcome(task.key, None, metrics_of(task.folder))
     clear(task.folder)
     try:
@@ -88,7 +88,7 @@ def run_points(tasks: list[Task]) -> list[Outcome]:
 
 def lost(task: Task, reason: str) -> Outcome:
     """Records a point whose worker was lost on every attempt."""
-    if status_of(task.folder) == "ok":  # lost after its last byte was written
+    if status_of(task.folder) == OK:  # lost after its last byte was written
         return Outcome(task.key, None, metrics_of(task.folder))
     clear(task.folder)
     try:
@@ -101,7 +101,7 @@ def lost(task: Task, reason: str) -> Outcome:
 
 def clear(folder: Path) -> None:
     """Removes what a failed or killed attempt left; a finished run is never touched."""
-    assert status_of(folder) != "ok"
+    assert status_of(folder) != OK
     for left in (folder, aside_of(folder)):
         if left.exists():
             shutil.rmtree(left)

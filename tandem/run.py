@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tandem.compose import config_folders, one_line, plain, register_resolvers
 from tandem.composed import Composed
 from tandem.errors import RunFailed, Usage
+from tandem.folder import remove_empty
 
 register_resolvers()
 _failed: list[Exception] = []  # of a single run, for `main` to raise without Hydra's own words
@@ -34,6 +35,7 @@ def carry_out(cfg: DictConfig) -> None:
     except (ValueError, RunFailed) as error:
         if not is_single:
             raise
+        remove_empty(folder)  # Hydra made it
         _failed.append(error)
 
 
@@ -47,7 +49,9 @@ def _carry_out(cfg: DictConfig, folder: Path, is_single: bool) -> None:
     overrides = tuple(of_hydra.overrides.task)
     folders = config_folders(of_hydra.runtime.config_sources)
     point = Composed(plain(cfg), overrides, folders)
-    metrics = run_experiment(point, folder, shows_progress=is_single and sys.stderr.isatty())
+    metrics = run_experiment(
+        point, folder, is_single and sys.stderr.isatty(), keeps_rejected=not is_single
+    )
     where = os.path.relpath(folder)
     if is_single:
         print(told(metrics))

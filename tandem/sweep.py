@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from tandem.engines import ENGINES
 from tandem.errors import Usage
-from tandem.folder import sole_user, status_of
+from tandem.folder import FAILED, OK, REJECTED, sole_user, status_of
 from tandem.grid import Grid, grid_of
 from tandem.manifest import add_points
 from tandem.point import Outcome, Task, metrics_of, task_of
@@ -41,7 +41,7 @@ def main(words: Sequence[str]) -> int:
         raise Usage(f"--jobs {jobs}: at least one is needed")
     with sole_user(root / LOCK, f"--out {root}: another sweep is running there"):
         add_points(root, {task.key: task.point.overrides for task in tasks})
-        left = [task for task in tasks if status_of(task.folder) != "ok"]
+        left = [task for task in tasks if status_of(task.folder) != OK]
         _say_start(grid, len(tasks), len(left), jobs, chosen.engine, root)
         try:
             carry_out(left, jobs, chosen.engine, _options(chosen.option))
@@ -114,23 +114,25 @@ def _say_start(grid: Grid, total: int, left: int, jobs: int, engine: str, root: 
 
 
 def _say_end(root: Path, tasks: Sequence[Task], words: Sequence[str]) -> int:
-    """Collects and tells what there is, also after Ctrl-C; returns how many points failed."""
+    """Collects and tells what there is, also after Ctrl-C; returns how many cannot be."""
     from tandem.collect import collect, run_folders
     from tandem.screen import best
 
     if run_folders(root):
         collect(root)
     states = {task.key: status_of(task.folder) for task in tasks}
-    finished = [task for task in tasks if states[task.key] == "ok"]
-    num_failed = list(states.values()).count("failed")
+    finished = [task for task in tasks if states[task.key] == OK]
+    num_failed, num_rejected = (list(states.values()).count(s) for s in (FAILED, REJECTED))
     common = set.intersection(*(set(task.point.overrides) for task in tasks))
     print(best({_apart(task, common): metrics_of(task.folder) for task in finished}))
     where = os.path.relpath(root)
-    print(f"{len(finished)} of {len(tasks)} points finished, {num_failed} failed: {where}")
+    told = f"{len(finished)} of {len(tasks)} points finished, {num_failed} failed"
+    told += f", {num_rejected} rejected" if num_rejected else ""
+    print(f"{told}: {where}")
     if len(finished) < len(tasks):
         print(f"to go on: tandem sweep {shlex.join(_without_out(words))} --out {where}")
     print(f"report:   tandem report {where}")
-    return num_failed
+    return num_failed + num_rejected
 
 
 def _apart(task: Task, common: set[str]) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tandem.cli import main
-from tandem.folder import run_folder
+from tandem.errors import RunFailed
+from tandem.folder import run_folder, write_status
 from tandem.run import options_first
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,6 +93,26 @@ def test_a_mistake_is_told_in_one_line(
     told = capsys.readouterr().err.strip()
     assert wanted in told
     assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["seed=-1"], ["model=llama3_8b"], ["backend.clock=wall"], ["hydra.run.dir=here"]]
+)
+def test_a_rejected_run_leaves_nothing(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    assert main(["run", "depth=0", *words]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_rejected_run_leaves_what_others_put_there(tmp_path: Path) -> None:
+    Path("here").mkdir()
+    Path("here/theirs").touch()
+    assert main(["run", "depth=0", "hydra.run.dir=here"]) == 2
+    assert main(["run", *SMALL, "hydra.run.dir=here"]) == 2
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [
+        "here",
+        "here/theirs",
+    ]
 
 
 def test_what_the_system_refuses_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +202,7 @@ def test_a_sweep_gives_every_point_a_folder_and_outlives_a_bad_one(
     assert main(["run", "-m", *SMALL, "depth=1,0,2"]) == 2
     assert "at least 1" in capsys.readouterr().err
     states = {f.name: json.loads((f / "status.json").read_text())["status"] for f in runs(tmp_path)}
-    assert states == {"0": "ok", "1": "failed", "2": "ok"}
+    assert states == {"0": "ok", "1": "rejected", "2": "ok"}
 
 
 def test_a_failed_run_keeps_its_traceback(
@@ -206,9 +227,29 @@ def test_a_killed_run_never_looks_finished(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with run_folder(folder) as aside:
         assert not folder.exists()
-        assert json.loads((aside / "status.json").read_text())["status"] == "running"
+        assert json.loads((aside / "status.json").read_text())["status"] == "starting"
     assert folder.is_dir()
     assert not aside.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "at", "wanted"),
+    [
+        (ValueError, "starting", "rejected"),
+        (ValueError, "running", "failed"),
+        (OSError, "starting", "failed"),
+        (KeyboardInterrupt, "starting", "interrupted"),
+        (KeyboardInterrupt, "running", "interrupted"),
+    ],
+)
+def test_a_run_that_ended_badly_says_how(
+    error: type[BaseException], at: str, wanted: str, tmp_path: Path
+) -> None:
+    with pytest.raises((error, RunFailed)), run_folder(tmp_path / "run") as aside:
+        write_status(aside, at)
+        raise error("out of it")
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["status"] == wanted and "out of it" in status["traceback"]
 
 
 def test_results_are_never_overwritten(tmp_path: Path) -> None:

@@ -125,9 +125,12 @@ def test_a_failing_point_is_recorded_and_the_others_go_on(
     assert sweep("out", "depth=1,0,2", "--engine", "serial") == 1
     told = capsys.readouterr()
     assert "depth=0: depth=0: it must be at least 1" in told.err
-    assert "2 of 3 points finished, 1 failed" in told.out and "to go on: tandem sweep" in told.out
+    assert (
+        "2 of 3 points finished, 0 failed, 1 rejected" in told.out
+        and "to go on: tandem sweep" in told.out
+    )
     found = {words[-1]: status_of(folder) for words, folder in folders("out").items()}
-    assert found == {"depth=1": "ok", "depth=0": "failed", "depth=2": "ok"}
+    assert found == {"depth=1": "ok", "depth=0": "rejected", "depth=2": "ok"}
 
 
 def test_going_on_repeats_nothing_that_is_finished() -> None:
