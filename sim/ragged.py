@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from sim.table import Nodes, check_finite, hats
-
-log = logging.getLogger(__name__)
+from sim.table import Nodes, check_finite, hats, warn_beyond
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,5 +82,5 @@ class Watch:
         for (name, end), x in zip(self._ends, point, strict=True):
             if x > end:
                 if name not in self.outside:
-                    log.warning("cost table %s is extrapolated, first at %s", name, x)
+                    warn_beyond(name, x)
                 self.outside[name] = self.outside.get(name, 0) + 1

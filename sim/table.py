@@ -34,6 +34,17 @@ def check_finite(values: Iterable[float]) -> None:
             )
 
 
+def warn_beyond(table: str, first: object) -> None:
+    """Says in the log, for the first look-up outside a table, what that means and what helps."""
+    log.warning(
+        "cost table %s is extrapolated, first at %s: there predictions are guesses; look-ups like "
+        "this are counted in provenance.json (cost_extrapolated); leave out such long requests "
+        "(max_total_tokens) or take a profile that reaches as far",
+        table,
+        first,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Values (ns) at the product of the axes' nodes, the last axis fastest.
@@ -82,7 +93,7 @@ class Lookup(dict[int | tuple[int, int], float]):
         point = key if isinstance(key, tuple) else (key,)
         if not self.table.covers(point):
             if not self.outside:
-                log.warning("cost table %s is extrapolated, first at %s", self.name, key)
+                warn_beyond(self.name, key)
             self.outside += 1
         value = self[key] = self.table.value(point)
         return value

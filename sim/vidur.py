@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +17,7 @@ from engine.executor import Launch, Pieces
 from engine.model import ModelSpec
 from engine.plan import Compute
 from sim.cost import ShapePriced, forward_shape, shifted
-from sim.table import check_finite
+from sim.table import check_finite, warn_beyond
 
 ONCE = ("attn_pre_proj", "attn_post_proj", "attn_rope", "mlp_up_proj", "mlp_act", "mlp_down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm", "add")
@@ -26,7 +25,6 @@ PADDED_TO = 8  # tokens of a launch, for all dense operators
 KV_STEP = 64  # tokens of context between two nodes
 GQA_FACTOR = 1.1  # Vidur's constant for grouped heads where several sequences share a launch
 REDUCE_LAUNCH_MS = 0.02
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,10 @@ class VidurCost(ShapePriced):
     source: str
     form: str = field(default="table", init=False)
     _once: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    # look-ups outside the tables, by table; empty is good
+    extrapolated: dict[str, int] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def load(cls, path: Path, model: ModelSpec) -> VidurCost:
@@ -167,20 +168,20 @@ class VidurCost(ShapePriced):
     def _at(self, name: str, values: Sequence[float], index: int) -> float:
         if index < len(values):
             return values[index]
-        self._warn(name, index)
+        self._count(name, index)
         return values[-1] * (index + 1) / len(values)
 
     def _cell(self, name: str, rows: Sequence[Sequence[float]], row: int, column: int) -> float:
         scale = 1.0
         if row >= len(rows):
-            self._warn(name, row)
+            self._count(name, row)
             scale, row = (row + 1) / len(rows), len(rows) - 1
         return scale * self._at(name, rows[row], column)
 
-    def _warn(self, name: str, index: int) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
-            log.warning("Vidur's table %s is extrapolated, first at %d", name, index)
+    def _count(self, name: str, index: int) -> None:
+        if name not in self.extrapolated:
+            warn_beyond(name, index)
+        self.extrapolated[name] = self.extrapolated.get(name, 0) + 1
 
 
 Mix = tuple[int, int, list[tuple[int, int]]]  # see VidurCost._mix_ms

@@ -7,6 +7,7 @@ its settings are wrong.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -37,11 +38,18 @@ EXAMPLES = """examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    warnings_are_ours()
     if words and words[0] in VERBS:
         module, _ = VERBS[words[0]]
         return guarded(lambda: import_module(module).main(words[1:]))
     _parser().parse_args(words)  # help, version, or a usage error
     return 2
+
+
+def warnings_are_ours() -> None:
+    """Whatever is logged and not handled elsewhere is told as errors are, on stderr."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(logging.Formatter("tandem: %(message)s"))
 
 
 def guarded(verb: Callable[[], int]) -> int:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 
+from tandem.cli import warnings_are_ours
 from tandem.point import Outcome, Task, lost, run_point
 
 ATTEMPTS = 3  # of a point whose worker is lost
@@ -103,6 +104,7 @@ def _exit_words(code: int | None) -> str:
 
 def _serve(there: Connection) -> None:
     """The worker's loop. An error that is no failed run ends it: the point is tried again."""
+    warnings_are_ours()
     while True:
         try:
             task = there.recv()

@@ -163,6 +163,18 @@ def test_a_run_that_serves_nobody_says_why_and_ends_with_1(
     assert json.loads((folder / "metrics.json").read_text())["num_refused"] == 4
 
 
+def test_warnings_look_like_errors() -> None:
+    code = (
+        "import sys, tandem.cli\n"
+        "from sim.table import Lookup, Table\n"
+        "tandem.cli.main(['list', 'policies'])\n"
+        "Lookup('chunk', Table(((1, 64), (1, 2048)), (1.0,) * 4))[73, 3879]\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    [line] = told.stderr.splitlines()
+    assert line.startswith("tandem: cost table chunk is extrapolated, first at (73, 3879): ")
+
+
 def test_flags_and_overrides_may_stand_in_any_order() -> None:
     words = ["a=1", "--config-dir", "mine", "b=2", "-m", "--cfg", "job", "--config-name=x", "c=3"]
     flags = ["--config-dir", "mine", "-m", "--cfg", "job", "--config-name=x"]

@@ -92,6 +92,7 @@ def test_outside_the_tables_it_scales_and_says_so(
     warned = [record.getMessage() for record in caplog.records]
     assert any("dense" in line for line in warned)
     assert len(warned) == len(set(warned)), "said more than once"
+    assert fresh.extrapolated["dense"] == 1  # launches of one size are priced once
 
 
 def test_what_is_no_table_is_refused(tmp_path: Path, cost: VidurCost) -> None:
