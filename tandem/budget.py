@@ -76,9 +76,12 @@ def room_for(
     if kv is None:
         kv = int(budget.fraction * device.usable_bytes) - spec.weight_bytes - workspace
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
-    needed = page.bytes_for(longest) + _spare_pages(policy) * page.nbytes
+    reserved = getattr(getattr(policy, "memory", None), "max_tokens", None)  # by each job, whole
+    if reserved is not None and not budget.may_refuse:
+        _check_reservation(reserved, longest)
+    needed = page.bytes_for(reserved or longest) + _spare_pages(policy) * page.nbytes
     if kv < (page.nbytes if budget.may_refuse else needed):
-        short = _Short(longest, needed // page.nbytes, needed, needed - kv)
+        short = _Short(*_asks(longest, reserved), needed // page.nbytes, needed, needed - kv)
         raise ValueError(_deficit(budget, spec, device.usable_bytes, workspace, short))
     host = device.host_bytes if budget.host_bytes is None else budget.host_bytes
     capacity, weights = dict[Pool, int](), dict[Place, int]()
@@ -96,6 +99,24 @@ def _kv_bytes(budget: Budget, page: PageSize) -> int | None:
 def _spare_pages(policy: Any) -> int:
     """Pages that must be free beside those of a job, for the memory policies that ask for some."""
     return int(getattr(getattr(policy, "memory", None), "spare_pages", 0))
+
+
+def _asks(longest: int, reserved: int | None) -> tuple[str, str]:
+    """Whose need decides, in words, and what lowers it."""
+    if reserved is not None:
+        return f"a reservation of memory.max_tokens={reserved}", "lower memory.max_tokens"
+    words = "import the trace with a smaller max_total_tokens"
+    return f"the longest request ({longest} tokens)", words
+
+
+def _check_reservation(reserved: int, longest: int) -> None:
+    """ValueError if the longest request outgrows it: its last token is given, never kept."""
+    if longest - 1 > reserved:
+        raise ValueError(
+            f"memory.max_tokens={reserved}: the longest request needs {longest - 1}; raise it, or "
+            "take memory=paged_restart, or import the trace with a smaller max_total_tokens, or "
+            "allow refusals with budget.may_refuse=true"
+        )
 
 
 def _workspace_bytes(
@@ -122,9 +143,10 @@ def _workspace_bytes(
 
 
 class _Short(NamedTuple):
-    """What the longest request needs of KV, and what is missing."""
+    """What a job needs of KV at most, and what is missing."""
 
-    tokens: int
+    who: str
+    less: str  # what makes it need less
     pages: int
     nbytes: int
     missing_bytes: int
@@ -138,18 +160,17 @@ def _deficit(
         if budget.kv_bytes is not None:
             wanted = f"kv_bytes to {short.nbytes}"
         return (
-            f"budget: the longest request ({short.tokens} tokens) needs {short.pages} pages of KV, "
+            f"budget: {short.who} needs {short.pages} pages of KV, "
             f"{_mib(short.missing_bytes)} more than the budget has; raise budget.{wanted}, "
-            "or import the trace with a smaller max_total_tokens, or allow "
-            "refusals with budget.may_refuse=true"
+            f"or {short.less}, or allow refusals with budget.may_refuse=true"
         )
-    parts = f"weights {_mib(spec.weight_bytes)}, workspace {_mib(workspace)}, longest request "
+    parts = f"weights {_mib(spec.weight_bytes)}, workspace {_mib(workspace)}, {short.who} "
     parts += _mib(short.nbytes)
     return (
         f"budget: {_mib(short.missing_bytes)} short: {parts} do not fit into "
         f"{budget.fraction:g} of {_mib(usable_bytes)}; raise budget.fraction, lower the "
-        "scheduling's token_budget (workspace), take a smaller model or page_tokens, or import the "
-        "trace with a smaller max_total_tokens"
+        "scheduling's token_budget (workspace), take a smaller model or page_tokens, or "
+        f"{short.less}"
     )
 
 

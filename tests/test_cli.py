@@ -75,6 +75,11 @@ def test_help_imports_nothing_heavy() -> None:
             "take memory=paged_restart",
         ),
         (["run", "budget.kv_pages=10"], "pages of KV"),
+        (
+            ["run", "policy=orca", "budget.kv_pages=100"],
+            "a reservation of memory.max_tokens=2048 needs 128 pages",
+        ),
+        (["run", "policy=orca", "memory.max_tokens=64"], "max_tokens=64: the longest request"),
         (["run", "budget.fraction=1.5"], "at most 1"),
         (["run", "model=gpt2"], "knows 1024 positions"),
         (["calibrate", "backend=sim"], "measures nothing"),
@@ -138,12 +143,12 @@ def test_an_impossible_budget_names_its_parts_and_the_knobs(
     ("words", "wanted"),
     [
         (
-            ["policy=chunked_reservation", "budget.kv_pages=100"],
+            ["policy=chunked_reservation", "budget.kv_pages=100", "budget.may_refuse=true"],
             "each reserves 128 pages of KV (memory.max_tokens=2048), 28 more than there are; a "
             "device has 100 pages of 16 tokens; raise budget.kv_pages",
         ),
         (
-            ["policy=chunked_reservation", "memory.max_tokens=2"],
+            ["policy=chunked_reservation", "memory.max_tokens=2", "budget.may_refuse=true"],
             "none stays within its reservation",
         ),
         (["budget.kv_pages=1", "budget.may_refuse=true", "page_tokens=1"], "1 pages of 1 tokens"),
