@@ -1,6 +1,6 @@
 """Claim: served by the real runtime on a CPU, requests cost less than by `generate_batch`.
 
-Three models and workloads of RUNTIME.md 1.1 (24, 32 and 64 requests at once, ShareGPT-like lengths,
+Three models and workloads (24, 32 and 64 requests at once, ShareGPT-like lengths,
 fp32, greedy, end of sequence off, 512 tokens a step). Ours is the whole engine: policy, ledger,
 recorder, packing and work on the service clock. The other is transformers' continuous batching
 (sdpa) on a model with equal weights, without prefix sharing, with pages of 16 tokens or of its own
@@ -59,7 +59,7 @@ LLAMA = ModelSpec(
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its requests; totals are those of RUNTIME.md."""
+    """A model and its requests; totals are fixed, so that runs of any day compare."""
 
     spec: ModelSpec
     count: int

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from engine.model import ModelSpec
 
 # Kernels per layer beside matrices and attention. Llama and Qwen3: 40 and 52 non-view aten
-# operations were counted in eager Hugging Face layers (RUNTIME.md section 6), of which 7 matrix
+# operations were counted in eager Hugging Face layers (2026-11), of which 7 matrix
 # products and 7 views; two KV writes are added. GPT-2 counted by hand: fused norms, 8 for GELU.
 # OPT has 1 for ReLU and 1 that scales the queries.
 ELEMENTWISE_KERNELS = {"llama": 28, "mistral": 28, "qwen2": 28, "qwen3": 40, "gpt2": 15, "opt": 9}

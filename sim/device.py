@@ -54,6 +54,7 @@ class Device:
     linear_memory: Curve  # by bytes a kernel moves
     prefill_compute: Curve  # by the side of the square of query-key pairs
     decode_memory: Curve  # by KV bytes a kernel reads
+    peer_bytes_per_s: float | None = None  # to another device, one direction; None: no link
 
     def __post_init__(self) -> None:
         for name in ("linear_compute", "linear_memory", "prefill_compute", "decode_memory"):
@@ -67,7 +68,8 @@ class Device:
             object.__setattr__(self, name, points)
         rates = {dtype: float(rate) for dtype, rate in self.flops_per_s.items()}
         object.__setattr__(self, "flops_per_s", rates)
-        links = (self.to_device_bytes_per_s, self.to_host_bytes_per_s)
+        links = [self.to_device_bytes_per_s, self.to_host_bytes_per_s]
+        links += [] if self.peer_bytes_per_s is None else [self.peer_bytes_per_s]
         if not all(
             0 < rate < inf for rate in (self.bandwidth_bytes_per_s, *links, *rates.values())
         ):
@@ -79,6 +81,15 @@ class Device:
     def usable_bytes(self) -> int:
         """What weights, KV and workspace may share."""
         return self.memory_bytes - self.reserve_bytes
+
+    def link_rate(self, direction: str) -> float:
+        """Bytes per second of a copy lane, such as gpu->host. ValueError where there is no link."""
+        if not direction.startswith("peer"):
+            inward = direction.endswith("->gpu")
+            return self.to_device_bytes_per_s if inward else self.to_host_bytes_per_s
+        if self.peer_bytes_per_s is None:
+            raise ValueError(f"device {self.name} has no link to others; set peer_bytes_per_s")
+        return self.peer_bytes_per_s
 
     def matrix_rate(self, dtype: str) -> float:
         """Peak flops per second in a dtype. ValueError where the device names none."""

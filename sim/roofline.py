@@ -47,10 +47,9 @@ class Roofline(ShapePriced):
         return round(max(busy, (kernels + attention) * self.device.dispatch_ns))
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
-        """Latency and bytes over the link's rate in that direction."""
+        """Latency and bytes over the link's rate that way. ValueError where there is no link."""
         device = self.device
-        inward = direction.endswith("->gpu")
-        rate = device.to_device_bytes_per_s if inward else device.to_host_bytes_per_s
+        rate = device.link_rate(direction)
         rate *= device.duplex if contended else 1.0
         return device.link_ns + round(nbytes / rate * 1e9)
 

@@ -183,7 +183,7 @@ def test_a_torn_recording_is_named(tmp_path: Path) -> None:
 def test_azure_recording(shared: Path) -> None:
     path = shared / "data" / "arrivals" / "azure2023_conv_first45min.parquet"
     times = Recorded(path=str(path)).times_ns(15_877)
-    # TRACES.md section 3: 5.88 requests per second over 45 minutes
+    # as the notes on the data have it: 5.88 requests per second over 45 minutes
     assert times[0] == 0 and 15_876 / (times[-1] / S) == pytest.approx(5.88, abs=0.005)
 
 

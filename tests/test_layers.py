@@ -1,4 +1,4 @@
-"""The arrows of ARCHITECTURE section 1, read from the source with ast."""
+"""The arrows of DESIGN.md (Layers), read from the source with ast."""
 
 from __future__ import annotations
 

@@ -357,7 +357,7 @@ def test_published_counts(
     prompt_mean: int,
     bucket_s: float,
 ) -> None:
-    # counts and means as in TRACES.md section 3 (whole tokens there)
+    # counts and means as the notes on the data have them (in whole tokens)
     sidecar, requests = extract(name, kind)
     assert sidecar["rows_read"] == len(requests) == count and not sidecar["rows_dropped"]
     if prompt_mean:
@@ -371,8 +371,8 @@ def test_published_counts(
     [("mooncake_conversation_first45min", 0.36), ("mooncake_synthetic", 0.65)],
 )
 def test_prefixes_repeat_as_published(extract: Extract, name: str, share: float) -> None:
-    # prompt tokens that an infinite prefix cache would have served: TRACES.md section 3 (the whole
-    # hour there, 45 minutes of the conversation here: 2 points for that, and for rounding)
+    # prompt tokens that an infinite prefix cache would have served, from the notes on the data (the
+    # whole hour there, 45 minutes of the conversation here: 2 points for that, and for rounding)
     seen: set[int] = set()
     reused = total = 0
     for request in extract(name, "mooncake")[1]:

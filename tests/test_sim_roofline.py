@@ -44,7 +44,7 @@ def compute(*shapes: tuple[int, int, bool]) -> Launch:
     return Launch(Compute(tuple(Slice(Job(p.job_id, 0), p.tokens) for p in pieces)), pieces=pieces)
 
 
-# RUNTIME.md section 6: (weights read + KV of the batch) / 4.3 TB/s, the copy rate measured there.
+# By hand: (weights read + KV of the batch) / 4.3 TB/s, the copy rate measured there.
 @pytest.mark.parametrize(
     ("name", "batch", "context", "floor_ms"),
     [
@@ -82,7 +82,7 @@ def test_decode_lands_near_the_published_floor(
 
 
 def test_eager_dispatch_bounds_a_small_model() -> None:
-    # RUNTIME.md section 6: about 1,570 kernels of Qwen3-0.6B at 6 us each, 9 ms for one sequence.
+    # Counted in eager layers: some 1,570 kernels of Qwen3-0.6B at 6 us each, 9 ms for a sequence.
     ns = Roofline(device("h200"), model("qwen3_0_6b")).shape_ns([1], [1000], 1)
     assert 8e6 <= ns <= 10e6
 
@@ -176,6 +176,14 @@ def test_weights_move_by_the_same_link() -> None:
     copy = Copy(Place(region, Tier.HOST), Place(region, Tier.GPU))
     ns = Roofline(device("h200"), model("llama3_8b")).copy_ns(Launch(copy, nbytes=52 * 10**6))
     assert ns == 10_000 + 1_000_000
+
+
+def test_a_copy_to_a_peer_takes_its_own_link() -> None:
+    copy = Copy(kv_place(3), kv_place(3, device=1))
+    launch = Launch(copy, nbytes=450 * 10**6)
+    assert Roofline(device("h200"), model("llama3_8b")).copy_ns(launch) == 10_000 + 1_000_000
+    with pytest.raises(ValueError, match="rtx4090 has no link to others; set peer_bytes_per_s"):
+        Roofline(device("rtx4090"), model("llama3_8b")).copy_ns(launch)
 
 
 def kernel_ratios(cost: Roofline, kernels: Iterable[Operator], measured_us: Iterable[float]) -> Any:

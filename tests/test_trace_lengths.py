@@ -89,6 +89,6 @@ def test_sampling_is_joint_without_replacement_and_accounted(n: int, seed: int |
 def test_shared_tables_read_whole(shared: Path) -> None:
     folder = shared / "data" / "lengths"
     lengths = read_lengths(folder / "sharegpt_v3_firstturn_llama2.parquet", Limits(4, 1024, 2048))
-    # TRACES.md section 0: 88.8 % survive vLLM's filter (over 58,787 rows; here the first 50,000)
+    # 88.8 % survive vLLM's filter (over 58,787 rows; here the first 50,000)
     assert lengths.rows_read == 50_000
-    assert len(lengths.requests) == 44_418  # the count in TRACES.md section 3
+    assert len(lengths.requests) == 44_418  # as the notes on the data have it

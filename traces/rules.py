@@ -1,8 +1,7 @@
 """Which messages of a conversation become requests: the published rules, by name.
 
 A rule sees roles and token counts only, so it is a pure function: the same code selects from text
-and from a table of counts. Definitions: ../shared/design/TRACES.md section 5, read in the named
-projects' sources.
+and from a table of counts. Definitions were read in the named projects' sources.
 """
 
 from __future__ import annotations
