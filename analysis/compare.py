@@ -96,7 +96,7 @@ def check_same_trace(a: Run, b: Run) -> None:
 
 
 def errors(prediction: Run, measurement: Run) -> pd.DataFrame:
-    """Every latency at mean, p50, p90, p99 and every throughput."""
+    """Every latency at its mean and percentiles, and every throughput."""
     sampled = [samples(run) for run in (prediction, measurement)]
     rows: list[tuple[Any, ...]] = []
     for metric in LATENCIES:

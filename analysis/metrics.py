@@ -31,6 +31,7 @@ BEST = {  # of a sweep: whether more is better
     "p99_tpot_s": False,
     "p99_e2e_s": False,
 }
+PERCENTILES = (50, 90, 95, 99)
 TRIM = 0.1  # share of the finishes cut off at each end of the steady window
 
 
@@ -77,8 +78,9 @@ def statistics(values: Floats) -> dict[str, float]:
     """Mean and percentiles (numpy's linear interpolation); empty where there are no values."""
     if not len(values):
         return {}
-    p50, p90, p99 = (float(p) for p in np.percentile(values, (50, 90, 99), method="linear"))
-    return {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99}
+    found = np.percentile(values, PERCENTILES, method="linear")
+    named = {f"p{q}": float(value) for q, value in zip(PERCENTILES, found, strict=True)}
+    return {"mean": float(values.mean()), **named}
 
 
 def throughput(run: Run) -> dict[str, float]:

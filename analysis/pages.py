@@ -11,7 +11,7 @@ import pandas as pd
 from analysis import words
 from analysis.compare import Comparison
 from analysis.drift import drift
-from analysis.metrics import LATENCIES, THROUGHPUTS, samples, statistics
+from analysis.metrics import LATENCIES, PERCENTILES, THROUGHPUTS, samples, statistics
 from analysis.replicas import replicas
 from analysis.run import Run
 from analysis.usage import memory_use
@@ -71,7 +71,7 @@ def single_tables(run: Run, metrics: Mapping[str, float | int | str]) -> list[Ta
         for row in memory_use(run).to_dict("records")
     ]
     found = [
-        Table("Latencies", "", ["metric", "mean", "p50", "p90", "p99"], rows),
+        Table("Latencies", "", ["metric", "mean", *(f"p{q}" for q in PERCENTILES)], rows),
         Table("Throughput and counts", "", ["metric", "value"], figures),
         Table("Memory", "Means are over time.", ["what", *STATS], held),
         _replicas({"": run}),

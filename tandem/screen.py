@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from analysis.metrics import BEST
+from analysis.metrics import BEST, PERCENTILES
 
 LATENCIES = ("ttft", "tpot", "e2e")
-STATISTICS = ("mean", "p50", "p90", "p99")
+STATISTICS = ("mean", *(f"p{q}" for q in PERCENTILES))
 
 
 def told(metrics: Mapping[str, Any]) -> str:

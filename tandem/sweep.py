@@ -78,10 +78,10 @@ def default_jobs(tasks: Sequence[Task]) -> int:
 
 def _import_traces(tasks: Sequence[Task]) -> None:
     """Imports each text trace once, here: workers would all begin with the same import."""
-    from tandem.workload import trace_file
+    from tandem.workload import is_file, trace_file
 
     seen = {str(task.point.config["trace"]): task.point.config for task in tasks}
-    for config in seen.values():
+    for config in (config for config in seen.values() if is_file(config["trace"])):
         try:
             trace_file(config["trace"], Path(config["cache"]))
         except ValueError:

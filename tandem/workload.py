@@ -22,18 +22,32 @@ READ = ("tokenizer", "lengths")  # options of an import that name files
 
 def requests_of(config: Mapping[str, Any], builder: Builder, spec: ModelSpec) -> list[Request]:
     """The first `limit` requests of the trace with the arrivals of the config, checked."""
-    trace = dict(config["trace"])
-    requests = read_trace(trace_file(trace, Path(config["cache"])))
+    seed = conform(config["seed"], int, "seed")
+    requests = _traced(config, builder, seed)
     requests = _fitting_ids(_first(requests, conform(config["limit"], int | None, "limit")), spec)
     _check_lengths(requests, spec)
     arrival = config["arrival"]
     if arrival.get("_target_") is None:
         return requests
     process = builder.build(arrival, "arrival")
-    return assign(
-        requests,
-        process.times_ns(num_arrivals(requests), seed=conform(config["seed"], int, "seed")),
-    )
+    if hasattr(process, "seated"):  # not by the clock: see traces.clients
+        seated: list[Request] = process.seated(requests)
+        return seated
+    return assign(requests, process.times_ns(num_arrivals(requests), seed=seed))
+
+
+def _traced(config: Mapping[str, Any], builder: Builder, seed: int) -> list[Request]:
+    """What the trace holds, or what it draws where it is made up."""
+    trace = config["trace"]
+    if not is_file(trace):
+        drawn: list[Request] = builder.build(trace, "trace").drawn(seed)
+        return drawn
+    return read_trace(trace_file(trace, Path(config["cache"])))
+
+
+def is_file(trace: Mapping[str, Any]) -> bool:
+    """Whether the config node `trace` names something to read, rather than something to draw."""
+    return "_target_" not in trace
 
 
 def trace_file(trace: Mapping[str, Any], cache: Path) -> Path:

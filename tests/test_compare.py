@@ -49,7 +49,7 @@ def test_a_prediction_ten_percent_slow_shows_it_everywhere(make: Maker) -> None:
     at_once = replace(EIGHT, arrivals_ns=[0] * 8)
     slow = compare(make("a", at_once, factor=lambda step: 1.1), make("b", at_once))
     latencies = slow.errors[slow.errors["unit"].eq("s")]
-    assert len(latencies) == 21 and latencies["error"].to_numpy() == pytest.approx(0.1)
+    assert len(latencies) == 26 and latencies["error"].to_numpy() == pytest.approx(0.1)
     assert slow.error("request_throughput", "run") == pytest.approx(1 / 1.1 - 1)
     assert slow.steps.set_index("group")["sum_error"].to_dict() == pytest.approx(
         {"prefill": 0.1, "decode": 0.1}

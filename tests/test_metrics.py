@@ -62,7 +62,7 @@ def test_throughput_runs_from_first_arrival_to_last_finish(run: Run) -> None:
 
 def test_percentiles_are_linear() -> None:
     found = metrics.statistics(np.array([0.0, 1.0]))
-    assert found == pytest.approx({"mean": 0.5, "p50": 0.5, "p90": 0.9, "p99": 0.99})
+    assert found == pytest.approx({"mean": 0.5, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99})
     assert metrics.statistics(np.empty(0)) == {}
 
 
