@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil, floor, log10
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ NAMES = {
 }
 DENSE = 1500  # points of a scatter that are drawn as pixels rather than as paths
 GRID = 201  # quantiles of a distribution function
+TICKS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1,))  # of a decade, from a narrow range to a wide one
+MOST_TICKS = 5  # labels that an axis has room for
 WIDE = 8  # ratio of largest to smallest from which an axis is logarithmic
 
 
@@ -115,9 +118,24 @@ def plot_step_time(data: pd.DataFrame, ax: Any = None) -> Any:
 
 def plain_ticks(axis: Any, low: float, high: float) -> None:
     """Ticks of a logarithmic axis as plain numbers: 0.02 rather than a power of ten."""
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
-    steps = (1, 2, 5) if high / low < 40 else (1,)
-    axis.set_major_locator(LogLocator(subs=steps))
+    axis.set_major_locator(FixedLocator(round_values(low, high)))
     axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
+
+
+def round_values(low: float, high: float) -> list[float]:
+    """Round numbers from low to high, evenly apart on a logarithmic axis: as many as it can name.
+
+    Matplotlib's own choice has no upper limit where the range is narrow, and its labels overlap.
+    """
+    decades = range(floor(log10(low)), ceil(log10(high)) + 1)
+    found: list[float] = []
+    for steps in TICKS:
+        values = [float(f"{step}e{power}") for power in decades for step in steps]
+        found = [value for value in values if low <= value <= high]
+        if len(found) <= MOST_TICKS:
+            break
+    return found[:: ceil(len(found) / MOST_TICKS)]
