@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +34,12 @@ def shared() -> Path:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _configuration_files_are_read_once() -> Iterator[None]:
-    """A composition reads two dozen files of Hydra's and ours: a third of its time."""
-    from hydra._internal.core_plugins.importlib_resources_config_source import (
-        ImportlibResourcesConfigSource as Source,
-    )
-
-    load = Source.load_config
-
-    @cache
-    def read(provider: str, path: str, name: str) -> Any:
-        return load(Source(provider, path), name)
-
-    def load_config(self: Source, config_path: str) -> Any:
-        return copy.deepcopy(read(self.provider, self.path, config_path))
+def _compositions_are_remembered() -> Iterator[None]:
+    """Tests compose some four hundred times, mostly what others composed before them."""
+    from tests.compositions import remember
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Source, "load_config", load_config)
+        remember(patch)
         yield
 
 
