@@ -56,6 +56,6 @@ class Twice:
 def test_a_policy_answers_the_same_without_them(scheduling: str, memory: str, pages: int) -> None:
     policy = Twice(Composed(SCHEDULING[scheduling], MEMORY[memory]))
     for depth in (1, 2):
-        simulated(policy, random_requests(depth, 30, rate=1000), True, Shaped(0), pages, 40, depth)  # type: ignore[arg-type]
+        simulated(policy, random_requests(depth, 16, rate=1500), True, Shaped(0), pages, 40, depth)  # type: ignore[arg-type]
     if (scheduling, pages) == ("chunked", 400) and memory != "reservation":
         assert policy.shown > 0.3 * policy.asked, "it is about something"

@@ -47,18 +47,18 @@ def test_every_replay_obeys_the_laws(
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 def test_plans_do_not_depend_on_durations(scheduling: str, memory: str, depth: int) -> None:
     """Law 11: all work at t=0, every duration varied by +-40 %: the same plans, page for page."""
-    requests = random_requests(7, 30)
+    requests = random_requests(7, 16)
     runs = [
         replay(
             composed(scheduling, memory),
             requests,
-            pages=40,
+            pages=31,
             depth=depth,
             noise=0.4 if seed else 0.0,
             seed=seed,
             host_ns=20_000 if seed % 2 else 0,
         ).check()
-        for seed in range(4)
+        for seed in range(3)
     ]
     assert len({tuple(run.log()) for run in runs}) == 1
     pages = [[launch.pieces for launch in run.launches()] for run in runs]
@@ -67,9 +67,9 @@ def test_plans_do_not_depend_on_durations(scheduling: str, memory: str, depth: i
 
 def test_pressure_is_real() -> None:
     """The tight settings above do preempt: else the laws would be checked on idle ground."""
-    requests = random_requests(7, 30)
-    restarts = replay(composed("chunked", "restart"), requests, pages=40)
-    swaps = replay(composed("chunked", "swap"), requests, pages=36, host_pages=60)
+    requests = random_requests(7, 16)
+    restarts = replay(composed("chunked", "restart"), requests, pages=31)
+    swaps = replay(composed("chunked", "swap"), requests, pages=31)
     assert sum(o.restarts for o in restarts.recorder.outcomes.values()) >= 5
     assert sum(o.swaps for o in swaps.recorder.outcomes.values()) >= 5
 
@@ -77,9 +77,9 @@ def test_pressure_is_real() -> None:
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 def test_one_seed_gives_identical_bytes(scheduling: str, memory: str, tmp_path: Path) -> None:
     """Law 7, down to the Parquet files."""
-    requests = random_requests(5, 30, rate=1500)
+    requests = random_requests(5, 16, rate=1500)
     one, two = (
-        replay(composed(scheduling, memory), requests, pages=40).files(tmp_path / name)
+        replay(composed(scheduling, memory), requests, pages=31).files(tmp_path / name)
         for name in ("one", "two")
     )
     assert len(one) == 4 and one == two
@@ -113,12 +113,12 @@ def test_a_policy_that_wants_nothing_is_an_error_that_names_the_jobs() -> None:
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 def test_a_plan_log_plays_back_byte_for_byte(scheduling: str, memory: str) -> None:
     """Timed arrivals, other durations: pages and bytes go through the same states."""
-    requests = random_requests(13, 30, rate=1200)
+    requests = random_requests(13, 18, rate=1200)
     measured = replay(
-        composed(scheduling, memory), requests, pages=40, noise=0.4, seed=3, host_ns=9_000
+        composed(scheduling, memory), requests, pages=31, noise=0.4, seed=3, host_ns=9_000
     )
     policy = Recorded(measured.plan_log())
-    played = replay(policy, requests, pages=40, returns_memory=False).check()
+    played = replay(policy, requests, pages=31, returns_memory=False).check()
     assert played.booked() == measured.booked() != []
     assert [s.pieces for s in played.launches()] == [s.pieces for s in measured.launches()]
 

@@ -164,8 +164,8 @@ def test_every_pair_obeys_the_laws_when_memory_is_short(
 ) -> None:
     policy = Composed(SCHEDULINGS[scheduling], MEMORIES[memory])
     for seed in range(2):
-        requests = random_requests(seed, rate=None if seed else 2000.0)
-        run = replay(policy, requests, pages=40, host_pages=12, depth=depth, noise=0.3, seed=seed)
+        requests = random_requests(seed, 14, rate=None if seed else 3000.0)
+        run = replay(policy, requests, pages=31, host_pages=12, depth=depth, noise=0.3, seed=seed)
         outcomes = run.check().recorder.outcomes.values()
         assert [o.status for o in outcomes] == ["finished"] * len(requests)
 

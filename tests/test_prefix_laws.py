@@ -51,8 +51,8 @@ def test_every_replay_obeys_the_laws(
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 def test_tokens_are_found_while_memory_is_short(scheduling: str, memory: str) -> None:
     """The property above is not about nothing."""
-    requests = alike(7, 30)
-    run = replay(composed(scheduling, memory), requests, pages=40, host_pages=60).check()
+    requests = alike(7, 20)
+    run = replay(composed(scheduling, memory), requests, pages=31, host_pages=60).check()
     assert check_contents(run, requests) > 100
     outcomes = run.recorder.outcomes.values()
     if scheduling != "static":
@@ -66,8 +66,8 @@ def test_plans_do_not_depend_on_durations(scheduling: str, memory: str, depth: i
     runs = [
         replay(
             composed(scheduling, memory),
-            alike(7, 30),
-            pages=40,
+            alike(7, 16),
+            pages=31,
             depth=depth,
             noise=0.4 if seed else 0.0,
             seed=seed,
@@ -82,13 +82,13 @@ def test_plans_do_not_depend_on_durations(scheduling: str, memory: str, depth: i
 
 @pytest.mark.parametrize(("scheduling", "memory"), FEW)
 def test_a_plan_log_plays_back_byte_for_byte(scheduling: str, memory: str) -> None:
-    requests = alike(13, 30, rate=1200)
+    requests = alike(13, 18, rate=1200)
     measured = replay(
-        composed(scheduling, memory), requests, pages=40, noise=0.4, seed=3, host_ns=9_000
+        composed(scheduling, memory), requests, pages=31, noise=0.4, seed=3, host_ns=9_000
     )
     assert any(isinstance(op, Share) for plan in measured.plans for op in plan.ops)
     policy = Recorded(measured.plan_log())
-    played = replay(policy, requests, pages=40, returns_memory=False).check()
+    played = replay(policy, requests, pages=31, returns_memory=False).check()
     check_contents(played, requests)
     assert played.booked() == measured.booked() != []
     assert [s.pieces for s in played.launches()] == [s.pieces for s in measured.launches()]
@@ -107,8 +107,8 @@ def test_one_seed_gives_identical_bytes(tmp_path: Path) -> None:
 )
 def test_each_replica_keeps_pages_of_its_own(memory: str) -> None:
     """A page is found only where it lies; a router that knows prefixes makes more be found."""
-    requests, found = in_blocks(alike(7, 40, rate=2000)), []
-    for router, pages in ((RoundRobin(), 40), (RoundRobin(), 400), (PrefixAffinity(), 400)):
+    requests, found = in_blocks(alike(7, 24, rate=2000)), []
+    for router, pages in ((RoundRobin(), 31), (RoundRobin(), 400), (PrefixAffinity(), 400)):
         policy = composed("v1", memory)
         run = replay(policy, requests, pages=pages, devices=3, router=router).check()
         found.append(check_contents(run, requests))

@@ -44,8 +44,8 @@ def test_each_replica_is_the_single_run_of_its_own_requests(
     scheduling: str, memory: str, depth: int
 ) -> None:
     """To the nanosecond, page and byte, where the host takes no time (one host serves them all)."""
-    requests = random_requests(5, 45, rate=1500)
-    setting: dict[str, Any] = {"pages": 40, "depth": depth}
+    requests = random_requests(5, 21, rate=6000)
+    setting: dict[str, Any] = {"pages": 31, "depth": depth}
     run = replay(composed(scheduling, memory), requests, devices=3, router=RoundRobin(), **setting)
     run.check()
     for device in range(3):
@@ -138,10 +138,10 @@ def check_places(run: Replay) -> None:
 
 def test_under_pressure_jobs_restart_and_swap_on_their_replica() -> None:
     """The tight settings are tight: else the checks of places would look at nothing."""
-    requests = random_requests(7, 60)
+    requests = random_requests(7, 24)
     for memory, name in (("restart", "restarts"), ("swap", "swaps")):
         run = replay(
-            composed("chunked", memory), requests, pages=36, devices=2, router=LeastOutstanding()
+            composed("chunked", memory), requests, pages=31, devices=2, router=LeastOutstanding()
         )
         check_places(run.check())
         by_device = defaultdict(int)
@@ -156,12 +156,12 @@ def test_decisions_of_a_replica_do_not_depend_on_durations(
     scheduling: str, memory: str, depth: int
 ) -> None:
     """Law 11 by device: all work at once, every duration varied by +-40 %."""
-    requests = random_requests(7, 40)
+    requests = random_requests(7, 20)
     runs = [
         replay(
             composed(scheduling, memory),
             requests,
-            pages=40,
+            pages=31,
             devices=2,
             depth=depth,
             noise=0.4 if seed else 0.0,
@@ -169,7 +169,7 @@ def test_decisions_of_a_replica_do_not_depend_on_durations(
             host_ns=20_000 if seed % 2 else 0,
             router=LeastOutstanding(),
         ).check()
-        for seed in range(4)
+        for seed in range(3)
     ]
     decided = [logs(run) for run in runs]
     assert all(other == decided[0] for other in decided[1:]) and len(decided[0]) == 2
@@ -208,11 +208,11 @@ def test_a_replica_that_stalls_is_told_with_its_jobs_when_the_others_are_done() 
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 def test_a_plan_log_of_replicas_plays_back_on_other_durations(scheduling: str, memory: str) -> None:
     """Each device passes through the same plans, pages and bytes, whoever is faster now."""
-    requests = random_requests(9, 40, rate=2500)
+    requests = random_requests(9, 20, rate=2500)
     real = replay(
         composed(scheduling, memory),
         requests,
-        pages=40,
+        pages=31,
         devices=2,
         noise=0.4,
         seed=3,
@@ -222,7 +222,7 @@ def test_a_plan_log_of_replicas_plays_back_on_other_durations(scheduling: str, m
     played = replay(
         Recorded(log),
         requests,
-        pages=40,
+        pages=31,
         devices=2,
         router=RecordedRouter(log),
         returns_memory=False,
