@@ -17,6 +17,7 @@ import pytest
 from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.plugins import Plugins
+from omegaconf import OmegaConf
 
 Loader = config_loader_impl.ConfigLoaderImpl
 
@@ -69,7 +70,9 @@ def _merging_once(merge: Any) -> Any:
         key = (sources, *map(astuple, defaults))
         if key not in merged:
             merged[key] = merge(self, defaults, repo)
-        return copy.deepcopy(merged[key])
+        config = copy.deepcopy(merged[key])
+        OmegaConf.clear_cache(config)  # the moment and the name of the run that merged it
+        return config
 
     return compose_config
 
