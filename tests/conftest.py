@@ -45,15 +45,23 @@ def _compositions_are_remembered() -> Iterator[None]:
 
 @pytest.fixture
 def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured runs look for drift a few rounds only, not for half a second at either end."""
+    """Measured runs look for drift a few rounds only, not for half a second at either end.
+
+    Nor do they begin with a full garbage collection: what pytest holds takes as long as a run.
+    """
     from runtime import probe
+    from tandem.quiet import no_full_collections
 
     whole = probe.probe
 
     def short(env: Any, executor: Any, machine: Any, look_s: float) -> dict[str, float]:
         return whole(env, executor, machine, 0.0, least=3)
 
+    def quiet(begins_with_one: bool) -> Any:
+        return no_full_collections(False)
+
     monkeypatch.setattr(probe, "probe", short)
+    monkeypatch.setattr("tandem.experiment.no_full_collections", quiet)
 
 
 @pytest.fixture

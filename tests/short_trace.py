@@ -9,12 +9,12 @@ from traces.request import Request
 from traces.store import write_trace
 
 SHORT = ("trace=file", "trace.path=short.parquet")
-PRESSED = "budget.kv_pages=24"  # pages of 16 tokens: the longest needs 9, all together some 60
+PRESSED = "budget.kv_pages=16"  # pages of 16 tokens: the longest needs 6, all together some 45
 
 
 def write_short(folder: Path) -> Path:
     """Writes what SHORT chooses in that folder; returns its path."""
     rng = random.Random(3)
-    requests = [Request(i, 0, rng.randint(10, 60), rng.randint(30, 70)) for i in range(12)]
+    requests = [Request(i, 0, rng.randint(10, 60), rng.randint(15, 35)) for i in range(12)]
     write_trace(folder / "short.parquet", requests, {"rule": "none"})
     return folder / "short.parquet"

@@ -70,7 +70,7 @@ def test_compare_replays_what_was_measured(
     replay, measurement = load(tmp_path / "report-replay"), load(measured)
     replayed, measured_memory = booked(replay), booked(measurement)
     pd.testing.assert_frame_equal(replayed, measured_memory)
-    assert replayed["kv_pages"].max() > 20  # of 24: there was pressure
+    assert replayed["kv_pages"].max() > 13  # of 16: there was pressure
     assert replay.requests["swaps"].sum() == measurement.requests["swaps"].sum() > 0
 
 
@@ -89,7 +89,8 @@ def booked(run: Run) -> pd.DataFrame:
 
 
 def test_backends_differ_in_nothing_but_the_backend(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = [load(run(capsys, f"backend={b}")).config for b in ("sim", "lockstep", "cpu")]
+    backends = ("sim", "lockstep", "cpu")
+    settings = [load(run(capsys, f"backend={b}", "limit=1")).config for b in backends]
     for config in settings:
         del config["backend"]
     assert settings[0] == settings[1] == settings[2]

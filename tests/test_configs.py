@@ -50,8 +50,9 @@ def test_experiment(name: str, tmp_path: Path, request: pytest.FixtureRequest) -
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_policy(name: str) -> None:
-    assert fates(setting_of(composed([f"policy={name}", *TEN]))) == ["finished"] * 10
+def test_policy(name: str, tmp_path: Path) -> None:
+    short = ["trace=file", f"trace.path={write_short(tmp_path)}"]
+    assert fates(setting_of(composed([f"policy={name}", *TEN, *short]))) == ["finished"] * 10
 
 
 def test_sessions_find_what_they_repeat(tmp_path: Path) -> None:

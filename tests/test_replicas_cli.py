@@ -12,6 +12,7 @@ import torch
 from analysis.metrics import summary
 from analysis.replicas import balance, replicas
 from analysis.run import Run, load
+from analysis.style import RUNS
 from engine.plan import Tier
 from tandem.catalog import options
 from tandem.cli import main
@@ -38,7 +39,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> Run:
 
 @pytest.mark.parametrize("router", [name for name in options("router") if name != "none"])
 def test_every_router_serves_two_replicas(router: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run(capsys, "replicas=2", f"router={router}", "arrival=poisson")
+    found = run(capsys, *SHORT, "replicas=2", f"router={router}", "arrival=poisson")
     assert found.requests["status"].eq("finished").all()
     assert set(found.requests["device"]) == set(found.steps["device"]) == {0, 1}
     assert summary(found)["replicas"] == 2
@@ -68,12 +69,9 @@ def test_each_replica_has_the_memory_of_a_run_alone() -> None:
     "policy", [pytest.param("static_restart", marks=pytest.mark.slow), "chunked_swap"]
 )
 def test_two_replicas_are_predicted_measured_and_compared(
-    policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+    policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], unrendered: None
 ) -> None:
     """All at once: the same decisions by device, and a replay that books the same pages."""
-    is_drawn = policy == "chunked_swap"  # once
-    if not is_drawn:
-        request.getfixturevalue("unrendered")
     words = [*TWO, *SHORT, PRESSED, f"policy={policy}"]
     predicted, measured = (run(capsys, *words, f"backend={b}") for b in ("sim", "cpu"))
     lockstep = run(capsys, *words, "backend=lockstep")
@@ -87,7 +85,9 @@ def test_two_replicas_are_predicted_measured_and_compared(
     told = capsys.readouterr().out
     assert f"{len(measured.plans)} of {len(measured.plans)}" in told, "all plans are in common"
     text = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
-    assert "Replicas" in text and ("device 1" in text or not is_drawn)
+    assert "Replicas" in text
+    drawn = pd.read_csv(tmp_path / "report" / "figures" / "memory.csv")["run"]
+    assert {f"{name}, device {d}" for name in RUNS for d in range(2)} <= set(drawn)
     replay = load(tmp_path / "report-replay")
     assert booked(replay) == booked(measured)
 
@@ -123,7 +123,7 @@ def test_the_meter_sees_each_replica_as_the_ledger_does(
 
 
 def test_the_summary_says_how_even_the_load_was(capsys: pytest.CaptureFixture[str]) -> None:
-    found = run(capsys, "replicas=3", "router=round_robin", "limit=7")
+    found = run(capsys, *SHORT, "replicas=3", "router=round_robin", "limit=7")
     table = replicas(found)
     assert table["requests"].tolist() == [3, 2, 2]
     counts = found.requests.groupby("device")["output_tokens"].sum()
@@ -133,14 +133,17 @@ def test_the_summary_says_how_even_the_load_was(capsys: pytest.CaptureFixture[st
     assert metrics["replicas"] == 3 and metrics["busy_imbalance"] >= 1
     assert {f"busy_share_{device}:compute" for device in range(3)} <= metrics.keys()
     assert {f"peak_gpu{device}_kv_bytes" for device in range(3)} <= metrics.keys()
-    one = run(capsys)
+    one = run(capsys, *SHORT)
     assert balance(one) == {} and replicas(one).empty and set(one.requests["device"]) == {0}
     assert main(["run", *SMALL, "replicas=2", "router=round_robin", "limit=3"]) == 0
     assert "2 replicas, the fullest against their mean: requests +33.3%" in capsys.readouterr().out
 
 
-def test_sessions_stay_together_with_affinity(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["replicas=2", "trace=sessions", "arrival=poisson", "limit=12", "budget.kv_pages=400"]
+def test_sessions_stay_together_with_affinity(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["replicas=2", "trace=sessions", "arrival=poisson", "limit=8", "budget.kv_pages=400"]
+    words.append(f"cache={tmp_path.parent / 'cache'}")  # where test_configs.py has it from, too
     homes = {}
     for router in ("prefix_affinity", "round_robin"):
         more = ["router.load_bound=2"] if router == "prefix_affinity" else []
