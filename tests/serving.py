@@ -53,12 +53,14 @@ class Served:
     cached_tokens: int
 
 
-def short_requests(count: int, vocab_size: int, seed: int = 0) -> list[Request]:
+def short_requests(
+    count: int, vocab_size: int, seed: int = 0, max_output: int = MAX_OUTPUT
+) -> list[Request]:
     """Requests that all arrive at once, with the ids of their prompts."""
     rng, requests = random.Random(seed), []
     for i in range(count):
         prompt = tuple(rng.choices(range(vocab_size), k=rng.randint(1, MAX_PROMPT)))
-        output_tokens = rng.randint(2, MAX_OUTPUT)
+        output_tokens = rng.randint(2, max_output)
         requests.append(Request(i, 0, len(prompt), output_tokens, prompt_ids=prompt))
     return requests
 

@@ -149,7 +149,7 @@ def pages(recorder: Recorder) -> list[list[tuple[int, list[int]]]]:
 )
 def test_all_backends_decide_alike_and_tokens_equal_generate(scheduling: str, memory: str) -> None:
     policy = Composed(SCHEDULING[scheduling], MEMORY[memory])
-    requests = short_requests(16, SPEC.vocab_size)
+    requests = short_requests(16, SPEC.vocab_size, max_output=24)
     made = {name: run(name, policy, requests, LeastOutstanding()) for name in BACKENDS}
     reference, _ = made["sim"]
     for name in BACKENDS[1:]:
