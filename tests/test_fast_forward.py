@@ -43,7 +43,7 @@ MEMORY = {
 
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("scheduling", SCHEDULING)
-@given(requests=traces(20, 60), **room(160), **TIMING)
+@given(requests=traces(12, 60), **room(160), **TIMING)
 @cases(30)
 def test_repeated_plans_are_what_would_be_decided(
     scheduling: str, memory: str, requests: list[Request], **setting: Any
@@ -58,7 +58,7 @@ def test_repeated_plans_are_what_would_be_decided(
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("scheduling", SCHEDULING)
 @given(
-    requests=st.one_of(traces(20, 60), sessions()),
+    requests=st.one_of(traces(12, 60), sessions()),
     host_ns=st.sampled_from([0, 900, 9_000]),
     **room(400),
 )
@@ -79,7 +79,7 @@ def test_a_jump_is_the_steps_it_stands_for(
 
 def test_most_steps_are_jumped_and_files_are_equal(tmp_path: Path) -> None:
     """The property above is not about nothing: few questions, and identical Parquet files."""
-    requests = [Request(i, i * 9_000_000, 30 + i, 200) for i in range(12)]
+    requests = [Request(i, i * 9_000_000, 30 + i, 120) for i in range(12)]
     policy = Composed(SCHEDULING["chunked"], MEMORY["restart"])
     for depth in (1, 2, 3):
         runs = {f: simulated(policy, requests, f, Shaped(700), 900, 0, depth) for f in (1, 0)}

@@ -88,7 +88,7 @@ def test_one_seed_gives_identical_bytes(scheduling: str, memory: str, tmp_path: 
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 def test_output_lengths_stay_hidden(scheduling: str, memory: str) -> None:
     """Law 8: longer answers change no plan that is issued before the first request finishes."""
-    requests = random_requests(11, 20, rate=800)
+    requests = random_requests(11, 12, rate=800)
     longer = [dataclasses.replace(r, output_tokens=r.output_tokens + 50) for r in requests]
     runs = [replay(composed(scheduling, memory), work, pages=70) for work in (requests, longer)]
     finish_ns = min(o.finish_ns for run in runs for o in run.recorder.outcomes.values())

@@ -48,7 +48,7 @@ def test_equal_jobs_wait_as_in_one_central_line_to_the_nanosecond(
     those outstanding are the last few of the turn; whoever is next in turn has the fewest, and at
     a tie was given the fewest so far.
     """
-    arrivals = poisson_ns(LOAD * replicas, 1000, seed=3)
+    arrivals = poisson_ns(LOAD * replicas, 600, seed=3)
     queue = run_queue(arrivals, replicas=replicas, router=router)
     waits = queue.finish_ns - queue.arrival_ns - SERVICE_NS
     assert (queue.device == np.arange(len(arrivals)) % replicas).all()
@@ -58,7 +58,7 @@ def test_equal_jobs_wait_as_in_one_central_line_to_the_nanosecond(
 
 @pytest.mark.parametrize("router", [RoundRobin(), LeastOutstanding()])
 def test_unequal_jobs_wait_as_in_lines_of_their_own_to_the_nanosecond(router: Router) -> None:
-    arrivals, prompts = unequal_jobs(1000)
+    arrivals, prompts = unequal_jobs(600)
     queue = run_queue(arrivals, 1, 1, 1, REPLICAS, router, prompts)
     services = prompts * TOKEN_NS
     waits = queue.finish_ns - queue.arrival_ns - services

@@ -18,7 +18,7 @@ from tests.queueing import (
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_every_wait_follows_lindleys_recursion_to_the_nanosecond(depth: int) -> None:
-    arrivals = poisson_ns(0.8, 1000, seed=1)
+    arrivals = poisson_ns(0.8, 600, seed=1)
     queue = run_queue(arrivals, depth)
     waits = queue.finish_ns - queue.arrival_ns - SERVICE_NS
     assert (queue.arrival_ns == arrivals).all()
@@ -28,13 +28,13 @@ def test_every_wait_follows_lindleys_recursion_to_the_nanosecond(depth: int) -> 
 
 @pytest.mark.parametrize(
     ("load", "count"),
-    [(0.3, 4000), (0.6, 4000), pytest.param(0.8, 12_000, marks=pytest.mark.slow)],
+    [(0.3, 2500), (0.6, 2500), pytest.param(0.8, 12_000, marks=pytest.mark.slow)],
 )
 def test_mean_wait_is_that_of_m_d_1(load: float, count: int) -> None:
     """Within its own error, over 20 batch means. benchmarks/theory.py has more requests and seeds.
 
     The queue forgets within about 1 / (1 - sqrt(load))^2 services (relaxation time of M/G/1): 5,
-    20 and 90 here. The batches span 600, 300 and 670 services, so their means are nearly
+    20 and 90 here. The batches span 375, 187 and 670 services, so their means are nearly
     independent: a t distribution with 19 degrees of freedom, beyond 3.88 with a chance of 0.1 %.
     The error itself must be small: with exponential service the wait would be twice as long.
     """
@@ -52,7 +52,7 @@ def test_littles_law_is_an_identity_of_the_recorded_rows() -> None:
     without one), the stays from the requests: two ways through the recorder, equal to the
     nanosecond.
     """
-    arrivals = poisson_ns(0.6, 800, seed=5)
+    arrivals = poisson_ns(0.6, 500, seed=5)
     queue = run_queue(arrivals, max_jobs=8, output_tokens=4)
     assert queue.step_jobs.max() > 2
     stays = queue.finish_ns - queue.scheduled_ns
@@ -77,7 +77,7 @@ def test_littles_law_holds_for_the_rate_that_was_asked_for() -> None:
 
 def test_arrivals_see_time_averages() -> None:
     """PASTA: Poisson arrivals find as many jobs present as there are on average over time."""
-    queue = run_queue(poisson_ns(0.6, 3000, seed=13))
+    queue = run_queue(poisson_ns(0.6, 2000, seed=13))
     finished = np.searchsorted(np.sort(queue.finish_ns), queue.arrival_ns, side="right")
     found = np.arange(len(queue.arrival_ns)) - finished
     present = jobs_integral_ns(queue.arrival_ns, queue.finish_ns) / int(queue.finish_ns[-1])
