@@ -23,8 +23,14 @@ from benchmarks.vllm_logs import (
 )
 from tests.vllm_reference import Vllm
 
+SMALL, LARGE = CASES
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.device)
+
+@pytest.fixture(
+    scope="module",
+    params=[SMALL, pytest.param(LARGE, marks=pytest.mark.slow)],
+    ids=lambda case: case.device,
+)
 def log(shared: Path, request: pytest.FixtureRequest) -> Log:
     return read_log(shared / "data", request.param)
 

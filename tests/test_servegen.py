@@ -178,7 +178,10 @@ def test_too_many_requests_are_refused(tmp_path: Path) -> None:
         imported(source)
 
 
-@pytest.mark.parametrize("model", ["m-small", "deepseek-r1", "m-large"])
+@pytest.mark.parametrize(
+    "model",
+    ["deepseek-r1", *(pytest.param(f"m-{s}", marks=pytest.mark.slow) for s in ("small", "large"))],
+)
 def test_published_pools_are_read(shared: Path, model: str) -> None:
     source = shared / "data" / "arrivals" / f"servegen_{model}_client_windows.parquet"
     found, rows = read_windows(source)
@@ -189,11 +192,11 @@ def test_published_pools_are_read(shared: Path, model: str) -> None:
 def test_a_real_hour_has_its_rate_and_varies(shared: Path, tmp_path: Path) -> None:
     source = shared / "data" / "arrivals" / "servegen_deepseek-r1_client_windows.parquet"
     out = tmp_path / "out.parquet"
-    sidecar = import_trace(source, out, start_s=36_000, duration_s=3600, rate=3.0)
+    sidecar = import_trace(source, out, start_s=36_000, duration_s=3600, rate=1.0)
     requests = read_trace(out)
     gaps = np.diff([r.arrival_ns for r in requests])
     # each of some 400 client windows is rounded to whole requests by chance: 10 requests at most
     drawn = sidecar["requests_drawn"]
-    assert drawn == pytest.approx(3.0 * 3600, abs=50)
+    assert drawn == pytest.approx(1.0 * 3600, abs=50)
     assert gaps.std() / gaps.mean() > 1.0  # burstier than Poisson, as published
     assert sidecar["rows_kept"] > 100

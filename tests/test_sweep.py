@@ -201,22 +201,23 @@ def deadly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_killed_workers_point_is_tried_again_a_few_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(workers, "ATTEMPTS", 2)
     words = [*deadly(tmp_path, monkeypatch), "scheduling.token_budget=100,101,110,90"]
     assert sweep("out", *words, "--jobs", "2") == 1
     found = {words[-1].partition("=")[2]: folder for words, folder in folders("out").items()}
     states = {budget: status_of(folder) for budget, folder in found.items()}
     assert states == {"100": "ok", "101": "ok", "110": "failed", "90": "ok"}
     deaths = sorted(path.name for path in (tmp_path / "graves").iterdir())
-    assert deaths == ["101-0", *(f"110-{n}" for n in range(workers.ATTEMPTS))]
+    assert deaths == ["101-0", "110-0", "110-1"]
     assert "killed by SIGKILL" in capsys.readouterr().err
     status = json.loads((found["110"] / "status.json").read_text())
-    assert "SIGKILL, 3 times" in status["error"]
+    assert "SIGKILL, 2 times" in status["error"]
     assert (found["110"] / "config.yaml").is_file()
     assert not list(Path("out").glob("*.running"))
 
 
 def test_an_interrupted_sweep_leaves_finished_points_and_goes_on(tmp_path: Path) -> None:
-    words = ["sweep", *SMALL, "seed=range(60)", "--jobs", "1", "--out", "out"]
+    words = ["sweep", *SMALL, "seed=range(30)", "--jobs", "1", "--out", "out"]
     # A job in the background of a shell, as CI may be, starts with Ctrl-C ignored: listen to it.
     listening = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
@@ -229,7 +230,7 @@ def test_an_interrupted_sweep_leaves_finished_points_and_goes_on(tmp_path: Path)
     child.send_signal(signal.SIGINT)
     assert child.wait(timeout=60) == 130
     done = [f for f in Path("out").iterdir() if status_of(f) == "ok" and f.suffix != ".running"]
-    assert 3 <= len(done) < 60
+    assert 3 <= len(done) < 30
     assert Path("out/runs.parquet").is_file()
     again = next(iter(folders("out").items()))
     assert run_point(Task(again[1].name, composed(again[0]), again[1])).error is None
