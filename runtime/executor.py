@@ -119,10 +119,12 @@ class CpuExecutor:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done inside is nobody's time: meters and probes."""
+        """What is done inside is nobody's time: meters and probes. Also what fails there."""
         self._charge_host()
-        yield
-        self._since_ns = time.thread_time_ns()
+        try:
+            yield
+        finally:
+            self._since_ns = time.thread_time_ns()
 
     def _charge_host(self) -> int:
         now = time.thread_time_ns()

@@ -115,8 +115,10 @@ class StreamExecutor:
     def paused(self) -> Iterator[None]:
         """What is done inside is not the host's work: meters. It takes real time all the same."""
         began_ns = time.thread_time_ns()
-        yield
-        self._paused_ns += time.thread_time_ns() - began_ns
+        try:
+            yield
+        finally:
+            self._paused_ns += time.thread_time_ns() - began_ns
 
     def _host_now_ns(self) -> int:
         return time.thread_time_ns() - self.clock.idle_ns - self._paused_ns
