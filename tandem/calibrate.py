@@ -34,9 +34,11 @@ def main(words: Sequence[str]) -> int:
     backend = [] if any(o.startswith("backend=") for o in chosen.overrides) else ["backend=cpu"]
     point = composed([*backend, *chosen.overrides], chosen.config_dir)
     folder = chosen.out or default_folder(point.config)
+    began = time.perf_counter()
     table = calibrate(point, folder, chosen.replays)
     print(told(table))
-    print(f"profile: {folder}  (use it with profile={folder})")
+    took_s = time.perf_counter() - began
+    print(f"profile: {folder}, made in {took_s:.0f} s  (use it with profile={folder})")
     return 0
 
 

@@ -17,6 +17,7 @@ from engine.rows import table_of
 from sim.table import Table
 from sim.tables import HOST, TableCost
 from tandem.calibrate import told
+from tandem.cli import main
 from tandem.compose import composed
 from tandem.profile import (
     AGAIN,
@@ -114,3 +115,15 @@ def test_a_profile_of_something_else_is_refused_in_one_line(tmp_path: Path) -> N
     ):
         with pytest.raises(ValueError, match=words):
             read_cost(tmp_path, spec, device, page_tokens)
+
+
+def test_a_calibration_ends_with_what_it_made_and_how_long_it_took(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = {"rows": 9, "mape": 0.2, "p90": 0.4, "bias": 0.1, "total": 0.0}
+    table = pd.DataFrame(columns, index=["all launches", f"{AGAIN}all launches"])
+    monkeypatch.setattr("tandem.profile.calibrate", lambda *_: table)
+    assert main(["calibrate", "--out", "here"]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1] == "profile: here, made in 0 s  (use it with profile=here)"
+    assert said.err == "", "off a terminal long work is quiet"
