@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from tandem.errors import Usage
+from tandem.errors import RunFailed, Usage
 from tandem.point import Outcome, Task, lost, run_point, run_points
 from tandem.workers import ATTEMPTS, in_processes
 
@@ -40,7 +40,13 @@ def on_ray(tasks: Sequence[Task], jobs: int, options: Options) -> Outcomes:
     started = not ray.is_initialized()
     if started:
         local = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": jobs}
-        ray.init(log_to_driver=False, **local)
+        try:
+            ray.init(log_to_driver=False, **local)
+        except Exception as error:  # Ray waits half a minute for its own processes to start
+            raise RunFailed(
+                f"--engine ray: Ray did not start ({_first_line(error)}); try again on a quieter "
+                "machine, or take the engine that needs no server: --engine processes"
+            ) from error
     try:
         remote = ray.remote(run_point).options(max_retries=ATTEMPTS - 1, **options)
         running = {remote.remote(task): task for task in tasks}
