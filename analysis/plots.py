@@ -24,7 +24,7 @@ NAMES = {
 DENSE = 1500  # points of a scatter that are drawn as pixels rather than as paths
 GRID = 201  # quantiles of a distribution function
 TICKS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1,))  # of a decade, from a narrow range to a wide one
-MOST_TICKS = 5  # labels that an axis has room for
+MOST_TICKS = 6  # labels that an axis has room for
 WIDE = 8  # ratio of largest to smallest from which an axis is logarithmic
 
 

@@ -26,7 +26,7 @@ def test_there_are_some_and_never_too_many(low: float, ratio: float) -> None:
     [
         (0.0013, 0.0047, [0.0015, 0.002, 0.003, 0.004]),
         (0.003, 0.12, [0.005, 0.01, 0.02, 0.05, 0.1]),
-        (0.08, 9, [0.1, 1]),
+        (0.04, 16, [0.1, 1, 10]),
     ],
 )
 def test_they_are_round(low: float, high: float, wanted: list[float]) -> None:
