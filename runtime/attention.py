@@ -122,8 +122,8 @@ def attended(
     """Attention of rows whose keys and values are in their pages already.
 
     query is [T, heads, D], key and value [T, kv_heads, D]; returns [T, heads, D].
-    A slice, and on the CPU a decode, costs one SDPA call: there the fastest of what was measured
-    (RUNTIME.md 2.2), and exact. A GPU cannot wait for so many launches: its decodes come in groups.
+    A slice, and on the CPU a decode, costs one SDPA call: there the fastest of what was measured,
+    and exact. A GPU cannot wait for so many launches: its decodes come in groups.
     Heads that share keys read them through a view, without a copy.
     """
     pages = rows.arena.layer(layer)

@@ -21,7 +21,7 @@ class FusedDecoder(Decoder):
     """A Decoder that takes the modules' weights and leaves their forwards out, where it knows how.
 
     For serving only: the kernels have no backward. A Llama layer of a decode step is eleven
-    kernels, where the modules launch some forty (RUNTIME.md 6).
+    kernels, where the modules launch some forty.
     """
 
     def __init__(self, model: Any) -> None:

@@ -19,7 +19,7 @@ class Workspace:
 
     The repeat writes what the launch has just written (equal KV into equal pages, equal tokens
     into equal ring slots), so it changes nothing; the measured launch itself runs untracked. A
-    repeat takes about twice the time of its launch (RUNTIME.md section 3: 2.2 times for one
+    repeat takes about twice the time of its launch (measured on a CPU: 2.2 times for one
     sequence, 1.8 for 16), which a service clock leaves out; in real time it delays its lane, so
     it is off (0) unless asked for.
     Launches over some of the layers only are left alone: those hand rows on, once.
