@@ -57,6 +57,7 @@ def calibrate(point: Composed, folder: Path, replays: int = REPLAYS) -> pd.DataF
         raise ValueError(f"backend={backend} measures nothing; calibrate {' or '.join(MEASURED)}")
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder}: there is something in it already; give a new folder")
+    setting_of(point)  # what is wrong is told before anything is written
     lock = folder.with_name(f".{folder.name}.lock")
     with sole_user(lock, f"{folder}: another calibration is running there"):
         return _measured(point, folder, replays)

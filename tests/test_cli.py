@@ -109,6 +109,12 @@ def test_a_rejected_run_leaves_nothing(words: list[str], tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
+def test_a_rejected_calibration_leaves_nothing(tmp_path: Path) -> None:
+    for words in (["seed=-1"], ["model=llama3_8b"], ["backend=sim"]):
+        assert main(["calibrate", *words, "--out", "profile"]) == 2
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_rejected_run_leaves_what_others_put_there(tmp_path: Path) -> None:
     Path("here").mkdir()
     Path("here/theirs").touch()
