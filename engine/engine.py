@@ -85,7 +85,12 @@ class Engine:
         self.fleet = None if router is None else Fleet(devices, router)
         self.profile = EngineProfile()
         self.roster, self.flights = Roster(), Flights(devices)
-        self.standing = Standing(fast_forward and devices == 1)
+        self.standing = Standing(
+            fast_forward and devices == 1,
+            page,
+            self.ledger.held_bytes,
+            lambda job: self.ends.tokens_left(job),
+        )
         self.ends = Ends(self.roster, self.standing)
         self.leftovers = Leftovers(self.ledger, self.recorder, devices)
         self.launcher = Launcher(self)
@@ -206,7 +211,7 @@ class Engine:
         """An operation has ended: what it sampled and held is there."""
         flight = self.flights.pop(span.op)
         self.profile.settled(span)
-        self.recorder.delivered(flight.launch.pieces, span.end_ns)
+        self.recorder.delivered(flight.device, flight.launch.pieces, span.end_ns)
         self.land(span.op, span.end_ns, flight.device, flight.number)
         if not self.forced:
             for job in self.ends.sampled(span, flight.launch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
 import simpy
@@ -41,6 +42,12 @@ class Pieces(Sequence[Piece]):
     ) -> None:
         self.job_ids, self.tokens, self.contexts = job_ids, tokens, contexts
         self.samples, self.tables = samples, tables
+
+    @property
+    def sampled_ids(self) -> tuple[int, ...]:
+        """Whose slices yield a token."""
+        ids, samples = self.job_ids, self.samples
+        return tuple(compress(ids, samples) if False in samples else ids)
 
     def __len__(self) -> int:
         return len(self.job_ids)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import simpy
 
-from engine.cohort import Cohort
+from engine.deliveries import Times
 from engine.executor import Launch, Span
 from engine.flights import Flight
 from engine.leg import Leg, legs
 from engine.plan import Compute, Op, Tier
 from engine.repeat import Repeat
-from engine.run import Run, Times
+from engine.run import Run
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -74,14 +74,14 @@ class Jump:
         return True
 
     def _pass(self, run: Run, span: Span) -> Generator[simpy.Event, Any, None]:
-        """Lets its time pass; only the host's where somebody may come or be asked meanwhile."""
+        """Lets its time pass; only the host's where somebody may be asked meanwhile."""
         env, depth = self._engine.env, self._engine.depth
-        now_ns, until_ns = int(env.now), self._engine.arrivals.next_ns
-        if depth == 1 and (until_ns is None or span.end_ns < until_ns):
+        now_ns = int(env.now)
+        if depth == 1:
             yield env.timeout(span.end_ns - now_ns)
-            told = self._engine.news.next
-            self._tell(run, span)
-            yield told  # behind turns that an answer brings at once
+            self._settle(run, span)
+            if self._engine.arrivals.next_ns == span.end_ns:  # turns that an answer brings at once
+                yield env.timeout(0)
             return
         self._executor.hold(run.legs[0].launch, span, lambda span: self._tell(run, span))
         for step in range(run.settled, len(run)):
@@ -102,40 +102,43 @@ class Jump:
         engine = self._engine
         if not self._is_calm(device):
             return None
-        cohort = repeat.cohort(engine.ends.tokens_left)
-        limit = self._limit(repeat, cohort)
+        limit = self._limit(repeat)
         if limit < self._least:
             return None
-        ahead, durations, host_ns = legs(repeat, cohort, limit), list[int](), 0
-        for leg in ahead:
+        until_ns, at_ns = engine.arrivals.next_ns, int(engine.env.now)
+        ahead, durations, host_ns = list[Leg](), list[int](), 0
+        for leg in legs(repeat, limit):
             found = self._executor.repeat(leg.launch, leg.steps)
             if found is None:
                 return None
             if leg.first and found[1] != host_ns:  # behind a prompt's end the host takes less
-                limit = leg.first
                 break
+            ahead.append(leg)
             durations += found[0]
             host_ns = found[1]
+            at_ns += sum(found[0])
+            if engine.depth == 1 and until_ns is not None and at_ns >= until_ns:
+                break  # what follows is issued later
+        limit = len(durations)
         if limit < self._least:
             return None
-        self._pace_ns = max(1, durations[-1] + host_ns)
+        self._pace_ns = max(1, min(durations) + host_ns)
         issue, start, end = self._times(durations, host_ns)
-        until_ns = engine.arrivals.next_ns
         if until_ns is not None and issue[-1] >= until_ns:
             limit = bisect_left(issue, until_ns)
             if limit < self._least:
                 return None
-        ahead = [leg.cut(limit) for leg in ahead if leg.first < limit]
-        return self._made(
-            repeat, device, ahead, (issue[:limit], start[:limit], end[:limit]), host_ns
-        )
+            issue, start, end = issue[:limit], start[:limit], end[:limit]
+            ahead = [leg.cut(limit) for leg in ahead if leg.first < limit]
+        return self._made(repeat, device, ahead, (issue, start, end), host_ns)
 
-    def _limit(self, repeat: Repeat, cohort: Cohort) -> int:
+    def _limit(self, repeat: Repeat) -> int:
         """How many steps to look ahead: to the first end (with run-ahead, exclusive)."""
         engine = self._engine
-        *ending, last = [engine.ends.tokens_left(job) for job in repeat.jobs[len(cohort.jobs) :]]
-        left = min([*ending, last + repeat.silent])
-        left = min(left, cohort.fewest_left(otherwise=left))
+        left = repeat.cohort.fewest_left(otherwise=MOST)
+        if repeat.tail:
+            *ending, last = [engine.ends.tokens_left(job) for job in repeat.tail]
+            left = min([left, *ending, last + repeat.silent])
         limit = min(repeat.left, MOST, left - (engine.depth > 1))
         until_ns = engine.arrivals.next_ns
         if until_ns is not None:
@@ -177,10 +180,7 @@ class Jump:
     ) -> Run | None:
         engine, count = self._engine, len(times[0])
         due = repeat.due(count)
-        taken = [0] * count
-        for step, op in due:
-            taken[step] += op.nbytes
-        grown = array("q", accumulate(taken))
+        grown = array("q", accumulate([sum([op.nbytes for op in ops]) for ops in due]))
         pool = (Tier.GPU, device)
         if grown[-1] > engine.ledger.room_bytes()[pool]:
             return None
@@ -205,7 +205,7 @@ class Jump:
     def _issue(self, run: Run, repeat: Repeat) -> Span:
         """What settles together is issued; returns its span."""
         engine, ledger, op = self._engine, self._engine.ledger, run.op
-        ledger.grow(run.pool, [grow for _, grow in run.due])
+        ledger.grow(run.pool, run.due, run.grown[-1])
         engine.flights.number(run.device, len(run))
         engine.recorder.ran(run)
         engine.launcher.repeat(run, repeat)

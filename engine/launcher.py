@@ -45,8 +45,7 @@ class Launcher:
 
     def repeat(self, run: Run, plan: Repeat) -> None:
         """The jobs of a run move on by all its steps; whoever comes in is in the tail."""
-        cohort, count = plan.cohort(self._ends.tokens_left), len(run)
-        tail = plan.jobs[len(cohort.jobs) :]
+        cohort, tail, count = plan.cohort, plan.tail, len(run)
         for job in tail:
             if not self._roster.has_started(job):
                 self._start(job)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 from engine.balance import Balance
@@ -107,23 +108,22 @@ class Ledger:
         return Figures(pool, self.capacity_bytes[pool], free, coming, kinds, pages)
 
     # ---- booking
-    def grow(self, pool: Pool, grows: Sequence[Grow]) -> None:
+    def grow(self, pool: Pool, by_step: Iterable[Iterable[Grow]], total: int) -> None:
         """Books KV for many steps, in their order; the caller has seen that it fits."""
-        total, one = sum([op.nbytes for op in grows]), self.page.nbytes
+        if not total:
+            return
+        one, held, tables = self.page.nbytes, self.held_bytes, self.pages
         givers, (ids, users) = self._returns[pool].take(total), self._pools[pool].take(total // one)
         assert not givers and not users, "a run starts where nothing is on its way back"
         self.kind_bytes[pool][Kind.KV] += total
-        at, held, tables = 0, self.held_bytes, self.pages
-        for place, nbytes, _, _ in grows:
-            end = at + nbytes // one
-            if place in held:
-                held[place] += nbytes
-                tables[place] += ids[at:end]
-            else:
-                self._hold(place, nbytes)
-                tables[place] = ids[at:end]
-            at = end
-        assert at == len(ids), "something grows by no whole pages"
+        fresh = iter(ids)
+        for place, nbytes, _, _ in chain.from_iterable(by_step):
+            if place not in held:
+                self._hold(place, 0)
+                tables[place] = []
+            held[place] += nbytes
+            tables[place] += islice(fresh, nbytes // one)
+        assert next(fresh, None) is None, "something grows by no whole pages"
 
     def touch_again(self, op: Compute, steps: int) -> None:
         """Books a launch that stands for so many equal ones."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from engine.cohort import Behind, Cohort
+from engine.cohort import Behind
 from engine.executor import Launch, Pieces
 from engine.plan import Compute
 from engine.repeat import Repeat
@@ -35,9 +35,9 @@ class Leg(NamedTuple):
         return self.launch.pieces
 
     @property
-    def samples_all(self) -> bool:
-        """Whether each of its slices yields tokens."""
-        return False not in self.pieces.samples
+    def sampled_ids(self) -> tuple[int, ...]:
+        """Whose slices yield tokens."""
+        return self.pieces.sampled_ids
 
     def cut(self, end: int) -> Leg:
         """What is left of it in a run of so many steps."""
@@ -59,26 +59,24 @@ def _decodes(count: int) -> tuple[tuple[int, ...], tuple[bool, ...], Sequence[Se
     return (1,) * count, (True,) * count, ((),) * count
 
 
-def legs(repeat: Repeat, cohort: Cohort, count: int) -> list[Leg]:
+def legs(repeat: Repeat, count: int) -> Iterator[Leg]:
     """The next steps of a repeated plan, with all jobs as they are."""
-    lead, plan, found = len(cohort.jobs), repeat.plan, list[Leg]()
-    jobs = repeat.jobs[lead:]
-    ids = (*cohort.ids, *[job.job_id for job in jobs])
+    cohort, tail = repeat.cohort, repeat.tail
+    lead, ids = len(cohort.jobs), cohort.ids + tuple([job.job_id for job in tail])
     ones, trues, tables = _decodes(len(ids))
-    at, end, single = repeat.done, repeat.done + count, ((1, True),) * len(jobs)
-    done = [(job.computed_tokens, job.known_tokens) for job in jobs]
-    while at < end:
-        op, until = plan.launch(at), min(end, plan.until(at))
-        first, steps, parts = at - repeat.done, until - at, op.slices[lead:]
-        tail = tuple([(p.tokens, c + p.tokens == k) for p, (c, k) in zip(parts, done, strict=True)])
+    done = [(job.computed_tokens, job.known_tokens) for job in tail]
+    single, first = ((1, True),) * len(tail), 0
+    while first < count:
+        part, until = repeat.part(repeat.done + first)
+        steps = min(count, until - repeat.done) - first
+        moves = tuple([(p.tokens, c + p.tokens == k) for p, (c, k) in zip(part, done, strict=True)])
         tokens, samples = ones, trues
-        if tail != single:
-            tokens = (*ones[:lead], *[n for n, _ in tail])
-            samples = (*trues[:lead], *[sampled for _, sampled in tail])
+        if moves != single:
+            tokens = (*ones[:lead], *[n for n, _ in moves])
+            samples = (*trues[:lead], *[sampled for _, sampled in moves])
         behind = Behind(cohort, first, tuple([computed for computed, _ in done]))
-        launch = Launch(op, (), Pieces(ids, tokens, behind, samples, tables))
-        found.append(Leg(first, steps, launch, tail))
-        moved = zip(done, tail, strict=True)
+        launch = Launch(repeat.launch(part), (), Pieces(ids, tokens, behind, samples, tables))
+        yield Leg(first, steps, launch, moves)
+        moved = zip(done, moves, strict=True)
         done = [(c + steps * n, k + steps * sampled) for (c, k), (n, sampled) in moved]
-        at = until
-    return found
+        first += steps

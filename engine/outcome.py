@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import chain
 
-from engine.run import Times
+from engine.deliveries import Stretch
 from traces.request import Request
 
 
@@ -22,34 +22,24 @@ class Outcome:
     swaps: int = 0
     cached_tokens: int = 0
     status: str = "unfinished"
-    token_runs: list[int | Times] = field(default_factory=list)  # one token, or all of a run
+    stretches: list[Stretch] = field(default_factory=list)  # never empty ones
 
     @property
     def tokens(self) -> int:
         """Output tokens delivered."""
-        runs = [run for run in self.token_runs if not isinstance(run, int)]
-        return len(self.token_runs) - len(runs) + sum(map(len, runs))
+        return sum(map(len, self.stretches))
 
     @property
     def first_token_ns(self) -> int | None:
         """When the first output token was delivered."""
-        return next(map(_first, self.token_runs), None)
+        return self.stretches[0].first_ns if self.stretches else None
 
     @property
     def last_token_ns(self) -> int | None:
         """When the newest output token was delivered."""
-        return next(map(_last, reversed(self.token_runs)), None)
+        return self.stretches[-1].last_ns if self.stretches else None
 
     @property
     def token_ns(self) -> list[int]:
         """When each output token was delivered."""
-        runs = ([run] if isinstance(run, int) else run.tolist() for run in self.token_runs)
-        return list(chain.from_iterable(runs))
-
-
-def _first(run: int | Times) -> int:
-    return run if isinstance(run, int) else int(run[0])
-
-
-def _last(run: int | Times) -> int:
-    return run if isinstance(run, int) else int(run[-1])
+        return list(chain.from_iterable([stretch.times_ns for stretch in self.stretches]))

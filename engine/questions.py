@@ -74,7 +74,7 @@ class Questions:
             engine.layout,
             engine.cost,
             None if engine.reuse is None else engine.reuse.trial(device),
-            engine.standing.decodes(roster.serving, engine.page),
+            engine.standing.decodes(roster.serving),
         )
 
     def _shown(self, jobs: list[Job], device: int) -> list[Job]:

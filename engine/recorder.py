@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from itertools import chain, compress
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from engine.deliveries import Deliveries
 from engine.executor import Launch, Meter, Piece, Pieces, Span
 from engine.figures import Figures
 from engine.outcome import Outcome
@@ -33,6 +34,7 @@ class Recorder:
         self._steps: list[StepRow] = []
         self._memory: list[MemoryRow] = []
         self._runs: list[Run] = []
+        self._deliveries: dict[int, Deliveries] = {}  # by device
         self._returned: dict[int, list[int]] = defaultdict(list)  # by device
         self._unseen: set[int] = set()  # devices whose memory has come back; no row says so yet
         self._meter = meter
@@ -100,11 +102,9 @@ class Recorder:
         self._unseen.discard(run.device)
 
     def run_settled(self, run: Run) -> None:
-        """The steps of a run that settle together have ended: their tokens share one list."""
+        """The steps of a run that settle together have ended."""
         for job_ids, times in run.tokens():
-            if times:
-                for job_id in job_ids:
-                    self.outcomes[job_id].token_runs.append(times)
+            self._delivered(run.device, job_ids, times)
 
     def scheduled(self, job_id: int, now_ns: int) -> None:
         """The first slice of a request was issued."""
@@ -128,12 +128,18 @@ class Recorder:
         self._steps.append((step, issue_ns, host_ns, span, launch))
         self._note(span.end_ns, "settle", step, figures)
 
-    def delivered(self, pieces: Sequence[Piece], at_ns: int) -> None:
+    def delivered(self, device: int, pieces: Sequence[Piece], at_ns: int) -> None:
         """Output tokens of a launch reached their clients."""
         assert isinstance(pieces, Pieces) or not pieces, "the engine launches pieces by column"
         if isinstance(pieces, Pieces):
-            for job_id in compress(pieces.job_ids, pieces.samples):
-                self.outcomes[job_id].token_runs.append(at_ns)
+            self._delivered(device, pieces.sampled_ids, (at_ns,))
+
+    def _delivered(self, device: int, job_ids: tuple[int, ...], times_ns: Iterable[int]) -> None:
+        if not job_ids:
+            return
+        if device not in self._deliveries:
+            self._deliveries[device] = Deliveries(self.outcomes)
+        self._deliveries[device].add(job_ids, times_ns)
 
     def ended(self, job_id: int, now_ns: int, status: str) -> None:
         """A request left, `finished` or `refused`."""

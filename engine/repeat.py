@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import dropwhile
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 
 from engine.cohort import Cohort
 from engine.decodes import Decodes
-from engine.growth import Due, Growth
+from engine.growth import Growth
 from engine.job import Job
-from engine.plan import COMPUTE_LANE, Compute, Grow, PageSize, Plan, Pool, Work
+from engine.plan import (
+    COMPUTE_LANE,
+    Compute,
+    Grow,
+    GrowCycle,
+    PageSize,
+    Place,
+    Plan,
+    Pool,
+    Slice,
+    Work,
+)
 
 WHOLE = (Work.FORWARD, None, 0, 0, False)  # a slice of serving, but for its job and tokens
 
 
 class Repeat:
-    """A repeated plan under way."""
+    """A repeated plan under way: a cohort of decodes, and prompts behind it."""
 
-    def __init__(self, plan: Plan, before: Repeat | None = None) -> None:
-        """The cohort of the plan `before` goes on where its jobs lead this one, too."""
-        self.plan = plan
-        self.jobs = [piece.job for piece in plan.slices]
+    def __init__(self, plan: Plan, cohort: Cohort) -> None:
+        launch, lead = plan.ops[-1], len(cohort.jobs)
+        assert isinstance(launch, Compute)
+        self.plan, self.cohort, self.device = plan, cohort, launch.device
         self.done = 0  # steps issued
-        self.growth = Growth.of(plan)
-        self._after = 0, self.growth  # what is left after so many steps, as last asked for
-        cohort = Cohort() if before is None else before._cohort
-        leads = self.jobs[: min(len(cohort.jobs), len(self.jobs) - 1)] == cohort.jobs
-        self._cohort: Cohort = cohort if leads else Cohort()
+        self.growth = Growth.of(plan)  # beside the cohort's
+        self._has_cycle = isinstance(plan.ops[0], GrowCycle)
+        self.places = launch.writes[lead:]
+        self._parts = [(0, launch.slices[lead:])]  # what follows the cohort, from which step on
+        for step, last in plan.later:
+            self._parts.append((step, self._parts[0][1][: -len(last)] + last))
+        self.tail = [piece.job for piece in launch.slices[lead:]]
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All that are in it."""
+        return [*self.cohort.jobs, *self.tail]
 
     @property
     def left(self) -> int:
@@ -35,46 +53,51 @@ class Repeat:
 
     @property
     def silent(self) -> int:
-        """Steps before the last slice yields a token: parts of its prompt but the last."""
-        if self.plan.later:
-            return max(0, self.plan.later[-1][0] - 1 - self.done)
-        last = self.plan.slices[-1]
+        """Steps before the last of its tail yields a token: parts of its prompt but the last."""
+        if len(self._parts) > 1:
+            return max(0, self._parts[-1][0] - 1 - self.done)
+        last = self._parts[0][1][-1]
         return (last.job.remaining_tokens - 1) // last.tokens
 
-    def due(self, count: int) -> list[Due]:
-        """What grows in the next steps, by step from now on."""
-        found, after = self.growth.before(self.done + count)
-        self._after = count, after
-        return [(step - self.done, op) for step, op in found]
+    def part(self, step: int) -> tuple[tuple[Slice, ...], int]:
+        """The slices of the tail at that step, and the step at which they become others."""
+        now, until = self._parts[0][1], self.plan.repeats
+        for first, slices in self._parts:
+            if first > step:
+                until = first
+                break
+            now = slices
+        return now, until
 
-    def cohort(self, tokens_left: Callable[[Job], int]) -> Cohort:
-        """All decodes before the last slice, as columns."""
-        cohort, jobs = self._cohort, self.jobs
-        known = len(cohort.jobs)
-        lead = max(known, len(jobs) - 1)
-        while lead > known and jobs[lead - 1].is_prefilling:
-            lead -= 1
-        if lead > known:
-            cohort.join(jobs[known:lead], tokens_left)
-        return cohort
+    def launch(self, part: tuple[Slice, ...]) -> Compute:
+        """A new launch, with that part behind the cohort."""
+        cohort = self.cohort
+        return Compute(cohort.slices + part, (), cohort.places + self.places, self.device)
+
+    def due(self, count: int) -> list[tuple[Grow, ...]]:
+        """What grows in each of the next steps, in the order of booking."""
+        none = list[tuple[Grow, ...]]([()]) * count
+        found = self.cohort.due(count) if self._has_cycle else none
+        for step, op in self.growth.before(self.done + count)[0]:
+            found[step - self.done] += (op,)
+        return found
 
     def advance(self, count: int) -> None:
         """Steps are issued."""
         self.done += count
-        asked, after = self._after
-        self.growth = after if asked == count else self.growth.before(self.done)[1]
-        self._after = 0, self.growth
-        self._cohort.advance(count)
+        self.growth = self.growth.before(self.done)[1]
+        self.cohort.clock += count
 
     def next(self) -> Plan:
         """The next step as a plan of its own."""
-        plan = self.plan.one_step(self.done, [op for _, op in self.due(1)])
+        grows = [Grow(op.place, op.nbytes) for op in self.due(1)[0]]
+        plan = Plan((*grows, self.launch(self.part(self.done)[0])))
         self.advance(1)
         return plan
 
     def fits(self, room_bytes: Callable[[], dict[Pool, int]]) -> bool:
         """Whether what grows with the next step finds room."""
-        due = self.growth.next_ops()
+        due = self.due(1)[0]
         if not due:
             return True
         room = room_bytes()
@@ -85,82 +108,87 @@ class Repeat:
     @property
     def is_cut(self) -> bool:
         """Whether a budget has cut its last slice: there would be more of it if others left."""
-        last = self.plan.slices_at(self.done)[-1]
+        if not self.tail:
+            return False
+        last = self.part(self.done)[0][-1]
         return last.tokens < last.job.remaining_tokens
 
     def lose(self, jobs: Sequence[Job]) -> None:
         """Jobs have ended: they are in it no more."""
-        launch, gone, cohort = self.plan.ops[-1], {job.job_id for job in jobs}, self._cohort
-        assert isinstance(launch, Compute)
-        slices, writes = self.plan.slices_at(self.done), launch.writes
+        cohort, gone = self.cohort, {job.job_id for job in jobs}
         for job in jobs:
-            i = self.jobs.index(job)
-            assert writes[i].region.owner == job.job_id, "a repeated launch writes slice by slice"
-            del self.jobs[i]
-            slices, writes = slices[:i] + slices[i + 1 :], writes[:i] + writes[i + 1 :]
-            if i < len(cohort.jobs):
-                cohort.leave(i)
-        if cohort.jobs and len(cohort.jobs) == len(self.jobs):
-            cohort.leave(-1)  # it is the last slice now
-        later = tuple(
-            [
-                (first, tuple([piece for piece in tail if piece.job.job_id not in gone]))
-                for first, tail in self.plan.later
-                if first > self.done
+            if job in cohort.jobs:
+                cohort.leave(cohort.jobs.index(job))
+                continue
+            i = self.tail.index(job)
+            del self.tail[i]
+            self.places = self.places[:i] + self.places[i + 1 :]
+            self._parts = [
+                (first, tuple([piece for piece in part if piece.job is not job]))
+                for first, part in self._parts
             ]
-        )
-        launch = Compute(slices, launch.reads, writes, launch.device)
-        self.plan = Plan((launch,), repeats=self.plan.repeats, later=later)
-        self.growth = self.growth.without(gone)  # where all that grows is now
-        self._after = 0, self.growth
-
-    def decodes(self, serving: Sequence[Job], page: PageSize) -> Decodes | None:
-        """What it says of all that are in service; None where it does not."""
-        if self.jobs != serving or not self.done:
-            return None
-        launch, slices = self.plan.ops[-1], self.plan.slices_at(self.done)
-        assert isinstance(launch, Compute)
-        writes, last = launch.writes, slices[-1]
-        prompt = last.job.job_id if last.job.is_prefilling else None
-        if prompt is not None:
-            slices, writes = slices[:-1], writes[:-1]
-        growth = self.growth.as_cycle(page, prompt)
-        if growth is None or sum(map(len, growth.by_step)) != len(slices):
-            return None
-        return Decodes(slices, writes, growth)
+        self.growth = self.growth.without(gone)
 
 
-def _is_plain(plan: Plan) -> bool:
-    """Whether a single step could be one of a repeated plan: growth, and a launch of single tokens
-    of decodes and then of prompts."""
-    launch = plan.ops[-1] if plan.ops else None
-    if plan.restart or plan.refuse or not isinstance(launch, Compute) or launch.reads:
+def _is_plain(plan: Plan, launch: Compute, cohort: Cohort) -> bool:
+    """Whether a single step could be one of a repeated plan: growth, and a launch of a cohort and
+    then of prompts."""
+    if plan.restart or plan.refuse or launch.reads:
         return False
-    slices, is_growth = launch.slices, [type(op) is Grow for op in plan.ops[:-1]]
-    jobs = [piece.job for piece in slices]
-    prompts = list(dropwhile(lambda job: not job.is_prefilling, jobs))
+    lead, is_growth = len(cohort.jobs), [type(op) is Grow for op in plan.ops[:-1]]
+    prompts, writes = launch.slices[lead:], launch.writes[lead:]
+    ids = [piece.job.job_id for piece in prompts]
     return (
         all(is_growth)
         and (launch.on, launch.again) == (COMPUTE_LANE, False)
-        and all([piece[2:] == WHOLE and piece.job.training is None for piece in slices])
-        and all([job.is_prefilling for job in prompts])
-        and [place.region.owner for place in launch.writes] == [job.job_id for job in jobs]
-        and len({job.job_id for job in jobs}) == len(jobs)
+        and all([piece[2:] == WHOLE and piece.job.training is None for piece in prompts])
+        and all([piece.job.is_prefilling for piece in prompts])
+        and [place.region.owner for place in writes] == ids
+        and len({*cohort.ids, *ids}) == len(launch.slices)
     )
 
 
 class Standing:
     """The plan that is issued again without a question, as long as nothing happens."""
 
-    def __init__(self, is_allowed: bool) -> None:
-        self._is_allowed = is_allowed
+    def __init__(
+        self,
+        is_allowed: bool,
+        page: PageSize,
+        held_bytes: Mapping[Place, int],
+        tokens_left: Callable[[Job], int],
+    ) -> None:
+        self._is_allowed, self._page = is_allowed, page
+        self._held_bytes, self._tokens_left = held_bytes, tokens_left
         self._last: Repeat | None = None  # also when it does not hold any more
+        self._cohort: Cohort | None = None  # of the last plan
+        self._shown: GrowCycle | None = None  # of the cohort, as a View has it
         self.repeat: Repeat | None = None
 
     def keep(self, plan: Plan) -> None:
         """A plan was decided; it stands for as many steps as it holds."""
-        stands = self._is_allowed and (plan.repeats > 1 or _is_plain(plan))
-        self._last = self.repeat = Repeat(plan, self._last) if stands else None
+        self._last = self.repeat = self._stand(plan) if self._is_allowed and plan.ops else None
+        self._cohort = None if self._last is None else self._last.cohort
+
+    def _stand(self, plan: Plan) -> Repeat | None:
+        launch, cycle = plan.ops[-1], plan.ops[0]
+        if not isinstance(launch, Compute):
+            return None
+        cohort, has_cycle = self._cohort, isinstance(cycle, GrowCycle)
+        if cohort is None or not _leads(cohort, launch) or (has_cycle and cohort.turns is None):
+            cohort = Cohort(self._page)
+        lead = len(cohort.jobs)
+        self._join(cohort, [piece.job for piece in launch.slices[lead:]], launch.writes[lead:])
+        if not _leads(cohort, launch):
+            return None
+        if isinstance(cycle, GrowCycle) and cycle is not self._shown:
+            assert _is_same(cycle, cohort.cycle()), "a cycle grows as decodes fill their pages"
+        return Repeat(plan, cohort) if plan.repeats > 1 or _is_plain(plan, launch, cohort) else None
+
+    def _join(self, cohort: Cohort, jobs: Sequence[Job], places: Sequence[Place]) -> None:
+        """Whoever decodes, up to the first who does not, comes into the cohort."""
+        pairs = takewhile(_is_decode, zip(jobs, places, strict=False))
+        cohort.join(pairs, self._held_bytes, self._tokens_left)
 
     def drop(self) -> None:
         """Something happened: the policy has to be asked."""
@@ -176,7 +204,7 @@ class Standing:
             self.repeat = None
         last.lose(jobs)
         if not last.jobs:
-            self._last = self.repeat = None
+            self._last = self.repeat = self._cohort = None
 
     def next(self, room_bytes: Callable[[], dict[Pool, int]]) -> Plan | None:
         """The plan if it still holds; it ends where the growth of its next step finds no room."""
@@ -186,6 +214,30 @@ class Standing:
         self.repeat = None
         return None
 
-    def decodes(self, serving: Sequence[Job], page: PageSize) -> Decodes | None:
-        """Those of the last plan, if it had all that are in service."""
-        return None if self._last is None else self._last.decodes(serving, page)
+    def decodes(self, serving: Sequence[Job]) -> Decodes | None:
+        """The decodes of the last plan; None where it did not have all that are in service."""
+        last, cohort = self._last, self._cohort
+        if last is None or cohort is None or last.jobs != serving:
+            return None
+        self._last = None  # what it had may come into the cohort now
+        self._join(cohort, last.tail, last.places)
+        self._shown = cohort.cycle()
+        rest = serving[len(cohort.jobs) :]
+        if self._shown is None or not all([job.is_prefilling for job in rest]):
+            return None
+        return Decodes(cohort.slices, cohort.places, self._shown)
+
+
+def _leads(cohort: Cohort, launch: Compute) -> bool:
+    n = len(cohort.jobs)
+    return launch.slices[:n] == cohort.slices and launch.writes[:n] == cohort.places
+
+
+def _is_decode(pair: tuple[Job, Place]) -> bool:
+    job, place = pair
+    return not job.is_prefilling and place.region.owner == job.job_id
+
+
+def _is_same(cycle: GrowCycle, other: GrowCycle | None) -> bool:
+    places = [[[op.place for op in ops] for ops in c.by_step] for c in (cycle, other) if c]
+    return places[0] == places[-1] and len(places) == 2

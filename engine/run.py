@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
+from engine.deliveries import Times
 from engine.executor import Launch, Span
 from engine.figures import Figures
-from engine.growth import Due
 from engine.leg import Leg
 from engine.plan import Compute, Grow, Plan, Pool
-
-Times: TypeAlias = "array[int]"  # of int64: one object, whatever its length
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +33,7 @@ class Run:
     grown: Times  # KV bytes taken up to and with each step
     page_nbytes: int
     peak_bytes: Callable[[Launch], int | None]
-    due: Sequence[Due]  # what grows, by step of the run, in the order of booking
+    due: Sequence[Sequence[Grow]]  # what grows at each step, in the order of booking
 
     def __len__(self) -> int:
         return len(self.issue_ns)
@@ -54,19 +50,12 @@ class Run:
     def _leg(self, step: int) -> Leg:
         return next(leg for leg in reversed(self.legs) if leg.first <= step)
 
-    def tokens(self) -> Iterator[tuple[Sequence[int], Times]]:
-        """Whose tokens the steps that settle together yield, and when: jobs share one list."""
-        ids, times, legs = self.legs[0].pieces.job_ids, self.end_ns, self.legs
-        if self.settled < len(times):
-            times = times[: self.settled]
-        if legs[0].samples_all:  # and later ones do so, too
-            yield ids, times
-            return
-        tail = range(len(legs[0].tail))
-        silent = [sum([leg.steps for leg in legs if not leg.tail[i][1]]) for i in tail]
-        yield ids[: -len(silent)], times
-        for job_id, steps in zip(ids[-len(silent) :], silent, strict=True):
-            yield (job_id,), times[steps:]
+    def tokens(self) -> Iterator[tuple[tuple[int, ...], Times]]:
+        """Whose tokens the steps that settle together yield, and when."""
+        for leg in self.legs:
+            times = self.end_ns[leg.first : min(leg.first + leg.steps, self.settled)]
+            if times:
+                yield leg.sampled_ids, times
 
     def unissued_bytes(self, now_ns: int) -> int:
         """KV bytes of steps that are booked but issued only at `now_ns` or later."""
@@ -75,11 +64,8 @@ class Run:
 
     # ---- rows, as the recorder has them of single steps
     def plan_rows(self) -> Iterator[tuple[int, int, int, tuple[int, ...], Plan]]:
-        grows: dict[int, list[Grow]] = defaultdict(list)
-        for i, op in self.due:
-            grows[i].append(Grow(op.place, op.nbytes))
-        for i, at_ns in enumerate(self.issue_ns):
-            plan = Plan((*grows[i], self._leg(i).op))
+        for i, (at_ns, due) in enumerate(zip(self.issue_ns, self.due, strict=True)):
+            plan = Plan((*[Grow(op.place, op.nbytes) for op in due], self._leg(i).op))
             yield self.step + i, self.device, at_ns, () if i else self.returned, plan
 
     def step_rows(self) -> Iterator[tuple[int, int, int, Span, Launch]]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.cohort import Cohort
 from engine.growth import Growth
-from engine.plan import Compute, Grow, GrowCycle, PageSize, Plan, kv_place
+from engine.job import Job
+from engine.plan import Compute, Grow, PageSize, Plan, kv_place
 
 grows = st.lists(
     st.builds(
@@ -42,25 +44,35 @@ def test_what_has_left_grows_no_more(ops: list[Grow], middle: int) -> None:
 
 
 @given(
-    turns=st.lists(st.integers(0, 3), max_size=12),
+    spare=st.lists(st.integers(0, 3), max_size=12),
     start=st.integers(0, 9),
     gone=st.sets(st.integers(0, 11)),
-    end=st.integers(0, 20),
+    count=st.integers(0, 20),
 )
-def test_a_cycle_is_its_places_one_by_one(
-    turns: list[int], start: int, gone: set[int], end: int
+def test_a_cohort_grows_as_its_places_would_one_by_one(
+    spare: list[int], start: int, gone: set[int], count: int
 ) -> None:
-    """Pages of 4: decode i grows at step turns[i] and every fourth after it; some leave."""
-    ops = [Grow(kv_place(i), 10, first, 4) for i, first in enumerate(turns)]
-    by_step = tuple(tuple(op for op in ops if op.first == step) for step in range(4))
-    cycle = Growth.of(Plan((GrowCycle(by_step), Compute(())), repeats=100))
-    single = Growth.of(Plan((*ops, Compute(())), repeats=100))
-    assert cycle.before(start)[0] == single.before(start)[0]
-    left, alone = (g.before(start)[1].without(gone) for g in (cycle, single))
-    assert list(left.next_ops()) == [op for _, op in alone.before(start + 1)[0]]
-    assert left.before(start + end)[0] == alone.before(start + end)[0]
-    for growth in (left, alone):
-        again = growth.as_cycle(PageSize(4, 10), None)
-        assert again is not None
-        due = [(start + i, op) for i in range(end) for op in again.by_step[i % 4]]
-        assert due == left.before(start + end)[0]
+    """Pages of 4: decode i has room for spare[i] tokens, then grows every fourth; some leave."""
+    cohort = Cohort(PageSize(4, 10))
+    cohort.clock = 7
+    pairs = [(Job(i, 0, 8 - n, 9 - n, 8 - n), kv_place(i)) for i, n in enumerate(spare)]
+    cohort.join(pairs, {place: 20 for _, place in pairs}, lambda job: 9)
+    ops = [Grow(kv_place(i), 10, first, 4) for i, first in enumerate(spare)]
+    cohort.clock += start
+    for i in gone & set(range(len(ops))):
+        cohort.leave(cohort.ids.index(i))
+    left = [op for op in ops if op.place.region.owner not in gone]
+    expected = one_by_one(left, start, start + count)
+    found = cohort.due(count)
+    assert [(start + i, op.place) for i, due in enumerate(found) for op in due] == [
+        (step, op.place) for step, op in expected
+    ]
+    cycle = cohort.cycle()
+    assert cycle is not None
+    assert [cycle.by_step[i % 4] for i in range(count)] == found
+
+
+def test_whoever_holds_pages_to_spare_grows_in_no_turn() -> None:
+    cohort = Cohort(PageSize(4, 10))
+    cohort.join([(Job(0, 0, 3, 4, 3), kv_place(0))], {kv_place(0): 20}, lambda job: 9)
+    assert cohort.cycle() is None

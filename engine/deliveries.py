@@ -1,0 +1,62 @@
+"""When tokens reached their clients: said once for all that get theirs together."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from engine.outcome import Outcome
+
+Times: TypeAlias = "array[int]"  # of int64: one object, whatever its length
+
+
+class Stretch:
+    """Tokens that a request got one after another: a part of the times of a device."""
+
+    __slots__ = ("_times", "end", "first")
+
+    def __init__(self, times: Times) -> None:
+        self._times, self.first = times, len(times)
+        self.end: int | None = None  # None while it goes on
+
+    def __len__(self) -> int:
+        return (len(self._times) if self.end is None else self.end) - self.first
+
+    @property
+    def first_ns(self) -> int:
+        return self._times[self.first]
+
+    @property
+    def last_ns(self) -> int:
+        return self._times[self.first + len(self) - 1]
+
+    @property
+    def times_ns(self) -> list[int]:
+        return self._times[self.first : self.first + len(self)].tolist()
+
+
+class Deliveries:
+    """Times at which a device delivered; who gets tokens at each is looked at when it changes."""
+
+    def __init__(self, outcomes: Mapping[int, Outcome]) -> None:
+        self._outcomes = outcomes
+        self._times: Times = array("q")
+        self._ids: Sequence[int] = ()
+        self._open: dict[int, Stretch] = {}  # by request
+
+    def add(self, ids: tuple[int, ...], times_ns: Iterable[int]) -> None:
+        """Each of these requests got a token at each of these times."""
+        if ids != self._ids:
+            self._change(ids)
+        self._times.extend(times_ns)
+
+    def _change(self, ids: tuple[int, ...]) -> None:
+        now, before = set(ids), self._open.keys()
+        for i in before - now:
+            self._open.pop(i).end = len(self._times)
+        for i in now - before:
+            self._open[i] = stretch = Stretch(self._times)
+            self._outcomes[i].stretches.append(stretch)
+        self._ids = ids
