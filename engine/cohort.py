@@ -104,8 +104,8 @@ class Cohort:
     def due(self, count: int) -> list[tuple[Grow, ...]]:
         """Whose pages are full at each of the next steps."""
         assert self.turns is not None
-        turns, n = self.turns, self.page.tokens
-        return [turns[at % n] for at in range(self.clock, self.clock + count)]
+        now, n = self.clock % self.page.tokens, self.page.tokens
+        return list((self.turns * ((now + count) // n + 1))[now : now + count])
 
 
 class Behind(Sequence[int]):

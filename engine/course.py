@@ -25,8 +25,8 @@ def course(plan: Plan, view: View, appends: bool) -> Course:
     """How a plan goes on if nobody arrives, ends or comes in.
 
     All in service must have a slice: single tokens, and behind them prompts, the last perhaps cut
-    by the budget. Where the scheduling `appends` what it has begun last to its decodes, and nobody
-    waits for what the prompts leave of the budget, their rest and then their decodes follow.
+    by the budget. Where the scheduling `appends` what it has begun last to its decodes, their rest
+    follows, and then their decodes if nobody waits for what the prompts leave of the budget.
     Anything else than growth and one launch is not repeated.
     """
     if not plan.ops or plan.restart or plan.refuse or view.training:
@@ -46,15 +46,19 @@ def course(plan: Plan, view: View, appends: bool) -> Course:
         return ONCE
     if not prompts:
         return Course(FOREVER)
-    if appends and [*view.serving[num_decodes:], *view.waiting] == prompts:
-        return _through(slices, num_decodes)
+    queue = [*view.serving[num_decodes:], *view.waiting]
+    if appends and queue[: len(prompts)] == prompts:
+        return _through(slices, num_decodes, somebody_waits=len(queue) > len(prompts))
     last = slices[-1]
     cut = (last.job.remaining_tokens - 1) // last.tokens  # slices like this that leave a rest
     return Course(cut) if cut and len(prompts) == 1 else ONCE
 
 
-def _through(slices: Sequence[Slice], num_decodes: int) -> Course:
-    """The way of prompts into decodes: all but the last end now, the last may take more steps."""
+def _through(slices: Sequence[Slice], num_decodes: int, somebody_waits: bool) -> Course:
+    """The way of prompts into decodes: all but the last end now, the last may take more steps.
+
+    If somebody waits, only while the last of them takes all that the budget leaves.
+    """
     *ended, last = slices[num_decodes:]
     if any([piece.tokens < piece.job.remaining_tokens for piece in ended]):
         return ONCE
@@ -67,6 +71,10 @@ def _through(slices: Sequence[Slice], num_decodes: int) -> Course:
         if full and tokens > last.tokens:
             later.append((step, (*ones, Slice(job, tokens))))
         step += full
+        if somebody_waits:
+            return Course(step, tuple(later))
         later.append((step, (*ones, Slice(job, left - full * tokens))))
         step += 1
+    if somebody_waits:
+        return ONCE
     return Course(FOREVER, (*later, (step, (*ones, one_token(job)))))

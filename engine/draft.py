@@ -18,7 +18,8 @@ class Draft:
     """
 
     def __init__(self, view: View) -> None:
-        room = {pool: view.room(pool) for pool in view.free_bytes}
+        coming = view.coming_bytes
+        room = {pool: nbytes + coming[pool] for pool, nbytes in view.free_bytes.items()}
         self._trial = view.trial() if view.trial else None
         trials = {(Tier.GPU, view.device): self._trial} if self._trial else NO_TRIALS
         self._balance = Balance(room, view.held_bytes, trials, view.page.nbytes)
@@ -51,7 +52,13 @@ class Draft:
     def grow(self, place: Place, nbytes: int) -> None:
         """Adds bytes to a place; asking for none is no operation."""
         if nbytes:
-            self._add(Grow(place, nbytes))
+            self.grow_all((Grow(place, nbytes),))
+
+    def grow_all(self, grows: Sequence[Grow]) -> None:
+        """Adds bytes to places."""
+        for op in grows:
+            self._balance.grow(op.place, op.nbytes)
+        self._ops += grows
 
     def free(self, place: Place) -> None:
         """Gives a place back."""

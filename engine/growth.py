@@ -9,6 +9,7 @@ from operator import itemgetter
 from engine.plan import Grow, Plan
 
 Due = tuple[int, Grow]  # with its step
+FAR = 1 << 62
 _step = itemgetter(0)
 
 
@@ -17,6 +18,11 @@ class Growth:
 
     def __init__(self, queue: list[tuple[int, int, Grow]]) -> None:
         self._queue = queue  # a heap: each operation with its next step and where it is in the plan
+
+    @property
+    def first(self) -> int:
+        """The next step at which something grows; far away where nothing does."""
+        return self._queue[0][0] if self._queue else FAR
 
     @classmethod
     def of(cls, plan: Plan) -> Growth:
@@ -27,8 +33,6 @@ class Growth:
 
     def before(self, step: int) -> tuple[list[Due], Growth]:
         """What grows before that step, and what is left then."""
-        if not self._queue or self._queue[0][0] >= step:
-            return [], self
         queue, due = self._queue.copy(), list[Due]()
         while queue and queue[0][0] < step:
             at, i, op = queue[0]

@@ -58,6 +58,7 @@ class Jump:
     def __init__(self, engine: Engine, executor: Repeater) -> None:
         self._engine, self._executor = engine, executor
         self._pace_ns = 1  # of the last step looked at: how far to look ahead next time
+        self._seen_ns = 0  # about when the steps looked at will have ended
         self._run: Run | None = None  # the last one
         self._least = 1 if engine.depth == 1 else engine.depth + 1  # steps of a jump
         self.steps = 0
@@ -105,9 +106,9 @@ class Jump:
         limit = self._limit(repeat)
         if limit < self._least:
             return None
-        until_ns, at_ns = engine.arrivals.next_ns, int(engine.env.now)
         ahead, durations, host_ns = list[Leg](), list[int](), 0
-        for leg in legs(repeat, limit):
+        self._seen_ns = int(engine.env.now)
+        for leg in legs(repeat, limit, self._steps_wanted):
             found = self._executor.repeat(leg.launch, leg.steps)
             if found is None:
                 return None
@@ -116,14 +117,13 @@ class Jump:
             ahead.append(leg)
             durations += found[0]
             host_ns = found[1]
-            at_ns += sum(found[0])
-            if engine.depth == 1 and until_ns is not None and at_ns >= until_ns:
-                break  # what follows is issued later
+            self._seen_ns += sum(found[0]) + leg.steps * host_ns
+            self._pace_ns = max(1, durations[-1] + host_ns)
         limit = len(durations)
         if limit < self._least:
             return None
-        self._pace_ns = max(1, min(durations) + host_ns)
         issue, start, end = self._times(durations, host_ns)
+        until_ns = engine.arrivals.next_ns
         if until_ns is not None and issue[-1] >= until_ns:
             limit = bisect_left(issue, until_ns)
             if limit < self._least:
@@ -132,18 +132,19 @@ class Jump:
             ahead = [leg.cut(limit) for leg in ahead if leg.first < limit]
         return self._made(repeat, device, ahead, (issue, start, end), host_ns)
 
+    def _steps_wanted(self) -> int:
+        """How many more steps will be issued up to the next arrival, more or less."""
+        until_ns = self._engine.arrivals.next_ns
+        return MOST if until_ns is None else -((self._seen_ns - until_ns) // self._pace_ns)
+
     def _limit(self, repeat: Repeat) -> int:
-        """How many steps to look ahead: to the first end (with run-ahead, exclusive)."""
+        """How many steps there are to the first end (with run-ahead, exclusive)."""
         engine = self._engine
         left = repeat.cohort.fewest_left(otherwise=MOST)
         if repeat.tail:
             *ending, last = [engine.ends.tokens_left(job) for job in repeat.tail]
             left = min([left, *ending, last + repeat.silent])
-        limit = min(repeat.left, MOST, left - (engine.depth > 1))
-        until_ns = engine.arrivals.next_ns
-        if until_ns is not None:
-            limit = min(limit, (until_ns - int(engine.env.now)) // self._pace_ns + 2)
-        return limit
+        return min(repeat.left, MOST, left - (engine.depth > 1))
 
     def _is_calm(self, device: int) -> bool:
         """Whether no memory is on its way back and nobody's end is in flight."""
@@ -179,10 +180,10 @@ class Jump:
         host_ns: int,
     ) -> Run | None:
         engine, count = self._engine, len(times[0])
-        due = repeat.due(count)
-        grown = array("q", accumulate([sum([op.nbytes for op in ops]) for ops in due]))
+        due, pages = repeat.due(count)
+        grown = array("q", accumulate(pages))
         pool = (Tier.GPU, device)
-        if grown[-1] > engine.ledger.room_bytes()[pool]:
+        if grown[-1] * engine.page.nbytes > engine.ledger.room_of(pool):
             return None
         return Run(
             engine.flights.steps,

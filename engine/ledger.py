@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
 from engine.balance import Balance
@@ -86,6 +86,10 @@ class Ledger:
             if pages.has_idle and (ids := pages.drain_idle()):
                 yield pool, ids
 
+    def room_of(self, pool: Pool) -> int:
+        """The same of one pool."""
+        return self._returns[pool].room_bytes
+
     @property
     def is_calm(self) -> bool:
         """Whether no bytes are on their way back, and nothing runs but launches of one lane."""
@@ -96,7 +100,8 @@ class Ledger:
         self, pool: Pool | None = None, early_bytes: int = 0, device: int | None = None
     ) -> tuple[Figures, ...]:
         """What every pool (of a device) holds now; with KV bytes of one pool not counted yet."""
-        found = [self._figures_of(p) for p in self.capacity_bytes if device in (None, p[1])]
+        pools = [p for p in self.capacity_bytes if device in (None, p[1])]
+        found = [self._figures_of(p) for p in pools]
         if early_bytes:
             less = (early_bytes, early_bytes // self.page.nbytes)
             found = [f.less(*less) if f.pool == pool else f for f in found]
@@ -108,28 +113,33 @@ class Ledger:
         return Figures(pool, self.capacity_bytes[pool], free, coming, kinds, pages)
 
     # ---- booking
-    def grow(self, pool: Pool, by_step: Iterable[Iterable[Grow]], total: int) -> None:
-        """Books KV for many steps, in their order; the caller has seen that it fits."""
-        if not total:
+    def grow(self, pool: Pool, by_step: Iterable[Iterable[Grow]], pages: int) -> None:
+        """Books pages of KV for many steps, in their order; the caller has seen that they fit."""
+        if not pages:
             return
         one, held, tables = self.page.nbytes, self.held_bytes, self.pages
-        givers, (ids, users) = self._returns[pool].take(total), self._pools[pool].take(total // one)
+        total = pages * one
+        givers, (ids, users) = self._returns[pool].take(total), self._pools[pool].take(pages)
         assert not givers and not users, "a run starts where nothing is on its way back"
         self.kind_bytes[pool][Kind.KV] += total
-        fresh = iter(ids)
+        at = 0
         for place, nbytes, _, _ in chain.from_iterable(by_step):
-            if place not in held:
+            table = tables.get(place)
+            if table is None:
                 self._hold(place, 0)
-                tables[place] = []
+                table = tables[place] = []
+            if nbytes == one:  # nearly always
+                table.append(ids[at])
+                at += 1
+            else:
+                table += ids[at : at + nbytes // one]
+                at += nbytes // one
             held[place] += nbytes
-            tables[place] += islice(fresh, nbytes // one)
-        assert next(fresh, None) is None, "something grows by no whole pages"
+        assert at == len(ids), "something grows by no whole pages"
 
     def touch_again(self, op: Compute, steps: int) -> None:
         """Books a launch that stands for so many equal ones."""
-        self._board.stamp += steps - 1
-        waits = self._board.touch(op, op.reads, op.writes)
-        assert not waits, "a run starts where nothing has to be waited for"
+        self._board.touch_again(op, op.writes, steps)
 
     def book(self, plan: Plan) -> dict[Op, Booking]:
         """Books a plan and returns what each operation waits for, in issue order.
@@ -229,9 +239,9 @@ class Ledger:
     def settle(self, op: Op) -> None:
         """An operation has ended: bytes that waited for it come back."""
         self._board.settle(op)
-        for pool, queue in self._returns.items():
+        for queue, pages in zip(self._returns.values(), self._pools.values(), strict=True):
             queue.settle(op)
-            self._pools[pool].settle(op)
+            pages.settle(op)
 
     def conserved(self) -> None:
         """Law 2: held, free and coming add up to the capacity of every pool; pages count once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -59,24 +59,32 @@ def _decodes(count: int) -> tuple[tuple[int, ...], tuple[bool, ...], Sequence[Se
     return (1,) * count, (True,) * count, ((),) * count
 
 
-def legs(repeat: Repeat, count: int) -> Iterator[Leg]:
-    """The next steps of a repeated plan, with all jobs as they are."""
+def legs(repeat: Repeat, count: int, reach: Callable[[], int]) -> Iterator[Leg]:
+    """The next steps of a repeated plan, with all jobs as they are; `count` at most.
+
+    `reach` says before each leg how many are wanted at once: none ends it.
+    """
     cohort, tail = repeat.cohort, repeat.tail
     lead, ids = len(cohort.jobs), cohort.ids + tuple([job.job_id for job in tail])
     ones, trues, tables = _decodes(len(ids))
     done = [(job.computed_tokens, job.known_tokens) for job in tail]
     single, first = ((1, True),) * len(tail), 0
-    while first < count:
+    contexts: tuple[int, ...] = ()
+    while first < count and (wanted := reach()) > 0:
         part, until = repeat.part(repeat.done + first)
-        steps = min(count, until - repeat.done) - first
-        moves = tuple([(p.tokens, c + p.tokens == k) for p, (c, k) in zip(part, done, strict=True)])
-        tokens, samples = ones, trues
+        steps = min(wanted, min(count, until - repeat.done) - first)
+        tokens, samples, moves = ones, trues, single
+        if tail:
+            pairs = zip(part, done, strict=True)
+            moves = tuple([(p.tokens, c + p.tokens == k) for p, (c, k) in pairs])
+            contexts = tuple([computed for computed, _ in done])
         if moves != single:
             tokens = (*ones[:lead], *[n for n, _ in moves])
             samples = (*trues[:lead], *[sampled for _, sampled in moves])
-        behind = Behind(cohort, first, tuple([computed for computed, _ in done]))
+        behind = Behind(cohort, first, contexts)
         launch = Launch(repeat.launch(part), (), Pieces(ids, tokens, behind, samples, tables))
         yield Leg(first, steps, launch, moves)
-        moved = zip(done, moves, strict=True)
-        done = [(c + steps * n, k + steps * sampled) for (c, k), (n, sampled) in moved]
+        if tail:
+            moved = zip(done, moves, strict=True)
+            done = [(c + steps * n, k + steps * sampled) for (c, k), (n, sampled) in moved]
         first += steps

@@ -19,6 +19,7 @@ class Questions:
 
     def __init__(self, engine: Engine, policy: Policy) -> None:
         self._engine, self._policy = engine, policy
+        self._held_bytes = MappingProxyType(engine.ledger.held_bytes)
         self.asked = 0
 
     def decide(self, device: int) -> Plan:
@@ -48,9 +49,10 @@ class Questions:
 
     def _give_back(self, device: int, number: int) -> None:
         engine = self._engine
-        if engine.leftovers.give_back(device, number) and engine.roster.waiting:
-            engine.standing.drop()  # somebody may come in now
-        engine.release_idle()
+        if engine.leftovers.give_back(device, number):
+            if engine.roster.waiting:
+                engine.standing.drop()  # somebody may come in now
+            engine.release_idle()
 
     def _view(self, device: int) -> View:
         engine = self._engine
@@ -64,9 +66,9 @@ class Questions:
             self._shown(roster.waiting, device),
             ledger.free_bytes(),
             ledger.coming_bytes(),
-            MappingProxyType(ledger.held_bytes),
-            MappingProxyType(ledger.written),
-            MappingProxyType(ledger.used),
+            self._held_bytes,
+            ledger.written,
+            ledger.used,
             tuple(ledger.open),
             ledger.capacity_bytes,
             engine.page,

@@ -54,10 +54,15 @@ class Repeat:
     @property
     def silent(self) -> int:
         """Steps before the last of its tail yields a token: parts of its prompt but the last."""
-        if len(self._parts) > 1:
-            return max(0, self._parts[-1][0] - 1 - self.done)
-        last = self._parts[0][1][-1]
-        return (last.job.remaining_tokens - 1) // last.tokens
+        left, steps = self.tail[-1].remaining_tokens, 0
+        while steps < self.left:
+            part, until = self.part(self.done + steps)
+            tokens, span = part[-1].tokens, until - self.done - steps
+            if tokens * span >= left:
+                return steps + (left - 1) // tokens
+            left -= tokens * span
+            steps += span
+        return steps
 
     def part(self, step: int) -> tuple[tuple[Slice, ...], int]:
         """The slices of the tail at that step, and the step at which they become others."""
@@ -74,36 +79,35 @@ class Repeat:
         cohort = self.cohort
         return Compute(cohort.slices + part, (), cohort.places + self.places, self.device)
 
-    def due(self, count: int) -> list[tuple[Grow, ...]]:
-        """What grows in each of the next steps, in the order of booking."""
+    def due(self, count: int) -> tuple[list[tuple[Grow, ...]], list[int]]:
+        """What grows in each of the next steps, in the order of booking, and how many pages."""
         none = list[tuple[Grow, ...]]([()]) * count
         found = self.cohort.due(count) if self._has_cycle else none
-        for step, op in self.growth.before(self.done + count)[0]:
-            found[step - self.done] += (op,)
-        return found
+        pages, page_nbytes, done = list(map(len, found)), self.cohort.page.nbytes, self.done
+        if self.growth.first < done + count:
+            for step, op in self.growth.before(done + count)[0]:
+                found[step - done] += (op,)
+                pages[step - done] += op.nbytes // page_nbytes
+        return found, pages
 
     def advance(self, count: int) -> None:
         """Steps are issued."""
         self.done += count
-        self.growth = self.growth.before(self.done)[1]
+        if self.growth.first < self.done:
+            self.growth = self.growth.before(self.done)[1]
         self.cohort.clock += count
 
     def next(self) -> Plan:
         """The next step as a plan of its own."""
-        grows = [Grow(op.place, op.nbytes) for op in self.due(1)[0]]
+        grows = [Grow(op.place, op.nbytes) for op in self.due(1)[0][0]]
         plan = Plan((*grows, self.launch(self.part(self.done)[0])))
         self.advance(1)
         return plan
 
     def fits(self, room_bytes: Callable[[], dict[Pool, int]]) -> bool:
         """Whether what grows with the next step finds room."""
-        due = self.due(1)[0]
-        if not due:
-            return True
-        room = room_bytes()
-        for op in due:
-            room[op.place.pool] -= op.nbytes
-        return min(room.values()) >= 0
+        (due,), (pages,) = self.due(1)
+        return not pages or pages * self.cohort.page.nbytes <= room_bytes()[due[0].place.pool]
 
     @property
     def is_cut(self) -> bool:
@@ -178,17 +182,24 @@ class Standing:
         if cohort is None or not _leads(cohort, launch) or (has_cycle and cohort.turns is None):
             cohort = Cohort(self._page)
         lead = len(cohort.jobs)
-        self._join(cohort, [piece.job for piece in launch.slices[lead:]], launch.writes[lead:])
-        if not _leads(cohort, launch):
+        jobs = [piece.job for piece in launch.slices[lead:]]
+        if self._join(cohort, jobs, launch.writes[lead:]) and not _leads(cohort, launch):
             return None
         if isinstance(cycle, GrowCycle) and cycle is not self._shown:
             assert _is_same(cycle, cohort.cycle()), "a cycle grows as decodes fill their pages"
-        return Repeat(plan, cohort) if plan.repeats > 1 or _is_plain(plan, launch, cohort) else None
+        if plan.repeats == 1 and not _is_plain(plan, launch, cohort):
+            return None
+        if not has_cycle and cohort.jobs and not _grows_in_turn(plan, cohort):
+            cohort.turns = None
+        return Repeat(plan, cohort)
 
-    def _join(self, cohort: Cohort, jobs: Sequence[Job], places: Sequence[Place]) -> None:
-        """Whoever decodes, up to the first who does not, comes into the cohort."""
+    def _join(self, cohort: Cohort, jobs: Sequence[Job], places: Sequence[Place]) -> bool:
+        """Whoever decodes, up to the first who does not, comes into the cohort; if anybody does."""
+        if not jobs or jobs[0].is_prefilling:
+            return False
         pairs = takewhile(_is_decode, zip(jobs, places, strict=False))
         cohort.join(pairs, self._held_bytes, self._tokens_left)
+        return True
 
     def drop(self) -> None:
         """Something happened: the policy has to be asked."""
@@ -226,6 +237,15 @@ class Standing:
         if self._shown is None or not all([job.is_prefilling for job in rest]):
             return None
         return Decodes(cohort.slices, cohort.places, self._shown)
+
+
+def _grows_in_turn(plan: Plan, cohort: Cohort) -> bool:
+    """Whether a single step takes what its decodes need now, and no more."""
+    if plan.repeats > 1 or cohort.turns is None:
+        return False
+    taken = [op for op in plan.ops[:-1] if isinstance(op, Grow)]
+    own = {op.place: op.nbytes for op in taken if op.place in cohort.places}
+    return own == {op.place: op.nbytes for op in cohort.due(1)[0]}
 
 
 def _leads(cohort: Cohort, launch: Compute) -> bool:

@@ -69,9 +69,10 @@ class ReturnQueue:
 
     def settle(self, op: Op) -> None:
         """An operation has ended: what waited only for it becomes free, in order."""
-        for owed in self._entries:
-            owed.users.discard(op)
-        self._advance()
+        if self._entries:
+            for owed in self._entries:
+                owed.users.discard(op)
+            self._advance()
 
     def _advance(self) -> None:
         while self._entries and not self._entries[0].users:

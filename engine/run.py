@@ -30,7 +30,7 @@ class Run:
     host_ns: int
     settled: int  # steps that settle together
     figures: tuple[Figures, ...]  # before the first step
-    grown: Times  # KV bytes taken up to and with each step
+    grown: Times  # KV pages taken up to and with each step
     page_nbytes: int
     peak_bytes: Callable[[Launch], int | None]
     due: Sequence[Sequence[Grow]]  # what grows at each step, in the order of booking
@@ -60,7 +60,8 @@ class Run:
     def unissued_bytes(self, now_ns: int) -> int:
         """KV bytes of steps that are booked but issued only at `now_ns` or later."""
         issued = bisect_left(self.issue_ns, now_ns)
-        return self.grown[-1] - (self.grown[issued - 1] if issued else 0)
+        pages = self.grown[-1] - (self.grown[issued - 1] if issued else 0)
+        return pages * self.page_nbytes
 
     # ---- rows, as the recorder has them of single steps
     def plan_rows(self) -> Iterator[tuple[int, int, int, tuple[int, ...], Plan]]:
@@ -86,6 +87,6 @@ class Run:
         for i, (at_ns, count) in enumerate(zip(ends, issued, strict=True)):
             yield at_ns, "settle", self.step + i, self._after(grown[count - 1]), None
 
-    def _after(self, nbytes: int) -> tuple[Figures, ...]:
-        pages = nbytes // self.page_nbytes
+    def _after(self, pages: int) -> tuple[Figures, ...]:
+        nbytes = pages * self.page_nbytes
         return tuple(f.less(-nbytes, -pages) if f.pool == self.pool else f for f in self.figures)

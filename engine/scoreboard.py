@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from engine.journal import Journal
 from engine.plan import COMPUTE_LANE, Copy, Lane, Op, Place
+
+
+class Stamps(Mapping[Place, int]):
+    """A stamp for each place, to read; what a run touched last is entered when somebody looks."""
+
+    def __init__(self, board: Scoreboard, found: Mapping[Place, int]) -> None:
+        self._board, self._found = board, found
+
+    def __getitem__(self, place: Place) -> int:
+        self._board.catch_up()
+        return self._found[place]
+
+    def __iter__(self) -> Iterator[Place]:
+        self._board.catch_up()
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
 
 
 class Scoreboard:
@@ -18,9 +36,11 @@ class Scoreboard:
 
     def __init__(self, journal: Journal | None = None) -> None:
         self.open: dict[Op, None] = {}  # issued and not ended
-        self.written: dict[Place, int] = {}
-        self.used: dict[Place, int] = {}
+        self._written: dict[Place, int] = {}
+        self._used: dict[Place, int] = {}
+        self.written, self.used = Stamps(self, self._written), Stamps(self, self._used)
         self.stamp = 0
+        self._late: tuple[Op, tuple[Place, ...], int] | None = None  # of a run, not entered yet
         self._writers: dict[Place, Op] = {}  # the last one; stays when it has ended
         self._users: dict[Lane, dict[Place, Op]] = {}  # the last one of each lane
         self._givers: dict[Place, set[Op]] = {}
@@ -33,7 +53,7 @@ class Scoreboard:
 
     def enter(self, place: Place) -> None:
         """A place begins, with nothing in it."""
-        self.written[place], self.used[place] = 0, -1
+        self._written[place], self._used[place] = 0, -1
 
     def rest(self, place: Place, givers: set[Op]) -> None:
         """A place rests on bytes that these operations still use."""
@@ -41,8 +61,9 @@ class Scoreboard:
 
     def touch(self, op: Op, reads: Sequence[Place], writes: Sequence[Place]) -> tuple[Op, ...]:
         """Issues an operation; returns what it waits for."""
+        self.catch_up()
         lane, waits = op.lane, dict[Op, None]()
-        copied = self.written[op.src] if isinstance(op, Copy) else None
+        copied = self._written[op.src] if isinstance(op, Copy) else None
         self.stamp += 1
         if self.open and any([other.lane != lane for other in self.open]):
             for place in reads:
@@ -54,19 +75,39 @@ class Scoreboard:
                     u[place] for other, u in self._users.items() if other != lane and place in u
                 ]
                 self._wait(waits, lane, users, place)
-        wrote = dict.fromkeys(writes, op)  # hashes each place once
-        touched = {**dict.fromkeys(reads, op), **wrote} if reads else wrote
-        self._users.setdefault(lane, {}).update(touched)
-        self._writers.update(wrote)
-        stamps = dict.fromkeys(touched, self.stamp)
-        self.used.update(stamps)
-        if reads or copied is not None:
-            stamps = dict.fromkeys(wrote, self.stamp if copied is None else copied)
-        self.written.update(stamps)
+        self._enter(op, reads, writes, self.stamp, self.stamp if copied is None else copied)
         self.open[op] = None
         if self._journal:
             self._journal.touched(op, (*reads, *writes))
         return tuple(waits)
+
+    def touch_again(self, op: Op, writes: tuple[Place, ...], steps: int) -> None:
+        """Issues a launch that stands for so many, alone on its lane.
+
+        Its places are entered only if it is not followed by another that touches them, too.
+        """
+        assert self.has_one_lane and not self._journal, "a run waits for nobody and is not watched"
+        self.stamp += steps
+        if self._late is not None and writes[: len(self._late[1])] != self._late[1]:
+            self.catch_up()
+        self._late = (op, writes, self.stamp)
+        self.open[op] = None
+
+    def catch_up(self) -> None:
+        """Enters what the last run touched."""
+        if self._late is not None:
+            (op, writes, stamp), self._late = self._late, None
+            self._enter(op, (), writes, stamp, stamp)
+
+    def _enter(
+        self, op: Op, reads: Sequence[Place], writes: Sequence[Place], stamp: int, contents: int
+    ) -> None:
+        wrote = dict.fromkeys(writes, op)  # hashes each place once
+        touched = {**dict.fromkeys(reads, op), **wrote} if reads else wrote
+        self._users.setdefault(op.lane, {}).update(touched)
+        self._writers.update(wrote)
+        self._used.update(dict.fromkeys(touched, stamp))
+        self._written.update(dict.fromkeys(wrote, contents))
 
     def _wait(self, waits: dict[Op, None], lane: Lane, ops: Iterable[Op], place: Place) -> None:
         for op in ops:
@@ -82,7 +123,12 @@ class Scoreboard:
         """A place ends; returns the operations that still use its bytes."""
         last = [users.pop(place, None) for users in self._users.values()]
         self._writers.pop(place, None)
-        del self.written[place], self.used[place]
+        if self._late is not None and place in self._late[1]:
+            op, writes, stamp = self._late
+            last.append(op)
+            i = writes.index(place)
+            self._late = (op, writes[:i] + writes[i + 1 :], stamp)
+        del self._written[place], self._used[place]
         return {op for op in (*last, *self._givers.pop(place, ())) if op in self.open}
 
     def settle(self, op: Op) -> None:

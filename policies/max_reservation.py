@@ -36,7 +36,8 @@ class MaxReservation:
         def demand(piece: Slice) -> int:
             return reserved if piece.job.known_tokens <= self.max_tokens else never
 
-        return Seating(batch, view, demand).plan()
+        alone = replace(view, decodes=None)  # no job takes a page when its pages are full
+        return Seating(batch, alone, demand).plan()
 
     def stretch(self, plan: Plan, view: View, count: int) -> Plan:
         """See Memory: nothing grows after the first step; ends where a job outgrows its place."""

@@ -133,8 +133,7 @@ class Seating:
         full = decodes.growth.by_step[0]
         if self._draft.room(self._pool) < len(full) * self._view.page.nbytes + self._spare_bytes:
             return 0
-        for op in full:
-            self._draft.grow(op.place, op.nbytes)
+        self._draft.grow_all(full)
         self._seated += decodes.slices
         self._places += decodes.places
         return known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -46,7 +47,7 @@ def _steps(grows: Sequence[Grow | GrowCycle], free: int, page: PageSize) -> int:
     if free < 0 or not any(turns):
         return 0 if free < 0 else FOREVER
     rounds, left = divmod(free, sum(turns))
-    return page.tokens * rounds + sum([used <= left for used in accumulate(turns)])
+    return page.tokens * rounds + bisect_right([*accumulate(turns)], left)
 
 
 def has_prompt(plan: Plan) -> bool:
@@ -87,6 +88,10 @@ def _of_prompt(plan: Plan, i: int, view: View, count: int, grown: Mapping[int, i
     first = grown.get(job.job_id, 0)
     grows, held = [Grow(place, first)] if first else [], view.held_bytes.get(place, 0) + first
     done, step = job.computed_tokens + tokens, 1
+    if plan.later and done < job.known_tokens and held >= page.bytes_for(job.known_tokens):
+        if count < FOREVER:  # its prompt grows no more, and does not end in this plan
+            return grows
+        done, step = job.known_tokens, plan.later[-1][0]
     while done < job.known_tokens and step < count:
         done = min(job.known_tokens, done + plan.slices_at(step)[i].tokens)
         need = page.bytes_for(done) - held
@@ -94,7 +99,7 @@ def _of_prompt(plan: Plan, i: int, view: View, count: int, grown: Mapping[int, i
             grows.append(Grow(place, need, step))
             held += need
         step += 1
-    if plan.later:
+    if plan.later and done == job.known_tokens:
         reach = held // page.nbytes * page.tokens - job.known_tokens
         grows.append(Grow(place, page.nbytes, step + reach, page.tokens))
     return grows

@@ -22,6 +22,7 @@ class SimExecutor:
 
     def __init__(self, env: simpy.Environment, cost: LaunchCost) -> None:
         self.cost = cost
+        self._repeat_ns = getattr(cost, "repeat_ns", None)
         self._lanes = Lanes(env)
         self._busy_until: dict[Lane, int] = defaultdict(int)
 
@@ -45,11 +46,11 @@ class SimExecutor:
 
         None where the cost does not say them beforehand: noise may not be drawn twice.
         """
-        ask = getattr(self.cost, "repeat_ns", None)
-        if ask is None:
+        if self._repeat_ns is None:
             return None
-        durations = ask(launch, count)
-        durations = durations.tolist() if hasattr(durations, "tolist") else durations
+        durations = self._repeat_ns(launch, count)
+        if not isinstance(durations, list):
+            durations = durations.tolist()
         return durations, self.cost.host_ns((launch,))
 
     def peak_bytes(self, launch: Launch) -> int | None:

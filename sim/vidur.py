@@ -172,6 +172,8 @@ class VidurCost(ShapePriced):
         return values[-1] * (index + 1) / len(values)
 
     def _cell(self, name: str, rows: Sequence[Sequence[float]], row: int, column: int) -> float:
+        if row < len(rows) and column < len(rows[row]):
+            return rows[row][column]
         scale = 1.0
         if row >= len(rows):
             self._count(name, row)
@@ -193,6 +195,8 @@ def _mix(launch: Launch) -> Mix:
     assert isinstance(launch.op, Compute)
     if isinstance(pieces, Pieces) and isinstance(pieces.contexts, Behind):
         behind, lead = pieces.contexts, len(pieces.job_ids) - len(pieces.contexts.tail)
+        if behind.are_generated and not behind.tail:
+            return lead, behind.total + lead, []
         if behind.are_generated:
             parts = zip(launch.op.slices[lead:], behind.tail, strict=True)
             rows = [(piece.tokens, past, piece.job.prompt_tokens) for piece, past in parts]

@@ -50,6 +50,16 @@ def test_the_rest_of_a_budget_is_for_whoever_waits() -> None:
     assert (plan.repeats, plan.later) == (2, ())
 
 
+def test_prompts_go_on_while_they_leave_nothing_of_the_budget() -> None:
+    """Of 40 the slices 10, 14 and 14 fill it; beside the rest of 2 the last one may come in."""
+    state = view([decoding(0, 10)], [job(2, 5), job(3, 40), job(4, 5)])
+    for memory in (V0, V1):
+        plan = Composed(CHUNKED, memory).plan(state)
+        assert plan.repeats == 3
+        parts = [[(0, 1), (2, n), (3, m)] for n, m in ((5, 10), (1, 14), (1, 14))]
+        assert steps(plan, 3) == parts
+
+
 def test_decodes_by_rank_are_asked_for_again() -> None:
     ranked = EarliestDeadline(token_budget=16, max_jobs=8)
     plan = Composed(ranked, V1).plan(view([decoding(0, 10)], [job(2, 40)]))
