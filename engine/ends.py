@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from engine.executor import Launch, Span
 from engine.job import Job
 from engine.plan import Op
-from engine.repeat import Standing
 from engine.roster import Roster
+from engine.standing import Standing
 
 
 class Ends:

@@ -29,9 +29,9 @@ from engine.profile import EngineProfile
 from engine.progress import restart
 from engine.questions import Questions
 from engine.recorder import Recorder
-from engine.repeat import Standing
 from engine.reuse import Reuse
 from engine.roster import Roster
+from engine.standing import Standing
 from engine.view import Cost
 from traces.request import Request, TrainingJob
 

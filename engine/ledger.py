@@ -100,8 +100,7 @@ class Ledger:
         self, pool: Pool | None = None, early_bytes: int = 0, device: int | None = None
     ) -> tuple[Figures, ...]:
         """What every pool (of a device) holds now; with KV bytes of one pool not counted yet."""
-        pools = [p for p in self.capacity_bytes if device in (None, p[1])]
-        found = [self._figures_of(p) for p in pools]
+        found = [self._figures_of(p) for p in self.capacity_bytes if device in (None, p[1])]
         if early_bytes:
             less = (early_bytes, early_bytes // self.page.nbytes)
             found = [f.less(*less) if f.pool == pool else f for f in found]
@@ -115,26 +114,18 @@ class Ledger:
     # ---- booking
     def grow(self, pool: Pool, by_step: Iterable[Iterable[Grow]], pages: int) -> None:
         """Books pages of KV for many steps, in their order; the caller has seen that they fit."""
-        if not pages:
-            return
-        one, held, tables = self.page.nbytes, self.held_bytes, self.pages
-        total = pages * one
-        givers, (ids, users) = self._returns[pool].take(total), self._pools[pool].take(pages)
+        at, one, held, tables = 0, self.page.nbytes, self.held_bytes, self.pages
+        givers, (ids, users) = self._returns[pool].take(pages * one), self._pools[pool].take(pages)
         assert not givers and not users, "a run starts where nothing is on its way back"
-        self.kind_bytes[pool][Kind.KV] += total
-        at = 0
+        self.kind_bytes[pool][Kind.KV] += pages * one
         for place, nbytes, _, _ in chain.from_iterable(by_step):
-            table = tables.get(place)
+            table, end = tables.get(place), at + nbytes // one
             if table is None:
                 self._hold(place, 0)
                 table = tables[place] = []
-            if nbytes == one:  # nearly always
-                table.append(ids[at])
-                at += 1
-            else:
-                table += ids[at : at + nbytes // one]
-                at += nbytes // one
+            table += ids[at:end]
             held[place] += nbytes
+            at = end
         assert at == len(ids), "something grows by no whole pages"
 
     def touch_again(self, op: Compute, steps: int) -> None:

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Sequence
 
 from engine.cohort import Cohort
-from engine.decodes import Decodes
 from engine.growth import Growth
 from engine.job import Job
-from engine.plan import (
-    COMPUTE_LANE,
-    Compute,
-    Grow,
-    GrowCycle,
-    PageSize,
-    Place,
-    Plan,
-    Pool,
-    Slice,
-    Work,
-)
-
-WHOLE = (Work.FORWARD, None, 0, 0, False)  # a slice of serving, but for its job and tokens
+from engine.plan import Compute, Grow, GrowCycle, Plan, Pool, Slice
 
 
 class Repeat:
@@ -132,132 +117,3 @@ class Repeat:
                 for first, part in self._parts
             ]
         self.growth = self.growth.without(gone)
-
-
-def _is_plain(plan: Plan, launch: Compute, cohort: Cohort) -> bool:
-    """Whether a single step could be one of a repeated plan: growth, and a launch of a cohort and
-    then of prompts."""
-    if plan.restart or plan.refuse or launch.reads:
-        return False
-    lead, is_growth = len(cohort.jobs), [type(op) is Grow for op in plan.ops[:-1]]
-    prompts, writes = launch.slices[lead:], launch.writes[lead:]
-    ids = [piece.job.job_id for piece in prompts]
-    return (
-        all(is_growth)
-        and (launch.on, launch.again) == (COMPUTE_LANE, False)
-        and all([piece[2:] == WHOLE and piece.job.training is None for piece in prompts])
-        and all([piece.job.is_prefilling for piece in prompts])
-        and [place.region.owner for place in writes] == ids
-        and len({*cohort.ids, *ids}) == len(launch.slices)
-    )
-
-
-class Standing:
-    """The plan that is issued again without a question, as long as nothing happens."""
-
-    def __init__(
-        self,
-        is_allowed: bool,
-        page: PageSize,
-        held_bytes: Mapping[Place, int],
-        tokens_left: Callable[[Job], int],
-    ) -> None:
-        self._is_allowed, self._page = is_allowed, page
-        self._held_bytes, self._tokens_left = held_bytes, tokens_left
-        self._last: Repeat | None = None  # also when it does not hold any more
-        self._cohort: Cohort | None = None  # of the last plan
-        self._shown: GrowCycle | None = None  # of the cohort, as a View has it
-        self.repeat: Repeat | None = None
-
-    def keep(self, plan: Plan) -> None:
-        """A plan was decided; it stands for as many steps as it holds."""
-        self._last = self.repeat = self._stand(plan) if self._is_allowed and plan.ops else None
-        self._cohort = None if self._last is None else self._last.cohort
-
-    def _stand(self, plan: Plan) -> Repeat | None:
-        launch, cycle = plan.ops[-1], plan.ops[0]
-        if not isinstance(launch, Compute):
-            return None
-        cohort, has_cycle = self._cohort, isinstance(cycle, GrowCycle)
-        if cohort is None or not _leads(cohort, launch) or (has_cycle and cohort.turns is None):
-            cohort = Cohort(self._page)
-        lead = len(cohort.jobs)
-        jobs = [piece.job for piece in launch.slices[lead:]]
-        if self._join(cohort, jobs, launch.writes[lead:]) and not _leads(cohort, launch):
-            return None
-        if isinstance(cycle, GrowCycle) and cycle is not self._shown:
-            assert _is_same(cycle, cohort.cycle()), "a cycle grows as decodes fill their pages"
-        if plan.repeats == 1 and not _is_plain(plan, launch, cohort):
-            return None
-        if not has_cycle and cohort.jobs and not _grows_in_turn(plan, cohort):
-            cohort.turns = None
-        return Repeat(plan, cohort)
-
-    def _join(self, cohort: Cohort, jobs: Sequence[Job], places: Sequence[Place]) -> bool:
-        """Whoever decodes, up to the first who does not, comes into the cohort; if anybody does."""
-        if not jobs or jobs[0].is_prefilling:
-            return False
-        pairs = takewhile(_is_decode, zip(jobs, places, strict=False))
-        cohort.join(pairs, self._held_bytes, self._tokens_left)
-        return True
-
-    def drop(self) -> None:
-        """Something happened: the policy has to be asked."""
-        self.repeat = None
-
-    def lose(self, jobs: Sequence[Job], somebody_waits: bool) -> None:
-        """Jobs have ended: without them, unless somebody may come in for them, or a prompt would
-        take more of the budget now."""
-        last = self._last
-        if last is None:
-            return
-        if somebody_waits or last.is_cut:
-            self.repeat = None
-        last.lose(jobs)
-        if not last.jobs:
-            self._last = self.repeat = self._cohort = None
-
-    def next(self, room_bytes: Callable[[], dict[Pool, int]]) -> Plan | None:
-        """The plan if it still holds; it ends where the growth of its next step finds no room."""
-        repeat = self.repeat
-        if repeat is not None and repeat.left and repeat.fits(room_bytes):
-            return repeat.plan
-        self.repeat = None
-        return None
-
-    def decodes(self, serving: Sequence[Job]) -> Decodes | None:
-        """The decodes of the last plan; None where it did not have all that are in service."""
-        last, cohort = self._last, self._cohort
-        if last is None or cohort is None or last.jobs != serving:
-            return None
-        self._last = None  # what it had may come into the cohort now
-        self._join(cohort, last.tail, last.places)
-        self._shown = cohort.cycle()
-        rest = serving[len(cohort.jobs) :]
-        if self._shown is None or not all([job.is_prefilling for job in rest]):
-            return None
-        return Decodes(cohort.slices, cohort.places, self._shown)
-
-
-def _grows_in_turn(plan: Plan, cohort: Cohort) -> bool:
-    """Whether a single step takes what its decodes need now, and no more."""
-    if plan.repeats > 1 or cohort.turns is None:
-        return False
-    taken = [op for op in plan.ops[:-1] if isinstance(op, Grow)]
-    own = {op.place: op.nbytes for op in taken if op.place in cohort.places}
-    return own == {op.place: op.nbytes for op in cohort.due(1)[0]}
-
-
-def _leads(cohort: Cohort, launch: Compute) -> bool:
-    n = len(cohort.jobs)
-    return launch.slices[:n] == cohort.slices and launch.writes[:n] == cohort.places
-
-
-def _is_decode(pair: tuple[Job, Place]) -> bool:
-    job, place = pair
-    return not job.is_prefilling and place.region.owner == job.job_id
-
-
-def _is_same(cycle: GrowCycle, other: GrowCycle | None) -> bool:
-    places = [[[op.place for op in ops] for ops in c.by_step] for c in (cycle, other) if c]
-    return places[0] == places[-1] and len(places) == 2
