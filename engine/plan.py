@@ -160,8 +160,8 @@ class Grow(NamedTuple):
 
 
 class GrowCycle(NamedTuple):
-    """What grows in turn in a repeated plan, as its decodes fill their pages, no sooner: `by_step[i]`
-    at steps i, i + n, i + 2n, ..., of n tokens a page. Comes first in its plan."""
+    """What grows in turn in a repeated plan, as its decodes fill their pages and no sooner:
+    `by_step[i]` at steps i, i + n, ..., of n tokens a page. Comes first in its plan."""
 
     by_step: tuple[tuple[Grow, ...], ...]
 
