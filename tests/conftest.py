@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -73,6 +74,14 @@ def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
         path.write_text("<svg/>")
 
     monkeypatch.setattr(Figure, "savefig", save)
+
+
+@pytest.fixture
+def small_heap() -> Iterator[None]:
+    """Who walks the collector's objects meets those made from here on, not all of pytest's."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

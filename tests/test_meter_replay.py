@@ -110,7 +110,7 @@ def test_pages_that_share_system_pages_stay_within_the_stated_slack() -> None:
     assert (rows["excess"] >= 0).all() and (rows["excess"] <= slack).all()
 
 
-def test_storages_of_weights_and_arenas_are_what_the_pools_were_given() -> None:
+def test_storages_of_weights_and_arenas_are_what_the_pools_were_given(small_heap: None) -> None:
     """And by the collector's census a machine holds only small change beside them."""
     before = CpuMeter({}, {}).unclaimed_bytes()
     box = machine(page_tokens=16, gpu_pages=16, model=own_model(TINY))

@@ -10,7 +10,9 @@ from tandem.quiet import no_full_collections
 
 
 @pytest.mark.parametrize("begins_with_one", [True, False])
-def test_full_collections_wait_until_the_block_has_ended(begins_with_one: bool) -> None:
+def test_full_collections_wait_until_the_block_has_ended(
+    begins_with_one: bool, small_heap: None
+) -> None:
     usual, before = gc.get_threshold(), gc.get_stats()[2]["collections"]
     with no_full_collections(begins_with_one):
         began = gc.get_stats()[2]["collections"]
