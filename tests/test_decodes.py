@@ -50,12 +50,14 @@ class Twice:
             assert place in [op.place for op in growth.by_step[spare]]
 
 
-@pytest.mark.parametrize("pages", [60, 400])
+@pytest.mark.parametrize(("pages", "depth"), [(60, 2), (400, 1)])
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("scheduling", SCHEDULING)
-def test_a_policy_answers_the_same_without_them(scheduling: str, memory: str, pages: int) -> None:
+def test_a_policy_answers_the_same_without_them(
+    scheduling: str, memory: str, pages: int, depth: int
+) -> None:
     policy = Twice(Composed(SCHEDULING[scheduling], MEMORY[memory]))
-    for depth in (1, 2):
-        simulated(policy, random_requests(depth, 16, rate=1500), True, Shaped(0), pages, 40, depth)  # type: ignore[arg-type]
+    requests = random_requests(depth, 20, rate=1500)
+    simulated(policy, requests, True, Shaped(0), pages, 40, depth)  # type: ignore[arg-type]
     if (scheduling, pages) == ("chunked", 400) and memory != "reservation":
         assert policy.shown > 0.3 * policy.asked, "it is about something"
