@@ -49,6 +49,13 @@ class Comparison:
         found = rows[rows["metric"].eq(metric) & rows["stat"].eq(stat)]["error"]
         return float(found.iloc[0]) if len(found) else float("nan")
 
+    @property
+    def busy_error(self) -> float:
+        """Signed relative error of all durations in `steps` together; NaN without any."""
+        ops = self.steps[self.steps["group"].ne("host")]
+        sums = (float(ops[f"sum_{run}"].sum()) for run in ("prediction", "measurement"))
+        return relative_error(*sums)
+
 
 def compare(prediction: Run, measurement: Run, replay: Run | None = None) -> Comparison:
     """Joins two runs of one trace; `replay` is a simulation of the measured plan log.

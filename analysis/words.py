@@ -108,8 +108,13 @@ def _why(comparison: Comparison) -> str:
         return (
             text + "the two cancel, so the replay does not tell which it is; see the steps' times."
         )
-    larger = "durations of steps" if abs(timing) >= abs(decisions) else "decisions that diverged"
-    return text + f"most of the difference comes from {larger}."
+    if abs(timing) >= abs(decisions):
+        return text + "most of the difference comes from durations of steps."
+    text += "most of the difference comes from decisions that diverged."
+    if comparison.busy_error < -STEADY:  # such a replay has to wait for arrivals
+        off = percent(comparison.busy_error)
+        text += f" Part of it is timing, too: its steps are off by {off} in all."
+    return text
 
 
 def _ground(comparison: Comparison) -> str:
@@ -141,6 +146,8 @@ def table(comparison: Comparison) -> str:
         if row["metric"] in ("mean e2e", "mean tpot", "output_throughput"):
             shares = percent(row["timing_share"]), percent(row["decisions_share"])
             lines.append(f"{row['metric']:<27}timing {shares[0]:>8}   decisions {shares[1]:>8}")
+    if comparison.replay is not None:
+        lines.append(f"durations, same plans       {percent(comparison.busy_error)} in all")
     plans = comparison.plans
     lines.append(f"plans in common             {plans.common} of {plans.measurement}")
     moved = drift(comparison.measurement)

@@ -182,6 +182,21 @@ def test_a_split_whose_parts_cancel_blames_neither(
     assert why in words.headline(replace(comparison, split=pd.DataFrame(rows)))
 
 
+@pytest.mark.parametrize(("off", "told"), [(0.9, True), (0.98, False), (1.1, False)])
+def test_decisions_are_not_blamed_alone_where_steps_are_too_short(
+    comparison: Comparison, off: float, told: bool
+) -> None:
+    """A replay of plans made for longer steps waits for arrivals: timing shows as decisions."""
+    rows = {"metric": ["mean e2e"], "timing_share": [0.01], "decisions_share": [-0.19]}
+    sums = {"sum_prediction": [off * 8.0, 9.0], "sum_measurement": [8.0, 1.0]}
+    steps = pd.DataFrame({"group": ["decode only", "host"], **sums})
+    changed = replace(comparison, split=pd.DataFrame(rows), steps=steps)
+    text = words.headline(changed)
+    assert ("Part of it is timing, too: its steps are off by -10.0 % in all" in text) is told
+    shown = words.percent(off - 1)
+    assert f"durations, same plans       {shown} in all" in words.table(changed)
+
+
 def test_a_machine_that_drifted_is_told_beside_the_errors(comparison: Comparison) -> None:
     assert words.table(comparison).endswith("drift of the machine        +1.0 %")
     provenance = {**comparison.measurement.provenance, "probe_ratios": {"decode": 1.2}}
