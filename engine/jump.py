@@ -76,9 +76,9 @@ class Jump:
 
     def _pass(self, run: Run, span: Span) -> Generator[simpy.Event, Any, None]:
         """Lets its time pass; only the host's where somebody may be asked meanwhile."""
-        env, depth = self._engine.env, self._engine.depth
+        env = self._engine.env
         now_ns = int(env.now)
-        if depth == 1:
+        if self._engine.depth == 1:
             yield env.timeout(span.end_ns - now_ns)
             self._settle(run, span)
             if self._engine.arrivals.next_ns == span.end_ns:  # turns that an answer brings at once
@@ -88,7 +88,7 @@ class Jump:
         for step in range(run.settled, len(run)):
             self._issue_alone(run, step)
         host_until = run.issue_ns[-1] + run.host_ns
-        if depth > 1 and host_until > now_ns:
+        if host_until > now_ns:
             yield env.timeout(host_until - now_ns)
 
     def unissued_bytes(self, now_ns: int) -> int:
