@@ -23,6 +23,7 @@ from tandem.profile import (
     AGAIN,
     COST,
     SESSIONS,
+    calibrate,
     device_facts,
     is_steady,
     judged,
@@ -127,3 +128,28 @@ def test_a_calibration_ends_with_what_it_made_and_how_long_it_took(
     said = capsys.readouterr()
     assert said.out.splitlines()[-1] == "profile: here, made in 0 s  (use it with profile=here)"
     assert said.err == "", "off a terminal long work is quiet"
+
+
+def test_fitted_replays_lie_on_both_sides_of_the_grid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of them before it, half behind; then half as many that the fit does not see."""
+    done: list[str] = []
+
+    def replay(point: object, folder: Path, name: str, *_: object) -> None:
+        done.append(name)
+        if name == "held-out-1":
+            raise InterruptedError  # nothing was measured that could be fitted
+
+    monkeypatch.setattr("tandem.profile._replay", replay)
+    monkeypatch.setattr("tandem.profile._profile_shapes", lambda *_: done.append("grid"))
+    point = composed(["backend=cpu", "model=micro_llama"])
+    with pytest.raises(InterruptedError):
+        calibrate(point, tmp_path / "profile", replays=4)
+    fitted = ["fitted-0", "fitted-1", "grid", "fitted-2", "fitted-3"]
+    assert done == [*fitted, "held-out-0", "held-out-1"]
+
+
+def test_a_fit_takes_two_replays(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="replays=1: a fit takes 2 or more"):
+        calibrate(composed(["backend=cpu"]), tmp_path / "profile", replays=1)
