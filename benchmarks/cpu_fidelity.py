@@ -39,7 +39,7 @@ REPLAYS = 8  # of a calibration: moods of a second or less average out over minu
 MEASURED = (
     "backend=cpu",
     "backend.workspace_every=0",  # no sampling of workspace: only time
-    "backend.probe_s=5",  # a shorter look would see a neighbour's mood, not the machine's drift
+    "backend.probe_look_s=5",  # a shorter look sees a neighbour's mood, not the drift
 )
 
 

@@ -33,7 +33,7 @@ MEASURED = (
     "backend=cpu",
     "backend.clock=wall",
     "backend.reference_ns=auto",
-    "backend.probe_s=5",
+    "backend.probe_look_s=5",
     "backend.workspace_every=0",
 )
 REPLAYS = 4  # of the calibration

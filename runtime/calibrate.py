@@ -63,6 +63,7 @@ def profile(
     about = _about(machine) | {"seed": seed, "probe_s": between}
     about["probe_ratios"] = ratios(before, after)
     about["took_s"] = round(time.perf_counter() - began, 2)
+    assert not about.keys() & (facts or {}).keys(), "a fact would hide a measurement"
     _write(folder, tables, about | dict(facts or {}))
     return folder
 

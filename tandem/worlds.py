@@ -49,7 +49,7 @@ class World:
     machine: Any = None
     meter: Meter | None = None
     fresh: Callable[[], AbstractContextManager[Opened]] | None = None
-    probe_s: float | None = None  # how long each look for drift takes
+    probe_look_s: float | None = None  # how long each look for drift takes
 
     @property
     def outputs(self) -> Callable[[int], Sequence[int]] | None:
@@ -63,12 +63,12 @@ class World:
 
     def probe(self) -> dict[str, float]:
         """Seconds of fixed pieces of work; nothing in a simulation, and where none is wanted."""
-        if self.fresh is None or self.probe_s is None:
+        if self.fresh is None or self.probe_look_s is None:
             return {}
         from runtime.probe import probe
 
         with self.fresh() as opened:
-            return probe(opened.env, opened.executor, self.first, self.probe_s)
+            return probe(opened.env, opened.executor, self.first, self.probe_look_s)
 
 
 @contextmanager
@@ -91,9 +91,9 @@ def world_of(setting: Setting, backend: Mapping[str, Any]) -> Iterator[World]:
         ),
         "cuda": partial(_cuda, attention=backend.get("attention")),
     }
-    probe_s = conform(backend.get("probe_s"), float | None, "backend.probe_s")
+    probe_look_s = conform(backend.get("probe_look_s"), float | None, "backend.probe_look_s")
     with opened[name](setting) as world:
-        yield replace(world, probe_s=probe_s)
+        yield replace(world, probe_look_s=probe_look_s)
 
 
 @contextmanager
