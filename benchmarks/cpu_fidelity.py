@@ -7,7 +7,6 @@ beside it, because near saturation that small an error is amplified by the queue
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,9 +17,11 @@ import pandas as pd
 from analysis.metrics import summary
 from benchmarks.fidelity import (
     COLUMNS,
+    PACE,
     Case,
     calibrated,
     capacity,
+    clock_of,
     finish,
     judged,
     keep,
@@ -34,8 +35,7 @@ OUT = Path("benchmarks/results/cpu_fidelity.csv")
 POLICIES = ("continuous_restart", "chunked_restart")
 LOADS = (0.5, 0.8, 1.2)
 KV_PAGES = 4096  # room for 48 jobs of 1,365 tokens; each reading of the meter walks the whole arena
-PACE = "backend.reference_ns="
-REPLAYS = 8  # of a calibration: moods of a second or less average out over minutes
+REPLAYS = 2  # of the calibration; more follow between the runs
 MEASURED = (
     "backend=cpu",
     "backend.workspace_every=0",  # no sampling of workspace: only time
@@ -83,32 +83,22 @@ def points(chosen: argparse.Namespace, root: Path) -> Iterator[pd.DataFrame]:
         settings, folder = (*common, f"policy={policy}"), root / policy
         profile = calibrated(policy, settings, backend, folder / "profile", REPLAYS)
         backend = (*MEASURED, clock_of(profile))
-        settings = (*settings, f"profile={profile}")
-        rate = capacity(Case(policy, settings, folder), backend)
+        rate = capacity(settings, backend, folder / "capacity")
         say(f"{policy}: capacity {rate:.3g} requests/s")
         for load in chosen.loads:
             at = (*settings, f"arrival.rate={load * rate}")
-            case = Case(f"{policy}@{load:.0%}", at, folder / f"{load:.0%}")
-            pairs = list(reruns(case, backend, chosen.reruns))
+            case = Case(f"{policy}@{load:.0%}", at, folder / f"{load:.0%}", profile)
+            pairs = reruns(case, backend, chosen.reruns)
             yield judged(
                 pd.concat([table_of(case, pairs, chosen.reruns), sensitivity(case)]), load <= 0.5
             )
-
-
-def clock_of(profile: Path) -> str:
-    """The override that names a profile's clock: kept for all policies, which then compare.
-
-    The decode step took 2.2 to 4.4 ms at the calibrations of one hour here.
-    """
-    about = json.loads((profile / "profile.json").read_text(encoding="utf-8"))
-    return PACE + json.dumps(about["reference_ns"], separators=(",", ":"))
 
 
 def sensitivity(case: Case) -> pd.DataFrame:
     """What +-2 % step time does to the predicted mean TTFT."""
     ttft = {
         pace: float(
-            summary(run((*case.settings, f"pace={pace}"), case.folder / f"pace{pace}"))[
+            summary(run((*case.predicted, f"pace={pace}"), case.folder / f"pace{pace}"))[
                 "mean_ttft_s"
             ]
         )

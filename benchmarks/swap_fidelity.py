@@ -17,10 +17,12 @@ import pandas as pd
 
 from benchmarks.fidelity import (
     COLUMNS,
+    PACE,
     Case,
     Pair,
     calibrated,
     capacity,
+    clock_of,
     finish,
     judged,
     reruns,
@@ -32,11 +34,10 @@ OUT = Path("benchmarks/results/swap_fidelity.csv")
 MEASURED = (
     "backend=cpu",
     "backend.clock=wall",
-    "backend.reference_ns=auto",
     "backend.probe_look_s=5",
     "backend.workspace_every=0",
 )
-REPLAYS = 4  # of the calibration
+REPLAYS = 2  # of the calibration; more follow between the runs
 LOAD = 0.8
 HOST_BYTES = 64 * 2**20  # room for all; each reading of the meter walks the whole arena
 
@@ -71,13 +72,14 @@ def measured_table(chosen: argparse.Namespace, root: Path) -> pd.DataFrame:
         f"budget.host_bytes={HOST_BYTES}",
         f"budget.kv_pages={chosen.pages}",  # calibrated in the arena that is judged
     )
-    profile = calibrated("the wall clock", settings, MEASURED, root / "profile", REPLAYS)
-    settings = (*settings, f"profile={profile}")
-    ceiling = capacity(Case("swap", settings, root), MEASURED)
+    auto = (*MEASURED, f"{PACE}auto")
+    profile = calibrated("the wall clock", settings, auto, root / "profile", REPLAYS)
+    backend = (*MEASURED, clock_of(profile))
+    ceiling = capacity(settings, backend, root / "capacity")
     say(f"capacity {ceiling:.3g} requests/s")
     settings = (*settings, f"arrival.rate={LOAD * ceiling}")
-    case = Case(f"chunked_swap@{LOAD:.0%} wall", settings, root / "runs")
-    pairs = list(reruns(case, MEASURED, chosen.reruns))
+    case = Case(f"chunked_swap@{LOAD:.0%} wall", settings, root / "runs", profile)
+    pairs = reruns(case, backend, chosen.reruns)
     return judged(
         pd.concat([table_of(case, pairs, chosen.reruns), swapped(case, pairs)]), judges_ttft=False
     )

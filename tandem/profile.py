@@ -71,25 +71,35 @@ def _measured(point: Composed, folder: Path, replays: int) -> pd.DataFrame:
     if is_auto(point.config):
         nominal_ns = measured_ns(setting_of(point).spec, seed)
         point = replace(point, config=with_reference(point.config, nominal_ns))
-    count = replayed_count(point.config["scheduling"])
     aside.mkdir(parents=True)
     half = replays // 2
     for number in range(replays):
         if number == half:
             _profile_shapes(point, aside)
-        _replay(point, aside, f"{FITTED}-{number}", seed + 2 * number, count)
+        fitted_replay(point, aside, number)
     for number in range(half):
         _replay(point, aside, f"{HELD_OUT}-{number}", seed + 2 * number + 1, REQUESTS)
-    about = json.loads((aside / "profile.json").read_text(encoding="utf-8"))
-    spec = ModelSpec(**about["model"])
-    cost = fitted(aside, spec, PageSize(about["page_tokens"], about["page_bytes"]))
-    cost.save(aside / COST)
-    table = judged(cost, aside)
+    table = judged(refitted(aside), aside)
     table.to_csv(aside / "errors.csv")
     if folder.is_dir():
         folder.rmdir()
     aside.rename(folder)
     return table
+
+
+def fitted_replay(point: Composed, folder: Path, number: int) -> None:
+    """Measures one more replay for the fit of a profile."""
+    seed, count = int(point.config["seed"]), replayed_count(point.config["scheduling"])
+    _replay(point, folder, f"{FITTED}-{number}", seed + 2 * number, count)
+
+
+def refitted(folder: Path) -> TableCost:
+    """Fits the tables of a profile to all that was measured for it, and writes them."""
+    about = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
+    spec = ModelSpec(**about["model"])
+    cost = fitted(folder, spec, PageSize(about["page_tokens"], about["page_bytes"]))
+    cost.save(folder / COST)
+    return cost
 
 
 def fitted(folder: Path, spec: ModelSpec, page: PageSize) -> TableCost:
