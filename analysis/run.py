@@ -10,8 +10,8 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import yaml  # type: ignore[import-untyped]
 
+from analysis.yaml_text import yaml_value
 from engine.record import SCHEMA_VERSION, TABLES, read_table
 
 
@@ -97,7 +97,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 def _config(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}: the run is incomplete, run it again")
-    value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    value = yaml_value(path.read_text(encoding="utf-8"), path)
     return value if isinstance(value, dict) else {}
 
 

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-from tandem.compose import config_folders, one_line, plain, register_resolvers
+from tandem.compose import COMPOSING, config_folders, one_line, plain, register_resolvers
 from tandem.composed import Composed
 from tandem.errors import RunFailed, Usage
 from tandem.folder import remove_empty
@@ -68,7 +66,7 @@ def main(words: Sequence[str]) -> int:
     with _raising_hydra(["tandem run", *options_first(words)]):
         try:
             carry_out()
-        except (CompactHydraException, OmegaConfBaseException) as error:
+        except COMPOSING as error:
             raise Usage(one_line(error, words)) from error
     if _failed:
         raise _failed[0]

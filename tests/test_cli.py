@@ -101,6 +101,26 @@ def test_a_mistake_is_told_in_one_line(
 
 
 @pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("_target_: a.B\n  max_jobs: 3\n", "mine.yaml: not YAML at line 2, column 11: mapping val"),
+        ("a: 1\na: 2\n", "mine.yaml: not YAML at line 2, column 1: found duplicate key a"),
+        ("a: \0\n", "mine.yaml: not YAML: "),
+    ],
+)
+@pytest.mark.parametrize("verb", ["run", "calibrate", "sweep"])
+def test_a_slip_in_a_users_yaml_is_told_with_its_place(
+    verb: str, text: str, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("conf/scheduling").mkdir(parents=True)
+    Path("conf/scheduling/mine.yaml").write_text(text)
+    assert main([verb, "--config-dir", "conf", "scheduling=mine"]) == 2
+    told = capsys.readouterr().err.strip()
+    assert str(Path("conf/scheduling").resolve() / where) in told
+    assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
     "words", [["seed=-1"], ["model=llama3_8b"], ["backend.clock=wall"], ["hydra.run.dir=here"]]
 )
 def test_a_rejected_run_leaves_nothing(words: list[str], tmp_path: Path) -> None:

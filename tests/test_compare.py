@@ -187,6 +187,7 @@ def test_a_trace_that_is_gone_is_told_with_the_way_round(
         ("provenance.json", "{", "is not JSON"),
         ("provenance.json", "[]", "holds no JSON object"),
         ("config.yaml", None, "has no config.yaml"),
+        ("config.yaml", "a: 1\nb: [", "config.yaml: not YAML at line 2, column 5"),
         ("plans.parquet", None, "has no plans.parquet"),
     ],
 )
