@@ -162,8 +162,8 @@ def summary(
 
     Goodput is there if the SLO sets a limit (without one it would equal the throughput).
     """
-    out: dict[str, float | int | str] = {"backend": run.backend, **_counts(run)}
-    out |= throughput(run) | steady_throughput(run) | prefix_hits(run)
+    out: dict[str, float | int | str] = {"backend": run.backend, "cost_form": run.cost_form}
+    out |= _counts(run) | throughput(run) | steady_throughput(run) | prefix_hits(run)
     if slo and any(limit is not None for limit in slo.values()):
         out |= goodput(run, slo)
     for name, values in samples(run).items():

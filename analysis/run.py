@@ -45,6 +45,11 @@ class Run:
         """Whether its durations were measured rather than predicted."""
         return self.backend not in ("sim", "lockstep")
 
+    @property
+    def cost_form(self) -> str:
+        """What its durations rest on: measurement, or the form of the cost that priced them."""
+        return "measured" if self.is_measured else str(self.provenance.get("cost_form") or "-")
+
 
 def load(folder: Path | str) -> Run:
     """Reads a run folder. ValueError in one line: no run, failed run, damaged or foreign table."""

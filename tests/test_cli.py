@@ -228,7 +228,13 @@ def test_a_run_writes_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     provenance = json.loads((folder / "provenance.json").read_text())
     for key in ("commit", "dirty", "versions", "host", "backend", "seed", "trace_hash", "depth"):
         assert key in provenance
-    assert json.loads((folder / "metrics.json").read_text())["num_finished"] == 4
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["num_finished"] == 4 and metrics["cost_form"] == "roofline"
+
+
+def test_the_screen_says_what_a_result_rests_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *SMALL]) == 0
+    assert "sim (roofline): 4 of 4 requests finished" in capsys.readouterr().out
 
 
 def test_one_seed_gives_the_same_bytes_twice(tmp_path: Path) -> None:

@@ -153,6 +153,13 @@ def test_summary_is_flat_and_leaves_undefined_out(run: Run) -> None:
     assert "request_throughput" not in nothing
 
 
+def test_a_summary_says_what_its_durations_rest_on(run: Run) -> None:
+    priced = {"backend": "sim", "cost_form": "roofline"}
+    assert metrics.summary(replace(run, provenance=priced))["cost_form"] == "roofline"
+    priced["backend"] = "cpu"  # where the roofline only answers a policy's questions
+    assert metrics.summary(replace(run, provenance=priced))["cost_form"] == "measured"
+
+
 def test_hits_are_tokens_found_of_all_that_had_to_be_computed(run: Run) -> None:
     assert metrics.prefix_hits(run) == {}
     found = metrics.prefix_hits(with_requests(run, cached_tokens=[5, 0]))

@@ -56,6 +56,11 @@ def test_the_page_is_self_contained_and_small(comparison: Comparison, page: Path
     assert f"tandem compare {runs[0].folder} {runs[1].folder}" in text
 
 
+def test_the_terminal_is_told_what_both_runs_rest_on(comparison: Comparison) -> None:
+    [line] = [x for x in words.table(comparison).splitlines() if x.startswith("durations rest on")]
+    assert line.split()[-2:] == ["table", "measured"]
+
+
 def test_the_page_is_well_formed(page: Path) -> None:
     open_tags: list[str] = []
     ids: list[str] = []
