@@ -171,7 +171,7 @@ def _memory(comparison: Comparison) -> Table:
 def _steps(comparison: Comparison) -> Table:
     rows = [
         [Cell(str(row["group"])), Cell(str(row["count"]), float(row["count"]))]
-        + [_amount(row[f"mean_{run}"], "s") for run in ("prediction", "measurement")]
+        + [_amount(row[f"mean_{run}_s"], "s") for run in ("prediction", "measurement")]
         + [
             _error("step", float(row["sum_error"])),
             Cell(f"{100 * row['mean_abs']:.1f} %", row["mean_abs"]),

@@ -27,11 +27,11 @@ def with_requests(run: Run, **columns: object) -> Run:
 
 def test_latencies_per_request(run: Run) -> None:
     rows = metrics.per_request(run)
-    assert rows["ttft"].tolist() == pytest.approx([0.010, 0.015])
-    assert rows["tpot"].tolist() == pytest.approx([0.010, 0.005])
-    assert rows["e2e"].tolist() == pytest.approx([0.030, 0.020])
-    assert rows["norm_latency"].tolist() == pytest.approx([0.010, 0.010])
-    assert rows["queue"].tolist() == pytest.approx([0.0, 0.005])
+    assert rows["ttft_s"].tolist() == pytest.approx([0.010, 0.015])
+    assert rows["tpot_s"].tolist() == pytest.approx([0.010, 0.005])
+    assert rows["e2e_s"].tolist() == pytest.approx([0.030, 0.020])
+    assert rows["norm_latency_s"].tolist() == pytest.approx([0.010, 0.010])
+    assert rows["queue_s"].tolist() == pytest.approx([0.0, 0.005])
 
 
 def test_itl_pools_every_gap(run: Run) -> None:
@@ -40,7 +40,7 @@ def test_itl_pools_every_gap(run: Run) -> None:
 
 def test_tpot_of_a_single_token_is_undefined(run: Run) -> None:
     one = with_requests(run, output_tokens=[1, 2])
-    assert metrics.per_request(one)["tpot"].isna().tolist() == [True, False]
+    assert metrics.per_request(one)["tpot_s"].isna().tolist() == [True, False]
     assert metrics.statistics(metrics.samples(one)["tpot"])["mean"] == pytest.approx(0.005)
 
 

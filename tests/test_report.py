@@ -193,7 +193,7 @@ def test_decisions_are_not_blamed_alone_where_steps_are_too_short(
 ) -> None:
     """A replay of plans made for longer steps waits for arrivals: timing shows as decisions."""
     rows = {"metric": ["mean e2e"], "timing_share": [0.01], "decisions_share": [-0.19]}
-    sums = {"sum_prediction": [off * 8.0, 9.0], "sum_measurement": [8.0, 1.0]}
+    sums = {"sum_prediction_s": [off * 8.0, 9.0], "sum_measurement_s": [8.0, 1.0]}
     steps = pd.DataFrame({"group": ["decode only", "host"], **sums})
     changed = replace(comparison, split=pd.DataFrame(rows), steps=steps)
     text = words.headline(changed)
@@ -285,7 +285,9 @@ def test_plots_draw_what_they_are_given(comparison: Comparison) -> None:
     data = plots.parity_data(comparison.requests, "e2e")
     ax = plots.plot_parity(data)
     assert len(ax.collections[-1].get_offsets()) == len(data) == 200
+    assert list(data) == ["request_id", "prediction_s", "measurement_s", "metric"]
     steps = plots.step_data(comparison.replay or comparison.prediction, comparison.measurement)
+    assert list(steps)[-3:] == ["at_s", "prediction_s", "measurement_s"]
     assert len(steps) == len(comparison.measurement.steps)
     ax = plots.plot_step_time(steps)
     assert sum(len(c.get_offsets()) for c in ax.collections) == len(steps)
