@@ -26,7 +26,7 @@ from tandem.experiment import run_experiment
 from tandem.folder import aside_of, sole_user
 from tandem.pace import is_auto, measured_ns, with_reference
 from tandem.provenance import commit
-from tandem.setting import setting_of
+from tandem.setting import setting_of, spec_of
 from tandem.worlds import MEASURED, world_of
 from traces.request import Request
 from traces.store import write_trace
@@ -190,7 +190,7 @@ def replayed_count(scheduling: Mapping[str, Any] | None) -> int:
 def _replay(point: Composed, folder: Path, name: str, seed: int, count: int) -> None:
     """So many made-up requests at once through the whole engine, into a folder of that name."""
     config, trace = point.config, folder / f"{name}-trace.parquet"
-    made_up = requests(int(config["model"]["max_positions"]), seed, count)
+    made_up = requests(spec_of(point).max_positions, seed, count)
     write_trace(trace, made_up, {"source": "made up by tandem/profile.py", "seed": seed})
     arrival = {"_target_": "traces.arrivals.AllAtOnce"}
     changed: dict[str, Any] = {"trace": {"path": str(trace)}, "arrival": arrival}

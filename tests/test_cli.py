@@ -82,6 +82,8 @@ def test_help_imports_nothing_heavy() -> None:
         (["run", "policy=orca", "memory.max_tokens=64"], "max_tokens=64: the longest request"),
         (["run", "budget.fraction=1.5"], "at most 1"),
         (["run", "model=gpt2"], "knows 1024 positions"),
+        (["run", "model=hf"], "give one with model.path=..."),
+        (["run", "model=hf", "model.path=/nowhere"], "model.path=/nowhere: no such file"),
         (["calibrate", "backend=sim"], "measures nothing"),
         (["calibrate", "polic=x"], "did you mean policy?"),
         (["calibrate", "--config-dir", "/nowhere"], "--config-dir /nowhere: no such folder"),

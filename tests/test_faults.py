@@ -135,8 +135,8 @@ def test_two_runs_and_two_calibrations_in_one_second_have_folders_of_their_own(
     folders = [path.parent for path in Path("outputs/2026-11-21").glob("*/metrics.json")]
     assert len(folders) == 2 and all(f.name.startswith("12-00-00-") for f in folders)
     monkeypatch.setattr("time.strftime", lambda form: form)
-    config = composed(["backend=cpu"]).config
-    assert default_folder(config) != default_folder(config)
+    point = composed(["backend=cpu"])
+    assert default_folder(point) != default_folder(point)
 
 
 def test_two_calibrations_may_not_share_a_folder(
