@@ -21,6 +21,7 @@ from analysis.yaml_text import fault_in_file
 from tandem.composed import Composed
 from tandem.conform import did_you_mean
 from tandem.errors import Usage
+from tandem.keys import check_keys
 
 COMPOSING = (CompactHydraException, OmegaConfBaseException, YAMLError)  # what it raises
 WRONG_KEY = re.compile(r"(?:Could not (?:override|append|delete)[^']*|Key )'([^']+)'")
@@ -68,10 +69,9 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise Usage(f"{error.full_key or 'configuration'}: {error.msg or error}") from error
     assert isinstance(node, dict)
-    for key in node:
-        if key not in _top_level():  # Hydra lets `+key=value` add what nobody reads
-            raise Usage(f"{key}: no such setting{did_you_mean(str(key), _top_level())}")
-    return {str(key): value for key, value in node.items()}
+    config = {str(key): value for key, value in node.items()}
+    check_keys(config, default_config())
+    return config
 
 
 def one_line(error: Exception, overrides: Sequence[str] = ()) -> str:
@@ -117,10 +117,6 @@ def default_config() -> dict[str, Any]:
         GlobalHydra.instance().hydra = before
     assert isinstance(node, dict)
     return {str(key): value for key, value in node.items()}
-
-
-def _top_level() -> tuple[str, ...]:
-    return tuple(default_config())
 
 
 def _keys(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
