@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -24,7 +23,7 @@ from sim.tables import TableCost
 from tandem.composed import Composed
 from tandem.experiment import run_experiment
 from tandem.folder import aside_of, sole_user
-from tandem.pace import is_auto, measured_ns, with_reference
+from tandem.pace import about, is_auto, measured_ns, with_reference
 from tandem.provenance import commit
 from tandem.setting import setting_of, spec_of
 from tandem.worlds import MEASURED, world_of
@@ -80,9 +79,9 @@ def _measured(point: Composed, folder: Path, replays: int) -> pd.DataFrame:
         _replay(point, aside, f"{FITTED}-{number}", seed + 2 * number, count)
     for number in range(half):
         _replay(point, aside, f"{HELD_OUT}-{number}", seed + 2 * number + 1, REQUESTS)
-    about = json.loads((aside / "profile.json").read_text(encoding="utf-8"))
-    spec = ModelSpec(**about["model"])
-    cost = fitted(aside, spec, PageSize(about["page_tokens"], about["page_bytes"]))
+    facts = about(aside)
+    spec = ModelSpec(**facts["model"])
+    cost = fitted(aside, spec, PageSize(facts["page_tokens"], facts["page_bytes"]))
     cost.save(aside / COST)
     table = judged(cost, aside)
     table.to_csv(aside / "errors.csv")
@@ -148,8 +147,7 @@ def read_cost(folder: Path, spec: ModelSpec, device: Device, page_tokens: int) -
         raise ValueError(
             f"profile={folder} was measured with page_tokens={cost.page.tokens}, not {page_tokens}"
         )
-    about = folder / "profile.json"
-    measured = json.loads(about.read_text(encoding="utf-8")) if about.is_file() else {}
+    measured = about(folder)
     for name, value in device_facts(device).items():
         if measured.get(name, value) != value:
             raise ValueError(
@@ -233,5 +231,5 @@ def _lognormal(
 
 
 def _source(folder: Path) -> str:
-    about: Mapping[str, Any] = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
-    return f"{about['hardware']} ({about['name']}, clock {about['clock']}, {about['date']})"
+    facts = about(folder)
+    return f"{facts['hardware']} ({facts['name']}, clock {facts['clock']}, {facts['date']})"

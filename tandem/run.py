@@ -18,6 +18,8 @@ from tandem.composed import Composed
 from tandem.errors import RunFailed, Usage
 from tandem.folder import remove_empty
 
+SHORT_FLAGS = ("-c", "-p", "-i", "-cp", "-cn", "-cd")  # Hydra's, that a value follows
+
 register_resolvers()
 _failed: list[Exception] = []  # of a single run, for `main` to raise without Hydra's own words
 
@@ -78,7 +80,8 @@ def options_first(words: Sequence[str]) -> list[str]:
     flags: list[str] = []
     overrides: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
-        is_value = before.startswith("--") and "=" not in before and "=" not in word
+        takes_one = before in SHORT_FLAGS or before.startswith("--")
+        is_value = takes_one and "=" not in before and "=" not in word
         (flags if word.startswith("-") or is_value else overrides).append(word)
     return flags + overrides
 

@@ -78,6 +78,8 @@ def test_help_imports_nothing_heavy() -> None:
         (["run", "sampling.temperature=-1"], "sampling.temperature=-1.0: it must be at least 0"),
         (["run", "sampling.temperature=nan"], "sampling.temperature=nan: it must be at least 0"),
         (["run", "sampling.top_k=-1"], "sampling.top_k=-1: it must be at least 0"),
+        (["run", "backend=cpu", "backend.reference_ns=[5]"], "tuple[int, int] | None wanted"),
+        (["run", "device.linear_memory=[[1]]"], "linear_memory[0]=[1]: 1 values given, 2 wanted"),
         (["run", "sampling.top_p=0"], "sampling.top_p=0.0: it must be above 0 and at most 1"),
         (
             ["run", "policy=chunked_reservation", "memory.prefix_caching=true"],
@@ -221,6 +223,12 @@ def test_flags_and_overrides_may_stand_in_any_order() -> None:
     words = ["a=1", "--config-dir", "mine", "b=2", "-m", "--cfg", "job", "--config-name=x", "c=3"]
     flags = ["--config-dir", "mine", "-m", "--cfg", "job", "--config-name=x"]
     assert options_first(words) == [*flags, "a=1", "b=2", "c=3"]
+    assert options_first(["a=1", "-c", "job", "-m", "b=2"]) == ["-c", "job", "-m", "a=1", "b=2"]
+
+
+def test_a_short_flag_may_come_last(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "limit=4", "-c", "job"]) == 0
+    assert "limit: 4" in capsys.readouterr().out
 
 
 def test_the_trace_back_is_there_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
