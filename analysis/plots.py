@@ -92,7 +92,9 @@ def plot_parity(data: pd.DataFrame, ax: Any = None) -> Any:
     for name, part in rows.groupby(groups):
         color = group_color(str(name)) if name else RUNS[MEASUREMENT]["color"]
         style = {"s": 10, "alpha": 0.55, "linewidths": 0, "rasterized": len(rows) > DENSE}
-        ax.scatter(part[MEASUREMENT_S], part[PREDICTION_S], color=color, label=name or None, **style)
+        ax.scatter(
+            part[MEASUREMENT_S], part[PREDICTION_S], color=color, label=name or None, **style
+        )
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     for axis in (ax.xaxis, ax.yaxis):
         plain_ticks(axis, low, high)

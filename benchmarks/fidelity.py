@@ -36,7 +36,7 @@ ATTEMPTS = 6  # measured runs per accepted one, at the most
 METRICS = ("ttft", "tpot", "e2e")
 STATS = ("mean", "p50", "p90", "p99")
 COLUMNS = ["case", "figure", "measured", "error", "worst_rerun", "rerun_iqr"]
-# Rows that are 1 where something holds of all reruns; without it the claim fails whatever the errors.
+# Rows that are 1 where something holds of all reruns; else the claim fails, whatever the errors.
 MUST_HOLD = ("kv_peak_replayed_equal", "swapped_in_every_run", "bytes_copied_replayed_equal")
 NEVER_ABOVE = 0.10  # for mean TPOT and E2E
 

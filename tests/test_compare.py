@@ -183,7 +183,7 @@ def test_a_replay_replaces_replays_only(
     monkeypatch.setattr("tandem.experiment.run_experiment", lambda *_: None)
     run = replace(make("a", TWO), config={"budget": {}}, provenance={"kv_pages": 9})
     theirs = write(tmp_path / "theirs-replay")
-    with pytest.raises(Usage, match="theirs-replay: the replay belongs there.*never overwritten"):
+    with pytest.raises(Usage, match=r"theirs-replay: the replay belongs there.*never overwritten"):
         replay_of(run, run, theirs)
     assert load(theirs).requests["status"].eq("finished").all()
     (theirs / "config.yaml").write_text("replayed: /measured\n", encoding="utf-8")

@@ -20,9 +20,7 @@ def read_columns(path: Path, names: Iterable[str]) -> dict[str, list[Any]]:
     return columns
 
 
-def readable_columns(
-    path: Path, names: Iterable[str]
-) -> tuple[dict[str, list[Any]], list[int]]:
+def readable_columns(path: Path, names: Iterable[str]) -> tuple[dict[str, list[Any]], list[int]]:
     """The same of all lines that can be read, and the numbers of JSON lines that cannot."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
