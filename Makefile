@@ -7,7 +7,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 # The CPU build where pip finds it (a find-links folder, the CPU index); see README for others.
-TORCH_SPEC ?= torch==2.13.0
+# The stamp says which torch is there: unless another one is named, it stays.
+INSTALLED := $(or $(shell cat $(STAMP) 2>/dev/null),torch==2.13.0)
+TORCH_SPEC ?= $(INSTALLED)
 TRACE ?=
 TOKENIZER ?=
 ARGS ?=
@@ -19,7 +21,7 @@ SHARED ?= $(or $(TANDEM_SHARED),../shared)
 # Bytecode that is not kept would be made anew at every start: 5 s for torch and transformers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all kernels check bench claims gpu gpu-site clean
+.PHONY: help setup demo test test-all kernels check bench claims gpu gpu-site clean another-torch
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,7 +30,11 @@ setup: $(STAMP) ## make the virtual environment (the other targets do it when ne
 
 $(STAMP): pyproject.toml constraints.txt .ci/setup
 	@VENV=$(VENV) TORCH_SPEC='$(TORCH_SPEC)' .ci/setup
-	@touch $@
+	@echo '$(TORCH_SPEC)' > $@
+
+ifneq "$(TORCH_SPEC)" "$(INSTALLED)"
+$(STAMP): another-torch
+endif
 
 demo: $(STAMP) ## one trace, simulated and measured on this CPU, compared (TRACE=sharegpt.json for yours)
 	@$(BIN)/python -m tandem.demo $(if $(TRACE),--trace '$(TRACE)') \

@@ -10,6 +10,7 @@ from analysis.agreement import common_plans
 from analysis.distance import relative_error
 from analysis.metrics import LATENCIES, THROUGHPUTS, samples, throughput
 from analysis.run import Run
+from analysis.style import RUNS
 from analysis.usage import host_share, lane_shares, memory_use, operations
 
 SPLIT = ("mean ttft", "mean tpot", "mean e2e", *THROUGHPUTS, "peak kv")
@@ -26,8 +27,8 @@ def matched_steps(prediction: Run, measurement: Run) -> pd.DataFrame:
         number = pd.Series(index[kept].to_numpy(), index=run.plans["step"][kept])
         ops = operations(run).assign(index=run.steps["step"].map(number))
         parts.append(ops.dropna(subset="index"))
-    columns = [*keys, "group", "start_ns", "duration", "host"]
-    left = parts[0][[*keys, "start_ns", "duration", "host"]]
+    columns = [*keys, "group", "start_ns", "duration_s", "host_s"]
+    left = parts[0][[*keys, "start_ns", "duration_s", "host_s"]]
     return left.merge(parts[1][columns], on=keys, suffixes=("_prediction", "_measurement"))
 
 
@@ -36,17 +37,17 @@ def step_errors(prediction: Run, measurement: Run) -> pd.DataFrame:
     error. sum_error weighs long operations more; mean_abs is over single operations.
     """
     rows = matched_steps(prediction, measurement)
-    parts = [(str(name), part, "duration") for name, part in rows.groupby("group")]
-    host = rows[(rows["host_prediction"] > 0) | (rows["host_measurement"] > 0)]
+    parts = [(str(name), part, "duration_s") for name, part in rows.groupby("group")]
+    host = rows[(rows["host_s_prediction"] > 0) | (rows["host_s_measurement"] > 0)]
     if len(host):
-        parts.append(("host", host, "host"))
+        parts.append(("host", host, "host_s"))
     out = []
     for name, part, column in parts:
         a, b = part[f"{column}_prediction"], part[f"{column}_measurement"]
         single = ((a - b) / b.where(b > 0)).abs().mean()
         total = relative_error(float(a.sum()), float(b.sum()))
         out.append((name, len(part), a.sum(), b.sum(), a.mean(), b.mean(), total, single))
-    sums = ["sum_prediction", "sum_measurement", "mean_prediction", "mean_measurement"]
+    sums = [f"{figure}_{run}_s" for figure in ("sum", "mean") for run in RUNS]
     return pd.DataFrame(out, columns=["group", "count", *sums, "sum_error", "mean_abs"])
 
 

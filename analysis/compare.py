@@ -53,7 +53,7 @@ class Comparison:
     def busy_error(self) -> float:
         """Signed relative error of all durations in `steps` together; NaN without any."""
         ops = self.steps[self.steps["group"].ne("host")]
-        sums = (float(ops[f"sum_{run}"].sum()) for run in ("prediction", "measurement"))
+        sums = (float(ops[f"sum_{run}_s"].sum()) for run in ("prediction", "measurement"))
         return relative_error(*sums)
 
 
@@ -132,13 +132,13 @@ def distances(prediction: Run, measurement: Run) -> pd.DataFrame:
 
 
 def joined(prediction: Run, measurement: Run) -> pd.DataFrame:
-    """Requests finished in both, by id: `<metric>_prediction`, `_measurement`, `_error`."""
+    """Requests finished in both, by id: `<metric>_s_prediction`, `_s_measurement`, `_error`."""
     a, b = per_request(prediction), per_request(measurement)
     both = a.index[a["status"].eq("finished") & b["status"].eq("finished").reindex(a.index)]
     columns: dict[str, Any] = {n: b.loc[both, n] for n in ("prompt_tokens", "output_tokens")}
     for metric in PER_REQUEST:
-        left, right = a.loc[both, metric], b.loc[both, metric]
-        columns[f"{metric}_prediction"], columns[f"{metric}_measurement"] = left, right
+        left, right = a.loc[both, f"{metric}_s"], b.loc[both, f"{metric}_s"]
+        columns[f"{metric}_s_prediction"], columns[f"{metric}_s_measurement"] = left, right
         columns[f"{metric}_error"] = (left - right) / right.where(right > 0)
     return pd.DataFrame(columns, index=both)
 

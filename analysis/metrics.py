@@ -36,11 +36,11 @@ TRIM = 0.1  # share of the finishes cut off at each end of the steady window
 
 
 def per_request(run: Run) -> pd.DataFrame:
-    """Latencies in seconds per request, indexed by request_id; NaN where undefined.
+    """Latencies per request, indexed by request_id; NaN where undefined.
 
-    ttft: first token - arrival, queueing included. tpot: (finish - first token) / (output - 1),
-    undefined for one token or none. e2e: finish - arrival. norm_latency: e2e / output tokens.
-    queue: first issue - arrival. Only finished requests have latencies, as in vLLM.
+    ttft_s: first token - arrival, queueing included. tpot_s: (finish - first token) / (output - 1),
+    undefined for one token or none. e2e_s: finish - arrival. norm_latency_s: e2e / output tokens.
+    queue_s: first issue - arrival. Only finished requests have latencies, as in vLLM.
     """
     rows = run.requests.set_index("request_id").sort_index()
     counts = ["prompt_tokens", "output_tokens", "restarts", "swaps", "cached_tokens"]
@@ -48,12 +48,12 @@ def per_request(run: Run) -> pd.DataFrame:
     done = rows["status"].eq("finished")
     arrival, finish = rows["arrival_ns"], rows["finish_ns"].where(done)
     first, tokens = rows["first_token_ns"].where(done), rows["output_tokens"]
-    out["arrival"] = arrival / 1e9
-    out["queue"] = (rows["scheduled_ns"].where(done) - arrival) / 1e9
-    out["ttft"] = (first - arrival) / 1e9
-    out["tpot"] = (finish - first) / (tokens - 1).where(tokens > 1) / 1e9
-    out["e2e"] = (finish - arrival) / 1e9
-    out["norm_latency"] = out["e2e"] / tokens.where(tokens > 0)
+    out["arrival_s"] = arrival / 1e9
+    out["queue_s"] = (rows["scheduled_ns"].where(done) - arrival) / 1e9
+    out["ttft_s"] = (first - arrival) / 1e9
+    out["tpot_s"] = (finish - first) / (tokens - 1).where(tokens > 1) / 1e9
+    out["e2e_s"] = (finish - arrival) / 1e9
+    out["norm_latency_s"] = out["e2e_s"] / tokens.where(tokens > 0)
     return out
 
 
@@ -70,8 +70,10 @@ def itl(run: Run) -> Floats:
 def samples(run: Run) -> dict[str, Floats]:
     """The defined values of each latency: one per request, ITL pooled. Seconds."""
     rows = per_request(run)
-    found = {name: rows[name].dropna().to_numpy(np.float64) for name in LATENCIES if name != "itl"}
-    return {name: itl(run) if name == "itl" else found[name] for name in LATENCIES}
+    return {
+        name: itl(run) if name == "itl" else rows[f"{name}_s"].dropna().to_numpy(np.float64)
+        for name in LATENCIES
+    }
 
 
 def statistics(values: Floats) -> dict[str, float]:
@@ -131,8 +133,7 @@ def goodput(run: Run, slo: Mapping[str, float | None]) -> dict[str, float]:
     for key, limit in slo.items():
         if limit is None:
             continue
-        name = key.removesuffix("_s")
-        values = rows[name].fillna(0.0) if name == "tpot" else rows[name]
+        values = rows[key].fillna(0.0) if key == "tpot_s" else rows[key]
         met &= values <= limit
     out = {"slo_attainment": float(met.mean())} if len(rows) else {}
     return out | ({"goodput": float(met.sum()) / duration_s} if duration_s else {})
@@ -162,8 +163,8 @@ def summary(
 
     Goodput is there if the SLO sets a limit (without one it would equal the throughput).
     """
-    out: dict[str, float | int | str] = {"backend": run.backend, **_counts(run)}
-    out |= throughput(run) | steady_throughput(run) | prefix_hits(run)
+    out: dict[str, float | int | str] = {"backend": run.backend, "cost_form": run.cost_form}
+    out |= _counts(run) | throughput(run) | steady_throughput(run) | prefix_hits(run)
     if slo and any(limit is not None for limit in slo.values()):
         out |= goodput(run, slo)
     for name, values in samples(run).items():

@@ -101,8 +101,7 @@ def _runs(comparison: Comparison) -> Table:
         done = int(run.requests["status"].eq("finished").sum())
         moved = drift(run)
         texts = [role, run.name, run.backend, str(run.provenance.get("device", "-"))]
-        form = "measured" if run.is_measured else str(run.provenance.get("cost_form") or "-")
-        texts += [form, f"{done} of {len(run.requests)}"]
+        texts += [run.cost_form, f"{done} of {len(run.requests)}"]
         texts += [str(len(run.plans)), "-" if moved is None else f"{100 * moved:.1f} %"]
         rows.append([Cell(text) for text in texts])
     columns = ["role", "run", "backend", "device", "durations", "finished", "plans", "drift"]
@@ -172,7 +171,7 @@ def _memory(comparison: Comparison) -> Table:
 def _steps(comparison: Comparison) -> Table:
     rows = [
         [Cell(str(row["group"])), Cell(str(row["count"]), float(row["count"]))]
-        + [_amount(row[f"mean_{run}"], "s") for run in ("prediction", "measurement")]
+        + [_amount(row[f"mean_{run}_s"], "s") for run in ("prediction", "measurement")]
         + [
             _error("step", float(row["sum_error"])),
             Cell(f"{100 * row['mean_abs']:.1f} %", row["mean_abs"]),

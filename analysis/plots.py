@@ -12,7 +12,16 @@ import pandas as pd
 from analysis.causes import matched_steps
 from analysis.metrics import samples
 from analysis.run import Run
-from analysis.style import BLACK, MEASUREMENT, PREDICTION, RUNS, axes, group_color, line
+from analysis.style import (
+    BLACK,
+    MEASUREMENT,
+    MEASUREMENT_S,
+    PREDICTION_S,
+    RUNS,
+    axes,
+    group_color,
+    line,
+)
 
 NAMES = {
     "ttft": "time to first token",
@@ -58,8 +67,8 @@ def plot_ecdf(data: pd.DataFrame, ax: Any = None) -> Any:
 
 
 def parity_data(requests: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Columns metric, request_id, prediction, measurement (seconds), of comparison.requests."""
-    columns = {f"{metric}_{run}": run for run in RUNS}
+    """Columns metric, request_id, prediction_s, measurement_s, of comparison.requests."""
+    columns = {f"{metric}_s_{run}": f"{run}_s" for run in RUNS}
     rows = requests[list(columns)].rename(columns=columns).dropna()
     return rows.rename_axis("request_id").reset_index().assign(metric=metric)
 
@@ -70,10 +79,10 @@ def plot_parity(data: pd.DataFrame, ax: Any = None) -> Any:
     Both axes are logarithmic: equal relative errors lie equally far from the line.
     """
     ax = axes(ax)
-    rows = data[(data[PREDICTION] > 0) & (data[MEASUREMENT] > 0)]
+    rows = data[(data[PREDICTION_S] > 0) & (data[MEASUREMENT_S] > 0)]
     if rows.empty:
         return ax
-    values = rows[[PREDICTION, MEASUREMENT]].to_numpy(float)
+    values = rows[[PREDICTION_S, MEASUREMENT_S]].to_numpy(float)
     low, high = float(values.min()) * 0.8, float(values.max()) * 1.2
     ends = np.geomspace(low, high, 50)
     for band, shade in ((0.2, 0.10), (0.1, 0.16)):
@@ -83,7 +92,9 @@ def plot_parity(data: pd.DataFrame, ax: Any = None) -> Any:
     for name, part in rows.groupby(groups):
         color = group_color(str(name)) if name else RUNS[MEASUREMENT]["color"]
         style = {"s": 10, "alpha": 0.55, "linewidths": 0, "rasterized": len(rows) > DENSE}
-        ax.scatter(part[MEASUREMENT], part[PREDICTION], color=color, label=name or None, **style)
+        ax.scatter(
+            part[MEASUREMENT_S], part[PREDICTION_S], color=color, label=name or None, **style
+        )
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     for axis in (ax.xaxis, ax.yaxis):
         plain_ticks(axis, low, high)
@@ -93,18 +104,18 @@ def plot_parity(data: pd.DataFrame, ax: Any = None) -> Any:
 
 
 def step_data(prediction: Run, measurement: Run) -> pd.DataFrame:
-    """Durations of operations of plans that both runs have in common, in seconds."""
+    """Durations of operations of plans that both runs have in common."""
     rows = matched_steps(prediction, measurement)
-    columns = {f"duration_{run}": run for run in RUNS} | {"index": "plan"}
+    columns = {f"duration_s_{run}": f"{run}_s" for run in RUNS} | {"index": "plan"}
     rows = rows.rename(columns=columns).assign(at_s=rows["start_ns_measurement"] / 1e9)
-    return rows[["plan", "lane", "group", "at_s", PREDICTION, MEASUREMENT]]
+    return rows[["plan", "lane", "group", "at_s", PREDICTION_S, MEASUREMENT_S]]
 
 
 def plot_step_time(data: pd.DataFrame, ax: Any = None) -> Any:
     """Signed error of each operation over the measured time: drift shows as a slope."""
     ax = axes(ax)
-    rows = data[data[MEASUREMENT] > 0]
-    error = 100 * (rows[PREDICTION] - rows[MEASUREMENT]) / rows[MEASUREMENT]
+    rows = data[data[MEASUREMENT_S] > 0]
+    error = 100 * (rows[PREDICTION_S] - rows[MEASUREMENT_S]) / rows[MEASUREMENT_S]
     for name, part in rows.groupby("group"):
         style = {"s": 8, "alpha": 0.55, "linewidths": 0, "rasterized": len(rows) > DENSE}
         ax.scatter(part["at_s"], error[part.index], color=group_color(str(name)), **style)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import yaml  # type: ignore[import-untyped]
 
+from analysis.yaml_text import yaml_value
 from engine.record import SCHEMA_VERSION, TABLES, read_table
 
 
@@ -44,6 +44,11 @@ class Run:
     def is_measured(self) -> bool:
         """Whether its durations were measured rather than predicted."""
         return self.backend not in ("sim", "lockstep")
+
+    @property
+    def cost_form(self) -> str:
+        """What its durations rest on: measurement, or the form of the cost that priced them."""
+        return "measured" if self.is_measured else str(self.provenance.get("cost_form") or "-")
 
 
 def load(folder: Path | str) -> Run:
@@ -97,7 +102,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 def _config(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}: the run is incomplete, run it again")
-    value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    value = yaml_value(path.read_text(encoding="utf-8"), path)
     return value if isinstance(value, dict) else {}
 
 

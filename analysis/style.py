@@ -12,6 +12,7 @@ BLACK, ORANGE, SKY, GREEN = "#222222", "#E69F00", "#56B4E9", "#009E73"
 BLUE, RED, PINK, GREY = "#0072B2", "#D55E00", "#CC79A7", "#B5B5B5"
 
 PREDICTION, MEASUREMENT = "prediction", "measurement"
+PREDICTION_S, MEASUREMENT_S = f"{PREDICTION}_s", f"{MEASUREMENT}_s"  # columns of durations
 RUNS: dict[str, dict[str, Any]] = {
     PREDICTION: {"color": RED, "linestyle": (0, (4, 1.5)), "linewidth": 1.6, "zorder": 3},
     MEASUREMENT: {"color": BLUE, "linestyle": "-", "linewidth": 1.6},

@@ -115,7 +115,7 @@ def gantt_data(run: Run, window: tuple[float, float]) -> pd.DataFrame:
     columns = {"start_s": ops["start_ns"] / 1e9, "end_s": ops["end_ns"] / 1e9}
     shown = ops.assign(**columns)[["lane", "group", "start_s", "end_s", "step"]]
     start = host["issue_ns"] / 1e9
-    hosts = host.assign(lane="host", group="host", start_s=start, end_s=start + host["host"])
+    hosts = host.assign(lane="host", group="host", start_s=start, end_s=start + host["host_s"])
     rows = pd.concat([hosts[shown.columns], shown])
     return rows[(rows["end_s"] > window[0]) & (rows["start_s"] < window[1])]
 

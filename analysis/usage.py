@@ -118,14 +118,14 @@ def copied_bytes(run: Run) -> int:
 
 
 def operations(run: Run) -> pd.DataFrame:
-    """The steps table with `duration` (s), `host` (s), `order` within step and lane, `group`.
+    """The steps table with `duration_s`, `host_s`, `order` within step and lane, `group`.
 
     Groups: decode (only), prefill (only), mixed, other (compute without tokens); a copy's group
     is its lane, such as gpu->host.
     """
     rows = run.steps.assign(
-        duration=(run.steps["end_ns"] - run.steps["start_ns"]) / 1e9,
-        host=run.steps["host_ns"] / 1e9,
+        duration_s=(run.steps["end_ns"] - run.steps["start_ns"]) / 1e9,
+        host_s=run.steps["host_ns"] / 1e9,
         order=run.steps.groupby(["step", "device", "lane"]).cumcount(),
     )
     prefill, decode = rows["prefill_tokens"] > 0, rows["decode_tokens"] > 0

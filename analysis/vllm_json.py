@@ -92,9 +92,9 @@ def _lists(run: Run, rows: pd.DataFrame, done: pd.Series) -> dict[str, Any]:
     return {
         "input_lens": rows["prompt_tokens"].tolist(),
         "output_lens": rows["output_tokens"].where(done, 0).tolist(),
-        "ttfts": rows["ttft"].fillna(0.0).tolist(),
+        "ttfts": rows["ttft_s"].fillna(0.0).tolist(),
         "itls": [list(map(float, each)) for each in gaps],
-        "start_times": rows["arrival"].tolist(),
+        "start_times": rows["arrival_s"].tolist(),
         "generated_texts": [""] * len(rows),
         "errors": ["" if ok else status for ok, status in zip(done, rows["status"], strict=True)],
     }

@@ -118,8 +118,9 @@ def _why(comparison: Comparison) -> str:
 
 
 def _ground(comparison: Comparison) -> str:
-    form = comparison.prediction.provenance.get("cost_form")
-    text = f"The prediction rests on the cost form {form}." if form else ""
+    run = comparison.prediction
+    is_known = run.cost_form != "-" and not run.is_measured
+    text = f"The prediction rests on the cost form {run.cost_form}." if is_known else ""
     moved = drift(comparison.measurement)
     if moved is not None:
         text += f" The machine drifted by {moved * 100:.1f} % around the measurement."
@@ -149,6 +150,8 @@ def table(comparison: Comparison) -> str:
     if comparison.replay is not None:
         lines.append(f"durations, same plans       {percent(comparison.busy_error)} in all")
     plans = comparison.plans
+    forms = [run.cost_form for run in (comparison.prediction, comparison.measurement)]
+    lines.append(f"{'durations rest on':<27}{forms[0]:>15}{forms[1]:>15}")
     lines.append(f"plans in common             {plans.common} of {plans.measurement}")
     moved = drift(comparison.measurement)
     if moved is not None:

@@ -96,7 +96,7 @@ class Engine:
         self.launcher = Launcher(self)
         self._door = Door(self, returns_memory)
         self.arrivals = Arrivals(env, (), self._door.admit)
-        self.news = News(env)
+        self.news = News(env, self.standing.drop)
         self._questions = Questions(self, policy)
         self.jump: Jump | None = None
         if fast_forward and devices == 1 and offers_jumps(self):
@@ -140,17 +140,17 @@ class Engine:
 
     def _ask_devices(self) -> Generator[simpy.Event, Any, bool]:
         """Idle devices first, then those with one plan in flight, and so on."""
-        asked, self.news.will_come = False, False
+        asked = False
         for level in range(self.depth):
             for device in range(self.devices):
                 if self.flights.level[device] != level or not self.roster:
                     continue
                 plan = self._questions.decide(device)
+                if plan.wake_ns is not None:
+                    self.news.wake_at(plan.wake_ns)
                 if plan:
                     yield from self._carry_out(plan, device)
                     asked = True
-                elif plan.wake_ns is not None:
-                    self.news.wake_at(plan.wake_ns)
         return asked
 
     def _carry_out(self, plan: Plan, device: int) -> Generator[simpy.Event, Any, None]:

@@ -147,9 +147,11 @@ class Jump:
         return min(repeat.left, MOST, left - (engine.depth > 1))
 
     def _is_calm(self, device: int) -> bool:
-        """Whether no memory is on its way back and nobody's end is in flight."""
+        """Whether no memory is on its way back, nobody's end is in flight, and the policy has asked
+        for no moment to be woken at."""
         engine = self._engine
-        is_clear = not engine.ends and engine.leftovers.oldest(device) is None
+        is_clear = not (engine.ends or engine.news.will_come)
+        is_clear = is_clear and engine.leftovers.oldest(device) is None
         return is_clear and engine.ledger.is_calm
 
     def _times(self, durations: Sequence[int], host_ns: int) -> tuple[Times, Times, Times]:

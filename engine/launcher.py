@@ -34,6 +34,7 @@ class Launcher:
             return Launch(op, booking.waits, (), *booking.copied)
         assert op.device == device, f"a plan for device {device} computes on {op.device}"
         jobs = [piece.job for piece in op.slices]
+        assert not op.again or all(job.training for job in jobs), "who is served restarts instead"
         ids = [job.job_id for job in jobs]
         contexts = [job.computed_tokens for job in jobs]
         tables = [self._ledger.pages.get(kv_place(i, Tier.GPU, op.device), ()) for i in ids]

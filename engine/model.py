@@ -149,11 +149,6 @@ class ModelSpec:
         return self.parameters * self.item_bytes
 
     @property
-    def layer_weight_bytes(self) -> int:
-        """Bytes of one layer's parameters."""
-        return self.layer_parameters * self.item_bytes
-
-    @property
     def kv_token_bytes(self) -> int:
         """Bytes of keys and values of one token, all layers."""
         return 2 * self.num_layers * self.kv_size * self.item_bytes

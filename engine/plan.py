@@ -199,7 +199,7 @@ class Plan:
     refuse: tuple[Job, ...] = ()  # will never fit
     repeats: int = 1
     later: tuple[tuple[int, tuple[Slice, ...]], ...] = ()
-    wake_ns: int | None = None  # ask again at this moment
+    wake_ns: int | None = None  # ask again at this moment at the latest; nothing stands beyond it
 
     def __bool__(self) -> bool:
         """Whether the plan does anything at all."""

@@ -88,7 +88,11 @@ class Composed:
 
     def _stretched(self, plan: Plan, view: View) -> Plan:
         stretch: Stretch | None = getattr(self.memory, "stretch", None)
-        if stretch is None or not getattr(self.scheduling, "repeats", False):
+        if (
+            stretch is None
+            or plan.wake_ns is not None
+            or not getattr(self.scheduling, "repeats", False)
+        ):
             return plan
         steps, later = course(plan, view, getattr(self.scheduling, "appends", False))
         if steps < 2:

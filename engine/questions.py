@@ -19,7 +19,10 @@ class Questions:
 
     def __init__(self, engine: Engine, policy: Policy) -> None:
         self._engine, self._policy = engine, policy
-        self._held_bytes = MappingProxyType(engine.ledger.held_bytes)
+        ledger = engine.ledger  # whose own books nobody may write into
+        self._held_bytes = MappingProxyType(ledger.held_bytes)
+        self._written, self._used = MappingProxyType(ledger.written), MappingProxyType(ledger.used)
+        self._capacity_bytes = MappingProxyType(ledger.capacity_bytes)
         self.asked = 0
 
     def decide(self, device: int) -> Plan:
@@ -67,10 +70,10 @@ class Questions:
             ledger.free_bytes(),
             ledger.coming_bytes(),
             self._held_bytes,
-            ledger.written,
-            ledger.used,
+            self._written,
+            self._used,
             tuple(ledger.open),
-            ledger.capacity_bytes,
+            self._capacity_bytes,
             engine.page,
             engine.profile,
             engine.layout,

@@ -5,8 +5,20 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import inf, log
 
+CURVES = ("linear_compute", "linear_memory", "prefill_compute", "decode_memory")
+COUNTS = (
+    "reserve_bytes",
+    "host_bytes",
+    "link_ns",
+    "kernel_ns",
+    "dispatch_ns",
+    "sequence_kernels",
+    "host_plan_ns",
+    "host_slice_ns",
+)
 Curve = tuple[tuple[float, float], ...]  # (size, share of the peak rate), sizes ascending
 
 
@@ -57,15 +69,21 @@ class Device:
     peer_bytes_per_s: float | None = None  # to another device, one direction; None: no link
 
     def __post_init__(self) -> None:
-        for name in ("linear_compute", "linear_memory", "prefill_compute", "decode_memory"):
+        for name in CURVES:
             points = tuple((float(x), float(y)) for x, y in getattr(self, name))
-            if (
-                not points
-                or list(points) != sorted(points)
-                or not all(0 < y < inf for _, y in points)
-            ):
+            is_rising = list(points) == sorted(points)
+            if not points or not is_rising or not all(0 < n < inf for n in chain(*points)):
                 raise ValueError(f"device {self.name}: {name} needs (size, share) by rising size")
             object.__setattr__(self, name, points)
+        for name in COUNTS:
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"device {self.name}: {name} is {getattr(self, name)}, must be at least 0"
+                )
+        if not 0 < self.duplex <= 1:
+            raise ValueError(
+                f"device {self.name}: duplex is {self.duplex}, must be above 0 and at most 1"
+            )
         rates = {dtype: float(rate) for dtype, rate in self.flops_per_s.items()}
         object.__setattr__(self, "flops_per_s", rates)
         links = [self.to_device_bytes_per_s, self.to_host_bytes_per_s]

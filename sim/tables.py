@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from sim.table import Lookup, Table
 FORMAT = 1
 LINEAR, HEAD, FIRST, CHUNK, DECODE = "linear", "head", "first", "chunk", "decode"
 HOST, PROMPTS = "host", "prompts"
+NEEDED = (LINEAR, HEAD, FIRST, CHUNK, DECODE, HOST)
 CONTENDED = " contended"  # suffix of a direction
 
 
@@ -120,13 +122,22 @@ class TableCost(ShapePriced):
             raise ValueError(f"{path} is no cost table ({error}); run tandem calibrate") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"{path} is no cost table of format {FORMAT}; run tandem calibrate")
-        tables = {name: _read(path, name, table) for name, table in content["tables"].items()}
-        model, page = ModelSpec(**content["model"]), PageSize(**content["page"])
-        return cls(tables, model, page, content["source"])
+        try:
+            tables = {name: _read(path, name, table) for name, table in content["tables"].items()}
+            model, page = ModelSpec(**content["model"]), PageSize(**content["page"])
+            cost = cls(tables, model, page, content["source"])
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error!r}); run tandem calibrate") from error
+        if missing := [name for name in NEEDED if name not in tables]:
+            raise ValueError(f"{path} has no table {', '.join(missing)}; run tandem calibrate")
+        return cost
 
 
 def _read(path: Path, name: str, table: Mapping[str, Any]) -> Table:
     try:
-        return Table(tuple(tuple(nodes) for nodes in table["axes"]), tuple(table["values"]))
+        found = Table(tuple(tuple(nodes) for nodes in table["axes"]), tuple(table["values"]))
     except ValueError as error:
         raise ValueError(f"{path}, table {name}: {error}") from None
+    if len(found.values) != prod(len(nodes) for nodes in found.axes):
+        raise ValueError(f"{path}, table {name}: not a value for each point; run tandem calibrate")
+    return found

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tandem.compose import composed
+from tandem.composed import Composed
 
 
 def main(words: Sequence[str]) -> int:
@@ -33,7 +34,7 @@ def main(words: Sequence[str]) -> int:
     chosen = parser.parse_args(words)
     backend = [] if any(o.startswith("backend=") for o in chosen.overrides) else ["backend=cpu"]
     point = composed([*backend, *chosen.overrides], chosen.config_dir)
-    folder = chosen.out or default_folder(point.config)
+    folder = chosen.out or default_folder(point)
     began = time.perf_counter()
     table = calibrate(point, folder, chosen.replays)
     print(told(table))
@@ -42,9 +43,12 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def default_folder(config: Mapping[str, Any]) -> Path:
+def default_folder(point: Composed) -> Path:
     """A folder of the cache that says what was measured and when; never one that is there."""
-    names = (config["model"]["name"], config["device"]["name"], config["backend"]["clock"])
+    from tandem.setting import spec_of
+
+    config = point.config
+    names = (spec_of(point).name, config["device"]["name"], config["backend"]["clock"])
     stamp = time.strftime(f"%Y-%m-%dT%H-%M-%S-{secrets.token_hex(3)}")
     return Path(config["cache"]) / "profiles" / "-".join([*names, stamp])
 

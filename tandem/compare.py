@@ -9,7 +9,9 @@ from pathlib import Path
 
 from analysis.compare import Comparison, check_same_trace, compare
 from analysis.run import Run, load
+from analysis.yaml_text import yaml_value
 from tandem.errors import Usage
+from tandem.folder import status_of
 
 
 def main(words: Sequence[str]) -> int:
@@ -83,14 +85,15 @@ def _export(out: Path, runs: dict[str, Run]) -> None:
 def replay_of(prediction: Run, measurement: Run, folder: Path) -> Path:
     """Simulates the measured run's plan log in the predicted run's configuration.
 
-    The memory is the measured run's to the page: what a plan log holds fits there. Usage where
-    what the predicted run was made of is no longer there.
+    The memory is the measured run's to the page: what a plan log holds fits there. Replaces an
+    earlier replay, and nothing else. Usage where another run is in the way, or where what the
+    predicted run was made of is no longer there.
     """
     from tandem.composed import Composed
     from tandem.experiment import run_experiment
 
-    if (folder / "status.json").is_file():
-        shutil.rmtree(folder)  # an earlier comparison of the same two runs
+    if status_of(folder) is not None:
+        _remove_replay(folder)
     recorded = {"scheduling": None, "memory": None, "replayed": str(measurement.folder)}
     budget = {
         **prediction.config["budget"],
@@ -105,3 +108,14 @@ def replay_of(prediction: Run, measurement: Run, folder: Path) -> Path:
     except ValueError as error:  # such as a trace or profile that is gone
         raise Usage(f"the measured plans cannot be replayed ({error}); try --no-replay") from error
     return folder
+
+
+def _remove_replay(folder: Path) -> None:
+    path = folder / "config.yaml"
+    config = yaml_value(path.read_text(encoding="utf-8"), path) if path.is_file() else None
+    if not isinstance(config, dict) or config.get("replayed") is None:
+        raise Usage(
+            f"{folder}: the replay belongs there, and a run that is none is in it; results are "
+            "never overwritten: take another --out, or --no-replay"
+        )
+    shutil.rmtree(folder)

@@ -15,11 +15,15 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import CompactHydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
+from analysis.yaml_text import fault_in_file
 from tandem.composed import Composed
 from tandem.conform import did_you_mean
 from tandem.errors import Usage
+from tandem.keys import check_keys
 
+COMPOSING = (CompactHydraException, OmegaConfBaseException, YAMLError)  # what it raises
 WRONG_KEY = re.compile(r"(?:Could not (?:override|append|delete)[^']*|Key )'([^']+)'")
 
 
@@ -46,7 +50,7 @@ def config_of(overrides: Sequence[str], config_dir: str | None = None) -> DictCo
     try:
         with initialize_config_module("conf", version_base="1.3"):
             return compose("config", [*search, *overrides])
-    except (CompactHydraException, OmegaConfBaseException) as error:
+    except COMPOSING as error:
         raise Usage(one_line(error, overrides)) from error
 
 
@@ -65,14 +69,15 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise Usage(f"{error.full_key or 'configuration'}: {error.msg or error}") from error
     assert isinstance(node, dict)
-    for key in node:
-        if key not in _top_level():  # Hydra lets `+key=value` add what nobody reads
-            raise Usage(f"{key}: no such setting{did_you_mean(str(key), _top_level())}")
-    return {str(key): value for key, value in node.items()}
+    config = {str(key): value for key, value in node.items()}
+    check_keys(config, default_config())
+    return config
 
 
 def one_line(error: Exception, overrides: Sequence[str] = ()) -> str:
     """What is wrong with a configuration, and what was probably meant."""
+    if isinstance(error, YAMLError):
+        return fault_in_file(error)
     text = " ".join(str(error).split())
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
@@ -89,7 +94,7 @@ def _known_keys(wrong: str) -> list[str]:
     """Names at the level of the wrong key in the default configuration, groups included."""
     try:
         config = default_config()
-    except (CompactHydraException, OmegaConfBaseException):
+    except COMPOSING:
         return []
     everything = list(_keys(config)) + [path.name for path in _groups()]
     depth = wrong.count(".")
@@ -112,10 +117,6 @@ def default_config() -> dict[str, Any]:
         GlobalHydra.instance().hydra = before
     assert isinstance(node, dict)
     return {str(key): value for key, value in node.items()}
-
-
-def _top_level() -> tuple[str, ...]:
-    return tuple(default_config())
 
 
 def _keys(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

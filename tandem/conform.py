@@ -87,8 +87,17 @@ def _sequence(value: Any, hint: Any, where: str) -> Any:
     if not isinstance(value, list | tuple):
         return _refuse(value, hint, where)
     inner = get_args(hint)
+    if get_origin(hint) is tuple and inner[-1:] not in ((), (...,)):
+        return _fixed(value, inner, where)
     items = [conform(v, inner[0] if inner else Any, f"{where}[{i}]") for i, v in enumerate(value)]
     return items if get_origin(hint) is list else tuple(items)
+
+
+def _fixed(value: Sequence[Any], inner: Sequence[Any], where: str) -> tuple[Any, ...]:
+    if len(value) != len(inner):
+        raise ValueError(f"{where}={value}: {len(value)} values given, {len(inner)} wanted")
+    pairs = enumerate(zip(value, inner, strict=True))
+    return tuple(conform(item, hint, f"{where}[{i}]") for i, (item, hint) in pairs)
 
 
 def _plain(value: Any, hint: Any, where: str) -> Any:

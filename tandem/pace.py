@@ -33,8 +33,7 @@ def resolved(config: Mapping[str, Any]) -> dict[str, Any]:
     profile = config["profile"]
     if profile is None:
         raise ValueError(f"backend.{KEY}={AUTO} is that of a profile; name one with profile=")
-    about = Path(str(profile)) / "profile.json"
-    nominal = json.loads(about.read_text(encoding="utf-8")).get(KEY) if about.is_file() else None
+    nominal = about(Path(str(profile))).get(KEY)
     if nominal is None:
         raise ValueError(
             f"backend.{KEY}={AUTO}: profile={profile} was measured in real time; "
@@ -46,6 +45,20 @@ def resolved(config: Mapping[str, Any]) -> dict[str, Any]:
             "calibrate anew"
         )
     return with_reference(config, nominal)
+
+
+def about(profile: Path) -> dict[str, Any]:
+    """What profile.json says of a profile, nothing where there is none. ValueError if damaged."""
+    path = profile / "profile.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); run tandem calibrate") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged (no JSON object); run tandem calibrate")
+    return found
 
 
 def measured_ns(spec: ModelSpec, seed: int) -> tuple[int, ...]:

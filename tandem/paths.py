@@ -8,6 +8,7 @@ from typing import Any
 
 PATHS = (
     "profile",
+    "model.path",
     "replayed",
     "cache",
     "trace.path",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -24,9 +23,9 @@ from sim.tables import TableCost
 from tandem.composed import Composed
 from tandem.experiment import run_experiment
 from tandem.folder import aside_of, sole_user
-from tandem.pace import is_auto, measured_ns, with_reference
+from tandem.pace import about, is_auto, measured_ns, with_reference
 from tandem.provenance import commit
-from tandem.setting import setting_of
+from tandem.setting import setting_of, spec_of
 from tandem.worlds import MEASURED, world_of
 from traces.request import Request
 from traces.store import write_trace
@@ -95,9 +94,9 @@ def fitted_replay(point: Composed, folder: Path, number: int) -> None:
 
 def refitted(folder: Path) -> TableCost:
     """Fits the tables of a profile to all that was measured for it, and writes them."""
-    about = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
-    spec = ModelSpec(**about["model"])
-    cost = fitted(folder, spec, PageSize(about["page_tokens"], about["page_bytes"]))
+    facts = about(folder)
+    spec = ModelSpec(**facts["model"])
+    cost = fitted(folder, spec, PageSize(facts["page_tokens"], facts["page_bytes"]))
     cost.save(folder / COST)
     return cost
 
@@ -158,8 +157,7 @@ def read_cost(folder: Path, spec: ModelSpec, device: Device, page_tokens: int) -
         raise ValueError(
             f"profile={folder} was measured with page_tokens={cost.page.tokens}, not {page_tokens}"
         )
-    about = folder / "profile.json"
-    measured = json.loads(about.read_text(encoding="utf-8")) if about.is_file() else {}
+    measured = about(folder)
     for name, value in device_facts(device).items():
         if measured.get(name, value) != value:
             raise ValueError(
@@ -200,7 +198,7 @@ def replayed_count(scheduling: Mapping[str, Any] | None) -> int:
 def _replay(point: Composed, folder: Path, name: str, seed: int, count: int) -> None:
     """So many made-up requests at once through the whole engine, into a folder of that name."""
     config, trace = point.config, folder / f"{name}-trace.parquet"
-    made_up = requests(int(config["model"]["max_positions"]), seed, count)
+    made_up = requests(spec_of(point).max_positions, seed, count)
     write_trace(trace, made_up, {"source": "made up by tandem/profile.py", "seed": seed})
     arrival = {"_target_": "traces.arrivals.AllAtOnce"}
     changed: dict[str, Any] = {"trace": {"path": str(trace)}, "arrival": arrival}
@@ -243,5 +241,5 @@ def _lognormal(
 
 
 def _source(folder: Path) -> str:
-    about: Mapping[str, Any] = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
-    return f"{about['hardware']} ({about['name']}, clock {about['clock']}, {about['date']})"
+    facts = about(folder)
+    return f"{facts['hardware']} ({facts['name']}, clock {facts['clock']}, {facts['date']})"

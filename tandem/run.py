@@ -10,15 +10,15 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-from tandem.compose import config_folders, one_line, plain, register_resolvers
+from tandem.compose import COMPOSING, config_folders, one_line, plain, register_resolvers
 from tandem.composed import Composed
 from tandem.errors import RunFailed, Usage
 from tandem.folder import remove_empty
+
+SHORT_FLAGS = ("-c", "-p", "-i", "-cp", "-cn", "-cd")  # Hydra's, that a value follows
 
 register_resolvers()
 _failed: list[Exception] = []  # of a single run, for `main` to raise without Hydra's own words
@@ -68,7 +68,7 @@ def main(words: Sequence[str]) -> int:
     with _raising_hydra(["tandem run", *options_first(words)]):
         try:
             carry_out()
-        except (CompactHydraException, OmegaConfBaseException) as error:
+        except COMPOSING as error:
             raise Usage(one_line(error, words)) from error
     if _failed:
         raise _failed[0]
@@ -80,7 +80,8 @@ def options_first(words: Sequence[str]) -> list[str]:
     flags: list[str] = []
     overrides: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
-        is_value = before.startswith("--") and "=" not in before and "=" not in word
+        takes_one = before in SHORT_FLAGS or before.startswith("--")
+        is_value = takes_one and "=" not in before and "=" not in word
         (flags if word.startswith("-") or is_value else overrides).append(word)
     return flags + overrides
 

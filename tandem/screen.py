@@ -56,7 +56,8 @@ def _counts(metrics: Mapping[str, Any]) -> str:
     parts += [f"{metrics[name]} {name}" for name in ("restarts", "swaps") if metrics.get(name)]
     if "prefix_hit_rate" in metrics:
         parts.append(f"{metrics['prefix_hit_rate']:.0%} of prompt tokens found in the prefix cache")
-    return f"{metrics['backend']}: " + ", ".join(parts)
+    form = metrics.get("cost_form")  # runs of before have none
+    return f"{metrics['backend']}{f' ({form})' if form else ''}: " + ", ".join(parts)
 
 
 def _throughput(metrics: Mapping[str, Any]) -> str:

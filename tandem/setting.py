@@ -46,7 +46,7 @@ def setting_of(point: Composed) -> Setting:
     """Builds what the configuration names. ValueError in one line for whatever is wrong."""
     config = point.config
     seed = _at_least(0, config, "seed")
-    builder = Builder(conform(config["trusted"], list[str], "trusted"), point.folders)
+    builder = _builder(point)
     spec = _built(builder, config, "model", ModelSpec)
     device = _built(builder, config, "device", Device)
     requests = requests_of(config, builder, spec)
@@ -68,6 +68,16 @@ def setting_of(point: Composed) -> Setting:
         decoding_of(config, spec),
         is_replay=config.get("replayed") is not None,
     )
+
+
+def spec_of(point: Composed) -> ModelSpec:
+    """The model alone."""
+    spec: ModelSpec = _built(_builder(point), point.config, "model", ModelSpec)
+    return spec
+
+
+def _builder(point: Composed) -> Builder:
+    return Builder(conform(point.config["trusted"], list[str], "trusted"), point.folders)
 
 
 def policy_of(config: Mapping[str, Any], builder: Builder) -> Policy:

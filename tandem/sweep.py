@@ -13,8 +13,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
+from analysis.yaml_text import yaml_value
 from tandem.engines import ENGINES
 from tandem.errors import Usage
 from tandem.folder import FAILED, OK, REJECTED, sole_user, status_of
@@ -33,6 +32,7 @@ LOCK = ".lock"  # in the folder of a sweep, held while it runs
 def main(words: Sequence[str]) -> int:
     """Runs the grid; 0 if every point finished, 1 if some failed."""
     chosen = _parser().parse_intermixed_args(words)
+    options = _options(chosen.option)
     grid = grid_of(chosen.overrides, chosen.config_dir)
     root = (chosen.out or default_folder()).resolve()
     tasks = list({task.key: task for task in (task_of(p, root) for p in grid.points())}.values())
@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> int:
         left = [task for task in tasks if status_of(task.folder) != OK]
         _say_start(grid, len(tasks), len(left), jobs, chosen.engine, root)
         try:
-            carry_out(left, jobs, chosen.engine, _options(chosen.option))
+            carry_out(left, jobs, chosen.engine, options)
         finally:
             num_failed = _say_end(root, tasks, words)
     return 1 if num_failed else 0
@@ -152,7 +152,7 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
     pairs = [word.partition("=") for word in words]
     if wrong := [key for key, mark, _ in pairs if not mark]:
         raise Usage(f"--option {wrong[0]}: KEY=VALUE is wanted")
-    return {key: yaml.safe_load(value) for key, _, value in pairs}
+    return {key: yaml_value(value, f"--option {key}={value}") for key, _, value in pairs}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -70,6 +70,17 @@ def test_help_imports_nothing_heavy() -> None:
         (["run", "scheduling._target_=policies.chunked_prefill.Chunked"], "mean ChunkedPrefill"),
         (["run", "+scheduling.budget=5"], "no such setting"),
         (["run", "+depht=5"], "depht: no such setting; did you mean depth?"),
+        (["run", "+backend.reference=1", "backend=cpu"], "backend.reference: no such setting; did"),
+        (["run", "+backend.probe_look_s=1"], "backend.probe_look_s: no such setting; there are"),
+        (["run", "+sampling.top=1"], "sampling.top: no such setting; did you mean top_p or top_k"),
+        (["run", "arrival=trace", "+arrival.rate=4"], "arrival.rate: no such setting"),
+        (["run", "+router.load=tokens"], "router.load: no such setting"),
+        (["run", "sampling.temperature=-1"], "sampling.temperature=-1.0: it must be at least 0"),
+        (["run", "sampling.temperature=nan"], "sampling.temperature=nan: it must be at least 0"),
+        (["run", "sampling.top_k=-1"], "sampling.top_k=-1: it must be at least 0"),
+        (["run", "backend=cpu", "backend.reference_ns=[5]"], "tuple[int, int] | None wanted"),
+        (["run", "device.linear_memory=[[1]]"], "linear_memory[0]=[1]: 1 values given, 2 wanted"),
+        (["run", "sampling.top_p=0"], "sampling.top_p=0.0: it must be above 0 and at most 1"),
         (
             ["run", "policy=chunked_reservation", "memory.prefix_caching=true"],
             "take memory=paged_restart",
@@ -82,6 +93,8 @@ def test_help_imports_nothing_heavy() -> None:
         (["run", "policy=orca", "memory.max_tokens=64"], "max_tokens=64: the longest request"),
         (["run", "budget.fraction=1.5"], "at most 1"),
         (["run", "model=gpt2"], "knows 1024 positions"),
+        (["run", "model=hf"], "give one with model.path=..."),
+        (["run", "model=hf", "model.path=/nowhere"], "model.path=/nowhere: no such file"),
         (["calibrate", "backend=sim"], "measures nothing"),
         (["calibrate", "polic=x"], "did you mean policy?"),
         (["calibrate", "--config-dir", "/nowhere"], "--config-dir /nowhere: no such folder"),
@@ -97,6 +110,26 @@ def test_a_mistake_is_told_in_one_line(
     assert main(words) == 2
     told = capsys.readouterr().err.strip()
     assert wanted in told
+    assert len(told.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("_target_: a.B\n  max_jobs: 3\n", "mine.yaml: not YAML at line 2, column 11: mapping val"),
+        ("a: 1\na: 2\n", "mine.yaml: not YAML at line 2, column 1: found duplicate key a"),
+        ("a: \0\n", "mine.yaml: not YAML: "),
+    ],
+)
+@pytest.mark.parametrize("verb", ["run", "calibrate", "sweep"])
+def test_a_slip_in_a_users_yaml_is_told_with_its_place(
+    verb: str, text: str, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("conf/scheduling").mkdir(parents=True)
+    Path("conf/scheduling/mine.yaml").write_text(text)
+    assert main([verb, "--config-dir", "conf", "scheduling=mine"]) == 2
+    told = capsys.readouterr().err.strip()
+    assert str(Path("conf/scheduling").resolve() / where) in told
     assert len(told.splitlines()) == 1
 
 
@@ -190,6 +223,12 @@ def test_flags_and_overrides_may_stand_in_any_order() -> None:
     words = ["a=1", "--config-dir", "mine", "b=2", "-m", "--cfg", "job", "--config-name=x", "c=3"]
     flags = ["--config-dir", "mine", "-m", "--cfg", "job", "--config-name=x"]
     assert options_first(words) == [*flags, "a=1", "b=2", "c=3"]
+    assert options_first(["a=1", "-c", "job", "-m", "b=2"]) == ["-c", "job", "-m", "a=1", "b=2"]
+
+
+def test_a_short_flag_may_come_last(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "limit=4", "-c", "job"]) == 0
+    assert "limit: 4" in capsys.readouterr().out
 
 
 def test_the_trace_back_is_there_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +247,13 @@ def test_a_run_writes_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     provenance = json.loads((folder / "provenance.json").read_text())
     for key in ("commit", "dirty", "versions", "host", "backend", "seed", "trace_hash", "depth"):
         assert key in provenance
-    assert json.loads((folder / "metrics.json").read_text())["num_finished"] == 4
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["num_finished"] == 4 and metrics["cost_form"] == "roofline"
+
+
+def test_the_screen_says_what_a_result_rests_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *SMALL]) == 0
+    assert "sim (roofline): 4 of 4 requests finished" in capsys.readouterr().out
 
 
 def test_one_seed_gives_the_same_bytes_twice(tmp_path: Path) -> None:

@@ -177,6 +177,20 @@ def test_a_trace_that_is_gone_is_told_with_the_way_round(
         replay_of(run, run, tmp_path / "replay")
 
 
+def test_a_replay_replaces_replays_only(
+    make: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.experiment.run_experiment", lambda *_: None)
+    run = replace(make("a", TWO), config={"budget": {}}, provenance={"kv_pages": 9})
+    theirs = write(tmp_path / "theirs-replay")
+    with pytest.raises(Usage, match=r"theirs-replay: the replay belongs there.*never overwritten"):
+        replay_of(run, run, theirs)
+    assert load(theirs).requests["status"].eq("finished").all()
+    (theirs / "config.yaml").write_text("replayed: /measured\n", encoding="utf-8")
+    replay_of(run, run, theirs)
+    assert not theirs.exists()
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -187,6 +201,7 @@ def test_a_trace_that_is_gone_is_told_with_the_way_round(
         ("provenance.json", "{", "is not JSON"),
         ("provenance.json", "[]", "holds no JSON object"),
         ("config.yaml", None, "has no config.yaml"),
+        ("config.yaml", "a: 1\nb: [", "config.yaml: not YAML at line 2, column 5"),
         ("plans.parquet", None, "has no plans.parquet"),
     ],
 )

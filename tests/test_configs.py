@@ -19,6 +19,7 @@ from tandem.experiment import engine_of, run_experiment
 from tandem.setting import Setting, policy_of, setting_of
 from tandem.worlds import world_of
 from tests.short_trace import write_short
+from tests.watched import Watched
 
 TEN = ["limit=10", "backend=sim"]
 SIM = {"name": "sim", "clock": "virtual"}
@@ -51,8 +52,12 @@ def test_experiment(name: str, tmp_path: Path, request: pytest.FixtureRequest) -
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_policy(name: str, tmp_path: Path) -> None:
+    """It serves ten requests, and law 8 is watched at every question."""
     short = ["trace=file", f"trace.path={write_short(tmp_path)}"]
-    assert fates(setting_of(composed([f"policy={name}", *TEN, *short]))) == ["finished"] * 10
+    setting = setting_of(composed([f"policy={name}", *TEN, *short]))
+    watched = Watched(setting.policy)
+    assert fates(replace(setting, policy=watched)) == ["finished"] * 10
+    assert watched.questions > 0
 
 
 def test_sessions_find_what_they_repeat(tmp_path: Path) -> None:

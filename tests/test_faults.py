@@ -135,8 +135,8 @@ def test_two_runs_and_two_calibrations_in_one_second_have_folders_of_their_own(
     folders = [path.parent for path in Path("outputs/2026-11-21").glob("*/metrics.json")]
     assert len(folders) == 2 and all(f.name.startswith("12-00-00-") for f in folders)
     monkeypatch.setattr("time.strftime", lambda form: form)
-    config = composed(["backend=cpu"]).config
-    assert default_folder(config) != default_folder(config)
+    point = composed(["backend=cpu"])
+    assert default_folder(point) != default_folder(point)
 
 
 def test_two_calibrations_may_not_share_a_folder(
@@ -229,13 +229,69 @@ def test_a_cost_table_that_is_not_finite_is_refused(
     assert f"{path}, table decode: a cost is {value}" in told and "measure it again" in told
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", "{"])
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("[]", "is no cost table"),
+        ("{}", "is no cost table"),
+        ("{", "is no cost table"),
+        ('{"format": 1}', "is damaged (KeyError('tables'))"),
+        ('{"format": 1, "tables": 3}', "is damaged"),
+    ],
+)
 def test_a_cost_table_that_is_none_is_refused(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "cost.json").write_text(content)
     assert main(["run", *SMALL, f"profile={tmp_path}"]) == 2
-    assert "is no cost table" in line(capsys)
+    assert f"{tmp_path / 'cost.json'} {told}" in line(capsys)
+
+
+def lacks_a_table(content: Any) -> None:
+    del content["tables"][DECODE]
+
+
+def lacks_a_value(content: Any) -> None:
+    content["tables"][DECODE]["values"].pop()
+
+
+def holds_no_list(content: Any) -> None:
+    content["tables"][DECODE]["axes"] = 3
+
+
+def has_another_model(content: Any) -> None:
+    content["model"]["hidden"] = 3
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lacks_a_table, "cost.json has no table decode"),
+        (lacks_a_value, "cost.json, table decode: not a value for each point"),
+        (holds_no_list, "cost.json is damaged (TypeError"),
+        (has_another_model, "cost.json is damaged (TypeError"),
+    ],
+)
+def test_a_damaged_cost_table_is_told_with_its_path(
+    damage: Any, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = profiled(tmp_path / "profile") / "cost.json"
+    content = json.loads(path.read_text())
+    damage(content)
+    path.write_text(json.dumps(content))
+    assert main(["run", *SMALL, f"profile={path.parent}"]) == 2
+    assert told in line(capsys)
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+@pytest.mark.parametrize("words", [(), ("backend=cpu", "backend.reference_ns=auto")])
+def test_a_damaged_profile_is_told_with_its_path(
+    words: tuple[str, ...], content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = profiled(tmp_path / "profile")
+    (folder / "profile.json").write_text(content)
+    assert main(["run", *SMALL, *words, f"profile={folder}"]) == 2
+    assert f"{folder / 'profile.json'} is damaged" in line(capsys)
 
 
 def test_a_foreign_profile_that_is_not_finite_is_refused(shared: Path, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_plan_log_plays_back_byte_for_byte(scheduling: str, memory: str) -> No
     measured = replay(
         composed(scheduling, memory), requests, pages=31, noise=0.4, seed=3, host_ns=9_000
     )
-    policy = Recorded(measured.plan_log())
+    policy = Watched(Recorded(measured.plan_log()))
     played = replay(policy, requests, pages=31, returns_memory=False).check()
     assert played.booked() == measured.booked() != []
     assert [s.pieces for s in played.launches()] == [s.pieces for s in measured.launches()]

@@ -27,11 +27,11 @@ def with_requests(run: Run, **columns: object) -> Run:
 
 def test_latencies_per_request(run: Run) -> None:
     rows = metrics.per_request(run)
-    assert rows["ttft"].tolist() == pytest.approx([0.010, 0.015])
-    assert rows["tpot"].tolist() == pytest.approx([0.010, 0.005])
-    assert rows["e2e"].tolist() == pytest.approx([0.030, 0.020])
-    assert rows["norm_latency"].tolist() == pytest.approx([0.010, 0.010])
-    assert rows["queue"].tolist() == pytest.approx([0.0, 0.005])
+    assert rows["ttft_s"].tolist() == pytest.approx([0.010, 0.015])
+    assert rows["tpot_s"].tolist() == pytest.approx([0.010, 0.005])
+    assert rows["e2e_s"].tolist() == pytest.approx([0.030, 0.020])
+    assert rows["norm_latency_s"].tolist() == pytest.approx([0.010, 0.010])
+    assert rows["queue_s"].tolist() == pytest.approx([0.0, 0.005])
 
 
 def test_itl_pools_every_gap(run: Run) -> None:
@@ -40,7 +40,7 @@ def test_itl_pools_every_gap(run: Run) -> None:
 
 def test_tpot_of_a_single_token_is_undefined(run: Run) -> None:
     one = with_requests(run, output_tokens=[1, 2])
-    assert metrics.per_request(one)["tpot"].isna().tolist() == [True, False]
+    assert metrics.per_request(one)["tpot_s"].isna().tolist() == [True, False]
     assert metrics.statistics(metrics.samples(one)["tpot"])["mean"] == pytest.approx(0.005)
 
 
@@ -151,6 +151,13 @@ def test_summary_is_flat_and_leaves_undefined_out(run: Run) -> None:
     nothing = metrics.summary(with_requests(run, status=["refused", "refused"]))
     assert nothing["num_finished"] == 0 and "mean_ttft_s" not in nothing
     assert "request_throughput" not in nothing
+
+
+def test_a_summary_says_what_its_durations_rest_on(run: Run) -> None:
+    priced = {"backend": "sim", "cost_form": "roofline"}
+    assert metrics.summary(replace(run, provenance=priced))["cost_form"] == "roofline"
+    priced["backend"] = "cpu"  # where the roofline only answers a policy's questions
+    assert metrics.summary(replace(run, provenance=priced))["cost_form"] == "measured"
 
 
 def test_hits_are_tokens_found_of_all_that_had_to_be_computed(run: Run) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,9 @@ import pytest
 import yaml
 
 from engine.model import ModelSpec
+from engine.model_file import read_model
+from tandem.compose import composed
+from tandem.setting import spec_of
 
 # Figures of the published config.json files.
 LLAMA2_7B = {
@@ -31,6 +36,12 @@ LLAMA31_8B = LLAMA2_7B | {
     "max_position_embeddings": 131072,
     "rope_theta": 500000.0,
     "torch_dtype": "bfloat16",
+}
+LLAMA31_70B = LLAMA31_8B | {
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "intermediate_size": 28672,
 }
 QWEN25_7B = {
     "model_type": "qwen2",
@@ -131,6 +142,7 @@ LLAMA_BIASED = LLAMA31_8B | {"attention_bias": True}
 PUBLISHED = {
     "llama2_7b": LLAMA2_7B,
     "llama3_8b": LLAMA31_8B,
+    "llama3_70b": LLAMA31_70B,
     "qwen2_5_7b": QWEN25_7B,
     "qwen2_5_0_5b": QWEN25_HALF,
     "qwen3_0_6b": QWEN3_06B,
@@ -141,6 +153,7 @@ PUBLISHED = {
     "opt_13b": OPT_13B,
 }
 CONF = Path(__file__).parent.parent / "conf" / "model"
+SHIPPED = sorted(path for path in CONF.glob("*.yaml") if path.stem != "hf")  # hf: the user's own
 
 
 def yaml_spec(name: str) -> ModelSpec:
@@ -173,11 +186,42 @@ def test_shipped_specs_equal_the_published_configs(name: str) -> None:
     assert yaml_spec(name) == ModelSpec.from_hf(PUBLISHED[name], name=name)
 
 
-@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_spec_is_buildable_and_named_after_its_file(path: Path) -> None:
     spec = yaml_spec(path.stem)
     assert spec.name == path.stem
     assert spec.parameters > spec.num_layers * spec.layer_matrix_parameters
+
+
+@pytest.mark.parametrize("named", ["config.json", ""])
+def test_a_run_takes_a_model_by_its_config_file(named: str, tmp_path: Path) -> None:
+    """By the file or by its folder, which names it; the dtype is the file's unless told."""
+    folder = tmp_path / "Llama-3.1-8B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA31_8B))
+    words = ["model=hf", f"model.path={folder / named}"]
+    assert spec_of(composed(words)) == replace(yaml_spec("llama3_8b"), name="Llama-3.1-8B")
+    assert spec_of(composed([*words, "model.dtype=float32"])).item_bytes == 4
+    assert spec_of(composed([*words, "model.name=mine"])).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "not JSON"),
+        ("[]", "no JSON object"),
+        (json.dumps(LLAMA31_8B | {"model_type": "mamba"}), "model_type 'mamba'"),
+        (json.dumps(LLAMA31_8B | {"hidden_size": [1]}), "int"),
+    ],
+)
+def test_a_config_file_that_is_none_is_told_with_its_path(
+    text: str, complaint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=complaint) as caught:
+        read_model(str(path))
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_kv_bytes_equal_published_figures() -> None:
@@ -228,9 +272,10 @@ def test_a_window_is_refused_unless_no_position_lies_beyond_it() -> None:
 
 
 def test_parameters_equal_published_counts() -> None:
-    # As the model cards' safetensors say: 7,248,023,552 and 125,239,296.
+    # As the model cards' safetensors say.
     assert yaml_spec("mistral_7b").parameters == 7_248_023_552
     assert yaml_spec("opt_125m").parameters == 125_239_296
+    assert yaml_spec("llama3_70b").parameters == 70_553_706_496
 
 
 def test_workspace_is_the_largest_of_its_moments() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from engine.returns import ReturnQueue
 from engine.scoreboard import Scoreboard
 from engine.view import View
 from tests.replays import ToyExecutor, composed, random_requests, replay
-from tests.states import decoding, job, view
+from tests.states import POOL, decoding, job, view
 from tests.test_ledger import figures, launch, ledger
 from tests.watched import Watched
 
@@ -103,10 +103,22 @@ def test_a_clock_that_runs_back_is_caught() -> None:
 class Meddler:
     """Changes what it is shown."""
 
+    def __init__(self, meddle: Callable[[View], Any]) -> None:
+        self._meddle = meddle
+
     def plan(self, view: View) -> Plan:
-        for one in view.serving:
-            one.slo = "mine"
+        self._meddle(view)
         return CHUNKED.plan(view)
+
+
+MEDDLING: dict[str, Callable[[Any], Any]] = {
+    "a job": lambda view: setattr(view.serving[0], "slo", "mine"),
+    "the order of jobs": lambda view: view.serving.append(view.serving[0]),
+    "capacity": lambda view: view.capacity_bytes.update({POOL: 1}),
+    "bytes": lambda view: view.free_bytes.update({POOL: 1}),
+    "the layout": lambda view: view.layout.places.update({kv_place(7): 1}),
+    "the profile": lambda view: view.profile.completed_step(7),
+}
 
 
 class Moody:
@@ -120,12 +132,23 @@ class Moody:
         return CHUNKED.plan(view) if self._asked % 2 else Plan()
 
 
-@pytest.mark.parametrize(
-    ("policy", "told"), [(Meddler(), "changed what it was shown"), (Moody(), "other plans")]
-)
-def test_a_policy_that_meddles_or_remembers_is_caught(policy: Any, told: str) -> None:
-    with pytest.raises(AssertionError, match=f"law 8: .*{told}"):
-        Watched(policy).plan(view([decoding(0, 9)], [job(1, 10)]))
+@pytest.mark.parametrize("what", MEDDLING)
+def test_a_policy_that_meddles_is_caught(what: str) -> None:
+    with pytest.raises(AssertionError, match="law 8: the policy changed what it was shown"):
+        Watched(Meddler(MEDDLING[what])).plan(view([decoding(0, 9)], [job(1, 10)]))
+
+
+def test_a_policy_that_remembers_is_caught() -> None:
+    with pytest.raises(AssertionError, match="law 8: equal views, other plans"):
+        Watched(Moody()).plan(view([decoding(0, 9)], [job(1, 10)]))
+
+
+@pytest.mark.parametrize("name", ["held_bytes", "written", "used", "capacity_bytes"])
+def test_nobody_writes_into_the_books_of_the_ledger(name: str) -> None:
+    """A policy could raise the real capacity once, and no check would have noticed."""
+    meddler = Meddler(lambda view: getattr(view, name).update({POOL: 1}))
+    with pytest.raises(AttributeError, match="mappingproxy"):
+        replay(meddler, random_requests(3, 5))
 
 
 # ---- law 7

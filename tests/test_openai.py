@@ -256,7 +256,7 @@ def test_failures_are_in_the_folder_by_request(tmp_path: Path) -> None:
     status = run.requests.set_index("request_id")["status"]
     assert (status[2], status[5]) == ("refused", "unfinished")
     assert status.value_counts()["finished"] == 10
-    assert per_request(run)["ttft"].notna().sum() == 10
+    assert per_request(run)["ttft_s"].notna().sum() == 10
     assert sum(run.provenance["errors"].values()) == 2
     client = pq.read_table(folder / "client.parquet").to_pandas().set_index("request_id")
     assert client["error"][2].startswith("HTTP 400") and client["error"][0] == ""

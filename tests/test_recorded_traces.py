@@ -289,6 +289,27 @@ def test_compressed_and_spoilt_files(tmp_path: Path) -> None:
         imported(packed)
 
 
+def test_a_row_of_huge_numbers_costs_only_itself(tmp_path: Path) -> None:
+    """Python reads no integer of 5,000 digits, and makes no float of one of 400."""
+    rows = [(at, 5, 6, None) for at in (0, 1000, 2000)]
+    path = mooncake(tmp_path / "a.jsonl", *rows, (10**400, 5, 6, None), (1e300, 5, 6, None))
+    with path.open("a") as file:
+        file.write('{"timestamp": 9, "input_length": %s, "output_length": 1}\n' % ("9" * 5000))
+    sidecar, requests = imported(path)
+    assert [r.arrival_ns for r in requests] == [0, S, 2 * S]  # the unit is told by the others
+    assert sidecar["first_lines_dropped"] == {
+        "timestamp out of range": [4, 5],
+        "prompt is not a whole number": [6],
+    }
+
+
+def test_a_header_beyond_all_bounds_is_one_line(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", f"TIMESTAMP,{'x' * 140_000}", "2024-01-01 00:00:00,5")
+    for kind in ("auto", "azure"):
+        with pytest.raises(ValueError, match=r"a\.csv: line 1 holds no names of columns"):
+            imported(path, kind=kind)
+
+
 # ---- from the command line and in a run
 def test_the_command_line_imports_and_exports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

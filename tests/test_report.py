@@ -56,6 +56,11 @@ def test_the_page_is_self_contained_and_small(comparison: Comparison, page: Path
     assert f"tandem compare {runs[0].folder} {runs[1].folder}" in text
 
 
+def test_the_terminal_is_told_what_both_runs_rest_on(comparison: Comparison) -> None:
+    [line] = [x for x in words.table(comparison).splitlines() if x.startswith("durations rest on")]
+    assert line.split()[-2:] == ["table", "measured"]
+
+
 def test_the_page_is_well_formed(page: Path) -> None:
     open_tags: list[str] = []
     ids: list[str] = []
@@ -188,7 +193,7 @@ def test_decisions_are_not_blamed_alone_where_steps_are_too_short(
 ) -> None:
     """A replay of plans made for longer steps waits for arrivals: timing shows as decisions."""
     rows = {"metric": ["mean e2e"], "timing_share": [0.01], "decisions_share": [-0.19]}
-    sums = {"sum_prediction": [off * 8.0, 9.0], "sum_measurement": [8.0, 1.0]}
+    sums = {"sum_prediction_s": [off * 8.0, 9.0], "sum_measurement_s": [8.0, 1.0]}
     steps = pd.DataFrame({"group": ["decode only", "host"], **sums})
     changed = replace(comparison, split=pd.DataFrame(rows), steps=steps)
     text = words.headline(changed)
@@ -280,7 +285,9 @@ def test_plots_draw_what_they_are_given(comparison: Comparison) -> None:
     data = plots.parity_data(comparison.requests, "e2e")
     ax = plots.plot_parity(data)
     assert len(ax.collections[-1].get_offsets()) == len(data) == 200
+    assert list(data) == ["request_id", "prediction_s", "measurement_s", "metric"]
     steps = plots.step_data(comparison.replay or comparison.prediction, comparison.measurement)
+    assert list(steps)[-3:] == ["at_s", "prediction_s", "measurement_s"]
     assert len(steps) == len(comparison.measurement.steps)
     ax = plots.plot_step_time(steps)
     assert sum(len(c.get_offsets()) for c in ax.collections) == len(steps)

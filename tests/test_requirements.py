@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +38,28 @@ def test_what_is_installed_is_asked_for() -> None:
     for wanted in asked():
         found = version(wanted.name)
         assert wanted.specifier.contains(found, prereleases=True), f"{wanted}, found {found}"
+
+
+def sets_up(venv: Path, *words: str) -> bool:
+    """Whether `make test` would begin with a set-up; nothing is run."""
+    outer = {"MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "TORCH_SPEC", "VENV"}
+    env = {name: value for name, value in os.environ.items() if name not in outer}
+    command = ["make", "--dry-run", "test", f"VENV={venv}", *words]
+    told = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    return ".ci/setup" in told.stdout
+
+
+def test_another_torch_is_installed_when_it_is_named_and_then_stays(tmp_path: Path) -> None:
+    stamp = tmp_path / ".ready"
+    assert sets_up(tmp_path)
+    for there in ("", "torch==2.13.0\n"):  # a stamp of before says nothing
+        stamp.write_text(there)
+        assert not sets_up(tmp_path)
+        assert not sets_up(tmp_path, "TORCH_SPEC=torch==2.13.0")
+        assert sets_up(tmp_path, "TORCH_SPEC=torch")
+    stamp.write_text("torch>=2.6,<3\n")
+    assert not sets_up(tmp_path)
+    assert sets_up(tmp_path, "TORCH_SPEC=torch==2.13.0")
 
 
 def test_no_transformers_is_allowed_that_was_never_tested() -> None:

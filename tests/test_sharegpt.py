@@ -161,6 +161,16 @@ def test_a_spoilt_line_costs_only_itself(tmp_path: Path) -> None:
     assert held.rows_read == 3 and dict(held.dropped) == {"line is not JSON": 1}
 
 
+def test_an_integer_that_python_does_not_read_costs_only_its_row(tmp_path: Path) -> None:
+    """Beyond 4,300 digits; by lines and in a list, as a value of no use and in place of a text."""
+    digits = "9" * 5000
+    odd = json.dumps(GOOD).replace('"a"', digits)
+    bad = json.dumps(GOOD).replace('"hi"', digits)
+    for name, text in (("a.jsonl", f"{odd}\n{bad}\n"), ("b.json", f"[{odd}, {bad}]")):
+        held = read_sharegpt(written(tmp_path / name, text))
+        assert held.rows_read == 2 and dict(held.dropped) == {"message value is not text": 1}
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),

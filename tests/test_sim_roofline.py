@@ -158,6 +158,13 @@ def test_share_is_a_power_law_between_points_and_flat_outside() -> None:
         ({"prefill_compute": [[8, 0.5], [4, 0.5]]}, "prefill_compute"),
         ({"to_host_bytes_per_s": 0}, "rate"),
         ({"reserve_bytes": 10**15}, "reserve_bytes"),
+        ({"linear_memory": [[0, 0.5], [4, 0.5]]}, "linear_memory"),
+        ({"duplex": 0}, "duplex is 0, must be above 0 and at most 1"),
+        ({"duplex": 1.5}, "duplex"),
+        ({"duplex": math.nan}, "duplex"),
+        ({"link_ns": -1}, "link_ns is -1, must be at least 0"),
+        ({"host_plan_ns": -1}, "host_plan_ns"),
+        ({"sequence_kernels": -1}, "sequence_kernels"),
     ],
 )
 def test_impossible_devices_are_refused(change: dict[str, Any], complaint: str) -> None:

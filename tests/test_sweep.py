@@ -89,6 +89,7 @@ def test_many_points_are_composed_once_per_choice_of_groups(
         (["arrival.rat=1,2"], "did you mean arrival.rate"),
         (["policy=chunked_restart,chunked_restrat"], "did you mean chunked_restart"),
         (["seed=1,2", "--option", "a=1"], "has no options"),
+        (["seed=1,2", "--option", "a=["], "--option a=[: not YAML at line 1, column 2"),
         (["seed=1,,2"], "seed"),
         (["seed=1,2", "--jobs", "0"], "at least one"),
     ],

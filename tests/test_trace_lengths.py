@@ -67,6 +67,31 @@ def test_arrivals_and_ids_of_a_table_are_kept(tmp_path: Path) -> None:
     assert [r.arrival_ns for r in without] == [0, 500_000_000]
 
 
+def test_a_spoilt_row_of_json_lines_costs_only_itself(tmp_path: Path) -> None:
+    """Each of these ended the import once, most of them with a traceback."""
+    row = '{{"prompt_tokens": {}, "output_tokens": 2, "prompt_ids": {}}}'.format
+    ids = {"7": 1, '"abc"': 1, "[1, 2]": 1, '["a", "b", "c"]': 1, "[1, 2, 4294967296]": 1}
+    rows = [row(3, "[1, 2, 3]"), *(row(3, wrong) for wrong in ids)]
+    rows += [row("9" * 5000, "null"), row(2**31, "null"), "{", "[" * 100_000, "17"]
+    lengths = read_lengths(csv(tmp_path / "a.jsonl", *rows))
+    assert lengths.rows_read == len(rows)
+    assert [r.prompt_ids for r in lengths.requests] == [(1, 2, 3)]
+    assert lengths.rows_dropped == {
+        "malformed line": 3,
+        "prompt ids are not a list": 2,
+        "prompt ids are not as many as prompt tokens": 1,
+        "prompt ids are not all token ids": 2,
+        "prompt is not a whole number": 1,
+        "prompt over 2147483647 tokens": 1,
+    }
+
+
+def test_a_time_out_of_range_names_its_row(tmp_path: Path) -> None:
+    path = csv(tmp_path / "a.csv", "arrival_s,prompt_tokens,output_tokens", "0,1,2", "1e300,1,2")
+    with pytest.raises(ValueError, match=r"a\.csv: row 1: arrival_s is 1e\+300, out of range"):
+        read_lengths(path)
+
+
 @pytest.mark.parametrize("lines", [("a,b", "1,2"), ("prompt_tokens", "1")])
 def test_a_table_without_counts_is_refused(tmp_path: Path, lines: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=r"a\.csv: no column of token counts"):

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from operator import attrgetter
 
 from engine.job import Job
+from engine.layout import Layout
 from engine.plan import Plan
 from engine.planlog import encode
 from engine.policy import Policy
+from engine.profile import EngineProfile
 from engine.view import View
 
+ANSWERS = ("cost", "trial")  # functions: there is nothing in them to write to
+SHOWN = [field.name for field in dataclasses.fields(View) if field.name not in ANSWERS]
 FIELDS = attrgetter(*(field.name for field in dataclasses.fields(Job)))
 MUTABLE = (dict, list)
 
@@ -23,12 +28,13 @@ class Watched:
         self.prefix_caching = getattr(policy, "prefix_caching", False)
         self._policy, self._now_ns = policy, 0
         self._wants_nothing = False  # the last answer, while nothing was in flight
-        self.idle_without_a_plan = 0
+        self.idle_without_a_plan = self.questions = 0
 
     def plan(self, view: View) -> Plan:
         assert view.now_ns >= self._now_ns, "law 6: the clock ran back"
         self.idle_without_a_plan += self._wants_nothing and view.now_ns > self._now_ns
         self._now_ns = view.now_ns
+        self.questions += 1
         before = snapshot(view)
         plan = self._policy.plan(view)
         assert snapshot(view) == before, "law 8: the policy changed what it was shown"
@@ -38,14 +44,25 @@ class Watched:
 
 
 def snapshot(view: View) -> object:
-    """All that a view shows, by value."""
-    jobs = [*view.serving, *view.training, *view.waiting]
-    state = [[_kept(value) for value in FIELDS(job)] for job in jobs]
-    ids = [[j.job_id for j in jobs] for jobs in (view.serving, view.training, view.waiting)]
-    maps = (view.free_bytes, view.coming_bytes, view.held_bytes, view.written, view.used)
-    return state, ids, [dict(m) for m in maps], view.in_flight
+    """All that a view shows, by value: a new field is in it from the start."""
+    return {name: _shown(getattr(view, name)) for name in SHOWN}
+
+
+def _shown(value: object) -> object:
+    """What it holds now, whatever is written into it later."""
+    match value:
+        case Job():
+            return [_kept(field) for field in FIELDS(value)]
+        case Layout():
+            return [_shown(getattr(value, field.name)) for field in dataclasses.fields(value)]
+        case EngineProfile():
+            return copy.deepcopy(vars(value))
+        case Mapping():
+            return dict(value)
+        case list():
+            return [_shown(item) for item in value]
+    return value
 
 
 def _kept(value: object) -> object:
-    """What a field holds now, whatever is written into it later."""
     return copy.deepcopy(value) if isinstance(value, MUTABLE) else value

@@ -11,7 +11,7 @@ import numpy as np
 
 from traces.recorded_times import TIME_COLUMNS, times_in
 from traces.request import Request
-from traces.tables import read_columns
+from traces.tables import readable_columns
 
 # ours; Vidur; Azure; BurstGPT; Mooncake; LLMServingSim
 PROMPT_COLUMNS = (
@@ -31,6 +31,7 @@ OUTPUT_COLUMNS = (
     "output_toks",
 )
 ID_COLUMNS = ("prompt_ids", "input_tok_ids")
+MAX_TOKENS = 2**31 - 1  # of a count, and the highest id: what a trace holds
 
 
 @dataclass
@@ -55,6 +56,8 @@ class Limits:
         for name, value in (("prompt", prompt_tokens), ("output", output_tokens)):
             if value < self.min_tokens:
                 return f"{name} under {self.min_tokens} tokens"
+            if value > MAX_TOKENS:
+                return f"{name} over {MAX_TOKENS} tokens"
         if self.max_prompt_tokens is not None and prompt_tokens > self.max_prompt_tokens:
             return f"prompt over {self.max_prompt_tokens} tokens"
         limit = self.max_total_tokens
@@ -69,7 +72,8 @@ def read_lengths(path: str | Path, limits: Limits | None = None, keep_ids: bool 
     Arrival times in the table are kept, moved so that the first row read is at 0.
     """
     path = Path(path)
-    columns = read_columns(path, (*PROMPT_COLUMNS, *OUTPUT_COLUMNS, *TIME_COLUMNS, *ID_COLUMNS))
+    wanted = (*PROMPT_COLUMNS, *OUTPUT_COLUMNS, *TIME_COLUMNS, *ID_COLUMNS)
+    columns, malformed = readable_columns(path, wanted)
     prompts, outputs = (
         _one_of(path, columns, PROMPT_COLUMNS),
         _one_of(path, columns, OUTPUT_COLUMNS),
@@ -77,7 +81,8 @@ def read_lengths(path: str | Path, limits: Limits | None = None, keep_ids: bool 
     ids = next((columns[n] for n in ID_COLUMNS if keep_ids and n in columns), [None] * len(prompts))
     times = times_in(path, columns)
     arrivals = [0] * len(prompts) if times is None else [int(t) for t in times - times[:1]]
-    lengths = Lengths(rows_read=len(prompts))
+    lengths = Lengths(rows_read=len(prompts) + len(malformed))
+    lengths.rows_dropped.update({"malformed line": len(malformed)} if malformed else {})
     for row in zip(prompts, outputs, ids, arrivals, strict=True):
         fault = _fault(*row[:3], limits or Limits())
         if fault:
@@ -126,6 +131,14 @@ def _fault(prompt: Any, output: Any, ids: Any, limits: Limits) -> str | None:
             return f"{name} is not a whole number"
     if fault := limits.fault(prompt, output):
         return fault
-    if ids is not None and len(ids) != prompt:
+    return None if ids is None else _fault_of_ids(prompt, ids)
+
+
+def _fault_of_ids(prompt: int, ids: Any) -> str | None:
+    if not isinstance(ids, list):
+        return "prompt ids are not a list"
+    if len(ids) != prompt:
         return "prompt ids are not as many as prompt tokens"
+    if not all(type(i) is int and 0 <= i <= MAX_TOKENS for i in ids):
+        return "prompt ids are not all token ids"
     return None

@@ -9,9 +9,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from traces.json_value import NOT_JSON, json_line, json_value
 from traces.records import opened
 
-NOT_JSON = object()  # stands for a line that cannot be read
 # a high half without a low one after it, or a low half without a high one before it; one common
 # prefix, because the search then skips from one escape to the next
 HALF_SURROGATE = re.compile(
@@ -26,7 +26,7 @@ def plain_rows(path: Path) -> list[Any]:
     start = text.lstrip()[:1]
     if start == "[":
         return _list_rows(path, text)
-    lines = [_line_row(line) for line in text.split("\n") if line.strip()]
+    lines = [json_line(line) for line in text.split("\n") if line.strip()]
     if lines and all(line is NOT_JSON for line in lines):
         _list_rows(path, text)  # nothing is JSON by lines: say where it fails as one document
         raise ValueError(f"{path}: the top level must be a list of conversations")
@@ -36,7 +36,7 @@ def plain_rows(path: Path) -> list[Any]:
 def first_row(path: Path) -> Any:
     """The first of JSON lines, NOT_JSON if it is spoilt."""
     with opened(path) as file:
-        return _line_row(file.readline())
+        return json_line(file.readline())
 
 
 def has_half_surrogate(path: Path) -> bool:
@@ -46,7 +46,7 @@ def has_half_surrogate(path: Path) -> bool:
 
 def _list_rows(path: Path, text: str) -> list[Any]:
     try:
-        rows = json.loads(text)
+        rows = json_value(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}, character {error.pos}"
         raise ValueError(f"{path}: not JSON at {where}: {error.msg}") from error
@@ -55,13 +55,6 @@ def _list_rows(path: Path, text: str) -> list[Any]:
     if not isinstance(rows, list):
         raise ValueError(f"{path}: the top level must be a list of conversations")
     return rows
-
-
-def _line_row(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
-        return NOT_JSON
 
 
 def _text(path: Path) -> str:

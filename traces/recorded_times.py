@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.tables import read_columns
-from traces.units import UNITS_NS, unit_of
+from traces.units import MAX_NS, UNITS_NS, unit_of
 
 # column or key -> nanoseconds per unit
 COLUMNS_NS = {
@@ -58,6 +58,8 @@ def _in_ns(path: Path, name: str, values: list[Any], unit_ns: int) -> npt.NDArra
     for row, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value == value:
             raise ValueError(f"{path}: row {row}: {name} is {value!r}, not a number")
+        if not abs(value) < MAX_NS / unit_ns:
+            raise ValueError(f"{path}: row {row}: {name} is {value!r}, out of range")
     # integers stay integers: a float holds no more than 104 days of nanoseconds exactly
     return np.asarray([round(value * unit_ns) for value in values], dtype=np.int64)
 

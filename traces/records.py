@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+from traces.json_value import json_line
 
 Record = tuple[Any, ...]  # the wanted values of a line, None where it has none
 Records = Iterator[tuple[int, Record | None]]  # the line's number, and None where it is spoilt
@@ -37,10 +38,9 @@ def header(path: Path) -> tuple[str, ...]:
     if path.suffix == ".parquet":
         return tuple(_parquet(path).schema_arrow.names)
     with opened(path) as file:
-        line = file.readline()
-    if path.name.removesuffix(".gz").endswith(".csv"):
-        return tuple(name.strip() for name in next(csv.reader([line]), []))
-    row = _object(line)
+        if path.name.removesuffix(".gz").endswith(".csv"):
+            return tuple(_names(path, csv.reader(file)))
+        row = _object(file.readline())
     return tuple(row) if row is not None else ()
 
 
@@ -56,7 +56,7 @@ def _json_records(path: Path, columns: Sequence[Aliases]) -> Records:
 def _csv_records(path: Path, columns: Sequence[Aliases], optional: Sequence[Aliases]) -> Records:
     with opened(path) as file:
         lines = csv.reader(file)
-        names = [name.strip() for name in next(lines, [])]
+        names = _names(path, lines)
         places = _places(path, names, columns, optional)
         while True:
             try:
@@ -70,6 +70,14 @@ def _csv_records(path: Path, columns: Sequence[Aliases], optional: Sequence[Alia
                 continue
             is_whole = len(cells) == len(names)
             yield lines.line_num, _picked(cells, places) if is_whole else None
+
+
+def _names(path: Path, lines: Iterator[list[str]]) -> list[str]:
+    """Of the columns of a CSV file. ValueError where its first line cannot be read."""
+    try:
+        return [name.strip() for name in next(lines, [])]
+    except csv.Error as error:
+        raise ValueError(f"{path}: line 1 holds no names of columns ({error})") from error
 
 
 def _parquet_records(
@@ -130,10 +138,7 @@ def _first(row: dict[str, Any], names: Aliases) -> Any:
 
 
 def _object(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
-        return None
+    row = json_line(line)
     return row if isinstance(row, dict) else None
 
 

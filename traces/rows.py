@@ -11,9 +11,9 @@ from typing import Any
 
 from traces.lengths import Limits
 from traces.records import Record
+from traces.units import MAX_NS
 
 NAMED_LINES = 5  # of each reason
-MAX_TOKENS = 2**31 - 1
 Parsed = tuple[int, int, int, tuple[int, ...] | None]  # at_ns, prompt, output, prefix ids
 
 
@@ -84,8 +84,6 @@ def whole(name: str, value: Any) -> int:
     number: float = value if type(value) is int else _number(name, value, "a whole number")
     if number != number // 1:
         raise Unusable(f"{name} is not a whole number")
-    if number > MAX_TOKENS:
-        raise Unusable(f"{name} over {MAX_TOKENS} tokens")
     return int(number)
 
 
@@ -93,9 +91,9 @@ def nanoseconds(value: Any, unit_ns: int) -> int:
     """A time stamp from a cell that counts units of `unit_ns`."""
     if type(value) is not int:
         value = _number("timestamp", value, "a number")
-    at_ns: int = round(value * unit_ns)
-    if not abs(at_ns) < 2**62:
+    if not abs(value) < MAX_NS / unit_ns:
         raise Unusable("timestamp out of range")
+    at_ns: int = round(value * unit_ns)
     return at_ns
 
 

@@ -121,7 +121,7 @@ def _window(line: int, record: Record | None) -> Window:
     for name, value in zip(names, (client, start, rate, *fit), strict=True):
         try:
             numbers.append(float(value))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise Unusable(f"{name} is not a number") from error
         if not (0 <= numbers[-1] < float("inf")) or (numbers[-1] == 0 and name in names[2:]):
             raise Unusable(f"{name} is out of range")

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from traces.plain_json import NOT_JSON, has_half_surrogate, plain_rows
+from traces.json_value import NOT_JSON
+from traces.plain_json import has_half_surrogate, plain_rows
 
 KNOWN_ROLES = frozenset({"human", "gpt", "system"})
 # The longest message of ShareGPT_V3 has 241,402 Llama-2 tokens, about a million characters; what

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from traces.json_value import json_line
 from traces.records import opened
 
 TABLE_SUFFIXES = (".csv", ".parquet", ".jsonl", ".jsonl.gz")
@@ -14,15 +14,23 @@ TABLE_SUFFIXES = (".csv", ".parquet", ".jsonl", ".jsonl.gz")
 
 def read_columns(path: Path, names: Iterable[str]) -> dict[str, list[Any]]:
     """The named columns that the file has, as Python values; missing values are None."""
+    columns, malformed = readable_columns(path, names)
+    if malformed:
+        raise ValueError(f"{path}: line {malformed[0]} is no JSON object")
+    return columns
+
+
+def readable_columns(path: Path, names: Iterable[str]) -> tuple[dict[str, list[Any]], list[int]]:
+    """The same of all lines that can be read, and the numbers of JSON lines that cannot."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     if path.name.endswith((".jsonl", ".jsonl.gz")):
-        rows = list(_json_rows(path))
+        rows, malformed = _json_rows(path)
         present = [name for name in names if any(name in row for row in rows)]
-        return {name: [row.get(name) for row in rows] for name in present}
+        return {name: [row.get(name) for row in rows] for name in present}, malformed
     table = read_table(path)
     present = [name for name in names if name in table.column_names]
-    return {name: table.column(name).to_pylist() for name in present}
+    return {name: table.column(name).to_pylist() for name in present}, []
 
 
 def read_table(path: Path) -> Any:
@@ -44,15 +52,8 @@ def read_table(path: Path) -> Any:
         raise ValueError(f"{path}: not a readable {path.suffix} file ({reason})") from error
 
 
-def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
+def _json_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     with opened(path) as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}: line {number} is not JSON ({error.msg})") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}: line {number} is not an object")
-            yield row
+        found = [(n, json_line(line)) for n, line in enumerate(file, start=1) if line.strip()]
+    rows = [row for _, row in found if isinstance(row, dict)]
+    return rows, [number for number, row in found if not isinstance(row, dict)]

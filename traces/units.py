@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 UNITS_NS = {"ms": 1_000_000, "s": 1_000_000_000}
+MAX_NS = 2**62  # of a time: the difference of two is an int64
 # Mean gap of 10 units: at most 100 requests/s if they are ms, at least one in 10 s if they are s.
 # A trace between these two rates is told right whichever it is.
 MS_GAP = 10
@@ -13,7 +14,7 @@ MS_GAP = 10
 
 def unit_of(stamps: Sequence[Any]) -> tuple[str, str]:
     """Name of the unit and how it was told, from the mean gap. Mooncake's own files hold ms."""
-    known = [stamp for stamp in stamps if isinstance(stamp, (int, float)) and stamp == stamp]
+    known = [s for s in stamps if isinstance(s, (int, float)) and abs(s) < MAX_NS]
     if len(known) < 2 or max(known) == min(known):
         return "ms", "too few stamps to tell"
     gap = (max(known) - min(known)) / (len(known) - 1)

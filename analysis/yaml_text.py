@@ -1,0 +1,29 @@
+"""Values of YAML texts; what is none is told in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+
+def yaml_value(text: str, where: object) -> Any:
+    """The value of a text that comes from `where`. ValueError with line and column."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where}: {fault(error)}") from error
+
+
+def fault(error: Any) -> str:
+    """What a YAMLError says, in one line."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:  # a character that no YAML may hold
+        return f"not YAML: {' '.join(str(error).split())}"
+    return f"not YAML at line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+
+
+def fault_in_file(error: Any) -> str:
+    """The same of a file that somebody else has read: its path, too."""
+    mark = getattr(error, "problem_mark", None) or error
+    return f"{getattr(mark, 'name', 'a yaml file')}: {fault(error)}"

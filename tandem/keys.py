@@ -1,0 +1,50 @@
+"""Keys that nobody reads: Hydra lets `+key=value` add whatever it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from tandem.conform import did_you_mean
+from tandem.errors import Usage
+
+CHOICES = ("arrival", "router", "planner")  # groups whose node may build nothing at all
+
+
+def check_keys(config: Mapping[str, Any], default: Mapping[str, Any]) -> None:
+    """Usage for the first key that nobody reads, at the top and in nodes that build nothing.
+
+    What has a `_target_` is checked by what it builds; budget, slo and trace by who reads them.
+    """
+    for where, node, known in _nodes(config, default):
+        for key in node:
+            if key not in known and not key.startswith("_"):
+                raise Usage(f"{where}{key}: no such setting{did_you_mean(key, known)}")
+
+
+def _nodes(
+    config: Mapping[str, Any], default: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, Any], tuple[str, ...]]]:
+    """Prefix of its keys, the node, and the keys that it may have."""
+    found = {name: node for name, node in config.items() if isinstance(node, Mapping)}
+    yield "", config, tuple(default)
+    yield "sampling.", found.get("sampling", {}), tuple(default["sampling"])
+    backend = found.get("backend", {})
+    if known := _backend_keys(str(backend.get("name"))):
+        yield "backend.", backend, known
+    for name in CHOICES:
+        if name in found and found[name].get("_target_") is None:
+            yield f"{name}.", found[name], ()
+
+
+@cache
+def _backend_keys(name: str) -> tuple[str, ...]:
+    """What a backend reads, as its yaml has it; nothing for one that there is not."""
+    path = files("conf") / "backend" / f"{name}.yaml"
+    if not path.is_file():
+        return ()
+    return tuple(str(key) for key in OmegaConf.create(path.read_text(encoding="utf-8")))

@@ -1,0 +1,65 @@
+"""What the fidelity claims judge: a run that proves nothing must fail them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis.run import Run, load
+from benchmarks.fidelity import Case, Pair, finish, judged, table_of
+from benchmarks.swap_fidelity import swapped
+from tests.synthetic import TWO, write
+
+CASE = Case("swap", (), Path("nowhere"))
+PROBED = {"probe_ratios": {"decode": 1.0}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run whose memory is told at issues, too, and that has copied something for one request."""
+    found = load(write(tmp_path / "run", replace(TWO, backend="cpu", provenance=PROBED)))
+    memory = pd.concat([found.memory, found.memory.assign(cause="issue")])
+    copy = found.steps.iloc[[0]].assign(lane="gpu->host", nbytes=1000)
+    return replace(found, memory=memory, steps=pd.concat([found.steps, copy]))
+
+
+def with_swaps(run: Run, count: int) -> Run:
+    return replace(run, requests=run.requests.assign(swaps=[count, 0]))
+
+
+def used(pairs: list[Pair], wanted: int = 1) -> pd.Series:
+    """How much of its bar each row uses."""
+    rows = pd.concat([table_of(CASE, pairs, wanted), swapped(CASE, pairs)])
+    return judged(rows, judges_ttft=False).set_index("figure")["used"]
+
+
+def test_equal_runs_that_swapped_pass(run: Run) -> None:
+    swap = with_swaps(run, 3)
+    found = used([Pair(swap, swap, swap)])
+    assert found.max() == 0
+
+
+@pytest.mark.parametrize("role", ["measured", "predicted"])
+def test_a_run_without_any_swap_fails_whatever_its_errors(run: Run, role: str) -> None:
+    swap = with_swaps(run, 3)
+    pair = replace(Pair(swap, swap, swap), **{role: with_swaps(run, 0)})
+    assert used([pair])["swapped_in_every_run"] == np.inf
+    assert used([Pair(swap, swap, swap), pair], 2)["swapped_in_every_run"] == np.inf
+
+
+def test_a_replay_that_copies_other_bytes_fails(run: Run) -> None:
+    swap = with_swaps(run, 3)
+    pair = Pair(swap, swap, replace(swap, steps=run.steps.assign(nbytes=0)))
+    assert used([pair])["bytes_copied_replayed_equal"] == np.inf
+
+
+def test_no_steady_rerun_is_a_failure_and_no_crash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = judged(pd.concat([table_of(CASE, [], 5), swapped(CASE, [])]), judges_ttft=False)
+    assert finish("swap_fidelity_worst", table, tmp_path / "table.csv") == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "swap_fidelity_worst inf of_bar 1 fail"
