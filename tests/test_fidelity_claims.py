@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pandas as pd
 import pytest
 
 from analysis.run import Run, load
-from benchmarks.fidelity import Case, Pair, finish, judged, table_of
+from benchmarks import fidelity
+from benchmarks.fidelity import GRID, Case, Pair, finish, judged, table_of
 from benchmarks.swap_fidelity import swapped
 from tests.synthetic import TWO, write
 
-CASE = Case("swap", (), Path("nowhere"))
+CASE = Case("swap", (), Path("nowhere"), Path("nowhere"))
 PROBED = {"probe_ratios": {"decode": 1.0}}
 
 
@@ -63,3 +65,34 @@ def test_no_steady_rerun_is_a_failure_and_no_crash(
     table = judged(pd.concat([table_of(CASE, [], 5), swapped(CASE, [])]), judges_ttft=False)
     assert finish("swap_fidelity_worst", table, tmp_path / "table.csv") == 1
     assert capsys.readouterr().out.splitlines()[-1] == "swap_fidelity_worst inf of_bar 1 fail"
+
+
+def test_both_sides_are_measured_in_turns_and_only_the_made_up_side_is_fitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay of made-up requests before and behind every run, thrown away or not."""
+    done: list[str] = []
+    drifts = iter([0.0, 0.05, 0.01])
+    for name in GRID:
+        (tmp_path / "calibrated" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "calibrated" / name).write_text(name)
+
+    def measured(settings: Sequence[str], folder: Path) -> str:
+        done.append(folder.parent.name)
+        assert "profile" not in " ".join(settings), "a measurement knows no prediction"
+        return "a run"
+
+    def made_up(point: object, profile: Path, number: int) -> None:
+        assert sorted(path.name for path in profile.iterdir()) == sorted(GRID)
+        done.append(f"made up {number}")
+
+    monkeypatch.setattr(fidelity, "run", measured)
+    monkeypatch.setattr(fidelity, "drift", lambda run: next(drifts))
+    monkeypatch.setattr(fidelity, "composed", lambda words: words)
+    monkeypatch.setattr(fidelity, "fitted_replay", made_up)
+    monkeypatch.setattr(fidelity, "refitted", lambda profile: done.append("fit"))
+    monkeypatch.setattr(fidelity, "pair", lambda case, folder: folder.name)
+    case = Case("some", ("limit=2",), tmp_path / "case", tmp_path / "calibrated")
+    assert fidelity.reruns(case, ("backend=cpu",), 2) == ["run0", "run2"]
+    turns = [word for i in range(3) for word in (f"made up {i}", f"run{i}")]
+    assert done == [*turns, "made up 3", "fit"]
