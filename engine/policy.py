@@ -28,6 +28,8 @@ class Scheduling(Protocol):
     May declare `repeats = True`: while nobody arrives, ends, comes in or is given room, it wants
     all decodes again in the same order, and behind them the prompt that its budget has cut. With
     `appends = True` a prompt that is complete decodes behind all others that were admitted before.
+    `cuts = True`: no step has more tokens than its `token_budget`, since it cuts prompts; memory
+    on a GPU is then set aside for no more.
     """
 
     def batch(self, view: View) -> tuple[Slice, ...]:

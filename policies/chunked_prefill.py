@@ -20,6 +20,7 @@ class ChunkedPrefill:
     token_budget: int = 512
     max_jobs: int = 256
     repeats: ClassVar[bool] = True
+    cuts: ClassVar[bool] = True
     appends: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ class EarliestDeadline:
     token_budget: int = 2048
     max_jobs: int = 256
     repeats: ClassVar[bool] = True
+    cuts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_limits("earliest deadline", token_budget=self.token_budget, max_jobs=self.max_jobs)

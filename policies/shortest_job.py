@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from engine.job import Job
 from engine.plan import Slice
@@ -22,6 +23,7 @@ class ShortestJob:
     predictor: LengthPredictor
     token_budget: int = 2048
     max_jobs: int = 256
+    cuts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_limits("shortest job", token_budget=self.token_budget, max_jobs=self.max_jobs)

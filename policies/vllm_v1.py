@@ -22,6 +22,7 @@ class VllmV1:
     token_budget: int = 2048
     max_jobs: int = 256
     repeats: ClassVar[bool] = True
+    cuts: ClassVar[bool] = True
     appends: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

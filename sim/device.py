@@ -67,6 +67,7 @@ class Device:
     prefill_compute: Curve  # by the side of the square of query-key pairs
     decode_memory: Curve  # by KV bytes a kernel reads
     peer_bytes_per_s: float | None = None  # to another device, one direction; None: no link
+    is_cpu: bool = False  # the stand-in: a CPU allocates otherwise than an engine on a GPU
 
     def __post_init__(self) -> None:
         for name in CURVES:

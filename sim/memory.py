@@ -28,16 +28,20 @@ class MemoryPlan:
     page: int
 
     @property
+    def left(self) -> int:
+        """What KV may take; below 0 where the rest does not fit."""
+        return self.usable - self.weights - self.activation - self.reserve
+
+    @property
     def pages(self) -> int:
         """KV pages in what is left. ValueError where nothing is."""
-        left = self.usable - self.weights - self.activation - self.reserve
-        if left < self.page:
+        if self.left < self.page:
             raise ValueError(
                 f"memory: {self.weights} bytes of weights, {self.activation} of activations and a "
                 f"reserve of {self.reserve} leave no page of {self.page} in {self.usable}; "
                 "take a larger share, a smaller model or a smaller step"
             )
-        return left // self.page
+        return self.left // self.page
 
 
 def plan_memory(

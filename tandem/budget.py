@@ -10,7 +10,7 @@ from engine.layout import Layout
 from engine.model import ModelSpec
 from engine.plan import SHARED_OWNER, Kind, PageSize, Place, Pool, Region, Tier
 from sim.device import Device
-from sim.memory import graph_bytes
+from sim.memory import MemoryPlan, graph_bytes, plan_memory
 from traces.request import Request
 
 GPU: Pool = (Tier.GPU, 0)
@@ -52,7 +52,7 @@ class Room:
     capacity_bytes: dict[Pool, int]
     page: PageSize
     layout: Layout
-    workspace_bytes: int  # set aside on the device, beside the capacity; graphs included
+    memory: MemoryPlan  # of a device: what is set aside beside the KV; graphs are in the reserve
     graph_rows: int = 0  # decodes of the largest CUDA graph
 
 
@@ -70,11 +70,10 @@ def room_for(
     Each replica has a device and host memory of its own, both as large as the budget says.
     """
     page = PageSize(page_tokens, page_tokens * spec.kv_token_bytes)
-    workspace = _workspace_bytes(budget, spec, page_tokens, requests, policy)
-    workspace += graph_bytes(spec, budget.graph_rows, page_tokens)
+    memory = memory_plan(budget, spec, device, page_tokens, requests, policy)
     kv = _kv_bytes(budget, page)
     if kv is None:
-        kv = int(budget.fraction * device.usable_bytes) - spec.weight_bytes - workspace
+        kv = memory.left
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
     reserved = getattr(getattr(policy, "memory", None), "max_tokens", None)  # by each job, whole
     if reserved is not None and not budget.may_refuse:
@@ -82,14 +81,55 @@ def room_for(
     needed = page.bytes_for(reserved or longest) + _spare_pages(policy) * page.nbytes
     if kv < (page.nbytes if budget.may_refuse else needed):
         short = _Short(*_asks(longest, reserved), needed // page.nbytes, needed, needed - kv)
-        raise ValueError(_deficit(budget, spec, device.usable_bytes, workspace, short))
+        raise ValueError(_deficit(budget, device.memory_bytes, memory, short))
     host = device.host_bytes if budget.host_bytes is None else budget.host_bytes
     capacity, weights = dict[Pool, int](), dict[Place, int]()
     for i in range(replicas):
         capacity[Tier.GPU, i] = spec.weight_bytes + kv // page.nbytes * page.nbytes
         capacity[Tier.HOST, i] = host
         weights[Place(Region(SHARED_OWNER, Kind.WEIGHT), Tier.GPU, i)] = spec.weight_bytes
-    return Room(capacity, page, Layout(weights), workspace, budget.graph_rows)
+    return Room(capacity, page, Layout(weights), memory, budget.graph_rows)
+
+
+def memory_plan(
+    budget: Budget,
+    spec: ModelSpec,
+    device: Device,
+    page_tokens: int,
+    requests: Sequence[Request],
+    policy: Any,
+) -> MemoryPlan:
+    """What a device's memory is for: on a GPU as an engine plans that profiles itself.
+
+    The CPU stand-in sets aside what its own largest step is measured to allocate.
+    """
+    reserve = device.reserve_bytes + graph_bytes(spec, budget.graph_rows, page_tokens)
+    if not device.is_cpu:
+        tokens, jobs = _largest_step(budget, requests, policy)
+        given = (device.memory_bytes, budget.fraction, tokens, jobs, reserve, page_tokens)
+        return plan_memory(spec, *given)
+    return MemoryPlan(
+        usable=int(budget.fraction * device.memory_bytes),
+        weights=spec.weight_bytes,
+        activation=_workspace_bytes(budget, spec, page_tokens, requests, policy),
+        reserve=reserve,
+        page=page_tokens * spec.kv_token_bytes,
+    )
+
+
+def _largest_step(budget: Budget, requests: Sequence[Request], policy: Any) -> tuple[int, int]:
+    """Tokens and sequences of the largest step: of the policy, not of the trace, where it has one.
+
+    A scheduling that does not cut prompts may have to compute the longest request whole.
+    """
+    scheduling = getattr(policy, "scheduling", None)
+    jobs = getattr(scheduling, "max_jobs", len(requests))
+    limit = budget.step_tokens or getattr(scheduling, "token_budget", None)
+    if limit and (budget.step_tokens or getattr(scheduling, "cuts", False)):
+        return limit, min(jobs, limit)
+    longest = max(r.prompt_tokens + r.output_tokens for r in requests)
+    prompts = sorted((r.prompt_tokens for r in requests), reverse=True)
+    return max(limit or sum(prompts[:jobs]), longest), jobs
 
 
 def _kv_bytes(budget: Budget, page: PageSize) -> int | None:
@@ -152,9 +192,7 @@ class _Short(NamedTuple):
     missing_bytes: int
 
 
-def _deficit(
-    budget: Budget, spec: ModelSpec, usable_bytes: int, workspace: int, short: _Short
-) -> str:
+def _deficit(budget: Budget, memory_bytes: int, memory: MemoryPlan, short: _Short) -> str:
     if budget.kv_bytes is not None or budget.kv_pages is not None:
         wanted = f"kv_pages to {short.pages}"
         if budget.kv_bytes is not None:
@@ -164,12 +202,14 @@ def _deficit(
             f"{_mib(short.missing_bytes)} more than the budget has; raise budget.{wanted}, "
             f"or {short.less}, or allow refusals with budget.may_refuse=true"
         )
-    parts = f"weights {_mib(spec.weight_bytes)}, workspace {_mib(workspace)}, {short.who} "
-    parts += _mib(short.nbytes)
+    parts = f"weights {_mib(memory.weights)}, activations {_mib(memory.activation)}, "
+    parts += f"reserve {_mib(memory.reserve)}, " if memory.reserve else ""
+    parts += f"{short.who} {_mib(short.nbytes)}"
     return (
         f"budget: {_mib(short.missing_bytes)} short: {parts} do not fit into "
-        f"{budget.fraction:g} of {_mib(usable_bytes)}; raise budget.fraction, lower the "
-        "scheduling's token_budget (workspace), take a smaller model or page_tokens, or "
+        f"{budget.fraction:g} of {_mib(memory_bytes)}; raise budget.fraction, lower the "
+        "scheduling's token_budget or max_jobs (activations), take a smaller model or "
+        "page_tokens, or "
         f"{short.less}"
     )
 

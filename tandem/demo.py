@@ -58,10 +58,12 @@ def _demo(chosen: argparse.Namespace) -> int:
 
 def _run(settings: Sequence[str], profile: Path, folder: Path, *more: str) -> None:
     from tandem.experiment import run_experiment
+    from tandem.folder import provenance_in
     from tandem.screen import told
 
     point = composed([*settings, f"profile={profile}", *more])
-    print(told(run_experiment(point, folder, sys.stderr.isatty())), flush=True)
+    metrics = run_experiment(point, folder, sys.stderr.isatty())
+    print(told(metrics, provenance_in(folder)), flush=True)
 
 
 def _trace(chosen: argparse.Namespace) -> list[str]:

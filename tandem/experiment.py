@@ -133,10 +133,22 @@ def provenance_of(point: Composed, setting: Setting) -> dict[str, Any]:
         "trace_hash": trace_hash(setting.requests),
         "requests": len(setting.requests),
         "has_prompt_ids": all(r.prompt_ids is not None for r in setting.requests),
-        "workspace_bytes": setting.room.workspace_bytes,
+        "memory_plan": _memory_plan(setting),
         "kv_pages": pages_of(setting)[GPU],  # of a replica
         "overrides": list(point.overrides),
         "config_folders": [str(Path(folder).resolve()) for folder in point.folders],
+    }
+
+
+def _memory_plan(setting: Setting) -> dict[str, int]:
+    """What a device's memory is for, in bytes; its KV may have been given instead."""
+    memory = setting.room.memory
+    return {
+        "usable_bytes": memory.usable,
+        "weight_bytes": memory.weights,
+        "activation_bytes": memory.activation,
+        "reserve_bytes": memory.reserve,
+        "kv_bytes": pages_of(setting)[GPU] * memory.page,
     }
 
 

@@ -84,6 +84,13 @@ def status_of(folder: Path) -> str | None:
     return str(found["status"]) if isinstance(found, dict) and "status" in found else None
 
 
+def provenance_in(folder: Path) -> dict[str, Any]:
+    """What a run of ours says of itself."""
+    found = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    assert isinstance(found, dict)
+    return found
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """One JSON file, readable by people."""
     path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from tandem.folder import provenance_in
 
 
 def refusal(folder: Path, metrics: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
@@ -23,7 +24,7 @@ def refusal(folder: Path, metrics: Mapping[str, Any], config: Mapping[str, Any])
 
 def _reason(folder: Path, config: Mapping[str, Any]) -> str:
     """The need against what there is. A reservation is taken whole, pages as a job grows."""
-    pages, page_tokens = _kv_pages(folder), config["page_tokens"]
+    pages, page_tokens = int(provenance_in(folder)["kv_pages"]), config["page_tokens"]
     shortest = _shortest_prompt_tokens(folder)
     there = f"a device has {pages} pages of {page_tokens} tokens"
     more = f"raise budget.kv_pages (it is {pages}) or budget.fraction"
@@ -43,11 +44,6 @@ def _reason(folder: Path, config: Mapping[str, Any]) -> str:
         f"none stays within its reservation of memory.max_tokens={reserved} (the shortest has a "
         f"prompt of {shortest} tokens); raise it, or take memory=paged_restart"
     )
-
-
-def _kv_pages(folder: Path) -> int:
-    provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-    return int(provenance["kv_pages"])
 
 
 def _shortest_prompt_tokens(folder: Path) -> int:

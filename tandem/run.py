@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from tandem.compose import COMPOSING, config_folders, one_line, plain, register_resolvers
 from tandem.composed import Composed
 from tandem.errors import RunFailed, Usage
-from tandem.folder import remove_empty
+from tandem.folder import provenance_in, remove_empty
 
 SHORT_FLAGS = ("-c", "-p", "-i", "-cp", "-cn", "-cd")  # Hydra's, that a value follows
 
@@ -54,7 +54,7 @@ def _carry_out(cfg: DictConfig, folder: Path, is_single: bool) -> None:
     )
     where = os.path.relpath(folder)
     if is_single:
-        print(told(metrics))
+        print(told(metrics, provenance_in(folder)))
         print(where)
     else:
         print(f"{where}  {' '.join(overrides)}  {brief(metrics)}", flush=True)

@@ -11,7 +11,7 @@ LATENCIES = ("ttft", "tpot", "e2e")
 STATISTICS = ("mean", *(f"p{q}" for q in PERCENTILES))
 
 
-def told(metrics: Mapping[str, Any]) -> str:
+def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     """Counts, throughput, latencies and memory of a run, in ten lines."""
     lines = [_counts(metrics), _throughput(metrics)]
     lines.append(f"{'':8}" + "".join(f"{name:>12}" for name in STATISTICS))
@@ -21,6 +21,8 @@ def told(metrics: Mapping[str, Any]) -> str:
     peak = metrics.get("peak_kv_usage")
     if peak is not None:
         lines.append(f"KV peak {peak:.1%} of its room, mean {metrics.get('mean_kv_usage', 0):.1%}")
+    if metrics["backend"] != "openai":  # a server's memory is not ours to plan
+        lines.append(_memory(provenance))
     if "replicas" in metrics:
         lines.append(_balance(metrics))
     return "\n".join(lines)
@@ -68,6 +70,14 @@ def _throughput(metrics: Mapping[str, Any]) -> str:
     )
 
 
+def _memory(provenance: Mapping[str, Any]) -> str:
+    """What a device's memory was for."""
+    plan = provenance["memory_plan"]
+    parts = [("weights", "weight"), ("activations", "activation"), ("reserve", "reserve")]
+    shown = [f"{name} {_bytes(plan[f'{key}_bytes'])}" for name, key in (*parts, ("KV", "kv"))]
+    return f"memory of a device: {', '.join(shown)} ({provenance['kv_pages']:,} pages)"
+
+
 def _balance(metrics: Mapping[str, Any]) -> str:
     """How far the fullest replica lies above the mean."""
     parts = [
@@ -76,6 +86,10 @@ def _balance(metrics: Mapping[str, Any]) -> str:
         if key in metrics
     ]
     return f"{metrics['replicas']} replicas, the fullest against their mean: {', '.join(parts)}"
+
+
+def _bytes(value: int) -> str:
+    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
 
 
 def _seconds(value: Any) -> str:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from engine.plan import Tier
+from sim.memory import plan_memory
 from tandem.compose import composed
 from tandem.experiment import run_experiment
-from tandem.setting import setting_of
+from tandem.machines import pages_of
+from tandem.screen import told
+from tandem.setting import Setting, setting_of
 from traces.request import Request
 from traces.store import write_trace
 
@@ -60,3 +65,61 @@ def test_a_reservation_that_the_longest_request_outgrows_is_told_before_anything
     allowed = composed([*words, "budget.may_refuse=true"])
     metrics = run_experiment(allowed, tmp_path / "run")
     assert (metrics["num_finished"], metrics["num_refused"]) == (1, 1)
+
+
+LOGGED_BLOCKS = 2588  # of vLLM 0.19 on this card: ../shared/data/measured, meta.json
+RTX4090 = ("device=rtx4090", "model=llama3_8b", "limit=20")
+
+
+def gpu(*words: str) -> Setting:
+    return setting_of(composed([*RTX4090, *words]))
+
+
+def pages(setting: Setting) -> int:
+    return pages_of(setting)[Tier.GPU, 0]
+
+
+def test_a_run_on_a_gpu_has_the_kv_that_vllm_found_room_for() -> None:
+    """At both ends of the range that is stated for what no formula gives."""
+    least, most = (
+        pages(gpu("policy=vllm_v1", f"device.reserve_bytes={mib * 2**20}")) for mib in (1024, 256)
+    )
+    assert least <= LOGGED_BLOCKS <= most < 1.2 * least
+    assert pages(gpu("policy=vllm_v1")) == pytest.approx(LOGGED_BLOCKS, rel=0.03)
+
+
+def test_the_plan_of_a_gpu_is_the_memory_model() -> None:
+    setting = gpu("policy=vllm_v1", "budget.graph_rows=0")
+    card = setting.device
+    given = (card.memory_bytes, 0.9, 2048, 256, card.reserve_bytes)
+    assert setting.room.memory == plan_memory(setting.spec, *given)
+    assert pages(setting) == setting.room.memory.pages
+
+
+def test_who_does_not_cut_prompts_sets_more_aside() -> None:
+    small = ("scheduling.token_budget=16", "scheduling.max_jobs=1")
+    cut, whole = (
+        gpu(f"policy={name}", *small).room.memory.activation
+        for name in ("chunked_restart", "continuous_restart")
+    )
+    assert whole > 4 * cut
+    told_so = gpu("policy=continuous_restart", *small, "budget.step_tokens=16").room.memory
+    assert told_so.activation == cut
+
+
+def test_what_memory_is_for_is_told(tmp_path: Path) -> None:
+    words = [*RTX4090, "limit=2", "policy=vllm_v1", "arrival=all_at_once"]
+    metrics = run_experiment(composed(words), tmp_path / "run")
+    provenance = json.loads((tmp_path / "run" / "provenance.json").read_text())
+    plan = provenance["memory_plan"]
+    parts = ("weight", "activation", "reserve", "kv")
+    left = plan["usable_bytes"] - sum(plan[f"{part}_bytes"] for part in parts)
+    assert 0 <= left < 16 * 131072, "the parts make up the whole, but for less than a page"
+    line = "weights 14.96 GiB, activations 438.4 MiB, reserve 600.0 MiB, KV 5.19 GiB (2,658 pages)"
+    assert line in told(metrics, provenance)
+
+
+def test_a_model_that_does_not_fit_a_gpu_is_told_with_the_reserve() -> None:
+    parts = r"weights .* MiB, activations .* MiB, reserve 1,024\.0 MiB"
+    with pytest.raises(ValueError, match=parts):
+        setting_of(composed(["device=v100", "model=llama3_8b", "limit=2"]))

@@ -115,7 +115,7 @@ def test_graphs_take_their_memory_from_the_kv_in_every_backend() -> None:
     # Logits are the largest moment; a table of 8,192 pages a row; 1,024 splits of four heads.
     logits = 64 * (4096 + 4096 + 128256) * 2 + 2 * 64 * 128 * 2
     assert taken == logits + 64 * (56 + 32768) + 1024 * 4 * 4 * 129 + GRAPH_RESERVE_BYTES
-    assert graphed.workspace_bytes - plain.workspace_bytes == taken
+    assert graphed.memory.reserve - plain.memory.reserve == taken
     missing = plain.capacity_bytes[GPU] - graphed.capacity_bytes[GPU]
     assert 0 <= missing - taken + graphed.page.nbytes <= 2 * graphed.page.nbytes
     assert (plain.graph_rows, graphed.graph_rows) == (0, 64) and graph_bytes(spec, 0, 16) == 0

@@ -70,7 +70,7 @@ def test_a_budget_sets_aside_what_the_largest_step_takes(policy: str, tmp_path: 
     point = composed([*pressed, "arrival=all_at_once", "backend=sim"])
     run_experiment(point, tmp_path / "run")
     peak = load(tmp_path / "run").steps["peak_bytes"].max()
-    room = setting_of(point).room
-    assert peak <= room.workspace_bytes
+    set_aside = setting_of(point).room.memory.activation
+    assert peak <= set_aside
     # Whole prompts beside the longest request in full: more than happens, but of that order.
-    assert room.workspace_bytes < 4 * peak
+    assert set_aside < 4 * peak
