@@ -6,12 +6,14 @@ LLMServingSim's profiles of single layers, eager; the engines ran compiled, with
 asynchronous scheduling: vLLM decides step n+1 while step n runs and learns who ended in n-1, which
 is our run-ahead 2. Requests arrive when the log says they reached the engine.
 
-Nothing is fitted to a judged log. Skew is the one constant that least squares finds in skew.csv.gz
-of the same device; none, and one constant per class of batches, are printed beside it. So are 200
-us of host time per step, hidden behind the device or not. The logged engines kept full pages for
-later requests and for their own restarts (prefix caching, on by default), and so do we; the row
-`no prefix caching` shows what that is worth. One page is vLLM's null page. Our decisions on both
-logs are those of vLLM's loop written down without our engine (tests/test_peers_logs.py).
+All is built as `tandem run` builds it, by the words printed first. Nothing is fitted to a judged
+log. Skew is the one constant that least squares finds in skew.csv.gz of the same device; none, and
+one constant per class of batches, are printed beside it. So are 200 us of host time per step,
+hidden behind the device or not. The logged engines kept full pages for later requests and for their
+own restarts (prefix caching, on by default), and so do we; the row `no prefix caching` shows what
+that is worth, and is judged by nothing, since no log without it is at hand. One page is vLLM's null
+page. Our decisions on both logs, with and without prefix caching, are those of vLLM's loop written
+down without our engine (tests/test_peers_logs.py). vllm_logs_speed.py judges the time it takes.
 """
 
 from __future__ import annotations
@@ -20,38 +22,31 @@ import gzip
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
-import simpy
 
-from engine.engine import Engine
-from engine.model import ModelSpec
-from engine.plan import PageSize, Tier
-from engine.policy import Composed
-from engine.recorder import Recorder
-from policies.paged_restart import PagedRestart
-from policies.vllm_v1 import VllmV1
-from sim.executor import SimExecutor
-from sim.kernel_profile import KernelProfileCost
-from sim.memory import plan_memory
+from tandem.budget import GPU
+from tandem.compose import composed
+from tandem.experiment import engine_of
+from tandem.machines import pages_of
+from tandem.quiet import no_full_collections
+from tandem.setting import Setting, setting_of
+from tandem.worlds import world_of
 from traces.request import Request
+from traces.store import write_trace
 
-LLAMA31_8B = ModelSpec("llama3.1_8b", "llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072)
-PAGE = PageSize(16, 16 * LLAMA31_8B.kv_token_bytes)
-MEMORY = PagedRestart(watermark=0.0, prompts="must_fit", gives_way=True, prefix_caching=True)
-PLAIN = replace(MEMORY, prefix_caching=False)
 NULL_PAGES = 1  # that vLLM never hands out
-STEP_TOKENS, RUN_AHEAD = 2048, 2
-RTX4090_BYTES, SHARE = 25_250_627_584, 0.9  # of the log's meta.json
+PLAIN = "memory.prefix_caching=false"
 RESERVES = (256 * 2**20, 1024 * 2**20)  # context growth and library workspaces; graphs
 PERCENTILES = (50, 90, 99)
 COLUMNS = {"ttft": "ttft_s", "tpot": "tpot_ms", "e2e": "latency_s"}
+SIM = {"name": "sim", "clock": "virtual"}
 
 
 @dataclass(frozen=True)
@@ -66,16 +61,21 @@ class Case:
 
 @dataclass(frozen=True)
 class Log:
-    """What a logged engine was asked and what it measured, by request."""
+    """What a logged engine measured, by request, and the words that tell `tandem run` of it."""
 
     case: Case
     measured: pd.DataFrame
-    requests: tuple[Request, ...]
-    profile: Path
+    words: tuple[str, ...]  # all but its pages
 
-    def cost(self, skew: str = "default", **given: int) -> Any:
-        """The cost model of the device's kernel profile."""
-        return KernelProfileCost.load(self.profile, LLAMA31_8B, skew, **given)
+    def setting(self, *words: str, pages: int | None = None) -> Setting:
+        """The logged engine's settings, some of them changed, as `tandem run` builds them."""
+        found = (self.case.pages if pages is None else pages) - NULL_PAGES
+        return setting_of(composed([*self.words, f"budget.kv_pages={found}", *words]))
+
+    def pages(self, reserve_bytes: int) -> int:
+        """What our memory model finds room for, with so many bytes for what has no formula."""
+        words = [*self.words, f"device.reserve_bytes={reserve_bytes}"]
+        return pages_of(setting_of(composed(words)))[GPU]
 
 
 CASES = (
@@ -84,19 +84,32 @@ CASES = (
 )
 
 
-def read_log(data: Path, case: Case) -> Log:
-    """A log with its requests: arrivals at the engine, lengths and prompts."""
+def read_log(data: Path, case: Case, folder: Path) -> Log:
+    """A log, with its requests as a trace in `folder`: arrivals at the engine, lengths, prompts."""
     name = f"{case.device}_Llama-3.1-8B"
     measured = pd.read_parquet(data / "measured" / f"vllm_{name}_requests.parquet")
     with gzip.open(data / "sharegpt" / "sharegpt_gpt4_llama3_ids_300.jsonl.gz", "rt") as lines:
         prompts = [tuple(json.loads(line)["input_tok_ids"]) for line in lines]
     at_s = measured["queued_ts"] - measured["queued_ts"].min()
     rows = zip(at_s, measured["input_toks"], measured["output_toks"], prompts, strict=True)
-    requests = tuple(
+    requests = [
         Request(i, round(at * 1e9), int(prompt), int(output), prompt_ids=ids)
         for i, (at, prompt, output, ids) in enumerate(rows)
+    ]
+    trace = folder / f"{case.device}.parquet"
+    write_trace(trace, requests, {"source": f"vllm_{name}_requests.parquet"})
+    words = (
+        "model=llama3_8b",
+        f"device={case.device.lower()}",
+        "policy=vllm_v1",
+        f"scheduling.max_jobs={case.sequences}",
+        "depth=2",
+        "trace=file",
+        f"trace.path='{trace}'",
+        "arrival=trace",
+        f"profile='{data / 'peers' / 'kernel_profiles' / name}'",
     )
-    return Log(case, measured, requests, data / "peers" / "kernel_profiles" / name)
+    return Log(case, measured, words)
 
 
 @dataclass(frozen=True)
@@ -112,15 +125,12 @@ class Simulated:
         return f"{self.steps} steps, {self.restarts} restarts, {self.cached_tokens} tokens found"
 
 
-def simulate(log: Log, cost: Any, pages: int, memory: PagedRestart = MEMORY) -> Simulated:
-    """Our simulator on the logged engine's settings."""
-    env, recorder = simpy.Environment(), Recorder()
-    policy = Composed(VllmV1(STEP_TOKENS, log.case.sequences), memory)
-    capacity = {(Tier.GPU, 0): (pages - NULL_PAGES) * PAGE.nbytes, (Tier.HOST, 0): 0}
-    executor = SimExecutor(env, cost)
-    engine = Engine(env, policy, executor, capacity, PAGE, depth=RUN_AHEAD, recorder=recorder)
-    engine.replay(log.requests)
-    outcomes = recorder.outcomes
+def simulate(setting: Setting) -> Simulated:
+    """Our simulator on a logged engine's settings."""
+    with world_of(setting, SIM) as world, no_full_collections(begins_with_one=False):
+        engine = engine_of(setting, world)
+        engine.replay(setting.requests)
+    outcomes = engine.recorder.outcomes
     return Simulated(
         {i: outcome.token_ns for i, outcome in outcomes.items()},
         engine.steps,
@@ -129,9 +139,9 @@ def simulate(log: Log, cost: Any, pages: int, memory: PagedRestart = MEMORY) -> 
     )
 
 
-def latencies(log: Log, times: dict[int, list[int]]) -> dict[str, np.ndarray]:
+def latencies(requests: Sequence[Request], times: dict[int, list[int]]) -> dict[str, np.ndarray]:
     """TTFT and end-to-end in seconds, TPOT in ms, by request."""
-    pairs = [(r, times[r.request_id]) for r in log.requests]
+    pairs = [(r, times[r.request_id]) for r in requests]
     assert all(len(t) == r.output_tokens for r, t in pairs), "a request did not finish"
     first = np.array([t[0] - r.arrival_ns for r, t in pairs]) / 1e9
     last = np.array([t[-1] - r.arrival_ns for r, t in pairs]) / 1e9
@@ -139,13 +149,12 @@ def latencies(log: Log, times: dict[int, list[int]]) -> dict[str, np.ndarray]:
     return {"ttft": first, "tpot": (last - first) / gaps * 1e3, "e2e": last}
 
 
-def run(
-    log: Log, label: str, cost: Any, pages: int, memory: PagedRestart = MEMORY
-) -> dict[str, float]:
+def run(log: Log, label: str, *words: str, pages: int | None = None) -> dict[str, float]:
     """Replays, prints a line and returns the errors of the means in percent."""
+    setting = log.setting(*words, pages=pages)
     start_s = time.process_time()
-    done = simulate(log, cost, pages, memory)
-    cpu_s, found = time.process_time() - start_s, latencies(log, done.times)
+    done = simulate(setting)
+    cpu_s, found = time.process_time() - start_s, latencies(setting.requests, done.times)
     vllm = {name: log.measured[column].to_numpy() for name, column in COLUMNS.items()}
     errors = {name: (found[name].mean() / vllm[name].mean() - 1) * 100 for name in COLUMNS}
     means = "  ".join(f"{name} {error:+6.2f} %" for name, error in errors.items())
@@ -164,14 +173,16 @@ def judge(log: Log, quick: bool) -> float:
     """One log, judged and taken apart; returns the worst error as a share of its bar."""
     case = log.case
     print(f"{case.device}: {case.pages} pages, at most {case.sequences} sequences")
-    errors = run(log, "judged", log.cost(), case.pages)
+    print(f"  {' '.join(word for word in log.words if '/' not in word)}")
+    errors = run(log, "judged")
     if not quick:
-        run(log, "no prefix caching", log.cost(), case.pages, PLAIN)
+        run(log, "no prefix caching", PLAIN)
+        print("    (not judged: the logged engine had prefix caching on)")
         for skew in ("none", "per_bucket"):
-            run(log, f"skew {skew}", log.cost(skew), case.pages)
-        hidden, shown = log.cost(host_ns_per_plan=200_000), log.cost(step_ns=200_000)
-        run(log, "+200 us of host time, hidden", hidden, case.pages)
-        run(log, "+200 us of host time, not hidden", shown, case.pages)
+            run(log, f"skew {skew}", f"kernel_profile.skew={skew}")
+        run(log, "+200 us of host time, hidden", "kernel_profile.host_ns_per_plan=200_000")
+        run(log, "+200 us of host time, not hidden", "kernel_profile.step_ns=200_000")
+        run(log, "tokens padded to graphs", "kernel_profile.graphs=true")
         if case.device == "RTX4090":
             judge_memory(log)
     return max(abs(errors[name]) / bar for name, bar in case.bars.items())
@@ -180,14 +191,15 @@ def judge(log: Log, quick: bool) -> float:
 def judge_memory(log: Log) -> None:
     """The pages our memory model finds at both ends of the reserve, and what they lead to."""
     for reserve in RESERVES:
-        given = (LLAMA31_8B, RTX4090_BYTES, SHARE, STEP_TOKENS, log.case.sequences, reserve)
-        pages = plan_memory(*given, PAGE.tokens).pages
-        run(log, f"reserve {reserve >> 20} MiB: {pages} pages", log.cost(), pages)
+        pages = log.pages(reserve)
+        run(log, f"reserve {reserve >> 20} MiB: {pages} pages", pages=pages)
 
 
 def main(words: Sequence[str]) -> int:
-    data = Path(os.environ.get("TANDEM_SHARED", "../shared")) / "data"
-    worst = max(judge(read_log(data, case), "--quick" in words) for case in CASES)
+    data = Path(os.environ.get("TANDEM_SHARED", "../shared")).resolve() / "data"
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [read_log(data, case, Path(folder)) for case in CASES]
+        worst = max(judge(log, "--quick" in words) for log in logs)
     passed = worst <= 1.0
     print(f"vllm_logs_worst_share_of_bar {worst:.3f} 1 1 {'pass' if passed else 'fail'}")
     return int(not passed)

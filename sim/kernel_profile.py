@@ -61,7 +61,7 @@ class KernelProfileCost(ShapePriced):
     )
 
     @classmethod
-    def load(cls, folder: Path, model: ModelSpec, skew: str = "per_bucket", **given: Any) -> Any:
+    def load(cls, folder: Path, model: ModelSpec, skew: str = "default", **given: Any) -> Any:
         """Reads dense.csv, per_sequence.csv, attention.csv and, for skew, skew.csv.gz."""
         if skew not in SKEWS:
             raise ValueError(f"skew is {skew!r}, must be one of {SKEWS}")
@@ -85,8 +85,13 @@ class KernelProfileCost(ShapePriced):
 
     @property
     def provenance(self) -> str:
-        """The folder of the profile."""
-        return f"kernel profile {self.source} for {self.model.name}"
+        """The folder of the profile, and what was made of it."""
+        skew = "per_bucket" if self.skew.by_bucket else "default" if self.skew.default else "none"
+        parts = [f"kernel profile {self.source} for {self.model.name}", f"skew {skew}"]
+        parts += ["padded to graphs"] if self.padded_to else []
+        parts += [f"{self.step_ns} ns a launch"] if self.step_ns else []
+        parts += [f"{self.host_ns_per_plan} ns a plan"] if self.host_ns_per_plan else []
+        return ", ".join(parts)
 
     @cached_property
     def _dense(self) -> Lookup:

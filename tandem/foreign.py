@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from engine.model import ModelSpec
 from sim.cost import LaunchCost
@@ -13,7 +15,28 @@ SKEW = "skew.csv.gz"
 AICONFIGURATOR = "gemm.parquet"
 
 
-def foreign_cost(path: Path, device: Device, spec: ModelSpec) -> LaunchCost | None:
+@dataclass(frozen=True)
+class KernelProfile:
+    """The config node `kernel_profile`: how a profile of LLMServingSim becomes costs.
+
+    `skew` None is the form that is held against vLLM's logs (benchmarks/vllm_logs.py): "default"
+    where the profile has skew.csv.gz, else "none".
+    """
+
+    skew: Literal["none", "default", "per_bucket"] | None = None
+    graphs: bool = False
+    step_ns: int = 0
+    host_ns_per_plan: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("step_ns", "host_ns_per_plan"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"kernel_profile.{name}={value}: it must be at least 0")
+
+
+def foreign_cost(
+    path: Path, device: Device, spec: ModelSpec, how: KernelProfile | None = None
+) -> LaunchCost | None:
     """The cost in Vidur's, LLMServingSim's or AIConfigurator's tables; None where `path` is none.
 
     A file .npz is Vidur's; a folder is told by its tables. They do not say which model they are
@@ -23,14 +46,32 @@ def foreign_cost(path: Path, device: Device, spec: ModelSpec) -> LaunchCost | No
         from sim.vidur import VidurCost
 
         return VidurCost.load(path, spec)
-    if all((path / name).is_file() for name in KERNELS):
-        from sim.kernel_profile import KernelProfileCost
-
-        skew = "per_bucket" if (path / SKEW).is_file() else "none"
-        cost: LaunchCost = KernelProfileCost.load(path, spec, skew)
-        return cost
+    if is_kernel_profile(path):
+        return _kernel_cost(path, spec, how or KernelProfile())
     if (path / AICONFIGURATOR).is_file():
         from sim.aiconfigurator import AiConfiguratorCost
 
         return AiConfiguratorCost.load(path, device, spec)
     return None
+
+
+def is_kernel_profile(path: Path) -> bool:
+    """Whether a folder holds the tables of LLMServingSim."""
+    return all((path / name).is_file() for name in KERNELS)
+
+
+def _kernel_cost(path: Path, spec: ModelSpec, how: KernelProfile) -> LaunchCost:
+    from sim.kernel_profile import GRAPH_SIZES, KernelProfileCost
+
+    has_skew = (path / SKEW).is_file()
+    if not has_skew and how.skew not in (None, "none"):
+        raise ValueError(f"kernel_profile.skew={how.skew}: {path} has no {SKEW}; take none")
+    cost: LaunchCost = KernelProfileCost.load(
+        path,
+        spec,
+        how.skew or ("default" if has_skew else "none"),
+        padded_to=GRAPH_SIZES if how.graphs else (),
+        step_ns=how.step_ns,
+        host_ns_per_plan=how.host_ns_per_plan,
+    )
+    return cost

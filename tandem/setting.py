@@ -19,7 +19,7 @@ from tandem.build import Builder
 from tandem.composed import Composed
 from tandem.conform import arguments, conform
 from tandem.decoding import Decoding, decoding_of
-from tandem.foreign import foreign_cost
+from tandem.foreign import KernelProfile, foreign_cost, is_kernel_profile
 from tandem.workload import requests_of
 from traces.request import Request
 
@@ -123,12 +123,15 @@ def cost_of(
     pace = conform(config["pace"], float, "pace")
     if pace <= 0:
         raise ValueError(f"pace={pace}: it must be above 0")
-    if config["profile"] is None:
+    how = KernelProfile(**arguments(KernelProfile, config["kernel_profile"], "kernel_profile"))
+    path = None if config["profile"] is None else Path(str(config["profile"]))
+    if how != KernelProfile() and (path is None or not is_kernel_profile(path)):
+        raise ValueError(f"kernel_profile: profile={path} is none of LLMServingSim; leave it alone")
+    if path is None:
         if pace != 1:
             raise ValueError(f"pace={pace}: only a profile has a pace; set profile=")
         return Roofline(device, spec, page_tokens)
-    path = Path(str(config["profile"]))
-    if (foreign := foreign_cost(path, device, spec)) is not None:
+    if (foreign := foreign_cost(path, device, spec, how)) is not None:
         if pace != 1:
             raise ValueError(f"pace={pace}: only a profile of `tandem calibrate` has a pace")
         return foreign

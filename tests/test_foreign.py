@@ -9,9 +9,10 @@ import pytest
 
 from tandem.compose import composed
 from tandem.experiment import run_experiment
-from tandem.foreign import foreign_cost
+from tandem.foreign import KERNELS, foreign_cost
 from tandem.setting import setting_of
 
+FOLDER = "data/peers/kernel_profiles/RTX4090_Llama-3.1-8B"
 FORMS = {
     "cost_tables/llama2-7b_a100_tp1.npz": ("llama2_7b", "a100", "Vidur's tables"),
     "kernel_profiles/RTX4090_Llama-3.1-8B": ("llama3_8b", "rtx4090", "kernel profile"),
@@ -35,6 +36,27 @@ def test_a_pace_is_of_calibrated_profiles_only(shared: Path) -> None:
     words = ["model=llama2_7b", "device=a100", f"profile={tables}", "limit=2", "pace=1.1"]
     with pytest.raises(ValueError, match=r"pace=1\.1: only a profile of `tandem calibrate`"):
         setting_of(composed(words))
+
+
+def test_only_a_kernel_profile_takes_its_settings(shared: Path) -> None:
+    tables = shared / "data/peers/cost_tables/llama2-7b_a100_tp1.npz"
+    for profile in (f"profile={tables}", "profile=null"):
+        words = ["limit=2", profile, "kernel_profile.graphs=true"]
+        with pytest.raises(ValueError, match="none of LLMServingSim"):
+            setting_of(composed(words))
+    for wrong in ("skew=some", "step_ns=-1"):
+        with pytest.raises(ValueError, match=f"kernel_profile.{wrong.replace('=', '.')}"):
+            setting_of(composed(["limit=2", f"kernel_profile.{wrong}"]))
+
+
+def test_a_profile_without_skew_says_so(shared: Path, tmp_path: Path) -> None:
+    profile = shared / FOLDER
+    for name in KERNELS:
+        (tmp_path / name).write_bytes((profile / name).read_bytes())
+    words = ["model=llama3_8b", "device=rtx4090", "limit=2", f"profile={tmp_path}"]
+    setting_of(composed(words))
+    with pytest.raises(ValueError, match=r"skew=default: .* has no skew\.csv\.gz"):
+        setting_of(composed([*words, "kernel_profile.skew=default"]))
 
 
 def test_what_is_no_profile_is_told_in_a_line(tmp_path: Path) -> None:

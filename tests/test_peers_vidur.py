@@ -12,6 +12,9 @@ import pytest
 from benchmarks.vidur import LLAMA2_7B, POLICIES, latencies_s, read_requests, simulate
 from engine.model import ModelSpec
 from sim.vidur import VidurCost
+from tandem.build import Builder
+from tandem.compose import composed
+from tandem.setting import policy_of
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +25,13 @@ def peers(shared: Path) -> Path:
 @pytest.fixture(scope="module")
 def cost(peers: Path) -> VidurCost:
     return VidurCost.load(peers / "cost_tables" / "llama2-7b_a100_tp1.npz", LLAMA2_7B)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sarathi", "sarathi"), ("vllm_v0", "vllm")])
+def test_a_named_policy_is_the_one_that_is_held_against_vidur(name: str, kind: str) -> None:
+    config = composed([f"policy={name}"]).config
+    assert policy_of(config, Builder()) == POLICIES[kind]
+    assert config["depth"] == 1
 
 
 @pytest.mark.parametrize("kind", POLICIES)
