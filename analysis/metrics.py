@@ -6,12 +6,11 @@ e2e / output tokens (GuideLLM) or be called ITL (aiperf); here it leaves out the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from analysis.classes import Slo, attained, has_limits, met, of_classes
 from analysis.replicas import balance
 from analysis.run import Run
 from analysis.usage import copied_bytes, host_share, kv_usage, lane_shares, memory_use, window_ns
@@ -20,7 +19,6 @@ Floats = NDArray[np.float64]
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e", "norm_latency")
 THROUGHPUTS = ("request_throughput", "output_throughput", "total_token_throughput")
-SLO_KEYS = ("ttft_s", "tpot_s", "e2e_s")
 BEST = {  # of a sweep: whether more is better
     "goodput": True,
     "slo_attainment": True,
@@ -120,23 +118,18 @@ def steady_throughput(run: Run, trim: float = TRIM) -> dict[str, float]:
     }
 
 
-def goodput(run: Run, slo: Mapping[str, float | None]) -> dict[str, float]:
+def goodput(run: Run, slo: Slo) -> dict[str, float]:
     """Requests that meet all limits, per second (goodput) and as a share (slo_attainment).
 
-    `slo`: limits in seconds, keys of SLO_KEYS, None for no limit. A request of one token has a
-    TPOT of 0, as in vLLM. The share is of all requests: refused and unfinished ones miss theirs.
+    Of all, and of each SLO class that the trace names. The share is of all requests: refused and
+    unfinished ones miss theirs. ValueError for a limit that is none of SLO_KEYS.
     """
-    if wrong := [key for key in slo if key not in SLO_KEYS]:
-        raise ValueError(f"unknown SLO {wrong[0]!r}: known are {', '.join(SLO_KEYS)}")
+    has_limits(slo)
     rows, duration_s = per_request(run), throughput(run).get("duration_s")
-    met = rows["status"].eq("finished")
-    for key, limit in slo.items():
-        if limit is None:
-            continue
-        values = rows[key].fillna(0.0) if key == "tpot_s" else rows[key]
-        met &= values <= limit
-    out = {"slo_attainment": float(met.mean())} if len(rows) else {}
-    return out | ({"goodput": float(met.sum()) / duration_s} if duration_s else {})
+    kept = met(rows, slo)
+    out = {"slo_attainment": float(kept.mean())} if len(rows) else {}
+    out |= {"goodput": float(kept.sum()) / duration_s} if duration_s else {}
+    return out | attained(rows, kept, duration_s)
 
 
 def max_concurrency(run: Run) -> int:
@@ -156,17 +149,16 @@ def prefix_hits(run: Run) -> dict[str, float]:
     return {"prefix_hit_rate": found / (found + computed)} if found else {}
 
 
-def summary(
-    run: Run, slo: Mapping[str, float | None] | None = None
-) -> dict[str, float | int | str]:
+def summary(run: Run, slo: Slo | None = None) -> dict[str, float | int | str]:
     """All metrics of a run as flat scalars: metrics.json. What is undefined is left out.
 
     Goodput is there if the SLO sets a limit (without one it would equal the throughput).
     """
     out: dict[str, float | int | str] = {"backend": run.backend, "cost_form": run.cost_form}
     out |= _counts(run) | throughput(run) | steady_throughput(run) | prefix_hits(run)
-    if slo and any(limit is not None for limit in slo.values()):
+    if slo and has_limits(slo):
         out |= goodput(run, slo)
+    out |= of_classes(per_request(run))
     for name, values in samples(run).items():
         out |= {f"{stat}_{name}_s": value for stat, value in statistics(values).items()}
     for row in memory_use(run).to_dict("records"):

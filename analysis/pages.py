@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 import pandas as pd
 
 from analysis import words
+from analysis.cells import KEPT, Cell, Table, amount_cell, kept_cell
+from analysis.class_table import class_table
 from analysis.compare import Comparison
 from analysis.drift import drift
 from analysis.metrics import LATENCIES, PERCENTILES, THROUGHPUTS, samples, statistics
@@ -17,25 +17,6 @@ from analysis.run import Run
 from analysis.usage import memory_use
 
 STATS = ("peak", "mean")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Text of a cell; `sort` is the number behind it, `mark` a verdict."""
-
-    text: str
-    sort: float | None = None
-    mark: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of a page, with a heading and a note on how to read it."""
-
-    title: str
-    note: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
 
 
 def compared_tables(comparison: Comparison) -> list[Table]:
@@ -59,28 +40,26 @@ def single_tables(run: Run, metrics: Mapping[str, float | int | str]) -> list[Ta
     rows = []
     for metric, values in samples(run).items():
         if stats := statistics(values):
-            rows.append([Cell(metric), *(_amount(value, "s") for value in stats.values())])
+            rows.append([Cell(metric), *(amount_cell(value, "s") for value in stats.values())])
     known = [name for name in THROUGHPUTS if name in metrics]
-    figures = [[Cell(n), _amount(float(metrics[n]), words.unit_of(n))] for n in known]
+    figures = [[Cell(n), amount_cell(float(metrics[n]), words.unit_of(n))] for n in known]
+    figures += [[Cell(n), kept_cell(n, float(metrics[n]))] for n in KEPT if n in metrics]
     counts = ("finished", "refused", "unfinished")
     figures += [[Cell(f"{name} requests"), Cell(str(metrics[f"num_{name}"]))] for name in counts]
     events = ("restarts", "swaps", "cached_tokens")
     figures += [[Cell(name.replace("_", " ")), Cell(str(metrics[name]))] for name in events]
     held = [
-        [Cell(f"{row['kind']} on {row['pool']}"), *(_amount(row[s], "bytes") for s in STATS)]
+        [Cell(f"{row['kind']} on {row['pool']}"), *(amount_cell(row[s], "bytes") for s in STATS)]
         for row in memory_use(run).to_dict("records")
     ]
     found = [
         Table("Latencies", "", ["metric", "mean", *(f"p{q}" for q in PERCENTILES)], rows),
         Table("Throughput and counts", "", ["metric", "value"], figures),
+        class_table(metrics),
         Table("Memory", "Means are over time.", ["what", *STATS], held),
         _replicas({"": run}),
     ]
     return [table for table in found if table.rows]
-
-
-def _amount(value: Any, unit: str) -> Cell:
-    return Cell(words.amount(float(value), unit), float(value))
 
 
 def _error(metric: str, value: float) -> Cell:
@@ -119,7 +98,9 @@ def _errors(comparison: Comparison) -> Table:
         part = comparison.errors[comparison.errors["metric"].eq(metric)]
         for row in part.to_dict("records"):
             cells = [Cell(metric), Cell(str(row["stat"]))]
-            cells += [_amount(row[run], str(row["unit"])) for run in ("prediction", "measurement")]
+            cells += [
+                amount_cell(row[run], str(row["unit"])) for run in ("prediction", "measurement")
+            ]
             cells.append(_error(metric, float(row["error"])))
             for name in ("ks", "wasserstein"):
                 value = float(apart[metric][name]) if row["stat"] == "mean" else None
@@ -139,7 +120,7 @@ def _split(comparison: Comparison) -> Table:
     for row in comparison.split.to_dict("records"):
         metric = str(row["metric"])
         values = [
-            _amount(row[name], words.unit_of(metric))
+            amount_cell(row[name], words.unit_of(metric))
             for name in ("prediction", "replay", "measurement")
         ]
         shares = [float(row[f"{name}_share"]) for name in ("timing", "decisions")]
@@ -157,7 +138,7 @@ def _split(comparison: Comparison) -> Table:
 def _memory(comparison: Comparison) -> Table:
     rows = [
         [Cell(f"{row['kind']} on {row['pool']}"), Cell(str(row["stat"]))]
-        + [_amount(row[run], "bytes") for run in ("prediction", "measurement")]
+        + [amount_cell(row[run], "bytes") for run in ("prediction", "measurement")]
         + [_error("memory", float(row["error"]))]
         for row in comparison.memory.to_dict("records")
     ]
@@ -171,7 +152,7 @@ def _memory(comparison: Comparison) -> Table:
 def _steps(comparison: Comparison) -> Table:
     rows = [
         [Cell(str(row["group"])), Cell(str(row["count"]), float(row["count"]))]
-        + [_amount(row[f"mean_{run}_s"], "s") for run in ("prediction", "measurement")]
+        + [amount_cell(row[f"mean_{run}_s"], "s") for run in ("prediction", "measurement")]
         + [
             _error("step", float(row["sum_error"])),
             Cell(f"{100 * row['mean_abs']:.1f} %", row["mean_abs"]),

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from analysis import words
+from analysis.classes import limits_in
 from analysis.compare import Comparison
 from analysis.figures import Shown, compared, single
 from analysis.metrics import summary
@@ -53,7 +54,7 @@ def write_run_report(run: Run, folder: Path | str) -> Path:
 
     def fill(aside: Path) -> None:
         figures = single(run, aside / "figures")
-        metrics = summary(run)
+        metrics = summary(run, limits_in(run.config))
         _dump(metrics, aside / "metrics.json")
         page: dict[str, Any] = {
             "title": run.name,

@@ -10,8 +10,10 @@ from typing import Any
 import pandas as pd
 
 from analysis import words
+from analysis.cells import KEPT, Cell, Table, kept_cell
+from analysis.class_table import COLUMNS, NOTE, class_cells
+from analysis.classes import classes_in
 from analysis.metrics import BEST
-from analysis.pages import Cell, Table
 from analysis.report import Facts, write_page, written
 from analysis.sweep_plots import drawn
 from analysis.sweep_points import capacity, points_of
@@ -31,7 +33,8 @@ def write_sweep_report(runs: pd.DataFrame, folder: Path, name: str, command: str
     def fill(aside: Path) -> None:
         figures = drawn(points, aside / "figures")
         points.to_csv(aside / "points.csv", index=False)
-        found = [_best(points), _capacity(points), _points(points), _failed(runs)]
+        found = [_best(points), _capacity(points), _points(points), _classes(points)]
+        found.append(_failed(runs))
         page = {
             "title": f"sweep {name}",
             "headline": headline(runs, points),
@@ -97,6 +100,18 @@ def _points(points: pd.DataFrame) -> Table:
     return Table("All points", "A click on a heading sorts.", columns, rows)
 
 
+def _classes(points: pd.DataFrame) -> Table:
+    """Each SLO class of each point."""
+    rows = []
+    for point in points.to_dict("records"):
+        known = {str(key): value for key, value in point.items() if value == value}
+        rate = known.get("rate")
+        shown = Cell("-" if rate is None else f"{rate:g}", rate or 0.0)
+        where = [Cell(str(known["series"])), shown]
+        rows += [[*where, *class_cells(known, name)] for name in classes_in(known)]
+    return Table("SLO classes", NOTE, ["series", "rate", *COLUMNS], rows)
+
+
 def _failed(runs: pd.DataFrame) -> Table:
     left = runs[runs["status"].ne("ok")]
     rows = [
@@ -110,10 +125,9 @@ def _cell(metric: str, value: float) -> Cell:
     number = float(value)
     if number != number:
         return Cell("n/a", 0.0)
-    if metric == "slo_attainment":
-        return Cell(f"{100 * number:.1f} %", number)
-    unit = "req/s" if metric == "goodput" else words.unit_of(metric)
-    return Cell(words.amount(number, unit), number)
+    if metric in KEPT:
+        return kept_cell(metric, number)
+    return Cell(words.amount(number, words.unit_of(metric)), number)
 
 
 def _label(row: Mapping[str, Any]) -> str:

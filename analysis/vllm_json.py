@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from analysis.classes import Slo, has_limits
 from analysis.metrics import goodput, max_concurrency, per_request, samples, throughput
 from analysis.run import Run, load
 from analysis.usage import window_ns
@@ -21,7 +21,7 @@ NAMES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2e": "e2el"}  # ours ->
 PERCENTILES = (50, 90, 95, 99)
 
 
-def vllm_result(run: Run, slo: Mapping[str, float | None] | None = None) -> dict[str, Any]:
+def vllm_result(run: Run, slo: Slo | None = None) -> dict[str, Any]:
     """The keys of vLLM's `--save-result --save-detailed` file (vllm/benchmarks/serve.py).
 
     Latencies in its lists are seconds, in its statistics milliseconds; requests in order of id.
@@ -31,7 +31,7 @@ def vllm_result(run: Run, slo: Mapping[str, float | None] | None = None) -> dict
     rows = per_request(run)
     done = rows["status"].eq("finished")
     rates = throughput(run)
-    limits = slo if slo and any(limit is not None for limit in slo.values()) else None
+    limits = slo if has_limits(slo) else None
     result: dict[str, Any] = {
         **_head(run),
         "duration": rates.get("duration_s", 0.0),
@@ -53,9 +53,7 @@ def vllm_result(run: Run, slo: Mapping[str, float | None] | None = None) -> dict
     return result
 
 
-def write_vllm_json(
-    folder: Path | str, out: Path | str, slo: Mapping[str, float | None] | None = None
-) -> dict[str, Any]:
+def write_vllm_json(folder: Path | str, out: Path | str, slo: Slo | None = None) -> dict[str, Any]:
     """Reads a run folder and writes the file, aside and renamed; returns what was written."""
     result, out = vllm_result(load(folder), slo), Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.job import Job
@@ -23,8 +23,8 @@ class EarliestDeadline:
     The least urgent job loses its pages first.
     """
 
-    priority: Mapping[str, int] = field(default_factory=dict)
-    deadline_s: Mapping[str, float] = field(default_factory=dict)
+    priority: Mapping[str, int] | None = None
+    deadline_s: Mapping[str, float] | None = None
     default_priority: int = 0
     default_deadline_s: float = 10.0
     token_budget: int = 2048
@@ -34,7 +34,8 @@ class EarliestDeadline:
 
     def __post_init__(self) -> None:
         check_limits("earliest deadline", token_budget=self.token_budget, max_jobs=self.max_jobs)
-        for name, seconds in {**self.deadline_s, "default": self.default_deadline_s}.items():
+        within_s = {**(self.deadline_s or {}), "default": self.default_deadline_s}
+        for name, seconds in within_s.items():
             if seconds < 0:
                 raise ValueError(f"earliest deadline: {name} has {seconds} s, must not be below 0")
 
@@ -42,6 +43,6 @@ class EarliestDeadline:
         return fill(by_rank(view, self._urgency, self.max_jobs), self.token_budget, view)
 
     def _urgency(self, job: Job) -> tuple[float, ...]:
-        within_s = self.deadline_s.get(job.slo, self.default_deadline_s)
-        priority = self.priority.get(job.slo, self.default_priority)
+        within_s = (self.deadline_s or {}).get(job.slo, self.default_deadline_s)
+        priority = (self.priority or {}).get(job.slo, self.default_priority)
         return priority, job.arrival_ns + within_s * 1e9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine.job import Job
@@ -30,8 +30,8 @@ class PromptShare:
 class ClassMean:
     """The mean of a job's SLO class, as known from earlier traffic."""
 
-    mean_tokens: Mapping[str, float] = field(default_factory=dict)
+    mean_tokens: Mapping[str, float] | None = None
     default_tokens: float = 256.0
 
     def output_tokens(self, job: Job) -> float:
-        return self.mean_tokens.get(job.slo, self.default_tokens)
+        return (self.mean_tokens or {}).get(job.slo, self.default_tokens)

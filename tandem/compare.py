@@ -74,12 +74,13 @@ def compare_folders(
 
 def _export(out: Path, runs: dict[str, Run]) -> None:
     """For other tools: one timeline for Perfetto, and each run as a vLLM benchmark's result."""
+    from analysis.classes import limits_in
     from analysis.perfetto import write_perfetto
     from analysis.vllm_json import write_vllm_json
 
     write_perfetto(out / "timeline.json.gz", list(runs.items()))
     for name, run in runs.items():
-        write_vllm_json(run.folder, out / f"{name}.vllm.json", run.config.get("slo"))
+        write_vllm_json(run.folder, out / f"{name}.vllm.json", limits_in(run.config))
 
 
 def replay_of(prediction: Run, measurement: Run, folder: Path) -> Path:

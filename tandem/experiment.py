@@ -15,7 +15,6 @@ from engine.recorder import Recorder
 from sim.cost import PolicyCost
 from tandem.budget import GPU
 from tandem.composed import Composed
-from tandem.conform import conform, did_you_mean
 from tandem.folder import OK, RUNNING, run_folder, write_json, write_status
 from tandem.machines import pages_of
 from tandem.pace import resolved
@@ -24,6 +23,7 @@ from tandem.progress import progress_bar
 from tandem.provenance import commit, host, versions
 from tandem.quiet import no_full_collections
 from tandem.setting import Setting, setting_of
+from tandem.slo import limits_of
 from tandem.workload import trace_hash
 from tandem.worlds import World, world_of
 
@@ -158,20 +158,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / "config.yaml").write_text(text, encoding="utf-8")
 
 
-def limits_of(slo: Mapping[str, Any]) -> dict[str, float]:
-    """The limits of the config node `slo`, in seconds. ValueError for what is none."""
-    from analysis.metrics import SLO_KEYS
-
-    limits = {key: conform(value, float | None, f"slo.{key}") for key, value in slo.items()}
-    for key, limit in limits.items():
-        if key not in SLO_KEYS:
-            raise ValueError(f"slo.{key}: no such limit{did_you_mean(key, SLO_KEYS)}")
-        if limit is not None and not limit > 0:
-            raise ValueError(f"slo.{key}={limit}: it must be above 0 seconds, or null for no limit")
-    return {key: limit for key, limit in limits.items() if limit is not None}
-
-
-def _write_metrics(folder: Path, limits: Mapping[str, float]) -> dict[str, Any]:
+def _write_metrics(folder: Path, limits: Mapping[str, Any]) -> dict[str, Any]:
     from analysis.metrics import summary
     from analysis.run import read_run
 

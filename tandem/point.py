@@ -24,7 +24,7 @@ from tandem.provenance import versions
 KEY_DIGITS = 16
 CODE = ("traces", "engine", "policies", "sim", "runtime", "tandem")
 # of analysis: what metrics.json is made by
-MEASURES = ("metrics.py", "replicas.py", "run.py", "usage.py")
+MEASURES = ("classes.py", "metrics.py", "replicas.py", "run.py", "usage.py")
 
 
 @dataclass(frozen=True)

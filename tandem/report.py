@@ -57,8 +57,9 @@ def judged(root: Path, runs: pd.DataFrame, slo: Mapping[str, float]) -> pd.DataF
     from analysis.run import load
 
     runs = runs.copy()
-    for name in ("goodput", "slo_attainment"):
-        runs[name] = float("nan")
+    for name in runs:
+        if str(name).startswith(("goodput", "slo_attainment")):
+            runs[name] = float("nan")
     for key in LIMITS:
         runs[f"config.slo.{key}_s"] = slo.get(f"{key}_s", float("nan"))
     for at in runs.index[runs["status"].eq("ok")]:

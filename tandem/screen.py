@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from analysis.classes import OF, classes_in
 from analysis.metrics import BEST, PERCENTILES
 
 LATENCIES = ("ttft", "tpot", "e2e")
@@ -18,6 +19,9 @@ def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     for name in LATENCIES:
         cells = (_seconds(metrics.get(f"{stat}_{name}_s")) for stat in STATISTICS)
         lines.append(f"{name:8}" + "".join(f"{cell:>12}" for cell in cells))
+    if "slo_attainment" in metrics:
+        lines.append(_kept(metrics))
+    lines += [_class(metrics, name) for name in classes_in(metrics)]
     peak = metrics.get("peak_kv_usage")
     if peak is not None:
         lines.append(f"KV peak {peak:.1%} of its room, mean {metrics.get('mean_kv_usage', 0):.1%}")
@@ -68,6 +72,23 @@ def _throughput(metrics: Mapping[str, Any]) -> str:
         f"{metrics.get('request_throughput', 0):.3g} requests/s, "
         f"{metrics.get('output_throughput', 0):.4g} output tokens/s"
     )
+
+
+def _kept(metrics: Mapping[str, Any], of: str = "") -> str:
+    """Who kept the SLO."""
+    share, goodput = metrics[f"slo_attainment{of}"], metrics.get(f"goodput{of}", 0)
+    return f"{share:.1%} within the SLO, goodput {goodput:.3g} requests/s"
+
+
+def _class(metrics: Mapping[str, Any], name: str) -> str:
+    """One SLO class."""
+    of = f"{OF}{name}"
+    parts = [f"{metrics[f'num_requests{of}']} requests"]
+    parts += [_kept(metrics, of)] if f"slo_attainment{of}" in metrics else []
+    for latency in ("ttft", "tpot"):
+        p50, p99 = (metrics.get(f"{stat}_{latency}_s{of}") for stat in ("p50", "p99"))
+        parts.append(f"{latency} p50 {_seconds(p50)}, p99 {_seconds(p99)}")
+    return f"class {name}: {', '.join(parts)}"
 
 
 def _memory(provenance: Mapping[str, Any]) -> str:

@@ -123,7 +123,8 @@ def cost_of(
     pace = conform(config["pace"], float, "pace")
     if pace <= 0:
         raise ValueError(f"pace={pace}: it must be above 0")
-    how = KernelProfile(**arguments(KernelProfile, config["kernel_profile"], "kernel_profile"))
+    node = config.get("kernel_profile", {})  # runs of before have none, and are replayed
+    how = KernelProfile(**arguments(KernelProfile, node, "kernel_profile"))
     path = None if config["profile"] is None else Path(str(config["profile"]))
     if how != KernelProfile() and (path is None or not is_kernel_profile(path)):
         raise ValueError(f"kernel_profile: profile={path} is none of LLMServingSim; leave it alone")

@@ -39,6 +39,7 @@ HELP = {
     "log_type": "BurstGPT: one log type's requests",
     "time_unit": "Mooncake: ms, s or auto",
     "block_tokens": "Mooncake: prompt tokens per hash id; found out if not given",
+    "slo_column": "column of the SLO classes: of lengths [slo], of BurstGPT [Log Type] or Model",
     "lengths": "ServeGen: a length histogram, or a table of lengths; default: the one beside",
 }
 

@@ -13,11 +13,14 @@ from engine.model import ModelSpec
 from tandem.build import Builder
 from tandem.conform import arguments, conform
 from tandem.fingerprint import content_hash
+from tandem.slo import shares_of
 from traces.arrivals import assign, num_arrivals
+from traces.classes import with_shares
 from traces.request import Request
 from traces.store import SCHEMA_VERSION, read_trace, sha256_of, sidecar_path
 
 READ = ("tokenizer", "lengths")  # options of an import that name files
+IMPORT_VERSION = 2  # of what an import keeps; 2: SLO classes
 
 
 def requests_of(config: Mapping[str, Any], builder: Builder, spec: ModelSpec) -> list[Request]:
@@ -25,6 +28,8 @@ def requests_of(config: Mapping[str, Any], builder: Builder, spec: ModelSpec) ->
     seed = conform(config["seed"], int, "seed")
     requests = _traced(config, builder, seed)
     requests = _fitting_ids(_first(requests, conform(config["limit"], int | None, "limit")), spec)
+    if shares := shares_of(config["slo"]):
+        requests = with_shares(requests, shares, seed)
     _check_lengths(requests, spec)
     arrival = config["arrival"]
     if arrival.get("_target_") is None:
@@ -67,7 +72,8 @@ def trace_file(trace: Mapping[str, Any], cache: Path) -> Path:
 
     checked = arguments(Options, options, "trace")
     read = [content_hash(Path(str(options[name]))) for name in READ if options.get(name)]
-    made_of = f"{SCHEMA_VERSION} {sha256_of(path)} {read} {sorted(options.items())}"
+    versions = f"{SCHEMA_VERSION} {IMPORT_VERSION}"
+    made_of = f"{versions} {sha256_of(path)} {read} {sorted(options.items())}"
     key = hashlib.sha256(made_of.encode()).hexdigest()
     kept = cache / f"{path.stem}-{key[:16]}.parquet"
     if not sidecar_path(kept).is_file():

@@ -14,17 +14,26 @@ from traces.rows import Parsed, Rows, Unusable, nanoseconds, read_rows, whole
 NS_PER_S = 1_000_000_000
 COLUMNS = (("Timestamp",), ("Model",), ("Request tokens",), ("Response tokens",))
 OPTIONAL = (("Total tokens",), ("Log Type",))
+CLASSES = {"Model": 1, "Log Type": 5}  # columns that may be SLO classes, and their places
 FAILED = "failed: no response tokens"
 
 
 def read_burstgpt(
-    path: Path, limits: Limits, model: str | None = None, log_type: str | None = None
+    path: Path,
+    limits: Limits,
+    model: str | None = None,
+    log_type: str | None = None,
+    slo_column: str | None = None,
 ) -> Rows:
     """Rows of the .csv(.gz) or .parquet: of one model ("ChatGPT", "GPT-4") or log type if named.
 
-    A request without response tokens has failed and is dropped; so is a row whose total is not
-    the sum of its parts.
+    Their SLO class is the log type, where the file has it, or what `slo_column` names of CLASSES.
+    A request without response tokens has failed and is dropped; so is a row whose total is not the
+    sum of its parts. ValueError for another `slo_column`.
     """
+    if slo_column is not None and slo_column not in CLASSES:
+        raise ValueError(f"slo_column={slo_column}: BurstGPT has {' and '.join(CLASSES)}")
+    at = CLASSES[slo_column or "Log Type"]
 
     def parsed(record: Record) -> Parsed:
         stamp, of_model, prompt, output, total, of_type = record
@@ -39,4 +48,7 @@ def read_burstgpt(
             raise Unusable("total is not request and response tokens")
         return nanoseconds(stamp, NS_PER_S), num_prompt, num_output, None
 
-    return read_rows(records(path, COLUMNS, OPTIONAL), parsed, limits)
+    def slo_of(record: Record) -> str:
+        return str(record[at] or "")
+
+    return read_rows(records(path, COLUMNS, OPTIONAL), parsed, limits, slo_of)

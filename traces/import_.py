@@ -21,6 +21,8 @@ from traces.tables import TABLE_SUFFIXES
 from traces.think import Think, with_think
 from traces.tokenizer import LoadedTokenizer, load_tokenizer
 
+CLASSED = ("lengths", "burstgpt")  # kinds that may name SLO classes
+
 
 def import_trace(source: str | Path, out: str | Path, **options: Any) -> dict[str, Any]:
     """Reads text, token lengths or a recorded trace; writes `out` (Parquet) with its sidecar.
@@ -36,6 +38,8 @@ def import_trace(source: str | Path, out: str | Path, **options: Any) -> dict[st
     kind = _kind_of(source) if chosen.kind == "auto" else chosen.kind
     if kind in READERS and chosen.oversample:
         raise ValueError(f"{source}: a recorded trace cannot be oversampled; its times are its own")
+    if chosen.slo_column is not None and kind not in CLASSED:
+        raise ValueError(f"{source}: slo_column is for {' and '.join(CLASSED)}, not for {kind}")
     read = {**READERS, "lengths": _from_lengths, "sharegpt": _from_sharegpt}[kind]
     requests, origin = read(source, chosen)
     if not requests:
@@ -62,6 +66,7 @@ def inspect_trace(path: str | Path) -> dict[str, Any]:
         "sessions": len(sessions),
         "prompt_tokens": spread([r.prompt_tokens for r in requests]),
         "output_tokens": spread([r.output_tokens for r in requests]),
+        "slo_classes": dict(Counter(r.slo for r in requests if r.slo)),
         "has_prompt_ids": all(r.prompt_ids is not None for r in requests),
         "has_prefix_ids": all(r.prefix_ids is not None for r in requests),
         "last_arrival_s": max(arrivals_ns, default=0) / 1e9,
@@ -102,7 +107,8 @@ def _from_sharegpt(source: Path, options: Options) -> Imported:
 def _from_lengths(source: Path, options: Options) -> Imported:
     limits = Limits(options.min_tokens or 1, None, options.max_total_tokens)
     seed = options.seed if options.shuffle else None
-    lengths = sample(read_lengths(source, limits, options.keep_ids), options.limit, seed)
+    lengths = read_lengths(source, limits, options.keep_ids, options.slo_column)
+    lengths = sample(lengths, options.limit, seed)
     origin = {
         "rows_read": lengths.rows_read,
         "rows_kept": len(lengths.requests),

@@ -40,7 +40,8 @@ def _azure(source: Path, options: Options) -> Imported:
 
 
 def _burstgpt(source: Path, options: Options) -> Imported:
-    rows = read_burstgpt(source, _limits(options), options.model, options.log_type)
+    chosen = (options.model, options.log_type, options.slo_column)
+    rows = read_burstgpt(source, _limits(options), *chosen)
     requests, origin = _told(*requests_of(rows, options), options)
     return requests, {**origin, "model": options.model, "log_type": options.log_type}
 

@@ -32,6 +32,7 @@ OUTPUT_COLUMNS = (
 )
 ID_COLUMNS = ("prompt_ids", "input_tok_ids")
 MAX_TOKENS = 2**31 - 1  # of a count, and the highest id: what a trace holds
+SLO_COLUMN = "slo"
 
 
 @dataclass
@@ -66,14 +67,22 @@ class Limits:
         return None
 
 
-def read_lengths(path: str | Path, limits: Limits | None = None, keep_ids: bool = True) -> Lengths:
+def read_lengths(
+    path: str | Path,
+    limits: Limits | None = None,
+    keep_ids: bool = True,
+    slo_column: str | None = None,
+) -> Lengths:
     """Each usable row as a request, in file order; the others are dropped by reason.
 
-    Arrival times in the table are kept, moved so that the first row read is at 0.
+    Arrival times in the table are kept, moved so that the first row read is at 0. SLO classes are
+    those of `slo_column`, None: of `slo`, where there is one; an empty cell is no class.
     """
-    path = Path(path)
-    wanted = (*PROMPT_COLUMNS, *OUTPUT_COLUMNS, *TIME_COLUMNS, *ID_COLUMNS)
-    columns, malformed = readable_columns(path, wanted)
+    path, classed_by = Path(path), slo_column or SLO_COLUMN
+    known = (*PROMPT_COLUMNS, *OUTPUT_COLUMNS, *TIME_COLUMNS, *ID_COLUMNS)
+    columns, malformed = readable_columns(path, (*known, classed_by))
+    if slo_column is not None and slo_column not in columns:
+        raise ValueError(f"{path}: no column {slo_column} for slo_column")
     prompts, outputs = (
         _one_of(path, columns, PROMPT_COLUMNS),
         _one_of(path, columns, OUTPUT_COLUMNS),
@@ -81,9 +90,10 @@ def read_lengths(path: str | Path, limits: Limits | None = None, keep_ids: bool 
     ids = next((columns[n] for n in ID_COLUMNS if keep_ids and n in columns), [None] * len(prompts))
     times = times_in(path, columns)
     arrivals = [0] * len(prompts) if times is None else [int(t) for t in times - times[:1]]
+    classes = ["" if c is None else str(c) for c in columns.get(classed_by, [""] * len(prompts))]
     lengths = Lengths(rows_read=len(prompts) + len(malformed))
     lengths.rows_dropped.update({"malformed line": len(malformed)} if malformed else {})
-    for row in zip(prompts, outputs, ids, arrivals, strict=True):
+    for row in zip(prompts, outputs, ids, arrivals, classes, strict=True):
         fault = _fault(*row[:3], limits or Limits())
         if fault:
             lengths.rows_dropped[fault] += 1
@@ -111,9 +121,9 @@ def sample(lengths: Lengths, n: int | None, seed: int | None) -> Lengths:
     return Lengths(lengths.rows_read, drawn, dropped)
 
 
-def _request(number: int, prompt: Any, output: Any, ids: Any, arrival_ns: int) -> Request:
+def _request(number: int, prompt: Any, output: Any, ids: Any, at_ns: int, slo: str) -> Request:
     prompt_ids = None if ids is None else tuple(ids)
-    return Request(number, arrival_ns, int(prompt), int(output), prompt_ids=prompt_ids)
+    return Request(number, at_ns, int(prompt), int(output), slo=slo, prompt_ids=prompt_ids)
 
 
 def _one_of(path: Path, columns: dict[str, list[Any]], names: tuple[str, ...]) -> list[Any]:

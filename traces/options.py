@@ -28,6 +28,9 @@ class Options:
     and `spread` (stamps rounded to a coarse bucket are drawn inside it, by seed). `model` and
     `log_type` choose rows of BurstGPT, `time_unit` and `block_tokens` say what Mooncake lines
     leave open, `lengths` is where ServeGen's token lengths lie.
+
+    `slo_column` names the SLO classes: of a table of lengths any column (None: `slo`, if it has
+    one), of BurstGPT Model or Log Type (None: Log Type, if it has one).
     """
 
     tokenizer: str | Path | None = None
@@ -53,6 +56,7 @@ class Options:
     time_unit: str = "auto"
     block_tokens: int | None = None
     lengths: str | Path | None = None
+    slo_column: str | None = None
 
     def __post_init__(self) -> None:
         for name, known in (("kind", KINDS), ("time_unit", TIME_UNITS)):

@@ -86,6 +86,7 @@ def _request(rows: Rows, number: int, at: int, time_ns: int, block_tokens: int) 
         time_ns,
         rows.prompt_tokens[at],
         rows.output_tokens[at],
+        slo=rows.slos[at] if rows.slos else "",
         prefix_ids=prefix_ids,
         prefix_block_tokens=0 if prefix_ids is None else block_tokens,
     )

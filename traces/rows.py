@@ -31,6 +31,7 @@ class Rows:
     prompt_tokens: array[int] = field(default_factory=lambda: array("q"))
     output_tokens: array[int] = field(default_factory=lambda: array("q"))
     prefix_ids: list[tuple[int, ...] | None] = field(default_factory=list)  # empty: no row has any
+    slos: list[str] = field(default_factory=list)  # the same
     dropped: Counter[str] = field(default_factory=Counter)
     named: dict[str, list[int]] = field(default_factory=dict)
 
@@ -52,9 +53,15 @@ class Rows:
 
 
 def read_rows(
-    found: Iterable[tuple[int, Record | None]], parse: Callable[[Record], Parsed], limits: Limits
+    found: Iterable[tuple[int, Record | None]],
+    parse: Callable[[Record], Parsed],
+    limits: Limits,
+    slo_of: Callable[[Record], str] | None = None,
 ) -> Rows:
-    """Parses the records; a row that `parse` calls Unusable or the limits exclude is dropped."""
+    """Parses the records; a row that `parse` calls Unusable or the limits exclude is dropped.
+
+    `slo_of` names the SLO class of a record.
+    """
     rows = Rows()
     for line, record in found:
         rows.rows_read += 1
@@ -73,6 +80,8 @@ def read_rows(
         rows.at_ns.append(at_ns)
         rows.prompt_tokens.append(prompt)
         rows.output_tokens.append(output)
+        if slo_of is not None:
+            rows.slos.append(slo_of(record))
         if prefix_ids is not None or rows.prefix_ids:
             rows.prefix_ids += [None] * (len(rows.lines) - 1 - len(rows.prefix_ids))
             rows.prefix_ids.append(prefix_ids)
