@@ -62,7 +62,7 @@ check: $(STAMP) ## format, lint and types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
 	@echo "check: format, lint and types are clean"
 
-bench: $(STAMP) ## every claim in its quick form, no table written
+bench: $(STAMP) ## every claim in its quick form, shown in full, nothing written
 	@$(BIN)/python -m benchmarks.claims --quick --dry-run $(ARGS)
 
 claims: $(STAMP) ## every claim in full; writes benchmarks/CLAIMS.md and CLAIMS.csv

@@ -1,7 +1,8 @@
-"""Runs every claim's script and writes the table that README cites.
+"""Runs every claim's script and writes the table that README cites, and all that each one prints.
 
 A claim is a script beside this one whose last line is `name value unit bar verdict` and whose exit
-status is the verdict. `python -m benchmarks.claims [--quick] [--dry-run] [name ...]`.
+status is the verdict. Its whole output goes to results/SCRIPT.txt; a dry run shows it instead.
+`python -m benchmarks.claims [--quick] [--dry-run] [name ...]`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
+from datetime import UTC, datetime
 from pathlib import Path
+
+from tandem.provenance import commit, host
 
 HERE = Path(__file__).resolve().parent
 TABLE = HERE / "CLAIMS.csv"
@@ -22,8 +26,9 @@ VERDICTS = ("pass", "fail")
 TIMEOUT_S = 7200  # cpu_fidelity throws runs away while the machine drifts
 HEAD = """# Claims
 
-Each row is the last line of `python -m benchmarks.SCRIPT`; `make claims` runs them all. A claim
-that could not run says so instead of a verdict.
+Each row is the last line of `python -m benchmarks.SCRIPT`; `make claims` runs them all and puts the
+whole output of each into results/SCRIPT.txt, under its commit and machine. A claim that could not
+run says so instead of a verdict.
 
 """
 
@@ -47,15 +52,20 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make claims", description=__doc__)
     parser.add_argument("names", nargs="*", help="scripts to run; default: all")
     parser.add_argument("--quick", action="store_true", help="pass --quick to those that take it")
-    parser.add_argument("--dry-run", action="store_true", help="write no table")
+    parser.add_argument("--dry-run", action="store_true", help="write nothing, show all output")
     parser.add_argument("--gpu", action="store_true", help="those that need a GPU, and no others")
     parser.add_argument("--keep", type=Path, help="folder of runs, for a stopped claim")
     chosen = parser.parse_args(words)
-    claims = []
+    claims, where = [], origin()
     for script in scripts(chosen.gpu):
         if not chosen.names or script.stem in chosen.names:
-            claims.append(carried_out(script, chosen.quick, chosen.keep))
-            print(" ".join(astuple(claims[-1])[:6]), flush=True)
+            claim, output = carried_out(script, chosen.quick, chosen.keep)
+            claims.append(claim)
+            if chosen.dry_run:
+                print(f"---- {script.stem}", output, sep="\n", flush=True)
+            else:
+                publish(claim, output, where)
+            print(" ".join(astuple(claim)[:6]), flush=True)
     if not chosen.dry_run:
         write([*kept(claims), *claims])
     return int(any(claim.verdict != "pass" for claim in claims))
@@ -71,8 +81,8 @@ def _is_claim(path: Path) -> bool:
     return '__name__ == "__main__"' in path.read_text(encoding="utf-8")
 
 
-def carried_out(script: Path, is_quick: bool, keep: Path | None = None) -> Claim:
-    """Runs one script and reads its last line."""
+def carried_out(script: Path, is_quick: bool, keep: Path | None = None) -> tuple[Claim, str]:
+    """Runs one script; its last line, and all that it said, under the command that it was."""
     text = script.read_text(encoding="utf-8")
     words = [sys.executable, "-m", f"benchmarks.{script.stem}"]
     words += ["--quick"] if is_quick and "--quick" in text else []
@@ -82,14 +92,34 @@ def carried_out(script: Path, is_quick: bool, keep: Path | None = None) -> Claim
         done = subprocess.run(
             words, capture_output=True, text=True, cwd=HERE.parent, timeout=TIMEOUT_S
         )
-        line, code, errors = last_line(done.stdout), done.returncode, done.stderr
-    except subprocess.TimeoutExpired:
-        line, code, errors = None, 124, f"took longer than {TIMEOUT_S} s"
-    took = f"{time.perf_counter() - began:.0f}"
+        said, code, errors = done.stdout, done.returncode, done.stderr
+    except subprocess.TimeoutExpired as error:
+        said = (error.stdout or b"").decode(errors="replace")  # bytes, whatever was asked for
+        code, errors = 124, f"took longer than {TIMEOUT_S} s"
+    line, took = last_line(said), f"{time.perf_counter() - began:.0f}"
+    output = f"$ python {' '.join(words[1:])}\n{said}"
     if line is None or (line[-1] == "pass") != (code == 0):
         print(f"{script.stem}: {last_words(errors)}", file=sys.stderr)
-        return Claim(script.stem, script.stem, "-", "-", "-", f"broken({code})", took, _commit())
-    return Claim(script.stem, *line, took, _commit())
+        row = Claim(script.stem, script.stem, "-", "-", "-", f"broken({code})", took, _commit())
+        return row, f"{output}{errors}"
+    return Claim(script.stem, *line, took, _commit()), output
+
+
+def origin() -> str:
+    """Commit and machine, for the heads of published outputs; before a claim changes a file."""
+    made, machine = commit(), host()
+    state = " with changes" if made["dirty"] else ""
+    cores = f"{machine['processor']}, {machine['cores']} cores, {machine['system']}"
+    return f"commit {made['commit']}{state}\n{cores}"
+
+
+def publish(claim: Claim, output: str, where: str) -> None:
+    """Everything that a claim printed, as results/SCRIPT.txt."""
+    folder = HERE / "results"
+    folder.mkdir(exist_ok=True)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    head = f"{where}\n{now}, took {claim.took_s} s\n\n"
+    (folder / f"{claim.script}.txt").write_text(head + output, encoding="utf-8")
 
 
 def last_line(text: str) -> list[str] | None:

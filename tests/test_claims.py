@@ -37,6 +37,25 @@ def test_a_table_is_written_from_last_lines(here: Path) -> None:
     assert "| good | error | 0.5 | % | 2 | pass |" in (here / "CLAIMS.md").read_text()
 
 
+def test_all_that_a_claim_prints_is_kept_with_where_it_ran(here: Path) -> None:
+    script(here, "good", "error 0.5 % 2 pass", 0)
+    (here / "odd.py").write_text('if __name__ == "__main__":\n    raise SystemExit("no data")\n')
+    assert claims.main([]) == 1
+    head, _, output = (here / "results" / "good.txt").read_text().partition("\n\n")
+    assert output == "$ python -m benchmarks.good\nfirst\nerror 0.5 % 2 pass\n"
+    assert head.startswith("commit ") and "cores" in head and "took" in head
+    assert "no data" in (here / "results" / "odd.txt").read_text(), "and why one could not run"
+
+
+def test_a_dry_run_shows_all_and_writes_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script(here, "good", "error 0.5 % 2 pass", 0)
+    assert claims.main(["--dry-run"]) == 0
+    assert "$ python -m benchmarks.good\nfirst\n" in capsys.readouterr().out
+    assert [path.name for path in here.iterdir()] == ["good.py"]
+
+
 @pytest.mark.parametrize(
     ("line", "code"),
     [("error 1 % 2 pass", 1), ("error 1 % 2 fail", 0), ("no claim", 0), ("", 1)],
@@ -46,7 +65,7 @@ def test_a_line_that_contradicts_its_exit_status_is_broken(
 ) -> None:
     script(here, "odd", line, code)
     assert claims.main(["--dry-run"]) == 1
-    assert claims.carried_out(here / "odd.py", False).verdict == f"broken({code})"
+    assert claims.carried_out(here / "odd.py", False)[0].verdict == f"broken({code})"
     assert not (here / "CLAIMS.csv").exists()
 
 
