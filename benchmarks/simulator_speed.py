@@ -3,8 +3,8 @@
 4,000 ShareGPT requests at 2/s, Vidur's tables of Llama-2-7B on an A100, Sarathi-512, 128 jobs,
 7,424 pages of 16, run-ahead 1; TTFT, TPOT and E2E of each request computed, token times kept.
 Nothing is trained or warmed up. Printed beside: the same with `fast_forward=False`, whether all
-four tables are equal, cost per request from 1,000 to 100,000 requests (`--quick`: to 4,000), and
-where the time goes. The value is CPU time without the neighbours': the work is the same in every
+four tables are equal, cost per request from 1,000 to 100,000 requests (`--quick`: to 4,000), where
+the time goes, and what Python does for a request (no neighbour changes it). The value is CPU time without the neighbours': the work is the same in every
 run, so each stretch of a hundred requests counts as its fastest run. A shared machine slows a core
 in bursts of half a second, which no median of whole runs is rid of; that median is printed beside.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import cProfile
 import gc
 import os
+import platform
 import pstats
 import statistics
 import sys
@@ -21,6 +22,8 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import simpy
@@ -136,6 +139,23 @@ def profile(requests: list[Request], cost: VidurCost) -> None:
         print(f"  {seconds / total:6.1%} {name}")
 
 
+def work(requests: list[Request], cost: VidurCost) -> tuple[float, float]:
+    """Bytecodes and calls of Python functions per request."""
+    counts: dict[str, int] = defaultdict(int)
+
+    def counted(frame: FrameType, event: str, _: object) -> Any:
+        counts[event] += 1
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return counted
+
+    sys.settrace(counted)
+    try:
+        simulate(requests, cost)
+    finally:
+        sys.settrace(None)
+    return counts["opcode"] / len(requests), counts["call"] / len(requests)
+
+
 def main() -> int:
     is_quick = "--quick" in sys.argv[1:]
     peers = Path(os.environ.get("TANDEM_SHARED", "../shared")) / "data" / "peers"
@@ -158,6 +178,9 @@ def main() -> int:
         slope = long_us / short_us - 1
         print(f"{count:7d} requests: {long_us:.0f} us each, {slope:+.1%} against 1,000")
     profile(part, cost)
+    codes, calls = work(requests[:300], cost)
+    version = platform.python_version()
+    print(f"{codes:,.0f} bytecodes, {calls:,.0f} calls a request (the first 300; Python {version})")
     passed = rate >= BAR and equal and slope <= SLOPE
     print(f"simulator_requests_per_cpu_s {rate:.0f} 1/s {BAR} {'pass' if passed else 'fail'}")
     return int(not passed)

@@ -24,6 +24,7 @@ from engine.plan import PageSize, Tier
 from engine.planlog import read_plans
 from engine.record import TABLES
 from runtime.kv import Arena
+from sim.aiconfigurator import AiConfiguratorCost
 from sim.kernel_profile import KernelProfileCost
 from sim.ragged import Ragged
 from sim.table import Table
@@ -340,3 +341,21 @@ def test_a_shape_beyond_a_foreign_profile_is_warned_of(
     cost.shape_ns([1] * 4, [10**6] * 4, 4)
     assert cost.extrapolated == {"attention by context": 2}
     assert len(caplog.records) == 1 and "attention by context" in caplog.text
+
+
+def test_a_shape_beyond_aiconfigurators_tables_is_warned_of(
+    shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    setting = setting_of(composed(["model=llama3_8b", "device=h200"]))
+    folder = shared / "data" / "peers" / "aiconfigurator_h200"
+    cost = AiConfiguratorCost.load(folder, setting.device, setting.spec)
+    caplog.clear()  # cells that cannot be true were left out, and told
+    inside = cost.shape_ns([1] * 4, [900] * 4, 4)
+    assert cost.extrapolated == {} and not caplog.records
+    assert cost.shape_ns([1] * 4, [10**6] * 4, 4) > inside
+    cost.shape_ns([1] * 4, [10**6] * 4, 4)
+    assert cost.extrapolated == {"decode by mean context": 2}
+    assert len(caplog.records) == 1 and "decode by mean context" in caplog.text
+    cost.shape_ns([10**6], [0], 1)
+    assert {"prompt", "decode by mean context"} < set(cost.extrapolated)
+    assert any("cost table prompt" in record.getMessage() for record in caplog.records)

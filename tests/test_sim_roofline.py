@@ -253,3 +253,12 @@ def test_rtx4090_layers_follow_the_profile_of_vllm(shared: Path) -> None:
         predicted_us = cost.split_ns([tokens], [0], 1)["linear"] / 1e3
         # Hugging Face runs seven products where vLLM runs four, and tiles as above: 20 %.
         assert predicted_us == pytest.approx(measured_us, rel=0.2)
+
+
+@pytest.mark.parametrize("name", [name for name in DEVICES if not device(name).is_cpu])
+def test_a_short_slice_takes_a_gpu_no_less_than_a_kernel_that_fills_little_of_it(name: str) -> None:
+    """Attention over one token costs about what it does over 16: too few to fill a device."""
+    curve = device(name).prefill_compute
+    assert curve[0][0] == 1
+    one, sixteen = (size**2 / share(curve, size) for size in (1, 16))
+    assert one == pytest.approx(sixteen, rel=0.15)
