@@ -157,9 +157,9 @@ def write(claims: Iterable[Claim]) -> None:
 
 
 def _commit() -> str:
-    words = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    return done.stdout.strip() or "-"
+    """Of the checkout as the claims found it: 57fefd0, or 57fefd0+ where files differed from it."""
+    made = commit()
+    return f"{str(made['commit'])[:7]}{'+' if made['dirty'] else ''}" if made["commit"] else "-"
 
 
 if __name__ == "__main__":

@@ -56,6 +56,16 @@ def test_a_dry_run_shows_all_and_writes_nothing(
     assert [path.name for path in here.iterdir()] == ["good.py"]
 
 
+@pytest.mark.parametrize(("dirty", "told"), [(True, "57fefd0+"), (False, "57fefd0")])
+def test_a_row_says_whether_the_checkout_was_that_of_its_commit(
+    here: Path, monkeypatch: pytest.MonkeyPatch, dirty: bool, told: str
+) -> None:
+    monkeypatch.setattr(claims, "commit", lambda: {"commit": "57fefd058c155bad", "dirty": dirty})
+    script(here, "good", "error 0.5 % 2 pass", 0)
+    assert claims.main([]) == 0
+    assert (here / "CLAIMS.csv").read_text().splitlines()[1].split(",")[-1] == told
+
+
 @pytest.mark.parametrize(
     ("line", "code"),
     [("error 1 % 2 pass", 1), ("error 1 % 2 fail", 0), ("no claim", 0), ("", 1)],
