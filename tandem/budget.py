@@ -71,9 +71,10 @@ def room_for(
     """
     page = PageSize(page_tokens, page_tokens * spec.kv_token_bytes)
     memory = memory_plan(budget, spec, device, page_tokens, requests, policy)
-    kv = _kv_bytes(budget, page)
-    if kv is None:
-        kv = memory.left
+    given = _kv_bytes(budget, page)
+    if given is not None and not _is_replay(policy):
+        _check_whole(budget, device, memory, given)
+    kv = memory.left if given is None else given
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
     reserved = getattr(getattr(policy, "memory", None), "max_tokens", None)  # by each job, whole
     if reserved is not None and not budget.may_refuse:
@@ -134,6 +135,34 @@ def _largest_step(budget: Budget, requests: Sequence[Request], policy: Any) -> t
 
 def _kv_bytes(budget: Budget, page: PageSize) -> int | None:
     return budget.kv_bytes if budget.kv_pages is None else budget.kv_pages * page.nbytes
+
+
+def _is_replay(policy: Any) -> bool:
+    """Whether a plan log is played back: its steps are given, and fitted where they were made."""
+    return getattr(policy, "scheduling", None) is None
+
+
+def _check_whole(budget: Budget, device: Device, memory: MemoryPlan, kv: int) -> None:
+    """ValueError where KV of a given size has no room beside all else on the whole device."""
+    room = device.memory_bytes - memory.usable + memory.left  # for KV, whatever the fraction
+    if kv <= room:
+        return
+    key, pages = "kv_pages", max(0, room) // memory.page
+    most = f"budget.kv_pages={budget.kv_pages}; at most {pages} fit"
+    if budget.kv_bytes is not None:
+        key, most = "kv_bytes", f"budget.kv_bytes; at most {pages * memory.page} fit"
+    raise ValueError(
+        f"budget: {_mib(kv - room)} short: {_parts(memory)}, KV {_mib(kv)} ({most}) do not fit "
+        f"into the {_mib(device.memory_bytes)} of {device.name}; lower budget.{key} or the "
+        "scheduling's token_budget or max_jobs (activations), or take a smaller model or another "
+        "device"
+    )
+
+
+def _parts(memory: MemoryPlan) -> str:
+    """What lies on a device beside the KV."""
+    parts = f"weights {_mib(memory.weights)}, activations {_mib(memory.activation)}"
+    return f"{parts}, reserve {_mib(memory.reserve)}" if memory.reserve else parts
 
 
 def _spare_pages(policy: Any) -> int:
@@ -202,9 +231,7 @@ def _deficit(budget: Budget, memory_bytes: int, memory: MemoryPlan, short: _Shor
             f"{_mib(short.missing_bytes)} more than the budget has; raise budget.{wanted}, "
             f"or {short.less}, or allow refusals with budget.may_refuse=true"
         )
-    parts = f"weights {_mib(memory.weights)}, activations {_mib(memory.activation)}, "
-    parts += f"reserve {_mib(memory.reserve)}, " if memory.reserve else ""
-    parts += f"{short.who} {_mib(short.nbytes)}"
+    parts = f"{_parts(memory)}, {short.who} {_mib(short.nbytes)}"
     return (
         f"budget: {_mib(short.missing_bytes)} short: {parts} do not fit into "
         f"{budget.fraction:g} of {_mib(memory_bytes)}; raise budget.fraction, lower the "

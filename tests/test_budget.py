@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.plan import Tier
+from policies.recorded import Recorded
 from sim.memory import plan_memory
+from tandem.budget import Budget, room_for
 from tandem.compose import composed
 from tandem.experiment import run_experiment
 from tandem.machines import pages_of
@@ -119,3 +122,32 @@ def test_a_model_that_does_not_fit_a_gpu_is_told_with_the_reserve() -> None:
     parts = r"weights .* MiB, activations .* MiB, reserve 1,024\.0 MiB"
     with pytest.raises(ValueError, match=parts):
         setting_of(composed(["device=v100", "model=llama3_8b", "limit=2"]))
+
+
+def test_kv_of_a_given_size_must_fit_beside_all_else() -> None:
+    """141 GB of weights were simulated on 24 GB, as long as the KV was given."""
+    huge = ["model=llama3_70b", "device=rtx4090", "limit=2", "budget.kv_pages=1000"]
+    with pytest.raises(ValueError, match=r"short: weights 134,\d+.*at most 0 fit.*of rtx4090"):
+        setting_of(composed(huge))
+    with pytest.raises(ValueError, match=r"lower budget\.kv_pages or the scheduling's") as told:
+        gpu("budget.kv_pages=100000")
+    most = int(re.findall(r"at most (\d+) fit", str(told.value))[0])
+    assert pages(gpu(f"budget.kv_pages={most}")) == most > pages(gpu()), "all of it, not 90 %"
+    with pytest.raises(ValueError, match="MiB short"):
+        gpu(f"budget.kv_pages={most + 1}")
+    page_bytes = 16 * gpu().spec.kv_token_bytes
+    with pytest.raises(ValueError, match=rf"budget\.kv_bytes; at most {most * page_bytes} fit"):
+        gpu(f"budget.kv_bytes={(most + 1) * page_bytes}")
+
+
+def test_the_steps_of_a_plan_log_are_not_judged_again() -> None:
+    """Nothing limits a step of a log but the log: what all prompts together would take is moot."""
+    setting = setting_of(composed(["model=micro_llama", "limit=2"]))
+    many = [Request(i, 0, 1000, 10) for i in range(200)]
+    budget = Budget(kv_pages=100, may_refuse=True)
+    given = (setting.spec, setting.device, 16, many)
+    assert room_for(budget, *given, Recorded(())).page.tokens == 16
+    whole = setting_of(composed(["model=micro_llama", "limit=2", "policy=static_restart"])).policy
+    unlimited = replace(whole, scheduling=replace(whole.scheduling, max_jobs=200))
+    with pytest.raises(ValueError, match="MiB short"):
+        room_for(budget, *given, unlimited)
