@@ -92,6 +92,11 @@ def test_many_points_are_composed_once_per_choice_of_groups(
         (["policy=chunked_restart,chunked_restrat"], "did you mean chunked_restart"),
         (["seed=1,2", "--option", "a=1"], "has no options"),
         (["seed=1,,2"], "seed"),
+        (["seed=interval(0,1)"], "seed=interval(0,1): a sweep takes a list, choice(), range()"),
+        (["seed=range(0)"], "seed=range(0): there is no value in it"),
+        (["seed=range(0,4,0)"], "seed=range(0,4,0): a sweep takes"),
+        (["policy=glob(no_such_*)"], "policy=glob(no_such_*): there is no value in it"),
+        (["seed=glob(*)"], "seed=glob(*): there is no value in it"),
         (["seed=1,2", "--jobs", "0"], "at least one"),
     ],
 )
@@ -101,6 +106,16 @@ def test_a_mistake_in_the_grid_is_told_before_anything_runs(
     assert sweep("out", *words) == 2
     assert wanted in capsys.readouterr().err.strip().splitlines()[-1]
     assert not list(Path("out").glob("*/status.json"))
+
+
+def test_a_glob_takes_the_options_that_match_also_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "policy").mkdir(parents=True)
+    (tmp_path / "conf" / "policy" / "static_mine.yaml").touch()
+    [axis] = grid_of(["policy=glob(static_*,exclude=*_swap)"], "conf").axes
+    wanted = ["static_mine", "static_reservation", "static_restart"]
+    assert sorted(axis.words) == [f"policy={name}" for name in wanted]
+    [axis] = grid_of(["policy=glob([static_*,orca])"]).axes
+    assert "policy=orca" in axis.words and "policy=static_mine" not in axis.words
 
 
 def test_serial_and_parallel_sweeps_give_the_same_bytes(
