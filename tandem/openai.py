@@ -21,6 +21,7 @@ from tandem.conform import conform
 from tandem.errors import RunFailed
 from tandem.folder import RUNNING, write_status
 from tandem.setting import Setting
+from tandem.workload import warn_of_ids
 from traces.prompts import prompt_of
 from traces.request import Request
 
@@ -91,6 +92,7 @@ def server_of(backend: Mapping[str, Any]) -> Server:
 
 def prompts_of(setting: Setting, backend: Mapping[str, Any]) -> Callable[[Request], Prompt]:
     """Prompts as token ids, or as text where a server takes no ids."""
+    warn_of_ids(setting.requests, setting.spec)
     vocabulary, seed = setting.spec.vocab_size, setting.seed
     if backend["prompt"] == "ids":
         return lambda request: prompt_of(request, vocabulary, seed)

@@ -212,7 +212,8 @@ def test_equal_blocks_have_equal_tokens() -> None:
     ids = [list(prompt_of(r, 1000, 0)) for r in (a, b, c)]
     assert [len(i) for i in ids] == [20, 40, 20]
     assert ids[0] == ids[1][:20] and ids[2] != ids[0]
-    assert list(prompt_of(Request(9, 0, 2, 1, prompt_ids=(4, 4)), 10, 0)) == [4, 4]
+    assert list(prompt_of(Request(9, 0, 2, 1, prompt_ids=(4, 14)), 10, 0)) == [4, 4]
+    assert list(prompt_of(Request(9, 0, 2, 1, prompt_ids=(4, 14)), 20, 0)) == [4, 14]
     assert list(prompt_of(a, 1000, 1)) != ids[0]
 
 
