@@ -85,6 +85,7 @@ def server_of(backend: Mapping[str, Any]) -> Server:
         model=model or model_served(url, headers),
         timeout_s=conform(backend["timeout_s"], float, f"{where}.timeout_s"),
         scrape_s=conform(backend["scrape_s"], float | None, f"{where}.scrape_s"),
+        endpoint=conform(backend["endpoint"], str, f"{where}.endpoint"),
         extra=dict(backend["extra"]),
         headers=headers,
     )
@@ -95,6 +96,8 @@ def prompts_of(setting: Setting, backend: Mapping[str, Any]) -> Callable[[Reques
     warn_of_ids(setting.requests, setting.spec)
     vocabulary, seed = setting.spec.vocab_size, setting.seed
     if backend["prompt"] == "ids":
+        if backend["endpoint"] == "chat":
+            raise ValueError("backend.endpoint=chat takes no token ids: set backend.prompt=text")
         return lambda request: prompt_of(request, vocabulary, seed)
     if backend["prompt"] != "text":
         raise ValueError(f"backend.prompt={backend['prompt']}: it is ids or text")
