@@ -51,7 +51,7 @@ def setting_of(point: Composed) -> Setting:
     builder = Builder(conform(config["trusted"], list[str], "trusted"), point.folders)
     spec = _built(builder, config, "model", ModelSpec)
     device = _built(builder, config, "device", Device)
-    requests = requests_of(config, builder, spec)
+    requests = requests_of(config, builder, spec, point.overrides)
     policy = policy_of(config, builder)
     page_tokens = _at_least(1, config, "page_tokens")
     replicas = _at_least(1, config, "replicas")

@@ -22,8 +22,13 @@ log = logging.getLogger(__name__)
 READ = ("tokenizer", "lengths")  # options of an import that name files
 
 
-def requests_of(config: Mapping[str, Any], builder: Builder, spec: ModelSpec) -> list[Request]:
-    """The first `limit` requests of the trace with the arrivals of the config, checked."""
+def requests_of(
+    config: Mapping[str, Any], builder: Builder, spec: ModelSpec, overrides: Sequence[str] = ()
+) -> list[Request]:
+    """The first `limit` requests of the trace with the arrivals of the config, checked.
+
+    `overrides` say whether somebody asked for these arrivals.
+    """
     seed = conform(config["seed"], int, "seed")
     requests = _traced(config, builder, seed)
     requests = _first(requests, conform(config["limit"], int | None, "limit"))
@@ -31,6 +36,7 @@ def requests_of(config: Mapping[str, Any], builder: Builder, spec: ModelSpec) ->
     arrival = config["arrival"]
     if arrival.get("_target_") is None:
         return requests
+    _check_times(requests, config, overrides)
     process = builder.build(arrival, "arrival")
     if hasattr(process, "seated"):  # not by the clock: see traces.clients
         seated: list[Request] = process.seated(requests)
@@ -83,6 +89,24 @@ def trace_hash(requests: Sequence[Request]) -> str:
     for request in requests:
         digest.update(json.dumps(asdict(request), sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def _check_times(
+    requests: Sequence[Request], config: Mapping[str, Any], overrides: Sequence[str]
+) -> None:
+    """Of a trace whose own times are replaced: tells so where nobody asked for that."""
+    if (rate := config["trace"].get("rate")) is not None:
+        raise ValueError(
+            f"trace.rate={rate}: the trace's times are replaced by those of arrival; keep them "
+            "with arrival=trace, or leave trace.rate out"
+        )
+    roots = {word.lstrip("+~").partition("=")[0].partition(".")[0] for word in overrides}
+    has_times = len({request.arrival_ns for request in requests}) > 1
+    if has_times and not roots & {"arrival", "experiment"}:
+        log.warning(
+            "the trace's own arrival times are replaced by the default arrival=poisson; "
+            "arrival=trace keeps them"
+        )
 
 
 def warn_of_ids(requests: Sequence[Request], spec: ModelSpec) -> None:
