@@ -16,12 +16,13 @@ ARGS ?=
 OUT ?= outputs/gpu
 JOBS ?= 2
 KERNELS_VENV ?= .venv-kernels
+ENGINES_VENV := .venv-engines
 SHARED ?= $(or $(TANDEM_SHARED),../shared)
 
 # Bytecode that is not kept would be made anew at every start: 5 s for torch and transformers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all kernels check bench claims gpu gpu-site clean another-torch
+.PHONY: help setup demo test test-all kernels check engines bench claims gpu gpu-site clean another-torch
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -62,10 +63,23 @@ check: $(STAMP) ## format, lint and types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
 	@echo "check: format, lint and types are clean"
 
-bench: $(STAMP) ## every claim in its quick form, shown in full, nothing written
+# Ray and submitit, which the sweep's claim tries; without a registry it says that it did not.
+$(ENGINES_VENV)/.ready: $(STAMP)
+	@$(BIN)/python -m venv --clear --without-pip $(ENGINES_VENV)
+	@$(BIN)/python -m pip --python $(ENGINES_VENV)/bin/python install -qq --no-compile \
+		--disable-pip-version-check 'ray>=2.40' 'submitit>=1.5'
+	@own=$$($(ENGINES_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])') \
+		&& $(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$own/tandem.pth
+	@touch $@
+
+engines: $(STAMP)
+	@$(MAKE) --no-print-directory $(ENGINES_VENV)/.ready \
+		|| echo "Ray and submitit could not be installed: the sweep's claim will say so" >&2
+
+bench: engines ## every claim in its quick form, shown in full, nothing written
 	@$(BIN)/python -m benchmarks.claims --quick --dry-run $(ARGS)
 
-claims: $(STAMP) ## every claim in full; writes benchmarks/CLAIMS.md and CLAIMS.csv
+claims: engines ## every claim in full; writes benchmarks/CLAIMS.md and CLAIMS.csv
 	@$(BIN)/python -m benchmarks.claims $(ARGS)
 
 gpu-site: .gpu-site/.ready ## what a GPU machine without network lacks: pure wheels, 200 requests
@@ -83,5 +97,5 @@ gpu: ## on a GPU machine, from a bare checkout: tests, calibration, replay, comp
 	@PYTHONPATH=.gpu-site:. OUT='$(OUT)' $${PYTHON:-python3} -m tandem.gpu $(ARGS)
 
 clean: ## remove the environment, caches and results
-	rm -rf $(VENV) $(KERNELS_VENV) .gpu-site .pytest_cache .mypy_cache .ruff_cache .hypothesis outputs multirun
+	rm -rf $(VENV) $(KERNELS_VENV) $(ENGINES_VENV) .gpu-site .pytest_cache .mypy_cache .ruff_cache .hypothesis outputs multirun
 	rm -rf *.egg-info build dist && find . -name __pycache__ -type d -prune -exec rm -rf {} +

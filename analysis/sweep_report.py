@@ -47,9 +47,11 @@ def write_sweep_report(runs: pd.DataFrame, folder: Path, name: str, command: str
 
 
 def headline(runs: pd.DataFrame, points: pd.DataFrame) -> str:
-    """How many runs, and who has the most goodput (throughput where there is no SLO)."""
+    """How many runs, of how many commits, and who has the most goodput (or throughput)."""
     metric = "goodput" if "goodput" in points else "request_throughput"
     text = f"{len(points)} of {len(runs)} runs finished."
+    if "made.commit" in points and (commits := points["made.commit"].nunique()) > 1:
+        text += f" They were made by {commits} commits."
     best = _extreme(points, metric, True)
     if best is None:
         return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,22 @@ def _head(run: Run) -> dict[str, Any]:
         "model_id": run.provenance.get("model"),
         "tokenizer_id": None,
         "num_prompts": len(run.requests),
-        "request_rate": arrival.get("rate", "inf"),
+        "request_rate": _request_rate(run, arrival),
         "burstiness": arrival.get("burstiness", 1.0),
-        "max_concurrency": None,
+        "max_concurrency": arrival.get("clients"),
     }
+
+
+def _request_rate(run: Run, arrival: Mapping[str, Any]) -> float | str:
+    """As it was asked for: "inf" is vLLM's word for all at once, or as fast as the clients allow.
+
+    Times that somebody recorded have the mean rate at which they came.
+    """
+    if (rate := arrival.get("rate")) is not None:
+        return float(rate)
+    at_ns = run.requests["arrival_ns"]
+    span_s = float(at_ns.max() - at_ns.min()) / 1e9 if len(at_ns) else 0.0
+    return "inf" if "clients" in arrival or not span_s else (len(at_ns) - 1) / span_s
 
 
 def _lists(run: Run, rows: pd.DataFrame, done: pd.Series) -> dict[str, Any]:

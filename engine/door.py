@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.job import Job
+from engine.prefix import Chain
 from traces.request import Request, TrainingJob
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+
+ROUTED_PAGES = 64  # of a prompt with token ids: by their keys a router knows what it begins with
 
 
 class Door:
@@ -33,6 +36,8 @@ class Door:
     def _serving(self, item: Request, arrival_ns: int) -> Job:
         engine, job = self._engine, Job.serving(item, arrival_ns)
         if engine.fleet is not None:
+            if item.prompt_ids is not None:
+                job.prefix_ids = Chain(item, engine.page.tokens).of_prompt(ROUTED_PAGES)
             engine.fleet.assign(job)
         elif engine.devices == 1:
             job.device = 0

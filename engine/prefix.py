@@ -28,6 +28,11 @@ class Chain:
             keys.append(hash((keys[-1] if keys else 0, self._content(len(keys)))))
         return keys[index]
 
+    def of_prompt(self, most: int) -> tuple[int, ...]:
+        """The keys of the prompt's full pages, the first `most` of them."""
+        full = self._request.prompt_tokens // self._page_tokens
+        return tuple(self.key(index) for index in range(min(full, most)))
+
     def _content(self, index: int) -> tuple[Any, ...]:
         request, start = self._request, index * self._page_tokens
         stop = start + self._page_tokens

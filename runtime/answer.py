@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+THOUGHT = "reasoning_content"
 MAX_TOKENS = 10_000_000  # of one request; more is no count
 
 
@@ -54,9 +55,15 @@ class Answer:
             self.prompt_tokens = _count(usage.get("prompt_tokens"))
             self.output_tokens = _count(usage.get("completion_tokens"))
         for choice in event.get("choices") or ():
-            self.chunk_ns.append(now_ns)
-            self.is_empty.append(not choice.get("text"))
             self.has_ended = self.has_ended or choice.get("finish_reason") is not None
+            delta = choice.get("delta")  # of a chat, which thinks aloud where the model reasons
+            text = (
+                choice.get("text") if delta is None else delta.get("content") or delta.get(THOUGHT)
+            )
+            if delta is not None and not text and not self.chunk_ns:
+                continue  # says who speaks, and holds no token
+            self.chunk_ns.append(now_ns)
+            self.is_empty.append(not text)
 
     @property
     def token_ns(self) -> list[int]:

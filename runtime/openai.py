@@ -18,19 +18,22 @@ Prompt = Sequence[int] | str
 CONNECT_AHEAD_S = 0.1  # so that making a connection delays no request
 LEAD_S = 0.2  # from the start of the replay to its time 0
 CHECK_S = 10.0  # for an answer of /v1/models and /metrics
+ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
     """A server and how to ask it. `timeout_s` is for one request, from its sending.
 
-    `extra` goes into every body (and wins over what we put there); `headers` into every request.
+    `extra` goes into every body (and wins over what we put there; None leaves a key out), `headers`
+    into every request. The endpoint `chat` takes prompts as text: one message of the user.
     """
 
     url: str
     model: str
     timeout_s: float = 600.0
     scrape_s: float | None = None  # between two looks at /metrics; None: never
+    endpoint: str = "completions"  # or chat
     extra: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -39,6 +42,10 @@ class Server:
             raise ValueError(f"timeout_s is {self.timeout_s}; it must be positive")
         if self.scrape_s is not None and not self.scrape_s > 0:
             raise ValueError(f"scrape_s is {self.scrape_s}; it must be positive, or null for never")
+        if self.endpoint not in ENDPOINTS:
+            raise ValueError(
+                f"endpoint is {self.endpoint}; it must be one of {', '.join(ENDPOINTS)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -145,7 +152,7 @@ class _Client:
         await exchange.open()
         await self._until(answer.due_ns)
         answer.sent_ns = self._now_ns()
-        await exchange.ask("/v1/completions", body)
+        await exchange.ask(ENDPOINTS[self._server.endpoint], body)
         async for line in exchange.lines():
             answer.take(line, self._now_ns())
         if not answer.has_ended:
@@ -155,10 +162,9 @@ class _Client:
         answer.finish_ns = answer.chunk_ns[-1]
 
     def _body(self, request: Request) -> dict[str, Any]:
-        prompt = self._prompt_of(request)
-        return {
+        body = {
             "model": self._server.model,
-            "prompt": prompt if isinstance(prompt, str) else list(prompt),
+            **self._asked(self._prompt_of(request)),
             "max_tokens": request.output_tokens,
             "temperature": 0.0,
             "ignore_eos": True,  # vLLM and SGLang: the trace says how long an answer is
@@ -166,6 +172,13 @@ class _Client:
             "stream_options": {"include_usage": True},
             **self._server.extra,
         }
+        return {key: value for key, value in body.items() if value is not None}
+
+    def _asked(self, prompt: Prompt) -> dict[str, Any]:
+        if self._server.endpoint == "completions":
+            return {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+        assert isinstance(prompt, str), "a chat takes text"
+        return {"messages": [{"role": "user", "content": prompt}]}
 
     async def _watch(self, gauges: list[Gauges]) -> None:
         """Looks at /metrics until cancelled; a server without it, or a late answer, is no error."""

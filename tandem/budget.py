@@ -58,8 +58,8 @@ class Room:
 
 def room_for(
     budget: Budget,
-    spec: ModelSpec,
     device: Device,
+    spec: ModelSpec,
     page_tokens: int,
     requests: Sequence[Request],
     policy: Any,

@@ -22,7 +22,7 @@ VERBS = {
     "report": ("tandem.report", "the page of a run or of a sweep: figures and their numbers"),
     "compare": ("tandem.compare", "two run folders: how far apart and why; writes a report"),
     "calibrate": ("tandem.calibrate", "profile a device through the executor and fit its costs"),
-    "trace": ("tandem.trace", "import a ShareGPT file, or show what a trace holds"),
+    "trace": ("tandem.trace", "import ShareGPT, Azure, BurstGPT, Mooncake, ...; export; show"),
     "list": ("tandem.catalog", "what can be chosen: policies, traces, models, devices, ..."),
     "doctor": ("tandem.doctor", "this machine and installation, to paste into a bug report"),
 }

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]
 
 from tandem.folder import status_of
-from tandem.manifest import points_in
+from tandem.manifest import points_in, superseded_in
 
 if TYPE_CHECKING:
     import pandas as pd
 
+Points = Mapping[str, Sequence[str]]  # overrides by key
 TABLE = "runs.parquet"
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where there is libyaml
+SUPERSEDED = "superseded"  # a status of the table alone: see tandem.manifest
 FACTS = ("commit", "dirty", "trace_hash", "model", "device", "cost_form", "depth", "seed")
 
 
@@ -40,16 +42,20 @@ def main(words: Sequence[str]) -> int:
 def collect(root: Path) -> pd.DataFrame:
     """Reads every run below the folder and writes the table, aside and renamed.
 
-    Columns: run (its folder), status, error, overrides (JSON), policy; other choices of groups by
-    their names; settings as `config.KEY`, provenance as `made.KEY`, metrics by their own names.
+    Columns: run (its folder), status (that of the run, damaged, or superseded: its overrides have
+    been run anew since, by other code or on another trace), error, overrides (JSON), policy; other
+    choices of groups by their names; settings as `config.KEY`, provenance as `made.KEY`, metrics
+    by their own names.
     ValueError where there is no run at all.
     """
     import pandas as pd
 
     if not root.is_dir():
         raise ValueError(f"{root} is no folder: give that of a sweep, or one with runs in it")
-    overrides = points_in(root)
-    rows = [_row(root, folder, overrides) for folder in run_folders(root)]
+    folders = run_folders(root)
+    places = {folder.parent for folder in folders}
+    sweeps = {place: (points_in(place), superseded_in(place)) for place in places}
+    rows = [_row(root, folder, *sweeps[folder.parent]) for folder in folders]
     if not rows:
         raise ValueError(f"{root}: no run lies there")
     table = pd.DataFrame(rows)
@@ -78,15 +84,17 @@ def policy_name(config: Mapping[str, Any], overrides: Sequence[str]) -> str:
     return "+".join(str(half.get("_target_", "?")).rpartition(".")[2] for half in halves)
 
 
-def _row(root: Path, folder: Path, points: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def _row(root: Path, folder: Path, points: Points, superseded: Points) -> dict[str, Any]:
     status = _json(folder / "status.json")
     config, facts = _yaml(folder / "config.yaml"), _json(folder / "provenance.json")
     metrics = _json(folder / "metrics.json")
     state = status_of(folder) or "damaged"
-    words = list(facts.get("overrides") or points.get(folder.name, ()))
+    if state == "ok" and not metrics:
+        state = "damaged"
+    words = list(facts.get("overrides") or {**superseded, **points}.get(folder.name, ()))
     row: dict[str, Any] = {
         "run": str(folder.relative_to(root)),
-        "status": "damaged" if state == "ok" and not metrics else state,
+        "status": SUPERSEDED if folder.name in superseded else state,
         "error": status.get("error"),
         "overrides": json.dumps(words),
         "policy": policy_name(config, words),

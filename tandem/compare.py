@@ -104,8 +104,10 @@ def replay_of(prediction: Run, measurement: Run, folder: Path) -> Path:
     }
     folders = [Path(name) for name in prediction.provenance.get("config_folders", ())]
     config = {**prediction.config, **recorded, "budget": budget}
+    asked = prediction.provenance.get("overrides", ())
+    words = (*(word for word in asked if not word.startswith("policy=")), "policy=recorded")
     try:
-        run_experiment(Composed(config, ("policy=recorded",), tuple(folders)), folder)
+        run_experiment(Composed(config, words, tuple(folders)), folder)
     except ValueError as error:  # such as a trace or profile that is gone
         raise Usage(f"the measured plans cannot be replayed ({error}); try --no-replay") from error
     return folder

@@ -85,7 +85,9 @@ def one_line(error: Exception, overrides: Sequence[str] = ()) -> str:
         return f"{group}={name}: no such option{did_you_mean(name, options)}"
     if found := WRONG_KEY.search(text):
         key = found.group(1).partition("@")[0]
-        return f"{key}: no such setting{did_you_mean(key, _known_keys(key))}"
+        if key in (known := _known_keys(key)):  # arrival.rate where arrival=trace
+            return f"{key}: no setting of the {key.partition('.')[0]} that is chosen"
+        return f"{key}: no such setting{did_you_mean(key, known)}"
     cause = error.__cause__
     return f"{text} {' '.join(str(cause).split())}" if cause else text
 

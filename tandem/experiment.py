@@ -134,7 +134,8 @@ def provenance_of(point: Composed, setting: Setting) -> dict[str, Any]:
         "requests": len(setting.requests),
         "has_prompt_ids": all(r.prompt_ids is not None for r in setting.requests),
         "memory_plan": _memory_plan(setting),
-        "kv_pages": pages_of(setting)[GPU],  # of a replica
+        # of a replica; those of a server are its own affair
+        "kv_pages": None if backend["name"] == "openai" else pages_of(setting)[GPU],
         "overrides": list(point.overrides),
         "config_folders": [str(Path(folder).resolve()) for folder in point.folders],
     }

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import CompactHydraException
+from hydra.core.override_parser.types import Glob, Override
+from hydra.errors import CompactHydraException, HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from tandem.catalog import options
 from tandem.compose import config_of, one_line, plain
 from tandem.composed import Composed
 from tandem.errors import Usage
@@ -56,7 +57,10 @@ class Grid:
 
 
 def grid_of(words: Sequence[str], config_dir: str | None = None) -> Grid:
-    """The grid of `KEY=a,b,c` words in Hydra's grammar: lists of choices, choice(), range()."""
+    """The grid of `KEY=a,b,c` words in Hydra's grammar: lists, choice(), range() and glob().
+
+    Usage in one line where a word has no values to take one after another.
+    """
     fixed: list[str] = []
     axes: list[Axis] = []
     for word in words:
@@ -64,10 +68,26 @@ def grid_of(words: Sequence[str], config_dir: str | None = None) -> Grid:
         if not override.is_sweep_override():
             fixed.append(word)
             continue
-        key = override.get_key_element()
-        taken = tuple(f"{key}={value}" for value in override.sweep_string_iterator())
-        axes.append(Axis(key, tuple(dict.fromkeys(taken)), _is_composed(override, config_dir)))
+        key, values = override.get_key_element(), _values(override, config_dir)
+        taken = tuple(dict.fromkeys(f"{key}={value}" for value in values))
+        axes.append(Axis(key, taken, _is_composed(override, config_dir)))
     return Grid(tuple(fixed), tuple(axes), config_dir)
+
+
+def _values(override: Override, config_dir: str | None) -> list[str]:
+    """What a swept key takes; glob() takes the options of its group that match."""
+    word, value = override.input_line, override.value()
+    try:
+        if isinstance(value, Glob):
+            values = value.filter(list(options(override.key_or_group, config_dir)))
+        else:
+            values = list(override.sweep_string_iterator())
+    except (HydraException, ValueError) as error:
+        how = "a sweep takes a list, choice(), range() or glob()"
+        raise Usage(f"{word}: {how} ({one_line(error)})") from error
+    if not values:
+        raise Usage(f"{word}: there is no value in it")
+    return values
 
 
 def _with(base: DictConfig, words: Sequence[str]) -> DictConfig:

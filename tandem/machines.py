@@ -12,6 +12,7 @@ from engine.executor import Meter
 from engine.plan import Pool, Tier
 from tandem.budget import MIB
 from tandem.setting import Setting
+from tandem.workload import warn_of_ids
 from traces.prompts import prompt_of
 
 
@@ -88,6 +89,7 @@ def pages_of(setting: Setting) -> dict[Pool, int]:
 
 def prompts_of(setting: Setting) -> dict[int, Sequence[int]]:
     """Token ids of every prompt: the trace's, or seeded ones where it has lengths only."""
+    warn_of_ids(setting.requests, setting.spec)
     vocabulary, seed = setting.spec.vocab_size, setting.seed
     return {r.request_id: prompt_of(r, vocabulary, seed) for r in setting.requests}
 

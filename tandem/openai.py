@@ -21,6 +21,7 @@ from tandem.conform import conform
 from tandem.errors import RunFailed
 from tandem.folder import RUNNING, write_status
 from tandem.setting import Setting
+from tandem.workload import warn_of_ids
 from traces.prompts import prompt_of
 from traces.request import Request
 
@@ -84,6 +85,7 @@ def server_of(backend: Mapping[str, Any]) -> Server:
         model=model or model_served(url, headers),
         timeout_s=conform(backend["timeout_s"], float, f"{where}.timeout_s"),
         scrape_s=conform(backend["scrape_s"], float | None, f"{where}.scrape_s"),
+        endpoint=conform(backend["endpoint"], str, f"{where}.endpoint"),
         extra=dict(backend["extra"]),
         headers=headers,
     )
@@ -91,8 +93,11 @@ def server_of(backend: Mapping[str, Any]) -> Server:
 
 def prompts_of(setting: Setting, backend: Mapping[str, Any]) -> Callable[[Request], Prompt]:
     """Prompts as token ids, or as text where a server takes no ids."""
+    warn_of_ids(setting.requests, setting.spec)
     vocabulary, seed = setting.spec.vocab_size, setting.seed
     if backend["prompt"] == "ids":
+        if backend["endpoint"] == "chat":
+            raise ValueError("backend.endpoint=chat takes no token ids: set backend.prompt=text")
         return lambda request: prompt_of(request, vocabulary, seed)
     if backend["prompt"] != "text":
         raise ValueError(f"backend.prompt={backend['prompt']}: it is ids or text")

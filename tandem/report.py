@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.collect import collect
+from tandem.collect import SUPERSEDED, collect
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,10 +40,11 @@ def main(words: Sequence[str]) -> int:
 
 
 def sweep_report(root: Path, out: Path | None, slo: Mapping[str, float]) -> Path:
-    """The report of all runs below a folder, by default in its `report`."""
+    """The report of all runs below a folder that none supersedes, by default in its `report`."""
     from analysis.sweep_report import write_sweep_report
 
     runs = collect(root)
+    runs = runs[runs["status"].ne(SUPERSEDED)]
     if slo:
         runs = judged(root, runs, slo)
     flags = "".join(f" --{key.removesuffix('_s')} {limit:g}" for key, limit in slo.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from tandem.decoding import Decoding, decoding_of
 from tandem.foreign import KernelProfile, foreign_cost, is_kernel_profile
 from tandem.workload import requests_of
 from traces.request import Request
+
+ENDLESS_BYTES = 1 << 60
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +51,8 @@ def setting_of(point: Composed) -> Setting:
     builder = _builder(point)
     spec = _built(builder, config, "model", ModelSpec)
     device = _built(builder, config, "device", Device)
-    requests = requests_of(config, builder, spec)
+    requests = requests_of(config, builder, spec, point.overrides)
     policy = policy_of(config, builder)
-    budget = Budget(**arguments(Budget, config["budget"], "budget"))
     page_tokens = _at_least(1, config, "page_tokens")
     replicas = _at_least(1, config, "replicas")
     return Setting(
@@ -60,7 +61,7 @@ def setting_of(point: Composed) -> Setting:
         device,
         cost_of(config, device, spec, page_tokens),
         policy,
-        room_for(budget, spec, device, page_tokens, requests, policy, replicas),
+        room_for(*_space(config, device), spec, page_tokens, requests, policy, replicas),
         replicas,
         router_of(config, builder, policy, replicas),
         _at_least(1, config, "depth"),
@@ -140,6 +141,15 @@ def cost_of(
 
     cost = read_cost(path, spec, device, page_tokens)
     return cost if pace == 1 else cost.scaled(pace, "pace")
+
+
+def _space(config: Mapping[str, Any], device: Device) -> tuple[Budget, Device]:
+    """Budget and device of the config; without an end where a server has memory of its own."""
+    budget = Budget(**arguments(Budget, config["budget"], "budget"))
+    if config["backend"]["name"] != "openai":
+        return budget, device
+    free = replace(budget, kv_bytes=None, kv_pages=None, may_refuse=True)
+    return free, replace(device, memory_bytes=ENDLESS_BYTES)
 
 
 def _built(builder: Builder, config: Mapping[str, Any], name: str, kind: type) -> Any:

@@ -152,7 +152,13 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
     pairs = [word.partition("=") for word in words]
     if wrong := [key for key, mark, _ in pairs if not mark]:
         raise Usage(f"--option {wrong[0]}: KEY=VALUE is wanted")
-    return {key: yaml_value(value, f"--option {key}={value}") for key, _, value in pairs}
+    return {key: _option(key, value) for key, _, value in pairs}
+
+
+def _option(key: str, text: str) -> Any:
+    """A value in YAML, but for times, which YAML counts in base sixty: 1:00:00 is text."""
+    value = yaml_value(text, f"--option {key}={text}")
+    return text if ":" in text and isinstance(value, int | float) else value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -167,6 +173,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", choices=tuple(ENGINES), default="processes")
     parser.add_argument("--out", type=Path, metavar="DIR", help="an earlier sweep's is continued")
     parser.add_argument("--config-dir", help="a folder of your own yaml files")
-    about = "of a ray task (num_gpus=1) or of submitit (slurm_partition=a)"
+    about = "of a ray task (num_gpus=1) or of submitit (slurm_time=1:00:00)"
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=about)
     return parser

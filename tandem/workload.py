@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,28 @@ from traces.classes import with_shares
 from traces.request import Request
 from traces.store import SCHEMA_VERSION, read_trace, sha256_of, sidecar_path
 
+log = logging.getLogger(__name__)
 READ = ("tokenizer", "lengths")  # options of an import that name files
 IMPORT_VERSION = 2  # of what an import keeps; 2: SLO classes
 
 
-def requests_of(config: Mapping[str, Any], builder: Builder, spec: ModelSpec) -> list[Request]:
-    """The first `limit` requests of the trace with the arrivals of the config, checked."""
+def requests_of(
+    config: Mapping[str, Any], builder: Builder, spec: ModelSpec, overrides: Sequence[str] = ()
+) -> list[Request]:
+    """The first `limit` requests of the trace with the arrivals of the config, checked.
+
+    `overrides` say whether somebody asked for these arrivals.
+    """
     seed = conform(config["seed"], int, "seed")
     requests = _traced(config, builder, seed)
-    requests = _fitting_ids(_first(requests, conform(config["limit"], int | None, "limit")), spec)
+    requests = _first(requests, conform(config["limit"], int | None, "limit"))
     if shares := shares_of(config["slo"]):
         requests = with_shares(requests, shares, seed)
     _check_lengths(requests, spec)
     arrival = config["arrival"]
     if arrival.get("_target_") is None:
         return requests
+    _check_times(requests, config, overrides)
     process = builder.build(arrival, "arrival")
     if hasattr(process, "seated"):  # not by the clock: see traces.clients
         seated: list[Request] = process.seated(requests)
@@ -89,6 +97,37 @@ def trace_hash(requests: Sequence[Request]) -> str:
     return digest.hexdigest()
 
 
+def _check_times(
+    requests: Sequence[Request], config: Mapping[str, Any], overrides: Sequence[str]
+) -> None:
+    """Of a trace whose own times are replaced: tells so where nobody asked for that."""
+    if (rate := config["trace"].get("rate")) is not None:
+        raise ValueError(
+            f"trace.rate={rate}: the trace's times are replaced by those of arrival; keep them "
+            "with arrival=trace, or leave trace.rate out"
+        )
+    roots = {word.lstrip("+~").partition("=")[0].partition(".")[0] for word in overrides}
+    has_times = len({request.arrival_ns for request in requests}) > 1
+    if has_times and not roots & {"arrival", "experiment"}:
+        log.warning(
+            "the trace's own arrival times are replaced by the default arrival=poisson; "
+            "arrival=trace keeps them"
+        )
+
+
+def warn_of_ids(requests: Sequence[Request], spec: ModelSpec) -> None:
+    """Tells, where tokens are really computed, that the trace has ids which the model lacks."""
+    highest = max((max(r.prompt_ids) for r in requests if r.prompt_ids), default=0)
+    if highest >= spec.vocab_size:
+        log.warning(
+            "the trace's token ids go up to %s, model %s knows %s: they are taken modulo that; "
+            "lengths and common beginnings stay, the text does not",
+            f"{highest:,}",
+            spec.name,
+            f"{spec.vocab_size:,}",
+        )
+
+
 def _first(requests: list[Request], limit: int | None) -> list[Request]:
     if limit is None:
         return requests
@@ -97,14 +136,6 @@ def _first(requests: list[Request], limit: int | None) -> list[Request]:
     if limit > len(requests):
         raise ValueError(f"limit={limit}: the trace holds {len(requests)} requests")
     return requests[:limit]
-
-
-def _fitting_ids(requests: list[Request], spec: ModelSpec) -> list[Request]:
-    """Without ids where the model's vocabulary is smaller than the tokenizer's; lengths stay."""
-    highest = max((max(r.prompt_ids) for r in requests if r.prompt_ids), default=0)
-    if highest < spec.vocab_size:
-        return requests
-    return [replace(request, prompt_ids=None) for request in requests]
 
 
 def _check_lengths(requests: Sequence[Request], spec: ModelSpec) -> None:

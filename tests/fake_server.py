@@ -27,6 +27,7 @@ class FakeServer:
     `faults` maps a request's number (of x-request-id) to what goes wrong with it: an HTTP status,
     "stall" (after the first token), "silence" (no answer at all), "cut", "garbage", "error",
     "empty", "short" (half the tokens). `seen` holds bodies, headers and times by number.
+    `knows_chat_only` has no /v1/completions; `refuses` names keys of a body that are an error.
     """
 
     first_s: float = 0.02
@@ -34,6 +35,8 @@ class FakeServer:
     per_chunk: int = 1
     says_usage: bool = True
     has_metrics: bool = True
+    knows_chat_only: bool = False
+    refuses: tuple[str, ...] = ()
     faults: Mapping[int, int | str] = field(default_factory=dict)
     seen: dict[int, dict[str, Any]] = field(default_factory=dict)
     url: str = ""
@@ -85,11 +88,18 @@ class FakeServer:
             await _answer(writer, 200, json.dumps({"data": [{"id": "fake-model"}]}))
         elif path == "/metrics":
             await _answer(writer, 200 if self.has_metrics else 404, METRICS)
+        elif path == "/v1/completions" and self.knows_chat_only:
+            await _answer(writer, 404, json.dumps({"error": "Not Found"}))
         else:
-            await self._complete(writer, json.loads(body), headers)
+            is_chat = path == "/v1/chat/completions"
+            await self._complete(writer, json.loads(body), headers, is_chat)
 
     async def _complete(
-        self, writer: asyncio.StreamWriter, body: dict[str, Any], headers: dict[str, str]
+        self,
+        writer: asyncio.StreamWriter,
+        body: dict[str, Any],
+        headers: dict[str, str],
+        is_chat: bool,
     ) -> None:
         number = int(headers["x-request-id"].rsplit("-", 1)[1])
         self.seen[number] = {"body": body, "headers": headers}
@@ -99,14 +109,22 @@ class FakeServer:
         if isinstance(fault, int):
             await _answer(writer, fault, json.dumps({"error": "as told"}))
             return
+        if wrong := [key for key in self.refuses if key in body]:
+            await _answer(writer, 400, json.dumps({"error": f"extra inputs: {wrong}"}))
+            return
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         wanted = body["max_tokens"] // (2 if fault == "short" else 1)
         tokens = 0 if fault == "empty" else wanted
+        if is_chat:
+            role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            _event(writer, {"choices": [role]})
+            await writer.drain()
         for done in range(0, tokens, self.per_chunk):
             await asyncio.sleep(self.gap_s if done else self.first_s)
             size = min(self.per_chunk, tokens - done)
             reason = "length" if done + size == tokens else None
-            _event(writer, {"choices": [{"text": "ab" * size, "finish_reason": reason}]})
+            text = {"delta": {"content": "ab" * size}} if is_chat else {"text": "ab" * size}
+            _event(writer, {"choices": [{**text, "finish_reason": reason}]})
             await writer.drain()
             if fault == "stall":
                 await asyncio.sleep(3600)
@@ -117,7 +135,8 @@ class FakeServer:
             if fault == "error":
                 _event(writer, {"error": {"message": "out of memory"}})
         if self.says_usage:
-            usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": tokens}
+            asked = body["messages"][0]["content"].split() if is_chat else body["prompt"]
+            usage = {"prompt_tokens": len(asked), "completion_tokens": tokens}
             _event(writer, {"choices": [], "usage": usage})
         _piece(writer, b": a comment\n\ndata: [DO")
         _piece(writer, b"NE]\n\n")  # lines come in pieces too

@@ -145,7 +145,7 @@ def test_the_steps_of_a_plan_log_are_not_judged_again() -> None:
     setting = setting_of(composed(["model=micro_llama", "limit=2"]))
     many = [Request(i, 0, 1000, 10) for i in range(200)]
     budget = Budget(kv_pages=100, may_refuse=True)
-    given = (setting.spec, setting.device, 16, many)
+    given = (setting.device, setting.spec, 16, many)
     assert room_for(budget, *given, Recorded(())).page.tokens == 16
     whole = setting_of(composed(["model=micro_llama", "limit=2", "policy=static_restart"])).policy
     unlimited = replace(whole, scheduling=replace(whole.scheduling, max_jobs=200))

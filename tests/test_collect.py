@@ -70,6 +70,20 @@ def test_points_without_provenance_are_named_by_the_sweep(tmp_path: Path) -> Non
     assert row["policy"] == "fast" and json.loads(row["overrides"]) == ["policy=fast", "depth=0"]
 
 
+def test_overrides_that_come_under_a_new_key_supersede_the_old_one(tmp_path: Path) -> None:
+    for name in ("old", "new", "other"):
+        finished(tmp_path / "deep", name, ["policy=fast"], 1.0, goodput=1.0)
+    failed(tmp_path / "deep", "broken", "old code")
+    add_points(tmp_path / "deep", {"old": ("policy=fast", "depth=1"), "broken": ("depth=3",)})
+    add_points(tmp_path / "deep", {"new": ("depth=1", "policy=fast"), "other": ("depth=2",)})
+    add_points(tmp_path / "deep", {"again": ("depth=3",)})
+    assert list(points_in(tmp_path / "deep")) == ["new", "other", "again"]
+    rows = pd.read_parquet(collected(tmp_path))  # of a folder around it, too
+    found = {row["run"].rpartition("/")[2]: row["status"] for row in rows.to_dict("records")}
+    gone = "superseded"
+    assert found == {"old": gone, "new": "ok", "other": "ok", "broken": gone}
+
+
 def test_a_policy_without_a_name_is_called_by_its_halves() -> None:
     config = {"scheduling": {"_target_": "a.B"}, "memory": {"_target_": "c.d.E"}}
     assert policy_name(config, ["arrival.rate=2"]) == "B+E"

@@ -125,6 +125,39 @@ def test_what_is_asked() -> None:
     assert seen["headers"]["authorization"] == "Bearer x"
 
 
+def test_a_key_of_ours_that_a_server_does_not_know_can_be_left_out() -> None:
+    fake = FakeServer(refuses=("ignore_eos", "stream_options"), says_usage=False)
+    [refused] = replayed(fake, every(0, 1)).answers
+    assert refused.is_refused and "ignore_eos" in refused.error
+    [answer] = replayed(
+        fake, every(0, 1), extra={"ignore_eos": None, "stream_options": None}
+    ).answers
+    assert answer.error == "" and len(answer.token_ns) == 6
+    assert {"ignore_eos", "stream_options"}.isdisjoint(fake.seen[0]["body"])
+
+
+@pytest.mark.parametrize("says_usage", [True, False])
+def test_a_chat(says_usage: bool) -> None:
+    """Its first chunk says who speaks: no token came with it, however early it was."""
+    fake = FakeServer(first_s=0.05, knows_chat_only=True, says_usage=says_usage)
+    with fake.running():
+        made = Server(url=fake.url, model="fake-model", timeout_s=20.0, endpoint="chat")
+        [answer] = replay(made, every(0, 1), lambda request: "one two three").answers
+    assert answer.error == "" and len(answer.token_ns) == 6
+    assert answer.sent_ns is not None and answer.token_ns[0] - answer.sent_ns >= 50 * MS
+    body = fake.seen[0]["body"]
+    assert body["messages"] == [{"role": "user", "content": "one two three"}]
+    assert "prompt" not in body and body["max_tokens"] == 6
+    assert answer.prompt_tokens == (3 if says_usage else None)
+
+
+def test_thoughts_of_a_reasoning_model_are_tokens() -> None:
+    answer = Answer(0, 0)
+    for delta in ({"role": "assistant"}, {"reasoning_content": "a"}, {"content": "b"}, {}):
+        answer.take("data: " + json.dumps({"choices": [{"delta": delta}]}), 7)
+    assert answer.is_empty == [False, False, True]
+
+
 @pytest.mark.parametrize("says_usage", [True, False])
 def test_chunks_of_several_tokens(says_usage: bool) -> None:
     answer = replayed(FakeServer(per_chunk=3, says_usage=says_usage), every(0, 1)).answers[0]
@@ -212,7 +245,8 @@ def test_equal_blocks_have_equal_tokens() -> None:
     ids = [list(prompt_of(r, 1000, 0)) for r in (a, b, c)]
     assert [len(i) for i in ids] == [20, 40, 20]
     assert ids[0] == ids[1][:20] and ids[2] != ids[0]
-    assert list(prompt_of(Request(9, 0, 2, 1, prompt_ids=(4, 4)), 10, 0)) == [4, 4]
+    assert list(prompt_of(Request(9, 0, 2, 1, prompt_ids=(4, 14)), 10, 0)) == [4, 4]
+    assert list(prompt_of(Request(9, 0, 2, 1, prompt_ids=(4, 14)), 20, 0)) == [4, 14]
     assert list(prompt_of(a, 1000, 1)) != ids[0]
 
 
@@ -280,12 +314,32 @@ def test_a_run_without_an_answer_has_failed(tmp_path: Path) -> None:
         (["backend.url=http://h", "backend.model=m", "backend.timeout_s=0"], "timeout_s is 0"),
         (["backend.url=http://h", "backend.model=m", "backend.prompt=x"], "it is ids or text"),
         (["backend.url=http://h", "backend.model=m", "backend.prompt=text"], "backend.tokenizer"),
+        (
+            ["backend.url=http://h", "backend.model=m", "backend.endpoint=x"],
+            "endpoint is x; it must",
+        ),
+        (
+            ["backend.url=http://h", "backend.model=m", "backend.endpoint=chat"],
+            "set backend.prompt=",
+        ),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, overrides: list[str], what: str) -> None:
     with pytest.raises(ValueError, match=what) as caught:
         run_experiment(composed([*CHOSEN, "backend=openai", *overrides]), tmp_path / "run")
     assert "\n" not in str(caught.value)
+
+
+def test_a_chat_server_is_measured_whatever_the_memory_of_this_machine(tmp_path: Path) -> None:
+    fake = FakeServer(gap_s=0.0005, first_s=0.005, knows_chat_only=True)
+    tokenizer = Path(__file__).parent.parent / "traces" / "samples" / "tokenizer"
+    text = ["backend.prompt=text", f"backend.tokenizer={tokenizer}", "backend.endpoint=chat"]
+    extra = ["+backend.extra.ignore_eos=null", "+backend.extra.seed=1"]
+    folder = measured(tmp_path, fake, *text, *extra, "model=llama3_8b")  # on a CPU of 256 MiB
+    run = load(folder)
+    assert summary(run)["num_finished"] == 12 and run.provenance["kv_pages"] is None
+    bodies = [seen["body"] for seen in fake.seen.values()]
+    assert all("ignore_eos" not in body and body["seed"] == 1 for body in bodies)
 
 
 def test_prompts_as_text(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from traces.mooncake import write_mooncake
 from traces.recorded_times import read_times_ns
 from traces.request import Request
 from traces.rows import Unusable
-from traces.store import read_trace
+from traces.store import read_trace, write_trace
 
 S = 1_000_000_000
 MS = 1_000_000
@@ -336,12 +336,34 @@ def test_the_command_line_imports_and_exports(
 def test_a_recorded_trace_is_run_at_its_own_times(tmp_path: Path) -> None:
     rows = [(i * 500, 33 + i, 5, [0, 1, i + 2]) for i in range(10)]
     source = mooncake(tmp_path / "a.jsonl", *rows)
-    chosen = ["trace=recorded", f"trace.path={source}", "arrival=trace", "backend=sim"]
+    chosen = ["trace=recorded", f"trace.path={source}", "backend=sim"]
     cache = f"cache={tmp_path / 'cache'}"
     run_experiment(composed([*chosen, "trace.rate=4", cache]), tmp_path / "run")
     requests = load(tmp_path / "run").requests
     assert requests["arrival_ns"].tolist() == [i * 250 * MS for i in range(10)]
     assert requests["prompt_tokens"].tolist() == list(range(33, 43))
+    given = [*chosen, cache, "arrival=all_at_once"]
+    run_experiment(composed(given), tmp_path / "other")
+    assert set(load(tmp_path / "other").requests["arrival_ns"]) == {0}
+    with pytest.raises(ValueError, match=r"trace.rate=4: the trace's times are replaced"):
+        run_experiment(composed([*given, "trace.rate=4"]), tmp_path / "third")
+    with pytest.raises(
+        ValueError, match=r"arrival\.rate: no setting of the arrival that is chosen"
+    ):
+        composed([*chosen, "arrival.rate=4"])
+
+
+def test_times_that_the_default_arrival_replaces_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_trace(tmp_path / "t.parquet", [Request(i, i * S, 9, 3) for i in range(4)], {})
+    chosen = ["trace=file", f"trace.path={tmp_path}/t.parquet"]
+    for name, word in (("keep", "arrival=trace"), ("ask", "arrival.rate=2")):
+        run_experiment(composed([*chosen, word]), tmp_path / name)
+    assert not caplog.messages, "somebody asked for it"
+    run_experiment(composed(chosen), tmp_path / "unasked")
+    [told] = caplog.messages
+    assert "arrival times are replaced by the default arrival=poisson; arrival=trace keeps" in told
 
 
 # ---- the real extracts

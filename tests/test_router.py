@@ -208,6 +208,21 @@ def test_affinity_finds_more_in_the_caches_than_taking_turns() -> None:
     assert 0 < cached(RoundRobin()) < whole
 
 
+def test_affinity_knows_prompts_by_their_token_ids() -> None:
+    """Eight beginnings that come again and again, without sessions or named blocks."""
+    begins = [tuple(range(100 * s, 100 * s + 12)) for s in range(8)]
+    ids = [(*begins[i % 8], i, i, i) for i in range(32)]
+    requests = [Request(i, i * 10_000_000, 15, 6, prompt_ids=ids[i]) for i in range(32)]
+    policy = Composed(SCHEDULING["chunked"], PagedRestart(prefix_caching=True))
+
+    def cached(router: Router) -> int:
+        run = replay(policy, requests, pages=200, devices=3, router=router).check()
+        return sum(outcome.cached_tokens for outcome in run.recorder.outcomes.values())
+
+    assert cached(PrefixAffinity(load_bound=3)) == 24 * 12, "all but the first of each beginning"
+    assert 0 < cached(RoundRobin()) < 24 * 12
+
+
 def sessions_by_replica(turns: list[Request], router: Router) -> dict[int, set[int]]:
     run = replay(composed("chunked", "restart"), turns, devices=3, router=router).check()
     replicas: dict[int, set[int]] = {}

@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from tandem import workers
 from tandem.cli import main
+from tandem.collect import collect
 from tandem.compose import composed, config_of
 from tandem.folder import run_folder, sole_user, status_of, write_status
 from tandem.grid import grid_of
@@ -91,6 +93,11 @@ def test_many_points_are_composed_once_per_choice_of_groups(
         (["seed=1,2", "--option", "a=1"], "has no options"),
         (["seed=1,2", "--option", "a=["], "--option a=[: not YAML at line 1, column 2"),
         (["seed=1,,2"], "seed"),
+        (["seed=interval(0,1)"], "seed=interval(0,1): a sweep takes a list, choice(), range()"),
+        (["seed=range(0)"], "seed=range(0): there is no value in it"),
+        (["seed=range(0,4,0)"], "seed=range(0,4,0): a sweep takes"),
+        (["policy=glob(no_such_*)"], "policy=glob(no_such_*): there is no value in it"),
+        (["seed=glob(*)"], "seed=glob(*): there is no value in it"),
         (["seed=1,2", "--jobs", "0"], "at least one"),
     ],
 )
@@ -100,6 +107,16 @@ def test_a_mistake_in_the_grid_is_told_before_anything_runs(
     assert sweep("out", *words) == 2
     assert wanted in capsys.readouterr().err.strip().splitlines()[-1]
     assert not list(Path("out").glob("*/status.json"))
+
+
+def test_a_glob_takes_the_options_that_match_also_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "policy").mkdir(parents=True)
+    (tmp_path / "conf" / "policy" / "static_mine.yaml").touch()
+    [axis] = grid_of(["policy=glob(static_*,exclude=*_swap)"], "conf").axes
+    wanted = ["static_mine", "static_reservation", "static_restart"]
+    assert sorted(axis.words) == [f"policy={name}" for name in wanted]
+    [axis] = grid_of(["policy=glob([static_*,orca])"]).axes
+    assert "policy=orca" in axis.words and "policy=static_mine" not in axis.words
 
 
 def test_serial_and_parallel_sweeps_give_the_same_bytes(
@@ -177,6 +194,35 @@ def test_the_key_follows_what_the_result_depends_on(
     before = key()
     monkeypatch.setattr(point, "code_version", lambda: "other code")
     assert key() != before
+
+
+def test_results_of_earlier_code_are_no_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    from analysis.sweep_points import by_rate, points_of
+    from tandem import point
+    from tandem.report import sweep_report
+
+    def runs() -> dict[str, int]:
+        sweep_report(Path("out"), None, {})
+        table = pd.read_csv("out/report/points.csv")
+        rows = by_rate(points_of(table), "request_throughput")
+        return dict(zip(rows["series"], rows["runs"], strict=True))
+
+    words = ["policy=chunked_restart,static_swap", "seed=0,1", "--engine", "serial"]
+    assert sweep("out", *words) == 0
+    before = points_in(Path("out"))
+    own = point.code_version()
+    monkeypatch.setattr(point, "code_version", lambda: "other code")
+    assert sweep("out", *reversed(words[:2]), *words[2:]) == 0
+    assert runs() == {"chunked_restart": 2, "static_swap": 2}
+    status = collect(Path("out")).set_index("run")["status"]
+    assert dict(status.value_counts()) == {"ok": 4, "superseded": 4}
+    assert set(status.index[status.eq("superseded")]) == set(before)
+    monkeypatch.setattr(point, "code_version", lambda: own)  # the old code again: its results too
+    assert sweep("out", "policy=chunked_restart", *words[1:]) == 0
+    status = collect(Path("out")).set_index("run")["status"]
+    now = {key for key, own_words in before.items() if "policy=chunked_restart" in own_words}
+    assert set(status.index[status.eq("ok")]) & set(before) == now
+    assert runs() == {"chunked_restart": 2, "static_swap": 2}
 
 
 def test_a_changed_policy_of_the_users_own_is_another_point(tmp_path: Path) -> None:

@@ -49,6 +49,29 @@ def test_every_key_and_value(tmp_path: Path) -> None:
     assert found["request_goodput"] is None
 
 
+@pytest.mark.parametrize(
+    ("arrival", "arrivals_ns", "rate", "clients"),
+    [
+        ({"rate": 4}, (0, 5_000_000), 4.0, None),
+        ({}, (0, 5_000_000), 200.0, None),  # recorded: one gap of 5 ms
+        ({"rate": None, "path": "t.csv"}, (0, 5_000_000), 200.0, None),
+        ({}, (0, 0), "inf", None),
+        ({"clients": 16, "think_s": 0.0}, (0, 5_000_000), "inf", 16),
+    ],
+)
+def test_the_load_in_vllms_words(
+    arrival: dict[str, object],
+    arrivals_ns: tuple[int, int],
+    rate: float | str,
+    clients: int | None,
+    tmp_path: Path,
+) -> None:
+    run = load(write(tmp_path / "two", arrivals_ns=arrivals_ns))
+    found = vllm_result(replace(run, config={**run.config, "arrival": arrival}))
+    assert found["request_rate"] == (rate if isinstance(rate, str) else pytest.approx(rate))
+    assert found["max_concurrency"] == clients
+
+
 def test_a_failed_request_is_an_error_without_output(tmp_path: Path) -> None:
     run = load(write(tmp_path / "two"))
     run = replace(run, requests=run.requests.assign(status=["finished", "unfinished"]))

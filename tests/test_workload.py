@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tandem.compose import composed
+from tandem.experiment import run_experiment
 from tandem.workload import trace_file
 from traces.request import Request
 from traces.store import read_trace, sidecar_path, write_trace
@@ -50,3 +52,23 @@ def test_an_import_that_was_killed_between_its_two_files_is_done_again(
     sidecar_path(kept).unlink()
     assert trace_file(trace, tmp_path / "cache") == kept and len(imports) == 2
     assert len(read_trace(kept)) == 1
+
+
+def test_ids_beyond_the_models_vocabulary_name_what_prompts_share(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, short_probes: None
+) -> None:
+    """A tokenizer of 100,000 ids before a stand-in that knows 512: simulated and carried out."""
+    begin = tuple(range(99_000, 99_040))
+    requests = [Request(i, 0, 50, 4, prompt_ids=(*begin, *[i] * 10)) for i in range(6)]
+    write_trace(tmp_path / "t.parquet", requests, {})
+    words = ["model=micro_llama", "policy=vllm_v1", "trace=file", "arrival.rate=4"]
+    words += [f"trace.path={tmp_path}/t.parquet"]
+
+    def hits(backend: str) -> float:
+        found = run_experiment(composed([*words, f"backend={backend}"]), tmp_path / backend)
+        return float(found["prefix_hit_rate"])
+
+    assert hits("sim") == pytest.approx(5 * 32 / 300)  # two full pages for all but the first
+    assert not caplog.messages
+    assert hits("lockstep") == pytest.approx(5 * 32 / 300)
+    assert "go up to 99,039, model micro_llama knows 512: they are taken modulo" in caplog.text
