@@ -38,7 +38,8 @@ def register_resolvers() -> None:
 def composed(overrides: Sequence[str], config_dir: str | None = None) -> Composed:
     """The configuration that `tandem run OVERRIDES` would run. Usage in one line if it is wrong."""
     folders = (Path(config_dir),) if config_dir else ()
-    return Composed(plain(config_of(overrides, config_dir)), tuple(overrides), folders)
+    config = plain(config_of(overrides, config_dir), overrides)
+    return Composed(config, tuple(overrides), folders)
 
 
 def config_of(overrides: Sequence[str], config_dir: str | None = None) -> DictConfig:
@@ -59,7 +60,7 @@ def config_folders(sources: Iterable[Any]) -> tuple[Path, ...]:
     return tuple(Path(source.path) for source in sources if source.schema == "file")
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
+def plain(cfg: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The configuration as plain dicts and lists: past here there is no DictConfig."""
     try:
         node = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -70,7 +71,7 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
         raise Usage(f"{error.full_key or 'configuration'}: {error.msg or error}") from error
     assert isinstance(node, dict)
     config = {str(key): value for key, value in node.items()}
-    check_keys(config, default_config())
+    check_keys(config, default_config(), overrides)
     return config
 
 

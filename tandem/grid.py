@@ -49,7 +49,8 @@ class Grid:
                 # values too, so that Hydra itself says what is wrong with a key
                 bases[chosen] = config_of([*self.fixed, *words], self.config_dir)
             values = [w for a, w in zip(self.axes, words, strict=True) if not a.is_composed]
-            yield Composed(plain(_with(bases[chosen], values)), (*self.fixed, *words), folders)
+            named = (*self.fixed, *words)
+            yield Composed(plain(_with(bases[chosen], values), named), named, folders)
 
     def told(self) -> str:
         """The axes with their lengths, for the screen."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -15,19 +15,22 @@ from tandem.errors import Usage
 CHOICES = ("arrival", "router", "planner")  # groups whose node may build nothing at all
 
 
-def check_keys(config: Mapping[str, Any], default: Mapping[str, Any]) -> None:
+def check_keys(
+    config: Mapping[str, Any], default: Mapping[str, Any], overrides: Sequence[str]
+) -> None:
     """Usage for the first key that nobody reads, at the top and in nodes that build nothing.
 
     What has a `_target_` is checked by what it builds; budget, slo and trace by who reads them.
     """
-    for where, node, known in _nodes(config, default):
-        for key in node:
+    given = {word.lstrip("+~").partition("=")[0] for word in overrides}
+    for where, node, known in _nodes(config, default, given):
+        for key in map(str, node):
             if key not in known and not key.startswith("_"):
                 raise Usage(f"{where}{key}: no such setting{did_you_mean(key, known)}")
 
 
 def _nodes(
-    config: Mapping[str, Any], default: Mapping[str, Any]
+    config: Mapping[str, Any], default: Mapping[str, Any], given: set[str]
 ) -> Iterator[tuple[str, Mapping[str, Any], tuple[str, ...]]]:
     """Prefix of its keys, the node, and the keys that it may have."""
     found = {name: node for name, node in config.items() if isinstance(node, Mapping)}
@@ -38,7 +41,9 @@ def _nodes(
         yield "backend.", backend, known
     for name in CHOICES:
         if name in found and found[name].get("_target_") is None:
-            yield f"{name}.", found[name], ()
+            # others are of an experiment, whose choice has been overridden
+            asked = {key: value for key, value in found[name].items() if f"{name}.{key}" in given}
+            yield f"{name}.", asked, ()
 
 
 @cache

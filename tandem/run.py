@@ -48,7 +48,7 @@ def _carry_out(cfg: DictConfig, folder: Path, is_single: bool) -> None:
     of_hydra = HydraConfig.get()
     overrides = tuple(of_hydra.overrides.task)
     folders = config_folders(of_hydra.runtime.config_sources)
-    point = Composed(plain(cfg), overrides, folders)
+    point = Composed(plain(cfg, overrides), overrides, folders)
     metrics = run_experiment(
         point, folder, is_single and sys.stderr.isatty(), keeps_rejected=not is_single
     )

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tandem.cli import main
-from tandem.errors import RunFailed
+from tandem.compose import composed
+from tandem.errors import RunFailed, Usage
 from tandem.folder import run_folder, write_status
 from tandem.run import options_first
 
@@ -111,6 +112,14 @@ def test_a_mistake_is_told_in_one_line(
     told = capsys.readouterr().err.strip()
     assert wanted in told
     assert len(told.splitlines()) == 1
+
+
+def test_what_an_experiment_leaves_of_another_choice_is_no_mistake() -> None:
+    """It sets arrival.rate, which recorded times have no use for; who writes that is told."""
+    words = ["experiment=demo", "arrival=trace"]
+    assert composed(words).config["arrival"]["_target_"] is None
+    with pytest.raises(Usage, match=r"arrival\.rate: no such setting"):
+        composed([*words, "arrival.rate=2"])
 
 
 @pytest.mark.parametrize(
