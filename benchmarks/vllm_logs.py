@@ -191,8 +191,8 @@ def judge(log: Log, quick: bool) -> float:
 def judge_memory(log: Log) -> None:
     """The pages our memory model finds at both ends of the reserve, and what they lead to."""
     for reserve in RESERVES:
-        pages = log.pages(reserve)
-        run(log, f"reserve {reserve >> 20} MiB: {pages} pages", pages=pages)
+        pages, kept = log.pages(reserve), f"device.reserve_bytes={reserve}"
+        run(log, f"reserve {reserve >> 20} MiB: {pages} pages", kept, pages=pages)
 
 
 def main(words: Sequence[str]) -> int:
