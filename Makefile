@@ -63,10 +63,11 @@ check: $(STAMP) ## format, lint and types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
 	@echo "check: format, lint and types are clean"
 
-# Ray and submitit, which the sweep's claim tries; without a registry it says that it did not.
+# Ray and submitit, which the sweep's claim tries; without a registry it says that it did not. As
+# bytecode, unlike elsewhere: Ray gives each of its processes a quarter of a minute to import itself.
 $(ENGINES_VENV)/.ready: $(STAMP)
 	@$(BIN)/python -m venv --clear --without-pip $(ENGINES_VENV)
-	@$(BIN)/python -m pip --python $(ENGINES_VENV)/bin/python install -qq --no-compile \
+	@$(BIN)/python -m pip --python $(ENGINES_VENV)/bin/python install -qq --compile \
 		--disable-pip-version-check 'ray>=2.40' 'submitit>=1.5'
 	@own=$$($(ENGINES_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])') \
 		&& $(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$own/tandem.pth

@@ -117,6 +117,7 @@ def drift_of(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
 def provenance_of(point: Composed, setting: Setting) -> dict[str, Any]:
     """Where the result comes from, whatever becomes of the run."""
     backend = point.config["backend"]
+    is_elsewhere = backend["name"] == "openai"
     return {
         **commit(),
         "versions": versions(),
@@ -133,9 +134,9 @@ def provenance_of(point: Composed, setting: Setting) -> dict[str, Any]:
         "trace_hash": trace_hash(setting.requests),
         "requests": len(setting.requests),
         "has_prompt_ids": all(r.prompt_ids is not None for r in setting.requests),
-        "memory_plan": _memory_plan(setting),
-        # of a replica; those of a server are its own affair
-        "kv_pages": None if backend["name"] == "openai" else pages_of(setting)[GPU],
+        # of a replica; the memory of a server is its own affair
+        "memory_plan": None if is_elsewhere else _memory_plan(setting),
+        "kv_pages": None if is_elsewhere else pages_of(setting)[GPU],
         "overrides": list(point.overrides),
         "config_folders": [str(Path(folder).resolve()) for folder in point.folders],
     }

@@ -337,7 +337,8 @@ def test_a_chat_server_is_measured_whatever_the_memory_of_this_machine(tmp_path:
     extra = ["+backend.extra.ignore_eos=null", "+backend.extra.seed=1"]
     folder = measured(tmp_path, fake, *text, *extra, "model=llama3_8b")  # on a CPU of 256 MiB
     run = load(folder)
-    assert summary(run)["num_finished"] == 12 and run.provenance["kv_pages"] is None
+    assert summary(run)["num_finished"] == 12
+    assert run.provenance["kv_pages"] is None and run.provenance["memory_plan"] is None
     bodies = [seen["body"] for seen in fake.seen.values()]
     assert all("ignore_eos" not in body and body["seed"] == 1 for body in bodies)
 
