@@ -95,11 +95,12 @@ class Balance:
         if there is None:
             self.grow(op.dst, nbytes)
 
-    def compute(self, op: Compute) -> None:
-        """Checks that all it reads and writes is where the launch runs."""
+    def compute(self, op: Compute, lead: int = 0) -> None:
+        """Checks that all it reads and writes is where the launch runs; of what it writes the first
+        `lead` places are known to be."""
         tier, device = (Tier.HOST, 0) if op.on == "cpu" else (Tier.GPU, op.device)
         held, changed = self._held, self._changed
-        for place in (*op.reads, *op.writes):
+        for place in (*op.reads, *op.writes[lead:]):
             is_held = changed[place] is not None if place in changed else place in held
             assert is_held, f"launch touches {place}, which is not held"
             assert place.tier is tier, f"launch on {op.lane} touches {place}"
@@ -108,11 +109,11 @@ class Balance:
     def _trial(self, place: Place) -> Trial | None:
         return self._trials.get(place.pool) if place.region.kind is Kind.KV else None
 
-    def apply(self, op: Op | Grow | GrowCycle | Share | Free) -> None:
+    def apply(self, op: Op | Grow | GrowCycle | Share | Free, lead: int = 0) -> None:
         """One operation of a plan, in order."""
         match op:
             case Compute():
-                self.compute(op)
+                self.compute(op, lead)
             case Copy():
                 self.copy(op)
             case Grow():
@@ -124,7 +125,7 @@ class Balance:
             case GrowCycle():
                 raise AssertionError("a repeated plan is booked step by step")
 
-    def run(self, plan: Plan) -> None:
-        """The whole plan. Raises Shortage where it does not fit."""
+    def run(self, plan: Plan, lead: int = 0) -> None:
+        """The whole plan. Raises Shortage where it does not fit. For `lead` see `compute`."""
         for op in plan.ops:
-            self.apply(op)
+            self.apply(op, lead)

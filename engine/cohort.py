@@ -6,22 +6,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from engine.job import Job
+from engine.job import ALONE, Job, Pace
 from engine.plan import Grow, GrowCycle, PageSize, Place, Slice, one_token
 
 Turns = tuple[tuple[Grow, ...], ...]
 
 
-class Cohort:
+class Cohort(Pace):
     """Jobs of which each gets one token at every step, column by column, in order of admission.
 
-    `clock` counts its steps. Columns are as at clock 0 and never changed in place: launches and
-    runs keep them. `turns[i]`: whose pages are full at clocks i, i + n, ..., of n tokens a page;
-    None where somebody holds pages to spare.
+    `clock` counts its steps, and the jobs move with it. Columns are as at clock 0 and never changed
+    in place: launches and runs keep them. `turns[i]`: whose pages are full at clocks i, i + n, ...,
+    of n tokens a page; None where somebody holds pages to spare.
     """
 
     __slots__ = (
-        "clock",
         "contexts",
         "ids",
         "jobs",
@@ -30,16 +29,19 @@ class Cohort:
         "past",
         "places",
         "slices",
+        "tables",
         "turns",
         "young_until",
     )
 
     def __init__(self, page: PageSize) -> None:
-        self.page, self.clock = page, 0
+        super().__init__()
+        self.page = page
         self.jobs: list[Job] = []
         self.ids: tuple[int, ...] = ()
         self.slices: tuple[Slice, ...] = ()
         self.places: tuple[Place, ...] = ()
+        self.tables: tuple[Sequence[int], ...] = ()  # pages of each: they only ever grow
         self.contexts: tuple[int, ...] = ()  # tokens in KV
         self.left: tuple[int, ...] = ()  # tokens to the end, which no policy may see
         self.turns: Turns | None = ((),) * page.tokens
@@ -49,22 +51,24 @@ class Cohort:
     def join(
         self,
         jobs: Iterable[tuple[Job, Place]],
-        held_bytes: Mapping[Place, int],
+        tables: Mapping[Place, Sequence[int]],
         tokens_left: Callable[[Job], int],
     ) -> None:
         """They have come behind all others, each with the place that it writes."""
         clock, (tokens, nbytes) = self.clock, self.page
         for job, place in jobs:
-            context = job.computed_tokens
+            context, table = job.computed_tokens, tables[place]
+            job.move_with(self)
             self.jobs = [*self.jobs, job]
             self.ids += (job.job_id,)
             self.slices += (one_token(job),)
             self.places += (place,)
+            self.tables += (table,)
             self.contexts += (context - clock,)
             self.left += (tokens_left(job) + clock,)
             self.past += context - clock
             self.young_until = max(self.young_until, clock + job.prompt_tokens - context)
-            spare = held_bytes.get(place, 0) // nbytes * tokens - context
+            spare = len(table) * tokens - context
             if self.turns is not None:
                 turn, turns = (clock + spare) % tokens, [*self.turns]
                 turns[turn] += (Grow(place, nbytes),)
@@ -72,17 +76,19 @@ class Cohort:
 
     def leave(self, i: int) -> None:
         """The one at that place is in it no more."""
-        place = self.places[i]
+        place, turn = self.places[i], -self.contexts[i] % self.page.tokens
+        self.jobs[i].move_with(ALONE)
         self.past -= self.contexts[i]
         self.jobs = self.jobs[:i] + self.jobs[i + 1 :]
         self.ids = self.ids[:i] + self.ids[i + 1 :]
         self.slices = self.slices[:i] + self.slices[i + 1 :]
         self.places = self.places[:i] + self.places[i + 1 :]
+        self.tables = self.tables[:i] + self.tables[i + 1 :]
         self.contexts = self.contexts[:i] + self.contexts[i + 1 :]
         self.left = self.left[:i] + self.left[i + 1 :]
         if self.turns is not None:
-            own = Grow(place, self.page.nbytes)
-            turns = [tuple([o for o in t if o != own]) if own in t else t for t in self.turns]
+            turns = [*self.turns]
+            turns[turn] = tuple([op for op in turns[turn] if op.place != place])
             self.turns = tuple(turns)
 
     def fewest_left(self, otherwise: int) -> int:
@@ -92,7 +98,19 @@ class Cohort:
     def complete(self) -> list[Job]:
         """Those that have all their tokens."""
         clock = self.clock
-        return [job for job, left in zip(self.jobs, self.left, strict=True) if left <= clock]
+        if not self.left or min(self.left) > clock:
+            return []
+        return [self.jobs[i] for i, left in enumerate(self.left) if left <= clock]
+
+    def filled(self, steps: int) -> Iterator[tuple[Job, int]]:
+        """Who may have filled a page in the last steps, with the tokens that he held before."""
+        n, turns = self.page.tokens, self.turns
+        found: Iterable[int] = range(len(self.jobs))
+        if turns is not None and steps < n:
+            last = [turns[clock % n] for clock in range(self.clock - steps + 1, self.clock + 1)]
+            owners = [op.place.region.owner for op in chain.from_iterable(last)]
+            found = sorted(map(self.ids.index, owners))
+        return ((self.jobs[i], self.contexts[i] + self.clock - steps) for i in found)
 
     def cycle(self) -> GrowCycle | None:
         """Whose pages are full from now on, step by step."""
@@ -107,17 +125,53 @@ class Cohort:
         now, n = self.clock % self.page.tokens, self.page.tokens
         return list((self.turns * ((now + count) // n + 1))[now : now + count])
 
+    def ahead(self, steps: int, tail: Sequence[int]) -> Behind:
+        """Contexts so many steps from now, and behind them those of other slices."""
+        return Behind(self.contexts, self.past, self.clock + steps, self.young_until, tail)
+
 
 class Behind(Sequence[int]):
-    """Contexts of a cohort so many steps from now, and behind them those of other slices."""
+    """Contexts of a cohort at some clock, and behind them those of other slices."""
 
-    __slots__ = ("_clock", "_contexts", "are_generated", "tail", "total")
+    __slots__ = ("_clock", "_contexts", "_past", "_young_until", "tail")
 
-    def __init__(self, cohort: Cohort, steps: int, tail: tuple[int, ...]) -> None:
-        clock = cohort.clock + steps
-        self._contexts, self._clock, self.tail = cohort.contexts, clock, tail
-        self.total = cohort.past + clock * len(cohort.contexts)  # of the cohort
-        self.are_generated = clock >= cohort.young_until  # what the cohort decodes: no prompts
+    def __init__(
+        self,
+        contexts: tuple[int, ...],
+        past: int,
+        clock: int,
+        young_until: int,
+        tail: Sequence[int],
+    ) -> None:
+        self._contexts, self._past, self._clock = contexts, past, clock
+        self._young_until, self.tail = young_until, tail
+
+    def after(self, steps: int, tokens: Sequence[int]) -> Behind:
+        """The same so many steps later, of so many tokens each."""
+        tail = [c + steps * n for c, n in zip(self.tail, tokens[self.lead :], strict=True)]
+        clock = self._clock + steps
+        return Behind(self._contexts, self._past, clock, self._young_until, tail)
+
+    @property
+    def lead(self) -> int:
+        """How many are of the cohort."""
+        return len(self._contexts)
+
+    @property
+    def total(self) -> int:
+        """The sum of the cohort's."""
+        return self._past + self._clock * len(self._contexts)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The least and the largest of the cohort's; nothing where there is nobody."""
+        ends = (min(self._contexts), max(self._contexts)) if self._contexts else ()
+        return tuple([context + self._clock for context in ends])
+
+    @property
+    def are_generated(self) -> bool:
+        """Whether the cohort is behind its prompts."""
+        return self._clock >= self._young_until
 
     def __len__(self) -> int:
         return len(self._contexts) + len(self.tail)

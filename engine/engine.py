@@ -29,6 +29,7 @@ from engine.profile import EngineProfile
 from engine.progress import restart
 from engine.questions import Questions
 from engine.recorder import Recorder
+from engine.repeat import Repeat
 from engine.reuse import Reuse
 from engine.roster import Roster
 from engine.standing import Standing
@@ -79,6 +80,7 @@ class Engine:
         self.layout, self.cost = layout or Layout(), cost
         self.is_watched = journal is not None
         self.recorder = recorder or Recorder()
+        self.recorder.predicted_bytes = getattr(executor, "peak_bytes", None)
         chains: dict[int, Chain] | None = {} if getattr(policy, "prefix_caching", False) else None
         self.ledger = Ledger(capacity_bytes, page, self.layout.places, journal, chains)
         self.reuse = None if chains is None else Reuse(chains, self.ledger, self.recorder)
@@ -88,7 +90,7 @@ class Engine:
         self.standing = Standing(
             fast_forward and devices == 1,
             page,
-            self.ledger.held_bytes,
+            self.ledger.pages,
             lambda job: self.ends.tokens_left(job),
         )
         self.ends = Ends(self.roster, self.standing)
@@ -159,7 +161,7 @@ class Engine:
         if repeat is None:
             yield from self._issue(plan if plan.repeats == 1 else plan.at(0), device)
         elif self.jump is None or not (yield from self.jump.carry_out(repeat, device)):
-            yield from self._issue(repeat.next(), device)
+            yield from self._issue(repeat.next(), device, repeat)
 
     def release_idle(self) -> None:
         """Pages out of all use go back to the machine."""
@@ -172,8 +174,10 @@ class Engine:
         return Stalled(f"{why}: {self.roster}; free bytes {free}")
 
     # ---- issue: state moves on
-    def _issue(self, plan: Plan, device: int) -> Generator[simpy.Event, Any, None]:
-        booked = self.ledger.book(plan)
+    def _issue(
+        self, plan: Plan, device: int, repeat: Repeat | None = None
+    ) -> Generator[simpy.Event, Any, None]:
+        booked = self.ledger.book(plan, 0 if repeat is None else len(repeat.cohort.jobs))
         for job in plan.restart:
             restart(job)
             self.roster.wait_again(job)
@@ -181,7 +185,7 @@ class Engine:
             self._door.refuse(job)
         if self.reuse is not None:
             self.reuse.start(plan)
-        launches = [self.launcher.launch(op, booking, device) for op, booking in booked.items()]
+        launches = [self.launcher.launch(op, b, device, repeat) for op, b in booked.items()]
         now_ns = int(self.env.now)
         step, number = self.flights.number(device)
         self.flights.last_compute(booked, device)

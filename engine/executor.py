@@ -95,7 +95,10 @@ class Span(NamedTuple):
 
 
 class Executor(Protocol):
-    """Runs launches on first-in-first-out lanes."""
+    """Runs launches on first-in-first-out lanes.
+
+    May have `peak_bytes(launch)`: the workspace it predicts where its spans say none.
+    """
 
     def prepare(self, launches: Sequence[Launch]) -> int:
         """Gets a plan's launches ready, in issue order; returns the host's time in ns.

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 from operator import itemgetter
 
-from engine.plan import Grow, Plan
+from engine.plan import Grow, Place, Plan
 
 Due = tuple[int, Grow]  # with its step
 FAR = 1 << 62
 _step = itemgetter(0)
+
+
+def hand_out(
+    ids: Sequence[int], grows: Iterable[Grow], tables: Mapping[Place, list[int]], page_nbytes: int
+) -> None:
+    """Pages go to the tables of whoever grows, in order."""
+    ops, at = [*grows], 0
+    if len(ops) == len(ids):  # one each, as decodes take them: a step in C
+        deque(map(list.append, map(tables.__getitem__, map(itemgetter(0), ops)), ids), maxlen=0)
+        return
+    for place, nbytes, _, _ in ops:
+        tables[place] += ids[at : at + nbytes // page_nbytes]
+        at += nbytes // page_nbytes
+    assert at == len(ids), "something grows by no whole pages"
 
 
 class Growth:

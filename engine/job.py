@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from engine.plan import Work
 from traces.request import Request, TrainingJob
@@ -11,30 +10,74 @@ from traces.request import Request, TrainingJob
 Unit = tuple[Work, int]  # what is done, and to which layer
 
 
-@dataclass(slots=True, eq=False)
+class Pace:
+    """Of jobs that move together: how often each of them has got a token."""
+
+    __slots__ = ("clock",)
+
+    def __init__(self) -> None:
+        self.clock = 0
+
+
+ALONE = Pace()  # of whoever moves by himself: it stands still
+
+
 class Job:
     """Progress as *issued*: what is in flight counts as done.
 
     A serving job has `known_tokens` (prompt and generated so far) and `computed_tokens` of them
-    in the KV pages. A training job has a frontier per microbatch. Policies read, never write.
+    in the KV pages; both grow with its pace. A training job has a frontier per microbatch.
+    Policies read, never write.
     """
 
-    job_id: int
-    arrival_ns: int
-    prompt_tokens: int = 0
-    known_tokens: int = 0
-    computed_tokens: int = 0
-    recorded_tokens: int = 0  # a gapless prefix whose activations are kept
-    slo: str = ""
-    session: int | None = None
-    turn: int = 0
-    prefix_ids: tuple[int, ...] = ()  # names of the prompt's blocks, see Request
-    device: int | None = None  # the replica it was routed to; None: any
-    training: TrainingJob | None = None
-    step: int = 0  # training: steps completed, as issued
-    forward: dict[int, list[int]] = field(default_factory=dict)  # microbatch -> tokens per layer
-    backward: dict[int, list[int]] = field(default_factory=dict)
-    updated: list[int] = field(default_factory=list)  # updates issued per layer
+    __slots__ = (
+        "_computed",
+        "_known",
+        "_pace",
+        "arrival_ns",
+        "backward",
+        "device",
+        "forward",
+        "job_id",
+        "prefix_ids",
+        "prompt_tokens",
+        "recorded_tokens",
+        "session",
+        "slo",
+        "step",
+        "training",
+        "turn",
+        "updated",
+    )
+
+    def __init__(
+        self,
+        job_id: int,
+        arrival_ns: int,
+        prompt_tokens: int = 0,
+        known_tokens: int = 0,
+        computed_tokens: int = 0,
+        recorded_tokens: int = 0,
+        *,
+        slo: str = "",
+        session: int | None = None,
+        turn: int = 0,
+        prefix_ids: tuple[int, ...] = (),
+        training: TrainingJob | None = None,
+    ) -> None:
+        self.job_id, self.arrival_ns, self.prompt_tokens = job_id, arrival_ns, prompt_tokens
+        self._known, self._computed, self._pace = known_tokens, computed_tokens, ALONE
+        self.recorded_tokens = recorded_tokens  # a gapless prefix whose activations are kept
+        self.slo, self.session, self.turn = slo, session, turn
+        self.prefix_ids = prefix_ids  # names of the prompt's blocks, see Request
+        self.device: int | None = None  # the replica it was routed to; None: any
+        self.training, self.step = training, 0  # steps completed, as issued
+        self.forward: dict[int, list[int]] = {}  # microbatch -> tokens per layer
+        self.backward: dict[int, list[int]] = {}
+        self.updated = [0] * (training.num_layers if training else 0)  # updates issued per layer
+
+    def __repr__(self) -> str:
+        return f"Job({self.job_id}: {self.computed_tokens} of {self.known_tokens} tokens)"
 
     @classmethod
     def serving(cls, request: Request, arrival_ns: int) -> Job:
@@ -42,8 +85,8 @@ class Job:
         return cls(
             request.request_id,
             arrival_ns,
-            prompt_tokens=request.prompt_tokens,
-            known_tokens=request.prompt_tokens,
+            request.prompt_tokens,
+            request.prompt_tokens,
             slo=request.slo,
             session=request.session,
             turn=request.turn,
@@ -53,24 +96,40 @@ class Job:
     @classmethod
     def trains(cls, spec: TrainingJob, arrival_ns: int, recorded_tokens: int = 0) -> Job:
         """A training job at its first step, behind what serving has recorded for it."""
-        return cls(
-            spec.job_id,
-            arrival_ns,
-            training=spec,
-            recorded_tokens=recorded_tokens,
-            updated=[0] * spec.num_layers,
-        )
+        return cls(spec.job_id, arrival_ns, recorded_tokens=recorded_tokens, training=spec)
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens of the prompt and generated ones."""
+        return self._known + self._pace.clock
+
+    @known_tokens.setter
+    def known_tokens(self, tokens: int) -> None:
+        self._known = tokens - self._pace.clock
+
+    @property
+    def computed_tokens(self) -> int:
+        """Known tokens in the KV pages."""
+        return self._computed + self._pace.clock
+
+    @computed_tokens.setter
+    def computed_tokens(self, tokens: int) -> None:
+        self._computed = tokens - self._pace.clock
+
+    def move_with(self, pace: Pace) -> None:
+        """From now on it gets a token whenever they do."""
+        clock = self._pace.clock - pace.clock
+        self._known, self._computed, self._pace = self._known + clock, self._computed + clock, pace
 
     @property
     def remaining_tokens(self) -> int:
         """Known tokens that are not computed: a prompt's rest while prefilling, one in decode."""
-        return self.known_tokens - self.computed_tokens
+        return self._known - self._computed
 
     @property
     def is_prefilling(self) -> bool:
         """Whether more than the newest token is missing."""
-        computed = self.computed_tokens
-        return self.known_tokens - computed > 1 or not computed
+        return self._known - self._computed > 1 or not self._computed + self._pace.clock
 
     def frontier(self, microbatch: int = 0) -> tuple[Sequence[int], Sequence[int]]:
         """Tokens done per layer, forward and backward. Training jobs only."""

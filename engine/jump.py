@@ -31,9 +31,6 @@ class Repeater(Protocol):
         """Durations of `count` launches, each behind the tokens of the one before, and the host's
         time of each. None where durations may not be asked for before they pass."""
 
-    def peak_bytes(self, launch: Launch) -> int | None:
-        """Workspace at the peak of a launch."""
-
     def ends_ns(self, ops: Sequence[Op]) -> list[int]:
         """When operations in flight will end."""
 
@@ -70,7 +67,6 @@ class Jump:
             return False
         self._run = run
         self.steps += len(run)
-        repeat.advance(len(run))
         yield from self._pass(run, self._issue(run, repeat))
         return True
 
@@ -101,7 +97,7 @@ class Jump:
     # ---- planning: nothing is changed
     def _plan(self, repeat: Repeat, device: int) -> Run | None:
         engine = self._engine
-        if not self._is_calm(device):
+        if not (repeat.is_plain and self._is_calm(device)):
             return None
         limit = self._limit(repeat)
         if limit < self._least:
@@ -200,7 +196,6 @@ class Jump:
             engine.ledger.figures(),
             grown,
             engine.page.nbytes,
-            self._executor.peak_bytes,
             due,
         )
 
@@ -208,7 +203,7 @@ class Jump:
     def _issue(self, run: Run, repeat: Repeat) -> Span:
         """What settles together is issued; returns its span."""
         engine, ledger, op = self._engine, self._engine.ledger, run.op
-        ledger.grow(run.pool, run.due, run.grown[-1])
+        ledger.grow(run.pool, run.due, run.grown[-1], repeat.places)
         engine.flights.number(run.device, len(run))
         engine.recorder.ran(run)
         engine.launcher.repeat(run, repeat)
@@ -225,8 +220,7 @@ class Jump:
         engine.flights.last_compute((op,), run.device)
         numbers, issue_ns = (run.step + step, run.device, run.number + step), run.issue_ns[step]
         engine.flights.start(Flight(*numbers, issue_ns, run.host_ns, launch))
-        peak_bytes = self._executor.peak_bytes(launch)
-        span = Span(op, run.start_ns[step], run.end_ns[step], peak_bytes)
+        span = Span(op, run.start_ns[step], run.end_ns[step])
         self._executor.hold(launch, span, engine.settle)
 
     def _settle(self, run: Run, span: Span) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from engine.executor import Launch, Pieces
@@ -28,39 +30,58 @@ class Launcher:
         """Tokens that serving has recorded of a request, for whoever trains on it."""
         return 0 if request_id is None else self._recorded.get(request_id, 0)
 
-    def launch(self, op: Op, booking: Booking, device: int) -> Launch:
-        """The launch of a booked operation. Its jobs move on."""
+    def launch(self, op: Op, booking: Booking, device: int, repeat: Repeat | None = None) -> Launch:
+        """The launch of a booked operation, maybe a step of a repeated plan. Its jobs move on."""
         if isinstance(op, Copy):
             return Launch(op, booking.waits, (), *booking.copied)
         assert op.device == device, f"a plan for device {device} computes on {op.device}"
-        jobs = [piece.job for piece in op.slices]
+        pieces = self._moved(op, op.slices) if repeat is None else self._step(op, repeat)
+        return Launch(op, booking.waits, pieces)
+
+    def _moved(self, op: Compute, slices: Sequence[Slice]) -> Pieces:
+        """Slices of a launch whose jobs move on one by one."""
+        jobs = [piece.job for piece in slices]
         assert not op.again or all(job.training for job in jobs), "who is served restarts instead"
-        ids = [job.job_id for job in jobs]
-        contexts = [job.computed_tokens for job in jobs]
+        ids = tuple([job.job_id for job in jobs])
+        contexts = tuple([job.computed_tokens for job in jobs])
         tables = [self._ledger.pages.get(kv_place(i, Tier.GPU, op.device), ()) for i in ids]
-        samples = [self._advance(op, piece) for piece in op.slices]
+        samples = tuple([self._advance(op, piece) for piece in slices])
         if self._engine.reuse is not None:
-            self._engine.reuse.keep(op, contexts)
-        tokens = [piece.tokens for piece in op.slices]
-        return Launch(op, booking.waits, Pieces(ids, tokens, contexts, samples, tables))
+            self._engine.reuse.keep(op.device, zip(jobs, contexts, strict=True))
+        tokens = tuple([piece.tokens for piece in slices])
+        return Pieces(ids, tokens, contexts, samples, tables)
+
+    def _step(self, op: Compute, repeat: Repeat) -> Pieces:
+        """A launch of a cohort, which moves on by its clock, and of whoever is behind it."""
+        cohort, lead = repeat.cohort, len(repeat.cohort.jobs)
+        ids, tables, slices = cohort.ids, cohort.tables, op.slices[lead:]
+        contexts = cohort.ahead(0, [piece.job.computed_tokens for piece in slices])
+        repeat.advance(1)
+        if self._engine.reuse is not None:
+            self._engine.reuse.keep(op.device, cohort.filled(1))
+        if self._engine.forced and (done := cohort.complete()):
+            self._ends.end_with(op, done)
+        rest = self._moved(op, slices)
+        tokens, samples = (*((1,) * lead), *rest.tokens), (*((True,) * lead), *rest.samples)
+        return Pieces((*ids, *rest.job_ids), tokens, contexts, samples, (*tables, *rest.tables))
 
     def repeat(self, run: Run, plan: Repeat) -> None:
         """The jobs of a run move on by all its steps; whoever comes in is in the tail."""
-        cohort, tail, count = plan.cohort, plan.tail, len(run)
+        cohort, tail, lead = plan.cohort, plan.tail, len(plan.cohort.jobs)
         for job in tail:
             if not self._roster.has_started(job):
                 self._start(job)
-        for job in cohort.jobs:
-            job.computed_tokens += count
-            job.known_tokens += count
-        for leg in run.legs:
-            for job, (tokens, samples) in zip(tail, leg.tail, strict=True):
-                job.computed_tokens += leg.steps * tokens
-                job.known_tokens += leg.steps * samples
+        behind = [(job, job.computed_tokens) for job in tail]
+        plan.advance(len(run))
+        for leg in run.legs if tail else ():
+            steps, tokens, samples = leg.steps, leg.pieces.tokens, leg.pieces.samples
+            for job, n, sampled in zip(tail, tokens[lead:], samples[lead:], strict=True):
+                job.computed_tokens += steps * n
+                job.known_tokens += steps * sampled
         if self._engine.reuse is not None:
-            self._engine.reuse.keep(run.op, run.legs[0].pieces.contexts)
-        done = cohort.complete() if cohort.fewest_left(otherwise=1) <= 0 else []
-        if done := [*done, *[job for job in tail if self._ends.tokens_left(job) <= 0]]:
+            self._engine.reuse.keep(run.device, chain(cohort.filled(len(run)), behind))
+        done = [*cohort.complete(), *[job for job in tail if self._ends.tokens_left(job) <= 0]]
+        if done:
             self._ends.end_with(run.op, done)
 
     def _advance(self, op: Compute, piece: Slice) -> bool:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from engine.balance import Balance
 from engine.figures import Figures
+from engine.growth import hand_out
+from engine.holdings import Holdings
 from engine.journal import Journal
 from engine.pages import PagePool
 from engine.plan import Compute, Free, Grow, Kind, Op, PageSize, Place, Plan, Pool, Share, Tier
@@ -39,8 +41,9 @@ class Ledger:
         """`chains` of all serving jobs turn prefix caching on, for the KV pages of devices."""
         self.capacity_bytes = dict(capacity_bytes)
         self.page = page
-        self.held_bytes: dict[Place, int] = {}
         self.pages: dict[Place, list[int]] = {}  # a table only grows; a freed one is dropped
+        self._booked: dict[Place, int] = {}  # bytes that are no pages
+        self.held_bytes = Holdings(self.pages, self._booked, page.nbytes)
         self._board = Scoreboard(journal)
         self.written, self.used, self.open = self._board.written, self._board.used, self._board.open
         self.places_of: dict[int, dict[Place, None]] = defaultdict(dict)  # by owner
@@ -68,8 +71,12 @@ class Ledger:
         """Per pool, what comes back when operations in flight have ended."""
         return {pool: queue.coming_bytes for pool, queue in self._returns.items()}
 
+    def room_of(self, pool: Pool) -> int:
+        """Free and coming bytes of a pool."""
+        return self._returns[pool].room_bytes
+
     def room_bytes(self) -> dict[Pool, int]:
-        """Per pool, free and coming."""
+        """The same of every pool."""
         return {pool: queue.room_bytes for pool, queue in self._returns.items()}
 
     def held_pages(self, pool: Pool) -> int:
@@ -86,15 +93,11 @@ class Ledger:
             if pages.has_idle and (ids := pages.drain_idle()):
                 yield pool, ids
 
-    def room_of(self, pool: Pool) -> int:
-        """The same of one pool."""
-        return self._returns[pool].room_bytes
-
     @property
     def is_calm(self) -> bool:
         """Whether no bytes are on their way back, and nothing runs but launches of one lane."""
-        is_due = any([queue.coming_bytes for queue in self._returns.values()])
-        return not is_due and self._board.has_one_lane
+        coming = [queue.coming_bytes for queue in self._returns.values()]
+        return self._board.has_one_lane and not any(coming)
 
     def figures(
         self, pool: Pool | None = None, early_bytes: int = 0, device: int | None = None
@@ -112,33 +115,32 @@ class Ledger:
         return Figures(pool, self.capacity_bytes[pool], free, coming, kinds, pages)
 
     # ---- booking
-    def grow(self, pool: Pool, by_step: Iterable[Iterable[Grow]], pages: int) -> None:
-        """Books pages of KV for many steps, in their order; the caller has seen that they fit."""
-        at, one, held, tables = 0, self.page.nbytes, self.held_bytes, self.pages
-        givers, (ids, users) = self._returns[pool].take(pages * one), self._pools[pool].take(pages)
+    def grow(
+        self, pool: Pool, by_step: Iterable[Iterable[Grow]], pages: int, tail: Iterable[Place]
+    ) -> None:
+        """Books pages of KV for many steps, in their order; the caller has seen that they fit, and
+        that only places of the `tail` may hold nothing yet."""
+        nbytes = pages * self.page.nbytes
+        givers, (ids, users) = self._returns[pool].take(nbytes), self._pools[pool].take(pages)
         assert not givers and not users, "a run starts where nothing is on its way back"
-        self.kind_bytes[pool][Kind.KV] += pages * one
-        for place, nbytes, _, _ in chain.from_iterable(by_step):
-            table, end = tables.get(place), at + nbytes // one
-            if table is None:
-                self._hold(place, 0)
-                table = tables[place] = []
-            table += ids[at:end]
-            held[place] += nbytes
-            at = end
-        assert at == len(ids), "something grows by no whole pages"
+        self.kind_bytes[pool][Kind.KV] += nbytes
+        for place in tail:
+            self._enter(place)
+            self.pages.setdefault(place, [])
+        hand_out(ids, chain.from_iterable(by_step), self.pages, self.page.nbytes)
 
     def touch_again(self, op: Compute, steps: int) -> None:
         """Books a launch that stands for so many equal ones."""
         self._board.touch_again(op, op.writes, steps)
 
-    def book(self, plan: Plan) -> dict[Op, Booking]:
+    def book(self, plan: Plan, lead: int = 0) -> dict[Op, Booking]:
         """Books a plan and returns what each operation waits for, in issue order.
 
-        Raises Shortage, with nothing changed, where the plan does not fit.
+        The first `lead` places that its launch writes are known to be held. Raises Shortage, with
+        nothing changed, where the plan does not fit.
         """
         trials = {pool: sharing.trial() for pool, sharing in self.sharing.items()}
-        Balance(self.room_bytes(), self.held_bytes, trials, self.page.nbytes).run(plan)
+        Balance(self.room_bytes(), self.held_bytes, trials, self.page.nbytes).run(plan, lead)
         booked: dict[Op, Booking] = {}
         for op in plan.ops:
             if isinstance(op, Op):
@@ -165,11 +167,14 @@ class Ledger:
     def _take(self, place: Place, nbytes: int) -> None:
         pool, pages = place.pool, list[int]()
         givers = self._returns[pool].take(nbytes)
+        self._enter(place)
         if place.region.kind is Kind.KV:
-            pages, waits = self._pools[pool].take(self._num_pages(place, nbytes))
+            assert not nbytes % self.page.nbytes, f"{place} takes {nbytes} bytes, no whole pages"
+            pages, waits = self._pools[pool].take(nbytes // self.page.nbytes)
             self.pages.setdefault(place, []).extend(pages)
             givers |= waits
-        self._hold(place, nbytes)
+        else:
+            self._booked[place] = self._booked.get(place, 0) + nbytes
         self.kind_bytes[pool][place.region.kind] += nbytes
         if givers:
             self._board.rest(place, givers)
@@ -179,29 +184,24 @@ class Ledger:
     def _share(self, op: Share) -> None:
         place, pool = op.place, op.place.pool
         nbytes, writers = self.sharing[pool].share(op.pages, self.open)
+        self._enter(place)
         self.pages[place] = list(op.pages)
-        self._hold(place, len(op.pages) * self.page.nbytes)
         self.kind_bytes[pool][Kind.KV] += nbytes
         if writers:
             self._board.rest(place, writers)
         if self._journal:
             self._journal.took(place, self.held_bytes[place], op.pages, is_shared=True)
 
-    def _hold(self, place: Place, nbytes: int) -> None:
-        held = self.held_bytes.get(place)
-        if held is None:
+    def _enter(self, place: Place) -> None:
+        if place not in self.held_bytes:
             self._board.enter(place)
             self.places_of[place.region.owner][place] = None
-        self.held_bytes[place] = nbytes + (held or 0)
-
-    def _num_pages(self, place: Place, nbytes: int) -> int:
-        assert nbytes % self.page.nbytes == 0, f"{place} takes {nbytes} bytes, no whole pages"
-        return nbytes // self.page.nbytes
 
     # ---- giving back
     def give(self, place: Place) -> None:
         """Gives a place back: its bytes return, in issue order, when its users have ended."""
-        nbytes, pool = self.held_bytes.pop(place), place.pool
+        nbytes, pool = self.held_bytes[place], place.pool
+        self._booked.pop(place, None)
         users = self._board.leave(place)
         owned = self.places_of[place.region.owner]
         del owned[place]

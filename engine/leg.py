@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from operator import add, eq, itemgetter
 from typing import NamedTuple
 
 from engine.cohort import Behind
@@ -22,7 +23,6 @@ class Leg(NamedTuple):
     first: int
     steps: int
     launch: Launch  # of its first step
-    tail: tuple[tuple[int, bool], ...]  # tokens, and whether one more is sampled
 
     @property
     def op(self) -> Compute:
@@ -48,15 +48,25 @@ class Leg(NamedTuple):
         behind, of = step - self.first, self.pieces
         if not behind:
             return self.launch
-        contexts = [c + behind * n for c, n in zip(of.contexts, of.tokens, strict=True)]
-        pieces = Pieces(of.job_ids, of.tokens, contexts, of.samples, of.tables)
+        contexts = of.contexts
+        assert isinstance(contexts, Behind)
+        later = contexts.after(behind, of.tokens)
+        pieces = Pieces(of.job_ids, of.tokens, later, of.samples, of.tables)
         return Launch(self.op.again_as(self.op.slices), (), pieces)
 
 
+_tokens = itemgetter(1)  # of a slice
+
+
 @cache
-def _decodes(count: int) -> tuple[tuple[int, ...], tuple[bool, ...], Sequence[Sequence[int]]]:
-    """Tokens, samples and page tables of so many decodes: kept once for all launches."""
-    return (1,) * count, (True,) * count, ((),) * count
+def _decodes(count: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Tokens and samples of so many decodes: kept once for all launches."""
+    return (1,) * count, (True,) * count
+
+
+@cache
+def _no_tables(count: int) -> Sequence[Sequence[int]]:
+    return ((),) * count
 
 
 def legs(repeat: Repeat, count: int, reach: Callable[[], int]) -> Iterator[Leg]:
@@ -64,27 +74,19 @@ def legs(repeat: Repeat, count: int, reach: Callable[[], int]) -> Iterator[Leg]:
 
     `reach` says before each leg how many are wanted at once: none ends it.
     """
-    cohort, tail = repeat.cohort, repeat.tail
-    lead, ids = len(cohort.jobs), cohort.ids + tuple([job.job_id for job in tail])
-    ones, trues, tables = _decodes(len(ids))
-    done = [(job.computed_tokens, job.known_tokens) for job in tail]
-    single, first = ((1, True),) * len(tail), 0
-    contexts: tuple[int, ...] = ()
+    cohort, tail, first = repeat.cohort, repeat.tail, 0
+    ids, (ones, trues) = cohort.ids, _decodes(len(cohort.ids))
+    if tail:
+        ids += tuple([job.job_id for job in tail])
+    contexts, known = [job.computed_tokens for job in tail], [job.known_tokens for job in tail]
     while first < count and (wanted := reach()) > 0:
         part, until = repeat.part(repeat.done + first)
         steps = min(wanted, min(count, until - repeat.done) - first)
-        tokens, samples, moves = ones, trues, single
-        if tail:
-            pairs = zip(part, done, strict=True)
-            moves = tuple([(p.tokens, c + p.tokens == k) for p, (c, k) in pairs])
-            contexts = tuple([computed for computed, _ in done])
-        if moves != single:
-            tokens = (*ones[:lead], *[n for n, _ in moves])
-            samples = (*trues[:lead], *[sampled for _, sampled in moves])
-        behind = Behind(cohort, first, contexts)
-        launch = Launch(repeat.launch(part), (), Pieces(ids, tokens, behind, samples, tables))
-        yield Leg(first, steps, launch, moves)
-        if tail:
-            moved = zip(done, moves, strict=True)
-            done = [(c + steps * n, k + steps * sampled) for (c, k), (n, sampled) in moved]
+        tokens = tuple(map(_tokens, part))
+        samples = tuple(map(eq, map(add, contexts, tokens), known))
+        now = cohort.ahead(first, contexts)
+        pieces = Pieces(ids, ones + tokens, now, trues + samples, _no_tables(len(ids)))
+        yield Leg(first, steps, Launch(repeat.launch(part), (), pieces))
+        contexts = [c + steps * n for c, n in zip(contexts, tokens, strict=True)]
+        known = [k + steps * sampled for k, sampled in zip(known, samples, strict=True)]
         first += steps

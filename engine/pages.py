@@ -54,13 +54,14 @@ class PagePool:
         self.held_pages += count
         if self._cache is not None:
             self._cache.forget(ids)
-            for page in ids:
-                self._where.pop(page, None)
+            for page in self._where.keys() & ids:
+                del self._where[page]
         return ids, givers
 
-    def holders(self, page: int) -> int:
-        """How many hold a page (with a cache)."""
-        return 1 + self._more[page] if self._is_held(page) else 0
+    def holders(self, pages: Iterable[int]) -> list[int]:
+        """How many hold each of these pages (with a cache)."""
+        end, where, more = self._next, self._where, self._more.get
+        return [0 if page in where or page >= end else 1 + more(page, 0) for page in pages]
 
     def _is_held(self, page: int) -> bool:
         return page < self._next and page not in self._where

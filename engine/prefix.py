@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from engine.job import Job
@@ -21,17 +21,19 @@ class Chain:
         self._request, self._page_tokens = request, page_tokens
         self._keys: list[int] = []
 
-    def key(self, index: int) -> int:
-        """The key of a page of the request, counted from its first."""
+    def keys(self, start: int, stop: int) -> Iterator[int]:
+        """The keys of pages of the request, counted from its first; made as far as looked at."""
         keys = self._keys
-        while index >= len(keys):
-            keys.append(hash((keys[-1] if keys else 0, self._content(len(keys)))))
-        return keys[index]
+        yield from keys[start:stop]
+        for index in range(len(keys), stop):
+            keys.append(hash((keys[-1] if keys else 0, self._content(index))))
+            if index >= start:
+                yield keys[index]
 
     def of_prompt(self, most: int) -> tuple[int, ...]:
         """The keys of the prompt's full pages, the first `most` of them."""
         full = self._request.prompt_tokens // self._page_tokens
-        return tuple(self.key(index) for index in range(min(full, most)))
+        return tuple(self.keys(0, min(full, most)))
 
     def _content(self, index: int) -> tuple[Any, ...]:
         request, start = self._request, index * self._page_tokens
@@ -71,8 +73,8 @@ class PrefixCache:
         """A launch has filled pages of a job that held `context_tokens` before it."""
         size, chain = self._page_tokens, self._chains[job.job_id]
         full = min(job.computed_tokens // size, len(table))  # none of one that is freed already
-        for i in range(context_tokens // size, full):
-            key, page = chain.key(i), table[i]
+        first = context_tokens // size
+        for key, page in zip(chain.keys(first, full), table[first:full], strict=True):
             self._keys[page] = key
             self._pages.setdefault(key, {})[page] = None
 
@@ -92,8 +94,8 @@ class PrefixCache:
         """
         found: list[int] = []
         of_key, chain = self._pages, self._chains[job.job_id]
-        for i in range((job.known_tokens - 1) // self._page_tokens):
-            for page in of_key.get(chain.key(i), ()):
+        for key in chain.keys(0, (job.known_tokens - 1) // self._page_tokens):
+            for page in of_key.get(key, ()):
                 if page not in gone:
                     found.append(page)
                     break
@@ -104,5 +106,6 @@ class PrefixCache:
     def check(self, job: Job, pages: Sequence[int]) -> None:
         """Asserts that pages hold the beginning of a job."""
         chain = self._chains[job.job_id]
-        wrong = [p for i, p in enumerate(pages) if self._keys.get(p) != chain.key(i)]
+        keys = chain.keys(0, len(pages))
+        wrong = [p for p, key in zip(pages, keys, strict=True) if self._keys.get(p) != key]
         assert not wrong, f"job {job.job_id} would start on pages {wrong}, which hold other tokens"

@@ -22,6 +22,7 @@ class EngineProfile:
         self._sums: dict[tuple[int, LaunchKey], tuple[int, int]] = {}
         self._moments: dict[int, tuple[Moment, ...]] = {}
         self._recent: dict[int, list[Moment]] = defaultdict(list)
+        self._trains = False  # whether any launch had training work
 
     def moments(self, job_id: int) -> Sequence[Moment]:
         """The launches of a training job's last complete step, in issue order."""
@@ -36,6 +37,7 @@ class EngineProfile:
         """A launch was issued: a moment for each training job in it."""
         for piece in op.slices:
             if piece.job.training is not None:
+                self._trains = True
                 moment = Moment(launch_key(op), (*op.reads, *op.writes), other_bytes)
                 self._recent[piece.job.job_id].append(moment)
 
@@ -45,7 +47,7 @@ class EngineProfile:
 
     def settled(self, span: Span) -> None:
         """A duration was measured."""
-        if isinstance(span.op, Copy):
+        if isinstance(span.op, Copy) or not self._trains:
             return
         trained = [piece.job.job_id for piece in span.op.slices if piece.job.training is not None]
         key = launch_key(span.op) if trained else ()

@@ -9,7 +9,7 @@ from engine.plan import Slice, Work
 def advance_serving(piece: Slice) -> bool:
     """Moves a serving job's frontier; returns whether the slice yields the next token."""
     job, tokens = piece.job, piece.tokens
-    left = job.known_tokens - job.computed_tokens - tokens
+    left = job.remaining_tokens - tokens
     assert piece.work is Work.FORWARD, f"job {job.job_id} is served, it has no {piece.work}"
     assert piece.layers is None, f"job {job.job_id}: serving slices run through all layers"
     assert tokens > 0 and left >= 0, f"job {job.job_id}: {tokens} tokens, {left + tokens} remain"

@@ -22,6 +22,7 @@ from engine.rows import MemoryRow, PlanRow, StepRow, memory_row, request_row, st
 from engine.run import Run
 from traces.request import Request
 
+Predict = Callable[[Launch], int | None]
 ROW_ORDER = ("settle", "return", "issue")  # of MEMORY at one moment
 
 
@@ -38,6 +39,7 @@ class Recorder:
         self._returned: dict[int, list[int]] = defaultdict(list)  # by device
         self._unseen: set[int] = set()  # devices whose memory has come back; no row says so yet
         self._meter = meter
+        self.predicted_bytes: Predict | None = None  # workspace, where a span says none
 
     @property
     def is_metered(self) -> bool:
@@ -53,8 +55,15 @@ class Recorder:
     @property
     def steps(self) -> list[StepRow]:
         """All operations by end and step: step, issue, host time, span, launch."""
-        rows = chain(self._steps, *(run.step_rows() for run in self._runs))
+        rows = map(self._predicted, chain(self._steps, *(run.step_rows() for run in self._runs)))
         return sorted(rows, key=lambda row: (row[3].end_ns, row[0]))
+
+    def _predicted(self, row: StepRow) -> StepRow:
+        step, issue_ns, host_ns, span, launch = row
+        if span.peak_bytes is not None or self.predicted_bytes is None:
+            return row
+        span = span._replace(peak_bytes=self.predicted_bytes(launch))
+        return step, issue_ns, host_ns, span, launch
 
     @property
     def spans(self) -> list[Span]:

@@ -25,6 +25,14 @@ class Repeat:
         for step, last in plan.later:
             self._parts.append((step, self._parts[0][1][: -len(last)] + last))
         self.tail = [piece.job for piece in launch.slices[lead:]]
+        self.is_plain = plan.repeats > 1 or self._is_plain()
+
+    def _is_plain(self) -> bool:
+        """Whether a single step is nothing but growth and a launch of decodes and then prompts."""
+        plan = self.plan
+        is_growth = all([type(op) is Grow for op in plan.ops[:-1]])
+        is_still = not (plan.restart or plan.refuse)
+        return is_growth and is_still and all([job.is_prefilling for job in self.tail])
 
     @property
     def jobs(self) -> list[Job]:
@@ -84,10 +92,10 @@ class Repeat:
 
     def next(self) -> Plan:
         """The next step as a plan of its own."""
+        if self.plan.repeats == 1:
+            return self.plan
         grows = [Grow(op.place, op.nbytes) for op in self.due(1)[0][0]]
-        plan = Plan((*grows, self.launch(self.part(self.done)[0])))
-        self.advance(1)
-        return plan
+        return Plan((*grows, self.launch(self.part(self.done)[0])))
 
     def fits(self, room_bytes: Callable[[], dict[Pool, int]]) -> bool:
         """Whether what grows with the next step finds room."""

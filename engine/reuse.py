@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from engine.job import Job
 from engine.ledger import Ledger
@@ -34,21 +34,20 @@ class Reuse:
 
     def start(self, plan: Plan) -> None:
         """A plan is issued: jobs start behind what they share."""
-        launches = [op for op in plan.ops if isinstance(op, Compute)]
+        shares = [op for op in plan.ops if isinstance(op, Share)]
+        launches = [op for op in plan.ops if isinstance(op, Compute)] if shares else []
         jobs = {piece.job.job_id: piece.job for op in launches for piece in op.slices}
-        for op in plan.ops:
-            if isinstance(op, Share):
-                job, tokens = jobs[op.place.region.owner], len(op.pages) * self._ledger.page.tokens
-                self._ledger.sharing[op.place.pool].cache.check(job, op.pages)
-                start_behind(job, tokens)
-                self._recorder.cached(job.job_id, tokens)
+        for op in shares:
+            job, tokens = jobs[op.place.region.owner], len(op.pages) * self._ledger.page.tokens
+            self._ledger.sharing[op.place.pool].cache.check(job, op.pages)
+            start_behind(job, tokens)
+            self._recorder.cached(job.job_id, tokens)
 
-    def keep(self, op: Compute, contexts: Sequence[int]) -> None:
-        """The pages that a launch fills behind `contexts` can be found from the next plan on."""
-        cache, tables = self._ledger.sharing[Tier.GPU, op.device].cache, self._ledger.pages
+    def keep(self, device: int, moved: Iterable[tuple[Job, int]]) -> None:
+        """Pages that jobs have filled since they held so many tokens can be found from the next
+        plan on."""
+        cache, tables = self._ledger.sharing[Tier.GPU, device].cache, self._ledger.pages
         size = self._ledger.page.tokens
-        for piece, context in zip(op.slices, contexts, strict=True):
-            job = piece.job
+        for job, context in moved:
             if job.computed_tokens // size > context // size:  # a page is full
-                place = kv_place(job.job_id, Tier.GPU, op.device)
-                cache.keep(job, context, tables.get(place, ()))
+                cache.keep(job, context, tables.get(kv_place(job.job_id, Tier.GPU, device), ()))

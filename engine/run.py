@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,6 @@ class Run:
     figures: tuple[Figures, ...]  # before the first step
     grown: Times  # KV pages taken up to and with each step
     page_nbytes: int
-    peak_bytes: Callable[[Launch], int | None]
     due: Sequence[Sequence[Grow]]  # what grows at each step, in the order of booking
 
     def __len__(self) -> int:
@@ -74,7 +73,7 @@ class Run:
         for i, (issue, start, end) in enumerate(zip(*times, strict=True)):
             if i < self.settled:
                 launch = self.launch_at(i)
-                span = Span(launch.op, start, end, self.peak_bytes(launch))
+                span = Span(launch.op, start, end)
                 yield self.step + i, issue, self.host_ns, span, launch
 
     def memory_rows(self) -> Iterator[tuple[int, str, int, Sequence[Figures], Any]]:

@@ -40,7 +40,7 @@ class Scoreboard:
         self._used: dict[Place, int] = {}
         self.written, self.used = Stamps(self, self._written), Stamps(self, self._used)
         self.stamp = 0
-        self._late: tuple[Op, tuple[Place, ...], int] | None = None  # of a run, not entered yet
+        self._late: tuple[Op, tuple[Place, ...], int] | None = None  # not entered yet
         self._writers: dict[Place, Op] = {}  # the last one; stays when it has ended
         self._users: dict[Lane, dict[Place, Op]] = {}  # the last one of each lane
         self._givers: dict[Place, set[Op]] = {}
@@ -59,13 +59,17 @@ class Scoreboard:
         """A place rests on bytes that these operations still use."""
         self._givers.setdefault(place, set()).update(givers)
 
-    def touch(self, op: Op, reads: Sequence[Place], writes: Sequence[Place]) -> tuple[Op, ...]:
+    def touch(self, op: Op, reads: Sequence[Place], writes: tuple[Place, ...]) -> tuple[Op, ...]:
         """Issues an operation; returns what it waits for."""
-        self.catch_up()
         lane, waits = op.lane, dict[Op, None]()
+        is_alone = all([other.lane == lane for other in self.open])
+        if is_alone and lane[1] == COMPUTE_LANE and not (reads or self._journal):
+            self.touch_again(op, writes, 1)
+            return ()
+        self.catch_up()
         copied = self._written[op.src] if isinstance(op, Copy) else None
         self.stamp += 1
-        if self.open and any([other.lane != lane for other in self.open]):
+        if not is_alone:
             for place in reads:
                 self._wait(
                     waits, lane, [self._writers[place]] if place in self._writers else (), place
@@ -82,7 +86,7 @@ class Scoreboard:
         return tuple(waits)
 
     def touch_again(self, op: Op, writes: tuple[Place, ...], steps: int) -> None:
-        """Issues a launch that stands for so many, alone on its lane.
+        """Issues a launch that stands for so many, on the only lane that is busy.
 
         Its places are entered only if it is not followed by another that touches them, too.
         """

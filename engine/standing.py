@@ -11,6 +11,7 @@ from engine.job import Job
 from engine.plan import (
     COMPUTE_LANE,
     Compute,
+    Free,
     Grow,
     GrowCycle,
     PageSize,
@@ -24,19 +25,14 @@ from engine.repeat import Repeat
 WHOLE = (Work.FORWARD, None, 0, 0, False)  # a slice of serving, but for its job and tokens
 
 
-def _is_plain(plan: Plan, launch: Compute, cohort: Cohort) -> bool:
-    """Whether a single step could be one of a repeated plan: growth, and a launch of a cohort and
-    then of prompts."""
-    if plan.restart or plan.refuse or launch.reads:
-        return False
-    lead, is_growth = len(cohort.jobs), [type(op) is Grow for op in plan.ops[:-1]]
-    prompts, writes = launch.slices[lead:], launch.writes[lead:]
-    ids = [piece.job.job_id for piece in prompts]
+def _serves(plan: Plan, launch: Compute, cohort: Cohort) -> bool:
+    """Whether a single step ends in its only launch, and that serves each job once."""
+    slices, writes = launch.slices[len(cohort.jobs) :], launch.writes[len(cohort.jobs) :]
+    ids = [piece.job.job_id for piece in slices]
     return (
-        all(is_growth)
-        and (launch.on, launch.again) == (COMPUTE_LANE, False)
-        and all([piece[2:] == WHOLE and piece.job.training is None for piece in prompts])
-        and all([piece.job.is_prefilling for piece in prompts])
+        (launch.on, launch.again, launch.reads) == (COMPUTE_LANE, False, ())
+        and not any([isinstance(op, Compute) for op in plan.ops[:-1]])
+        and all([piece[2:] == WHOLE and piece.job.training is None for piece in slices])
         and [place.region.owner for place in writes] == ids
         and len({*cohort.ids, *ids}) == len(launch.slices)
     )
@@ -49,11 +45,11 @@ class Standing:
         self,
         is_allowed: bool,
         page: PageSize,
-        held_bytes: Mapping[Place, int],
+        tables: Mapping[Place, Sequence[int]],
         tokens_left: Callable[[Job], int],
     ) -> None:
         self._is_allowed, self._page = is_allowed, page
-        self._held_bytes, self._tokens_left = held_bytes, tokens_left
+        self._tables, self._tokens_left = tables, tokens_left
         self._last: Repeat | None = None  # also when it does not hold any more
         self._cohort: Cohort | None = None  # of the last plan
         self._shown: GrowCycle | None = None  # of the cohort, as a View has it
@@ -69,6 +65,8 @@ class Standing:
         if not isinstance(launch, Compute):
             return None
         cohort, has_cycle = self._cohort, isinstance(cycle, GrowCycle)
+        if cohort is not None:
+            _part(cohort, plan)
         if cohort is None or not _leads(cohort, launch) or (has_cycle and cohort.turns is None):
             cohort = Cohort(self._page)
         lead = len(cohort.jobs)
@@ -77,7 +75,7 @@ class Standing:
             return None
         if isinstance(cycle, GrowCycle) and cycle is not self._shown:
             assert _is_same(cycle, cohort.cycle()), "a cycle grows as decodes fill their pages"
-        if plan.repeats == 1 and not _is_plain(plan, launch, cohort):
+        if plan.repeats == 1 and not _serves(plan, launch, cohort):
             return None
         if not has_cycle and cohort.jobs and not _grows_in_turn(plan, cohort):
             cohort.turns = None
@@ -87,9 +85,14 @@ class Standing:
         """Whoever decodes, up to the first who does not, comes into the cohort; if anybody does."""
         if not jobs or jobs[0].is_prefilling:
             return False
-        pairs = takewhile(_is_decode, zip(jobs, places, strict=False))
-        cohort.join(pairs, self._held_bytes, self._tokens_left)
+        pairs = takewhile(self._is_decode, zip(jobs, places, strict=False))
+        cohort.join(pairs, self._tables, self._tokens_left)
         return True
+
+    def _is_decode(self, pair: tuple[Job, Place]) -> bool:
+        job, place = pair
+        is_own = place.region.owner == job.job_id and place in self._tables  # and here already
+        return is_own and not job.is_prefilling
 
     def drop(self) -> None:
         """Something happened: the policy has to be asked."""
@@ -129,23 +132,26 @@ class Standing:
         return Decodes(cohort.slices, cohort.places, self._shown)
 
 
+def _part(cohort: Cohort, plan: Plan) -> None:
+    """Whoever loses his memory or is refused is in the cohort no more."""
+    gone = {job.job_id for job in (*plan.restart, *plan.refuse)}
+    gone.update([op.place.region.owner for op in plan.ops if isinstance(op, Free)])
+    for owner in gone.intersection(cohort.ids):
+        cohort.leave(cohort.ids.index(owner))
+
+
 def _grows_in_turn(plan: Plan, cohort: Cohort) -> bool:
     """Whether a single step takes what its decodes need now, and no more."""
     if plan.repeats > 1 or cohort.turns is None:
         return False
-    taken = [op for op in plan.ops[:-1] if isinstance(op, Grow)]
-    own = {op.place: op.nbytes for op in taken if op.place in cohort.places}
+    taken, ids = [op for op in plan.ops[:-1] if isinstance(op, Grow)], {*cohort.ids}
+    own = {op.place: op.nbytes for op in taken if op.place.region.owner in ids}
     return own == {op.place: op.nbytes for op in cohort.due(1)[0]}
 
 
 def _leads(cohort: Cohort, launch: Compute) -> bool:
     n = len(cohort.jobs)
     return launch.slices[:n] == cohort.slices and launch.writes[:n] == cohort.places
-
-
-def _is_decode(pair: tuple[Job, Place]) -> bool:
-    job, place = pair
-    return not job.is_prefilling and place.region.owner == job.job_id
 
 
 def _is_same(cycle: GrowCycle, other: GrowCycle | None) -> bool:

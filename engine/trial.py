@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import filterfalse, islice
 
 from engine.job import Job
 from engine.pages import PagePool
@@ -38,7 +39,7 @@ class Trial:
 
     def idle(self, pages: Sequence[int]) -> int:
         """How many of these pages nobody holds: to share them takes room."""
-        return sum(not self._held_by(page) for page in pages)
+        return self._holders_of(pages).count(0)
 
     def take(self, place: Place, count: int) -> None:
         """A place grows by so many pages."""
@@ -49,10 +50,10 @@ class Trial:
         """A place begins with pages that are there."""
         self._walk()
         assert self._gone.isdisjoint(pages), "a page is shared that the plan has taken"
-        for page in pages:
-            if page in self._tail:
-                self._tail.remove(page)
-            self._holders[page] = self._held_by(page) + 1
+        for page in set(pages).intersection(self._tail):
+            self._tail.remove(page)
+        for page, holders in zip(pages, self._holders_of(pages), strict=True):
+            self._holders[page] = holders + 1
         self._shared[place] = pages
 
     def free(self, place: Place) -> int:
@@ -62,25 +63,26 @@ class Trial:
         had = () if place in self._freed else self._tables.get(place, ())
         pages = self._shared.pop(place, had)
         self._freed.add(place)
-        back = []
-        for page in reversed(pages):
-            self._holders[page] = self._held_by(page) - 1
-            if not self._holders[page]:
-                back.append(page)
+        last_first = pages[::-1]
+        left = [holders - 1 for holders in self._holders_of(last_first)]
+        self._holders.update(zip(last_first, left, strict=True))
+        back = [page for page, holders in zip(last_first, left, strict=True) if not holders]
         self._tail.extend(back)
         return fresh + len(back)
 
-    def _held_by(self, page: int) -> int:
-        changed = self._holders.get(page)
-        return self._pool.holders(page) if changed is None else changed
+    def _holders_of(self, pages: Sequence[int]) -> list[int]:
+        found = self._pool.holders(pages)
+        if self._holders.keys().isdisjoint(pages):
+            return found
+        changed = self._holders.get
+        return [changed(page, holders) for page, holders in zip(pages, found, strict=True)]
 
     def _walk(self) -> None:
         """Finds out which pages are gone."""
-        if self._due and self._oldest is None:
-            self._oldest = self._pool.oldest()
-        while self._due and self._oldest is not None:
-            page = next((p for p in self._oldest if p not in self._holders), None)
-            if page is None and not self._tail:
-                break  # more is wanted than there is: such a plan will not be booked
-            self._gone.add(self._tail.popleft() if page is None else page)
-            self._due -= 1
+        if self._oldest is None:
+            self._oldest = filterfalse(self._holders.__contains__, self._pool.oldest())
+        taken = [*islice(self._oldest, self._due)]
+        while self._tail and len(taken) < self._due:  # if not, such a plan will not be booked
+            taken.append(self._tail.popleft())
+        self._gone.update(taken)
+        self._due -= len(taken)

@@ -148,6 +148,13 @@ class Seating:
         return kv_place(job.job_id, Tier.GPU, self._view.device)
 
     @cached_property
+    def _fixed_bytes(self) -> int:
+        """What is on the device beside KV."""
+        held = self._view.held_bytes
+        others = [place for place in held if place.region.kind is not Kind.KV]
+        return sum([held[place] for place in others if place.pool == self._pool])
+
+    @cached_property
     def _victims(self) -> list[Job]:
         """Jobs in service, most wanted first: in the order of the batch, then all others."""
         if self._preempt is None:
@@ -217,9 +224,7 @@ class Seating:
 
     def _refuse_if_hopeless(self, piece: Slice, nbytes: int) -> bool:
         """Refuses a job that would not find its bytes in the pool even if it were alone."""
-        held = self._view.held_bytes.items()
-        fixed = sum(n for p, n in held if p.pool == self._pool and p.region.kind is not Kind.KV)
-        if nbytes <= self._view.capacity_bytes[self._pool] - fixed:
+        if nbytes <= self._view.capacity_bytes[self._pool] - self._fixed_bytes:
             return False
         self._draft.refuse(piece.job)
         return True

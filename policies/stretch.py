@@ -54,7 +54,7 @@ def has_prompt(plan: Plan) -> bool:
     """Whether a plan of one launch computes tokens of a prompt."""
     launch = plan.ops[-1]
     assert isinstance(launch, Compute)
-    jobs = (piece.job for piece in launch.slices)
+    jobs = (piece.job for piece in reversed(launch.slices))  # most likely the last one does
     return any(job.computed_tokens < job.prompt_tokens for job in jobs)
 
 

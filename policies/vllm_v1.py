@@ -35,8 +35,9 @@ class VllmV1:
 
     def _seats_taken(self, view: View) -> int:
         """A job that has ended keeps its seat until its pages are back, as in vLLM."""
-        if not view.waiting:
-            return 0
+        places, taken = view.held_bytes, len(view.serving)
+        if max(len(places), taken) + len(view.waiting) <= self.max_jobs:
+            return taken  # there is a seat for everybody
         here = (Tier.GPU, view.device)
-        holding = sum(r.kind is Kind.KV and (t, d) == here for r, t, d in view.held_bytes)
-        return max(holding, len(view.serving))
+        holding = [r for r, t, d in places if r.kind is Kind.KV and (t, d) == here]
+        return max(len(holding), taken)

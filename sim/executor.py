@@ -33,8 +33,7 @@ class SimExecutor:
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
         """Gives the launch its span; nothing else happens."""
         if not isinstance(launch.op, Copy):
-            peak_bytes = self.cost.peak_bytes(launch)
-            self._lanes.place(launch, self.cost.compute_ns(launch), done, peak_bytes)
+            self._lanes.place(launch, self.cost.compute_ns(launch), done)
             return
         lane, start_ns = launch.op.lane, self._lanes.start_ns(launch)
         duration_ns = self.cost.copy_ns(launch, self._busy_until[_opposite(lane)] > start_ns)
@@ -54,8 +53,8 @@ class SimExecutor:
         return durations, self.cost.host_ns((launch,))
 
     def peak_bytes(self, launch: Launch) -> int | None:
-        """Predicted workspace."""
-        return self.cost.peak_bytes(launch)
+        """Predicted workspace; spans say none, since it is wanted only where rows are written."""
+        return None if isinstance(launch.op, Copy) else self.cost.peak_bytes(launch)
 
     def ends_ns(self, ops: Sequence[Op]) -> list[int]:
         """When operations in flight will end."""

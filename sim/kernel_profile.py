@@ -14,7 +14,8 @@ import pandas as pd
 
 from engine.executor import Launch
 from engine.model import ModelSpec
-from sim.cost import ShapePriced, forward_shape
+from sim.cost import ShapePriced
+from sim.load import Load, load_of, sizes
 from sim.ragged import Ragged, Watch
 from sim.skew import Mix, Skew, fit_skew
 from sim.table import Lookup, Table, check_finite
@@ -32,6 +33,7 @@ PER_STEP = ("embedding", "final_layernorm")
 PER_SEQUENCE = ("lm_head", "sampler")
 SKEWS = ("none", "default", "per_bucket")
 AXES = ("prompt tokens", "their context", "decodes", "context")  # of attention
+FEW = 4  # steps that are sooner priced one by one than as arrays
 GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))  # vLLM's CUDA graphs, default
 
 
@@ -113,29 +115,32 @@ class KernelProfileCost(ShapePriced):
 
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
         """One launch by its shape: new tokens and tokens in KV per slice, rows of the head."""
-        busy = self._dense[self._padded(sum(tokens))] + self.step_ns
-        busy += self.model.num_layers * self.attention_us(tokens, contexts) * 1e3
+        return self._ns(sum(tokens), Load.of(zip(tokens, contexts, strict=True)), samples)
+
+    def compute_ns(self, launch: Launch) -> int:
+        """One launch; of a cohort's decodes nothing is looked at but their sums and ends."""
+        tokens, samples = sizes(launch)
+        return self._ns(tokens, load_of(launch, 0), samples)
+
+    def _ns(self, tokens: int, load: Load, samples: int) -> int:
+        busy = self._dense[self._padded(tokens)] + self.step_ns
+        busy += self.model.num_layers * self._attention_us(load) * 1e3
         return round(busy + (self._head[samples] if samples else 0.0))
 
     def attention_us(self, tokens: Sequence[int], contexts: Sequence[int]) -> float:
         """One layer's attention over all slices."""
-        past: list[int] = []
-        chunk = behind = 0
-        for n, context in zip(tokens, contexts, strict=True):
-            if n == 1 and context:
-                past.append(context + 1)
-            else:
-                chunk += n
-                behind += context
-        self._watch.look((chunk, behind, len(past), max(past, default=0)))
-        if not past:
+        return self._attention_us(Load.of(zip(tokens, contexts, strict=True)))
+
+    def _attention_us(self, load: Load) -> float:
+        chunk, behind, decodes, past, most, least = load
+        self._watch.look((chunk, behind, decodes, most))
+        if not decodes:
             return self.attention.value((chunk, behind, 0, 0))
-        rows = self._rows(chunk, behind, len(past))
-        mean, most, least = sum(past) / len(past), max(past), min(past)
+        rows, mean = self._rows(chunk, behind, decodes), past / decodes
         at_mean = sum(weight * row.value((mean,)) for row, weight in rows)
         if most == least:
             return at_mean
-        mix = Mix(chunk, behind, len(past), (mean - least) / (most - least), most)
+        mix = Mix(chunk, behind, decodes, (mean - least) / (most - least), most)
         alpha = self.skew.alpha(mix)
         if not alpha:
             return at_mean
@@ -144,19 +149,20 @@ class KernelProfileCost(ShapePriced):
 
     def repeat_ns(self, launch: Launch, count: int) -> Any:
         """See ShapePriced: decodes in one pass over the table, equal to the bit."""
-        tokens, contexts, samples = forward_shape(launch)
-        if not all(n == 1 and context for n, context in zip(tokens, contexts, strict=True)):
-            return super().repeat_ns(launch, count)
+        tokens, samples = sizes(launch)
+        chunk, _, decodes, past, longest, shortest = load_of(launch, 0)
+        if chunk or count < FEW:
+            return [self._ns(tokens, load_of(launch, step), samples) for step in range(count)]
         steps = np.arange(count)
-        most, least = max(contexts) + 1 + steps, min(contexts) + 1 + steps
-        self._watch.look((0, 0, len(contexts), int(most[-1])))
-        mean = (sum(contexts) + len(contexts) * (1 + steps)) / len(contexts)
-        rows = self._rows(0, 0, len(contexts))
+        most, least = longest + steps, shortest + steps
+        self._watch.look((0, 0, decodes, int(most[-1])))
+        mean = (past + decodes * steps) / decodes
+        rows = self._rows(0, 0, decodes)
         us = at_mean = _weighted(rows, mean)
-        if most[0] > least[0]:
-            alphas = self._alphas(len(contexts), (mean - least) / (most - least), most)
+        if longest > shortest:
+            alphas = self._alphas(decodes, (mean - least) / (most - least), most)
             us = at_mean + alphas * np.maximum(0.0, _weighted(rows, most) - at_mean)
-        busy = self._dense[self._padded(len(tokens))] + self.step_ns
+        busy = self._dense[self._padded(tokens)] + self.step_ns
         busy = busy + self.model.num_layers * us * 1e3
         return np.rint(busy + (self._head[samples] if samples else 0.0)).astype(np.int64)
 

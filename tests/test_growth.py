@@ -56,7 +56,7 @@ def test_a_cohort_grows_as_its_places_would_one_by_one(
     cohort = Cohort(PageSize(4, 10))
     cohort.clock = 7
     pairs = [(Job(i, 0, 8 - n, 9 - n, 8 - n), kv_place(i)) for i, n in enumerate(spare)]
-    cohort.join(pairs, {place: 20 for _, place in pairs}, lambda job: 9)
+    cohort.join(pairs, {place: [0, 1] for _, place in pairs}, lambda job: 9)
     ops = [Grow(kv_place(i), 10, first, 4) for i, first in enumerate(spare)]
     cohort.clock += start
     for i in gone & set(range(len(ops))):
@@ -74,5 +74,5 @@ def test_a_cohort_grows_as_its_places_would_one_by_one(
 
 def test_whoever_holds_pages_to_spare_grows_in_no_turn() -> None:
     cohort = Cohort(PageSize(4, 10))
-    cohort.join([(Job(0, 0, 3, 4, 3), kv_place(0))], {kv_place(0): 20}, lambda job: 9)
+    cohort.join([(Job(0, 0, 3, 4, 3), kv_place(0))], {kv_place(0): [0, 1]}, lambda job: 9)
     assert cohort.cycle() is None

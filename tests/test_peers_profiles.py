@@ -10,10 +10,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from engine.executor import Launch, Piece
+from engine.cohort import Cohort
+from engine.executor import Launch, Piece, Pieces
 from engine.job import Job
 from engine.model import ModelSpec
-from engine.plan import Compute, Slice
+from engine.plan import Compute, PageSize, Slice, kv_place
 from sim.aiconfigurator import AiConfiguratorCost, keep_sane, product_table
 from sim.cost import ShapePriced
 from sim.device import Device
@@ -114,6 +115,28 @@ def test_many_steps_at_once_cost_what_they_do_one_by_one(
     together = list(padded.repeat_ns(launch, 200))
     assert together == list(ShapePriced.repeat_ns(padded, launch, 200))
     assert together[0] == padded.compute_ns(launch)
+
+
+@pytest.mark.parametrize("tail", [[], [(1, 40)], [(300, 0)], [(1, 0), (17, 64)]])
+@pytest.mark.parametrize("contexts", [[], [15], [700, 900, 4000]])
+def test_a_cohort_costs_what_its_decodes_do(
+    padded: KernelProfileCost, contexts: list[int], tail: list[tuple[int, int]]
+) -> None:
+    """By sums and ends of its columns, and slice by slice."""
+    if not contexts and not tail:
+        return
+    cohort, jobs = Cohort(PageSize(16, 1)), [Job(i, 0, 1, c + 1, c) for i, c in enumerate(contexts)]
+    pairs = [(job, kv_place(job.job_id)) for job in jobs]
+    cohort.join(pairs, {place: () for _, place in pairs}, lambda job: 9)
+    tokens = [1] * len(jobs) + [n for n, _ in tail]
+    samples, behind = [True] * len(tokens), cohort.ahead(0, [context for _, context in tail])
+    op = Compute(tuple(Slice(Job(i, 0), n) for i, n in enumerate(tokens)))
+    by_column = Launch(op, pieces=Pieces(range(len(tokens)), tokens, behind, samples, ()))
+    by_slice = Launch(op, pieces=Pieces(range(len(tokens)), tokens, list(behind), samples, ()))
+    assert padded.compute_ns(by_column) == padded.compute_ns(by_slice)
+    for count in (1, 7):
+        found, expected = (list(padded.repeat_ns(x, count)) for x in (by_column, by_slice))
+        assert found == expected == list(ShapePriced.repeat_ns(padded, by_slice, count))
 
 
 def test_an_incomplete_profile_is_refused(rtx4090: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +118,10 @@ def test_each_replica_keeps_pages_of_its_own(memory: str) -> None:
 
 # ---- mutations
 def chain_without_parents(patch: pytest.MonkeyPatch) -> None:
-    def key(self: Chain, index: int) -> int:
-        return hash(self._content(index))
+    def keys(self: Chain, start: int, stop: int) -> Iterator[int]:
+        return (hash(self._content(index)) for index in range(start, stop))
 
-    patch.setattr(Chain, "key", key)
+    patch.setattr(Chain, "keys", keys)
 
 
 def chain_without_contents(patch: pytest.MonkeyPatch) -> None:
@@ -139,8 +139,9 @@ def pages_found_too_early(patch: pytest.MonkeyPatch) -> None:
         original(self, job, context, table)
         job_key, last = self._chains[job.job_id], job.computed_tokens // self._page_tokens
         if last < len(table):  # not full yet
-            self._keys[table[last]] = job_key.key(last)
-            self._pages.setdefault(job_key.key(last), {})[table[last]] = None
+            (key,) = job_key.keys(last, last + 1)
+            self._keys[table[last]] = key
+            self._pages.setdefault(key, {})[table[last]] = None
 
     patch.setattr(PrefixCache, "keep", keep)
 
@@ -160,7 +161,7 @@ def holders_never_leave(patch: pytest.MonkeyPatch) -> None:
     original: Callable = Sharing.give
 
     def give(self: Sharing, pages: list[int], users: set, running: Any) -> int:
-        kept = [page for page in pages if self._pool.holders(page) > 1]
+        kept = [page for page in pages if self._pool.holders([page])[0] > 1]
         return int(original(self, [p for p in pages if p not in kept], users, running))
 
     patch.setattr(Sharing, "give", give)

@@ -91,7 +91,7 @@ class Noting(Recorder):
         super().settled(*given)
         ledger = self.engine.ledger
         cache, pool = ledger.sharing[GPU].cache, ledger._pools[GPU]
-        idle = sum(not pool.holders(page) for page in cache._keys)
+        idle = pool.holders(cache._keys).count(0)
         self.kept_bytes.append(idle * ledger.page.nbytes)
 
 

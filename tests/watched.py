@@ -17,7 +17,8 @@ from engine.view import View
 
 ANSWERS = ("cost", "trial")  # functions: there is nothing in them to write to
 SHOWN = [field.name for field in dataclasses.fields(View) if field.name not in ANSWERS]
-FIELDS = attrgetter(*(field.name for field in dataclasses.fields(Job)))
+TOKENS = ("known_tokens", "computed_tokens")
+FIELDS = attrgetter(*TOKENS, *(name for name in Job.__slots__ if not name.startswith("_")))
 MUTABLE = (dict, list)
 
 
