@@ -71,7 +71,7 @@ def plain(cfg: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise Usage(f"{error.full_key or 'configuration'}: {error.msg or error}") from error
     assert isinstance(node, dict)
     config = {str(key): value for key, value in node.items()}
-    check_keys(config, default_config(), overrides)
+    check_keys(config, overrides)
     return config
 
 

@@ -5,37 +5,57 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from analysis.yaml_text import yaml_value
 from tandem.conform import did_you_mean
 from tandem.errors import Usage
 
+HYDRAS = ("defaults", "hydra")  # of config.yaml
 CHOICES = ("arrival", "router", "planner")  # groups whose node may build nothing at all
 
 
-def check_keys(
-    config: Mapping[str, Any], default: Mapping[str, Any], overrides: Sequence[str]
-) -> None:
+def check_keys(config: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """Usage for the first key that nobody reads, at the top and in nodes that build nothing.
 
     What has a `_target_` is checked by what it builds; budget, slo and trace by who reads them.
     """
     given = {word.lstrip("+~").partition("=")[0] for word in overrides}
-    for where, node, known in _nodes(config, default, given):
+    for where, node, known in _nodes(config, given):
         for key in map(str, node):
             if key not in known and not key.startswith("_"):
                 raise Usage(f"{where}{key}: no such setting{did_you_mean(key, known)}")
 
 
+@cache
+def settings() -> dict[str, Any]:
+    """What config.yaml sets, and the groups whose options are nodes of their own: what may be set.
+
+    Read from the files: to compose them for this would double what a run composes.
+    """
+    root = Path(str(files("conf")))
+    text = (root / "config.yaml").read_text(encoding="utf-8")
+    own = {k: v for k, v in yaml_value(text, "config.yaml").items() if k not in HYDRAS}
+    groups = (path for path in sorted(root.iterdir()) if any(path.glob("*.yaml")))
+    return own | {path.name: None for path in groups if not _is_spread(path)}
+
+
+def _is_spread(group: Path) -> bool:
+    """Whether the options of a group set keys of others, as `policy` does, and none of its own."""
+    options = (path.read_text(encoding="utf-8") for path in group.glob("*.yaml"))
+    return any("@package _global_" in text for text in options)
+
+
 def _nodes(
-    config: Mapping[str, Any], default: Mapping[str, Any], given: set[str]
+    config: Mapping[str, Any], given: set[str]
 ) -> Iterator[tuple[str, Mapping[str, Any], tuple[str, ...]]]:
     """Prefix of its keys, the node, and the keys that it may have."""
     found = {name: node for name, node in config.items() if isinstance(node, Mapping)}
-    yield "", config, tuple(default)
-    yield "sampling.", found.get("sampling", {}), tuple(default["sampling"])
+    yield "", config, tuple(settings())
+    yield "sampling.", found.get("sampling", {}), tuple(settings()["sampling"])
     backend = found.get("backend", {})
     if known := _backend_keys(str(backend.get("name"))):
         yield "backend.", backend, known

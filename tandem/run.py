@@ -1,4 +1,4 @@
-"""`tandem run`: the Hydra app. One run, or a sweep with -m."""
+"""`tandem run`: one run, or a sweep with -m by Hydra's app."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from tandem.compose import COMPOSING, config_folders, one_line, plain, register_resolvers
 from tandem.composed import Composed
@@ -21,17 +22,60 @@ from tandem.folder import provenance_in, remove_empty
 SHORT_FLAGS = ("-c", "-p", "-i", "-cp", "-cn", "-cd")  # Hydra's, that a value follows
 
 register_resolvers()
-_failed: list[Exception] = []  # of a single run, for `main` to raise without Hydra's own words
+_failed: list[Exception] = []  # of a single run, for `_run_app` to raise without Hydra's own words
 
 
-@hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
-def carry_out(cfg: DictConfig) -> None:
+def main(words: Sequence[str]) -> int:
+    """Runs what the words say; 0 if all runs served somebody. Raises what `guarded` tells."""
+    try:
+        (_run_app if _is_for_app(words) else _run_once)(words)
+    except COMPOSING as error:
+        raise Usage(one_line(error, words)) from error
+    return 0
+
+
+def _is_for_app(words: Sequence[str]) -> bool:
+    """Whether Hydra itself is asked for something: a flag, or a setting of its own."""
+    return any(word.startswith("-") or "hydra" in word for word in words)
+
+
+def _run_once(words: Sequence[str]) -> None:
+    """What the app would do with these words, which it composes twice: first to look for a mode."""
+    with hydra.initialize_config_module("conf", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        cfg = loader.load_configuration("config", [*words], RunMode.RUN)
+        folder = Path(cfg.hydra.run.dir).absolute()
+    with open_dict(cfg):
+        del cfg["hydra"]
+    point = Composed(plain(cfg, words), tuple(words))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _carry_out(point, folder, is_single=True)
+    except (ValueError, RunFailed):
+        remove_empty(folder)
+        raise
+
+
+def _run_app(words: Sequence[str]) -> None:
+    """Sweeps, the user's own folders, `--cfg`, `--help`: whatever Hydra can do."""
+    _failed.clear()
+    app = hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
+    with _raising_hydra(["tandem run", *options_first(words)]):
+        app(_run_job)()
+    if _failed:
+        raise _failed[0]
+
+
+def _run_job(cfg: DictConfig) -> None:
     """One point, into Hydra's folder. In a sweep an error passes on once all points have run."""
     of_hydra = HydraConfig.get()
     folder = Path(of_hydra.runtime.output_dir)
     is_single = of_hydra.mode is RunMode.RUN
+    folders = config_folders(of_hydra.runtime.config_sources)
+    overrides = tuple(of_hydra.overrides.task)
     try:
-        _carry_out(cfg, folder, is_single)
+        point = Composed(plain(cfg, overrides), overrides, folders)
+        _carry_out(point, folder, is_single)
     except (ValueError, RunFailed) as error:
         if not is_single:
             raise
@@ -39,16 +83,12 @@ def carry_out(cfg: DictConfig) -> None:
         _failed.append(error)
 
 
-def _carry_out(cfg: DictConfig, folder: Path, is_single: bool) -> None:
+def _carry_out(point: Composed, folder: Path, is_single: bool) -> None:
     """Also raises RunFailed, with the results in place, where every request was refused."""
     from tandem.experiment import run_experiment
     from tandem.refusal import refusal
     from tandem.screen import brief, told
 
-    of_hydra = HydraConfig.get()
-    overrides = tuple(of_hydra.overrides.task)
-    folders = config_folders(of_hydra.runtime.config_sources)
-    point = Composed(plain(cfg, overrides), overrides, folders)
     metrics = run_experiment(
         point, folder, is_single and sys.stderr.isatty(), keeps_rejected=not is_single
     )
@@ -57,22 +97,9 @@ def _carry_out(cfg: DictConfig, folder: Path, is_single: bool) -> None:
         print(told(metrics, provenance_in(folder)))
         print(where)
     else:
-        print(f"{where}  {' '.join(overrides)}  {brief(metrics)}", flush=True)
+        print(f"{where}  {' '.join(point.overrides)}  {brief(metrics)}", flush=True)
     if (nobody := refusal(Path(where), metrics, point.config)) is not None:
         raise RunFailed(nobody)
-
-
-def main(words: Sequence[str]) -> int:
-    """Hands the words to Hydra; 0 if all runs served somebody. Raises what `guarded` tells."""
-    _failed.clear()
-    with _raising_hydra(["tandem run", *options_first(words)]):
-        try:
-            carry_out()
-        except COMPOSING as error:
-            raise Usage(one_line(error, words)) from error
-    if _failed:
-        raise _failed[0]
-    return 0
 
 
 def options_first(words: Sequence[str]) -> list[str]:
