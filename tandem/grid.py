@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import CompactHydraException, HydraException
-from omegaconf import DictConfig, OmegaConf
 
+from tandem.base import Base
 from tandem.catalog import options
-from tandem.compose import config_of, one_line, plain
+from tandem.compose import config_of, one_line
 from tandem.composed import Composed
 from tandem.errors import Usage
 
@@ -28,7 +26,7 @@ class Axis:
 
     key: str
     words: tuple[str, ...]
-    is_composed: bool  # a choice of a group, or a key added: composed anew for each
+    is_composed: bool  # a choice of a group, a key added, a mapping: composed anew for each
 
 
 @dataclass(frozen=True)
@@ -41,16 +39,17 @@ class Grid:
 
     def points(self) -> Iterator[Composed]:
         """Every point's configuration. Usage in one line where a key or a choice is wrong."""
-        bases: dict[tuple[str, ...], DictConfig] = {}
+        bases: dict[tuple[str, ...], Base] = {}
         folders = (Path(self.config_dir),) if self.config_dir else ()
         for words in product(*(axis.words for axis in self.axes)):
             chosen = tuple(w for a, w in zip(self.axes, words, strict=True) if a.is_composed)
+            named = (*self.fixed, *words)
             if chosen not in bases:
                 # values too, so that Hydra itself says what is wrong with a key
-                bases[chosen] = config_of([*self.fixed, *words], self.config_dir)
+                bases[chosen] = Base(config_of(named, self.config_dir), named)
             values = [w for a, w in zip(self.axes, words, strict=True) if not a.is_composed]
-            named = (*self.fixed, *words)
-            yield Composed(plain(_with(bases[chosen], values), named), named, folders)
+            config = bases[chosen].point([_parsed(word) for word in values], named)
+            yield Composed(config, named, folders)
 
     def told(self) -> str:
         """The axes with their lengths, for the screen."""
@@ -62,17 +61,31 @@ def grid_of(words: Sequence[str], config_dir: str | None = None) -> Grid:
 
     Usage in one line where a word has no values to take one after another.
     """
-    fixed: list[str] = []
-    axes: list[Axis] = []
-    for word in words:
-        override = _parsed(word)
-        if not override.is_sweep_override():
-            fixed.append(word)
-            continue
-        key, values = override.get_key_element(), _values(override, config_dir)
-        taken = tuple(dict.fromkeys(f"{key}={value}" for value in values))
-        axes.append(Axis(key, taken, _is_composed(override, config_dir)))
+    overrides = [_parsed(word) for word in words]
+    swept = [_swept(o, config_dir) for o in overrides if o.is_sweep_override()]
+    merged = [key for key, taken in swept if _is_merged(key, taken)]
+    roots = [Path(str(files("conf"))), *([Path(config_dir)] if config_dir else [])]
+    axes = []
+    for key, taken in swept:
+        is_group = "@" in key or any((root / key).is_dir() for root in roots)
+        axes.append(Axis(key, taken, is_group or any(_overlap(key, other) for other in merged)))
+    fixed = [w for w, o in zip(words, overrides, strict=True) if not o.is_sweep_override()]
     return Grid(tuple(fixed), tuple(axes), config_dir)
+
+
+@cache
+def _parsed(word: str) -> Override:
+    try:
+        [override] = OverridesParser.create().parse_overrides([word])
+    except CompactHydraException as error:
+        raise Usage(one_line(error, [word])) from error
+    return override
+
+
+def _swept(override: Override, config_dir: str | None) -> tuple[str, tuple[str, ...]]:
+    """The key of an axis, and the words that it takes."""
+    key, values = override.get_key_element(), _values(override, config_dir)
+    return key, tuple(dict.fromkeys(f"{key}={value}" for value in values))
 
 
 def _values(override: Override, config_dir: str | None) -> list[str]:
@@ -91,31 +104,12 @@ def _values(override: Override, config_dir: str | None) -> list[str]:
     return values
 
 
-def _with(base: DictConfig, words: Sequence[str]) -> DictConfig:
-    """The configuration with values set, in milliseconds where composing takes tens of them.
-
-    In place, as the next point sets the same keys; in a copy where a value is a mapping, which
-    is merged in and would stay.
-    """
-    overrides = [_parsed(word) for word in words]
-    values: list[Any] = [override.value() for override in overrides]
-    config = deepcopy(base) if any(isinstance(value, dict) for value in values) else base
-    for override, value in zip(overrides, values, strict=True):
-        OmegaConf.update(config, override.key_or_group, value, merge=True)
-    return config
+def _is_merged(key: str, taken: Sequence[str]) -> bool:
+    """Whether a key is added or deleted, or some value is a mapping or refers to another."""
+    return key[0] in "+~" or any("{" in word for word in taken)
 
 
-@cache
-def _parsed(word: str) -> Override:
-    try:
-        [override] = OverridesParser.create().parse_overrides([word])
-    except CompactHydraException as error:
-        raise Usage(one_line(error, [word])) from error
-    return override
-
-
-def _is_composed(override: Override, config_dir: str | None) -> bool:
-    if override.is_add() or override.is_force_add() or override.is_delete() or override.package:
-        return True
-    roots = [Path(str(files("conf"))), *([Path(config_dir)] if config_dir else [])]
-    return any((root / override.key_or_group).is_dir() for root in roots)
+def _overlap(one: str, other: str) -> bool:
+    """Whether two keys set the same thing, or one a part of the other: their order counts."""
+    a, b = (f"{key.lstrip('+~')}." for key in (one, other))
+    return a.startswith(b) or b.startswith(a)

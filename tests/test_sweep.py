@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -17,9 +16,8 @@ import pytest
 from tandem import workers
 from tandem.cli import main
 from tandem.collect import collect
-from tandem.compose import composed, config_of
+from tandem.compose import composed
 from tandem.folder import run_folder, sole_user, status_of, write_status
-from tandem.grid import grid_of
 from tandem.manifest import points_in
 from tandem.point import Task, point_key, run_point, task_of
 
@@ -28,7 +26,6 @@ TABLES = ("requests", "steps", "memory", "plans")
 DEADLY = """
 import os, signal
 from pathlib import Path
-from typing import Any
 from policies.chunked_prefill import ChunkedPrefill
 
 class Deadly(ChunkedPrefill):
@@ -55,34 +52,6 @@ def sweep(out: str, *words: str) -> int:
 def folders(root: str) -> dict[tuple[str, ...], Path]:
     """Run folders by their overrides."""
     return {tuple(words): Path(root) / key for key, words in points_in(Path(root)).items()}
-
-
-def test_a_grid_is_what_tandem_run_would_compose() -> None:
-    words = ["policy=chunked_restart,static_swap", "arrival.rate=2,4.5", "trusted=[a]", "seed=3"]
-    points = list(grid_of(words).points())
-    assert len(points) == 4
-    for point in points:
-        assert point.config == composed(point.overrides).config
-    assert [point.overrides[2:] for point in points[:2]] == [
-        ("policy=chunked_restart", "arrival.rate=2"),
-        ("policy=chunked_restart", "arrival.rate=4.5"),
-    ]
-
-
-def test_many_points_are_composed_once_per_choice_of_groups(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    composed_of: list[object] = []
-
-    def counted(*given: Any) -> Any:
-        composed_of.append(given)
-        return config_of(*given)
-
-    monkeypatch.setattr("tandem.grid.config_of", counted)
-    points = list(grid_of(["arrival=poisson,gamma", "seed=range(100)"]).points())
-    assert len(points) == 200
-    assert {point.config["seed"] for point in points} == set(range(100))
-    assert len(composed_of) == 2, "arrival=poisson and arrival=gamma"
 
 
 @pytest.mark.parametrize(
