@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
+from analysis.yaml_text import LOADER
 from tandem.folder import status_of
 from tandem.manifest import points_in, superseded_in
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 Points = Mapping[str, Sequence[str]]  # overrides by key
 TABLE = "runs.parquet"
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where there is libyaml
 SUPERSEDED = "superseded"  # a status of the table alone: see tandem.manifest
 FACTS = ("commit", "dirty", "trace_hash", "model", "device", "cost_form", "depth", "seed")
 
