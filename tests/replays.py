@@ -95,11 +95,11 @@ class Replay:
     journal: Journal
     _rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def plans(self) -> list[Plan]:
         return [row[-1] for row in self.recorder.plans]
 
-    @property
+    @cached_property
     def spans(self) -> dict[Op, Span]:
         return {span.op: span for span in self.recorder.spans}
 

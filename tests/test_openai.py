@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.compare import compare
 from analysis.metrics import per_request, summary
 from analysis.run import load
 from analysis.vllm_json import vllm_result
@@ -277,10 +276,9 @@ def test_a_server_is_the_measured_side_of_a_comparison(tmp_path: Path, unrendere
     assert run.requests.set_index("request_id")["output_tokens"].equals(wanted)
     arrivals = [r.requests["arrival_ns"].tolist() for r in (prediction, run)]
     assert arrivals[0] == arrivals[1]
-    found = compare(prediction, run)
+    found, page = compare_folders(tmp_path / "sim", folder)
     assert len(found.requests) == 12 and np.isfinite(found.errors["error"]).all()
-    comparison, page = compare_folders(tmp_path / "sim", folder)
-    assert page.is_file() and comparison.replay is None
+    assert page.is_file() and found.replay is None
     assert vllm_result(run)["completed"] == 12
 
 

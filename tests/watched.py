@@ -66,4 +66,7 @@ def _shown(value: object) -> object:
 
 
 def _kept(value: object) -> object:
-    return copy.deepcopy(value) if isinstance(value, MUTABLE) else value
+    """What a field holds now, whatever is written into it later."""
+    if isinstance(value, MUTABLE):
+        return copy.deepcopy(value) if value else type(value)()
+    return value
