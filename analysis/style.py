@@ -43,7 +43,6 @@ RC: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 8,
     "svg.hashsalt": "tandem",  # equal figures are equal files
-    "figure.constrained_layout.use": True,
 }
 
 
@@ -73,7 +72,13 @@ def legend(ax: Any, **placing: Any) -> None:
 
 
 def save(fig: Any, data: pd.DataFrame, folder: Path, name: str) -> Path:
-    """Writes name.svg (dense parts as pixels in it) and name.csv, the numbers that it shows."""
+    """Writes name.svg (dense parts as pixels in it) and name.csv, the numbers that it shows.
+
+    Laid out here: a figure that lays itself out whenever it is drawn is drawn twice to be saved.
+    """
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    ConstrainedLayoutEngine().execute(fig)
     folder.mkdir(parents=True, exist_ok=True)
     data.to_csv(folder / f"{name}.csv", index=False, float_format="%.9g")
     path = folder / f"{name}.svg"

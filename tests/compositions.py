@@ -2,12 +2,13 @@
 
 Nearly all of a composition's time goes into finding the two dozen files of what is chosen, and into
 merging them. Both follow from the choices of groups, so each is done once per process. Values are
-set, and mistakes in them are found, as ever; what looks into a user's folder is left alone.
+set, and mistakes in them are found, as ever; what looks into a user's folder is left alone. What
+is remembered is pickled: to read it is four times as fast as OmegaConf's own copy.
 """
 
 from __future__ import annotations
 
-import copy
+import pickle
 from collections.abc import Hashable, Sequence
 from dataclasses import astuple, replace
 from functools import cache
@@ -34,11 +35,11 @@ def remember(patch: pytest.MonkeyPatch) -> None:
 
 def _reading_once(source: Any, load: Any) -> Any:
     @cache
-    def read(provider: str, package: str, name: str) -> Any:
-        return load(source(provider, f"pkg://{package}"), name)
+    def read(provider: str, package: str, name: str) -> bytes:
+        return pickle.dumps(load(source(provider, f"pkg://{package}"), name))
 
     def load_config(self: Any, config_path: str) -> Any:
-        return copy.deepcopy(read(self.provider, self.path, config_path))
+        return pickle.loads(read(self.provider, self.path, config_path))
 
     return load_config
 
@@ -62,15 +63,15 @@ def _finding_once(find: Any) -> Any:
 
 
 def _merging_once(merge: Any) -> Any:
-    merged: dict[Hashable, Any] = {}
+    merged: dict[Hashable, bytes] = {}
 
     def compose_config(self: Any, defaults: Sequence[Any], repo: Any) -> Any:
         if (sources := _packages(repo)) is None:
             return merge(self, defaults, repo)
         key = (sources, *map(astuple, defaults))
         if key not in merged:
-            merged[key] = merge(self, defaults, repo)
-        config = copy.deepcopy(merged[key])
+            merged[key] = pickle.dumps(merge(self, defaults, repo))
+        config = pickle.loads(merged[key])
         OmegaConf.clear_cache(config)  # the moment and the name of the run that merged it
         return config
 

@@ -44,6 +44,15 @@ def _compositions_are_remembered() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _garbage_is_collected_seldom() -> Iterator[None]:
+    """A tenth of all tests' time went into looks at what pytest, torch and transformers hold."""
+    before = gc.get_threshold()
+    gc.set_threshold(50_000, 20, 20)
+    yield
+    gc.set_threshold(*before)
+
+
 @pytest.fixture
 def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured runs look for drift a few rounds only, not for half a second at either end.
@@ -69,11 +78,13 @@ def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are made, but no pictures of them: those take seconds, and others look at them."""
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     def save(figure: Figure, path: Path, **_: object) -> None:
         path.write_text("<svg/>")
 
     monkeypatch.setattr(Figure, "savefig", save)
+    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda *_: None)
 
 
 @pytest.fixture

@@ -24,11 +24,16 @@ from runtime.wall import WallExecutor
 from runtime.workspace import Workspace
 from tests.hand_made import HOST, TINY, own_model, shared_model
 from tests.serving import MEMORY, SCHEDULING, short_requests
+from traces.request import Request
+
+
+def toy_requests(seed: int) -> list[Request]:
+    return short_requests(14, TINY.vocab_size, seed, max_output=24)
 
 
 def machine(page_tokens: int, gpu_pages: int, seed: int = 0, model: Any = None) -> Machine:
     torch.set_num_threads(1)
-    requests = short_requests(14, TINY.vocab_size, seed)
+    requests = toy_requests(seed)
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
     pages = {GPU: gpu_pages, HOST: 4 * gpu_pages}
     return Machine(model or shared_model(TINY), TINY, page_tokens, pages, prompts)
@@ -68,7 +73,7 @@ def replay_with(
     recorder = Recorder(meter)
     with world(clock, box, every) as (env, executor):
         engine = Engine(env, policy, executor, capacity, page, depth=depth, recorder=recorder)
-        engine.replay(short_requests(14, TINY.vocab_size, seed))
+        engine.replay(toy_requests(seed))
     return recorder
 
 

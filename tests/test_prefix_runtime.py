@@ -50,7 +50,7 @@ def test_tokens_equal_generate_on_shared_pages(family: str, scheduling: str, mem
 @pytest.mark.parametrize("scheduling", SCHEDULING)
 def test_all_backends_issue_identical_plans(scheduling: str, memory: str) -> None:
     policy = Composed(SCHEDULING[scheduling], KEEPING[memory])
-    requests = shared_requests(12, SPEC.vocab_size, has_turns=False)
+    requests = shared_requests(9, SPEC.vocab_size, has_turns=False)
     runs = {name: run(name, policy, requests) for name in BACKENDS}
     assert sum(o.cached_tokens for o in runs["sim"].outcomes.values()) > 100
     for name in BACKENDS[1:]:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
 from tandem.quiet import no_full_collections
+
+
+@pytest.fixture(autouse=True)
+def _usual() -> Iterator[None]:
+    """Python's own settings: those of other tests (conftest.py) let hardly any collection come."""
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
 
 
 @pytest.mark.parametrize("begins_with_one", [True, False])

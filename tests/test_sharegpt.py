@@ -171,9 +171,10 @@ def test_an_integer_that_python_does_not_read_costs_only_its_row(tmp_path: Path)
         assert held.rows_read == 2 and dict(held.dropped) == {"message value is not text": 1}
 
 
+texts = st.text(st.sampled_from('a 0\n\0"{}\\\ud83d\udd42\U0001f642é中'), max_size=8)
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=8,
 )
 near_messages = st.fixed_dictionaries(

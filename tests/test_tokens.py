@@ -8,7 +8,7 @@ from tests.hand_made import FAMILIES
 from tests.reference import compare, expected
 from tests.serving import MEMORY, SCHEDULING, serve, short_requests
 
-COUNT, GPU_PAGES = 10, 26  # twice the longest request: 100 tokens are 13 pages
+COUNT, GPU_PAGES = 8, 26  # twice the longest request: 100 tokens are 13 pages
 
 
 @pytest.mark.parametrize("memory", MEMORY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,32 @@ import pytest
 from traces.import_ import import_trace, inspect_trace
 from traces.sharegpt import read_sharegpt
 from traces.store import read_trace, sha256_of
-from traces.tokenizer import load_tokenizer
+from traces.tokenizer import LoadedTokenizer, load_tokenizer
 
 SAMPLES = Path(__file__).parent.parent / "traces" / "samples"
 SAMPLE = SAMPLES / "sharegpt_sample.json"
 TOKENIZER = SAMPLES / "tokenizer"
-read_once = cache(read_sharegpt)
+encode, read_once = LoadedTokenizer.encode, cache(read_sharegpt)
+
+
+load_once = cache(load_tokenizer)
+ids_once: dict[tuple[str, str], list[int]] = {}  # by tokenizer and text
 
 
 @pytest.fixture(autouse=True)
 def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All import the same file; tests/test_sharegpt.py and test_trace_sample.py do read it."""
     monkeypatch.setattr("traces.import_.read_sharegpt", read_once)
+    monkeypatch.setattr("traces.import_.load_tokenizer", load_once)
+    monkeypatch.setattr(LoadedTokenizer, "encode", encoded_once)
+
+
+def encoded_once(self: LoadedTokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Each text of the file is encoded by the first test that imports it."""
+    new = list(dict.fromkeys(text for text in texts if (self.sha256, text) not in ids_once))
+    for text, ids in zip(new, encode(self, new), strict=True):
+        ids_once[self.sha256, text] = ids
+    return [[*ids_once[self.sha256, text]] for text in texts]
 
 
 def imported(tmp_path: Path, **options: Any) -> tuple[dict[str, Any], list[Any]]:

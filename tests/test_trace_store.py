@@ -32,7 +32,7 @@ def requests(draw: st.DrawFn) -> list[Request]:
                 session=draw(st.none() | st.integers(0, 2**40)),
                 turn=draw(st.integers(0, 1000)),
                 think_ns=draw(st.integers(0, 2**62)),
-                slo=draw(st.text(max_size=5)),
+                slo=draw(st.text(st.sampled_from('a 0\n\0"\\\U0001f642é中'), max_size=5)),
                 prompt_ids=tuple(ids) if ids else None,
                 prefix_ids=None if blocks is None else tuple(blocks),
                 prefix_block_tokens=0 if blocks is None else draw(st.integers(1, 2**20)),
