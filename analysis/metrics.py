@@ -6,6 +6,8 @@ e2e / output tokens (GuideLLM) or be called ITL (aiperf); here it leaves out the
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
@@ -31,6 +33,7 @@ BEST = {  # of a sweep: whether more is better
 }
 PERCENTILES = (50, 90, 95, 99)
 TRIM = 0.1  # share of the finishes cut off at each end of the steady window
+_SAMPLES: WeakKeyDictionary[Run, dict[str, Floats]] = WeakKeyDictionary()
 
 
 def per_request(run: Run) -> pd.DataFrame:
@@ -66,12 +69,17 @@ def itl(run: Run) -> Floats:
 
 
 def samples(run: Run) -> dict[str, Floats]:
-    """The defined values of each latency: one per request, ITL pooled. Seconds."""
-    rows = per_request(run)
-    return {
-        name: itl(run) if name == "itl" else rows[f"{name}_s"].dropna().to_numpy(np.float64)
-        for name in LATENCIES
-    }
+    """The defined values of each latency: one per request, ITL pooled. Seconds.
+
+    Looked up once for a run, as every figure and table asks for them: not to be changed.
+    """
+    if run not in _SAMPLES:
+        rows = per_request(run)
+        _SAMPLES[run] = {
+            name: itl(run) if name == "itl" else rows[f"{name}_s"].dropna().to_numpy(np.float64)
+            for name in LATENCIES
+        }
+    return _SAMPLES[run]
 
 
 def statistics(values: Floats) -> dict[str, float]:

@@ -18,6 +18,7 @@ from tandem.cli import main
 from tandem.collect import collect
 from tandem.compose import composed
 from tandem.folder import run_folder, sole_user, status_of, write_status
+from tandem.grid import grid_of
 from tandem.manifest import points_in
 from tandem.point import Task, point_key, run_point, task_of
 
