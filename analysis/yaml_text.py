@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
@@ -11,8 +12,10 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast wher
 
 def yaml_value(text: str, where: object) -> Any:
     """The value of a text that comes from `where`. ValueError with line and column."""
-    try:
+    with suppress(yaml.YAMLError):
         return yaml.load(text, LOADER)
+    try:  # again, since libyaml names other places
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: {fault(error)}") from error
 
