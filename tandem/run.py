@@ -12,7 +12,7 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from tandem.compose import COMPOSING, config_folders, one_line, plain, register_resolvers
 from tandem.composed import Composed
@@ -72,7 +72,7 @@ def _run_job(cfg: DictConfig) -> None:
     folder = Path(of_hydra.runtime.output_dir)
     is_single = of_hydra.mode is RunMode.RUN
     folders = config_folders(of_hydra.runtime.config_sources)
-    overrides = tuple(of_hydra.overrides.task)
+    overrides = tuple(map(str, OmegaConf.to_container(of_hydra.overrides.task)))  # as given
     try:
         point = Composed(plain(cfg, overrides), overrides, folders)
         _carry_out(point, folder, is_single)
