@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, compress, groupby, islice
 
@@ -51,11 +52,11 @@ class Packer:
         if bucket is None or not all(piece.tokens == 1 and piece.samples for piece in pieces):
             return None
         jobs = self._follow(pieces)
-        *known, late = columns(pieces, jobs, self._arena)
+        *known, counts, late = columns(pieces, jobs, self._arena)
         index = np.array(known, dtype=np.int64)
         tickets, uniform = self._promise(pieces, jobs)
         padded = columns_of(bucket, self._buckets[-1], index, late, tickets, uniform)
-        tables = table_of(self._tables(pieces, jobs))
+        tables = table_of([*map(Transcript.table, jobs, counts)])
         return Frame(tuple(pieces), bucket, self._send(padded), self._send(tables))
 
     def pack(self, pieces: Sequence[Piece], samples: bool = True) -> Packed:
@@ -66,9 +67,9 @@ class Packer:
             decodes.sort(key=self._bucket)
         ordered, split = (*prefills, *decodes), len(prefills)
         jobs = self._follow(ordered)
-        *known, late = columns(ordered, jobs, self._arena)
+        *known, counts, late = columns(ordered, jobs, self._arena)
         chosen, ends, tickets, drawn = self._choose(ordered, jobs if samples else ())
-        reads = self._tables(ordered, jobs)
+        reads = [*map(Transcript.table, jobs, counts)]  # page ids, on the host
         gathered = self._gathered(reads, split)
         numbers = (*known, ends, tickets)
         ids, positions, slots, sampled, places, *tables = self._send_all(numbers, gathered)
@@ -101,7 +102,7 @@ class Packer:
         if self._shared is not None:
             return []
         slices, decodes = reads[:split], [] if self._pads_decodes else reads[split:]
-        runs = gathers([len(table) for table in decodes], self._arena.layer_page_nbytes)
+        runs = gathers([*map(len, decodes)], self._arena.layer_page_nbytes)
         return [*([table] for table in slices), *(decodes[run] for run in runs)]
 
     def _rows(
@@ -133,11 +134,6 @@ class Packer:
     def _num_pages(self, piece: Piece) -> int:
         return -(-(piece.context_tokens + piece.tokens) // self._arena.page_tokens)
 
-    def _tables(self, pieces: Sequence[Piece], jobs: Sequence[Transcript]) -> list[np.ndarray]:
-        """The page ids that each piece reads, on the host."""
-        size, pairs = self._arena.page_tokens, zip(pieces, jobs, strict=True)
-        return [job.table(-(-(p.context_tokens + p.tokens) // size)) for p, job in pairs]
-
     def _bucket(self, piece: Piece) -> int:
         """Decodes of a bucket differ by less than a factor of two in pages."""
         return self._num_pages(piece).bit_length()
@@ -166,8 +162,8 @@ class Packer:
     ) -> tuple[tuple[Piece, ...], list[int], list[int], Tensor | None]:
         """Pieces that yield tokens, their last rows, their slots of the ring, and their draws."""
         flags = [piece.samples for piece in pieces] if jobs else []
-        ends = accumulate([piece.tokens for piece in pieces])
-        chosen, rows = tuple(compress(pieces, flags)), [end - 1 for end in compress(ends, flags)]
+        ends = islice(accumulate([piece.tokens for piece in pieces], initial=-1), 1, None)
+        chosen, rows = tuple(compress(pieces, flags)), [*compress(ends, flags)]
         tickets, drawn = self._promise(chosen, [*compress(jobs, flags)])
         uniform = None if drawn is None else torch.from_numpy(drawn).to(self._device)
         return chosen, rows, tickets, uniform
@@ -176,7 +172,7 @@ class Packer:
         self, chosen: Sequence[Piece], jobs: Sequence[Transcript]
     ) -> tuple[list[int], np.ndarray | None]:
         """A slot of the ring for the token that each will yield, and their draws."""
-        tickets = [(self._ticket + i) % RING for i in range(len(chosen))]
+        tickets = [i % RING for i in range(self._ticket, self._ticket + len(chosen))]
         self._ticket += len(chosen)
         positions = [piece.context_tokens + piece.tokens for piece in chosen]
         for job, position, ticket in zip(jobs, positions, tickets, strict=True):
@@ -197,7 +193,7 @@ class Packer:
     ) -> Sequence[Tensor]:
         """A tensor for each of both; tables end to end. All go up as one: few calls, not many."""
         sizes = [*map(len, numbers), *(sum(map(len, part)) for part in tables)]
-        first = np.array([*chain.from_iterable(numbers)], dtype=np.int64)
+        first = np.frombuffer(array("q", [*chain.from_iterable(numbers)]), dtype=np.int64)
         whole = np.concatenate([first, *chain.from_iterable(tables)])
         return self._send(whole).split_with_sizes(sizes)
 
@@ -220,6 +216,5 @@ def chunks_of(
     keys = iter([piece.context_tokens + 1 for piece in decodes])
     pairs = zip(gathered, tables, strict=True)
     return tuple(
-        Chunk(table, [len(one) for one in part], [*islice(keys, len(part))])
-        for part, table in pairs
+        Chunk(table, [*map(len, part)], [*islice(keys, len(part))]) for part, table in pairs
     )
