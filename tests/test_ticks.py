@@ -38,7 +38,7 @@ def test_no_label_lies_over_another(values: tuple[float, float]) -> None:
     figure = Figure(figsize=(13, 4))
     renderer = FigureCanvasAgg(figure).get_renderer()
     ax = figure.subplots(1, 3)[0]
-    plot_parity(pd.DataFrame({"prediction": values, "measurement": values}), ax)
+    plot_parity(pd.DataFrame({"prediction_s": values, "measurement_s": values}), ax)
     figure.canvas.draw()
     for axis, side in ((ax.xaxis, "x"), (ax.yaxis, "y")):
         boxes = [t.get_window_extent(renderer) for t in axis.get_ticklabels() if t.get_text()]
