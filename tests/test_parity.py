@@ -122,7 +122,7 @@ def pages(recorder: Recorder) -> list[tuple[int, list[int]]]:
 @pytest.mark.parametrize("scheduling", SCHEDULING)
 def test_all_backends_issue_identical_plans(scheduling: str, memory: str, depth: int) -> None:
     policy = Composed(SCHEDULING[scheduling], MEMORY[memory])
-    requests = short_requests(8, SPEC.vocab_size, max_output=24)
+    requests = short_requests(8, SPEC.vocab_size)
     runs = {name: run(name, policy, requests, depth) for name in BACKENDS}
     taken = [o.restarts + o.swaps for o in runs["sim"].outcomes.values()]
     assert any(taken) or memory == "max_reservation", "no pressure"
