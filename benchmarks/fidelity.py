@@ -144,9 +144,9 @@ def reruns(case: Case, backend: Sequence[str], count: int) -> list[Pair]:
 
 def made_up(case: Case, backend: Sequence[str], number: int) -> None:
     """One more replay of made-up requests for the case's profile, unless it is there."""
-    if not case.profile.is_dir():
-        case.profile.mkdir(parents=True)
-        for name in GRID:
+    if number == 0:
+        case.profile.mkdir(parents=True, exist_ok=True)
+        for name in GRID:  # again where a claim goes on: it may have been stopped at this
             shutil.copy(case.calibration / name, case.profile)
     if status_of(case.profile / f"{FITTED}-{number}") != OK:
         fitted_replay(composed([*case.settings, *backend]), case.profile, number)

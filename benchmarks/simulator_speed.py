@@ -2,12 +2,12 @@
 
 4,000 ShareGPT requests at 2/s, Vidur's tables of Llama-2-7B on an A100, Sarathi-512, 128 jobs,
 7,424 pages of 16, run-ahead 1; TTFT, TPOT and E2E of each request computed, token times kept.
-Nothing is trained or warmed up. Printed beside: the same with `fast_forward=False`, whether all
-four tables are equal, cost per request from 1,000 to 100,000 requests (`--quick`: to 4,000), where
-the time goes, and what Python does for a request (no neighbour changes it). The value is CPU time
-without the neighbours': the work is the same in every run, so each stretch of a hundred requests
-counts as its fastest run. A shared machine slows a core in bursts of half a second, which no median
-of whole runs is rid of; that median is printed beside.
+Nothing is trained or warmed up; no table is written (which predicts workspace). Printed beside: the
+same with `fast_forward=False`, whether all four tables are equal, cost per request from 1,000 to
+100,000 requests (`--quick`: to 4,000), where the time goes, and what Python does for a request (no
+neighbour changes it). The value is CPU time without the neighbours': the work is the same in every
+run, so each stretch of a hundred requests counts as its fastest run. A shared machine slows a core
+in bursts of half a second, which no median of whole runs is rid of; that median is printed beside.
 """
 
 from __future__ import annotations

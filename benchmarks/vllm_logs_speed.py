@@ -1,8 +1,9 @@
 """Claim: each of vLLM's logged runs is simulated within a second.
 
 The two logs of vllm_logs.py, judged settings, 300 requests each. CPU seconds of the replay, from
-the settings to every token's time; a simulation is deterministic, so the least of RUNS is the work
-and the rest is the machine. The value is the slower log's.
+built settings to every token's time; no table is written (which predicts workspace). A simulation
+is deterministic, so the least of RUNS is the work and the rest is the machine. The value is the
+slower log's.
 """
 
 from __future__ import annotations

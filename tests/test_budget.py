@@ -83,7 +83,10 @@ def pages(setting: Setting) -> int:
 
 
 def test_a_run_on_a_gpu_has_the_kv_that_vllm_found_room_for() -> None:
-    """By the card's own reserve; both ends of its range: tests/test_peers_logs.py."""
+    """By the card's own reserve; both ends of its range: tests/test_peers_logs.py.
+
+    A reserve is known to some 256 MiB, which are 128 pages of 2 MiB or 5 %: 3 % is less than that.
+    """
     assert pages(gpu("policy=vllm_v1")) == pytest.approx(LOGGED_BLOCKS, rel=0.03)
 
 
