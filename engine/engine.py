@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import simpy
@@ -11,7 +11,7 @@ from engine.arrivals import Arrivals
 from engine.checks import check_requests
 from engine.door import Door
 from engine.ends import Ends
-from engine.executor import Executor, Span, due_ns
+from engine.executor import Executor, Launch, Span, Store, due_ns
 from engine.fleet import Fleet
 from engine.flights import Flight, Flights
 from engine.garbage import few_collections
@@ -22,7 +22,7 @@ from engine.layout import Layout
 from engine.ledger import Ledger
 from engine.leftovers import Leftovers
 from engine.news import News
-from engine.plan import Op, PageSize, Plan, Pool, Tier
+from engine.plan import Free, Grow, Kind, Op, PageSize, Plan, Pool, Tier
 from engine.policy import Policy, Router
 from engine.prefix import Chain
 from engine.profile import EngineProfile
@@ -81,6 +81,7 @@ class Engine:
         self.is_watched = journal is not None
         self.recorder = recorder or Recorder()
         self.recorder.predicted_bytes = getattr(executor, "peak_bytes", None)
+        self.store: Store | None = getattr(executor, "store", None)
         chains: dict[int, Chain] | None = {} if getattr(policy, "prefix_caching", False) else None
         self.ledger = Ledger(capacity_bytes, page, self.layout.places, journal, chains)
         self.reuse = None if chains is None else Reuse(chains, self.ledger, self.recorder)
@@ -197,8 +198,20 @@ class Engine:
             self.flights.start(Flight(step, device, number, now_ns, 0 if i else host_ns, launch))
         if wait_ns := due_ns(self.env, host_ns):
             yield self.env.timeout(wait_ns)
-        for launch in launches:
-            self.executor.run(launch, self.settle)
+        if self.store is None:
+            for launch in launches:
+                self.executor.run(launch, self.settle)
+        else:
+            self._run_in_order(self.store, plan, launches)
+
+    def _run_in_order(self, store: Store, plan: Plan, launches: Sequence[Launch]) -> None:
+        """Starts launches, and tells between them what is taken and given back that is no KV."""
+        following = iter(launches)
+        for op in plan.ops:
+            if isinstance(op, Op):
+                self.executor.run(next(following), self.settle)
+            elif isinstance(op, Grow | Free) and op.place.region.kind is not Kind.KV:
+                store.grow(op.place, op.nbytes) if isinstance(op, Grow) else store.free(op.place)
 
     def _own(self, device: int) -> int | None:
         """Whose pools a plan can change: its replica's; without a router, anybody's."""
@@ -237,5 +250,7 @@ class Engine:
         """What waited for an operation may go on, and who was to finish with it finishes."""
         self.ledger.settle(op)
         self.flights.land(op)
+        for job, trained in self.ends.pop_steps(op):
+            self.recorder.trained(job, trained, end_ns)
         for job in self.ends.pop(op):
             self._door.finish(job, end_ns, device, number)

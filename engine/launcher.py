@@ -10,12 +10,15 @@ from engine.executor import Launch, Pieces
 from engine.job import Job
 from engine.ledger import Booking
 from engine.plan import Compute, Copy, Kind, Op, Slice, Tier, kv_place
-from engine.progress import advance_serving, advance_training
+from engine.progress import advance_serving
+from engine.training_progress import advance_training
 from engine.repeat import Repeat
 from engine.run import Run
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+
+NO_STATES = (Kind.KV, Kind.ACTIVATION, Kind.BUFFER)  # memory that no training policy may move
 
 
 class Launcher:
@@ -107,13 +110,13 @@ class Launcher:
 
     def _train(self, op: Compute, piece: Slice) -> bool:
         """Returns whether the training job is complete with this slice."""
-        job = piece.job
-        if op.again:
+        job, training = piece.job, piece.job.training
+        assert training is not None
+        held = self._ledger.kind_bytes[Tier.GPU, op.device]
+        other_bytes = sum([held[kind] for kind in NO_STATES])
+        self._engine.profile.issued(op, job.job_id, other_bytes)
+        if op.again or not advance_training(piece):
             return False
-        pool = (Tier.GPU, op.device)
-        kinds = (Kind.KV, Kind.ACTIVATION, Kind.GRADIENT)
-        self._engine.profile.issued(op, sum(self._ledger.kind_bytes[pool][kind] for kind in kinds))
-        if advance_training(piece):
-            self._engine.profile.completed_step(job.job_id)
-        assert job.training is not None
-        return job.step >= job.training.num_steps
+        self._engine.profile.completed_step(job.job_id)
+        self._ends.step_with(op, job, training.step - 1)
+        return training.is_complete

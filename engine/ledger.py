@@ -52,6 +52,7 @@ class Ledger:
         self._pools: dict[Pool, PagePool] = {}
         self.sharing: dict[Pool, Sharing] = {}  # pools with prefix caching
         self._journal = journal
+        self._left: dict[Place, set[Op]] = {}  # given back while in use: whoever takes it waits
         for place, nbytes in (resident or {}).items():
             Balance(self.room_bytes(), self.held_bytes).grow(place, nbytes)
             self._take(place, nbytes)
@@ -150,8 +151,18 @@ class Ledger:
             elif isinstance(op, Share):
                 self._share(op)
             elif isinstance(op, Free):
+                assert self._is_spare(op.place), f"free of {op.place}, the only copy as new"
                 self.give(op.place)
         return booked
+
+    def _is_spare(self, place: Place) -> bool:
+        """Whether what a plan frees is lost to nobody: model states have another copy as new."""
+        region, written = place.region, self.written
+        if region.kind not in (Kind.WEIGHT, Kind.OPTIMIZER) or not written[place]:
+            return True  # never written: as the job's memory was at its start
+        others = (Place(region, *pool) for pool in self.capacity_bytes)
+        held = [p for p in others if p != place and p in self.held_bytes]
+        return any([written[p] >= written[place] for p in held])
 
     def _run(self, op: Op) -> Booking:
         if isinstance(op, Compute):
@@ -196,6 +207,8 @@ class Ledger:
         if place not in self.held_bytes:
             self._board.enter(place)
             self.places_of[place.region.owner][place] = None
+            if self._left and (users := self._left.pop(place, None)):
+                self._board.rest(place, users)
 
     # ---- giving back
     def give(self, place: Place) -> None:
@@ -203,6 +216,8 @@ class Ledger:
         nbytes, pool = self.held_bytes[place], place.pool
         self._booked.pop(place, None)
         users = self._board.leave(place)
+        if users and place.region.kind is not Kind.KV:
+            self._left[place] = users
         owned = self.places_of[place.region.owner]
         del owned[place]
         if not owned:
@@ -230,6 +245,8 @@ class Ledger:
     def settle(self, op: Op) -> None:
         """An operation has ended: bytes that waited for it come back."""
         self._board.settle(op)
+        if self._left:
+            self._left = {place: left for place, users in self._left.items() if (left := users - {op})}
         for queue, pages in zip(self._returns.values(), self._pools.values(), strict=True):
             queue.settle(op)
             pages.settle(op)

@@ -74,6 +74,7 @@ MEMORY = pa.schema(
         ("gradient_bytes", I64),
         ("optimizer_bytes", I64),
         ("activation_bytes", I64),
+        ("buffer_bytes", I64),
         ("kv_pages", I64),
         ("measured_bytes", I64),  # persistent, by the meter; null in a simulation
         ("process_bytes", I64),  # by the operating system; null where unknown

@@ -18,7 +18,8 @@ StepRow = tuple[int, int, int, Span, Launch]
 MemoryRow = tuple[int, str, int, Sequence[Figures], Mapping[Pool, Reading] | None]
 
 
-_KIND_COLUMNS = [Kind.KV, Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER, Kind.ACTIVATION]
+_KIND_COLUMNS = [Kind.KV, Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER]
+_KIND_COLUMNS += [Kind.ACTIVATION, Kind.BUFFER]
 assert list(Kind) == _KIND_COLUMNS, "the columns of MEMORY follow the order of Kind"
 
 
