@@ -158,8 +158,8 @@ class Ledger:
     def _is_spare(self, place: Place) -> bool:
         """Whether what a plan frees is lost to nobody: model states have another copy as new."""
         region, written = place.region, self.written
-        if region.kind not in (Kind.WEIGHT, Kind.OPTIMIZER) or not written[place]:
-            return True  # never written: as the job's memory was at its start
+        if region.kind not in (Kind.WEIGHT, Kind.OPTIMIZER):
+            return True
         others = (Place(region, *pool) for pool in self.capacity_bytes)
         held = [p for p in others if p != place and p in self.held_bytes]
         return any([written[p] >= written[place] for p in held])
