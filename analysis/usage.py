@@ -7,7 +7,7 @@ import pandas as pd
 
 from analysis.run import Run
 
-KINDS = ("kv", "weight", "gradient", "optimizer", "activation")
+KINDS = ("kv", "weight", "gradient", "optimizer", "activation", "buffer")
 OVERALL = ("used", "measured", "process")
 
 

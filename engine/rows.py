@@ -1,4 +1,4 @@
-"""The rows of the four tables of engine/record.py, from facts as the recorder keeps them."""
+"""The rows of the tables of engine/record.py, from facts as the recorder keeps them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pyarrow as pa
 from engine.executor import Launch, Reading, Span
 from engine.figures import Figures
 from engine.outcome import Outcome
-from engine.plan import Copy, Kind, Plan, Pool
+from engine.plan import Copy, Kind, Op, Plan, Pool
 from engine.record import SCHEMA_VERSION, TABLES
 
 PlanRow = tuple[int, int, int, tuple[int, ...], Plan]
 StepRow = tuple[int, int, int, Span, Launch]
+TrainedRow = tuple[int, int, int, int, range, int]  # job, step, start, end, microbatches, tokens
 MemoryRow = tuple[int, str, int, Sequence[Figures], Mapping[Pool, Reading] | None]
 
 
@@ -84,6 +85,8 @@ def step_row(step: int, issue_ns: int, host_ns: int, span: Span, launch: Launch)
         span.start_ns,
         span.end_ns,
         host_ns,
+        _work_of(span.op),
+        _part_of(span.op),
         sum(p.tokens for p in pieces) - decodes,
         decodes,
         sum(1 for p in pieces if p.samples),
@@ -93,3 +96,33 @@ def step_row(step: int, issue_ns: int, host_ns: int, span: Span, launch: Launch)
         [p.tokens for p in pieces],
         [p.context_tokens for p in pieces],
     )
+
+
+def _work_of(op: Op) -> str | None:
+    """What a launch does, in one word; nothing for a copy."""
+    if isinstance(op, Copy):
+        return None
+    words = {"serve" if s.job.training is None else s.work.value for s in op.slices}
+    if len(words) != 1:
+        return "mixed"
+    return "again" if op.again else words.pop()
+
+
+def _part_of(op: Op) -> int | None:
+    """The first unit of a training launch, or the chunk that it updates."""
+    if isinstance(op, Copy) or op.slices[0].job.training is None:
+        return None
+    layers = op.slices[0].layers
+    return layers.start if layers else 0
+
+
+def training_row(
+    row: TrainedRow, losses: Callable[[int], Mapping[int, float]] | None
+) -> tuple[Any, ...]:
+    """A row of TRAINING; `losses` gives those of a job by microbatch."""
+    job_id, step, start_ns, end_ns, microbatches, tokens = row
+    loss = None
+    if losses is not None:
+        found = losses(job_id)
+        loss = sum(found[k] for k in microbatches) / len(microbatches)
+    return job_id, step, start_ns, end_ns, tokens, loss
