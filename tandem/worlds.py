@@ -57,6 +57,11 @@ class World:
         return None if self.machine is None else self.machine.outputs
 
     @property
+    def losses(self) -> Callable[[int], Mapping[int, float]] | None:
+        """Gives the losses of a training job by microbatch, where it is really trained."""
+        return None if self.machine is None else self.machine.losses
+
+    @property
     def first(self) -> Any:
         """The machine of the first device: what is probed and calibrated."""
         return getattr(self.machine, "machines", [self.machine])[0]
