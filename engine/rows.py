@@ -117,12 +117,11 @@ def _part_of(op: Op) -> int | None:
 
 
 def training_row(
-    row: TrainedRow, losses: Callable[[int], Mapping[int, float]] | None
+    row: TrainedRow, loss_of: Callable[[int, int], float] | None
 ) -> tuple[Any, ...]:
-    """A row of TRAINING; `losses` gives those of a job by microbatch."""
+    """A row of TRAINING; `loss_of` gives that of a job's microbatch."""
     job_id, step, start_ns, end_ns, microbatches, tokens = row
     loss = None
-    if losses is not None:
-        found = losses(job_id)
-        loss = sum(found[k] for k in microbatches) / len(microbatches)
+    if loss_of is not None:
+        loss = sum(loss_of(job_id, k) for k in microbatches) / len(microbatches)
     return job_id, step, start_ns, end_ns, tokens, loss

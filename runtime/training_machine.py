@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from engine import regions
 from engine.executor import Launch
 from engine.plan import HOST_LANE, Compute, Copy, Kind, Place, Pool, Slice, Tier, Work
 from runtime.store import Store
@@ -70,8 +69,9 @@ class TrainingMachine:
         elif piece.work is Work.BACKWARD:
             trainer.backward(part, piece.microbatch)
         else:
-            kept = regions.saved(piece.job.job_id, part, piece.microbatch, Tier.GPU, op.device)
-            trainer.forward(part, piece.microbatch, kept in op.writes, op.again)
+            assert piece.job.training is not None and piece.job.training.layout is not None
+            mode = piece.job.training.layout.units[part].mode
+            trainer.forward(part, piece.microbatch, mode, op.again)
 
     def collect(self, prepared: Trained, tokens: Sequence[Any]) -> tuple[int, ...]:
         """Nobody samples."""
@@ -84,6 +84,6 @@ class TrainingMachine:
         """No tokens."""
         return []
 
-    def losses(self, job_id: int) -> Mapping[int, float]:
-        """Losses of a job by microbatch."""
-        return self._trainers[job_id].losses
+    def loss(self, job_id: int, microbatch: int) -> float:
+        """The mean loss of a job's microbatch."""
+        return self._trainers[job_id].loss(microbatch)

@@ -65,10 +65,9 @@ def training_machine(setting: Setting, device: str = "cpu") -> Any:
     for trainee in setting.trainees:
         job = trainee.job
         model = build_trainee(trainee.spec, job.recipe, setting.seed)
-        own = layout.training[job.job_id]
-        chunks = [chunk.parameters for chunk in own.chunks]
-        modes = [unit.mode for unit in own.units]
-        trainers[job.job_id] = Trainer(job, model, chunks, modes, trainee.batches, store)
+        chunks = [chunk.parameters for chunk in layout.training[job.job_id].chunks]
+        how = (trainee.batches, store, job.num_steps, job.microbatches)
+        trainers[job.job_id] = Trainer(job.job_id, model, chunks, job.recipe, *how)
     return TrainingMachine(trainers, store, layout.places)
 
 
