@@ -77,6 +77,17 @@ class TrainingMachine:
         """Nobody samples."""
         return ()
 
+    def held(self, tier: Tier) -> Iterator[UntypedStorage]:
+        """The storages of all that lies in a tier, what graphs have saved included; some come
+        repeatedly. Not what belongs to the model for good: its buffers and tables of angles."""
+        known = {t.untyped_storage()._cdata for t in self._constants()}
+        for stay in self.store.stays(tier):
+            yield from stay.storages_held()
+            if isinstance(stay.graph, Graph):
+                for storage in saved_storages(stay.graph.edge):
+                    if storage._cdata not in known:
+                        yield storage
+
     def release(self, pool: Pool, pages: Sequence[int]) -> None:
         """No KV."""
 
