@@ -69,6 +69,14 @@ class Draft:
         self._add(Copy(src, dst))
         self._add(Free(src))
 
+    def copy(self, src: Place, dst: Place) -> None:
+        """Copies a region whole; the source stays."""
+        self._add(Copy(src, dst))
+
+    def launch(self, op: Compute) -> None:
+        """A launch as it is. That all its places are held is checked at booking."""
+        self._ops.append(op)
+
     def compute(self, slices: Sequence[Slice], writes: Sequence[Place]) -> None:
         """One launch of all slices. That all its places are held is checked at booking."""
         self._ops.append(Compute(tuple(slices), writes=tuple(writes), device=self._device))
