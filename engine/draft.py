@@ -36,6 +36,10 @@ class Draft:
         """Bytes at a place after what was drafted so far; 0 where nothing is."""
         return self._balance.held(place) or 0
 
+    def holds(self, place: Place) -> bool:
+        """Whether a place is there, be it of no bytes."""
+        return self._balance.held(place) is not None
+
     def found(self, job: Job) -> tuple[int, ...]:
         """Pages on which a job could start behind what was drafted so far (prefix caching)."""
         return self._trial.found(job) if self._trial else ()
