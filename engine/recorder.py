@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from traces.request import Request
 
 Predict = Callable[[Launch], int | None]
 Outputs = Callable[[int], Sequence[int]]
-Losses = Callable[[int], Mapping[int, float]]
+LossOf = Callable[[int, int], float]
 ROW_ORDER = ("settle", "return", "issue")  # of MEMORY at one moment
 
 
@@ -199,24 +199,24 @@ class Recorder:
 
     # ---- tables
     def tables(
-        self, outputs: Outputs | None = None, losses: Losses | None = None
+        self, outputs: Outputs | None = None, loss_of: LossOf | None = None
     ) -> dict[str, pa.Table]:
-        """All rows, in a fixed order. `outputs` gives the generated ids of a request, `losses`
-        those of a training job by microbatch."""
+        """All rows, in a fixed order. `outputs` gives the generated ids of a request, `loss_of`
+        the loss of a training job's microbatch."""
         rows = {
             "requests": [request_row(o, outputs) for _, o in sorted(self.outcomes.items())],
             "steps": [step_row(*row) for row in self.steps],
             "memory": self._memory_rows(),
             "plans": [(s, d, at, list(back), encode(p)) for s, d, at, back, p in self.plans],
-            "training": [training_row(row, losses) for row in self._trained],
+            "training": [training_row(row, loss_of) for row in self._trained],
         }
         return {name: table_of(name, rows[name]) for name in TABLES}
 
     def write(
-        self, folder: Path, outputs: Outputs | None = None, losses: Losses | None = None
+        self, folder: Path, outputs: Outputs | None = None, loss_of: LossOf | None = None
     ) -> None:
         """Writes the tables into a folder, each aside and renamed."""
-        for name, table in self.tables(outputs, losses).items():
+        for name, table in self.tables(outputs, loss_of).items():
             aside = folder / f".{name}.parquet.tmp"
             pq.write_table(table, aside, compression="zstd")
             aside.rename(folder / f"{name}.parquet")

@@ -73,7 +73,9 @@ def request_row(
 def step_row(step: int, issue_ns: int, host_ns: int, span: Span, launch: Launch) -> tuple[Any, ...]:
     """A row of STEPS."""
     pieces, (device, lane) = launch.pieces, span.op.lane
-    decodes = sum(1 for p in pieces if p.tokens == 1 and p.context_tokens)
+    part = _part_of(span.op)
+    served = pieces if part is None else ()
+    decodes = sum(1 for p in served if p.tokens == 1 and p.context_tokens)
     jobs = [p.job_id for p in pieces]
     if isinstance(span.op, Copy):
         jobs = [span.op.src.region.owner]
@@ -86,10 +88,10 @@ def step_row(step: int, issue_ns: int, host_ns: int, span: Span, launch: Launch)
         span.end_ns,
         host_ns,
         _work_of(span.op),
-        _part_of(span.op),
-        sum(p.tokens for p in pieces) - decodes,
+        part,
+        sum(p.tokens for p in served) - decodes,
         decodes,
-        sum(1 for p in pieces if p.samples),
+        sum(1 for p in served if p.samples),
         launch.nbytes,
         span.peak_bytes,
         jobs,
@@ -117,12 +119,11 @@ def _part_of(op: Op) -> int | None:
 
 
 def training_row(
-    row: TrainedRow, losses: Callable[[int], Mapping[int, float]] | None
+    row: TrainedRow, loss_of: Callable[[int, int], float] | None
 ) -> tuple[Any, ...]:
-    """A row of TRAINING; `losses` gives those of a job by microbatch."""
+    """A row of TRAINING; `loss_of` gives that of a job's microbatch."""
     job_id, step, start_ns, end_ns, microbatches, tokens = row
     loss = None
-    if losses is not None:
-        found = losses(job_id)
-        loss = sum(found[k] for k in microbatches) / len(microbatches)
+    if loss_of is not None:
+        loss = sum(loss_of(job_id, k) for k in microbatches) / len(microbatches)
     return job_id, step, start_ns, end_ns, tokens, loss

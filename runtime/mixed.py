@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from engine.executor import Launch
@@ -54,9 +54,9 @@ class MixedMachine:
         """Token ids that a request has generated."""
         return self.serving.outputs(job_id)
 
-    def losses(self, job_id: int) -> Mapping[int, float]:
-        """Losses of a training job by microbatch."""
-        return self.training.losses(job_id)
+    def loss(self, job_id: int, microbatch: int) -> float:
+        """The mean loss of a training job's microbatch."""
+        return self.training.loss(job_id, microbatch)
 
     def _of(self, prepared: Any) -> Any:
         return self.training if isinstance(prepared, Trained) else self.serving

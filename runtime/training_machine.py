@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from engine import regions
 from engine.executor import Launch
 from engine.plan import HOST_LANE, Compute, Copy, Kind, Place, Pool, Slice, Tier, Work
 from runtime.store import Store
@@ -70,12 +69,24 @@ class TrainingMachine:
         elif piece.work is Work.BACKWARD:
             trainer.backward(part, piece.microbatch)
         else:
-            kept = regions.saved(piece.job.job_id, part, piece.microbatch, Tier.GPU, op.device)
-            trainer.forward(part, piece.microbatch, kept in op.writes, op.again)
+            assert piece.job.training is not None and piece.job.training.layout is not None
+            mode = piece.job.training.layout.units[part].mode
+            trainer.forward(part, piece.microbatch, mode, op.again)
 
     def collect(self, prepared: Trained, tokens: Sequence[Any]) -> tuple[int, ...]:
         """Nobody samples."""
         return ()
+
+    def held(self, tier: Tier) -> Iterator[UntypedStorage]:
+        """The storages of all that lies in a tier, what graphs have saved included; some come
+        repeatedly. Not what belongs to the model for good: its buffers and tables of angles."""
+        known = {t.untyped_storage()._cdata for t in self._constants()}
+        for stay in self.store.stays(tier):
+            yield from stay.storages_held()
+            if isinstance(stay.graph, Graph):
+                for storage in saved_storages(stay.graph.edge):
+                    if storage._cdata not in known:
+                        yield storage
 
     def release(self, pool: Pool, pages: Sequence[int]) -> None:
         """No KV."""
@@ -84,6 +95,6 @@ class TrainingMachine:
         """No tokens."""
         return []
 
-    def losses(self, job_id: int) -> Mapping[int, float]:
-        """Losses of a job by microbatch."""
-        return self._trainers[job_id].losses
+    def loss(self, job_id: int, microbatch: int) -> float:
+        """The mean loss of a job's microbatch."""
+        return self._trainers[job_id].loss(microbatch)

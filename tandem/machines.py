@@ -65,10 +65,9 @@ def training_machine(setting: Setting, device: str = "cpu") -> Any:
     for trainee in setting.trainees:
         job = trainee.job
         model = build_trainee(trainee.spec, job.recipe, setting.seed)
-        own = layout.training[job.job_id]
-        chunks = [chunk.parameters for chunk in own.chunks]
-        modes = [unit.mode for unit in own.units]
-        trainers[job.job_id] = Trainer(job, model, chunks, modes, trainee.batches, store)
+        chunks = [chunk.parameters for chunk in layout.training[job.job_id].chunks]
+        how = (trainee.batches, store, job.num_steps, job.microbatches)
+        trainers[job.job_id] = Trainer(job.job_id, model, chunks, job.recipe, *how)
     return TrainingMachine(trainers, store, layout.places)
 
 
@@ -137,4 +136,4 @@ def cpu_meter(machine: Any, paused: Callable[[], Any] = nullcontext, every: int 
     arenas = {pool: arena.pages for pool, arena in machine.arenas.items()}
     served = [m for m in getattr(machine, "machines", [machine]) if hasattr(m, "decoder")]
     weights = {(Tier.GPU, i): list(m.decoder.model.parameters()) for i, m in enumerate(served)}
-    return CpuMeter(weights, arenas, every, paused, getattr(machine, "store", None))
+    return CpuMeter(weights, arenas, every, paused, getattr(machine, "held", None))

@@ -57,9 +57,9 @@ class World:
         return None if self.machine is None else self.machine.outputs
 
     @property
-    def losses(self) -> Callable[[int], Mapping[int, float]] | None:
-        """Gives the losses of a training job by microbatch, where it is really trained."""
-        return None if self.machine is None else self.machine.losses
+    def loss_of(self) -> Callable[[int, int], float] | None:
+        """Gives the loss of a training job's microbatch, where one is really trained."""
+        return getattr(self.machine, "loss", None)
 
     @property
     def first(self) -> Any:
