@@ -8,6 +8,7 @@ from engine.plan import Plan, Slice
 from engine.view import View
 from policies.eviction import LastIn
 from policies.launching import launches_of
+from policies.out_of_memory import patient
 from policies.residency import Residency
 
 
@@ -18,9 +19,8 @@ class AllOnDevice:
     States that lie on the host at the start come at their first use. Rests on coming bytes.
     """
 
+    @patient
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
-        if not batch:
-            return Plan()
         device = Residency(view, LastIn(), kinds=(), is_exclusive=True)
         for piece in batch:
             for launch in launches_of(piece, view.device):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from engine.job import Job
 from engine.plan import Place, Work
 from engine.regions import gradient, optimizer, weight
 from engine.training import Training
 from engine.training_layout import Mode, TrainingLayout
+from engine.view import View
 
 CYCLES = 64  # training jobs whose cycle is remembered; an object each, compared by identity
 
@@ -21,6 +23,12 @@ class Link(NamedTuple):
     part: int  # a unit; of an update, a chunk
     microbatch: int  # of the step, from 0
     again: bool = False
+
+
+def training_jobs(view: View) -> Iterator[Job]:
+    """All that train or are to, in the order of their coming."""
+    yield from view.training
+    yield from (job for job in view.waiting if job.training is not None)
 
 
 def layout_of(training: Training) -> TrainingLayout:

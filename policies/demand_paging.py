@@ -7,9 +7,10 @@ from typing import Literal
 
 from engine.plan import COMPUTE_LANE, HOST_LANE, Plan, Slice
 from engine.view import View
-from policies.cycle import uses_of
+from policies.cycle import training_jobs, uses_of
 from policies.eviction import FarthestUse, FirstIn, Future, LeastRecent, Order
-from policies.residency import Residency, training_jobs
+from policies.out_of_memory import patient
+from policies.residency import Residency
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,8 @@ class DemandPaging:
     updates: Literal["host", "device"] = "host"
     reuses_gradients: bool = False
 
+    @patient
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
-        if not batch:
-            return Plan()
         device = Residency(view, self._order(view), is_exclusive=self.tiers == "exclusive")
         on = HOST_LANE if self.updates == "host" else COMPUTE_LANE
         for piece in batch:

@@ -15,14 +15,15 @@ NOW = 1 << 62  # stamps of what is drafted: behind all that were issued
 
 
 class Order(Protocol):
-    """Ranks places as they stand when a plan begins, and as its launches use them."""
+    """Ranks places as they stand when a plan begins, and as its launches use them.
 
-    def standing(self, place: Place, index: int) -> Rank:
-        """Of a place that is there; `index`: how many were booked before it."""
+    `index`: how many were booked before a place; `clock`: launches drafted before the one that
+    uses it; `rank`: so far, None where the place has just come.
+    """
 
-    def used(self, place: Place, clock: int, rank: Rank | None) -> Rank:
-        """Of a place that a launch uses; `clock`: launches drafted before it; `rank` so far, None
-        where the place has just come."""
+    def standing(self, place: Place, index: int) -> Rank: ...
+
+    def used(self, place: Place, clock: int, rank: Rank | None, index: int) -> Rank: ...
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class LeastRecent:
     def standing(self, place: Place, index: int) -> Rank:
         return self.view.used[place], 0
 
-    def used(self, place: Place, clock: int, rank: Rank | None) -> Rank:
+    def used(self, place: Place, clock: int, rank: Rank | None, index: int) -> Rank:
         return NOW + clock, 0
 
 
@@ -44,8 +45,8 @@ class FirstIn:
     def standing(self, place: Place, index: int) -> Rank:
         return index, 0
 
-    def used(self, place: Place, clock: int, rank: Rank | None) -> Rank:
-        return (NOW + clock, 0) if rank is None else rank
+    def used(self, place: Place, clock: int, rank: Rank | None, index: int) -> Rank:
+        return (index, 0) if rank is None else rank
 
 
 class LastIn:
@@ -54,8 +55,8 @@ class LastIn:
     def standing(self, place: Place, index: int) -> Rank:
         return -index, 0
 
-    def used(self, place: Place, clock: int, rank: Rank | None) -> Rank:
-        return (-NOW - clock, 0) if rank is None else rank
+    def used(self, place: Place, clock: int, rank: Rank | None, index: int) -> Rank:
+        return (-index, 0) if rank is None else rank
 
 
 class Future(NamedTuple):
@@ -86,6 +87,6 @@ class FarthestUse:
         future = self.futures[place.region.owner]
         return -future.distance(place, future.moment - 1), place.region.part
 
-    def used(self, place: Place, clock: int, rank: Rank | None) -> Rank:
+    def used(self, place: Place, clock: int, rank: Rank | None, index: int) -> Rank:
         future = self.futures[place.region.owner]
         return -future.distance(place, future.moment + clock), place.region.part

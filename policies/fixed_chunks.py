@@ -47,7 +47,7 @@ class FixedChunks:
         capacity_bytes: Mapping[Pool, int],
         cost: Cost | None = None,
     ) -> Layout:
-        """See Planner. ValueError where no size of chunk, modes or memory fits the jobs."""
+        """See Planner. ValueError for wrong modes or sizes, MemoryError where nothing fits."""
 
         def fixed(shape: TrainingShape, modes: Sequence[Mode]) -> TrainingLayout:
             size = self.chunk_elements or self.searched(shape, capacity_bytes)
@@ -82,7 +82,7 @@ class FixedChunks:
         return chunks
 
     def searched(self, shape: TrainingShape, capacity_bytes: Mapping[Pool, int]) -> int:
-        """The chunk size with the smallest footprint. ValueError where none fits.
+        """The chunk size with the smallest footprint. MemoryError where none fits.
 
         Two chunks must fit what warm-up leaves them of the device, and all states into device and
         host together. (The original compares bytes with twice the number of elements.)
@@ -100,7 +100,7 @@ class FixedChunks:
             if (nbytes := footprint_bytes(layout)) <= sum(capacity_bytes.values()):
                 fitting.append((nbytes, order, size))
         if not fitting:
-            raise ValueError(
+            raise MemoryError(
                 "planner.chunk_elements: no size of planner.sizes fits: two chunks must fit "
                 f"{self.warmup_share:.0%} of the device, all states into device and host; "
                 "give more memory or smaller sizes"

@@ -10,6 +10,7 @@ from engine.plan import Place, Pool, Tier
 from engine.regions import optimizer, weight
 from engine.training_layout import Mode, TrainingLayout
 from engine.training_shape import TrainingShape
+from policies.out_of_memory import OutOfMemory
 
 Start = Literal["host", "device", "host_first"]
 LayOut = Callable[[TrainingShape, Sequence[Mode]], TrainingLayout]
@@ -22,7 +23,8 @@ def prepared(
     capacity_bytes: Mapping[Pool, int],
     lay_out: LayOut,
 ) -> Layout:
-    """The layout of all training jobs. ValueError where modes or memory do not fit them.
+    """The layout of all training jobs. ValueError where modes do not fit them,
+    OutOfMemory where memory does not.
 
     `start`: all states on the host, or on the device, or on the host as far as it has room
     (optimizer states before weights) and the rest on the device.
@@ -61,10 +63,7 @@ def _places(
             place = on_device
         room[place.pool] = left = room.get(place.pool, 0) - nbytes
         if left < 0:
-            raise ValueError(
-                f"planner.start={start}: {place.tier}:{place.device} is {-left:,} bytes short for "
-                "the model states alone; give it more memory, or take another start"
-            )
+            raise OutOfMemory(place.pool, -left, f"the model states (planner.start={start})")
         found[place] = nbytes
     return found
 

@@ -8,9 +8,10 @@ from typing import Literal
 from engine.job import Job
 from engine.plan import COMPUTE_LANE, HOST_LANE, Plan, Slice, Tier, Work
 from engine.view import View
-from policies.cycle import layout_of
+from policies.cycle import layout_of, training_jobs
 from policies.eviction import FarthestUse, Future
-from policies.residency import Residency, training_jobs
+from policies.out_of_memory import patient
+from policies.residency import Residency
 from policies.tide import Budget, Tide, device_updates, tide_of
 
 
@@ -52,9 +53,8 @@ class PatrickStar:
             if getattr(self, name) < 0:
                 raise ValueError(f"patrickstar: {name} is {getattr(self, name)}, not at least 0")
 
+    @patient
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
-        if not batch:
-            return Plan()
         tides = {
             job.job_id: tide_of(job.job_id, view.profile.moments(job.job_id))
             for job in training_jobs(view)

@@ -19,29 +19,12 @@ from engine.plan import (
     Work,
 )
 from engine.view import View
-from policies.cycle import layout_of
+from policies.cycle import layout_of, training_jobs
 from policies.eviction import NOW, Order, Rank
 from policies.launching import Launching, goes_out, launches_of
+from policies.out_of_memory import OutOfMemory
 
 STATES = (Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER)
-
-
-class OutOfMemory(MemoryError):
-    """A launch of a training job can never run in the memory there is; says how much is missing."""
-
-    def __init__(self, pool: Pool, deficit_bytes: int, what: str) -> None:
-        tier, device = pool
-        super().__init__(
-            f"{tier}:{device} is {deficit_bytes:,} bytes short for {what}; "
-            "give it more memory, or take smaller microbatches or chunks, or recompute"
-        )
-        self.pool, self.deficit_bytes = pool, deficit_bytes
-
-
-def training_jobs(view: View) -> Iterator[Job]:
-    """All that train or are to, in the order of their coming."""
-    yield from view.training
-    yield from (job for job in view.waiting if job.training is not None)
 
 
 class Residency:
@@ -72,8 +55,9 @@ class Residency:
         self._what = ""
         self.clock = 0  # launches drafted
         self.state_bytes = 0  # on the device, of what may leave
-        for index, place in enumerate(self._found()):
-            self._enter(place, order.standing(place, index))
+        self._booked = 0  # of what may leave
+        for place in self._found():
+            self._enter(place, order.standing(place, self._booked))
 
     def _found(self) -> Iterator[Place]:
         jobs = {job.job_id: job for job in training_jobs(self._view)}
@@ -116,7 +100,7 @@ class Residency:
         self._stamps.update(dict.fromkeys(writes, NOW + self.clock))
         for place in launch.sends:
             if not self.evict(place):  # it stays until there is room on the host
-                self._enter(place, self._order.used(place, self.clock - 1, None))
+                self._touch(place, self.clock - 1)
         for place in launch.frees:
             for copy in (place, self.elsewhere(place)):
                 if self._draft.holds(copy):
@@ -153,7 +137,7 @@ class Residency:
                 self._draft.grow(place, nbytes)
                 self._stamps[place] = 0
         if place.tier is Tier.GPU and self._may_leave(place):
-            self._enter(place, self._order.used(place, self.clock, self._ranks.get(place)))
+            self._touch(place, self.clock)
 
     def offer(self, place: Place, nbytes: int) -> None:
         """Brings a place from the host if that takes nothing from anybody."""
@@ -239,9 +223,15 @@ class Residency:
     def _may_leave(self, place: Place) -> bool:
         return place.region.kind in self._kinds or place.region.kind is Kind.ACTIVATION
 
+    def _touch(self, place: Place, clock: int) -> None:
+        rank = self._ranks.get(place)
+        self._enter(place, self._order.used(place, clock, rank, self._booked))
+
     def _enter(self, place: Place, rank: Rank) -> None:
-        if place not in self._ranks and place.region.kind in STATES:
-            self.state_bytes += self._draft.held(place)
+        if place not in self._ranks:
+            self._booked += 1
+            if place.region.kind in STATES:
+                self.state_bytes += self._draft.held(place)
         self._ranks[place] = rank
 
 

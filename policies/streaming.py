@@ -13,6 +13,7 @@ from engine.view import View
 from policies.cycle import Ahead, Link, cycle_of, horizon, layout_of
 from policies.eviction import LastIn
 from policies.launching import goes_out, launches_of
+from policies.out_of_memory import patient
 from policies.residency import STATES, Residency
 
 Stays = Callable[[TrainingLayout, int, Link], bool]  # a chunk's weights, behind a launch
@@ -33,10 +34,9 @@ class Streaming:
     may_leave: bool = True
     overlaps_updates: bool = False
 
+    @patient
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
         """A plan for all of the batch. OutOfMemory where a launch can never fit."""
-        if not batch:
-            return Plan()
         kinds = STATES if self.may_leave else (Kind.GRADIENT,)
         stream = _Stream(self, view, Residency(view, LastIn(), kinds))
         for piece in batch:

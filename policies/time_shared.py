@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from engine.plan import Place, Plan, Pool, Slice, Tier
+from engine.plan import SHARED_OWNER, Kind, Place, Plan, Pool, Slice, Tier
 from engine.policy import Memory, Scheduling
 from engine.view import View
-from policies.residency import training_jobs
+from policies.cycle import training_jobs
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,16 @@ class DividedMemory:
 
     def _divided(self, side: View, view: View, trains: bool) -> View:
         """What one side holds and may take."""
-        owners = {job.job_id for job in training_jobs(view)}
-        mine, others = dict[Place, int](), dict[Place, int]()
+        trained, held = Counter[Pool](), dict[Place, int]()
+        served = {SHARED_OWNER, *(job.job_id for job in (*view.serving, *view.waiting))}
+        served -= {job.job_id for job in training_jobs(view)}
         for place, nbytes in view.held_bytes.items():
-            (mine if place.region.owner in owners else others)[place] = nbytes
-        trained = Counter[Pool]()
-        for place, nbytes in mine.items():
-            trained[place.pool] += nbytes
+            owner, kind, *_ = place.region
+            is_trained = owner not in served and kind is not Kind.KV  # also left by who has ended
+            if is_trained:
+                trained[place.pool] += nbytes
+            if is_trained is trains:
+                held[place] = nbytes
         free, coming, capacity = dict[Pool, int](), dict[Pool, int](), dict[Pool, int]()
         for pool, nbytes in view.capacity_bytes.items():
             share = self.device_share if pool[0] is Tier.GPU else self.host_share
@@ -87,7 +90,7 @@ class DividedMemory:
             side,
             free_bytes=free,
             coming_bytes=coming,
-            held_bytes=mine if trains else others,
+            held_bytes=held,
             capacity_bytes=capacity,
         )
 

@@ -8,7 +8,7 @@ from typing import Literal
 from engine.job import Job
 from engine.plan import Slice, Work
 from engine.view import View
-from policies.residency import training_jobs
+from policies.cycle import training_jobs
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class UnitChunks:
         capacity_bytes: Mapping[Pool, int],
         cost: Cost | None = None,
     ) -> Layout:
-        """See Planner. ValueError where modes or memory do not fit the jobs."""
+        """See Planner. ValueError for wrong modes, OutOfMemory where states do not fit."""
 
         def by_unit(shape: TrainingShape, modes: Sequence[Mode]) -> TrainingLayout:
             return lay_out(shape, unit_chunks(shape), modes)

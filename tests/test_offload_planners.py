@@ -15,6 +15,7 @@ from engine.training_layout import Mode
 from engine.training_shape import TrainingShape, UnitShape
 from policies.fixed_chunks import MEBI, SIZES, FixedChunks, footprint_bytes
 from policies.laying_out import modes_of
+from policies.out_of_memory import OutOfMemory
 from policies.unit_chunks import UnitChunks
 from tests.offload import ROOMY, job_of, shape_of
 from tests.strategies import cases
@@ -127,7 +128,7 @@ def test_of_equal_footprints_the_search_takes_the_first() -> None:
 
 def test_a_search_without_a_result_says_what_is_missing() -> None:
     small = {(Tier.GPU, 0): 7000, (Tier.HOST, 0): 10}
-    with pytest.raises(ValueError, match="no size of planner.sizes fits"):
+    with pytest.raises(MemoryError, match="no size of planner.sizes fits"):
         FixedChunks(sizes=(100,)).searched(model([60] * 20), small)
 
 
@@ -155,7 +156,7 @@ def test_states_start_on_the_host_on_the_device_or_on_the_host_as_far_as_it_goes
 def test_states_that_fit_nowhere_are_refused_with_the_deficit() -> None:
     shape = model([10] * 4)
     small = {(Tier.GPU, 0): 100, (Tier.HOST, 0): 559}
-    with pytest.raises(ValueError, match="host:0 is 1 bytes short"):
+    with pytest.raises(OutOfMemory, match="host:0 is 1 bytes short"):
         UnitChunks().prepare({0: shape}, [job_of(shape)], small)
 
 

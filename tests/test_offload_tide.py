@@ -10,7 +10,7 @@ from engine.plan import COMPUTE_LANE, HOST_LANE, Compute, Copy, Tier, Work
 from engine.training_layout import Mode
 from policies.eviction import FarthestUse, Future
 from policies.patrickstar import PatrickStar
-from policies.residency import OutOfMemory
+from policies.out_of_memory import OutOfMemory
 from policies.tide import Budget, device_updates
 from tests.offload import (
     STATES,
@@ -75,8 +75,8 @@ def test_next_use_wraps_around() -> None:
     a, b, c = (weight(0, i) for i in range(3))
     order = FarthestUse({0: Future({a: [1, 4], b: [0, 5]}, 6, moment=3)})
     assert [order.standing(place, 0) for place in (a, b, c)] == [(-1, 0), (-2, 1), (-12, 2)]
-    assert order.used(a, 1, None) == (-4, 0), "at moment 4; again at 1 of the next step"
-    assert order.used(b, 2, None) == (-3, 1)
+    assert order.used(a, 1, None, 0) == (-4, 0), "at moment 4; again at 1 of the next step"
+    assert order.used(b, 2, None, 0) == (-3, 1)
 
 
 def share_on_device(found: object, step: int) -> float:
