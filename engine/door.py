@@ -52,7 +52,7 @@ class Door:
     def refuse(self, job: Job) -> None:
         """It will never fit."""
         self._engine.roster.refuse(job)
-        self._engine.ledger.give_all(job.job_id)
+        self._engine.give_all(job.job_id)
         self._leave(job, int(self._engine.env.now), "refused")
 
     def finish(self, job: Job, now_ns: int, device: int, number: int) -> None:

@@ -95,7 +95,7 @@ class Engine:
             lambda job: self.ends.tokens_left(job),
         )
         self.ends = Ends(self.roster, self.standing)
-        self.leftovers = Leftovers(self.ledger, self.recorder, devices)
+        self.leftovers = Leftovers(self.give_all, self.recorder, devices)
         self.launcher = Launcher(self)
         self._door = Door(self, returns_memory)
         self.arrivals = Arrivals(env, (), self._door.admit)
@@ -163,6 +163,12 @@ class Engine:
             yield from self._issue(plan if plan.repeats == 1 else plan.at(0), device)
         elif self.jump is None or not (yield from self.jump.carry_out(repeat, device)):
             yield from self._issue(repeat.next(), device, repeat)
+
+    def give_all(self, owner: int) -> None:
+        """All that an owner holds comes back."""
+        for place in self.ledger.give_all(owner):
+            if self.store is not None and place.region.kind is not Kind.KV:
+                self.store.free(place)
 
     def release_idle(self) -> None:
         """Pages out of all use go back to the machine."""

@@ -115,6 +115,7 @@ class Launcher:
         held = self._ledger.kind_bytes[Tier.GPU, op.device]
         other_bytes = sum([held[kind] for kind in NO_STATES])
         self._engine.profile.issued(op, job.job_id, other_bytes)
+        self._engine.recorder.begun(job.job_id, training.step, int(self._engine.env.now))
         if op.again or not advance_training(piece):
             return False
         self._engine.profile.completed_step(job.job_id)

@@ -227,10 +227,12 @@ class Ledger:
         if self._journal:
             self._journal.gave(place)
 
-    def give_all(self, owner: int) -> None:
-        """Gives back all that an owner holds."""
-        for place in tuple(self.places_of.get(owner, ())):
+    def give_all(self, owner: int) -> Sequence[Place]:
+        """Gives back all that an owner holds; returns where that was."""
+        places = tuple(self.places_of.get(owner, ()))
+        for place in places:
             self.give(place)
+        return places
 
     def _give_back(self, place: Place, nbytes: int, users: set[Op]) -> int:
         """Returns the bytes that come back: of shared pages only those that nobody holds now."""

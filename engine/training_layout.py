@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from engine.training_shape import TrainingShape
+if TYPE_CHECKING:
+    from engine.training_shape import TrainingShape
 
 
 class Mode(StrEnum):

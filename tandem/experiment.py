@@ -72,9 +72,9 @@ def replay(
     write_status(folder, RUNNING)
     shown = progress_bar(engine, len(setting.requests), shows_progress)
     with no_full_collections(begins_with_one=world.meter is not None), shown:
-        engine.replay(setting.requests)
+        engine.replay(setting.work)
     drift = drift_of(before, world.probe())
-    engine.recorder.write(folder, world.outputs)
+    engine.recorder.write(folder, world.outputs, world.loss_of)
     beyond = dict(getattr(setting.cost, "extrapolated", {}))  # look-ups outside a profile, by table
     notes = {"plans": engine.steps, "questions": engine.asked, "cost_extrapolated": beyond}
     return notes | drift

@@ -7,6 +7,8 @@ from typing import Any
 
 from analysis.classes import OF, classes_in
 from analysis.metrics import BEST, PERCENTILES
+from analysis.training import WORKS
+from analysis.usage import KINDS
 
 LATENCIES = ("ttft", "tpot", "e2e")
 STATISTICS = ("mean", *(f"p{q}" for q in PERCENTILES))
@@ -14,6 +16,8 @@ STATISTICS = ("mean", *(f"p{q}" for q in PERCENTILES))
 
 def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     """Counts, throughput, latencies and memory of a run, in ten lines."""
+    if not metrics["num_requests"]:
+        return "\n".join([_counts(metrics), *_training(metrics)])
     lines = [_counts(metrics), _throughput(metrics)]
     lines.append(f"{'':8}" + "".join(f"{name:>12}" for name in STATISTICS))
     for name in LATENCIES:
@@ -29,6 +33,7 @@ def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
         lines.append(_memory(provenance))
     if "replicas" in metrics:
         lines.append(_balance(metrics))
+    lines += _training(metrics)
     return "\n".join(lines)
 
 
@@ -64,6 +69,33 @@ def _counts(metrics: Mapping[str, Any]) -> str:
         parts.append(f"{metrics['prefix_hit_rate']:.0%} of prompt tokens found in the prefix cache")
     form = metrics.get("cost_form")  # runs of before have none
     return f"{metrics['backend']}{f' ({form})' if form else ''}: " + ", ".join(parts)
+
+
+def _training(metrics: Mapping[str, Any]) -> list[str]:
+    """Steps, rate and losses of what was trained, what its time and its memory went to."""
+    if "train_steps" not in metrics:
+        return []
+    steps, rate = metrics["train_steps"], metrics["train_tokens_per_s"]
+    first = f"training: {steps} steps of {_seconds(metrics['mean_train_step_s'])}, {rate:.4g} tokens/s"
+    if "last_loss" in metrics:
+        first += f", loss {metrics['first_loss']:.4f} -> {metrics['last_loss']:.4f}"
+    works = [
+        f"{work} {metrics[f'train_{work}_share']:.0%}"
+        for work in WORKS
+        if f"train_{work}_share" in metrics
+    ]
+    lanes = [
+        f"{name.removeprefix('busy_share_')} {share:.0%}"
+        for name, share in metrics.items()
+        if name.startswith("busy_share_")
+    ]
+    peaks = [
+        f"{kind} {_bytes(metrics[f'peak_gpu0_{kind}_bytes'])}"
+        for kind in ("used", *KINDS)
+        if f"peak_gpu0_{kind}_bytes" in metrics
+    ]
+    told = [first, f"time: {', '.join(works)}; lanes {', '.join(lanes)}"]
+    return [*told, f"device peaks: {', '.join(peaks)}"]
 
 
 def _throughput(metrics: Mapping[str, Any]) -> str:

@@ -33,6 +33,8 @@ def requests_of(
     `overrides` say whether somebody asked for these arrivals.
     """
     seed = conform(config["seed"], int, "seed")
+    if is_nothing(config["trace"]):
+        return []
     requests = _traced(config, builder, seed)
     requests = _first(requests, conform(config["limit"], int | None, "limit"))
     if shares := shares_of(config["slo"]):
@@ -56,6 +58,11 @@ def _traced(config: Mapping[str, Any], builder: Builder, seed: int) -> list[Requ
         drawn: list[Request] = builder.build(trace, "trace").drawn(seed)
         return drawn
     return read_trace(trace_file(trace, Path(config["cache"])))
+
+
+def is_nothing(trace: Mapping[str, Any]) -> bool:
+    """Whether nothing is served."""
+    return "_target_" in trace and trace["_target_"] is None
 
 
 def is_file(trace: Mapping[str, Any]) -> bool:

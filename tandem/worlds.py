@@ -57,6 +57,11 @@ class World:
         return None if self.machine is None else self.machine.outputs
 
     @property
+    def loss_of(self) -> Callable[[int, int], float] | None:
+        """Gives the loss of a training job's microbatch, where one is really trained."""
+        return getattr(self.machine, "loss", None)
+
+    @property
     def first(self) -> Any:
         """The machine of the first device: what is probed and calibrated."""
         return getattr(self.machine, "machines", [self.machine])[0]

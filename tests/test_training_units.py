@@ -50,7 +50,7 @@ class Streaming:
 
     def plan(self, view: View) -> Plan:
         job = next(iter((*view.training, *view.waiting)))
-        work, layer = job.ahead(1)[0]
+        work, layer, microbatch = job.training.ahead(1)[0]
         here, home = weight(job, layer), weight(job, layer, Tier.HOST)
         ops: list = []
         loaded = [p for p in view.held_bytes if p.region.kind is Kind.WEIGHT and p.tier is Tier.GPU]
@@ -58,13 +58,13 @@ class Streaming:
             if len(loaded) == self.slots:
                 ops.append(Free(min(loaded, key=lambda p: view.used[p])))
             ops.append(Copy(home, here))
-        tokens = job.training.microbatch_tokens if job.training else 0
+        tokens = job.training.spec.microbatch_tokens
         reads, writes = (here,), [activation(job, layer)]
         if work is F:
             ops.append(Grow(activation(job, layer), 10))
         if work is U:
             writes, reads = [here], ()
-        piece = Slice(job, tokens, work, range(layer, layer + 1), microbatch=job.step)
+        piece = Slice(job, tokens, work, range(layer, layer + 1), microbatch=microbatch)
         ops.append(Compute((piece,), reads, tuple(writes)))
         if work is B:
             ops.append(Free(activation(job, layer)))
@@ -138,7 +138,7 @@ class TwoStages:
         if view.issued >= len(order):
             return Plan()
         work, k = order[view.issued]
-        forward, backward = job.frontier(k)
+        forward, backward = job.training.frontier(k)
         here, there = activation(job, layer, k, layer), activation(job, layer, k, 1 - layer)
         if (work is F and layer == 1 and not forward[0]) or (
             work is B and layer == 0 and not backward[1]
