@@ -10,9 +10,9 @@ from typing import Any, Protocol, cast
 from engine.cohort import Behind
 from engine.executor import Launch, Piece, Pieces
 from engine.model import ModelSpec
-from engine.plan import HOST_LANE, Compute, Copy, Op, Place, Slice, Tier
-from sim.trained import Trained, is_light, trained_of, workspace_of
-from sim.training_operators import training_operators
+from engine.plan import HOST_LANE, Compute, Copy, Op, Place, Slice, Tier, Work
+from sim.prices import Prices
+from sim.trained import Trained, workspace_of
 
 
 class LaunchCost(Protocol):
@@ -72,9 +72,9 @@ class ShapePriced:
         training = training_slices(launch)
         if not training:
             return self.served_ns(launch)
-        ns = sum([self.prices.of(_op(launch), piece) for piece in training])
-        served = served_part(launch)
-        return ns + (self.served_ns(served) if served.pieces else 0)
+        op = _op(launch)
+        ns = sum([self.prices.ns(op, piece) for piece in training])
+        return ns + (0 if len(training) == len(op.slices) else self.served_ns(served_part(launch)))
 
     def served_ns(self: _Shapes, launch: Launch) -> int:
         """Duration of a launch that serves."""
@@ -107,7 +107,7 @@ class ShapePriced:
         op = launch.op
         if isinstance(op, Copy):
             return launch.nbytes if Tier.HOST in (op.src.tier, op.dst.tier) else 0
-        return 0 if op.on != HOST_LANE else sum([self.prices.moved(op, s) for s in op.slices])
+        return 0 if op.on != HOST_LANE else sum([self.prices.moved_bytes(op, s) for s in op.slices])
 
     def host_ns(self: _Shapes, launches: Sequence[Launch]) -> int:
         """Deciding and preparing one plan."""
@@ -121,10 +121,10 @@ class ShapePriced:
         """
         if isinstance(launch.op, Copy):
             return None
-        nbytes = [workspace_of(_op(launch), piece) for piece in training_slices(launch)]
-        served = served_part(launch) if nbytes else launch
-        if served.pieces or not nbytes:
-            shape = forward_shape(served)
+        op, training = launch.op, training_slices(launch)
+        nbytes = [workspace_of(op, piece) for piece in training]
+        if not training or len(training) < len(op.slices):
+            shape = forward_shape(served_part(launch) if training else launch)
             nbytes.append(self.model.workspace_bytes(*shape, self.page_tokens))
         known = [n for n in nbytes if n is not None]
         return sum(known) if len(known) == len(nbytes) else None
@@ -142,42 +142,6 @@ class _Shapes(ShapeCost, Protocol):
     def served_ns(self, launch: Launch) -> int: ...
 
 
-class Prices:
-    """What slices that train take: a step repeats a few works of a few units, thousands of times.
-
-    The key names all that a price depends on, by the job's progress itself: of another run with
-    the same id it is another.
-    """
-
-    def __init__(self, model: ModelSpec, price: Callable[[Trained], int]) -> None:
-        self._model, self._price = model, price
-        self._ns: dict[tuple[Any, ...], int] = {}
-        self._moved: dict[tuple[Any, ...], int] = {}
-
-    def of(self, op: Compute, piece: Slice) -> int:
-        """Duration of a slice."""
-        key = self._key(op, piece)
-        ns = self._ns.get(key)
-        if ns is None:
-            found = trained_of(op, piece, self._model)
-            ns = self._ns[key] = sum(self._price(trained) for trained in found)
-        return ns
-
-    def moved(self, op: Compute, piece: Slice) -> int:
-        """Bytes that it reads and writes."""
-        key = self._key(op, piece)
-        nbytes = self._moved.get(key)
-        if nbytes is None:
-            found = trained_of(op, piece, self._model)
-            kernels = [k for trained in found for k in training_operators(self._model, trained)]
-            nbytes = self._moved[key] = sum(k.repeats * k.nbytes for k in kernels)
-        return nbytes
-
-    def _key(self, op: Compute, piece: Slice) -> tuple[Any, ...]:
-        job, tokens, work, layers = piece[:4]
-        return job.training, tokens, work, layers, op.on, op.again, is_light(op, piece)
-
-
 def _op(launch: Launch) -> Compute:
     assert isinstance(launch.op, Compute)
     return launch.op
@@ -192,7 +156,7 @@ def training_slices(launch: Launch) -> Sequence[Slice]:
     for piece in op.slices[lead:]:
         if piece.job.training is not None:
             found.append(piece)
-        elif piece.layers is not None:
+        elif piece.layers is not None or piece.work is not Work.FORWARD:
             raise ValueError("no cost is known for single layers of serving yet; serve all at once")
     return found
 
@@ -216,7 +180,7 @@ def prompts_of(launch: Launch) -> int:
     pieces = launch.pieces
     tokens = pieces.tokens if isinstance(pieces, Pieces) else [piece.tokens for piece in pieces]
     prompts = len(tokens) - tokens.count(1)
-    return prompts - len(training_slices(launch)) if prompts else 0
+    return prompts - sum([s.tokens > 1 for s in training_slices(launch)]) if prompts else 0
 
 
 def forward_shape(launch: Launch) -> tuple[list[int], list[int], int]:

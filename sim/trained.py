@@ -163,12 +163,17 @@ def workspace_of(op: Compute, piece: Slice) -> int | None:
         return None
     if piece.work is Work.UPDATE:
         return 0
-    units = layout.units if piece.layers is None else [layout.units[u] for u in piece.layers]
-    if piece.work is Work.BACKWARD:
-        return max(unit.backward_bytes for unit in units)
-    if is_light(op, piece):
-        return max(unit.light_bytes for unit in units)
-    return max(unit.forward_bytes for unit in units)
+    work, numbers = _work(op, piece), piece.layers or range(layout.num_units)
+    return max(_workspace(layout, unit, work) for unit in numbers)
+
+
+def _workspace(layout: TrainingLayout, number: int, work: str) -> int:
+    unit = layout.units[number]
+    if work == AGAIN:  # its output is booked for nobody: the unit above is done with it
+        output = layout.units[number + 1].input_bytes if number + 1 < layout.num_units else 0
+        return unit.forward_bytes + output
+    sizes = {FORWARD: unit.forward_bytes, LIGHT: unit.light_bytes, BACKWARD: unit.backward_bytes}
+    return sizes[work]
 
 
 @lru_cache(maxsize=16)
