@@ -70,7 +70,7 @@ def test_copies_and_updates_of_a_simulation_share_the_memory_of_the_host() -> No
     slow = replace(slow, to_host_bytes_per_s=20e9)
     cost, job = Roofline(slow, TINY), trains(job_of(TINY))
     update = launch(job, Work.UPDATE, 1, on=HOST_LANE)
-    copy = Launch(Copy(weight(0, 0), weight(0, 0, Tier.HOST)), nbytes=1000)
+    copy = Launch(Copy(weight(0, 0), weight(0, 0, Tier.HOST)), nbytes=10**6)
     back = launch(job, Work.BACKWARD, 1)
     alone = cost.compute_ns(update)
     assert ends(cost, [back, copy, update]) == [cost.compute_ns(back), 50_000, round(1.3 * alone)]
