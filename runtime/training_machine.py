@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from torch import Tensor, UntypedStorage
 
 from engine.executor import Launch
 from engine.plan import HOST_LANE, Compute, Copy, Kind, Place, Pool, Slice, Tier, Work
+from runtime.graph_memory import saved_storages
+from runtime.saved import Graph
 from runtime.store import Store
 from runtime.trainer import Trainer
 
@@ -77,12 +81,27 @@ class TrainingMachine:
         """Nobody samples."""
         return ()
 
+    def held(self, tier: Tier) -> Iterator[UntypedStorage]:
+        """The storages of all that lies in a tier, what graphs have saved included; some come
+        repeatedly. Not what belongs to the model for good: its buffers and tables of angles."""
+        known = {t.untyped_storage()._cdata for t in self._constants()}
+        for stay in self.store.stays(tier):
+            yield from stay.storages_held()
+            if isinstance(stay.graph, Graph):
+                for storage in saved_storages(stay.graph.edge):
+                    if storage._cdata not in known:
+                        yield storage
+
     def release(self, pool: Pool, pages: Sequence[int]) -> None:
         """No KV."""
 
     def outputs(self, job_id: int) -> list[int]:
         """No tokens."""
         return []
+
+    def weights(self, job_id: int) -> Mapping[str, Tensor]:
+        """The newest weights of a job by the model's names."""
+        return self._trainers[job_id].state_dict()
 
     def loss(self, job_id: int, microbatch: int) -> float:
         """The mean loss of a job's microbatch."""

@@ -80,7 +80,7 @@ def replay(
     return notes | drift
 
 
-def engine_of(setting: Setting, world: World) -> Engine:
+def engine_of(setting: Setting, world: World, recorder: Recorder | None = None) -> Engine:
     """The one engine, in the world of a backend. Policies are quoted the same costs in all."""
 
     def held_bytes(place: Place) -> int:
@@ -98,7 +98,7 @@ def engine_of(setting: Setting, world: World) -> Engine:
         forced=setting.decoding.forced,
         layout=setting.room.layout,
         cost=PolicyCost(setting.cost, held_bytes),
-        recorder=Recorder(world.meter),
+        recorder=recorder or Recorder(world.meter),
         returns_memory=not setting.is_replay,
     )
     return engine

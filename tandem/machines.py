@@ -136,4 +136,4 @@ def cpu_meter(machine: Any, paused: Callable[[], Any] = nullcontext, every: int 
     arenas = {pool: arena.pages for pool, arena in machine.arenas.items()}
     served = [m for m in getattr(machine, "machines", [machine]) if hasattr(m, "decoder")]
     weights = {(Tier.GPU, i): list(m.decoder.model.parameters()) for i, m in enumerate(served)}
-    return CpuMeter(weights, arenas, every, paused, getattr(machine, "store", None))
+    return CpuMeter(weights, arenas, every, paused, getattr(machine, "held", None))

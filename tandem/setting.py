@@ -52,18 +52,23 @@ class Setting:
         return [*self.requests, *(trainee.job for trainee in self.trainees)]
 
 
-def setting_of(point: Composed) -> Setting:
-    """Builds what the configuration names. ValueError in one line for whatever is wrong."""
+def setting_of(point: Composed, spec: ModelSpec | None = None) -> Setting:
+    """Builds what the configuration names; `spec` may replace its model.
+
+    ValueError in one line for whatever is wrong.
+    """
     config = point.config
     seed = _at_least(0, config, "seed")
     builder = _builder(point)
-    spec = _built(builder, config, "model", ModelSpec)
+    spec = spec or _built(builder, config, "model", ModelSpec)
     device = _built(builder, config, "device", Device)
     requests = requests_of(config, builder, spec, point.overrides)
     policy = policy_of(config, builder)
     page_tokens = _at_least(1, config, "page_tokens")
     replicas = _at_least(1, config, "replicas")
     trainees = trainees_of(config, builder, spec, requests)
+    if trainees and not requests:
+        spec = trainees[0].spec  # in the dtype that it trains in
     cost = cost_of(config, device, spec, page_tokens)
     room = _room(config, device, spec, page_tokens, requests, trainees, policy, replicas)
     planned = laid_out(config, builder, trainees, room.capacity_bytes, PolicyCost(cost, _nothing))
