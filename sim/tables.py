@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,13 @@ class TableCost(ShapePriced):
         }
         source = f"{self.source}, x{factor:.4f} ({why})"
         return TableCost(tables, self.model, self.page, source)
+
+    def as_deep_as(self, model: ModelSpec) -> TableCost:
+        """The same for another number of layers, where tables are of single units: of training."""
+        if LINEAR in self.tables:
+            return self
+        named = replace(self.model, name=model.name, num_layers=model.num_layers)
+        return TableCost(self.tables, named, self.page, self.source)
 
     def save(self, path: Path) -> None:
         """Writes one JSON file, aside and renamed."""

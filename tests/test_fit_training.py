@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from sim.fit_training import Recorded, all_observed, fit_training
 from sim.tables import TableCost
 from sim.trained import AGAIN, BACKWARD, FORWARD, LIGHT, UPDATE, Trained, unit_of, update_of
 from tests.additive import PAGE, US, copy_ns, host_ns
-from tests.training import TINY, job_of, layout_of
+from tests.training_jobs import TINY, job_of, layout_of
 from traces.recipe import Recipe
 from traces.request import TrainingJob
 
@@ -208,6 +209,8 @@ def test_a_profile_of_training_alone_is_kept_and_serves_nobody(tmp_path: Path) -
     assert [again.trained_ns(x) for x in held_out()] == [noisy().trained_ns(x) for x in held_out()]
     with pytest.raises(ValueError, match="made-up steps was calibrated with training alone"):
         again.shape_ns([1], [10], 1)
+    deeper = replace(TINY, name="deep", num_layers=9)
+    assert again.as_deep_as(deeper).model == deeper, "its tables are of single units"
 
 
 def test_serving_and_training_are_fitted_side_by_side() -> None:

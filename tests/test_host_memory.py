@@ -13,7 +13,7 @@ from engine.regions import weight
 from sim.executor import SimExecutor
 from sim.host_memory import HostMemory
 from sim.roofline import Roofline
-from tests.training import TINY, device, job_of, launch, layout_of, train, trains
+from tests.training_jobs import TINY, device, job_of, launch, layout_of, train, trains
 
 GB = 10**9
 OUT, UPDATE = (0, "gpu->host"), (0, HOST_LANE)

@@ -28,7 +28,7 @@ from sim.trained import (
 )
 from sim.training_operators import ATTENTION_BACKWARD, training_operators
 from tests.test_sim_roofline import DEVICES, compute
-from tests.training import TINY, device, job_of, launch, layout_of, train, trains
+from tests.training_jobs import TINY, device, job_of, launch, layout_of, train, trains
 from traces.recipe import Recipe
 
 F, B, U = Work.FORWARD, Work.BACKWARD, Work.UPDATE
