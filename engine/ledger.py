@@ -163,9 +163,11 @@ class Ledger:
 
     def _run(self, op: Op) -> Booking:
         if isinstance(op, Compute):
-            held = self.kind_bytes.get((Tier.GPU, op.device), {})
-            others = sum([held.get(kind, 0) for kind in NO_STATES])
-            return Booking(self._board.touch(op, op.reads, op.writes), other_bytes=others)
+            waits = self._board.touch(op, op.reads, op.writes)
+            if not op.reads:  # serving names only what it writes
+                return Booking(waits)
+            held = self.kind_bytes[Tier.GPU, op.device]
+            return Booking(waits, other_bytes=sum([held[kind] for kind in NO_STATES]))
         nbytes = self.held_bytes[op.src]
         if op.dst not in self.held_bytes:
             self._take(op.dst, nbytes)
