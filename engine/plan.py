@@ -33,6 +33,7 @@ class Kind(StrEnum):
     GRADIENT = "gradient"
     OPTIMIZER = "optimizer"
     ACTIVATION = "activation"
+    BUFFER = "buffer"
     __hash__ = str.__hash__
 
 
