@@ -60,8 +60,8 @@ def model_parameters(
     """All parameters in the order of named_parameters(), and per unit the indices of its own.
 
     Unit 0 is the embedding, the last one final norm and output projection; a tied table is in both
-    and counts once. With LoRA names and order are those of peft's model. ValueError for targets
-    that are no module of a layer.
+    and counts once. With LoRA names and order are those after peft's inject_adapter_in_model;
+    get_peft_model puts "base_model.model." before each. ValueError for targets that no layer has.
     """
     parameters = list[Parameter]()
     units = [list[int]() for _ in range(spec.num_layers + 2)]
@@ -98,12 +98,11 @@ def _named(module: Module, recipe: Recipe, trains: bool, is_target: bool) -> lis
     """A module's parameters as named_parameters() or, with LoRA, peft has them."""
     if recipe.lora_rank is None:
         return [Parameter(f"{module.name}.{n}", s, trains) for n, s in module.shapes.items()]
-    name = f"base_model.model.{module.name}"
-    base = f"{name}.base_layer" if is_target else name
+    base = f"{module.name}.base_layer" if is_target else module.name
     found = [Parameter(f"{base}.{n}", shape, False) for n, shape in module.shapes.items()]
     if is_target:
         adapters = module.adapters(recipe.lora_rank)
-        found += [Parameter(f"{name}.{n}", shape, trains) for n, shape in adapters.items()]
+        found += [Parameter(f"{module.name}.{n}", shape, trains) for n, shape in adapters.items()]
     return found
 
 

@@ -58,7 +58,9 @@ def _moments(
             flows = output + (unit.input_bytes if u > first else 0)
             if u in recomputed:
                 held += unit.saved_bytes
-                yield StepPeak(weights, gradients, states, held, flows + unit.forward_bytes + output)
+                yield StepPeak(
+                    weights, gradients, states, held, flows + unit.forward_bytes + output
+                )
             yield StepPeak(weights, gradients, states, held, flows + unit.backward_bytes)
             held -= unit.saved_bytes + unit.input_bytes
         assert held == 0, "all activations are gone behind the last backward"

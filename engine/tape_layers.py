@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from engine import tape_operators as op
 from engine.model import DTYPE_BYTES, ModelSpec
 from engine.parameters import Parameter
-from engine.tape import Tape, Value
+from engine.tape import Storage, Tape, Value
 from traces.request import TrainingJob
 
 
@@ -43,15 +43,17 @@ class Pass:
         hidden = op.embedding(self.tape, table, self.rows * self.spec.hidden_size)
         if not positions:
             return hidden
-        hidden = op.plus(self.tape, hidden, self._positions(positions[0]))
+        counted = self.tape.storage(self.tokens * op.INDEX_BYTES)
+        hidden = op.plus(self.tape, hidden, self._positions(positions[0], counted))
         is_dropped = self.spec.family == "gpt2"  # OPT drops out nothing here
         return op.dropout(self.tape, hidden, self.recipe.dropout) if is_dropped else hidden
 
-    def _positions(self, table: Value) -> Value:
+    def _positions(self, table: Value, counted: Storage) -> Value:
         """GPT-2's are the same for all sequences; OPT counts them for each, from 2."""
-        rows = self.rows if self.spec.family == "opt" else self.tokens
-        ids = self.tape.storage(rows * op.INDEX_BYTES)
-        return op.embedding(self.tape, table, rows * self.spec.hidden_size, ids)
+        if self.spec.family == "gpt2":
+            return op.embedding(self.tape, table, self.tokens * self.spec.hidden_size, counted)
+        shifted = self.tape.storage(self.rows * op.INDEX_BYTES)
+        return op.embedding(self.tape, table, self.rows * self.spec.hidden_size, shifted)
 
     def layer(self, hidden: Value) -> Value:
         """Units 1 to N."""
@@ -59,7 +61,10 @@ class Pass:
         return of_family.get(self.spec.family, self._gated_layer)(hidden)
 
     def head(self, hidden: Value) -> Value:
-        """The last unit: to the loss of a microbatch."""
+        """The last unit: to the loss, divided by the number of microbatches."""
+        return op.copy(self.tape, self._loss(hidden))
+
+    def _loss(self, hidden: Value) -> Value:
         *_, table = self.own.values()
         logits = op.linear(self.tape, self._last_norm(hidden), table, None, self.rows)
         return op.cross_entropy(self.tape, logits, self.rows, self.sequences)
@@ -194,10 +199,11 @@ class Pass:
         heads = self.spec.num_heads
         if self.recipe.dropout:
             shape = (self.sequences, heads, self.tokens)
-            return op.math_attention(self.tape, q, k, v, shape, self.recipe.dropout)
+            attended = op.math_attention(self.tape, q, k, v, shape, self.recipe.dropout)
+            return op.contiguous(self.tape, attended)
         return op.flash_attention(self.tape, q, k, v, self.rows, heads)
 
 
 def _own_name(name: str, prefix: str) -> str:
-    name = name.removeprefix("base_model.model.").removeprefix(f"{prefix}.")
+    name = name.removeprefix(f"{prefix}.")
     return name.replace(".base_layer.", ".").replace(".default.", ".")

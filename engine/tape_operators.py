@@ -60,9 +60,7 @@ def mean(tape: Tape, x: Value, width: int) -> Value:
 
 def rsqrt(tape: Tape, x: Value) -> Value:
     beside = (x.nbytes, x.nbytes)
-    return tape.make(
-        x.elements, x.item_bytes, (x,), (x.nbytes,), scratch=beside, saves_result=True
-    )
+    return tape.make(x.elements, x.item_bytes, (x,), (x.nbytes,), scratch=beside, saves_result=True)
 
 
 def silu(tape: Tape, x: Value) -> Value:
@@ -84,6 +82,11 @@ def half(tape: Tape, x: Value) -> Value:
 
 def concatenated(tape: Tape, x: Value, y: Value) -> Value:
     return tape.make(x.elements + y.elements, x.item_bytes, (x, y), (PART, PART))
+
+
+def contiguous(tape: Tape, x: Value) -> Value:
+    """A copy in another order; its gradient is that of the original."""
+    return tape.make(x.elements, x.item_bytes, (x,), (SAME,))
 
 
 def relaid(tape: Tape, x: Value) -> Value:
@@ -118,9 +121,11 @@ def rms_norm(tape: Tape, x: Value, weight: Value) -> Value:
 
 def gelu_new(tape: Tape, x: Value) -> Value:
     """0.5 x (1 + tanh(c (x + 0.044715 x^3))), an operator each."""
-    scaled = copy(tape, x)
-    inner = tanh(tape, copy(tape, plus(tape, x, copy(tape, power(tape, x)))))
-    return times(tape, scaled, plus_number(tape, inner))
+    return times(
+        tape,
+        copy(tape, x),
+        plus_number(tape, tanh(tape, copy(tape, plus(tape, x, copy(tape, power(tape, x)))))),
+    )
 
 
 def embedding(tape: Tape, weight: Value, elements: int, ids: Storage | None = None) -> Value:
@@ -135,9 +140,7 @@ def dropout(tape: Tape, x: Value, probability: float) -> Value:
     return times(tape, x, tape.make(x.elements, x.item_bytes))
 
 
-def flash_attention(
-    tape: Tape, q: Value, k: Value, v: Value, rows: int, heads: int
-) -> Value:
+def flash_attention(tape: Tape, q: Value, k: Value, v: Value, rows: int, heads: int) -> Value:
     """The CPU's kernel: keeps all it has read, its result, and a float32 sum per row and head.
 
     CUDA's keeps the same and the state of its generator; torch's math path keeps scores.
@@ -158,17 +161,26 @@ def math_attention(
     `shape`: sequences, heads, tokens.
     """
     sequences, heads, tokens = shape
+    is_grouped, many = k.elements < q.elements, sequences > 1
     wide_q, wide_k, wide_v = (cast(tape, x, WIDE_BYTES) for x in (q, k, v))
     scaled = copy(tape, wide_q)
     mask = tape.make(tokens * tokens, WIDE_BYTES)
-    if k.elements < q.elements:
-        wide_k, wide_v = _repeated(tape, wide_k, q.elements), _repeated(tape, wide_v, q.elements)
-    scores = _product(tape, scaled, copy(tape, wide_k), sequences * heads * tokens * tokens)
+    keys = _repeated(tape, wide_k, q.elements) if is_grouped else wide_k
+    values = _repeated(tape, wide_v, q.elements) if is_grouped else wide_v
+    # Several sequences and heads make one batch by a copy, unless they lie so already.
+    copied = (many, many and not is_grouped)
+    pairs = sequences * heads * tokens * tokens
+    scores = _product(tape, scaled, copy(tape, keys), pairs, copied)
     scores = plus(tape, scores, mask)
     scores = softmax(tape, scores)
     scores = dropout(tape, scores, probability)
-    result = _product(tape, scores, wide_v, q.elements)
-    return copy(tape, cast(tape, result, q.item_bytes))
+    # Scores are returned, too, in the dtype of q; nobody reads them.
+    returned = scores if q.item_bytes == WIDE_BYTES else tape.make(pairs, q.item_bytes)
+    result = _product(tape, scores, values, q.elements, (False, many and not is_grouped))
+    result = relaid(tape, result) if many else result
+    result = cast(tape, result, q.item_bytes)
+    assert returned.nbytes == pairs * q.item_bytes
+    return result
 
 
 def _repeated(tape: Tape, x: Value, elements: int) -> Value:
@@ -176,19 +188,21 @@ def _repeated(tape: Tape, x: Value, elements: int) -> Value:
     return tape.make(elements, x.item_bytes, (x,), (x.nbytes,))
 
 
-def _product(tape: Tape, x: Value, y: Value, elements: int) -> Value:
-    """A batched product."""
-    saved = (_if_wanted(y, x), _if_wanted(x, y))
-    return tape.make(elements, x.item_bytes, (x, y), (x.nbytes, y.nbytes), saved)
+def _product(tape: Tape, x: Value, y: Value, elements: int, copied: tuple[bool, bool]) -> Value:
+    """Of two batches of matrices; which of them had to be copied together."""
+    left = contiguous(tape, x) if copied[0] else x
+    right = contiguous(tape, y) if copied[1] else y
+    saved = (_if_wanted(right, left), _if_wanted(left, right))
+    makes = (left.nbytes, right.nbytes)
+    return tape.make(elements, x.item_bytes, (left, right), makes, saved)
 
 
 def cross_entropy(tape: Tape, logits: Value, rows: int, sequences: int) -> Value:
-    """The mean loss of shifted labels, divided by the number of microbatches."""
+    """The mean loss of shifted labels."""
     wide = cast(tape, logits, WIDE_BYTES)
     padded = tape.storage((rows + sequences) * INDEX_BYTES)
     # Without the padding those of one sequence are contiguous as they are.
     labels = padded if sequences == 1 else tape.storage(rows * INDEX_BYTES)
     scores = log_softmax(tape, wide)
     count = tape.storage(WIDE_BYTES)
-    loss = tape.make(1, WIDE_BYTES, (scores,), (scores.nbytes,), (scores.storage, labels, count))
-    return copy(tape, loss)
+    return tape.make(1, WIDE_BYTES, (scores,), (scores.nbytes,), (scores.storage, labels, count))

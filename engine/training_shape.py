@@ -95,7 +95,8 @@ def _sizes(
     backward_bytes = 0
     if trains:
         tape.restart_peak()
-        tape.backward(tape.storage(STATE_BYTES if is_head else 0))  # of the loss: nobody booked it
+        seed = tape.storage(STATE_BYTES if is_head else 0)  # of the loss: nobody booked it
+        tape.backward(seed)
         booked_bytes = saved_bytes + (input_bytes if wanted else 0)
         backward_bytes = max(0, tape.peak_bytes - booked_bytes)
     del leaves  # had the gradients

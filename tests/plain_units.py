@@ -43,24 +43,34 @@ def build(spec: ModelSpec, recipe: Recipe, device: str = "cpu") -> Any:
         torch.manual_seed(0)
         dtype = getattr(torch, recipe.dtype)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        adapted = model if recipe.lora_rank is None else _adapted(model, spec, recipe)
+        if recipe.lora_rank is not None:
+            model = _adapted(model, spec, recipe)
     for unit in _modules(model)[: recipe.frozen_units]:
         for module in unit:
             module.requires_grad_(False)
-    return adapted.train()
+    return model.train()
 
 
 def _adapted(model: Any, spec: ModelSpec, recipe: Recipe) -> Any:
-    from peft import LoraConfig, get_peft_model
+    from peft import inject_adapter_in_model
 
-    config = LoraConfig(
+    model = inject_adapter_in_model(adapter_config(spec, recipe), model)
+    for parameter in model.parameters():  # peft adapts a 16-bit model in 32 bits
+        parameter.data = parameter.data.to(getattr(torch, recipe.dtype))
+    return model
+
+
+def adapter_config(spec: ModelSpec, recipe: Recipe) -> Any:
+    """What peft is given for the adapters of a recipe."""
+    from peft import LoraConfig
+
+    return LoraConfig(
         r=recipe.lora_rank,
         lora_alpha=recipe.lora_alpha,
         lora_dropout=recipe.lora_dropout,
         target_modules=list(recipe.lora_targets) or None,
         fan_in_fan_out=spec.family == "gpt2",
     )
-    return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
 def _body(model: Any) -> Any:
@@ -71,7 +81,11 @@ def _body(model: Any) -> Any:
 def _modules(model: Any) -> list[list[Any]]:
     """Of every unit."""
     body = _body(model)
-    first = [getattr(body, n) for n in ("embed_tokens", "embed_positions", "wte", "wpe") if n in dir(body)]
+    first = [
+        getattr(body, n)
+        for n in ("embed_tokens", "embed_positions", "wte", "wpe")
+        if n in dir(body)
+    ]
     last = [getattr(body, n) for n in ("norm", "ln_f", "final_layer_norm") if n in dir(body)]
     layers = body.h if hasattr(body, "h") else body.layers
     return [first, *[[layer] for layer in layers], [*last, model.lm_head]]
@@ -82,8 +96,7 @@ class PlainUnits:
 
     def __init__(self, spec: ModelSpec, job: TrainingJob) -> None:
         self.spec, self.job = spec, job
-        model = build(spec, job.recipe)
-        self.model = model.get_base_model() if job.recipe.lora_rank else model
+        self.model = build(spec, job.recipe)
         self.units = _modules(self.model)
         body = _body(self.model)
         self.ids = torch.randint(spec.vocab_size, (job.sequences, job.sequence_tokens))
@@ -143,9 +156,7 @@ class PlainUnits:
             torch.autograd.grad(output, wanted, flow)
         return forward, max(0, tracker.peak_bytes - put_out - saved - flow_bytes)
 
-    def _saved_bytes(
-        self, unit: int, hidden: Tensor | None, run: Callable[[], Tensor]
-    ) -> int:
+    def _saved_bytes(self, unit: int, hidden: Tensor | None, run: Callable[[], Tensor]) -> int:
         """Of the storages that autograd holds beside input, output, parameters and constants."""
         kept = dict[int, Tensor]()
 
@@ -167,7 +178,7 @@ class PlainUnits:
         if hidden is None:
             return self._embed()
         if unit == len(self.units) - 1:
-            return self._loss(hidden)
+            return self._loss(hidden) / self.job.microbatches
         return self._layer(unit, hidden)
 
     def _embed(self) -> Tensor:
@@ -196,5 +207,4 @@ class PlainUnits:
         norm, head = self.units[-1]
         logits = head(norm(hidden))
         vocab_size = self.spec.vocab_size
-        loss = self.model.loss_function(logits=logits, labels=self.ids, vocab_size=vocab_size)
-        return loss / self.job.microbatches
+        return self.model.loss_function(logits=logits, labels=self.ids, vocab_size=vocab_size)

@@ -9,7 +9,7 @@ import pytest
 from engine.model import ModelSpec
 from engine.parameters import model_parameters
 from tests.hand_made import FAMILIES
-from tests.plain_units import PlainUnits, build
+from tests.plain_units import PlainUnits, adapter_config, build
 from tests.test_model import LLAMA_BIASED, PUBLISHED
 from traces.recipe import Recipe
 from traces.request import TrainingJob
@@ -55,6 +55,17 @@ def test_adapters_are_where_the_recipe_wants_them(name: str) -> None:
     spec = FAMILIES[name]
     targets = TARGETS.get(spec.family, GATED_TARGETS)
     check(spec, Recipe(lora_rank=3, lora_targets=targets))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own call
+def test_a_peft_model_names_them_so_behind_its_prefix() -> None:
+    from peft import get_peft_model
+
+    spec, recipe = FAMILIES["llama"], Recipe(lora_rank=4)
+    model = get_peft_model(build(spec, Recipe()), adapter_config(spec, recipe))
+    named = [(n, p.requires_grad) for n, p in model.named_parameters()]
+    parameters, _ = model_parameters(spec, recipe)
+    assert named == [(f"base_model.model.{p.name}", p.trains) for p in parameters]
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, "llama_biased"])

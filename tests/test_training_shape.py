@@ -49,9 +49,7 @@ def compare(spec: ModelSpec, job: TrainingJob) -> None:
 
 
 def job_of(spec: ModelSpec, recipe: Recipe, sequences: int, tokens: int) -> TrainingJob:
-    return TrainingJob(
-        0, 0, spec.num_layers + 2, tokens, sequences, microbatches=2, recipe=recipe
-    )
+    return TrainingJob(0, 0, spec.num_layers + 2, tokens, sequences, microbatches=2, recipe=recipe)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
