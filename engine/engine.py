@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any, cast
 
 import simpy
@@ -11,7 +11,7 @@ from engine.arrivals import Arrivals
 from engine.checks import check_requests
 from engine.door import Door
 from engine.ends import Ends
-from engine.executor import Executor, Launch, Span, Store, due_ns
+from engine.executor import Executor, Span, Store, due_ns
 from engine.fleet import Fleet
 from engine.flights import Flight, Flights
 from engine.garbage import few_collections
@@ -22,7 +22,7 @@ from engine.layout import Layout
 from engine.ledger import Ledger
 from engine.leftovers import Leftovers
 from engine.news import News
-from engine.plan import Free, Grow, Kind, Op, PageSize, Plan, Pool, Tier
+from engine.plan import Kind, Op, PageSize, Plan, Pool, Tier
 from engine.policy import Policy, Router
 from engine.prefix import Chain
 from engine.profile import EngineProfile
@@ -204,20 +204,7 @@ class Engine:
             self.flights.start(Flight(step, device, number, now_ns, 0 if i else host_ns, launch))
         if wait_ns := due_ns(self.env, host_ns):
             yield self.env.timeout(wait_ns)
-        if self.store is None:
-            for launch in launches:
-                self.executor.run(launch, self.settle)
-        else:
-            self._run_in_order(self.store, plan, launches)
-
-    def _run_in_order(self, store: Store, plan: Plan, launches: Sequence[Launch]) -> None:
-        """Starts launches, and tells between them what is taken and given back that is no KV."""
-        following = iter(launches)
-        for op in plan.ops:
-            if isinstance(op, Op):
-                self.executor.run(next(following), self.settle)
-            elif isinstance(op, Grow | Free) and op.place.region.kind is not Kind.KV:
-                store.grow(op.place, op.nbytes) if isinstance(op, Grow) else store.free(op.place)
+        self.launcher.start(plan, launches)
 
     def _own(self, device: int) -> int | None:
         """Whose pools a plan can change: its replica's; without a router, anybody's."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from engine.executor import Launch, Pieces
 from engine.job import Job
 from engine.ledger import Booking
-from engine.plan import Compute, Copy, Op, Slice, Tier, kv_place
+from engine.plan import Compute, Copy, Free, Grow, Kind, Op, Plan, Slice, Tier, kv_place
 from engine.progress import advance_serving
 from engine.training_progress import advance_training
 from engine.repeat import Repeat
@@ -39,6 +39,19 @@ class Launcher:
         if repeat is not None:
             return Launch(op, booking.waits, self._step(op, repeat))
         return Launch(op, booking.waits, self._moved(op, op.slices, booking.other_bytes))
+
+    def start(self, plan: Plan, launches: Sequence[Launch]) -> None:
+        """Starts a plan's launches; tells between them what is taken and given back but KV."""
+        engine, store, following = self._engine, self._engine.store, iter(launches)
+        if store is None:
+            for launch in launches:
+                engine.executor.run(launch, engine.settle)
+            return
+        for op in plan.ops:
+            if isinstance(op, Op):
+                engine.executor.run(next(following), engine.settle)
+            elif isinstance(op, Grow | Free) and op.place.region.kind is not Kind.KV:
+                store.grow(op.place, op.nbytes) if isinstance(op, Grow) else store.free(op.place)
 
     def _moved(self, op: Compute, slices: Sequence[Slice], other_bytes: int = 0) -> Pieces:
         """Slices of a launch whose jobs move on one by one."""

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from engine.balance import Balance
+from engine.checks import check_spare
 from engine.figures import Figures
 from engine.growth import hand_out
 from engine.holdings import Holdings
@@ -58,7 +59,6 @@ class Ledger:
         self._pools: dict[Pool, PagePool] = {}
         self.sharing: dict[Pool, Sharing] = {}  # pools with prefix caching
         self._journal = journal
-        self._left: dict[Place, set[Op]] = {}  # given back while in use: whoever takes it waits
         for place, nbytes in (resident or {}).items():
             Balance(self.room_bytes(), self.held_bytes).grow(place, nbytes)
             self._take(place, nbytes)
@@ -157,18 +157,9 @@ class Ledger:
             elif isinstance(op, Share):
                 self._share(op)
             elif isinstance(op, Free):
-                assert self._is_spare(op.place), f"free of {op.place}, the only copy as new"
+                check_spare(op.place, self.capacity_bytes, self.written)
                 self.give(op.place)
         return booked
-
-    def _is_spare(self, place: Place) -> bool:
-        """Whether what a plan frees is lost to nobody: model states have another copy as new."""
-        region, written = place.region, self.written
-        if region.kind not in (Kind.WEIGHT, Kind.OPTIMIZER):
-            return True
-        others = (Place(region, *pool) for pool in self.capacity_bytes)
-        held = [p for p in others if p != place and p in self.held_bytes]
-        return any([written[p] >= written[place] for p in held])
 
     def _run(self, op: Op) -> Booking:
         if isinstance(op, Compute):
@@ -215,8 +206,6 @@ class Ledger:
         if place not in self.held_bytes:
             self._board.enter(place)
             self.places_of[place.region.owner][place] = None
-            if self._left and (users := self._left.pop(place, None)):
-                self._board.rest(place, users)
 
     # ---- giving back
     def give(self, place: Place) -> None:
@@ -224,8 +213,6 @@ class Ledger:
         nbytes, pool = self.held_bytes[place], place.pool
         self._booked.pop(place, None)
         users = self._board.leave(place)
-        if users and place.region.kind is not Kind.KV:
-            self._left[place] = users
         owned = self.places_of[place.region.owner]
         del owned[place]
         if not owned:
@@ -255,8 +242,6 @@ class Ledger:
     def settle(self, op: Op) -> None:
         """An operation has ended: bytes that waited for it come back."""
         self._board.settle(op)
-        if self._left:
-            self._left = {place: left for place, users in self._left.items() if (left := users - {op})}
         for queue, pages in zip(self._returns.values(), self._pools.values(), strict=True):
             queue.settle(op)
             pages.settle(op)

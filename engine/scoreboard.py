@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from engine.journal import Journal
-from engine.plan import COMPUTE_LANE, Copy, Lane, Op, Place
+from engine.plan import COMPUTE_LANE, Copy, Kind, Lane, Op, Place
 
 
 class Stamps(Mapping[Place, int]):
@@ -44,6 +44,7 @@ class Scoreboard:
         self._writers: dict[Place, Op] = {}  # the last one; stays when it has ended
         self._users: dict[Lane, dict[Place, Op]] = {}  # the last one of each lane
         self._givers: dict[Place, set[Op]] = {}
+        self._left: dict[Place, set[Op]] = {}  # places given back while in use, and by whom
         self._journal = journal
 
     @property
@@ -52,8 +53,11 @@ class Scoreboard:
         return all([op.lane[1] == COMPUTE_LANE for op in self.open])
 
     def enter(self, place: Place) -> None:
-        """A place begins, with nothing in it."""
+        """A place begins, with nothing in it. If it was given back while in use, whoever takes it
+        waits for these users: model states have one storage for good."""
         self._written[place], self._used[place] = 0, -1
+        if self._left and (users := self._left.pop(place, None)):
+            self.rest(place, users)
 
     def rest(self, place: Place, givers: set[Op]) -> None:
         """A place rests on bytes that these operations still use."""
@@ -133,8 +137,13 @@ class Scoreboard:
             i = writes.index(place)
             self._late = (op, writes[:i] + writes[i + 1 :], stamp)
         del self._written[place], self._used[place]
-        return {op for op in (*last, *self._givers.pop(place, ())) if op in self.open}
+        users = {op for op in (*last, *self._givers.pop(place, ())) if op in self.open}
+        if users and place.region.kind is not Kind.KV:
+            self._left[place] = users
+        return users
 
     def settle(self, op: Op) -> None:
         """An operation has ended."""
         del self.open[op]
+        if self._left:
+            self._left = {p: left for p, users in self._left.items() if (left := users - {op})}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from torch import Tensor, UntypedStorage
 
 from engine.executor import Launch
 from engine.plan import HOST_LANE, Compute, Copy, Kind, Place, Pool, Slice, Tier, Work
+from runtime.graph_memory import saved_storages
+from runtime.saved import Graph
 from runtime.store import Store
 from runtime.trainer import Trainer
 
@@ -94,6 +98,10 @@ class TrainingMachine:
     def outputs(self, job_id: int) -> list[int]:
         """No tokens."""
         return []
+
+    def weights(self, job_id: int) -> Mapping[str, Tensor]:
+        """The newest weights of a job by the model's names."""
+        return self._trainers[job_id].state_dict()
 
     def loss(self, job_id: int, microbatch: int) -> float:
         """The mean loss of a job's microbatch."""
