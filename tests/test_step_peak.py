@@ -1,0 +1,106 @@
+"""The predicted peak of a whole step against the tracker around a loop of plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from engine.model import ModelSpec
+from engine.step_peak import step_peak
+from engine.training_shape import training_shape
+from runtime.tracker import StorageTracker, storage_bytes
+from tests.hand_made import FAMILIES
+from tests.plain_units import PlainUnits
+from traces.recipe import Recipe
+from traces.request import TrainingJob
+
+SPECS = {
+    "llama": FAMILIES["llama"],
+    "tied": replace(FAMILIES["qwen3"], num_layers=5),
+    "gpt2": replace(FAMILIES["gpt2"], tie_embeddings=False),
+    "large vocabulary": replace(FAMILIES["llama"], vocab_size=3000),
+}
+RECIPES = {
+    "full": Recipe(),
+    "bf16": Recipe(dtype="bfloat16"),
+    "adapters": Recipe(lora_rank=8),
+    "frozen": Recipe(frozen_units=2, optimizer="sgd", momentum=0.9),
+}
+TOLERANCE = 0.03
+
+
+class Step:
+    """Forwards and backwards of one step, driven by hand; sums of gradients made when needed."""
+
+    def __init__(self, spec: ModelSpec, job: TrainingJob, recomputed: set[int]) -> None:
+        self.plain, self.job, self.recomputed = PlainUnits(spec, job), job, recomputed
+        self.sums: dict[Tensor, Tensor] = {}
+        owned = [self.plain.parameters(u) for u in range(job.num_units)]
+        self.trained = [[p for p in own if p.requires_grad] for own in owned]
+        self.first = next(u for u, own in enumerate(self.trained) if own)
+
+    def run(self) -> None:
+        for _ in range(self.job.microbatches):
+            self._backward(self._forward())
+
+    def _forward(self) -> dict[int, tuple[Tensor | None, GradientEdge | None]]:
+        """Per unit from which a backward comes: its input, and its graph where it was recorded."""
+        kept, hidden = dict[int, tuple[Tensor | None, GradientEdge | None]](), None
+        for u in range(self.job.num_units):
+            given = None if hidden is None else hidden.detach().requires_grad_(u > self.first)
+            out, edge = self._run(u, given, u >= self.first and u not in self.recomputed)
+            if u >= self.first:
+                kept[u] = given, edge
+            hidden = out
+        return kept
+
+    def _run(
+        self, unit: int, given: Tensor | None, records: bool
+    ) -> tuple[Tensor, GradientEdge | None]:
+        with torch.set_grad_enabled(records):
+            out = self.plain.run(unit, given)
+        return out.detach(), get_gradient_edge(out) if records else None
+
+    def _backward(self, kept: dict[int, tuple[Tensor | None, GradientEdge | None]]) -> None:
+        flow = None
+        for u in reversed(range(self.first, self.job.num_units)):
+            (given, edge), wanted = kept.pop(u), list(self.trained[u])
+            for p in wanted:
+                if p not in self.sums:
+                    self.sums[p] = torch.zeros_like(p)
+            if edge is None:
+                edge = self._run(u, given, records=True)[1]
+            if u > self.first:
+                assert given is not None
+                wanted.append(given)
+            found = list(torch.autograd.grad([edge], wanted, None if flow is None else [flow]))
+            flow = found.pop() if u > self.first else None
+            for p in self.trained[u]:
+                self.sums[p].add_(found.pop(0))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("mode", ["keep", "recompute", "every second"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", SPECS)
+def test_the_peak_of_a_step(name: str, recipe: str, mode: str, microbatches: int) -> None:
+    spec = SPECS[name]
+    num_units = spec.num_layers + 2
+    job = TrainingJob(
+        0, 0, num_units, 40, sequences=2, microbatches=microbatches, recipe=RECIPES[recipe]
+    )
+    every = {"keep": num_units, "recompute": 1, "every second": 2}[mode]
+    recomputed = set(range(num_units)[::every]) - {0, num_units - 1}
+    step = Step(spec, job, recomputed)
+    with StorageTracker() as tracker:
+        step.run()
+    predicted = step_peak(training_shape(spec, job), microbatches, recomputed)
+    weights = storage_bytes(step.plain.model.parameters())
+    assert predicted.weight_bytes == weights
+    assert predicted.total_bytes - predicted.optimizer_bytes == pytest.approx(
+        weights + tracker.peak_bytes, rel=TOLERANCE
+    )
