@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from typing import Any
 
+import simpy
+
+from engine.engine import Engine
 from engine.executor import Launch
+from engine.journal import Journal
 from engine.layout import Layout
 from engine.parameters import Parameter
 from engine.plan import (
@@ -20,12 +25,11 @@ from engine.plan import (
     PageSize,
     Place,
     Plan,
-    Pool,
     Region,
     Tier,
-    Work,
 )
-from engine.policy import Composed, Memory
+from engine.policy import Composed, Memory, Policy
+from engine.recorder import Recorder
 from engine.training_layout import Chunk, Mode, TrainingLayout, Unit
 from engine.training_shape import TrainingShape, UnitShape
 from policies.all_on_device import AllOnDevice
@@ -37,11 +41,11 @@ from policies.training_order import TrainingOrder
 from policies.unit_chunks import UnitChunks
 from policies.zero3_offload import Zero3Offload
 from policies.zero_offload import ZeroOffload
-from tests.replays import Replay, replay
+from tests.replays import Replay, ToyExecutor
 from traces.recipe import Recipe
 from traces.request import TrainingJob
 
-BYTE = PageSize(tokens=1, nbytes=1)
+NO_PAGES = PageSize(tokens=16, nbytes=1 << 40)
 ROOMY = 1 << 20
 STATES = (Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER)
 
@@ -134,16 +138,36 @@ def run(
 ) -> Replay:
     """One job under a memory policy; sizes are bytes. All laws hold of it."""
     policy = Composed(TrainingOrder(tasks), memory)
-    found = replay(
+    return trained(policy, [job], layout, gpu, host, **how)
+
+
+def trained(
+    policy: Policy,
+    jobs: Sequence[TrainingJob],
+    layout: Layout,
+    gpu: int = ROOMY,
+    host: int = ROOMY,
+    *,
+    depth: int = 2,
+    noise: float = 0.0,
+    seed: int = 0,
+) -> Replay:
+    """Jobs under a policy, on toy hardware without a page of KV; all laws hold."""
+    env, recorder = simpy.Environment(), Recorder()
+    journal = Journal(lambda: int(env.now))
+    engine = Engine(
+        env,
         policy,
-        [job],
-        pages=gpu,
-        host_pages=host,
-        page=BYTE,
+        ToyExecutor(env, noise, seed, duration=duration_ns),
+        {(Tier.GPU, 0): gpu, (Tier.HOST, 0): host},
+        NO_PAGES,
+        depth=depth,
         layout=layout,
-        duration=duration_ns,
-        **how,
+        recorder=recorder,
+        journal=journal,
     )
+    engine.replay(jobs)
+    found = Replay(engine, recorder, journal)
     check_contents(found.check())
     return found
 
@@ -185,8 +209,6 @@ def check_contents(run: Replay) -> None:
 
 def operations(run: Replay) -> list[Any]:
     """What was issued, over all plans, in the words of a plan log."""
-    import json
-
     return [op for _, body in run.log() for op in json.loads(body)["ops"]]
 
 
@@ -278,8 +300,3 @@ def state_bytes(layout: TrainingLayout) -> int:
 def sent_bytes(layout: TrainingLayout) -> int:
     """What units save for the host in a microbatch."""
     return sum(unit.saved_bytes for unit in layout.units if unit.mode is Mode.OFFLOAD)
-
-
-Peaks = Mapping[Pool, int]
-Make = Callable[[], Replay]
-WORKS = (Work.FORWARD, Work.BACKWARD, Work.UPDATE)

@@ -20,15 +20,13 @@ from policies.training_order import TrainingOrder
 from policies.unit_chunks import UnitChunks
 from policies.zero3_offload import Zero3Offload
 from tests.offload import (
-    BYTE,
     ROOMY,
-    check_contents,
-    duration_ns,
     job_of,
     laid_out,
     least_device_bytes,
     run,
     shape_of,
+    trained,
 )
 from tests.replays import Replay, random_requests, replay
 from traces.request import Request, TrainingJob
@@ -76,10 +74,7 @@ def two_jobs(turns: str, memory: Any = None, **how: Any) -> Replay:
     roomy = {(Tier.GPU, 0): ROOMY, (Tier.HOST, 0): ROOMY}
     layout = UnitChunks().prepare(shapes, jobs, roomy)
     policy = Composed(TrainingOrder(turns=turns), memory or Zero3Offload())  # type: ignore[arg-type]
-    sizes = {"pages": ROOMY, "host_pages": ROOMY} | how
-    found = replay(policy, jobs, page=BYTE, layout=layout, duration=duration_ns, **sizes)
-    check_contents(found.check())
-    return found
+    return trained(policy, jobs, layout, **how)
 
 
 def changes(found: Replay) -> list[int]:
@@ -103,7 +98,7 @@ def test_jobs_in_turn_share_little_memory(turns: str, memory: Any) -> None:
         least_device_bytes(laid_out(shape).training[0], job_of(shape), False, True)
         for shape in shapes
     ]
-    two_jobs(turns, memory, pages=sum(least) if turns == "task" else max(least))
+    two_jobs(turns, memory, gpu=sum(least) if turns == "task" else max(least))
 
 
 # ---- beside serving
