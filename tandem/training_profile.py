@@ -1,4 +1,4 @@
-"""Profiles training: short jobs of many shapes through the whole engine, and tables fitted to them."""
+"""Profiles training: short jobs of many shapes through the engine, and tables fitted to them."""
 
 from __future__ import annotations
 
