@@ -115,8 +115,8 @@ def torch_flops(spec: ModelSpec, recipe: Recipe, sequences: int, tokens: int) ->
 
 
 def test_a_layer_takes_six_flops_per_parameter_and_token_beside_attention() -> None:
-    """Two forward and four backward for each number of its matrices, which at this width are all but
-    0.1 % of the layer's; attention 4 a pair and query number, and 2.5 times as much backward."""
+    """Two forward and four backward for each number of its matrices, at this width all but 0.1 % of
+    the layer's; attention 4 a pair and query number, and 2.5 times as much backward."""
     spec = replace(GPT2, hidden_size=4096, num_heads=16, num_kv_heads=16, head_dim=256)
     spec = replace(spec, intermediate_size=16384)
     job = job_of(spec, 4, 1024)
