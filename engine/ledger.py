@@ -20,12 +20,18 @@ from engine.returns import ReturnQueue
 from engine.scoreboard import Scoreboard
 from engine.sharing import Sharing
 
+NO_STATES = (Kind.KV, Kind.ACTIVATION, Kind.BUFFER)  # memory that no training policy may move
+
 
 class Booking(NamedTuple):
-    """What booking an operation derived. `copied`: bytes and both page tables of a Copy."""
+    """What booking an operation derived. `copied`: bytes and both page tables of a Copy.
+
+    `other_bytes`: of a launch, what its device held then that is no model state.
+    """
 
     waits: tuple[Op, ...]
     copied: tuple[int, Sequence[int], Sequence[int]] = (0, (), ())
+    other_bytes: int = 0
 
 
 class Ledger:
@@ -157,7 +163,11 @@ class Ledger:
 
     def _run(self, op: Op) -> Booking:
         if isinstance(op, Compute):
-            return Booking(self._board.touch(op, op.reads, op.writes))
+            waits = self._board.touch(op, op.reads, op.writes)
+            if not op.reads:  # serving names only what it writes
+                return Booking(waits)
+            held = self.kind_bytes[Tier.GPU, op.device]
+            return Booking(waits, other_bytes=sum([held[kind] for kind in NO_STATES]))
         nbytes = self.held_bytes[op.src]
         if op.dst not in self.held_bytes:
             self._take(op.dst, nbytes)
