@@ -50,9 +50,11 @@ def calibrate_training(point: Composed, folder: Path) -> pd.DataFrame:
         raise ValueError(f"backend={backend} measures nothing; calibrate {' or '.join(MEASURED)}")
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder}: there is something in it already; give a new folder")
-    setting = setting_of(point)
-    if not setting.trainees:
+    node = point.config["training"]
+    if node.get("_target_") is None:
         raise ValueError("there is nothing to train: choose a job with training=...")
+    shape = (node["sequences"], node["sequence_tokens"])
+    setting = setting_of(_shaped(point, *shape, *STACKS[0]))
     lock = folder.with_name(f".{folder.name}.lock")
     with sole_user(lock, f"{folder}: another calibration is running there"):
         aside = aside_of(folder)
@@ -138,4 +140,5 @@ def recorded(folder: Path, kind: str) -> Iterator[Recorded]:
         jobs = {t.job.job_id: (t.job, layouts[t.job.job_id]) for t in setting.trainees}
         steps = read_table(run / "steps.parquet").to_pandas()
         warm_ns = int(read_table(run / "training.parquet").to_pandas()["end_ns"].min())
-        yield Recorded(steps[steps["start_ns"] >= warm_ns], jobs)
+        begins_ns = steps.groupby("step")["start_ns"].transform("min")  # plans are whole
+        yield Recorded(steps[begins_ns >= warm_ns], jobs)
