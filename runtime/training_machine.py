@@ -84,7 +84,8 @@ class TrainingMachine:
     def held(self, tier: Tier) -> Iterator[UntypedStorage]:
         """The storages of all that lies in a tier, what graphs have saved included; some come
         repeatedly. Not what belongs to the model for good: its buffers and tables of angles."""
-        known = {t.untyped_storage()._cdata for t in self._constants()}
+        tables = (t for trainer in self._trainers.values() for t in trainer.units.tables())
+        known = {table.untyped_storage()._cdata for table in tables}
         for stay in self.store.stays(tier):
             yield from stay.storages_held()
             if isinstance(stay.graph, Graph):
