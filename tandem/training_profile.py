@@ -6,7 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,10 @@ def _shaped(point: Composed, sequences: int, tokens: int, policy: str, modes: st
     words += [f"training.sequences={sequences}", f"training.sequence_tokens={tokens}"]
     words += [f"training.num_steps={STEPS}", "training.microbatches=1"]
     words += [f"device.memory_bytes={ROOM_BYTES}", f"device.host_bytes={ROOM_BYTES}"]
-    return composed(words, str(point.folders[0]) if point.folders else None)
+    made = composed(words, str(point.folders[0]) if point.folders else None)
+    # Only times are of use, and probes of drift want a model that serves.
+    backend = {**made.config["backend"], "probe_look_s": None, "workspace_every": 0}
+    return replace(made, config={**made.config, "backend": backend})
 
 
 def _facts(point: Composed, setting: Setting) -> dict[str, Any]:
