@@ -32,6 +32,7 @@ from tandem.worlds import MEASURED
 FITTED, HELD_OUT = "fitted-training", "held-out-training"  # folders of runs, followed by a number
 # Updates on either tier, forwards that keep and others that are repeated.
 STACKS = (("zero_offload", "keep"), ("train_on_device", "recompute"))
+HELD = 8  # microbatches that the fit does not see
 STEPS = 4  # of each job; the first warms up and is not kept
 ROOM_BYTES = 8 << 30  # budgets are for runs: what is measured has room
 BEYOND = 2  # times the microbatch of the configuration that is measured, for others of its kind
@@ -76,7 +77,7 @@ def _measure(point: Composed, setting: Setting, folder: Path) -> None:
     limits = TrainingLimits(setting.spec.max_positions, BEYOND * job.microbatch_tokens)
     fitted = [(shape, stack) for shape in grid(limits) for stack in STACKS]
     random.Random(setting.seed).shuffle(fitted)
-    unseen = holdout(limits, setting.seed)
+    unseen = holdout(limits, setting.seed, HELD)
     judged = [(shape, STACKS[i % len(STACKS)]) for i, shape in enumerate(unseen)]
     for kind, wanted in ((FITTED, fitted), (HELD_OUT, judged)):
         for number, (shape, stack) in enumerate(wanted):
