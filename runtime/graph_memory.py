@@ -21,7 +21,10 @@ def saved_storages(edge: GradientEdge) -> Iterator[UntypedStorage]:
             continue
         seen.add(node)
         for name in _names(node):
-            value = getattr(node, name)
+            try:
+                value = getattr(node, name)
+            except RuntimeError:  # a backward on another thread has used it up
+                continue
             for tensor in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(tensor, Tensor):
                     yield tensor.untyped_storage()
