@@ -13,7 +13,7 @@ def gpt2_shape(
     max_positions: int = 1024,
     dtype: str = "bfloat16",
 ) -> ModelSpec:
-    """A GPT-2-like model with an MLP four times as wide. ValueError where heads do not divide it."""
+    """A GPT-2-like model, its MLP four times as wide. ValueError for heads that do not divide."""
     name = f"gpt2_{hidden_size}x{num_layers}"
     if num_heads < 1 or hidden_size % num_heads:
         raise ValueError(f"model {name}: {num_heads} heads do not divide its width {hidden_size}")

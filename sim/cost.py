@@ -149,9 +149,9 @@ def _op(launch: Launch) -> Compute:
 
 def training_slices(launch: Launch) -> Sequence[Slice]:
     """Those of training jobs. ValueError where serving is cut by layers: it has no price yet."""
-    op, pieces = _op(launch), launch.pieces
-    is_cohort = isinstance(pieces, Pieces) and isinstance(pieces.contexts, Behind)
-    lead = pieces.contexts.lead if is_cohort else 0  # type: ignore[union-attr]
+    op, pieces, lead = _op(launch), launch.pieces, 0
+    if isinstance(pieces, Pieces) and isinstance(pieces.contexts, Behind):
+        lead = pieces.contexts.lead  # a cohort serves
     found = []
     for piece in op.slices[lead:]:
         if piece.job.training is not None:

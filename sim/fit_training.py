@@ -54,6 +54,6 @@ def _shape(row: Mapping[str, Any], run: Recorded, model: ModelSpec) -> Trained:
 
 
 def _kept(work: str, unit: int, layout: TrainingLayout) -> str:
-    """A forward that keeps nothing is a light one: its unit comes again, or nothing below trains."""
+    """A forward that keeps nothing is light: its unit comes again, or nothing below it trains."""
     recomputes = layout.units[unit].mode is Mode.RECOMPUTE
     return LIGHT if work == FORWARD and (recomputes or unit < layout.first) else work

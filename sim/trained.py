@@ -146,13 +146,14 @@ def update_of(
 def element_bytes(recipe: Recipe) -> int:
     """What an optimizer in one pass reads and writes of each number that trains.
 
-    Its gradient (again for the norm, where that is clipped), its states in float32 and the number:
-    in float32 itself, else its master weight and, only written, itself.
+    Its gradient (in float32 scaled in place before, where it is clipped), its states in float32 and
+    the number: in float32 itself, else its master weight and, only written, itself.
     """
     item = DTYPE_BYTES[recipe.dtype]
     states = STATES[recipe.optimizer] + (recipe.momentum > 0)
-    gradient = item * (1 if recipe.clip_norm is None else 2)
-    return gradient + 2 * 4 * states + 2 * 4 + (0 if item == 4 else item)
+    is_wide = item == 4
+    scaled = 2 * item if is_wide and recipe.clip_norm is not None else 0
+    return item + scaled + 2 * 4 * states + 2 * 4 + (0 if is_wide else item)
 
 
 def workspace_of(op: Compute, piece: Slice) -> int | None:

@@ -1,4 +1,4 @@
-"""Profiles training: short jobs of many shapes through the whole engine, and tables fitted to them."""
+"""Profiles training: short jobs of many shapes through the engine, and tables fitted to them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from tandem.worlds import MEASURED
 FITTED, HELD_OUT = "fitted-training", "held-out-training"  # folders of runs, followed by a number
 # Updates on either tier, forwards that keep and others that are repeated.
 STACKS = (("zero_offload", "keep"), ("train_on_device", "recompute"))
+HELD = 8  # microbatches that the fit does not see
 STEPS = 4  # of each job; the first warms up and is not kept
 ROOM_BYTES = 8 << 30  # budgets are for runs: what is measured has room
 BEYOND = 2  # times the microbatch of the configuration that is measured, for others of its kind
@@ -50,9 +51,11 @@ def calibrate_training(point: Composed, folder: Path) -> pd.DataFrame:
         raise ValueError(f"backend={backend} measures nothing; calibrate {' or '.join(MEASURED)}")
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder}: there is something in it already; give a new folder")
-    setting = setting_of(point)
-    if not setting.trainees:
+    node = point.config["training"]
+    if node.get("_target_") is None:
         raise ValueError("there is nothing to train: choose a job with training=...")
+    shape = (node["sequences"], node["sequence_tokens"])
+    setting = setting_of(_shaped(point, *shape, *STACKS[0]))
     lock = folder.with_name(f".{folder.name}.lock")
     with sole_user(lock, f"{folder}: another calibration is running there"):
         aside = aside_of(folder)
@@ -74,7 +77,7 @@ def _measure(point: Composed, setting: Setting, folder: Path) -> None:
     limits = TrainingLimits(setting.spec.max_positions, BEYOND * job.microbatch_tokens)
     fitted = [(shape, stack) for shape in grid(limits) for stack in STACKS]
     random.Random(setting.seed).shuffle(fitted)
-    unseen = holdout(limits, setting.seed)
+    unseen = holdout(limits, setting.seed, HELD)
     judged = [(shape, STACKS[i % len(STACKS)]) for i, shape in enumerate(unseen)]
     for kind, wanted in ((FITTED, fitted), (HELD_OUT, judged)):
         for number, (shape, stack) in enumerate(wanted):
@@ -89,7 +92,10 @@ def _shaped(point: Composed, sequences: int, tokens: int, policy: str, modes: st
     words += [f"training.sequences={sequences}", f"training.sequence_tokens={tokens}"]
     words += [f"training.num_steps={STEPS}", "training.microbatches=1"]
     words += [f"device.memory_bytes={ROOM_BYTES}", f"device.host_bytes={ROOM_BYTES}"]
-    return composed(words, str(point.folders[0]) if point.folders else None)
+    made = composed(words, str(point.folders[0]) if point.folders else None)
+    # Only times are of use, and probes of drift want a model that serves.
+    backend = {**made.config["backend"], "probe_look_s": None, "workspace_every": 0}
+    return replace(made, config={**made.config, "backend": backend})
 
 
 def _facts(point: Composed, setting: Setting) -> dict[str, Any]:
@@ -138,4 +144,5 @@ def recorded(folder: Path, kind: str) -> Iterator[Recorded]:
         jobs = {t.job.job_id: (t.job, layouts[t.job.job_id]) for t in setting.trainees}
         steps = read_table(run / "steps.parquet").to_pandas()
         warm_ns = int(read_table(run / "training.parquet").to_pandas()["end_ns"].min())
-        yield Recorded(steps[steps["start_ns"] >= warm_ns], jobs)
+        begins_ns = steps.groupby("step")["start_ns"].transform("min")  # plans are whole
+        yield Recorded(steps[begins_ns >= warm_ns], jobs)

@@ -40,7 +40,9 @@ def truth_ns(launch: Trained) -> float:
     }[launch.kind]
     pairs = launch.sequences * launch.tokens**2
     us = constant + row_us * launch.rows + pair_us * pairs
-    return US * (us * OF_FORWARD[launch.work] + (300 if launch.group == "embedding backward" else 0))
+    return US * (
+        us * OF_FORWARD[launch.work] + (300 if launch.group == "embedding backward" else 0)
+    )
 
 
 class Steps:
@@ -89,9 +91,7 @@ def tasks(job: TrainingJob, layout: TrainingLayout) -> Iterator[tuple[str, int, 
             yield UPDATE, c, (HOST_LANE, "compute")[c % 2]
 
 
-def shape_of(
-    job: TrainingJob, layout: TrainingLayout, work: str, part: int, lane: str
-) -> Trained:
+def shape_of(job: TrainingJob, layout: TrainingLayout, work: str, part: int, lane: str) -> Trained:
     if work == UPDATE:
         return update_of(TINY, job, layout, part, lane)
     return unit_of(TINY, job, part, work, lane)
@@ -132,14 +132,18 @@ def noisy() -> TableCost:
 
 
 @pytest.mark.parametrize(
-    "recipe", [Recipe(), Recipe(lora_rank=4), Recipe(frozen_units=2)], ids=["full", "lora", "frozen"]
+    "recipe",
+    [Recipe(), Recipe(lora_rank=4), Recipe(frozen_units=2)],
+    ids=["full", "lora", "frozen"],
 )
 def test_costs_without_noise_are_given_back(recipe: Recipe) -> None:
     """They are straight where the tables are, so only the rounding to ns is left."""
     cost = fit_training(runs(GRID, recipe=recipe), TINY, PAGE)
     for launch in held_out(recipe):
         assert cost.trained_ns(launch) == pytest.approx(truth_ns(launch), rel=0.005), launch.group
-    assert cost.transfer_ns("gpu->host", 2 << 20) == pytest.approx(copy_ns(2 << 20, False), rel=0.005)
+    assert cost.transfer_ns("gpu->host", 2 << 20) == pytest.approx(
+        copy_ns(2 << 20, False), rel=0.005
+    )
     assert cost.plan_ns(1) == pytest.approx(host_ns(1), rel=0.005)
 
 
@@ -153,7 +157,9 @@ def test_noise_averages_out_on_shapes_that_were_not_measured() -> None:
 
 
 def test_held_out_errors_are_told_by_kind_and_work() -> None:
-    measured = [one for run in runs(HELD_OUT, noise=0.03, seed=99) for one in all_observed(run, TINY)]
+    measured = [
+        one for run in runs(HELD_OUT, noise=0.03, seed=99) for one in all_observed(run, TINY)
+    ]
     frame = errors_of(noisy(), measured)
     works = (FORWARD, LIGHT, AGAIN, BACKWARD)
     kinds = {f"layer {work}" for work in works} | {f"embedding {work}" for work in works}
@@ -196,7 +202,7 @@ def test_what_was_not_measured_is_taken_from_its_like_or_refused() -> None:
 
 def replace_modes(run: Recorded) -> Recorded:
     """The same job where all units keep: of its forwards and recomputes only forwards are left."""
-    job, layout = run.jobs[0]
+    job, _ = run.jobs[0]
     kept = layout_of(TINY, job)
     steps = Steps(0.0, 0)
     steps.step(job, kept)

@@ -82,7 +82,7 @@ def test_copies_and_updates_of_a_simulation_share_the_memory_of_the_host() -> No
 
 
 def test_a_job_whose_host_is_slow_takes_longer_and_no_more_than_the_sum() -> None:
-    """Between what it takes with memory to spare and that times the largest slowing there can be."""
+    """Between what it takes with memory to spare and that times the largest slowing there is."""
     fast = replace(device("a100"), host_bandwidth_bytes_per_s=1e15, update_share=4e-5)  # 40 GB/s
     tight = replace(fast, host_bandwidth_bytes_per_s=44e9, update_share=40 / 44)
     spec = job_of(TINY, num_steps=3)

@@ -1,4 +1,4 @@
-"""The calibration grid of training: what a fit needs to tell rows from pairs, and nothing too big."""
+"""The calibration grid of training: what tells rows from pairs, and nothing that is too big."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training jobs for tests of their costs: specs, layouts, launches, and an engine on a real cost."""
+"""Training jobs for tests of their costs: layouts, launches, and an engine on a real cost."""
 
 from __future__ import annotations
 
@@ -54,7 +54,11 @@ def device(name: str) -> Device:
 
 
 def job_of(
-    spec: ModelSpec = TINY, sequences: int = 2, tokens: int = 64, recipe: Recipe | None = None, **more: Any
+    spec: ModelSpec = TINY,
+    sequences: int = 2,
+    tokens: int = 64,
+    recipe: Recipe | None = None,
+    **more: Any,
 ) -> TrainingJob:
     """A job on a model, with whatever differs."""
     units = spec.num_layers + 2
@@ -217,7 +221,7 @@ def train(
         policy,
         executor,
         {(Tier.GPU, 0): 64 * GIB, (Tier.HOST, 0): 64 * GIB},
-        PageSize(16, 16),
+        PageSize(16, GIB),
         depth=depth,
         layout=Layout(places, {0: layout}),
         recorder=recorder,
