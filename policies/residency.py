@@ -251,4 +251,3 @@ def _name_of(launch: Launching) -> str:
     part = "chunk" if piece.work is Work.UPDATE else "unit"
     at = piece.layers.start if piece.layers else 0
     return f"the {piece.work} of {part} {at} of training job {piece.job.job_id}"
-

@@ -123,7 +123,9 @@ def test_the_search_takes_the_smallest_footprint_that_fits() -> None:
 
 
 def test_of_equal_footprints_the_search_takes_the_first() -> None:
-    assert FixedChunks(sizes=(240, 120), warmup_share=1.0).searched(model([60] * 4), CAPACITY) == 240
+    assert (
+        FixedChunks(sizes=(240, 120), warmup_share=1.0).searched(model([60] * 4), CAPACITY) == 240
+    )
 
 
 def test_a_search_without_a_result_says_what_is_missing() -> None:

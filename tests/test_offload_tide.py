@@ -9,8 +9,8 @@ import pytest
 from engine.plan import COMPUTE_LANE, HOST_LANE, Compute, Copy, Grow, Tier, Work
 from engine.training_layout import Mode
 from policies.eviction import FarthestUse, Future
-from policies.patrickstar import PatrickStar
 from policies.out_of_memory import OutOfMemory
+from policies.patrickstar import PatrickStar
 from policies.tide import Budget, device_updates
 from tests.offload import (
     STATES,
@@ -135,7 +135,9 @@ def test_chunks_keep_within_the_budget_of_each_moment() -> None:
         for op in [op for plan in plans for op in plan.ops]:
             if isinstance(op, Compute):
                 states = sum(
-                    n for p, n in held.items() if p.tier is Tier.GPU and p.region.kind in STATES  # type: ignore[attr-defined]
+                    n
+                    for p, n in held.items()
+                    if p.tier is Tier.GPU and p.region.kind in STATES  # type: ignore[attr-defined]
                 )
                 if step and op.on == COMPUTE_LANE:
                     budget = gpu - max(others[number], others[(number + 1) % len(others)])
