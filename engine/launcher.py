@@ -11,9 +11,9 @@ from engine.job import Job
 from engine.ledger import Booking
 from engine.plan import Compute, Copy, Free, Grow, Kind, Op, Plan, Slice, Tier, kv_place
 from engine.progress import advance_serving
-from engine.training_progress import advance_training
 from engine.repeat import Repeat
 from engine.run import Run
+from engine.training_progress import advance_training
 
 if TYPE_CHECKING:
     from engine.engine import Engine

@@ -189,7 +189,9 @@ def check_contents(run: Replay) -> None:
             match op:
                 case Compute():
                     for place in (*op.reads, *op.writes):
-                        assert there[place] == newest[place.region], f"{op} finds {place} out of date"
+                        assert there[place] == newest[place.region], (
+                            f"{op} finds {place} out of date"
+                        )
                     for place in op.writes:
                         newest[place.region] += 1
                         there[place] = newest[place.region]

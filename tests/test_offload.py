@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from engine.plan import COMPUTE_LANE, HOST_LANE, Kind, Tier, Work
 from engine.training_layout import Mode
 from policies.demand_paging import DemandPaging
-from policies.patrickstar import PatrickStar
 from policies.out_of_memory import OutOfMemory
+from policies.patrickstar import PatrickStar
 from policies.zero3_offload import Zero3Offload
 from tests.offload import (
     MEMORIES,
@@ -40,7 +40,13 @@ TRAINED: dict[str, dict[str, Any]] = {
     "adapters": {"adapters": True},
     "frozen first units": {"frozen_units": 2},
 }
-STREAMING = ("zero_offload", "zero3_offload", "zero3_two_ahead", "zero3_none_ahead", "fsdp2_offload")
+STREAMING = (
+    "zero_offload",
+    "zero3_offload",
+    "zero3_two_ahead",
+    "zero3_none_ahead",
+    "fsdp2_offload",
+)
 INCLUSIVE = (*STREAMING, "fifo_inclusive", "opt_inclusive")
 ON_DEVICE = ("all_on_device", "opt_on_device", "opt_inclusive")  # updates
 
@@ -53,7 +59,9 @@ def combinations() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "mode", "trained", "microbatches"), [*combinations()])
-def test_every_policy_with_every_mode(name: str, mode: Mode, trained: str, microbatches: int) -> None:
+def test_every_policy_with_every_mode(
+    name: str, mode: Mode, trained: str, microbatches: int
+) -> None:
     """In little memory where it can do with little; laws and contents are checked by `run`."""
     shape = shape_of(random.Random(f"{trained}{microbatches}"), **TRAINED[trained])
     layout, job = laid_out(shape, mode), job_of(shape, microbatches=microbatches)
@@ -77,7 +85,9 @@ def test_every_policy_with_every_mode(name: str, mode: Mode, trained: str, micro
 
 
 @pytest.mark.parametrize("name", MEMORIES)
-@pytest.mark.parametrize("mode", [Mode.RECOMPUTE, pytest.param(Mode.OFFLOAD, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", [Mode.RECOMPUTE, pytest.param(Mode.OFFLOAD, marks=pytest.mark.slow)]
+)
 def test_a_whole_step_in_one_plan_is_the_same_program(name: str, mode: Mode) -> None:
     """Places, stamps and next uses of a draft are those that the engine would have shown."""
     shape = shape_of(random.Random(5), layers=3, tied=True)
@@ -211,11 +221,11 @@ def test_out_of_memory_names_the_launch_the_tier_and_the_deficit() -> None:
     shape = shape_of(random.Random(3))
     layout, job = laid_out(shape), job_of(shape)
     least = least_device_bytes(layout.training[0], job, False, False)
-    with pytest.raises(OutOfMemory, match="^gpu:0 is 1 bytes short for the .* of training job 0"):
+    with pytest.raises(OutOfMemory, match=r"^gpu:0 is 1 bytes short for the .* of training job 0"):
         run(Zero3Offload(), layout, job, gpu=least - 1)
-    with pytest.raises(OutOfMemory, match="^gpu:0 is"):
+    with pytest.raises(OutOfMemory, match=r"^gpu:0 is"):
         run(MEMORIES["all_on_device"], layout, job, gpu=least)
-    with pytest.raises(OutOfMemory, match="^host:0 is .* bytes short for the update of chunk"):
+    with pytest.raises(OutOfMemory, match=r"^host:0 is .* bytes short for the update of chunk"):
         run(Zero3Offload(), layout, job, host=sum(layout.places.values()))
 
 
@@ -248,9 +258,7 @@ def test_prefetch_hides_transfers_that_run_ahead_alone_does_not() -> None:
     """At run-ahead 1 the next unit's weights come while this one computes, if asked for."""
     shape = shape_of(random.Random(9), layers=5)
     layout, job = laid_out(shape), job_of(shape)
-    ends = [
-        run(Zero3Offload(prefetch=n), layout, job, depth=1).engine.env.now for n in (0, 1, 2)
-    ]
+    ends = [run(Zero3Offload(prefetch=n), layout, job, depth=1).engine.env.now for n in (0, 1, 2)]
     assert ends[0] > ends[1] >= ends[2]
 
 

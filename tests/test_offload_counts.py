@@ -21,9 +21,7 @@ SWEEPS = {
 
 def moves(memory: object, chunks: int, fit: int, *, has_update: bool, **how: int) -> int:
     """Evictions in the last step but one."""
-    job = TrainingJob(
-        0, 0, chunks, 8, num_steps=6, has_update=has_update, recipe=REUSING
-    )
+    job = TrainingJob(0, 0, chunks, 8, num_steps=6, has_update=has_update, recipe=REUSING)
     found = run(memory, equal_chunks(chunks), job, gpu=10 * fit, host=10 * chunks, **how)  # type: ignore[arg-type]
     return evictions(found, 4)
 

@@ -9,8 +9,8 @@ import pytest
 from engine.plan import COMPUTE_LANE, HOST_LANE, Compute, Copy, Grow, Tier, Work
 from engine.training_layout import Mode
 from policies.eviction import FarthestUse, Future
-from policies.patrickstar import PatrickStar
 from policies.out_of_memory import OutOfMemory
+from policies.patrickstar import PatrickStar
 from policies.tide import Budget, device_updates
 from tests.offload import (
     STATES,
@@ -60,8 +60,17 @@ def test_the_margin_is_what_is_left_at_the_peak() -> None:
 
 @pytest.mark.parametrize(
     ("margin", "share", "expected"),
-    [(0, 0.8, 0), (-50, 0.8, 0), (119, 1.0, 0), (120, 1.0, 1), (359, 1.0, 2), (360, 1.0, 3)]
-    + [(150, 0.8, 1), (149, 0.8, 0), (9999, 1.0, 5)],
+    [
+        (0, 0.8, 0),
+        (-50, 0.8, 0),
+        (119, 1.0, 0),
+        (120, 1.0, 1),
+        (359, 1.0, 2),
+        (360, 1.0, 3),
+        (150, 0.8, 1),
+        (149, 0.8, 0),
+        (9999, 1.0, 5),
+    ],
 )
 def test_device_updates_are_a_whole_number(margin: int, share: float, expected: int) -> None:
     """As many of five chunks of 120 bytes as fit. The original's float loses one of an exact
@@ -135,7 +144,9 @@ def test_chunks_keep_within_the_budget_of_each_moment() -> None:
         for op in [op for plan in plans for op in plan.ops]:
             if isinstance(op, Compute):
                 states = sum(
-                    n for p, n in held.items() if p.tier is Tier.GPU and p.region.kind in STATES  # type: ignore[attr-defined]
+                    n
+                    for p, n in held.items()
+                    if p.tier is Tier.GPU and p.region.kind in STATES  # type: ignore[attr-defined]
                 )
                 if step and op.on == COMPUTE_LANE:
                     budget = gpu - max(others[number], others[(number + 1) % len(others)])
@@ -160,12 +171,12 @@ def test_strict_budgets_are_the_limit_of_the_original() -> None:
     host = int(state_bytes(training) * 0.6)
     layout = laid_out(shape, start="host_first", gpu=gpu, host=host)
     run(PatrickStar(), layout, job, gpu=gpu, host=host)
-    with pytest.raises(OutOfMemory, match="^host:0"):
+    with pytest.raises(OutOfMemory, match=r"^host:0"):
         run(PatrickStar(warmup_share=0.02, strict=True), layout, job, gpu=gpu, host=host)
 
 
 def test_statistics_count_what_launches_book_themselves() -> None:
-    """Workspaces and what ends behind a launch are in its moment, also in a plan of a whole step."""
+    """Workspaces and what ends behind a launch are in its moment, also in a plan of a step."""
     shape = shape_of(random.Random(14), layers=3)
     layout, job = laid_out(shape, Mode.RECOMPUTE), job_of(shape)
     alone, whole = (
@@ -180,7 +191,7 @@ def test_statistics_count_what_launches_book_themselves() -> None:
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="warmup_share is 1.5"):
+    with pytest.raises(ValueError, match=r"warmup_share is 1.5"):
         PatrickStar(warmup_share=1.5)
     with pytest.raises(ValueError, match="buffer_chunks is -1"):
         PatrickStar(buffer_chunks=-1)
