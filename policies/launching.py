@@ -61,8 +61,8 @@ def _check_reuse(spec: TrainingJob) -> None:
     dtype, microbatches = spec.recipe.dtype, spec.microbatches
     if dtype != "bfloat16" or microbatches > 1:
         raise ValueError(
-            f"training job {spec.job_id}: reuses_gradients overwrites weights with their gradients, "
-            f"which needs masters (bfloat16, not {dtype}) and one microbatch a step, not "
+            f"training job {spec.job_id}: reuses_gradients puts gradients over their weights, which "
+            f"needs masters (bfloat16, not {dtype}) and one microbatch a step, not "
             f"{microbatches}; set reuses_gradients=false"
         )
 

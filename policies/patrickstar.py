@@ -89,7 +89,7 @@ class PatrickStar:
         )
 
     def _lane(self, piece: Slice, budget: Budget, other_bytes: tuple[int, ...]) -> str:
-        """Where a chunk is updated: on the device, if it is among the first that the margin holds."""
+        """Where a chunk is updated: on the device if it is of the first that the margin holds."""
         training = piece.job.training
         assert training is not None and piece.layers is not None
         if self.updates != "margin":

@@ -63,9 +63,10 @@ class Residency:
         jobs = {job.job_id: job for job in training_jobs(self._view)}
         for place in self._view.held_bytes:
             (owner, kind, part, _), tier, device = place
-            if tier is Tier.GPU and owner in jobs and device == self._view.device:
-                if kind in self._kinds or _is_on_its_way(jobs[owner], kind, part):
-                    yield place
+            if tier is not Tier.GPU or owner not in jobs or device != self._view.device:
+                continue
+            if kind in self._kinds or _is_on_its_way(jobs[owner], kind, part):
+                yield place
 
     def plan(self) -> Plan:
         """The finished plan."""
@@ -142,9 +143,9 @@ class Residency:
     def offer(self, place: Place, nbytes: int) -> None:
         """Brings a place from the host if that takes nothing from anybody."""
         other = self.elsewhere(place)
-        if self._draft.held(other) and not self._draft.held(place):
-            if self._draft.room(place.pool) >= nbytes:
-                self.bring(place, nbytes)
+        is_away = self._draft.held(other) and not self._draft.held(place)
+        if is_away and self._draft.room(place.pool) >= nbytes:
+            self.bring(place, nbytes)
 
     def copy(self, src: Place, dst: Place) -> None:
         """Copies a region whole; the destination is as new as the source then."""

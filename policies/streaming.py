@@ -1,4 +1,4 @@
-"""What offloading with a certain order has in common: fetch ahead, give back, update on the host."""
+"""What offloading in a known order has in common: fetch ahead, give back, update on the host."""
 
 from __future__ import annotations
 

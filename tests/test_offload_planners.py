@@ -95,7 +95,7 @@ def test_chunks_of_one_size(
 def test_a_module_larger_than_a_chunk_is_an_error_or_alone() -> None:
     shape = shape_of(random.Random(1), layers=1)
     largest = max(parameter.elements for parameter in shape.parameters)
-    with pytest.raises(ValueError, match="planner.oversize=alone"):
+    with pytest.raises(ValueError, match=r"planner.oversize=alone"):
         FixedChunks(largest - 1).prepare({0: shape}, [job_of(shape)], CAPACITY)
     planner = FixedChunks(largest - 1, oversize="alone", padded=False)
     layout = planner.prepare({0: shape}, [job_of(shape)], CAPACITY).training[0]
@@ -130,7 +130,7 @@ def test_of_equal_footprints_the_search_takes_the_first() -> None:
 
 def test_a_search_without_a_result_says_what_is_missing() -> None:
     small = {(Tier.GPU, 0): 7000, (Tier.HOST, 0): 10}
-    with pytest.raises(MemoryError, match="no size of planner.sizes fits"):
+    with pytest.raises(MemoryError, match=r"no size of planner.sizes fits"):
         FixedChunks(sizes=(100,)).searched(model([60] * 20), small)
 
 

@@ -60,8 +60,17 @@ def test_the_margin_is_what_is_left_at_the_peak() -> None:
 
 @pytest.mark.parametrize(
     ("margin", "share", "expected"),
-    [(0, 0.8, 0), (-50, 0.8, 0), (119, 1.0, 0), (120, 1.0, 1), (359, 1.0, 2), (360, 1.0, 3)]
-    + [(150, 0.8, 1), (149, 0.8, 0), (9999, 1.0, 5)],
+    [
+        (0, 0.8, 0),
+        (-50, 0.8, 0),
+        (119, 1.0, 0),
+        (120, 1.0, 1),
+        (359, 1.0, 2),
+        (360, 1.0, 3),
+        (150, 0.8, 1),
+        (149, 0.8, 0),
+        (9999, 1.0, 5),
+    ],
 )
 def test_device_updates_are_a_whole_number(margin: int, share: float, expected: int) -> None:
     """As many of five chunks of 120 bytes as fit. The original's float loses one of an exact
@@ -162,12 +171,12 @@ def test_strict_budgets_are_the_limit_of_the_original() -> None:
     host = int(state_bytes(training) * 0.6)
     layout = laid_out(shape, start="host_first", gpu=gpu, host=host)
     run(PatrickStar(), layout, job, gpu=gpu, host=host)
-    with pytest.raises(OutOfMemory, match="^host:0"):
+    with pytest.raises(OutOfMemory, match=r"^host:0"):
         run(PatrickStar(warmup_share=0.02, strict=True), layout, job, gpu=gpu, host=host)
 
 
 def test_statistics_count_what_launches_book_themselves() -> None:
-    """Workspaces and what ends behind a launch are in its moment, also in a plan of a whole step."""
+    """Workspaces and what ends behind a launch are in its moment, also in a plan of a step."""
     shape = shape_of(random.Random(14), layers=3)
     layout, job = laid_out(shape, Mode.RECOMPUTE), job_of(shape)
     alone, whole = (
@@ -182,7 +191,7 @@ def test_statistics_count_what_launches_book_themselves() -> None:
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="warmup_share is 1.5"):
+    with pytest.raises(ValueError, match=r"warmup_share is 1.5"):
         PatrickStar(warmup_share=1.5)
     with pytest.raises(ValueError, match="buffer_chunks is -1"):
         PatrickStar(buffer_chunks=-1)
