@@ -74,7 +74,7 @@ class Job:
         self.training, self.step = training, 0  # steps completed, as issued
         self.forward: dict[int, list[int]] = {}  # microbatch -> tokens per layer
         self.backward: dict[int, list[int]] = {}
-        self.updated = [0] * (training.num_layers if training else 0)  # updates issued per layer
+        self.updated = [0] * (training.num_units if training else 0)  # updates issued per layer
 
     def __repr__(self) -> str:
         return f"Job({self.job_id}: {self.computed_tokens} of {self.known_tokens} tokens)"
@@ -134,14 +134,14 @@ class Job:
     def frontier(self, microbatch: int = 0) -> tuple[Sequence[int], Sequence[int]]:
         """Tokens done per layer, forward and backward. Training jobs only."""
         assert self.training is not None, f"job {self.job_id} is no training job"
-        layers = self.training.num_layers
+        layers = self.training.num_units
         forward = self.forward.get(microbatch) or [self.recorded_tokens] * layers
         return forward, self.backward.get(microbatch) or [0] * layers
 
     def chain(self, microbatch: int) -> list[Unit]:
         """Units of a microbatch that are not issued yet, in the only legal order."""
         assert self.training is not None, f"job {self.job_id} is no training job"
-        tokens, layers = self.training.sequence_tokens, range(self.training.num_layers)
+        tokens, layers = self.training.microbatch_tokens, range(self.training.num_units)
         forward, backward = self.frontier(microbatch)
         units = [(Work.FORWARD, layer) for layer in layers if forward[layer] < tokens]
         return units + [(Work.BACKWARD, i) for i in reversed(layers) if backward[i] < tokens]
@@ -149,7 +149,7 @@ class Job:
     def ahead(self, n: int) -> Sequence[Unit]:
         """The next n units of the chain, cyclically: what a memory policy may look forward to."""
         assert self.training is not None, f"job {self.job_id} is no training job"
-        layers = range(self.training.num_layers)
+        layers = range(self.training.num_units)
         cycle = [(Work.FORWARD, i) for i in layers] + [(Work.BACKWARD, i) for i in reversed(layers)]
         if self.training.has_update:
             cycle += [(Work.UPDATE, i) for i in layers]

@@ -43,7 +43,7 @@ def advance_training(piece: Slice) -> bool:
     """Moves a training job's frontier; returns whether a step is complete with this slice."""
     job, spec = piece.job, piece.job.training
     assert spec is not None
-    layers = range(spec.num_layers) if piece.layers is None else piece.layers
+    layers = range(spec.num_units) if piece.layers is None else piece.layers
     for layer in layers:
         assert piece.version <= job.updated[layer], (
             f"job {job.job_id}: weight version {piece.version} of layer {layer} does not exist"
@@ -58,7 +58,7 @@ def advance_training(piece: Slice) -> bool:
 
 def _advance_forward(job: Job, layers: range, piece: Slice) -> None:
     assert job.training is not None
-    total, done = job.training.sequence_tokens, _mutable(job, piece.microbatch)[0]
+    total, done = job.training.microbatch_tokens, _mutable(job, piece.microbatch)[0]
     for layer in layers:
         below = total if layer == 0 else done[layer - 1]
         assert done[layer] + piece.tokens <= below, (
@@ -69,11 +69,11 @@ def _advance_forward(job: Job, layers: range, piece: Slice) -> None:
 
 def _advance_backward(job: Job, layers: range, piece: Slice) -> None:
     assert job.training is not None
-    total = job.training.sequence_tokens
+    total = job.training.microbatch_tokens
     forward, done = _mutable(job, piece.microbatch)
     assert forward[-1] == total, f"job {job.job_id}: backward before the forward is complete"
     for layer in reversed(layers):
-        above = total if layer == job.training.num_layers - 1 else done[layer + 1]
+        above = total if layer == job.training.num_units - 1 else done[layer + 1]
         assert done[layer] + piece.tokens <= above, (
             f"job {job.job_id}: backward of layer {layer} out of order"
         )
@@ -82,7 +82,7 @@ def _advance_backward(job: Job, layers: range, piece: Slice) -> None:
 
 def _advance_update(job: Job, layers: range, piece: Slice) -> None:
     assert job.training is not None
-    total, each = job.training.sequence_tokens, job.training.microbatches
+    total, each = job.training.microbatch_tokens, job.training.microbatches
     step = piece.microbatch // each
     for layer in layers:
         assert job.updated[layer] == step, f"job {job.job_id}: update of layer {layer} out of order"
@@ -107,7 +107,7 @@ def _count_steps(job: Job) -> bool:
     if spec.has_update:
         steps = min(job.updated)
     else:
-        total = spec.sequence_tokens
+        total = spec.microbatch_tokens
         complete = sum(1 for done in job.backward.values() if min(done) == total)
         steps = complete // spec.microbatches
     grown = steps > job.step

@@ -69,7 +69,7 @@ def _slices(op: object) -> tuple[Slice, ...]:
 
 def test_a_slice_runs_on_a_version_of_the_weights_that_exists() -> None:
     """Version n of a layer is there once its n-th update has been issued."""
-    one = Job.trains(TrainingJob(0, 0, num_layers=1, sequence_tokens=4, num_steps=2), 0)
+    one = Job.trains(TrainingJob(0, 0, num_units=1, sequence_tokens=4, num_steps=2), 0)
     ahead = Slice(one, 4, F, microbatch=1, version=1)
     with pytest.raises(AssertionError, match="weight version 1 of layer 0 does not exist"):
         advance_training(ahead)

@@ -58,7 +58,7 @@ class Streaming:
             if len(loaded) == self.slots:
                 ops.append(Free(min(loaded, key=lambda p: view.used[p])))
             ops.append(Copy(home, here))
-        tokens = job.training.sequence_tokens if job.training else 0
+        tokens = job.training.microbatch_tokens if job.training else 0
         reads, writes = (here,), [activation(job, layer)]
         if work is F:
             ops.append(Grow(activation(job, layer), 10))
@@ -74,7 +74,7 @@ class Streaming:
 
 
 def stream(depth: int, slots: int, noise: float = 0.0, seed: int = 0) -> Replay:
-    spec = TrainingJob(0, 0, num_layers=6, sequence_tokens=8, num_steps=3)
+    spec = TrainingJob(0, 0, num_units=6, sequence_tokens=8, num_steps=3)
     job = Job(0, 0)
     places = {weight(job, layer, Tier.HOST): 50 for layer in range(6)}
     return replay(
@@ -157,7 +157,7 @@ class TwoStages:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_two_devices_pass_activations_and_keep_their_own_order(depth: int) -> None:
     def run(seed: int) -> Replay:
-        spec = TrainingJob(0, 0, 2, 8, 1, microbatches=4, has_update=False)
+        spec = TrainingJob(0, 0, 2, 8, microbatches=4, has_update=False)
         noise = 0.4 if seed else 0.0
         return replay(
             TwoStages(4),
@@ -178,7 +178,7 @@ def test_two_devices_pass_activations_and_keep_their_own_order(depth: int) -> No
 
 def test_two_equal_stages_take_the_time_of_the_pipeline() -> None:
     """m microbatches over d=2 equal stages: (m + d - 1) slots forward and as many backward."""
-    spec = TrainingJob(0, 0, 2, 8, 1, microbatches=4, has_update=False)
+    spec = TrainingJob(0, 0, 2, 8, microbatches=4, has_update=False)
 
     def duration(launch: Launch) -> int:
         return 1000 if launch.pieces else 1
