@@ -13,16 +13,14 @@ from typing import Any
 from engine.model import ModelSpec
 from tandem.build import Builder
 from tandem.conform import arguments, conform
-from tandem.fingerprint import content_hash
 from tandem.slo import shares_of
 from traces.arrivals import assign, num_arrivals
+from traces.cached import cached_import
 from traces.classes import with_shares
 from traces.request import Request
-from traces.store import SCHEMA_VERSION, read_trace, sha256_of, sidecar_path
+from traces.store import read_trace
 
 log = logging.getLogger(__name__)
-READ = ("tokenizer", "lengths")  # options of an import that name files
-IMPORT_VERSION = 2  # of what an import keeps; 2: SLO classes
 
 
 def requests_of(
@@ -64,29 +62,16 @@ def is_file(trace: Mapping[str, Any]) -> bool:
 
 
 def trace_file(trace: Mapping[str, Any], cache: Path) -> Path:
-    """The normalised trace: the file itself, or what importing it gave, kept in the cache.
-
-    By the contents of all that the import reads. The sidecar is written last: where it is missing,
-    somebody was killed over the import, or is at it.
-    """
+    """The normalised trace: the file itself, or what importing it gave, kept in the cache."""
     path = Path(str(trace["path"])).expanduser()
     options = {key: value for key, value in trace.items() if key != "path"}
     if path.suffix == ".parquet" and not options:
         return path
     if not path.is_file():
         raise ValueError(f"trace.path={path}: no such file")
-    from traces.import_ import import_trace
     from traces.options import Options
 
-    checked = arguments(Options, options, "trace")
-    read = [content_hash(Path(str(options[name]))) for name in READ if options.get(name)]
-    versions = f"{SCHEMA_VERSION} {IMPORT_VERSION}"
-    made_of = f"{versions} {sha256_of(path)} {read} {sorted(options.items())}"
-    key = hashlib.sha256(made_of.encode()).hexdigest()
-    kept = cache / f"{path.stem}-{key[:16]}.parquet"
-    if not sidecar_path(kept).is_file():
-        import_trace(path, kept, **checked)
-    return kept
+    return cached_import(path, arguments(Options, options, "trace"), cache)
 
 
 def trace_hash(requests: Sequence[Request]) -> str:

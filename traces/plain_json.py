@@ -29,7 +29,7 @@ def plain_rows(path: Path) -> list[Any]:
     lines = [json_line(line) for line in text.split("\n") if line.strip()]
     if lines and all(line is NOT_JSON for line in lines):
         _list_rows(path, text)  # nothing is JSON by lines: say where it fails as one document
-        raise ValueError(f"{path}: the top level must be a list of conversations")
+        raise ValueError(f"{path}: the top level must be a list of rows")
     return lines
 
 
@@ -53,7 +53,7 @@ def _list_rows(path: Path, text: str) -> list[Any]:
     except RecursionError as error:
         raise ValueError(f"{path}: JSON nested too deeply to read") from error
     if not isinstance(rows, list):
-        raise ValueError(f"{path}: the top level must be a list of conversations")
+        raise ValueError(f"{path}: the top level must be a list of rows")
     return rows
 
 
