@@ -76,7 +76,6 @@ def trains(spec: TrainingJob) -> Job:
 def test_a_slice_runs_on_a_version_of_the_weights_that_exists() -> None:
     """Version n of a layer is there once its n-th update has been issued."""
     one = trains(TrainingJob(0, 0, num_units=1, sequence_tokens=4, num_steps=2))
-    one = Job.trains(TrainingJob(0, 0, num_units=1, sequence_tokens=4, num_steps=2), 0)
     ahead = Slice(one, 4, F, microbatch=1, version=1)
     with pytest.raises(AssertionError, match="weight version 1 of unit 0 does not exist"):
         advance_training(ahead)
@@ -85,16 +84,6 @@ def test_a_slice_runs_on_a_version_of_the_weights_that_exists() -> None:
     assert one.training is not None and one.training.step == 1
     advance_training(ahead)
     assert one.training.frontier(1)[0] == [4]
-
-
-def test_a_frontier_counts_the_tokens_of_all_sequences() -> None:
-    one = Job.trains(TrainingJob(0, 0, num_units=2, sequence_tokens=4, sequences=3), 0)
-    for tokens in (4, 8):
-        assert (F, 0) in one.chain(0)
-        advance_training(Slice(one, tokens, F, range(1)))
-    assert one.frontier(0)[0] == [12, 0] and (F, 0) not in one.chain(0)
-    with pytest.raises(AssertionError, match="forward of layer 0 out of order"):
-        advance_training(Slice(one, 1, F, range(1)))
 
 
 def test_a_frontier_counts_the_tokens_of_all_sequences() -> None:

@@ -17,7 +17,7 @@ RECIPE = (
     "training.num_steps=2",
 )
 POLICIES = [(f"policy={name}",) for name in (*STREAMING, *WHOLE)] + [("policy=patrickstar", CHUNKS)]
-TIGHT = ("training.sequence_tokens=8", "training.sequences=1")
+TIGHT = ("training.sequence_tokens=8", "training.sequences=1", "model.num_layers=8")
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda words: words[0])

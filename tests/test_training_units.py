@@ -59,7 +59,6 @@ class Streaming:
                 ops.append(Free(min(loaded, key=lambda p: view.used[p])))
             ops.append(Copy(home, here))
         tokens = job.training.spec.microbatch_tokens
-        tokens = job.training.microbatch_tokens if job.training else 0
         reads, writes = (here,), [activation(job, layer)]
         if work is F:
             ops.append(Grow(activation(job, layer), 10))

@@ -14,7 +14,6 @@ from typing import Any
 
 from traces.dataset import opened_dataset
 from traces.json_value import NOT_JSON, is_unicode
-from traces.plain_json import has_half_surrogate, plain_rows
 from traces.plain_json import is_beyond_datasets, plain_rows
 
 KNOWN_ROLES = frozenset({"human", "gpt", "system"})
