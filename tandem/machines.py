@@ -62,12 +62,21 @@ def training_machine(setting: Setting, device: str = "cpu") -> Any:
     from runtime.training_machine import TrainingMachine
 
     store, trainers, layout = Store(device), dict[int, Any](), setting.room.layout
+    reuses = getattr(getattr(setting.policy, "memory", None), "reuses_gradients", False)
     for trainee in setting.trainees:
         job = trainee.job
         model = build_trainee(trainee.spec, job.recipe, setting.seed)
         chunks = [chunk.parameters for chunk in layout.training[job.job_id].chunks]
         how = (trainee.batches, store, job.num_steps, job.microbatches)
-        trainers[job.job_id] = Trainer(job.job_id, model, chunks, job.recipe, *how)
+        trainers[job.job_id] = Trainer(
+            job.job_id,
+            model,
+            chunks,
+            job.recipe,
+            *how,
+            reuses_weights=reuses,
+            has_update=job.has_update,
+        )
     return TrainingMachine(trainers, store, layout.places)
 
 

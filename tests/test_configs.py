@@ -131,6 +131,16 @@ def test_a_policy_is_quoted_what_its_launch_will_take(backend: str) -> None:
     assert policy.quotes[0] == first.end_ns - first.start_ns
 
 
-def test_a_planner_is_refused_as_long_as_nothing_takes_one() -> None:
-    with pytest.raises(ValueError, match="planner=none"):
-        setting_of(composed(["limit=2", "planner._target_=policies.order.Planner"]))
+def test_a_planner_without_anything_to_train_is_refused() -> None:
+    with pytest.raises(ValueError, match="choose what to train, training="):
+        setting_of(composed(["limit=2", "planner=unit_chunks"]))
+
+
+def test_training_without_a_planner_is_refused() -> None:
+    with pytest.raises(ValueError, match="choose a policy that trains"):
+        setting_of(composed(["trace=none", "training=random"]))
+
+
+def test_nothing_to_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to do"):
+        setting_of(composed(["trace=none"]))

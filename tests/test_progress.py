@@ -87,12 +87,14 @@ def test_a_slice_runs_on_a_version_of_the_weights_that_exists() -> None:
 
 
 def test_a_frontier_counts_the_tokens_of_all_sequences() -> None:
-    one = Job.trains(TrainingJob(0, 0, num_units=2, sequence_tokens=4, sequences=3), 0)
+    one = trains(TrainingJob(0, 0, num_units=2, sequence_tokens=4, sequences=3))
+    assert one.training is not None
     for tokens in (4, 8):
-        assert (F, 0) in one.chain(0)
+        assert one.training.ahead(1) == [(F, 0, 0)]
         advance_training(Slice(one, tokens, F, range(1)))
-    assert one.frontier(0)[0] == [12, 0] and (F, 0) not in one.chain(0)
-    with pytest.raises(AssertionError, match="forward of layer 0 out of order"):
+    assert one.training.frontier(0)[0] == [12, 0]
+    assert one.training.ahead(1) == [(F, 1, 0)]
+    with pytest.raises(AssertionError, match="forward of unit 0 out of order"):
         advance_training(Slice(one, 1, F, range(1)))
 
 
