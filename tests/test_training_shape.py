@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine.model import GATED, ModelSpec
 from engine.training_shape import optimizer_item_bytes, training_shape
@@ -93,6 +94,52 @@ def test_any_shape_of_any_model(data: st.DataObject) -> None:
     )
     sequences, tokens = draw(st.integers(1, 3), "sequences"), draw(st.integers(2, 40), "tokens")
     compare(spec, job_of(spec, recipe, sequences, tokens))
+
+
+SCALARS = 64  # bytes: autograd keeps numbers that tensors were multiplied with, 8 bytes each
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("llama", "full"), ("gpt2", "full"), ("llama", "dropout"), ("qwen3", "bf16"), ("opt", "lora")],
+)
+def test_peaks_are_those_of_the_allocator(name: str, recipe: str) -> None:
+    """Unwatched, and with what kernels take within themselves: as torch's profiler logs it."""
+    spec = FAMILIES[name]
+    job = job_of(spec, RECIPES[recipe], sequences=2, tokens=128)
+    plain, shape = PlainUnits(spec, job), training_shape(spec, job)
+    for u in (1, job.num_units - 1):
+        unit, wanted = shape.units[u], [p for p in plain.parameters(u) if p.requires_grad]
+        hidden = torch.randn(plain.shape).to(plain.dtype).requires_grad_(plain.trains_below(u))
+        wanted += [hidden] if hidden.requires_grad else []
+        is_head = u == job.num_units - 1
+        flow = None if is_head else torch.randn_like(hidden)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as log:
+            output = plain.run(u, hidden)
+            with record_function("backward"):
+                torch.autograd.grad(output, wanted, flow)
+        forward, backward = peaks(log)
+        output_bytes = output.untyped_storage().nbytes()
+        del output  # else it goes while the next unit is logged
+        flow_bytes = unit.input_bytes if hidden.requires_grad else 0
+        ours = unit.saved_bytes + unit.forward_bytes + output_bytes
+        assert ours == pytest.approx(forward, abs=SCALARS)
+        ours = unit.saved_bytes + unit.backward_bytes + flow_bytes + output_bytes
+        assert ours == pytest.approx(backward, abs=SCALARS)
+
+
+def peaks(log: profile) -> tuple[int, int]:
+    """Most bytes allocated since the log began: before "backward", and from there on."""
+    events = [(e.start_ns(), e.name(), e.nbytes()) for e in log.profiler.kineto_results.events()]
+    live, most = 0, [0]
+    for _, name, nbytes in sorted(events):
+        if name == "backward":
+            most.append(live)
+        elif name == "[memory]":
+            live += nbytes
+            most[-1] = max(most[-1], live)
+    forward, backward = most
+    return forward, backward
 
 
 def test_what_a_layer_saves_by_hand() -> None:
