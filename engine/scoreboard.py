@@ -147,12 +147,22 @@ class Scoreboard:
             i = writes.index(place)
             self._late = (op, writes[:i] + writes[i + 1 :], stamp)
         del self._written[place], self._used[place]
-        users = {op for op in (*last, *self._givers.pop(place, ())) if op in self.open}
+        users = self._last_of_each_lane((*last, *self._givers.pop(place, ())))
         if users and place.region.kind is not Kind.KV:
             self._left[place] = {*users}
             for op in users:
                 self._leaving.setdefault(op, []).append(place)
         return users
+
+    def _last_of_each_lane(self, ops: Iterable[Op | None]) -> set[Op]:
+        """Of those that are open: when these have ended, all before them on their lanes have."""
+        found: dict[Lane, Op] = {}
+        for op in ops:
+            if op is not None and op in self.open:
+                other = found.get(lane := op.lane)
+                if other is None or self._numbers[other] < self._numbers[op]:
+                    found[lane] = op
+        return {*found.values()}
 
     def settle(self, op: Op) -> None:
         """An operation has ended."""
