@@ -41,7 +41,10 @@ def training_summary(run: Run) -> dict[str, float | int]:
         "first_train_step_s": float(rows["step_s"].iloc[0]),
     }
     if rows["loss"].notna().all():
-        out |= {"first_loss": float(rows["loss"].iloc[0]), "last_loss": float(rows["loss"].iloc[-1])}
+        out |= {
+            "first_loss": float(rows["loss"].iloc[0]),
+            "last_loss": float(rows["loss"].iloc[-1]),
+        }
     return out | {f"train_{work}_share": share for work, share in work_shares(run).items()}
 
 

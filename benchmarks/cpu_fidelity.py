@@ -1,7 +1,7 @@
 """CPU fidelity: 200 ShareGPT requests at 50, 80 and 120 % of the measured capacity, two policies.
 
-The bars are those of benchmarks/fidelity.py; the effect of +-2 % step time on TTFT is published
-beside it, because near saturation that small an error is amplified by the queue.
+The bars are those of benchmarks/fidelity.py; the effect of +-2 % step time on TTFT and on the peak
+of KV is published beside them, because near saturation a queue amplifies that small an error.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pandas as pd
 
 from analysis.metrics import summary
 from benchmarks.fidelity import (
+    AT_PACE,
     COLUMNS,
     PACE,
     Case,
@@ -25,6 +26,7 @@ from benchmarks.fidelity import (
     finish,
     judged,
     keep,
+    kv_peak_pages,
     reruns,
     run,
     say,
@@ -95,25 +97,17 @@ def points(chosen: argparse.Namespace, root: Path) -> Iterator[pd.DataFrame]:
 
 
 def sensitivity(case: Case) -> pd.DataFrame:
-    """What +-2 % step time does to the predicted mean TTFT."""
-    ttft = {
-        pace: float(
-            summary(run((*case.predicted, f"pace={pace}"), case.folder / f"pace{pace}"))[
-                "mean_ttft_s"
-            ]
-        )
-        for pace in (0.98, 1.0, 1.02)
-    }
-    rows = [
-        (
-            case.name,
-            f"mean_ttft_s_at_pace_{pace}",
-            ttft[1.0],
-            *[ttft[pace] / ttft[1.0] - 1] * 2,
-            0.0,
-        )
-        for pace in (0.98, 1.02)
-    ]
+    """What +-2 % step time does to the predicted mean TTFT and peak of KV."""
+    figures = {}
+    for pace in (0.98, 1.0, 1.02):
+        done = run((*case.predicted, f"pace={pace}"), case.folder / f"pace{pace}")
+        figures["mean_ttft_s", pace] = float(summary(done)["mean_ttft_s"])
+        figures["kv_peak_pages", pace] = float(kv_peak_pages(done))
+    rows = []
+    for (figure, pace), value in figures.items():
+        if pace != 1:
+            own = figures[figure, 1.0]
+            rows.append((case.name, f"{figure}{AT_PACE}{pace}", own, *[value / own - 1] * 2, 0.0))
     return pd.DataFrame(rows, columns=COLUMNS)
 
 

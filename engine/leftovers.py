@@ -16,9 +16,7 @@ class Leftovers:
     an end (law 11): whoever asks names the plan up to which it comes back.
     """
 
-    def __init__(
-        self, give_all: Callable[[int], None], recorder: Recorder, devices: int
-    ) -> None:
+    def __init__(self, give_all: Callable[[int], None], recorder: Recorder, devices: int) -> None:
         self._give_all, self._recorder = give_all, recorder
         self._queues: list[deque[tuple[int, Job]]] = [deque() for _ in range(devices)]
 

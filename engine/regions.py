@@ -32,9 +32,7 @@ def optimizer(job_id: int, chunk: int, tier: Tier = Tier.GPU, device: int = 0) -
 
 
 @lru_cache(maxsize=NAMES)
-def saved(
-    job_id: int, unit: int, microbatch: int, tier: Tier = Tier.GPU, device: int = 0
-) -> Place:
+def saved(job_id: int, unit: int, microbatch: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
     """What a unit's forward keeps for its backward, beside its input and its parameters."""
     return Place(Region(job_id, Kind.ACTIVATION, unit, microbatch), tier, device)
 

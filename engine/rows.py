@@ -118,9 +118,7 @@ def _part_of(op: Op) -> int | None:
     return layers.start if layers else 0
 
 
-def training_row(
-    row: TrainedRow, loss_of: Callable[[int, int], float] | None
-) -> tuple[Any, ...]:
+def training_row(row: TrainedRow, loss_of: Callable[[int, int], float] | None) -> tuple[Any, ...]:
     """A row of TRAINING; `loss_of` gives that of a job's microbatch."""
     job_id, step, start_ns, end_ns, microbatches, tokens = row
     loss = None

@@ -19,6 +19,7 @@ class StepPeak(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
+        """All of it."""
         return sum(self)
 
 
@@ -27,7 +28,8 @@ def step_peak(
 ) -> StepPeak:
     """Of microbatches one after the other; `recomputed` units keep only their input.
 
-    Gradients take no bytes before the first backward that adds to them. The head always keeps.
+    Gradients take no bytes before the first backward that adds to them; then they lie beside what
+    that backward has made afresh. The head always keeps.
     """
     again = frozenset(recomputed) - {len(shape.units) - 1}
     return max(_moments(shape, microbatches, again), key=sum)

@@ -34,6 +34,7 @@ def plus(tape: Tape, x: Value, y: Value) -> Value:
 
 
 def plus_number(tape: Tape, x: Value) -> Value:
+    """Its gradient is that of the sum."""
     return tape.make(x.elements, x.item_bytes, (x,), (SAME,))
 
 
@@ -59,11 +60,13 @@ def mean(tape: Tape, x: Value, width: int) -> Value:
 
 
 def rsqrt(tape: Tape, x: Value) -> Value:
+    """-grad / 2 * result ** 3 has two tensors beside its result."""
     beside = (x.nbytes, x.nbytes)
     return tape.make(x.elements, x.item_bytes, (x,), (x.nbytes,), scratch=beside, saves_result=True)
 
 
 def silu(tape: Tape, x: Value) -> Value:
+    """Its backward needs its input."""
     return tape.make(x.elements, x.item_bytes, (x,), (x.nbytes,), (x.storage,))
 
 
@@ -81,6 +84,7 @@ def half(tape: Tape, x: Value) -> Value:
 
 
 def concatenated(tape: Tape, x: Value, y: Value) -> Value:
+    """Gradients are views of that of the whole."""
     return tape.make(x.elements + y.elements, x.item_bytes, (x, y), (PART, PART))
 
 
@@ -97,9 +101,8 @@ def relaid(tape: Tape, x: Value) -> Value:
 def linear(tape: Tape, x: Value, weight: Value, bias: Value | None, rows: int) -> Value:
     """`weight` has one row or column per number of a row of x."""
     fan_out = weight.elements // (x.elements // rows)
-    inputs, makes = (x, weight), (x.nbytes, weight.nbytes)
-    if bias:
-        inputs, makes = (*inputs, bias), (*makes, SAME)
+    inputs = (x, weight) if bias is None else (x, weight, bias)
+    makes = (x.nbytes, weight.nbytes, SAME)[: len(inputs)]
     saved = (_if_wanted(weight, x),)
     return tape.make(rows * fan_out, x.item_bytes, inputs, makes, saved)
 
@@ -134,7 +137,7 @@ def embedding(tape: Tape, weight: Value, elements: int, ids: Storage | None = No
 
 
 def dropout(tape: Tape, x: Value, probability: float) -> Value:
-    """On a CPU: times a tensor of noise, which is kept."""
+    """On a CPU: times a tensor of noise, which is kept. CUDA keeps a mask, a byte per number."""
     if not probability:
         return x
     return times(tape, x, tape.make(x.elements, x.item_bytes))
@@ -143,7 +146,7 @@ def dropout(tape: Tape, x: Value, probability: float) -> Value:
 def flash_attention(tape: Tape, q: Value, k: Value, v: Value, rows: int, heads: int) -> Value:
     """The CPU's kernel: keeps all it has read, its result, and a float32 sum per row and head.
 
-    CUDA's keeps the same and the state of its generator; torch's math path keeps scores.
+    CUDA's keeps the same, and the state of its generator for dropout.
     """
     sums = tape.storage(rows * heads * WIDE_BYTES)
     makes = (q.nbytes, k.nbytes, v.nbytes)
@@ -156,9 +159,9 @@ def flash_attention(tape: Tape, q: Value, k: Value, v: Value, rows: int, heads: 
 def math_attention(
     tape: Tape, q: Value, k: Value, v: Value, shape: tuple[int, int, int], probability: float
 ) -> Value:
-    """torch's own operators, in float32, with a score per head and pair of tokens.
+    """What SDPA does on a CPU where there is dropout: a float32 score per head and pair of tokens.
 
-    `shape`: sequences, heads, tokens.
+    Kept: softmax, noise, their product, and all three inputs. `shape`: sequences, heads, tokens.
     """
     sequences, heads, tokens = shape
     is_grouped, many = k.elements < q.elements, sequences > 1
@@ -179,7 +182,7 @@ def math_attention(
     result = _product(tape, scores, values, q.elements, (False, many and not is_grouped))
     result = relaid(tape, result) if many else result
     result = cast(tape, result, q.item_bytes)
-    assert returned.nbytes == pairs * q.item_bytes
+    del returned  # not before
     return result
 
 

@@ -27,8 +27,18 @@ class Training:
     each unit is a chunk of its own.
     """
 
-    __slots__ = ("_backward", "_forward", "_tasks", "first", "layout", "recorded_tokens", "spec")
-    __slots__ += ("step", "trained_by", "updated")
+    __slots__ = (
+        "_backward",
+        "_forward",
+        "_tasks",
+        "first",
+        "layout",
+        "recorded_tokens",
+        "spec",
+        "step",
+        "trained_by",
+        "updated",
+    )
 
     def __init__(
         self, spec: TrainingJob, layout: TrainingLayout | None = None, recorded_tokens: int = 0

@@ -49,9 +49,9 @@ def training_shape(spec: ModelSpec, job: TrainingJob) -> TrainingShape:
     """The shape of a job on a model, computed in the recipe's dtype.
 
     Attention is torch's SDPA without a mask: the CPU's flash kernel, or the math path where dropout
-    rules that out. Equal to what autograd keeps and, but for a few numbers per row, to what
-    runtime/tracker.py counts (tests/test_training_shape.py). ValueError where the job does not fit
-    the model.
+    rules that out. Token ids, cosines and sines belong to no unit. Equal to the byte to what
+    autograd keeps and to what runtime/tracker.py counts around Hugging Face's modules
+    (tests/test_training_shape.py). ValueError where the job does not fit the model.
     """
     _check(spec, job)
     parameters, owned = model_parameters(spec, job.recipe)

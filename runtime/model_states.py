@@ -10,7 +10,7 @@ from torch import Tensor, UntypedStorage
 
 from engine import regions
 from engine.plan import Region
-from runtime.store import LostContents, State, Store, named, typed
+from runtime.store import LostContents, State, Store, flat_parts, named
 
 MASTER = torch.float32
 
@@ -41,6 +41,7 @@ class ModelStates:
         self.dtype, self._num_sections = dtype, num_sections
         self.trains = _whether_chunks_train(self.chunks, self.parameters)
         self.chunk_of = {p: c for c, own in enumerate(self.chunks) for p in own}
+        self._sizes = [[self.parameters[p].numel() for p in own] for own in self.chunks]
         self.pending: set[int] = set()  # chunks with gradients that no update has used
         self.has_ended = False
         self._names = _names(model, self.parameters)
@@ -61,17 +62,15 @@ class ModelStates:
         return regions.optimizer(self.job_id, chunk).region
 
     # ---- views
-    def numbers(self, chunk: int, storage: UntypedStorage) -> list[Tensor]:
+    def numbers(self, chunk: int, storage: UntypedStorage) -> Sequence[Tensor]:
         """The flat parts of a weight or gradient region, one per parameter of the chunk."""
-        sizes = self._sizes(chunk)
-        return list(typed(storage, self.dtype, (sum(sizes),)).split(sizes))
+        return flat_parts(storage, self.dtype, self._sizes[chunk])
 
-    def sections(self, chunk: int, storage: UntypedStorage) -> list[list[Tensor]]:
+    def sections(self, chunk: int, storage: UntypedStorage) -> list[Sequence[Tensor]]:
         """The flat parts of an optimizer region: per section, one per parameter of the chunk."""
-        sizes = self._sizes(chunk)
         count = storage.nbytes() // (self._num_sections * MASTER.itemsize)
         starts = range(0, count * self._num_sections, count)
-        return [list(typed(storage, MASTER, (sum(sizes),), at).split(sizes)) for at in starts]
+        return [flat_parts(storage, MASTER, self._sizes[chunk], at) for at in starts]
 
     @property
     def has_master(self) -> bool:
@@ -90,7 +89,7 @@ class ModelStates:
     # ---- binding
     def _bind(self, chunk: int) -> None:
         """Makes parameters views of a storage that is empty until the chunk is grown."""
-        sizes = self._sizes(chunk)
+        sizes = self._sizes[chunk]
         flat = torch.empty(sum(sizes), dtype=self.dtype, device=self._store.device)
         for p, part in zip(self.chunks[chunk], flat.split(sizes), strict=True):
             parameter = self.parameters[p]
@@ -147,9 +146,6 @@ class ModelStates:
         if not self._readers[chunk]:
             for p in self.chunks[chunk]:
                 del self._first[p]
-
-    def _sizes(self, chunk: int) -> list[int]:
-        return [self.parameters[p].numel() for p in self.chunks[chunk]]
 
     def _copies(self, chunk: int, storage: UntypedStorage) -> list[Tensor]:
         return [part.to("cpu", copy=True) for part in self.numbers(chunk, storage)]

@@ -219,16 +219,21 @@ def as_bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def typed(
-    storage: UntypedStorage, dtype: torch.dtype, shape: Sequence[int], start: int = 0
-) -> Tensor:
-    """A contiguous tensor of a storage's numbers from number `start` on."""
-    strides, size = [], 1
-    for extent in reversed(shape):
-        strides.append(size)
-        size *= extent
-    empty = torch.empty(0, dtype=dtype, device=storage.device)
-    return empty.set_(storage, start, tuple(shape), tuple(reversed(strides)))
+def typed(storage: UntypedStorage, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """The first numbers of a storage as a contiguous tensor."""
+    strides, size = [1] * len(shape), 1
+    for axis in range(len(shape) - 1, -1, -1):
+        strides[axis] = size
+        size *= shape[axis]
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, shape, strides)
+
+
+def flat_parts(
+    storage: UntypedStorage, dtype: torch.dtype, sizes: Sequence[int], start: int = 0
+) -> Sequence[Tensor]:
+    """Flat tensors of so many numbers each, behind each other from number `start` on."""
+    flat = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, start, (sum(sizes),))
+    return torch.split_with_sizes(flat, sizes)
 
 
 def _present(storage: UntypedStorage | None) -> UntypedStorage:

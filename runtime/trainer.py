@@ -72,12 +72,17 @@ class Trainer:
         dtype, sections = getattr(torch, recipe.dtype), self._optimizer.num_sections
         self._states = ModelStates(job_id, model, chunks, store, dtype, sections)
         self._activations = Activations(job_id, units.num_units, units.hidden_size, dtype, store)
+        chunk_of = self._states.chunk_of
+        self._read = [sorted({chunk_of[p] for p in own}) for own in units.parameters]
+        self._grown = [sorted({chunk_of[p] for p in own}) for own in units.trained_of]
         uses = Counter(p for own in units.trained_of for p in own)
         self.gradients = Gradients(uses, microbatches, recipe.clip_norm, reuses_weights)
         self._draws = Draws(recipe.seed, store.device)
         self._ids: dict[int, Tensor] = {}  # of microbatches under way
         self._losses: dict[int, Tensor] = {}
         self._updates: Counter[int] = Counter()  # per chunk
+        self._trained = {chunk for own in self._grown for chunk in own}
+        self._due = set(self._trained)  # chunks to be updated yet in this step
         self._overwritten: set[int] = set()  # parameters in whose place lie gradients
         self._has_update, self._lock = has_update, Lock()
 
@@ -142,7 +147,7 @@ class Trainer:
         weights = gradients = states.numbers(chunk, storage)
         if not self._reuses:
             gradients = states.numbers(chunk, read(states.gradient(chunk), tier, who))
-        sections: list[list[Tensor]] = []
+        sections: Sequence[Sequence[Tensor]] = ()
         if self._optimizer.num_sections:
             sections = states.sections(chunk, read(states.optimizer(chunk), tier, who))
         scale = self.gradients.scale(storage.device)
@@ -164,12 +169,12 @@ class Trainer:
     # ---- what an operation needs
     def _check_weights(self, unit: int, microbatch: int, who: str) -> None:
         states, step = self._states, microbatch // self._microbatches
-        for chunk in sorted({states.chunk_of[p] for p in self.units.parameters[unit]}):
+        for chunk in self._read[unit]:
             self._store.find(states.weight(chunk), Tier.GPU, who)
             waits = states.trains[chunk] and self._has_update
             is_due = not waits or self._updates[chunk] == step
             assert is_due, f"{who}: chunk {chunk} has had {self._updates[chunk]} updates of {step}"
-        lost = self._overwritten.intersection(self.units.parameters[unit])
+        lost = self._overwritten and self._overwritten.intersection(self.units.parameters[unit])
         assert not lost, f"{who}: gradients lie in the place of {len(lost)} weights"
 
     def _check_update(self, chunk: int, step: int, who: str) -> None:
@@ -182,7 +187,7 @@ class Trainer:
     def _totals(self, unit: int, who: str) -> dict[int, Tensor]:
         """Where the sums of a unit's gradients lie, shaped like the parameters."""
         states, parts = self._states, dict[int, Tensor]()
-        for chunk in sorted({states.chunk_of[p] for p in self.units.trained_of[unit]}):
+        for chunk in self._grown[unit]:
             region = states.weight(chunk) if self._reuses else states.gradient(chunk)
             is_begun = self._reuses or chunk in states.pending
             storage = self._store.storage(region, Tier.GPU, who, as_new=is_begun)
@@ -229,8 +234,9 @@ class Trainer:
             states.pending.discard(chunk)
             self._overwritten.difference_update(states.chunks[chunk])
             self._updates[chunk] += 1
-            trained = [c for c, trains in enumerate(states.trains) if trains]
-            if all(self._updates[c] > step for c in trained):
+            self._due.remove(chunk)
+            if not self._due:
+                self._due = set(self._trained)
                 self._end_step(step)
 
     def _end_step(self, step: int) -> None:

@@ -32,7 +32,8 @@ class Units:
         self._layers = list(first_of(body, "h", "layers"))
         self._rotary = getattr(body, "rotary_emb", None)
         self._positions = learned_positions(body)
-        self._angles: dict[int, Any] = {}  # by length: the same for every layer and microbatch
+        self._counted: dict[int, Tensor] = {}  # by length: 0, 1, ...
+        self._angles: dict[int, Any] = {}  # by length, of rotary positions
         self.parameters = self._indices(list(model.parameters()))
         trains = [parameter.requires_grad for parameter in model.parameters()]
         self.trained_of = [tuple(p for p in own if trains[p]) for own in self.parameters]
@@ -61,7 +62,7 @@ class Units:
         assert hidden is not None, f"unit {unit} has an input"
         if unit == self.num_units - 1:
             return self._loss(hidden, ids)
-        positions = self._counted(ids)
+        positions = self._places(ids)
         told = {} if self._rotary is None else {"position_embeddings": self._turns(hidden, ids)}
         layer = self._layers[unit - 1]
         out = layer(hidden, attention_mask=None, position_ids=positions, **told)
@@ -71,7 +72,7 @@ class Units:
         hidden = self._model.get_input_embeddings()(ids)
         if self._positions is None:
             return hidden
-        positions = self._counted(ids)
+        positions = self._places(ids)
         if self._model.config.model_type == "opt":  # it counts them for each sequence
             positions = positions.expand(ids.shape)
         hidden = hidden + self._positions(positions)
@@ -83,24 +84,29 @@ class Units:
         vocab_size = self._model.config.vocab_size
         return self._model.loss_function(logits=logits, labels=ids, vocab_size=vocab_size)
 
-    def _counted(self, ids: Tensor) -> Tensor:
-        return torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+    def _places(self, ids: Tensor) -> Tensor:
+        """Positions of tokens, [1, tokens]."""
+        length = ids.shape[1]
+        if length not in self._counted:
+            self._counted[length] = torch.arange(length, device=ids.device).unsqueeze(0)
+        return self._counted[length]
 
     def _turns(self, hidden: Tensor, ids: Tensor) -> Any:
-        """Cosines and sines of the rotary positions."""
+        """Cosines and sines of the rotary positions: the same for every layer and microbatch."""
         length = ids.shape[1]
         if length not in self._angles:
-            self._angles[length] = self._rotary(hidden, self._counted(ids))
+            self._angles[length] = self._rotary(hidden, self._places(ids))
         return self._angles[length]
 
     def constants(self, hidden: Tensor | None, ids: Tensor) -> tuple[Tensor, ...]:
         """What all launches over this many tokens share: no launch's own to keep or to move."""
-        return () if self._rotary is None or hidden is None else tuple(self._turns(hidden, ids))
+        angles = () if self._rotary is None or hidden is None else self._turns(hidden, ids)
+        return (self._places(ids), *angles)
 
     def tables(self) -> list[Tensor]:
-        """What belongs to the model for good beside its parameters: buffers, tables of angles."""
+        """What belongs to the model for good beside its parameters: buffers, positions, angles."""
         angles = (tensor for turns in self._angles.values() for tensor in turns)
-        return [*self._model.buffers(), *angles]
+        return [*self._model.buffers(), *self._counted.values(), *angles]
 
     def _modules(self, unit: int) -> list[nn.Module]:
         if unit == 0:

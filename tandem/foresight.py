@@ -125,7 +125,9 @@ def told(found: Foresight) -> str:
     run, metrics = found.run, training_summary(found.run)
     (trainee, *_), room = found.setting.trainees, found.setting.room
     shares = {key: value for key, value in metrics.items() if key.endswith("_share")}
-    works = [f"{k.removeprefix('train_').removesuffix('_share')} {v:.0%}" for k, v in shares.items()]
+    works = [
+        f"{k.removeprefix('train_').removesuffix('_share')} {v:.0%}" for k, v in shares.items()
+    ]
     lanes = [f"{lane.partition(':')[2]} {share:.0%}" for lane, share in lane_shares(run).items()]
     lines = [
         f"fits: {trainee.spec.name}, {trainee.spec.parameters / 1e6:,.1f} M parameters, "

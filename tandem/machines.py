@@ -53,7 +53,7 @@ def on_cpu(setting: Setting) -> Any:
 
 
 def training_machine(setting: Setting, device: str = "cpu") -> Any:
-    """Who trains on a device, with all memory as the planner laid it out; None where nobody does."""
+    """Who trains on a device, memory as the planner laid it out; None where nobody does."""
     if not setting.trainees:
         return None
     from runtime.store import Store

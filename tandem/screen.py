@@ -75,8 +75,8 @@ def _training(metrics: Mapping[str, Any]) -> list[str]:
     """Steps, rate and losses of what was trained, what its time and its memory went to."""
     if "train_steps" not in metrics:
         return []
-    steps, rate = metrics["train_steps"], metrics["train_tokens_per_s"]
-    first = f"training: {steps} steps of {shown_seconds(metrics['mean_train_step_s'])}, {rate:.4g} tokens/s"
+    steps, taken = metrics["train_steps"], shown_seconds(metrics["mean_train_step_s"])
+    first = f"training: {steps} steps of {taken}, {metrics['train_tokens_per_s']:.4g} tokens/s"
     if "last_loss" in metrics:
         first += f", loss {metrics['first_loss']:.4f} -> {metrics['last_loss']:.4f}"
     works = [

@@ -76,6 +76,9 @@ def test_a_file_full_of_faults_is_read_to_its_end(tmp_path: Path, suffix: str) -
         [{"text": "a", "extra": {"a": 1}}, {"text": "b", "extra": "c"}],
         ["a text", "2020-01-01", "and another"],
         ["a text", {"text": "b"}],
+        [None, {"text": "a"}],
+        [{}, {"text": "a", "n": [None, None]}],
+        [{"text": "a"}, None, "b"],
         [{"text": "a\r\nb\rc\u2028d\x85e\x0bf\0g"}],
         [{"text": "whole \U0001f642 pair"}],
     ],
@@ -83,8 +86,10 @@ def test_a_file_full_of_faults_is_read_to_its_end(tmp_path: Path, suffix: str) -
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
 def test_datasets_changes_no_text(tmp_path: Path, rows: list[Any], suffix: str) -> None:
     path = written(tmp_path / f"a{suffix}", in_json(rows, suffix))
-    texts = [row if isinstance(row, str) else row.get("text") for row in rows]
-    assert documents(read_texts(path)) == [t for t in texts if isinstance(t, str) and t]
+    texts = [row.get("text") if isinstance(row, dict) else row for row in rows]
+    found = read_texts(path)
+    assert documents(found) == [t for t in texts if isinstance(t, str) and t]
+    assert found.rows_read == len(rows)
 
 
 def test_a_good_file_goes_through_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +277,12 @@ def test_any_json_is_kept_or_named(tmp_path: Path, rows: list[Any], is_list: boo
     found = [row.get("text") if isinstance(row, dict) else row for row in rows]
     assert documents(texts) == [text for text in found if isinstance(text, str) and text.strip()]
     assert texts.rows_read == len(rows)
+
+
+def test_rows_that_are_no_objects_hide_no_others(tmp_path: Path) -> None:
+    """In a list; of lines, one that begins with [ makes the whole file one list."""
+    path = written(tmp_path / "a.json", json.dumps([[], {"text": "a"}, {"text": "b"}]))
+    assert documents(read_texts(path)) == ["a", "b"]
 
 
 def test_real_files_read_whole(shared: Path) -> None:

@@ -156,3 +156,27 @@ def test_any_thread_may_do_any_operation() -> None:
         ours = Hand(TASK, Store(), MODES, run=run).finish()
         plain = a.submit(plainly, TASK).result()
     assert_equal(ours, plain)
+
+
+def test_chunks_are_updated_by_several_threads_at_once() -> None:
+    hand = Hand(TASK, Store(), MODES, updates_on=lambda chunk: HOST)
+    operations = hand.operations()
+    start = partial(torch.set_num_threads, 1)
+    with ThreadPoolExecutor(4, initializer=start) as pool:
+        for step in range(TASK.num_steps):
+            for _ in range(20):  # all forwards and backwards
+                next(operations)
+            list(pool.map(lambda chunk, step=step: hand.update(chunk, step), hand.chunks))
+            operations = hand.steps(step + 1)
+        plain = pool.submit(plainly, TASK).result()
+    assert_equal(hand.result(), plain)
+
+
+def test_a_job_may_end_without_an_update() -> None:
+    task = Task(tiny(), Recipe(dropout=0.1), 2, 2)
+    hand = Hand(task, Store(), MODES, has_update=False)
+    before = {name: weight.clone() for name, weight in hand.trainer.state_dict().items()}
+    losses, weights = hand.finish()
+    assert all(weights[name].equal(weight) for name, weight in before.items())
+    assert losses[:2] == plainly(task)[0][:2]
+    assert hand.store.held((GPU, 0)) == hand.store.held((HOST, 0)) == 0

@@ -157,6 +157,7 @@ class Hand:
     updates_on: Callable[[int], Tier] = lambda chunk: HOST if chunk % 2 else GPU
     spills_inputs: bool = False
     reuses: bool = False
+    has_update: bool = True
     padding: int = 0
     peak_bytes: Counter[Kind] = field(default_factory=Counter)  # on the device
     peak_state_bytes: int = 0  # weights, gradients and optimizer states together
@@ -170,7 +171,7 @@ class Hand:
         counts = [sum(parameters[p].numel() for p in own) + self.padding for own in chunks]
         self.trainer = Trainer(
             self.job_id, model, chunks, task.recipe, task, self.store,
-            task.num_steps, task.microbatches, self.reuses,
+            task.num_steps, task.microbatches, self.reuses, self.has_update,
         )  # fmt: skip
         self.units, self.chunks = self.trainer.units, range(len(chunks))
         item_bytes = 4 if task.recipe.dtype == "float32" else 2
@@ -220,9 +221,17 @@ class Hand:
         """The whole job; yields behind each operation."""
         for chunk in self.chunks:
             self.store.grow(self.weight(chunk, HOST), self.weight_bytes[chunk])
-            if self.trains[chunk] and self.optimizer_bytes[chunk]:
+            if self.is_updated(chunk) and self.optimizer_bytes[chunk]:
                 self.store.grow(self.optimizer(chunk, HOST), self.optimizer_bytes[chunk])
-        for step in range(self.task.num_steps):
+        yield from self.steps(0)
+        for chunk in self.chunks:
+            self.store.free(self.weight(chunk, HOST))
+            if self.is_updated(chunk) and self.optimizer_bytes[chunk]:
+                self.store.free(self.optimizer(chunk, HOST))
+
+    def steps(self, first: int) -> Iterator[None]:
+        """All steps from one on."""
+        for step in range(first, self.task.num_steps):
             for k in range(step * self.task.microbatches, (step + 1) * self.task.microbatches):
                 for unit in range(self.units.num_units):
                     self.forward(unit, k)
@@ -230,14 +239,14 @@ class Hand:
                 for unit in reversed(range(self.units.first, self.units.num_units)):
                     self.backward(unit, k)
                     yield
-            for chunk in self.chunks:
-                if self.trains[chunk]:
-                    self.update(chunk, step)
-                    yield
-        for chunk in self.chunks:
-            self.store.free(self.weight(chunk, HOST))
-            if self.trains[chunk] and self.optimizer_bytes[chunk]:
-                self.store.free(self.optimizer(chunk, HOST))
+            for chunk in filter(self.is_updated, self.chunks):
+                self.update(chunk, step)
+                yield
+            while self.waiting:  # where nothing is updated
+                self.store.free(self.gradient(self.waiting.pop(), HOST))
+
+    def is_updated(self, chunk: int) -> bool:
+        return self.trains[chunk] and self.has_update
 
     def forward(self, unit: int, k: int) -> None:
         mode, is_head = self.mode(unit), unit == self.units.num_units - 1

@@ -25,6 +25,14 @@ SMALL = (
     "trace=none",
     "training=random",
     "model=tiny_llama",
+    "model.num_layers=3",
+    "model.hidden_size=64",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.head_dim=16",
+    "model.intermediate_size=96",
+    "model.vocab_size=211",
+    "model.max_positions=64",
     "training.sequence_tokens=24",
     "training.sequences=2",
     "training.num_steps=3",
@@ -115,7 +123,11 @@ def plain(*overrides: str) -> Result:
 
 def differing(ours: Result, other: Result) -> Sequence[str]:
     """Where two results are not equal to the bit."""
-    wrong = [f"loss {k}" for k, pair in enumerate(zip(*(r[0] for r in (ours, other)), strict=True)) if len({*pair}) > 1]
+    wrong = [
+        f"loss {k}"
+        for k, pair in enumerate(zip(*(r[0] for r in (ours, other)), strict=True))
+        if len({*pair}) > 1
+    ]
     assert ours[1].keys() == other[1].keys()
     return wrong + [name for name in other[1] if not torch.equal(ours[1][name], other[1][name])]
 

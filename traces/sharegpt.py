@@ -14,7 +14,7 @@ from typing import Any
 
 from traces.dataset import opened_dataset
 from traces.json_value import NOT_JSON, is_unicode
-from traces.plain_json import has_half_surrogate, plain_rows
+from traces.plain_json import is_beyond_datasets, plain_rows
 
 KNOWN_ROLES = frozenset({"human", "gpt", "system"})
 # The longest message of ShareGPT_V3 has 241,402 Llama-2 tokens, about a million characters; what
@@ -59,9 +59,9 @@ def read_rows(path: Path) -> Sequence[Any]:
     """The rows as Python objects, through `datasets`; plain JSON where that cannot do it exactly.
 
     `datasets` types whole columns: it stops at a row that is no object and at a spoilt line, turns
-    texts that all look like dates into dates, and leaves out half surrogates without a word.
+    texts that all look like dates into dates (see also is_beyond_datasets).
     """
-    rows = None if has_half_surrogate(path) else _through_datasets(path)
+    rows = None if is_beyond_datasets(path) else _through_datasets(path)
     return plain_rows(path) if rows is None else rows
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from traces.dataset import opened_dataset
 from traces.drops import Drops
 from traces.json_value import NOT_JSON, is_unicode
-from traces.plain_json import has_half_surrogate, plain_rows
+from traces.plain_json import count_rows, is_beyond_datasets, plain_rows
 from traces.records import header, opened
 from traces.rows import Unusable
 from traces.sharegpt import MAX_MESSAGE_CHARS
@@ -88,11 +88,15 @@ def _text(row: Any, text_field: str, max_chars: int) -> str:
 
 
 def _json_rows(path: Path, text_field: str) -> Sequence[Any]:
-    """Through `datasets`; plain JSON where that cannot do it exactly (see traces.sharegpt)."""
-    if not has_half_surrogate(path):
+    """Through `datasets`; plain JSON where that cannot do it exactly (see traces.sharegpt).
+
+    It may also lose a row: {} before {"text": "a", "n": [null]} does (pyarrow 26).
+    """
+    if not is_beyond_datasets(path):
         try:
             with opened_dataset("json", path) as loaded:
-                if getattr(loaded.features.get(text_field), "dtype", None) == "string":
+                is_text = getattr(loaded.features.get(text_field), "dtype", None) == "string"
+                if is_text and len(loaded) == count_rows(path):
                     return list(loaded.select_columns([text_field]))
         except (
             Exception
@@ -137,6 +141,5 @@ def _all_rows(builder: str, path: Path, **settings: Any) -> Sequence[Any]:
 
 
 def _refuse_field(path: Path, text_field: str, names: Iterable[str]) -> None:
-    raise ValueError(
-        f"{path}: no field {text_field}; it has {', '.join(names)}: name one with text_field"
-    )
+    listed = " ".join(", ".join(names).split())  # a name may be of several lines
+    raise ValueError(f"{path}: no field {text_field}; it has {listed}: name one with text_field")
