@@ -61,7 +61,7 @@ def _check_reuse(spec: TrainingJob) -> None:
     dtype, microbatches = spec.recipe.dtype, spec.microbatches
     if dtype != "bfloat16" or microbatches > 1:
         raise ValueError(
-            f"training job {spec.job_id}: reuses_gradients puts gradients over their weights, which "
+            f"training job {spec.job_id}: reuses_gradients puts gradients over weights, which "
             f"needs masters (bfloat16, not {dtype}) and one microbatch a step, not "
             f"{microbatches}; set reuses_gradients=false"
         )
@@ -116,7 +116,7 @@ class _Maker:
         came = _places(self._flow(u + 1))
         grows = (*passed, *self._workspace(unit.backward_bytes))
         if self.reuses:
-            begun = ()
+            begun: tuple[tuple[Place, int], ...] = ()
             reads = self._weight_places(without=trained)
             writes = tuple([weight(self._id, c, device=self.device) for c in trained])
         else:
