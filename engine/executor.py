@@ -62,8 +62,6 @@ class Pieces(Sequence[Piece]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:

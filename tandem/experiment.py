@@ -14,6 +14,7 @@ from engine.plan import Place
 from engine.recorder import Recorder
 from sim.cost import PolicyCost
 from tandem.budget import GPU
+from tandem.compiled import form
 from tandem.composed import Composed
 from tandem.folder import OK, RUNNING, run_folder, write_json, write_status
 from tandem.machines import pages_of
@@ -121,6 +122,7 @@ def provenance_of(point: Composed, setting: Setting) -> dict[str, Any]:
     return {
         **commit(),
         "versions": versions(),
+        "form": form(),
         "host": host(),
         "backend": backend["name"],
         "clock": backend["clock"],
