@@ -21,7 +21,7 @@ from traces.training import Text, Training
 
 
 def training(name: str, *overrides: str) -> Training:
-    config = composed([f"+training={name}", *overrides]).config
+    config = composed([f"training={name}", *overrides]).config
     built = Builder().build(config["training"], "training")
     assert isinstance(built, Training)
     return built
@@ -34,7 +34,7 @@ def test_every_option_has_a_line_on_it() -> None:
 
 
 def test_nothing_is_trained_unless_asked_for() -> None:
-    assert composed(["+training=none"]).config["training"] == {"_target_": None}
+    assert composed([]).config["training"] == {"_target_": None}
 
 
 @pytest.mark.parametrize("name", ["random", "sample"])
