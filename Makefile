@@ -22,7 +22,7 @@ SHARED ?= $(or $(TANDEM_SHARED),../shared)
 # Bytecode that is not kept would be made anew at every start: 5 s for torch and transformers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all kernels check engines bench claims gpu gpu-site clean another-torch
+.PHONY: help setup demo test test-all kernels check engines bench claims gpu gpu-site clean compiled another-torch
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -76,6 +76,9 @@ $(ENGINES_VENV)/.ready: $(STAMP)
 engines: $(STAMP)
 	@$(MAKE) --no-print-directory $(ENGINES_VENV)/.ready \
 		|| echo "Ray and submitit could not be installed: the sweep's claim will say so" >&2
+
+compiled: $(STAMP) ## the hot path as C extensions in build/compiled (mypyc; needs a C compiler)
+	@$(BIN)/python -m tandem.compiled
 
 bench: engines ## every claim in its quick form, shown in full, nothing written
 	@$(BIN)/python -m benchmarks.claims --quick --dry-run $(ARGS)

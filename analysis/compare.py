@@ -13,8 +13,10 @@ from analysis.causes import settings, shares, split, step_errors
 from analysis.distance import ks, relative_error, wasserstein
 from analysis.metrics import LATENCIES, THROUGHPUTS, per_request, samples, statistics, throughput
 from analysis.run import Run
+from analysis.training import training_summary
 from analysis.usage import memory_use
 
+TRAINING = {"mean_train_step_s": "s", "first_train_step_s": "s", "train_tokens_per_s": "tok/s"}
 PER_REQUEST = ("ttft", "tpot", "e2e", "norm_latency")
 
 
@@ -115,6 +117,10 @@ def errors(prediction: Run, measurement: Run) -> pd.DataFrame:
         if metric in a and metric in b:
             name, unit = metric.removesuffix("_s"), units.get(metric, "tok/s")
             rows.append((name, "run", unit, a[metric], b[metric]))
+    a, b = training_summary(prediction), training_summary(measurement)
+    for metric, unit in TRAINING.items():
+        if metric in a and metric in b:
+            rows.append((metric, "run", unit, a[metric], b[metric]))
     return _with_error(rows, ["metric", "stat", "unit"])
 
 

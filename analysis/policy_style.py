@@ -22,6 +22,16 @@ COLORS = {
     "deadline_restart": "#8E44AD",
     "shortest_restart": "#222222",
     "recorded": "#B5B5B5",
+    # of training; seen with one another, seldom with those above
+    "train_on_device": "#4D4D4D",
+    "zero_offload": "#E08214",
+    "zero3_offload": "#B35806",
+    "fsdp2_offload": "#FDB863",
+    "train_lru": "#8073AC",
+    "train_fifo": "#B2ABD2",
+    "train_opt": "#542788",
+    "patrickstar": "#1A9850",
+    "time_shared": "#D6604D",
 }
 OTHERS = ("#1B9E77", "#B15928", "#6A3D9A", "#A6761D", "#E7298A", "#66A61E", "#4C72B0", "#937860")
 MARKERS = {"swap": "s", "reservation": "^", "restart": "o"}

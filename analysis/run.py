@@ -17,7 +17,7 @@ from engine.record import SCHEMA_VERSION, TABLES, read_table
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """The four tables of a run and what it says about itself.
+    """The tables of a run and what it says about itself.
 
     Integer columns that hold nulls are float64, which is exact below 2**53 ns (104 days of run).
     """
@@ -27,6 +27,7 @@ class Run:
     steps: pd.DataFrame
     memory: pd.DataFrame
     plans: pd.DataFrame
+    training: pd.DataFrame
     provenance: Mapping[str, Any]
     config: Mapping[str, Any]
 
@@ -69,7 +70,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_tables(folder: Path) -> dict[str, pd.DataFrame]:
-    """The four tables of a folder, checked against the schema, whatever the run's status."""
+    """The tables of a folder, checked against the schema, whatever the run's status."""
     return {name: _table(folder, name, schema) for name, schema in TABLES.items()}
 
 

@@ -10,6 +10,7 @@ import pandas as pd
 # Okabe and Ito's colours, told apart by all common kinds of colour vision.
 BLACK, ORANGE, SKY, GREEN = "#222222", "#E69F00", "#56B4E9", "#009E73"
 BLUE, RED, PINK, GREY = "#0072B2", "#D55E00", "#CC79A7", "#B5B5B5"
+YELLOW = "#F0E442"
 
 PREDICTION, MEASUREMENT = "prediction", "measurement"
 PREDICTION_S, MEASUREMENT_S = f"{PREDICTION}_s", f"{MEASUREMENT}_s"  # columns of durations
@@ -23,6 +24,7 @@ KINDS = {
     "activation": GREEN,
     "gradient": ORANGE,
     "optimizer": PINK,
+    "buffer": YELLOW,
 }
 GROUPS = {"prefill": BLUE, "decode": SKY, "mixed": GREEN, "other": GREY, "host": ORANGE}
 COPY = PINK

@@ -7,7 +7,7 @@ import pandas as pd
 
 from analysis.run import Run
 
-KINDS = ("kv", "weight", "gradient", "optimizer", "activation")
+KINDS = ("kv", "weight", "gradient", "optimizer", "activation", "buffer")
 OVERALL = ("used", "measured", "process")
 
 
@@ -120,8 +120,8 @@ def copied_bytes(run: Run) -> int:
 def operations(run: Run) -> pd.DataFrame:
     """The steps table with `duration_s`, `host_s`, `order` within step and lane, `group`.
 
-    Groups: decode (only), prefill (only), mixed, other (compute without tokens); a copy's group
-    is its lane, such as gpu->host.
+    Groups: decode (only), prefill (only), mixed, other (compute without tokens); of training the
+    work: forward, again, backward, update; a copy's group is its lane, such as gpu->host.
     """
     rows = run.steps.assign(
         duration_s=(run.steps["end_ns"] - run.steps["start_ns"]) / 1e9,
@@ -130,4 +130,5 @@ def operations(run: Run) -> pd.DataFrame:
     )
     prefill, decode = rows["prefill_tokens"] > 0, rows["decode_tokens"] > 0
     names = np.select([prefill & decode, prefill, decode], ["mixed", "prefill", "decode"], "other")
-    return rows.assign(group=rows["lane"].where(rows["lane"].str.contains("->"), names))
+    groups = rows["work"].where(rows["part"].notna(), pd.Series(names, rows.index))
+    return rows.assign(group=rows["lane"].where(rows["lane"].str.contains("->"), groups))

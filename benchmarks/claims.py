@@ -1,7 +1,9 @@
 """Runs every claim's script and writes the table that README cites, and all that each one prints.
 
 A claim is a script beside this one whose last line is `name value unit bar verdict` and whose exit
-status is the verdict. Its whole output goes to results/SCRIPT.txt; a dry run shows it instead.
+status is the verdict. Its whole output goes to results/SCRIPT.txt; a dry run shows it instead. A
+script that says in which form it ran is run in both: as it is, and on the build of tandem.compiled
+(a row SCRIPT.compiled), where this machine can make one.
 `python -m benchmarks.claims [--quick] [--dry-run] [name ...]`.
 """
 
@@ -12,17 +14,19 @@ import csv
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tandem.compiled import missing
 from tandem.provenance import commit, host
 
 HERE = Path(__file__).resolve().parent
 TABLE = HERE / "CLAIMS.csv"
 PAGE = HERE / "CLAIMS.md"
 VERDICTS = ("pass", "fail")
+COMPILED = ".compiled"  # behind a script's name: judged on the build
 TIMEOUT_S = 7200  # cpu_fidelity throws runs away while the machine drifts
 HEAD = """# Claims
 
@@ -57,12 +61,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="folder of runs, for a stopped claim")
     chosen = parser.parse_args(words)
     claims, where = [], origin()
-    for script in scripts(chosen.gpu):
+    for script, form in forms(scripts(chosen.gpu)):
         if not chosen.names or script.stem in chosen.names:
-            claim, output = carried_out(script, chosen.quick, chosen.keep)
+            claim, output = carried_out(script, chosen.quick, chosen.keep, form)
             claims.append(claim)
             if chosen.dry_run:
-                print(f"---- {script.stem}", output, sep="\n", flush=True)
+                print(f"---- {claim.script}", output, sep="\n", flush=True)
             else:
                 publish(claim, output, where)
             print(" ".join(astuple(claim)[:6]), flush=True)
@@ -81,10 +85,21 @@ def _is_claim(path: Path) -> bool:
     return '__name__ == "__main__"' in path.read_text(encoding="utf-8")
 
 
-def carried_out(script: Path, is_quick: bool, keep: Path | None = None) -> tuple[Claim, str]:
+def forms(found: Iterable[Path]) -> Iterator[tuple[Path, str]]:
+    """Each script as it is, and again on the build if it says its form and there can be one."""
+    for script in found:
+        yield script, ""
+        if "form()" in script.read_text(encoding="utf-8") and missing() is None:
+            yield script, COMPILED
+
+
+def carried_out(
+    script: Path, is_quick: bool, keep: Path | None = None, form: str = ""
+) -> tuple[Claim, str]:
     """Runs one script; its last line, and all that it said, under the command that it was."""
-    text = script.read_text(encoding="utf-8")
-    words = [sys.executable, "-m", f"benchmarks.{script.stem}"]
+    text, name = script.read_text(encoding="utf-8"), f"{script.stem}{form}"
+    words = [sys.executable, *(["-m", "tandem.compiled"] if form else [])]
+    words += ["-m", f"benchmarks.{script.stem}"]
     words += ["--quick"] if is_quick and "--quick" in text else []
     words += ["--keep", str(keep / script.stem)] if keep and '"--keep"' in text else []
     began = time.perf_counter()
@@ -99,10 +114,10 @@ def carried_out(script: Path, is_quick: bool, keep: Path | None = None) -> tuple
     line, took = last_line(said), f"{time.perf_counter() - began:.0f}"
     output = f"$ python {' '.join(words[1:])}\n{said}"
     if line is None or (line[-1] == "pass") != (code == 0):
-        print(f"{script.stem}: {last_words(errors)}", file=sys.stderr)
-        row = Claim(script.stem, script.stem, "-", "-", "-", f"broken({code})", took, _commit())
+        print(f"{name}: {last_words(errors)}", file=sys.stderr)
+        row = Claim(name, name, "-", "-", "-", f"broken({code})", took, _commit())
         return row, f"{output}{errors}"
-    return Claim(script.stem, *line, took, _commit()), output
+    return Claim(name, *line, took, _commit()), output
 
 
 def origin() -> str:
@@ -142,7 +157,9 @@ def kept(claims: Iterable[Claim]) -> list[Claim]:
     ran, there = {claim.script for claim in claims}, {path.stem for path in HERE.glob("*.py")}
     with TABLE.open(newline="", encoding="utf-8") as file:
         rows = [Claim(**row) for row in csv.DictReader(file)]
-    return [row for row in rows if row.script in there - ran]
+    return [
+        row for row in rows if row.script.removesuffix(COMPILED) in there and row.script not in ran
+    ]
 
 
 def write(claims: Iterable[Claim]) -> None:

@@ -32,6 +32,7 @@ from policies.paged_restart import PagedRestart
 from runtime.calibrate import cpu_name
 from runtime.machine import GPU, Machine, Prepared
 from runtime.model import build_model
+from tandem.compiled import form
 from tests.hand_made import SPREAD
 from tests.reference import compare, generate
 from tests.serving import replay
@@ -212,7 +213,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one turn instead of five")
     turns = 1 if parser.parse_args().quick else 5
     torch.set_num_threads(1)
-    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs, {cpu_name()}")
+    print(f"{form()}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs, {cpu_name()}")
     results = [measured(work, turns) for work in WORKLOADS]
     of_bar = min(r.ratio / work.bar for r, work in zip(results, WORKLOADS, strict=True))
     host = max(result.host for result in results)

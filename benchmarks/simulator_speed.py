@@ -35,6 +35,7 @@ from engine.plan import PageSize, Tier
 from engine.recorder import Recorder
 from sim.executor import SimExecutor
 from sim.vidur import VidurCost
+from tandem.compiled import form
 from traces.request import Request
 
 BAR, SLOPE = 2500, 0.10
@@ -164,7 +165,7 @@ def main() -> int:
     requests = read_requests(peers / "inputs/sharegpt_n4000_qps2_seed42.csv")
     runs = [stretches_s(requests, cost) for _ in range(3 if is_quick else 9)]
     rate = len(requests) / undisturbed_s(runs)
-    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
+    print(f"{form()}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
     whole = sorted(len(requests) / run.sum() for run in runs)
     print(f"requests per CPU second: {rate:.0f} by fastest stretches;", end=" ")
     print(f"whole runs {whole[0]:.0f}-{whole[-1]:.0f}, median {statistics.median(whole):.0f}")

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from benchmarks.vllm_logs import CASES, Log, read_log, simulate
+from tandem.compiled import form
 
 RUNS, BAR_S = 3, 1.0
 
@@ -33,6 +34,7 @@ def cpu_s(log: Log) -> float:
 
 def main() -> int:
     data = Path(os.environ.get("TANDEM_SHARED", "../shared")).resolve() / "data"
+    print(form())
     with tempfile.TemporaryDirectory() as folder:
         worst = max(cpu_s(read_log(data, case, Path(folder))) for case in CASES)
     passed = worst <= BAR_S

@@ -9,7 +9,7 @@ from engine.executor import Span
 from engine.job import Job
 from engine.journal import Life
 from engine.outcome import Outcome
-from engine.plan import Compute, Copy, Lane, Op, Place, Plan, Pool
+from engine.plan import Compute, Copy, Kind, Lane, Op, Place, Plan, Pool
 
 FOREVER_NS = 1 << 62
 _Part = tuple[int, int, int]  # from when, until when, bytes
@@ -139,3 +139,12 @@ def _outputs(op: Op) -> tuple[Place, ...]:
 
 def _stamp(op: Op, index: int, seen: tuple[int, ...], place: Place) -> int:
     return seen[0] if isinstance(op, Copy) else hash((index, seen, place))
+
+
+def check_spare(place: Place, pools: Iterable[Pool], written: Mapping[Place, int]) -> None:
+    """Model states that a plan gives back are in another place, too, and as new there."""
+    if place.region.kind not in (Kind.WEIGHT, Kind.OPTIMIZER):
+        return
+    others = [Place(place.region, *pool) for pool in pools if pool != place.pool]
+    copies = [written[other] for other in others if other in written]
+    assert max(copies, default=-1) >= written[place], f"free of {place}, the only copy as new"

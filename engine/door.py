@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from engine.job import Job
 from engine.prefix import Chain
+from engine.training import Training
 from traces.request import Request, TrainingJob
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ class Door:
             job = self._serving(item, arrival_ns)
         else:
             recorded = engine.launcher.recorded_tokens(item.record_of)
-            job = Job.trains(item, arrival_ns, recorded)
+            layout = engine.layout.training.get(item.job_id)
+            job = Job.trains(Training(item, layout, recorded), arrival_ns)
         engine.standing.drop()
         engine.roster.waiting.append(job)
         if min(engine.flights.level) < engine.depth:  # else an end will tell
@@ -50,7 +52,7 @@ class Door:
     def refuse(self, job: Job) -> None:
         """It will never fit."""
         self._engine.roster.refuse(job)
-        self._engine.ledger.give_all(job.job_id)
+        self._engine.give_all(job.job_id)
         self._leave(job, int(self._engine.env.now), "refused")
 
     def finish(self, job: Job, now_ns: int, device: int, number: int) -> None:

@@ -36,6 +36,10 @@ class Draft:
         """Bytes at a place after what was drafted so far; 0 where nothing is."""
         return self._balance.held(place) or 0
 
+    def holds(self, place: Place) -> bool:
+        """Whether a place is there, be it of no bytes."""
+        return self._balance.held(place) is not None
+
     def found(self, job: Job) -> tuple[int, ...]:
         """Pages on which a job could start behind what was drafted so far (prefix caching)."""
         return self._trial.found(job) if self._trial else ()
@@ -68,6 +72,14 @@ class Draft:
         """Copies a region whole and gives its source back."""
         self._add(Copy(src, dst))
         self._add(Free(src))
+
+    def copy(self, src: Place, dst: Place) -> None:
+        """Copies a region whole; the source stays."""
+        self._add(Copy(src, dst))
+
+    def launch(self, op: Compute) -> None:
+        """A launch as it is. That all its places are held is checked at booking."""
+        self._ops.append(op)
 
     def compute(self, slices: Sequence[Slice], writes: Sequence[Place]) -> None:
         """One launch of all slices. That all its places are held is checked at booking."""

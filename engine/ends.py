@@ -18,6 +18,7 @@ class Ends:
         self._roster, self._standing = roster, standing
         self._target: dict[int, int] = {}  # known tokens at which a request is complete
         self._with: dict[Op, list[Job]] = {}
+        self._steps: dict[Op, list[tuple[Job, int]]] = {}  # of training, complete with an operation
 
     def __bool__(self) -> bool:
         """Whether an end is in flight."""
@@ -51,6 +52,14 @@ class Ends:
             self._standing.drop()
             self._roster.leave(job)
         return done
+
+    def step_with(self, op: Op, job: Job, step: int) -> None:
+        """A training job's step is complete when the operation settles."""
+        self._steps.setdefault(op, []).append((job, step))
+
+    def pop_steps(self, op: Op) -> Sequence[tuple[Job, int]]:
+        """Steps that are complete with an operation that has ended."""
+        return self._steps.pop(op, ()) if self._steps else ()
 
     def pop(self, op: Op) -> Sequence[Job]:
         """Who finishes with an operation that has ended."""

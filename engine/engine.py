@@ -11,7 +11,7 @@ from engine.arrivals import Arrivals
 from engine.checks import check_requests
 from engine.door import Door
 from engine.ends import Ends
-from engine.executor import Executor, Span, due_ns
+from engine.executor import Executor, Span, Store, due_ns
 from engine.fleet import Fleet
 from engine.flights import Flight, Flights
 from engine.garbage import few_collections
@@ -22,7 +22,7 @@ from engine.layout import Layout
 from engine.ledger import Ledger
 from engine.leftovers import Leftovers
 from engine.news import News
-from engine.plan import Op, PageSize, Plan, Pool, Tier
+from engine.plan import Kind, Op, PageSize, Plan, Pool, Tier
 from engine.policy import Policy, Router
 from engine.prefix import Chain
 from engine.profile import EngineProfile
@@ -81,6 +81,7 @@ class Engine:
         self.is_watched = journal is not None
         self.recorder = recorder or Recorder()
         self.recorder.predicted_bytes = getattr(executor, "peak_bytes", None)
+        self.store: Store | None = getattr(executor, "store", None)
         chains: dict[int, Chain] | None = {} if getattr(policy, "prefix_caching", False) else None
         self.ledger = Ledger(capacity_bytes, page, self.layout.places, journal, chains)
         self.reuse = None if chains is None else Reuse(chains, self.ledger, self.recorder)
@@ -94,7 +95,7 @@ class Engine:
             lambda job: self.ends.tokens_left(job),
         )
         self.ends = Ends(self.roster, self.standing)
-        self.leftovers = Leftovers(self.ledger, self.recorder, devices)
+        self.leftovers = Leftovers(self.give_all, self.recorder, devices)
         self.launcher = Launcher(self)
         self._door = Door(self, returns_memory)
         self.arrivals = Arrivals(env, (), self._door.admit)
@@ -163,6 +164,12 @@ class Engine:
         elif self.jump is None or not (yield from self.jump.carry_out(repeat, device)):
             yield from self._issue(repeat.next(), device, repeat)
 
+    def give_all(self, owner: int) -> None:
+        """All that an owner holds comes back."""
+        for place in self.ledger.give_all(owner):
+            if self.store is not None and place.region.kind is not Kind.KV:
+                self.store.free(place)
+
     def release_idle(self) -> None:
         """Pages out of all use go back to the machine."""
         for pool, pages in self.ledger.drain_idle():
@@ -197,8 +204,7 @@ class Engine:
             self.flights.start(Flight(step, device, number, now_ns, 0 if i else host_ns, launch))
         if wait_ns := due_ns(self.env, host_ns):
             yield self.env.timeout(wait_ns)
-        for launch in launches:
-            self.executor.run(launch, self.settle)
+        self.launcher.start(plan, launches)
 
     def _own(self, device: int) -> int | None:
         """Whose pools a plan can change: its replica's; without a router, anybody's."""
@@ -237,5 +243,7 @@ class Engine:
         """What waited for an operation may go on, and who was to finish with it finishes."""
         self.ledger.settle(op)
         self.flights.land(op)
+        for job, trained in self.ends.pop_steps(op):
+            self.recorder.trained(job, trained, end_ns)
         for job in self.ends.pop(op):
             self._door.finish(job, end_ns, device, number)

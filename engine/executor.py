@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import simpy
 
-from engine.plan import Op, Pool
+from engine.plan import Op, Place, Pool
 
 
 class Piece(NamedTuple):
@@ -62,8 +62,6 @@ class Pieces(Sequence[Piece]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
@@ -95,10 +93,24 @@ class Span(NamedTuple):
     ended: tuple[int, ...] = ()
 
 
+class Store(Protocol):
+    """Real memory that is no KV, told of in issue order, between the launches of a plan.
+
+    A copy makes its destination itself. What is freed stays until all earlier users have ended.
+    """
+
+    def grow(self, place: Place, nbytes: int) -> None:
+        """Bytes are taken for a place."""
+
+    def free(self, place: Place) -> None:
+        """A place is given back."""
+
+
 class Executor(Protocol):
     """Runs launches on first-in-first-out lanes.
 
-    May have `peak_bytes(launch)`: the workspace it predicts where its spans say none.
+    May have `peak_bytes(launch)`: the workspace it predicts where its spans say none; and a
+    `store`, where places that are no KV have memory.
     """
 
     def prepare(self, launches: Sequence[Launch]) -> int:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from engine.plan import Work
-from traces.request import Request, TrainingJob
-
-Unit = tuple[Work, int]  # what is done, and to which layer
+from engine.training import Training
+from traces.request import Request
 
 
 class Pace:
@@ -26,7 +22,7 @@ class Job:
     """Progress as *issued*: what is in flight counts as done.
 
     A serving job has `known_tokens` (prompt and generated so far) and `computed_tokens` of them
-    in the KV pages; both grow with its pace. A training job has a frontier per microbatch.
+    in the KV pages; both grow with its pace. How far a training job is, says its `training`.
     Policies read, never write.
     """
 
@@ -35,19 +31,15 @@ class Job:
         "_known",
         "_pace",
         "arrival_ns",
-        "backward",
         "device",
-        "forward",
         "job_id",
         "prefix_ids",
         "prompt_tokens",
         "recorded_tokens",
         "session",
         "slo",
-        "step",
         "training",
         "turn",
-        "updated",
     )
 
     def __init__(
@@ -63,7 +55,7 @@ class Job:
         session: int | None = None,
         turn: int = 0,
         prefix_ids: tuple[int, ...] = (),
-        training: TrainingJob | None = None,
+        training: Training | None = None,
     ) -> None:
         self.job_id, self.arrival_ns, self.prompt_tokens = job_id, arrival_ns, prompt_tokens
         self._known, self._computed, self._pace = known_tokens, computed_tokens, ALONE
@@ -71,10 +63,7 @@ class Job:
         self.slo, self.session, self.turn = slo, session, turn
         self.prefix_ids = prefix_ids  # names of the prompt's blocks, see Request
         self.device: int | None = None  # the replica it was routed to; None: any
-        self.training, self.step = training, 0  # steps completed, as issued
-        self.forward: dict[int, list[int]] = {}  # microbatch -> tokens per layer
-        self.backward: dict[int, list[int]] = {}
-        self.updated = [0] * (training.num_layers if training else 0)  # updates issued per layer
+        self.training = training
 
     def __repr__(self) -> str:
         return f"Job({self.job_id}: {self.computed_tokens} of {self.known_tokens} tokens)"
@@ -94,9 +83,9 @@ class Job:
         )
 
     @classmethod
-    def trains(cls, spec: TrainingJob, arrival_ns: int, recorded_tokens: int = 0) -> Job:
-        """A training job at its first step, behind what serving has recorded for it."""
-        return cls(spec.job_id, arrival_ns, recorded_tokens=recorded_tokens, training=spec)
+    def trains(cls, training: Training, arrival_ns: int) -> Job:
+        """A training job at its first step."""
+        return cls(training.spec.job_id, arrival_ns, training=training)
 
     @property
     def known_tokens(self) -> int:
@@ -130,36 +119,3 @@ class Job:
     def is_prefilling(self) -> bool:
         """Whether more than the newest token is missing."""
         return self._known - self._computed > 1 or not self._computed + self._pace.clock
-
-    def frontier(self, microbatch: int = 0) -> tuple[Sequence[int], Sequence[int]]:
-        """Tokens done per layer, forward and backward. Training jobs only."""
-        assert self.training is not None, f"job {self.job_id} is no training job"
-        layers = self.training.num_layers
-        forward = self.forward.get(microbatch) or [self.recorded_tokens] * layers
-        return forward, self.backward.get(microbatch) or [0] * layers
-
-    def chain(self, microbatch: int) -> list[Unit]:
-        """Units of a microbatch that are not issued yet, in the only legal order."""
-        assert self.training is not None, f"job {self.job_id} is no training job"
-        tokens, layers = self.training.sequence_tokens, range(self.training.num_layers)
-        forward, backward = self.frontier(microbatch)
-        units = [(Work.FORWARD, layer) for layer in layers if forward[layer] < tokens]
-        return units + [(Work.BACKWARD, i) for i in reversed(layers) if backward[i] < tokens]
-
-    def ahead(self, n: int) -> Sequence[Unit]:
-        """The next n units of the chain, cyclically: what a memory policy may look forward to."""
-        assert self.training is not None, f"job {self.job_id} is no training job"
-        layers = range(self.training.num_layers)
-        cycle = [(Work.FORWARD, i) for i in layers] + [(Work.BACKWARD, i) for i in reversed(layers)]
-        if self.training.has_update:
-            cycle += [(Work.UPDATE, i) for i in layers]
-        start = cycle.index(self._next_unit() or cycle[0])
-        return [cycle[(start + i) % len(cycle)] for i in range(n)]
-
-    def _next_unit(self) -> Unit | None:
-        assert self.training is not None
-        if units := self.chain(self.step):
-            return units[0]
-        behind = (i for i, done in enumerate(self.updated) if done == self.step)
-        layer = next(behind, None) if self.training.has_update else None
-        return None if layer is None else (Work.UPDATE, layer)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from engine.executor import Launch, Pieces
 from engine.job import Job
 from engine.ledger import Booking
-from engine.plan import Compute, Copy, Kind, Op, Slice, Tier, kv_place
-from engine.progress import advance_serving, advance_training
+from engine.plan import Compute, Copy, Free, Grow, Kind, Op, Plan, Slice, Tier, kv_place
+from engine.progress import advance_serving
 from engine.repeat import Repeat
 from engine.run import Run
+from engine.training_progress import advance_training
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -35,17 +36,31 @@ class Launcher:
         if isinstance(op, Copy):
             return Launch(op, booking.waits, (), *booking.copied)
         assert op.device == device, f"a plan for device {device} computes on {op.device}"
-        pieces = self._moved(op, op.slices) if repeat is None else self._step(op, repeat)
-        return Launch(op, booking.waits, pieces)
+        if repeat is not None:
+            return Launch(op, booking.waits, self._step(op, repeat))
+        return Launch(op, booking.waits, self._moved(op, op.slices, booking.other_bytes))
 
-    def _moved(self, op: Compute, slices: Sequence[Slice]) -> Pieces:
+    def start(self, plan: Plan, launches: Sequence[Launch]) -> None:
+        """Starts a plan's launches; tells between them what is taken and given back but KV."""
+        engine, store, following = self._engine, self._engine.store, iter(launches)
+        if store is None:
+            for launch in launches:
+                engine.executor.run(launch, engine.settle)
+            return
+        for op in plan.ops:
+            if isinstance(op, Op):
+                engine.executor.run(next(following), engine.settle)
+            elif isinstance(op, Grow | Free) and op.place.region.kind is not Kind.KV:
+                store.grow(op.place, op.nbytes) if isinstance(op, Grow) else store.free(op.place)
+
+    def _moved(self, op: Compute, slices: Sequence[Slice], other_bytes: int = 0) -> Pieces:
         """Slices of a launch whose jobs move on one by one."""
         jobs = [piece.job for piece in slices]
         assert not op.again or all(job.training for job in jobs), "who is served restarts instead"
         ids = tuple([job.job_id for job in jobs])
         contexts = tuple([job.computed_tokens for job in jobs])
         tables = [self._ledger.pages.get(kv_place(i, Tier.GPU, op.device), ()) for i in ids]
-        samples = tuple([self._advance(op, piece) for piece in slices])
+        samples = tuple([self._advance(op, piece, other_bytes) for piece in slices])
         if self._engine.reuse is not None:
             self._engine.reuse.keep(op.device, zip(jobs, contexts, strict=True))
         tokens = tuple([piece.tokens for piece in slices])
@@ -84,13 +99,13 @@ class Launcher:
         if done:
             self._ends.end_with(run.op, done)
 
-    def _advance(self, op: Compute, piece: Slice) -> bool:
+    def _advance(self, op: Compute, piece: Slice, other_bytes: int) -> bool:
         """Moves a slice's job on; returns whether it yields a token."""
         job = piece.job
         if not self._roster.has_started(job):
             self._start(job)
         if job.training is not None:
-            if self._train(op, piece):
+            if self._train(op, piece, other_bytes):
                 self._ends.end_with(op, [job])
             return False
         samples = advance_serving(piece)
@@ -105,15 +120,14 @@ class Launcher:
         if job.training is None:
             self._engine.recorder.scheduled(job.job_id, int(self._engine.env.now))
 
-    def _train(self, op: Compute, piece: Slice) -> bool:
+    def _train(self, op: Compute, piece: Slice, other_bytes: int) -> bool:
         """Returns whether the training job is complete with this slice."""
-        job = piece.job
-        if op.again:
+        job, training = piece.job, piece.job.training
+        assert training is not None
+        self._engine.profile.issued(op, job.job_id, other_bytes)
+        self._engine.recorder.begun(job.job_id, training.step, int(self._engine.env.now))
+        if op.again or not advance_training(piece):
             return False
-        pool = (Tier.GPU, op.device)
-        kinds = (Kind.KV, Kind.ACTIVATION, Kind.GRADIENT)
-        self._engine.profile.issued(op, sum(self._ledger.kind_bytes[pool][kind] for kind in kinds))
-        if advance_training(piece):
-            self._engine.profile.completed_step(job.job_id)
-        assert job.training is not None
-        return job.step >= job.training.num_steps
+        self._engine.profile.completed_step(job.job_id)
+        self._ends.step_with(op, job, training.step - 1)
+        return training.is_complete

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.plan import Place, Work
+from engine.training_layout import TrainingLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,8 +14,8 @@ class Layout:
     """What a planner hands over, frozen."""
 
     places: Mapping[Place, int] = field(default_factory=dict)  # bytes held before the first step
+    training: Mapping[int, TrainingLayout] = field(default_factory=dict)  # by job
     orders: tuple[tuple[tuple[Work, int], ...], ...] = ()  # per device: (work, microbatch)
     cuts: tuple[range, ...] = ()  # shards or stages
-    modes: tuple[str, ...] = ()  # per layer: keep, swap, recompute
     persistent: frozenset[int] = frozenset()
     buffers: int = 0

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from engine.balance import Balance
+from engine.checks import check_spare
 from engine.figures import Figures
 from engine.growth import hand_out
 from engine.holdings import Holdings
@@ -19,12 +20,18 @@ from engine.returns import ReturnQueue
 from engine.scoreboard import Scoreboard
 from engine.sharing import Sharing
 
+NO_STATES = (Kind.KV, Kind.ACTIVATION, Kind.BUFFER)  # memory that no training policy may move
+
 
 class Booking(NamedTuple):
-    """What booking an operation derived. `copied`: bytes and both page tables of a Copy."""
+    """What booking an operation derived. `copied`: bytes and both page tables of a Copy.
+
+    `other_bytes`: of a launch, what its device held then that is no model state.
+    """
 
     waits: tuple[Op, ...]
     copied: tuple[int, Sequence[int], Sequence[int]] = (0, (), ())
+    other_bytes: int = 0
 
 
 class Ledger:
@@ -150,12 +157,17 @@ class Ledger:
             elif isinstance(op, Share):
                 self._share(op)
             elif isinstance(op, Free):
+                check_spare(op.place, self.capacity_bytes, self.written)
                 self.give(op.place)
         return booked
 
     def _run(self, op: Op) -> Booking:
         if isinstance(op, Compute):
-            return Booking(self._board.touch(op, op.reads, op.writes))
+            waits = self._board.touch(op, op.reads, op.writes)
+            if not op.reads:  # serving names only what it writes
+                return Booking(waits)
+            held = self.kind_bytes[Tier.GPU, op.device]
+            return Booking(waits, other_bytes=sum([held[kind] for kind in NO_STATES]))
         nbytes = self.held_bytes[op.src]
         if op.dst not in self.held_bytes:
             self._take(op.dst, nbytes)
@@ -212,10 +224,12 @@ class Ledger:
         if self._journal:
             self._journal.gave(place)
 
-    def give_all(self, owner: int) -> None:
-        """Gives back all that an owner holds."""
-        for place in tuple(self.places_of.get(owner, ())):
+    def give_all(self, owner: int) -> Sequence[Place]:
+        """Gives back all that an owner holds; returns where that was."""
+        places = tuple(self.places_of.get(owner, ()))
+        for place in places:
             self.give(place)
+        return places
 
     def _give_back(self, place: Place, nbytes: int, users: set[Op]) -> int:
         """Returns the bytes that come back: of shared pages only those that nobody holds now."""

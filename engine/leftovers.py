@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from engine.job import Job
-from engine.ledger import Ledger
 from engine.recorder import Recorder
 
 
@@ -16,8 +16,8 @@ class Leftovers:
     an end (law 11): whoever asks names the plan up to which it comes back.
     """
 
-    def __init__(self, ledger: Ledger, recorder: Recorder, devices: int) -> None:
-        self._ledger, self._recorder = ledger, recorder
+    def __init__(self, give_all: Callable[[int], None], recorder: Recorder, devices: int) -> None:
+        self._give_all, self._recorder = give_all, recorder
         self._queues: list[deque[tuple[int, Job]]] = [deque() for _ in range(devices)]
 
     def oldest(self, device: int) -> int | None:
@@ -33,7 +33,7 @@ class Leftovers:
         queue, is_any = self._queues[device], False
         while queue and queue[0][0] <= number:
             _, job = queue.popleft()
-            self._ledger.give_all(job.job_id)
+            self._give_all(job.job_id)
             self._recorder.returned(job.job_id, device)
             is_any = True
         return is_any

@@ -12,6 +12,7 @@ from engine.model import ModelSpec
 # products and 7 views; two KV writes are added. GPT-2 counted by hand: fused norms, 8 for GELU.
 # OPT has 1 for ReLU and 1 that scales the queries.
 ELEMENTWISE_KERNELS = {"llama": 28, "mistral": 28, "qwen2": 28, "qwen3": 40, "gpt2": 15, "opt": 9}
+KV_WRITES = 2  # of these
 
 
 class Operator(NamedTuple):
@@ -43,13 +44,14 @@ def operators(
     total = sum(tokens)
     past = [c for n, c in zip(tokens, contexts, strict=True) if n == 1 and c]
     chunks = [(n, c) for n, c in zip(tokens, contexts, strict=True) if n > 1 or not c]
-    ops = [_matrix(spec, "linear", spec.num_layers, total, *shape) for shape in _matrices(spec)]
-    ops.append(_elementwise(spec, total))
-    ops += [_prefill(spec, n, c) for n, c in chunks]
+    layers = spec.num_layers
+    ops = [product(spec, "linear", layers, total, *shape) for shape in _matrices(spec)]
+    ops.append(elementwise(spec, layers, total))
+    ops += [prefill_operator(spec, layers, n, c) for n, c in chunks]
     groups = [past] if fused_decode and past else [[c] for c in past]
     ops += [decode_operator(spec, group) for group in groups]
     if samples:
-        ops.append(_matrix(spec, "head", 1, samples, spec.hidden_size, spec.vocab_size))
+        ops.append(product(spec, "head", 1, samples, spec.hidden_size, spec.vocab_size))
     row_bytes = 2 * spec.hidden_size * spec.item_bytes
     return [*ops, Operator("embed", 1, 0, total * row_bytes, total)]
 
@@ -64,14 +66,15 @@ def _matrices(spec: ModelSpec) -> list[tuple[int, int]]:
     return [*heads, (spec.query_size, hidden), *rising, (inner, hidden)]
 
 
-def _matrix(
+def product(
     spec: ModelSpec, kind: str, repeats: int, rows: int, inputs: int, outputs: int
 ) -> Operator:
+    """Rows times a matrix; with rows, inputs and outputs in any roles the same work."""
     moved = (inputs * outputs + rows * (inputs + outputs)) * spec.item_bytes
     return Operator(kind, repeats, 2 * rows * inputs * outputs, moved, rows)
 
 
-def _elementwise(spec: ModelSpec, total: int) -> Operator:
+def elementwise(spec: ModelSpec, layers: int, total: int, writes_kv: bool = True) -> Operator:
     """Norms, residuals, rotation, activation and KV writes, by passes over their rows."""
     hidden, inner, heads = spec.hidden_size, spec.intermediate_size, spec.query_size + spec.kv_size
     if spec.is_gated:
@@ -80,17 +83,18 @@ def _elementwise(spec: ModelSpec, total: int) -> Operator:
         passes = 2 * 2 * hidden + 6 * hidden + (18 if spec.family == "gpt2" else 2) * inner
     passes += 2 * hidden if spec.family == "opt" else 0
     passes += 7 * heads if spec.family == "qwen3" else 0
-    kernels = ELEMENTWISE_KERNELS[spec.family]
-    nbytes = total * (passes + 4 * spec.kv_size) * spec.item_bytes // kernels
-    return Operator("elementwise", spec.num_layers * kernels, 0, nbytes, total)
+    passes += 4 * spec.kv_size if writes_kv else 0
+    kernels = ELEMENTWISE_KERNELS[spec.family] - (0 if writes_kv else KV_WRITES)
+    nbytes = total * passes * spec.item_bytes // kernels
+    return Operator("elementwise", layers * kernels, 0, nbytes, total)
 
 
-def _prefill(spec: ModelSpec, n: int, context: int) -> Operator:
+def prefill_operator(spec: ModelSpec, layers: int, n: int, context: int) -> Operator:
     """Causal attention of n new tokens over themselves and a context: pairs, not a square."""
     pairs = n * context + n * (n + 1) // 2
     nbytes = (2 * (context + n) * spec.kv_size + 2 * n * spec.query_size) * spec.item_bytes
     flops = 4 * pairs * spec.query_size
-    return Operator("prefill", spec.num_layers, flops, nbytes, (2 * pairs) ** 0.5)
+    return Operator("prefill", layers, flops, nbytes, (2 * pairs) ** 0.5)
 
 
 def decode_operator(spec: ModelSpec, contexts: Sequence[int]) -> Operator:

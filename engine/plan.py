@@ -33,6 +33,7 @@ class Kind(StrEnum):
     GRADIENT = "gradient"
     OPTIMIZER = "optimizer"
     ACTIVATION = "activation"
+    BUFFER = "buffer"
     __hash__ = str.__hash__
 
 
@@ -44,6 +45,7 @@ class Work(StrEnum):
     UPDATE = "update"
 
 
+COPY_LANES = {(src, dst): f"{src}->{dst}" for src in Tier for dst in Tier}
 Pool = tuple[Tier, int]  # a tier of a device; where devices share a HOST or DISK it is device 0's
 Lane = tuple[int, str]  # a device and what runs first-in-first-out on it
 
@@ -141,7 +143,7 @@ class Copy:
         if self.src.tier is Tier.GPU and self.dst.tier is Tier.GPU:
             return (self.src.device, f"peer->{self.dst.device}")
         owner = self.src if self.src.tier is Tier.GPU else self.dst
-        return (owner.device, f"{self.src.tier}->{self.dst.tier}")
+        return (owner.device, COPY_LANES[self.src.tier, self.dst.tier])
 
 
 class Grow(NamedTuple):

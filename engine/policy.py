@@ -11,7 +11,9 @@ from engine.fleet import Fleet
 from engine.job import Job
 from engine.layout import Layout
 from engine.plan import Plan, Pool, Slice
+from engine.training_shape import TrainingShape
 from engine.view import Cost, View
+from traces.request import TrainingJob
 
 Stretch = Callable[[Plan, View, int], Plan]
 
@@ -60,8 +62,14 @@ class Planner(Protocol):
     """Decides once, before the first step, where everything lies."""
 
     def prepare(
-        self, jobs: Sequence[Job], capacity_bytes: Mapping[Pool, int], cost: Cost
-    ) -> Layout: ...
+        self,
+        shapes: Mapping[int, TrainingShape],
+        jobs: Sequence[TrainingJob],
+        capacity_bytes: Mapping[Pool, int],
+        cost: Cost,
+    ) -> Layout:
+        """Lays the jobs out, whose models have these shapes (by job). ValueError where they cannot
+        fit, in one line with the deficit and what would help."""
 
 
 @dataclass(frozen=True)

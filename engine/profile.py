@@ -33,13 +33,15 @@ class EngineProfile:
         total, count = self._sums.get((job_id, unit), (0, 0))
         return total // count if count else None
 
-    def issued(self, op: Compute, other_bytes: int) -> None:
-        """A launch was issued: a moment for each training job in it."""
-        for piece in op.slices:
-            if piece.job.training is not None:
-                self._trains = True
-                moment = Moment(launch_key(op), (*op.reads, *op.writes), other_bytes)
-                self._recent[piece.job.job_id].append(moment)
+    def moment(self, job_id: int) -> int:
+        """Launches of a training job's step that have been issued: the next one's number."""
+        return len(self._recent.get(job_id, ()))
+
+    def issued(self, op: Compute, job_id: int, other_bytes: int) -> None:
+        """A launch of a training job was issued."""
+        self._trains = True
+        moment = Moment(launch_key(op), (*op.reads, *op.writes), other_bytes)
+        self._recent[job_id].append(moment)
 
     def completed_step(self, job_id: int) -> None:
         """The launches since the last call were one whole step."""

@@ -1,4 +1,4 @@
-"""The one place where the order of work is checked, and where a job moves on."""
+"""Where a job that is served moves on: the one place where the order of its work is checked."""
 
 from __future__ import annotations
 
@@ -34,82 +34,4 @@ def restart(job: Job) -> None:
     """Forgets what was computed. What was generated is known and counts as prompt now."""
     job.computed_tokens = 0
     if job.training is not None:
-        job.recorded_tokens = 0
-        job.forward.clear()
-        job.backward.clear()
-
-
-def advance_training(piece: Slice) -> bool:
-    """Moves a training job's frontier; returns whether a step is complete with this slice."""
-    job, spec = piece.job, piece.job.training
-    assert spec is not None
-    layers = range(spec.num_layers) if piece.layers is None else piece.layers
-    for layer in layers:
-        assert piece.version <= job.updated[layer], (
-            f"job {job.job_id}: weight version {piece.version} of layer {layer} does not exist"
-        )
-    {
-        Work.FORWARD: _advance_forward,
-        Work.BACKWARD: _advance_backward,
-        Work.UPDATE: _advance_update,
-    }[piece.work](job, layers, piece)
-    return _count_steps(job)
-
-
-def _advance_forward(job: Job, layers: range, piece: Slice) -> None:
-    assert job.training is not None
-    total, done = job.training.sequence_tokens, _mutable(job, piece.microbatch)[0]
-    for layer in layers:
-        below = total if layer == 0 else done[layer - 1]
-        assert done[layer] + piece.tokens <= below, (
-            f"job {job.job_id}: forward of layer {layer} out of order"
-        )
-        done[layer] += piece.tokens
-
-
-def _advance_backward(job: Job, layers: range, piece: Slice) -> None:
-    assert job.training is not None
-    total = job.training.sequence_tokens
-    forward, done = _mutable(job, piece.microbatch)
-    assert forward[-1] == total, f"job {job.job_id}: backward before the forward is complete"
-    for layer in reversed(layers):
-        above = total if layer == job.training.num_layers - 1 else done[layer + 1]
-        assert done[layer] + piece.tokens <= above, (
-            f"job {job.job_id}: backward of layer {layer} out of order"
-        )
-        done[layer] += piece.tokens
-
-
-def _advance_update(job: Job, layers: range, piece: Slice) -> None:
-    assert job.training is not None
-    total, each = job.training.sequence_tokens, job.training.microbatches
-    step = piece.microbatch // each
-    for layer in layers:
-        assert job.updated[layer] == step, f"job {job.job_id}: update of layer {layer} out of order"
-        for microbatch in range(step * each, (step + 1) * each):
-            assert job.frontier(microbatch)[1][layer] == total, (
-                f"job {job.job_id}: update of layer {layer} before its backward"
-            )
-        job.updated[layer] += 1
-
-
-def _mutable(job: Job, microbatch: int) -> tuple[list[int], list[int]]:
-    forward, backward = job.frontier(microbatch)
-    return (
-        job.forward.setdefault(microbatch, list(forward)),
-        job.backward.setdefault(microbatch, list(backward)),
-    )
-
-
-def _count_steps(job: Job) -> bool:
-    spec = job.training
-    assert spec is not None
-    if spec.has_update:
-        steps = min(job.updated)
-    else:
-        total = spec.sequence_tokens
-        complete = sum(1 for done in job.backward.values() if min(done) == total)
-        steps = complete // spec.microbatches
-    grown = steps > job.step
-    job.step = steps
-    return grown
+        job.training.forget()

@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
-I64, I32, TEXT = pa.int64(), pa.int32(), pa.string()
+I64, I32, TEXT, F64 = pa.int64(), pa.int32(), pa.string(), pa.float64()
 
 # One row per request. Times are on the run's clock; null where it did not happen.
 REQUESTS = pa.schema(
@@ -45,6 +45,8 @@ STEPS = pa.schema(
         ("start_ns", I64),
         ("end_ns", I64),
         ("host_ns", I64),  # host time of the whole plan, on its first operation; else 0
+        ("work", TEXT),  # of a launch: serve, forward, again, backward, update, or mixed
+        ("part", I32),  # of training: the first unit, or the chunk that is updated
         ("prefill_tokens", I32),
         ("decode_tokens", I32),
         ("samples", I32),  # rows of the head
@@ -74,6 +76,7 @@ MEMORY = pa.schema(
         ("gradient_bytes", I64),
         ("optimizer_bytes", I64),
         ("activation_bytes", I64),
+        ("buffer_bytes", I64),
         ("kv_pages", I64),
         ("measured_bytes", I64),  # persistent, by the meter; null in a simulation
         ("process_bytes", I64),  # by the operating system; null where unknown
@@ -91,7 +94,25 @@ PLANS = pa.schema(
     ]
 )
 
-TABLES = {"requests": REQUESTS, "steps": STEPS, "memory": MEMORY, "plans": PLANS}
+# One row per complete step of a training job, by its end.
+TRAINING = pa.schema(
+    [
+        ("job_id", I64),
+        ("step", I64),  # of the job
+        ("start_ns", I64),  # first issue of a launch of it
+        ("end_ns", I64),
+        ("tokens", I64),
+        ("loss", F64),  # mean over its microbatches; null in a simulation
+    ]
+)
+
+TABLES = {
+    "requests": REQUESTS,
+    "steps": STEPS,
+    "memory": MEMORY,
+    "plans": PLANS,
+    "training": TRAINING,
+}
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:

@@ -1,4 +1,4 @@
-"""Collects the facts of a run and writes them as the four tables of engine/record.py."""
+"""Collects the facts of a run and writes them as the tables of engine/record.py."""
 
 from __future__ import annotations
 
@@ -14,15 +14,28 @@ import pyarrow.parquet as pq
 from engine.deliveries import Deliveries
 from engine.executor import Launch, Meter, Piece, Pieces, Span
 from engine.figures import Figures
+from engine.job import Job
 from engine.outcome import Outcome
 from engine.plan import Copy, Kind, Plan, Tier
 from engine.planlog import encode
 from engine.record import TABLES
-from engine.rows import MemoryRow, PlanRow, StepRow, memory_row, request_row, step_row, table_of
+from engine.rows import (
+    MemoryRow,
+    PlanRow,
+    StepRow,
+    TrainedRow,
+    memory_row,
+    request_row,
+    step_row,
+    table_of,
+    training_row,
+)
 from engine.run import Run
 from traces.request import Request
 
 Predict = Callable[[Launch], int | None]
+Outputs = Callable[[int], Sequence[int]]
+LossOf = Callable[[int, int], float]
 ROW_ORDER = ("settle", "return", "issue")  # of MEMORY at one moment
 
 
@@ -34,6 +47,8 @@ class Recorder:
         self._plans: list[PlanRow] = []
         self._steps: list[StepRow] = []
         self._memory: list[MemoryRow] = []
+        self._trained: list[TrainedRow] = []
+        self._begun: dict[tuple[int, int], int] = {}  # training job and step -> first issue
         self._runs: list[Run] = []
         self._deliveries: dict[int, Deliveries] = {}  # by device
         self._returned: dict[int, list[int]] = defaultdict(list)  # by device
@@ -121,6 +136,18 @@ class Recorder:
         if outcome.scheduled_ns is None:
             outcome.scheduled_ns = now_ns
 
+    def begun(self, job_id: int, step: int, now_ns: int) -> None:
+        """A launch of a training job's step was issued."""
+        self._begun.setdefault((job_id, step), now_ns)
+
+    def trained(self, job: Job, step: int, now_ns: int) -> None:
+        """A step of a training job has ended."""
+        assert job.training is not None
+        spec, start_ns = job.training.spec, self._begun.pop((job.job_id, step))
+        microbatches = range(step * spec.microbatches, (step + 1) * spec.microbatches)
+        tokens = spec.microbatch_tokens * spec.microbatches
+        self._trained.append((job.job_id, step, start_ns, now_ns, microbatches, tokens))
+
     def cached(self, job_id: int, tokens: int) -> None:
         """A request starts, or starts again, behind tokens that were found computed."""
         self.outcomes[job_id].cached_tokens += tokens
@@ -171,19 +198,25 @@ class Recorder:
         return [memory_row(row, figures) for row in rows for figures in row[3]]
 
     # ---- tables
-    def tables(self, outputs: Callable[[int], Sequence[int]] | None = None) -> dict[str, pa.Table]:
-        """All rows, in a fixed order. `outputs` gives the generated ids of a request."""
+    def tables(
+        self, outputs: Outputs | None = None, loss_of: LossOf | None = None
+    ) -> dict[str, pa.Table]:
+        """All rows, in a fixed order. `outputs` gives the generated ids of a request, `loss_of`
+        the loss of a training job's microbatch."""
         rows = {
             "requests": [request_row(o, outputs) for _, o in sorted(self.outcomes.items())],
             "steps": [step_row(*row) for row in self.steps],
             "memory": self._memory_rows(),
             "plans": [(s, d, at, list(back), encode(p)) for s, d, at, back, p in self.plans],
+            "training": [training_row(row, loss_of) for row in self._trained],
         }
         return {name: table_of(name, rows[name]) for name in TABLES}
 
-    def write(self, folder: Path, outputs: Callable[[int], Sequence[int]] | None = None) -> None:
+    def write(
+        self, folder: Path, outputs: Outputs | None = None, loss_of: LossOf | None = None
+    ) -> None:
         """Writes the tables into a folder, each aside and renamed."""
-        for name, table in self.tables(outputs).items():
+        for name, table in self.tables(outputs, loss_of).items():
             aside = folder / f".{name}.parquet.tmp"
             pq.write_table(table, aside, compression="zstd")
             aside.rename(folder / f"{name}.parquet")

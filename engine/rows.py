@@ -1,4 +1,4 @@
-"""The rows of the four tables of engine/record.py, from facts as the recorder keeps them."""
+"""The rows of the tables of engine/record.py, from facts as the recorder keeps them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import pyarrow as pa
 from engine.executor import Launch, Reading, Span
 from engine.figures import Figures
 from engine.outcome import Outcome
-from engine.plan import Copy, Kind, Plan, Pool
+from engine.plan import Copy, Kind, Op, Plan, Pool
 from engine.record import SCHEMA_VERSION, TABLES
 
 PlanRow = tuple[int, int, int, tuple[int, ...], Plan]
 StepRow = tuple[int, int, int, Span, Launch]
+TrainedRow = tuple[int, int, int, int, range, int]  # job, step, start, end, microbatches, tokens
 MemoryRow = tuple[int, str, int, Sequence[Figures], Mapping[Pool, Reading] | None]
 
 
-_KIND_COLUMNS = [Kind.KV, Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER, Kind.ACTIVATION]
+_KIND_COLUMNS = [Kind.KV, Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER]
+_KIND_COLUMNS += [Kind.ACTIVATION, Kind.BUFFER]
 assert list(Kind) == _KIND_COLUMNS, "the columns of MEMORY follow the order of Kind"
 
 
@@ -71,7 +73,9 @@ def request_row(
 def step_row(step: int, issue_ns: int, host_ns: int, span: Span, launch: Launch) -> tuple[Any, ...]:
     """A row of STEPS."""
     pieces, (device, lane) = launch.pieces, span.op.lane
-    decodes = sum(1 for p in pieces if p.tokens == 1 and p.context_tokens)
+    part = _part_of(span.op)
+    served = pieces if part is None else ()
+    decodes = sum(1 for p in served if p.tokens == 1 and p.context_tokens)
     jobs = [p.job_id for p in pieces]
     if isinstance(span.op, Copy):
         jobs = [span.op.src.region.owner]
@@ -83,12 +87,41 @@ def step_row(step: int, issue_ns: int, host_ns: int, span: Span, launch: Launch)
         span.start_ns,
         span.end_ns,
         host_ns,
-        sum(p.tokens for p in pieces) - decodes,
+        _work_of(span.op),
+        part,
+        sum(p.tokens for p in served) - decodes,
         decodes,
-        sum(1 for p in pieces if p.samples),
+        sum(1 for p in served if p.samples),
         launch.nbytes,
         span.peak_bytes,
         jobs,
         [p.tokens for p in pieces],
         [p.context_tokens for p in pieces],
     )
+
+
+def _work_of(op: Op) -> str | None:
+    """What a launch does, in one word; nothing for a copy."""
+    if isinstance(op, Copy):
+        return None
+    words = {"serve" if s.job.training is None else s.work.value for s in op.slices}
+    if len(words) != 1:
+        return "mixed"
+    return "again" if op.again else words.pop()
+
+
+def _part_of(op: Op) -> int | None:
+    """The first unit of a training launch, or the chunk that it updates."""
+    if isinstance(op, Copy) or op.slices[0].job.training is None:
+        return None
+    layers = op.slices[0].layers
+    return layers.start if layers else 0
+
+
+def training_row(row: TrainedRow, loss_of: Callable[[int, int], float] | None) -> tuple[Any, ...]:
+    """A row of TRAINING; `loss_of` gives that of a job's microbatch."""
+    job_id, step, start_ns, end_ns, microbatches, tokens = row
+    loss = None
+    if loss_of is not None:
+        loss = sum(loss_of(job_id, k) for k in microbatches) / len(microbatches)
+    return job_id, step, start_ns, end_ns, tokens, loss

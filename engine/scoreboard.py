@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from engine.journal import Journal
-from engine.plan import COMPUTE_LANE, Copy, Lane, Op, Place
+from engine.plan import COMPUTE_LANE, Copy, Kind, Lane, Op, Place
 
 
 class Stamps(Mapping[Place, int]):
@@ -36,6 +37,8 @@ class Scoreboard:
 
     def __init__(self, journal: Journal | None = None) -> None:
         self.open: dict[Op, None] = {}  # issued and not ended
+        self._numbers: dict[Op, int] = {}  # their order of issue
+        self._lanes: Counter[Lane] = Counter()  # how many of them are on each lane
         self._written: dict[Place, int] = {}
         self._used: dict[Place, int] = {}
         self.written, self.used = Stamps(self, self._written), Stamps(self, self._used)
@@ -44,16 +47,21 @@ class Scoreboard:
         self._writers: dict[Place, Op] = {}  # the last one; stays when it has ended
         self._users: dict[Lane, dict[Place, Op]] = {}  # the last one of each lane
         self._givers: dict[Place, set[Op]] = {}
+        self._left: dict[Place, set[Op]] = {}  # places given back while in use, and by whom
+        self._leaving: dict[Op, list[Place]] = {}  # the same by user
         self._journal = journal
 
     @property
     def has_one_lane(self) -> bool:
         """Whether nothing runs but launches of one lane."""
-        return all([op.lane[1] == COMPUTE_LANE for op in self.open])
+        return all([lane[1] == COMPUTE_LANE for lane in self._lanes])
 
     def enter(self, place: Place) -> None:
-        """A place begins, with nothing in it."""
+        """A place begins, with nothing in it. If it was given back while in use, whoever takes it
+        waits for these users: model states have one storage for good."""
         self._written[place], self._used[place] = 0, -1
+        if self._left and (users := self._left.pop(place, None)):
+            self.rest(place, users)
 
     def rest(self, place: Place, givers: set[Op]) -> None:
         """A place rests on bytes that these operations still use."""
@@ -62,7 +70,7 @@ class Scoreboard:
     def touch(self, op: Op, reads: Sequence[Place], writes: tuple[Place, ...]) -> tuple[Op, ...]:
         """Issues an operation; returns what it waits for."""
         lane, waits = op.lane, dict[Op, None]()
-        is_alone = all([other.lane == lane for other in self.open])
+        is_alone = all([other == lane for other in self._lanes])
         if is_alone and lane[1] == COMPUTE_LANE and not (reads or self._journal):
             self.touch_again(op, writes, 1)
             return ()
@@ -80,7 +88,7 @@ class Scoreboard:
                 ]
                 self._wait(waits, lane, users, place)
         self._enter(op, reads, writes, self.stamp, self.stamp if copied is None else copied)
-        self.open[op] = None
+        self._start(op, lane)
         if self._journal:
             self._journal.touched(op, (*reads, *writes))
         return tuple(waits)
@@ -95,7 +103,11 @@ class Scoreboard:
         if self._late is not None and writes[: len(self._late[1])] != self._late[1]:
             self.catch_up()
         self._late = (op, writes, self.stamp)
-        self.open[op] = None
+        self._start(op, op.lane)
+
+    def _start(self, op: Op, lane: Lane) -> None:
+        self.open[op], self._numbers[op] = None, self.stamp
+        self._lanes[lane] += 1
 
     def catch_up(self) -> None:
         """Enters what the last run touched."""
@@ -119,7 +131,9 @@ class Scoreboard:
                 waits[op] = None
         if place in self._givers:
             givers = self._givers[place] = {op for op in self._givers[place] if op in self.open}
-            waits.update((op, None) for op in self.open if op in givers and op.lane != lane)
+            for op in sorted(givers, key=self._numbers.__getitem__):
+                if op.lane != lane:
+                    waits[op] = None
             if not givers:
                 del self._givers[place]
 
@@ -133,8 +147,31 @@ class Scoreboard:
             i = writes.index(place)
             self._late = (op, writes[:i] + writes[i + 1 :], stamp)
         del self._written[place], self._used[place]
-        return {op for op in (*last, *self._givers.pop(place, ())) if op in self.open}
+        users = self._last_of_each_lane((*last, *self._givers.pop(place, ())))
+        if users and place.region.kind is not Kind.KV:
+            self._left[place] = {*users}
+            for op in users:
+                self._leaving.setdefault(op, []).append(place)
+        return users
+
+    def _last_of_each_lane(self, ops: Iterable[Op | None]) -> set[Op]:
+        """Of those that are open: when these have ended, all before them on their lanes have."""
+        found: dict[Lane, Op] = {}
+        for op in ops:
+            if op is not None and op in self.open:
+                other = found.get(lane := op.lane)
+                if other is None or self._numbers[other] < self._numbers[op]:
+                    found[lane] = op
+        return {*found.values()}
 
     def settle(self, op: Op) -> None:
         """An operation has ended."""
-        del self.open[op]
+        del self.open[op], self._numbers[op]
+        self._lanes[op.lane] -= 1
+        if not self._lanes[op.lane]:
+            del self._lanes[op.lane]
+        for place in self._leaving.pop(op, ()):
+            if users := self._left.get(place):
+                users.discard(op)
+                if not users:
+                    del self._left[place]

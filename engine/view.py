@@ -20,7 +20,7 @@ class Moment(NamedTuple):
 
     unit: LaunchKey
     places: tuple[Place, ...]
-    other_bytes: int  # on the device, neither weights nor optimizer state
+    other_bytes: int  # on the device, no model states: activations, buffers, KV
 
 
 class Profile(Protocol):
@@ -28,6 +28,9 @@ class Profile(Protocol):
 
     def moments(self, job_id: int) -> Sequence[Moment]:
         """The launches of a training job's last complete step, in issue order."""
+
+    def moment(self, job_id: int) -> int:
+        """Launches of its present step that have been issued: the number of the next one."""
 
     def mean_ns(self, job_id: int, unit: LaunchKey) -> int | None:
         """Mean duration of a launch of one job, None before its first settle."""

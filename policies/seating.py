@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 from engine.draft import Draft
 from engine.job import Job
@@ -100,6 +99,10 @@ class Seating:
         self._places: list[Place] = []
         self._preempted: set[int] = set()
         self._closed = False  # nobody new comes in
+        # Found when they are asked for first, which most plans never do.
+        self._away: set[int] | None = None
+        self._victims: list[Job] | None = None
+        self._fixed_bytes: int | None = None
 
     def plan(self) -> Plan:
         """The drafted plan; empty where nothing fits."""
@@ -138,30 +141,31 @@ class Seating:
         self._places += decodes.places
         return known
 
-    @cached_property
-    def _away(self) -> set[int]:
+    def _jobs_away(self) -> set[int]:
         """Jobs in service whose KV is not on the device."""
-        jobs = self._view.serving[self._view.lead(self._batch) :]
-        return {job.job_id for job in jobs if not self._draft.held(self._here(job))}
+        if self._away is None:
+            jobs = self._view.serving[self._view.lead(self._batch) :]
+            self._away = {job.job_id for job in jobs if not self._draft.held(self._here(job))}
+        return self._away
 
     def _here(self, job: Job) -> Place:
         return kv_place(job.job_id, Tier.GPU, self._view.device)
 
-    @cached_property
-    def _fixed_bytes(self) -> int:
+    def _bytes_beside_kv(self) -> int:
         """What is on the device beside KV."""
-        held = self._view.held_bytes
-        others = [place for place in held if place.region.kind is not Kind.KV]
-        return sum([held[place] for place in others if place.pool == self._pool])
+        if self._fixed_bytes is None:
+            held = self._view.held_bytes
+            others = [place for place in held if place.region.kind is not Kind.KV]
+            self._fixed_bytes = sum([held[place] for place in others if place.pool == self._pool])
+        return self._fixed_bytes
 
-    @cached_property
-    def _victims(self) -> list[Job]:
+    def _victims_left(self) -> list[Job]:
         """Jobs in service, most wanted first: in the order of the batch, then all others."""
-        if self._preempt is None:
-            return []
-        batch = {piece.job.job_id: piece.job for piece in self._batch}
-        others = [job for job in self._view.serving if job.job_id not in batch]
-        return [*batch.values(), *others]
+        if self._victims is None:
+            batch = {piece.job.job_id: piece.job for piece in self._batch}
+            others = [job for job in self._view.serving if job.job_id not in batch]
+            self._victims = [*batch.values(), *others]
+        return self._victims
 
     @property
     def _lacks_spare(self) -> bool:
@@ -186,10 +190,11 @@ class Seating:
         return None
 
     def _take_from_victim(self, taker: Job) -> bool:
-        while self._victims and self._victims[-1] is not taker:
-            victim = self._victims.pop()
-            if self._draft.held(self._here(victim)) and self._preempt is not None:
-                self._preempt(self._draft, victim)
+        preempt, victims = self._preempt, self._victims_left()
+        while preempt is not None and victims and victims[-1] is not taker:
+            victim = victims.pop()
+            if self._draft.held(self._here(victim)):
+                preempt(self._draft, victim)
                 self._preempted.add(victim.job_id)
                 return True
         return False
@@ -210,21 +215,21 @@ class Seating:
         shared = (len(found) - self._draft.idle(found)) * page.nbytes
         keep = self._watermark_bytes if self._view.serving else 0
         full = whole - shared + keep > self._draft.room(self._pool)
-        if self._closed or full or (self._away and not swapped):
+        if self._closed or full or (self._jobs_away() and not swapped):
             if full:
                 self._refuse_if_hopeless(piece, whole)
             self._closed = True
             return None
         if swapped:
             self._draft.move(away, here)
-            self._away.discard(job.job_id)
+            self._jobs_away().discard(job.job_id)
         self._draft.share(here, found)
         self._draft.grow(here, need - swapped - len(found) * page.nbytes)
         return piece
 
     def _refuse_if_hopeless(self, piece: Slice, nbytes: int) -> bool:
         """Refuses a job that would not find its bytes in the pool even if it were alone."""
-        if nbytes <= self._view.capacity_bytes[self._pool] - self._fixed_bytes:
+        if nbytes <= self._view.capacity_bytes[self._pool] - self._bytes_beside_kv():
             return False
         self._draft.refuse(piece.job)
         return True

@@ -71,6 +71,8 @@ class CudaMark:
         ended: tuple[int, ...] = ()
         for (prepared, _), tokens in zip(self.work.parts, self.fetched, strict=True):
             ended += self.machine.collect(prepared, tokens)
+        if self.work.leave is not None:
+            self.work.leave()
         start_ns, end_ns = self.timeline.span_ns(self.begin, self.end, self.issued_ns)
         return Span(self.work.launch.op, start_ns, end_ns, self.peak_bytes, ended)
 

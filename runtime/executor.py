@@ -32,7 +32,7 @@ class LockstepExecutor:
     """Carries every operation out in issue order; its time is the simulator's."""
 
     def __init__(self, env: simpy.Environment, machine: Machine, durations: Durations) -> None:
-        self.machine = machine
+        self.machine, self.store = machine, getattr(machine, "store", None)
         self._lanes, self._durations = Lanes(env), durations
         self._prepared: dict[Op, Prepared] = {}
 
@@ -74,7 +74,8 @@ class CpuExecutor:
     ) -> None:
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # denormals made a matmul 30 times slower
-        self.machine, self._links = machine, dict(links or {})
+        self.machine, self.store = machine, getattr(machine, "store", None)
+        self._links = dict(links or {})
         self._workspace, self._pace = workspace, pace
         self._lanes = Lanes(env)
         self._prepared: dict[Op, Prepared] = {}

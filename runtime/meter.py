@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from engine.executor import Reading
 from engine.plan import Pool, Tier
@@ -84,10 +84,15 @@ class CpuMeter:
         arenas: Mapping[Pool, Tensor],
         every: int = 1,
         paused: Callable[[], AbstractContextManager[object]] = nullcontext,
+        held: Callable[[Tier], Iterable[UntypedStorage]] | None = None,
     ) -> None:
+        """`held`: what training holds in a tier of device 0, its graphs' tensors too."""
         if every < 1:
             raise ValueError(f"meter: every is {every}; it must be at least 1")
         pools = {*weights, *arenas}
+        if held is not None:
+            pools |= {(Tier.GPU, 0), (Tier.HOST, 0)}
+        self._held = held
         self._weights = {pool: Alive(weights.get(pool, ())) for pool in pools}
         self._arenas = {pool: Residency(tensor) for pool, tensor in arenas.items()}
         self._every, self._paused = every, paused
@@ -118,6 +123,9 @@ class CpuMeter:
     def _reading(self, pool: Pool) -> Reading:
         arena = self._arenas.get(pool)
         persistent = self._weights[pool].read_bytes() + (arena.read_bytes() if arena else 0)
+        if self._held is not None and not pool[1]:
+            # by torch's own sizes, each storage once
+            persistent += sum({s._cdata: s.nbytes() for s in self._held(pool[0])}.values())
         return Reading(persistent, process_bytes() if pool == (Tier.GPU, 0) else None)
 
 

@@ -110,12 +110,12 @@ class Decoder:
         self.model = model
         body = model.base_model
         body = getattr(body, "decoder", body)  # OPT's is one deeper
-        self._norm = _first(body, "ln_f", "norm", "final_layer_norm")
+        self._norm = first_of(body, "ln_f", "norm", "final_layer_norm")
         self._tokens = model.get_input_embeddings()
         self._head = model.get_output_embeddings()
         self._rotary = getattr(body, "rotary_emb", None)
-        self._positions = _learned_positions(body)
-        modules = _first(body, "h", "layers")
+        self._positions = learned_positions(body)
+        modules = first_of(body, "h", "layers")
         self.layers = [
             partial(module, attention_mask=None)
             if self._rotary is None
@@ -143,12 +143,12 @@ class Decoder:
         return self._head(self._norm(hidden[0].index_select(0, rows)))
 
 
-def _first(body: Any, *names: str) -> Any:
+def first_of(body: Any, *names: str) -> Any:
     """The attribute that a family has of those that mean the same."""
     return next(getattr(body, name) for name in names if hasattr(body, name))
 
 
-def _learned_positions(body: Any) -> Callable[[Tensor], Tensor] | None:
+def learned_positions(body: Any) -> Callable[[Tensor], Tensor] | None:
     """[1, T] positions -> [1, T, hidden], where they are learned: GPT-2, OPT."""
     if hasattr(body, "wpe"):
         return body.wpe

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from engine.executor import Launch, Span
-from engine.plan import Lane, Op, Pool
+from engine.plan import Copy, Kind, Lane, Op, Place, Pool
 from runtime.clock import WallClock
+from runtime.lane_store import LaneStore
 
 
 class Machine(Protocol):
@@ -40,6 +42,7 @@ class Work:
     launch: Launch
     parts: tuple[tuple[Any, int], ...]  # (prepared, bytes of the copy)
     uploaded: Any = None
+    leave: Callable[[], None] | None = None  # to be called when it has ended, before others go on
 
 
 class Mark(Protocol):
@@ -86,6 +89,8 @@ class StreamExecutor:
     ) -> None:
         self.clock = clock
         self.machine = machine
+        store = getattr(machine, "store", None)
+        self.store = None if store is None else LaneStore(store)
         self._open_lane = open_lane
         self._chunk_bytes = chunk_bytes
         self._uploading = uploading
@@ -127,7 +132,11 @@ class StreamExecutor:
         """Starts a prepared launch; what has settled is waited for no more."""
         op = launch.op
         waits = [self._marks[other] for other in launch.waits if other in self._marks]
-        mark = self._marks[op] = self._lane(op.lane).start(self._work.pop(op), waits)
+        work = self._work.pop(op)
+        if self.store is not None:
+            stays = self.store.begin(places_of(op))
+            work = replace(work, leave=partial(self.store.end, stays))
+        mark = self._marks[op] = self._lane(op.lane).start(work, waits)
 
         def settle(span: Span) -> None:
             del self._marks[op]
@@ -163,6 +172,12 @@ class StreamExecutor:
         if name not in self._lanes:
             self._lanes[name] = self._open_lane(name)
         return self._lanes[name]
+
+
+def places_of(op: Op) -> tuple[Place, ...]:
+    """What an operation touches that is no KV."""
+    touched = (op.src, op.dst) if isinstance(op, Copy) else (*op.reads, *op.writes)
+    return tuple(place for place in touched if place.region.kind is not Kind.KV)
 
 
 def split_copy(launch: Launch, chunk_bytes: int | None) -> list[Launch]:

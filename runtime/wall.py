@@ -119,6 +119,8 @@ class ThreadLane:
                 self._carry_out(mark, waits)
             except BaseException as error:  # raised again on the engine's thread, by span()
                 mark.error = error
+            if mark.work.leave is not None:
+                mark.work.leave()
             mark.past.set()
             self._clock.ring()
 

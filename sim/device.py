@@ -67,6 +67,9 @@ class Device:
     prefill_compute: Curve  # by the side of the square of query-key pairs
     decode_memory: Curve  # by KV bytes a kernel reads
     peer_bytes_per_s: float | None = None  # to another device, one direction; None: no link
+    # Of the DRAM of the host, which all devices, copies and updates there share; None: not stated.
+    host_bandwidth_bytes_per_s: float | None = None
+    update_share: float = 0.4  # of it that an update on the host reaches
     is_cpu: bool = False  # the stand-in: a CPU allocates otherwise than an engine on a GPU
 
     def __post_init__(self) -> None:
@@ -81,14 +84,19 @@ class Device:
                 raise ValueError(
                     f"device {self.name}: {name} is {getattr(self, name)}, must be at least 0"
                 )
-        if not 0 < self.duplex <= 1:
-            raise ValueError(
-                f"device {self.name}: duplex is {self.duplex}, must be above 0 and at most 1"
-            )
+        for name in ("duplex", "update_share"):
+            if not 0 < (value := getattr(self, name)) <= 1:
+                raise ValueError(
+                    f"device {self.name}: {name} is {value}, must be above 0 and at most 1"
+                )
         rates = {dtype: float(rate) for dtype, rate in self.flops_per_s.items()}
         object.__setattr__(self, "flops_per_s", rates)
         links = [self.to_device_bytes_per_s, self.to_host_bytes_per_s]
-        links += [] if self.peer_bytes_per_s is None else [self.peer_bytes_per_s]
+        links += [
+            rate
+            for rate in (self.peer_bytes_per_s, self.host_bandwidth_bytes_per_s)
+            if rate is not None
+        ]
         if not all(
             0 < rate < inf for rate in (self.bandwidth_bytes_per_s, *links, *rates.values())
         ):
@@ -109,6 +117,17 @@ class Device:
         if self.peer_bytes_per_s is None:
             raise ValueError(f"device {self.name} has no link to others; set peer_bytes_per_s")
         return self.peer_bytes_per_s
+
+    @property
+    def update_rate(self) -> float:
+        """Bytes per second that an update on the host reads and writes. ValueError where its memory
+        has no rate."""
+        if self.host_bandwidth_bytes_per_s is None:
+            raise ValueError(
+                f"device {self.name} says nothing of its host's memory; set "
+                "host_bandwidth_bytes_per_s to update there"
+            )
+        return self.update_share * self.host_bandwidth_bytes_per_s
 
     def matrix_rate(self, dtype: str) -> float:
         """Peak flops per second in a dtype. ValueError where the device names none."""

@@ -9,7 +9,8 @@ from typing import Any
 import pandas as pd
 
 from sim.cost import ShapeCost
-from sim.shapes import Copied, Planned, Shape, observed
+from sim.shapes import Copied, Observed, Planned, Shape, observed
+from sim.trained import Trained
 
 ALL = "all launches"  # the class that sums all launches up
 
@@ -22,7 +23,11 @@ def errors(cost: ShapeCost, *tables: Any) -> pd.DataFrame:
     Columns: rows, mape, p90 (of the absolute error), bias (mean signed error), total (of the sum),
     all relative to the measurement.
     """
-    found = chain.from_iterable(map(observed, tables))
+    return errors_of(cost, chain.from_iterable(map(observed, tables)))
+
+
+def errors_of(cost: ShapeCost, found: Iterable[Observed]) -> pd.DataFrame:
+    """The same of shapes with durations."""
     return _summary((shape.group, _predict(cost, shape), ns) for shape, ns in found)
 
 
@@ -31,6 +36,8 @@ def _predict(cost: ShapeCost, shape: Shape) -> int:
         return cost.plan_ns(*shape)
     if isinstance(shape, Copied):
         return cost.transfer_ns(*shape)
+    if isinstance(shape, Trained):
+        return cost.trained_ns(shape)
     tokens, contexts = [n for n, _ in shape.slices], [context for _, context in shape.slices]
     return cost.shape_ns(tokens, contexts, shape.samples)
 

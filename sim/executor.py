@@ -9,36 +9,47 @@ import simpy
 
 from engine.executor import Launch, Span
 from engine.lanes import Lanes
-from engine.plan import Copy, Lane, Op, Pool
+from engine.plan import HOST_LANE, Copy, Lane, Op, Pool
 from sim.cost import LaunchCost
+from sim.host_memory import HostMemory
 
 
 class SimExecutor:
     """Runs nothing: places each launch behind its lane and its waits for as long as it costs.
 
     A copy is contended when the other direction of its link is busy at its start. The copy
-    already under way keeps its time.
+    already under way keeps its time. So it is with the memory of the host, see HostMemory.
     """
 
     def __init__(self, env: simpy.Environment, cost: LaunchCost) -> None:
         self.cost = cost
         self._repeat_ns = getattr(cost, "repeat_ns", None)
-        self._lanes = Lanes(env)
+        self._host_memory = HostMemory(getattr(cost, "host_bandwidth_bytes_per_s", None))
+        self._traffic = getattr(cost, "host_traffic", lambda launch: 0)
+        self._env, self._lanes = env, Lanes(env)
         self._busy_until: dict[Lane, int] = defaultdict(int)
 
     def prepare(self, launches: Sequence[Launch]) -> int:
         """Predicted host time of the plan."""
+        self._host_memory.forget(int(self._env.now))
         return self.cost.host_ns(launches)
 
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
         """Gives the launch its span; nothing else happens."""
-        if not isinstance(launch.op, Copy):
+        lane, is_copy = launch.op.lane, isinstance(launch.op, Copy)
+        if not is_copy and lane[1] != HOST_LANE:
             self._lanes.place(launch, self.cost.compute_ns(launch), done)
             return
-        lane, start_ns = launch.op.lane, self._lanes.start_ns(launch)
-        duration_ns = self.cost.copy_ns(launch, self._busy_until[_opposite(lane)] > start_ns)
+        start_ns = self._lanes.start_ns(launch)
+        alone_ns = self._copy_ns(launch, start_ns) if is_copy else self.cost.compute_ns(launch)
+        traffic = self._traffic(launch)
+        duration_ns = self._host_memory.duration_ns(lane, start_ns, alone_ns, traffic)
         self._busy_until[lane] = start_ns + duration_ns
         self._lanes.place(launch, duration_ns, done)
+
+    def _copy_ns(self, launch: Launch, start_ns: int) -> int:
+        is_contended = self._busy_until[_opposite(launch.op.lane)] > start_ns
+        return self.cost.copy_ns(launch, is_contended)
 
     def repeat(self, launch: Launch, count: int) -> tuple[Sequence[int], int] | None:
         """Durations (ns) of a launch that is repeated, and the host's time of each.

@@ -13,6 +13,8 @@ from sim.shapes import Copied, Launched, Observed, Planned, Point, Shape, observ
 from sim.solve import Sample, solve
 from sim.table import Nodes, Table
 from sim.tables import CHUNK, CONTENDED, DECODE, FIRST, HEAD, HOST, LINEAR, PROMPTS, TableCost
+from sim.trained import Trained
+from sim.training_terms import Terms, is_of_training, is_straight, training_terms
 
 STEPS_PER_DOUBLING = {LINEAR: 4, HEAD: 2, FIRST: 4, DECODE: 2, CHUNK: 1, HOST: 2, PROMPTS: 1}
 MOST_REPEATS = 16  # more repeats of a shape add no weight: its bias stays
@@ -20,8 +22,6 @@ MOST_REPEATS = 16  # more repeats of a shape add no weight: its bias stays
 # repeats do not mend, where launches of a replay scatter by 3 to 4 % around what they take.
 APART = 0.3
 STALL = 2.0  # what took longer than so many times the expected is no scatter, and left out
-
-Terms = list[tuple[str, tuple[int, ...]]]
 
 
 def fit(rows: Any, model: ModelSpec, page: PageSize, source: str = "a profile") -> TableCost:
@@ -46,14 +46,14 @@ def fit_observed(
         for point in points(observations):
             if point.ns > 0:
                 groups.setdefault(_system(point.shape), []).append(_sample(point, weight))
-    if LINEAR not in groups:
+    if LINEAR not in groups and not any(map(is_of_training, groups)):
         raise ValueError(f"{source} holds no compute launches to fit; calibrate again")
     tables: dict[str, Table] = {}
     for system, samples in groups.items():
         solved = solve(_grids(samples), samples)
         tables |= _levelled(solved, [o for o in found if _system(o[0]) == system])
     tables.setdefault(HOST, Table(((0,),), (0.0,)))
-    return TableCost(_complete(tables), model, page, source)
+    return TableCost(_complete(tables) if LINEAR in tables else tables, model, page, source)
 
 
 def _levelled(tables: dict[str, Table], found: Sequence[Observed]) -> dict[str, Table]:
@@ -92,6 +92,8 @@ def terms(shape: Shape) -> Terms:
     if isinstance(shape, Planned):
         admitted: Terms = [(PROMPTS, (shape.prompts,))] if shape.prompts else []
         return [(HOST, (shape.items,)), *admitted]
+    if isinstance(shape, Trained):
+        return training_terms(shape)
     if isinstance(shape, Copied):
         return [(shape.direction + (CONTENDED if shape.contended else ""), (shape.nbytes,))]
     found: Terms = [(LINEAR, (sum(n for n, _ in shape.slices),))]
@@ -112,11 +114,15 @@ def _grids(samples: Iterable[Sample]) -> dict[str, tuple[Nodes, ...]]:
         for name, point in sample.terms:
             seen.setdefault(name, set()).add(point)
     return {
-        name: tuple(
-            _nodes(set(axis), STEPS_PER_DOUBLING.get(name, 1)) for axis in zip(*at, strict=True)
-        )
+        name: tuple(_axis(name, set(values)) for values in zip(*at, strict=True))
         for name, at in seen.items()
     }
+
+
+def _axis(name: str, values: set[int]) -> Nodes:
+    if is_straight(name):
+        return (0, max(values))
+    return _nodes(values, STEPS_PER_DOUBLING.get(name, 1))
 
 
 def _nodes(values: set[int], steps: int) -> Nodes:

@@ -117,7 +117,7 @@ class KernelProfileCost(ShapePriced):
         """One launch by its shape: new tokens and tokens in KV per slice, rows of the head."""
         return self._ns(sum(tokens), Load.of(zip(tokens, contexts, strict=True)), samples)
 
-    def compute_ns(self, launch: Launch) -> int:
+    def served_ns(self, launch: Launch) -> int:
         """One launch; of a cohort's decodes nothing is looked at but their sums and ends."""
         tokens, samples = sizes(launch)
         return self._ns(tokens, load_of(launch, 0), samples)

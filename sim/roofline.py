@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 
 from engine.model import ModelSpec
 from engine.operators import Operator, operators
+from engine.plan import HOST_LANE
 from sim.cost import ShapePriced
 from sim.device import Device, share
+from sim.trained import Trained
+from sim.training_operators import training_operators
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,11 @@ class Roofline(ShapePriced):
         """Device and model; the sources of the rates stand in conf/device."""
         return f"roofline of {self.device.name} for {self.model.name}, rates in conf/device"
 
+    @property
+    def host_bandwidth_bytes_per_s(self) -> float | None:
+        """Of the host's memory, which copies and updates there share; None: nobody is slowed."""
+        return self.device.host_bandwidth_bytes_per_s
+
     def split_ns(
         self, tokens: Sequence[int], contexts: Sequence[int], samples: int
     ) -> dict[str, float]:
@@ -40,11 +48,17 @@ class Roofline(ShapePriced):
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
         """One launch by its shape: new tokens and tokens in KV per slice, rows of the head."""
         ops = self._operators(tokens, contexts, samples)
-        kernels = sum(op.repeats for op in ops)
         attention = len(tokens) * self.device.sequence_kernels * self.model.num_layers
-        busy = sum(op.repeats * self.kernel_ns(op) for op in ops)
-        busy += attention * self.device.kernel_ns
-        return round(max(busy, (kernels + attention) * self.device.dispatch_ns))
+        return self._launch_ns(ops, self.model.dtype, attention)
+
+    def trained_ns(self, trained: Trained) -> int:
+        """One launch that trains. On the host's lane only bytes count: ValueError for products."""
+        ops = training_operators(self.model, trained)
+        if trained.lane != HOST_LANE:
+            return self._launch_ns(ops, trained.dtype)
+        if any(op.flops for op in ops):
+            raise ValueError(f"no cost is known for a {trained.group} on the host's lane")
+        return round(sum(op.repeats * op.nbytes for op in ops) / self.device.update_rate * 1e9)
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
         """Latency and bytes over the link's rate that way. ValueError where there is no link."""
@@ -63,8 +77,15 @@ class Roofline(ShapePriced):
         fused = self.device.sequence_kernels == 0
         return operators(self.model, tokens, contexts, samples, fused_decode=fused)
 
-    def kernel_ns(self, op: Operator) -> float:
-        """One kernel: the lower roof and its overhead."""
+    def _launch_ns(self, ops: Sequence[Operator], dtype: str, more_kernels: int = 0) -> int:
+        """All kernels one behind the other; `more_kernels` take no time beside their overhead."""
+        kernels = sum(op.repeats for op in ops) + more_kernels
+        busy = sum(op.repeats * self.kernel_ns(op, dtype) for op in ops)
+        busy += more_kernels * self.device.kernel_ns
+        return round(max(busy, kernels * self.device.dispatch_ns))
+
+    def kernel_ns(self, op: Operator, dtype: str = "") -> float:
+        """One kernel: the lower roof and its overhead. `dtype`: the model's unless given."""
         device = self.device
         # Rows alone stream at the best rate: the curve's lower points are latency of products.
         compute, memory = 1.0, device.linear_memory[-1][1]
@@ -75,6 +96,6 @@ class Roofline(ShapePriced):
             compute = share(device.prefill_compute, op.size)
         elif op.kind == "decode":
             memory = share(device.decode_memory, op.nbytes)
-        flops_s = op.flops / (device.matrix_rate(self.model.dtype) * compute)
+        flops_s = op.flops / (device.matrix_rate(dtype or self.model.dtype) * compute)
         bytes_s = op.nbytes / (device.bandwidth_bytes_per_s * memory)
         return max(flops_s, bytes_s) * 1e9 + device.kernel_ns

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from statistics import median
 from typing import Any, NamedTuple
 
 from engine.plan import COMPUTE_LANE
+from sim.trained import Trained
 
+TRAINING_WORKS = ("forward", "again", "backward", "update", "mixed")  # in STEPS
 DECODE_ONLY, PREFILL_ONLY, WITH_PAST, MIXED, HOST = (
     "decode only",
     "prefill only",
@@ -61,7 +63,7 @@ class Planned(NamedTuple):
         return HOST
 
 
-Shape = Launched | Copied | Planned
+Shape = Launched | Copied | Planned | Trained
 Observed = tuple[Shape, int]  # with its duration in ns
 
 
@@ -77,25 +79,39 @@ class Point:
 def observed(steps: Any) -> list[Observed]:
     """Every duration in a STEPS table (Arrow or pandas): launches, copies, host parts of plans.
 
-    Host parts count where any is above zero: a step table from elsewhere may have none.
+    Launches that train are left out: sim.fit_training knows them by their job. Host parts count
+    where any is above zero: a step table from elsewhere may have none.
     """
-    rows = steps.to_pylist() if hasattr(steps, "to_pylist") else steps.to_dict("records")
+    rows = rows_of(steps)
     found: list[Observed] = []
     plans: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0, 0])
     for row in rows:
-        if row["lane"] == COMPUTE_LANE:
+        is_training = trains(row)
+        if row["lane"] == COMPUTE_LANE and not is_training:
             pairs = zip(map(int, row["tokens"]), map(int, row["contexts"]), strict=True)
             shape = Launched(tuple(sorted(pairs)), int(row["samples"]))
             found.append((shape, int(row["end_ns"] - row["start_ns"])))
         plan = plans[int(row["device"]), int(row["step"])]
         tokens = () if row["tokens"] is None else row["tokens"]
         plan[0] += len(tokens) or 1
-        plan[1] += sum(n > 1 for n in tokens)
+        plan[1] += 0 if is_training else sum(n > 1 for n in tokens)
         plan[2] += int(row["host_ns"])
     found += _copied([row for row in rows if "->" in row["lane"]])
     if any(host_ns for *_, host_ns in plans.values()):
         found += [(Planned(items, prompts), host_ns) for items, prompts, host_ns in plans.values()]
     return found
+
+
+def rows_of(steps: Any) -> list[dict[str, Any]]:
+    """The rows of a table, Arrow or pandas."""
+    found: list[dict[str, Any]]
+    found = steps.to_pylist() if hasattr(steps, "to_pylist") else steps.to_dict("records")
+    return found
+
+
+def trains(row: Mapping[str, Any]) -> bool:
+    """Whether a row of STEPS is a launch of training; tables of before say nothing of it."""
+    return row.get("work") in TRAINING_WORKS
 
 
 def points(found: Iterable[Observed]) -> list[Point]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from engine.model import ModelSpec
 from engine.plan import PageSize
 from sim.cost import ShapePriced
 from sim.table import Lookup, Table
+from sim.trained import Trained
+from sim.training_terms import is_of_training, likenesses, training_terms
 
 FORMAT = 1
 LINEAR, HEAD, FIRST, CHUNK, DECODE = "linear", "head", "first", "chunk", "decode"
@@ -34,6 +36,7 @@ class TableCost(ShapePriced):
     host    by slices and copies of a plan
     prompts by slices of several tokens among these: what admitting them costs the host on top
     A direction such as gpu->host, alone and contended: by bytes.
+    Training has tables of its own (sim/training_terms.py); a profile has these, those, or both.
     """
 
     tables: Mapping[str, Table]
@@ -64,6 +67,8 @@ class TableCost(ShapePriced):
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
         """One launch by its shape: new tokens and tokens in KV per slice, rows of the head."""
         lookups = self._lookups
+        if LINEAR not in lookups:
+            raise ValueError(f"{self.source} was calibrated with training alone; serve by another")
         decode, first, chunk = lookups[DECODE], lookups[FIRST], lookups[CHUNK]
         busy = lookups[LINEAR][sum(tokens)] + (lookups[HEAD][samples] if samples else 0.0)
         for n, context in zip(tokens, contexts, strict=True):
@@ -74,6 +79,17 @@ class TableCost(ShapePriced):
             else:
                 busy += chunk[n, context]
         return round(busy)
+
+    def trained_ns(self, trained: Trained) -> int:
+        """One launch that trains. ValueError where the profile has none like it."""
+        for like in likenesses(trained):
+            terms = training_terms(like)
+            if terms[0][0] in self._lookups:
+                return round(sum(self._lookups[name][point[0]] for name, point in terms))
+        raise ValueError(
+            f"{self.source} has no {trained.group} in {trained.dtype} ({trained.trains}); "
+            "calibrate with a recipe like this one"
+        )
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
         """One copy. ValueError where the profile has none in that direction."""
@@ -99,6 +115,13 @@ class TableCost(ShapePriced):
         }
         source = f"{self.source}, x{factor:.4f} ({why})"
         return TableCost(tables, self.model, self.page, source)
+
+    def as_deep_as(self, model: ModelSpec) -> TableCost:
+        """The same for another number of layers, where tables are of single units: of training."""
+        if LINEAR in self.tables:
+            return self
+        named = replace(self.model, name=model.name, num_layers=model.num_layers)
+        return TableCost(self.tables, named, self.page, self.source)
 
     def save(self, path: Path) -> None:
         """Writes one JSON file, aside and renamed."""
@@ -128,7 +151,8 @@ class TableCost(ShapePriced):
             cost = cls(tables, model, page, content["source"])
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is damaged ({error!r}); run tandem calibrate") from error
-        if missing := [name for name in NEEDED if name not in tables]:
+        needed = (HOST,) if any(map(is_of_training, tables)) and LINEAR not in tables else NEEDED
+        if missing := [name for name in needed if name not in tables]:
             raise ValueError(f"{path} has no table {', '.join(missing)}; run tandem calibrate")
         return cost
 

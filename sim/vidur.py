@@ -81,7 +81,7 @@ class VidurCost(ShapePriced):
     def _grouped(self) -> float:
         return GQA_FACTOR if self.model.num_kv_heads < self.model.num_heads else 1.0
 
-    def compute_ns(self, launch: Launch) -> int:
+    def served_ns(self, launch: Launch) -> int:
         """One launch. Vidur asks the request, not the shape, whether one token is a decode."""
         return self._ns(self._mix_ms(*_mix(launch))[0])
 

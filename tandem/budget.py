@@ -20,9 +20,11 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Budget:
-    """The config node `budget`: memory of a replica. At most one of kv_bytes and kv_pages."""
+    """The config node `budget`: memory of a replica. At most one of kv_bytes and kv_pages;
+    device_bytes only where nothing is served."""
 
     fraction: float = 0.9
+    device_bytes: int | None = None
     kv_bytes: int | None = None
     kv_pages: int | None = None
     host_bytes: int | None = None
@@ -35,7 +37,7 @@ class Budget:
             raise ValueError(f"budget.fraction={self.fraction}: it must be above 0 and at most 1")
         if self.kv_bytes is not None and self.kv_pages is not None:
             raise ValueError("budget: give kv_bytes or kv_pages, not both")
-        for name in ("kv_bytes", "kv_pages", "step_tokens"):
+        for name in ("device_bytes", "kv_bytes", "kv_pages", "step_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"budget.{name}={value}: it must be at least 1")
@@ -90,6 +92,20 @@ def room_for(
         capacity[Tier.HOST, i] = host
         weights[Place(Region(SHARED_OWNER, Kind.WEIGHT), Tier.GPU, i)] = spec.weight_bytes
     return Room(capacity, page, Layout(weights), memory, budget.graph_rows)
+
+
+def training_room(budget: Budget, device: Device, spec: ModelSpec, page_tokens: int) -> Room:
+    """All of the device for whoever trains on it, where nothing is served."""
+    page = PageSize(page_tokens, page_tokens * spec.kv_token_bytes)
+    usable = int(budget.fraction * device.memory_bytes)
+    capacity = budget.device_bytes or usable - device.reserve_bytes
+    if capacity > device.memory_bytes:
+        raise ValueError(
+            f"budget.device_bytes={capacity}: {device.name} has {device.memory_bytes}; lower it"
+        )
+    host = device.host_bytes if budget.host_bytes is None else budget.host_bytes
+    memory = MemoryPlan(usable, 0, 0, device.reserve_bytes, page.nbytes)
+    return Room({GPU: capacity, HOST: host}, page, Layout(), memory)
 
 
 def memory_plan(

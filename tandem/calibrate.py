@@ -16,10 +16,12 @@ from tandem.composed import Composed
 def main(words: Sequence[str]) -> int:
     """Prints the held-out errors and where the profile is."""
     from tandem.profile import REPLAYS, calibrate
+    from tandem.training_profile import calibrate_training
 
     parser = argparse.ArgumentParser(
         prog="tandem calibrate",
-        description="Example: tandem calibrate model=tiny_llama backend=cpu",
+        description="Example: tandem calibrate model=tiny_llama backend=cpu; with training=sample "
+        "in microbatches of other shapes",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for tandem run")
     parser.add_argument("--config-dir", help="a folder of your own yaml files")
@@ -36,7 +38,11 @@ def main(words: Sequence[str]) -> int:
     point = composed([*backend, *chosen.overrides], chosen.config_dir)
     folder = chosen.out or default_folder(point)
     began = time.perf_counter()
-    table = calibrate(point, folder, chosen.replays)
+    is_training = (point.config.get("training") or {}).get("_target_") is not None
+    if is_training:
+        table = calibrate_training(point, folder)
+    else:
+        table = calibrate(point, folder, chosen.replays)
     print(told(table))
     took_s = time.perf_counter() - began
     print(f"profile: {folder}, made in {took_s:.0f} s  (use it with profile={folder})")
@@ -56,7 +62,8 @@ def default_folder(point: Composed) -> Path:
 def told(table: Any) -> str:
     """Errors on what was held out, in percent of what was measured."""
     from analysis.drift import STEADY
-    from tandem.profile import is_steady
+    from sim.errors import ALL
+    from tandem.profile import AGAIN, is_steady
 
     lines = [f"{'held-out shapes':<30}{'rows':>6}{'mean |e|':>10}{'p90 |e|':>10}{'bias':>10}"]
     for name, row in table.iterrows():
@@ -66,7 +73,7 @@ def told(table: Any) -> str:
         "Launches of a replay decide the fit. Shapes alone run faster: their caches are warm and,\n"
         "on the wall clock, no host is busy beside them."
     )
-    if not is_steady(table):
+    if AGAIN + ALL in table.index and not is_steady(table):
         lines.append(
             f"The held-out replay is off by more than {STEADY:.0%} in all: the machine changed\n"
             "meanwhile. Calibrate again when it is quieter; predictions may be off by as much."

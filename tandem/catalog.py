@@ -14,6 +14,7 @@ PLURALS = {
     "memories": "memory",
     "planners": "planner",
     "traces": "trace",
+    "trainings": "training",
     "arrivals": "arrival",
     "models": "model",
     "devices": "device",

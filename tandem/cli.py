@@ -17,6 +17,7 @@ from tandem.errors import RunFailed
 
 VERBS = {
     "run": ("tandem.run", "one run or a sweep (-m): predicted or measured, by backend=..."),
+    "plan": ("tandem.foresight", "training foreseen: does it fit, how long is a step, and why"),
     "sweep": ("tandem.sweep", "a grid of runs in parallel; resumes, survives failing points"),
     "collect": ("tandem.collect", "one table of all runs in a folder"),
     "report": ("tandem.report", "the page of a run or of a sweep: figures and their numbers"),

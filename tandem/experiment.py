@@ -14,6 +14,7 @@ from engine.plan import Place
 from engine.recorder import Recorder
 from sim.cost import PolicyCost
 from tandem.budget import GPU
+from tandem.compiled import form
 from tandem.composed import Composed
 from tandem.folder import OK, RUNNING, run_folder, write_json, write_status
 from tandem.machines import pages_of
@@ -72,15 +73,15 @@ def replay(
     write_status(folder, RUNNING)
     shown = progress_bar(engine, len(setting.requests), shows_progress)
     with no_full_collections(begins_with_one=world.meter is not None), shown:
-        engine.replay(setting.requests)
+        engine.replay(setting.work)
     drift = drift_of(before, world.probe())
-    engine.recorder.write(folder, world.outputs)
+    engine.recorder.write(folder, world.outputs, world.loss_of)
     beyond = dict(getattr(setting.cost, "extrapolated", {}))  # look-ups outside a profile, by table
     notes = {"plans": engine.steps, "questions": engine.asked, "cost_extrapolated": beyond}
     return notes | drift
 
 
-def engine_of(setting: Setting, world: World) -> Engine:
+def engine_of(setting: Setting, world: World, recorder: Recorder | None = None) -> Engine:
     """The one engine, in the world of a backend. Policies are quoted the same costs in all."""
 
     def held_bytes(place: Place) -> int:
@@ -98,7 +99,7 @@ def engine_of(setting: Setting, world: World) -> Engine:
         forced=setting.decoding.forced,
         layout=setting.room.layout,
         cost=PolicyCost(setting.cost, held_bytes),
-        recorder=Recorder(world.meter),
+        recorder=recorder or Recorder(world.meter),
         returns_memory=not setting.is_replay,
     )
     return engine
@@ -121,6 +122,7 @@ def provenance_of(point: Composed, setting: Setting) -> dict[str, Any]:
     return {
         **commit(),
         "versions": versions(),
+        "form": form(),
         "host": host(),
         "backend": backend["name"],
         "clock": backend["clock"],

@@ -15,7 +15,7 @@ from tandem.conform import did_you_mean
 from tandem.errors import Usage
 
 HYDRAS = ("defaults", "hydra")  # of config.yaml
-CHOICES = ("arrival", "router", "planner")  # groups whose node may build nothing at all
+CHOICES = ("arrival", "planner", "router", "training")  # groups whose node may build nothing at all
 
 
 def check_keys(config: Mapping[str, Any], overrides: Sequence[str]) -> None:

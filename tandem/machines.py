@@ -41,10 +41,43 @@ def on_cpu(setting: Setting) -> Any:
     """The model on this CPU; replicas read the same weights, which the meter shows for each."""
     import torch
 
+    from runtime.mixed import MixedMachine
     from runtime.model import build_model
 
     torch.set_num_threads(1)  # a device's stand-in is one core; lanes and yardstick follow it
-    return machines(setting, [build_model(setting.spec, setting.seed)] * setting.replicas)
+    training = training_machine(setting)
+    if not setting.requests:
+        return training
+    serving = machines(setting, [build_model(setting.spec, setting.seed)] * setting.replicas)
+    return serving if training is None else MixedMachine(serving, training)
+
+
+def training_machine(setting: Setting, device: str = "cpu") -> Any:
+    """Who trains on a device, memory as the planner laid it out; None where nobody does."""
+    if not setting.trainees:
+        return None
+    from runtime.store import Store
+    from runtime.trainee import build_trainee
+    from runtime.trainer import Trainer
+    from runtime.training_machine import TrainingMachine
+
+    store, trainers, layout = Store(device), dict[int, Any](), setting.room.layout
+    reuses = getattr(getattr(setting.policy, "memory", None), "reuses_gradients", False)
+    for trainee in setting.trainees:
+        job = trainee.job
+        model = build_trainee(trainee.spec, job.recipe, setting.seed)
+        chunks = [chunk.parameters for chunk in layout.training[job.job_id].chunks]
+        how = (trainee.batches, store, job.num_steps, job.microbatches)
+        trainers[job.job_id] = Trainer(
+            job.job_id,
+            model,
+            chunks,
+            job.recipe,
+            *how,
+            reuses_weights=reuses,
+            has_update=job.has_update,
+        )
+    return TrainingMachine(trainers, store, layout.places)
 
 
 def machines(
@@ -110,6 +143,6 @@ def cpu_meter(machine: Any, paused: Callable[[], Any] = nullcontext, every: int 
     from runtime.meter import CpuMeter
 
     arenas = {pool: arena.pages for pool, arena in machine.arenas.items()}
-    models = [m.decoder.model for m in getattr(machine, "machines", [machine])]
-    weights = {(Tier.GPU, i): list(model.parameters()) for i, model in enumerate(models)}
-    return CpuMeter(weights, arenas, every, paused)
+    served = [m for m in getattr(machine, "machines", [machine]) if hasattr(m, "decoder")]
+    weights = {(Tier.GPU, i): list(m.decoder.model.parameters()) for i, m in enumerate(served)}
+    return CpuMeter(weights, arenas, every, paused, getattr(machine, "held", None))

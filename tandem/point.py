@@ -16,10 +16,10 @@ from typing import Any
 from tandem.composed import Composed
 from tandem.errors import RunFailed
 from tandem.experiment import run_experiment, write_config
-from tandem.fingerprint import content_hash
 from tandem.folder import OK, aside_of, run_folder, status_of
 from tandem.paths import with_absolute_paths, with_paths
 from tandem.provenance import versions
+from traces.fingerprint import content_hash
 
 KEY_DIGITS = 16
 CODE = ("traces", "engine", "policies", "sim", "runtime", "tandem")

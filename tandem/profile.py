@@ -147,7 +147,7 @@ def read_cost(folder: Path, spec: ModelSpec, device: Device, page_tokens: int) -
             f"profile={folder}: no {COST} and no tables of another simulator there; make a profile "
             "with `tandem calibrate`"
         )
-    cost = TableCost.load(path)
+    cost = TableCost.load(path).as_deep_as(spec)
     if asdict(cost.model) != asdict(spec):
         raise ValueError(
             f"profile={folder} was measured with model {cost.model.name}, not {spec.name}; "

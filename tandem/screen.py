@@ -7,6 +7,8 @@ from typing import Any
 
 from analysis.classes import OF, classes_in
 from analysis.metrics import BEST, PERCENTILES
+from analysis.training import WORKS
+from analysis.usage import KINDS
 
 LATENCIES = ("ttft", "tpot", "e2e")
 STATISTICS = ("mean", *(f"p{q}" for q in PERCENTILES))
@@ -14,10 +16,12 @@ STATISTICS = ("mean", *(f"p{q}" for q in PERCENTILES))
 
 def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     """Counts, throughput, latencies and memory of a run, in ten lines."""
+    if not metrics["num_requests"]:
+        return "\n".join([_counts(metrics), *_training(metrics)])
     lines = [_counts(metrics), _throughput(metrics)]
     lines.append(f"{'':8}" + "".join(f"{name:>12}" for name in STATISTICS))
     for name in LATENCIES:
-        cells = (_seconds(metrics.get(f"{stat}_{name}_s")) for stat in STATISTICS)
+        cells = (shown_seconds(metrics.get(f"{stat}_{name}_s")) for stat in STATISTICS)
         lines.append(f"{name:8}" + "".join(f"{cell:>12}" for cell in cells))
     if "slo_attainment" in metrics:
         lines.append(_kept(metrics))
@@ -29,6 +33,7 @@ def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
         lines.append(_memory(provenance))
     if "replicas" in metrics:
         lines.append(_balance(metrics))
+    lines += _training(metrics)
     return "\n".join(lines)
 
 
@@ -37,7 +42,7 @@ def brief(metrics: Mapping[str, Any]) -> str:
     if not metrics["num_finished"]:
         return _counts(metrics)
     parts = [f"{metrics.get('output_throughput', 0):.4g} tokens/s"]
-    parts += [f"{name} p50 {_seconds(metrics.get(f'p50_{name}_s'))}" for name in LATENCIES]
+    parts += [f"{name} p50 {shown_seconds(metrics.get(f'p50_{name}_s'))}" for name in LATENCIES]
     return ", ".join(parts)
 
 
@@ -49,7 +54,7 @@ def best(points: Mapping[str, Mapping[str, Any]]) -> str:
         if found:
             name = (max if is_more_better else min)(found, key=lambda key: found[key])
             value = found[name]
-            shown = _seconds(value) if metric.endswith("_s") else f"{value:.4g}"
+            shown = shown_seconds(value) if metric.endswith("_s") else f"{value:.4g}"
             lines.append(f"{metric:20}{shown:>12}  {name}")
     return "\n".join(["best of each metric:", *lines] if lines else [])
 
@@ -64,6 +69,33 @@ def _counts(metrics: Mapping[str, Any]) -> str:
         parts.append(f"{metrics['prefix_hit_rate']:.0%} of prompt tokens found in the prefix cache")
     form = metrics.get("cost_form")  # runs of before have none
     return f"{metrics['backend']}{f' ({form})' if form else ''}: " + ", ".join(parts)
+
+
+def _training(metrics: Mapping[str, Any]) -> list[str]:
+    """Steps, rate and losses of what was trained, what its time and its memory went to."""
+    if "train_steps" not in metrics:
+        return []
+    steps, taken = metrics["train_steps"], shown_seconds(metrics["mean_train_step_s"])
+    first = f"training: {steps} steps of {taken}, {metrics['train_tokens_per_s']:.4g} tokens/s"
+    if "last_loss" in metrics:
+        first += f", loss {metrics['first_loss']:.4f} -> {metrics['last_loss']:.4f}"
+    works = [
+        f"{work} {metrics[f'train_{work}_share']:.0%}"
+        for work in WORKS
+        if f"train_{work}_share" in metrics
+    ]
+    lanes = [
+        f"{name.removeprefix('busy_share_')} {share:.0%}"
+        for name, share in metrics.items()
+        if name.startswith("busy_share_")
+    ]
+    peaks = [
+        f"{kind} {shown_bytes(metrics[f'peak_gpu0_{kind}_bytes'])}"
+        for kind in ("used", *KINDS)
+        if f"peak_gpu0_{kind}_bytes" in metrics
+    ]
+    told = [first, f"time: {', '.join(works)}; lanes {', '.join(lanes)}"]
+    return [*told, f"device peaks: {', '.join(peaks)}"]
 
 
 def _throughput(metrics: Mapping[str, Any]) -> str:
@@ -87,7 +119,7 @@ def _class(metrics: Mapping[str, Any], name: str) -> str:
     parts += [_kept(metrics, of)] if f"slo_attainment{of}" in metrics else []
     for latency in ("ttft", "tpot"):
         p50, p99 = (metrics.get(f"{stat}_{latency}_s{of}") for stat in ("p50", "p99"))
-        parts.append(f"{latency} p50 {_seconds(p50)}, p99 {_seconds(p99)}")
+        parts.append(f"{latency} p50 {shown_seconds(p50)}, p99 {shown_seconds(p99)}")
     return f"class {name}: {', '.join(parts)}"
 
 
@@ -95,7 +127,7 @@ def _memory(provenance: Mapping[str, Any]) -> str:
     """What a device's memory was for."""
     plan = provenance["memory_plan"]
     parts = [("weights", "weight"), ("activations", "activation"), ("reserve", "reserve")]
-    shown = [f"{name} {_bytes(plan[f'{key}_bytes'])}" for name, key in (*parts, ("KV", "kv"))]
+    shown = [f"{name} {shown_bytes(plan[f'{key}_bytes'])}" for name, key in (*parts, ("KV", "kv"))]
     return f"memory of a device: {', '.join(shown)} ({provenance['kv_pages']:,} pages)"
 
 
@@ -109,11 +141,13 @@ def _balance(metrics: Mapping[str, Any]) -> str:
     return f"{metrics['replicas']} replicas, the fullest against their mean: {', '.join(parts)}"
 
 
-def _bytes(value: int) -> str:
+def shown_bytes(value: int) -> str:
+    """In MiB or GiB."""
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
 
 
-def _seconds(value: Any) -> str:
+def shown_seconds(value: Any) -> str:
+    """In ms or s; a dash for nothing."""
     if value is None:
         return "-"
     return f"{value * 1e3:.2f} ms" if value < 1 else f"{value:.3f} s"

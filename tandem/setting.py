@@ -8,20 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from engine.model import ModelSpec
+from engine.plan import Place
 from engine.planlog import read_plans
 from engine.policy import Composed as ComposedPolicy
 from engine.policy import Policy, Router
-from sim.cost import LaunchCost
+from sim.cost import LaunchCost, PolicyCost
 from sim.device import Device
 from sim.roofline import Roofline
-from tandem.budget import Budget, Room, room_for
+from tandem.budget import Budget, Room, room_for, training_room
 from tandem.build import Builder
 from tandem.composed import Composed
 from tandem.conform import arguments, conform
 from tandem.decoding import Decoding, decoding_of
 from tandem.foreign import KernelProfile, foreign_cost, is_kernel_profile
+from tandem.training import Trainee, laid_out, trainees_of
 from tandem.workload import requests_of
-from traces.request import Request
+from traces.request import Request, TrainingJob
 
 ENDLESS_BYTES = 1 << 60
 
@@ -42,33 +44,78 @@ class Setting:
     seed: int
     decoding: Decoding
     is_replay: bool  # of another run's plan log
+    trainees: Sequence[Trainee] = ()
+
+    @property
+    def work(self) -> list[Request | TrainingJob]:
+        """All that the engine replays."""
+        return [*self.requests, *(trainee.job for trainee in self.trainees)]
 
 
-def setting_of(point: Composed) -> Setting:
-    """Builds what the configuration names. ValueError in one line for whatever is wrong."""
+def setting_of(point: Composed, spec: ModelSpec | None = None) -> Setting:
+    """Builds what the configuration names; `spec` may replace its model.
+
+    ValueError in one line for whatever is wrong.
+    """
     config = point.config
     seed = _at_least(0, config, "seed")
     builder = _builder(point)
-    spec = _built(builder, config, "model", ModelSpec)
+    spec = spec or _built(builder, config, "model", ModelSpec)
     device = _built(builder, config, "device", Device)
     requests = requests_of(config, builder, spec, point.overrides)
     policy = policy_of(config, builder)
     page_tokens = _at_least(1, config, "page_tokens")
     replicas = _at_least(1, config, "replicas")
+    trainees = trainees_of(config, builder, spec, requests)
+    if trainees and not requests:
+        spec = trainees[0].spec  # in the dtype that it trains in
+    cost = cost_of(config, device, spec, page_tokens)
+    room = _room(config, device, spec, page_tokens, requests, trainees, policy, replicas)
+    planned = laid_out(config, builder, trainees, room.capacity_bytes, PolicyCost(cost, _nothing))
+    places = {**room.layout.places, **planned.places}
     return Setting(
         requests,
         spec,
         device,
-        cost_of(config, device, spec, page_tokens),
+        cost,
         policy,
-        room_for(*_space(config, device), spec, page_tokens, requests, policy, replicas),
+        replace(room, layout=replace(planned, places=places)),
         replicas,
         router_of(config, builder, policy, replicas),
         _at_least(1, config, "depth"),
         seed,
         decoding_of(config, spec),
         is_replay=config.get("replayed") is not None,
+        trainees=trainees,
     )
+
+
+def _room(
+    config: Mapping[str, Any],
+    device: Device,
+    spec: ModelSpec,
+    page_tokens: int,
+    requests: Sequence[Request],
+    trainees: Sequence[Trainee],
+    policy: Policy,
+    replicas: int,
+) -> Room:
+    """Memory for what is served, which training shares; or for training alone."""
+    budget, device = _space(config, device)
+    if not requests and not trainees:
+        raise ValueError("there is nothing to do: choose a trace, or what to train, training=...")
+    if trainees and replicas > 1:
+        raise ValueError(f"replicas={replicas}: training runs on one device; set replicas=1")
+    if requests and budget.device_bytes is not None:
+        raise ValueError("budget.device_bytes is for training alone; take budget.fraction")
+    if requests:
+        return room_for(budget, device, spec, page_tokens, requests, policy, replicas)
+    return training_room(budget, device, spec, page_tokens)
+
+
+def _nothing(place: Place) -> int:
+    """Bytes held before anything is laid out."""
+    return 0
 
 
 def spec_of(point: Composed) -> ModelSpec:
@@ -90,8 +137,6 @@ def policy_of(config: Mapping[str, Any], builder: Builder) -> Policy:
         if not path.is_file():
             raise ValueError(f"replayed={path.parent}: no plan log there; give a run's folder")
         return Recorded(read_plans(path))
-    if (config.get("planner") or {}).get("_target_"):
-        raise ValueError("planner: nothing of what there is yet takes one; set planner=none")
     halves = []
     for name in ("scheduling", "memory"):
         if not config.get(name):

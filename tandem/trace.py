@@ -19,8 +19,8 @@ REALS = ("think_s", "start_s", "duration_s", "rate")
 HELP = {
     "tokenizer": "tokenizer.json(.gz) or its folder; text needs one",
     "rule": "which messages become requests",
-    "kind": "sharegpt, lengths, azure, burstgpt, mooncake, servegen or auto",
-    "limit": "stop at this many requests",
+    "kind": "sharegpt, text (to train on), lengths, azure, burstgpt, mooncake, servegen or auto",
+    "limit": "stop at this many requests, or documents",
     "shuffle": "keep the order of the file",
     "seed": "of the shuffle; the rule's own if not given",
     "oversample": "draw again until the limit is reached, as vLLM does",
@@ -29,8 +29,8 @@ HELP = {
     "min_tokens": "shortest prompt, and output",
     "think_s": "closed loop: mean think time in seconds",
     "think_exponential": "closed loop: exponential think times instead of equal ones",
-    "bos_token": "token before every prompt; '' for none",
-    "max_message_chars": "longest message that is tokenized",
+    "bos_token": "token before every prompt, or document; '' for none",
+    "max_message_chars": "longest message, or document, that is tokenized",
     "start_s": "recorded traces: leave out what came before",
     "duration_s": "recorded traces: take this much of the time",
     "rate": "recorded traces: mean requests per second, instead of the recorded rate",
@@ -40,6 +40,9 @@ HELP = {
     "time_unit": "Mooncake: ms, s or auto",
     "block_tokens": "Mooncake: prompt tokens per hash id; found out if not given",
     "slo_column": "column of the SLO classes: of lengths [slo], of BurstGPT [Log Type] or Model",
+    "text_field": "text to train on: the field of its rows that holds it",
+    "sample_by": "plain text to train on: a document per line, paragraph or document (whole file)",
+    "eos_token": "text to train on: token behind every document; the tokenizer's own if not given",
     "lengths": "ServeGen: a length histogram, or a table of lengths; default: the one beside",
 }
 
@@ -59,11 +62,13 @@ def _parser() -> argparse.ArgumentParser:
     rules = "\n".join(f"  {name}" for name in RULES)
     imports = verbs.add_parser(
         "import",
-        help="ShareGPT text, a table of lengths or a recorded trace to a normalised Parquet trace",
+        help="text, a table of lengths or a recorded trace to a normalised Parquet trace",
         epilog=f"rules:\n{rules}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    imports.add_argument("source", help="ShareGPT JSON, or .csv, .parquet, .jsonl of lengths")
+    imports.add_argument(
+        "source", help="ShareGPT JSON, .csv, .parquet, .jsonl of lengths, any text"
+    )
     imports.add_argument("--out", required=True, help="the .parquet to write (sidecar beside it)")
     for field in fields(Options):
         _add_option(imports, field.name, field.default)
@@ -96,7 +101,8 @@ def _import(chosen: argparse.Namespace) -> int:
 
     options = {field.name: getattr(chosen, field.name) for field in fields(Options)}
     sidecar = import_trace(chosen.source, chosen.out, **options)
-    print(f"{chosen.out}: {sidecar['requests']} requests", *accounts(sidecar), sep="\n")
+    held = "documents" if "documents" in sidecar else "requests"
+    print(f"{chosen.out}: {sidecar[held]} {held}", *accounts(sidecar), sep="\n")
     return 0
 
 

@@ -13,16 +13,14 @@ from typing import Any
 from engine.model import ModelSpec
 from tandem.build import Builder
 from tandem.conform import arguments, conform
-from tandem.fingerprint import content_hash
 from tandem.slo import shares_of
 from traces.arrivals import assign, num_arrivals
+from traces.cached import cached_import
 from traces.classes import with_shares
 from traces.request import Request
-from traces.store import SCHEMA_VERSION, read_trace, sha256_of, sidecar_path
+from traces.store import read_trace
 
 log = logging.getLogger(__name__)
-READ = ("tokenizer", "lengths")  # options of an import that name files
-IMPORT_VERSION = 2  # of what an import keeps; 2: SLO classes
 
 
 def requests_of(
@@ -33,6 +31,8 @@ def requests_of(
     `overrides` say whether somebody asked for these arrivals.
     """
     seed = conform(config["seed"], int, "seed")
+    if is_nothing(config["trace"]):
+        return []
     requests = _traced(config, builder, seed)
     requests = _first(requests, conform(config["limit"], int | None, "limit"))
     if shares := shares_of(config["slo"]):
@@ -58,35 +58,27 @@ def _traced(config: Mapping[str, Any], builder: Builder, seed: int) -> list[Requ
     return read_trace(trace_file(trace, Path(config["cache"])))
 
 
+def is_nothing(trace: Mapping[str, Any]) -> bool:
+    """Whether nothing is served."""
+    return "_target_" in trace and trace["_target_"] is None
+
+
 def is_file(trace: Mapping[str, Any]) -> bool:
     """Whether the config node `trace` names something to read, rather than something to draw."""
     return "_target_" not in trace
 
 
 def trace_file(trace: Mapping[str, Any], cache: Path) -> Path:
-    """The normalised trace: the file itself, or what importing it gave, kept in the cache.
-
-    By the contents of all that the import reads. The sidecar is written last: where it is missing,
-    somebody was killed over the import, or is at it.
-    """
+    """The normalised trace: the file itself, or what importing it gave, kept in the cache."""
     path = Path(str(trace["path"])).expanduser()
     options = {key: value for key, value in trace.items() if key != "path"}
     if path.suffix == ".parquet" and not options:
         return path
     if not path.is_file():
         raise ValueError(f"trace.path={path}: no such file")
-    from traces.import_ import import_trace
     from traces.options import Options
 
-    checked = arguments(Options, options, "trace")
-    read = [content_hash(Path(str(options[name]))) for name in READ if options.get(name)]
-    versions = f"{SCHEMA_VERSION} {IMPORT_VERSION}"
-    made_of = f"{versions} {sha256_of(path)} {read} {sorted(options.items())}"
-    key = hashlib.sha256(made_of.encode()).hexdigest()
-    kept = cache / f"{path.stem}-{key[:16]}.parquet"
-    if not sidecar_path(kept).is_file():
-        import_trace(path, kept, **checked)
-    return kept
+    return cached_import(path, arguments(Options, options, "trace"), cache)
 
 
 def trace_hash(requests: Sequence[Request]) -> str:

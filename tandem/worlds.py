@@ -57,6 +57,11 @@ class World:
         return None if self.machine is None else self.machine.outputs
 
     @property
+    def loss_of(self) -> Callable[[int, int], float] | None:
+        """Gives the loss of a training job's microbatch, where one is really trained."""
+        return getattr(self.machine, "loss", None)
+
+    @property
     def first(self) -> Any:
         """The machine of the first device: what is probed and calibrated."""
         return getattr(self.machine, "machines", [self.machine])[0]
@@ -65,8 +70,10 @@ class World:
         """Seconds of fixed pieces of work; nothing in a simulation, and where none is wanted."""
         if self.fresh is None or self.probe_look_s is None:
             return {}
-        from runtime.probe import probe
+        from runtime.probe import probe, probe_plainly
 
+        if not self.first.arenas:
+            return probe_plainly(self.probe_look_s)
         with self.fresh() as opened:
             return probe(opened.env, opened.executor, self.first, self.probe_look_s)
 

@@ -114,7 +114,7 @@ def _step(rows: Rows, toy: Toy, now: int, step: int, batch: list, tokens: dict) 
 def _remember(rows: Rows, toy: Toy, at_ns: int, step: int, pages: int) -> None:
     row = {"at_ns": at_ns, "cause": "settle", "step": step, "tier": "gpu", "device": 0}
     row |= {"capacity_bytes": toy.capacity_bytes, "coming_bytes": 0, "kv_pages": pages}
-    row |= {f"{kind}_bytes": 0 for kind in ("gradient", "optimizer", "activation")}
+    row |= {f"{kind}_bytes": 0 for kind in ("gradient", "optimizer", "activation", "buffer")}
     row |= {"kv_bytes": pages * PAGE_BYTES, "weight_bytes": WEIGHT_BYTES}
     used = row["kv_bytes"] + WEIGHT_BYTES
     measured = None if toy.backend == "sim" else used

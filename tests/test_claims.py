@@ -95,3 +95,26 @@ def test_gpu_claims_are_left_to_a_gpu(here: Path) -> None:
     script(here, "speed", "x 1 s 2 pass", 0)
     assert [path.stem for path in claims.scripts()] == ["speed"]
     assert [path.stem for path in claims.scripts(needs_gpu=True)] == ["gpu_speed"]
+
+
+def test_a_script_that_says_its_form_is_judged_in_both_forms(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(here, "fidelity", "x 1 s 2 pass", 0)
+    (here / "speed.py").write_text('if __name__ == "__main__":\n    print(form())\n')
+    monkeypatch.setattr(claims, "missing", lambda: None)
+    found = [(path.stem, form) for path, form in claims.forms(claims.scripts())]
+    assert found == [("fidelity", ""), ("speed", ""), ("speed", claims.COMPILED)]
+    monkeypatch.setattr(claims, "missing", lambda: "no C compiler")
+    assert not any(form for _, form in claims.forms(claims.scripts()))
+
+
+def test_the_row_of_the_compiled_form_stays_where_there_is_no_compiler(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "missing", lambda: "no C compiler")
+    script(here, "speed", "x 1 s 2 pass", 0)
+    claims.write([claims.Claim("speed.compiled", "x", "2", "s", "2", "pass", "1", "57fefd0")])
+    assert claims.main([]) == 0
+    rows = (here / "CLAIMS.csv").read_text().splitlines()[1:]
+    assert [row.split(",")[0] for row in rows] == ["speed", "speed.compiled"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.record import TABLES
 from tandem.cli import main
 from tandem.compose import composed
 from tandem.errors import RunFailed, Usage
@@ -251,7 +252,7 @@ def test_a_run_writes_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [folder] = runs(tmp_path)
     assert capsys.readouterr().out.splitlines()[-1] == str(folder.relative_to(tmp_path))
     names = {path.name for path in folder.iterdir()}
-    tables = {f"{name}.parquet" for name in ("requests", "steps", "memory", "plans")}
+    tables = {f"{name}.parquet" for name in TABLES}
     assert names == tables | {"config.yaml", "provenance.json", "status.json", "metrics.json"}
     provenance = json.loads((folder / "provenance.json").read_text())
     for key in ("commit", "dirty", "versions", "host", "backend", "seed", "trace_hash", "depth"):

@@ -19,12 +19,15 @@ from tandem.experiment import engine_of, run_experiment
 from tandem.setting import Setting, policy_of, setting_of
 from tandem.worlds import world_of
 from tests.short_trace import write_short
+from tests.test_offload_configs import TRAINING
 from tests.watched import Watched
 
 TEN = ["limit=10", "backend=sim"]
 SIM = {"name": "sim", "clock": "virtual"}
 NEEDS_A_PATH = {"trace": {"file", "sharegpt", "lengths", "recorded"}, "arrival": {"recorded"}}
-POLICIES = [name for name in options("policy") if name != "recorded"]
+POLICIES = [name for name in options("policy") if name not in ("recorded", *TRAINING)]
+TRAINS = {"training_order", "all_on_device", "zero_offload", "zero3_offload", "fsdp2_offload"}
+TRAINS |= {"demand_paging", "patrickstar"}  # halves that serve nobody
 
 
 def ten(tmp_path: Path, *overrides: str) -> dict[str, object]:
@@ -91,7 +94,8 @@ def test_any_scheduling_goes_with_any_memory(tmp_path: Path) -> None:
     setting = setting_of(composed(small))
     groups = ("scheduling", "memory")
     halves: dict[str, dict[str, Any]] = {group: {} for group in groups}
-    for names in zip_longest(*map(options, groups), fillvalue=""):
+    serving = [[name for name in options(group) if name not in TRAINS] for group in groups]
+    for names in zip_longest(*serving, fillvalue=""):
         chosen = {group: name for group, name in zip(groups, names, strict=True) if name}
         config = composed([f"{group}={name}" for group, name in chosen.items()]).config
         for group, name in chosen.items():
@@ -127,6 +131,16 @@ def test_a_policy_is_quoted_what_its_launch_will_take(backend: str) -> None:
     assert policy.quotes[0] == first.end_ns - first.start_ns
 
 
-def test_a_planner_is_refused_as_long_as_nothing_takes_one() -> None:
-    with pytest.raises(ValueError, match="planner=none"):
-        setting_of(composed(["limit=2", "planner._target_=policies.order.Planner"]))
+def test_a_planner_without_anything_to_train_is_refused() -> None:
+    with pytest.raises(ValueError, match="choose what to train, training="):
+        setting_of(composed(["limit=2", "planner=unit_chunks"]))
+
+
+def test_training_without_a_planner_is_refused() -> None:
+    with pytest.raises(ValueError, match="choose a policy that trains"):
+        setting_of(composed(["trace=none", "training=random"]))
+
+
+def test_nothing_to_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to do"):
+        setting_of(composed(["trace=none"]))

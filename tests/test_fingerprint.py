@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem import fingerprint
-from tandem.fingerprint import content_hash
+from traces import fingerprint
+from traces.fingerprint import content_hash
 
 
 def test_a_files_hash_is_that_of_its_bytes_also_after_a_change(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ CHOICES = (
     ("policy", "chunked_restart", "static_swap", "vllm_v1"),
     ("slo", "none", "chat", "interactive"),
     ("trace", "sample", "sessions", "random"),
-    ("experiment", "null", "pressure", "sessions"),
+    ("experiment", "pressure", "sessions", "fidelity_chunked"),
     ("seed", "0", "7"),
     ("limit", "null", "10", "1e3"),
     ("depth", "1", "2"),

@@ -153,7 +153,8 @@ PUBLISHED = {
     "opt_13b": OPT_13B,
 }
 CONF = Path(__file__).parent.parent / "conf" / "model"
-SHIPPED = sorted(path for path in CONF.glob("*.yaml") if path.stem != "hf")  # hf: the user's own
+ARGUED = ("hf", "gpt2_shape")  # made of arguments: the user's own file, a width and a depth
+SHIPPED = sorted(path for path in CONF.glob("*.yaml") if path.stem not in ARGUED)
 
 
 def yaml_spec(name: str) -> ModelSpec:
@@ -191,6 +192,21 @@ def test_every_shipped_spec_is_buildable_and_named_after_its_file(path: Path) ->
     spec = yaml_spec(path.stem)
     assert spec.name == path.stem
     assert spec.parameters > spec.num_layers * spec.layer_matrix_parameters
+
+
+@pytest.mark.parametrize(
+    ("hidden", "layers", "billions"),
+    [(2048, 20, 1), (3072, 53, 6), (4096, 50, 10), (4096, 90, 18), (8192, 25, 20), (9216, 66, 68)],
+)
+def test_a_gpt2_is_made_by_its_width_and_depth(hidden: int, layers: int, billions: int) -> None:
+    """PatrickStar names its models by parameters, in round numbers."""
+    sizes = [f"model.hidden_size={hidden}", f"model.num_layers={layers}"]
+    spec = spec_of(composed(["model=gpt2_shape", *sizes]))
+    assert (spec.family, spec.num_heads * spec.head_dim) == ("gpt2", hidden)
+    assert spec.intermediate_size == 4 * hidden
+    assert spec.parameters == pytest.approx(billions * 1e9, rel=0.13)
+    with pytest.raises(ValueError, match="7 heads do not divide its width"):
+        spec_of(composed(["model=gpt2_shape", "model.num_heads=7"]))
 
 
 @pytest.mark.parametrize("named", ["config.json", ""])

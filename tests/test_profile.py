@@ -40,7 +40,13 @@ PAGE = PageSize(16, 65536)
 def steps(host_ns: int, length_ns: int, plans: int = 4) -> Any:
     """Plans of two decodes, each with the same times."""
     given = {"lane": "compute", "host_ns": host_ns, "samples": 2, "decode_tokens": 2}
-    given |= {"request_ids": [1, 2], "tokens": [1, 1], "contexts": [30, 40], "device": 0}
+    given |= {
+        "work": "serve",
+        "request_ids": [1, 2],
+        "tokens": [1, 1],
+        "contexts": [30, 40],
+        "device": 0,
+    }
     rows = []
     for i in range(plans):
         row = given | {"step": i, "start_ns": 0, "end_ns": length_ns}

@@ -9,7 +9,9 @@ import pytest
 from engine.job import Job
 from engine.plan import Compute, Plan, Slice, Work
 from engine.policy import Composed
-from engine.progress import advance_serving, advance_training
+from engine.progress import advance_serving
+from engine.training import Training
+from engine.training_progress import advance_training
 from engine.view import View
 from policies.paged_restart import PagedRestart
 from policies.round_robin import RoundRobin
@@ -46,7 +48,7 @@ class ServesThenTrains:
         found = [job for job in (*view.training, *view.waiting) if job.training is not None]
         if not found:
             return self.serving.plan(view)
-        work, layer = found[0].ahead(1)[0]
+        work, layer, _ = found[0].training.ahead(1)[0]
         return Plan((Compute((Slice(found[0], 8, work, range(layer, layer + 1)),)),))
 
 
@@ -67,17 +69,33 @@ def _slices(op: object) -> tuple[Slice, ...]:
     return op.slices if isinstance(op, Compute) else ()
 
 
+def trains(spec: TrainingJob) -> Job:
+    return Job.trains(Training(spec), 0)
+
+
 def test_a_slice_runs_on_a_version_of_the_weights_that_exists() -> None:
     """Version n of a layer is there once its n-th update has been issued."""
-    one = Job.trains(TrainingJob(0, 0, num_layers=1, sequence_tokens=4, num_steps=2), 0)
+    one = trains(TrainingJob(0, 0, num_units=1, sequence_tokens=4, num_steps=2))
     ahead = Slice(one, 4, F, microbatch=1, version=1)
-    with pytest.raises(AssertionError, match="weight version 1 of layer 0 does not exist"):
+    with pytest.raises(AssertionError, match="weight version 1 of unit 0 does not exist"):
         advance_training(ahead)
     for work in (F, B, U):
         advance_training(Slice(one, 4, work))
-    assert one.step == 1
+    assert one.training is not None and one.training.step == 1
     advance_training(ahead)
-    assert one.frontier(1)[0] == [4]
+    assert one.training.frontier(1)[0] == [4]
+
+
+def test_a_frontier_counts_the_tokens_of_all_sequences() -> None:
+    one = trains(TrainingJob(0, 0, num_units=2, sequence_tokens=4, sequences=3))
+    assert one.training is not None
+    for tokens in (4, 8):
+        assert one.training.ahead(1) == [(F, 0, 0)]
+        advance_training(Slice(one, tokens, F, range(1)))
+    assert one.training.frontier(0)[0] == [12, 0]
+    assert one.training.ahead(1) == [(F, 1, 0)]
+    with pytest.raises(AssertionError, match="forward of unit 0 out of order"):
+        advance_training(Slice(one, 1, F, range(1)))
 
 
 class Recomputes:
@@ -85,19 +103,19 @@ class Recomputes:
 
     def plan(self, view: View) -> Plan:
         one = next(iter((*view.training, *view.waiting)))
-        work, layer = one.ahead(1)[0]
+        work, layer, _ = one.training.ahead(1)[0]
         piece = Slice(one, 8, work, range(layer, layer + 1))
         again = [Compute((piece._replace(work=F),), again=True)] if work is B else []
         return Plan((*again, Compute((piece,))))
 
 
 def test_what_is_computed_again_moves_no_frontier() -> None:
-    """It takes its time on the lane, and neither progress nor the profile counts it."""
+    """It takes its time on the lane, and is a moment of its step like any other launch."""
     run = replay(Recomputes(), [TrainingJob(0, 0, 2, 8, has_update=False)]).check()
     spans = sorted(run.recorder.spans, key=lambda span: span.start_ns)
     launched = [(span.op.slices[0].work, span.op.again) for span in spans]
     assert launched == [(F, False), (F, False), (F, True), (B, False), (F, True), (B, False)]
-    assert len(run.engine.profile.moments(0)) == 4
+    assert len(run.engine.profile.moments(0)) == 6
 
 
 def test_idle_devices_are_asked_first() -> None:

@@ -161,6 +161,21 @@ def test_a_spoilt_line_costs_only_itself(tmp_path: Path) -> None:
     assert held.rows_read == 3 and dict(held.dropped) == {"line is not JSON": 1}
 
 
+@pytest.mark.parametrize("rows", [[None, GOOD], [None], [GOOD, None], [None, None, GOOD]])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_row_that_is_null_stops_nothing(tmp_path: Path, rows: list[Any], mark: str) -> None:
+    """Where it comes first, pyarrow 26 dies of it, and the process with it."""
+    for name, text in (
+        ("a.json", json.dumps(rows)),
+        ("b.json", json.dumps(rows, indent=1)),
+        ("c.jsonl", "\n".join(map(json.dumps, rows))),
+        ("d.jsonl", "\r\n".join(f" {json.dumps(row)}" for row in rows)),
+    ):
+        held = read_sharegpt(written(tmp_path / name, mark + text))
+        assert held.rows_read == len(rows)
+        assert dict(held.dropped) == {"row is not an object": rows.count(None)}
+
+
 def test_an_integer_that_python_does_not_read_costs_only_its_row(tmp_path: Path) -> None:
     """Beyond 4,300 digits; by lines and in a list, as a value of no use and in place of a text."""
     digits = "9" * 5000

@@ -137,10 +137,10 @@ def test_policies_are_quoted_what_the_launch_will_cost() -> None:
     assert quote.op_ns(copy) == cost.copy_ns(Launch(copy, nbytes=65536))
 
 
-def test_training_units_are_refused_by_name() -> None:
-    op = Compute((Slice(Job(1, 0), 8, work=Work.BACKWARD),))
-    with pytest.raises(ValueError, match="training units"):
-        Roofline(device("cpu"), model("tiny_llama")).compute_ns(Launch(op))
+def test_serving_by_layers_is_refused_by_name() -> None:
+    for piece in (Slice(Job(1, 0), 8, work=Work.BACKWARD), Slice(Job(1, 0), 8, layers=range(1))):
+        with pytest.raises(ValueError, match="single layers of serving"):
+            Roofline(device("cpu"), model("tiny_llama")).compute_ns(Launch(Compute((piece,))))
 
 
 def test_share_is_a_power_law_between_points_and_flat_outside() -> None:
@@ -162,6 +162,8 @@ def test_share_is_a_power_law_between_points_and_flat_outside() -> None:
         ({"duplex": 0}, "duplex is 0, must be above 0 and at most 1"),
         ({"duplex": 1.5}, "duplex"),
         ({"duplex": math.nan}, "duplex"),
+        ({"update_share": 0}, "update_share is 0, must be above 0 and at most 1"),
+        ({"host_bandwidth_bytes_per_s": 0}, "rate"),
         ({"link_ns": -1}, "link_ns is -1, must be at least 0"),
         ({"host_plan_ns": -1}, "host_plan_ns"),
         ({"sequence_kernels": -1}, "sequence_kernels"),

@@ -152,7 +152,7 @@ def test_a_length_override_applies(tmp_path: Path) -> None:
         ({"tokenizer": "/no/such"}, "no such tokenizer"),
         ({"tokenizer": SAMPLE}, "not a tokenizer.json"),
         ({"rule": "mine"}, "choose one of"),
-        ({"kind": "text"}, "kind is 'text'"),
+        ({"kind": "prose"}, "kind is 'prose'"),
         ({"limit": 0}, "limit is 0"),
         ({"seed": -1}, "seed is -1"),
         ({"oversample": True}, "oversample needs a limit"),

@@ -50,7 +50,7 @@ class Streaming:
 
     def plan(self, view: View) -> Plan:
         job = next(iter((*view.training, *view.waiting)))
-        work, layer = job.ahead(1)[0]
+        work, layer, microbatch = job.training.ahead(1)[0]
         here, home = weight(job, layer), weight(job, layer, Tier.HOST)
         ops: list = []
         loaded = [p for p in view.held_bytes if p.region.kind is Kind.WEIGHT and p.tier is Tier.GPU]
@@ -58,13 +58,13 @@ class Streaming:
             if len(loaded) == self.slots:
                 ops.append(Free(min(loaded, key=lambda p: view.used[p])))
             ops.append(Copy(home, here))
-        tokens = job.training.sequence_tokens if job.training else 0
+        tokens = job.training.spec.microbatch_tokens
         reads, writes = (here,), [activation(job, layer)]
         if work is F:
             ops.append(Grow(activation(job, layer), 10))
         if work is U:
             writes, reads = [here], ()
-        piece = Slice(job, tokens, work, range(layer, layer + 1), microbatch=job.step)
+        piece = Slice(job, tokens, work, range(layer, layer + 1), microbatch=microbatch)
         ops.append(Compute((piece,), reads, tuple(writes)))
         if work is B:
             ops.append(Free(activation(job, layer)))
@@ -74,7 +74,7 @@ class Streaming:
 
 
 def stream(depth: int, slots: int, noise: float = 0.0, seed: int = 0) -> Replay:
-    spec = TrainingJob(0, 0, num_layers=6, sequence_tokens=8, num_steps=3)
+    spec = TrainingJob(0, 0, num_units=6, sequence_tokens=8, num_steps=3)
     job = Job(0, 0)
     places = {weight(job, layer, Tier.HOST): 50 for layer in range(6)}
     return replay(
@@ -138,7 +138,7 @@ class TwoStages:
         if view.issued >= len(order):
             return Plan()
         work, k = order[view.issued]
-        forward, backward = job.frontier(k)
+        forward, backward = job.training.frontier(k)
         here, there = activation(job, layer, k, layer), activation(job, layer, k, 1 - layer)
         if (work is F and layer == 1 and not forward[0]) or (
             work is B and layer == 0 and not backward[1]
@@ -157,7 +157,7 @@ class TwoStages:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_two_devices_pass_activations_and_keep_their_own_order(depth: int) -> None:
     def run(seed: int) -> Replay:
-        spec = TrainingJob(0, 0, 2, 8, 1, microbatches=4, has_update=False)
+        spec = TrainingJob(0, 0, 2, 8, microbatches=4, has_update=False)
         noise = 0.4 if seed else 0.0
         return replay(
             TwoStages(4),
@@ -178,7 +178,7 @@ def test_two_devices_pass_activations_and_keep_their_own_order(depth: int) -> No
 
 def test_two_equal_stages_take_the_time_of_the_pipeline() -> None:
     """m microbatches over d=2 equal stages: (m + d - 1) slots forward and as many backward."""
-    spec = TrainingJob(0, 0, 2, 8, 1, microbatches=4, has_update=False)
+    spec = TrainingJob(0, 0, 2, 8, microbatches=4, has_update=False)
 
     def duration(launch: Launch) -> int:
         return 1000 if launch.pieces else 1

@@ -18,14 +18,17 @@ from traces.selection import Selection, select
 from traces.sharegpt import ShareGPT, read_sharegpt
 from traces.store import read_sidecar, read_trace, sha256_of, write_trace
 from traces.tables import TABLE_SUFFIXES
+from traces.text_import import import_text, inspect_text
 from traces.think import Think, with_think
-from traces.tokenizer import LoadedTokenizer, load_tokenizer
+from traces.tokenizer import described, load_tokenizer
 
 CLASSED = ("lengths", "burstgpt")  # kinds that may name SLO classes
 
 
 def import_trace(source: str | Path, out: str | Path, **options: Any) -> dict[str, Any]:
     """Reads text, token lengths or a recorded trace; writes `out` (Parquet) with its sidecar.
+
+    Text of conversations becomes requests, other text (kind "text") documents to train on.
 
     `options` are the fields of Options. Returns the sidecar. A user's mistake is a ValueError of
     one line.
@@ -38,8 +41,12 @@ def import_trace(source: str | Path, out: str | Path, **options: Any) -> dict[st
     kind = _kind_of(source) if chosen.kind == "auto" else chosen.kind
     if kind in READERS and chosen.oversample:
         raise ValueError(f"{source}: a recorded trace cannot be oversampled; its times are its own")
+    if kind == "text" and chosen.oversample:
+        raise ValueError(f"{source}: text to train on is not oversampled; it is read by epochs")
     if chosen.slo_column is not None and kind not in CLASSED:
         raise ValueError(f"{source}: slo_column is for {' and '.join(CLASSED)}, not for {kind}")
+    if kind == "text":
+        return import_text(source, out, chosen)
     read = {**READERS, "lengths": _from_lengths, "sharegpt": _from_sharegpt}[kind]
     requests, origin = read(source, chosen)
     if not requests:
@@ -56,8 +63,11 @@ def import_trace(source: str | Path, out: str | Path, **options: Any) -> dict[st
 
 
 def inspect_trace(path: str | Path) -> dict[str, Any]:
-    """The sidecar of a trace, and lengths, sessions and arrivals of its requests."""
-    sidecar, requests = read_sidecar(path), read_trace(path)
+    """The sidecar of a trace, and lengths, sessions and arrivals of what it holds."""
+    sidecar = read_sidecar(path)
+    if "documents" in sidecar:
+        return inspect_text(Path(path))
+    requests = read_trace(path)
     sessions = {r.session for r in requests if r.session is not None}
     arrivals_ns = [r.arrival_ns for r in requests]
     return {
@@ -98,7 +108,7 @@ def _from_sharegpt(source: Path, options: Options) -> Imported:
         "rule": asdict(rule),
         "shuffle_seed": seed,
         "limit": options.limit,
-        "tokenizer": _described(tokenizer),
+        "tokenizer": described(tokenizer),
         "think": asdict(think) if rule.is_closed_loop else None,
     }
     return with_think(selection.requests, think, options.seed or 0), origin
@@ -142,15 +152,6 @@ def _account(held: ShareGPT, selection: Selection) -> dict[str, Any]:
     }
 
 
-def _described(tokenizer: LoadedTokenizer) -> dict[str, Any]:
-    return {
-        "path": tokenizer.path,
-        "sha256": tokenizer.sha256,
-        "vocabulary_size": tokenizer.vocabulary_size,
-        "bos_ids": list(tokenizer.bos_ids),
-    }
-
-
 def _filled(requests: list[Request], options: Options) -> list[Request]:
     """The requests, drawn again with replacement up to the limit if that was asked for."""
     missing = (options.limit or 0) - len(requests)
@@ -163,6 +164,8 @@ def _filled(requests: list[Request], options: Options) -> list[Request]:
 def _kind_of(source: Path) -> str:
     if kind := recorded_kind(source):
         return kind
+    if source.name.endswith((".txt", ".txt.gz")):
+        return "text"
     if source.suffix in (".csv", ".parquet"):
         return "lengths"
     if not source.name.endswith(TABLE_SUFFIXES):

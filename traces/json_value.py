@@ -30,6 +30,15 @@ def json_line(line: str) -> Any:
         return NOT_JSON
 
 
+def is_unicode(text: str) -> bool:
+    """JSON can spell half of a surrogate pair, which no encoder takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _integer(digits: str) -> float:
     try:
         return int(digits)

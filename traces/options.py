@@ -9,8 +9,11 @@ from pathlib import Path
 from traces.sharegpt import MAX_MESSAGE_CHARS
 
 DEFAULT_RULE = "vllm_filter_plus_role_check"
-KINDS = ("auto", "sharegpt", "lengths", "azure", "burstgpt", "mooncake", "servegen")
-TIME_UNITS = ("auto", "ms", "s")
+CHOICES = {
+    "kind": ("auto", "sharegpt", "text", "lengths", "azure", "burstgpt", "mooncake", "servegen"),
+    "time_unit": ("auto", "ms", "s"),
+    "sample_by": ("line", "paragraph", "document"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,9 @@ class Options:
     and `spread` (stamps rounded to a coarse bucket are drawn inside it, by seed). `model` and
     `log_type` choose rows of BurstGPT, `time_unit` and `block_tokens` say what Mooncake lines
     leave open, `lengths` is where ServeGen's token lengths lie.
+
+    Text to train on (kind text) is read from the field `text_field` of its rows; plain text has a
+    document per `sample_by`. A document ends with `eos_token`; None asks the tokenizer.
 
     `slo_column` names the SLO classes: of a table of lengths any column (None: `slo`, if it has
     one), of BurstGPT Model or Log Type (None: Log Type, if it has one).
@@ -57,9 +63,12 @@ class Options:
     block_tokens: int | None = None
     lengths: str | Path | None = None
     slo_column: str | None = None
+    text_field: str = "text"
+    sample_by: str = "line"
+    eos_token: str | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (("kind", KINDS), ("time_unit", TIME_UNITS)):
+        for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}; use one of {', '.join(known)}"

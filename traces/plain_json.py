@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import re
@@ -18,6 +19,7 @@ HALF_SURROGATE = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|[c-fC-F](?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]))"
 )
+NULL_LINE = re.compile(rb"^[ \t\r]*null", re.MULTILINE)
 
 
 def plain_rows(path: Path) -> list[Any]:
@@ -29,7 +31,7 @@ def plain_rows(path: Path) -> list[Any]:
     lines = [json_line(line) for line in text.split("\n") if line.strip()]
     if lines and all(line is NOT_JSON for line in lines):
         _list_rows(path, text)  # nothing is JSON by lines: say where it fails as one document
-        raise ValueError(f"{path}: the top level must be a list of conversations")
+        raise ValueError(f"{path}: the top level must be a list of rows")
     return lines
 
 
@@ -39,9 +41,26 @@ def first_row(path: Path) -> Any:
         return json_line(file.readline())
 
 
-def has_half_surrogate(path: Path) -> bool:
-    """Whether the file may spell half of a surrogate pair, which is not a character."""
-    return HALF_SURROGATE.search(_bytes(path)) is not None
+def count_rows(path: Path) -> int:
+    """How many rows a list has, or how many lines are not blank."""
+    data = _bytes(path).removeprefix(codecs.BOM_UTF8)
+    if data.lstrip()[:1] == b"[":
+        return len(plain_rows(path))
+    return sum(bool(line.strip()) for line in data.splitlines())
+
+
+def is_beyond_datasets(path: Path) -> bool:
+    """Whether `datasets` would change what the file says, or die of it.
+
+    It leaves out half of a surrogate pair, which is not a character, without a word. A row that is
+    null kills the process where it comes first (pyarrow 26), and becomes an object elsewhere. In a
+    list, rows that are no objects may be left out.
+    """
+    data = _bytes(path).removeprefix(codecs.BOM_UTF8)
+    if HALF_SURROGATE.search(data) or NULL_LINE.search(data):
+        return True
+    is_list = data.lstrip()[:1] == b"["
+    return is_list and not all(isinstance(row, dict) for row in plain_rows(path))
 
 
 def _list_rows(path: Path, text: str) -> list[Any]:
@@ -53,7 +72,7 @@ def _list_rows(path: Path, text: str) -> list[Any]:
     except RecursionError as error:
         raise ValueError(f"{path}: JSON nested too deeply to read") from error
     if not isinstance(rows, list):
-        raise ValueError(f"{path}: the top level must be a list of conversations")
+        raise ValueError(f"{path}: the top level must be a list of rows")
     return rows
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from traces.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +57,44 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """One training job of a trace: what to train, on what, for how long.
+    """One training job of a trace: what to train, on what, for how long, and by which recipe.
 
-    `adapter` is None for full-parameter training, else the LoRA rank. `record_of` names the
-    request whose recorded serving activations this job may start from (Alchemist).
+    `num_units` counts the links of its chain: 0 is the embedding, then come the layers, and the
+    last is head and loss. A microbatch is `sequences` sequences of `sequence_tokens`; an update
+    follows the gradients of `microbatches` of them, unless `has_update` is False. `model` and
+    `dataset` are names. `record_of` names the request whose recorded serving activations this job
+    may start from (Alchemist).
     """
 
     job_id: int
     arrival_ns: int
-    num_layers: int
+    num_units: int
     sequence_tokens: int
+    sequences: int = 1
     num_steps: int = 1
     microbatches: int = 1
     has_update: bool = True
     model: str = ""
     dataset: str = ""
-    optimizer: str = "adamw"
-    adapter: int | None = None
+    recipe: Recipe = field(default_factory=Recipe)
     record_of: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("job_id", "arrival_ns"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"training job {self.job_id}: {name} must be at least 0")
+        for name in ("num_units", "sequence_tokens", "sequences", "num_steps", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"training job {self.job_id}: {name} must be at least 1")
+        has_adapters = self.recipe.lora_rank is not None
+        can_train = self.num_units - has_adapters  # the head has no adapters
+        if (frozen := self.recipe.frozen_units) >= can_train:
+            raise ValueError(
+                f"training job {self.job_id}: recipe.frozen_units={frozen} leaves nothing to "
+                f"train; freeze fewer than {can_train} of its {self.num_units} units"
+            )
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Tokens of a microbatch, all sequences together: what frontiers count."""
+        return self.sequences * self.sequence_tokens

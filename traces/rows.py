@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from traces.drops import Drops
 from traces.lengths import Limits
 from traces.records import Record
 from traces.units import MAX_NS
 
-NAMED_LINES = 5  # of each reason
 Parsed = tuple[int, int, int, tuple[int, ...] | None]  # at_ns, prompt, output, prefix ids
 
 
@@ -22,34 +21,15 @@ class Unusable(Exception):
 
 
 @dataclass
-class Rows:
-    """rows_read = rows kept + rows dropped; the first lines of each reason are remembered."""
+class Rows(Drops):
+    """The rows kept as columns; rows_read = rows kept + rows dropped."""
 
-    rows_read: int = 0
     lines: array[int] = field(default_factory=lambda: array("q"))
     at_ns: array[int] = field(default_factory=lambda: array("q"))
     prompt_tokens: array[int] = field(default_factory=lambda: array("q"))
     output_tokens: array[int] = field(default_factory=lambda: array("q"))
     prefix_ids: list[tuple[int, ...] | None] = field(default_factory=list)  # empty: no row has any
     slos: list[str] = field(default_factory=list)  # the same
-    dropped: Counter[str] = field(default_factory=Counter)
-    named: dict[str, list[int]] = field(default_factory=dict)
-
-    def drop(self, reason: str, *lines: int) -> None:
-        """Rows that will be no requests."""
-        self.dropped[reason] += len(lines)
-        first = self.named.setdefault(reason, [])
-        first.extend(lines[: NAMED_LINES - len(first)])
-
-    def account(self, num_kept: int) -> dict[str, Any]:
-        """The part of the sidecar that says what became of the rows."""
-        assert self.rows_read == num_kept + self.dropped.total()
-        return {
-            "rows_read": self.rows_read,
-            "rows_kept": num_kept,
-            "rows_dropped": dict(self.dropped),
-            "first_lines_dropped": self.named,
-        }
 
 
 def read_rows(

@@ -6,16 +6,15 @@ or either with .gz. Every row comes out as a Conversation or as a named reason.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from traces.json_value import NOT_JSON
-from traces.plain_json import has_half_surrogate, plain_rows
+from traces.dataset import opened_dataset
+from traces.json_value import NOT_JSON, is_unicode
+from traces.plain_json import is_beyond_datasets, plain_rows
 
 KNOWN_ROLES = frozenset({"human", "gpt", "system"})
 # The longest message of ShareGPT_V3 has 241,402 Llama-2 tokens, about a million characters; what
@@ -60,9 +59,9 @@ def read_rows(path: Path) -> Sequence[Any]:
     """The rows as Python objects, through `datasets`; plain JSON where that cannot do it exactly.
 
     `datasets` types whole columns: it stops at a row that is no object and at a spoilt line, turns
-    texts that all look like dates into dates, and leaves out half surrogates without a word.
+    texts that all look like dates into dates (see also is_beyond_datasets).
     """
-    rows = None if has_half_surrogate(path) else _through_datasets(path)
+    rows = None if is_beyond_datasets(path) else _through_datasets(path)
     return plain_rows(path) if rows is None else rows
 
 
@@ -113,43 +112,18 @@ def _fault(message: Any, max_message_chars: int) -> str | None:
             return f"message {name} is not text"
     if len(message["value"]) > max_message_chars:
         return f"message longer than {max_message_chars} characters"
-    if not _is_unicode(message["value"]):
+    if not is_unicode(message["value"]):
         return "message value is not valid Unicode"
     return None
 
 
-def _is_unicode(text: str) -> bool:
-    """JSON can spell half of a surrogate pair, which no encoder takes."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _through_datasets(path: Path) -> Sequence[Any] | None:
     """The rows, or None where `datasets` fails on the file or would change its values."""
-    # both are read when `datasets` is first imported; a local file needs no network
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-    import datasets
-
-    shown, said = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it cannot type is read by us
-    # a cache of our own: nothing stays behind in the user's home
-    with tempfile.TemporaryDirectory(prefix="tandem-datasets-") as cache:
-        try:
-            loaded = datasets.load_dataset(
-                "json", data_files=str(path), split="train", cache_dir=cache, keep_in_memory=True
-            )
+    try:
+        with opened_dataset("json", path) as loaded:
             return list(loaded) if _is_faithful(loaded.features) else None
-        except Exception:  # whatever it cannot type; plain_rows then finds and names the place
-            return None
-        finally:
-            datasets.logging.set_verbosity(said)
-            if not shown:
-                datasets.enable_progress_bars()
+    except Exception:  # whatever it cannot type; plain_rows then finds and names the place
+        return None
 
 
 def _is_faithful(features: Any) -> bool:

@@ -45,10 +45,18 @@ def sha256_of(path: str | Path) -> str:
 def write_trace(
     path: str | Path, requests: Sequence[Request], origin: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Writes the trace and its sidecar aside, then renames both; returns the sidecar.
+    """Writes the trace and its sidecar; returns the sidecar.
 
-    A run killed between the two renames leaves a pair whose hashes differ, which `read_trace`
-    refuses. `origin` is what the importer knows: source, tokenizer, rule, rows read and dropped.
+    `origin` is what the importer knows: source, tokenizer, rule, rows read and dropped.
+    """
+    return write_table(path, _table(requests), {"requests": len(requests), **origin})
+
+
+def write_table(path: str | Path, table: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes a pyarrow Table and its sidecar aside, then renames both; returns the sidecar.
+
+    A run killed between the two renames leaves a pair whose hashes differ, which `read_sidecar`
+    refuses.
     """
     import pyarrow.parquet
 
@@ -57,13 +65,12 @@ def write_trace(
     aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
     aside_sidecar = sidecar_path(aside)
     try:
-        pyarrow.parquet.write_table(_table(requests), aside, compression="zstd")
+        pyarrow.parquet.write_table(table, aside, compression="zstd")
         sidecar = {
             "schema_version": SCHEMA_VERSION,
             "trace": path.name,
             "trace_sha256": sha256_of(aside),
-            "requests": len(requests),
-            **origin,
+            **facts,
         }
         aside_sidecar.write_text(json.dumps(sidecar, indent=2) + "\n", encoding="utf-8")
         aside.replace(path)
@@ -99,20 +106,27 @@ def read_sidecar(path: str | Path) -> dict[str, Any]:
 def read_trace(path: str | Path) -> list[Request]:
     """The requests of a normalised trace, checked; needs no tokenizer, datasets or torch."""
     path = Path(path)
-    read_sidecar(path)
+    if "documents" in read_sidecar(path):
+        raise ValueError(f"{path}: it holds text to train on, no requests; see training=text")
+    table = checked_table(path, _schema())
+    requests = [_request(path, row) for row in table.to_pylist()]
+    _check_ids(path, requests)
+    return requests
+
+
+def checked_table(path: Path, schema: Any) -> Any:
+    """The columns of the schema out of a file of ours. ValueError where they are not as written."""
     table = read_table(path)
-    missing = [name for name in COLUMNS if name not in table.column_names]
+    missing = [name for name in schema.names if name not in table.column_names]
     if missing:
         raise ValueError(f"{path}: no column {', '.join(missing)}; import the source again")
-    for field in _schema():
+    for field in schema:
         column = table.column(field.name)
         if not field.nullable and column.null_count:
             raise ValueError(f"{path}: column {field.name} has empty cells; import it again")
         if column.type != field.type:
             raise ValueError(f"{path}: column {field.name} holds {column.type}, not {field.type}")
-    requests = [_request(path, row) for row in table.select(list(COLUMNS)).to_pylist()]
-    _check_ids(path, requests)
-    return requests
+    return table.select(schema.names)
 
 
 def _request(path: Path, row: dict[str, Any]) -> Request:

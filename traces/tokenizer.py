@@ -49,6 +49,16 @@ def load_tokenizer(path: str | Path, bos_token: str | None = None) -> LoadedToke
     )
 
 
+def described(tokenizer: LoadedTokenizer) -> dict[str, Any]:
+    """The part of a sidecar that says which tokenizer it was."""
+    return {
+        "path": tokenizer.path,
+        "sha256": tokenizer.sha256,
+        "vocabulary_size": tokenizer.vocabulary_size,
+        "bos_ids": list(tokenizer.bos_ids),
+    }
+
+
 def _content(path: Path) -> str | None:
     if not path.exists():
         raise ValueError(f"{path}: no such tokenizer; give a folder with tokenizer.json")

@@ -1,0 +1,59 @@
+"""How training went: steps, tokens per second, losses, and where the time of a step goes."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from analysis.run import Run
+
+WORKS = ("forward", "again", "backward", "update")
+
+
+def training_steps(run: Run) -> pd.DataFrame:
+    """Per job and step: step_s, tokens, loss. A step lasts from the end of the one before it, the
+    first from its own first issue."""
+    rows = run.training.sort_values(["job_id", "step"])
+    before = rows.groupby("job_id")["end_ns"].shift().fillna(rows["start_ns"])
+    out = rows[["job_id", "step", "tokens", "loss"]].copy()
+    out["step_s"] = (rows["end_ns"] - before) / 1e9
+    return out.reset_index(drop=True)
+
+
+def settled_steps(run: Run) -> pd.DataFrame:
+    """The same without each job's first step, which warms up, where there are others."""
+    rows = training_steps(run)
+    several = rows.groupby("job_id")["step"].transform("size") > 1
+    return rows[~(several & rows["step"].eq(0))]
+
+
+def training_summary(run: Run) -> dict[str, float | int]:
+    """Flat scalars; empty where nothing was trained. Rates are those behind the first step."""
+    rows = training_steps(run)
+    if rows.empty:
+        return {}
+    settled = settled_steps(run)
+    by_job = settled.groupby("job_id")[["tokens", "step_s"]].sum()
+    out: dict[str, float | int] = {
+        "train_steps": len(rows),
+        "train_tokens": int(rows["tokens"].sum()),
+        "train_tokens_per_s": float((by_job["tokens"] / by_job["step_s"]).sum()),
+        "mean_train_step_s": float(settled["step_s"].mean()),
+        "first_train_step_s": float(rows["step_s"].iloc[0]),
+    }
+    if rows["loss"].notna().all():
+        out |= {
+            "first_loss": float(rows["loss"].iloc[0]),
+            "last_loss": float(rows["loss"].iloc[-1]),
+        }
+    return out | {f"train_{work}_share": share for work, share in work_shares(run).items()}
+
+
+def work_shares(run: Run) -> dict[str, float]:
+    """Busy time of each kind of training work over the time from the first issue to the last end.
+
+    Updates on the host's lane run beside the device, so the shares may add up to more than one.
+    """
+    rows = run.steps[run.steps["work"].isin(WORKS)]
+    whole_ns = float(run.training["end_ns"].max() - run.training["start_ns"].min())
+    busy = (rows["end_ns"] - rows["start_ns"]).groupby(rows["work"]).sum()
+    return {str(work): float(ns) / whole_ns for work, ns in busy.items()}

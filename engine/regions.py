@@ -1,0 +1,58 @@
+"""The memory of a training job by name: one place for the rule which region holds what.
+
+`part` is a chunk for model states and a unit for everything that flows through the chain.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from engine.plan import Kind, Place, Region, Tier
+
+NAMES = 1 << 16  # remembered: policies ask for the same ones at every step
+WORKSPACE, FLOW = 0, 1  # slots of Kind.BUFFER
+
+
+@lru_cache(maxsize=NAMES)
+def weight(job_id: int, chunk: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
+    """A chunk's parameters, as units compute with them."""
+    return Place(Region(job_id, Kind.WEIGHT, chunk), tier, device)
+
+
+@lru_cache(maxsize=NAMES)
+def gradient(job_id: int, chunk: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
+    """What backwards of a step have added up for a chunk."""
+    return Place(Region(job_id, Kind.GRADIENT, chunk), tier, device)
+
+
+@lru_cache(maxsize=NAMES)
+def optimizer(job_id: int, chunk: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
+    """A chunk's optimizer states: master weights where units compute in 16 bits, then moments."""
+    return Place(Region(job_id, Kind.OPTIMIZER, chunk), tier, device)
+
+
+@lru_cache(maxsize=NAMES)
+def saved(job_id: int, unit: int, microbatch: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
+    """What a unit's forward keeps for its backward, beside its input and its parameters."""
+    return Place(Region(job_id, Kind.ACTIVATION, unit, microbatch), tier, device)
+
+
+@lru_cache(maxsize=NAMES)
+def hidden(
+    job_id: int, unit: int, num_units: int, microbatch: int, tier: Tier = Tier.GPU, device: int = 0
+) -> Place:
+    """The input of a unit: what the unit below it has put out."""
+    assert 0 < unit < num_units, f"unit {unit} of {num_units} has no hidden input"
+    return Place(Region(job_id, Kind.ACTIVATION, num_units + unit, microbatch), tier, device)
+
+
+@lru_cache(maxsize=NAMES)
+def flow(job_id: int, unit: int, device: int = 0) -> Place:
+    """The gradient of a unit's input, on its way to the unit below."""
+    return Place(Region(job_id, Kind.BUFFER, unit, FLOW), Tier.GPU, device)
+
+
+@lru_cache(maxsize=NAMES)
+def workspace(job_id: int, device: int = 0) -> Place:
+    """What a launch takes and gives back: booked around it, so that others make room for it."""
+    return Place(Region(job_id, Kind.BUFFER, 0, WORKSPACE), Tier.GPU, device)

@@ -1,0 +1,154 @@
+"""How far a training job is, as issued. Only the engine changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from engine.plan import Work
+from engine.training_layout import TrainingLayout
+from traces.request import TrainingJob
+
+
+class Task(NamedTuple):
+    """A link of a training job's chain: what is done, to which unit (an update: to which chunk of
+    the model), and for which microbatch, counted through the job."""
+
+    work: Work
+    part: int
+    microbatch: int
+
+
+class Training:
+    """Progress of a training job: a frontier per microbatch, and updates per chunk.
+
+    A microbatch goes forward through all units and backward down to `first`; a step is complete
+    when all its microbatches are, and all chunks that train have been updated. Without a layout
+    each unit is a chunk of its own.
+    """
+
+    __slots__ = (
+        "_backward",
+        "_forward",
+        "_tasks",
+        "first",
+        "layout",
+        "recorded_tokens",
+        "spec",
+        "step",
+        "trained_by",
+        "updated",
+    )
+
+    def __init__(
+        self, spec: TrainingJob, layout: TrainingLayout | None = None, recorded_tokens: int = 0
+    ) -> None:
+        self.spec, self.layout = spec, layout
+        self.first = 0 if layout is None else layout.first
+        units = range(spec.num_units)
+        self.trained_by: Mapping[int, Sequence[int]]  # chunk -> units that add to its gradients
+        self.trained_by = {u: (u,) for u in units} if layout is None else layout.trained_by
+        self.recorded_tokens = recorded_tokens  # serving has gone forward so far already
+        self.step = 0  # steps completed
+        self.updated = dict.fromkeys(self.trained_by, 0)  # updates issued per chunk
+        self._forward: dict[int, list[int]] = {}  # microbatch -> tokens per unit
+        self._backward: dict[int, list[int]] = {}
+        self._tasks = self._of_one_step()
+
+    def _of_one_step(self) -> tuple[Task, ...]:
+        spec, tasks = self.spec, list[Task]()
+        for k in range(spec.microbatches):
+            tasks += [Task(Work.FORWARD, u, k) for u in range(spec.num_units)]
+            backward = range(spec.num_units - 1, self.first - 1, -1)
+            tasks += [Task(Work.BACKWARD, u, k) for u in backward]
+        if spec.has_update:
+            last = spec.microbatches - 1
+            tasks += [Task(Work.UPDATE, c, last) for c in sorted(self.trained_by)]
+        return tuple(tasks)
+
+    @property
+    def microbatches(self) -> range:
+        """Those of the step that is under way."""
+        each = self.spec.microbatches
+        return range(self.step * each, (self.step + 1) * each)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.step >= self.spec.num_steps
+
+    def frontier(self, microbatch: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Tokens done per unit, forward and backward."""
+        units, total = self.spec.num_units, self.spec.microbatch_tokens
+        if microbatch < self.microbatches.start:
+            return [total] * units, [total] * units
+        forward = self._forward.get(microbatch) or [self.recorded_tokens] * units
+        return forward, self._backward.get(microbatch) or [0] * units
+
+    def progress(self, microbatch: int) -> tuple[list[int], list[int]]:
+        """The same lists, to be moved on."""
+        forward, backward = self.frontier(microbatch)
+        return (
+            self._forward.setdefault(microbatch, list(forward)),
+            self._backward.setdefault(microbatch, list(backward)),
+        )
+
+    def forget(self) -> None:
+        """Starts the microbatches under way anew, without what serving had recorded."""
+        self.recorded_tokens = 0
+        self._forward.clear()
+        self._backward.clear()
+
+    def version(self, unit: int) -> int:
+        """Updates issued of a unit's weights; frozen ones are as new as any."""
+        own = [self.updated[c] for c, units in self.trained_by.items() if unit in units]
+        return min(own, default=self.step)
+
+    def is_trained(self, microbatch: int) -> bool:
+        """Whether its backward is complete."""
+        return self.frontier(microbatch)[1][self.first] >= self.spec.microbatch_tokens
+
+    def complete_steps(self) -> bool:
+        """Counts what is complete now; returns whether that has grown."""
+        before = self.step
+        while not self.is_complete and self._is_done():
+            for microbatch in self.microbatches:
+                self._forward.pop(microbatch, None)
+                self._backward.pop(microbatch, None)
+            self.step += 1
+        return self.step > before
+
+    def _is_done(self) -> bool:
+        if self.spec.has_update:
+            return min(self.updated.values()) > self.step
+        return all(self.is_trained(microbatch) for microbatch in self.microbatches)
+
+    # ---- what comes
+    @property
+    def position(self) -> int:
+        """Tasks of this step that are issued, where they go in the order of `ahead`."""
+        total, units, at = self.spec.microbatch_tokens, self.spec.num_units, 0
+        for microbatch in self.microbatches:
+            forward, backward = self.frontier(microbatch)
+            if forward[-1] < total:
+                return at + sum([done >= total for done in forward])
+            done = sum([backward[u] >= total for u in range(self.first, units)])
+            at += units + done
+            if done < units - self.first:
+                return at
+        return at + sum([count > self.step for count in self.updated.values()])
+
+    def ahead(self, n: int) -> Sequence[Task]:
+        """The next n tasks, one microbatch behind the other, cyclically: what a memory policy may
+        look forward to."""
+        at, tasks, each = self.position, self._tasks, self.spec.microbatches
+        found = []
+        for i in range(at, at + n):
+            rounds, place = divmod(i, len(tasks))
+            task = tasks[place]
+            found.append(task._replace(microbatch=task.microbatch + (self.step + rounds) * each))
+        return found
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All of one step, with microbatches from 0."""
+        return self._tasks

@@ -1,0 +1,110 @@
+"""What a planner lays out for a training job: chunks of its model, and what its units need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.training_shape import TrainingShape
+
+
+class Mode(StrEnum):
+    """What becomes of a unit's activations between its forward and its backward."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Parameters that are kept, moved and updated as one. Bytes include what fills it up."""
+
+    parameters: tuple[int, ...]  # of the TrainingShape, in the order in which they lie
+    weight_bytes: int
+    gradient_bytes: int = 0  # none where nothing of it trains
+    optimizer_bytes: int = 0
+
+    @property
+    def trains(self) -> bool:
+        return bool(self.gradient_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A link of the chain, for one microbatch: what it touches and what it takes."""
+
+    chunks: tuple[int, ...]  # whose weights it reads
+    trained: tuple[int, ...]  # whose gradients its backward adds to
+    mode: Mode
+    input_bytes: int
+    saved_bytes: int
+    forward_bytes: int  # workspace of a forward that keeps
+    light_bytes: int  # of one that does not
+    backward_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingLayout:
+    """Chunks and units of one job. `first` is the unit at which a backward ends."""
+
+    chunks: tuple[Chunk, ...]
+    units: tuple[Unit, ...]
+    first: int = 0
+
+    @property
+    def num_units(self) -> int:
+        return len(self.units)
+
+    @property
+    def trained_by(self) -> dict[int, tuple[int, ...]]:
+        """Per chunk that trains: the units whose backwards add to its gradients."""
+        found: dict[int, tuple[int, ...]] = {}
+        for c, chunk in enumerate(self.chunks):
+            if chunk.trains:
+                found[c] = tuple(u for u, unit in enumerate(self.units) if c in unit.trained)
+        return found
+
+
+def lay_out(
+    shape: TrainingShape,
+    chunks: Sequence[Sequence[int]],
+    modes: Sequence[Mode],
+    chunk_elements: int = 0,
+) -> TrainingLayout:
+    """The layout of a shape whose parameters lie in these chunks.
+
+    `chunk_elements`: the size that every chunk is filled up to; 0: as large as its parameters.
+    Frozen parameters share no chunk with trained ones: they would be updated with them.
+    """
+    made = tuple(_chunk(shape, parameters, chunk_elements) for parameters in chunks)
+    where = {p: c for c, chunk in enumerate(made) for p in chunk.parameters}
+    assert sorted(where) == list(range(len(shape.parameters))), "each parameter is in one chunk"
+    trains = [any(shape.parameters[p].trains for p in unit.parameters) for unit in shape.units]
+    first = trains.index(True)
+    units = []
+    for u, unit in enumerate(shape.units):
+        own = _in_order(where[p] for p in unit.parameters)
+        trained = _in_order(where[p] for p in unit.parameters if shape.parameters[p].trains)
+        mode = Mode.KEEP if u == len(shape.units) - 1 else modes[u]  # the head's backward follows
+        sizes = (unit.input_bytes, unit.saved_bytes, unit.forward_bytes)
+        units.append(Unit(own, trained, mode, *sizes, unit.light_bytes, unit.backward_bytes))
+    return TrainingLayout(made, tuple(units), first)
+
+
+def _chunk(shape: TrainingShape, parameters: Sequence[int], elements: int) -> Chunk:
+    own = [shape.parameters[p] for p in parameters]
+    count = max(elements, sum(p.elements for p in own))
+    weight_bytes = count * shape.item_bytes
+    kinds = {p.trains for p in own}
+    assert len(kinds) == 1, "frozen and trained parameters share a chunk"
+    if not kinds.pop():
+        return Chunk(tuple(parameters), weight_bytes)
+    return Chunk(tuple(parameters), weight_bytes, weight_bytes, count * shape.optimizer_item_bytes)
+
+
+def _in_order(chunks: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(chunks)))

@@ -1,0 +1,29 @@
+"""Training with everything on the device: the reference, and what does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.plan import Plan, Slice
+from engine.view import View
+from policies.eviction import LastIn
+from policies.launching import launches_of
+from policies.out_of_memory import patient
+from policies.residency import Residency
+
+
+@dataclass(frozen=True)
+class AllOnDevice:
+    """Nothing leaves the device but what units save for the host; updates run there.
+
+    States that lie on the host at the start come at their first use. Rests on coming bytes.
+    """
+
+    @patient
+    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+        device = Residency(view, LastIn(), kinds=(), is_exclusive=True)
+        for piece in batch:
+            for launch in launches_of(piece, view.device):
+                device.seat(launch)
+                device.run(launch)
+        return device.plan()

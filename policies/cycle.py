@@ -1,0 +1,118 @@
+"""One step of a training job, launch by launch: the future that its chain makes certain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from engine.job import Job
+from engine.plan import Place, Work
+from engine.regions import gradient, optimizer, weight
+from engine.training import Training
+from engine.training_layout import Mode, TrainingLayout
+from engine.view import View
+
+CYCLES = 64  # training jobs whose cycle is remembered; an object each, compared by identity
+
+
+class Link(NamedTuple):
+    """A launch of a step: a task, or the forward that is repeated before a backward."""
+
+    work: Work
+    part: int  # a unit; of an update, a chunk
+    microbatch: int  # of the step, from 0
+    again: bool = False
+
+
+def training_jobs(view: View) -> Iterator[Job]:
+    """All that train or are to, in the order of their coming."""
+    yield from view.training
+    yield from (job for job in view.waiting if job.training is not None)
+
+
+def layout_of(training: Training) -> TrainingLayout:
+    """What the planner laid out for a job. ValueError where there was none."""
+    if training.layout is None:
+        raise ValueError(
+            f"training job {training.spec.job_id}: nothing is laid out for it; "
+            "choose a planner that makes chunks, such as planner=unit_chunks"
+        )
+    return training.layout
+
+
+@lru_cache(maxsize=CYCLES)
+def cycle_of(training: Training) -> tuple[Link, ...]:
+    """The launches of one step in the order of the job's tasks, recomputation included."""
+    units, links = layout_of(training).units, list[Link]()
+    for work, part, microbatch in training.tasks:
+        if work is Work.BACKWARD and units[part].mode is Mode.RECOMPUTE:
+            links.append(Link(Work.FORWARD, part, microbatch, again=True))
+        links.append(Link(work, part, microbatch))
+    return tuple(links)
+
+
+@lru_cache(maxsize=CYCLES)
+def uses_of(
+    training: Training, device: int, updates_here: bool
+) -> tuple[Mapping[Place, Sequence[int]], int]:
+    """When launches of a step use each place of model states on a device, and how many there are.
+
+    Updates on the host's lane use nothing of the device.
+    """
+    layout, job_id = layout_of(training), training.spec.job_id
+    uses: dict[Place, list[int]] = {}
+    links = cycle_of(training)
+    for moment, (work, part, _, _) in enumerate(links):
+        if work is Work.UPDATE:
+            kinds = (weight, gradient, optimizer) if updates_here else ()
+            places = [kind(job_id, part, device=device) for kind in kinds]
+        else:
+            places = [weight(job_id, c, device=device) for c in layout.units[part].chunks]
+            if work is Work.BACKWARD:
+                trained = layout.units[part].trained
+                places += [gradient(job_id, c, device=device) for c in trained]
+        for place in places:
+            uses.setdefault(place, []).append(moment)
+    return uses, len(links)
+
+
+Turn = tuple[Work, int, int]  # of a unit: forward or backward, unit, microbatch of the step
+
+
+class Ahead(NamedTuple):
+    """What comes behind a launch: turns of units, and the chunks and gradients that they use."""
+
+    turns: tuple[Turn, ...]
+    chunks: frozenset[int]
+    trained: frozenset[int]
+
+
+@lru_cache(maxsize=CYCLES)
+def horizon(training: Training, turns: int) -> tuple[Ahead, ...]:
+    """Per launch of a step, what the next so many turns behind it use, up to the updates."""
+    links, found = cycle_of(training), list[Ahead]()
+    for moment, link in enumerate(links):
+        coming = list[Turn]()
+        for later in links[moment + 1 :]:
+            if Work.UPDATE in (link.work, later.work):
+                break
+            turn = _turn(later)
+            if turn != _turn(link) and turn not in coming:
+                if len(coming) == turns:
+                    break
+                coming.append(turn)
+        rest = [_turn(link)] if link.again else []  # its backward follows at once
+        found.append(_ahead(layout_of(training), coming, rest))
+    return tuple(found)
+
+
+def _turn(link: Link) -> Turn:
+    return (Work.BACKWARD if link.again else link.work), link.part, link.microbatch
+
+
+def _ahead(layout: TrainingLayout, coming: Sequence[Turn], rest: Sequence[Turn]) -> Ahead:
+    units, turns = layout.units, (*rest, *coming)
+    chunks = {c for _, unit, _ in turns for c in units[unit].chunks}
+    trained = {c for work, u, _ in turns if work is Work.BACKWARD for c in units[u].trained}
+    return Ahead(tuple(coming), frozenset(chunks), frozenset(trained))

@@ -1,0 +1,117 @@
+"""Chunks of one size, filled in module order, as PatrickStar lays them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from engine.layout import Layout
+from engine.plan import Pool, Tier
+from engine.training_layout import Mode, TrainingLayout, lay_out
+from engine.training_shape import TrainingShape
+from engine.view import Cost
+from policies.laying_out import Start, apart, modes_of, prepared
+from traces.request import TrainingJob
+
+MEBI = 1 << 20
+SIZES = tuple(mebi * MEBI for mebi in range(312, 56, -32))  # 312 to 88 Mi, those of the original
+
+
+@dataclass(frozen=True)
+class FixedChunks:
+    """Parameters of a module come together or not at all, into the last chunk if they find room
+    there, else into a new one. Frozen and trained ones fill chunks of their own.
+
+    chunk_elements  numbers in a chunk; 0: the size of `sizes` with the smallest footprint among
+                    those that fit (of equals the first)
+    padded          chunks take their full size, as the original's buffers; false: what is in them
+    oversize        a module larger than a chunk is an `error`, or a chunk of its own (`alone`)
+    warmup_share    of the device, for chunks in warm-up: two must fit for a size to be taken
+    modes, start    as those of UnitChunks
+    """
+
+    chunk_elements: int = 0
+    sizes: tuple[int, ...] = SIZES
+    padded: bool = True
+    oversize: Literal["error", "alone"] = "error"
+    warmup_share: float = 0.1
+    modes: Mode | tuple[Mode, ...] = Mode.KEEP
+    start: Start = "host"
+
+    def prepare(
+        self,
+        shapes: Mapping[int, TrainingShape],
+        jobs: Sequence[TrainingJob],
+        capacity_bytes: Mapping[Pool, int],
+        cost: Cost | None = None,
+    ) -> Layout:
+        """See Planner. ValueError for wrong modes or sizes, MemoryError where nothing fits."""
+
+        def fixed(shape: TrainingShape, modes: Sequence[Mode]) -> TrainingLayout:
+            size = self.chunk_elements or self.searched(shape, capacity_bytes)
+            return self.laid_out(shape, size, modes)
+
+        return prepared(shapes, self.modes, self.start, capacity_bytes, fixed)
+
+    def laid_out(self, shape: TrainingShape, size: int, modes: Sequence[Mode]) -> TrainingLayout:
+        """The layout by chunks of a size. ValueError where a module is larger."""
+        every, chunks = range(len(shape.parameters)), list[list[int]]()
+        for part in apart(shape, every):
+            chunks += self._filled(shape, part, size)
+        return lay_out(shape, chunks, modes, size if self.padded else 0)
+
+    def _filled(
+        self, shape: TrainingShape, parameters: Sequence[int], size: int
+    ) -> list[list[int]]:
+        chunks, room = list[list[int]](), 0
+        for name, group in groupby(parameters, key=lambda p: _module(shape.parameters[p].name)):
+            module = [*group]
+            elements = sum([shape.parameters[p].elements for p in module])
+            if elements > size and self.oversize == "error":
+                raise ValueError(
+                    f"planner.chunk_elements={size:,}: module {name} has {elements:,} parameters; "
+                    "take larger chunks, or planner.oversize=alone"
+                )
+            if not chunks or elements > room:
+                chunks.append([])
+                room = max(size, elements)
+            chunks[-1] += module
+            room -= elements
+        return chunks
+
+    def searched(self, shape: TrainingShape, capacity_bytes: Mapping[Pool, int]) -> int:
+        """The chunk size with the smallest footprint. MemoryError where none fits.
+
+        Two chunks must fit what warm-up leaves them of the device, and all states into device and
+        host together. (The original compares bytes with twice the number of elements.)
+        """
+        device = capacity_bytes.get((Tier.GPU, 0), 0)
+        modes = modes_of(Mode.KEEP, len(shape.units), 0)
+        fitting = list[tuple[int, int, int]]()
+        for order, size in enumerate(self.sizes):
+            if 2 * size * shape.item_bytes > device * self.warmup_share:
+                continue
+            try:
+                layout = self.laid_out(shape, size, modes)
+            except ValueError:  # a module is larger
+                continue
+            if (nbytes := footprint_bytes(layout)) <= sum(capacity_bytes.values()):
+                fitting.append((nbytes, order, size))
+        if not fitting:
+            raise MemoryError(
+                "planner.chunk_elements: no size of planner.sizes fits: two chunks must fit "
+                f"{self.warmup_share:.0%} of the device, all states into device and host; "
+                "give more memory or smaller sizes"
+            )
+        return min(fitting)[2]
+
+
+def footprint_bytes(layout: TrainingLayout) -> int:
+    """All states of a layout."""
+    return sum([c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in layout.chunks])
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0]

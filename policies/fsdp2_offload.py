@@ -1,0 +1,31 @@
+"""FSDP2 with CPU offloading: all or nothing, one unit ahead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.plan import Plan, Slice, Work
+from engine.training_layout import TrainingLayout
+from engine.view import View
+from policies.cycle import Link
+from policies.streaming import Streaming
+
+
+@dataclass(frozen=True)
+class Fsdp2Offload:
+    """As `fully_shard` with CPUOffloadPolicy on one device: each unit is fetched while the one
+    before it runs, gradients go out, and the host updates behind the whole backward.
+
+    `keeps_root`: weights of the embedding and the head stay from forward to backward, since the
+    root module is not resharded behind its forward. Rests on coming bytes.
+    """
+
+    keeps_root: bool = True
+
+    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+        return Streaming(1, self._stays).fit(batch, view)
+
+    def _stays(self, layout: TrainingLayout, chunk: int, link: Link) -> bool:
+        if not self.keeps_root or link.work is not Work.FORWARD or link.again:
+            return False
+        return chunk in layout.units[0].chunks or chunk in layout.units[-1].chunks

@@ -1,0 +1,190 @@
+"""What a launch of a training job touches: the one place for what begins and ends around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.plan import COMPUTE_LANE, HOST_LANE, Grow, Place, Slice, Tier, Work
+from engine.regions import flow, gradient, hidden, optimizer, saved, weight, workspace
+from engine.training_layout import Mode, TrainingLayout, Unit
+from policies.cycle import layout_of
+from traces.request import TrainingJob
+
+
+@dataclass(frozen=True, slots=True)
+class Launching:
+    """A launch before it is drafted. What a unit saves has a place also where it takes no bytes:
+    something of its graph is there."""
+
+    piece: Slice
+    brought: tuple[tuple[Place, int], ...]  # must hold what is new; bytes, for those that begin
+    grows: tuple[Grow, ...]  # begin with it, on the device
+    reads: tuple[Place, ...]
+    writes: tuple[Place, ...]
+    frees: tuple[Place, ...] = ()  # end with it, in whatever tier they are
+    sends: tuple[Place, ...] = ()  # go to the host behind it
+    on: str = COMPUTE_LANE
+    again: bool = False
+
+
+def launches_of(
+    piece: Slice, device: int, updates_on: str = COMPUTE_LANE, reuses: bool = False
+) -> Iterator[Launching]:
+    """A task's launches: one, or two where a forward is repeated before its backward.
+
+    With `reuses` gradients lie in the storage of their weights (PatrickStar), which an update then
+    finds there.
+    """
+    training = piece.job.training
+    assert training is not None and piece.layers is not None, "a task of a training job"
+    layout, part = layout_of(training), piece.layers.start
+    if reuses:
+        _check_reuse(training.spec)
+    maker = _Maker(piece, layout, part, device, reuses)
+    if piece.work is Work.UPDATE:
+        yield maker.update(updates_on)
+    elif piece.work is Work.FORWARD:
+        yield maker.forward()
+    else:
+        if layout.units[part].mode is Mode.RECOMPUTE:
+            yield maker.forward(again=True)
+        yield maker.backward()
+
+
+def goes_out(unit: Unit) -> bool:
+    """Whether what it saves goes to the host until its backward."""
+    return unit.mode is Mode.OFFLOAD and unit.saved_bytes > 0
+
+
+def _check_reuse(spec: TrainingJob) -> None:
+    dtype, microbatches = spec.recipe.dtype, spec.microbatches
+    if dtype != "bfloat16" or microbatches > 1:
+        raise ValueError(
+            f"training job {spec.job_id}: reuses_gradients puts gradients over weights, which "
+            f"needs masters (bfloat16, not {dtype}) and one microbatch a step, not "
+            f"{microbatches}; set reuses_gradients=false"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Names the places of a task. `part` is its unit, or the chunk that it updates."""
+
+    piece: Slice
+    layout: TrainingLayout
+    part: int
+    device: int
+    reuses: bool
+
+    @property
+    def _unit(self) -> Unit:
+        return self.layout.units[self.part]
+
+    @property
+    def _id(self) -> int:
+        return self.piece.job.job_id
+
+    def forward(self, again: bool = False) -> Launching:
+        """Keeps what its backward needs, unless that repeats it or there is none."""
+        unit, u, layout = self._unit, self.part, self.layout
+        has_backward = u >= layout.first
+        keeps = again or (has_backward and unit.mode is not Mode.RECOMPUTE)
+        put_out = () if again else self._hidden(u + 1)
+        kept = self._saved() if keeps else ()
+        work_bytes = unit.forward_bytes if keeps else unit.light_bytes
+        if again:  # puts out once more what nobody wants
+            work_bytes += sum([op.nbytes for op in self._hidden(u + 1)])
+        work = self._workspace(work_bytes)
+        grows, below = (*put_out, *kept, *work), _places(self._hidden(u))
+        return Launching(
+            self.piece if not again else self.piece._replace(work=Work.FORWARD),
+            self._weights(),
+            grows,
+            (*self._weight_places(), *below),
+            _places(grows),
+            (*_places(work), *(() if has_backward else below)),
+            _places(kept) if goes_out(unit) else (),
+            again=again,
+        )
+
+    def backward(self) -> Launching:
+        """Adds to gradients and passes one on, as long as something below it trains."""
+        unit, u = self._unit, self.part
+        trained, kept = unit.trained, self._saved()
+        passed = self._flow(u) if u > self.layout.first else ()
+        came = _places(self._flow(u + 1))
+        grows = (*passed, *self._workspace(unit.backward_bytes))
+        if self.reuses:
+            begun: tuple[tuple[Place, int], ...] = ()
+            reads = self._weight_places(without=trained)
+            writes = tuple([weight(self._id, c, device=self.device) for c in trained])
+        else:
+            chunks = self.layout.chunks
+            begun = tuple([(self._gradient(c), chunks[c].gradient_bytes) for c in trained])
+            reads, writes = self._weight_places(), tuple([place for place, _ in begun])
+        away = tuple([(op.place, op.nbytes) for op in kept]) if goes_out(unit) else ()
+        inputs = (*_places(kept), *_places(self._hidden(u)), *came)
+        return Launching(
+            self.piece,
+            (*self._weights(), *begun, *away),
+            grows,
+            (*reads, *inputs),
+            (*writes, *_places(grows)),
+            (*_places(grows[len(passed) :]), *inputs),
+        )
+
+    def update(self, on: str) -> Launching:
+        """Of a chunk, on the device or on the host's lane: there all must lie on the host."""
+        c, chunk = self.part, self.layout.chunks[self.part]
+        tier, device = (Tier.HOST, 0) if on == HOST_LANE else (Tier.GPU, self.device)
+        states = [(weight(self._id, c, tier, device), chunk.weight_bytes)]
+        if chunk.optimizer_bytes:
+            states.append((optimizer(self._id, c, tier, device), chunk.optimizer_bytes))
+        writes = tuple([place for place, _ in states])
+        if self.reuses:
+            return Launching(self.piece, tuple(states), (), (), writes, on=on)
+        added = gradient(self._id, c, tier, device)
+        brought = (*states, (added, chunk.gradient_bytes))
+        return Launching(self.piece, brought, (), (added,), writes, (added,), on=on)
+
+    # ---- places of a unit
+    def _weights(self) -> tuple[tuple[Place, int], ...]:
+        chunks = self.layout.chunks
+        pairs = zip(self._weight_places(), self._unit.chunks, strict=True)
+        return tuple([(place, chunks[c].weight_bytes) for place, c in pairs])
+
+    def _weight_places(self, without: tuple[int, ...] = ()) -> tuple[Place, ...]:
+        chunks = [c for c in self._unit.chunks if c not in without]
+        return tuple([weight(self._id, c, device=self.device) for c in chunks])
+
+    def _gradient(self, chunk: int) -> Place:
+        return gradient(self._id, chunk, device=self.device)
+
+    def _saved(self) -> tuple[Grow, ...]:
+        place = saved(self._id, self.part, self.piece.microbatch, device=self.device)
+        return (Grow(place, self._unit.saved_bytes),)
+
+    def _hidden(self, unit: int) -> tuple[Grow, ...]:
+        units = self.layout.units
+        if not 0 < unit < len(units):
+            return ()
+        place = hidden(self._id, unit, len(units), self.piece.microbatch, device=self.device)
+        return _grow(place, units[unit].input_bytes)
+
+    def _flow(self, unit: int) -> tuple[Grow, ...]:
+        units = self.layout.units
+        if not 0 < unit < len(units):
+            return ()
+        return _grow(flow(self._id, unit, self.device), units[unit].input_bytes)
+
+    def _workspace(self, nbytes: int) -> tuple[Grow, ...]:
+        return _grow(workspace(self._id, self.device), nbytes)
+
+
+def _grow(place: Place, nbytes: int) -> tuple[Grow, ...]:
+    return (Grow(place, nbytes),) if nbytes else ()
+
+
+def _places(grows: tuple[Grow, ...]) -> tuple[Place, ...]:
+    return tuple([op.place for op in grows])

@@ -1,0 +1,86 @@
+"""What planners of training have in common: modes of units, and where states lie at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from engine.layout import Layout
+from engine.plan import Place, Pool, Tier
+from engine.regions import optimizer, weight
+from engine.training_layout import Mode, TrainingLayout
+from engine.training_shape import TrainingShape
+from policies.out_of_memory import OutOfMemory
+
+Start = Literal["host", "device", "host_first"]
+LayOut = Callable[[TrainingShape, Sequence[Mode]], TrainingLayout]
+
+
+def prepared(
+    shapes: Mapping[int, TrainingShape],
+    modes: Mode | tuple[Mode, ...],
+    start: Start,
+    capacity_bytes: Mapping[Pool, int],
+    lay_out: LayOut,
+) -> Layout:
+    """The layout of all training jobs. ValueError where modes do not fit them,
+    OutOfMemory where memory does not.
+
+    `start`: all states on the host, or on the device, or on the host as far as it has room
+    (optimizer states before weights) and the rest on the device.
+    """
+    layouts = {
+        job_id: lay_out(shape, modes_of(modes, len(shape.units), job_id))
+        for job_id, shape in shapes.items()
+    }
+    return Layout(places=_places(layouts, start, capacity_bytes), training=layouts)
+
+
+def modes_of(modes: Mode | tuple[Mode, ...], num_units: int, job_id: int) -> tuple[Mode, ...]:
+    """One per unit. A single one is for all layers; a list has one for each layer, or for each
+    unit. Embedding and head keep where nothing is said of them."""
+    if isinstance(modes, Mode):
+        modes = (modes,) * (num_units - 2)
+    if len(modes) == num_units - 2:
+        return (Mode.KEEP, *modes, Mode.KEEP)
+    if len(modes) != num_units:
+        raise ValueError(
+            f"planner.modes: {len(modes)} given, but training job {job_id} has {num_units - 2} "
+            f"layers between embedding and head; give one for all, or one for each"
+        )
+    return tuple(modes)
+
+
+def _places(
+    layouts: Mapping[int, TrainingLayout], start: Start, capacity_bytes: Mapping[Pool, int]
+) -> dict[Place, int]:
+    states = [*_states(layouts)]
+    room = dict(capacity_bytes)
+    found: dict[Place, int] = {}
+    for on_host, on_device, nbytes in states:
+        place = on_device if start == "device" else on_host
+        if start == "host_first" and nbytes > room.get(on_host.pool, 0):
+            place = on_device
+        room[place.pool] = left = room.get(place.pool, 0) - nbytes
+        if left < 0:
+            raise OutOfMemory(place.pool, -left, f"the model states (planner.start={start})")
+        found[place] = nbytes
+    return found
+
+
+def _states(layouts: Mapping[int, TrainingLayout]) -> list[tuple[Place, Place, int]]:
+    """Places on host and device with their bytes, optimizer states of all jobs first."""
+    found = list[tuple[Place, Place, int]]()
+    for kind in (optimizer, weight):
+        for job_id, layout in layouts.items():
+            for c, chunk in enumerate(layout.chunks):
+                nbytes = chunk.optimizer_bytes if kind is optimizer else chunk.weight_bytes
+                if nbytes:
+                    found.append((kind(job_id, c, Tier.HOST), kind(job_id, c), nbytes))
+    return found
+
+
+def apart(shape: TrainingShape, parameters: Sequence[int]) -> list[list[int]]:
+    """Frozen and trained ones of a list of parameters, each in their order; none is empty."""
+    found = [[p for p in parameters if shape.parameters[p].trains is t] for t in (False, True)]
+    return [part for part in found if part]

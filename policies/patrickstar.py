@@ -1,0 +1,113 @@
+"""PatrickStar: chunks move with the tide of everything else, farthest next use first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.job import Job
+from engine.plan import COMPUTE_LANE, HOST_LANE, Plan, Slice, Tier, Work
+from engine.view import View
+from policies.cycle import layout_of, training_jobs
+from policies.eviction import FarthestUse, Future
+from policies.out_of_memory import patient
+from policies.residency import Residency
+from policies.tide import Budget, Tide, device_updates, tide_of
+
+
+@dataclass(frozen=True)
+class PatrickStar:
+    """Exclusive tiers, statistics of a warm-up step, budgets by launch, room made ahead for the
+    next launch, and updates on the device as far as there is a margin (Fang et al., TPDS'23).
+
+    device_share      of the device's memory that may be used at all
+    warmup_share      of that, for chunks, in the first step; with `static_partition` for ever
+    margin_share      of the margin that device updates may fill; `updates` may also say where
+    reuses_gradients  gradients take the place of their weights (bfloat16, one microbatch a step)
+    buffer_chunks     chunks' worth of memory set aside in forward and backward; original: 1
+    staging_chunks    the same in updates; original: 8 (16 bytes per number of a chunk)
+    strict            a budget that cannot be kept since the host is full is an error, as in the
+                      original; else only what cannot run is one
+
+    Budgets give way where a launch could not run otherwise. Where the host has no room for what an
+    update needs, it runs on the device. Slips that are mended: an exact number of device updates
+    lost one, the update was a single moment, buffers in backward were counted squared. Rests on
+    coming bytes.
+    """
+
+    device_share: float = 1.0
+    warmup_share: float = 0.1
+    margin_share: float = 0.8
+    updates: Literal["margin", "host", "device"] = "margin"
+    reuses_gradients: bool = False
+    static_partition: bool = False
+    buffer_chunks: int = 0
+    staging_chunks: int = 0
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("device_share", "warmup_share", "margin_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"patrickstar: {name} is {getattr(self, name)}, not in [0, 1]")
+        for name in ("buffer_chunks", "staging_chunks"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"patrickstar: {name} is {getattr(self, name)}, not at least 0")
+
+    @patient
+    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+        tides = {
+            job.job_id: tide_of(job.job_id, view.profile.moments(job.job_id))
+            for job in training_jobs(view)
+        }
+        device = Residency(view, _order(view, tides), is_exclusive=True)
+        for piece in batch:
+            self._carry_out(piece, view, device, tides[piece.job.job_id])
+        return device.plan()
+
+    def _carry_out(self, piece: Slice, view: View, device: Residency, tide: Tide | None) -> None:
+        budget, others = self._budget(piece.job, view), () if tide is None else tide.other_bytes
+        on = self._lane(piece, budget, others) if piece.work is Work.UPDATE else COMPUTE_LANE
+        first = view.profile.moment(piece.job.job_id)
+        for launch in device.launches(piece, on, self.reuses_gradients):
+            moment = first + device.clock
+            available = budget.available(piece.work, moment, others)
+            device.make_way(launch, available, self.strict)
+            device.seat(launch)
+            device.run(launch)
+            device.shrink(budget.ahead(moment, others))
+
+    def _budget(self, job: Job, view: View) -> Budget:
+        assert job.training is not None
+        capacity = view.capacity_bytes[Tier.GPU, view.device]
+        largest = max([chunk.weight_bytes for chunk in layout_of(job.training).chunks])
+        return Budget(
+            int(capacity * self.device_share),
+            self.buffer_chunks * largest,
+            self.staging_chunks * largest,
+            self.warmup_share,
+            self.static_partition,
+        )
+
+    def _lane(self, piece: Slice, budget: Budget, other_bytes: tuple[int, ...]) -> str:
+        """Where a chunk is updated: on the device if it is of the first that the margin holds."""
+        training = piece.job.training
+        assert training is not None and piece.layers is not None
+        if self.updates != "margin":
+            return COMPUTE_LANE if self.updates == "device" else HOST_LANE
+        chunks = layout_of(training).chunks
+        nbytes = sum([chunk.weight_bytes for chunk in chunks])
+        if not self.reuses_gradients:
+            nbytes += sum([chunk.gradient_bytes for chunk in chunks])
+        trained = [*training.trained_by]
+        states = [chunks[c].optimizer_bytes for c in trained]
+        count = device_updates(budget.margin(other_bytes, nbytes), self.margin_share, states)
+        return COMPUTE_LANE if piece.layers.start in trained[:count] else HOST_LANE
+
+
+def _order(view: View, tides: dict[int, Tide | None]) -> FarthestUse:
+    """In warm-up nothing is known of next uses: the lowest chunk goes first."""
+    futures = dict[int, Future]()
+    for job_id, tide in tides.items():
+        uses, length = ({}, 1) if tide is None else (tide.uses, len(tide.other_bytes))
+        futures[job_id] = Future(uses, length, view.profile.moment(job_id))
+    return FarthestUse(futures)

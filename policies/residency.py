@@ -1,0 +1,254 @@
+"""A plan in the making that keeps model states within the memory of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from engine.draft import Draft
+from engine.job import Job
+from engine.plan import (
+    COMPUTE_LANE,
+    HOST_LANE,
+    Compute,
+    Kind,
+    Place,
+    Plan,
+    Pool,
+    Slice,
+    Tier,
+    Work,
+)
+from engine.view import View
+from policies.cycle import layout_of, training_jobs
+from policies.eviction import NOW, Order, Rank
+from policies.launching import Launching, goes_out, launches_of
+from policies.out_of_memory import OutOfMemory
+
+STATES = (Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER)
+
+
+class Residency:
+    """Brings what a launch needs to where it runs, and makes room for it by an order of eviction.
+
+    States lie in one tier at a time where tiers are exclusive: coming means leaving the other, and
+    what leaves is copied. Inclusive tiers keep the copy on the host, and what is as new there is
+    dropped. Which copy is new, stamps tell, drafted operations included. It rests on free and
+    coming bytes, so it may wait for copies, but decides the same in every backend.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        order: Order,
+        kinds: Collection[Kind] = STATES,
+        is_exclusive: bool = False,
+    ) -> None:
+        """`kinds` of states may leave the device when room is needed; what units save for the host
+        always may."""
+        self._view, self._draft, self._order = view, Draft(view), order
+        self._kinds, self._is_exclusive = kinds, is_exclusive
+        self._here: Pool = (Tier.GPU, view.device)
+        self._home: Pool = (Tier.HOST, 0)
+        self._stamps: dict[Place, int] = {}  # of contents that are drafted
+        self._ranks: dict[Place, Rank] = {}  # of what may leave, in the order of booking
+        self._pinned: frozenset[Place] = frozenset()
+        self._what = ""
+        self.clock = 0  # launches drafted
+        self.state_bytes = 0  # on the device, of what may leave
+        self._booked = 0  # of what may leave
+        for place in self._found():
+            self._enter(place, order.standing(place, self._booked))
+
+    def _found(self) -> Iterator[Place]:
+        jobs = {job.job_id: job for job in training_jobs(self._view)}
+        for place in self._view.held_bytes:
+            (owner, kind, part, _), tier, device = place
+            if tier is not Tier.GPU or owner not in jobs or device != self._view.device:
+                continue
+            if kind in self._kinds or _is_on_its_way(jobs[owner], kind, part):
+                yield place
+
+    def plan(self) -> Plan:
+        """The finished plan."""
+        return self._draft.plan()
+
+    # ---- a launch
+    def launches(self, piece: Slice, on: str, reuses: bool = False) -> Iterator[Launching]:
+        """Those of a task; an update for which the host has no room runs on the device."""
+        if on == HOST_LANE and piece.work is Work.UPDATE:
+            (update,) = launches_of(piece, self._view.device, on, reuses)
+            missing = [nbytes for place, nbytes in update.brought if not self._draft.held(place)]
+            if sum(missing) <= self._draft.room(self._home):
+                yield update
+                return
+        yield from launches_of(piece, self._view.device, COMPUTE_LANE, reuses)
+
+    def seat(self, launch: Launching) -> None:
+        """Brings and grows what a launch needs. OutOfMemory where that can never fit."""
+        self._begin(launch)
+        for place, nbytes in launch.brought:
+            self.bring(place, nbytes)
+        self.make_room(self._here, sum([op.nbytes for op in launch.grows]))
+        self._draft.grow_all(launch.grows)
+
+    def run(self, launch: Launching, also_writes: tuple[Place, ...] = ()) -> None:
+        """The launch, and behind it what goes out and what ends."""
+        writes = (*launch.writes, *also_writes)
+        device = self._view.device
+        op = Compute((launch.piece,), launch.reads, writes, device, launch.on, launch.again)
+        self._draft.launch(op)
+        self.clock += 1
+        self._stamps.update(dict.fromkeys(writes, NOW + self.clock))
+        for place in launch.sends:
+            if not self.evict(place):  # it stays until there is room on the host
+                self._touch(place, self.clock - 1)
+        for place in launch.frees:
+            for copy in (place, self.elsewhere(place)):
+                if self._draft.holds(copy):
+                    self.free(copy)
+
+    # ---- places
+    def elsewhere(self, place: Place) -> Place:
+        """The same region in the other tier."""
+        return Place(place.region, *(self._home if place.tier is Tier.GPU else self._here))
+
+    def holds(self, place: Place) -> bool:
+        """Whether something is there."""
+        return bool(self._draft.held(place))
+
+    def is_new(self, place: Place) -> bool:
+        """Whether what a place holds is as new as what the other tier has."""
+        if not self._draft.held(place):
+            return False
+        other = self.elsewhere(place)
+        return not self._draft.held(other) or self._stamp(place) >= self._stamp(other)
+
+    def bring(self, place: Place, nbytes: int) -> None:
+        """Makes a place hold what is new of its region; one that is nowhere begins there."""
+        if not self.is_new(place):
+            other = self.elsewhere(place)
+            if size := self._draft.held(other):
+                if not self._draft.held(place):
+                    self.make_room(place.pool, size)
+                self.copy(other, place)
+                if self._is_exclusive or (place.tier is Tier.HOST and not _is_weight(place)):
+                    self.free(other)
+            else:
+                self.make_room(place.pool, nbytes)
+                self._draft.grow(place, nbytes)
+                self._stamps[place] = 0
+        if place.tier is Tier.GPU and self._may_leave(place):
+            self._touch(place, self.clock)
+
+    def offer(self, place: Place, nbytes: int) -> None:
+        """Brings a place from the host if that takes nothing from anybody."""
+        other = self.elsewhere(place)
+        is_away = self._draft.held(other) and not self._draft.held(place)
+        if is_away and self._draft.room(place.pool) >= nbytes:
+            self.bring(place, nbytes)
+
+    def copy(self, src: Place, dst: Place) -> None:
+        """Copies a region whole; the destination is as new as the source then."""
+        self._draft.copy(src, dst)
+        self._stamps[dst] = self._stamp(src)
+
+    def free(self, place: Place) -> None:
+        """Gives a place back."""
+        if self._ranks.pop(place, None) is not None and place.region.kind in STATES:
+            self.state_bytes -= self._draft.held(place)
+        self._draft.free(place)
+
+    def evict(self, place: Place) -> bool:
+        """Takes a place off the device, copied out unless the host has it as new; whether there was
+        room for that."""
+        away = self.elsewhere(place)
+        has_copy = self._draft.held(away)
+        if not has_copy or self._stamp(away) < self._stamp(place):
+            if not has_copy and self._draft.held(place) > self._draft.room(self._home):
+                return False
+            self.copy(place, away)
+        self.free(place)
+        return True
+
+    # ---- room
+    def make_room(self, pool: Pool, nbytes: int) -> None:
+        """Evicts until so many bytes are left. OutOfMemory where nothing more can go."""
+        while (room := self._draft.room(pool)) < nbytes:
+            if pool == self._here and self._evict_next():
+                continue
+            if pool == self._here and (stuck := self._stuck()):  # for want of room on the host
+                pool, nbytes, room = self._home, min(stuck), self._draft.room(self._home)
+            raise OutOfMemory(pool, nbytes - room, self._what)
+
+    def make_way(self, launch: Launching, limit_bytes: int, strict: bool = False) -> None:
+        """Evicts until states, with those that a launch brings, take no more than a limit, or
+        nothing can go. `strict`: OutOfMemory where that is for want of room on the host."""
+        self._begin(launch)
+        here = [nbytes for place, nbytes in launch.brought if not self._draft.held(place)]
+        self.shrink(limit_bytes - (sum(here) if launch.on == COMPUTE_LANE else 0), strict)
+
+    def shrink(self, limit_bytes: int, strict: bool = False) -> None:
+        """Evicts until states take no more than that, or nothing can go; `strict` as above."""
+        while self.state_bytes > limit_bytes and self._evict_next():
+            pass
+        if strict and self.state_bytes > limit_bytes and (stuck := self._stuck()):
+            raise OutOfMemory(self._home, min(stuck) - self._draft.room(self._home), self._what)
+
+    def drop_old(self, launch: Launching) -> None:
+        """Gives back what a launch on the host has made old on the device."""
+        for place in launch.writes if launch.on == HOST_LANE else ():
+            if self._draft.held(here := self.elsewhere(place)):
+                self.free(here)
+
+    def _evict_next(self) -> bool:
+        free = [place for place in self._ranks if place not in self._pinned]
+        if not free:
+            return False
+        if self.evict(min(free, key=self._ranks.__getitem__)):
+            return True
+        return any(self.evict(place) for place in sorted(free, key=self._ranks.__getitem__))
+
+    def _begin(self, launch: Launching) -> None:
+        self._what = _name_of(launch)
+        self._pinned = frozenset([place for place, _ in launch.brought])
+
+    def _stuck(self) -> list[int]:
+        """Bytes of each place that might leave."""
+        return [self._draft.held(place) for place in self._ranks if place not in self._pinned]
+
+    # ---- books
+    def _stamp(self, place: Place) -> int:
+        found = self._stamps.get(place)
+        return self._view.written[place] if found is None else found
+
+    def _may_leave(self, place: Place) -> bool:
+        return place.region.kind in self._kinds or place.region.kind is Kind.ACTIVATION
+
+    def _touch(self, place: Place, clock: int) -> None:
+        rank = self._ranks.get(place)
+        self._enter(place, self._order.used(place, clock, rank, self._booked))
+
+    def _enter(self, place: Place, rank: Rank) -> None:
+        if place not in self._ranks:
+            self._booked += 1
+            if place.region.kind in STATES:
+                self.state_bytes += self._draft.held(place)
+        self._ranks[place] = rank
+
+
+def _is_weight(place: Place) -> bool:
+    return place.region.kind is Kind.WEIGHT
+
+
+def _is_on_its_way(job: Job, kind: Kind, part: int) -> bool:
+    """Whether a place is what a unit saves for the host: brought early, or not gone yet."""
+    assert job.training is not None
+    units = layout_of(job.training).units
+    return kind is Kind.ACTIVATION and part < len(units) and goes_out(units[part])
+
+
+def _name_of(launch: Launching) -> str:
+    piece = launch.piece
+    part = "chunk" if piece.work is Work.UPDATE else "unit"
+    at = piece.layers.start if piece.layers else 0
+    return f"the {piece.work} of {part} {at} of training job {piece.job.job_id}"

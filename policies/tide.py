@@ -1,0 +1,93 @@
+"""PatrickStar's budgets: what chunks may take of a device while everything else rises and falls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.plan import Place, Tier, Work
+from engine.view import Moment
+from policies.residency import STATES
+
+
+class Tide(NamedTuple):
+    """What the last complete step has shown, per launch: its statistics of warm-up."""
+
+    other_bytes: tuple[int, ...]  # on the device beside chunks
+    uses: Mapping[Place, Sequence[int]]  # launches that used a place of chunks on the device
+
+
+_latest: dict[int, tuple[Sequence[Moment], Tide]] = {}  # by job, for the very same moments
+
+
+def tide_of(job_id: int, moments: Sequence[Moment]) -> Tide | None:
+    """The tide of a job; None in its warm-up. Found once per step: policies ask at every launch."""
+    if not moments:
+        return None
+    found = _latest.get(job_id)
+    if found is None or found[0] is not moments:
+        found = _latest[job_id] = (moments, _read(moments))
+    return found[1]
+
+
+def _read(moments: Iterable[Moment]) -> Tide:
+    uses, others = dict[Place, list[int]](), list[int]()
+    for number, moment in enumerate(moments):
+        others.append(moment.other_bytes)
+        for place in moment.places:
+            if place.tier is Tier.GPU and place.region.kind in STATES:
+                uses.setdefault(place, []).append(number)
+    return Tide(tuple(others), uses)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many bytes of a device chunks may take.
+
+    device_bytes   all that may be used
+    buffer_bytes   set aside in forward and backward (the original's for collectives)
+    staging_bytes  set aside in updates (the original's, to cast gradients and weights)
+    warmup_share   of the device, for chunks, while nothing is known of the rest
+    is_static      as in warm-up for ever
+    """
+
+    device_bytes: int
+    buffer_bytes: int = 0
+    staging_bytes: int = 0
+    warmup_share: float = 0.1
+    is_static: bool = False
+
+    def available(self, work: Work, moment: int, other_bytes: Sequence[int]) -> int:
+        """At a launch: what is left at this and at the next moment. No `other_bytes`: warm-up."""
+        if work is Work.UPDATE:
+            return self.device_bytes - self.staging_bytes
+        if self.is_static or not other_bytes:
+            return int(self.device_bytes * self.warmup_share)
+        now, then = other_bytes[moment], other_bytes[(moment + 1) % len(other_bytes)]
+        return self.device_bytes - max(now, then) - self.buffer_bytes
+
+    def ahead(self, moment: int, other_bytes: Sequence[int]) -> int:
+        """Behind a launch: what the next one leaves, so that it finds its room made."""
+        if self.is_static or not other_bytes:
+            return self.device_bytes
+        return self.device_bytes - other_bytes[(moment + 1) % len(other_bytes)]
+
+    def margin(self, other_bytes: Sequence[int], chunk_bytes: int) -> int:
+        """What is left beside all weights and gradients when everything else is at its peak; may
+        be negative. There is none in warm-up."""
+        if not other_bytes:
+            return 0
+        return self.device_bytes - max(other_bytes) - chunk_bytes - self.buffer_bytes
+
+
+def device_updates(margin_bytes: int, share: float, optimizer_bytes: Iterable[int]) -> int:
+    """How many chunks, from the first, are updated on the device: as many as have room for their
+    optimizer states in this share of the margin."""
+    left, count = int(margin_bytes * share), 0
+    for nbytes in optimizer_bytes:
+        left -= nbytes
+        if left < 0:
+            break
+        count += 1
+    return count

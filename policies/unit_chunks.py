@@ -1,0 +1,52 @@
+"""A chunk for each unit: what a unit needs comes and goes as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.layout import Layout
+from engine.plan import Pool
+from engine.training_layout import Mode, TrainingLayout, lay_out
+from engine.training_shape import TrainingShape
+from engine.view import Cost
+from policies.laying_out import Start, apart, prepared
+from traces.request import TrainingJob
+
+
+@dataclass(frozen=True)
+class UnitChunks:
+    """Parameters of a unit in one chunk, frozen and trained ones apart; a tied table lies with the
+    first unit that uses it.
+
+    modes  of activations: keep, recompute or offload, for all layers or one for each
+    start  where states lie before the first step: host, device or host_first
+    """
+
+    modes: Mode | tuple[Mode, ...] = Mode.KEEP
+    start: Start = "host"
+
+    def prepare(
+        self,
+        shapes: Mapping[int, TrainingShape],
+        jobs: Sequence[TrainingJob],
+        capacity_bytes: Mapping[Pool, int],
+        cost: Cost | None = None,
+    ) -> Layout:
+        """See Planner. ValueError for wrong modes, OutOfMemory where states do not fit."""
+
+        def by_unit(shape: TrainingShape, modes: Sequence[Mode]) -> TrainingLayout:
+            return lay_out(shape, unit_chunks(shape), modes)
+
+        return prepared(shapes, self.modes, self.start, capacity_bytes, by_unit)
+
+
+def unit_chunks(shape: TrainingShape) -> list[list[int]]:
+    """Parameters of each unit that no unit before it has, frozen and trained ones apart."""
+    seen: set[int] = set()
+    chunks: list[list[int]] = []
+    for unit in shape.units:
+        new = [p for p in unit.parameters if p not in seen]
+        seen.update(new)
+        chunks += apart(shape, new)
+    return chunks

@@ -1,0 +1,40 @@
+"""ZeRO-3 with everything offloaded: units fetch their weights, some ahead of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.plan import Plan, Slice
+from engine.training_layout import TrainingLayout
+from engine.view import View
+from policies.cycle import Link
+from policies.streaming import Streaming
+
+
+@dataclass(frozen=True)
+class Zero3Offload:
+    """Weights are fetched per unit and dropped behind it, gradients go out, the host updates
+    (ZeRO-Infinity, SC'21).
+
+    prefetch          units to fetch for ahead
+    persistent_bytes  chunks whose weights take less than that stay once they have come
+    overlaps_updates  the next forward may begin before the last chunk is updated
+
+    Rests on coming bytes.
+    """
+
+    prefetch: int = 1
+    persistent_bytes: int = 0
+    overlaps_updates: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch", "persistent_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"zero3_offload: {name} is {getattr(self, name)}, not at least 0")
+
+    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+        how = Streaming(self.prefetch, self._stays, overlaps_updates=self.overlaps_updates)
+        return how.fit(batch, view)
+
+    def _stays(self, layout: TrainingLayout, chunk: int, link: Link) -> bool:
+        return layout.chunks[chunk].weight_bytes < self.persistent_bytes

@@ -1,0 +1,29 @@
+"""ZeRO-Offload: weights on the device, gradients and optimizer on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.plan import Plan, Slice
+from engine.training_layout import TrainingLayout
+from engine.view import View
+from policies.cycle import Link
+from policies.streaming import Streaming
+
+
+@dataclass(frozen=True)
+class ZeroOffload:
+    """Gradients go out while backward goes on, the host updates, weights come back (Ren, ATC'21).
+
+    Accumulated gradients come in again for the next microbatch. With `overlaps_updates` the next
+    forward may begin before the last chunk is updated; the original waits. Rests on coming bytes.
+    """
+
+    overlaps_updates: bool = False
+
+    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+        return Streaming(0, _always, False, self.overlaps_updates).fit(batch, view)
+
+
+def _always(layout: TrainingLayout, chunk: int, link: Link) -> bool:
+    return True

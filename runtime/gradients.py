@@ -1,0 +1,89 @@
+"""Sums of a step's gradients, added up as autograd does, and their norm."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+
+class Gradients:
+    """How often each parameter has got gradients in this step, and what is not in its sum yet.
+
+    `uses[p]`: by how many units p is used, 2 for a tied table. Autograd adds the gradients of one
+    microbatch before it accumulates them, so the head's share waits aside for the embedding's,
+    but for the first microbatch: there the sum itself is the place to wait.
+    `fills_late`: sums lie in the storages of weights, which must not be written to before their
+    last use.
+    """
+
+    def __init__(
+        self,
+        uses: Counter[int],
+        microbatches: int,
+        clip_norm: float | None = None,
+        fills_late: bool = False,
+    ) -> None:
+        self._uses, self._microbatches = uses, microbatches
+        self._clip_norm, self._fills_late = clip_norm, fills_late
+        self._count: Counter[int] = Counter()
+        self._aside: dict[int, Tensor] = {}
+        self._norms: dict[int, Tensor] = {}
+        self._scale: Tensor | None = None
+
+    @property
+    def aside_bytes(self) -> int:
+        """What lies on the device beside all regions: the waiting shares of tied tables."""
+        return sum(tensor.nbytes for tensor in list(self._aside.values()))
+
+    def add(self, parameter: int, gradient: Tensor, total: Tensor) -> bool:
+        """Adds one unit's share to `total`, both shaped like the parameter.
+
+        Returns whether `total` was written to.
+        """
+        before, uses = self._count[parameter], self._uses[parameter]
+        self._count[parameter] += 1
+        share, is_first = gradient, before < uses
+        if (before + 1) % uses:  # others of this microbatch follow
+            if not is_first or self._fills_late:
+                self._aside[parameter] = share
+                return False
+            total.copy_(share)
+            return True
+        if parameter in self._aside:
+            share = self._aside.pop(parameter).add_(share)
+        if before == 0 or (is_first and self._fills_late):
+            total.copy_(share)
+        else:
+            total.add_(share)
+        if self.is_whole(parameter) and self._clip_norm is not None:
+            self._norms[parameter] = torch.linalg.vector_norm(total, dtype=torch.float32)
+        return True
+
+    def is_whole(self, parameter: int) -> bool:
+        """Whether nothing more is to come in this step."""
+        return self._count[parameter] == self._uses[parameter] * self._microbatches
+
+    def scale(self, device: torch.device) -> Tensor | None:
+        """What clipping multiplies gradients with, at most 1; None if it is off.
+
+        As torch.nn.utils.clip_grad_norm_ computes it, norms in the order of the parameters.
+        """
+        if self._clip_norm is None:
+            return None
+        if self._scale is None:
+            missing = self._uses.keys() - self._norms.keys()
+            assert not missing, f"clipping waits for the gradients of {len(missing)} parameters"
+            norm = torch.linalg.vector_norm(
+                torch.stack([self._norms[p] for p in sorted(self._uses)])
+            )
+            self._scale = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
+        return self._scale.to(device)
+
+    def begin_step(self) -> None:
+        """All gradients were used: the next ones are the first of a step."""
+        assert not self._aside, "a tied table's gradient waits for its other half"
+        self._count.clear()
+        self._norms.clear()
+        self._scale = None

@@ -1,0 +1,79 @@
+"""A store in real time: places go when the launches that were issued on them have ended."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from threading import RLock
+
+from engine.executor import Store
+from engine.plan import Place
+
+
+@dataclass(slots=True, eq=False)
+class Stay:
+    """A place from the plan that takes it to the plan that gives it back."""
+
+    place: Place
+    open: int = 0  # launches on it that have not ended
+    is_freed: bool = False
+    grown_bytes: int = 0  # asked for while the stay before was not over
+
+
+class LaneStore:
+    """Told by the engine's thread in issue order; told of ends by the threads of lanes.
+
+    What a plan frees and a later one takes again is another stay: it begins when the one before is
+    over. Whoever takes it waits for that (the ledger says so), so nobody ever finds it missing.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._lock = store, RLock()
+        self._stays: dict[Place, deque[Stay]] = defaultdict(deque)
+
+    def grow(self, place: Place, nbytes: int) -> None:
+        """See Store."""
+        with self._lock:
+            stay = self._newest(place)
+            if stay is self._stays[place][0]:
+                self._store.grow(place, nbytes)
+            else:
+                stay.grown_bytes += nbytes
+
+    def free(self, place: Place) -> None:
+        """See Store."""
+        with self._lock:
+            self._newest(place).is_freed = True
+            self._advance(place)
+
+    def begin(self, places: Iterable[Place]) -> tuple[Stay, ...]:
+        """A launch on these places is issued; what to `end` with it."""
+        with self._lock:
+            stays = tuple(self._newest(place) for place in places)
+            for stay in stays:
+                stay.open += 1
+        return stays
+
+    def end(self, stays: Sequence[Stay]) -> None:
+        """It has ended."""
+        with self._lock:
+            for stay in stays:
+                stay.open -= 1
+                self._advance(stay.place)
+
+    def _newest(self, place: Place) -> Stay:
+        stays = self._stays[place]
+        if not stays or stays[-1].is_freed:
+            stays.append(Stay(place))
+        return stays[-1]
+
+    def _advance(self, place: Place) -> None:
+        stays = self._stays[place]
+        while stays and stays[0].is_freed and not stays[0].open:
+            self._store.free(place)
+            stays.popleft()
+            if stays and stays[0].grown_bytes:
+                self._store.grow(place, stays[0].grown_bytes)
+        if not stays:
+            del self._stays[place]

@@ -1,0 +1,88 @@
+"""What a unit's forward keeps for its backward: a graph, and where autograd's tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+
+class Packed(NamedTuple):
+    """A saved tensor as a graph with a stash holds it: which storage, and how it lies there."""
+
+    index: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    start: int
+
+
+class Stash:
+    """The storages that autograd saves in one forward, out of its hands: they may move meanwhile.
+
+    Each storage counts once, however many views of it are saved. `known` storages (parameters, the
+    input, constants) stay where they are. A storage is let go when its last view has been
+    unpacked, as a graph would.
+    """
+
+    def __init__(self, known: Collection[Tensor]) -> None:
+        self.storages: list[UntypedStorage | None] = []
+        self._uses: list[int] = []
+        self._index: dict[int, int] = {}  # by identity of the storage
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def hooks(self) -> AbstractContextManager[None]:
+        """To surround the forward with."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def seal(self) -> list[UntypedStorage | None]:
+        """Ends the forward: hands the storages over. Their owner brings them back by `storages`."""
+        storages, self.storages = self.storages, []
+        self._index.clear()
+        return storages
+
+    def _pack(self, tensor: Tensor) -> Tensor | Packed:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._known:
+            return tensor.detach()
+        index = self._index.setdefault(storage._cdata, len(self.storages))
+        if index == len(self.storages):
+            self.storages.append(storage)
+            self._uses.append(0)
+        self._uses[index] += 1
+        shape, strides = tensor.size(), tensor.stride()
+        return Packed(index, tensor.dtype, shape, strides, tensor.storage_offset())
+
+    def _unpack(self, packed: Tensor | Packed) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        storage = self.storages[packed.index]
+        assert storage is not None, "a saved tensor is asked for more often than it was saved"
+        self._uses[packed.index] -= 1
+        if not self._uses[packed.index]:
+            self.storages[packed.index] = None
+        empty = torch.empty(0, dtype=packed.dtype, device=storage.device)
+        return empty.set_(storage, packed.start, packed.shape, packed.strides)
+
+
+@dataclass(slots=True, eq=False)
+class Graph:
+    """One recorded forward. Holds no output: that may be given back before the backward."""
+
+    edge: GradientEdge  # of the output
+    input: Tensor | None  # the leaf that stands for the unit's input
+    stash: Stash | None = None
+
+    @classmethod
+    def of(cls, output: Tensor, input: Tensor | None, stash: Stash | None) -> Graph:
+        return cls(get_gradient_edge(output), input, stash)
+
+    def gradients(self, wanted: list[Tensor], flow: Tensor | None) -> tuple[Tensor, ...]:
+        """The gradients of what is wanted, new tensors; `flow` is that of the output."""
+        flows = None if flow is None else [flow]
+        return torch.autograd.grad([self.edge], wanted, flows)

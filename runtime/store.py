@@ -1,0 +1,241 @@
+"""Where the memory of training jobs really lies: storages per region and tier, the newest known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from engine.plan import Kind, Place, Pool, Region, Tier
+from runtime.host_memory import HostAllocator
+
+
+class LostContents(RuntimeError):
+    """The last copy of something that is still needed was about to be given back."""
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """A region with contents of its own, wherever it lies: states of a model.
+
+    `fill` writes its first contents, once, into the first storage that it gets. `farewell` is
+    called with its only newest copy before that goes, and raises LostContents if it is needed.
+    `home`: its storage on the device for good, if views of it outlive a stay there; empty while
+    the region is elsewhere.
+    """
+
+    farewell: Callable[[UntypedStorage], None]
+    fill: Callable[[UntypedStorage], None] | None = None
+    home: UntypedStorage | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Stay:
+    """What lies at a place: storages, or a graph whose memory only autograd sees."""
+
+    place: Place
+    booked_bytes: int = 0
+    storages: list[UntypedStorage | None] = field(default_factory=list)  # None: used up
+    graph: object = None
+
+    @property
+    def nbytes(self) -> int:
+        """Real bytes of storages; what was booked for a graph."""
+        if self.graph is not None:
+            return self.booked_bytes
+        return sum(storage.nbytes() for storage in self.storages_held())
+
+    def storages_held(self) -> list[UntypedStorage]:
+        """Those that are not used up."""
+        return [storage for storage in self.storages if storage is not None]
+
+
+class Store:
+    """The two tiers of a device as a plan fills them: grow, copy and free, in its order.
+
+    Regions that were declared (weights, gradients, optimizer states) get storages of the size they
+    are grown to; others (activations, buffers) are only entered, their storages are put there by
+    whoever computes them. Every region knows which of its copies are newest; a stale copy is never
+    read or copied. Calls for one region come one after the other; for different ones, from any
+    threads.
+    """
+
+    def __init__(self, device: str = "cpu", host: HostAllocator | None = None) -> None:
+        self.device = torch.device(device)
+        self.host = host or HostAllocator(pinned=self.device.type == "cuda")
+        self._states: dict[Region, State] = {}
+        self._homes: dict[Region, UntypedStorage] = {}
+        self._stays: dict[tuple[Region, Tier], Stay] = {}
+        self._newest: dict[Region, frozenset[Tier]] = {}
+
+    def declare(self, region: Region, state: State) -> None:
+        """A job's model states, before they are grown anywhere."""
+        assert region not in self._states, f"{named(region)} is declared twice"
+        self._states[region] = state
+        if state.home is not None:
+            self._homes[region] = state.home
+
+    # ---- what a plan says
+    def grow(self, place: Place, nbytes: int) -> None:
+        """Makes room; the first room that a declared region gets is filled with its contents."""
+        region, tier = place.region, place.tier
+        state, stay = self._states.get(region), self._stays.get((region, tier))
+        if state is None:
+            stay = stay or self._enter(place)
+            stay.booked_bytes += nbytes
+            return
+        assert stay is None, f"{named(region)} is on {tier} already"
+        storage = self._make(region, tier, nbytes)
+        stay = self._enter(place)
+        stay.booked_bytes, stay.storages = nbytes, [storage]
+        if state.fill is not None:
+            state.fill(storage)
+            state.fill = None
+            self.wrote(region, tier)
+
+    def copy(self, src: Place, dst: Place) -> None:
+        """Copies a region whole; its destination is made where it is not there.
+
+        With CUDA it is put on the current stream.
+        """
+        region = src.region
+        assert region == dst.region, f"{named(region)} cannot become {named(dst.region)}"
+        source = self.find(region, src.tier, "a copy")
+        assert source.graph is None, f"{named(region)} is a graph; let its forward offload"
+        target = self._stays.get((region, dst.tier)) or self._enter(dst)
+        sizes = [_present(storage).nbytes() for storage in source.storages]
+        if not target.storages:
+            target.booked_bytes = target.booked_bytes or source.booked_bytes
+            target.storages = [self._make(region, dst.tier, nbytes) for nbytes in sizes]
+        for to, what in zip(target.storages, source.storages, strict=True):
+            as_bytes(_present(to)).copy_(as_bytes(_present(what)), non_blocking=True)
+        self._newest[region] = self._newest[region] | {dst.tier}
+
+    def free(self, place: Place) -> None:
+        """Gives the memory of a place back. LostContents if it was the last copy and is needed."""
+        region, tier = place.region, place.tier
+        stay = self._stays.get((region, tier))
+        assert stay is not None, f"{named(region)} is not on {tier}"
+        newest, state = self._newest.get(region, frozenset()), self._states.get(region)
+        if state is not None and newest == {tier}:
+            state.farewell(_present(stay.storages[0]))
+        del self._stays[region, tier]
+        self._newest[region] = newest - {tier}
+        self._give_back(region, tier, stay.storages)
+        if not any((region, other) in self._stays for other in Tier):
+            self._newest.pop(region)
+            if state is None:
+                self._homes.pop(region, None)
+
+    def held(self, pool: Pool, kinds: Collection[Kind] = Kind) -> int:
+        """Bytes that really lie in a pool now; of graphs, what was booked for them."""
+        stays = [stay for stay in self.stays(pool[0]) if stay.place.pool == pool]
+        return sum(stay.nbytes for stay in stays if stay.place.region.kind in kinds)
+
+    def stays(self, tier: Tier) -> list[Stay]:
+        """All that lies in a tier now, to look at."""
+        return [stay for stay in list(self._stays.values()) if stay.place.tier is tier]
+
+    # ---- what computes
+    def put(
+        self,
+        region: Region,
+        storages: Sequence[UntypedStorage] = (),
+        graph: object = None,
+        is_home: bool = False,
+    ) -> None:
+        """Puts what was computed on the device where a plan has made room for it."""
+        stay = self._stays.get((region, Tier.GPU))
+        assert stay is not None, f"the plan has made no room for {named(region)}"
+        stay.storages, stay.graph = list(storages), graph
+        if is_home:
+            (self._homes[region],) = storages
+        self.wrote(region, Tier.GPU)
+
+    def wrote(self, region: Region, tier: Tier) -> None:
+        """This copy is the newest now, any other is stale."""
+        self._newest[region] = frozenset({tier})
+
+    def find(self, region: Region, tier: Tier, who: str, as_new: bool = True) -> Stay:
+        """What lies there, for `who` needs it. AssertionError if it does not, or is out of date."""
+        stay = self._stays.get((region, tier))
+        if stay is None or (as_new and tier not in self._newest.get(region, ())):
+            raise AssertionError(f"{who} needs {named(region)} on {tier}, but {self.where(region)}")
+        return stay
+
+    def storage(self, region: Region, tier: Tier, who: str, as_new: bool = True) -> UntypedStorage:
+        """The same of a region that is one storage."""
+        (storage,) = self.find(region, tier, who, as_new).storages
+        return _present(storage)
+
+    def newest(self, region: Region) -> UntypedStorage | None:
+        """A newest copy of a declared region, in whatever tier; None where there is none."""
+        tiers = self._newest.get(region)
+        return self.storage(region, min(tiers), "a look") if tiers else None
+
+    def where(self, region: Region) -> str:
+        """For messages: in which tiers a region lies."""
+        newest = self._newest.get(region, frozenset())
+        tiers = [tier for tier in Tier if (region, tier) in self._stays]
+        notes = [str(tier) if tier in newest else f"{tier} (out of date)" for tier in tiers]
+        return f"it is on {' and '.join(notes)}" if notes else "it is nowhere"
+
+    # ---- storages
+    def _enter(self, place: Place) -> Stay:
+        stay = self._stays[place.region, place.tier] = Stay(place)
+        return stay
+
+    def _make(self, region: Region, tier: Tier, nbytes: int) -> UntypedStorage:
+        if tier is Tier.HOST:
+            return self.host.take(nbytes)
+        assert tier is Tier.GPU, f"training has no {tier} tier yet"
+        if (home := self._homes.get(region)) is None:
+            return UntypedStorage(nbytes, device=self.device)
+        home.resize_(nbytes)
+        return home
+
+    def _give_back(
+        self, region: Region, tier: Tier, storages: Sequence[UntypedStorage | None]
+    ) -> None:
+        for storage in storages:
+            if storage is None:
+                continue
+            if tier is Tier.HOST:
+                self.host.give(storage)
+            elif region in self._homes:
+                storage.resize_(0)  # whoever holds a view finds its contents again after a copy
+
+
+def named(region: Region) -> str:
+    """For messages: a region in words."""
+    slot = f" slot {region.slot}" if region.slot else ""
+    return f"{region.kind} {region.part}{slot} of job {region.owner}"
+
+
+def as_bytes(storage: UntypedStorage) -> Tensor:
+    """A whole storage as one flat tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def typed(storage: UntypedStorage, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """The first numbers of a storage as a contiguous tensor."""
+    strides, size = [1] * len(shape), 1
+    for axis in range(len(shape) - 1, -1, -1):
+        strides[axis] = size
+        size *= shape[axis]
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, shape, strides)
+
+
+def flat_parts(
+    storage: UntypedStorage, dtype: torch.dtype, sizes: Sequence[int], start: int = 0
+) -> Sequence[Tensor]:
+    """Flat tensors of so many numbers each, behind each other from number `start` on."""
+    flat = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, start, (sum(sizes),))
+    return torch.split_with_sizes(flat, sizes)
+
+
+def _present(storage: UntypedStorage | None) -> UntypedStorage:
+    assert storage is not None, "this storage was used up"
+    return storage

@@ -1,0 +1,244 @@
+"""The real work of one training job: its units forward and backward, its chunks' updates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from threading import Lock
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.plan import Tier
+from engine.training_layout import Mode
+from runtime.activations import Activations
+from runtime.draws import Draws
+from runtime.gradients import Gradients
+from runtime.model_states import ModelStates
+from runtime.optimizer import Optimizer
+from runtime.saved import Graph, Stash
+from runtime.store import Store
+from runtime.units import Units
+from traces.recipe import Recipe
+
+
+class Batches(Protocol):
+    """What a job trains on."""
+
+    def ids(self, microbatch: int) -> Any:
+        """Token ids, [sequences, tokens], of a microbatch counted through the whole job."""
+
+
+class Trainer:
+    """Computes what a plan says, on what the plan has put in place; decides and moves nothing.
+
+    Numbers are those of plain training of the job alone: same operators in the same order, same
+    draws of dropout. All that an operation needs must be on its tier and as new as anywhere, else
+    an AssertionError says what is not. Calls of one job may come from several threads, one after
+    the other; updates of different chunks also at once.
+    """
+
+    def __init__(
+        self,
+        job_id: int,
+        model: Any,
+        chunks: Sequence[Sequence[int]],
+        recipe: Recipe,
+        batches: Batches,
+        store: Store,
+        num_steps: int = 1,
+        microbatches: int = 1,
+        reuses_weights: bool = False,
+        has_update: bool = True,
+    ) -> None:
+        """`model`: see runtime.trainee. `chunks`: indices into model.parameters(), each once.
+
+        `reuses_weights`: gradients take the place of their weights until the update (PatrickStar).
+        `has_update`: else a step ends with its last backward, and its gradients are nobody's.
+        """
+        if reuses_weights and (recipe.dtype == "float32" or microbatches > 1):
+            raise ValueError(
+                "gradients can take the place of weights only where master weights bring these "
+                "back (dtype=bfloat16) and nothing accumulates (microbatches=1)"
+            )
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(store.device)
+        self.job_id, self._store, self._batches = job_id, store, batches
+        self._num_steps, self._microbatches, self._reuses = num_steps, microbatches, reuses_weights
+        self.units = units = Units(model.train())
+        self._optimizer = Optimizer(recipe, num_steps)
+        dtype, sections = getattr(torch, recipe.dtype), self._optimizer.num_sections
+        self._states = ModelStates(job_id, model, chunks, store, dtype, sections)
+        self._activations = Activations(job_id, units.num_units, units.hidden_size, dtype, store)
+        chunk_of = self._states.chunk_of
+        self._read = [sorted({chunk_of[p] for p in own}) for own in units.parameters]
+        self._grown = [sorted({chunk_of[p] for p in own}) for own in units.trained_of]
+        uses = Counter(p for own in units.trained_of for p in own)
+        self.gradients = Gradients(uses, microbatches, recipe.clip_norm, reuses_weights)
+        self._draws = Draws(recipe.seed, store.device)
+        self._ids: dict[int, Tensor] = {}  # of microbatches under way
+        self._losses: dict[int, Tensor] = {}
+        self._updates: Counter[int] = Counter()  # per chunk
+        self._trained = {chunk for own in self._grown for chunk in own}
+        self._due = set(self._trained)  # chunks to be updated yet in this step
+        self._overwritten: set[int] = set()  # parameters in whose place lie gradients
+        self._has_update, self._lock = has_update, Lock()
+
+    # ---- the work
+    @torch.no_grad()
+    def forward(self, unit: int, microbatch: int, keeps: Mode, again: bool = False) -> None:
+        """Runs a unit: from its input to the next one's, and what `keeps` says for its backward.
+
+        KEEP leaves a graph as the saved activation, OFFLOAD one whose tensors can be copied to the
+        host and back, RECOMPUTE nothing. `again`: leaves only the saved activation, which is a
+        graph unless the unit offloads.
+        """
+        who = f"F({unit}, {microbatch}) of job {self.job_id}"
+        self._check_weights(unit, microbatch, who)
+        ids, first = self._ids_of(microbatch), self.units.first
+        hidden = self._activations.input(unit, microbatch, ids.shape, who) if unit else None
+        records = unit >= first and (again or keeps is not Mode.RECOMPUTE)
+        if hidden is not None and records:
+            hidden.requires_grad_(unit > first)
+        stash = self._stash(unit, hidden, ids) if records and keeps is Mode.OFFLOAD else None
+        draws = (self._draws.again if again else self._draws.first)(unit, microbatch)
+        with torch.set_grad_enabled(records), draws, stash.hooks() if stash else nullcontext():
+            out = self.units.run(unit, hidden, ids)
+            root = out / self._microbatches if self._is_head(unit) else out
+        if records:
+            self._activations.keep(unit, microbatch, Graph.of(root, hidden, stash))
+        if self._is_head(unit):
+            self._losses[microbatch] = out.detach()
+        elif not again:
+            self._activations.hand_on(unit, microbatch, out.detach())
+
+    @torch.no_grad()
+    def backward(self, unit: int, microbatch: int) -> None:
+        """Adds a unit's gradients to their sums; hands the gradient of its input down."""
+        who, first = f"B({unit}, {microbatch}) of job {self.job_id}", self.units.first
+        assert unit >= first, f"{who}: nothing trains in unit {unit} or below it"
+        if unit:  # the embedding's backward reads no weights
+            self._check_weights(unit, microbatch, who)
+        totals, shape = self._totals(unit, who), self._ids_of(microbatch).shape
+        flow = None if self._is_head(unit) else self._activations.flow(unit + 1, shape, who)
+        graph = self._activations.take(unit, microbatch, who)
+        own = self.units.trained_of[unit]
+        wanted: list[Tensor] = [self._states.parameters[p] for p in own]
+        if unit > first:
+            assert graph.input is not None
+            wanted.append(graph.input)
+        gradients = graph.gradients(wanted, flow)
+        if unit > first:
+            self._activations.hand_down(unit, gradients[-1])
+        for p, gradient in zip(own, gradients, strict=False):  # the last may be the input's
+            self._add(p, gradient, totals[p])
+        self._draws.forget(unit, microbatch)
+        if unit == first:
+            self._end_microbatch(microbatch)
+
+    @torch.no_grad()
+    def update(self, chunk: int, step: int, tier: Tier) -> None:
+        """Updates a chunk's weights and optimizer states on a tier with its gradients there."""
+        who, states, read = f"U({chunk}) of job {self.job_id}", self._states, self._store.storage
+        self._check_update(chunk, step, who)
+        storage = read(states.weight(chunk), tier, who)
+        weights = gradients = states.numbers(chunk, storage)
+        if not self._reuses:
+            gradients = states.numbers(chunk, read(states.gradient(chunk), tier, who))
+        sections: Sequence[Sequence[Tensor]] = ()
+        if self._optimizer.num_sections:
+            sections = states.sections(chunk, read(states.optimizer(chunk), tier, who))
+        scale = self.gradients.scale(storage.device)
+        self._optimizer.update(step, weights, gradients, sections, scale)
+        self._store.wrote(states.weight(chunk), tier)
+        if sections:
+            self._store.wrote(states.optimizer(chunk), tier)
+        self._end_update(chunk, step)
+
+    # ---- results
+    def loss(self, microbatch: int) -> float:
+        """The mean loss of a microbatch, before it is divided for accumulation."""
+        return float(self._losses[microbatch])
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Copies of the newest weights, wherever they are, by the model's names."""
+        return self._states.state_dict()
+
+    # ---- what an operation needs
+    def _check_weights(self, unit: int, microbatch: int, who: str) -> None:
+        states, step = self._states, microbatch // self._microbatches
+        for chunk in self._read[unit]:
+            self._store.find(states.weight(chunk), Tier.GPU, who)
+            waits = states.trains[chunk] and self._has_update
+            is_due = not waits or self._updates[chunk] == step
+            assert is_due, f"{who}: chunk {chunk} has had {self._updates[chunk]} updates of {step}"
+        lost = self._overwritten and self._overwritten.intersection(self.units.parameters[unit])
+        assert not lost, f"{who}: gradients lie in the place of {len(lost)} weights"
+
+    def _check_update(self, chunk: int, step: int, who: str) -> None:
+        assert self._states.trains[chunk], f"{who}: chunk {chunk} is frozen"
+        is_due = self._updates[chunk] == step < self._num_steps
+        assert is_due, f"{who}: step {step} behind {self._updates[chunk]} updates"
+        late = [p for p in self._states.chunks[chunk] if not self.gradients.is_whole(p)]
+        assert not late, f"{who}: gradients of {len(late)} parameters are not whole yet"
+
+    def _totals(self, unit: int, who: str) -> dict[int, Tensor]:
+        """Where the sums of a unit's gradients lie, shaped like the parameters."""
+        states, parts = self._states, dict[int, Tensor]()
+        for chunk in self._grown[unit]:
+            region = states.weight(chunk) if self._reuses else states.gradient(chunk)
+            is_begun = self._reuses or chunk in states.pending
+            storage = self._store.storage(region, Tier.GPU, who, as_new=is_begun)
+            parts.update(zip(states.chunks[chunk], states.numbers(chunk, storage), strict=True))
+        own = self.units.trained_of[unit]
+        return {p: parts[p].view(states.parameters[p].shape) for p in own}
+
+    def _ids_of(self, microbatch: int) -> Tensor:
+        if microbatch not in self._ids:
+            ids = torch.tensor(self._batches.ids(microbatch), dtype=torch.int64)
+            self._ids[microbatch] = ids.to(self._store.device)
+        return self._ids[microbatch]
+
+    def _stash(self, unit: int, hidden: Tensor | None, ids: Tensor) -> Stash:
+        own = [self._states.parameters[p] for p in self.units.parameters[unit]]
+        inputs = [ids] if hidden is None else [ids, hidden]
+        return Stash([*inputs, *self.units.constants(hidden, ids), *own])
+
+    def _is_head(self, unit: int) -> bool:
+        return unit == self.units.num_units - 1
+
+    # ---- what it leaves
+    def _add(self, p: int, gradient: Tensor, total: Tensor) -> None:
+        states, chunk = self._states, self._states.chunk_of[p]
+        if not self.gradients.add(p, gradient, total):
+            return
+        if self._reuses:
+            self._overwritten.add(p)
+        else:
+            states.pending.add(chunk)
+        region = states.weight(chunk) if self._reuses else states.gradient(chunk)
+        self._store.wrote(region, Tier.GPU)
+
+    def _end_microbatch(self, microbatch: int) -> None:
+        del self._ids[microbatch]
+        step, rest = divmod(microbatch + 1, self._microbatches)
+        if not self._has_update and not rest:
+            self._states.pending.clear()
+            self._end_step(step - 1)
+
+    def _end_update(self, chunk: int, step: int) -> None:
+        states = self._states
+        with self._lock:  # the last chunk of a step ends it, once
+            states.pending.discard(chunk)
+            self._overwritten.difference_update(states.chunks[chunk])
+            self._updates[chunk] += 1
+            self._due.remove(chunk)
+            if not self._due:
+                self._due = set(self._trained)
+                self._end_step(step)
+
+    def _end_step(self, step: int) -> None:
+        self.gradients.begin_step()
+        self._states.has_ended = step + 1 == self._num_steps

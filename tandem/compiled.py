@@ -1,0 +1,189 @@
+"""The hot path compiled ahead of time: parts of engine, policies and sim as C extensions (mypyc).
+
+`python -m tandem.compiled` builds, where the sources have changed since; `python -m tandem.compiled
+WORDS` does that and runs `python WORDS` on the build. Results are those of the interpreted form,
+byte for byte (tests/test_compiled.py). What is compiled is a copy in build/compiled: nothing lies
+beside the sources that could shadow them, and a build of other sources is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "compiled"
+STAMP = "sources.sha256"  # in a build that is whole: what it was made of
+PACKAGES = ("engine", "policies", "sim")
+
+# Not what Hydra builds: its arguments are checked by annotations, of which mypyc keeps little. And
+# not what adds floats up by sum(... for ...): mypyc adds plainly, Python 3.12 with compensation.
+MODULES = {
+    "engine": (
+        "arrivals balance cohort course deliveries door draft ends engine executor flights growth "
+        "holdings jump lanes launcher ledger leftovers leg news pages plan policy prefix progress "
+        "questions recorder repeat returns reuse roster run scoreboard sharing standing trial job "
+        "view"
+    ),
+    "policies": "order seating stretch",
+    "sim": "executor load vidur",
+}
+
+# What mypyc must be told about a source; written into the copy alone.
+NOT_NATIVE = "native_class=False"  # of bases that mypyc cannot inherit, or with cached properties
+OPEN = "allow_interpreted_subclasses=True"
+MARKS = {
+    "engine/balance.py": {"Shortage": NOT_NATIVE},
+    "engine/engine.py": {"Stalled": NOT_NATIVE},
+    "engine/recorder.py": {"Recorder": OPEN},
+    "policies/seating.py": {"SeatingRules": OPEN},
+    "sim/vidur.py": {"VidurCost": NOT_NATIVE},
+}
+RECORDS = {  # dataclasses made so often that the `__init__` which dataclass makes would tell
+    "engine/executor.py": ("Launch",),
+    "engine/pages.py": ("Returned",),
+    "engine/plan.py": ("Compute", "Copy", "Free", "Plan"),
+    "engine/returns.py": ("Owed",),
+    "engine/run.py": ("Run",),
+    "engine/view.py": ("View",),
+}
+LATE = {"engine/plan.py": ("Job",)}  # types of fields that are imported for the type checker only
+
+CONFIG = """[mypy]
+mypy_path = {root}
+check_untyped_defs = True
+ignore_missing_imports = True
+[mypy-numpy.*,pandas.*,pyarrow.*]
+follow_imports = skip
+"""
+SETUP = """from mypyc.build import mypycify
+from setuptools import setup
+
+modules = mypycify(["--config-file", "mypy.ini", *{paths!r}], debug_level="0", target_dir="c")
+setup(name="tandem-compiled", packages=[], ext_modules=modules)
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Builds, and runs what the words say; 1 with one line where something is missing."""
+    chosen = sys.argv[1:] if words is None else list(words)
+    if lacking := missing():
+        print(f"compiled: {lacking}", file=sys.stderr)
+        return 1
+    build()
+    if not chosen:
+        return 0
+    return subprocess.run([sys.executable, *chosen], env=environment()).returncode
+
+
+def missing() -> str | None:
+    """What this machine lacks for a build, and what helps; None where it lacks nothing."""
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
+    if shutil.which(compiler) is None:
+        return f"no C compiler ({compiler}); install one or go on with the interpreted form"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        return "no Python.h; install Python's headers (python3-dev) or take another Python"
+    try:
+        version("mypy")
+    except PackageNotFoundError:
+        return "no mypyc; install mypy (pip install -e '.[dev]')"
+    return None
+
+
+def environment() -> dict[str, str]:
+    """The environment in which the build's modules are found before the sources."""
+    path = os.pathsep.join([str(BUILD), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+
+
+def form() -> str:
+    """`compiled` or `interpreted`: what this process runs.
+
+    ValueError for a build of other sources than those that lie here now.
+    """
+    from engine import engine
+
+    if engine.__file__.endswith(".py"):
+        return "interpreted"
+    stamp = Path(engine.__file__).resolve().parent.parent / STAMP
+    if not stamp.is_file() or stamp.read_text() != sources():
+        raise ValueError(f"{stamp.parent} was built of other sources; run make compiled")
+    return "compiled"
+
+
+def sources() -> str:
+    """The hash of all that a build depends on."""
+    found = hashlib.sha256(f"{sys.version} {version('mypy')}".encode())
+    for path in [Path(__file__).resolve(), ROOT / "traces" / "request.py", *copied()]:
+        found.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def copied() -> list[Path]:
+    """All sources of the packages, compiled or not."""
+    return [path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))]
+
+
+def build() -> None:
+    """Copies the packages and compiles the copy, unless that was done. SystemExit if it fails."""
+    stamp, made_of = BUILD / STAMP, sources()
+    if stamp.is_file() and stamp.read_text() == made_of:
+        return
+    shutil.rmtree(BUILD, ignore_errors=True)
+    for path in copied():
+        name = path.relative_to(ROOT).as_posix()
+        (BUILD / name).parent.mkdir(parents=True, exist_ok=True)
+        (BUILD / name).write_text(prepared(name, path.read_text(encoding="utf-8")), "utf-8")
+    paths = [f"{package}/{name}.py" for package, names in MODULES.items() for name in names.split()]
+    (BUILD / "mypy.ini").write_text(CONFIG.format(root=ROOT))
+    (BUILD / "setup.py").write_text(SETUP.format(paths=paths))
+    print(f"compiled: {len(paths)} modules into {BUILD}; some minutes", file=sys.stderr, flush=True)
+    words = [sys.executable, "setup.py", "build_ext", "--inplace", "--build-temp", "c"]
+    done = subprocess.run(words, cwd=BUILD, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{done.stdout[-4000:]}{done.stderr[-4000:]}\ncompiled: mypyc failed")
+    stamp.write_text(made_of)
+
+
+def prepared(name: str, text: str) -> str:
+    """A source as mypyc takes it."""
+    for record in RECORDS.get(name, ()):
+        text = with_init(text, record)
+    for late in LATE.get(name, ()):
+        text = re.sub(rf"(?m)^(    \w+): {late}$", rf'\1: "{late}"', text)
+    return marked(text, MARKS.get(name, {}))
+
+
+def with_init(text: str, name: str) -> str:
+    """A dataclass with its `__init__` written out: it stays the same, and frozen if it was."""
+    node = next(n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == name)
+    fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
+    arguments = ", ".join(["self", *map(ast.unparse, fields)])
+    names = [ast.unparse(field.target) for field in fields]
+    body = [f"        self.{field} = {field}  # type: ignore" for field in names]
+    lines, end = text.split("\n"), fields[-1].end_lineno
+    return "\n".join([*lines[:end], f"    def __init__({arguments}) -> None:", *body, *lines[end:]])
+
+
+def marked(text: str, marks: Mapping[str, str]) -> str:
+    """A source with what mypyc must know of its classes."""
+    for name, mark in marks.items():
+        text, count = re.subn(rf"(?m)^class {name}\b", rf"@mypyc_attr({mark})\n\g<0>", text)
+        assert count == 1, f"no class {name} to be marked"
+    future = "from __future__ import annotations\n"
+    return (
+        text.replace(future, f"{future}from mypy_extensions import mypyc_attr\n") if marks else text
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

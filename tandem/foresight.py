@@ -1,0 +1,156 @@
+"""`tandem plan`: before anything is trained, whether it fits, how long a step takes, and why."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import simpy
+
+from analysis.run import Run
+from analysis.training import training_summary
+from analysis.usage import KINDS, lane_shares, pools
+from engine.recorder import Recorder
+from sim.executor import SimExecutor
+from tandem.compose import composed
+from tandem.composed import Composed
+from tandem.experiment import engine_of
+from tandem.screen import shown_bytes, shown_seconds
+from tandem.setting import Setting, setting_of, spec_of
+from tandem.training import Trainee
+from tandem.worlds import World
+
+STEPS = 3  # simulated: the first warms up
+MOST_LAYERS = 4096
+
+
+class DoesNotFit(ValueError):
+    """What is to be trained has no room; the message has the deficit and what would help."""
+
+
+@dataclass(frozen=True, eq=False)
+class Foresight:
+    """What the simulator says of a few steps. `peaks`: per pool the row of MEMORY at its peak."""
+
+    setting: Setting
+    run: Run
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step behind the warm-up."""
+        return float(training_summary(self.run)["mean_train_step_s"])
+
+    def peak_bytes(self, pool: str) -> dict[str, int]:
+        """What lies in a pool such as gpu:0 when it is fullest, by kind; `used` is the sum."""
+        rows = pools(self.run)[pool]
+        row = rows.loc[rows["used_bytes"].idxmax()]
+        kinds = {kind: int(row[f"{kind}_bytes"]) for kind in KINDS if row[f"{kind}_bytes"]}
+        return {"used": int(row["used_bytes"]), **kinds}
+
+
+def foresee(point: Composed, num_layers: int | None = None) -> Foresight:
+    """Simulates a few steps of what the point trains, on a model of so many layers.
+
+    ValueError where the configuration is wrong, DoesNotFit where it is right and too large.
+    """
+    spec = spec_of(point)
+    if num_layers is not None:
+        spec = replace(spec, name=f"{spec.name} x {num_layers} layers", num_layers=num_layers)
+    try:
+        setting = _short(setting_of(point, spec))
+    except MemoryError as error:
+        raise DoesNotFit(str(error)) from error
+    if not setting.trainees:
+        raise ValueError("tandem plan foresees training: choose what to train, training=...")
+    env, recorder = simpy.Environment(), Recorder()
+    engine = engine_of(setting, World(env, SimExecutor(env, setting.cost)), recorder)
+    try:
+        engine.replay(setting.work)
+    except MemoryError as error:
+        raise DoesNotFit(str(error)) from error
+    tables = {name: table.to_pandas() for name, table in recorder.tables().items()}
+    return Foresight(setting, Run(Path(), **tables, provenance={}, config={}))
+
+
+def largest(point: Composed) -> int:
+    """The most layers of the point's model that fit; 0 where one does not."""
+
+    def fits(count: int) -> bool:
+        try:
+            foresee(point, count)
+        except DoesNotFit:
+            return False
+        return True
+
+    low, high = 0, 1
+    while high <= MOST_LAYERS and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _short(setting: Setting) -> Setting:
+    def few(trainee: Trainee) -> Trainee:
+        job = trainee.job
+        return replace(trainee, job=replace(job, num_steps=min(job.num_steps, STEPS)))
+
+    return replace(setting, trainees=tuple(few(trainee) for trainee in setting.trainees))
+
+
+# ---- the command
+def main(words: Sequence[str]) -> int:
+    """Prints the foresight; 0 if it fits, 1 if not (then what is missing, and what would fit)."""
+    parser = argparse.ArgumentParser(prog="tandem plan", description=__doc__)
+    parser.add_argument("--no-largest", action="store_true", help="do not look for larger models")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for tandem run")
+    chosen = parser.parse_args(words)
+    point = composed([*chosen.overrides, "backend=sim"])
+    try:
+        found = foresee(point)
+    except DoesNotFit as error:
+        print(f"does not fit: {error}")
+        _tell_largest(point, chosen.no_largest)
+        return 1
+    print(told(found))
+    _tell_largest(point, chosen.no_largest)
+    return 0
+
+
+def told(found: Foresight) -> str:
+    """Step time and where it goes, peak per tier and what makes it."""
+    run, metrics = found.run, training_summary(found.run)
+    (trainee, *_), room = found.setting.trainees, found.setting.room
+    shares = {key: value for key, value in metrics.items() if key.endswith("_share")}
+    works = [
+        f"{k.removeprefix('train_').removesuffix('_share')} {v:.0%}" for k, v in shares.items()
+    ]
+    lanes = [f"{lane.partition(':')[2]} {share:.0%}" for lane, share in lane_shares(run).items()]
+    lines = [
+        f"fits: {trainee.spec.name}, {trainee.spec.parameters / 1e6:,.1f} M parameters, "
+        f"{trainee.job.sequences} x {trainee.job.sequence_tokens} tokens, "
+        f"{trainee.job.microbatches} to a step",
+        f"step: {shown_seconds(found.step_s)} ({metrics['train_tokens_per_s']:.4g} tokens/s; "
+        f"{found.setting.cost.form}); the first {shown_seconds(metrics['first_train_step_s'])}",
+        f"time: {', '.join(works)}; lanes busy: {', '.join(lanes)}",
+    ]
+    for (tier, device), capacity in room.capacity_bytes.items():
+        peak = found.peak_bytes(f"{tier}:{device}")
+        parts = [f"{kind} {shown_bytes(n)}" for kind, n in peak.items() if kind != "used"]
+        used = f"{shown_bytes(peak['used'])} of {shown_bytes(capacity)}"
+        lines.append(f"{tier} peak: {used}: {', '.join(parts) or 'nothing'}")
+    return "\n".join(lines)
+
+
+def _tell_largest(point: Composed, is_silent: bool) -> None:
+    if is_silent:
+        return
+    count = largest(point)
+    if not count:
+        print("largest: not even one layer of this width fits")
+        return
+    spec = replace(spec_of(point), num_layers=count)
+    print(f"largest of this width: {count} layers, {spec.parameters / 1e6:,.1f} M parameters")

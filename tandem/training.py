@@ -1,0 +1,75 @@
+"""From the training group to what a run trains: the job, its model's shape and its data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engine.layout import Layout
+from engine.model import ModelSpec
+from engine.plan import Pool
+from engine.policy import Planner
+from engine.training_shape import TrainingShape, training_shape
+from engine.view import Cost
+from tandem.build import Builder
+from traces.batches import Batches
+from traces.request import Request, TrainingJob
+from traces.training import Training
+
+
+@dataclass(frozen=True, eq=False)
+class Trainee:
+    """A training job with the model that it trains, in the dtype of its recipe."""
+
+    job: TrainingJob
+    spec: ModelSpec
+    shape: TrainingShape
+    batches: Batches
+
+
+def trainees_of(
+    config: Mapping[str, Any], builder: Builder, spec: ModelSpec, requests: Sequence[Request]
+) -> tuple[Trainee, ...]:
+    """What the config node `training` asks for; nothing where it names nothing.
+
+    ValueError in one line for what is wrong.
+    """
+    node = config.get("training") or {}  # runs of before have none, and are replayed
+    if node.get("_target_") is None:
+        return ()
+    asked = builder.build(node, "training")
+    if not isinstance(asked, Training):
+        raise ValueError(f"training: {node['_target_']} does not make a Training")
+    own = replace(spec, dtype=asked.recipe.dtype)
+    if asked.sequence_tokens > own.max_positions:
+        raise ValueError(
+            f"training.sequence_tokens={asked.sequence_tokens}: model {own.name} knows "
+            f"{own.max_positions} positions"
+        )
+    number = 1 + max((request.request_id for request in requests), default=-1)
+    job = asked.job(number, own.num_layers + 2, own.name)
+    batches = asked.batches(job, own.vocab_size, Path(config["cache"]))
+    return (Trainee(job, own, training_shape(own, job), batches),)
+
+
+def laid_out(
+    config: Mapping[str, Any],
+    builder: Builder,
+    trainees: Sequence[Trainee],
+    capacity_bytes: Mapping[Pool, int],
+    cost: Cost,
+) -> Layout:
+    """What the planner decides for these jobs. ValueError where they need one and have none."""
+    node = config.get("planner") or {}
+    if node.get("_target_") is None:
+        if trainees:
+            raise ValueError("training needs a planner: choose a policy that trains, policy=...")
+        return Layout()
+    if not trainees:
+        raise ValueError("planner: there is nothing to lay out; choose what to train, training=...")
+    planner: Planner = builder.build(node, "planner")
+    shapes = {trainee.job.job_id: trainee.shape for trainee in trainees}
+    jobs = [trainee.job for trainee in trainees]
+    return planner.prepare(shapes, jobs, capacity_bytes, cost)

@@ -1,0 +1,171 @@
+"""How planners of training lay chunks out, and where states lie at the start."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.parameters import Parameter
+from engine.plan import Kind, Pool, Tier
+from engine.training_layout import Mode
+from engine.training_shape import TrainingShape, UnitShape
+from policies.fixed_chunks import MEBI, SIZES, FixedChunks, footprint_bytes
+from policies.laying_out import modes_of
+from policies.out_of_memory import OutOfMemory
+from policies.unit_chunks import UnitChunks
+from tests.offload import ROOMY, job_of, shape_of
+from tests.strategies import cases
+
+CAPACITY: Mapping[Pool, int] = {(Tier.GPU, 0): ROOMY, (Tier.HOST, 0): ROOMY}
+
+
+def named(shape: TrainingShape, chunks: object) -> list[list[str]]:
+    return [[shape.parameters[p].name for p in c.parameters] for c in chunks]  # type: ignore[attr-defined]
+
+
+def test_a_chunk_per_unit_with_a_tied_table_once() -> None:
+    shape = shape_of(random.Random(0), layers=2, tied=True)
+    layout = UnitChunks().prepare({0: shape}, [job_of(shape)], CAPACITY).training[0]
+    assert named(shape, layout.chunks) == [
+        ["embed.weight"],
+        ["layer.0.attn.weight", "layer.0.attn.bias", "layer.0.mlp.weight"],
+        ["layer.1.attn.weight", "layer.1.attn.bias", "layer.1.mlp.weight"],
+        ["norm.weight"],
+    ]
+    assert layout.units[3].chunks == (0, 3), "the head uses the table's chunk, too"
+
+
+def test_frozen_and_trained_parameters_lie_apart() -> None:
+    shape = shape_of(random.Random(0), layers=2, adapters=True)
+    for planner in (UnitChunks(), FixedChunks(100), FixedChunks(100, padded=False)):
+        layout = planner.prepare({0: shape}, [job_of(shape)], CAPACITY).training[0]
+        for chunk in layout.chunks:
+            assert len({shape.parameters[p].trains for p in chunk.parameters}) == 1
+        assert any(chunk.trains for chunk in layout.chunks)
+        assert any(not chunk.trains for chunk in layout.chunks)
+        assert layout.first == 1, "below the first adapters nothing goes backward"
+
+
+@cases(200)
+@given(
+    seed=st.integers(0, 1 << 16),
+    layers=st.integers(1, 6),
+    size=st.integers(30, 120),
+    adapters=st.booleans(),
+    tied=st.booleans(),
+    padded=st.booleans(),
+)
+def test_chunks_of_one_size(
+    seed: int, layers: int, size: int, adapters: bool, tied: bool, padded: bool
+) -> None:
+    """Each parameter once, in module order; a module's stay together; no chunk overflows, and no
+    module would have found room in the chunk before."""
+    shape = shape_of(random.Random(seed), layers, adapters=adapters, tied=tied)
+    layout = FixedChunks(size, padded=padded).laid_out(shape, size, (Mode.KEEP,) * (layers + 2))
+    flat = [p for chunk in layout.chunks for p in chunk.parameters]
+    assert sorted(flat) == list(range(len(shape.parameters)))
+    for trains in (False, True):
+        own = [p for p in flat if shape.parameters[p].trains is trains]
+        assert own == sorted(own), "in module order"
+    where = {p: c for c, chunk in enumerate(layout.chunks) for p in chunk.parameters}
+    modules: dict[tuple[str, bool], set[int]] = {}
+    for p, parameter in enumerate(shape.parameters):
+        key = (parameter.name.rpartition(".")[0], parameter.trains)
+        modules.setdefault(key, set()).add(where[p])
+    assert all(len(chunks) == 1 for chunks in modules.values()), "all or nothing"
+    for c, chunk in enumerate(layout.chunks):
+        elements = sum(shape.parameters[p].elements for p in chunk.parameters)
+        assert elements <= size
+        assert chunk.weight_bytes == (size if padded else elements) * shape.item_bytes
+        follower = layout.chunks[c + 1] if c + 1 < len(layout.chunks) else None
+        if follower is not None and follower.trains is chunk.trains:
+            name = shape.parameters[follower.parameters[0]].name.rpartition(".")[0]
+            module = [
+                p
+                for p in follower.parameters
+                if shape.parameters[p].name.rpartition(".")[0] == name
+            ]
+            assert elements + sum(shape.parameters[p].elements for p in module) > size
+
+
+def test_a_module_larger_than_a_chunk_is_an_error_or_alone() -> None:
+    shape = shape_of(random.Random(1), layers=1)
+    largest = max(parameter.elements for parameter in shape.parameters)
+    with pytest.raises(ValueError, match=r"planner.oversize=alone"):
+        FixedChunks(largest - 1).prepare({0: shape}, [job_of(shape)], CAPACITY)
+    planner = FixedChunks(largest - 1, oversize="alone", padded=False)
+    layout = planner.prepare({0: shape}, [job_of(shape)], CAPACITY).training[0]
+    assert max(chunk.weight_bytes for chunk in layout.chunks) == largest * shape.item_bytes
+
+
+def model(sizes: list[int], item_bytes: int = 2) -> TrainingShape:
+    """A module of each size, a unit of each module."""
+    parameters = tuple(Parameter(f"m{i}.weight", (n,)) for i, n in enumerate(sizes))
+    units = tuple(UnitShape((i,), 0, 0, 0, 0, 0) for i in range(len(sizes)))
+    return TrainingShape(parameters, units, item_bytes, 12)
+
+
+def test_the_search_takes_the_smallest_footprint_that_fits() -> None:
+    """Modules of 60 into chunks of 100, 130 or 180: 40, 10 and none of each chunk is empty."""
+    shape = model([60] * 6)
+    planner = FixedChunks(sizes=(100, 130, 180), warmup_share=1.0)
+    assert planner.searched(shape, CAPACITY) == 180
+    layout = planner.prepare({0: shape}, [job_of(shape)], CAPACITY).training[0]
+    assert len(layout.chunks) == 2
+    assert footprint_bytes(layout) == 6 * 60 * (2 + 2 + 12)
+    # two chunks of 180 numbers are 720 bytes: more than warm-up leaves them of 700
+    tight = {(Tier.GPU, 0): 7000, (Tier.HOST, 0): ROOMY}
+    assert FixedChunks(sizes=(100, 130, 180), warmup_share=0.1).searched(shape, tight) == 130
+
+
+def test_of_equal_footprints_the_search_takes_the_first() -> None:
+    assert (
+        FixedChunks(sizes=(240, 120), warmup_share=1.0).searched(model([60] * 4), CAPACITY) == 240
+    )
+
+
+def test_a_search_without_a_result_says_what_is_missing() -> None:
+    small = {(Tier.GPU, 0): 7000, (Tier.HOST, 0): 10}
+    with pytest.raises(MemoryError, match=r"no size of planner.sizes fits"):
+        FixedChunks(sizes=(100,)).searched(model([60] * 20), small)
+
+
+def test_the_sizes_are_those_of_the_original() -> None:
+    assert [size // MEBI for size in SIZES] == [312, 280, 248, 216, 184, 152, 120, 88]
+
+
+def tiers(layout: object, kind: Kind) -> list[Tier]:
+    return [p.tier for p in layout.places if p.region.kind is kind]  # type: ignore[attr-defined]
+
+
+def test_states_start_on_the_host_on_the_device_or_on_the_host_as_far_as_it_goes() -> None:
+    shape = model([10] * 4)  # 20 bytes of weights each, 120 of optimizer states
+    jobs = [job_of(shape)]
+    for start, tier in (("host", Tier.HOST), ("device", Tier.GPU)):
+        layout = UnitChunks(start=start).prepare({0: shape}, jobs, CAPACITY)  # type: ignore[arg-type]
+        assert {place.tier for place in layout.places} == {tier}
+        assert sum(layout.places.values()) == 4 * 140
+    capacity = {(Tier.GPU, 0): 500, (Tier.HOST, 0): 3 * 120 + 2 * 20 + 5}
+    layout = UnitChunks(start="host_first").prepare({0: shape}, jobs, capacity)
+    assert tiers(layout, Kind.OPTIMIZER) == [Tier.HOST] * 3 + [Tier.GPU]
+    assert tiers(layout, Kind.WEIGHT) == [Tier.HOST] * 2 + [Tier.GPU] * 2
+
+
+def test_states_that_fit_nowhere_are_refused_with_the_deficit() -> None:
+    shape = model([10] * 4)
+    small = {(Tier.GPU, 0): 100, (Tier.HOST, 0): 559}
+    with pytest.raises(OutOfMemory, match="host:0 is 1 bytes short"):
+        UnitChunks().prepare({0: shape}, [job_of(shape)], small)
+
+
+def test_modes_are_for_layers_unless_all_units_are_named() -> None:
+    keep, again, out = Mode.KEEP, Mode.RECOMPUTE, Mode.OFFLOAD
+    assert modes_of(again, 4, 0) == (keep, again, again, keep)
+    assert modes_of((again, out), 4, 0) == (keep, again, out, keep)
+    assert modes_of((out, again, out, keep), 4, 0) == (out, again, out, keep)
+    with pytest.raises(ValueError, match="has 2 layers"):
+        modes_of((again,), 4, 0)

@@ -1,0 +1,84 @@
+"""Law 12: every memory policy trains what plain torch trains, in a sixth of the memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.training_layout import Mode
+from tests.trainings import GPU, Trained, differing, plain, setting, state_bytes, train
+
+STREAMING = ("zero3_offload", "fsdp2_offload", "train_lru", "train_fifo", "train_opt")
+WHOLE = ("train_on_device", "zero_offload")  # all weights lie on the device
+CHUNKS = "planner.chunk_elements=40000"  # about a layer: more than any table of the model
+RECIPE = (
+    "training.recipe.clip_norm=0.5",
+    "training.recipe.dropout=0.1",
+    "training.microbatches=2",
+    "training.num_steps=2",
+)
+POLICIES = [(f"policy={name}",) for name in (*STREAMING, *WHOLE)] + [("policy=patrickstar", CHUNKS)]
+TIGHT = ("training.sequence_tokens=8", "training.sequences=1", "model.num_layers=8")
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda words: words[0])
+def test_a_policy_trains_as_plain_torch(policy: tuple[str, ...]) -> None:
+    """And decides in the simulator as it does where the work is done (law 11)."""
+    runs = {name: train(name, *policy, *RECIPE) for name in ("sim", "lockstep", "cpu")}
+    for name in ("lockstep", "cpu"):
+        assert not differing(runs[name].result, plain(*policy, *RECIPE))
+        assert runs[name].log == runs["sim"].log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda words: words[0])
+def test_so_it_does_with_each_mode_of_activations(
+    policy: tuple[str, ...], microbatches: int, mode: Mode
+) -> None:
+    words = (*policy, *RECIPE, f"planner.modes={mode}", f"training.microbatches={microbatches}")
+    for backend in ("lockstep", "cpu"):
+        assert not differing(train(backend, *words).result, plain(*words))
+
+
+@pytest.mark.parametrize("policy", ["zero3_offload", "train_opt"])
+def test_adapters_train_as_with_peft(policy: str) -> None:
+    words = (f"policy={policy}", *RECIPE, "training/recipe=lora", "training.num_steps=3")
+    assert not differing(train("lockstep", *words).result, plain(*words))
+
+
+@pytest.mark.parametrize("policy", ["zero3_offload", "train_lru", "patrickstar"])
+def test_real_lanes_train_the_same(policy: str) -> None:
+    """With a thread for each lane, and copies that take time beside the computing."""
+    words = (f"policy={policy}", *RECIPE, *([CHUNKS] if policy == "patrickstar" else []))
+    assert not differing(train("cpu", *words, "backend.clock=wall").result, plain(*words))
+
+
+@pytest.mark.parametrize("policy", STREAMING)
+def test_it_does_so_in_a_sixth_of_the_memory_of_its_states(policy: str) -> None:
+    """What the meter finds is what the ledger has booked, but for token ids (law 14)."""
+    words = (f"policy={policy}", *TIGHT)
+    whole = state_bytes(setting(*words))
+    words = (*words, f"budget.device_bytes={whole // 6}")
+    found = train("lockstep", *words, "device.host_plan_ns=0", "device.host_slice_ns=0")
+    assert not differing(found.result, plain(*words))
+    assert found.setting.room.capacity_bytes[GPU] == whole // 6
+    assert 0 < max(held_bytes(found)) <= whole // 6
+    assert set(off_bytes(found)) <= {0, *IDS_BYTES}
+
+
+IDS_BYTES = (64, 72)  # of 8 token ids, and with the loss's count of them
+
+
+def held_bytes(found: Trained) -> list[int]:
+    """What the device's ledger holds, at each row."""
+    rows = found.recorder.tables()["memory"].to_pylist()
+    return [r["capacity_bytes"] - r["free_bytes"] for r in rows if r["tier"] == "gpu"]
+
+
+def off_bytes(found: Trained) -> list[int]:
+    """What the meter finds beyond the ledger, in both tiers."""
+    rows = found.recorder.tables()["memory"].to_pylist()
+    read = [r for r in rows if r["measured_bytes"] is not None]
+    booked = [r["capacity_bytes"] - r["free_bytes"] - r["coming_bytes"] for r in read]
+    return [r["measured_bytes"] - nbytes for r, nbytes in zip(read, booked, strict=True)]

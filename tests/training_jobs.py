@@ -1,0 +1,231 @@
+"""Training jobs for tests of their costs: layouts, launches, and an engine on a real cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import simpy
+import yaml
+
+from engine.engine import Engine
+from engine.executor import Launch, Piece
+from engine.job import Job
+from engine.journal import Journal
+from engine.layout import Layout
+from engine.model import ModelSpec
+from engine.plan import (
+    COMPUTE_LANE,
+    HOST_LANE,
+    Compute,
+    Copy,
+    Free,
+    Grow,
+    PageSize,
+    Place,
+    Plan,
+    Slice,
+    Tier,
+    Work,
+)
+from engine.recorder import Recorder
+from engine.regions import gradient, hidden, optimizer, saved, weight
+from engine.training import Task, Training
+from engine.training_layout import Mode, TrainingLayout, lay_out
+from engine.training_shape import training_shape
+from engine.view import View
+from sim.cost import LaunchCost
+from sim.device import Device
+from sim.executor import SimExecutor
+from tests.replays import Replay
+from traces.recipe import Recipe
+from traces.request import TrainingJob
+
+CONF = Path(__file__).parent.parent / "conf"
+GIB = 1 << 30
+TINY = ModelSpec("toy", "llama", 4, 256, 8, 4, 32, 704, 2048, 4096, dtype="float32")
+
+
+def device(name: str) -> Device:
+    fields = yaml.safe_load((CONF / "device" / f"{name}.yaml").read_text())
+    return Device(**{key: value for key, value in fields.items() if not key.startswith("_")})
+
+
+def job_of(
+    spec: ModelSpec = TINY,
+    sequences: int = 2,
+    tokens: int = 64,
+    recipe: Recipe | None = None,
+    **more: Any,
+) -> TrainingJob:
+    """A job on a model, with whatever differs."""
+    units = spec.num_layers + 2
+    return TrainingJob(0, 0, units, tokens, sequences, recipe=recipe or Recipe(), **more)
+
+
+def layout_of(
+    spec: ModelSpec, job: TrainingJob, modes: Sequence[Mode] = (), chunks: Any = None
+) -> TrainingLayout:
+    """A chunk per unit, a tied table in the first one, unless told; modes in turn."""
+    shape = training_shape(spec, job)
+    if chunks is None:
+        seen: set[int] = set()
+        chunks = []
+        for unit in shape.units:
+            for trains in (True, False):  # they share no chunk
+                own = [
+                    p
+                    for p in unit.parameters
+                    if p not in seen and shape.parameters[p].trains == trains
+                ]
+                seen.update(own)
+                chunks += [own] if own else []
+    turn = modes or [Mode.KEEP]
+    return lay_out(shape, chunks, [turn[u % len(turn)] for u in range(len(shape.units))])
+
+
+def trains(spec: TrainingJob, layout: TrainingLayout | None = None) -> Job:
+    return Job.trains(Training(spec, layout), 0)
+
+
+def launch(
+    job: Job, work: Work, part: int, light: bool = False, on: str = COMPUTE_LANE, **more: Any
+) -> Launch:
+    """One unit of a job, or one chunk's update; forwards keep unless they are light."""
+    assert job.training is not None
+    spec = job.training.spec
+    tokens = 1 if work is Work.UPDATE else spec.microbatch_tokens
+    piece = Slice(job, tokens, work, range(part, part + 1))
+    units = spec.num_units
+    above = [hidden(job.job_id, part + 1, units, 0)] if part + 1 < units else []
+    kept = [] if light else [saved(job.job_id, part, 0)]
+    writes = (*above, *kept) if work is Work.FORWARD else ()
+    pieces = (Piece(job.job_id, tokens, 0, False, ()),)
+    return Launch(Compute((piece,), (), writes, on=on, **more), pieces=pieces)
+
+
+@dataclass(frozen=True)
+class HostStates:
+    """The smallest policy that trains by a layout: weights and activations stay on the device,
+    optimizer states on the host, where updates run behind a copy of the gradients, or on the device
+    with them all (`updates_there`). One task a plan."""
+
+    updates_there: bool = False
+
+    def plan(self, view: View) -> Plan:
+        job = next(iter((*view.training, *view.waiting)))
+        training = job.training
+        assert training is not None and training.layout is not None
+        (task,) = training.ahead(1)
+        do = {Work.FORWARD: _forward, Work.BACKWARD: _backward}.get(task.work)
+        if do is None:
+            return Plan(tuple(self._update(job, task)))
+        return Plan(tuple(do(job, training.layout, task, view)))
+
+    def _update(self, job: Job, task: Task) -> Iterable[Any]:
+        c = task.part
+        owner, piece = job.job_id, Slice(job, 1, Work.UPDATE, range(c, c + 1), task.microbatch)
+        if self.updates_there:
+            here = (weight(owner, c), optimizer(owner, c))
+            yield Compute((piece,), (gradient(owner, c),), here)
+            yield Free(gradient(owner, c))
+            return
+        there = [place(owner, c, Tier.HOST) for place in (weight, gradient, optimizer)]
+        yield Copy(gradient(owner, c), there[1])
+        yield Free(gradient(owner, c))
+        yield Copy(weight(owner, c), there[0])
+        yield Compute((piece,), (there[1],), (there[0], there[2]), on=HOST_LANE)
+        yield Free(there[1])
+        yield Free(weight(owner, c))
+        yield Copy(there[0], weight(owner, c))
+        yield Free(there[0])
+
+
+def _grow(place: Place, nbytes: int) -> list[Grow]:
+    return [Grow(place, nbytes)] if nbytes else []
+
+
+def _forward(job: Job, layout: TrainingLayout, task: Task, view: View) -> Iterable[Any]:
+    u, k, units = task.part, task.microbatch, layout.num_units
+    keeps = layout.units[u].mode is not Mode.RECOMPUTE and u >= layout.first
+    grows: list[Grow] = []
+    if u + 1 < units:
+        grows += _grow(hidden(job.job_id, u + 1, units, k), layout.units[u + 1].input_bytes)
+    if keeps:
+        grows += _grow(saved(job.job_id, u, k), layout.units[u].saved_bytes)
+    yield from grows
+    yield _compute(job, layout, task, Work.FORWARD, tuple(g.place for g in grows))
+    if u and u < layout.first:
+        yield Free(hidden(job.job_id, u, units, k))
+
+
+def _backward(job: Job, layout: TrainingLayout, task: Task, view: View) -> Iterable[Any]:
+    u, k, unit, owner = task.part, task.microbatch, layout.units[task.part], job.job_id
+    kept = _grow(saved(owner, u, k), unit.saved_bytes)
+    if unit.mode is Mode.RECOMPUTE:
+        yield from kept
+        places = tuple(g.place for g in kept)
+        yield _compute(job, layout, task, Work.FORWARD, places, again=True)
+    sums = tuple(gradient(owner, c) for c in unit.trained)
+    for place, c in zip(sums, unit.trained, strict=True):
+        if place not in view.held_bytes:
+            yield Grow(place, layout.chunks[c].gradient_bytes)
+    yield _compute(job, layout, task, Work.BACKWARD, sums)
+    for grown in kept:
+        yield Free(grown.place)
+    if u:
+        yield Free(hidden(owner, u, layout.num_units, k))
+
+
+def _compute(
+    job: Job,
+    layout: TrainingLayout,
+    task: Task,
+    work: Work,
+    writes: tuple[Place, ...],
+    again: bool = False,
+) -> Compute:
+    assert job.training is not None
+    u, k = task.part, task.microbatch
+    tokens = job.training.spec.microbatch_tokens
+    piece = Slice(job, tokens, work, range(u, u + 1), k)
+    reads = [weight(job.job_id, c) for c in layout.units[u].chunks]
+    reads += [hidden(job.job_id, u, layout.num_units, k)] if u else []
+    return Compute((piece,), tuple(reads), writes, again=again)
+
+
+def train(
+    cost: LaunchCost,
+    job: TrainingJob,
+    layout: TrainingLayout,
+    policy: Any = None,
+    depth: int = 2,
+) -> Replay:
+    """Runs a job on the simulator's executor with a real cost; all laws hold."""
+    env, recorder = simpy.Environment(), Recorder()
+    journal = Journal(lambda: int(env.now))
+    policy = policy or HostStates()
+    states = Tier.GPU if policy.updates_there else Tier.HOST
+    places = {weight(0, c): chunk.weight_bytes for c, chunk in enumerate(layout.chunks)}
+    places |= {
+        optimizer(0, c, states): chunk.optimizer_bytes
+        for c, chunk in enumerate(layout.chunks)
+        if chunk.optimizer_bytes
+    }
+    executor = SimExecutor(env, cost)
+    recorder.predicted_bytes = executor.peak_bytes
+    engine = Engine(
+        env,
+        policy,
+        executor,
+        {(Tier.GPU, 0): 64 * GIB, (Tier.HOST, 0): 64 * GIB},
+        PageSize(16, GIB),
+        depth=depth,
+        layout=Layout(places, {0: layout}),
+        recorder=recorder,
+        journal=journal,
+    )
+    engine.replay([job])
+    return Replay(engine, recorder, journal).check()

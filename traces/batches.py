@@ -1,0 +1,87 @@
+"""The tokens of each microbatch of a training job, a function of its seed and number alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.packing import Tokens
+
+Ids = npt.NDArray[np.int64]
+SHUFFLES, RANDOM = 2, 3  # streams of a seed; traces.prompts and traces.random_lengths have others
+
+
+class Batches(Protocol):
+    """What a runtime asks for the data of a training job."""
+
+    def ids(self, microbatch: int) -> Ids:
+        """Token ids [sequences, sequence_tokens] of a microbatch, counted through the whole job."""
+        ...
+
+    def account(self) -> dict[str, int]:
+        """What became of the tokens of a text: read = used + dropped. Empty where none is read."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatches:
+    """Blocks of text in seeded order; when all have been seen, again in another order.
+
+    `blocks` is [n, sequence_tokens]; `rest_tokens` of the text filled no block. Ids beyond the
+    vocabulary are taken modulo it, as those of prompts are: a stand-in model may know fewer. A
+    microbatch may reach into the next epoch.
+    """
+
+    blocks: Tokens
+    sequences: int
+    vocabulary: int
+    seed: int = 0
+    rest_tokens: int = 0
+
+    def ids(self, microbatch: int) -> Ids:
+        """Token ids [sequences, sequence_tokens]; the i-th of all sequences is of epoch i // n."""
+        first = microbatch * self.sequences
+        chosen = [self._block(place) for place in range(first, first + self.sequences)]
+        return self.blocks[chosen].astype(np.int64) % self.vocabulary
+
+    def account(self) -> dict[str, int]:
+        """Tokens read = used + dropped (the rest), and how many of those used are beyond."""
+        return {
+            "tokens_read": self.blocks.size + self.rest_tokens,
+            "tokens_used": self.blocks.size,
+            "tokens_dropped": self.rest_tokens,
+            "tokens_beyond_vocabulary": int((self.blocks >= self.vocabulary).sum()),
+        }
+
+    def _block(self, place: int) -> int:
+        epoch, at = divmod(place, len(self.blocks))
+        return int(_order(self.seed, epoch, len(self.blocks))[at])
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, num_blocks: int) -> Ids:
+    # seeds are padded with zeros: end in none
+    return np.random.default_rng((seed, SHUFFLES, epoch, 1)).permutation(num_blocks)
+
+
+@dataclass(frozen=True)
+class RandomBatches:
+    """Ids even over the vocabulary, as papers take where only time and memory matter."""
+
+    sequence_tokens: int
+    sequences: int
+    vocabulary: int
+    seed: int = 0
+
+    def ids(self, microbatch: int) -> Ids:
+        """Token ids [sequences, sequence_tokens]; no two microbatches are alike."""
+        rng = np.random.default_rng((self.seed, RANDOM, microbatch, 1))
+        return rng.integers(self.vocabulary, size=(self.sequences, self.sequence_tokens))
+
+    def account(self) -> dict[str, int]:
+        """Nothing is read."""
+        return {}
