@@ -54,7 +54,10 @@ def prepare(model: Any, recipe: Recipe) -> Any:
 
 
 def _with_adapters(model: Any, recipe: Recipe) -> Any:
-    from peft import LoraConfig, get_peft_model
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError("recipe.lora_rank needs peft: pip install 'tandem[lora]'") from error
 
     config = LoraConfig(
         r=recipe.lora_rank,
