@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from tandem.build import Builder
 from traces.batches import Batches
 from traces.request import Request, TrainingJob
 from traces.training import Training
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +54,14 @@ def trainees_of(
     number = 1 + max((request.request_id for request in requests), default=-1)
     job = asked.job(number, own.num_layers + 2, own.name)
     batches = asked.batches(job, own.vocab_size, Path(config["cache"]))
+    if beyond := batches.account().get("tokens_beyond_vocabulary", 0):
+        log.warning(
+            "%s tokens of %s are beyond the %s that model %s knows: they are taken modulo that",
+            f"{beyond:,}",
+            job.dataset,
+            f"{own.vocab_size:,}",
+            own.name,
+        )
     return (Trainee(job, own, training_shape(own, job), batches),)
 
 

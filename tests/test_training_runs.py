@@ -1,4 +1,4 @@
-"""Law 12: every memory policy trains what plain torch trains, in a sixth of the memory."""
+"""Law 12: memory policies train what plain torch trains; those that stream, in a sixth of it."""
 
 from __future__ import annotations
 
