@@ -37,8 +37,11 @@ from engine.view import Cost
 from traces.request import Request, TrainingJob
 
 
+FRUITLESS = 10_000  # plans without an operation, one after the other, are none too few
+
+
 class Stalled(RuntimeError):
-    """Work is left, nothing is in flight, and the policy wants nothing. Names the jobs."""
+    """Work is left, and the policy wants nothing, or does nothing for ever. Names the jobs."""
 
 
 class Engine:
@@ -101,6 +104,7 @@ class Engine:
         self.arrivals = Arrivals(env, (), self._door.admit)
         self.news = News(env, self.standing.drop)
         self._questions = Questions(self, policy)
+        self._fruitful = 0  # the last plan that launched or refused something
         self.jump: Jump | None = None
         if fast_forward and devices == 1 and offers_jumps(self):
             self.jump = Jump(self, cast(Repeater, executor))
@@ -130,8 +134,9 @@ class Engine:
                 continue
             if not self.roster:
                 self._questions.give_all_back()
-            if not (self.ledger.open or self.arrivals.pending or self.news.will_come):
-                raise self._stalled()
+            comes = self.arrivals.next_ns is not None or self.news.will_come
+            if not (self.ledger.open or comes):  # turns that only answers release never come
+                raise self._stalled("the policy wants nothing although nothing is in flight")
             self._rest()
             yield self.news.next
         self._questions.give_all_back()
@@ -175,9 +180,8 @@ class Engine:
         for pool, pages in self.ledger.drain_idle():
             self.executor.release(pool, pages)
 
-    def _stalled(self) -> Stalled:
+    def _stalled(self, why: str) -> Stalled:
         free = {f"{tier}:{device}": n for (tier, device), n in self.ledger.free_bytes().items()}
-        why = "the policy wants nothing although nothing is in flight"
         return Stalled(f"{why}: {self.roster}; free bytes {free}")
 
     # ---- issue: state moves on
@@ -196,6 +200,10 @@ class Engine:
         now_ns = int(self.env.now)
         step, number = self.flights.number(device)
         self.flights.last_compute(booked, device)
+        if launches or plan.refuse:
+            self._fruitful = step
+        elif step - self._fruitful >= FRUITLESS:
+            raise self._stalled(f"the policy's last {FRUITLESS:,} plans hold no operation")
         figures = self.ledger.figures(device=self._own(device) if step else None)
         self.recorder.issued(step, device, now_ns, plan, figures)
         self._check_books()
