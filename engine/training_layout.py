@@ -45,6 +45,7 @@ class Unit:
     forward_bytes: int  # workspace of a forward that keeps
     light_bytes: int  # of one that does not
     backward_bytes: int
+    aside_bytes: int = 0  # gradients of tables that a unit below adds to as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ def lay_out(
         trained = _in_order(where[p] for p in unit.parameters if shape.parameters[p].trains)
         mode = Mode.KEEP if u == len(shape.units) - 1 else modes[u]  # the head's backward follows
         sizes = (unit.input_bytes, unit.saved_bytes, unit.forward_bytes)
-        units.append(Unit(own, trained, mode, *sizes, unit.light_bytes, unit.backward_bytes))
+        aside = _aside_bytes(shape, u)
+        units.append(Unit(own, trained, mode, *sizes, unit.light_bytes, unit.backward_bytes, aside))
     return TrainingLayout(made, tuple(units), first)
 
 
@@ -104,6 +106,12 @@ def _chunk(shape: TrainingShape, parameters: Sequence[int], elements: int) -> Ch
     if not kinds.pop():
         return Chunk(tuple(parameters), weight_bytes)
     return Chunk(tuple(parameters), weight_bytes, weight_bytes, count * shape.optimizer_item_bytes)
+
+
+def _aside_bytes(shape: TrainingShape, unit: int) -> int:
+    below = {p for lower in shape.units[:unit] for p in lower.parameters}
+    own = [shape.parameters[p] for p in shape.units[unit].parameters if p in below]
+    return sum([p.elements for p in own if p.trains]) * shape.item_bytes
 
 
 def _in_order(chunks: Iterable[int]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.plan import COMPUTE_LANE, HOST_LANE, Grow, Place, Slice, Tier, Work
-from engine.regions import flow, gradient, hidden, optimizer, saved, weight, workspace
+from engine.regions import aside, flow, gradient, hidden, optimizer, saved, weight, workspace
 from engine.training_layout import Mode, TrainingLayout, Unit
 from policies.cycle import layout_of
 from traces.request import TrainingJob
@@ -112,9 +112,13 @@ class _Maker:
         """Adds to gradients and passes one on, as long as something below it trains."""
         unit, u = self._unit, self.part
         trained, kept = unit.trained, self._saved()
-        passed = self._flow(u) if u > self.layout.first else ()
+        waiting = self._aside(unit.aside_bytes)
+        passed = (*(self._flow(u) if u > self.layout.first else ()), *waiting)
         came = _places(self._flow(u + 1))
-        grows = (*passed, *self._workspace(unit.backward_bytes))
+        if u == self.layout.first:
+            came += _places(self._aside(sum([above.aside_bytes for above in self.layout.units])))
+        work_bytes = unit.backward_bytes - sum([op.nbytes for op in waiting])  # it is made there
+        grows = (*passed, *self._workspace(max(0, work_bytes)))
         if self.reuses:
             begun: tuple[tuple[Place, int], ...] = ()
             reads = self._weight_places(without=trained)
@@ -177,6 +181,13 @@ class _Maker:
         if not 0 < unit < len(units):
             return ()
         return _grow(flow(self._id, unit, self.device), units[unit].input_bytes)
+
+    def _aside(self, nbytes: int) -> tuple[Grow, ...]:
+        """Nothing where the sum itself, which begins with it, is the place to wait."""
+        training = self.piece.job.training
+        assert training is not None
+        begins = self.piece.microbatch % training.spec.microbatches == 0
+        return () if begins and not self.reuses else _grow(aside(self._id, self.device), nbytes)
 
     def _workspace(self, nbytes: int) -> tuple[Grow, ...]:
         return _grow(workspace(self._id, self.device), nbytes)
