@@ -62,6 +62,11 @@ class Recorder:
         return self._meter is not None
 
     @property
+    def trained_steps(self) -> int:
+        """Training steps that have ended."""
+        return len(self._trained)
+
+    @property
     def plans(self) -> list[PlanRow]:
         """All plans in issue order: step, device, time, jobs whose memory came back, plan."""
         rows = chain(self._plans, *(run.plan_rows() for run in self._runs))

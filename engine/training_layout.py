@@ -56,6 +56,9 @@ class TrainingLayout:
     units: tuple[Unit, ...]
     first: int = 0
 
+    def __repr__(self) -> str:
+        return f"TrainingLayout({len(self.chunks)} chunks, {len(self.units)} units)"
+
     @property
     def num_units(self) -> int:
         return len(self.units)
@@ -86,13 +89,15 @@ def lay_out(
     assert sorted(where) == list(range(len(shape.parameters))), "each parameter is in one chunk"
     trains = [any(shape.parameters[p].trains for p in unit.parameters) for unit in shape.units]
     first = trains.index(True)
-    units = []
+    units, below = [], set[int]()  # parameters of the units so far
     for u, unit in enumerate(shape.units):
         own = _in_order(where[p] for p in unit.parameters)
         trained = _in_order(where[p] for p in unit.parameters if shape.parameters[p].trains)
         mode = Mode.KEEP if u == len(shape.units) - 1 else modes[u]  # the head's backward follows
         sizes = (unit.input_bytes, unit.saved_bytes, unit.forward_bytes)
-        aside = _aside_bytes(shape, u)
+        tied = [shape.parameters[p] for p in unit.parameters if p in below]
+        aside = sum([p.elements for p in tied if p.trains]) * shape.item_bytes
+        below.update(unit.parameters)
         units.append(Unit(own, trained, mode, *sizes, unit.light_bytes, unit.backward_bytes, aside))
     return TrainingLayout(made, tuple(units), first)
 
@@ -106,12 +111,6 @@ def _chunk(shape: TrainingShape, parameters: Sequence[int], elements: int) -> Ch
     if not kinds.pop():
         return Chunk(tuple(parameters), weight_bytes)
     return Chunk(tuple(parameters), weight_bytes, weight_bytes, count * shape.optimizer_item_bytes)
-
-
-def _aside_bytes(shape: TrainingShape, unit: int) -> int:
-    below = {p for lower in shape.units[:unit] for p in lower.parameters}
-    own = [shape.parameters[p] for p in shape.units[unit].parameters if p in below]
-    return sum([p.elements for p in own if p.trains]) * shape.item_bytes
 
 
 def _in_order(chunks: Iterable[int]) -> tuple[int, ...]:

@@ -55,10 +55,7 @@ class PatrickStar:
 
     @patient
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
-        tides = {
-            job.job_id: tide_of(job.job_id, view.profile.moments(job.job_id))
-            for job in training_jobs(view)
-        }
+        tides = {job.job_id: tide_of(view.profile, job.job_id) for job in training_jobs(view)}
         device = Residency(view, _order(view, tides), is_exclusive=True)
         for piece in batch:
             self._carry_out(piece, view, device, tides[piece.job.job_id])

@@ -19,8 +19,9 @@ from engine.plan import (
     Work,
 )
 from engine.view import View
+from policies.candidates import Candidates
 from policies.cycle import layout_of, training_jobs
-from policies.eviction import NOW, Order, Rank
+from policies.eviction import NOW, Order
 from policies.launching import Launching, goes_out, launches_of
 from policies.out_of_memory import OutOfMemory
 
@@ -50,14 +51,14 @@ class Residency:
         self._here: Pool = (Tier.GPU, view.device)
         self._home: Pool = (Tier.HOST, 0)
         self._stamps: dict[Place, int] = {}  # of contents that are drafted
-        self._ranks: dict[Place, Rank] = {}  # of what may leave, in the order of booking
+        self._leaving = Candidates()  # what may leave, in the order of booking
         self._pinned: frozenset[Place] = frozenset()
         self._what = ""
         self.clock = 0  # launches drafted
         self.state_bytes = 0  # on the device, of what may leave
-        self._booked = 0  # of what may leave
         for place in self._found():
-            self._enter(place, order.standing(place, self._booked))
+            self._count(place)
+            self._leaving.put(place, order.standing(place, self._leaving.count))
 
     def _found(self) -> Iterator[Place]:
         jobs = {job.job_id: job for job in training_jobs(self._view)}
@@ -154,7 +155,7 @@ class Residency:
 
     def free(self, place: Place) -> None:
         """Gives a place back."""
-        if self._ranks.pop(place, None) is not None and place.region.kind in STATES:
+        if self._leaving.drop(place) and place.region.kind in STATES:
             self.state_bytes -= self._draft.held(place)
         self._draft.free(place)
 
@@ -174,7 +175,7 @@ class Residency:
     def make_room(self, pool: Pool, nbytes: int) -> None:
         """Evicts until so many bytes are left. OutOfMemory where nothing more can go."""
         while (room := self._draft.room(pool)) < nbytes:
-            if pool == self._here and self._evict_next():
+            if pool == self._here and self._leaving.send_first(self._pinned, self.evict):
                 continue
             if pool == self._here and (stuck := self._stuck()):  # for want of room on the host
                 pool, nbytes, room = self._home, min(stuck), self._draft.room(self._home)
@@ -189,8 +190,9 @@ class Residency:
 
     def shrink(self, limit_bytes: int, strict: bool = False) -> None:
         """Evicts until states take no more than that, or nothing can go; `strict` as above."""
-        while self.state_bytes > limit_bytes and self._evict_next():
-            pass
+        while self.state_bytes > limit_bytes:
+            if not self._leaving.send_first(self._pinned, self.evict):
+                break
         if strict and self.state_bytes > limit_bytes and (stuck := self._stuck()):
             raise OutOfMemory(self._home, min(stuck) - self._draft.room(self._home), self._what)
 
@@ -200,21 +202,13 @@ class Residency:
             if self._draft.held(here := self.elsewhere(place)):
                 self.free(here)
 
-    def _evict_next(self) -> bool:
-        free = [place for place in self._ranks if place not in self._pinned]
-        if not free:
-            return False
-        if self.evict(min(free, key=self._ranks.__getitem__)):
-            return True
-        return any(self.evict(place) for place in sorted(free, key=self._ranks.__getitem__))
-
     def _begin(self, launch: Launching) -> None:
         self._what = _name_of(launch)
         self._pinned = frozenset([place for place, _ in launch.brought])
 
     def _stuck(self) -> list[int]:
         """Bytes of each place that might leave."""
-        return [self._draft.held(place) for place in self._ranks if place not in self._pinned]
+        return [self._draft.held(place) for place in self._leaving if place not in self._pinned]
 
     # ---- books
     def _stamp(self, place: Place) -> int:
@@ -225,15 +219,15 @@ class Residency:
         return place.region.kind in self._kinds or place.region.kind is Kind.ACTIVATION
 
     def _touch(self, place: Place, clock: int) -> None:
-        rank = self._ranks.get(place)
-        self._enter(place, self._order.used(place, clock, rank, self._booked))
+        rank = self._leaving.rank(place)
+        if rank is None:
+            self._count(place)
+        rank = self._order.used(place, clock, rank, self._leaving.count)
+        self._leaving.put(place, rank)
 
-    def _enter(self, place: Place, rank: Rank) -> None:
-        if place not in self._ranks:
-            self._booked += 1
-            if place.region.kind in STATES:
-                self.state_bytes += self._draft.held(place)
-        self._ranks[place] = rank
+    def _count(self, place: Place) -> None:
+        if place.region.kind in STATES:
+            self.state_bytes += self._draft.held(place)
 
 
 def _is_weight(place: Place) -> bool:
