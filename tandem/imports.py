@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tandem.build import Builder
 from tandem.composed import Composed
@@ -18,7 +19,7 @@ def import_files(points: Iterable[Composed]) -> None:
     for point in {str(point.config["trace"]): point for point in points}.values():
         with suppress(ValueError):
             import_trace(point)
-    for point in {str(point.config.get("training")): point for point in points}.values():
+    for point in {str(_data(point)): point for point in points}.values():
         with suppress(ValueError):
             import_text(point)
 
@@ -31,10 +32,15 @@ def import_trace(point: Composed) -> None:
 
 def import_text(point: Composed) -> None:
     """Imports the text that a point trains on, unless that is kept already, or drawn."""
-    training = point.config.get("training") or {}
-    node = training.get("data")
-    if training.get("_target_") is None or node is None:
+    node = _data(point)
+    if node is None:
         return
     data = Builder(point.config["trusted"], point.folders).build(node, "training.data")
     if hasattr(data, "file"):
         data.file(Path(point.config["cache"]))
+
+
+def _data(point: Composed) -> Any:
+    """The config node of what a point trains on; None where it trains nothing."""
+    training = point.config.get("training") or {}
+    return training.get("data") if training.get("_target_") else None
