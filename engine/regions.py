@@ -60,6 +60,6 @@ def aside(job_id: int, device: int = 0) -> Place:
 
 
 @lru_cache(maxsize=NAMES)
-def workspace(job_id: int, device: int = 0) -> Place:
+def workspace(job_id: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
     """What a launch takes and gives back: booked around it, so that others make room for it."""
-    return Place(Region(job_id, Kind.BUFFER, 0, WORKSPACE), Tier.GPU, device)
+    return Place(Region(job_id, Kind.BUFFER, 0, WORKSPACE), tier, device)

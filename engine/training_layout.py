@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from engine.training_shape import TrainingShape
 
 
+WIDENED = 1 << 22  # numbers: 16-bit gradients become float32 for an update in pieces of so many
+WIDE_BYTES = 4
+
+
 class Mode(StrEnum):
     """What becomes of a unit's activations between its forward and its backward."""
 
@@ -27,6 +31,7 @@ class Chunk:
     weight_bytes: int
     gradient_bytes: int = 0  # none where nothing of it trains
     optimizer_bytes: int = 0
+    update_bytes: int = 0  # workspace of an update
 
     @property
     def trains(self) -> bool:
@@ -110,7 +115,14 @@ def _chunk(shape: TrainingShape, parameters: Sequence[int], elements: int) -> Ch
     assert len(kinds) == 1, "frozen and trained parameters share a chunk"
     if not kinds.pop():
         return Chunk(tuple(parameters), weight_bytes)
-    return Chunk(tuple(parameters), weight_bytes, weight_bytes, count * shape.optimizer_item_bytes)
+    widened = 0 if shape.item_bytes == WIDE_BYTES else max(p.elements for p in own)
+    return Chunk(
+        tuple(parameters),
+        weight_bytes,
+        weight_bytes,
+        count * shape.optimizer_item_bytes,
+        min(WIDENED, widened) * WIDE_BYTES,
+    )
 
 
 def _in_order(chunks: Iterable[int]) -> tuple[int, ...]:

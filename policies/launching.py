@@ -19,7 +19,7 @@ class Launching:
 
     piece: Slice
     brought: tuple[tuple[Place, int], ...]  # must hold what is new; bytes, for those that begin
-    grows: tuple[Grow, ...]  # begin with it, on the device
+    grows: tuple[Grow, ...]  # begin with it, where it runs
     reads: tuple[Place, ...]
     writes: tuple[Place, ...]
     frees: tuple[Place, ...] = ()  # end with it, in whatever tier they are
@@ -145,12 +145,14 @@ class _Maker:
         states = [(weight(self._id, c, tier, device), chunk.weight_bytes)]
         if chunk.optimizer_bytes:
             states.append((optimizer(self._id, c, tier, device), chunk.optimizer_bytes))
-        writes = tuple([place for place, _ in states])
+        grows = _grow(workspace(self._id, tier, device), chunk.update_bytes)
+        work = _places(grows)
+        writes = (*[place for place, _ in states], *work)
         if self.reuses:
-            return Launching(self.piece, tuple(states), (), (), writes, on=on)
+            return Launching(self.piece, tuple(states), grows, (), writes, work, on=on)
         added = gradient(self._id, c, tier, device)
         brought = (*states, (added, chunk.gradient_bytes))
-        return Launching(self.piece, brought, (), (added,), writes, (added,), on=on)
+        return Launching(self.piece, brought, grows, (added,), writes, (added, *work), on=on)
 
     # ---- places of a unit
     def _weights(self) -> tuple[tuple[Place, int], ...]:
@@ -190,7 +192,7 @@ class _Maker:
         return () if begins and not self.reuses else _grow(aside(self._id, self.device), nbytes)
 
     def _workspace(self, nbytes: int) -> tuple[Grow, ...]:
-        return _grow(workspace(self._id, self.device), nbytes)
+        return _grow(workspace(self._id, device=self.device), nbytes)
 
 
 def _grow(place: Place, nbytes: int) -> tuple[Grow, ...]:

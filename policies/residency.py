@@ -79,6 +79,7 @@ class Residency:
         if on == HOST_LANE and piece.work is Work.UPDATE:
             (update,) = launches_of(piece, self._view.device, on, reuses)
             missing = [nbytes for place, nbytes in update.brought if not self._draft.held(place)]
+            missing += [op.nbytes for op in update.grows]
             if sum(missing) <= self._draft.room(self._home):
                 yield update
                 return
@@ -89,7 +90,8 @@ class Residency:
         self._begin(launch)
         for place, nbytes in launch.brought:
             self.bring(place, nbytes)
-        self.make_room(self._here, sum([op.nbytes for op in launch.grows]))
+        where = self._home if launch.on == HOST_LANE else self._here
+        self.make_room(where, sum([op.nbytes for op in launch.grows]))
         self._draft.grow_all(launch.grows)
 
     def run(self, launch: Launching, also_writes: tuple[Place, ...] = ()) -> None:
