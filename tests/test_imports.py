@@ -37,7 +37,7 @@ def test_a_text_that_is_not_there_is_for_its_points_to_say(tmp_path: Path) -> No
 
 def test_what_is_drawn_is_not_imported(tmp_path: Path) -> None:
     import_files([composed(["trace=none", "training=random", f"cache={tmp_path}"])])
-    import_files([composed(["trace=random", f"cache={tmp_path}"])])
+    import_files([composed(["trace=random", "trace.input_tokens=8", f"cache={tmp_path}"])])
     assert not [*tmp_path.iterdir()]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
+from policies.all_on_device import AllOnDevice
 from tandem.progress import amount, done
 from tests.offload import job_of, laid_out, run, shape_of
-from policies.all_on_device import AllOnDevice
 from traces.request import Request, TrainingJob
-import random
 
 SERVED = [Request(i, 0, 4, 4) for i in range(3)]
 TRAINED = TrainingJob(9, 0, 5, 8, num_steps=7)
