@@ -190,7 +190,8 @@ class Recorder:
     def _note(self, at_ns: int, cause: str, step: int, figures: Sequence[Figures]) -> None:
         readings = self._meter.read() if self._meter and cause != "issue" else None
         self._memory.append((at_ns, cause, step, figures, readings))
-        self._unseen.difference_update([device for (_, device), *_ in figures])
+        if self._unseen:
+            self._unseen.difference_update([device for (_, device), *_ in figures])
 
     def _count_swap(self, op: Copy) -> None:
         if op.src.region.kind is Kind.KV and op.src.region.owner in self.outcomes:

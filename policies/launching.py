@@ -27,6 +27,14 @@ class Launching:
     on: str = COMPUTE_LANE
     again: bool = False
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        piece = self.piece
+        part = "chunk" if piece.work is Work.UPDATE else "unit"
+        at = piece.layers.start if piece.layers else 0
+        return f"the {piece.work} of {part} {at} of training job {piece.job.job_id}"
+
 
 def launches_of(
     piece: Slice, device: int, updates_on: str = COMPUTE_LANE, reuses: bool = False

@@ -53,7 +53,7 @@ class Residency:
         self._stamps: dict[Place, int] = {}  # of contents that are drafted
         self._leaving = Candidates()  # what may leave, in the order of booking
         self._pinned: frozenset[Place] = frozenset()
-        self._what = ""
+        self._launch: Launching | None = None  # the one at hand
         self.clock = 0  # launches drafted
         self.state_bytes = 0  # on the device, of what may leave
         for place in self._found():
@@ -181,7 +181,7 @@ class Residency:
                 continue
             if pool == self._here and (stuck := self._stuck()):  # for want of room on the host
                 pool, nbytes, room = self._home, min(stuck), self._draft.room(self._home)
-            raise OutOfMemory(pool, nbytes - room, self._what)
+            raise self._error(pool, nbytes - room)
 
     def make_way(self, launch: Launching, limit_bytes: int, strict: bool = False) -> None:
         """Evicts until states, with those that a launch brings, take no more than a limit, or
@@ -196,7 +196,7 @@ class Residency:
             if not self._leaving.send_first(self._pinned, self.evict):
                 break
         if strict and self.state_bytes > limit_bytes and (stuck := self._stuck()):
-            raise OutOfMemory(self._home, min(stuck) - self._draft.room(self._home), self._what)
+            raise self._error(self._home, min(stuck) - self._draft.room(self._home))
 
     def drop_old(self, launch: Launching) -> None:
         """Gives back what a launch on the host has made old on the device."""
@@ -205,12 +205,17 @@ class Residency:
                 self.free(here)
 
     def _begin(self, launch: Launching) -> None:
-        self._what = _name_of(launch)
-        self._pinned = frozenset([place for place, _ in launch.brought])
+        if launch is not self._launch:
+            self._launch = launch
+            self._pinned = frozenset([place for place, _ in launch.brought])
 
     def _stuck(self) -> list[int]:
         """Bytes of each place that might leave."""
         return [self._draft.held(place) for place in self._leaving if place not in self._pinned]
+
+    def _error(self, pool: Pool, deficit_bytes: int) -> OutOfMemory:
+        assert self._launch is not None, "room is made for launches"
+        return OutOfMemory(pool, deficit_bytes, self._launch.name)
 
     # ---- books
     def _stamp(self, place: Place) -> int:
@@ -241,10 +246,3 @@ def _is_on_its_way(job: Job, kind: Kind, part: int) -> bool:
     assert job.training is not None
     units = layout_of(job.training).units
     return kind is Kind.ACTIVATION and part < len(units) and goes_out(units[part])
-
-
-def _name_of(launch: Launching) -> str:
-    piece = launch.piece
-    part = "chunk" if piece.work is Work.UPDATE else "unit"
-    at = piece.layers.start if piece.layers else 0
-    return f"the {piece.work} of {part} {at} of training job {piece.job.job_id}"
