@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, UntypedStorage
 
 from engine import regions
 from engine.plan import Tier
 from runtime.gradients import Gradients
 from runtime.model_states import ModelStates
+from runtime.storages import present, typed
 from runtime.store import Store
+
+Found = Mapping[int, Sequence[UntypedStorage | None]]  # by chunk: a storage per parameter
 
 
 class Sums:
@@ -34,55 +38,63 @@ class Sums:
         self._states, self._gradients, self._store = states, gradients, store
         self._trained_of, self._reuses = trained_of, reuses
         self._grown = [sorted({states.chunk_of[p] for p in own}) for own in trained_of]
+        self._at = {p: i for own in states.chunks for i, p in enumerate(own)}
         self._aside = regions.aside(states.job_id).region
         self.overwritten: set[int] = set()
         self.chunks = frozenset(chunk for own in self._grown for chunk in own)  # that train
 
-    def of(self, unit: int, who: str) -> dict[int, Tensor]:
-        """Where those of a unit are now or are to begin, shaped like the parameters."""
-        states, parts = self._states, dict[int, Tensor]()
-        for chunk in self._grown[unit]:
-            parts.update(zip(states.chunks[chunk], self._found(chunk, who), strict=True))
-        own = self._trained_of[unit]
-        if not self._gradients.aside.keys().isdisjoint(own):
-            self._store.find(self._aside, Tier.GPU, who)
-        return {p: parts[p].view(states.parameters[p].shape) for p in own}
-
-    def _found(self, chunk: int, who: str) -> Sequence[Tensor]:
+    def find(self, unit: int, who: str) -> Found:
+        """Where those of a unit lie, or are to begin. AssertionError where there is no room."""
         states, store = self._states, self._store
+        if not self._gradients.aside.keys().isdisjoint(self._trained_of[unit]):
+            store.find(self._aside, Tier.GPU, who)
         if self._reuses:
-            return states.numbers(chunk, store.storage(states.weight(chunk), Tier.GPU, who))
-        is_begun = chunk in states.pending
-        stay = store.find(states.gradient(chunk), Tier.GPU, who, as_new=is_begun)
-        return states.gradients(chunk, stay.storages)
+            places = [(states.weight(chunk), True) for chunk in self._grown[unit]]
+        else:
+            pending = states.pending
+            places = [(states.gradient(chunk), chunk in pending) for chunk in self._grown[unit]]
+        return {
+            region.part: store.find(region, Tier.GPU, who, is_new).storages
+            for region, is_new in places
+        }
 
     def add(
-        self, totals: Mapping[int, Tensor], gradients: Sequence[Tensor], others: Sequence[Tensor]
+        self, unit: int, found: Found, gradients: Sequence[Tensor], others: Sequence[Tensor]
     ) -> None:
-        """Adds what a backward has made for these parameters to where `of` has found their sums.
+        """Adds what a backward has made for a unit's parameters, to what `find` has found.
 
         Behind their gradients there may be one more, of the unit's input; like `others` it is
         somebody's already.
         """
         free = _lie_alone(gradients, others)
-        for (p, total), gradient, is_free in zip(totals.items(), gradients, free, strict=False):
-            self._add(p, total, gradient, is_free)
+        for p, gradient, is_free in zip(self._trained_of[unit], gradients, free, strict=False):
+            self._add(p, found[self._states.chunk_of[p]], gradient, is_free)
 
-    def _add(self, p: int, total: Tensor, gradient: Tensor, is_free: bool) -> None:
+    def _add(
+        self, p: int, storages: Sequence[UntypedStorage | None], gradient: Tensor, is_free: bool
+    ) -> None:
         states, store, chunk = self._states, self._store, self._states.chunk_of[p]
-        added = self._gradients.add(p, gradient, total, is_free)
-        if added is None:
+        becomes_sum = is_free and not self._reuses and self._gradients.begins(p)
+        total = gradient if becomes_sum else self._total(p, storages, gradient.shape)
+        if not self._gradients.add(p, gradient, total):
             waiting = self._gradients.aside.values()
             store.put(self._aside, [tensor.untyped_storage() for tensor in waiting])
         elif self._reuses:
             self.overwritten.add(p)
             store.wrote(states.weight(chunk), Tier.GPU)
         else:
+            if becomes_sum:
+                store.replace(states.gradient(chunk), self._at[p], gradient.untyped_storage())
             states.pending.add(chunk)
-            if added is not total:
-                place = states.chunks[chunk].index(p)
-                store.replace(states.gradient(chunk), place, added.untyped_storage())
             store.wrote(states.gradient(chunk), Tier.GPU)
+
+    def _total(
+        self, p: int, storages: Sequence[UntypedStorage | None], shape: torch.Size
+    ) -> Tensor:
+        if not self._reuses:
+            return typed(present(storages[self._at[p]]), self._states.dtype, shape)
+        chunk, (storage,) = self._states.chunk_of[p], storages
+        return self._states.numbers(chunk, present(storage))[self._at[p]].view(shape)
 
 
 def _lie_alone(fresh: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
