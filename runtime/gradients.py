@@ -32,31 +32,29 @@ class Gradients:
         self._norms: dict[int, Tensor] = {}
         self._scale: Tensor | None = None
 
-    def add(
-        self, parameter: int, gradient: Tensor, total: Tensor, is_free: bool = False
-    ) -> Tensor | None:
-        """Adds one unit's share to `total`, both shaped like the parameter.
+    def begins(self, parameter: int) -> bool:
+        """Whether the next share is the first one of the step."""
+        return not self._count[parameter]
 
-        Returns the sum, None where the share waits aside. A first share that `is_free` (nobody
-        else has its memory) is the sum itself, instead of a copy; else the sum is `total`.
+    def add(self, parameter: int, gradient: Tensor, total: Tensor) -> bool:
+        """Adds one unit's share to `total`, both shaped like the parameter; a first share may be
+        the total itself. Returns whether it is in there: else it waits aside.
         """
         before, uses = self._count[parameter], self._uses[parameter]
         self._count[parameter] += 1
         share, is_first = gradient, before < uses
         if (before + 1) % uses and (not is_first or self._fills_late):
             self.aside[parameter] = share  # others of this microbatch follow
-            return None
+            return False
         if parameter in self.aside:
             share = self.aside.pop(parameter).add_(share)
         if before and not (is_first and self._fills_late):
             total.add_(share)
-        elif is_free and not self._fills_late:
-            total = share
-        else:
+        elif total is not share:
             total.copy_(share)
         if self.is_whole(parameter) and self._clip_norm is not None:
             self._norms[parameter] = torch.linalg.vector_norm(total, dtype=torch.float32)
-        return total
+        return True
 
     def is_whole(self, parameter: int) -> bool:
         """Whether nothing more is to come in this step."""

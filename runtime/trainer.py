@@ -120,17 +120,18 @@ class Trainer:
         assert unit >= first, f"{who}: nothing trains in unit {unit} or below it"
         if unit:  # the embedding's backward reads no weights
             self._check_weights(unit, microbatch, who)
-        totals, shape = self._sums.of(unit, who), self._ids_of(microbatch).shape
+        sums, shape = self._sums.find(unit, who), self._ids_of(microbatch).shape
         flow = None if self._is_head(unit) else self._activations.flow(unit + 1, shape, who)
         graph = self._activations.take(unit, microbatch, who)
-        wanted: list[Tensor] = [self._states.parameters[p] for p in totals]
+        own = self.units.trained_of[unit]
+        wanted: list[Tensor] = [self._states.parameters[p] for p in own]
         if unit > first:
             assert graph.input is not None
             wanted.append(graph.input)
         gradients = graph.gradients(wanted, flow)
         if unit > first:
             self._activations.hand_down(unit, gradients[-1])
-        self._sums.add(totals, gradients, () if flow is None else (flow,))
+        self._sums.add(unit, sums, gradients, () if flow is None else (flow,))
         self._draws.forget(unit, microbatch)
         if unit == first:
             self._end_microbatch(microbatch)
