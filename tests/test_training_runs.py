@@ -81,7 +81,9 @@ def test_a_tied_table_is_booked_while_its_share_waits() -> None:
     words = ("policy=zero3_offload", "model.tie_embeddings=true", "training.microbatches=2")
     found = train("lockstep", *words, "device.host_plan_ns=0", "device.host_slice_ns=0")
     assert not differing(found.result, plain(*words))
-    spec = found.setting.trainees[0].spec
+    (trainee,) = found.setting.trainees
+    spec, ids_bytes = trainee.spec, 8 * trainee.job.microbatch_tokens
+    assert set(off_bytes(found)) <= {0, ids_bytes, ids_bytes + 8}, "the meter finds it, too"
     table_bytes = 4 * spec.vocab_size * spec.hidden_size
     waiting = [json.loads(body)["ops"] for body in found.log]
     grown = [op[2] for ops in waiting for op in ops if op[0] == "grow" and op[1][1:4] == ASIDE]
