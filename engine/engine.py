@@ -245,7 +245,8 @@ class Engine:
             flight.launch,
             self.ledger.figures((Tier.GPU, flight.device), early_bytes, self._own(flight.device)),
         )
-        self.news.tell()
+        if not self.roster or min(self.flights.level) < self.depth:  # else nobody may be asked
+            self.news.tell()
 
     def land(self, op: Op, end_ns: int, device: int, number: int) -> None:
         """What waited for an operation may go on, and who was to finish with it finishes."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from engine.booking import Booking
 from engine.executor import Launch, Pieces
 from engine.job import Job
-from engine.ledger import Booking
 from engine.plan import Compute, Copy, Free, Grow, Kind, Op, Plan, Slice, Tier, kv_place
 from engine.progress import advance_serving
 from engine.repeat import Repeat

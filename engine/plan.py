@@ -156,9 +156,8 @@ class Grow(NamedTuple):
 
     def steps(self, count: int) -> range:
         """At which of the first `count` steps of a repeated plan."""
-        return range(
-            self.first, min(count, self.first + 1 if not self.every else count), self.every or 1
-        )
+        stop = count if self.every else min(count, self.first + 1)
+        return range(self.first, stop, self.every or 1)
 
 
 class GrowCycle(NamedTuple):
@@ -202,6 +201,9 @@ class Plan:
     repeats: int = 1
     later: tuple[tuple[int, tuple[Slice, ...]], ...] = ()
     wake_ns: int | None = None  # ask again at this moment at the latest; nothing stands beyond it
+
+    def __repr__(self) -> str:
+        return f"Plan({len(self.ops)} operations)"
 
     def __bool__(self) -> bool:
         """Whether the plan does anything at all."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 from engine.plan import Kind, Place, Region, Tier
 
 NAMES = 1 << 16  # remembered: policies ask for the same ones at every step
-WORKSPACE, FLOW = 0, 1  # slots of Kind.BUFFER
+WORKSPACE, FLOW, ASIDE = 0, 1, 2  # slots of Kind.BUFFER
 
 
 @lru_cache(maxsize=NAMES)
@@ -53,6 +53,13 @@ def flow(job_id: int, unit: int, device: int = 0) -> Place:
 
 
 @lru_cache(maxsize=NAMES)
-def workspace(job_id: int, device: int = 0) -> Place:
+def aside(job_id: int, device: int = 0) -> Place:
+    """The gradient of a tied table from its upper unit, until the lower one's is there: autograd
+    adds both before they go to the sum."""
+    return Place(Region(job_id, Kind.BUFFER, 0, ASIDE), Tier.GPU, device)
+
+
+@lru_cache(maxsize=NAMES)
+def workspace(job_id: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
     """What a launch takes and gives back: booked around it, so that others make room for it."""
-    return Place(Region(job_id, Kind.BUFFER, 0, WORKSPACE), Tier.GPU, device)
+    return Place(Region(job_id, Kind.BUFFER, 0, WORKSPACE), tier, device)

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from engine.training_shape import TrainingShape
 
 
+WIDENED = 1 << 22  # numbers: 16-bit gradients become float32 for an update in pieces of so many
+WIDE_BYTES = 4
+
+
 class Mode(StrEnum):
     """What becomes of a unit's activations between its forward and its backward."""
 
@@ -27,6 +31,7 @@ class Chunk:
     weight_bytes: int
     gradient_bytes: int = 0  # none where nothing of it trains
     optimizer_bytes: int = 0
+    update_bytes: int = 0  # workspace of an update
 
     @property
     def trains(self) -> bool:
@@ -45,6 +50,7 @@ class Unit:
     forward_bytes: int  # workspace of a forward that keeps
     light_bytes: int  # of one that does not
     backward_bytes: int
+    aside_bytes: int = 0  # gradients of tables that a unit below adds to as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,9 @@ class TrainingLayout:
     chunks: tuple[Chunk, ...]
     units: tuple[Unit, ...]
     first: int = 0
+
+    def __repr__(self) -> str:
+        return f"TrainingLayout({len(self.chunks)} chunks, {len(self.units)} units)"
 
     @property
     def num_units(self) -> int:
@@ -85,13 +94,16 @@ def lay_out(
     assert sorted(where) == list(range(len(shape.parameters))), "each parameter is in one chunk"
     trains = [any(shape.parameters[p].trains for p in unit.parameters) for unit in shape.units]
     first = trains.index(True)
-    units = []
+    units, below = [], set[int]()  # parameters of the units so far
     for u, unit in enumerate(shape.units):
         own = _in_order(where[p] for p in unit.parameters)
         trained = _in_order(where[p] for p in unit.parameters if shape.parameters[p].trains)
         mode = Mode.KEEP if u == len(shape.units) - 1 else modes[u]  # the head's backward follows
         sizes = (unit.input_bytes, unit.saved_bytes, unit.forward_bytes)
-        units.append(Unit(own, trained, mode, *sizes, unit.light_bytes, unit.backward_bytes))
+        tied = [shape.parameters[p] for p in unit.parameters if p in below]
+        aside = sum([p.elements for p in tied if p.trains]) * shape.item_bytes
+        below.update(unit.parameters)
+        units.append(Unit(own, trained, mode, *sizes, unit.light_bytes, unit.backward_bytes, aside))
     return TrainingLayout(made, tuple(units), first)
 
 
@@ -103,7 +115,14 @@ def _chunk(shape: TrainingShape, parameters: Sequence[int], elements: int) -> Ch
     assert len(kinds) == 1, "frozen and trained parameters share a chunk"
     if not kinds.pop():
         return Chunk(tuple(parameters), weight_bytes)
-    return Chunk(tuple(parameters), weight_bytes, weight_bytes, count * shape.optimizer_item_bytes)
+    widened = 0 if shape.item_bytes == WIDE_BYTES else max(p.elements for p in own)
+    return Chunk(
+        tuple(parameters),
+        weight_bytes,
+        weight_bytes,
+        count * shape.optimizer_item_bytes,
+        min(WIDENED, widened) * WIDE_BYTES,
+    )
 
 
 def _in_order(chunks: Iterable[int]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.plan import COMPUTE_LANE, HOST_LANE, Grow, Place, Slice, Tier, Work
-from engine.regions import flow, gradient, hidden, optimizer, saved, weight, workspace
+from engine.regions import aside, flow, gradient, hidden, optimizer, saved, weight, workspace
 from engine.training_layout import Mode, TrainingLayout, Unit
 from policies.cycle import layout_of
 from traces.request import TrainingJob
@@ -19,13 +19,21 @@ class Launching:
 
     piece: Slice
     brought: tuple[tuple[Place, int], ...]  # must hold what is new; bytes, for those that begin
-    grows: tuple[Grow, ...]  # begin with it, on the device
+    grows: tuple[Grow, ...]  # begin with it, where it runs
     reads: tuple[Place, ...]
     writes: tuple[Place, ...]
     frees: tuple[Place, ...] = ()  # end with it, in whatever tier they are
     sends: tuple[Place, ...] = ()  # go to the host behind it
     on: str = COMPUTE_LANE
     again: bool = False
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        piece = self.piece
+        part = "chunk" if piece.work is Work.UPDATE else "unit"
+        at = piece.layers.start if piece.layers else 0
+        return f"the {piece.work} of {part} {at} of training job {piece.job.job_id}"
 
 
 def launches_of(
@@ -112,9 +120,13 @@ class _Maker:
         """Adds to gradients and passes one on, as long as something below it trains."""
         unit, u = self._unit, self.part
         trained, kept = unit.trained, self._saved()
-        passed = self._flow(u) if u > self.layout.first else ()
+        waiting = self._aside(unit.aside_bytes)
+        passed = (*(self._flow(u) if u > self.layout.first else ()), *waiting)
         came = _places(self._flow(u + 1))
-        grows = (*passed, *self._workspace(unit.backward_bytes))
+        if u == self.layout.first:
+            came += _places(self._aside(sum([above.aside_bytes for above in self.layout.units])))
+        work_bytes = unit.backward_bytes - sum([op.nbytes for op in waiting])  # it is made there
+        grows = (*passed, *self._workspace(max(0, work_bytes)))
         if self.reuses:
             begun: tuple[tuple[Place, int], ...] = ()
             reads = self._weight_places(without=trained)
@@ -141,12 +153,14 @@ class _Maker:
         states = [(weight(self._id, c, tier, device), chunk.weight_bytes)]
         if chunk.optimizer_bytes:
             states.append((optimizer(self._id, c, tier, device), chunk.optimizer_bytes))
-        writes = tuple([place for place, _ in states])
+        grows = _grow(workspace(self._id, tier, device), chunk.update_bytes)
+        work = _places(grows)
+        writes = (*[place for place, _ in states], *work)
         if self.reuses:
-            return Launching(self.piece, tuple(states), (), (), writes, on=on)
+            return Launching(self.piece, tuple(states), grows, (), writes, work, on=on)
         added = gradient(self._id, c, tier, device)
         brought = (*states, (added, chunk.gradient_bytes))
-        return Launching(self.piece, brought, (), (added,), writes, (added,), on=on)
+        return Launching(self.piece, brought, grows, (added,), writes, (added, *work), on=on)
 
     # ---- places of a unit
     def _weights(self) -> tuple[tuple[Place, int], ...]:
@@ -178,8 +192,15 @@ class _Maker:
             return ()
         return _grow(flow(self._id, unit, self.device), units[unit].input_bytes)
 
+    def _aside(self, nbytes: int) -> tuple[Grow, ...]:
+        """Nothing where the sum itself, which begins with it, is the place to wait."""
+        training = self.piece.job.training
+        assert training is not None
+        begins = self.piece.microbatch % training.spec.microbatches == 0
+        return () if begins and not self.reuses else _grow(aside(self._id, self.device), nbytes)
+
     def _workspace(self, nbytes: int) -> tuple[Grow, ...]:
-        return _grow(workspace(self._id, self.device), nbytes)
+        return _grow(workspace(self._id, device=self.device), nbytes)
 
 
 def _grow(place: Place, nbytes: int) -> tuple[Grow, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.job import Job
 from engine.plan import COMPUTE_LANE, HOST_LANE, Plan, Slice, Tier, Work
@@ -55,19 +56,20 @@ class PatrickStar:
 
     @patient
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
-        tides = {
-            job.job_id: tide_of(job.job_id, view.profile.moments(job.job_id))
-            for job in training_jobs(view)
-        }
+        tides = {job.job_id: tide_of(view.profile, job.job_id) for job in training_jobs(view)}
         device = Residency(view, _order(view, tides), is_exclusive=True)
+        jobs = {piece.job.job_id: piece.job for piece in batch}
+        updates = any([piece.work is Work.UPDATE for piece in batch])
+        courses = {i: self._course(job, view, tides[i], updates) for i, job in jobs.items()}
         for piece in batch:
-            self._carry_out(piece, view, device, tides[piece.job.job_id])
+            self._carry_out(piece, device, courses[piece.job.job_id])
         return device.plan()
 
-    def _carry_out(self, piece: Slice, view: View, device: Residency, tide: Tide | None) -> None:
-        budget, others = self._budget(piece.job, view), () if tide is None else tide.other_bytes
-        on = self._lane(piece, budget, others) if piece.work is Work.UPDATE else COMPUTE_LANE
-        first = view.profile.moment(piece.job.job_id)
+    def _carry_out(self, piece: Slice, device: Residency, course: _Course) -> None:
+        first, budget, others, updated_here = course
+        assert piece.layers is not None, "a task has one part"
+        is_away = piece.work is Work.UPDATE and piece.layers.start not in updated_here
+        on = HOST_LANE if is_away else COMPUTE_LANE
         for launch in device.launches(piece, on, self.reuses_gradients):
             moment = first + device.clock
             available = budget.available(piece.work, moment, others)
@@ -75,6 +77,11 @@ class PatrickStar:
             device.seat(launch)
             device.run(launch)
             device.shrink(budget.ahead(moment, others))
+
+    def _course(self, job: Job, view: View, tide: Tide | None, updates: bool) -> _Course:
+        budget, others = self._budget(job, view), () if tide is None else tide.other_bytes
+        here = self._updated_here(job, budget, others) if updates else ()
+        return _Course(view.profile.moment(job.job_id), budget, others, here)
 
     def _budget(self, job: Job, view: View) -> Budget:
         assert job.training is not None
@@ -88,20 +95,32 @@ class PatrickStar:
             self.static_partition,
         )
 
-    def _lane(self, piece: Slice, budget: Budget, other_bytes: tuple[int, ...]) -> str:
-        """Where a chunk is updated: on the device if it is of the first that the margin holds."""
-        training = piece.job.training
-        assert training is not None and piece.layers is not None
-        if self.updates != "margin":
-            return COMPUTE_LANE if self.updates == "device" else HOST_LANE
+    def _updated_here(
+        self, job: Job, budget: Budget, other_bytes: tuple[int, ...]
+    ) -> Collection[int]:
+        """Chunks that are updated on the device: the first ones, as many as the margin holds."""
+        training = job.training
+        assert training is not None
         chunks = layout_of(training).chunks
+        if self.updates != "margin":
+            return range(len(chunks)) if self.updates == "device" else ()
         nbytes = sum([chunk.weight_bytes for chunk in chunks])
         if not self.reuses_gradients:
             nbytes += sum([chunk.gradient_bytes for chunk in chunks])
         trained = [*training.trained_by]
         states = [chunks[c].optimizer_bytes for c in trained]
         count = device_updates(budget.margin(other_bytes, nbytes), self.margin_share, states)
-        return COMPUTE_LANE if piece.layers.start in trained[:count] else HOST_LANE
+        return frozenset(trained[:count])
+
+
+class _Course(NamedTuple):
+    """What a plan knows of a job: number of its next launch, budget, tide, chunks that are updated
+    on the device (where it has updates)."""
+
+    first: int
+    budget: Budget
+    other_bytes: tuple[int, ...]
+    updated_here: Collection[int]
 
 
 def _order(view: View, tides: dict[int, Tide | None]) -> FarthestUse:

@@ -19,8 +19,9 @@ from engine.plan import (
     Work,
 )
 from engine.view import View
+from policies.candidates import Candidates
 from policies.cycle import layout_of, training_jobs
-from policies.eviction import NOW, Order, Rank
+from policies.eviction import NOW, Order
 from policies.launching import Launching, goes_out, launches_of
 from policies.out_of_memory import OutOfMemory
 
@@ -50,14 +51,14 @@ class Residency:
         self._here: Pool = (Tier.GPU, view.device)
         self._home: Pool = (Tier.HOST, 0)
         self._stamps: dict[Place, int] = {}  # of contents that are drafted
-        self._ranks: dict[Place, Rank] = {}  # of what may leave, in the order of booking
+        self._leaving = Candidates()  # what may leave, in the order of booking
         self._pinned: frozenset[Place] = frozenset()
-        self._what = ""
+        self._launch: Launching | None = None  # the one at hand
         self.clock = 0  # launches drafted
         self.state_bytes = 0  # on the device, of what may leave
-        self._booked = 0  # of what may leave
         for place in self._found():
-            self._enter(place, order.standing(place, self._booked))
+            self._count(place)
+            self._leaving.put(place, order.standing(place, self._leaving.count))
 
     def _found(self) -> Iterator[Place]:
         jobs = {job.job_id: job for job in training_jobs(self._view)}
@@ -78,6 +79,7 @@ class Residency:
         if on == HOST_LANE and piece.work is Work.UPDATE:
             (update,) = launches_of(piece, self._view.device, on, reuses)
             missing = [nbytes for place, nbytes in update.brought if not self._draft.held(place)]
+            missing += [op.nbytes for op in update.grows]
             if sum(missing) <= self._draft.room(self._home):
                 yield update
                 return
@@ -88,7 +90,8 @@ class Residency:
         self._begin(launch)
         for place, nbytes in launch.brought:
             self.bring(place, nbytes)
-        self.make_room(self._here, sum([op.nbytes for op in launch.grows]))
+        where = self._home if launch.on == HOST_LANE else self._here
+        self.make_room(where, sum([op.nbytes for op in launch.grows]))
         self._draft.grow_all(launch.grows)
 
     def run(self, launch: Launching, also_writes: tuple[Place, ...] = ()) -> None:
@@ -154,7 +157,7 @@ class Residency:
 
     def free(self, place: Place) -> None:
         """Gives a place back."""
-        if self._ranks.pop(place, None) is not None and place.region.kind in STATES:
+        if self._leaving.drop(place) and place.region.kind in STATES:
             self.state_bytes -= self._draft.held(place)
         self._draft.free(place)
 
@@ -174,11 +177,11 @@ class Residency:
     def make_room(self, pool: Pool, nbytes: int) -> None:
         """Evicts until so many bytes are left. OutOfMemory where nothing more can go."""
         while (room := self._draft.room(pool)) < nbytes:
-            if pool == self._here and self._evict_next():
+            if pool == self._here and self._leaving.send_first(self._pinned, self.evict):
                 continue
             if pool == self._here and (stuck := self._stuck()):  # for want of room on the host
                 pool, nbytes, room = self._home, min(stuck), self._draft.room(self._home)
-            raise OutOfMemory(pool, nbytes - room, self._what)
+            raise self._error(pool, nbytes - room)
 
     def make_way(self, launch: Launching, limit_bytes: int, strict: bool = False) -> None:
         """Evicts until states, with those that a launch brings, take no more than a limit, or
@@ -189,10 +192,11 @@ class Residency:
 
     def shrink(self, limit_bytes: int, strict: bool = False) -> None:
         """Evicts until states take no more than that, or nothing can go; `strict` as above."""
-        while self.state_bytes > limit_bytes and self._evict_next():
-            pass
+        while self.state_bytes > limit_bytes:
+            if not self._leaving.send_first(self._pinned, self.evict):
+                break
         if strict and self.state_bytes > limit_bytes and (stuck := self._stuck()):
-            raise OutOfMemory(self._home, min(stuck) - self._draft.room(self._home), self._what)
+            raise self._error(self._home, min(stuck) - self._draft.room(self._home))
 
     def drop_old(self, launch: Launching) -> None:
         """Gives back what a launch on the host has made old on the device."""
@@ -200,21 +204,18 @@ class Residency:
             if self._draft.held(here := self.elsewhere(place)):
                 self.free(here)
 
-    def _evict_next(self) -> bool:
-        free = [place for place in self._ranks if place not in self._pinned]
-        if not free:
-            return False
-        if self.evict(min(free, key=self._ranks.__getitem__)):
-            return True
-        return any(self.evict(place) for place in sorted(free, key=self._ranks.__getitem__))
-
     def _begin(self, launch: Launching) -> None:
-        self._what = _name_of(launch)
-        self._pinned = frozenset([place for place, _ in launch.brought])
+        if launch is not self._launch:
+            self._launch = launch
+            self._pinned = frozenset([place for place, _ in launch.brought])
 
     def _stuck(self) -> list[int]:
         """Bytes of each place that might leave."""
-        return [self._draft.held(place) for place in self._ranks if place not in self._pinned]
+        return [self._draft.held(place) for place in self._leaving if place not in self._pinned]
+
+    def _error(self, pool: Pool, deficit_bytes: int) -> OutOfMemory:
+        assert self._launch is not None, "room is made for launches"
+        return OutOfMemory(pool, deficit_bytes, self._launch.name)
 
     # ---- books
     def _stamp(self, place: Place) -> int:
@@ -225,15 +226,15 @@ class Residency:
         return place.region.kind in self._kinds or place.region.kind is Kind.ACTIVATION
 
     def _touch(self, place: Place, clock: int) -> None:
-        rank = self._ranks.get(place)
-        self._enter(place, self._order.used(place, clock, rank, self._booked))
+        rank = self._leaving.rank(place)
+        if rank is None:
+            self._count(place)
+        rank = self._order.used(place, clock, rank, self._leaving.count)
+        self._leaving.put(place, rank)
 
-    def _enter(self, place: Place, rank: Rank) -> None:
-        if place not in self._ranks:
-            self._booked += 1
-            if place.region.kind in STATES:
-                self.state_bytes += self._draft.held(place)
-        self._ranks[place] = rank
+    def _count(self, place: Place) -> None:
+        if place.region.kind in STATES:
+            self.state_bytes += self._draft.held(place)
 
 
 def _is_weight(place: Place) -> bool:
@@ -245,10 +246,3 @@ def _is_on_its_way(job: Job, kind: Kind, part: int) -> bool:
     assert job.training is not None
     units = layout_of(job.training).units
     return kind is Kind.ACTIVATION and part < len(units) and goes_out(units[part])
-
-
-def _name_of(launch: Launching) -> str:
-    piece = launch.piece
-    part = "chunk" if piece.work is Work.UPDATE else "unit"
-    at = piece.layers.start if piece.layers else 0
-    return f"the {piece.work} of {part} {at} of training job {piece.job.job_id}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import simpy
 
@@ -43,9 +44,9 @@ class SimExecutor:
         start_ns = self._lanes.start_ns(launch)
         alone_ns = self._copy_ns(launch, start_ns) if is_copy else self.cost.compute_ns(launch)
         traffic = self._traffic(launch)
-        duration_ns = self._host_memory.duration_ns(lane, start_ns, alone_ns, traffic)
-        self._busy_until[lane] = start_ns + duration_ns
-        self._lanes.place(launch, duration_ns, done)
+        end_ns = start_ns + self._host_memory.duration_ns(lane, start_ns, alone_ns, traffic)
+        self._busy_until[lane] = end_ns
+        self._lanes.hold(launch, Span(launch.op, start_ns, end_ns), done)
 
     def _copy_ns(self, launch: Launch, start_ns: int) -> int:
         is_contended = self._busy_until[_opposite(launch.op.lane)] > start_ns
@@ -79,6 +80,7 @@ class SimExecutor:
         """Nothing is held here."""
 
 
+@lru_cache(maxsize=1 << 10)
 def _opposite(lane: Lane) -> Lane:
     device, name = lane
     return (device, "->".join(reversed(name.split("->"))))

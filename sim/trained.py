@@ -158,12 +158,12 @@ def element_bytes(recipe: Recipe) -> int:
 
 def workspace_of(op: Compute, piece: Slice) -> int | None:
     """Bytes a training slice takes and gives back, by its layout; None where nobody laid it out."""
-    assert piece.job.training is not None, "a slice that serves"
-    layout = piece.job.training.layout
-    if layout is None:
+    training = piece.job.training
+    assert training is not None, "a slice that serves"
+    if (layout := training.layout) is None:
         return None
     if piece.work is Work.UPDATE:
-        return 0
+        return max(layout.chunks[c].update_bytes for c in piece.layers or training.trained_by)
     work, numbers = _work(op, piece), piece.layers or range(layout.num_units)
     return max(_workspace(layout, unit, work) for unit in numbers)
 

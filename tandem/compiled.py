@@ -29,10 +29,10 @@ PACKAGES = ("engine", "policies", "sim")
 # not what adds floats up by sum(... for ...): mypyc adds plainly, Python 3.12 with compensation.
 MODULES = {
     "engine": (
-        "arrivals balance cohort course deliveries door draft ends engine executor flights growth "
-        "holdings jump lanes launcher ledger leftovers leg news pages plan policy prefix progress "
-        "questions recorder repeat returns reuse roster run scoreboard sharing standing trial job "
-        "view"
+        "arrivals balance booking cohort course deliveries door draft ends engine executor flights "
+        "growth holdings jump lanes launcher ledger leftovers leg news pages plan policy prefix "
+        "progress questions recorder repeat returns reuse roster run scoreboard sharing standing "
+        "trial job view"
     ),
     "policies": "order seating stretch",
     "sim": "executor load vidur",

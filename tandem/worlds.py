@@ -143,13 +143,17 @@ def _service(
 
 
 def _pace(machine: Any, setting: Setting, reference_ns: tuple[int, int] | None) -> Any:
-    """The yardsticks of a clock, over the weights that are served; None where time is real."""
+    """The yardsticks of a clock, over the weights that are served, or over some like those that are
+    trained; None where time is real."""
     if reference_ns is None:
         return None
+    from runtime.model import build_model
     from runtime.reference import Pace, references
 
     first = getattr(machine, "machines", [machine])[0]
-    return Pace(reference_ns, references(first.decoder.model, setting.spec))
+    serves = hasattr(first, "decoder")
+    model = first.decoder.model if serves else build_model(setting.spec, setting.seed)
+    return Pace(reference_ns, references(model, setting.spec))
 
 
 @contextmanager

@@ -260,7 +260,9 @@ def least_device_bytes(
     launch to launch, weights and gradients only where a launch uses them (or all weights, always).
     """
     last, peak, booked = len(layout.units) - 1, 0, 0
-    chunks = layout.chunks
+    chunks, aside = layout.chunks, 0
+    if job.microbatches > 1:  # a tied table's gradient waits from the head's backward on
+        aside = layout.units[last].aside_bytes
 
     def weights(u: int) -> int:
         own = range(len(chunks)) if all_weights else layout.units[u].chunks
@@ -285,9 +287,11 @@ def least_device_bytes(
             peak = max(peak, booked + unit.forward_bytes + out(u) + weights(u))
         down = unit.input_bytes if u > layout.first else 0
         gradients = sum(chunks[c].gradient_bytes for c in unit.trained)
-        peak = max(peak, booked + down + unit.backward_bytes + gradients + weights(u))
+        work = max(aside, unit.backward_bytes) if u == last else unit.backward_bytes
+        peak = max(peak, booked + down + work + gradients + weights(u))
         booked += down - unit.saved_bytes - unit.input_bytes - out(u)
-    assert booked == 0, "nothing is left of a microbatch"
+        booked += aside if u == last else 0
+    assert booked == aside, "nothing is left of a microbatch"
     if device_updates:
         each = [c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in chunks if c.trains]
         peak = max(peak, *each)
