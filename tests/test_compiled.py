@@ -18,6 +18,7 @@ from engine.policy import Composed
 from policies.paged_restart import PagedRestart
 from policies.vllm_v1 import VllmV1
 from tandem import compiled
+from tandem.point import code_version
 from tests.jumps import Shaped, simulated
 from tests.replays import MEMORY, SCHEDULING, random_requests
 
@@ -25,8 +26,8 @@ OPEN = "from tests.test_compiled import tell; tell()"
 
 
 def tell() -> None:
-    """Prints the form of this process and the hashes of its runs."""
-    print(compiled.form(), *digests(), sep="\n")
+    """Prints the form of this process, what sweeps know its code by, and hashes of its runs."""
+    print(compiled.form(), code_version(), *digests(), sep="\n")
 
 
 def digests() -> Iterator[str]:
@@ -63,7 +64,7 @@ def test_both_forms_give_the_same_tables() -> None:
     ]
     assert [lines[0] for lines in told] == ["interpreted", "compiled"]
     assert told[0][1:] == told[1][1:]
-    assert len({line.split()[-1] for line in told[0][1:]}) > 20, "the runs are not all alike"
+    assert len({line.split()[-1] for line in told[0][2:]}) > 20, "the runs are not all alike"
 
 
 def test_without_a_compiler_one_line_says_so(
