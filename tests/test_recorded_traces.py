@@ -174,6 +174,21 @@ def test_recorded_arrivals_and_length_tables_tell_the_unit_too(tmp_path: Path, u
     assert imported(source, kind="lengths")[1][-1].arrival_ns == 4 * S
 
 
+def test_stamps_that_are_text_tell_their_unit_too(tmp_path: Path) -> None:
+    """Of a CSV file every cell is text, and some write JSON numbers so."""
+    lines = written(tmp_path / "a.csv", "timestamp,input_length,output_length", "0,9,5", "2,9,5")
+    quoted = mooncake(tmp_path / "a.jsonl", ("0", 9, 5, None), ("2.0", 9, 5, None))
+    for source in (lines, quoted):
+        sidecar, requests = imported(source, kind="mooncake")
+        assert sidecar["time_unit"] == "s" and requests[-1].arrival_ns == 2 * S
+
+
+def test_lengths_that_are_floats_find_their_blocks(tmp_path: Path) -> None:
+    rows: list[Any] = [(0, 512.0, 5.0, [7]), (2000, "1024", 5, [7, 8]), (4000, 0.0, 5, [7])]
+    sidecar, requests = imported(mooncake(tmp_path / "a.jsonl", *rows))
+    assert sidecar["block_tokens"] == 512 and [r.prefix_ids for r in requests] == [(7,), (7, 8)]
+
+
 def test_hash_ids_are_kept_as_prefix_blocks(tmp_path: Path) -> None:
     rows = [(0, 1024, 5, [7, 8]), (2000, 1025, 5, [7, 8, 9]), (4000, 100, 5, None)]
     sidecar, requests = imported(mooncake(tmp_path / "a.jsonl", *rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 from traces.drops import Drops
 from traces.lengths import Limits
 from traces.records import Record
-from traces.units import MAX_NS
+from traces.units import MAX_NS, number_in
 
 Parsed = tuple[int, int, int, tuple[int, ...] | None]  # at_ns, prompt, output, prefix ids
 
@@ -89,10 +88,7 @@ def nanoseconds(value: Any, unit_ns: int) -> int:
 def _number(name: str, value: Any, kind: str) -> float:
     if value is None or value == "":
         raise Unusable(f"{name} missing")
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
+    number = number_in(value)
+    if number is None:
         raise Unusable(f"{name} is not {kind}")
     return number

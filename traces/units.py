@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,20 @@ MAX_NS = 2**62  # of a time: the difference of two is an int64
 MS_GAP = 10
 
 
+def number_in(cell: Any) -> float | None:
+    """The finite number that a cell holds, whole ones exactly, also as text; None where none."""
+    if type(cell) is int:
+        return cell
+    try:
+        number = math.nan if isinstance(cell, bool) else float(cell)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
 def unit_of(stamps: Sequence[Any]) -> tuple[str, str]:
     """Name of the unit and how it was told, from the mean gap. Mooncake's own files hold ms."""
-    known = [s for s in stamps if isinstance(s, (int, float)) and abs(s) < MAX_NS]
+    known = [s for s in map(number_in, stamps) if s is not None and abs(s) < MAX_NS]
     if len(known) < 2 or max(known) == min(known):
         return "ms", "too few stamps to tell"
     gap = (max(known) - min(known)) / (len(known) - 1)
