@@ -6,7 +6,9 @@ import hashlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -73,6 +75,23 @@ def test_without_a_compiler_one_line_says_so(
     monkeypatch.setenv("CC", "no-such-compiler -O2")
     assert compiled.main([]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_two_builds_at_once_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BUILD", tmp_path / "build" / "compiled")
+    compiling = list[int]()
+
+    def compile_it(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        compiling.append(1)
+        time.sleep(0.3)  # the other one meets this build half done
+        assert (compiled.BUILD / "setup.py").is_file(), "somebody cleared it"
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(compiled.subprocess, "run", compile_it)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda _: compiled.build(), range(2)))
+    assert len(compiling) == 1
+    assert (compiled.BUILD / compiled.STAMP).read_text() == compiled.sources()
 
 
 def test_a_build_of_other_sources_does_not_pass_for_the_compiled_form(
