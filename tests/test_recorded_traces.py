@@ -21,13 +21,12 @@ from analysis.run import load
 from tandem.cli import main
 from tandem.compose import composed
 from tandem.experiment import run_experiment
-from traces.azure import at_ns
 from traces.buckets import bucket_ns, spread_inside
+from traces.cells import Unusable, at_ns
 from traces.import_ import import_trace
 from traces.mooncake import write_mooncake
 from traces.recorded_times import read_times_ns
 from traces.request import Request
-from traces.rows import Unusable
 from traces.store import read_trace, write_trace
 
 S = 1_000_000_000

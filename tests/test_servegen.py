@@ -207,6 +207,21 @@ def test_lengths_must_be_somewhere(tmp_path: Path) -> None:
     assert {(r.prompt_tokens, r.output_tokens) for r in requests} == {(5, 6), (7, 8)}
 
 
+def test_a_histogram_in_csv_is_read_as_one_in_parquet(tmp_path: Path) -> None:
+    source = windows(tmp_path, POISSON)
+    rows = [*always(0, 11, 5), *always(0, 33, 7)]
+    histogram(tmp_path, *rows)
+    _, expected = imported(source)
+    table, names = tmp_path / "hist.csv", "client_id,window_start_s,field,value,prob"
+    table.write_text("\n".join([names, *(",".join(map(str, row)) for row in rows)]) + "\n")
+    assert imported(source, lengths=table)[1] == expected
+    for spoilt, told in (("0,0,input_tokens,x,1", "value is not a number"), ("0,0", "line 8 can")):
+        path = tmp_path / "spoilt.csv"
+        path.write_text(f"{table.read_text()}{spoilt}\n")
+        with pytest.raises(ValueError, match=rf"spoilt\.csv: {told}"):
+            imported(source, lengths=path)
+
+
 def test_too_many_requests_are_refused(tmp_path: Path) -> None:
     source = windows(tmp_path, (0, 0, 1e6, 1.0, "Gamma", 1.0, 1.0))
     histogram(tmp_path, *always(0, 11, 5))

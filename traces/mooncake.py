@@ -12,11 +12,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from traces.cells import Unusable, nanoseconds, number_in, whole
 from traces.lengths import Limits
 from traces.records import Record, records
 from traces.request import Request
-from traces.rows import Parsed, Rows, Unusable, nanoseconds, read_rows, whole
-from traces.units import UNITS_NS, number_in, unit_of
+from traces.rows import Parsed, Rows, read_rows
+from traces.units import UNITS_NS, unit_of
 
 COLUMNS = (("input_length", "prompt_tokens"), ("output_length", "output_tokens"))
 OPTIONAL = (("timestamp",), ("arrival_s",), ("hash_ids",))  # arrival_s: extracts, in seconds

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from traces.cells import NS_PER_S, Unusable
 from traces.client_lengths import ClientLengths, PairLengths, read_client_lengths
 from traces.lengths import Limits
 from traces.options import Options
 from traces.records import Record, records
-from traces.rows import Rows, Unusable
+from traces.rows import Rows
 
-NS_PER_S = 1_000_000_000
 COLUMNS = (
     ("client_id",),
     ("window_start_s",),

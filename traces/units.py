@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
+from traces.cells import MAX_NS, number_in
+
 UNITS_NS = {"ms": 1_000_000, "s": 1_000_000_000}
-MAX_NS = 2**62  # of a time: the difference of two is an int64
 # Mean gap of 10 units: at most 100 requests/s if they are ms, at least one in 10 s if they are s.
 # A trace between these two rates is told right whichever it is.
 MS_GAP = 10
-
-
-def number_in(cell: Any) -> float | None:
-    """The finite number that a cell holds, whole ones exactly, also as text; None where none."""
-    if type(cell) is int:
-        return cell
-    try:
-        number = math.nan if isinstance(cell, bool) else float(cell)
-    except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None
 
 
 def unit_of(stamps: Sequence[Any]) -> tuple[str, str]:
