@@ -134,10 +134,22 @@ def copied() -> list[Path]:
 
 
 def build() -> None:
-    """Copies the packages and compiles the copy, unless that was done. SystemExit if it fails."""
-    stamp, made_of = BUILD / STAMP, sources()
-    if stamp.is_file() and stamp.read_text() == made_of:
-        return
+    """Copies the packages and compiles the copy, unless that was done. SystemExit if it fails.
+
+    Waits for whoever builds there now: that may be this very build.
+    """
+    import fcntl
+
+    BUILD.parent.mkdir(parents=True, exist_ok=True)
+    with BUILD.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stamp, made_of = BUILD / STAMP, sources()
+        if not stamp.is_file() or stamp.read_text() != made_of:
+            _build()
+            stamp.write_text(made_of)
+
+
+def _build() -> None:
     shutil.rmtree(BUILD, ignore_errors=True)
     for path in copied():
         name = path.relative_to(ROOT).as_posix()
@@ -151,7 +163,6 @@ def build() -> None:
     done = subprocess.run(words, cwd=BUILD, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{done.stdout[-4000:]}{done.stderr[-4000:]}\ncompiled: mypyc failed")
-    stamp.write_text(made_of)
 
 
 def prepared(name: str, text: str) -> str:

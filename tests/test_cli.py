@@ -355,3 +355,17 @@ def test_doctor_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr().out
     for name in ("python", "torch", "gpu", "cores", "shared data"):
         assert name in told
+
+
+def test_doctor_tells_of_a_broken_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA error: unknown error\nCompile with TORCH_USE_CUDA_DSA ...")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", broken)
+    assert main(["doctor"]) == 0
+    told = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert ["gpu", "broken: RuntimeError: CUDA error: unknown error"] in told
+    assert any(name == "writable" for name, *_ in told), "and of all that comes after it"
