@@ -38,6 +38,17 @@ class Repeater(Protocol):
         """Occupies the launch's lane until the span ends, then calls `done`."""
 
 
+def _skipped(env: simpy.Environment, until_ns: int) -> bool:
+    """Lets time pass at once where nothing happens meanwhile; whether it did.
+
+    As simpy's next step would: an event for the only one who waits costs more than a run's prices.
+    """
+    if env.peek() <= until_ns:
+        return False
+    env._now = until_ns
+    return True
+
+
 def offers_jumps(engine: Engine) -> bool:
     """Whether steps may be taken at once: nothing is watched while they pass."""
     is_watched = engine.is_watched or engine.recorder.is_metered
@@ -49,7 +60,8 @@ class Jump:
 
     In effect the same as issuing them one by one, to the nanosecond and the page: at run-ahead
     d, issue[i] = max(issue[i-1] + host, end[i-d]), start[i] = max(end[i-1], issue[i] + host). The
-    last d - 1 steps settle one by one, since they are in flight when the engine asks next.
+    last d - 1 steps settle one by one, since they are in flight when the engine asks next; at
+    run-ahead 1 none are, and the plan goes on behind an end at once if it stands.
     """
 
     def __init__(self, engine: Engine, executor: Repeater) -> None:
@@ -62,20 +74,31 @@ class Jump:
 
     def carry_out(self, repeat: Repeat, device: int) -> Generator[simpy.Event, Any, bool]:
         """Issues what can be issued at once; False where the next step must go alone."""
-        run = self._plan(repeat, device)
+        run = self._plan(repeat, device) if repeat.is_plain and self._is_calm(device) else None
         if run is None:
             return False
-        self._run = run
-        self.steps += len(run)
-        yield from self._pass(run, self._issue(run, repeat))
+        while run is not None:
+            self._run = run
+            self.steps += len(run)
+            yield from self._pass(run, self._issue(run, repeat))
+            run = self._plan(repeat, device) if self._stands(repeat, device) else None
         return True
+
+    def _stands(self, repeat: Repeat, device: int) -> bool:
+        """Whether a plan goes on behind a run that has settled: it was calm, and is so still."""
+        engine = self._engine
+        if engine.depth > 1:
+            return False
+        engine.questions.give_back(device)
+        return engine.standing.repeat is repeat
 
     def _pass(self, run: Run, span: Span) -> Generator[simpy.Event, Any, None]:
         """Lets its time pass; only the host's where somebody may be asked meanwhile."""
         env = self._engine.env
         now_ns = int(env.now)
         if self._engine.depth == 1:
-            yield env.timeout(span.end_ns - now_ns)
+            if not _skipped(env, span.end_ns):
+                yield env.timeout(span.end_ns - now_ns)
             self._settle(run, span)
             if self._engine.arrivals.next_ns == span.end_ns:  # turns that an answer brings at once
                 yield env.timeout(0)
@@ -96,10 +119,7 @@ class Jump:
 
     # ---- planning: nothing is changed
     def _plan(self, repeat: Repeat, device: int) -> Run | None:
-        engine = self._engine
-        if not (repeat.is_plain and self._is_calm(device)):
-            return None
-        limit = self._limit(repeat)
+        engine, limit = self._engine, self._limit(repeat)
         if limit < self._least:
             return None
         ahead, durations, host_ns = list[Leg](), list[int](), 0
