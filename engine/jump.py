@@ -68,6 +68,7 @@ class Jump:
         self._engine, self._executor = engine, executor
         self._pace_ns = 1  # of the last step looked at: how far to look ahead next time
         self._seen_ns = 0  # about when the steps looked at will have ended
+        self._until_ns: int | None = None  # the next arrival: nothing is issued from then on
         self._run: Run | None = None  # the last one
         self._least = 1 if engine.depth == 1 else engine.depth + 1  # steps of a jump
         self.steps = 0
@@ -123,7 +124,8 @@ class Jump:
         if limit < self._least:
             return None
         ahead, durations, host_ns = list[Leg](), list[int](), 0
-        self._seen_ns = int(engine.env.now)
+        self._seen_ns, until_ns = int(engine.env.now), engine.arrivals.next_ns
+        self._until_ns = until_ns
         for leg in legs(repeat, limit, self._steps_wanted):
             found = self._executor.repeat(leg.launch, leg.steps)
             if found is None:
@@ -139,7 +141,6 @@ class Jump:
         if limit < self._least:
             return None
         issue, start, end = self._times(durations, host_ns)
-        until_ns = engine.arrivals.next_ns
         if until_ns is not None and issue[-1] >= until_ns:
             limit = bisect_left(issue, until_ns)
             if limit < self._least:
@@ -150,7 +151,7 @@ class Jump:
 
     def _steps_wanted(self) -> int:
         """How many more steps will be issued up to the next arrival, more or less."""
-        until_ns = self._engine.arrivals.next_ns
+        until_ns = self._until_ns
         return MOST if until_ns is None else -((self._seen_ns - until_ns) // self._pace_ns)
 
     def _limit(self, repeat: Repeat) -> int:

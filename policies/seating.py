@@ -92,6 +92,7 @@ class Seating:
         self._batch, self._view, self._demand, self._preempt = batch, view, demand, preempt
         self._draft, self._rules = Draft(view), rules
         self._pool = (Tier.GPU, view.device)
+        self._known = view.lead(batch)  # decodes that the plan before had, at the head of the batch
         page, capacity_bytes = view.page.nbytes, view.capacity_bytes[self._pool]
         self._watermark_bytes = int(rules.watermark * capacity_bytes / page) * page
         self._spare_bytes = rules.spare_pages * page
@@ -130,7 +131,7 @@ class Seating:
     def _seat_decodes(self) -> int:
         """Seats at once the decodes that the plan before had, if all find their pages with room to
         spare, so that nobody would be preempted; returns how many."""
-        known, decodes = self._view.lead(self._batch), self._view.decodes
+        known, decodes = self._known, self._view.decodes
         if not known or decodes is None:
             return 0
         full = decodes.growth.by_step[0]
@@ -144,7 +145,7 @@ class Seating:
     def _jobs_away(self) -> set[int]:
         """Jobs in service whose KV is not on the device."""
         if self._away is None:
-            jobs = self._view.serving[self._view.lead(self._batch) :]
+            jobs = self._view.serving[self._known :]
             self._away = {job.job_id for job in jobs if not self._draft.held(self._here(job))}
         return self._away
 
