@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import simpy
 
 from engine.deliveries import Times
-from engine.executor import Launch, Span
+from engine.executor import Launch, Span, skipped_to
 from engine.flights import Flight
 from engine.leg import Leg, legs
 from engine.plan import Compute, Op, Tier
@@ -36,17 +36,6 @@ class Repeater(Protocol):
 
     def hold(self, launch: Launch, span: Span, done: Callable[[Span], None]) -> None:
         """Occupies the launch's lane until the span ends, then calls `done`."""
-
-
-def _skipped(env: simpy.Environment, until_ns: int) -> bool:
-    """Lets time pass at once where nothing happens meanwhile; whether it did.
-
-    As simpy's next step would: an event for the only one who waits costs more than a run's prices.
-    """
-    if env.peek() <= until_ns:
-        return False
-    env._now = until_ns
-    return True
 
 
 def offers_jumps(engine: Engine) -> bool:
@@ -98,7 +87,7 @@ class Jump:
         env = self._engine.env
         now_ns = int(env.now)
         if self._engine.depth == 1:
-            if not _skipped(env, span.end_ns):
+            if not skipped_to(env, span.end_ns):
                 yield env.timeout(span.end_ns - now_ns)
             self._settle(run, span)
             if self._engine.arrivals.next_ns == span.end_ns:  # turns that an answer brings at once
