@@ -21,7 +21,7 @@ class Ragged:
 
     def value(self, point: Sequence[float]) -> float:
         """Straight between nodes and beyond the last; before the first, its value."""
-        return sum(weight * part for part, weight in self._cut(point) if isinstance(part, float))
+        return sum([weight * part for part, weight in self._cut(point) if isinstance(part, float)])
 
     def values(self, points: Any) -> Any:
         """The same of a table with one axis, at an array of points."""
