@@ -202,21 +202,22 @@ class Seating:
 
     def _seat_new(self, piece: Slice, here: Place) -> Slice | None:
         job, page = piece.job, self._view.page
+        if self._closed:
+            self._refuse_if_hopeless(piece, self._whole_bytes(job, self._demand(piece)))
+            return None
         away = kv_place(job.job_id, Tier.HOST, self._view.device)
         swapped = self._draft.held(away)
-        found = () if self._closed or job.computed_tokens else self._draft.found(job)
+        found = () if job.computed_tokens else self._draft.found(job)
         need = self._demand(piece)
         if found:
             behind = len(found) * page.tokens
             piece = piece._replace(tokens=min(piece.tokens, job.known_tokens - behind))
             need = self._demand(piece._replace(tokens=behind + piece.tokens))
-        whole = need
-        if self._rules.prompts == "must_fit":
-            whole = max(need, page.bytes_for(job.known_tokens))
+        whole = self._whole_bytes(job, need)
         shared = (len(found) - self._draft.idle(found)) * page.nbytes
         keep = self._watermark_bytes if self._view.serving else 0
         full = whole - shared + keep > self._draft.room(self._pool)
-        if self._closed or full or (self._jobs_away() and not swapped):
+        if full or (self._jobs_away() and not swapped):
             if full:
                 self._refuse_if_hopeless(piece, whole)
             self._closed = True
@@ -227,6 +228,11 @@ class Seating:
         self._draft.share(here, found)
         self._draft.grow(here, need - swapped - len(found) * page.nbytes)
         return piece
+
+    def _whole_bytes(self, job: Job, need: int) -> int:
+        """What must find room for a job to come in."""
+        is_whole = self._rules.prompts == "must_fit"
+        return max(need, self._view.page.bytes_for(job.known_tokens)) if is_whole else need
 
     def _refuse_if_hopeless(self, piece: Slice, nbytes: int) -> bool:
         """Refuses a job that would not find its bytes in the pool even if it were alone."""
