@@ -14,9 +14,14 @@ from pathlib import Path
 import pytest
 
 from engine import engine
+from engine.model import ModelSpec
 from engine.policy import Composed
 from policies.paged_restart import PagedRestart
 from policies.vllm_v1 import VllmV1
+from sim.kernel_profile import KernelProfileCost
+from sim.ragged import Ragged
+from sim.skew import Skew
+from sim.table import Table
 from tandem import compiled
 from tests.jumps import Shaped, simulated
 from tests.replays import MEMORY, SCHEDULING, random_requests
@@ -43,10 +48,20 @@ def digests() -> Iterator[str]:
     ]
     for scheduling, memory, depth in product(schedulings, memories, (1, 2)):
         policy = Composed(schedulings[scheduling], memories[memory])
-        run = simulated(policy, requests, True, Shaped(700), 60, 40, depth)
-        tables = {name: table.to_pylist() for name, table in run.recorder.tables().items()}
-        told = hashlib.sha256(repr(tables).encode()).hexdigest()
-        yield f"{scheduling} {memory} {depth} {run.asked} {told}"
+        for cost in (Shaped(700), kernels()) if memory == "kept" else (Shaped(700),):
+            run = simulated(policy, requests, True, cost, 60, 40, depth)
+            tables = {name: table.to_pylist() for name, table in run.recorder.tables().items()}
+            told = hashlib.sha256(repr(tables).encode()).hexdigest()
+            yield f"{scheduling} {memory} {cost.form} {depth} {run.asked} {told}"
+
+
+def kernels() -> KernelProfileCost:
+    """Made-up times of single layers: unequal between nodes and beyond them."""
+    axes = product((0, 32), (0, 64), (0, 4, 9), (0, 16, 70))
+    rows = [(p, k, n, c, 3.0 + p / 7 + k / 90 + (1 + n) * (1 + c * c / 900)) for p, k, n, c in axes]
+    dense, head = Table(((1, 20, 90),), (9e3, 11e3, 4e4)), Table(((1, 8),), (2e3, 5e3))
+    model = ModelSpec("tiny", "llama", 2, 64, 4, 2, 16, 128, 256, 256)
+    return KernelProfileCost(dense, head, Ragged.of(rows), Skew(0.3), model, "a test")
 
 
 @pytest.mark.slow
