@@ -112,7 +112,9 @@ class Jump:
         engine, limit = self._engine, self._limit(repeat)
         if limit < self._least:
             return None
-        ahead, durations, host_ns = list[Leg](), list[int](), 0
+        ahead: list[Leg] = []
+        durations: list[int] = []
+        host_ns = 0
         self._seen_ns, until_ns = int(engine.env.now), engine.arrivals.next_ns
         self._until_ns = until_ns
         for leg in legs(repeat, limit, self._steps_wanted):

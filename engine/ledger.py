@@ -176,7 +176,8 @@ class Ledger:
         return Booking(self._board.touch(op, (op.src,), (op.dst,)), (nbytes, *tables))
 
     def _take(self, place: Place, nbytes: int) -> None:
-        pool, pages = place.pool, list[int]()
+        pool = place.pool
+        pages: list[int] = []
         givers = self._returns[pool].take(nbytes)
         self._enter(place)
         if place.region.kind is Kind.KV:

@@ -79,7 +79,9 @@ def legs(repeat: Repeat, count: int, reach: Callable[[], int]) -> Iterator[Leg]:
     if tail:
         ids += tuple([job.job_id for job in tail])
     contexts, known = [job.computed_tokens for job in tail], [job.known_tokens for job in tail]
-    steps, tokens, samples = 0, tuple[int, ...](), tuple[bool, ...]()
+    tokens: tuple[int, ...] = ()  # of the tail, and the same below
+    samples: tuple[bool, ...] = ()
+    steps = 0
     while first < count and (wanted := reach()) > 0:
         if first:
             contexts = [c + steps * n for c, n in zip(contexts, tokens, strict=True)]

@@ -69,7 +69,8 @@ class Scoreboard:
 
     def touch(self, op: Op, reads: Sequence[Place], writes: tuple[Place, ...]) -> tuple[Op, ...]:
         """Issues an operation; returns what it waits for."""
-        lane, waits = op.lane, dict[Op, None]()
+        lane = op.lane
+        waits: dict[Op, None] = {}
         is_alone = all([other == lane for other in self._lanes])
         if is_alone and lane[1] == COMPUTE_LANE and not (reads or self._journal):
             self.touch_again(op, writes, 1)
