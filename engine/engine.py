@@ -103,7 +103,7 @@ class Engine:
         self._door = Door(self, returns_memory)
         self.arrivals = Arrivals(env, (), self._door.admit)
         self.news = News(env, self.standing.drop)
-        self._questions = Questions(self, policy)
+        self.questions = Questions(self, policy)
         self._fruitful = 0  # the last plan that launched or refused something
         self.jump: Jump | None = None
         if fast_forward and devices == 1 and offers_jumps(self):
@@ -117,7 +117,7 @@ class Engine:
     @property
     def asked(self) -> int:
         """Questions to the policy."""
-        return self._questions.asked
+        return self.questions.asked
 
     def replay(self, work: Iterable[Request | TrainingJob]) -> None:
         """Runs a trace to its end. Raises Stalled where it cannot end."""
@@ -133,13 +133,13 @@ class Engine:
             if asked:
                 continue
             if not self.roster:
-                self._questions.give_all_back()
+                self.questions.give_all_back()
             comes = self.arrivals.next_ns is not None or self.news.will_come
             if not (self.ledger.open or comes):  # turns that only answers release never come
                 raise self._stalled("the policy wants nothing although nothing is in flight")
             self._rest()
             yield self.news.next
-        self._questions.give_all_back()
+        self.questions.give_all_back()
         self._rest()
 
     def _rest(self) -> None:
@@ -153,7 +153,7 @@ class Engine:
             for device in range(self.devices):
                 if self.flights.level[device] != level or not self.roster:
                     continue
-                plan = self._questions.decide(device)
+                plan = self.questions.decide(device)
                 if plan.wake_ns is not None:
                     self.news.wake_at(plan.wake_ns)
                 if plan:

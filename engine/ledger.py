@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 from engine.balance import Balance
@@ -81,11 +81,10 @@ class Ledger:
         """KV pages that a pool has room for beside what is resident."""
         return self._pools[pool].num_pages
 
-    def drain_idle(self) -> Iterator[tuple[Pool, list[int]]]:
+    def drain_idle(self) -> list[tuple[Pool, list[int]]]:
         """Per pool, the pages that have fallen out of all use since the last call."""
-        for pool, pages in self._pools.items():
-            if pages.has_idle and (ids := pages.drain_idle()):
-                yield pool, ids
+        pools = [(pool, pages) for pool, pages in self._pools.items() if pages.has_idle]
+        return [(pool, ids) for pool, pages in pools if (ids := pages.drain_idle())]
 
     @property
     def is_calm(self) -> bool:
@@ -163,7 +162,8 @@ class Ledger:
         return Booking(self._board.touch(op, (op.src,), (op.dst,)), (nbytes, *tables))
 
     def _take(self, place: Place, nbytes: int) -> None:
-        pool, pages = place.pool, list[int]()
+        pool = place.pool
+        pages: list[int] = []
         givers = self._returns[pool].take(nbytes)
         self._enter(place)
         if place.region.kind is Kind.KV:

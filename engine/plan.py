@@ -8,6 +8,8 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.members import plain
+
 if TYPE_CHECKING:
     from engine.job import Job
 
@@ -45,6 +47,7 @@ class Work(StrEnum):
     UPDATE = "update"
 
 
+plain(Tier, Kind, Work)
 COPY_LANES = {(src, dst): f"{src}->{dst}" for src in Tier for dst in Tier}
 Pool = tuple[Tier, int]  # a tier of a device; where devices share a HOST or DISK it is device 0's
 Lane = tuple[int, str]  # a device and what runs first-in-first-out on it
@@ -239,10 +242,8 @@ class Plan:
 
     def slices_at(self, step: int) -> tuple[Slice, ...]:
         """The slices of one step of a repeated plan."""
-        slices, now = self.slices, tuple[Slice, ...]()
-        for first, tail in self.later:
-            if first <= step:
-                now = tail
+        slices = self.slices
+        now = next((tail for first, tail in reversed(self.later) if first <= step), ())
         return (*slices[: -len(now)], *now) if now else slices
 
     def until(self, step: int) -> int:

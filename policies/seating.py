@@ -93,6 +93,7 @@ class Seating:
         self._draft, self._rules = Draft(view), rules
         self._pool = (Tier.GPU, view.device)
         self._spare_bytes = rules.spare_pages * view.page.nbytes
+        self._known = view.lead(batch)  # decodes that the plan before had, at the head of the batch
         self._seated: list[Slice] = []
         self._places: list[Place] = []
         self._preempted: set[int] = set()
@@ -128,7 +129,7 @@ class Seating:
     def _seat_decodes(self) -> int:
         """Seats at once the decodes that the plan before had, if all find their pages with room to
         spare, so that nobody would be preempted; returns how many."""
-        known, decodes = self._view.lead(self._batch), self._view.decodes
+        known, decodes = self._known, self._view.decodes
         if not known or decodes is None:
             return 0
         full = decodes.growth.by_step[0]
@@ -142,7 +143,7 @@ class Seating:
     def _jobs_away(self) -> set[int]:
         """Jobs in service whose KV is not on the device."""
         if self._away is None:
-            jobs = self._view.serving[self._view.lead(self._batch) :]
+            jobs = self._view.serving[self._known :]
             self._away = {job.job_id for job in jobs if not self._draft.held(self._here(job))}
         return self._away
 
@@ -199,20 +200,21 @@ class Seating:
 
     def _seat_new(self, piece: Slice, here: Place) -> Slice | None:
         job, page = piece.job, self._view.page
+        if self._closed:
+            self._refuse_if_hopeless(piece, self._whole_bytes(job, self._demand(piece)))
+            return None
         away = kv_place(job.job_id, Tier.HOST, self._view.device)
         swapped = self._draft.held(away)
-        found = () if self._closed or job.computed_tokens else self._draft.found(job)
+        found = () if job.computed_tokens else self._draft.found(job)
         need = self._demand(piece)
         if found:
             behind = len(found) * page.tokens
             piece = piece._replace(tokens=min(piece.tokens, job.known_tokens - behind))
             need = self._demand(piece._replace(tokens=behind + piece.tokens))
-        whole = need
-        if self._rules.prompts == "must_fit":
-            whole = max(need, page.bytes_for(job.known_tokens))
+        whole = self._whole_bytes(job, need)
         shared = (len(found) - self._draft.idle(found)) * page.nbytes
         full = whole - shared + self._left_free_bytes() > self._draft.room(self._pool)
-        if self._closed or full or (self._jobs_away() and not swapped):
+        if full or (self._jobs_away() and not swapped):
             if full:
                 self._refuse_if_hopeless(piece, whole)
             self._closed = True
@@ -226,12 +228,18 @@ class Seating:
 
     def _left_free_bytes(self) -> int:
         """The watermark: nothing where nobody in service is on the device."""
-        if len(self._view.serving) == len(self._jobs_away()):
+        share = self._rules.watermark
+        if not share or len(self._view.serving) == len(self._jobs_away()):
             return 0
         resident = self._view.layout.places.items()
         weights = sum(nbytes for place, nbytes in resident if place.pool == self._pool)
         page, pool_bytes = self._view.page.nbytes, self._view.capacity_bytes[self._pool] - weights
-        return int(self._rules.watermark * pool_bytes / page) * page
+        return int(share * pool_bytes / page) * page
+
+    def _whole_bytes(self, job: Job, need: int) -> int:
+        """What must find room for a job to come in."""
+        is_whole = self._rules.prompts == "must_fit"
+        return max(need, self._view.page.bytes_for(job.known_tokens)) if is_whole else need
 
     def _refuse_if_hopeless(self, piece: Slice, nbytes: int) -> bool:
         """Refuses a job that would not find its bytes in the pool even if it were alone."""

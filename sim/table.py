@@ -79,7 +79,7 @@ class Table:
 
     def value(self, point: Sequence[float]) -> float:
         """Nanoseconds at a point; never below zero, also far outside."""
-        return max(0.0, sum(self.values[i] * weight for i, weight in self.weights(point)))
+        return max(0.0, sum([self.values[i] * weight for i, weight in self.weights(point)]))
 
     def covers(self, point: Sequence[float]) -> bool:
         """Whether the point lies between the first and the last node of each axis."""

@@ -104,7 +104,8 @@ class VidurCost(ShapePriced):
 
     def _decodes_ns(self, decodes: int, past: int, count: int) -> list[int]:
         """Decodes alone: their mean context moves on by one a step, its node every KV_STEP."""
-        once, mean, found = self._once_ms(decodes), past // decodes, list[int]()
+        once, mean = self._once_ms(decodes), past // decodes
+        found: list[int] = []
         while len(found) < count:
             steps = min(count - len(found), KV_STEP - (mean + len(found) - 1) % KV_STEP)
             ms = self._decode_ms(decodes, past + len(found) * decodes)
@@ -133,7 +134,8 @@ class VidurCost(ShapePriced):
         if not cut:
             return [once + self._decode_ms(decodes, past + i * decodes) for i in range(count)]
         rows, side = self.tables["attn_prefill_ms"], round(sqrt(sum([n * n for n, _ in cut])))
-        grouped, found = self._grouped if len(cut) > 1 else 1.0, list[float]()
+        grouped = self._grouped if len(cut) > 1 else 1.0
+        found: list[float] = []
         for i in range(count):
             kv_nodes = sum([-(-(context + i * n) // KV_STEP) for n, context in cut])
             prompt = self._cell("attn_prefill_ms", rows, kv_nodes, side - 1) * grouped
@@ -215,7 +217,8 @@ def _sorted(rows: Iterable[tuple[int, int, int]], decodes: int = 0, behind: int 
 
     Vidur counts the token in hand to its context.
     """
-    past, cut = behind + decodes, list[tuple[int, int]]()
+    past = behind + decodes
+    cut: list[tuple[int, int]] = []
     for n, context, prompt in rows:
         if n == 1 and context >= prompt:
             decodes += 1
