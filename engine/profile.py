@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from engine.executor import Span
-from engine.plan import Compute, Copy
+from engine.plan import Compute
 from engine.view import LaunchKey, Moment
 
 
@@ -49,7 +49,7 @@ class EngineProfile:
 
     def settled(self, span: Span) -> None:
         """A duration was measured."""
-        if isinstance(span.op, Copy) or not self._trains:
+        if not isinstance(span.op, Compute) or not self._trains:
             return
         trained = [piece.job.job_id for piece in span.op.slices if piece.job.training is not None]
         key = launch_key(span.op) if trained else ()

@@ -79,7 +79,7 @@ class PatrickStar:
     def _budget(self, job: Job, view: View) -> Budget:
         assert job.training is not None
         capacity = view.capacity_bytes[Tier.GPU, view.device]
-        largest = max([chunk.weight_bytes for chunk in layout_of(job.training).chunks])
+        largest = max([chunk.whole_bytes for chunk in layout_of(job.training).chunks])
         return Budget(
             int(capacity * self.device_share),
             self.buffer_chunks * largest,
