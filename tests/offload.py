@@ -213,7 +213,8 @@ def check_contents(run: Replay) -> None:
                     there[op.place] = newest[op.place.region]
                 case Free():
                     del there[op.place]
-    there = {p: n for p, n in there.items() if p.region.slot != GATHERED}
+    buffers = {p for p in there if (p.region.kind, p.region.slot) == (Kind.BUFFER, GATHERED)}
+    there = {place: n for place, n in there.items() if place not in buffers}
     kinds = {place.region.kind for place in there}
     assert kinds <= {Kind.WEIGHT, Kind.OPTIMIZER}, f"{kinds} are left at the end"
     held = {place.region for place in there}

@@ -215,7 +215,7 @@ def test_a_device_takes_less_with_more_devices() -> None:
         copied.append(sum(launch.nbytes for *_, launch in found.recorder.steps if not launch.pieces
                           and not isinstance(launch.op, Collective)))
     assert copied == sorted(copied, reverse=True)
-    assert copied[3] < copied[0] / 6
+    assert copied[3] < copied[0] / 4, "parts are filled up to whole numbers"
 
 
 def test_gradients_over_weights_are_scattered_there() -> None:
