@@ -147,10 +147,10 @@ def tflops(point: Point, step_s: float) -> float:
 # ---- what is simulated
 @lru_cache(maxsize=32)
 def spec_of(model: str) -> ModelSpec:
-    """The decoder nearest to the page's encoder: both tables stand in the one of positions, and the
-    head has two labels."""
+    """The decoder nearest to the page's encoder, whose GELU is one kernel: OPT's layers. Both
+    tables stand in the one of positions, and the head has two labels."""
     shape = gpt2_shape(*MODELS[model], vocab_size=LABELS, max_positions=WORDS + TOKENS)
-    return replace(shape, tie_embeddings=False)
+    return replace(shape, family="opt", tie_embeddings=False)
 
 
 @lru_cache(maxsize=8)
@@ -186,6 +186,7 @@ def system_of(point: Point) -> System:
         reuses_gradients=True,
         buffer_chunks=1,
         staging_chunks=8,
+        overlaps_updates=False,
         strict=True,
     )
     size = point.chunk_mebi * MEBI

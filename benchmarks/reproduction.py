@@ -27,7 +27,7 @@ ASSUMED = """## What was fixed, and on what
 - One efficiency curve per device (`linear_compute` in conf/device), scaled on PatrickStar's rows of
   one device. The host's Adam and the links: from single figures of the same pages (6.2a, 6.2b), and
   from Elixir's constants for a node of n devices. No row of 2, 4 or 8 devices was fitted.
-- Model: the decoder nearest to the page's BERT classifier; both tables of the embedding stand on
+- Model: OPT's layers, which are nearest to the page's BERT classifier; both tables of the embedding stand on
   the device as other parameters do; dropout 0.1, so attention keeps its scores; float16 as
   bfloat16, without loss scaling. 30B is assumed to be 37 layers of width 8192.
 - PatrickStar: run-ahead 1 (copies wait for their launch, as without asynchronous moves), nine tenths
