@@ -11,7 +11,7 @@ from functools import lru_cache
 from engine.plan import Kind, Place, Region, Tier
 
 NAMES = 1 << 16  # remembered: policies ask for the same ones at every step
-WORKSPACE, FLOW, GATHERED, UNREDUCED = range(4)  # slots of Kind.BUFFER
+WORKSPACE, FLOW = 0, 1  # slots of Kind.BUFFER
 
 
 @lru_cache(maxsize=NAMES)
@@ -57,6 +57,10 @@ def flow(job_id: int, unit: int, device: int = 0) -> Place:
 def workspace(job_id: int, device: int = 0) -> Place:
     """What a launch takes and gives back: booked around it, so that others make room for it."""
     return Place(Region(job_id, Kind.BUFFER, 0, WORKSPACE), Tier.GPU, device)
+
+
+# ---- of a group of devices
+GATHERED, UNREDUCED = 8, 9  # slots of Kind.BUFFER, too
 
 
 @lru_cache(maxsize=NAMES)

@@ -6,21 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.plan import COMPUTE_LANE, HOST_LANE, Grow, Place, Slice, Tier, Work
-from engine.regions import (
-    flow,
-    gathered,
-    gradient,
-    hidden,
-    optimizer,
-    saved,
-    unreduced,
-    weight,
-    workspace,
-)
-from engine.training import Training
+from engine.regions import flow, gradient, hidden, optimizer, saved, weight, workspace
 from engine.training_layout import Mode, TrainingLayout, Unit
 from policies.cycle import layout_of
-from policies.exchange import Exchange, begun, gathers, left_behind, reduced, reduction
+from policies.exchange import Exchange, in_group
+from traces.request import TrainingJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +27,8 @@ class Launching:
     sends: tuple[Place, ...] = ()  # go to the host behind it
     on: str = COMPUTE_LANE
     again: bool = False
-    gathers: tuple[Exchange, ...] = ()  # of weights that other devices have, before it
-    reduces: tuple[Exchange, ...] = ()  # of gradients, behind it
+    gathers: tuple[Exchange, ...] = ()  # weights that other devices have, before it
+    reduces: tuple[Exchange, ...] = ()  # gradients, behind it
     drops: tuple[Place, ...] = ()  # gathered, and of no use to the next launch
 
 
@@ -54,16 +44,10 @@ def launches_of(
     assert training is not None and piece.layers is not None, "a task of a training job"
     layout, part = layout_of(training), piece.layers.start
     if reuses:
-        _check_reuse(training)
+        _check_reuse(training.spec)
     maker = _Maker(piece, layout, part, device, reuses)
-    if piece.work is Work.UPDATE:
-        yield maker.update(updates_on)
-    elif piece.work is Work.FORWARD:
-        yield maker.forward()
-    else:
-        if layout.units[part].mode is Mode.RECOMPUTE:
-            yield maker.forward(again=True)
-        yield maker.backward()
+    for launch in maker.launches(updates_on):
+        yield launch if layout.ranks == 1 else in_group(launch, training, device, reuses)
 
 
 def goes_out(unit: Unit) -> bool:
@@ -71,14 +55,8 @@ def goes_out(unit: Unit) -> bool:
     return unit.mode is Mode.OFFLOAD and unit.saved_bytes > 0
 
 
-def _check_reuse(training: Training) -> None:
-    spec, users = training.spec, training.trained_by.values()
+def _check_reuse(spec: TrainingJob) -> None:
     dtype, microbatches = spec.recipe.dtype, spec.microbatches
-    if spec.ranks > 1 and any([max(units) - min(units) >= len(units) for units in users]):
-        raise ValueError(
-            f"training job {spec.job_id}: reuses_gradients would keep the gradients of a tied table "
-            "where its weights are gathered; set reuses_gradients=false"
-        )
     if dtype != "bfloat16" or microbatches > 1:
         raise ValueError(
             f"training job {spec.job_id}: reuses_gradients puts gradients over weights, which "
@@ -102,14 +80,19 @@ class _Maker:
         return self.layout.units[self.part]
 
     @property
-    def _training(self) -> Training:
-        training = self.piece.job.training
-        assert training is not None, "a task of a training job"
-        return training
-
-    @property
     def _id(self) -> int:
         return self.piece.job.job_id
+
+    def launches(self, updates_on: str) -> Iterator[Launching]:
+        """As a device by itself does the task."""
+        if self.piece.work is Work.UPDATE:
+            yield self.update(updates_on)
+        elif self.piece.work is Work.FORWARD:
+            yield self.forward()
+        else:
+            if self._unit.mode is Mode.RECOMPUTE:
+                yield self.forward(again=True)
+            yield self.backward()
 
     def forward(self, again: bool = False) -> Launching:
         """Keeps what its backward needs, unless that repeats it or there is none."""
@@ -127,57 +110,38 @@ class _Maker:
             self.piece if not again else self.piece._replace(work=Work.FORWARD),
             self._weights(),
             grows,
-            (*self._weight_places(), *self._gathered(), *below),
+            (*self._weight_places(), *below),
             _places(grows),
             (*_places(work), *(() if has_backward else below)),
             _places(kept) if goes_out(unit) else (),
             again=again,
-            gathers=self._gathers(),
-            drops=() if again else left_behind(self._training, Work.FORWARD, u, self.device),
         )
 
     def backward(self) -> Launching:
         """Adds to gradients and passes one on, as long as something below it trains."""
-        unit, u, training, device = self._unit, self.part, self._training, self.device
-        kept, came = self._saved(), _places(self._flow(u + 1))
+        unit, u = self._unit, self.part
+        trained, kept = unit.trained, self._saved()
         passed = self._flow(u) if u > self.layout.first else ()
-        work = self._workspace(unit.backward_bytes)
-        ends = reduced(training, u, self.piece.microbatch)
+        came = _places(self._flow(u + 1))
+        grows = (*passed, *self._workspace(unit.backward_bytes))
         if self.reuses:
-            states, sums = (), tuple([weight(self._id, c, device=device) for c in unit.trained])
-            wholes, reads = (), self._weight_places(without=unit.trained)
+            begun: tuple[tuple[Place, int], ...] = ()
+            reads = self._weight_places(without=trained)
+            writes = tuple([weight(self._id, c, device=self.device) for c in trained])
         else:
-            states, sums = self._gradients(ends)
-            wholes, reads = begun(training, u, device), self._weight_places()
-        grows = (*passed, *wholes, *work)
+            chunks = self.layout.chunks
+            begun = tuple([(self._gradient(c), chunks[c].gradient_bytes) for c in trained])
+            reads, writes = self._weight_places(), tuple([place for place, _ in begun])
         away = tuple([(op.place, op.nbytes) for op in kept]) if goes_out(unit) else ()
         inputs = (*_places(kept), *_places(self._hidden(u)), *came)
-        whole = [c for c in ends if self.layout.chunks[c].remote_bytes and not self.reuses]
         return Launching(
             self.piece,
-            (*self._weights(), *states, *away),
+            (*self._weights(), *begun, *away),
             grows,
-            (*reads, *self._gathered(), *inputs),
-            (*sums, *_places((*passed, *work))),
-            (*_places(work), *inputs, *[unreduced(self._id, c, device) for c in whole]),
-            gathers=self._gathers(),
-            reduces=tuple([reduction(training, c, device, self.reuses) for c in ends]),
-            drops=left_behind(training, Work.BACKWARD, u, device),
+            (*reads, *inputs),
+            (*writes, *_places(grows)),
+            (*_places(grows[len(passed) :]), *inputs),
         )
-
-    def _gradients(
-        self, ends: tuple[int, ...]
-    ) -> tuple[tuple[tuple[Place, int], ...], tuple[Place, ...]]:
-        """What of gradients must be there, and what the backward adds to: in a group whose devices
-        have parts, to those of this microbatch, and the own part is there when they are added up.
-        """
-        chunks, states, sums = self.layout.chunks, list[tuple[Place, int]](), list[Place]()
-        for c in self._unit.trained:
-            is_part, own = chunks[c].remote_bytes > 0, self._gradient(c)
-            if not is_part or c in ends:
-                states.append((own, chunks[c].gradient_bytes))
-            sums.append(unreduced(self._id, c, self.device) if is_part else own)
-        return tuple(states), tuple(sums)
 
     def update(self, on: str) -> Launching:
         """Of a chunk, on the device or on the host's lane: there all must lie on the host."""
@@ -202,15 +166,6 @@ class _Maker:
     def _weight_places(self, without: tuple[int, ...] = ()) -> tuple[Place, ...]:
         chunks = [c for c in self._unit.chunks if c not in without]
         return tuple([weight(self._id, c, device=self.device) for c in chunks])
-
-    def _gathers(self) -> tuple[Exchange, ...]:
-        return gathers(self.layout, self._id, self.part, self.device)
-
-    def _gathered(self) -> tuple[Place, ...]:
-        if self.layout.ranks == 1:
-            return ()
-        own = [c for c in self._unit.chunks if self.layout.chunks[c].remote_bytes]
-        return tuple([gathered(self._id, c, self.device) for c in own])
 
     def _gradient(self, chunk: int) -> Place:
         return gradient(self._id, chunk, device=self.device)
