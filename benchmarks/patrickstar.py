@@ -47,6 +47,7 @@ TOKENS, WORDS, LABELS = 1024, 30_522, 2
 STEPS = 3  # a warm-up, one that finds the memory as it was left, and the one that counts
 NO_PAGES = PageSize(tokens=16, nbytes=1 << 50)
 BATCHES, CHUNKS = (64, 32, 16, 8, 4), (288, 256, 384)  # a batch per device; Mi of numbers
+SEARCHED = tuple(mebi * MEBI for mebi in range(64, 513, 8))  # chunk sizes where none is named
 PSTAR, DEEPS, DDP = "patrickstar", "deepspeed", "ddp"
 
 MODELS = {  # width, layers, heads
@@ -129,7 +130,7 @@ class Point:
     group: Group
     model: str
     batch: int  # sequences of a device
-    chunk_mebi: int = 0  # numbers in a chunk; of PatrickStar alone
+    chunk_mebi: int = 0  # Mi of numbers in a chunk of PatrickStar; 0: the smallest footprint
 
 
 def parameters(model: str) -> int:
@@ -190,7 +191,7 @@ def system_of(point: Point) -> System:
         strict=True,
     )
     size = point.chunk_mebi * MEBI
-    return System(memory, FixedChunks(size, modes=recompute, start="host_first"), 0.9)
+    return System(memory, FixedChunks(size, SEARCHED, modes=recompute, start="host_first"), 0.9)
 
 
 class Ends(Recorder):
@@ -218,7 +219,7 @@ def step_s(point: Point, steps: int = STEPS, compute: float = 1.0) -> float | No
     cost: Any = Roofline(device, spec, group=point.group)
     try:
         layout = system.planner.prepare({0: shape}, [job], capacity, cost)
-    except (OutOfMemory, ValueError):  # a module is larger than a chunk, as in the original
+    except (MemoryError, ValueError):  # a module is larger than a chunk, as in the original
         return None
     policy, executor = Composed(TrainingOrder(1), system.memory), SimExecutor(env, cost)
     # Run-ahead 1: copies begin when a launch needs them, as in the original.

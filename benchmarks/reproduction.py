@@ -20,7 +20,7 @@ Made by `python -m benchmarks.patrickstar_tables` and `benchmarks.patrickstar_sc
 [patrickstar_scale.csv](../benchmarks/results/patrickstar_scale.csv); do not edit. Published:
 figures of Tencent/PatrickStar, read off its plots (../shared/papers/patrickstar_protrain.md, 6.1
 and 6.2), those of DeepSpeed and DDP by eye. Ours: one rank of the group, simulated (DESIGN.md,
-decision 26); its third step counts.
+decision 25); its third step counts.
 """
 ASSUMED = """## What was fixed, and on what
 
