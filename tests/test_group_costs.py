@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 
 from engine.plan import HOST_LANE, Pattern
-from engine.training_layout import lay_out
+from engine.training_layout import Mode, lay_out
+from engine.training_shape import training_shape
+from policies.unit_chunks import unit_chunks
+from sim.cost import ShapePriced
 from sim.group import Group, exchange_ns, rank_device
 from sim.roofline import Roofline
 from sim.trained import update_of
@@ -64,18 +67,14 @@ def test_devices_of_a_node_share_its_host() -> None:
 
 def test_an_update_is_that_of_the_own_part() -> None:
     job = job_of(TINY)
-    from engine.training_shape import training_shape
-    from policies.unit_chunks import unit_chunks
-
     shape = training_shape(TINY, job)
-    modes = ["keep"] * len(shape.units)
-    whole, part = (lay_out(shape, unit_chunks(shape), modes, ranks=n) for n in (1, 4))  # type: ignore[arg-type]
+    modes = [Mode.KEEP] * len(shape.units)
+    whole, part = (lay_out(shape, unit_chunks(shape), modes, ranks=n) for n in (1, 4))
     elements = [update_of(TINY, job, found, 1, HOST_LANE).elements for found in (whole, part)]
     assert elements[1] == -(-elements[0] // 4)
 
 
 def test_a_cost_without_groups_says_so() -> None:
-    from sim.cost import ShapePriced
 
     class Bare(ShapePriced):
         provenance = "a profile"
@@ -109,9 +108,9 @@ def test_what_a_group_cannot_do_is_refused() -> None:
         setting_of(composed(["group.devices=2", "limit=2", "device=a100"]))
     with pytest.raises(ValueError, match=r"group.nodes=0"):
         setting_of(composed([*SMALL, "policy=zero3_offload", "group.nodes=0"]))
-    words = [*SMALL, "policy=zero3_offload", "group.devices=2", "device=a100_superpod"]
     for backend in ("lockstep", "cpu"):
-        point = composed([*words, f"backend={backend}"])
-        with pytest.raises(ValueError, match=r"trains on one device.*backend=sim"):
-            with world_of(setting_of(point), point.config["backend"]):
-                pass
+        words = [*SMALL, "policy=zero3_offload", "group.devices=2", f"backend={backend}"]
+        point = composed(words)
+        refused = pytest.raises(ValueError, match=r"trains on one device.*backend=sim")
+        with refused, world_of(setting_of(point), point.config["backend"]):
+            pass
