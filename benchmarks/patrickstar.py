@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import simpy
 import yaml
@@ -154,13 +154,24 @@ def spec_of(model: str) -> ModelSpec:
     return replace(shape, family="opt", tie_embeddings=False)
 
 
+class Scales(NamedTuple):
+    """Factors to what conf says of a device, to fit it: its efficiency curve, updates on the host."""
+
+    compute: float = 1.0
+    updates: float = 1.0
+
+
+AS_IT_IS = Scales()
+
+
 @lru_cache(maxsize=8)
-def device_of(name: str, group: Group, compute: float = 1.0) -> Device:
-    """One rank's, from conf; `compute` scales its efficiency curve, to fit it."""
+def device_of(name: str, group: Group, scales: Scales = AS_IT_IS) -> Device:
+    """One rank's, from conf."""
     fields = yaml.safe_load((CONF / "device" / f"{name}.yaml").read_text(encoding="utf-8"))
     device = Device(**{key: value for key, value in fields.items() if not key.startswith("_")})
-    curve = tuple((rows, compute * reached) for rows, reached in device.linear_compute)
-    return rank_device(replace(device, linear_compute=curve), group)
+    curve = tuple((rows, scales.compute * reached) for rows, reached in device.linear_compute)
+    updates = scales.updates * device.update_share
+    return rank_device(replace(device, linear_compute=curve, update_share=updates), group)
 
 
 @dataclass(frozen=True)
@@ -206,10 +217,10 @@ class Ends(Recorder):
         self.ends_ns.append(now_ns)
 
 
-def step_s(point: Point, steps: int = STEPS, compute: float = 1.0) -> float | None:
+def step_s(point: Point, steps: int = STEPS, scales: Scales = AS_IT_IS) -> float | None:
     """Seconds of the last of so many steps; None where they do not fit."""
     system, spec = system_of(point), spec_of(point.model)
-    device = device_of(point.device, point.group, compute)
+    device = device_of(point.device, point.group, scales)
     job, shape = _job(point.model, point.batch, steps, point.group.ranks)
     capacity: dict[Pool, int] = {
         (Tier.GPU, 0): device.usable_bytes,
@@ -252,23 +263,22 @@ class Best:
 
 
 def best(
-    system: str,
-    device: str,
-    group: Group,
-    model: str,
-    compute: float = 1.0,
-    batches: Sequence[int] = BATCHES,
-    chunks: Sequence[int] = CHUNKS,
+    system: str, device: str, group: Group, model: str, chunks: Sequence[int] = CHUNKS
 ) -> Best:
-    """The best batch with the first chunk size that trains, then the best chunk size with it."""
+    """The best batch with the first chunk size that trains, then the best chunk size with it.
+
+    Batches from the largest down, until one that trains is no better than the one before.
+    """
     found = Best(None, float("nan"))
-    sizes = chunks if system == PSTAR else (0,)
-    for size in sizes:
-        points = [Point(system, device, group, model, batch, size) for batch in batches]
+    for size in chunks if system == PSTAR else (0,):
+        points = [Point(system, device, group, model, batch, size) for batch in BATCHES]
         if found.point is not None:
             points = [replace(found.point, chunk_mebi=size)]
         for point in points:
-            took_s = step_s(point, compute=compute)
-            if took_s is not None and not tflops(point, took_s) <= found.tflops:
-                found = Best(point, tflops(point, took_s))
+            took_s = step_s(point)
+            if took_s is None:
+                continue
+            if tflops(point, took_s) <= found.tflops:
+                break
+            found = Best(point, tflops(point, took_s))
     return found
