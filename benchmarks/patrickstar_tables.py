@@ -58,7 +58,12 @@ class Row:
     @property
     def error(self) -> float:
         """Of ours over the figure; -1 where nothing fits."""
-        return -1.0 if isnan(self.ours.tflops) else self.ours.tflops / self.figure.tflops - 1
+        return self.reached / self.figure.tflops - 1
+
+    @property
+    def reached(self) -> float:
+        """Tflops; none where nothing fits."""
+        return 0.0 if isnan(self.ours.tflops) else self.ours.tflops
 
 
 def simulated(figure: Published) -> Row:
@@ -88,7 +93,7 @@ def wrong_orders(rows: Iterable[Row]) -> list[str]:
         for a, b in combinations(found, 2):
             more, less = (a, b) if a.figure.tflops > b.figure.tflops else (b, a)
             is_clear = more.figure.tflops > (1 + GAP) * less.figure.tflops
-            if is_clear and not more.ours.tflops > less.ours.tflops:
+            if is_clear and not more.reached > less.reached:
                 pair = f"{more.figure.system} ahead of {less.figure.system}"
                 wrong.append(f"{device} x{group.devices} {model}: {pair}")
     return wrong

@@ -65,6 +65,7 @@ def test_orders_count_where_published_gaps_are_clear() -> None:
     assert wrong_orders([row(PSTAR, 104, 130), row(DEEPS, 100, 131)]) == [], "4 %"
     assert wrong_orders([row(PSTAR, 120, 130), row(DEEPS, 100, 131, devices=8)]) == []
     assert len(wrong_orders([row(PSTAR, 120, 0), row(DEEPS, 100, 131)])) == 1, "does not fit"
+    assert wrong_orders([row(PSTAR, 120, 131), row(DEEPS, 100, 0)]) == []
 
 
 def test_what_does_not_fit_is_an_error_of_all() -> None:
