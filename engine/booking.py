@@ -11,7 +11,8 @@ NO_STATES = (Kind.KV, Kind.ACTIVATION, Kind.BUFFER)  # memory that no training p
 
 
 class Booking(NamedTuple):
-    """What booking an operation derived. `copied`: bytes and both page tables of a Copy.
+    """What booking an operation derived. `copied`: bytes and both page tables of a Copy; of a
+    Collective its bytes.
 
     `other_bytes`: of a launch, what its device held then that is no model state.
     """

@@ -14,7 +14,20 @@ from engine.growth import hand_out
 from engine.holdings import Holdings
 from engine.journal import Journal
 from engine.pages import PagePool
-from engine.plan import Compute, Free, Grow, Kind, Op, PageSize, Place, Plan, Pool, Share, Tier
+from engine.plan import (
+    Collective,
+    Compute,
+    Free,
+    Grow,
+    Kind,
+    Op,
+    PageSize,
+    Place,
+    Plan,
+    Pool,
+    Share,
+    Tier,
+)
 from engine.prefix import Chain, PrefixCache
 from engine.returns import ReturnQueue
 from engine.scoreboard import Scoreboard
@@ -153,6 +166,8 @@ class Ledger:
                 return Booking(waits)
             held = self.kind_bytes[Tier.GPU, op.device]
             return Booking(waits, other_bytes=sum([held[kind] for kind in NO_STATES]))
+        if isinstance(op, Collective):
+            return Booking(self._board.touch(op, op.reads, op.writes), (op.nbytes, (), ()))
         nbytes = self.held_bytes[op.src]
         if op.dst not in self.held_bytes:
             self._take(op.dst, nbytes)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from engine.executor import Span
-from engine.plan import Compute, Copy, Place
+from engine.plan import Compute, Place
 from engine.view import LaunchKey, Moment
 
 
@@ -59,7 +59,7 @@ class EngineProfile:
 
     def settled(self, span: Span) -> None:
         """A duration was measured."""
-        if isinstance(span.op, Copy) or not self._trains:
+        if not isinstance(span.op, Compute) or not self._trains:
             return
         trained = [piece.job.job_id for piece in span.op.slices if piece.job.training is not None]
         key = launch_key(span.op) if trained else ()

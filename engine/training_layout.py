@@ -25,17 +25,27 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Parameters that are kept, moved and updated as one. Bytes include what fills it up."""
+    """Parameters that are kept, moved and updated as one. Bytes include what fills it up.
+
+    In a group a device may have a part of each chunk: then bytes are those of its own part, and
+    units compute with `remote_bytes` of weights beside it.
+    """
 
     parameters: tuple[int, ...]  # of the TrainingShape, in the order in which they lie
     weight_bytes: int
     gradient_bytes: int = 0  # none where nothing of it trains
     optimizer_bytes: int = 0
     update_bytes: int = 0  # workspace of an update
+    remote_bytes: int = 0  # weights of it that other devices of the group have
 
     @property
     def trains(self) -> bool:
         return bool(self.gradient_bytes)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Weights of all devices' parts together."""
+        return self.weight_bytes + self.remote_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +65,13 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class TrainingLayout:
-    """Chunks and units of one job. `first` is the unit at which a backward ends."""
+    """Chunks and units of one job, on one of its `ranks` devices. `first` is the unit at which a
+    backward ends."""
 
     chunks: tuple[Chunk, ...]
     units: tuple[Unit, ...]
     first: int = 0
+    ranks: int = 1
 
     def __repr__(self) -> str:
         return f"TrainingLayout({len(self.chunks)} chunks, {len(self.units)} units)"
@@ -83,13 +95,17 @@ def lay_out(
     chunks: Sequence[Sequence[int]],
     modes: Sequence[Mode],
     chunk_elements: int = 0,
+    ranks: int = 1,
+    shards: bool = True,
 ) -> TrainingLayout:
     """The layout of a shape whose parameters lie in these chunks.
 
     `chunk_elements`: the size that every chunk is filled up to; 0: as large as its parameters.
-    Frozen parameters share no chunk with trained ones: they would be updated with them.
+    Frozen parameters share no chunk with trained ones: they would be updated with them. Of `ranks`
+    devices each has an equal part of every chunk if it `shards`, else all of it.
     """
-    made = tuple(_chunk(shape, parameters, chunk_elements) for parameters in chunks)
+    parts = ranks if shards else 1
+    made = tuple(_chunk(shape, parameters, chunk_elements, parts) for parameters in chunks)
     where = {p: c for c, chunk in enumerate(made) for p in chunk.parameters}
     assert sorted(where) == list(range(len(shape.parameters))), "each parameter is in one chunk"
     trains = [any(shape.parameters[p].trains for p in unit.parameters) for unit in shape.units]
@@ -104,17 +120,18 @@ def lay_out(
         aside = sum([p.elements for p in tied if p.trains]) * shape.item_bytes
         below.update(unit.parameters)
         units.append(Unit(own, trained, mode, *sizes, unit.light_bytes, unit.backward_bytes, aside))
-    return TrainingLayout(made, tuple(units), first)
+    return TrainingLayout(made, tuple(units), first, ranks)
 
 
-def _chunk(shape: TrainingShape, parameters: Sequence[int], elements: int) -> Chunk:
+def _chunk(shape: TrainingShape, parameters: Sequence[int], elements: int, parts: int) -> Chunk:
     own = [shape.parameters[p] for p in parameters]
-    count = max(elements, sum(p.elements for p in own))
+    count = -(-max(elements, sum(p.elements for p in own)) // parts)  # of a device
     weight_bytes = count * shape.item_bytes
+    remote_bytes = (parts - 1) * weight_bytes
     kinds = {p.trains for p in own}
     assert len(kinds) == 1, "frozen and trained parameters share a chunk"
     if not kinds.pop():
-        return Chunk(tuple(parameters), weight_bytes)
+        return Chunk(tuple(parameters), weight_bytes, remote_bytes=remote_bytes)
     widened = 0 if shape.item_bytes == WIDE_BYTES else max(p.elements for p in own)
     return Chunk(
         tuple(parameters),
@@ -122,6 +139,7 @@ def _chunk(shape: TrainingShape, parameters: Sequence[int], elements: int) -> Ch
         weight_bytes,
         count * shape.optimizer_item_bytes,
         min(WIDENED, widened) * WIDE_BYTES,
+        remote_bytes,
     )
 
 

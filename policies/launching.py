@@ -9,6 +9,7 @@ from engine.plan import COMPUTE_LANE, HOST_LANE, Grow, Place, Slice, Tier, Work
 from engine.regions import aside, flow, gradient, hidden, optimizer, saved, weight, workspace
 from engine.training_layout import Mode, TrainingLayout, Unit
 from policies.cycle import layout_of
+from policies.exchange import Exchange, in_group
 from traces.request import TrainingJob
 
 
@@ -26,6 +27,9 @@ class Launching:
     sends: tuple[Place, ...] = ()  # go to the host behind it
     on: str = COMPUTE_LANE
     again: bool = False
+    gathers: tuple[Exchange, ...] = ()  # weights that other devices have, before it
+    reduces: tuple[Exchange, ...] = ()  # gradients, behind it
+    drops: tuple[Place, ...] = ()  # gathered, and of no use to the next launch
 
     @property
     def name(self) -> str:
@@ -50,14 +54,8 @@ def launches_of(
     if reuses:
         _check_reuse(training.spec)
     maker = _Maker(piece, layout, part, device, reuses)
-    if piece.work is Work.UPDATE:
-        yield maker.update(updates_on)
-    elif piece.work is Work.FORWARD:
-        yield maker.forward()
-    else:
-        if layout.units[part].mode is Mode.RECOMPUTE:
-            yield maker.forward(again=True)
-        yield maker.backward()
+    for launch in maker.launches(updates_on):
+        yield launch if layout.ranks == 1 else in_group(launch, training, device, reuses)
 
 
 def goes_out(unit: Unit) -> bool:
@@ -92,6 +90,17 @@ class _Maker:
     @property
     def _id(self) -> int:
         return self.piece.job.job_id
+
+    def launches(self, updates_on: str) -> Iterator[Launching]:
+        """As a device by itself does the task."""
+        if self.piece.work is Work.UPDATE:
+            yield self.update(updates_on)
+        elif self.piece.work is Work.FORWARD:
+            yield self.forward()
+        else:
+            if self._unit.mode is Mode.RECOMPUTE:
+                yield self.forward(again=True)
+            yield self.backward()
 
     def forward(self, again: bool = False) -> Launching:
         """Keeps what its backward needs, unless that repeats it or there is none."""

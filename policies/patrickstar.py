@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from engine.job import Job
-from engine.plan import COMPUTE_LANE, HOST_LANE, Plan, Slice, Tier, Work
+from engine.plan import COMPUTE_LANE, HOST_LANE, Place, Plan, Slice, Tier, Work
+from engine.regions import weight
 from engine.view import View
 from policies.cycle import layout_of, training_jobs
 from policies.eviction import FarthestUse, Future
+from policies.launching import Launching
 from policies.out_of_memory import patient
 from policies.residency import Residency
 from policies.tide import Budget, Tide, device_updates, tide_of
@@ -27,6 +29,8 @@ class PatrickStar:
     reuses_gradients  gradients take the place of their weights (bfloat16, one microbatch a step)
     buffer_chunks     chunks' worth of memory set aside in forward and backward; original: 1
     staging_chunks    the same in updates; original: 8 (16 bytes per number of a chunk)
+    overlaps_updates  the next forward may begin before the host has updated the last chunk; in the
+                      original it waits
     strict            a budget that cannot be kept since the host is full is an error, as in the
                       original; else only what cannot run is one
 
@@ -44,6 +48,7 @@ class PatrickStar:
     static_partition: bool = False
     buffer_chunks: int = 0
     staging_chunks: int = 0
+    overlaps_updates: bool = True
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -75,7 +80,7 @@ class PatrickStar:
             available = budget.available(piece.work, moment, others)
             device.make_way(launch, available, self.strict)
             device.seat(launch)
-            device.run(launch)
+            device.run(launch, self._barrier(launch, device))
             device.shrink(budget.ahead(moment, others))
 
     def _course(self, job: Job, view: View, tide: Tide | None, updates: bool) -> _Course:
@@ -83,10 +88,21 @@ class PatrickStar:
         here = self._updated_here(job, budget, others) if updates else ()
         return _Course(view.profile.moment(job.job_id), budget, others, here)
 
+    def _barrier(self, launch: Launching, device: Residency) -> tuple[Place, ...]:
+        """The last update on the host writes all weights there: whoever fetches waits for it."""
+        piece, training = launch.piece, launch.piece.job.training
+        if self.overlaps_updates or launch.on != HOST_LANE or training is None:
+            return ()
+        *others, last = [*training.trained_by]
+        if piece.layers is None or piece.layers.start != last:
+            return ()
+        places = [weight(piece.job.job_id, c, Tier.HOST) for c in others]
+        return tuple([place for place in places if device.holds(place)])
+
     def _budget(self, job: Job, view: View) -> Budget:
         assert job.training is not None
         capacity = view.capacity_bytes[Tier.GPU, view.device]
-        largest = max([chunk.weight_bytes for chunk in layout_of(job.training).chunks])
+        largest = max([chunk.whole_bytes for chunk in layout_of(job.training).chunks])
         return Budget(
             int(capacity * self.device_share),
             self.buffer_chunks * largest,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from engine.draft import Draft
 from engine.job import Job
@@ -18,10 +18,12 @@ from engine.plan import (
     Tier,
     Work,
 )
+from engine.regions import GATHERED
 from engine.view import View
 from policies.candidates import Candidates
 from policies.cycle import layout_of, training_jobs
 from policies.eviction import NOW, Order
+from policies.exchange import Exchange
 from policies.launching import Launching, goes_out, launches_of
 from policies.out_of_memory import OutOfMemory
 
@@ -43,11 +45,15 @@ class Residency:
         order: Order,
         kinds: Collection[Kind] = STATES,
         is_exclusive: bool = False,
+        keeps_gathered: bool = False,
     ) -> None:
         """`kinds` of states may leave the device when room is needed; what units save for the host
-        always may."""
+        always may. Weights that other devices of a group have are given back behind their launch,
+        unless the policy `keeps_gathered` ones and says itself when they go."""
         self._view, self._draft, self._order = view, Draft(view), order
         self._kinds, self._is_exclusive = kinds, is_exclusive
+        self._keeps_gathered = keeps_gathered
+        self._gathered: dict[Place, None] = {}  # in this draft, latest last
         self._here: Pool = (Tier.GPU, view.device)
         self._home: Pool = (Tier.HOST, 0)
         self._stamps: dict[Place, int] = {}  # of contents that are drafted
@@ -90,6 +96,8 @@ class Residency:
         self._begin(launch)
         for place, nbytes in launch.brought:
             self.bring(place, nbytes)
+        for exchange in launch.gathers:
+            self.gather(exchange)
         where = self._home if launch.on == HOST_LANE else self._here
         self.make_room(where, sum([op.nbytes for op in launch.grows]))
         self._draft.grow_all(launch.grows)
@@ -102,6 +110,8 @@ class Residency:
         self._draft.launch(op)
         self.clock += 1
         self._stamps.update(dict.fromkeys(writes, NOW + self.clock))
+        for exchange in launch.reduces:
+            self.exchange(exchange)
         for place in launch.sends:
             if not self.evict(place):  # it stays until there is room on the host
                 self._touch(place, self.clock - 1)
@@ -109,6 +119,49 @@ class Residency:
             for copy in (place, self.elsewhere(place)):
                 if self._draft.holds(copy):
                     self.free(copy)
+        if not self._keeps_gathered:
+            self.drop(launch.drops)
+
+    # ---- a group
+    def gather(self, exchange: Exchange) -> None:
+        """Brings what other devices have of a chunk's weights, unless it is here."""
+        begins = exchange.begins
+        assert begins is not None, "what is gathered has a place"
+        if not self._draft.holds(begins.place):
+            self.make_room(begins.place.pool, begins.nbytes)
+            self._draft.grow_all((begins,))
+            self._gathered.pop(begins.place, None)
+            self._gathered[begins.place] = None
+            self.exchange(exchange)
+
+    def offer_gather(self, exchange: Exchange) -> None:
+        """The same if that takes nothing from anybody, and the own part is here."""
+        begins = exchange.begins
+        assert begins is not None, "what is gathered has a place"
+        if self._draft.room(self._here) >= begins.nbytes and self.is_new(exchange.reads[0]):
+            self.gather(exchange)
+
+    def drop(self, places: Iterable[Place]) -> None:
+        """Gives back what of these is here."""
+        for place in places:
+            if self._draft.holds(place):
+                self.free(place)
+
+    def exchange(self, exchange: Exchange) -> None:
+        """A collective between places that are here."""
+        self._draft.exchange(exchange.op(self._view.device))
+        self._stamps.update(dict.fromkeys(exchange.writes, NOW + self.clock))
+
+    def _drop_gathered(self) -> bool:
+        """What came latest, and not for this launch: it was gathered ahead of time."""
+        held = [place for place in self._view.held_bytes if place not in self._gathered]
+        for place in reversed([*held, *self._gathered]):
+            region, is_free = place.region, place not in self._pinned
+            if region.kind is Kind.BUFFER and region.slot == GATHERED and is_free:
+                if place.device == self._view.device and self._draft.holds(place):
+                    self.free(place)
+                    return True
+        return False
 
     # ---- places
     def elsewhere(self, place: Place) -> Place:
@@ -177,11 +230,14 @@ class Residency:
     def make_room(self, pool: Pool, nbytes: int) -> None:
         """Evicts until so many bytes are left. OutOfMemory where nothing more can go."""
         while (room := self._draft.room(pool)) < nbytes:
-            if pool == self._here and self._leaving.send_first(self._pinned, self.evict):
+            if pool == self._here and self._makes_room():
                 continue
             if pool == self._here and (stuck := self._stuck()):  # for want of room on the host
                 pool, nbytes, room = self._home, min(stuck), self._draft.room(self._home)
             raise self._error(pool, nbytes - room)
+
+    def _makes_room(self) -> bool:
+        return self._leaving.send_first(self._pinned, self.evict) or self._drop_gathered()
 
     def make_way(self, launch: Launching, limit_bytes: int, strict: bool = False) -> None:
         """Evicts until states, with those that a launch brings, take no more than a limit, or
@@ -207,7 +263,8 @@ class Residency:
     def _begin(self, launch: Launching) -> None:
         if launch is not self._launch:
             self._launch = launch
-            self._pinned = frozenset([place for place, _ in launch.brought])
+            buffers = [place for exchange in launch.gathers for place in exchange.writes]
+            self._pinned = frozenset([*[place for place, _ in launch.brought], *buffers])
 
     def _stuck(self) -> list[int]:
         """Bytes of each place that might leave."""

@@ -10,7 +10,7 @@ import simpy
 
 from engine.executor import Launch, Span
 from engine.lanes import Lanes
-from engine.plan import HOST_LANE, Copy, Lane, Op, Pool
+from engine.plan import HOST_LANE, Collective, Compute, Copy, Lane, Op, Pool
 from sim.cost import LaunchCost
 from sim.host_memory import HostMemory
 
@@ -38,6 +38,9 @@ class SimExecutor:
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
         """Gives the launch its span; nothing else happens."""
         lane, is_copy = launch.op.lane, isinstance(launch.op, Copy)
+        if isinstance(launch.op, Collective):
+            self._lanes.place(launch, self.cost.collective_ns(launch), done)
+            return
         if not is_copy and lane[1] != HOST_LANE:
             self._lanes.place(launch, self.cost.compute_ns(launch), done)
             return
@@ -66,7 +69,7 @@ class SimExecutor:
 
     def peak_bytes(self, launch: Launch) -> int | None:
         """Predicted workspace; spans say none, since it is wanted only where rows are written."""
-        return None if isinstance(launch.op, Copy) else self.cost.peak_bytes(launch)
+        return self.cost.peak_bytes(launch) if isinstance(launch.op, Compute) else None
 
     def ends_ns(self, ops: Sequence[Op]) -> list[int]:
         """When operations in flight will end."""

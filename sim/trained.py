@@ -139,6 +139,8 @@ def update_of(
     parameters, units = _parameters(model, job.recipe)
     own = units[chunk] if layout is None else layout.chunks[chunk].parameters
     elements = sum(parameters[p].elements for p in own if parameters[p].trains)
+    if layout is not None and layout.chunks[chunk].remote_bytes:
+        elements = -(-elements // layout.ranks)  # of the device's own part
     moved, dtype = element_bytes(job.recipe), job.recipe.dtype
     return Trained(UPDATE, CHUNK, dtype, elements=elements, element_bytes=moved, lane=lane)
 
