@@ -49,7 +49,7 @@ def sweep_report(root: Path, out: Path | None, slo: Mapping[str, float]) -> Path
         runs = judged(root, runs, slo)
     flags = "".join(f" --{key.removesuffix('_s')} {limit:g}" for key, limit in slo.items())
     command = f"tandem report {root.resolve()}{flags}"
-    return write_sweep_report(runs, out or root / "report", root.resolve().name, command)
+    return write_sweep_report(runs, out or root / "report", root.resolve().name, command, root)
 
 
 def judged(root: Path, runs: pd.DataFrame, slo: Mapping[str, float]) -> pd.DataFrame:
