@@ -11,7 +11,7 @@ from pathlib import Path
 import simpy
 
 from analysis.run import Run
-from analysis.training import training_summary
+from analysis.training import WORKS, training_summary
 from analysis.usage import KINDS, lane_shares, pools
 from engine.recorder import Recorder
 from sim.executor import SimExecutor
@@ -155,10 +155,8 @@ def told(found: Foresight) -> str:
     """Step time and where it goes, peak per tier and what makes it."""
     run, metrics = found.run, training_summary(found.run)
     (trainee, *_), room = found.setting.trainees, found.setting.room
-    shares = {key: value for key, value in metrics.items() if key.endswith("_share")}
-    works = [
-        f"{k.removeprefix('train_').removesuffix('_share')} {v:.0%}" for k, v in shares.items()
-    ]
+    shares = {work: metrics.get(f"train_{work}_share", 0.0) for work in WORKS}
+    works = [f"{work} {share:.0%}" for work, share in shares.items() if share]
     lanes = [f"{lane.partition(':')[2]} {share:.0%}" for lane, share in lane_shares(run).items()]
     lines = [
         f"fits: {trainee.spec.name}, {trainee.spec.parameters / 1e6:,.1f} M parameters, "
