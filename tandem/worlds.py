@@ -143,9 +143,15 @@ def _service(
 
 
 def _pace(machine: Any, setting: Setting, reference_ns: tuple[int, int] | None) -> Any:
-    """The yardsticks of a clock, over the weights that are served; None where time is real."""
+    """The yardsticks of a clock, over the weights that are served, or by the width of what is
+    trained where nothing is served; None where time is real."""
     if reference_ns is None:
         return None
+    if not setting.requests:
+        from runtime.training_reference import TrainingPace, training_references
+
+        trainee = setting.trainees[0]
+        return TrainingPace(reference_ns, training_references(trainee.spec, trainee.job.recipe))
     from runtime.reference import Pace, references
 
     first = getattr(machine, "machines", [machine])[0]
