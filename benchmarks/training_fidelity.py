@@ -37,6 +37,7 @@ from tandem.foresight import foresee
 from tandem.training_profile import BEYOND, calibrate_training
 
 OUT = Path("benchmarks/results/training_fidelity.csv")
+PART = OUT.with_stem("training_fidelity_part")  # grows, and is all that there is of a part
 STEP = {"service": 0.05, "wall": 0.10}
 PEAK, TRANSIENT = 0.03, 0.05
 COLUMNS = ["case", "figure", "measured", "error", "worst_rerun", "bar"]
@@ -111,13 +112,15 @@ def main() -> int:
     check_unseen(CASES)
     cases = QUICK if chosen.quick else CASES
     is_whole = not chosen.quick and set(chosen.clocks) == set(STEP)
-    out = OUT if is_whole else OUT.with_name("training_fidelity_part.csv")
     with tempfile.TemporaryDirectory() as temporary:
         table = pd.DataFrame(columns=COLUMNS)
         for part in parts(chosen, cases, chosen.keep or Path(temporary)):  # it takes long
             table = pd.concat([table, part]) if len(table) else part
-            keep(judged(table), out.with_name("training_fidelity_part.csv"))
-    return finish(judged(table), out)
+            keep(judged(table), PART)
+    if is_whole:
+        for path in (PART, PART.with_suffix(".json")):
+            path.unlink()
+    return finish(judged(table), OUT if is_whole else PART)
 
 
 def check_unseen(cases: Sequence[Case]) -> None:
@@ -127,9 +130,7 @@ def check_unseen(cases: Sequence[Case]) -> None:
     assert max(case.shape.rows for case in cases) <= BEYOND * CALIBRATED.rows
 
 
-def parts(
-    chosen: argparse.Namespace, cases: Sequence[Case], root: Path
-) -> Iterator[pd.DataFrame]:
+def parts(chosen: argparse.Namespace, cases: Sequence[Case], root: Path) -> Iterator[pd.DataFrame]:
     """Memory first; then each clock with a calibration of its own, case by case."""
     for case in cases:
         yield memory_rows(case)
