@@ -8,7 +8,7 @@ import torch
 from engine.job import Job
 from engine.model import ModelSpec
 from engine.plan import Slice, Work
-from runtime.reference import WINDOW, Pace, settled_ns
+from runtime.reference import WINDOW, settled_ns
 from runtime.training_reference import TrainingPace, Timed, training_references
 from tandem.compose import composed
 from tandem.setting import setting_of
@@ -49,11 +49,8 @@ def test_launches_go_by_the_unit_and_updates_by_the_update(works: Works) -> None
     assert pace.factor_of([Slice(job, 1, Work.UPDATE)]) == 0.8
 
 
-@pytest.mark.parametrize("clock", ["service", "wall"])
-def test_a_run_that_only_trains_has_its_own_pace(clock: str) -> None:
-    words = [*SMALL, "policy=zero3_offload", "backend=cpu", f"backend.clock={clock}"]
+def test_a_run_that_only_trains_has_its_own_pace() -> None:
+    words = [*SMALL, "policy=zero3_offload", "backend=cpu"]
     point = composed([*words, "backend.reference_ns=[1000000,1000000]"])
     with world_of(setting_of(point), point.config["backend"]) as world:
-        pace = getattr(world.executor, "_pace", None)
-        assert isinstance(pace, TrainingPace) if clock == "service" else pace is None
-        assert issubclass(TrainingPace, Pace)
+        assert isinstance(world.executor._pace, TrainingPace)  # type: ignore[attr-defined]
