@@ -56,7 +56,7 @@ def unit_of(metric: str) -> str:
         return "bytes"
     if metric == "request_throughput":
         return "req/s"
-    return "tok/s" if "throughput" in metric else "s"
+    return "tok/s" if "throughput" in metric or "tokens_per_s" in metric else "s"
 
 
 def peak_kv_error(comparison: Comparison) -> float:

@@ -23,7 +23,7 @@ from tandem.compose import composed
 from tandem.composed import Composed
 from tandem.experiment import run_experiment
 from tandem.folder import aside_of, sole_user
-from tandem.pace import about, is_auto, measured_ns, with_reference
+from tandem.pace import about, is_auto, trained_ns, with_reference
 from tandem.profile import COST, device_facts
 from tandem.provenance import commit
 from tandem.setting import Setting, setting_of
@@ -57,7 +57,8 @@ def calibrate_training(point: Composed, folder: Path) -> pd.DataFrame:
     shape = (node["sequences"], node["sequence_tokens"])
     setting = setting_of(_shaped(point, *shape, *STACKS[0]))
     if is_auto(point.config):
-        nominal_ns = measured_ns(setting.spec, setting.seed)
+        (trainee,) = setting.trainees
+        nominal_ns = trained_ns(trainee.spec, trainee.job.recipe)
         point = replace(point, config=with_reference(point.config, nominal_ns))
     lock = folder.with_name(f".{folder.name}.lock")
     with sole_user(lock, f"{folder}: another calibration is running there"):

@@ -149,17 +149,19 @@ def _service(
 
 
 def _pace(machine: Any, setting: Setting, reference_ns: tuple[int, int] | None) -> Any:
-    """The yardsticks of a clock, over the weights that are served, or over some like those that are
-    trained; None where time is real."""
+    """The yardsticks of a clock, over the weights that are served, or by the width of what is
+    trained where nothing is served; None where time is real."""
     if reference_ns is None:
         return None
-    from runtime.model import build_model
+    if not setting.requests:
+        from runtime.training_reference import TrainingPace, training_references
+
+        trainee = setting.trainees[0]
+        return TrainingPace(reference_ns, training_references(trainee.spec, trainee.job.recipe))
     from runtime.reference import Pace, references
 
     first = getattr(machine, "machines", [machine])[0]
-    serves = hasattr(first, "decoder")
-    model = first.decoder.model if serves else build_model(setting.spec, setting.seed)
-    return Pace(reference_ns, references(model, setting.spec))
+    return Pace(reference_ns, references(first.decoder.model, setting.spec))
 
 
 @contextmanager
