@@ -91,7 +91,8 @@ def run(settings: Sequence[str], folder: Path) -> Run:
     made_of = found.provenance["overrides"], found.provenance["commit"]
     if made_of != ([*settings], commit()["commit"]):
         raise ValueError(
-            f"{folder} holds a run of other settings or another commit; give a new folder with --keep"
+            f"{folder} holds a run of other settings or of another commit; "
+            "give a new folder with --keep"
         )
     return found
 

@@ -36,7 +36,6 @@ from engine.standing import Standing
 from engine.view import Cost
 from traces.request import Request, TrainingJob
 
-
 FRUITLESS = 10_000  # plans without an operation, one after the other, are none too few
 
 

@@ -66,7 +66,6 @@ def workspace(job_id: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
     return Place(Region(job_id, Kind.BUFFER, 0, WORKSPACE), tier, device)
 
 
-
 # ---- of a group of devices
 GATHERED, UNREDUCED = 8, 9  # slots of Kind.BUFFER, too
 

@@ -157,10 +157,11 @@ class Residency:
         held = [place for place in self._view.held_bytes if place not in self._gathered]
         for place in reversed([*held, *self._gathered]):
             region, is_free = place.region, place not in self._pinned
-            if region.kind is Kind.BUFFER and region.slot == GATHERED and is_free:
-                if place.device == self._view.device and self._draft.holds(place):
-                    self.free(place)
-                    return True
+            is_gathered = region.kind is Kind.BUFFER and region.slot == GATHERED
+            is_here = place.device == self._view.device and self._draft.holds(place)
+            if is_gathered and is_free and is_here:
+                self.free(place)
+                return True
         return False
 
     # ---- places

@@ -212,8 +212,13 @@ def test_a_device_takes_less_with_more_devices() -> None:
     copied = []
     for ranks in (1, 2, 4, 8):
         found = in_group(MEMORIES["zero3_offload"], ranks, shape=shape)
-        copied.append(sum(launch.nbytes for *_, launch in found.recorder.steps if not launch.pieces
-                          and not isinstance(launch.op, Collective)))
+        copied.append(
+            sum(
+                launch.nbytes
+                for *_, launch in found.recorder.steps
+                if not launch.pieces and not isinstance(launch.op, Collective)
+            )
+        )
     assert copied == sorted(copied, reverse=True)
     assert copied[3] < copied[0] / 4, "parts are filled up to whole numbers"
 
@@ -234,7 +239,7 @@ def test_patrickstar_makes_room_for_what_is_gathered() -> None:
     layout = layout_of(found)
     moments = found.engine.profile.moments(0)
     for moment in moments[: len(layout.units)]:
-        (_, units, _), = moment.unit
+        ((_, units, _),) = moment.unit
         assert units is not None
         own = layout.units[units.start].chunks
         assert moment.other_bytes >= sum(layout.chunks[c].remote_bytes for c in own)
