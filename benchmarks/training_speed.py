@@ -207,9 +207,9 @@ def _ideal_ns(ops: Iterable[Op], recorder: Recorder, copies_ns: dict[Op, int]) -
             coming[op.dst] = copies_ns[op]
         elif isinstance(op, Copy):
             sent[-1] += copies_ns[op]
-        elif op.on == HOST_LANE:
+        elif isinstance(op, Compute) and op.on == HOST_LANE:
             updates_ns += took_ns[op]
-        else:
+        elif isinstance(op, Compute):
             computed.append(took_ns[op])
             touched = dict.fromkeys((*op.reads, *op.writes))
             fetched.append(sum(coming.pop(place, 0) for place in touched))

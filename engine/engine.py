@@ -103,7 +103,7 @@ class Engine:
         self.arrivals = Arrivals(env, (), self._door.admit)
         self.news = News(env, self.standing.drop)
         self.questions = Questions(self, policy)
-        self._fruitful = 0  # the last plan that launched or refused something
+        self._fruitless = 0  # plans in a row that launched and refused nothing
         self.jump: Jump | None = None
         if fast_forward and devices == 1 and offers_jumps(self):
             self.jump = Jump(self, cast(Repeater, executor))
@@ -199,9 +199,8 @@ class Engine:
         now_ns = int(self.env.now)
         step, number = self.flights.number(device)
         self.flights.last_compute(booked, device)
-        if launches or plan.refuse:
-            self._fruitful = step
-        elif step - self._fruitful >= FRUITLESS:
+        self._fruitless = 0 if launches or plan.refuse else self._fruitless + 1
+        if self._fruitless >= FRUITLESS:
             raise self._stalled(f"the policy's last {FRUITLESS:,} plans hold no operation")
         figures = self.ledger.figures(device=self._own(device) if step else None)
         self.recorder.issued(step, device, now_ns, plan, figures)

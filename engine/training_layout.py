@@ -132,7 +132,8 @@ def _chunk(shape: TrainingShape, parameters: Sequence[int], elements: int, parts
     assert len(kinds) == 1, "frozen and trained parameters share a chunk"
     if not kinds.pop():
         return Chunk(tuple(parameters), weight_bytes, remote_bytes=remote_bytes)
-    widened = 0 if shape.item_bytes == WIDE_BYTES else max(p.elements for p in own)
+    widest = -(-max(p.elements for p in own) // parts)
+    widened = 0 if shape.item_bytes == WIDE_BYTES else widest
     return Chunk(
         tuple(parameters),
         weight_bytes,

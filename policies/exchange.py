@@ -131,8 +131,10 @@ def reduction(training: Training, c: int, device: int, reuses: bool) -> Exchange
 
 def _check_reuse(training: Training) -> None:
     """What was gathered goes behind a unit, gradients of units that are no neighbours with it."""
-    if any([max(units) - min(units) >= len(units) for units in training.trained_by.values()]):
+    apart = [c for c, us in training.trained_by.items() if max(us) - min(us) >= len(us)]
+    if apart:
         raise ValueError(
-            f"training job {training.spec.job_id}: reuses_gradients would put gradients of a tied "
-            "table where its weights are gathered; set reuses_gradients=false"
+            f"training job {training.spec.job_id}: units that are no neighbours use chunk "
+            f"{apart[0]} (a tied table's, say), so reuses_gradients would put its gradients where "
+            "weights are gathered; set reuses_gradients=false"
         )

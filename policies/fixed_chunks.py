@@ -60,8 +60,8 @@ class FixedChunks:
         self, shape: TrainingShape, size: int, modes: Sequence[Mode], ranks: int = 1
     ) -> TrainingLayout:
         """The layout by chunks of a size. ValueError where a module is larger."""
-        every, chunks = range(len(shape.parameters)), list[list[int]]()
-        for part in apart(shape, every):
+        chunks = list[list[int]]()
+        for part in apart(shape, _in_order_of_use(shape)):
             chunks += self._filled(shape, part, size)
         return lay_out(shape, chunks, modes, size if self.padded else 0, ranks, self.shards)
 
@@ -116,6 +116,12 @@ class FixedChunks:
 def footprint_bytes(layout: TrainingLayout) -> int:
     """All states of a layout."""
     return sum([c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in layout.chunks])
+
+
+def _in_order_of_use(shape: TrainingShape) -> list[int]:
+    """As units come; OPT's last norm is registered before its layers, and the head uses it."""
+    first = {p: u for u in reversed(range(len(shape.units))) for p in shape.units[u].parameters}
+    return sorted(range(len(shape.parameters)), key=first.__getitem__)
 
 
 def _module(parameter: str) -> str:

@@ -206,6 +206,8 @@ class _Maker:
         training = self.piece.job.training
         assert training is not None
         begins = self.piece.microbatch % training.spec.microbatches == 0
+        # a group adds up whole gradients of each microbatch, which begin with it
+        begins |= any([chunk.remote_bytes for chunk in self.layout.chunks])
         return () if begins and not self.reuses else _grow(aside(self._id, self.device), nbytes)
 
     def _workspace(self, nbytes: int) -> tuple[Grow, ...]:

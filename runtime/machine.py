@@ -110,6 +110,7 @@ class Machine:
         op = launch.op
         if isinstance(op, Copy):
             return self._prepare_copy(launch, op)
+        assert isinstance(op, Compute), "what is served has no group"
         pieces, parts, stop = tuple(launch.pieces), list[Part](), 0
         for unit, run in groupby([(piece.work, piece.layers) for piece in op.slices]):
             start, stop = stop, stop + len(list(run))
