@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.executor import Launch, Piece
 from engine.model import ModelSpec
-from engine.plan import Copy, Kind, Pool, Slice, Tier, Work
+from engine.plan import Compute, Copy, Kind, Pool, Slice, Tier, Work
 from runtime.frame import Frame, buckets_of, ring_size
 from runtime.graphs import Capture, DecodeGraphs, direct
 from runtime.kv import Arena, copy_pages, paired_runs
