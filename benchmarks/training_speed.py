@@ -184,9 +184,7 @@ def streamed(setting: Setting) -> list[float]:
 def _copies_ns(setting: Setting, recorder: Recorder) -> dict[Op, int]:
     links = links_of(setting)
     launches = [launch for *_, launch in recorder.steps if isinstance(launch.op, Copy)]
-    return {
-        launch.op: links[launch.op.lane[1]].duration_ns(launch.nbytes) for launch in launches
-    }
+    return {launch.op: links[launch.op.lane[1]].duration_ns(launch.nbytes) for launch in launches}
 
 
 def _by_step(engine: Engine) -> list[list[Op]]:

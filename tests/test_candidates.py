@@ -49,7 +49,7 @@ def test_the_lowest_rank_leaves_first_and_of_equals_who_came_first(steps: list[t
         for them in (ours, plain):
             asked: list[Place] = []
 
-            def send(place: Place, them=them, asked=asked) -> bool:  # type: ignore[no-untyped-def]
+            def send(place: Place, them=them, asked=asked, args=args) -> bool:  # type: ignore[no-untyped-def]
                 asked.append(place)
                 return place not in args[1] and them.drop(place)
 
