@@ -1,4 +1,4 @@
-"""What waits for a GPU, as far as a CPU tells: the steps of `make gpu`, the wiring of its claims."""
+"""What waits for a GPU, as far as a CPU tells: the steps of `make gpu`, the wiring of claims."""
 
 from __future__ import annotations
 
