@@ -134,7 +134,7 @@ def test_the_fidelity_claim_runs_whole_on_a_cpu(
     gpu_fidelity.main([*words, "--out", "table.csv"])  # a profile by hand: nobody knows how near
     table = pd.read_csv("table.csv").set_index("figure")
     assert table.loc["kv_peak_pages_replayed", "error"] == 0
-    assert table["measured"].gt(0).all() and len(table) > 10
+    assert table.loc[[*gpu_fidelity.FIGURES], "measured"].gt(0).all()
     logs = (read_plans(keep / "50%" / n / "plans.parquet") for n in ("measured", "replayed"))
     measured, replayed = ([plan.body for plan in log] for log in logs)
     assert measured == replayed and measured
