@@ -114,7 +114,7 @@ class Jump:
             return None
         ahead: list[Leg] = []
         durations: list[int] = []
-        host_ns = 0
+        host_ns, pace_ns = 0, self._pace_ns
         self._seen_ns, until_ns = int(engine.env.now), engine.arrivals.next_ns
         self._until_ns = until_ns
         for leg in legs(repeat, limit, self._steps_wanted):
@@ -127,7 +127,9 @@ class Jump:
             durations += found[0]
             host_ns = found[1]
             self._seen_ns += sum(found[0]) + leg.steps * host_ns
-            self._pace_ns = max(1, durations[-1] + host_ns)
+            pace_ns = max(1, durations[-1] + host_ns)
+            self._pace_ns = min(self._pace_ns, pace_ns)  # behind a prompt's steps are shorter ones
+        self._pace_ns = pace_ns
         limit = len(durations)
         if limit < self._least:
             return None
@@ -141,9 +143,12 @@ class Jump:
         return self._made(repeat, device, ahead, (issue, start, end), host_ns)
 
     def _steps_wanted(self) -> int:
-        """How many more steps will be issued up to the next arrival, more or less."""
-        until_ns = self._until_ns
-        return MOST if until_ns is None else -((self._seen_ns - until_ns) // self._pace_ns)
+        """How many more steps will be issued up to the next arrival: rather some more, for too few
+        cost another leg."""
+        if self._until_ns is None:
+            return MOST
+        left_ns = self._until_ns - self._seen_ns
+        return 1 + left_ns * 33 // (32 * self._pace_ns) if left_ns > 0 else 0
 
     def _limit(self, repeat: Repeat) -> int:
         """How many steps there are to the first end (with run-ahead, exclusive)."""
