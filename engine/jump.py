@@ -110,13 +110,12 @@ class Jump:
     # ---- planning: nothing is changed
     def _plan(self, repeat: Repeat, device: int) -> Run | None:
         engine, limit = self._engine, self._limit(repeat)
-        if limit < self._least:
+        self._seen_ns, self._until_ns = int(engine.env.now), engine.arrivals.next_ns
+        if min(limit, self._steps_wanted()) < self._least:
             return None
         ahead: list[Leg] = []
         durations: list[int] = []
-        host_ns, pace_ns = 0, self._pace_ns
-        self._seen_ns, until_ns = int(engine.env.now), engine.arrivals.next_ns
-        self._until_ns = until_ns
+        host_ns, pace_ns, until_ns = 0, self._pace_ns, self._until_ns
         for leg in legs(repeat, limit, self._steps_wanted):
             found = self._executor.repeat(leg.launch, leg.steps)
             if found is None:
