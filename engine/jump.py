@@ -55,7 +55,7 @@ class Jump:
 
     def __init__(self, engine: Engine, executor: Repeater) -> None:
         self._engine, self._executor = engine, executor
-        self._pace_ns = 1  # of the last step looked at: how far to look ahead next time
+        self._pace_ns = 1  # of decodes alone when last looked at: how far to look ahead
         self._seen_ns = 0  # about when the steps looked at will have ended
         self._until_ns: int | None = None  # the next arrival: nothing is issued from then on
         self._run: Run | None = None  # the last one
@@ -115,7 +115,7 @@ class Jump:
             return None
         ahead: list[Leg] = []
         durations: list[int] = []
-        host_ns, pace_ns, until_ns = 0, self._pace_ns, self._until_ns
+        host_ns, until_ns = 0, self._until_ns
         for leg in legs(repeat, limit, self._steps_wanted):
             found = self._executor.repeat(leg.launch, leg.steps)
             if found is None:
@@ -126,9 +126,8 @@ class Jump:
             durations += found[0]
             host_ns = found[1]
             self._seen_ns += sum(found[0]) + leg.steps * host_ns
-            pace_ns = max(1, durations[-1] + host_ns)
-            self._pace_ns = min(self._pace_ns, pace_ns)  # behind a prompt's steps are shorter ones
-        self._pace_ns = pace_ns
+            if max(leg.pieces.tokens) == 1:
+                self._pace_ns = max(1, durations[-1] + host_ns)
         limit = len(durations)
         if limit < self._least:
             return None
