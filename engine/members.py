@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 def plain(*enums: type[StrEnum]) -> None:
-    """Makes members plain attributes, as they are from Python 3.12 on: 3.11 calls Python for each."""
+    """Makes members plain attributes, as from Python 3.12 on: 3.11 calls Python for each."""
     for words in enums:
         for member in words:
             type.__setattr__(words, member.name, member)
