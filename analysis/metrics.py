@@ -27,6 +27,7 @@ BEST = {  # of a sweep: whether more is better
     "slo_attainment": True,
     "request_throughput": True,
     "output_throughput": True,
+    "train_tokens_per_s": True,
     "p50_ttft_s": False,
     "p99_ttft_s": False,
     "p99_tpot_s": False,

@@ -13,16 +13,21 @@ from analysis import words
 from analysis.cells import KEPT, Cell, Table, kept_cell
 from analysis.class_table import COLUMNS, NOTE, class_cells
 from analysis.classes import classes_in
+from analysis.experiments.drawn import training_figures
+from analysis.figures import Shown
 from analysis.metrics import BEST
 from analysis.report import Facts, write_page, written
 from analysis.sweep_plots import drawn
 from analysis.sweep_points import capacity, points_of
 
 SHARES = (0.9, 0.99)
+MOST = (("goodput", "req/s"), ("request_throughput", "req/s"), ("train_tokens_per_s", "tok/s"))
 
 
-def write_sweep_report(runs: pd.DataFrame, folder: Path, name: str, command: str) -> Path:
-    """Writes report.html, points.csv and figures/ from the table of `tandem collect`.
+def write_sweep_report(
+    runs: pd.DataFrame, folder: Path, name: str, command: str, root: Path
+) -> Path:
+    """Writes report.html, points.csv and figures/ from the table of `tandem collect` in `root`.
 
     ValueError where no run has finished. An earlier report in the folder is replaced.
     """
@@ -31,7 +36,7 @@ def write_sweep_report(runs: pd.DataFrame, folder: Path, name: str, command: str
         raise ValueError(f"{name}: none of its {len(runs)} runs has finished; run them again")
 
     def fill(aside: Path) -> None:
-        figures = drawn(points, aside / "figures")
+        figures = _figures(runs, points, root, aside / "figures")
         points.to_csv(aside / "points.csv", index=False)
         found = [_best(points), _capacity(points), _points(points), _classes(points)]
         found.append(_failed(runs))
@@ -46,16 +51,23 @@ def write_sweep_report(runs: pd.DataFrame, folder: Path, name: str, command: str
     return written(folder, fill)
 
 
+def _figures(runs: pd.DataFrame, points: pd.DataFrame, root: Path, folder: Path) -> list[Shown]:
+    """Those of what was served; where nothing was, of the experiment that trained."""
+    if "train_steps" in points and "request_throughput" not in points:
+        return training_figures(runs, root, folder)
+    return drawn(points, folder)
+
+
 def headline(runs: pd.DataFrame, points: pd.DataFrame) -> str:
     """How many runs, of how many commits, and who has the most goodput (or throughput)."""
-    metric = "goodput" if "goodput" in points else "request_throughput"
+    metric, unit = next((pair for pair in MOST if pair[0] in points), MOST[-1])
     text = f"{len(points)} of {len(runs)} runs finished."
     if "made.commit" in points and (commits := points["made.commit"].nunique()) > 1:
         text += f" They were made by {commits} commits."
     best = _extreme(points, metric, True)
     if best is None:
         return text
-    value = words.amount(float(best[metric]), "req/s")
+    value = words.amount(float(best[metric]), unit)
     return f"{text} Most {metric.replace('_', ' ')}: {value}, {_label(best)}."
 
 

@@ -40,12 +40,28 @@ def training_summary(run: Run) -> dict[str, float | int]:
         "mean_train_step_s": float(settled["step_s"].mean()),
         "first_train_step_s": float(rows["step_s"].iloc[0]),
     }
+    out |= _settled_moves(run, len(settled))
     if rows["loss"].notna().all():
         out |= {
             "first_loss": float(rows["loss"].iloc[0]),
             "last_loss": float(rows["loss"].iloc[-1]),
         }
     return out | {f"train_{work}_share": share for work, share in work_shares(run).items()}
+
+
+def _settled_moves(run: Run, num_steps: int) -> dict[str, float]:
+    """Behind each job's first step, if there are others: bytes copied in a step, and the share of
+    the updates that ran on the device."""
+    ends = run.training.sort_values("step").groupby("job_id")["end_ns"]
+    begins = ends.first().where(ends.size() > 1, -1)
+    owner = run.steps["jobs"].map(lambda jobs: jobs[0] if len(jobs) else -1)
+    rows = run.steps[run.steps["start_ns"] >= owner.map(begins)]
+    copied = rows.loc[rows["lane"].str.contains("->"), "nbytes"].sum()
+    out = {"train_step_copied_bytes": float(copied) / num_steps}
+    updates = rows.loc[rows["work"].eq("update"), "lane"]
+    if len(updates):
+        out["device_update_share"] = float(updates.eq("compute").mean())
+    return out
 
 
 def work_shares(run: Run) -> dict[str, float]:

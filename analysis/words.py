@@ -56,7 +56,7 @@ def unit_of(metric: str) -> str:
         return "bytes"
     if metric == "request_throughput":
         return "req/s"
-    return "tok/s" if "throughput" in metric else "s"
+    return "tok/s" if "throughput" in metric or "tokens_per_s" in metric else "s"
 
 
 def peak_kv_error(comparison: Comparison) -> float:
@@ -88,6 +88,8 @@ def _off(error: float) -> str:
 
 def _decisions(comparison: Comparison) -> str:
     plans = comparison.plans
+    if not (plans.prediction and plans.measurement):
+        return "Their decisions are not compared: one of them, as a server does, shows none."
     if plans.divergence is None:
         return f"Both runs made the same {plans.common} decisions."
     longer = max(plans.prediction, plans.measurement)

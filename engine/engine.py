@@ -36,9 +36,11 @@ from engine.standing import Standing
 from engine.view import Cost
 from traces.request import Request, TrainingJob
 
+FRUITLESS = 10_000  # plans without an operation, one after the other, are none too few
+
 
 class Stalled(RuntimeError):
-    """Work is left, nothing is in flight, and the policy wants nothing. Names the jobs."""
+    """Work is left, and the policy wants nothing, or does nothing for ever. Names the jobs."""
 
 
 class Engine:
@@ -101,6 +103,7 @@ class Engine:
         self.arrivals = Arrivals(env, (), self._door.admit)
         self.news = News(env, self.standing.drop)
         self.questions = Questions(self, policy)
+        self._fruitless = 0  # plans in a row that launched and refused nothing
         self.jump: Jump | None = None
         if fast_forward and devices == 1 and offers_jumps(self):
             self.jump = Jump(self, cast(Repeater, executor))
@@ -130,8 +133,9 @@ class Engine:
                 continue
             if not self.roster:
                 self.questions.give_all_back()
-            if not (self.ledger.open or self.arrivals.pending or self.news.will_come):
-                raise self._stalled()
+            comes = self.arrivals.next_ns is not None or self.news.will_come
+            if not (self.ledger.open or comes):  # turns that only answers release never come
+                raise self._stalled("the policy wants nothing although nothing is in flight")
             self._rest()
             yield self.news.next
         self.questions.give_all_back()
@@ -175,9 +179,8 @@ class Engine:
         for pool, pages in self.ledger.drain_idle():
             self.executor.release(pool, pages)
 
-    def _stalled(self) -> Stalled:
+    def _stalled(self, why: str) -> Stalled:
         free = {f"{tier}:{device}": n for (tier, device), n in self.ledger.free_bytes().items()}
-        why = "the policy wants nothing although nothing is in flight"
         return Stalled(f"{why}: {self.roster}; free bytes {free}")
 
     # ---- issue: state moves on
@@ -196,6 +199,9 @@ class Engine:
         now_ns = int(self.env.now)
         step, number = self.flights.number(device)
         self.flights.last_compute(booked, device)
+        self._fruitless = 0 if launches or plan.refuse else self._fruitless + 1
+        if self._fruitless >= FRUITLESS:
+            raise self._stalled(f"the policy's last {FRUITLESS:,} plans hold no operation")
         figures = self.ledger.figures(device=self._own(device) if step else None)
         self.recorder.issued(step, device, now_ns, plan, figures)
         self._check_books()
@@ -237,7 +243,8 @@ class Engine:
             flight.launch,
             self.ledger.figures((Tier.GPU, flight.device), early_bytes, self._own(flight.device)),
         )
-        self.news.tell()
+        if not self.roster or min(self.flights.level) < self.depth:  # else nobody may be asked
+            self.news.tell()
 
     def land(self, op: Op, end_ns: int, device: int, number: int) -> None:
         """What waited for an operation may go on, and who was to finish with it finishes."""

@@ -5,33 +5,33 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from engine.balance import Balance
+from engine.booking import NO_STATES, Booking
 from engine.checks import check_spare
 from engine.figures import Figures
 from engine.growth import hand_out
 from engine.holdings import Holdings
 from engine.journal import Journal
 from engine.pages import PagePool
-from engine.plan import Compute, Free, Grow, Kind, Op, PageSize, Place, Plan, Pool, Share, Tier
+from engine.plan import (
+    Collective,
+    Compute,
+    Free,
+    Grow,
+    Kind,
+    Op,
+    PageSize,
+    Place,
+    Plan,
+    Pool,
+    Share,
+    Tier,
+)
 from engine.prefix import Chain, PrefixCache
 from engine.returns import ReturnQueue
 from engine.scoreboard import Scoreboard
 from engine.sharing import Sharing
-
-NO_STATES = (Kind.KV, Kind.ACTIVATION, Kind.BUFFER)  # memory that no training policy may move
-
-
-class Booking(NamedTuple):
-    """What booking an operation derived. `copied`: bytes and both page tables of a Copy.
-
-    `other_bytes`: of a launch, what its device held then that is no model state.
-    """
-
-    waits: tuple[Op, ...]
-    copied: tuple[int, Sequence[int], Sequence[int]] = (0, (), ())
-    other_bytes: int = 0
 
 
 class Ledger:
@@ -102,8 +102,7 @@ class Ledger:
     @property
     def is_calm(self) -> bool:
         """Whether no bytes are on their way back, and nothing runs but launches of one lane."""
-        coming = [queue.coming_bytes for queue in self._returns.values()]
-        return self._board.has_one_lane and not any(coming)
+        return self._board.has_one_lane and not any(self.coming_bytes().values())
 
     def figures(
         self, pool: Pool | None = None, early_bytes: int = 0, device: int | None = None
@@ -167,6 +166,8 @@ class Ledger:
                 return Booking(waits)
             held = self.kind_bytes[Tier.GPU, op.device]
             return Booking(waits, other_bytes=sum([held[kind] for kind in NO_STATES]))
+        if isinstance(op, Collective):
+            return Booking(self._board.touch(op, op.reads, op.writes), (op.nbytes, (), ()))
         nbytes = self.held_bytes[op.src]
         if op.dst not in self.held_bytes:
             self._take(op.dst, nbytes)

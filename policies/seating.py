@@ -20,7 +20,7 @@ PROMPTS = ("as_computed", "must_fit", "reserved")
 class SeatingRules:
     """How engines differ in handing out pages.
 
-    watermark    share of the pool, in whole pages, that admissions leave free
+    watermark    share of the KV pool, in whole pages, that admissions leave free
     prompts      when a prompt's pages are asked for: `as_computed`, slice by slice; `must_fit`,
                  the same, but the whole prompt must find room to come in; `reserved`, all of them
                  are taken when it comes in
@@ -76,7 +76,7 @@ class Seating:
 
     A running job may preempt less wanted ones (later in the batch, or not in it). A job that holds
     nothing on the device, because it waits or was swapped out, takes only free room, leaves the
-    watermark free unless nobody runs, and stays out after any preemption; who waits also stays
+    watermark free unless nobody is there, and stays out after any preemption; who waits also stays
     behind those swapped out. Rests on coming bytes, so it may wait for a copy but decides the same
     in every backend.
     """
@@ -92,10 +92,8 @@ class Seating:
         self._batch, self._view, self._demand, self._preempt = batch, view, demand, preempt
         self._draft, self._rules = Draft(view), rules
         self._pool = (Tier.GPU, view.device)
+        self._spare_bytes = rules.spare_pages * view.page.nbytes
         self._known = view.lead(batch)  # decodes that the plan before had, at the head of the batch
-        page, capacity_bytes = view.page.nbytes, view.capacity_bytes[self._pool]
-        self._watermark_bytes = int(rules.watermark * capacity_bytes / page) * page
-        self._spare_bytes = rules.spare_pages * page
         self._seated: list[Slice] = []
         self._places: list[Place] = []
         self._preempted: set[int] = set()
@@ -215,8 +213,7 @@ class Seating:
             need = self._demand(piece._replace(tokens=behind + piece.tokens))
         whole = self._whole_bytes(job, need)
         shared = (len(found) - self._draft.idle(found)) * page.nbytes
-        keep = self._watermark_bytes if self._view.serving else 0
-        full = whole - shared + keep > self._draft.room(self._pool)
+        full = whole - shared + self._left_free_bytes() > self._draft.room(self._pool)
         if full or (self._jobs_away() and not swapped):
             if full:
                 self._refuse_if_hopeless(piece, whole)
@@ -228,6 +225,16 @@ class Seating:
         self._draft.share(here, found)
         self._draft.grow(here, need - swapped - len(found) * page.nbytes)
         return piece
+
+    def _left_free_bytes(self) -> int:
+        """The watermark: nothing where nobody in service is on the device."""
+        share = self._rules.watermark
+        if not share or len(self._view.serving) == len(self._jobs_away()):
+            return 0
+        resident = self._view.layout.places.items()
+        weights = sum(nbytes for place, nbytes in resident if place.pool == self._pool)
+        page, pool_bytes = self._view.page.nbytes, self._view.capacity_bytes[self._pool] - weights
+        return int(share * pool_bytes / page) * page
 
     def _whole_bytes(self, job: Job, need: int) -> int:
         """What must find room for a job to come in."""

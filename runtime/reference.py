@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from engine.executor import Launch, Piece
 from engine.job import Job
@@ -22,6 +22,16 @@ DECODES, CONTEXT, PROMPT_TOKENS, PAGE_TOKENS = 8, 200, 128, 16
 WINDOW = 5  # readings whose median counts
 EVERY_NS = 25_000_000  # of work between two readings, at the least
 SHARE = 5  # the work between is at least so many times the reading
+
+
+class Yardstick(Protocol):
+    """A fixed piece of work; `tokens` is how large it is."""
+
+    @property
+    def tokens(self) -> int: ...
+
+    def timed_ns(self) -> int:
+        """What it takes just now, in thread time."""
 
 
 class Reference:
@@ -69,7 +79,7 @@ def references(model: Any, spec: ModelSpec) -> tuple[Reference, Reference]:
     return Reference(model, spec, DECODES, context), Reference(model, spec, 1, 0, tokens)
 
 
-def settled_ns(works: Sequence[Reference], rounds: int = 10 * WINDOW) -> tuple[int, ...]:
+def settled_ns(works: Sequence[Yardstick], rounds: int = 10 * WINDOW) -> tuple[int, ...]:
     """What each takes once it is warm, in turns: the median of the second half of many rounds."""
     taken_ns = [[work.timed_ns() for work in works] for _ in range(2 * rounds)][rounds:]
     return tuple(round(median(times_ns)) for times_ns in zip(*taken_ns, strict=True))
@@ -78,7 +88,7 @@ def settled_ns(works: Sequence[Reference], rounds: int = 10 * WINDOW) -> tuple[i
 class Gauge:
     """How slow one reference work is just now, against its nominal time."""
 
-    def __init__(self, nominal_ns: int, work: Reference) -> None:
+    def __init__(self, nominal_ns: int, work: Yardstick) -> None:
         if nominal_ns < 1:
             raise ValueError(f"the reference work's nominal time is {nominal_ns} ns: at least 1")
         self.nominal_ns, self._work = nominal_ns, work
@@ -109,7 +119,7 @@ class Pace:
     1.5 % (standard deviations; decodes 0.7 %).
     """
 
-    def __init__(self, nominal_ns: Sequence[int], works: Sequence[Reference]) -> None:
+    def __init__(self, nominal_ns: Sequence[int], works: Sequence[Yardstick]) -> None:
         self._decode, self._prompt = map(Gauge, nominal_ns, works)
         self._since_ns = 0
         for _ in range(3 * WINDOW):  # warms up; the last ones stay

@@ -18,7 +18,7 @@ from sim.cost import ShapePriced
 from sim.load import Load, load_of, sizes
 from sim.ragged import Ragged, Watch
 from sim.skew import Mix, Skew, fit_skew
-from sim.table import Lookup, Table, check_finite
+from sim.table import Lookup, Table, check_times
 
 PER_LAYER = {
     "layernorm": 2,
@@ -200,7 +200,7 @@ def _weighted(rows: list[tuple[Ragged, float]], points: Any) -> Any:
 
 def _summed(rows: Any, axis: str, counts: dict[str, int]) -> Table:
     """One table in ns of all layers named, each so many times. ValueError where one is missing."""
-    check_finite(rows["time_us"])
+    check_times(rows["time_us"])
     times = rows.pivot(index=axis, columns="layer", values="time_us")
     if missing := counts.keys() - set(times.columns):
         raise ValueError(f"kernel profile lacks {', '.join(sorted(missing))}; profile them too")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sim.table import Nodes, check_finite, hats, warn_beyond
+from sim.table import Nodes, check_times, hats, warn_beyond
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class Ragged:
     def of(cls, rows: Iterable[Sequence[float]]) -> Ragged:
         """From rows of coordinates with the value last; the last of equal ones counts.
 
-        ValueError for a value that is no finite number.
+        ValueError for a value that is no time.
         """
         groups: dict[int, list[Sequence[float]]] = {}
         for row in rows:
             groups.setdefault(int(row[0]), []).append(row[1:])
         nodes = tuple(sorted(groups))
         parts = [groups[node] for node in nodes]
-        check_finite(part[-1][0] for part in parts if len(part[0]) == 1)
+        check_times(part[-1][0] for part in parts if len(part[0]) == 1)
         return cls(nodes, tuple(p[-1][0] if len(p[0]) == 1 else cls.of(p) for p in parts))
 
 

@@ -17,10 +17,11 @@ from engine.executor import Launch, Pieces
 from engine.model import ModelSpec
 from engine.plan import Compute
 from sim.cost import ShapePriced, forward_shape, shifted
-from sim.table import check_finite, warn_beyond
+from sim.table import check_times, warn_beyond
 
 ONCE = ("attn_pre_proj", "attn_post_proj", "attn_rope", "mlp_up_proj", "mlp_act", "mlp_down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm", "add")
+BY_SHAPE = ("attn_kv_cache_save", "attn_prefill", "attn_decode")
 PADDED_TO = 8  # tokens of a launch, for all dense operators
 KV_STEP = 64  # tokens of context between two nodes
 GQA_FACTOR = 1.1  # Vidur's constant for grouped heads where several sequences share a launch
@@ -48,17 +49,20 @@ class VidurCost(ShapePriced):
 
     @classmethod
     def load(cls, path: Path, model: ModelSpec) -> VidurCost:
-        """Reads one npz of lookup tables. ValueError where it is none, or a time is not finite."""
+        """Reads one npz of lookup tables.
+
+        ValueError where it is none, where a table is missing, and for what is no time.
+        """
         try:
             with path.open("rb") as file, np.load(file) as arrays:
                 tables = {name: arrays[name].tolist() for name in arrays.files}
         except (OSError, ValueError, BadZipFile) as error:
             raise ValueError(f"{path} holds no Vidur tables ({error}); give one .npz") from None
-        if missing := {"attn_prefill_ms", "attn_decode_ms", "mlp_up_proj_ms"} - tables.keys():
+        if missing := {f"{name}_ms" for name in (*ONCE, *NORMS, *BY_SHAPE)} - tables.keys():
             raise ValueError(f"{path} lacks {', '.join(sorted(missing))}; give a Vidur table")
         for name in filter(lambda name: name.endswith("_ms"), tables):
             try:
-                check_finite(np.ravel(tables[name]))
+                check_times(np.ravel(tables[name]))
             except ValueError as error:
                 raise ValueError(f"{path}, table {name}: {error}") from None
         return cls(tables, model, str(path))

@@ -22,6 +22,7 @@ Points = Mapping[str, Sequence[str]]  # overrides by key
 TABLE = "runs.parquet"
 SUPERSEDED = "superseded"  # a status of the table alone: see tandem.manifest
 FACTS = ("commit", "dirty", "trace_hash", "model", "device", "cost_form", "depth", "seed")
+FACTS += ("parameters", "chunks", "state_bytes")  # of what is trained
 
 
 def main(words: Sequence[str]) -> int:

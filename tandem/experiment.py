@@ -71,7 +71,7 @@ def replay(
     engine = engine_of(setting, world)
     before = world.probe()
     write_status(folder, RUNNING)
-    shown = progress_bar(engine, len(setting.requests), shows_progress)
+    shown = progress_bar(engine, setting.work, shows_progress)
     with no_full_collections(begins_with_one=world.meter is not None), shown:
         engine.replay(setting.work)
     drift = drift_of(before, world.probe())
@@ -136,12 +136,23 @@ def provenance_of(point: Composed, setting: Setting) -> dict[str, Any]:
         "trace_hash": trace_hash(setting.requests),
         "requests": len(setting.requests),
         "has_prompt_ids": all(r.prompt_ids is not None for r in setting.requests),
+        **_trained(setting),
         # of a replica; the memory of a server is its own affair
         "memory_plan": None if is_elsewhere else _memory_plan(setting),
         "kv_pages": None if is_elsewhere else pages_of(setting)[GPU],
         "overrides": list(point.overrides),
         "config_folders": [str(Path(folder).resolve()) for folder in point.folders],
     }
+
+
+def _trained(setting: Setting) -> dict[str, int]:
+    """How large what is trained is, and in how many chunks it lies; nothing where nobody trains."""
+    if not setting.trainees:
+        return {}
+    numbers = [p.elements for trainee in setting.trainees for p in trainee.shape.parameters]
+    chunks = [c for layout in setting.room.layout.training.values() for c in layout.chunks]
+    states = [c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in chunks]
+    return {"parameters": sum(numbers), "chunks": len(chunks), "state_bytes": sum(states)}
 
 
 def _memory_plan(setting: Setting) -> dict[str, int]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import simpy
 
 from analysis.run import Run
-from analysis.training import training_summary
+from analysis.training import WORKS, training_summary
 from analysis.usage import KINDS, lane_shares, pools
 from engine.recorder import Recorder
 from sim.executor import SimExecutor
-from tandem.compose import composed
+from tandem.axes import with_axes
 from tandem.composed import Composed
 from tandem.experiment import engine_of
+from tandem.grid import grid_of
 from tandem.screen import shown_bytes, shown_seconds
 from tandem.setting import Setting, setting_of, spec_of
 from tandem.training import Trainee
@@ -24,6 +26,12 @@ from tandem.worlds import World
 
 STEPS = 3  # simulated: the first warms up
 MOST_LAYERS = 4096
+BEYOND = 3  # layers: chunks are rounded, so a deeper model may fit where one in between does not
+EXAMPLES = """examples:
+  tandem plan trace=none training=sample policy=zero3_offload budget.device_bytes=70000000
+  tandem plan trace=none training=sample policy=zero_offload,zero3_offload model=tiny_llama,gpt2
+  tandem plan experiment=max_scale policy=patrickstar   (the models that its yaml sweeps)
+"""
 
 
 class DoesNotFit(ValueError):
@@ -75,8 +83,12 @@ def foresee(point: Composed, num_layers: int | None = None) -> Foresight:
 
 
 def largest(point: Composed) -> int:
-    """The most layers of the point's model that fit; 0 where one does not."""
+    """The most layers of the point's model that fit, MOST_LAYERS if all do; 0 where one does not.
 
+    By doubling and halving, as if depth alone decided; then a few layers beyond.
+    """
+
+    @cache
     def fits(count: int) -> bool:
         try:
             foresee(point, count)
@@ -85,11 +97,16 @@ def largest(point: Composed) -> int:
         return True
 
     low, high = 0, 1
-    while high <= MOST_LAYERS and fits(high):
-        low, high = high, 2 * high
+    while fits(high):
+        low, high = high, min(2 * high, MOST_LAYERS)
+        if low == high:
+            return low
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
+    count = low + 2
+    while low and count <= low + BEYOND:
+        low, count = (count if fits(count) else low), count + 1
     return low
 
 
@@ -103,12 +120,26 @@ def _short(setting: Setting) -> Setting:
 
 # ---- the command
 def main(words: Sequence[str]) -> int:
-    """Prints the foresight; 0 if it fits, 1 if not (then what is missing, and what would fit)."""
-    parser = argparse.ArgumentParser(prog="tandem plan", description=__doc__)
+    """Prints the foresight; 0 if it fits, 1 if not (then what is missing, and what would fit).
+
+    Of several points, which of them fit, and the largest model among those that do.
+    """
+    parser = argparse.ArgumentParser(
+        prog="tandem plan",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--no-largest", action="store_true", help="do not look for larger models")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for tandem run")
+    about = "as for tandem run, or KEY=a,b,c as for tandem sweep"
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=about)
     chosen = parser.parse_args(words)
-    point = composed([*chosen.overrides, "backend=sim"])
+    grid = grid_of([*with_axes(chosen.overrides), "backend=sim"])
+    if grid.axes:
+        from tandem.family import tell
+
+        return tell(grid)
+    (point,) = grid.points()
     try:
         found = foresee(point)
     except DoesNotFit as error:
@@ -124,15 +155,13 @@ def told(found: Foresight) -> str:
     """Step time and where it goes, peak per tier and what makes it."""
     run, metrics = found.run, training_summary(found.run)
     (trainee, *_), room = found.setting.trainees, found.setting.room
-    shares = {key: value for key, value in metrics.items() if key.endswith("_share")}
-    works = [
-        f"{k.removeprefix('train_').removesuffix('_share')} {v:.0%}" for k, v in shares.items()
-    ]
+    shares = {work: metrics.get(f"train_{work}_share", 0.0) for work in WORKS}
+    works = [f"{work} {share:.0%}" for work, share in shares.items() if share]
     lanes = [f"{lane.partition(':')[2]} {share:.0%}" for lane, share in lane_shares(run).items()]
     lines = [
         f"fits: {trainee.spec.name}, {trainee.spec.parameters / 1e6:,.1f} M parameters, "
         f"{trainee.job.sequences} x {trainee.job.sequence_tokens} tokens, "
-        f"{trainee.job.microbatches} to a step",
+        f"{trainee.job.microbatches} to a step{_shared(trainee.job.ranks)}",
         f"step: {shown_seconds(found.step_s)} ({metrics['train_tokens_per_s']:.4g} tokens/s; "
         f"{found.setting.cost.form}); the first {shown_seconds(metrics['first_train_step_s'])}",
         f"time: {', '.join(works)}; lanes busy: {', '.join(lanes)}",
@@ -145,6 +174,11 @@ def told(found: Foresight) -> str:
     return "\n".join(lines)
 
 
+def _shared(ranks: int) -> str:
+    """Memory and lanes below are those of one device."""
+    return f", on {ranks} devices each" if ranks > 1 else ""
+
+
 def _tell_largest(point: Composed, is_silent: bool) -> None:
     if is_silent:
         return
@@ -153,4 +187,5 @@ def _tell_largest(point: Composed, is_silent: bool) -> None:
         print("largest: not even one layer of this width fits")
         return
     spec = replace(spec_of(point), num_layers=count)
-    print(f"largest of this width: {count} layers, {spec.parameters / 1e6:,.1f} M parameters")
+    layers = f"{'at least ' if count == MOST_LAYERS else ''}{count} layers"
+    print(f"largest of this width: {layers}, {spec.parameters / 1e6:,.1f} M parameters")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.model import ModelSpec
+from traces.recipe import Recipe
 
 AUTO = "auto"
 KEY = "reference_ns"
@@ -59,6 +60,18 @@ def about(profile: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} is damaged (no JSON object); run tandem calibrate")
     return found
+
+
+def trained_ns(spec: ModelSpec, recipe: Recipe) -> tuple[int, ...]:
+    """What the reference works of training take on this machine just now: a unit, an update."""
+    import torch
+
+    from runtime.reference import settled_ns
+    from runtime.training_reference import training_references
+
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    return settled_ns(training_references(spec, recipe))
 
 
 def measured_ns(spec: ModelSpec, seed: int) -> tuple[int, ...]:

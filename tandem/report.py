@@ -20,7 +20,8 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="tandem report",
         description="Of a run: latencies, memory, lanes. Of a sweep, or any folder with runs in "
-        "it: goodput and attainment against rate, frontier, heat map; each with its numbers.",
+        "it: goodput and attainment against rate, frontier, heat map, or the figure of an "
+        "experiment that trains; each with its numbers.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="a run's folder, or a sweep's")
     parser.add_argument("--out", type=Path, help="folder of the report")
@@ -49,7 +50,7 @@ def sweep_report(root: Path, out: Path | None, slo: Mapping[str, float]) -> Path
         runs = judged(root, runs, slo)
     flags = "".join(f" --{key.removesuffix('_s')} {limit:g}" for key, limit in slo.items())
     command = f"tandem report {root.resolve()}{flags}"
-    return write_sweep_report(runs, out or root / "report", root.resolve().name, command)
+    return write_sweep_report(runs, out or root / "report", root.resolve().name, command, root)
 
 
 def judged(root: Path, runs: pd.DataFrame, slo: Mapping[str, float]) -> pd.DataFrame:

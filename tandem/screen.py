@@ -39,6 +39,8 @@ def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
 
 def brief(metrics: Mapping[str, Any]) -> str:
     """One line for a point of a sweep."""
+    if "train_steps" in metrics and not metrics["num_requests"]:
+        return _training(metrics)[0]
     if not metrics["num_finished"]:
         return _counts(metrics)
     parts = [f"{metrics.get('output_throughput', 0):.4g} tokens/s"]
@@ -54,7 +56,8 @@ def best(points: Mapping[str, Mapping[str, Any]]) -> str:
         if found:
             name = (max if is_more_better else min)(found, key=lambda key: found[key])
             value = found[name]
-            shown = shown_seconds(value) if metric.endswith("_s") else f"{value:.4g}"
+            is_time = metric.endswith("_s") and not metric.endswith("_per_s")
+            shown = shown_seconds(value) if is_time else f"{value:.4g}"
             lines.append(f"{metric:20}{shown:>12}  {name}")
     return "\n".join(["best of each metric:", *lines] if lines else [])
 

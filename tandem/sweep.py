@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis.yaml_text import yaml_value
+from tandem.axes import with_axes
 from tandem.engines import ENGINES
 from tandem.errors import Usage
 from tandem.folder import FAILED, OK, REJECTED, sole_user, status_of
@@ -23,6 +24,7 @@ from tandem.point import Outcome, Task, metrics_of, task_of
 
 EXAMPLE = """example:
   tandem sweep policy=chunked_restart,continuous_swap arrival.rate=2,4,8 seed=0,1,2
+  tandem sweep experiment=max_scale policy=patrickstar   (what else its yaml sweeps, is swept)
 A sweep that was interrupted goes on with the same command and --out DIR. Failed points are tried
 again; so is everything whose settings, trace or code have changed."""
 WALL_CLOCK = ("cpu", "cuda", "openai")
@@ -33,7 +35,7 @@ def main(words: Sequence[str]) -> int:
     """Runs the grid; 0 if every point finished, 1 if some failed."""
     chosen = _parser().parse_intermixed_args(words)
     options = _options(chosen.option)
-    grid = grid_of(chosen.overrides, chosen.config_dir)
+    grid = grid_of(with_axes(chosen.overrides, chosen.config_dir), chosen.config_dir)
     root = (chosen.out or default_folder()).resolve()
     tasks = list({task.key: task for task in (task_of(p, root) for p in grid.points())}.values())
     jobs = default_jobs(tasks) if chosen.jobs is None else chosen.jobs
@@ -54,7 +56,9 @@ def carry_out(tasks: Sequence[Task], jobs: int, engine: str, options: Mapping[st
     """Runs the tasks through an engine; what becomes of each is in its folder."""
     if not tasks:
         return
-    _import_traces(tasks)
+    from tandem.imports import import_files
+
+    import_files(task.point for task in tasks)
     points = {task.key: task.point for task in tasks}
     with _bar(len(tasks)) as tell, closing(ENGINES[engine](tasks, jobs, options)) as outcomes:
         for outcome in outcomes:
@@ -74,18 +78,6 @@ def default_jobs(tasks: Sequence[Task]) -> int:
     """A process per core; one alone where points are measured, so that they do not disturb."""
     measured = any(task.point.config["backend"]["name"] in WALL_CLOCK for task in tasks)
     return 1 if measured else max(1, min(os.cpu_count() or 1, len(tasks)))
-
-
-def _import_traces(tasks: Sequence[Task]) -> None:
-    """Imports each text trace once, here: workers would all begin with the same import."""
-    from tandem.workload import is_file, trace_file
-
-    seen = {str(task.point.config["trace"]): task.point.config for task in tasks}
-    for config in (config for config in seen.values() if is_file(config["trace"])):
-        try:
-            trace_file(config["trace"], Path(config["cache"]))
-        except ValueError:
-            continue  # the points that want it will say so
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from tandem.compose import composed
 from tandem.composed import Composed
 from tandem.experiment import run_experiment
 from tandem.folder import aside_of, sole_user
-from tandem.pace import about
+from tandem.pace import about, is_auto, trained_ns, with_reference
 from tandem.profile import COST, device_facts
 from tandem.provenance import commit
 from tandem.setting import Setting, setting_of
@@ -56,6 +56,10 @@ def calibrate_training(point: Composed, folder: Path) -> pd.DataFrame:
         raise ValueError("there is nothing to train: choose a job with training=...")
     shape = (node["sequences"], node["sequence_tokens"])
     setting = setting_of(_shaped(point, *shape, *STACKS[0]))
+    if is_auto(point.config):
+        (trainee,) = setting.trainees
+        nominal_ns = trained_ns(trainee.spec, trainee.job.recipe)
+        point = replace(point, config=with_reference(point.config, nominal_ns))
     lock = folder.with_name(f".{folder.name}.lock")
     with sole_user(lock, f"{folder}: another calibration is running there"):
         aside = aside_of(folder)
@@ -94,7 +98,7 @@ def _shaped(point: Composed, sequences: int, tokens: int, policy: str, modes: st
     words += [f"device.memory_bytes={ROOM_BYTES}", f"device.host_bytes={ROOM_BYTES}"]
     made = composed(words, str(point.folders[0]) if point.folders else None)
     # Only times are of use, and probes of drift want a model that serves.
-    backend = {**made.config["backend"], "probe_look_s": None, "workspace_every": 0}
+    backend = {**point.config["backend"], "probe_look_s": None, "workspace_every": 0}
     return replace(made, config={**made.config, "backend": backend})
 
 

@@ -90,6 +90,12 @@ def world_of(setting: Setting, backend: Mapping[str, Any]) -> Iterator[World]:
         raise ValueError(f"backend.name={name}: there are {', '.join(CLOCKS)}")
     if clock not in CLOCKS[name]:
         raise ValueError(f"backend {name} has no clock {clock!r}; take {' or '.join(CLOCKS[name])}")
+    ranks = max((trainee.job.ranks for trainee in setting.trainees), default=1)
+    if ranks > 1 and name != "sim":
+        raise ValueError(
+            f"group: backend {name} trains on one device, not {ranks}; take backend=sim or "
+            "group.devices=1"
+        )
     opened: dict[str, Callable[[Setting], AbstractContextManager[World]]] = {
         "sim": _sim,
         "lockstep": _lockstep,
@@ -143,9 +149,15 @@ def _service(
 
 
 def _pace(machine: Any, setting: Setting, reference_ns: tuple[int, int] | None) -> Any:
-    """The yardsticks of a clock, over the weights that are served; None where time is real."""
+    """The yardsticks of a clock, over the weights that are served, or by the width of what is
+    trained where nothing is served; None where time is real."""
     if reference_ns is None:
         return None
+    if not setting.requests:
+        from runtime.training_reference import TrainingPace, training_references
+
+        trainee = setting.trainees[0]
+        return TrainingPace(reference_ns, training_references(trainee.spec, trainee.job.recipe))
     from runtime.reference import Pace, references
 
     first = getattr(machine, "machines", [machine])[0]

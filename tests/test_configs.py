@@ -12,6 +12,7 @@ import pytest
 from engine.plan import Plan
 from engine.policy import Policy
 from engine.view import View
+from tandem.axes import axes_of
 from tandem.build import Builder
 from tandem.catalog import PLURALS, options
 from tandem.compose import composed
@@ -26,6 +27,7 @@ TEN = ["limit=10", "backend=sim"]
 SIM = {"name": "sim", "clock": "virtual"}
 NEEDS_A_PATH = {"trace": {"file", "sharegpt", "lengths", "recorded"}, "arrival": {"recorded"}}
 POLICIES = [name for name in options("policy") if name not in ("recorded", *TRAINING)]
+SERVING = [name for name in options("experiment") if not axes_of(name)]  # others train
 TRAINS = {"training_order", "all_on_device", "zero_offload", "zero3_offload", "fsdp2_offload"}
 TRAINS |= {"demand_paging", "patrickstar"}  # halves that serve nobody
 
@@ -44,7 +46,7 @@ def fates(setting: Setting) -> list[str]:
     return [outcome.status for outcome in engine.recorder.outcomes.values()]
 
 
-@pytest.mark.parametrize("name", options("experiment"))
+@pytest.mark.parametrize("name", SERVING)
 def test_experiment(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     text = (Path(__file__).parent.parent / "conf" / "experiment" / f"{name}.yaml").read_text()
     if "TANDEM_SHARED" in text:

@@ -1,0 +1,90 @@
+"""`tandem plan`: what fits, what does not and why, and the largest model that would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem import foresight
+from tandem.cli import main
+from tandem.compose import composed
+from tandem.composed import Composed
+from tandem.family import Foreseen, foreseen, largest_of
+from tandem.foresight import DoesNotFit, foresee, largest
+from tandem.grid import grid_of
+
+SMALL = ("trace=none", "training=random", "model=micro_llama", "training.sequence_tokens=32")
+ZERO3 = (*SMALL, "policy=zero3_offload", "budget.device_bytes=4000000")
+
+
+def test_it_tells_step_peaks_and_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *ZERO3, "budget.host_bytes=20000000"]) == 0
+    told = capsys.readouterr().out
+    heads = [line.partition(":")[0] for line in told.splitlines()]
+    assert heads == ["fits", "step", "time", "gpu peak", "host peak", "largest of this width"]
+
+
+def test_what_does_not_fit_is_told_with_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *ZERO3, "budget.host_bytes=1000000"]) == 1
+    told = capsys.readouterr().out
+    assert "does not fit: host:0 is" in told and "bytes short" in told
+    assert "not even one layer" in told
+
+
+@pytest.mark.parametrize("policy", ["zero3_offload", "zero_offload", "train_on_device"])
+def test_the_largest_fits_and_the_next_does_not(policy: str) -> None:
+    words = (*SMALL, f"policy={policy}", "budget.device_bytes=12000000")
+    point = composed([*words, "budget.host_bytes=20000000", "backend=sim"])
+    count = largest(point)
+    assert count > 0
+    foresee(point, count)
+    with pytest.raises(DoesNotFit):
+        foresee(point, count + 1)
+
+
+@pytest.mark.parametrize(
+    ("fitting", "wanted"),
+    [
+        (range(1, 1), 0),
+        (range(1, 2), 1),
+        (range(1, 38), 37),
+        ([*range(1, 20), 21, 23], 23),  # chunks were rounded
+        (range(1, 10_000), foresight.MOST_LAYERS),
+    ],
+)
+def test_the_search(fitting: object, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def pretend(point: Composed, num_layers: int) -> None:
+        asked.append(num_layers)
+        if num_layers not in fitting:  # type: ignore[operator]
+            raise DoesNotFit("no")
+
+    monkeypatch.setattr(foresight, "foresee", pretend)
+    assert largest(Composed({}, ())) == wanted
+    assert len(asked) == len(set(asked)) < 30, "each is simulated once, and few are"
+
+
+def test_a_family_is_told_row_by_row(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", *SMALL, "budget.device_bytes=4000000", "budget.host_bytes=20000000"]
+    assert main([*words, "policy=train_on_device,zero3_offload", "model.num_layers=2,4,16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8 and sum("does not fit: " in line for line in lines) == 4
+    assert lines[-2] == "largest that fits with policy=train_on_device: none"
+    assert lines[-1].startswith("largest that fits with policy=zero3_offload: ")
+    assert lines[-1].endswith("(model.num_layers=4)")
+
+
+def test_the_largest_is_found_among_whatever_order() -> None:
+    fits: Any = object()
+    rows = [
+        Foreseen(("policy=a", f"model.num_layers={n}"), n, fits if n < 5 else None)
+        for n in (4, 8, 2)
+    ]
+    assert largest_of(rows) == {("policy=a",): rows[0]}
+
+
+def test_a_mistake_is_told_before_anything_is_foreseen() -> None:
+    with pytest.raises(ValueError, match="did you mean"):
+        [*foreseen(grid_of([*ZERO3, "model.num_layer=1,2"]).points())]
