@@ -9,7 +9,7 @@ Floats = NDArray[np.float64]
 
 
 def relative_error(prediction: float, measurement: float) -> float:
-    """Signed: +0.05 is a prediction 5 % too high. 0 where both are 0, NaN where only one is."""
+    """Signed: +0.05 is a prediction 5 % too high. Of a measurement of 0: NaN, or 0 if both are."""
     if measurement == 0:
         return 0.0 if prediction == 0 else float("nan")
     return (prediction - measurement) / abs(measurement)

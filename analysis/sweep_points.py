@@ -6,9 +6,8 @@ import json
 
 import pandas as pd
 
-RATE = "config.arrival.rate"
 REPLICATES = ("seed",)  # keys that repeat a point rather than make another
-RATES = ("arrival.rate",)
+RATES = ("arrival.rate", "trace.rate")  # of made-up arrivals; of a recording that is stretched
 
 
 def points_of(runs: pd.DataFrame) -> pd.DataFrame:
@@ -23,7 +22,10 @@ def points_of(runs: pd.DataFrame) -> pd.DataFrame:
         " ".join([policy, *(w for w in own if _key(w) in varied)])
         for policy, own in zip(done["policy"], words, strict=True)
     ]
-    rates = pd.to_numeric(done[RATE]) if RATE in done else pd.Series(float("nan"), done.index)
+    rates = pd.Series(float("nan"), done.index)
+    for name in RATES:
+        if (column := f"config.{name}") in done:
+            rates = rates.fillna(pd.to_numeric(done[column]))
     done["rate"] = rates if rates.nunique() > 1 else float("nan")
     return done.sort_values(["series", "rate"], kind="stable")
 

@@ -88,6 +88,8 @@ def _off(error: float) -> str:
 
 def _decisions(comparison: Comparison) -> str:
     plans = comparison.plans
+    if not (plans.prediction and plans.measurement):
+        return "Their decisions are not compared: one of them, as a server does, shows none."
     if plans.divergence is None:
         return f"Both runs made the same {plans.common} decisions."
     longer = max(plans.prediction, plans.measurement)

@@ -60,8 +60,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", action="store_true", help="those that need a GPU, and no others")
     parser.add_argument("--keep", type=Path, help="folder of runs, for a stopped claim")
     chosen = parser.parse_args(words)
+    known = scripts(chosen.gpu)
+    if unknown := set(chosen.names) - {script.stem for script in known}:
+        names = ", ".join(script.stem for script in known)
+        parser.error(f"no claim {', '.join(sorted(unknown))} here; there are {names}")
     claims, where = [], origin()
-    for script, form in forms(scripts(chosen.gpu)):
+    for script, form in forms(known):
         if not chosen.names or script.stem in chosen.names:
             claim, output = carried_out(script, chosen.quick, chosen.keep, form)
             claims.append(claim)

@@ -34,7 +34,7 @@ from tandem.compare import replay_of
 from tandem.compose import composed
 from tandem.experiment import run_experiment
 from tandem.folder import OK, status_of
-from tandem.profile import FITTED, fitted_stream, is_steady, refitted
+from tandem.profile import FITTED, fitted_replay, is_steady, refitted
 from tandem.provenance import commit, host
 
 AT_PACE = "_at_pace_"  # of figures that say what another step time would do
@@ -88,8 +88,12 @@ def run(settings: Sequence[str], folder: Path) -> Run:
     if not (folder / "metrics.json").is_file():
         run_experiment(composed(list(settings)), folder)
     found = load(folder)
-    if list(found.provenance["overrides"]) != list(settings):
-        raise ValueError(f"{folder} holds a run of other settings; give a new folder with --keep")
+    made_of = found.provenance["overrides"], found.provenance["commit"]
+    if made_of != ([*settings], commit()["commit"]):
+        raise ValueError(
+            f"{folder} holds a run of other settings or of another commit; "
+            "give a new folder with --keep"
+        )
     return found
 
 
@@ -151,7 +155,7 @@ def made_up(case: Case, backend: Sequence[str], number: int) -> None:
         for name in GRID:  # again where a claim goes on: it may have been stopped at this
             shutil.copy(case.calibration / name, case.profile)
     if status_of(case.profile / f"{FITTED}-{number}") != OK:
-        fitted_stream(composed([*case.settings, *backend]), case.profile, number)
+        fitted_replay(composed([*case.settings, *backend]), case.profile, number, streams=True)
 
 
 def pair(case: Case, folder: Path) -> Pair:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from engine.plan import (
+    Collective,
     Compute,
     Copy,
     Free,
@@ -106,6 +107,12 @@ class Balance:
             assert place.tier is tier, f"launch on {op.lane} touches {place}"
             assert tier is Tier.HOST or place.device == device, f"{place} is elsewhere"
 
+    def collective(self, op: Collective) -> None:
+        """Checks that all it reads and writes is on its device."""
+        for place in (*op.reads, *op.writes):
+            assert self.held(place) is not None, f"{op.pattern} touches {place}, which is not held"
+            assert place.pool == (Tier.GPU, op.device), f"{op.pattern} on {op.lane} touches {place}"
+
     def _trial(self, place: Place) -> Trial | None:
         return self._trials.get(place.pool) if place.region.kind is Kind.KV else None
 
@@ -122,6 +129,8 @@ class Balance:
                 self.share(op)
             case Free():
                 self.free(op.place)
+            case Collective():
+                self.collective(op)
             case GrowCycle():
                 raise AssertionError("a repeated plan is booked step by step")
 

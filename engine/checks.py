@@ -9,7 +9,7 @@ from engine.executor import Span
 from engine.job import Job
 from engine.journal import Life
 from engine.outcome import Outcome
-from engine.plan import Compute, Copy, Kind, Lane, Op, Place, Plan, Pool
+from engine.plan import Copy, Kind, Lane, Op, Place, Plan, Pool
 
 FOREVER_NS = 1 << 62
 _Part = tuple[int, int, int]  # from when, until when, bytes
@@ -17,7 +17,7 @@ _Part = tuple[int, int, int]  # from when, until when, bytes
 
 def operations(plans: Iterable[Plan]) -> list[Op]:
     """All that took time, in issue order."""
-    return [op for plan in plans for op in plan.ops if isinstance(op, Compute | Copy)]
+    return [op for plan in plans for op in plan.ops if isinstance(op, Op)]
 
 
 def check_requests(outcomes: Collection[Outcome], inside: Iterable[Job]) -> None:

@@ -64,9 +64,10 @@ def _through(slices: Sequence[Slice], num_decodes: int, somebody_waits: bool) ->
         return ONCE
     ones = tuple([one_token(piece.job) for piece in ended])
     job, left = last.job, last.job.remaining_tokens - last.tokens
-    later, step = list[tuple[int, tuple[Slice, ...]]](), 1
+    later: list[tuple[int, tuple[Slice, ...]]] = []
+    step = 1
     if left:
-        tokens = sum([piece.tokens for piece in slices]) - (len(slices) - 1)  # beside decodes
+        tokens = last.tokens + sum([piece.tokens - 1 for piece in ended])  # beside decodes
         full = (left - 1) // tokens
         if full and tokens > last.tokens:
             later.append((step, (*ones, Slice(job, tokens))))

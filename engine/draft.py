@@ -6,7 +6,20 @@ from collections.abc import Sequence
 
 from engine.balance import NO_TRIALS, Balance
 from engine.job import Job
-from engine.plan import Compute, Copy, Free, Grow, Op, Place, Plan, Pool, Share, Slice, Tier
+from engine.plan import (
+    Collective,
+    Compute,
+    Copy,
+    Free,
+    Grow,
+    Op,
+    Place,
+    Plan,
+    Pool,
+    Share,
+    Slice,
+    Tier,
+)
 from engine.view import View
 
 
@@ -80,6 +93,10 @@ class Draft:
     def launch(self, op: Compute) -> None:
         """A launch as it is. That all its places are held is checked at booking."""
         self._ops.append(op)
+
+    def exchange(self, op: Collective) -> None:
+        """A device's part in an exchange of its group."""
+        self._add(op)
 
     def compute(self, slices: Sequence[Slice], writes: Sequence[Place]) -> None:
         """One launch of all slices. That all its places are held is checked at booking."""

@@ -36,9 +36,11 @@ from engine.standing import Standing
 from engine.view import Cost
 from traces.request import Request, TrainingJob
 
+FRUITLESS = 10_000  # plans without an operation, one after the other, are none too few
+
 
 class Stalled(RuntimeError):
-    """Work is left, nothing is in flight, and the policy wants nothing. Names the jobs."""
+    """Work is left, and the policy wants nothing, or does nothing for ever. Names the jobs."""
 
 
 class Engine:
@@ -100,7 +102,8 @@ class Engine:
         self._door = Door(self, returns_memory)
         self.arrivals = Arrivals(env, (), self._door.admit)
         self.news = News(env, self.standing.drop)
-        self._questions = Questions(self, policy)
+        self.questions = Questions(self, policy)
+        self._fruitless = 0  # plans in a row that launched and refused nothing
         self.jump: Jump | None = None
         if fast_forward and devices == 1 and offers_jumps(self):
             self.jump = Jump(self, cast(Repeater, executor))
@@ -113,7 +116,7 @@ class Engine:
     @property
     def asked(self) -> int:
         """Questions to the policy."""
-        return self._questions.asked
+        return self.questions.asked
 
     def replay(self, work: Iterable[Request | TrainingJob]) -> None:
         """Runs a trace to its end. Raises Stalled where it cannot end."""
@@ -129,12 +132,13 @@ class Engine:
             if asked:
                 continue
             if not self.roster:
-                self._questions.give_all_back()
-            if not (self.ledger.open or self.arrivals.pending or self.news.will_come):
-                raise self._stalled()
+                self.questions.give_all_back()
+            comes = self.arrivals.next_ns is not None or self.news.will_come
+            if not (self.ledger.open or comes):  # turns that only answers release never come
+                raise self._stalled("the policy wants nothing although nothing is in flight")
             self._rest()
             yield self.news.next
-        self._questions.give_all_back()
+        self.questions.give_all_back()
         self._rest()
 
     def _rest(self) -> None:
@@ -148,7 +152,7 @@ class Engine:
             for device in range(self.devices):
                 if self.flights.level[device] != level or not self.roster:
                     continue
-                plan = self._questions.decide(device)
+                plan = self.questions.decide(device)
                 if plan.wake_ns is not None:
                     self.news.wake_at(plan.wake_ns)
                 if plan:
@@ -175,9 +179,8 @@ class Engine:
         for pool, pages in self.ledger.drain_idle():
             self.executor.release(pool, pages)
 
-    def _stalled(self) -> Stalled:
+    def _stalled(self, why: str) -> Stalled:
         free = {f"{tier}:{device}": n for (tier, device), n in self.ledger.free_bytes().items()}
-        why = "the policy wants nothing although nothing is in flight"
         return Stalled(f"{why}: {self.roster}; free bytes {free}")
 
     # ---- issue: state moves on
@@ -196,6 +199,9 @@ class Engine:
         now_ns = int(self.env.now)
         step, number = self.flights.number(device)
         self.flights.last_compute(booked, device)
+        self._fruitless = 0 if launches or plan.refuse else self._fruitless + 1
+        if self._fruitless >= FRUITLESS:
+            raise self._stalled(f"the policy's last {FRUITLESS:,} plans hold no operation")
         figures = self.ledger.figures(device=self._own(device) if step else None)
         self.recorder.issued(step, device, now_ns, plan, figures)
         self._check_books()
@@ -237,7 +243,8 @@ class Engine:
             flight.launch,
             self.ledger.figures((Tier.GPU, flight.device), early_bytes, self._own(flight.device)),
         )
-        self.news.tell()
+        if not self.roster or min(self.flights.level) < self.depth:  # else nobody may be asked
+            self.news.tell()
 
     def land(self, op: Op, end_ns: int, device: int, number: int) -> None:
         """What waited for an operation may go on, and who was to finish with it finishes."""

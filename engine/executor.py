@@ -132,6 +132,17 @@ def due_ns(env: simpy.Environment, host_ns: int) -> int:
     return 0 if getattr(env, "is_live", False) else host_ns
 
 
+def skipped_to(env: simpy.Environment, at_ns: int) -> bool:
+    """Sets a virtual clock, unless something happens up to that moment; whether it did.
+
+    As simpy would for an event of its own, of which nobody but the caller would know.
+    """
+    if env.peek() <= at_ns:
+        return False
+    env._now = at_ns
+    return True
+
+
 class Reading(NamedTuple):
     """What the machine says a pool holds now: never taken from our own counters.
 

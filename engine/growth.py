@@ -48,7 +48,8 @@ class Growth:
 
     def before(self, step: int) -> tuple[list[Due], Growth]:
         """What grows before that step, and what is left then."""
-        queue, due = self._queue.copy(), list[Due]()
+        queue = self._queue.copy()
+        due: list[Due] = []
         while queue and queue[0][0] < step:
             at, i, op = queue[0]
             due.append((at, op))

@@ -66,6 +66,8 @@ class Job:
         self.training = training
 
     def __repr__(self) -> str:
+        if self.training is not None:
+            return f"Job({self.job_id}: {self.training.step} training steps done)"
         return f"Job({self.job_id}: {self.computed_tokens} of {self.known_tokens} tokens)"
 
     @classmethod

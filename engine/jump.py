@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import simpy
 
 from engine.deliveries import Times
-from engine.executor import Launch, Span
+from engine.executor import Launch, Span, skipped_to
 from engine.flights import Flight
 from engine.leg import Leg, legs
 from engine.plan import Compute, Op, Tier
@@ -49,33 +49,46 @@ class Jump:
 
     In effect the same as issuing them one by one, to the nanosecond and the page: at run-ahead
     d, issue[i] = max(issue[i-1] + host, end[i-d]), start[i] = max(end[i-1], issue[i] + host). The
-    last d - 1 steps settle one by one, since they are in flight when the engine asks next.
+    last d - 1 steps settle one by one, since they are in flight when the engine asks next; at
+    run-ahead 1 none are, and the plan goes on behind an end at once if it stands.
     """
 
     def __init__(self, engine: Engine, executor: Repeater) -> None:
         self._engine, self._executor = engine, executor
         self._pace_ns = 1  # of the last step looked at: how far to look ahead next time
         self._seen_ns = 0  # about when the steps looked at will have ended
+        self._until_ns: int | None = None  # the next arrival: nothing is issued from then on
         self._run: Run | None = None  # the last one
         self._least = 1 if engine.depth == 1 else engine.depth + 1  # steps of a jump
         self.steps = 0
 
     def carry_out(self, repeat: Repeat, device: int) -> Generator[simpy.Event, Any, bool]:
         """Issues what can be issued at once; False where the next step must go alone."""
-        run = self._plan(repeat, device)
+        run = self._plan(repeat, device) if repeat.is_plain and self._is_calm(device) else None
         if run is None:
             return False
-        self._run = run
-        self.steps += len(run)
-        yield from self._pass(run, self._issue(run, repeat))
+        while run is not None:
+            self._run = run
+            self.steps += len(run)
+            yield from self._pass(run, self._issue(run, repeat))
+            run = self._plan(repeat, device) if self._stands(repeat, device) else None
         return True
+
+    def _stands(self, repeat: Repeat, device: int) -> bool:
+        """Whether a plan goes on behind a run that has settled: it was calm, and is so still."""
+        engine = self._engine
+        if engine.depth > 1:
+            return False
+        engine.questions.give_back(device)
+        return engine.standing.repeat is repeat
 
     def _pass(self, run: Run, span: Span) -> Generator[simpy.Event, Any, None]:
         """Lets its time pass; only the host's where somebody may be asked meanwhile."""
         env = self._engine.env
         now_ns = int(env.now)
         if self._engine.depth == 1:
-            yield env.timeout(span.end_ns - now_ns)
+            if not skipped_to(env, span.end_ns):
+                yield env.timeout(span.end_ns - now_ns)
             self._settle(run, span)
             if self._engine.arrivals.next_ns == span.end_ns:  # turns that an answer brings at once
                 yield env.timeout(0)
@@ -96,14 +109,14 @@ class Jump:
 
     # ---- planning: nothing is changed
     def _plan(self, repeat: Repeat, device: int) -> Run | None:
-        engine = self._engine
-        if not (repeat.is_plain and self._is_calm(device)):
-            return None
-        limit = self._limit(repeat)
+        engine, limit = self._engine, self._limit(repeat)
         if limit < self._least:
             return None
-        ahead, durations, host_ns = list[Leg](), list[int](), 0
-        self._seen_ns = int(engine.env.now)
+        ahead: list[Leg] = []
+        durations: list[int] = []
+        host_ns = 0
+        self._seen_ns, until_ns = int(engine.env.now), engine.arrivals.next_ns
+        self._until_ns = until_ns
         for leg in legs(repeat, limit, self._steps_wanted):
             found = self._executor.repeat(leg.launch, leg.steps)
             if found is None:
@@ -119,7 +132,6 @@ class Jump:
         if limit < self._least:
             return None
         issue, start, end = self._times(durations, host_ns)
-        until_ns = engine.arrivals.next_ns
         if until_ns is not None and issue[-1] >= until_ns:
             limit = bisect_left(issue, until_ns)
             if limit < self._least:
@@ -130,7 +142,7 @@ class Jump:
 
     def _steps_wanted(self) -> int:
         """How many more steps will be issued up to the next arrival, more or less."""
-        until_ns = self._engine.arrivals.next_ns
+        until_ns = self._until_ns
         return MOST if until_ns is None else -((self._seen_ns - until_ns) // self._pace_ns)
 
     def _limit(self, repeat: Repeat) -> int:

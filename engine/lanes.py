@@ -21,8 +21,10 @@ class Lanes:
 
     def start_ns(self, launch: Launch) -> int:
         """When the launch can start, if it is placed now."""
-        ends = (self._end_ns[op] for op in launch.waits if op in self._end_ns)
-        return max(int(self._env.now), self._free_ns[launch.op.lane], *ends, 0)
+        start_ns = max(int(self._env.now), self._free_ns[launch.op.lane])
+        for op in launch.waits:
+            start_ns = max(start_ns, self._end_ns.get(op, 0))
+        return start_ns
 
     def ends_ns(self, ops: Sequence[Op]) -> list[int]:
         """When operations in flight will end."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from engine.booking import Booking
 from engine.executor import Launch, Pieces
 from engine.job import Job
-from engine.ledger import Booking
-from engine.plan import Compute, Copy, Free, Grow, Kind, Op, Plan, Slice, Tier, kv_place
+from engine.plan import Compute, Free, Grow, Kind, Op, Plan, Slice, Tier, kv_place
 from engine.progress import advance_serving
 from engine.repeat import Repeat
 from engine.run import Run
@@ -33,7 +33,7 @@ class Launcher:
 
     def launch(self, op: Op, booking: Booking, device: int, repeat: Repeat | None = None) -> Launch:
         """The launch of a booked operation, maybe a step of a repeated plan. Its jobs move on."""
-        if isinstance(op, Copy):
+        if not isinstance(op, Compute):
             return Launch(op, booking.waits, (), *booking.copied)
         assert op.device == device, f"a plan for device {device} computes on {op.device}"
         if repeat is not None:

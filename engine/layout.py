@@ -19,3 +19,6 @@ class Layout:
     cuts: tuple[range, ...] = ()  # shards or stages
     persistent: frozenset[int] = frozenset()
     buffers: int = 0
+
+    def __repr__(self) -> str:
+        return f"Layout({len(self.places)} places, training {dict(self.training)})"

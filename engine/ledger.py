@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from engine.balance import Balance
+from engine.booking import NO_STATES, Booking
 from engine.checks import check_spare
 from engine.figures import Figures
 from engine.growth import hand_out
 from engine.holdings import Holdings
 from engine.journal import Journal
 from engine.pages import PagePool
-from engine.plan import Compute, Free, Grow, Kind, Op, PageSize, Place, Plan, Pool, Share, Tier
+from engine.plan import (
+    Collective,
+    Compute,
+    Free,
+    Grow,
+    Kind,
+    Op,
+    PageSize,
+    Place,
+    Plan,
+    Pool,
+    Share,
+    Tier,
+)
 from engine.prefix import Chain, PrefixCache
 from engine.returns import ReturnQueue
 from engine.scoreboard import Scoreboard
 from engine.sharing import Sharing
-
-NO_STATES = (Kind.KV, Kind.ACTIVATION, Kind.BUFFER)  # memory that no training policy may move
-
-
-class Booking(NamedTuple):
-    """What booking an operation derived. `copied`: bytes and both page tables of a Copy.
-
-    `other_bytes`: of a launch, what its device held then that is no model state.
-    """
-
-    waits: tuple[Op, ...]
-    copied: tuple[int, Sequence[int], Sequence[int]] = (0, (), ())
-    other_bytes: int = 0
 
 
 class Ledger:
@@ -94,17 +94,15 @@ class Ledger:
         """KV pages that a pool has room for beside what is resident."""
         return self._pools[pool].num_pages
 
-    def drain_idle(self) -> Iterator[tuple[Pool, list[int]]]:
+    def drain_idle(self) -> list[tuple[Pool, list[int]]]:
         """Per pool, the pages that have fallen out of all use since the last call."""
-        for pool, pages in self._pools.items():
-            if pages.has_idle and (ids := pages.drain_idle()):
-                yield pool, ids
+        pools = [(pool, pages) for pool, pages in self._pools.items() if pages.has_idle]
+        return [(pool, ids) for pool, pages in pools if (ids := pages.drain_idle())]
 
     @property
     def is_calm(self) -> bool:
         """Whether no bytes are on their way back, and nothing runs but launches of one lane."""
-        coming = [queue.coming_bytes for queue in self._returns.values()]
-        return self._board.has_one_lane and not any(coming)
+        return self._board.has_one_lane and not any(self.coming_bytes().values())
 
     def figures(
         self, pool: Pool | None = None, early_bytes: int = 0, device: int | None = None
@@ -168,6 +166,8 @@ class Ledger:
                 return Booking(waits)
             held = self.kind_bytes[Tier.GPU, op.device]
             return Booking(waits, other_bytes=sum([held[kind] for kind in NO_STATES]))
+        if isinstance(op, Collective):
+            return Booking(self._board.touch(op, op.reads, op.writes), (op.nbytes, (), ()))
         nbytes = self.held_bytes[op.src]
         if op.dst not in self.held_bytes:
             self._take(op.dst, nbytes)
@@ -177,7 +177,8 @@ class Ledger:
         return Booking(self._board.touch(op, (op.src,), (op.dst,)), (nbytes, *tables))
 
     def _take(self, place: Place, nbytes: int) -> None:
-        pool, pages = place.pool, list[int]()
+        pool = place.pool
+        pages: list[int] = []
         givers = self._returns[pool].take(nbytes)
         self._enter(place)
         if place.region.kind is Kind.KV:

@@ -79,7 +79,13 @@ def legs(repeat: Repeat, count: int, reach: Callable[[], int]) -> Iterator[Leg]:
     if tail:
         ids += tuple([job.job_id for job in tail])
     contexts, known = [job.computed_tokens for job in tail], [job.known_tokens for job in tail]
+    tokens: tuple[int, ...] = ()  # of the tail, and the same below
+    samples: tuple[bool, ...] = ()
+    steps = 0
     while first < count and (wanted := reach()) > 0:
+        if first:
+            contexts = [c + steps * n for c, n in zip(contexts, tokens, strict=True)]
+            known = [k + steps * sampled for k, sampled in zip(known, samples, strict=True)]
         part, until = repeat.part(repeat.done + first)
         steps = min(wanted, min(count, until - repeat.done) - first)
         tokens = tuple(map(_tokens, part))
@@ -87,6 +93,4 @@ def legs(repeat: Repeat, count: int, reach: Callable[[], int]) -> Iterator[Leg]:
         now = cohort.ahead(first, contexts)
         pieces = Pieces(ids, ones + tokens, now, trues + samples, _no_tables(len(ids)))
         yield Leg(first, steps, Launch(repeat.launch(part), (), pieces))
-        contexts = [c + steps * n for c, n in zip(contexts, tokens, strict=True)]
-        known = [k + steps * sampled for k, sampled in zip(known, samples, strict=True)]
         first += steps

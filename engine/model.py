@@ -57,8 +57,8 @@ class ModelSpec:
     """The shape of one model. Counts are exact; they equal what Hugging Face builds (tested).
 
     `attention_bias` is the config's flag: all four projections in Llama and Qwen3, q/k/v in Qwen2,
-    none in Mistral, always in GPT-2 and OPT. Scaling of rotary positions changes no size and is
-    left to the runtime.
+    none in Mistral, always in GPT-2 and OPT. Scaling of rotary positions is left out: it changes
+    no size and no time (engine/model_file.py warns of it).
     """
 
     name: str

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from engine.model import ModelSpec
+
+log = logging.getLogger(__name__)
 
 
 def read_model(path: str, name: str | None = None, dtype: str | None = None) -> ModelSpec:
@@ -27,6 +32,20 @@ def read_model(path: str, name: str | None = None, dtype: str | None = None) -> 
     if dtype is not None:
         config["dtype"] = dtype
     try:
-        return ModelSpec.from_hf(config, name or file.absolute().parent.name)
+        spec = ModelSpec.from_hf(config, name or file.absolute().parent.name)
+        scaling = _rope_scaling(config)
     except (AttributeError, TypeError, ValueError) as error:  # text where a number should be, ...
         raise ValueError(f"{file}: {error}") from error
+    if scaling not in (None, "default"):
+        log.warning(
+            "%s: rotary scaling %s is left out: sizes and times do not depend on it, tokens do",
+            file,
+            scaling,
+        )
+    return spec
+
+
+def _rope_scaling(config: Mapping[str, Any]) -> Any:
+    """The name of what stretches rotary positions, as old and new configs have it."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return rope.get("rope_type") or rope.get("type")

@@ -8,11 +8,14 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.members import plain
+
 if TYPE_CHECKING:
     from engine.job import Job
 
 COMPUTE_LANE = "compute"
 HOST_LANE = "cpu"
+NET_LANE = "net"  # to the other devices of a group
 SHARED_OWNER = -1  # owns what outlives jobs: resident weights
 
 
@@ -45,6 +48,15 @@ class Work(StrEnum):
     UPDATE = "update"
 
 
+class Pattern(StrEnum):
+    """What devices of a group exchange."""
+
+    ALL_GATHER = "all_gather"  # each has a part, and gets those of all others
+    REDUCE_SCATTER = "reduce_scatter"  # each has a sum's addend, and gets a part of the sum
+    ALL_REDUCE = "all_reduce"  # each has an addend, and gets the sum
+
+
+plain(Tier, Kind, Work, Pattern)
 COPY_LANES = {(src, dst): f"{src}->{dst}" for src in Tier for dst in Tier}
 Pool = tuple[Tier, int]  # a tier of a device; where devices share a HOST or DISK it is device 0's
 Lane = tuple[int, str]  # a device and what runs first-in-first-out on it
@@ -146,6 +158,24 @@ class Copy:
         return (owner.device, COPY_LANES[self.src.tier, self.dst.tier])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Collective:
+    """One device's part in an exchange of all devices of its group, which all do the same.
+
+    `nbytes` of the whole: of all parts together, or of a sum.
+    """
+
+    pattern: Pattern
+    reads: tuple[Place, ...]
+    writes: tuple[Place, ...]
+    nbytes: int
+    device: int = 0
+
+    @property
+    def lane(self) -> Lane:
+        return (self.device, NET_LANE)
+
+
 class Grow(NamedTuple):
     """Adds bytes to a place. In a repeated plan: at step `first`, then every `every` (0: once)."""
 
@@ -156,9 +186,8 @@ class Grow(NamedTuple):
 
     def steps(self, count: int) -> range:
         """At which of the first `count` steps of a repeated plan."""
-        return range(
-            self.first, min(count, self.first + 1 if not self.every else count), self.every or 1
-        )
+        stop = count if self.every else min(count, self.first + 1)
+        return range(self.first, stop, self.every or 1)
 
 
 class GrowCycle(NamedTuple):
@@ -184,7 +213,7 @@ class Free:
     place: Place
 
 
-Op = Compute | Copy  # what takes time and runs on a lane
+Op = Compute | Copy | Collective  # what takes time and runs on a lane
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,6 +231,9 @@ class Plan:
     repeats: int = 1
     later: tuple[tuple[int, tuple[Slice, ...]], ...] = ()
     wake_ns: int | None = None  # ask again at this moment at the latest; nothing stands beyond it
+
+    def __repr__(self) -> str:
+        return f"Plan({len(self.ops)} operations)"
 
     def __bool__(self) -> bool:
         """Whether the plan does anything at all."""
@@ -237,10 +269,8 @@ class Plan:
 
     def slices_at(self, step: int) -> tuple[Slice, ...]:
         """The slices of one step of a repeated plan."""
-        slices, now = self.slices, tuple[Slice, ...]()
-        for first, tail in self.later:
-            if first <= step:
-                now = tail
+        slices = self.slices
+        now = next((tail for first, tail in reversed(self.later) if first <= step), ())
         return (*slices[: -len(now)], *now) if now else slices
 
     def until(self, step: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from engine.job import Job
 from engine.plan import (
+    Collective,
     Compute,
     Copy,
     Free,
@@ -16,6 +17,7 @@ from engine.plan import (
     GrowCycle,
     Kind,
     Op,
+    Pattern,
     Place,
     Plan,
     Region,
@@ -115,6 +117,9 @@ def _encode_op(op: AnyOp) -> list[Any]:
             ]
         case Copy():
             return ["copy", _encode_place(op.src), _encode_place(op.dst)]
+        case Collective():
+            places = ([_encode_place(p) for p in side] for side in (op.reads, op.writes))
+            return ["collective", op.pattern, op.device, op.nbytes, *places]
         case Grow():
             return ["grow", _encode_place(op.place), op.nbytes, op.first, op.every]
         case Share():
@@ -149,6 +154,9 @@ def _decode_op(row: list[Any], jobs: Mapping[int, Job]) -> AnyOp:
             return Compute(pieces, _decode_places(reads), _decode_places(writes), device, on, again)
         case ["copy", src, dst]:
             return Copy(_decode_place(src), _decode_place(dst))
+        case ["collective", pattern, device, nbytes, reads, writes]:
+            sides = _decode_places(reads), _decode_places(writes)
+            return Collective(Pattern(pattern), *sides, nbytes, device)
         case ["grow", place, nbytes, first, every]:
             return Grow(_decode_place(place), nbytes, first, every)
         case ["share", place, pages]:

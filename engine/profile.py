@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.executor import Span
-from engine.plan import Compute, Copy
+from engine.plan import Compute, Place
 from engine.view import LaunchKey, Moment
 
 
@@ -21,12 +21,17 @@ class EngineProfile:
     def __init__(self) -> None:
         self._sums: dict[tuple[int, LaunchKey], tuple[int, int]] = {}
         self._moments: dict[int, tuple[Moment, ...]] = {}
+        self._uses: dict[int, Mapping[Place, Sequence[int]]] = {}  # of the same steps
         self._recent: dict[int, list[Moment]] = defaultdict(list)
         self._trains = False  # whether any launch had training work
 
     def moments(self, job_id: int) -> Sequence[Moment]:
         """The launches of a training job's last complete step, in issue order."""
         return self._moments.get(job_id, ())
+
+    def uses(self, job_id: int) -> Mapping[Place, Sequence[int]]:
+        """Which of these launches, by number, touched each place."""
+        return self._uses.get(job_id, {})
 
     def mean_ns(self, job_id: int, unit: LaunchKey) -> int | None:
         """Mean duration of a launch of one job, None before its first settle."""
@@ -45,11 +50,16 @@ class EngineProfile:
 
     def completed_step(self, job_id: int) -> None:
         """The launches since the last call were one whole step."""
-        self._moments[job_id] = tuple(self._recent.pop(job_id, ()))
+        moments = self._moments[job_id] = tuple(self._recent.pop(job_id, ()))
+        uses = dict[Place, list[int]]()
+        for number, moment in enumerate(moments):
+            for place in moment.places:
+                uses.setdefault(place, []).append(number)
+        self._uses[job_id] = uses
 
     def settled(self, span: Span) -> None:
         """A duration was measured."""
-        if isinstance(span.op, Copy) or not self._trains:
+        if not isinstance(span.op, Compute) or not self._trains:
             return
         trained = [piece.job.job_id for piece in span.op.slices if piece.job.training is not None]
         key = launch_key(span.op) if trained else ()

@@ -33,7 +33,7 @@ class Questions:
         depend on how soon the engine noticed an end (law 11).
         """
         engine = self._engine
-        self._give_back(device, engine.flights.issued[device] - engine.depth)
+        self.give_back(device)
         if (again := engine.standing.next(engine.ledger.room_bytes)) is not None:
             return again
         while True:
@@ -44,6 +44,10 @@ class Questions:
                 engine.standing.keep(plan)
                 return plan
             self._give_back(device, oldest)
+
+    def give_back(self, device: int) -> None:
+        """Memory of finished jobs that may be shown by now comes back."""
+        self._give_back(device, self._engine.flights.issued[device] - self._engine.depth)
 
     def give_all_back(self) -> None:
         """Nobody is left to be asked for."""

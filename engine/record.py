@@ -40,19 +40,19 @@ STEPS = pa.schema(
     [
         ("step", I64),  # number of the plan
         ("device", I32),
-        ("lane", TEXT),  # compute, cpu, gpu->host, host->gpu, ...
+        ("lane", TEXT),  # compute, cpu, net, gpu->host, host->gpu, ...
         ("issue_ns", I64),
         ("start_ns", I64),
         ("end_ns", I64),
         ("host_ns", I64),  # host time of the whole plan, on its first operation; else 0
-        ("work", TEXT),  # of a launch: serve, forward, again, backward, update, or mixed
-        ("part", I32),  # of training: the first unit, or the chunk that is updated
+        ("work", TEXT),  # serve, forward, again, backward, update, mixed; or the collective
+        ("part", I32),  # of training: the first unit, or the chunk that is updated or exchanged
         ("prefill_tokens", I32),
         ("decode_tokens", I32),
         ("samples", I32),  # rows of the head
-        ("nbytes", I64),  # of a copy
+        ("nbytes", I64),  # of a copy or a collective
         ("peak_bytes", I64),  # workspace; null where neither measured nor predicted
-        ("jobs", pa.list_(I64)),  # of the slices (or the owner of what is copied)
+        ("jobs", pa.list_(I64)),  # of the slices (or the owner of what is copied or exchanged)
         ("tokens", pa.list_(I32)),  # per slice
         ("contexts", pa.list_(I32)),  # per slice: tokens in KV before it
     ]
@@ -101,7 +101,7 @@ TRAINING = pa.schema(
         ("step", I64),  # of the job
         ("start_ns", I64),  # first issue of a launch of it
         ("end_ns", I64),
-        ("tokens", I64),
+        ("tokens", I64),  # of all devices of its group
         ("loss", F64),  # mean over its microbatches; null in a simulation
     ]
 )

@@ -62,6 +62,11 @@ class Recorder:
         return self._meter is not None
 
     @property
+    def trained_steps(self) -> int:
+        """Training steps that have ended."""
+        return len(self._trained)
+
+    @property
     def plans(self) -> list[PlanRow]:
         """All plans in issue order: step, device, time, jobs whose memory came back, plan."""
         rows = chain(self._plans, *(run.plan_rows() for run in self._runs))
@@ -145,7 +150,7 @@ class Recorder:
         assert job.training is not None
         spec, start_ns = job.training.spec, self._begun.pop((job.job_id, step))
         microbatches = range(step * spec.microbatches, (step + 1) * spec.microbatches)
-        tokens = spec.microbatch_tokens * spec.microbatches
+        tokens = spec.microbatch_tokens * spec.microbatches * spec.ranks
         self._trained.append((job.job_id, step, start_ns, now_ns, microbatches, tokens))
 
     def cached(self, job_id: int, tokens: int) -> None:
@@ -185,7 +190,8 @@ class Recorder:
     def _note(self, at_ns: int, cause: str, step: int, figures: Sequence[Figures]) -> None:
         readings = self._meter.read() if self._meter and cause != "issue" else None
         self._memory.append((at_ns, cause, step, figures, readings))
-        self._unseen.difference_update([device for (_, device), *_ in figures])
+        if self._unseen:
+            self._unseen.difference_update([device for (_, device), *_ in figures])
 
     def _count_swap(self, op: Copy) -> None:
         if op.src.region.kind is Kind.KV and op.src.region.owner in self.outcomes:

@@ -1,6 +1,7 @@
 """The memory of a training job by name: one place for the rule which region holds what.
 
-`part` is a chunk for model states and a unit for everything that flows through the chain.
+`part` is a chunk for model states and a unit for everything that flows through the chain. In a
+group whose devices have a part of each chunk, model states are the device's own part.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from functools import lru_cache
 from engine.plan import Kind, Place, Region, Tier
 
 NAMES = 1 << 16  # remembered: policies ask for the same ones at every step
-WORKSPACE, FLOW = 0, 1  # slots of Kind.BUFFER
+WORKSPACE, FLOW, ASIDE = 0, 1, 2  # slots of Kind.BUFFER
 
 
 @lru_cache(maxsize=NAMES)
@@ -53,6 +54,29 @@ def flow(job_id: int, unit: int, device: int = 0) -> Place:
 
 
 @lru_cache(maxsize=NAMES)
-def workspace(job_id: int, device: int = 0) -> Place:
+def aside(job_id: int, device: int = 0) -> Place:
+    """The gradient of a tied table from its upper unit, until the lower one's is there: autograd
+    adds both before they go to the sum."""
+    return Place(Region(job_id, Kind.BUFFER, 0, ASIDE), Tier.GPU, device)
+
+
+@lru_cache(maxsize=NAMES)
+def workspace(job_id: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
     """What a launch takes and gives back: booked around it, so that others make room for it."""
-    return Place(Region(job_id, Kind.BUFFER, 0, WORKSPACE), Tier.GPU, device)
+    return Place(Region(job_id, Kind.BUFFER, 0, WORKSPACE), tier, device)
+
+
+# ---- of a group of devices
+GATHERED, UNREDUCED = 8, 9  # slots of Kind.BUFFER, too
+
+
+@lru_cache(maxsize=NAMES)
+def gathered(job_id: int, chunk: int, device: int = 0) -> Place:
+    """What other devices of the group have of a chunk's weights, while units compute with them."""
+    return Place(Region(job_id, Kind.BUFFER, chunk, GATHERED), Tier.GPU, device)
+
+
+@lru_cache(maxsize=NAMES)
+def unreduced(job_id: int, chunk: int, device: int = 0) -> Place:
+    """A chunk's gradients of this device's microbatch alone, whole, until all are added up."""
+    return Place(Region(job_id, Kind.BUFFER, chunk, UNREDUCED), Tier.GPU, device)

@@ -74,8 +74,8 @@ class Repeat:
 
     def due(self, count: int) -> tuple[list[tuple[Grow, ...]], list[int]]:
         """What grows in each of the next steps, in the order of booking, and how many pages."""
-        none = list[tuple[Grow, ...]]([()]) * count
-        found = self.cohort.due(count) if self._has_cycle else none
+        found: list[tuple[Grow, ...]]
+        found = self.cohort.due(count) if self._has_cycle else [()] * count
         pages, page_nbytes, done = list(map(len, found)), self.cohort.page.nbytes, self.done
         if self.growth.first < done + count:
             for step, op in self.growth.before(done + count)[0]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -28,6 +28,7 @@ class ReturnQueue:
         self.free_bytes = nbytes
         self.coming_bytes = 0
         self._entries: deque[Owed] = deque()
+        self._waiting: dict[Op, list[Owed]] = defaultdict(list)  # by user
 
     @property
     def room_bytes(self) -> int:
@@ -37,6 +38,8 @@ class ReturnQueue:
         """Adds bytes that are free once their users have ended."""
         owed = Owed(nbytes, set(users))
         self._entries.append(owed)
+        for op in owed.users:
+            self._waiting[op].append(owed)
         self.coming_bytes += nbytes
         self._advance()
         return owed
@@ -69,8 +72,8 @@ class ReturnQueue:
 
     def settle(self, op: Op) -> None:
         """An operation has ended: what waited only for it becomes free, in order."""
-        if self._entries:
-            for owed in self._entries:
+        if op in self._waiting:
+            for owed in self._waiting.pop(op):
                 owed.users.discard(op)
             self._advance()
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 from engine.executor import Launch, Reading, Span
 from engine.figures import Figures
 from engine.outcome import Outcome
-from engine.plan import Copy, Kind, Op, Plan, Pool
+from engine.plan import Collective, Copy, Kind, Op, Plan, Pool
 from engine.record import SCHEMA_VERSION, TABLES
 
 PlanRow = tuple[int, int, int, tuple[int, ...], Plan]
@@ -76,9 +76,6 @@ def step_row(step: int, issue_ns: int, host_ns: int, span: Span, launch: Launch)
     part = _part_of(span.op)
     served = pieces if part is None else ()
     decodes = sum(1 for p in served if p.tokens == 1 and p.context_tokens)
-    jobs = [p.job_id for p in pieces]
-    if isinstance(span.op, Copy):
-        jobs = [span.op.src.region.owner]
     return (
         step,
         device,
@@ -94,16 +91,28 @@ def step_row(step: int, issue_ns: int, host_ns: int, span: Span, launch: Launch)
         sum(1 for p in served if p.samples),
         launch.nbytes,
         span.peak_bytes,
-        jobs,
+        _jobs_of(launch),
         [p.tokens for p in pieces],
         [p.context_tokens for p in pieces],
     )
+
+
+def _jobs_of(launch: Launch) -> list[int]:
+    """Those of the slices, or the owner of what is moved."""
+    op = launch.op
+    if isinstance(op, Copy):
+        return [op.src.region.owner]
+    if isinstance(op, Collective):
+        return [op.writes[0].region.owner]
+    return [piece.job_id for piece in launch.pieces]
 
 
 def _work_of(op: Op) -> str | None:
     """What a launch does, in one word; nothing for a copy."""
     if isinstance(op, Copy):
         return None
+    if isinstance(op, Collective):
+        return op.pattern.value
     words = {"serve" if s.job.training is None else s.work.value for s in op.slices}
     if len(words) != 1:
         return "mixed"
@@ -111,7 +120,9 @@ def _work_of(op: Op) -> str | None:
 
 
 def _part_of(op: Op) -> int | None:
-    """The first unit of a training launch, or the chunk that it updates."""
+    """The first unit of a training launch, or the chunk that it updates or exchanges."""
+    if isinstance(op, Collective):
+        return op.writes[0].region.part
     if isinstance(op, Copy) or op.slices[0].job.training is None:
         return None
     layers = op.slices[0].layers

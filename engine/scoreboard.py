@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from engine.journal import Journal
@@ -38,7 +38,7 @@ class Scoreboard:
     def __init__(self, journal: Journal | None = None) -> None:
         self.open: dict[Op, None] = {}  # issued and not ended
         self._numbers: dict[Op, int] = {}  # their order of issue
-        self._lanes: Counter[Lane] = Counter()  # how many of them are on each lane
+        self._lanes: dict[Lane, int] = defaultdict(int)  # how many of them are on each lane
         self._written: dict[Place, int] = {}
         self._used: dict[Place, int] = {}
         self.written, self.used = Stamps(self, self._written), Stamps(self, self._used)
@@ -69,7 +69,8 @@ class Scoreboard:
 
     def touch(self, op: Op, reads: Sequence[Place], writes: tuple[Place, ...]) -> tuple[Op, ...]:
         """Issues an operation; returns what it waits for."""
-        lane, waits = op.lane, dict[Op, None]()
+        lane = op.lane
+        waits: dict[Op, None] = {}
         is_alone = all([other == lane for other in self._lanes])
         if is_alone and lane[1] == COMPUTE_LANE and not (reads or self._journal):
             self.touch_again(op, writes, 1)
@@ -167,9 +168,10 @@ class Scoreboard:
     def settle(self, op: Op) -> None:
         """An operation has ended."""
         del self.open[op], self._numbers[op]
-        self._lanes[op.lane] -= 1
-        if not self._lanes[op.lane]:
-            del self._lanes[op.lane]
+        lane = op.lane
+        self._lanes[lane] -= 1
+        if not self._lanes[lane]:
+            del self._lanes[lane]
         for place in self._leaving.pop(op, ()):
             if users := self._left.get(place):
                 users.discard(op)

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from engine.training_shape import TrainingShape
 
 
+WIDENED = 1 << 22  # numbers: 16-bit gradients become float32 for an update in pieces of so many
+WIDE_BYTES = 4
+
+
 class Mode(StrEnum):
     """What becomes of a unit's activations between its forward and its backward."""
 
@@ -21,16 +25,27 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Parameters that are kept, moved and updated as one. Bytes include what fills it up."""
+    """Parameters that are kept, moved and updated as one. Bytes include what fills it up.
+
+    In a group a device may have a part of each chunk: then bytes are those of its own part, and
+    units compute with `remote_bytes` of weights beside it.
+    """
 
     parameters: tuple[int, ...]  # of the TrainingShape, in the order in which they lie
     weight_bytes: int
     gradient_bytes: int = 0  # none where nothing of it trains
     optimizer_bytes: int = 0
+    update_bytes: int = 0  # workspace of an update
+    remote_bytes: int = 0  # weights of it that other devices of the group have
 
     @property
     def trains(self) -> bool:
         return bool(self.gradient_bytes)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Weights of all devices' parts together."""
+        return self.weight_bytes + self.remote_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +60,21 @@ class Unit:
     forward_bytes: int  # workspace of a forward that keeps
     light_bytes: int  # of one that does not
     backward_bytes: int
+    aside_bytes: int = 0  # gradients of tables that a unit below adds to as well
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingLayout:
-    """Chunks and units of one job. `first` is the unit at which a backward ends."""
+    """Chunks and units of one job, on one of its `ranks` devices. `first` is the unit at which a
+    backward ends."""
 
     chunks: tuple[Chunk, ...]
     units: tuple[Unit, ...]
     first: int = 0
+    ranks: int = 1
+
+    def __repr__(self) -> str:
+        return f"TrainingLayout({len(self.chunks)} chunks, {len(self.units)} units)"
 
     @property
     def num_units(self) -> int:
@@ -74,36 +95,53 @@ def lay_out(
     chunks: Sequence[Sequence[int]],
     modes: Sequence[Mode],
     chunk_elements: int = 0,
+    ranks: int = 1,
+    shards: bool = True,
 ) -> TrainingLayout:
     """The layout of a shape whose parameters lie in these chunks.
 
     `chunk_elements`: the size that every chunk is filled up to; 0: as large as its parameters.
-    Frozen parameters share no chunk with trained ones: they would be updated with them.
+    Frozen parameters share no chunk with trained ones: they would be updated with them. Of `ranks`
+    devices each has an equal part of every chunk if it `shards`, else all of it.
     """
-    made = tuple(_chunk(shape, parameters, chunk_elements) for parameters in chunks)
+    parts = ranks if shards else 1
+    made = tuple(_chunk(shape, parameters, chunk_elements, parts) for parameters in chunks)
     where = {p: c for c, chunk in enumerate(made) for p in chunk.parameters}
     assert sorted(where) == list(range(len(shape.parameters))), "each parameter is in one chunk"
     trains = [any(shape.parameters[p].trains for p in unit.parameters) for unit in shape.units]
     first = trains.index(True)
-    units = []
+    units, below = [], set[int]()  # parameters of the units so far
     for u, unit in enumerate(shape.units):
         own = _in_order(where[p] for p in unit.parameters)
         trained = _in_order(where[p] for p in unit.parameters if shape.parameters[p].trains)
         mode = Mode.KEEP if u == len(shape.units) - 1 else modes[u]  # the head's backward follows
         sizes = (unit.input_bytes, unit.saved_bytes, unit.forward_bytes)
-        units.append(Unit(own, trained, mode, *sizes, unit.light_bytes, unit.backward_bytes))
-    return TrainingLayout(made, tuple(units), first)
+        tied = [shape.parameters[p] for p in unit.parameters if p in below]
+        aside = sum([p.elements for p in tied if p.trains]) * shape.item_bytes
+        below.update(unit.parameters)
+        units.append(Unit(own, trained, mode, *sizes, unit.light_bytes, unit.backward_bytes, aside))
+    return TrainingLayout(made, tuple(units), first, ranks)
 
 
-def _chunk(shape: TrainingShape, parameters: Sequence[int], elements: int) -> Chunk:
+def _chunk(shape: TrainingShape, parameters: Sequence[int], elements: int, parts: int) -> Chunk:
     own = [shape.parameters[p] for p in parameters]
-    count = max(elements, sum(p.elements for p in own))
+    count = -(-max(elements, sum(p.elements for p in own)) // parts)  # of a device
     weight_bytes = count * shape.item_bytes
+    remote_bytes = (parts - 1) * weight_bytes
     kinds = {p.trains for p in own}
     assert len(kinds) == 1, "frozen and trained parameters share a chunk"
     if not kinds.pop():
-        return Chunk(tuple(parameters), weight_bytes)
-    return Chunk(tuple(parameters), weight_bytes, weight_bytes, count * shape.optimizer_item_bytes)
+        return Chunk(tuple(parameters), weight_bytes, remote_bytes=remote_bytes)
+    widest = -(-max(p.elements for p in own) // parts)
+    widened = 0 if shape.item_bytes == WIDE_BYTES else widest
+    return Chunk(
+        tuple(parameters),
+        weight_bytes,
+        weight_bytes,
+        count * shape.optimizer_item_bytes,
+        min(WIDENED, widened) * WIDE_BYTES,
+        remote_bytes,
+    )
 
 
 def _in_order(chunks: Iterable[int]) -> tuple[int, ...]:

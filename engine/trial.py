@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import filterfalse, islice
 
@@ -25,7 +25,7 @@ class Trial:
         self._pool, self._tables, self._cache = pool, tables, cache
         self._holders: dict[int, int] = {}  # where the plan has changed them
         self._shared: dict[Place, Sequence[int]] = {}
-        self._grown: Counter[Place] = Counter()
+        self._grown: dict[Place, int] = defaultdict(int)
         self._freed: set[Place] = set()
         self._oldest: Iterator[int] | None = None
         self._tail: deque[int] = deque()  # freed by the plan

@@ -29,6 +29,9 @@ class Profile(Protocol):
     def moments(self, job_id: int) -> Sequence[Moment]:
         """The launches of a training job's last complete step, in issue order."""
 
+    def uses(self, job_id: int) -> Mapping[Place, Sequence[int]]:
+        """Which of these launches, by number, touched each place."""
+
     def moment(self, job_id: int) -> int:
         """Launches of its present step that have been issued: the number of the next one."""
 
@@ -71,6 +74,9 @@ class View:
     cost: Cost | None = None
     trial: Callable[[], Trial] | None = None  # dry runs on the device's pages; prefix caching only
     decodes: Decodes | None = None  # of all in service, where the plan before had them
+
+    def __repr__(self) -> str:
+        return f"View(device {self.device} at {self.now_ns} ns, {self.issued} plans issued)"
 
     def lead(self, slices: tuple[Slice, ...]) -> int:
         """How many slices at the beginning of a batch are those of `decodes`: all of them or 0."""

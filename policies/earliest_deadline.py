@@ -20,7 +20,8 @@ class EarliestDeadline:
     first token. A class that is not named has `default_priority` and `default_deadline_s`. With
     equal deadlines it is first come first served; with equal priorities it is earliest deadline
     first, which meets all deadlines where any order of prompts does (on one server, prompts cut).
-    The least urgent job loses its pages first.
+    Pages are taken from the end of this order: of prompts, also urgent ones, before decodes, and
+    among either the least urgent first. Who is in service but finds no budget loses them before.
     """
 
     priority: Mapping[str, int] | None = None

@@ -29,7 +29,7 @@ class FixedChunks:
     padded          chunks take their full size, as the original's buffers; false: what is in them
     oversize        a module larger than a chunk is an `error`, or a chunk of its own (`alone`)
     warmup_share    of the device, for chunks in warm-up: two must fit for a size to be taken
-    modes, start    as those of UnitChunks
+    modes, start, shards  as those of UnitChunks; a chunk is that of the whole group
     """
 
     chunk_elements: int = 0
@@ -39,6 +39,7 @@ class FixedChunks:
     warmup_share: float = 0.1
     modes: Mode | tuple[Mode, ...] = Mode.KEEP
     start: Start = "host"
+    shards: bool = True
 
     def prepare(
         self,
@@ -49,18 +50,20 @@ class FixedChunks:
     ) -> Layout:
         """See Planner. ValueError for wrong modes or sizes, MemoryError where nothing fits."""
 
-        def fixed(shape: TrainingShape, modes: Sequence[Mode]) -> TrainingLayout:
-            size = self.chunk_elements or self.searched(shape, capacity_bytes)
-            return self.laid_out(shape, size, modes)
+        def fixed(shape: TrainingShape, modes: Sequence[Mode], ranks: int) -> TrainingLayout:
+            size = self.chunk_elements or self.searched(shape, capacity_bytes, ranks)
+            return self.laid_out(shape, size, modes, ranks)
 
-        return prepared(shapes, self.modes, self.start, capacity_bytes, fixed)
+        return prepared(shapes, jobs, self.modes, self.start, capacity_bytes, fixed)
 
-    def laid_out(self, shape: TrainingShape, size: int, modes: Sequence[Mode]) -> TrainingLayout:
+    def laid_out(
+        self, shape: TrainingShape, size: int, modes: Sequence[Mode], ranks: int = 1
+    ) -> TrainingLayout:
         """The layout by chunks of a size. ValueError where a module is larger."""
-        every, chunks = range(len(shape.parameters)), list[list[int]]()
-        for part in apart(shape, every):
+        chunks = list[list[int]]()
+        for part in apart(shape, _in_order_of_use(shape)):
             chunks += self._filled(shape, part, size)
-        return lay_out(shape, chunks, modes, size if self.padded else 0)
+        return lay_out(shape, chunks, modes, size if self.padded else 0, ranks, self.shards)
 
     def _filled(
         self, shape: TrainingShape, parameters: Sequence[int], size: int
@@ -81,7 +84,9 @@ class FixedChunks:
             room -= elements
         return chunks
 
-    def searched(self, shape: TrainingShape, capacity_bytes: Mapping[Pool, int]) -> int:
+    def searched(
+        self, shape: TrainingShape, capacity_bytes: Mapping[Pool, int], ranks: int = 1
+    ) -> int:
         """The chunk size with the smallest footprint. MemoryError where none fits.
 
         Two chunks must fit what warm-up leaves them of the device, and all states into device and
@@ -94,7 +99,7 @@ class FixedChunks:
             if 2 * size * shape.item_bytes > device * self.warmup_share:
                 continue
             try:
-                layout = self.laid_out(shape, size, modes)
+                layout = self.laid_out(shape, size, modes, ranks)
             except ValueError:  # a module is larger
                 continue
             if (nbytes := footprint_bytes(layout)) <= sum(capacity_bytes.values()):
@@ -111,6 +116,12 @@ class FixedChunks:
 def footprint_bytes(layout: TrainingLayout) -> int:
     """All states of a layout."""
     return sum([c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in layout.chunks])
+
+
+def _in_order_of_use(shape: TrainingShape) -> list[int]:
+    """As units come; OPT's last norm is registered before its layers, and the head uses it."""
+    first = {p: u for u in reversed(range(len(shape.units))) for p in shape.units[u].parameters}
+    return sorted(range(len(shape.parameters)), key=first.__getitem__)
 
 
 def _module(parameter: str) -> str:

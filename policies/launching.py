@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.plan import COMPUTE_LANE, HOST_LANE, Grow, Place, Slice, Tier, Work
-from engine.regions import flow, gradient, hidden, optimizer, saved, weight, workspace
+from engine.regions import aside, flow, gradient, hidden, optimizer, saved, weight, workspace
 from engine.training_layout import Mode, TrainingLayout, Unit
 from policies.cycle import layout_of
+from policies.exchange import Exchange, in_group
 from traces.request import TrainingJob
 
 
@@ -19,13 +20,24 @@ class Launching:
 
     piece: Slice
     brought: tuple[tuple[Place, int], ...]  # must hold what is new; bytes, for those that begin
-    grows: tuple[Grow, ...]  # begin with it, on the device
+    grows: tuple[Grow, ...]  # begin with it, where it runs
     reads: tuple[Place, ...]
     writes: tuple[Place, ...]
     frees: tuple[Place, ...] = ()  # end with it, in whatever tier they are
     sends: tuple[Place, ...] = ()  # go to the host behind it
     on: str = COMPUTE_LANE
     again: bool = False
+    gathers: tuple[Exchange, ...] = ()  # weights that other devices have, before it
+    reduces: tuple[Exchange, ...] = ()  # gradients, behind it
+    drops: tuple[Place, ...] = ()  # gathered, and of no use to the next launch
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        piece = self.piece
+        part = "chunk" if piece.work is Work.UPDATE else "unit"
+        at = piece.layers.start if piece.layers else 0
+        return f"the {piece.work} of {part} {at} of training job {piece.job.job_id}"
 
 
 def launches_of(
@@ -42,14 +54,8 @@ def launches_of(
     if reuses:
         _check_reuse(training.spec)
     maker = _Maker(piece, layout, part, device, reuses)
-    if piece.work is Work.UPDATE:
-        yield maker.update(updates_on)
-    elif piece.work is Work.FORWARD:
-        yield maker.forward()
-    else:
-        if layout.units[part].mode is Mode.RECOMPUTE:
-            yield maker.forward(again=True)
-        yield maker.backward()
+    for launch in maker.launches(updates_on):
+        yield launch if layout.ranks == 1 else in_group(launch, training, device, reuses)
 
 
 def goes_out(unit: Unit) -> bool:
@@ -85,6 +91,17 @@ class _Maker:
     def _id(self) -> int:
         return self.piece.job.job_id
 
+    def launches(self, updates_on: str) -> Iterator[Launching]:
+        """As a device by itself does the task."""
+        if self.piece.work is Work.UPDATE:
+            yield self.update(updates_on)
+        elif self.piece.work is Work.FORWARD:
+            yield self.forward()
+        else:
+            if self._unit.mode is Mode.RECOMPUTE:
+                yield self.forward(again=True)
+            yield self.backward()
+
     def forward(self, again: bool = False) -> Launching:
         """Keeps what its backward needs, unless that repeats it or there is none."""
         unit, u, layout = self._unit, self.part, self.layout
@@ -112,9 +129,13 @@ class _Maker:
         """Adds to gradients and passes one on, as long as something below it trains."""
         unit, u = self._unit, self.part
         trained, kept = unit.trained, self._saved()
-        passed = self._flow(u) if u > self.layout.first else ()
+        waiting = self._aside(unit.aside_bytes)
+        passed = (*(self._flow(u) if u > self.layout.first else ()), *waiting)
         came = _places(self._flow(u + 1))
-        grows = (*passed, *self._workspace(unit.backward_bytes))
+        if u == self.layout.first:
+            came += _places(self._aside(sum([above.aside_bytes for above in self.layout.units])))
+        work_bytes = unit.backward_bytes - sum([op.nbytes for op in waiting])  # it is made there
+        grows = (*passed, *self._workspace(max(0, work_bytes)))
         if self.reuses:
             begun: tuple[tuple[Place, int], ...] = ()
             reads = self._weight_places(without=trained)
@@ -141,12 +162,14 @@ class _Maker:
         states = [(weight(self._id, c, tier, device), chunk.weight_bytes)]
         if chunk.optimizer_bytes:
             states.append((optimizer(self._id, c, tier, device), chunk.optimizer_bytes))
-        writes = tuple([place for place, _ in states])
+        grows = _grow(workspace(self._id, tier, device), chunk.update_bytes)
+        work = _places(grows)
+        writes = (*[place for place, _ in states], *work)
         if self.reuses:
-            return Launching(self.piece, tuple(states), (), (), writes, on=on)
+            return Launching(self.piece, tuple(states), grows, (), writes, work, on=on)
         added = gradient(self._id, c, tier, device)
         brought = (*states, (added, chunk.gradient_bytes))
-        return Launching(self.piece, brought, (), (added,), writes, (added,), on=on)
+        return Launching(self.piece, brought, grows, (added,), writes, (added, *work), on=on)
 
     # ---- places of a unit
     def _weights(self) -> tuple[tuple[Place, int], ...]:
@@ -178,8 +201,17 @@ class _Maker:
             return ()
         return _grow(flow(self._id, unit, self.device), units[unit].input_bytes)
 
+    def _aside(self, nbytes: int) -> tuple[Grow, ...]:
+        """Nothing where the sum itself, which begins with it, is the place to wait."""
+        training = self.piece.job.training
+        assert training is not None
+        begins = self.piece.microbatch % training.spec.microbatches == 0
+        # a group adds up whole gradients of each microbatch, which begin with it
+        begins |= any([chunk.remote_bytes for chunk in self.layout.chunks])
+        return () if begins and not self.reuses else _grow(aside(self._id, self.device), nbytes)
+
     def _workspace(self, nbytes: int) -> tuple[Grow, ...]:
-        return _grow(workspace(self._id, self.device), nbytes)
+        return _grow(workspace(self._id, device=self.device), nbytes)
 
 
 def _grow(place: Place, nbytes: int) -> tuple[Grow, ...]:

@@ -11,13 +11,15 @@ from engine.regions import optimizer, weight
 from engine.training_layout import Mode, TrainingLayout
 from engine.training_shape import TrainingShape
 from policies.out_of_memory import OutOfMemory
+from traces.request import TrainingJob
 
 Start = Literal["host", "device", "host_first"]
-LayOut = Callable[[TrainingShape, Sequence[Mode]], TrainingLayout]
+LayOut = Callable[[TrainingShape, Sequence[Mode], int], TrainingLayout]  # for so many ranks
 
 
 def prepared(
     shapes: Mapping[int, TrainingShape],
+    jobs: Sequence[TrainingJob],
     modes: Mode | tuple[Mode, ...],
     start: Start,
     capacity_bytes: Mapping[Pool, int],
@@ -29,8 +31,9 @@ def prepared(
     `start`: all states on the host, or on the device, or on the host as far as it has room
     (optimizer states before weights) and the rest on the device.
     """
+    ranks = {job.job_id: job.ranks for job in jobs}
     layouts = {
-        job_id: lay_out(shape, modes_of(modes, len(shape.units), job_id))
+        job_id: lay_out(shape, modes_of(modes, len(shape.units), job_id), ranks[job_id])
         for job_id, shape in shapes.items()
     }
     return Layout(places=_places(layouts, start, capacity_bytes), training=layouts)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.job import Job
-from engine.plan import COMPUTE_LANE, HOST_LANE, Plan, Slice, Tier, Work
+from engine.plan import COMPUTE_LANE, HOST_LANE, Place, Plan, Slice, Tier, Work
+from engine.regions import weight
 from engine.view import View
 from policies.cycle import layout_of, training_jobs
 from policies.eviction import FarthestUse, Future
+from policies.launching import Launching
 from policies.out_of_memory import patient
 from policies.residency import Residency
 from policies.tide import Budget, Tide, device_updates, tide_of
@@ -26,6 +29,8 @@ class PatrickStar:
     reuses_gradients  gradients take the place of their weights (bfloat16, one microbatch a step)
     buffer_chunks     chunks' worth of memory set aside in forward and backward; original: 1
     staging_chunks    the same in updates; original: 8 (16 bytes per number of a chunk)
+    overlaps_updates  the next forward may begin before the host has updated the last chunk; in the
+                      original it waits
     strict            a budget that cannot be kept since the host is full is an error, as in the
                       original; else only what cannot run is one
 
@@ -43,6 +48,7 @@ class PatrickStar:
     static_partition: bool = False
     buffer_chunks: int = 0
     staging_chunks: int = 0
+    overlaps_updates: bool = True
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -55,31 +61,48 @@ class PatrickStar:
 
     @patient
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
-        tides = {
-            job.job_id: tide_of(job.job_id, view.profile.moments(job.job_id))
-            for job in training_jobs(view)
-        }
+        tides = {job.job_id: tide_of(view.profile, job.job_id) for job in training_jobs(view)}
         device = Residency(view, _order(view, tides), is_exclusive=True)
+        jobs = {piece.job.job_id: piece.job for piece in batch}
+        updates = any([piece.work is Work.UPDATE for piece in batch])
+        courses = {i: self._course(job, view, tides[i], updates) for i, job in jobs.items()}
         for piece in batch:
-            self._carry_out(piece, view, device, tides[piece.job.job_id])
+            self._carry_out(piece, device, courses[piece.job.job_id])
         return device.plan()
 
-    def _carry_out(self, piece: Slice, view: View, device: Residency, tide: Tide | None) -> None:
-        budget, others = self._budget(piece.job, view), () if tide is None else tide.other_bytes
-        on = self._lane(piece, budget, others) if piece.work is Work.UPDATE else COMPUTE_LANE
-        first = view.profile.moment(piece.job.job_id)
+    def _carry_out(self, piece: Slice, device: Residency, course: _Course) -> None:
+        first, budget, others, updated_here = course
+        assert piece.layers is not None, "a task has one part"
+        is_away = piece.work is Work.UPDATE and piece.layers.start not in updated_here
+        on = HOST_LANE if is_away else COMPUTE_LANE
         for launch in device.launches(piece, on, self.reuses_gradients):
             moment = first + device.clock
             available = budget.available(piece.work, moment, others)
             device.make_way(launch, available, self.strict)
             device.seat(launch)
-            device.run(launch)
+            device.run(launch, self._barrier(launch, device))
             device.shrink(budget.ahead(moment, others))
+
+    def _course(self, job: Job, view: View, tide: Tide | None, updates: bool) -> _Course:
+        budget, others = self._budget(job, view), () if tide is None else tide.other_bytes
+        here = self._updated_here(job, budget, others) if updates else ()
+        return _Course(view.profile.moment(job.job_id), budget, others, here)
+
+    def _barrier(self, launch: Launching, device: Residency) -> tuple[Place, ...]:
+        """The last update on the host writes all weights there: whoever fetches waits for it."""
+        piece, training = launch.piece, launch.piece.job.training
+        if self.overlaps_updates or launch.on != HOST_LANE or training is None:
+            return ()
+        *others, last = [*training.trained_by]
+        if piece.layers is None or piece.layers.start != last:
+            return ()
+        places = [weight(piece.job.job_id, c, Tier.HOST) for c in others]
+        return tuple([place for place in places if device.holds(place)])
 
     def _budget(self, job: Job, view: View) -> Budget:
         assert job.training is not None
         capacity = view.capacity_bytes[Tier.GPU, view.device]
-        largest = max([chunk.weight_bytes for chunk in layout_of(job.training).chunks])
+        largest = max([chunk.whole_bytes for chunk in layout_of(job.training).chunks])
         return Budget(
             int(capacity * self.device_share),
             self.buffer_chunks * largest,
@@ -88,20 +111,32 @@ class PatrickStar:
             self.static_partition,
         )
 
-    def _lane(self, piece: Slice, budget: Budget, other_bytes: tuple[int, ...]) -> str:
-        """Where a chunk is updated: on the device if it is of the first that the margin holds."""
-        training = piece.job.training
-        assert training is not None and piece.layers is not None
-        if self.updates != "margin":
-            return COMPUTE_LANE if self.updates == "device" else HOST_LANE
+    def _updated_here(
+        self, job: Job, budget: Budget, other_bytes: tuple[int, ...]
+    ) -> Collection[int]:
+        """Chunks that are updated on the device: the first ones, as many as the margin holds."""
+        training = job.training
+        assert training is not None
         chunks = layout_of(training).chunks
+        if self.updates != "margin":
+            return range(len(chunks)) if self.updates == "device" else ()
         nbytes = sum([chunk.weight_bytes for chunk in chunks])
         if not self.reuses_gradients:
             nbytes += sum([chunk.gradient_bytes for chunk in chunks])
         trained = [*training.trained_by]
         states = [chunks[c].optimizer_bytes for c in trained]
         count = device_updates(budget.margin(other_bytes, nbytes), self.margin_share, states)
-        return COMPUTE_LANE if piece.layers.start in trained[:count] else HOST_LANE
+        return frozenset(trained[:count])
+
+
+class _Course(NamedTuple):
+    """What a plan knows of a job: number of its next launch, budget, tide, chunks that are updated
+    on the device (where it has updates)."""
+
+    first: int
+    budget: Budget
+    other_bytes: tuple[int, ...]
+    updated_here: Collection[int]
 
 
 def _order(view: View, tides: dict[int, Tide | None]) -> FarthestUse:

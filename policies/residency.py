@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from engine.draft import Draft
 from engine.job import Job
@@ -18,9 +18,12 @@ from engine.plan import (
     Tier,
     Work,
 )
+from engine.regions import GATHERED
 from engine.view import View
+from policies.candidates import Candidates
 from policies.cycle import layout_of, training_jobs
-from policies.eviction import NOW, Order, Rank
+from policies.eviction import NOW, Order
+from policies.exchange import Exchange
 from policies.launching import Launching, goes_out, launches_of
 from policies.out_of_memory import OutOfMemory
 
@@ -42,22 +45,26 @@ class Residency:
         order: Order,
         kinds: Collection[Kind] = STATES,
         is_exclusive: bool = False,
+        keeps_gathered: bool = False,
     ) -> None:
         """`kinds` of states may leave the device when room is needed; what units save for the host
-        always may."""
+        always may. Weights that other devices of a group have are given back behind their launch,
+        unless the policy `keeps_gathered` ones and says itself when they go."""
         self._view, self._draft, self._order = view, Draft(view), order
         self._kinds, self._is_exclusive = kinds, is_exclusive
+        self._keeps_gathered = keeps_gathered
+        self._gathered: dict[Place, None] = {}  # in this draft, latest last
         self._here: Pool = (Tier.GPU, view.device)
         self._home: Pool = (Tier.HOST, 0)
         self._stamps: dict[Place, int] = {}  # of contents that are drafted
-        self._ranks: dict[Place, Rank] = {}  # of what may leave, in the order of booking
+        self._leaving = Candidates()  # what may leave, in the order of booking
         self._pinned: frozenset[Place] = frozenset()
-        self._what = ""
+        self._launch: Launching | None = None  # the one at hand
         self.clock = 0  # launches drafted
         self.state_bytes = 0  # on the device, of what may leave
-        self._booked = 0  # of what may leave
         for place in self._found():
-            self._enter(place, order.standing(place, self._booked))
+            self._count(place)
+            self._leaving.put(place, order.standing(place, self._leaving.count))
 
     def _found(self) -> Iterator[Place]:
         jobs = {job.job_id: job for job in training_jobs(self._view)}
@@ -78,6 +85,7 @@ class Residency:
         if on == HOST_LANE and piece.work is Work.UPDATE:
             (update,) = launches_of(piece, self._view.device, on, reuses)
             missing = [nbytes for place, nbytes in update.brought if not self._draft.held(place)]
+            missing += [op.nbytes for op in update.grows]
             if sum(missing) <= self._draft.room(self._home):
                 yield update
                 return
@@ -88,7 +96,10 @@ class Residency:
         self._begin(launch)
         for place, nbytes in launch.brought:
             self.bring(place, nbytes)
-        self.make_room(self._here, sum([op.nbytes for op in launch.grows]))
+        for exchange in launch.gathers:
+            self.gather(exchange)
+        where = self._home if launch.on == HOST_LANE else self._here
+        self.make_room(where, sum([op.nbytes for op in launch.grows]))
         self._draft.grow_all(launch.grows)
 
     def run(self, launch: Launching, also_writes: tuple[Place, ...] = ()) -> None:
@@ -99,6 +110,8 @@ class Residency:
         self._draft.launch(op)
         self.clock += 1
         self._stamps.update(dict.fromkeys(writes, NOW + self.clock))
+        for exchange in launch.reduces:
+            self.exchange(exchange)
         for place in launch.sends:
             if not self.evict(place):  # it stays until there is room on the host
                 self._touch(place, self.clock - 1)
@@ -106,6 +119,50 @@ class Residency:
             for copy in (place, self.elsewhere(place)):
                 if self._draft.holds(copy):
                     self.free(copy)
+        if not self._keeps_gathered:
+            self.drop(launch.drops)
+
+    # ---- a group
+    def gather(self, exchange: Exchange) -> None:
+        """Brings what other devices have of a chunk's weights, unless it is here."""
+        begins = exchange.begins
+        assert begins is not None, "what is gathered has a place"
+        if not self._draft.holds(begins.place):
+            self.make_room(begins.place.pool, begins.nbytes)
+            self._draft.grow_all((begins,))
+            self._gathered.pop(begins.place, None)
+            self._gathered[begins.place] = None
+            self.exchange(exchange)
+
+    def offer_gather(self, exchange: Exchange) -> None:
+        """The same if that takes nothing from anybody, and the own part is here."""
+        begins = exchange.begins
+        assert begins is not None, "what is gathered has a place"
+        if self._draft.room(self._here) >= begins.nbytes and self.is_new(exchange.reads[0]):
+            self.gather(exchange)
+
+    def drop(self, places: Iterable[Place]) -> None:
+        """Gives back what of these is here."""
+        for place in places:
+            if self._draft.holds(place):
+                self.free(place)
+
+    def exchange(self, exchange: Exchange) -> None:
+        """A collective between places that are here."""
+        self._draft.exchange(exchange.op(self._view.device))
+        self._stamps.update(dict.fromkeys(exchange.writes, NOW + self.clock))
+
+    def _drop_gathered(self) -> bool:
+        """What came latest, and not for this launch: it was gathered ahead of time."""
+        held = [place for place in self._view.held_bytes if place not in self._gathered]
+        for place in reversed([*held, *self._gathered]):
+            region, is_free = place.region, place not in self._pinned
+            is_gathered = region.kind is Kind.BUFFER and region.slot == GATHERED
+            is_here = place.device == self._view.device and self._draft.holds(place)
+            if is_gathered and is_free and is_here:
+                self.free(place)
+                return True
+        return False
 
     # ---- places
     def elsewhere(self, place: Place) -> Place:
@@ -154,7 +211,7 @@ class Residency:
 
     def free(self, place: Place) -> None:
         """Gives a place back."""
-        if self._ranks.pop(place, None) is not None and place.region.kind in STATES:
+        if self._leaving.drop(place) and place.region.kind in STATES:
             self.state_bytes -= self._draft.held(place)
         self._draft.free(place)
 
@@ -174,11 +231,14 @@ class Residency:
     def make_room(self, pool: Pool, nbytes: int) -> None:
         """Evicts until so many bytes are left. OutOfMemory where nothing more can go."""
         while (room := self._draft.room(pool)) < nbytes:
-            if pool == self._here and self._evict_next():
+            if pool == self._here and self._makes_room():
                 continue
             if pool == self._here and (stuck := self._stuck()):  # for want of room on the host
                 pool, nbytes, room = self._home, min(stuck), self._draft.room(self._home)
-            raise OutOfMemory(pool, nbytes - room, self._what)
+            raise self._error(pool, nbytes - room)
+
+    def _makes_room(self) -> bool:
+        return self._leaving.send_first(self._pinned, self.evict) or self._drop_gathered()
 
     def make_way(self, launch: Launching, limit_bytes: int, strict: bool = False) -> None:
         """Evicts until states, with those that a launch brings, take no more than a limit, or
@@ -189,10 +249,11 @@ class Residency:
 
     def shrink(self, limit_bytes: int, strict: bool = False) -> None:
         """Evicts until states take no more than that, or nothing can go; `strict` as above."""
-        while self.state_bytes > limit_bytes and self._evict_next():
-            pass
+        while self.state_bytes > limit_bytes:
+            if not self._leaving.send_first(self._pinned, self.evict):
+                break
         if strict and self.state_bytes > limit_bytes and (stuck := self._stuck()):
-            raise OutOfMemory(self._home, min(stuck) - self._draft.room(self._home), self._what)
+            raise self._error(self._home, min(stuck) - self._draft.room(self._home))
 
     def drop_old(self, launch: Launching) -> None:
         """Gives back what a launch on the host has made old on the device."""
@@ -200,21 +261,19 @@ class Residency:
             if self._draft.held(here := self.elsewhere(place)):
                 self.free(here)
 
-    def _evict_next(self) -> bool:
-        free = [place for place in self._ranks if place not in self._pinned]
-        if not free:
-            return False
-        if self.evict(min(free, key=self._ranks.__getitem__)):
-            return True
-        return any(self.evict(place) for place in sorted(free, key=self._ranks.__getitem__))
-
     def _begin(self, launch: Launching) -> None:
-        self._what = _name_of(launch)
-        self._pinned = frozenset([place for place, _ in launch.brought])
+        if launch is not self._launch:
+            self._launch = launch
+            buffers = [place for exchange in launch.gathers for place in exchange.writes]
+            self._pinned = frozenset([*[place for place, _ in launch.brought], *buffers])
 
     def _stuck(self) -> list[int]:
         """Bytes of each place that might leave."""
-        return [self._draft.held(place) for place in self._ranks if place not in self._pinned]
+        return [self._draft.held(place) for place in self._leaving if place not in self._pinned]
+
+    def _error(self, pool: Pool, deficit_bytes: int) -> OutOfMemory:
+        assert self._launch is not None, "room is made for launches"
+        return OutOfMemory(pool, deficit_bytes, self._launch.name)
 
     # ---- books
     def _stamp(self, place: Place) -> int:
@@ -225,15 +284,15 @@ class Residency:
         return place.region.kind in self._kinds or place.region.kind is Kind.ACTIVATION
 
     def _touch(self, place: Place, clock: int) -> None:
-        rank = self._ranks.get(place)
-        self._enter(place, self._order.used(place, clock, rank, self._booked))
+        rank = self._leaving.rank(place)
+        if rank is None:
+            self._count(place)
+        rank = self._order.used(place, clock, rank, self._leaving.count)
+        self._leaving.put(place, rank)
 
-    def _enter(self, place: Place, rank: Rank) -> None:
-        if place not in self._ranks:
-            self._booked += 1
-            if place.region.kind in STATES:
-                self.state_bytes += self._draft.held(place)
-        self._ranks[place] = rank
+    def _count(self, place: Place) -> None:
+        if place.region.kind in STATES:
+            self.state_bytes += self._draft.held(place)
 
 
 def _is_weight(place: Place) -> bool:
@@ -245,10 +304,3 @@ def _is_on_its_way(job: Job, kind: Kind, part: int) -> bool:
     assert job.training is not None
     units = layout_of(job.training).units
     return kind is Kind.ACTIVATION and part < len(units) and goes_out(units[part])
-
-
-def _name_of(launch: Launching) -> str:
-    piece = launch.piece
-    part = "chunk" if piece.work is Work.UPDATE else "unit"
-    at = piece.layers.start if piece.layers else 0
-    return f"the {piece.work} of {part} {at} of training job {piece.job.job_id}"

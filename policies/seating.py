@@ -20,7 +20,7 @@ PROMPTS = ("as_computed", "must_fit", "reserved")
 class SeatingRules:
     """How engines differ in handing out pages.
 
-    watermark    share of the pool, in whole pages, that admissions leave free
+    watermark    share of the KV pool, in whole pages, that admissions leave free
     prompts      when a prompt's pages are asked for: `as_computed`, slice by slice; `must_fit`,
                  the same, but the whole prompt must find room to come in; `reserved`, all of them
                  are taken when it comes in
@@ -76,7 +76,7 @@ class Seating:
 
     A running job may preempt less wanted ones (later in the batch, or not in it). A job that holds
     nothing on the device, because it waits or was swapped out, takes only free room, leaves the
-    watermark free unless nobody runs, and stays out after any preemption; who waits also stays
+    watermark free unless nobody is there, and stays out after any preemption; who waits also stays
     behind those swapped out. Rests on coming bytes, so it may wait for a copy but decides the same
     in every backend.
     """
@@ -92,9 +92,8 @@ class Seating:
         self._batch, self._view, self._demand, self._preempt = batch, view, demand, preempt
         self._draft, self._rules = Draft(view), rules
         self._pool = (Tier.GPU, view.device)
-        page, capacity_bytes = view.page.nbytes, view.capacity_bytes[self._pool]
-        self._watermark_bytes = int(rules.watermark * capacity_bytes / page) * page
-        self._spare_bytes = rules.spare_pages * page
+        self._spare_bytes = rules.spare_pages * view.page.nbytes
+        self._known = view.lead(batch)  # decodes that the plan before had, at the head of the batch
         self._seated: list[Slice] = []
         self._places: list[Place] = []
         self._preempted: set[int] = set()
@@ -130,7 +129,7 @@ class Seating:
     def _seat_decodes(self) -> int:
         """Seats at once the decodes that the plan before had, if all find their pages with room to
         spare, so that nobody would be preempted; returns how many."""
-        known, decodes = self._view.lead(self._batch), self._view.decodes
+        known, decodes = self._known, self._view.decodes
         if not known or decodes is None:
             return 0
         full = decodes.growth.by_step[0]
@@ -144,7 +143,7 @@ class Seating:
     def _jobs_away(self) -> set[int]:
         """Jobs in service whose KV is not on the device."""
         if self._away is None:
-            jobs = self._view.serving[self._view.lead(self._batch) :]
+            jobs = self._view.serving[self._known :]
             self._away = {job.job_id for job in jobs if not self._draft.held(self._here(job))}
         return self._away
 
@@ -201,21 +200,21 @@ class Seating:
 
     def _seat_new(self, piece: Slice, here: Place) -> Slice | None:
         job, page = piece.job, self._view.page
+        if self._closed:
+            self._refuse_if_hopeless(piece, self._whole_bytes(job, self._demand(piece)))
+            return None
         away = kv_place(job.job_id, Tier.HOST, self._view.device)
         swapped = self._draft.held(away)
-        found = () if self._closed or job.computed_tokens else self._draft.found(job)
+        found = () if job.computed_tokens else self._draft.found(job)
         need = self._demand(piece)
         if found:
             behind = len(found) * page.tokens
             piece = piece._replace(tokens=min(piece.tokens, job.known_tokens - behind))
             need = self._demand(piece._replace(tokens=behind + piece.tokens))
-        whole = need
-        if self._rules.prompts == "must_fit":
-            whole = max(need, page.bytes_for(job.known_tokens))
+        whole = self._whole_bytes(job, need)
         shared = (len(found) - self._draft.idle(found)) * page.nbytes
-        keep = self._watermark_bytes if self._view.serving else 0
-        full = whole - shared + keep > self._draft.room(self._pool)
-        if self._closed or full or (self._jobs_away() and not swapped):
+        full = whole - shared + self._left_free_bytes() > self._draft.room(self._pool)
+        if full or (self._jobs_away() and not swapped):
             if full:
                 self._refuse_if_hopeless(piece, whole)
             self._closed = True
@@ -226,6 +225,21 @@ class Seating:
         self._draft.share(here, found)
         self._draft.grow(here, need - swapped - len(found) * page.nbytes)
         return piece
+
+    def _left_free_bytes(self) -> int:
+        """The watermark: nothing where nobody in service is on the device."""
+        share = self._rules.watermark
+        if not share or len(self._view.serving) == len(self._jobs_away()):
+            return 0
+        resident = self._view.layout.places.items()
+        weights = sum(nbytes for place, nbytes in resident if place.pool == self._pool)
+        page, pool_bytes = self._view.page.nbytes, self._view.capacity_bytes[self._pool] - weights
+        return int(share * pool_bytes / page) * page
+
+    def _whole_bytes(self, job: Job, need: int) -> int:
+        """What must find room for a job to come in."""
+        is_whole = self._rules.prompts == "must_fit"
+        return max(need, self._view.page.bytes_for(job.known_tokens)) if is_whole else need
 
     def _refuse_if_hopeless(self, piece: Slice, nbytes: int) -> bool:
         """Refuses a job that would not find its bytes in the pool even if it were alone."""

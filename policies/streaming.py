@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.plan import HOST_LANE, Kind, Place, Plan, Slice, Tier, Work
-from engine.regions import gradient, saved, weight
+from engine.regions import gathered, gradient, saved, weight
 from engine.training import Training
 from engine.training_layout import TrainingLayout
 from engine.view import View
 from policies.cycle import Ahead, Link, cycle_of, horizon, layout_of
 from policies.eviction import LastIn
+from policies.exchange import gather, gathers
 from policies.launching import goes_out, launches_of
 from policies.out_of_memory import patient
 from policies.residency import STATES, Residency
@@ -38,7 +39,7 @@ class Streaming:
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
         """A plan for all of the batch. OutOfMemory where a launch can never fit."""
         kinds = STATES if self.may_leave else (Kind.GRADIENT,)
-        stream = _Stream(self, view, Residency(view, LastIn(), kinds))
+        stream = _Stream(self, view, Residency(view, LastIn(), kinds, keeps_gathered=True))
         for piece in batch:
             stream.carry_out(piece)
         return stream.plan()
@@ -78,6 +79,8 @@ class _Stream:
             unit = layout.units[u]
             for c in unit.chunks:
                 self._device.offer(weight(job_id, c, device=here), layout.chunks[c].weight_bytes)
+            for exchange in gathers(layout, job_id, u, here):
+                self._device.offer_gather(exchange)
             if work is Work.BACKWARD:
                 for c in unit.trained:
                     place = gradient(job_id, c, device=here)
@@ -92,10 +95,12 @@ class _Stream:
         for c in unit.chunks:
             if c not in ahead.chunks and not self._how.stays(layout, c, link):
                 self._device.evict(weight(job_id, c, device=here))
+                self._device.drop((gathered(job_id, c, here),))
         if link.work is Work.BACKWARD:
             for c in unit.trained:
-                if c not in ahead.trained:
-                    self._device.evict(gradient(job_id, c, device=here))
+                place = gradient(job_id, c, device=here)
+                if c not in ahead.trained and self._device.holds(place):
+                    self._device.evict(place)
 
     # ---- updates
     def _barrier(self, training: Training, link: Link) -> tuple[Place, ...]:
@@ -111,17 +116,11 @@ class _Stream:
         layout, job_id, here = layout_of(training), training.spec.job_id, self._view.device
         if not self._how.overlaps_updates:
             chunks = [*training.trained_by] if link.part == last else []
-        for place, c in _held(self._device, job_id, chunks, here):
-            if self._how.stays(layout, c, link):
-                self._device.copy(self._device.elsewhere(place), place)
-            else:
-                self._device.free(place)
-
-
-def _held(
-    device: Residency, job_id: int, chunks: list[int], here: int
-) -> Iterator[tuple[Place, int]]:
-    for c in chunks:
-        place = weight(job_id, c, device=here)
-        if device.holds(place):
-            yield place, c
+        for c in chunks:
+            place, away = weight(job_id, c, device=here), gathered(job_id, c, here)
+            if not (self._device.holds(place) and self._how.stays(layout, c, link)):
+                self._device.drop((place, away))
+                continue
+            self._device.copy(self._device.elsewhere(place), place)
+            if self._device.holds(away):
+                self._device.exchange(gather(layout, job_id, c, here))

@@ -65,7 +65,7 @@ def _of_decodes(
     page, held = view.page, view.held_bytes
     if view.decodes is not None and num_decodes and view.lead(launch.slices) == num_decodes:
         return [view.decodes.growth]
-    grows = list[Grow]()
+    grows: list[Grow] = []
     for piece, place in zip(launch.slices[:num_decodes], launch.writes, strict=False):
         job, first = piece.job, 0
         if job.job_id not in grown:
@@ -73,7 +73,7 @@ def _of_decodes(
         grows.append(Grow(place, page.nbytes, first, page.tokens))
     if any([op.first >= page.tokens for op in grows]):
         return [*grows]
-    turns = [list[Grow]() for _ in range(page.tokens)]
+    turns: list[list[Grow]] = [[] for _ in range(page.tokens)]
     for op in grows:
         turns[op.first].append(op)
     return [GrowCycle(tuple(map(tuple, turns)))]

@@ -6,39 +6,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.plan import Place, Tier, Work
-from engine.view import Moment
-from policies.residency import STATES
+from engine.plan import Place, Work
+from engine.view import Profile
 
 
 class Tide(NamedTuple):
     """What the last complete step has shown, per launch: its statistics of warm-up."""
 
     other_bytes: tuple[int, ...]  # on the device beside chunks
-    uses: Mapping[Place, Sequence[int]]  # launches that used a place of chunks on the device
+    uses: Mapping[Place, Sequence[int]]  # launches that used a place
 
 
-_latest: dict[int, tuple[Sequence[Moment], Tide]] = {}  # by job, for the very same moments
-
-
-def tide_of(job_id: int, moments: Sequence[Moment]) -> Tide | None:
-    """The tide of a job; None in its warm-up. Found once per step: policies ask at every launch."""
+def tide_of(profile: Profile, job_id: int) -> Tide | None:
+    """The tide of a job; None in its warm-up."""
+    moments = profile.moments(job_id)
     if not moments:
         return None
-    found = _latest.get(job_id)
-    if found is None or found[0] is not moments:
-        found = _latest[job_id] = (moments, _read(moments))
-    return found[1]
-
-
-def _read(moments: Iterable[Moment]) -> Tide:
-    uses, others = dict[Place, list[int]](), list[int]()
-    for number, moment in enumerate(moments):
-        others.append(moment.other_bytes)
-        for place in moment.places:
-            if place.tier is Tier.GPU and place.region.kind in STATES:
-                uses.setdefault(place, []).append(number)
-    return Tide(tuple(others), uses)
+    return Tide(tuple([moment.other_bytes for moment in moments]), profile.uses(job_id))
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,14 @@ class UnitChunks:
     """Parameters of a unit in one chunk, frozen and trained ones apart; a tied table lies with the
     first unit that uses it.
 
-    modes  of activations: keep, recompute or offload, for all layers or one for each
-    start  where states lie before the first step: host, device or host_first
+    modes   of activations: keep, recompute or offload, for all layers or one for each
+    start   where states lie before the first step: host, device or host_first
+    shards  in a group: each device has a part of every chunk; false: all of it
     """
 
     modes: Mode | tuple[Mode, ...] = Mode.KEEP
     start: Start = "host"
+    shards: bool = True
 
     def prepare(
         self,
@@ -35,10 +37,10 @@ class UnitChunks:
     ) -> Layout:
         """See Planner. ValueError for wrong modes, OutOfMemory where states do not fit."""
 
-        def by_unit(shape: TrainingShape, modes: Sequence[Mode]) -> TrainingLayout:
-            return lay_out(shape, unit_chunks(shape), modes)
+        def by_unit(shape: TrainingShape, modes: Sequence[Mode], ranks: int) -> TrainingLayout:
+            return lay_out(shape, unit_chunks(shape), modes, ranks=ranks, shards=self.shards)
 
-        return prepared(shapes, self.modes, self.start, capacity_bytes, by_unit)
+        return prepared(shapes, jobs, self.modes, self.start, capacity_bytes, by_unit)
 
 
 def unit_chunks(shape: TrainingShape) -> list[list[int]]:

@@ -8,7 +8,8 @@ from torch import Tensor
 from engine import regions
 from engine.plan import Region, Tier
 from runtime.saved import Graph
-from runtime.store import Store, typed
+from runtime.storages import typed
+from runtime.store import Store
 
 
 class Activations:

@@ -28,35 +28,30 @@ class Gradients:
         self._uses, self._microbatches = uses, microbatches
         self._clip_norm, self._fills_late = clip_norm, fills_late
         self._count: Counter[int] = Counter()
-        self._aside: dict[int, Tensor] = {}
+        self.aside: dict[int, Tensor] = {}  # shares of tied tables, waiting
         self._norms: dict[int, Tensor] = {}
         self._scale: Tensor | None = None
 
-    @property
-    def aside_bytes(self) -> int:
-        """What lies on the device beside all regions: the waiting shares of tied tables."""
-        return sum(tensor.nbytes for tensor in list(self._aside.values()))
+    def begins(self, parameter: int) -> bool:
+        """Whether the next share is the first one of the step."""
+        return not self._count[parameter]
 
     def add(self, parameter: int, gradient: Tensor, total: Tensor) -> bool:
-        """Adds one unit's share to `total`, both shaped like the parameter.
-
-        Returns whether `total` was written to.
+        """Adds one unit's share to `total`, both shaped like the parameter; a first share may be
+        the total itself. Returns whether it is in there: else it waits aside.
         """
         before, uses = self._count[parameter], self._uses[parameter]
         self._count[parameter] += 1
         share, is_first = gradient, before < uses
-        if (before + 1) % uses:  # others of this microbatch follow
-            if not is_first or self._fills_late:
-                self._aside[parameter] = share
-                return False
-            total.copy_(share)
-            return True
-        if parameter in self._aside:
-            share = self._aside.pop(parameter).add_(share)
-        if before == 0 or (is_first and self._fills_late):
-            total.copy_(share)
-        else:
+        if (before + 1) % uses and (not is_first or self._fills_late):
+            self.aside[parameter] = share  # others of this microbatch follow
+            return False
+        if parameter in self.aside:
+            share = self.aside.pop(parameter).add_(share)
+        if before and not (is_first and self._fills_late):
             total.add_(share)
+        elif total is not share:
+            total.copy_(share)
         if self.is_whole(parameter) and self._clip_norm is not None:
             self._norms[parameter] = torch.linalg.vector_norm(total, dtype=torch.float32)
         return True
@@ -83,7 +78,7 @@ class Gradients:
 
     def begin_step(self) -> None:
         """All gradients were used: the next ones are the first of a step."""
-        assert not self._aside, "a tied table's gradient waits for its other half"
+        assert not self.aside, "a tied table's gradient waits for its other half"
         self._count.clear()
         self._norms.clear()
         self._scale = None

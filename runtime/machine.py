@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.executor import Launch, Piece
 from engine.model import ModelSpec
-from engine.plan import Copy, Kind, Pool, Slice, Tier, Work
+from engine.plan import Compute, Copy, Kind, Pool, Slice, Tier, Work
 from runtime.frame import Frame, buckets_of, ring_size
 from runtime.graphs import Capture, DecodeGraphs, direct
 from runtime.kv import Arena, copy_pages, paired_runs
@@ -110,6 +110,7 @@ class Machine:
         op = launch.op
         if isinstance(op, Copy):
             return self._prepare_copy(launch, op)
+        assert isinstance(op, Compute), "what is served has no group"
         pieces, parts, stop = tuple(launch.pieces), list[Part](), 0
         for unit, run in groupby([(piece.work, piece.layers) for piece in op.slices]):
             start, stop = stop, stop + len(list(run))
@@ -120,7 +121,7 @@ class Machine:
         self, work: Work, wanted: range | None, slices: Sequence[Slice], pieces: Sequence[Piece]
     ) -> Part:
         if work is not Work.FORWARD:
-            raise NotImplementedError(f"the runtime has no {work} yet: only serving runs")
+            raise NotImplementedError(f"a machine that serves does no {work}: TrainingMachine does")
         layers = self._all_layers if wanted is None else wanted
         if layers == self._all_layers:
             return Part(layers, self.packer.frame(pieces) or self.packer.pack(pieces))
@@ -130,7 +131,7 @@ class Machine:
 
     def _prepare_copy(self, launch: Launch, op: Copy) -> Prepared:
         if op.src.region.kind is not Kind.KV:
-            raise NotImplementedError(f"the runtime cannot copy {op.src.region.kind} yet")
+            raise NotImplementedError(f"a machine that serves copies no {op.src.region.kind}")
         src, dst = self.arenas[op.src.pool], self.arenas[op.dst.pool]
         count = launch.nbytes // src.page_nbytes  # the tables may have grown since the booking
         src_pages, dst_pages = launch.src_pages[:count], launch.dst_pages[:count]

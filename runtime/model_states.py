@@ -10,7 +10,8 @@ from torch import Tensor, UntypedStorage
 
 from engine import regions
 from engine.plan import Region
-from runtime.store import LostContents, State, Store, flat_parts, named
+from runtime.storages import flat_parts, present, typed
+from runtime.store import LostContents, State, Store, named
 
 MASTER = torch.float32
 
@@ -21,7 +22,8 @@ class ModelStates:
     From now on each parameter is a view of its chunk's storage on the device, which is empty while
     the chunk is not there. In a region the parameters of a chunk lie behind each other in the order
     given; what is behind them fills it up. Optimizer states are sections, each of the same order:
-    master weights where `has_master`, then moments.
+    master weights where `has_master`, then moments. Gradients have a storage per parameter, so that
+    what autograd has made can take its place there.
     Until a chunk's regions are first grown its initial contents stay where the model was built, in
     neither tier, as on a disk. When the job has ended the last copy of a chunk's weights may
     go: it is kept as a result, in neither tier again.
@@ -63,8 +65,13 @@ class ModelStates:
 
     # ---- views
     def numbers(self, chunk: int, storage: UntypedStorage) -> Sequence[Tensor]:
-        """The flat parts of a weight or gradient region, one per parameter of the chunk."""
+        """The flat parts of a weight region, one per parameter of the chunk."""
         return flat_parts(storage, self.dtype, self._sizes[chunk])
+
+    def gradients(self, chunk: int, storages: Sequence[UntypedStorage | None]) -> list[Tensor]:
+        """What a gradient region holds, flat, one per parameter of the chunk."""
+        own = zip(self._sizes[chunk], storages, strict=False)  # behind them what fills it up
+        return [typed(present(storage), self.dtype, (size,)) for size, storage in own]
 
     def sections(self, chunk: int, storage: UntypedStorage) -> list[Sequence[Tensor]]:
         """The flat parts of an optimizer region: per section, one per parameter of the chunk."""
@@ -122,7 +129,8 @@ class ModelStates:
             if chunk in self.pending:
                 raise LostContents(f"{named(self.gradient(chunk))} has not been used for an update")
 
-        self._store.declare(self.gradient(chunk), State(farewell))
+        sizes = [size * self.dtype.itemsize for size in self._sizes[chunk]]
+        self._store.declare(self.gradient(chunk), State(farewell, sizes=sizes))
 
     def _declare_optimizer(self, chunk: int) -> None:
         def fill(storage: UntypedStorage) -> None:

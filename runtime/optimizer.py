@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from engine.training_layout import WIDENED
 from traces.recipe import Recipe
-
-PIECE = 1 << 22  # 16-bit gradients become float32 in pieces of so many numbers: 16 MiB
 
 
 class Optimizer:
@@ -55,6 +54,7 @@ class Optimizer:
                     wide.mul_(scale)
                 master, *moments = (state[piece] for state in states)
                 self._apply(step, [master], [wide], [[moment] for moment in moments])
+                del wide  # before the next one is made: one at a time is booked
             weight.copy_(states[0])
 
     def _adamw(
@@ -90,4 +90,4 @@ class Optimizer:
 
 
 def _pieces(count: int) -> Iterator[slice]:
-    return (slice(at, min(count, at + PIECE)) for at in range(0, count, PIECE))
+    return (slice(at, min(count, at + WIDENED)) for at in range(0, count, WIDENED))

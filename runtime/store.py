@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import UntypedStorage
 
 from engine.plan import Kind, Place, Pool, Region, Tier
 from runtime.host_memory import HostAllocator
+from runtime.storages import as_bytes, present
 
 
 class LostContents(RuntimeError):
@@ -23,12 +24,19 @@ class State:
     `fill` writes its first contents, once, into the first storage that it gets. `farewell` is
     called with its only newest copy before that goes, and raises LostContents if it is needed.
     `home`: its storage on the device for good, if views of it outlive a stay there; empty while
-    the region is elsewhere.
+    the region is elsewhere. `sizes`: bytes of its storages, if it is several; one more fills it up.
     """
 
     farewell: Callable[[UntypedStorage], None]
     fill: Callable[[UntypedStorage], None] | None = None
     home: UntypedStorage | None = None
+    sizes: Sequence[int] = ()
+
+    def split(self, nbytes: int) -> list[int]:
+        """Bytes of each of its storages where the region has so many."""
+        rest = nbytes - sum(self.sizes)
+        assert rest >= 0, f"a region of {sum(self.sizes)} bytes is grown to {nbytes}"
+        return [*self.sizes, rest] if rest or not self.sizes else [*self.sizes]
 
 
 @dataclass(slots=True, eq=False)
@@ -87,11 +95,11 @@ class Store:
             stay.booked_bytes += nbytes
             return
         assert stay is None, f"{named(region)} is on {tier} already"
-        storage = self._make(region, tier, nbytes)
+        made = [self._make(region, tier, size) for size in state.split(nbytes)]
         stay = self._enter(place)
-        stay.booked_bytes, stay.storages = nbytes, [storage]
+        stay.booked_bytes, stay.storages = nbytes, [*made]
         if state.fill is not None:
-            state.fill(storage)
+            state.fill(made[0])
             state.fill = None
             self.wrote(region, tier)
 
@@ -105,12 +113,12 @@ class Store:
         source = self.find(region, src.tier, "a copy")
         assert source.graph is None, f"{named(region)} is a graph; let its forward offload"
         target = self._stays.get((region, dst.tier)) or self._enter(dst)
-        sizes = [_present(storage).nbytes() for storage in source.storages]
+        sizes = [present(storage).nbytes() for storage in source.storages]
         if not target.storages:
             target.booked_bytes = target.booked_bytes or source.booked_bytes
             target.storages = [self._make(region, dst.tier, nbytes) for nbytes in sizes]
         for to, what in zip(target.storages, source.storages, strict=True):
-            as_bytes(_present(to)).copy_(as_bytes(_present(what)), non_blocking=True)
+            as_bytes(present(to)).copy_(as_bytes(present(what)), non_blocking=True)
         self._newest[region] = self._newest[region] | {dst.tier}
 
     def free(self, place: Place) -> None:
@@ -120,7 +128,7 @@ class Store:
         assert stay is not None, f"{named(region)} is not on {tier}"
         newest, state = self._newest.get(region, frozenset()), self._states.get(region)
         if state is not None and newest == {tier}:
-            state.farewell(_present(stay.storages[0]))
+            state.farewell(present(stay.storages[0]))
         del self._stays[region, tier]
         self._newest[region] = newest - {tier}
         self._give_back(region, tier, stay.storages)
@@ -154,6 +162,13 @@ class Store:
             (self._homes[region],) = storages
         self.wrote(region, Tier.GPU)
 
+    def replace(self, region: Region, index: int, storage: UntypedStorage) -> None:
+        """Puts a storage in the place of another of a region on the device, of the same size."""
+        storages = self._stays[region, Tier.GPU].storages
+        old = present(storages[index])
+        assert old.nbytes() == storage.nbytes(), f"another size in {named(region)}"
+        storages[index] = storage
+
     def wrote(self, region: Region, tier: Tier) -> None:
         """This copy is the newest now, any other is stale."""
         self._newest[region] = frozenset({tier})
@@ -168,7 +183,7 @@ class Store:
     def storage(self, region: Region, tier: Tier, who: str, as_new: bool = True) -> UntypedStorage:
         """The same of a region that is one storage."""
         (storage,) = self.find(region, tier, who, as_new).storages
-        return _present(storage)
+        return present(storage)
 
     def newest(self, region: Region) -> UntypedStorage | None:
         """A newest copy of a declared region, in whatever tier; None where there is none."""
@@ -212,30 +227,3 @@ def named(region: Region) -> str:
     """For messages: a region in words."""
     slot = f" slot {region.slot}" if region.slot else ""
     return f"{region.kind} {region.part}{slot} of job {region.owner}"
-
-
-def as_bytes(storage: UntypedStorage) -> Tensor:
-    """A whole storage as one flat tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def typed(storage: UntypedStorage, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """The first numbers of a storage as a contiguous tensor."""
-    strides, size = [1] * len(shape), 1
-    for axis in range(len(shape) - 1, -1, -1):
-        strides[axis] = size
-        size *= shape[axis]
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, shape, strides)
-
-
-def flat_parts(
-    storage: UntypedStorage, dtype: torch.dtype, sizes: Sequence[int], start: int = 0
-) -> Sequence[Tensor]:
-    """Flat tensors of so many numbers each, behind each other from number `start` on."""
-    flat = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, start, (sum(sizes),))
-    return torch.split_with_sizes(flat, sizes)
-
-
-def _present(storage: UntypedStorage | None) -> UntypedStorage:
-    assert storage is not None, "this storage was used up"
-    return storage

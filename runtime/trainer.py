@@ -20,6 +20,7 @@ from runtime.model_states import ModelStates
 from runtime.optimizer import Optimizer
 from runtime.saved import Graph, Stash
 from runtime.store import Store
+from runtime.sums import Sums
 from runtime.units import Units
 from traces.recipe import Recipe
 
@@ -74,16 +75,14 @@ class Trainer:
         self._activations = Activations(job_id, units.num_units, units.hidden_size, dtype, store)
         chunk_of = self._states.chunk_of
         self._read = [sorted({chunk_of[p] for p in own}) for own in units.parameters]
-        self._grown = [sorted({chunk_of[p] for p in own}) for own in units.trained_of]
         uses = Counter(p for own in units.trained_of for p in own)
-        self.gradients = Gradients(uses, microbatches, recipe.clip_norm, reuses_weights)
+        self._gradients = Gradients(uses, microbatches, recipe.clip_norm, reuses_weights)
+        self._sums = Sums(self._states, self._gradients, store, units.trained_of, reuses_weights)
         self._draws = Draws(recipe.seed, store.device)
         self._ids: dict[int, Tensor] = {}  # of microbatches under way
         self._losses: dict[int, Tensor] = {}
         self._updates: Counter[int] = Counter()  # per chunk
-        self._trained = {chunk for own in self._grown for chunk in own}
-        self._due = set(self._trained)  # chunks to be updated yet in this step
-        self._overwritten: set[int] = set()  # parameters in whose place lie gradients
+        self._due = set(self._sums.chunks)  # to be updated yet in this step
         self._has_update, self._lock = has_update, Lock()
 
     # ---- the work
@@ -121,7 +120,7 @@ class Trainer:
         assert unit >= first, f"{who}: nothing trains in unit {unit} or below it"
         if unit:  # the embedding's backward reads no weights
             self._check_weights(unit, microbatch, who)
-        totals, shape = self._totals(unit, who), self._ids_of(microbatch).shape
+        sums, shape = self._sums.find(unit, who), self._ids_of(microbatch).shape
         flow = None if self._is_head(unit) else self._activations.flow(unit + 1, shape, who)
         graph = self._activations.take(unit, microbatch, who)
         own = self.units.trained_of[unit]
@@ -132,8 +131,7 @@ class Trainer:
         gradients = graph.gradients(wanted, flow)
         if unit > first:
             self._activations.hand_down(unit, gradients[-1])
-        for p, gradient in zip(own, gradients, strict=False):  # the last may be the input's
-            self._add(p, gradient, totals[p])
+        self._sums.add(unit, sums, gradients, () if flow is None else (flow,))
         self._draws.forget(unit, microbatch)
         if unit == first:
             self._end_microbatch(microbatch)
@@ -146,11 +144,12 @@ class Trainer:
         storage = read(states.weight(chunk), tier, who)
         weights = gradients = states.numbers(chunk, storage)
         if not self._reuses:
-            gradients = states.numbers(chunk, read(states.gradient(chunk), tier, who))
+            held = self._store.find(states.gradient(chunk), tier, who)
+            gradients = states.gradients(chunk, held.storages)
         sections: Sequence[Sequence[Tensor]] = ()
         if self._optimizer.num_sections:
             sections = states.sections(chunk, read(states.optimizer(chunk), tier, who))
-        scale = self.gradients.scale(storage.device)
+        scale = self._gradients.scale(storage.device)
         self._optimizer.update(step, weights, gradients, sections, scale)
         self._store.wrote(states.weight(chunk), tier)
         if sections:
@@ -174,26 +173,15 @@ class Trainer:
             waits = states.trains[chunk] and self._has_update
             is_due = not waits or self._updates[chunk] == step
             assert is_due, f"{who}: chunk {chunk} has had {self._updates[chunk]} updates of {step}"
-        lost = self._overwritten and self._overwritten.intersection(self.units.parameters[unit])
+        lost = self._sums.overwritten.intersection(self.units.parameters[unit])
         assert not lost, f"{who}: gradients lie in the place of {len(lost)} weights"
 
     def _check_update(self, chunk: int, step: int, who: str) -> None:
         assert self._states.trains[chunk], f"{who}: chunk {chunk} is frozen"
         is_due = self._updates[chunk] == step < self._num_steps
         assert is_due, f"{who}: step {step} behind {self._updates[chunk]} updates"
-        late = [p for p in self._states.chunks[chunk] if not self.gradients.is_whole(p)]
+        late = [p for p in self._states.chunks[chunk] if not self._gradients.is_whole(p)]
         assert not late, f"{who}: gradients of {len(late)} parameters are not whole yet"
-
-    def _totals(self, unit: int, who: str) -> dict[int, Tensor]:
-        """Where the sums of a unit's gradients lie, shaped like the parameters."""
-        states, parts = self._states, dict[int, Tensor]()
-        for chunk in self._grown[unit]:
-            region = states.weight(chunk) if self._reuses else states.gradient(chunk)
-            is_begun = self._reuses or chunk in states.pending
-            storage = self._store.storage(region, Tier.GPU, who, as_new=is_begun)
-            parts.update(zip(states.chunks[chunk], states.numbers(chunk, storage), strict=True))
-        own = self.units.trained_of[unit]
-        return {p: parts[p].view(states.parameters[p].shape) for p in own}
 
     def _ids_of(self, microbatch: int) -> Tensor:
         if microbatch not in self._ids:
@@ -210,17 +198,6 @@ class Trainer:
         return unit == self.units.num_units - 1
 
     # ---- what it leaves
-    def _add(self, p: int, gradient: Tensor, total: Tensor) -> None:
-        states, chunk = self._states, self._states.chunk_of[p]
-        if not self.gradients.add(p, gradient, total):
-            return
-        if self._reuses:
-            self._overwritten.add(p)
-        else:
-            states.pending.add(chunk)
-        region = states.weight(chunk) if self._reuses else states.gradient(chunk)
-        self._store.wrote(region, Tier.GPU)
-
     def _end_microbatch(self, microbatch: int) -> None:
         del self._ids[microbatch]
         step, rest = divmod(microbatch + 1, self._microbatches)
@@ -232,13 +209,13 @@ class Trainer:
         states = self._states
         with self._lock:  # the last chunk of a step ends it, once
             states.pending.discard(chunk)
-            self._overwritten.difference_update(states.chunks[chunk])
+            self._sums.overwritten.difference_update(states.chunks[chunk])
             self._updates[chunk] += 1
             self._due.remove(chunk)
             if not self._due:
-                self._due = set(self._trained)
+                self._due = set(self._sums.chunks)
                 self._end_step(step)
 
     def _end_step(self, step: int) -> None:
-        self.gradients.begin_step()
+        self._gradients.begin_step()
         self._states.has_ended = step + 1 == self._num_steps

@@ -42,6 +42,7 @@ class TrainingMachine:
         op = launch.op
         if isinstance(op, Copy):
             return op.src.region.kind is not Kind.KV
+        assert isinstance(op, Compute), "measured worlds take groups of one"
         return op.slices[0].job.training is not None
 
     def prepare(self, launch: Launch) -> Trained:
@@ -58,7 +59,7 @@ class TrainingMachine:
         op = prepared.launch.op
         if isinstance(op, Copy):
             self.store.copy(op.src, op.dst)
-        else:
+        elif isinstance(op, Compute):
             for piece in op.slices:
                 self._run(op, piece)
         return ()

@@ -45,8 +45,11 @@ class AiConfiguratorCost(ShapePriced):
 
     @classmethod
     def load(cls, folder: Path, device: Device, model: ModelSpec) -> AiConfiguratorCost:
-        """Reads gemm, context and generation attention tables of one device (parquet)."""
-        gemm = pd.read_parquet(folder / "gemm.parquet")
+        """Reads gemm, context and generation attention tables of one device (parquet).
+
+        ValueError where one is missing.
+        """
+        gemm = _rows(folder, "gemm")
         gemm = keep_sane(_gemm_work(gemm[gemm["gemm_dtype"] == model.dtype]), device, model, "gemm")
         hidden, inner, item = model.hidden_size, model.intermediate_size, model.query_size
         shapes = [(item + 2 * model.kv_size, hidden), (hidden, item)]
@@ -146,13 +149,21 @@ def product_table(rows: Any, outputs: int, inputs: int) -> Table:
     return Table((tuple(int(m) for m in total.index),), tuple(float(t) for t in total))
 
 
+def _rows(folder: Path, table: str) -> Any:
+    """The table whose file's name begins so. ValueError where there is none."""
+    found = sorted(folder.glob(f"{table}*.parquet"))
+    if not found:
+        raise ValueError(f"{folder} has no {table}*.parquet; add that table of AIConfigurator's")
+    return pd.read_parquet(found[0])
+
+
 def _gemm_work(rows: Any) -> Any:
     m, n, k = (rows[axis].astype(float) for axis in ("m", "n", "k"))
     return rows.assign(flops=2 * m * n * k, nbytes=2 * (m * k + k * n + m * n))
 
 
 def _attention(folder: Path, device: Device, model: ModelSpec) -> tuple[Lookup, Ragged]:
-    prompts = _heads(pd.read_parquet(next(folder.glob("context_attention*.parquet"))), model)
+    prompts = _heads(_rows(folder, "context_attention"), model)
     prompts = prompts[prompts["batch_size"] == 1]
     isl, width = prompts["isl"].astype(float), float(model.query_size)
     moved = 2.0 * model.item_bytes * isl * (model.query_size + model.kv_size)
@@ -160,7 +171,7 @@ def _attention(folder: Path, device: Device, model: ModelSpec) -> tuple[Lookup, 
     prompts = keep_sane(prompts, device, model, "context attention")
     times = prompts.groupby("isl")["latency"].median() * 1e6
     prompt = Table((tuple(int(x) for x in times.index),), tuple(float(t) for t in times))
-    decodes = _heads(pd.read_parquet(next(folder.glob("generation_attention*.parquet"))), model)
+    decodes = _heads(_rows(folder, "generation_attention"), model)
     keys = decodes["batch_size"].astype(float) * (decodes["step"] + decodes["isl"])
     moved = 2.0 * model.item_bytes * keys * model.kv_size
     decodes = decodes.assign(flops=4.0 * keys * model.query_size, nbytes=moved)

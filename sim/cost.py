@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 from engine.cohort import Behind
 from engine.executor import Launch, Piece, Pieces
 from engine.model import ModelSpec
-from engine.plan import HOST_LANE, Compute, Copy, Op, Place, Slice, Tier, Work
+from engine.plan import HOST_LANE, Collective, Compute, Copy, Op, Pattern, Place, Slice, Tier, Work
 from sim.prices import Prices
 from sim.trained import Trained, workspace_of
 
@@ -34,6 +34,9 @@ class LaunchCost(Protocol):
     def copy_ns(self, launch: Launch, contended: bool = False) -> int:
         """`contended`: the other direction of the same link is busy."""
 
+    def collective_ns(self, launch: Launch) -> int:
+        """An exchange of the device's group."""
+
     def host_ns(self, launches: Sequence[Launch]) -> int:
         """Deciding and preparing one plan."""
 
@@ -52,6 +55,9 @@ class ShapeCost(Protocol):
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
         """One copy; `direction` is the lane's name, such as gpu->host."""
+
+    def exchange_ns(self, pattern: Pattern, nbytes: int) -> int:
+        """One collective of the device's group over so many bytes."""
 
     def plan_ns(self, items: int, prompts: int = 0) -> int:
         """The host's part of a plan of so many slices and copies, and prompts among them."""
@@ -102,12 +108,27 @@ class ShapePriced:
         """Duration of a copy."""
         return self.transfer_ns(launch.op.lane[1], launch.nbytes, contended)
 
+    def collective_ns(self, launch: Launch) -> int:
+        """Duration of an exchange of the device's group."""
+        op = launch.op
+        assert isinstance(op, Collective)
+        return self.exchange_ns(op.pattern, launch.nbytes)
+
+    def exchange_ns(self, pattern: Pattern, nbytes: int) -> int:
+        """ValueError: whoever knows no groups has no price for it."""
+        raise ValueError(
+            f"{cast(LaunchCost, self).provenance} knows no groups; take the device's roofline "
+            "(profile=null), or group.devices=1"
+        )
+
     def host_traffic(self, launch: Launch) -> int:
         """Bytes of the host's memory that a copy or a launch on the host's lane goes through."""
         op = launch.op
         if isinstance(op, Copy):
             return launch.nbytes if Tier.HOST in (op.src.tier, op.dst.tier) else 0
-        return 0 if op.on != HOST_LANE else sum([self.prices.moved_bytes(op, s) for s in op.slices])
+        if isinstance(op, Collective) or op.on != HOST_LANE:
+            return 0
+        return sum([self.prices.moved_bytes(op, s) for s in op.slices])
 
     def host_ns(self: _Shapes, launches: Sequence[Launch]) -> int:
         """Deciding and preparing one plan."""
@@ -117,9 +138,9 @@ class ShapePriced:
     def peak_bytes(self: _Shapes, launch: Launch) -> int | None:
         """Workspace: the model's formula where it serves, and what was laid out where it trains.
 
-        None for copies, and for training that nobody laid out.
+        None for copies and collectives, and for training that nobody laid out.
         """
-        if isinstance(launch.op, Copy):
+        if not isinstance(launch.op, Compute):
             return None
         op, training = launch.op, training_slices(launch)
         nbytes = [workspace_of(op, piece) for piece in training]
@@ -206,6 +227,8 @@ class PolicyCost:
         """Predicted duration, with the jobs as they are."""
         if isinstance(op, Copy):
             return self.cost.copy_ns(Launch(op, nbytes=self.nbytes(op.src)))
+        if isinstance(op, Collective):
+            return self.cost.collective_ns(Launch(op, nbytes=op.nbytes))
         pieces = tuple(
             Piece(s.job.job_id, s.tokens, s.job.computed_tokens, s.tokens == left, ())
             for s in op.slices

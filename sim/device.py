@@ -9,10 +9,12 @@ from itertools import chain
 from math import inf, log
 
 CURVES = ("linear_compute", "linear_memory", "prefill_compute", "decode_memory")
+CURVES_BY_DEVICES = ("peer_share", "link_share", "host_share")  # of a node that do the same at once
 COUNTS = (
     "reserve_bytes",
     "host_bytes",
     "link_ns",
+    "hop_ns",
     "kernel_ns",
     "dispatch_ns",
     "sequence_kernels",
@@ -70,10 +72,18 @@ class Device:
     # Of the DRAM of the host, which all devices, copies and updates there share; None: not stated.
     host_bandwidth_bytes_per_s: float | None = None
     update_share: float = 0.4  # of it that an update on the host reaches
+    # Of groups: to other nodes, one direction, all adapters of a node; what a hop of a ring takes.
+    network_bytes_per_s: float | None = None
+    hop_ns: int = 5000  # assumed
+    # By devices of a node that do the same at once: what rings reach of the peer rate, what each
+    # keeps of its link to the host, and of the rate of updates there (default: an equal part).
+    peer_share: Curve = ((1, 1.0),)
+    link_share: Curve = ((1, 1.0),)
+    host_share: Curve = ((1, 1.0), (1024, 1 / 1024))
     is_cpu: bool = False  # the stand-in: a CPU allocates otherwise than an engine on a GPU
 
     def __post_init__(self) -> None:
-        for name in CURVES:
+        for name in (*CURVES, *CURVES_BY_DEVICES):
             points = tuple((float(x), float(y)) for x, y in getattr(self, name))
             is_rising = list(points) == sorted(points)
             if not points or not is_rising or not all(0 < n < inf for n in chain(*points)):
@@ -94,7 +104,11 @@ class Device:
         links = [self.to_device_bytes_per_s, self.to_host_bytes_per_s]
         links += [
             rate
-            for rate in (self.peer_bytes_per_s, self.host_bandwidth_bytes_per_s)
+            for rate in (
+                self.peer_bytes_per_s,
+                self.host_bandwidth_bytes_per_s,
+                self.network_bytes_per_s,
+            )
             if rate is not None
         ]
         if not all(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import simpy
 
 from engine.executor import Launch, Span
 from engine.lanes import Lanes
-from engine.plan import HOST_LANE, Copy, Lane, Op, Pool
+from engine.plan import HOST_LANE, Collective, Compute, Copy, Lane, Op, Pool
 from sim.cost import LaunchCost
 from sim.host_memory import HostMemory
 
@@ -37,15 +38,18 @@ class SimExecutor:
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
         """Gives the launch its span; nothing else happens."""
         lane, is_copy = launch.op.lane, isinstance(launch.op, Copy)
+        if isinstance(launch.op, Collective):
+            self._lanes.place(launch, self.cost.collective_ns(launch), done)
+            return
         if not is_copy and lane[1] != HOST_LANE:
             self._lanes.place(launch, self.cost.compute_ns(launch), done)
             return
         start_ns = self._lanes.start_ns(launch)
         alone_ns = self._copy_ns(launch, start_ns) if is_copy else self.cost.compute_ns(launch)
         traffic = self._traffic(launch)
-        duration_ns = self._host_memory.duration_ns(lane, start_ns, alone_ns, traffic)
-        self._busy_until[lane] = start_ns + duration_ns
-        self._lanes.place(launch, duration_ns, done)
+        end_ns = start_ns + self._host_memory.duration_ns(lane, start_ns, alone_ns, traffic)
+        self._busy_until[lane] = end_ns
+        self._lanes.hold(launch, Span(launch.op, start_ns, end_ns), done)
 
     def _copy_ns(self, launch: Launch, start_ns: int) -> int:
         is_contended = self._busy_until[_opposite(launch.op.lane)] > start_ns
@@ -65,7 +69,7 @@ class SimExecutor:
 
     def peak_bytes(self, launch: Launch) -> int | None:
         """Predicted workspace; spans say none, since it is wanted only where rows are written."""
-        return None if isinstance(launch.op, Copy) else self.cost.peak_bytes(launch)
+        return self.cost.peak_bytes(launch) if isinstance(launch.op, Compute) else None
 
     def ends_ns(self, ops: Sequence[Op]) -> list[int]:
         """When operations in flight will end."""
@@ -79,6 +83,7 @@ class SimExecutor:
         """Nothing is held here."""
 
 
+@lru_cache(maxsize=1 << 10)
 def _opposite(lane: Lane) -> Lane:
     device, name = lane
     return (device, "->".join(reversed(name.split("->"))))

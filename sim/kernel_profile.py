@@ -18,7 +18,7 @@ from sim.cost import ShapePriced
 from sim.load import Load, load_of, sizes
 from sim.ragged import Ragged, Watch
 from sim.skew import Mix, Skew, fit_skew
-from sim.table import Lookup, Table, check_finite
+from sim.table import Lookup, Table, check_times
 
 PER_LAYER = {
     "layernorm": 2,
@@ -137,14 +137,14 @@ class KernelProfileCost(ShapePriced):
         if not decodes:
             return self.attention.value((chunk, behind, 0, 0))
         rows, mean = self._rows(chunk, behind, decodes), past / decodes
-        at_mean = sum(weight * row.value((mean,)) for row, weight in rows)
+        at_mean = sum([weight * row.value((mean,)) for row, weight in rows])
         if most == least:
             return at_mean
         mix = Mix(chunk, behind, decodes, (mean - least) / (most - least), most)
         alpha = self.skew.alpha(mix)
         if not alpha:
             return at_mean
-        reach = sum(weight * row.value((most,)) for row, weight in rows) - at_mean
+        reach = sum([weight * row.value((most,)) for row, weight in rows]) - at_mean
         return at_mean + alpha * max(0.0, reach)
 
     def repeat_ns(self, launch: Launch, count: int) -> Any:
@@ -195,14 +195,14 @@ class KernelProfileCost(ShapePriced):
 
 def _weighted(rows: list[tuple[Ragged, float]], points: Any) -> Any:
     """Sums of rows at many points of their only axis."""
-    return sum(weight * row.values(points) for row, weight in rows)
+    return sum([weight * row.values(points) for row, weight in rows])
 
 
 def _summed(rows: Any, axis: str, counts: dict[str, int]) -> Table:
     """One table in ns of all layers named, each so many times. ValueError where one is missing."""
-    check_finite(rows["time_us"])
+    check_times(rows["time_us"])
     times = rows.pivot(index=axis, columns="layer", values="time_us")
     if missing := counts.keys() - set(times.columns):
         raise ValueError(f"kernel profile lacks {', '.join(sorted(missing))}; profile them too")
-    total = sum(times[name] * count for name, count in counts.items()).dropna() * 1e3
+    total = sum([times[name] * count for name, count in counts.items()]).dropna() * 1e3
     return Table((tuple(int(x) for x in total.index),), tuple(float(y) for y in total))

@@ -29,7 +29,8 @@ class Load(NamedTuple):
         ends: Sequence[int] = (),
     ) -> Load:
         """Of slices by tokens and context; before them decodes, of which sum and ends are known."""
-        past, chunk, behind = list[int](), 0, 0
+        past: list[int] = []
+        chunk = behind = 0
         for n, context in slices:
             if n == 1 and context:
                 past.append(context + 1)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from sim.table import Nodes, check_finite, hats, warn_beyond
+from sim.table import Nodes, check_times, hats, warn_beyond
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ragged:
     """Nodes of the first axis, and for each a value or the table of the axes after it."""
 
@@ -20,17 +21,23 @@ class Ragged:
 
     def value(self, point: Sequence[float]) -> float:
         """Straight between nodes and beyond the last; before the first, its value."""
-        return sum(weight * part for part, weight in self._cut(point) if isinstance(part, float))
+        return sum([weight * part for part, weight in self._cut(point) if isinstance(part, float)])
 
     def values(self, points: Any) -> Any:
         """The same of a table with one axis, at an array of points."""
-        nodes, parts = np.asarray(self.nodes), np.asarray(self.parts, float)
+        nodes, parts = self._arrays
         if len(nodes) == 1:
             return np.full(len(points), parts[0])
         points = np.maximum(points, nodes[0])
-        high = np.clip(np.searchsorted(nodes, points, side="right"), 1, len(nodes) - 1)
+        high = np.searchsorted(nodes, points, side="right")
+        high = np.minimum(np.maximum(high, 1), len(nodes) - 1)
         share = (points - nodes[high - 1]) / (nodes[high] - nodes[high - 1])
         return (1.0 - share) * parts[high - 1] + share * parts[high]
+
+    @cached_property
+    def _arrays(self) -> tuple[Any, Any]:
+        """Nodes and values of a table with one axis."""
+        return np.asarray(self.nodes), np.asarray(self.parts, float)
 
     def rows(self, point: Sequence[float]) -> list[tuple[Ragged, float]]:
         """The tables that are left when all axes but the last are fixed, with their weights."""
@@ -58,14 +65,14 @@ class Ragged:
     def of(cls, rows: Iterable[Sequence[float]]) -> Ragged:
         """From rows of coordinates with the value last; the last of equal ones counts.
 
-        ValueError for a value that is no finite number.
+        ValueError for a value that is no time.
         """
         groups: dict[int, list[Sequence[float]]] = {}
         for row in rows:
             groups.setdefault(int(row[0]), []).append(row[1:])
         nodes = tuple(sorted(groups))
         parts = [groups[node] for node in nodes]
-        check_finite(part[-1][0] for part in parts if len(part[0]) == 1)
+        check_times(part[-1][0] for part in parts if len(part[0]) == 1)
         return cls(nodes, tuple(p[-1][0] if len(p[0]) == 1 else cls.of(p) for p in parts))
 
 

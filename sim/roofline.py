@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from engine.model import ModelSpec
 from engine.operators import Operator, operators
-from engine.plan import HOST_LANE
+from engine.plan import HOST_LANE, Pattern
 from sim.cost import ShapePriced
 from sim.device import Device, share
+from sim.group import NO_GROUP, Group, exchange_ns
 from sim.trained import Trained
 from sim.training_operators import training_operators
 
@@ -24,6 +25,7 @@ class Roofline(ShapePriced):
     device: Device
     model: ModelSpec
     page_tokens: int = 16
+    group: Group = NO_GROUP
     form: str = field(default="roofline", init=False)
 
     @property
@@ -66,6 +68,10 @@ class Roofline(ShapePriced):
         rate = device.link_rate(direction)
         rate *= device.duplex if contended else 1.0
         return device.link_ns + round(nbytes / rate * 1e9)
+
+    def exchange_ns(self, pattern: Pattern, nbytes: int) -> int:
+        """A collective of the device's group. ValueError where it has no link to others."""
+        return exchange_ns(self.device, self.group, pattern, nbytes)
 
     def plan_ns(self, items: int, prompts: int = 0) -> int:
         """A constant for the plan and one for each of its slices and copies."""

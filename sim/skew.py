@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from sim.table import check_times
+
 Bucket = tuple[int, ...]  # the class on each axis
 EDGES = (  # upper ends of the classes; the profile's own nodes lie at or below them
     (0, 22, 45, 90, 181, 362, 724, 1448),  # prompt tokens: halfway between 16, 32, ... 2048
@@ -15,6 +17,7 @@ EDGES = (  # upper ends of the classes; the profile's own nodes lie at or below 
     (0.05, 0.15, 0.4, 0.7),  # shape: (mean - least) / (most - least) of their contexts
     (1024, 4096, 16384),  # their longest context
 )
+TIMES = ("t_mean_us", "t_max_us", "t_skew_us")  # columns of skew.csv.gz
 
 
 class Mix(NamedTuple):
@@ -49,10 +52,14 @@ def fit_skew(rows: Any, per_bucket: bool) -> Skew:
 
     `rows`: a frame of skew.csv.gz with pc, kp (prompt and context), n (decodes), nb (of them long),
     kv_big (how long), t_mean_us, t_max_us, t_skew_us. Times are sums of three runs, which cancels
-    here. A batch of two lengths has the shape nb / n.
+    here. A batch of two lengths has the shape nb / n. Rows whose longest context takes as long as
+    the mean tell nothing. ValueError for what is no time.
     """
+    for name in TIMES:
+        check_times(rows[name])
     reach, over = rows["t_max_us"] - rows["t_mean_us"], rows["t_skew_us"] - rows["t_mean_us"]
-    default = float((reach * over).sum() / (reach * reach).sum())
+    all_xx = float((reach * reach).sum())
+    default = float((reach * over).sum()) / all_xx if all_xx else 0.0
     if not per_bucket:
         return Skew(default)
     sums: dict[Bucket, tuple[float, float]] = {}
@@ -61,4 +68,4 @@ def fit_skew(rows: Any, per_bucket: bool) -> Skew:
         key = Mix(*mix).bucket
         xy, xx = sums.get(key, (0.0, 0.0))
         sums[key] = xy + x * y, xx + x * x
-    return Skew(default, {key: xy / xx for key, (xy, xx) in sums.items()})
+    return Skew(default, {key: xy / xx for key, (xy, xx) in sums.items() if xx})

@@ -34,6 +34,14 @@ def check_finite(values: Iterable[float]) -> None:
             )
 
 
+def check_times(values: Iterable[float]) -> None:
+    """ValueError for a measured time that is no finite number, or below zero."""
+    times = list(values)
+    check_finite(times)
+    if (least := min(times, default=0.0)) < 0:
+        raise ValueError(f"a cost is {least}, below zero; measure it again or leave it out")
+
+
 def warn_beyond(table: str, first: object) -> None:
     """Says in the log, for the first look-up outside a table, what that means and what helps."""
     log.warning(
@@ -71,7 +79,7 @@ class Table:
 
     def value(self, point: Sequence[float]) -> float:
         """Nanoseconds at a point; never below zero, also far outside."""
-        return max(0.0, sum(self.values[i] * weight for i, weight in self.weights(point)))
+        return max(0.0, sum([self.values[i] * weight for i, weight in self.weights(point)]))
 
     def covers(self, point: Sequence[float]) -> bool:
         """Whether the point lies between the first and the last node of each axis."""

@@ -139,6 +139,8 @@ def update_of(
     parameters, units = _parameters(model, job.recipe)
     own = units[chunk] if layout is None else layout.chunks[chunk].parameters
     elements = sum(parameters[p].elements for p in own if parameters[p].trains)
+    if layout is not None and layout.chunks[chunk].remote_bytes:
+        elements = -(-elements // layout.ranks)  # of the device's own part
     moved, dtype = element_bytes(job.recipe), job.recipe.dtype
     return Trained(UPDATE, CHUNK, dtype, elements=elements, element_bytes=moved, lane=lane)
 
@@ -158,12 +160,12 @@ def element_bytes(recipe: Recipe) -> int:
 
 def workspace_of(op: Compute, piece: Slice) -> int | None:
     """Bytes a training slice takes and gives back, by its layout; None where nobody laid it out."""
-    assert piece.job.training is not None, "a slice that serves"
-    layout = piece.job.training.layout
-    if layout is None:
+    training = piece.job.training
+    assert training is not None, "a slice that serves"
+    if (layout := training.layout) is None:
         return None
     if piece.work is Work.UPDATE:
-        return 0
+        return max(layout.chunks[c].update_bytes for c in piece.layers or training.trained_by)
     work, numbers = _work(op, piece), piece.layers or range(layout.num_units)
     return max(_workspace(layout, unit, work) for unit in numbers)
 

@@ -17,10 +17,11 @@ from engine.executor import Launch, Pieces
 from engine.model import ModelSpec
 from engine.plan import Compute
 from sim.cost import ShapePriced, forward_shape, shifted
-from sim.table import check_finite, warn_beyond
+from sim.table import check_times, warn_beyond
 
 ONCE = ("attn_pre_proj", "attn_post_proj", "attn_rope", "mlp_up_proj", "mlp_act", "mlp_down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm", "add")
+BY_SHAPE = ("attn_kv_cache_save", "attn_prefill", "attn_decode")
 PADDED_TO = 8  # tokens of a launch, for all dense operators
 KV_STEP = 64  # tokens of context between two nodes
 GQA_FACTOR = 1.1  # Vidur's constant for grouped heads where several sequences share a launch
@@ -48,17 +49,20 @@ class VidurCost(ShapePriced):
 
     @classmethod
     def load(cls, path: Path, model: ModelSpec) -> VidurCost:
-        """Reads one npz of lookup tables. ValueError where it is none, or a time is not finite."""
+        """Reads one npz of lookup tables.
+
+        ValueError where it is none, where a table is missing, and for what is no time.
+        """
         try:
             with path.open("rb") as file, np.load(file) as arrays:
                 tables = {name: arrays[name].tolist() for name in arrays.files}
         except (OSError, ValueError, BadZipFile) as error:
             raise ValueError(f"{path} holds no Vidur tables ({error}); give one .npz") from None
-        if missing := {"attn_prefill_ms", "attn_decode_ms", "mlp_up_proj_ms"} - tables.keys():
+        if missing := {f"{name}_ms" for name in (*ONCE, *NORMS, *BY_SHAPE)} - tables.keys():
             raise ValueError(f"{path} lacks {', '.join(sorted(missing))}; give a Vidur table")
         for name in filter(lambda name: name.endswith("_ms"), tables):
             try:
-                check_finite(np.ravel(tables[name]))
+                check_times(np.ravel(tables[name]))
             except ValueError as error:
                 raise ValueError(f"{path}, table {name}: {error}") from None
         return cls(tables, model, str(path))
@@ -100,7 +104,8 @@ class VidurCost(ShapePriced):
 
     def _decodes_ns(self, decodes: int, past: int, count: int) -> list[int]:
         """Decodes alone: their mean context moves on by one a step, its node every KV_STEP."""
-        once, mean, found = self._once_ms(decodes), past // decodes, list[int]()
+        once, mean = self._once_ms(decodes), past // decodes
+        found: list[int] = []
         while len(found) < count:
             steps = min(count - len(found), KV_STEP - (mean + len(found) - 1) % KV_STEP)
             ms = self._decode_ms(decodes, past + len(found) * decodes)
@@ -129,7 +134,8 @@ class VidurCost(ShapePriced):
         if not cut:
             return [once + self._decode_ms(decodes, past + i * decodes) for i in range(count)]
         rows, side = self.tables["attn_prefill_ms"], round(sqrt(sum([n * n for n, _ in cut])))
-        grouped, found = self._grouped if len(cut) > 1 else 1.0, list[float]()
+        grouped = self._grouped if len(cut) > 1 else 1.0
+        found: list[float] = []
         for i in range(count):
             kv_nodes = sum([-(-(context + i * n) // KV_STEP) for n, context in cut])
             prompt = self._cell("attn_prefill_ms", rows, kv_nodes, side - 1) * grouped
@@ -211,7 +217,8 @@ def _sorted(rows: Iterable[tuple[int, int, int]], decodes: int = 0, behind: int 
 
     Vidur counts the token in hand to its context.
     """
-    past, cut = behind + decodes, list[tuple[int, int]]()
+    past = behind + decodes
+    cut: list[tuple[int, int]] = []
     for n, context, prompt in rows:
         if n == 1 and context >= prompt:
             decodes += 1

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.layout import Layout
 from engine.model import ModelSpec
 from engine.plan import SHARED_OWNER, Kind, PageSize, Place, Pool, Region, Tier
 from sim.device import Device
 from sim.memory import MemoryPlan, graph_bytes, plan_memory
+from tandem.shortage import Short, asks, check_reservation, check_whole, deficit
 from traces.request import Request
 
 GPU: Pool = (Tier.GPU, 0)
 HOST: Pool = (Tier.HOST, 0)
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,16 @@ def room_for(
     memory = memory_plan(budget, spec, device, page_tokens, requests, policy)
     given = _kv_bytes(budget, page)
     if given is not None and not _is_replay(policy):
-        _check_whole(budget, device, memory, given)
+        check_whole(budget, device, memory, given)
     kv = memory.left if given is None else given
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
     reserved = getattr(getattr(policy, "memory", None), "max_tokens", None)  # by each job, whole
     if reserved is not None and not budget.may_refuse:
-        _check_reservation(reserved, longest)
+        check_reservation(reserved, longest)
     needed = page.bytes_for(reserved or longest) + _spare_pages(policy) * page.nbytes
     if kv < (page.nbytes if budget.may_refuse else needed):
-        short = _Short(*_asks(longest, reserved), needed // page.nbytes, needed, needed - kv)
-        raise ValueError(_deficit(budget, device.memory_bytes, memory, short))
+        short = Short(*asks(longest, reserved), needed // page.nbytes, needed, needed - kv)
+        raise ValueError(deficit(budget, device.memory_bytes, memory, short))
     host = device.host_bytes if budget.host_bytes is None else budget.host_bytes
     capacity, weights = dict[Pool, int](), dict[Place, int]()
     for i in range(replicas):
@@ -158,50 +158,9 @@ def _is_replay(policy: Any) -> bool:
     return getattr(policy, "scheduling", None) is None
 
 
-def _check_whole(budget: Budget, device: Device, memory: MemoryPlan, kv: int) -> None:
-    """ValueError where KV of a given size has no room beside all else on the whole device."""
-    room = device.memory_bytes - memory.usable + memory.left  # for KV, whatever the fraction
-    if kv <= room:
-        return
-    key, pages = "kv_pages", max(0, room) // memory.page
-    most = f"budget.kv_pages={budget.kv_pages}; at most {pages} fit"
-    if budget.kv_bytes is not None:
-        key, most = "kv_bytes", f"budget.kv_bytes; at most {pages * memory.page} fit"
-    raise ValueError(
-        f"budget: {_mib(kv - room)} short: {_parts(memory)}, KV {_mib(kv)} ({most}) do not fit "
-        f"into the {_mib(device.memory_bytes)} of {device.name}; lower budget.{key} or the "
-        "scheduling's token_budget or max_jobs (activations), or take a smaller model or another "
-        "device"
-    )
-
-
-def _parts(memory: MemoryPlan) -> str:
-    """What lies on a device beside the KV."""
-    parts = f"weights {_mib(memory.weights)}, activations {_mib(memory.activation)}"
-    return f"{parts}, reserve {_mib(memory.reserve)}" if memory.reserve else parts
-
-
 def _spare_pages(policy: Any) -> int:
     """Pages that must be free beside those of a job, for the memory policies that ask for some."""
     return int(getattr(getattr(policy, "memory", None), "spare_pages", 0))
-
-
-def _asks(longest: int, reserved: int | None) -> tuple[str, str]:
-    """Whose need decides, in words, and what lowers it."""
-    if reserved is not None:
-        return f"a reservation of memory.max_tokens={reserved}", "lower memory.max_tokens"
-    words = "import the trace with a smaller max_total_tokens"
-    return f"the longest request ({longest} tokens)", words
-
-
-def _check_reservation(reserved: int, longest: int) -> None:
-    """ValueError if the longest request outgrows it: its last token is given, never kept."""
-    if longest - 1 > reserved:
-        raise ValueError(
-            f"memory.max_tokens={reserved}: the longest request needs {longest - 1}; raise it, or "
-            "take memory=paged_restart, or import the trace with a smaller max_total_tokens, or "
-            "allow refusals with budget.may_refuse=true"
-        )
 
 
 def _workspace_bytes(
@@ -225,37 +184,3 @@ def _workspace_bytes(
         samples = min(jobs, sum(tokens))
         sizes.append(spec.workspace_bytes(tokens, contexts, samples, page_tokens))
     return max(sizes)
-
-
-class _Short(NamedTuple):
-    """What a job needs of KV at most, and what is missing."""
-
-    who: str
-    less: str  # what makes it need less
-    pages: int
-    nbytes: int
-    missing_bytes: int
-
-
-def _deficit(budget: Budget, memory_bytes: int, memory: MemoryPlan, short: _Short) -> str:
-    if budget.kv_bytes is not None or budget.kv_pages is not None:
-        wanted = f"kv_pages to {short.pages}"
-        if budget.kv_bytes is not None:
-            wanted = f"kv_bytes to {short.nbytes}"
-        return (
-            f"budget: {short.who} needs {short.pages} pages of KV, "
-            f"{_mib(short.missing_bytes)} more than the budget has; raise budget.{wanted}, "
-            f"or {short.less}, or allow refusals with budget.may_refuse=true"
-        )
-    parts = f"{_parts(memory)}, {short.who} {_mib(short.nbytes)}"
-    return (
-        f"budget: {_mib(short.missing_bytes)} short: {parts} do not fit into "
-        f"{budget.fraction:g} of {_mib(memory_bytes)}; raise budget.fraction, lower the "
-        "scheduling's token_budget or max_jobs (activations), take a smaller model or "
-        "page_tokens, or "
-        f"{short.less}"
-    )
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / MIB:,.1f} MiB"

@@ -33,6 +33,11 @@ def main(words: Sequence[str]) -> int:
         help="that are fitted, half as many more are held out: more where neighbours make the "
         "machine's speed wander [%(default)s]",
     )
+    parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="replays whose requests arrive as arrival=... says, for a profile of that load",
+    )
     chosen = parser.parse_args(words)
     backend = [] if any(o.startswith("backend=") for o in chosen.overrides) else ["backend=cpu"]
     point = composed([*backend, *chosen.overrides], chosen.config_dir)
@@ -42,7 +47,7 @@ def main(words: Sequence[str]) -> int:
     if is_training:
         table = calibrate_training(point, folder)
     else:
-        table = calibrate(point, folder, chosen.replays)
+        table = calibrate(point, folder, chosen.replays, chosen.stream)
     print(told(table))
     took_s = time.perf_counter() - began
     print(f"profile: {folder}, made in {took_s:.0f} s  (use it with profile={folder})")

@@ -29,13 +29,13 @@ PACKAGES = ("engine", "policies", "sim")
 # not what adds floats up by sum(... for ...): mypyc adds plainly, Python 3.12 with compensation.
 MODULES = {
     "engine": (
-        "arrivals balance cohort course deliveries door draft ends engine executor flights growth "
-        "holdings jump lanes launcher ledger leftovers leg news pages plan policy prefix progress "
-        "questions recorder repeat returns reuse roster run scoreboard sharing standing trial job "
-        "view"
+        "arrivals balance booking cohort course deliveries door draft ends engine executor flights "
+        "growth holdings jump lanes launcher ledger leftovers leg news pages plan policy prefix "
+        "progress questions recorder repeat returns reuse roster run scoreboard sharing standing "
+        "trial job view"
     ),
     "policies": "order seating stretch",
-    "sim": "executor load vidur",
+    "sim": "executor kernel_profile load ragged skew table vidur",
 }
 
 # What mypyc must be told about a source; written into the copy alone.
@@ -46,6 +46,9 @@ MARKS = {
     "engine/engine.py": {"Stalled": NOT_NATIVE},
     "engine/recorder.py": {"Recorder": OPEN},
     "policies/seating.py": {"SeatingRules": OPEN},
+    "sim/kernel_profile.py": {"KernelProfileCost": NOT_NATIVE},
+    "sim/ragged.py": {"Ragged": NOT_NATIVE},
+    "sim/table.py": {"Lookup": NOT_NATIVE},
     "sim/vidur.py": {"VidurCost": NOT_NATIVE},
 }
 RECORDS = {  # dataclasses made so often that the `__init__` which dataclass makes would tell
@@ -134,10 +137,22 @@ def copied() -> list[Path]:
 
 
 def build() -> None:
-    """Copies the packages and compiles the copy, unless that was done. SystemExit if it fails."""
-    stamp, made_of = BUILD / STAMP, sources()
-    if stamp.is_file() and stamp.read_text() == made_of:
-        return
+    """Copies the packages and compiles the copy, unless that was done. SystemExit if it fails.
+
+    Waits for whoever builds there now: that may be this very build.
+    """
+    import fcntl
+
+    BUILD.parent.mkdir(parents=True, exist_ok=True)
+    with BUILD.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stamp, made_of = BUILD / STAMP, sources()
+        if not stamp.is_file() or stamp.read_text() != made_of:
+            _build()
+            stamp.write_text(made_of)
+
+
+def _build() -> None:
     shutil.rmtree(BUILD, ignore_errors=True)
     for path in copied():
         name = path.relative_to(ROOT).as_posix()
@@ -151,7 +166,6 @@ def build() -> None:
     done = subprocess.run(words, cwd=BUILD, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{done.stdout[-4000:]}{done.stderr[-4000:]}\ncompiled: mypyc failed")
-    stamp.write_text(made_of)
 
 
 def prepared(name: str, text: str) -> str:

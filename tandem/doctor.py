@@ -43,6 +43,13 @@ def _present(path: Path) -> str:
 def _gpu() -> str:
     if find_spec("torch") is None:
         return "torch is not installed"
+    try:
+        return _seen_by_torch()
+    except (ImportError, OSError, RuntimeError) as error:  # driver and libraries do not fit
+        return f"broken: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _seen_by_torch() -> str:
     import torch
 
     if not torch.cuda.is_available():

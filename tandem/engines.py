@@ -56,6 +56,8 @@ def on_ray(tasks: Sequence[Task], jobs: int, options: Options) -> Outcomes:
             task = running.pop(ready)
             try:
                 yield ray.get(ready)
+            except ray.exceptions.RayTaskError as error:  # what it raised: not tried again
+                yield lost(task, f"Ray: {_first_line(error.cause)}")
             except ray.exceptions.RayError as error:
                 times = 1 + int(chosen["max_retries"])
                 yield lost(task, f"Ray: {_first_line(error)}, {times} times")

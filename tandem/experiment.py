@@ -71,7 +71,7 @@ def replay(
     engine = engine_of(setting, world)
     before = world.probe()
     write_status(folder, RUNNING)
-    shown = progress_bar(engine, len(setting.requests), shows_progress)
+    shown = progress_bar(engine, setting.work, shows_progress)
     with no_full_collections(begins_with_one=world.meter is not None), shown:
         engine.replay(setting.work)
     drift = drift_of(before, world.probe())

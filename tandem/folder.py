@@ -48,7 +48,7 @@ def run_folder(folder: Path, keeps_rejected: bool = True) -> Iterator[Path]:
         else:
             _write_failure(aside, state, error)
             _rename(aside, folder)
-        if isinstance(error, ValueError) or not isinstance(error, Exception):
+        if state in (REJECTED, INTERRUPTED) or isinstance(error, Usage):
             raise
         raise RunFailed(
             f"{type(error).__name__}: {error} (traceback in {folder}/status.json)"
@@ -58,7 +58,8 @@ def run_folder(folder: Path, keeps_rejected: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def sole_user(lock: Path, others: str) -> Iterator[None]:
-    """Holds a lock file for the block; Usage, with what `others` are doing, where they hold it."""
+    """Holds a lock file for the block, then removes it; Usage, with what `others` are doing, where
+    they hold it."""
     import fcntl
 
     lock.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +68,10 @@ def sole_user(lock: Path, others: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise Usage(others) from error
-        yield
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)  # while it is still held
 
 
 def aside_of(folder: Path) -> Path:

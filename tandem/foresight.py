@@ -161,7 +161,7 @@ def told(found: Foresight) -> str:
     lines = [
         f"fits: {trainee.spec.name}, {trainee.spec.parameters / 1e6:,.1f} M parameters, "
         f"{trainee.job.sequences} x {trainee.job.sequence_tokens} tokens, "
-        f"{trainee.job.microbatches} to a step",
+        f"{trainee.job.microbatches} to a step{_shared(trainee.job.ranks)}",
         f"step: {shown_seconds(found.step_s)} ({metrics['train_tokens_per_s']:.4g} tokens/s; "
         f"{found.setting.cost.form}); the first {shown_seconds(metrics['first_train_step_s'])}",
         f"time: {', '.join(works)}; lanes busy: {', '.join(lanes)}",
@@ -172,6 +172,11 @@ def told(found: Foresight) -> str:
         used = f"{shown_bytes(peak['used'])} of {shown_bytes(capacity)}"
         lines.append(f"{tier} peak: {used}: {', '.join(parts) or 'nothing'}")
     return "\n".join(lines)
+
+
+def _shared(ranks: int) -> str:
+    """Memory and lanes below are those of one device."""
+    return f", on {ranks} devices each" if ranks > 1 else ""
 
 
 def _tell_largest(point: Composed, is_silent: bool) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from engine.executor import Meter
 from engine.plan import Pool, Tier
-from tandem.budget import MIB
 from tandem.setting import Setting
+from tandem.shortage import MIB
 from tandem.workload import warn_of_ids
 from traces.prompts import prompt_of
 

@@ -61,6 +61,8 @@ def replay_server(
     """
     if setting.replicas > 1:
         raise ValueError("backend=openai: a server has its own replicas; leave out replicas=")
+    if setting.trainees:
+        raise ValueError("backend=openai: a server trains nothing; leave out training=")
     server = server_of(backend)
     prompts = prompts_of(setting, backend)
     write_status(folder, RUNNING)

@@ -16,6 +16,8 @@ PATHS = (
     "trace.lengths",
     "arrival.path",
     "backend.tokenizer",
+    "training.data.path",
+    "training.data.tokenizer",
 )
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,21 @@ from tandem.errors import RunFailed
 from tandem.experiment import run_experiment, write_config
 from tandem.folder import OK, aside_of, run_folder, status_of
 from tandem.paths import with_absolute_paths, with_paths
-from tandem.provenance import versions
+from tandem.provenance import ROOT, versions
 from traces.fingerprint import content_hash
 
 KEY_DIGITS = 16
 CODE = ("traces", "engine", "policies", "sim", "runtime", "tandem")
 # of analysis: what metrics.json is made by
-MEASURES = ("classes.py", "metrics.py", "replicas.py", "run.py", "usage.py")
+MEASURES = (
+    "classes.py",
+    "metrics.py",
+    "replicas.py",
+    "run.py",
+    "training.py",
+    "usage.py",
+    "yaml_text.py",
+)
 
 
 @dataclass(frozen=True)
@@ -116,10 +123,12 @@ def metrics_of(folder: Path) -> dict[str, Any]:
 
 @cache
 def code_version() -> str:
-    """One hash of the sources that a result depends on, and of the versions of libraries."""
-    roots = [Path(str(files(name))) for name in CODE]
-    paths = [path for root in roots for path in sorted(root.rglob("*.py"))]
-    paths += [Path(str(files("analysis"))) / name for name in MEASURES]
+    """One hash of the sources that a result depends on, and of the versions of libraries.
+
+    Of the sources also where they run compiled: both forms give the same results.
+    """
+    paths = [path for name in CODE for path in sorted((ROOT / name).rglob("*.py"))]
+    paths += [ROOT / "analysis" / name for name in MEASURES]
     digest = hashlib.sha256(json.dumps(versions(), sort_keys=True).encode())
     for path in paths:
         digest.update(path.name.encode() + path.read_bytes())

@@ -27,7 +27,6 @@ from tandem.pace import about, is_auto, measured_ns, with_reference
 from tandem.provenance import commit
 from tandem.setting import setting_of, spec_of
 from tandem.worlds import MEASURED, world_of
-from traces.request import Request
 from traces.store import write_trace
 
 COST = "cost.json"
@@ -37,13 +36,17 @@ FITTED, HELD_OUT = "fitted", "held-out"  # folders of replays, followed by a num
 AGAIN = "another replay: "  # rows of the held-out errors that are not of held-out shapes
 
 
-def calibrate(point: Composed, folder: Path, replays: int = REPLAYS) -> pd.DataFrame:
+def calibrate(
+    point: Composed, folder: Path, replays: int = REPLAYS, streams: bool = False
+) -> pd.DataFrame:
     """Profiles the backend of a configuration and fits its tables into `folder`.
 
     A grid of shapes, and replays of made-up requests through the whole engine before and behind it,
     which show what the host needs and what launches take in their places: `replays` of them, more
     where a neighbour's moods should average out. Then half as many of other requests, which the
-    fit does not see. Returns the errors on what was held out, see `judged`.
+    fit does not see. `streams`: they arrive as the configuration says, for a profile of one load;
+    in a steady stream launches took 2 to 8 % longer here than those of equal batch and contexts in
+    replays that come all at once and ebb. Returns the errors on what was held out, see `judged`.
     """
     point = replace(point, config={**point.config, "replicas": 1})  # all are alike
     backend = point.config["backend"]["name"]
@@ -56,10 +59,10 @@ def calibrate(point: Composed, folder: Path, replays: int = REPLAYS) -> pd.DataF
     setting_of(point)  # what is wrong is told before anything is written
     lock = folder.with_name(f".{folder.name}.lock")
     with sole_user(lock, f"{folder}: another calibration is running there"):
-        return _measured(point, folder, replays)
+        return _measured(point, folder, replays, streams)
 
 
-def _measured(point: Composed, folder: Path, replays: int) -> pd.DataFrame:
+def _measured(point: Composed, folder: Path, replays: int, streams: bool) -> pd.DataFrame:
     """All that a profile is made of, aside and renamed in the end."""
     aside = aside_of(folder)
     shutil.rmtree(aside, ignore_errors=True)  # of a calibration that was killed
@@ -72,9 +75,9 @@ def _measured(point: Composed, folder: Path, replays: int) -> pd.DataFrame:
     for number in range(replays):
         if number == half:
             _profile_shapes(point, aside)
-        fitted_replay(point, aside, number)
+        fitted_replay(point, aside, number, streams)
     for number in range(half):
-        _replay(point, aside, f"{HELD_OUT}-{number}", seed + 2 * number + 1, REQUESTS)
+        _replay(point, aside, f"{HELD_OUT}-{number}", 2 * number + 1, REQUESTS, streams)
     table = judged(refitted(aside), aside)
     table.to_csv(aside / "errors.csv")
     if folder.is_dir():
@@ -83,22 +86,10 @@ def _measured(point: Composed, folder: Path, replays: int) -> pd.DataFrame:
     return table
 
 
-def fitted_replay(point: Composed, folder: Path, number: int) -> None:
-    """Measures one more replay for the fit of a profile."""
-    seed, count = int(point.config["seed"]), replayed_count(point.config["scheduling"])
-    _replay(point, folder, f"{FITTED}-{number}", seed + 2 * number, count)
-
-
-def fitted_stream(point: Composed, folder: Path, number: int) -> None:
-    """Measures a replay for the fit whose requests arrive as the configuration says.
-
-    For a profile of one load. In a steady stream launches took 2 to 8 % longer here than those of
-    equal batch and contexts in `requests`, which come all at once and ebb within seconds.
-    """
-    seed, name = int(point.config["seed"]) + number + 1, f"{FITTED}-{number}"
-    made_up = stream(spec_of(point).max_positions, seed)
-    own = replace(point, config={**point.config, "seed": seed})  # arrivals of its own
-    _replay_of(made_up, own, folder, name, seed)
+def fitted_replay(point: Composed, folder: Path, number: int, streams: bool = False) -> None:
+    """Measures one more replay for the fit of a profile; see `calibrate`."""
+    count = replayed_count(point.config["scheduling"])
+    _replay(point, folder, f"{FITTED}-{number}", 2 * number, count, streams)
 
 
 def refitted(folder: Path) -> TableCost:
@@ -204,20 +195,24 @@ def replayed_count(scheduling: Mapping[str, Any] | None) -> int:
     return min(max(REQUESTS, most), MOST_REQUESTS)
 
 
-def _replay(point: Composed, folder: Path, name: str, seed: int, count: int) -> None:
-    """So many made-up requests at once through the whole engine, into a folder of that name."""
-    made_up = requests(spec_of(point).max_positions, seed, count)
-    arrival = {"_target_": "traces.arrivals.AllAtOnce"}
-    _replay_of(
-        made_up, replace(point, config={**point.config, "arrival": arrival}), folder, name, seed
-    )
+def _replay(
+    point: Composed, folder: Path, name: str, number: int, count: int, streams: bool
+) -> None:
+    """Made-up requests through the whole engine, into a folder of that name.
 
-
-def _replay_of(made_up: list[Request], point: Composed, folder: Path, name: str, seed: int) -> None:
-    """Such requests through the whole engine, with the arrivals of the configuration."""
+    So many at once, or a stream with arrivals of its own: those of the configuration's seed are
+    what will be predicted.
+    """
     config, trace = point.config, folder / f"{name}-trace.parquet"
-    write_trace(trace, made_up, {"source": "made up by tandem/profile.py", "seed": seed})
+    positions, seed = spec_of(point).max_positions, int(config["seed"]) + number
     changed: dict[str, Any] = {"trace": {"path": str(trace)}, "limit": None, "replayed": None}
+    if streams:
+        seed += 1
+        made_up, changed["seed"] = stream(positions, seed), seed
+    else:
+        made_up = requests(positions, seed, count)
+        changed["arrival"] = {"_target_": "traces.arrivals.AllAtOnce"}
+    write_trace(trace, made_up, {"source": "made up by tandem/made_up.py", "seed": seed})
     changed["backend"] = {**config["backend"], "workspace_every": 0}  # only times are of use
     run_experiment(replace(point, config={**config, **changed}), folder / name)
 

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from engine.engine import Engine
+from engine.recorder import Recorder
+from traces.request import Request, TrainingJob
 
 INTERVAL_S = 0.5
 
 
 @contextmanager
-def progress_bar(engine: Engine, total: int, is_shown: bool) -> Iterator[None]:
-    """Shows how many of the requests have left the engine, while the block runs."""
+def progress_bar(
+    engine: Engine, work: Sequence[Request | TrainingJob], is_shown: bool
+) -> Iterator[None]:
+    """Shows how much of the work has left the engine, while the block runs: see `amount`."""
     if not is_shown:
         yield
         return
     from tqdm import tqdm
 
-    done = threading.Event()
+    over = threading.Event()
+    total, unit = amount(work)
 
     def watch() -> None:
-        with tqdm(total=total, unit="req", file=sys.stderr, leave=False) as bar:
-            while not done.wait(INTERVAL_S):
-                bar.n = sum(
-                    o.finish_ns is not None for o in list(engine.recorder.outcomes.values())
-                )
+        with tqdm(total=total, unit=unit, file=sys.stderr, leave=False) as bar:
+            while not over.wait(INTERVAL_S):
+                bar.n = done(engine.recorder)
                 bar.refresh()
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -35,5 +38,18 @@ def progress_bar(engine: Engine, total: int, is_shown: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        done.set()
+        over.set()
         thread.join()
+
+
+def amount(work: Sequence[Request | TrainingJob]) -> tuple[int, str]:
+    """How much there is to do, and its unit: requests, steps of training, or both as items."""
+    steps = [item.num_steps for item in work if isinstance(item, TrainingJob)]
+    requests = len(work) - len(steps)
+    return requests + sum(steps), "step" if not requests else "item" if steps else "req"
+
+
+def done(recorder: Recorder) -> int:
+    """How much of it is."""
+    outcomes = list(recorder.outcomes.values())
+    return recorder.trained_steps + sum(o.finish_ns is not None for o in outcomes)

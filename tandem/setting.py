@@ -14,6 +14,7 @@ from engine.policy import Composed as ComposedPolicy
 from engine.policy import Policy, Router
 from sim.cost import LaunchCost, PolicyCost
 from sim.device import Device
+from sim.group import Group, rank_device
 from sim.roofline import Roofline
 from tandem.budget import Budget, Room, room_for, training_room
 from tandem.build import Builder
@@ -61,15 +62,21 @@ def setting_of(point: Composed, spec: ModelSpec | None = None) -> Setting:
     seed = _at_least(0, config, "seed")
     builder = _builder(point)
     spec = spec or _built(builder, config, "model", ModelSpec)
-    device = _built(builder, config, "device", Device)
+    group = Group(**arguments(Group, config.get("group") or {}, "group"))
+    device = rank_device(_built(builder, config, "device", Device), group)
     requests = requests_of(config, builder, spec, point.overrides)
     policy = policy_of(config, builder)
     page_tokens = _at_least(1, config, "page_tokens")
     replicas = _at_least(1, config, "replicas")
-    trainees = trainees_of(config, builder, spec, requests)
+    trainees = trainees_of(config, builder, spec, requests, group.ranks)
+    if group.ranks > 1 and (requests or not trainees):
+        raise ValueError(
+            f"group: {group.ranks} devices train one model and serve nothing; choose trace=none "
+            "and what to train, training=..."
+        )
     if trainees and not requests:
         spec = trainees[0].spec  # in the dtype that it trains in
-    cost = cost_of(config, device, spec, page_tokens)
+    cost = cost_of(config, device, spec, page_tokens, group)
     room = _room(config, device, spec, page_tokens, requests, trainees, policy, replicas)
     planned = laid_out(config, builder, trainees, room.capacity_bytes, PolicyCost(cost, _nothing))
     places = {**room.layout.places, **planned.places}
@@ -163,7 +170,11 @@ def router_of(
 
 
 def cost_of(
-    config: Mapping[str, Any], device: Device, spec: ModelSpec, page_tokens: int
+    config: Mapping[str, Any],
+    device: Device,
+    spec: ModelSpec,
+    page_tokens: int,
+    group: Group,
 ) -> LaunchCost:
     """Tables of a profile, calibrated or foreign, if one is named, else the device's roofline."""
     pace = conform(config["pace"], float, "pace")
@@ -177,7 +188,7 @@ def cost_of(
     if path is None:
         if pace != 1:
             raise ValueError(f"pace={pace}: only a profile has a pace; set profile=")
-        return Roofline(device, spec, page_tokens)
+        return Roofline(device, spec, page_tokens, group)
     if (foreign := foreign_cost(path, device, spec, how)) is not None:
         if pace != 1:
             raise ValueError(f"pace={pace}: only a profile of `tandem calibrate` has a pace")

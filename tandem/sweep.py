@@ -56,7 +56,9 @@ def carry_out(tasks: Sequence[Task], jobs: int, engine: str, options: Mapping[st
     """Runs the tasks through an engine; what becomes of each is in its folder."""
     if not tasks:
         return
-    _import_traces(tasks)
+    from tandem.imports import import_files
+
+    import_files(task.point for task in tasks)
     points = {task.key: task.point for task in tasks}
     with _bar(len(tasks)) as tell, closing(ENGINES[engine](tasks, jobs, options)) as outcomes:
         for outcome in outcomes:
@@ -76,18 +78,6 @@ def default_jobs(tasks: Sequence[Task]) -> int:
     """A process per core; one alone where points are measured, so that they do not disturb."""
     measured = any(task.point.config["backend"]["name"] in WALL_CLOCK for task in tasks)
     return 1 if measured else max(1, min(os.cpu_count() or 1, len(tasks)))
-
-
-def _import_traces(tasks: Sequence[Task]) -> None:
-    """Imports each text trace once, here: workers would all begin with the same import."""
-    from tandem.workload import is_file, trace_file
-
-    seen = {str(task.point.config["trace"]): task.point.config for task in tasks}
-    for config in (config for config in seen.values() if is_file(config["trace"])):
-        try:
-            trace_file(config["trace"], Path(config["cache"]))
-        except ValueError:
-            continue  # the points that want it will say so
 
 
 @contextmanager

@@ -16,6 +16,7 @@ SWITCHES = {
 }  # on unless said otherwise
 WHOLES = ("limit", "seed", "max_total_tokens", "min_tokens", "max_message_chars", "block_tokens")
 REALS = ("think_s", "start_s", "duration_s", "rate")
+NO_LINES: Mapping[str, list[int]] = {}
 HELP = {
     "tokenizer": "tokenizer.json(.gz) or its folder; text needs one",
     "rule": "which messages become requests",
@@ -108,13 +109,32 @@ def _import(chosen: argparse.Namespace) -> int:
 
 def accounts(sidecar: Mapping[str, Any]) -> list[str]:
     """What became of the rows of an imported file, by its sidecar, in lines."""
-    dropped = sidecar.get("rows_dropped", {})
-    read, kept = sidecar["rows_read"], sidecar["rows_kept"]
-    told = [f"rows read {read} = kept {kept} + dropped {sum(dropped.values())}"]
-    for reason, count in sorted(dropped.items(), key=lambda item: -item[1]):
-        lines = sidecar.get("first_lines_dropped", {}).get(reason, [])
-        where = f" (lines {', '.join(map(str, lines))})" if lines else ""
-        told.append(f"  {count:>7} {reason}{where}")
+    rows, pairs = sidecar.get("rows_dropped", {}), sidecar.get("pairs_dropped", {})
+    told = _account("rows read", sidecar["rows_read"], rows, sidecar.get("first_lines_dropped", {}))
+    if not pairs.items() <= rows.items():  # else each row had one pair, and went with it
+        told += _account("pairs read", sidecar["pairs_read"], pairs)
+    if drawn := sidecar.get("requests_dropped"):
+        told += _account("requests drawn", sidecar["requests_drawn"], drawn)
+    if noted := sidecar.get("noted"):
+        told += ["kept, though odd:", *_reasons(noted)]
+    if again := sidecar.get("oversampled"):
+        told.append(f"{again} requests drawn again, to reach the limit")
+    return told
+
+
+def _account(
+    what: str, count: int, dropped: Mapping[str, int], lines: Mapping[str, list[int]] = NO_LINES
+) -> list[str]:
+    lost = sum(dropped.values())
+    return [f"{what} {count} = kept {count - lost} + dropped {lost}", *_reasons(dropped, lines)]
+
+
+def _reasons(counts: Mapping[str, int], lines: Mapping[str, list[int]] = NO_LINES) -> list[str]:
+    """The most frequent first, with the first lines of each where they are known."""
+    told = []
+    for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
+        first = ", ".join(map(str, lines.get(reason, [])))
+        told.append(f"  {count:>7} {reason}{f' (lines {first})' if first else ''}")
     return told
 
 

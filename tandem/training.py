@@ -33,9 +33,13 @@ class Trainee:
 
 
 def trainees_of(
-    config: Mapping[str, Any], builder: Builder, spec: ModelSpec, requests: Sequence[Request]
+    config: Mapping[str, Any],
+    builder: Builder,
+    spec: ModelSpec,
+    requests: Sequence[Request],
+    ranks: int = 1,
 ) -> tuple[Trainee, ...]:
-    """What the config node `training` asks for; nothing where it names nothing.
+    """What the config node `training` asks for, on so many devices; nothing where it names nothing.
 
     ValueError in one line for what is wrong.
     """
@@ -52,7 +56,7 @@ def trainees_of(
             f"{own.max_positions} positions"
         )
     number = 1 + max((request.request_id for request in requests), default=-1)
-    job = asked.job(number, own.num_layers + 2, own.name)
+    job = replace(asked.job(number, own.num_layers + 2, own.name), ranks=ranks)
     batches = asked.batches(job, own.vocab_size, Path(config["cache"]))
     if beyond := batches.account().get("tokens_beyond_vocabulary", 0):
         log.warning(

@@ -90,6 +90,12 @@ def world_of(setting: Setting, backend: Mapping[str, Any]) -> Iterator[World]:
         raise ValueError(f"backend.name={name}: there are {', '.join(CLOCKS)}")
     if clock not in CLOCKS[name]:
         raise ValueError(f"backend {name} has no clock {clock!r}; take {' or '.join(CLOCKS[name])}")
+    ranks = max((trainee.job.ranks for trainee in setting.trainees), default=1)
+    if ranks > 1 and name != "sim":
+        raise ValueError(
+            f"group: backend {name} trains on one device, not {ranks}; take backend=sim or "
+            "group.devices=1"
+        )
     opened: dict[str, Callable[[Setting], AbstractContextManager[World]]] = {
         "sim": _sim,
         "lockstep": _lockstep,

@@ -66,14 +66,24 @@ class Ref:
     run: Callable[[], Any]
 
 
+class FakeTaskError(OSError):
+    """What Ray makes of an exception in a task."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__("ray::run_point() (pid=1)\nTraceback ...")
+        self.cause = cause
+
+
 class FakeRay:
     """The module: a task runs when it is waited for; `hangs` is Ctrl-C while one waits."""
 
     TYPES: ClassVar = {"max_retries": int, "num_cpus": (int, float)}
-    exceptions = SimpleNamespace(RayError=OSError)
+    exceptions = SimpleNamespace(RayError=OSError, RayTaskError=FakeTaskError)
 
-    def __init__(self, hangs: bool = False, broken: str = "") -> None:
-        self.hangs, self.broken = hangs, broken
+    def __init__(
+        self, hangs: bool = False, broken: str = "", fails: Exception | None = None
+    ) -> None:
+        self.hangs, self.broken, self.fails = hangs, broken, fails
         self.is_up = False
         self.chosen: dict[str, Any] = {}
         self.cancelled: list[Ref] = []
@@ -107,6 +117,8 @@ class FakeRay:
         return running[:1], running[1:]
 
     def get(self, ready: Ref) -> Any:
+        if self.fails:
+            raise self.fails
         return ready.run()
 
     def cancel(self, ready: Ref, force: bool) -> None:

@@ -9,7 +9,7 @@ import simpy
 
 from engine.engine import Engine
 from engine.plan import PageSize, Tier
-from engine.policy import Composed
+from engine.policy import Composed, Router
 from engine.recorder import Recorder
 from sim.cost import ShapePriced
 from sim.executor import SimExecutor
@@ -49,19 +49,24 @@ def simulated(
     host_pages: int,
     depth: int,
     page: PageSize = PAGE,
+    devices: int = 1,
+    router: Router | None = None,
 ) -> Engine:
-    """A run of the simulator."""
+    """A run of the simulator; of each device so many pages, and of its host."""
     env, recorder = simpy.Environment(), Recorder()
-    capacity = {(Tier.GPU, 0): pages * page.nbytes, (Tier.HOST, 0): host_pages * page.nbytes}
+    capacity = {(Tier.GPU, d): pages * page.nbytes for d in range(devices)}
+    capacity |= {(Tier.HOST, d): host_pages * page.nbytes for d in range(devices)}
     engine = Engine(
         env,
         policy,
         SimExecutor(env, cost),
         capacity,
         page,
+        devices=devices,
         depth=depth,
         recorder=recorder,
         fast_forward=fast_forward,
+        router=router,
     )
     engine.replay(requests)
     return engine

@@ -17,6 +17,7 @@ from engine.layout import Layout
 from engine.parameters import Parameter
 from engine.plan import (
     HOST_LANE,
+    Collective,
     Compute,
     Copy,
     Free,
@@ -30,6 +31,7 @@ from engine.plan import (
 )
 from engine.policy import Composed, Memory, Policy
 from engine.recorder import Recorder
+from engine.regions import GATHERED
 from engine.training_layout import Chunk, Mode, TrainingLayout, Unit
 from engine.training_shape import TrainingShape, UnitShape
 from policies.all_on_device import AllOnDevice
@@ -181,13 +183,19 @@ def duration_ns(launch: Launch) -> int:
 
 # ---- what plans mean, read in their order
 def check_contents(run: Replay) -> None:
-    """Launches and copies find what is new; gradients and activations end with their step."""
+    """Launches, copies and collectives find what is new, and weights of other devices are those of
+    the own ones; gradients and activations end with their step."""
     newest, there = defaultdict[Region, int](int), dict[Place, int]()
+    gathered = dict[Region, int]()  # the version of the own weights
     there.update(dict.fromkeys(run.engine.layout.places, 0))
     for plan in run.plans:
         for op in plan.ops:
             match op:
-                case Compute():
+                case Compute() | Collective():
+                    for place in op.reads if isinstance(op, Compute) else ():
+                        if place.region.slot == GATHERED and place.region.kind is Kind.BUFFER:
+                            own = place.region._replace(kind=Kind.WEIGHT, slot=0)
+                            assert gathered[place.region] == newest[own], f"{place} is old"
                     for place in (*op.reads, *op.writes):
                         assert there[place] == newest[place.region], (
                             f"{op} finds {place} out of date"
@@ -195,6 +203,8 @@ def check_contents(run: Replay) -> None:
                     for place in op.writes:
                         newest[place.region] += 1
                         there[place] = newest[place.region]
+                    if isinstance(op, Collective) and op.writes[0].region.slot == GATHERED:
+                        gathered[op.writes[0].region] = newest[op.reads[0].region]
                 case Copy():
                     assert there[op.src] == newest[op.src.region], f"copy of old {op.src}"
                     there[op.dst] = there[op.src]
@@ -203,6 +213,8 @@ def check_contents(run: Replay) -> None:
                     there[op.place] = newest[op.place.region]
                 case Free():
                     del there[op.place]
+    buffers = {p for p in there if (p.region.kind, p.region.slot) == (Kind.BUFFER, GATHERED)}
+    there = {place: n for place, n in there.items() if place not in buffers}
     kinds = {place.region.kind for place in there}
     assert kinds <= {Kind.WEIGHT, Kind.OPTIMIZER}, f"{kinds} are left at the end"
     held = {place.region for place in there}
@@ -260,7 +272,9 @@ def least_device_bytes(
     launch to launch, weights and gradients only where a launch uses them (or all weights, always).
     """
     last, peak, booked = len(layout.units) - 1, 0, 0
-    chunks = layout.chunks
+    chunks, aside = layout.chunks, 0
+    if job.microbatches > 1:  # a tied table's gradient waits from the head's backward on
+        aside = layout.units[last].aside_bytes
 
     def weights(u: int) -> int:
         own = range(len(chunks)) if all_weights else layout.units[u].chunks
@@ -285,9 +299,11 @@ def least_device_bytes(
             peak = max(peak, booked + unit.forward_bytes + out(u) + weights(u))
         down = unit.input_bytes if u > layout.first else 0
         gradients = sum(chunks[c].gradient_bytes for c in unit.trained)
-        peak = max(peak, booked + down + unit.backward_bytes + gradients + weights(u))
+        work = max(aside, unit.backward_bytes) if u == last else unit.backward_bytes
+        peak = max(peak, booked + down + work + gradients + weights(u))
         booked += down - unit.saved_bytes - unit.input_bytes - out(u)
-    assert booked == 0, "nothing is left of a microbatch"
+        booked += aside if u == last else 0
+    assert booked == aside, "nothing is left of a microbatch"
     if device_updates:
         each = [c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in chunks if c.trains]
         peak = max(peak, *each)

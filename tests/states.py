@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.job import Job
 from engine.layout import Layout
-from engine.plan import PageSize, Plan, Tier, kv_place
+from engine.plan import SHARED_OWNER, Kind, PageSize, Place, Plan, Region, Tier, kv_place
 from engine.policy import Memory, Scheduling
 from engine.profile import EngineProfile
 from engine.view import View
@@ -30,7 +30,11 @@ def decoding(job_id: int, computed: int, **given: Any) -> Job:
 
 
 def view(
-    serving: list[Job], waiting: list[Job], pages: int = 100, held: dict[int, int] | None = None
+    serving: list[Job],
+    waiting: list[Job],
+    pages: int = 100,
+    held: dict[int, int] | None = None,
+    weight_bytes: int = 0,
 ) -> View:
     """A state of one device; `held` says who holds how many pages, else what is computed."""
     if held is None:
@@ -38,6 +42,7 @@ def view(
     places = {kv_place(i): n * PAGE.nbytes for i, n in held.items()}
     free = pages * PAGE.nbytes - sum(places.values())
     assert free >= 0, "the state holds more than there is"
+    weights = {Place(Region(SHARED_OWNER, Kind.WEIGHT), Tier.GPU, 0): weight_bytes}
     return View(
         now_ns=0,
         device=0,
@@ -47,14 +52,14 @@ def view(
         waiting=waiting,
         free_bytes={POOL: free, HOST: 0},
         coming_bytes={POOL: 0, HOST: 0},
-        held_bytes=places,
+        held_bytes=places | weights,
         written={},
         used={},
         in_flight=(),
-        capacity_bytes={POOL: pages * PAGE.nbytes, HOST: 0},
+        capacity_bytes={POOL: pages * PAGE.nbytes + weight_bytes, HOST: 0},
         page=PAGE,
         profile=EngineProfile(),
-        layout=Layout(),
+        layout=Layout(weights),
     )
 
 

@@ -11,13 +11,20 @@ import yaml  # type: ignore[import-untyped]
 from tests.synthetic import write
 
 
-def finished(root: Path, name: str, overrides: list[str], rate: float, **metrics: Any) -> Path:
+def finished(
+    root: Path,
+    name: str,
+    overrides: list[str],
+    rate: float,
+    rate_of: str = "arrival",
+    **metrics: Any,
+) -> Path:
     """A run folder with a toy's tables, and with these metrics as if they were its own."""
     config = {
         "seed": 0,
         "scheduling": {"_target_": "policies.chunked_prefill.ChunkedPrefill"},
         "memory": {"_target_": "policies.paged_restart.PagedRestart"},
-        "arrival": {"rate": rate},
+        rate_of: {"rate": rate},
         "slo": {"ttft_s": 0.012, "tpot_s": None, "e2e_s": None},
         "trusted": [],
     }

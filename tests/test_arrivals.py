@@ -146,7 +146,12 @@ def test_recorded_layouts(tmp_path: Path) -> None:
     mooncake.write_text("".join(json.dumps({"timestamp": t}) + "\n" for t in (3000, 3500)))
     burst = tmp_path / "burst.csv"
     burst.write_text("Timestamp,Model\n5,ChatGPT\n45,ChatGPT\n")
+    later = tmp_path / "azure2024.csv"  # dates with an offset
+    later.write_text(
+        "TIMESTAMP\n2024-05-10 01:00:00.009930+01:00\n2024-05-10 00:00:01.000001+00:00\n"
+    )
     assert Recorded(path=str(azure)).times_ns(2).tolist() == [0, 52_000_000]
+    assert Recorded(path=str(later)).times_ns(2).tolist() == [0, 990_071_000]
     assert Recorded(path=str(mooncake)).times_ns(2).tolist() == [0, 500_000_000]
     assert Recorded(path=str(burst)).times_ns(2).tolist() == [0, 40 * S]
 

@@ -47,6 +47,16 @@ def test_all_that_a_claim_prints_is_kept_with_where_it_ran(here: Path) -> None:
     assert "no data" in (here / "results" / "odd.txt").read_text(), "and why one could not run"
 
 
+def test_a_name_that_is_no_claim_runs_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script(here, "good", "error 0.5 % 2 pass", 0)
+    with pytest.raises(SystemExit) as end:
+        claims.main(["good", "god"])
+    assert end.value.code == 2 and not (here / "CLAIMS.csv").exists()
+    assert "no claim god here; there are good" in capsys.readouterr().err
+
+
 def test_a_dry_run_shows_all_and_writes_nothing(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

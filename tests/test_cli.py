@@ -311,19 +311,23 @@ def test_a_killed_run_never_looks_finished(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "at", "wanted"),
+    ("error", "at", "wanted", "told"),
     [
-        (ValueError, "starting", "rejected"),
-        (ValueError, "running", "failed"),
-        (OSError, "starting", "failed"),
-        (KeyboardInterrupt, "starting", "interrupted"),
-        (KeyboardInterrupt, "running", "interrupted"),
+        (ValueError, "starting", "rejected", ValueError),
+        (ValueError, "running", "failed", RunFailed),  # a policy's, say: no setting is wrong
+        (OSError, "starting", "failed", RunFailed),
+        (KeyboardInterrupt, "starting", "interrupted", KeyboardInterrupt),
+        (KeyboardInterrupt, "running", "interrupted", KeyboardInterrupt),
     ],
 )
 def test_a_run_that_ended_badly_says_how(
-    error: type[BaseException], at: str, wanted: str, tmp_path: Path
+    error: type[BaseException],
+    at: str,
+    wanted: str,
+    told: type[BaseException],
+    tmp_path: Path,
 ) -> None:
-    with pytest.raises((error, RunFailed)), run_folder(tmp_path / "run") as aside:
+    with pytest.raises(told), run_folder(tmp_path / "run") as aside:
         write_status(aside, at)
         raise error("out of it")
     status = json.loads((tmp_path / "run" / "status.json").read_text())
@@ -351,3 +355,17 @@ def test_doctor_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr().out
     for name in ("python", "torch", "gpu", "cores", "shared data"):
         assert name in told
+
+
+def test_doctor_tells_of_a_broken_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA error: unknown error\nCompile with TORCH_USE_CUDA_DSA ...")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", broken)
+    assert main(["doctor"]) == 0
+    told = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert ["gpu", "broken: RuntimeError: CUDA error: unknown error"] in told
+    assert any(name == "writable" for name, *_ in told), "and of all that comes after it"

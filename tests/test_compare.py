@@ -155,6 +155,7 @@ def test_relative_error_is_signed_and_defined_at_zero() -> None:
     assert distance.relative_error(0.9, 1.0) == pytest.approx(-0.1)
     assert distance.relative_error(0.0, 0.0) == 0.0
     assert np.isnan(distance.relative_error(1.0, 0.0))
+    assert distance.relative_error(0.0, 2.0) == -1.0
 
 
 def test_drift_is_the_largest_departure_of_a_probe(make: Maker) -> None:

@@ -6,31 +6,44 @@ import hashlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine import engine
+from engine.model import ModelSpec
 from engine.policy import Composed
+from policies.least_outstanding import LeastOutstanding
 from policies.paged_restart import PagedRestart
 from policies.vllm_v1 import VllmV1
+from sim.kernel_profile import KernelProfileCost
+from sim.ragged import Ragged
+from sim.skew import Skew
+from sim.table import Table
+from sim.vidur import BY_SHAPE, NORMS, ONCE, VidurCost
 from tandem import compiled
+from tandem.point import code_version
 from tests.jumps import Shaped, simulated
 from tests.replays import MEMORY, SCHEDULING, random_requests
 
+TOY = ModelSpec("toy", "llama", 2, 64, 4, 2, 16, 128, 211, 4096, dtype="float32")
 OPEN = "from tests.test_compiled import tell; tell()"
 
 
 def tell() -> None:
-    """Prints the form of this process and the hashes of its runs."""
-    print(compiled.form(), *digests(), sep="\n")
+    """Prints the form of this process, what sweeps know its code by, and hashes of its runs."""
+    print(compiled.form(), code_version(), *digests(), sep="\n")
 
 
 def digests() -> Iterator[str]:
-    """Of all tables of runs with little memory: every policy, run-ahead, prefix caching."""
+    """Of all tables of runs with little memory: every policy, run-ahead, prefix caching; costs as
+    the claims of speed have them; replicas."""
     schedulings = {**SCHEDULING, "v1": VllmV1(token_budget=24, max_jobs=12)}
     memories = {**MEMORY, "kept": PagedRestart(0.0, prompts="must_fit", prefix_caching=True)}
     requests = [
@@ -41,12 +54,40 @@ def digests() -> Iterator[str]:
         )
         for r in random_requests(7, 60, rate=400.0)
     ]
-    for scheduling, memory, depth in product(schedulings, memories, (1, 2)):
-        policy = Composed(schedulings[scheduling], memories[memory])
-        run = simulated(policy, requests, True, Shaped(700), 60, 40, depth)
+
+    def digest(names: tuple[str, str], cost: Any, pages: int, depth: int, **fleet: Any) -> str:
+        policy = Composed(schedulings[names[0]], memories[names[1]])
+        run = simulated(policy, requests, True, cost, pages, 2 * pages // 3, depth, **fleet)
         tables = {name: table.to_pylist() for name, table in run.recorder.tables().items()}
         told = hashlib.sha256(repr(tables).encode()).hexdigest()
-        yield f"{scheduling} {memory} {depth} {run.asked} {told}"
+        return f"{' '.join(names)} {depth} {run.asked} {told}"
+
+    for names in product(schedulings, memories):
+        yield from (digest(names, Shaped(700), 60, depth) for depth in (1, 2))
+        yield digest(names, Shaped(700), 30, 2, devices=3, router=LeastOutstanding())
+    for names in product(schedulings, ("restart", "kept")):
+        yield from (digest(names, cost, 60, 2) for cost in by_hand())
+
+
+def by_hand() -> tuple[VidurCost, KernelProfileCost]:
+    """Costs in tables, of which parts are compiled: sim/vidur.py and sim/load.py."""
+    line = [0.01 + 0.002 * n**0.5 for n in range(200)]
+    tables: dict[str, Any] = {f"{name}_ms": line for name in (*ONCE, *NORMS, *BY_SHAPE)}
+    for name in ("attn_prefill_ms", "attn_decode_ms"):
+        tables[name] = [[ms * (1 + 0.3 * row) for ms in line] for row in range(30)]
+    axes = ((0, 16, 128), (0, 64), (0, 4, 16), (0, 32, 256))
+    kernels = KernelProfileCost(
+        dense=Table(((1, 64, 512),), (9e3, 2e4, 1e5)),
+        head=Table(((1, 16),), (5e3, 7e3)),
+        attention=Ragged.of((*at, 3.0 + sum(x**0.7 for x in at)) for at in product(*axes)),
+        skew=Skew(0.3, {(0, 0, 2, 2, 0): 0.5}),
+        model=TOY,
+        source="by hand",
+        padded_to=(1, 2, 4, 8, 16, 32, 64, 128),
+        step_ns=2_000,
+        host_ns_per_plan=700,
+    )
+    return VidurCost(tables, TOY, "by hand"), kernels
 
 
 @pytest.mark.slow
@@ -63,7 +104,7 @@ def test_both_forms_give_the_same_tables() -> None:
     ]
     assert [lines[0] for lines in told] == ["interpreted", "compiled"]
     assert told[0][1:] == told[1][1:]
-    assert len({line.split()[-1] for line in told[0][1:]}) > 20, "the runs are not all alike"
+    assert len({line.split()[-1] for line in told[0][2:]}) > 20, "the runs are not all alike"
 
 
 def test_without_a_compiler_one_line_says_so(
@@ -72,6 +113,23 @@ def test_without_a_compiler_one_line_says_so(
     monkeypatch.setenv("CC", "no-such-compiler -O2")
     assert compiled.main([]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_two_builds_at_once_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BUILD", tmp_path / "build" / "compiled")
+    compiling = list[int]()
+
+    def compile_it(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        compiling.append(1)
+        time.sleep(0.3)  # the other one meets this build half done
+        assert (compiled.BUILD / "setup.py").is_file(), "somebody cleared it"
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(compiled.subprocess, "run", compile_it)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda _: compiled.build(), range(2)))
+    assert len(compiling) == 1
+    assert (compiled.BUILD / compiled.STAMP).read_text() == compiled.sources()
 
 
 def test_a_build_of_other_sources_does_not_pass_for_the_compiled_form(

@@ -17,7 +17,7 @@ from tandem.folder import status_of
 from tandem.grid import grid_of
 from tandem.manifest import points_in
 from tandem.point import Task, task_of
-from tests.fake_engines import FakeRay, FakeSubmitit
+from tests.fake_engines import FakeRay, FakeSubmitit, FakeTaskError
 
 GRID = ["model=micro_llama", "limit=4", "seed=0,1,2"]
 
@@ -101,6 +101,21 @@ def test_tasks_of_an_interrupted_sweep_are_cancelled(monkeypatch: pytest.MonkeyP
     fake = FakeRay(hangs=True)
     assert sweep(monkeypatch, "ray", fake) == 130
     assert len(fake.cancelled) == 3 and not fake.is_up
+
+
+@pytest.mark.parametrize(
+    ("fails", "told"),
+    [
+        (FakeTaskError(KeyError("rate")), "Ray: KeyError: 'rate'"),
+        (OSError("The worker died."), "Ray: OSError: The worker died., 3 times"),
+    ],
+)
+def test_only_lost_workers_were_tried_several_times(
+    fails: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sweep(monkeypatch, "ray", FakeRay(fails=fails)) == 1
+    found = [json.loads(path.read_text()) for path in Path("out").glob("*/status.json")]
+    assert [status["error"] for status in found] == [told] * 3
 
 
 def test_a_slurm_that_takes_no_job_is_told_in_one_line(

@@ -91,3 +91,13 @@ def test_most_steps_are_jumped_and_files_are_equal(tmp_path: Path) -> None:
             run.recorder.write(tmp_path / f"{depth}{name}")
         for path in (tmp_path / f"{depth}0").iterdir():
             assert path.read_bytes() == (tmp_path / f"{depth}1" / path.name).read_bytes()
+
+
+def test_ends_that_nobody_waits_for_take_no_event() -> None:
+    """At run-ahead 1 a run goes on behind them, up to an arrival."""
+    requests = [Request(i, 0, 10, 20 + 5 * i) for i in range(12)]
+    policy = Composed(SCHEDULING["continuous"], MEMORY["restart"])
+    run, slow = both_simulated(policy, requests, Shaped(700), pages=900, host_pages=0, depth=1)
+    assert (run.asked, len(run.recorder._runs)) == (1, 12), "a prompt each, then ends one by one"
+    events, most = next(run.env._eid), next(slow.env._eid)
+    assert events < 12 < most, "of starts and of the end"

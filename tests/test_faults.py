@@ -316,6 +316,32 @@ def test_a_foreign_profile_that_is_not_finite_is_refused(shared: Path, tmp_path:
         VidurCost.load(tmp_path / "vidur.npz", spec)
 
 
+def test_a_foreign_profile_with_a_time_below_zero_is_refused(shared: Path, tmp_path: Path) -> None:
+    spec = setting_of(composed(["model=llama3_8b", "device=h200"])).spec
+    with np.load(shared / "data/peers/cost_tables/llama2-7b_a100_tp1.npz") as arrays:
+        tables = {name: arrays[name] for name in arrays.files}
+    tables["add_ms"][3] = -0.5
+    np.savez(tmp_path / "vidur.npz", **tables)
+    with pytest.raises(ValueError, match=r"vidur\.npz, table add_ms: a cost is -0\.5, below zero"):
+        VidurCost.load(tmp_path / "vidur.npz", spec)
+    with pytest.raises(ValueError, match=r"a cost is -1\.0, below zero"):
+        Ragged.of([(1, 1, 5.0), (1, 2, -1.0)])
+
+
+def test_a_foreign_profile_that_lacks_a_table_says_which(shared: Path, tmp_path: Path) -> None:
+    setting = setting_of(composed(["model=llama3_8b", "device=h200"]))
+    peers = shared / "data" / "peers"
+    with np.load(peers / "cost_tables" / "llama2-7b_a100_tp1.npz") as arrays:
+        tables = {name: arrays[name] for name in arrays.files if name != "attn_rope_ms"}
+    np.savez(tmp_path / "vidur.npz", **tables)
+    with pytest.raises(ValueError, match=r"vidur\.npz lacks attn_rope_ms; give"):
+        VidurCost.load(tmp_path / "vidur.npz", setting.spec)
+    gemm = peers / "aiconfigurator_h200" / "gemm.parquet"
+    (tmp_path / gemm.name).write_bytes(gemm.read_bytes())
+    with pytest.raises(ValueError, match=r"has no context_attention\*\.parquet; add"):
+        AiConfiguratorCost.load(tmp_path, setting.device, setting.spec)
+
+
 def test_a_run_beyond_its_profile_is_extrapolated_warned_of_and_marked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

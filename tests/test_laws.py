@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from engine.engine import Stalled
-from engine.plan import Plan, Tier
+from engine.plan import Free, Grow, Plan, Tier, kv_place
 from engine.planlog import encode
 from engine.policy import Composed
 from engine.view import View
@@ -108,6 +108,21 @@ def test_a_policy_that_wants_nothing_is_an_error_that_names_the_jobs() -> None:
 
     with pytest.raises(Stalled, match=r"waiting \[0, 1, 2\]"):
         replay(Nothing(), random_requests(1, 3))
+    turns = [Request(i, 0, 30, 5, session=0, turn=i) for i in range(3)]
+    with pytest.raises(Stalled, match=r"waiting \[0\]"):  # nobody answers, so no turn will come
+        replay(Nothing(), turns)
+
+
+def test_plans_without_end_that_do_nothing_are_an_error_that_names_the_jobs() -> None:
+    """Law 10: no time passes in them, so nothing would ever end the loop."""
+
+    class Idle:
+        def plan(self, view: View) -> Plan:
+            place = kv_place(view.waiting[0].job_id)
+            return Plan((Free(place) if place in view.held_bytes else Grow(place, PAGE.nbytes),))
+
+    with pytest.raises(Stalled, match=r"last 10,000 plans hold no operation: .*waiting \[0, 1\]"):
+        replay(Idle(), random_requests(1, 2))
 
 
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)

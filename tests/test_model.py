@@ -307,6 +307,24 @@ def test_workspace_is_the_largest_of_its_moments() -> None:
     assert gather == 4 * (rows + mask + 2 * 128 * 4032)  # 4002 tokens lie in 126 pages of 32
 
 
+@pytest.mark.parametrize(
+    ("rope", "told"),
+    [
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rotary scaling llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary scaling linear"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5}}, "rotary scaling yarn"),
+        ({"rope_scaling": None}, ""),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, ""),
+    ],
+)
+def test_rotary_scaling_that_is_left_out_is_told(
+    rope: dict[str, Any], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B | rope))
+    read_model(str(tmp_path))
+    assert told in caplog.text and len(caplog.records) == bool(told)
+
+
 def test_rope_theta_is_read_from_old_and_new_configs() -> None:
     new = QWEN3_06B | {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}}
     assert ModelSpec.from_hf(new).rope_theta == 5e5

@@ -190,6 +190,17 @@ def test_statistics_count_what_launches_book_themselves() -> None:
     )
 
 
+def test_a_profile_says_which_launches_touched_a_place() -> None:
+    shape = shape_of(random.Random(16), layers=3)
+    profile = run(PatrickStar(), laid_out(shape), job_of(shape)).engine.profile
+    moments, uses = profile.moments(0), profile.uses(0)
+    assert {place for moment in moments for place in moment.places} == {*uses}
+    for place, numbers in uses.items():
+        assert numbers == sorted(numbers)
+        assert {*numbers} == {i for i, moment in enumerate(moments) if place in moment.places}
+    assert not profile.uses(1), "nothing is known of others"
+
+
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match=r"warmup_share is 1.5"):
         PatrickStar(warmup_share=1.5)

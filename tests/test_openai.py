@@ -320,6 +320,8 @@ def test_a_run_without_an_answer_has_failed(tmp_path: Path) -> None:
             ["backend.url=http://h", "backend.model=m", "backend.endpoint=chat"],
             "set backend.prompt=",
         ),
+        (["training=sample", "policy=time_shared"], "a server trains nothing"),
+        (["training=sample", "policy=train_on_device", "trace=none"], "a server trains nothing"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path: Path, overrides: list[str], what: str) -> None:

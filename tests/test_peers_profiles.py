@@ -169,6 +169,17 @@ def test_skew_is_recovered_overall_and_by_bucket() -> None:
     assert fitted.alpha(Mix(512, 0, 100, 0.2, 3000)) == pytest.approx(0.125), "unseen: the default"
 
 
+def test_skew_of_spoilt_rows_is_refused_and_of_equal_lengths_nothing() -> None:
+    equal = skewed(0.2, 5, n=128, nb=32).assign(t_max_us=100.0, t_mean_us=100.0)
+    assert fit_skew(equal, per_bucket=False) == Skew(0.0)
+    fitted = fit_skew(pd.concat([skewed(0.2, 5), equal]), per_bucket=True)
+    assert fitted.alpha(Mix(0, 0, 30, 0.25, 3000)) == pytest.approx(0.2)
+    assert fitted.alpha(Mix(0, 0, 100, 0.2, 3000)) == fitted.default
+    for spoilt in (np.inf, np.nan, -1.0):
+        with pytest.raises(ValueError, match=f"a cost is {spoilt}"):
+            fit_skew(skewed(0.2, 5).assign(t_skew_us=spoilt), per_bucket=True)
+
+
 def test_unequal_contexts_cost_between_their_mean_and_their_longest(
     plain: KernelProfileCost,
 ) -> None:

@@ -102,6 +102,16 @@ def test_seats_go_to_the_most_urgent() -> None:
     assert wanted(scheduling, view([], waiting)) == [(1, 10)]
 
 
+def test_pages_are_taken_of_prompts_before_decodes_and_of_the_least_urgent_first() -> None:
+    scheduling = EarliestDeadline(deadline_s={"chat": 1.0, "batch": 60.0})
+    patient, urgent = decoding(0, 8, slo="batch"), decoding(1, 8, slo="chat")
+    state = view([patient, urgent], [], pages=4)  # 2 each, and each needs another
+    assert ids(fitted(scheduling, V1, state).restart) == [0]
+    prompt = job(2, 20, computed=8, slo="chat")
+    plan = fitted(scheduling, V1, view([patient, urgent, prompt], [], pages=6))
+    assert (seated(plan), ids(plan.restart)) == ([(1, 1), (0, 1)], [2])
+
+
 def test_deadlines_are_met_that_arrival_order_misses() -> None:
     """Two long prompts of a patient class before a short one of an impatient one."""
     requests = [Request(i, 0, 80, 2, slo="batch") for i in range(6)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from engine.plan import Tier, kv_place
 from policies.continuous_batching import ContinuousBatching
 from policies.paged_restart import PagedRestart
 from policies.paged_swap import PagedSwap
@@ -31,6 +33,21 @@ def test_admission_by_the_rules(memory: PagedRestart, pages: int, comes_in: bool
     assert seated(plan) == [(0, 1), (1, 7)][: 1 + comes_in]
     grown = [op.nbytes // PAGE.nbytes for op in plan.ops if hasattr(op, "nbytes")]
     assert grown == ([10 if memory.prompts == "reserved" else 2] if comes_in else [])
+
+
+def test_the_watermark_is_a_share_of_what_is_left_beside_the_weights() -> None:
+    """As engines count it that know blocks only; weights may be ten times the KV."""
+    for weight_bytes in (0, 10 * 5 * PAGE.nbytes):
+        state = view([decoding(0, 6)], [job(1, 40)], pages=5, weight_bytes=weight_bytes)
+        plan = fitted(VllmV1(8, 8), PagedRestart(watermark=0.2), state)
+        assert seated(plan) == [(0, 1), (1, 7)], "2 held, 2 wanted, 1 left free"
+
+
+def test_who_was_swapped_out_finds_the_whole_pool_once_nobody_is_there() -> None:
+    """It is in service itself, so to leave the watermark for those in service would be for ever."""
+    away = {kv_place(0, Tier.HOST): 2 * PAGE.nbytes}
+    state = replace(view([decoding(0, 6)], [], pages=2, held={}), held_bytes=away)
+    assert seated(fitted(ContinuousBatching(), PagedSwap(watermark=0.5), state)) == [(0, 1)]
 
 
 def test_a_spare_page_must_be_free_for_a_decode_that_needs_none() -> None:

@@ -26,7 +26,7 @@ from tandem.profile import (
     COST,
     calibrate,
     device_facts,
-    fitted_stream,
+    fitted_replay,
     is_steady,
     judged,
     read_cost,
@@ -172,7 +172,7 @@ def test_a_stream_arrives_as_the_case_does_but_at_other_times(
     monkeypatch.setattr("tandem.profile.run_experiment", lambda point, folder: ran.append(point))
     point = composed(["backend=cpu", "model=micro_llama", "arrival.rate=7", "limit=3"])
     for number in range(2):
-        fitted_stream(point, tmp_path, number)
+        fitted_replay(point, tmp_path, number, streams=True)
     first, second = (got.config for got in ran)
     assert first["arrival"] == second["arrival"] == point.config["arrival"]
     assert first["arrival"]["rate"] == 7 and first["limit"] is None

@@ -21,13 +21,12 @@ from analysis.run import load
 from tandem.cli import main
 from tandem.compose import composed
 from tandem.experiment import run_experiment
-from traces.azure import at_ns
 from traces.buckets import bucket_ns, spread_inside
+from traces.cells import Unusable, at_ns
 from traces.import_ import import_trace
 from traces.mooncake import write_mooncake
 from traces.recorded_times import read_times_ns
 from traces.request import Request
-from traces.rows import Unusable
 from traces.store import read_trace, write_trace
 
 S = 1_000_000_000
@@ -172,6 +171,21 @@ def test_recorded_arrivals_and_length_tables_tell_the_unit_too(tmp_path: Path, u
     source = mooncake(tmp_path / "a.jsonl", *((i * unit_s / 2, 9, 5, [1]) for i in range(9)))
     assert read_times_ns(source).tolist() == [i * S // 2 for i in range(9)]
     assert imported(source, kind="lengths")[1][-1].arrival_ns == 4 * S
+
+
+def test_stamps_that_are_text_tell_their_unit_too(tmp_path: Path) -> None:
+    """Of a CSV file every cell is text, and some write JSON numbers so."""
+    lines = written(tmp_path / "a.csv", "timestamp,input_length,output_length", "0,9,5", "2,9,5")
+    quoted = mooncake(tmp_path / "a.jsonl", ("0", 9, 5, None), ("2.0", 9, 5, None))
+    for source in (lines, quoted):
+        sidecar, requests = imported(source, kind="mooncake")
+        assert sidecar["time_unit"] == "s" and requests[-1].arrival_ns == 2 * S
+
+
+def test_lengths_that_are_floats_find_their_blocks(tmp_path: Path) -> None:
+    rows: list[Any] = [(0, 512.0, 5.0, [7]), (2000, "1024", 5, [7, 8]), (4000, 0.0, 5, [7])]
+    sidecar, requests = imported(mooncake(tmp_path / "a.jsonl", *rows))
+    assert sidecar["block_tokens"] == 512 and [r.prefix_ids for r in requests] == [(7,), (7, 8)]
 
 
 def test_hash_ids_are_kept_as_prefix_blocks(tmp_path: Path) -> None:

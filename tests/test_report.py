@@ -172,6 +172,14 @@ def test_headline_says_how_far_and_why(comparison: Comparison) -> None:
     assert "cost form table" in text and "drifted by 1.0 %" in text
 
 
+def test_a_server_that_shows_no_plans_is_not_said_to_decide_otherwise(
+    comparison: Comparison,
+) -> None:
+    silent = replace(comparison.plans, common=0, measurement=0)
+    text = words.headline(replace(comparison, plans=silent))
+    assert "decisions are not compared" in text and "plans." not in text
+
+
 @pytest.mark.parametrize(
     ("timing", "decisions", "why"),
     [

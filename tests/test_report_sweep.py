@@ -63,6 +63,14 @@ def test_what_else_is_swept_makes_a_series(tmp_path: Path) -> None:
     assert found["rate"].isna().all()
 
 
+def test_the_rates_of_a_recording_are_rates_too(tmp_path: Path) -> None:
+    for rate in (2.0, 4.0):
+        words = ["trace=recorded", f"trace.rate={rate:g}", "policy=a"]
+        finished(tmp_path, f"{rate:g}", words, rate, rate_of="trace", output_throughput=rate)
+    found = points_of(collect(tmp_path))
+    assert list(found["series"]) == ["a", "a"] and list(found["rate"]) == [2.0, 4.0]
+
+
 def test_every_figure_has_its_numbers(page: Path) -> None:
     folder = page.parent / "figures"
     names = {path.stem for path in folder.glob("*.svg")}

@@ -128,6 +128,42 @@ def test_a_wanted_rate_keeps_the_clock(tmp_path: Path) -> None:
     assert np.allclose(np.diff(times), np.diff(same), rtol=0, atol=1)
 
 
+@pytest.mark.parametrize(
+    ("start_s", "duration_s"), [(0, 900), (0, 60), (300, 600), (300, None), (1750, 600)]
+)
+def test_any_part_is_what_the_whole_has_there(
+    tmp_path: Path, start_s: int, duration_s: int | None
+) -> None:
+    source = windows(
+        tmp_path,
+        *((0, s, 1.0, 1.0, "Gamma", 1.0, 1.0) for s in (0, 600, 1200)),
+        *((1, s, 0.2, 1.0, "Weibull", 0.5, 2.0) for s in (0, 600, 1200)),
+    )
+    histogram(tmp_path, *always(0, 11, 5), *always(1, 22, 6))
+    whole = [times_s(window, 600.0, 1.0, 5) for window in read_windows(source)[0]]
+    times = np.sort(np.concatenate(whole))
+    end_s = min(1800, start_s + (duration_s or 1800))
+    inside = times[(times >= start_s) & (times < end_s)]
+    sidecar, requests = imported(source, seed=5, start_s=start_s, duration_s=duration_s)
+    assert np.array_equal([r.arrival_ns for r in requests], np.rint((inside - inside[0]) * S))
+    assert sidecar["recorded_rate"] == pytest.approx(1.2)
+    assert sidecar["requests_dropped"].get("outside the wanted time", 0) == (
+        sidecar["requests_drawn"] - len(inside)
+    )
+
+
+@pytest.mark.parametrize(("start_s", "duration_s"), [(0, 900), (0, 60), (300, 600)])
+def test_a_wanted_rate_holds_in_any_part(tmp_path: Path, start_s: int, duration_s: int) -> None:
+    source = windows(tmp_path, POISSON, (0, 600, *POISSON[2:]))
+    histogram(tmp_path, *always(0, 11, 5))
+    asked = {"rate": 10.0, "start_s": start_s, "duration_s": duration_s}
+    found = [imported(source, seed=seed, **asked)[1] for seed in range(20)]
+    assert all(requests[-1].arrival_ns < duration_s * S for requests in found)
+    # Poisson but for the ends of a window, where a burst may leave some seconds (of 600) empty; the
+    # mean of 20 deviates by 0.9 % at 60 s
+    assert np.mean([*map(len, found)]) == pytest.approx(10 * duration_s, rel=0.08)
+
+
 def test_a_limit_takes_the_first(tmp_path: Path) -> None:
     source = windows(
         tmp_path, POISSON, (1, 0, 2.0, 1.0, "Weibull", 1.0, 0.5), (0, 600, *POISSON[2:])
@@ -169,6 +205,21 @@ def test_lengths_must_be_somewhere(tmp_path: Path) -> None:
     sidecar, requests = imported(source, lengths=pairs)
     assert not sidecar["lengths"]["per_client"]
     assert {(r.prompt_tokens, r.output_tokens) for r in requests} == {(5, 6), (7, 8)}
+
+
+def test_a_histogram_in_csv_is_read_as_one_in_parquet(tmp_path: Path) -> None:
+    source = windows(tmp_path, POISSON)
+    rows = [*always(0, 11, 5), *always(0, 33, 7)]
+    histogram(tmp_path, *rows)
+    _, expected = imported(source)
+    table, names = tmp_path / "hist.csv", "client_id,window_start_s,field,value,prob"
+    table.write_text("\n".join([names, *(",".join(map(str, row)) for row in rows)]) + "\n")
+    assert imported(source, lengths=table)[1] == expected
+    for spoilt, told in (("0,0,input_tokens,x,1", "value is not a number"), ("0,0", "line 8 can")):
+        path = tmp_path / "spoilt.csv"
+        path.write_text(f"{table.read_text()}{spoilt}\n")
+        with pytest.raises(ValueError, match=rf"spoilt\.csv: {told}"):
+            imported(source, lengths=path)
 
 
 def test_too_many_requests_are_refused(tmp_path: Path) -> None:

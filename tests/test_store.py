@@ -12,7 +12,8 @@ from engine import regions
 from engine.plan import Kind, Place, Region, Tier
 from engine.training_layout import Mode
 from runtime.host_memory import HostAllocator
-from runtime.store import LostContents, State, Store, as_bytes, typed
+from runtime.storages import as_bytes, typed
+from runtime.store import LostContents, State, Store
 from runtime.tracker import StorageTracker
 from tests.training_runs import GPU, HOST, Hand, Task, tiny
 from traces.recipe import Recipe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -160,10 +161,28 @@ def test_the_key_follows_what_the_result_depends_on(
         == traces["same"]
         != key("trace=file", f"trace.path={tmp_path}/other/t.parquet")
     )
+    for name, rest in (("path", []), ("tokenizer", ["training.data.path=/a.txt"])):
+        text = ["trace=none", "training=text", *rest, f"training.data.{name}={tmp_path}"]
+        one, same, other = (key(*text[:-1], f"{text[-1]}/{n}") for n in ("one", "same", "other"))
+        assert one == same != other, name
     assert key() == key("cache=/elsewhere") != key("seed=1")
     before = key()
     monkeypatch.setattr(point, "code_version", lambda: "other code")
     assert key() != before
+
+
+def test_the_key_follows_all_that_metrics_are_made_by() -> None:
+    """What analysis.metrics imports of analysis, and what that imports."""
+    import analysis
+    from tandem.point import MEASURES
+
+    found, ahead = set[str](), ["metrics"]
+    while ahead:
+        found.add(name := ahead.pop())
+        text = (Path(analysis.__path__[0]) / f"{name}.py").read_text(encoding="utf-8")
+        assert "from analysis import" not in text, "names of modules are read off `from`"
+        ahead += set(re.findall(r"^ *from analysis\.(\w+) import", text, re.MULTILINE)) - found
+    assert {f"{name}.py" for name in found} == set(MEASURES)
 
 
 def test_results_of_earlier_code_are_no_replicates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tandem.cli import main
 from traces.import_ import import_trace, inspect_trace
 from traces.sharegpt import read_sharegpt
 from traces.store import read_trace, sha256_of
@@ -191,6 +192,32 @@ def test_tables_and_json_lines_are_told_from_text(tmp_path: Path) -> None:
 
 def pair(prompt: str, output: str) -> list[dict[str, str]]:
     return [{"from": "human", "value": prompt}, {"from": "gpt", "value": output}]
+
+
+def test_the_command_line_tells_all_that_was_left_out_or_added(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = pair("ko vu ba ko", "ko ko ko ko")
+    odd = [{"from": "narrator", "value": "ko"}, *whole]
+    talks = [[*whole, *pair("ko vu ba ko", "")], odd, [{"from": "gpt", "value": "ko ko ko ko"}]]
+    source = tmp_path / "a.json"
+    source.write_text(json.dumps([{"conversations": talk} for talk in talks]))
+    words = ["trace", "import", str(source), "--out", str(tmp_path / "out.parquet")]
+    words += ["--tokenizer", str(TOKENIZER)]
+    more = ["--rule", "multiturn_cumulative", "--limit", "5", "--oversample"]
+    assert main([*words, *more]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "rows read 3 = kept 2 + dropped 1",
+        "        1 no human message followed by a gpt message",
+        "pairs read 3 = kept 2 + dropped 1",
+        "        1 empty message in the pair",
+        "kept, though odd:",
+        "        1 message of an unknown role",
+        "        1 empty message",
+        "3 requests drawn again, to reach the limit",
+    ]
+    assert main(words) == 0
+    assert not [line for line in capsys.readouterr().out.splitlines() if "pairs" in line]
 
 
 def test_a_trace_is_shown(tmp_path: Path) -> None:

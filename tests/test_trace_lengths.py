@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from traces.import_ import import_trace
 from traces.lengths import Lengths, Limits, read_lengths, sample
 from traces.request import Request
 
@@ -86,10 +88,38 @@ def test_a_spoilt_row_of_json_lines_costs_only_itself(tmp_path: Path) -> None:
     }
 
 
-def test_a_time_out_of_range_names_its_row(tmp_path: Path) -> None:
-    path = csv(tmp_path / "a.csv", "arrival_s,prompt_tokens,output_tokens", "0,1,2", "1e300,1,2")
-    with pytest.raises(ValueError, match=r"a\.csv: row 1: arrival_s is 1e\+300, out of range"):
-        read_lengths(path)
+def test_a_spoilt_row_of_csv_costs_only_itself(tmp_path: Path) -> None:
+    """One cell once made a column text, and one ragged line the file unreadable."""
+    rows = ("prompt_tokens,output_tokens", "5,7", "x,7", "5,7.0", "6", "6,8,9", '"6","8"')
+    path = csv(tmp_path / "a.csv", *rows)
+    lengths = read_lengths(path)
+    assert [(r.prompt_tokens, r.output_tokens) for r in lengths.requests] == [
+        (5, 7),
+        (5, 7),
+        (6, 8),
+    ]
+    assert lengths.rows_read == 6
+    assert lengths.rows_dropped == {"prompt is not a whole number": 1, "malformed line": 2}
+    packed = tmp_path / "b.csv.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert read_lengths(packed).requests == lengths.requests
+    assert import_trace(packed, tmp_path / "b.parquet")["kind"] == "lengths"
+
+
+def test_a_spoilt_time_costs_only_its_row(tmp_path: Path) -> None:
+    rows = ("arrival_s,prompt_tokens,output_tokens", "2,1,2", "1e300,1,2", "soon,1,2", "2.5,1,2")
+    lengths = read_lengths(csv(tmp_path / "a.csv", *rows))
+    assert [r.arrival_ns for r in lengths.requests] == [0, 500_000_000]
+    assert lengths.rows_dropped == {"timestamp out of range": 1, "timestamp is not a number": 1}
+    with pytest.raises(ValueError, match=r"a\.csv: arrivals go back in time"):
+        read_lengths(csv(tmp_path / "a.csv", *rows, "2,1,2"))
+
+
+def test_nanoseconds_of_text_are_exact(tmp_path: Path) -> None:
+    """A float of them would be off by up to 128."""
+    stamps = (1_700_000_000_000_000_001, 1_700_000_000_000_000_004)
+    rows = ("arrival_time_ns,input_toks,output_toks", *(f"{stamp},1,2" for stamp in stamps))
+    assert [r.arrival_ns for r in read_lengths(csv(tmp_path / "a.csv", *rows)).requests] == [0, 3]
 
 
 @pytest.mark.parametrize("lines", [("a,b", "1,2"), ("prompt_tokens", "1")])

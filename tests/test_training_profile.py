@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from sim.errors import ALL
 from tandem import training_profile
 from tandem.compose import composed
 from tandem.foresight import foresee
+from tandem.pace import with_reference
 from tandem.training_profile import calibrate_training
 
 SMALL = ("model=micro_llama", "training=random", "training.sequence_tokens=64", "backend=sim")
@@ -31,6 +33,15 @@ def test_a_profile_of_the_simulator_predicts_what_its_roofline_does(
     assert predicted.step_s == pytest.approx(foresee(composed(other)).step_s, rel=0.02)
     with pytest.raises(ValueError, match="there is something in it already"):
         calibrate_training(composed(SMALL), tmp_path / "profile")
+
+
+def test_a_clock_of_reference_works_is_kept_by_all_shapes() -> None:
+    """Found once, before the first of them is measured."""
+    point = with_reference(composed([*SMALL, "backend=cpu"]).config, (7, 9))
+    made = replace(composed([*SMALL, "backend=cpu"]), config=point)
+    shaped = training_profile._shaped(made, 2, 32, *training_profile.STACKS[0])
+    assert shaped.config["backend"]["reference_ns"] == [7, 9]
+    assert shaped.config["training"]["sequence_tokens"] == 32
 
 
 def test_nothing_to_train_is_told(tmp_path: Path) -> None:

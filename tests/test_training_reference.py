@@ -9,7 +9,7 @@ from engine.job import Job
 from engine.model import ModelSpec
 from engine.plan import Slice, Work
 from runtime.reference import WINDOW, settled_ns
-from runtime.training_reference import TrainingPace, Timed, training_references
+from runtime.training_reference import Timed, TrainingPace, training_references
 from tandem.compose import composed
 from tandem.setting import setting_of
 from tandem.worlds import world_of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from engine.training_layout import Mode
@@ -67,6 +69,28 @@ def test_it_does_so_in_a_sixth_of_the_memory_of_its_states(policy: str) -> None:
     assert set(off_bytes(found)) <= {0, *IDS_BYTES}
 
 
+def test_its_clock_may_count_reference_works() -> None:
+    """Those of a model like the one that is trained, beside it: nothing it computes is changed."""
+    words = ("policy=train_on_device", *RECIPE)
+    paced = train("cpu", *words, "backend.reference_ns=[1000000,1000000]")
+    assert not differing(paced.result, plain(*words))
+
+
+def test_a_tied_table_is_booked_while_its_share_waits() -> None:
+    """From the head's backward to the embedding's, but in the first microbatch of a step."""
+    words = ("policy=zero3_offload", "model.tie_embeddings=true", "training.microbatches=2")
+    found = train("lockstep", *words, "device.host_plan_ns=0", "device.host_slice_ns=0")
+    assert not differing(found.result, plain(*words))
+    (trainee,) = found.setting.trainees
+    spec, ids_bytes = trainee.spec, 8 * trainee.job.microbatch_tokens
+    assert set(off_bytes(found)) <= {0, ids_bytes, ids_bytes + 8}, "the meter finds it, too"
+    table_bytes = 4 * spec.vocab_size * spec.hidden_size
+    waiting = [json.loads(body)["ops"] for body in found.log]
+    grown = [op[2] for ops in waiting for op in ops if op[0] == "grow" and op[1][1:4] == ASIDE]
+    assert grown == [table_bytes] * 3, "once in each step"
+
+
+ASIDE = ["buffer", 0, 2]  # kind, part and slot of its region
 IDS_BYTES = (64, 72)  # of 8 token ids, and with the loss's count of them
 
 

@@ -201,6 +201,13 @@ class Hand:
     def flow(self, unit: int) -> Place:
         return regions.flow(self.job_id, unit)
 
+    def aside(self, k: int) -> list[Place]:
+        """Where a tied table's gradient waits in a microbatch; nowhere if the sum may be begun."""
+        trained = self.units.trained_of
+        is_tied = sum(map(len, trained)) > len({p for own in trained for p in own})
+        waits = is_tied and (self.reuses or k % self.task.microbatches > 0)
+        return [regions.aside(self.job_id)] if waits else []
+
     # ---- moves
     def move(self, src: Place, tier: Tier, keeps: bool = False) -> None:
         self.run(self.store.copy, src, src._replace(tier=tier))
@@ -282,8 +289,12 @@ class Hand:
             self.fetch_gradient(chunk)
         if unit > first:
             self.store.grow(self.flow(unit), 1)
+        for place in self.aside(k) if is_head else ():
+            self.store.grow(place, 1)
         self.run(self.trainer.backward, unit, k)
         self.look()
+        for place in self.aside(k) if unit == first else ():
+            self.store.free(place)
         self.store.free(self.saved(unit, k))
         if unit:
             self.store.free(self.hidden(unit, k))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from traces.cells import NS_PER_S, Unusable, nanoseconds, whole
 from traces.lengths import Limits
 from traces.records import Record, records
-from traces.rows import Parsed, Rows, Unusable, nanoseconds, read_rows, whole
+from traces.rows import Parsed, Rows, read_rows
 
-NS_PER_S = 1_000_000_000
 COLUMNS = (("Timestamp",), ("Model",), ("Request tokens",), ("Response tokens",))
 OPTIONAL = (("Total tokens",), ("Log Type",))
 CLASSES = {"Model": 1, "Log Type": 5}  # columns that may be SLO classes, and their places

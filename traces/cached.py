@@ -11,7 +11,7 @@ from traces.fingerprint import content_hash
 from traces.store import SCHEMA_VERSION, sha256_of, sidecar_path
 
 READ = ("tokenizer", "lengths")  # options of an import that name files
-IMPORT_VERSION = 2  # of what an import keeps; 2: SLO classes
+IMPORT_VERSION = 3  # to be raised where an import keeps something else than before
 
 
 def cached_import(path: Path, options: Mapping[str, Any], cache: Path) -> Path:

@@ -92,25 +92,28 @@ def read_client_lengths(
             f"{windows} has no token lengths beside it ({path}); give lengths=PATH, a ServeGen "
             "histogram or a table of prompt and output tokens"
         )
-    columns = read_columns(path, HISTOGRAM)
-    per_client = len(columns) == len(HISTOGRAM)
+    table = read_columns(path, HISTOGRAM)
+    per_client = len(table.cells) == len(HISTOGRAM)
     described = {"path": str(path), "sha256": sha256_of(path), "per_client": per_client}
-    if len(columns) < len(HISTOGRAM):
+    if not per_client:
         requests = read_lengths(path, keep_ids=False).requests
         pairs = np.asarray([(r.prompt_tokens, r.output_tokens) for r in requests], dtype=np.int64)
         if not len(pairs):
             raise ValueError(f"{path}: no usable pair of token lengths")
         return PairLengths(pairs, seed, described)
-    return ClientLengths(_histograms(columns), seed, described)
+    if table.malformed:
+        raise ValueError(f"{path}: line {table.malformed[0]} cannot be read; mend it")
+    return ClientLengths(_histograms(path, table.cells), seed, described)
 
 
-def _histograms(columns: dict[str, list[Any]]) -> dict[tuple[int, str], list[Histogram]]:
-    field = np.asarray([FIELDS.index(f) if f in FIELDS else -1 for f in columns["field"]])
-    keys = [np.asarray(columns[name]) for name in ("value", "window_start_s", "client_id")]
+def _histograms(path: Path, cells: dict[str, list[Any]]) -> dict[tuple[int, str], list[Histogram]]:
+    field = np.asarray([FIELDS.index(f) if f in FIELDS else -1 for f in cells["field"]])
+    names = ("value", "window_start_s", "client_id", "prob")
+    keys = [_numbers(path, name, cells[name]) for name in names]
     order = np.lexsort((keys[0], keys[1], field, keys[2]))
     order = order[field[order] >= 0]
-    value, start, client = (key[order] for key in keys)
-    field, prob = field[order], np.asarray(columns["prob"], dtype=np.float64)[order]
+    field = field[order]
+    value, start, client, prob = (key[order] for key in keys)
     same = (np.diff(client) == 0) & (np.diff(field) == 0) & (np.diff(start) == 0)
     cuts = [0, *(np.flatnonzero(~same) + 1).tolist(), len(order)]
     found: dict[tuple[int, str], list[Histogram]] = {}
@@ -120,4 +123,15 @@ def _histograms(columns: dict[str, list[Any]]) -> dict[tuple[int, str], list[His
         whole = np.rint(value[first:end]).astype(np.int64)
         histogram = Histogram(float(start[first]), whole, np.cumsum(prob[first:end]))
         found.setdefault((int(client[first]), FIELDS[field[first]]), []).append(histogram)
+    return found
+
+
+def _numbers(path: Path, name: str, cells: list[Any]) -> Floats:
+    """A column as numbers. ValueError where one is none: a histogram without it were another."""
+    try:
+        found = np.asarray(cells, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {name} is not a number everywhere ({error})") from error
+    if not np.isfinite(found).all():
+        raise ValueError(f"{path}: {name} is not a finite number everywhere")
     return found

@@ -17,7 +17,6 @@ from traces.rules import Rule, rule_named
 from traces.selection import Selection, select
 from traces.sharegpt import ShareGPT, read_sharegpt
 from traces.store import read_sidecar, read_trace, sha256_of, write_trace
-from traces.tables import TABLE_SUFFIXES
 from traces.text_import import import_text, inspect_text
 from traces.think import Think, with_think
 from traces.tokenizer import described, load_tokenizer
@@ -166,9 +165,9 @@ def _kind_of(source: Path) -> str:
         return kind
     if source.name.endswith((".txt", ".txt.gz")):
         return "text"
-    if source.suffix in (".csv", ".parquet"):
+    if source.name.endswith((".csv", ".csv.gz", ".parquet")):
         return "lengths"
-    if not source.name.endswith(TABLE_SUFFIXES):
+    if not source.name.endswith((".jsonl", ".jsonl.gz")):
         return "sharegpt"
     from traces.plain_json import first_row
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from traces.recorded_times import TIME_COLUMNS, times_in
+from traces.cells import Unusable, whole
+from traces.recorded_times import TIME_COLUMNS, in_order, stamps_in
 from traces.request import Request
-from traces.tables import readable_columns
+from traces.tables import read_columns
 
 # ours; Vidur; Azure; BurstGPT; Mooncake; LLMServingSim
 PROMPT_COLUMNS = (
@@ -75,30 +77,27 @@ def read_lengths(
 ) -> Lengths:
     """Each usable row as a request, in file order; the others are dropped by reason.
 
-    Arrival times in the table are kept, moved so that the first row read is at 0. SLO classes are
-    those of `slo_column`, None: of `slo`, where there is one; an empty cell is no class.
+    Arrival times in the table are kept, moved so that the first one is 0. SLO classes are those of
+    `slo_column`, None: of `slo`, where there is one; an empty cell is no class.
     """
     path, classed_by = Path(path), slo_column or SLO_COLUMN
     known = (*PROMPT_COLUMNS, *OUTPUT_COLUMNS, *TIME_COLUMNS, *ID_COLUMNS)
-    columns, malformed = readable_columns(path, (*known, classed_by))
+    table = read_columns(path, (*known, classed_by))
+    columns, nothing = table.cells, [None] * len(table.lines)
     if slo_column is not None and slo_column not in columns:
         raise ValueError(f"{path}: no column {slo_column} for slo_column")
-    prompts, outputs = (
-        _one_of(path, columns, PROMPT_COLUMNS),
-        _one_of(path, columns, OUTPUT_COLUMNS),
-    )
-    ids = next((columns[n] for n in ID_COLUMNS if keep_ids and n in columns), [None] * len(prompts))
-    times = times_in(path, columns)
-    arrivals = [0] * len(prompts) if times is None else [int(t) for t in times - times[:1]]
-    classes = ["" if c is None else str(c) for c in columns.get(classed_by, [""] * len(prompts))]
-    lengths = Lengths(rows_read=len(prompts) + len(malformed))
-    lengths.rows_dropped.update({"malformed line": len(malformed)} if malformed else {})
-    for row in zip(prompts, outputs, ids, arrivals, classes, strict=True):
-        fault = _fault(*row[:3], limits or Limits())
-        if fault:
-            lengths.rows_dropped[fault] += 1
-        else:
-            lengths.requests.append(_request(len(lengths.requests), *row))
+    prompts = _one_of(path, columns, PROMPT_COLUMNS)
+    outputs = _one_of(path, columns, OUTPUT_COLUMNS)
+    ids = next((columns[n] for n in ID_COLUMNS if keep_ids and n in columns), nothing)
+    arrivals = _arrivals(path, columns) or [0] * len(table.lines)
+    classes = columns.get(classed_by, nothing)
+    lengths = Lengths(rows_read=len(table.lines) + len(table.malformed))
+    lengths.rows_dropped.update({"malformed line": len(table.malformed)} if table.malformed else {})
+    for row in zip(arrivals, prompts, outputs, ids, classes, strict=True):
+        try:
+            lengths.requests.append(_request(len(lengths.requests), row, limits or Limits()))
+        except Unusable as fault:
+            lengths.rows_dropped[str(fault)] += 1
     return lengths
 
 
@@ -121,9 +120,30 @@ def sample(lengths: Lengths, n: int | None, seed: int | None) -> Lengths:
     return Lengths(lengths.rows_read, drawn, dropped)
 
 
-def _request(number: int, prompt: Any, output: Any, ids: Any, at_ns: int, slo: str) -> Request:
+def _arrivals(path: Path, columns: Mapping[str, list[Any]]) -> list[int | Unusable]:
+    """Times from the first one on, or why a row has none; nothing where there is no such column."""
+    stamps, found = stamps_in(columns), list[int | Unusable]()
+    for cell in stamps.cells if stamps is not None else ():
+        try:
+            found.append(stamps.in_ns(cell))
+        except Unusable as fault:
+            found.append(fault)
+    known = in_order(path, np.asarray([t for t in found if isinstance(t, int)], dtype=np.int64))
+    return [t - int(known[0]) if isinstance(t, int) else t for t in found]
+
+
+def _request(number: int, row: Sequence[Any], limits: Limits) -> Request:
+    """Of arrival, prompt, output, ids and SLO class. Unusable where these are no request."""
+    at_ns, prompt, output, ids, slo = row
+    if isinstance(at_ns, Unusable):
+        raise at_ns
+    prompt, output = whole("prompt", prompt), whole("output", output)
+    fault = limits.fault(prompt, output) or (None if ids is None else _fault_of_ids(prompt, ids))
+    if fault:
+        raise Unusable(fault)
     prompt_ids = None if ids is None else tuple(ids)
-    return Request(number, at_ns, int(prompt), int(output), slo=slo, prompt_ids=prompt_ids)
+    named = "" if slo is None else str(slo)
+    return Request(number, at_ns, prompt, output, slo=named, prompt_ids=prompt_ids)
 
 
 def _one_of(path: Path, columns: dict[str, list[Any]], names: tuple[str, ...]) -> list[Any]:
@@ -131,17 +151,6 @@ def _one_of(path: Path, columns: dict[str, list[Any]], names: tuple[str, ...]) -
         if name in columns:
             return columns[name]
     raise ValueError(f"{path}: no column of token counts; it needs one of {', '.join(names)}")
-
-
-def _fault(prompt: Any, output: Any, ids: Any, limits: Limits) -> str | None:
-    for name, value in (("prompt", prompt), ("output", output)):
-        if value is None:
-            return f"{name} missing"
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
-            return f"{name} is not a whole number"
-    if fault := limits.fault(prompt, output):
-        return fault
-    return None if ids is None else _fault_of_ids(prompt, ids)
 
 
 def _fault_of_ids(prompt: int, ids: Any) -> str | None:

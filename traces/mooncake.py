@@ -12,10 +12,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from traces.cells import Unusable, nanoseconds, number_in, whole
 from traces.lengths import Limits
 from traces.records import Record, records
 from traces.request import Request
-from traces.rows import Parsed, Rows, Unusable, nanoseconds, read_rows, whole
+from traces.rows import Parsed, Rows, read_rows
 from traces.units import UNITS_NS, unit_of
 
 COLUMNS = (("input_length", "prompt_tokens"), ("output_length", "output_tokens"))
@@ -54,11 +55,8 @@ def _unit_of(lines: Sequence[Record]) -> tuple[str, str]:
 
 
 def _block_of(path: Path, lines: Sequence[Record]) -> int:
-    counts = [
-        (line[0], len(line[4]))
-        for line in lines
-        if isinstance(line[4], list) and isinstance(line[0], int) and line[0] > 0
-    ]
+    told = [(number_in(line[0]) or 0, line[4]) for line in lines if isinstance(line[4], list)]
+    counts = [(prompt, len(ids)) for prompt, ids in told if prompt > 0]
     if not counts:
         return 0
     for block in BLOCK_TOKENS:

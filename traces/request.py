@@ -61,8 +61,9 @@ class TrainingJob:
 
     `num_units` counts the links of its chain: 0 is the embedding, then come the layers, and the
     last is head and loss. A microbatch is `sequences` sequences of `sequence_tokens`; an update
-    follows the gradients of `microbatches` of them, unless `has_update` is False. `model` and
-    `dataset` are names. `record_of` names the request whose recorded serving activations this job
+    follows the gradients of `microbatches` of them, unless `has_update` is False. With `ranks` so
+    many devices train on microbatches of their own and share the update. `model` and `dataset` are
+    names. `record_of` names the request whose recorded serving activations this job
     may start from (Alchemist).
     """
 
@@ -78,12 +79,14 @@ class TrainingJob:
     dataset: str = ""
     recipe: Recipe = field(default_factory=Recipe)
     record_of: int | None = None
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         for name in ("job_id", "arrival_ns"):
             if getattr(self, name) < 0:
                 raise ValueError(f"training job {self.job_id}: {name} must be at least 0")
-        for name in ("num_units", "sequence_tokens", "sequences", "num_steps", "microbatches"):
+        counts = ("num_units", "sequence_tokens", "sequences", "num_steps", "microbatches", "ranks")
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"training job {self.job_id}: {name} must be at least 1")
         has_adapters = self.recipe.lora_rank is not None

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
+from traces.cells import Unusable
 from traces.drops import Drops
 from traces.lengths import Limits
 from traces.records import Record
-from traces.units import MAX_NS
 
 Parsed = tuple[int, int, int, tuple[int, ...] | None]  # at_ns, prompt, output, prefix ids
-
-
-class Unusable(Exception):
-    """Why a row is dropped."""
 
 
 @dataclass
@@ -66,33 +60,3 @@ def read_rows(
             rows.prefix_ids += [None] * (len(rows.lines) - 1 - len(rows.prefix_ids))
             rows.prefix_ids.append(prefix_ids)
     return rows
-
-
-def whole(name: str, value: Any) -> int:
-    """A count of tokens from a cell."""
-    number: float = value if type(value) is int else _number(name, value, "a whole number")
-    if number != number // 1:
-        raise Unusable(f"{name} is not a whole number")
-    return int(number)
-
-
-def nanoseconds(value: Any, unit_ns: int) -> int:
-    """A time stamp from a cell that counts units of `unit_ns`."""
-    if type(value) is not int:
-        value = _number("timestamp", value, "a number")
-    if not abs(value) < MAX_NS / unit_ns:
-        raise Unusable("timestamp out of range")
-    at_ns: int = round(value * unit_ns)
-    return at_ns
-
-
-def _number(name: str, value: Any, kind: str) -> float:
-    if value is None or value == "":
-        raise Unusable(f"{name} missing")
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise Unusable(f"{name} is not {kind}")
-    return number

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from traces.cells import NS_PER_S, Unusable
 from traces.client_lengths import ClientLengths, PairLengths, read_client_lengths
 from traces.lengths import Limits
 from traces.options import Options
 from traces.records import Record, records
-from traces.rows import Rows, Unusable
+from traces.rows import Rows
 
-NS_PER_S = 1_000_000_000
 COLUMNS = (
     ("client_id",),
     ("window_start_s",),
@@ -30,8 +30,10 @@ COLUMNS = (
     ("scale",),
 )
 WINDOW_S = 600.0  # where the file has one window only
+OUTSIDE = "outside the wanted time"
 MAX_REQUESTS = 5_000_000  # more is a mistake: the pools hold up to 1.4e9
 Floats = npt.NDArray[np.float64]
+Span = tuple[float, float]  # seconds of the recording, the second one outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +94,13 @@ def draw(
     windows, rows = read_windows(path)
     lengths = read_client_lengths(path, options.lengths, options.seed or 0)
     width_s = _width_s([w.start_s for w in windows])
-    kept, span_s = _chosen(windows, rows, options, lengths, width_s)
-    recorded = sum(w.rate for w in kept) * width_s / span_s
+    span = _wanted(windows, options, width_s)
+    kept = _chosen(windows, rows, lengths, span, width_s)
+    expected = sum(w.rate * _overlap_s(w, span, width_s) for w in kept)
+    recorded = expected / (span[1] - span[0]) if kept else 0.0
     faster = options.rate / recorded if options.rate is not None and recorded else 1.0
-    _check_size(path, recorded * faster * span_s, options.limit)
-    at_s, pairs, dropped = _drawn(kept, lengths, limits, options, width_s, faster)
+    _check_size(path, expected * faster, options.limit)
+    at_s, pairs, dropped = _drawn(kept, lengths, limits, options, span, width_s, faster)
     order = np.argsort(at_s, kind="stable")[: options.limit]
     at_ns = np.rint((at_s[order] - at_s[order][:1]) * NS_PER_S).astype(np.int64)
     account = {
@@ -131,28 +135,37 @@ def _window(line: int, record: Record | None) -> Window:
     return Window(line, int(numbers[0]), start_s, per_s, dist == "Gamma", shape, scale)
 
 
-def _chosen(
-    windows: Sequence[Window],
-    rows: Rows,
-    options: Options,
-    lengths: ClientLengths | PairLengths,
-    width_s: float,
-) -> tuple[list[Window], float]:
-    """The windows that begin in the wanted time, of clients whose lengths are known."""
-    first = windows[0].start_s if windows else 0.0
-    start_s = first + options.start_s
+def _wanted(windows: Sequence[Window], options: Options, width_s: float) -> Span:
+    """From `start_s` behind the first window to the end of the last, or as long as asked for."""
+    start_s = (windows[0].start_s if windows else 0.0) + options.start_s
     end_s = max((w.start_s for w in windows), default=0.0) + width_s
     if options.duration_s is not None:
         end_s = min(end_s, start_s + options.duration_s)
+    return start_s, end_s
+
+
+def _overlap_s(window: Window, span: Span, width_s: float) -> float:
+    """How much of a window lies in the span; not above zero: nothing."""
+    return min(window.start_s + width_s, span[1]) - max(window.start_s, span[0])
+
+
+def _chosen(
+    windows: Sequence[Window],
+    rows: Rows,
+    lengths: ClientLengths | PairLengths,
+    span: Span,
+    width_s: float,
+) -> list[Window]:
+    """The windows with a part in the span, of clients whose lengths are known."""
     kept = []
     for window in windows:
-        if not start_s <= window.start_s < end_s:
-            rows.drop("outside the wanted time", window.line)
+        if _overlap_s(window, span, width_s) <= 0:
+            rows.drop(OUTSIDE, window.line)
         elif not lengths.knows(window.client):
             rows.drop("client without token lengths", window.line)
         else:
             kept.append(window)
-    return kept, max(end_s - start_s, width_s)
+    return kept
 
 
 def _drawn(
@@ -160,6 +173,7 @@ def _drawn(
     lengths: ClientLengths | PairLengths,
     limits: Limits,
     options: Options,
+    span: Span,
     width_s: float,
     faster: float,
 ) -> tuple[Floats, npt.NDArray[np.int64], dict[str, int]]:
@@ -167,7 +181,11 @@ def _drawn(
     for place, window in enumerate(windows):
         times = times_s(window, width_s, faster, seed)
         drawn = lengths.draw(window.client, window.start_s, len(times))
-        faults = [limits.fault(int(prompt), int(output)) for prompt, output in drawn]
+        # a window is drawn whole, so that a part of the recording holds what the whole has there
+        faults = [
+            limits.fault(int(prompt), int(output)) if span[0] <= at < span[1] else OUTSIDE
+            for at, (prompt, output) in zip(times.tolist(), drawn, strict=True)
+        ]
         for fault in filter(None, faults):
             dropped[fault] = dropped.get(fault, 0) + 1
         fits = np.asarray([fault is None for fault in faults], dtype=bool)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from traces.cells import Unusable
 from traces.dataset import opened_dataset
 from traces.drops import Drops
 from traces.json_value import NOT_JSON, is_unicode
 from traces.plain_json import count_rows, is_beyond_datasets, plain_rows
 from traces.records import header, opened
-from traces.rows import Unusable
 from traces.sharegpt import MAX_MESSAGE_CHARS
 
 

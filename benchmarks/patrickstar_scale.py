@@ -1,0 +1,110 @@
+"""Claim: the largest of PatrickStar's published models that trains, simulated.
+
+Grid: the models of its model_builder.py. One fits if a warm-up and another step pass at a batch of
+4 with the chunk size (of multiples of 8 Mi up to 512 Mi) that has the smallest footprint, with the
+original's shares of memory, a budget that is not kept being an error (`strict`). Judged: eight V100
+with 240 GB (published 18B) and eight A100 with 1 TB (68B). Rows of fewer devices and of DeepSpeed
+are published as found: there, the largest model with a figure need not be the largest that trains.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.patrickstar import (
+    A100,
+    DDP,
+    LARGEST,
+    MODELS,
+    PSTAR,
+    V100,
+    Point,
+    parameters,
+    step_s,
+)
+from benchmarks.reproduction import RESULTS, write_page
+from sim.group import Group
+
+TABLE = RESULTS / "patrickstar_scale.csv"
+JUDGED = {(PSTAR, V100, 8): "18B", (PSTAR, A100, 8): "68B"}
+COLUMNS = ("device", "devices", "system", "published", "ours", "next", "judged")
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """The largest model that trains, and the next one, which does not."""
+
+    system: str
+    device: str
+    devices: int
+    published: str
+    ours: str
+    beyond: str
+
+    @property
+    def is_judged(self) -> bool:
+        return (self.system, self.device, self.devices) in JUDGED
+
+
+def grid() -> list[str]:
+    """All models but the one for many nodes, by size."""
+    return sorted((name for name in MODELS if name != "175B"), key=parameters)
+
+
+def fits(system: str, device: str, devices: int, model: str) -> bool:
+    return step_s(Point(system, device, Group(devices), model, batch=4), STEPS) is not None
+
+
+def largest(system: str, device: str, devices: int) -> Row:
+    """Looks upwards from the published model, or downwards where that does not fit."""
+    names, published = grid(), LARGEST[system, device, devices]
+    at = names.index(published)
+    if fits(system, device, devices, published):
+        while at + 1 < len(names) and fits(system, device, devices, names[at + 1]):
+            at += 1
+    else:
+        at -= 1
+        while at >= 0 and not fits(system, device, devices, names[at]):
+            at -= 1
+    ours, beyond = names[at] if at >= 0 else "none", names[at + 1 : at + 2]
+    return Row(system, device, devices, published, ours, beyond[0] if beyond else "none")
+
+
+def written(rows: Iterable[Row], path: Path = TABLE) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(COLUMNS)
+        for r in rows:
+            told = (r.device, r.devices, r.system, r.published, r.ours, r.beyond)
+            out.writerow((*told, int(r.is_judged)))
+
+
+def main() -> int:
+    is_quick, rows = "--quick" in sys.argv[1:], list[Row]()
+    for system, device, devices in LARGEST:
+        if system == DDP or (is_quick and (system, device, devices) not in JUDGED):
+            continue
+        rows.append(row := largest(system, device, devices))
+        word = " (judged)" if row.is_judged else ""
+        print(
+            f"{device} x{devices} {system}: published {row.published}, ours {row.ours}, "
+            f"not {row.beyond}{word}",
+            flush=True,
+        )
+    right = sum(row.ours == row.published for row in rows if row.is_judged)
+    if not is_quick:
+        written(rows)
+        write_page()
+    passed = right == len(JUDGED)
+    verdict = "pass" if passed else "fail"
+    print(f"patrickstar_scale_right {right} of_{len(JUDGED)} {len(JUDGED)} {verdict}")
+    return int(not passed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

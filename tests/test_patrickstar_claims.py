@@ -1,0 +1,107 @@
+"""The claims on PatrickStar's published tables: what is counted, judged and written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import patrickstar_tables, reproduction
+from benchmarks.patrickstar import (
+    A100,
+    DEEPS,
+    LARGEST,
+    MODELS,
+    PSTAR,
+    V100,
+    Best,
+    Point,
+    Published,
+    parameters,
+    published,
+    spec_of,
+    step_s,
+    tflops,
+)
+from benchmarks.patrickstar_tables import Row, written, wrong_orders
+from sim.group import Group
+
+
+def test_throughput_is_counted_as_the_page_counts_it() -> None:
+    """Its pull request 269: 20B, 30.2 s a step on one A100, is 88.7 Tflops (at 16 sequences)."""
+    point = Point(PSTAR, A100, Group(1), "20B", 16, 288)
+    assert tflops(point, 30.2) == pytest.approx(88.7, rel=0.005)
+    assert tflops(replace(point, group=Group(4)), 30.2) == pytest.approx(4 * 88.7, rel=0.005)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_are_as_large_as_their_names(model: str) -> None:
+    billions = float(model.removesuffix("B"))
+    assert parameters(model) == pytest.approx(billions * 1e9, rel=0.12)
+    # The simulated decoder lacks the pooler.
+    assert spec_of(model).parameters == pytest.approx(parameters(model), rel=0.02)
+
+
+def test_figures_are_those_of_the_page() -> None:
+    figures = list(published())
+    assert len(figures) == 95
+    assert len({(f.system, f.device, f.group, f.model) for f in figures}) == len(figures)
+    assert LARGEST[PSTAR, V100, 8] == "18B" and LARGEST[PSTAR, A100, 8] == "68B"
+    assert LARGEST[DEEPS, V100, 8] == "4B" and LARGEST[DEEPS, A100, 8] == "30B"
+
+
+def row(system: str, figure: float, ours: float, devices: int = 4) -> Row:
+    point = Point(system, V100, Group(devices), "4B", 8)
+    told = Published(system, V100, Group(devices), "4B", figure)
+    found = Best(point, ours) if ours else Best(None, float("nan"))
+    return Row(told, found, is_judged=devices > 1)
+
+
+def test_orders_count_where_published_gaps_are_clear() -> None:
+    assert wrong_orders([row(PSTAR, 120, 130), row(DEEPS, 100, 129)]) == []
+    assert len(wrong_orders([row(PSTAR, 120, 130), row(DEEPS, 100, 131)])) == 1
+    assert wrong_orders([row(PSTAR, 104, 130), row(DEEPS, 100, 131)]) == [], "4 %"
+    assert wrong_orders([row(PSTAR, 120, 130), row(DEEPS, 100, 131, devices=8)]) == []
+    assert len(wrong_orders([row(PSTAR, 120, 0), row(DEEPS, 100, 131)])) == 1, "does not fit"
+    assert wrong_orders([row(PSTAR, 120, 131), row(DEEPS, 100, 0)]) == []
+
+
+def test_what_does_not_fit_is_an_error_of_all() -> None:
+    assert row(PSTAR, 100, 0).error == -1
+    assert row(PSTAR, 100, 90).error == pytest.approx(-0.1)
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(reproduction, "RESULTS", tmp_path)
+    monkeypatch.setattr(reproduction, "PAGE", tmp_path / "REPRODUCTION.md")
+    yield tmp_path
+
+
+def test_the_page_tells_what_the_tables_say(results: Path) -> None:
+    rows = [row(PSTAR, 100, 90), row(DEEPS, 100, 130), row(PSTAR, 50, 45, 1), row(DEEPS, 80, 0)]
+    written(rows, results / "patrickstar_tables.csv")
+    reproduction.write_page()
+    page = (results / "REPRODUCTION.md").read_text()
+    assert "3 rows of 2, 4 and 8 devices are judged: median error 30.0%" in page
+    assert "the worst is V100 x4 deepspeed 4B (-100%)" in page
+    assert "| patrickstar | 4B | 100 | 90 | -10.0% | 8 |  |" in page
+    assert "V100 x1 (not judged)" in page and "does not fit" in page
+
+
+def test_the_claims_are_found() -> None:
+    from benchmarks.claims import scripts
+
+    assert {"patrickstar_tables", "patrickstar_scale"} <= {path.stem for path in scripts()}
+    assert patrickstar_tables.BAR == 0.15
+
+
+def test_a_point_trains_and_a_small_memory_does_not() -> None:
+    alone = Point(PSTAR, V100, Group(1), "1B", 4, 256)
+    took = step_s(alone)
+    assert took is not None and 20 < tflops(alone, took) < 125, "below the peak"
+    both = step_s(replace(alone, group=Group(2)))
+    assert both is not None
+    assert step_s(replace(alone, model="68B")) is None

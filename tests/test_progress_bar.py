@@ -1,0 +1,26 @@
+"""What a progress bar counts: requests, steps of training, or both."""
+
+from __future__ import annotations
+
+import random
+
+from policies.all_on_device import AllOnDevice
+from tandem.progress import amount, done
+from tests.offload import job_of, laid_out, run, shape_of
+from traces.request import Request, TrainingJob
+
+SERVED = [Request(i, 0, 4, 4) for i in range(3)]
+TRAINED = TrainingJob(9, 0, 5, 8, num_steps=7)
+
+
+def test_it_counts_what_there_is_to_do() -> None:
+    assert amount(SERVED) == (3, "req")
+    assert amount([TRAINED]) == (7, "step")
+    assert amount([*SERVED, TRAINED]) == (10, "item")
+
+
+def test_it_is_full_when_all_steps_are_done() -> None:
+    shape = shape_of(random.Random(0))
+    job = job_of(shape)
+    found = run(AllOnDevice(), laid_out(shape), job)
+    assert done(found.engine.recorder) == amount([job])[0] == 3
