@@ -8,9 +8,9 @@ reruns, whose signs may cancel: the worst rerun is published beside it. A shared
 changes by a third within seconds: both clocks therefore count time in reference works
 (runtime/reference.py), in calibration and run alike. What these do not follow lasts for minutes
 (large batches took 8 % longer half an hour after their calibration), so the two sides are measured
-in turns: before and behind every judged run a replay of made-up requests, to which the tables of a
-case are fitted. Run it alone: with the other core busy, launches moved against the reference work
-by 4 %.
+in turns: before and behind every judged run a replay of made-up requests that arrive at the case's
+rate, to which the tables of a case are fitted. Run it alone: with the other core busy, launches
+moved against the reference work by 4 %.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tandem.compare import replay_of
 from tandem.compose import composed
 from tandem.experiment import run_experiment
 from tandem.folder import OK, status_of
-from tandem.profile import FITTED, fitted_replay, is_steady, refitted
+from tandem.profile import FITTED, fitted_stream, is_steady, refitted
 from tandem.provenance import commit, host
 
 AT_PACE = "_at_pace_"  # of figures that say what another step time would do
@@ -151,7 +151,7 @@ def made_up(case: Case, backend: Sequence[str], number: int) -> None:
         for name in GRID:  # again where a claim goes on: it may have been stopped at this
             shutil.copy(case.calibration / name, case.profile)
     if status_of(case.profile / f"{FITTED}-{number}") != OK:
-        fitted_replay(composed([*case.settings, *backend]), case.profile, number)
+        fitted_stream(composed([*case.settings, *backend]), case.profile, number)
 
 
 def pair(case: Case, folder: Path) -> Pair:

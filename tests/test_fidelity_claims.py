@@ -89,7 +89,7 @@ def test_both_sides_are_measured_in_turns_and_only_the_made_up_side_is_fitted(
     monkeypatch.setattr(fidelity, "run", measured)
     monkeypatch.setattr(fidelity, "drift", lambda run: next(drifts))
     monkeypatch.setattr(fidelity, "composed", lambda words: words)
-    monkeypatch.setattr(fidelity, "fitted_replay", made_up)
+    monkeypatch.setattr(fidelity, "fitted_stream", made_up)
     monkeypatch.setattr(fidelity, "refitted", lambda profile: done.append("fit"))
     monkeypatch.setattr(fidelity, "pair", lambda case, folder: folder.name)
     case = Case("some", ("limit=2",), tmp_path / "case", tmp_path / "calibrated")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
@@ -19,17 +20,17 @@ from sim.tables import HOST, TableCost
 from tandem.calibrate import told
 from tandem.cli import main
 from tandem.compose import composed
+from tandem.made_up import SESSIONS, requests, stream
 from tandem.profile import (
     AGAIN,
     COST,
-    SESSIONS,
     calibrate,
     device_facts,
+    fitted_stream,
     is_steady,
     judged,
     read_cost,
     replayed_count,
-    requests,
 )
 from tandem.setting import setting_of
 from tests.hand_made import TINY
@@ -154,6 +155,30 @@ def test_fitted_replays_lie_on_both_sides_of_the_grid(
         calibrate(point, tmp_path / "profile", replays=4)
     fitted = ["fitted-0", "fitted-1", "grid", "fitted-2", "fitted-3"]
     assert done == [*fitted, "held-out-0", "held-out-1"]
+
+
+def test_a_stream_of_made_up_requests_is_as_long_as_sharegpt() -> None:
+    """Means of 161 and 338 tokens as published, less what the clipping takes of the upper tail."""
+    made_up = [r for seed in range(40) for r in stream(2048, seed)]
+    assert 130 < np.mean([r.prompt_tokens for r in made_up]) < 161
+    assert 310 < np.mean([r.output_tokens for r in made_up]) < 338
+    assert max(r.prompt_tokens + r.output_tokens for r in made_up) <= 2048
+
+
+def test_a_stream_arrives_as_the_case_does_but_at_other_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+    monkeypatch.setattr("tandem.profile.run_experiment", lambda point, folder: ran.append(point))
+    point = composed(["backend=cpu", "model=micro_llama", "arrival.rate=7", "limit=3"])
+    for number in range(2):
+        fitted_stream(point, tmp_path, number)
+    first, second = (got.config for got in ran)
+    assert first["arrival"] == second["arrival"] == point.config["arrival"]
+    assert first["arrival"]["rate"] == 7 and first["limit"] is None
+    assert first["trace"]["path"] == str(tmp_path / "fitted-0-trace.parquet")
+    seeds = {config["seed"] for config in (point.config, first, second)}
+    assert len(seeds) == 3, "each draws arrivals of its own, none those of the judged run"
 
 
 def test_a_fit_takes_two_replays(tmp_path: Path) -> None:
