@@ -38,6 +38,7 @@ class Scoreboard:
     def __init__(self, journal: Journal | None = None) -> None:
         self.open: dict[Op, None] = {}  # issued and not ended
         self._numbers: dict[Op, int] = {}  # their order of issue
+        self._lane_of: dict[Op, Lane] = {}  # theirs, too
         self._lanes: dict[Lane, int] = defaultdict(int)  # how many of them are on each lane
         self._written: dict[Place, int] = {}
         self._used: dict[Place, int] = {}
@@ -107,7 +108,7 @@ class Scoreboard:
         self._start(op, op.lane)
 
     def _start(self, op: Op, lane: Lane) -> None:
-        self.open[op], self._numbers[op] = None, self.stamp
+        self.open[op], self._numbers[op], self._lane_of[op] = None, self.stamp, lane
         self._lanes[lane] += 1
 
     def catch_up(self) -> None:
@@ -128,12 +129,12 @@ class Scoreboard:
 
     def _wait(self, waits: dict[Op, None], lane: Lane, ops: Iterable[Op], place: Place) -> None:
         for op in ops:
-            if op.lane != lane and op in self.open:
+            if self._lane_of.get(op, lane) != lane:
                 waits[op] = None
         if place in self._givers:
             givers = self._givers[place] = {op for op in self._givers[place] if op in self.open}
             for op in sorted(givers, key=self._numbers.__getitem__):
-                if op.lane != lane:
+                if self._lane_of[op] != lane:
                     waits[op] = None
             if not givers:
                 del self._givers[place]
@@ -159,16 +160,16 @@ class Scoreboard:
         """Of those that are open: when these have ended, all before them on their lanes have."""
         found: dict[Lane, Op] = {}
         for op in ops:
-            if op is not None and op in self.open:
-                other = found.get(lane := op.lane)
+            if op is not None and (lane := self._lane_of.get(op)) is not None:
+                other = found.get(lane)
                 if other is None or self._numbers[other] < self._numbers[op]:
                     found[lane] = op
         return {*found.values()}
 
     def settle(self, op: Op) -> None:
         """An operation has ended."""
+        lane = self._lane_of.pop(op)
         del self.open[op], self._numbers[op]
-        lane = op.lane
         self._lanes[lane] -= 1
         if not self._lanes[lane]:
             del self._lanes[lane]
