@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import subprocess
 import tarfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from analysis.agreement import agreement
 from analysis.run import Run, load
 from benchmarks import gpu_aiconfigurator, gpu_fidelity, gpu_hybrid
-from engine.planlog import read_plans
 from runtime.model import build_model
 from tandem import gpu
 from tandem.compose import composed
@@ -28,20 +28,43 @@ from tests.test_faults import profiled
 
 
 # ---- make gpu
+class Calls:
+    """Steps by what they write and how long they take; stands in for time and subprocess."""
+
+    TimeoutExpired = subprocess.TimeoutExpired
+    PIPE, STDOUT = subprocess.PIPE, subprocess.STDOUT
+
+    def __init__(self, **steps: tuple[str, float]) -> None:
+        self.steps, self.now_s = steps, 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def run(self, command: list[str], timeout: float, **_: Any) -> Any:
+        path, took_s = self.steps[command[0]]
+        (gpu.WORK / path).parent.mkdir(parents=True, exist_ok=True)
+        (gpu.WORK / path).write_text("made")
+        self.now_s += min(took_s, timeout)
+        if took_s > timeout:
+            raise subprocess.TimeoutExpired(command, timeout, output=b"begun\n")
+        return subprocess.CompletedProcess(command, 0, stdout=b"whole\n")
+
+
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of results; work lies beside it."""
     monkeypatch.setattr(gpu, "WORK", tmp_path / "work")
-    monkeypatch.setattr(gpu, "LEAST_S", 0.5)
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     return tmp_path / "out"
 
 
-def steps(monkeypatch: pytest.MonkeyPatch, **bodies: str) -> None:
-    """Steps that are these lines of Python."""
-    head = f"from pathlib import Path; work = Path({str(gpu.WORK)!r}); "
-    commands = {name: [sys.executable, "-c", head + body] for name, body in bodies.items()}
-    monkeypatch.setattr(gpu, "_steps", lambda chosen: commands)
+def called(monkeypatch: pytest.MonkeyPatch, *words: str, **steps: tuple[str, float]) -> int:
+    """`make gpu` with these steps."""
+    calls = Calls(**steps)
+    monkeypatch.setattr(gpu, "_steps", lambda chosen: {name: [name] for name in steps})
+    monkeypatch.setattr(gpu, "subprocess", calls)
+    monkeypatch.setattr(gpu, "time", calls)
+    return gpu.main(words)
 
 
 def archived(out: Path) -> list[str]:
@@ -52,29 +75,26 @@ def archived(out: Path) -> list[str]:
 def test_a_call_ends_in_time_and_what_it_has_is_there(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = "(work / 'cache').mkdir(parents=True); (work / 'cache' / 'x').touch(); "
-    slow = "(work / 'half').touch(); print('begun', flush=True); __import__('time').sleep(60)"
-    steps(monkeypatch, one=f"{made}(work / 'one').touch()", slow=slow, late="print('late')")
-    assert gpu.main(["--minutes", "0.04"]) == 1
+    steps = {"cached": ("cache/x", 60.0), "one": ("one", 60.0), "slow": ("half", 900.0)}
+    assert called(monkeypatch, "--minutes", "9", **steps, late=("late", 1.0)) == 1
     told = capsys.readouterr().out
-    assert "gpu: one done" in told and "gpu: slow failed (124)" in told
+    assert "gpu: one done, 60 s" in told and "gpu: slow failed (124), 420 s" in told
     assert "gpu: late left out, no time is left" in told and "failed: slow, late" in told
     assert archived(out) == ["gpu/half", "gpu/one"], "also of a step that was cut, no cache"
     assert sorted(path.name for path in out.iterdir()) == ["gpu.log", "results.tar.gz"]
-    assert (out / "gpu.log").read_text() == "begun\n"
+    assert (out / "gpu.log").read_text() == "whole\nwhole\nbegun\n"
 
 
 def test_a_later_call_goes_on_where_one_had_no_time(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = "(work / 'report').mkdir(); (work / 'report' / 'report.html').write_text('page')"
-    steps(monkeypatch, one="work.mkdir(); (work / 'one').touch()", report=report)
-    assert gpu.main(["one"]) == 0
-    assert gpu.main(["report"]) == 0
+    steps = {"one": ("one", 1.0), "report": ("report/report.html", 1.0)}
+    assert called(monkeypatch, "one", **steps) == 0 and archived(out) == ["gpu/one"]
+    assert called(monkeypatch, "report", **steps) == 0
     assert archived(out) == ["gpu/one", "gpu/report/report.html"]
-    assert (out / "report.html").read_text() == "page"
+    assert (out / "report.html").read_text() == "made"
     with pytest.raises(SystemExit):
-        gpu.main(["no_such_step"])
+        called(monkeypatch, "no_such_step", **steps)
 
 
 def test_the_steps_are_there() -> None:
@@ -135,9 +155,8 @@ def test_the_fidelity_claim_runs_whole_on_a_cpu(
     table = pd.read_csv("table.csv").set_index("figure")
     assert table.loc["kv_peak_pages_replayed", "error"] == 0
     assert table.loc[[*gpu_fidelity.FIGURES], "measured"].gt(0).all()
-    logs = (read_plans(keep / "50%" / n / "plans.parquet") for n in ("measured", "replayed"))
-    measured, replayed = ([plan.body for plan in log] for log in logs)
-    assert measured == replayed and measured
+    measured, replayed = (load(keep / "50%" / name) for name in ("measured", "replayed"))
+    assert agreement(replayed, measured).divergence is None and len(measured.plans)
 
 
 # ---- hybrid steps, and the tables of others
