@@ -44,10 +44,10 @@ def test_wrong_books_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found._replace(memory=lost).is_exact
 
 
-def test_no_judged_microbatch_is_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_judged_microbatch_is_calibrated() -> None:
     check_unseen(CASES)
     with pytest.raises(AssertionError):
-        check_unseen([replace(CASES[0], shape=Microbatch(4, 96))])
+        check_unseen([replace(CASES[0], shape=Microbatch(4, 64))])
 
 
 def test_a_bar_of_nothing_allows_nothing() -> None:
@@ -59,6 +59,7 @@ def test_a_bar_of_nothing_allows_nothing() -> None:
     assert training_fidelity.judged(few)["used"].max() == np.inf
 
 
+@pytest.mark.slow
 def test_the_largest_model_trains_as_foreseen_and_the_next_is_refused(tmp_path: Path) -> None:
     found = row(TINY, "zero3_offload", Path("null"), tmp_path)
     assert found.wrong in ("", "loss"), "three steps on random words may end anywhere"
