@@ -154,7 +154,8 @@ class KernelProfileCost(ShapePriced):
         if chunk or count < FEW:
             return [self._ns(tokens, load_of(launch, step), samples) for step in range(count)]
         steps = np.arange(count)
-        most, least = longest + steps, shortest + steps
+        most: Any = longest + steps
+        least: Any = shortest + steps
         self._watch.look((0, 0, decodes, int(most[-1])))
         mean = (past + decodes * steps) / decodes
         rows = self._rows(0, 0, decodes)
