@@ -2,10 +2,11 @@
 
 Every figure of one node (../shared/papers/patrickstar_protrain.md, 6.2): V100 and A100; 1, 2, 4 and
 8 devices; PatrickStar, DeepSpeed, DDP. Each system runs at the best batch of {4, 8, 16, 32, 64} and
-PatrickStar at the best chunk of {256, 288, 384} Mi that its own simulation finds. The efficiency
-curves in conf/device, and the rates of updates on the host, were fixed on PatrickStar's rows of one
-device (`--fit` shows how well others would do there); no other row was looked at for them. Judged are the rows of 2, 4 and 8 devices: the
-median error must be at most 15 %, and wherever published figures of two systems differ by more than
+PatrickStar at the best chunk of {256, 288, 384} Mi that its own simulation finds: the best batch
+with the first size that trains, then the best size with it. The efficiency curves in conf/device,
+and the rates of updates on the host, were fixed on PatrickStar's rows of one device (`--fit` shows
+how well others would do there); no other row was looked at for them. Judged are the rows of 2, 4
+and 8 devices: the median error must be at most 15 %, and wherever published figures of two systems differ by more than
 5 %, the same must be ahead here. A model that does not fit counts as an error of 100 %. Several
 nodes are simulated and shown, not judged: their figures are approximate.
 """
@@ -158,7 +159,7 @@ def main() -> int:
     judged = [row for row in rows if row.is_judged]
     if not is_quick:
         rows += over_nodes()
-        print("\n".join(shown(row) for row in rows if not row.figure.group.nodes == 1))
+        print("\n".join(shown(row) for row in rows if row.figure.group.nodes != 1))
         written(rows)
         write_page()
     for system in dict.fromkeys(row.figure.system for row in judged):

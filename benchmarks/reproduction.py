@@ -27,11 +27,11 @@ ASSUMED = """## What was fixed, and on what
 - One efficiency curve per device (`linear_compute` in conf/device), scaled on PatrickStar's rows of
   one device. The host's Adam and the links: from single figures of the same pages (6.2a, 6.2b), and
   from Elixir's constants for a node of n devices. No row of 2, 4 or 8 devices was fitted.
-- Model: OPT's layers, which are nearest to the page's BERT classifier; both tables of the embedding stand on
-  the device as other parameters do; dropout 0.1, so attention keeps its scores; float16 as
+- Model: OPT's layers, which are nearest to the page's BERT classifier; both tables of the
+  embedding stand on the device as other parameters do; dropout 0.1, so attention keeps its scores; float16 as
   bfloat16, without loss scaling. 30B is assumed to be 37 layers of width 8192.
-- PatrickStar: run-ahead 1 (copies wait for their launch, as without asynchronous moves), nine tenths
-  of device and host, warm-up share 0.1, gradients over weights, one chunk set aside for exchanges
+- PatrickStar: run-ahead 1 (copies wait for their launch, as without asynchronous moves), nine
+  tenths of device and host, warm-up share 0.1, gradients over weights, one chunk set aside for exchanges
   and eight for updates, memory-saving exchanges: each device has an equal part of every chunk,
   where the original gives whole chunks to one owner each.
 - DeepSpeed: ZeRO-3 with everything on the host, a unit fetched ahead, updates behind the backward;
@@ -85,9 +85,13 @@ def _throughput(lines: Sequence[Line]) -> Iterator[str]:
     for where in dict.fromkeys((line["device"], line["nodes"], line["devices"]) for line in lines):
         own = [x for x in lines if (x["device"], x["nodes"], x["devices"]) == where]
         device, nodes, devices = where
-        title = f"{NAMES[device]} x{devices}" + (f" in each of {nodes} nodes" if nodes != "1" else "")
+        title = f"{NAMES[device]} x{devices}" + (
+            f" in each of {nodes} nodes" if nodes != "1" else ""
+        )
         yield f"### {title}{'' if own[0]['judged'] == '1' else ' (not judged)'}\n"
-        yield _table(("system", "model", "published", "ours", "error", "batch", "chunk"), map(_row, own))
+        yield _table(
+            ("system", "model", "published", "ours", "error", "batch", "chunk"), map(_row, own)
+        )
 
 
 def _row(line: Line) -> tuple[str, ...]:

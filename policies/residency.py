@@ -151,13 +151,15 @@ class Residency:
 
     def _drop_gathered(self) -> bool:
         """What came latest, and not for this launch: it was gathered ahead of time."""
+        if not self._keeps_gathered:
+            return False
         held = [place for place in self._view.held_bytes if place not in self._gathered]
-        for place in reversed([*held, *self._gathered]):
-            region, is_free = place.region, place not in self._pinned
-            if region.kind is Kind.BUFFER and region.slot == GATHERED and is_free:
-                if place.device == self._view.device and self._draft.holds(place):
-                    self.free(place)
-                    return True
+        here = [*held, *self._gathered]
+        mine = [p for p in here if _is_gathered(p) and p.device == self._view.device]
+        for place in reversed(mine):
+            if place not in self._pinned and self._draft.holds(place):
+                self.free(place)
+                return True
         return False
 
     # ---- places
@@ -288,6 +290,10 @@ class Residency:
             if place.region.kind in STATES:
                 self.state_bytes += self._draft.held(place)
         self._ranks[place] = rank
+
+
+def _is_gathered(place: Place) -> bool:
+    return place.region.kind is Kind.BUFFER and place.region.slot == GATHERED
 
 
 def _is_weight(place: Place) -> bool:

@@ -28,6 +28,9 @@ class Group:
         return self.devices * self.nodes
 
 
+ALONE = Group()
+
+
 def rank_device(device: Device, group: Group) -> Device:
     """What one device has of its node while all others do the same: an equal part of the host's
     memory, of its bandwidth and of updates there, and what is left of its link."""

@@ -71,8 +71,8 @@ def setting_of(point: Composed, spec: ModelSpec | None = None) -> Setting:
     trainees = trainees_of(config, builder, spec, requests, group.ranks)
     if group.ranks > 1 and (requests or not trainees):
         raise ValueError(
-            f"group: {group.ranks} devices train one model and serve nothing; choose trace=none and "
-            "what to train, training=..."
+            f"group: {group.ranks} devices train one model and serve nothing; choose trace=none "
+            "and what to train, training=..."
         )
     if trainees and not requests:
         spec = trainees[0].spec  # in the dtype that it trains in

@@ -18,8 +18,8 @@ from tandem.compose import composed
 from tandem.foresight import foresee
 from tandem.setting import setting_of
 from tandem.worlds import world_of
-from tests.trainings import SMALL
 from tests.training_jobs import TINY, device, job_of
+from tests.trainings import SMALL
 
 GB = 10**9
 A100 = replace(device("a100_superpod"), peer_share=((1, 1.0),), hop_ns=5_000)

@@ -25,7 +25,7 @@ from benchmarks.patrickstar import (
     step_s,
     tflops,
 )
-from benchmarks.patrickstar_tables import Row, wrong_orders, written
+from benchmarks.patrickstar_tables import Row, written, wrong_orders
 from sim.group import Group
 
 
