@@ -24,9 +24,10 @@ decision 25); its third step counts.
 """
 ASSUMED = """## What was fixed, and on what
 
-- One efficiency curve per device (`linear_compute` in conf/device), scaled on PatrickStar's rows of
-  one device. The host's Adam and the links: from single figures of the same pages (6.2a, 6.2b), and
-  from Elixir's constants for a node of n devices. No row of 2, 4 or 8 devices was fitted.
+- V100: the efficiency curve (`linear_compute` in conf/device) and the host's Adam were scaled on
+  PatrickStar's rows of one device. A100: not fitted; its curve is that of a100.yaml, its Adam from a
+  run of 20B on one device (6.2b). What n devices of a node keep of links and Adam: from Elixir's
+  constants. No row of 2, 4 or 8 devices was fitted.
 - Model: OPT's layers, which are nearest to the page's BERT classifier; both tables of the
   embedding stand on the device as other parameters do; dropout 0.1, so attention keeps its scores; float16 as
   bfloat16, without loss scaling. 30B is assumed to be 37 layers of width 8192.
