@@ -1,11 +1,10 @@
 """PatrickStar's published figures, and how the systems that they compare are simulated.
 
-Figures: read off the plots of Tencent/PatrickStar's pages
-(../shared/papers/patrickstar_protrain.md, 6.1 and 6.2), in Tflops of all devices; those of
-DeepSpeed and DDP by eye. Models and settings: its examples/model_builder.py, run_transformers.sh
-and ps_config.py: BERT with a classifier of two labels, float16, dropout 0.1, activations
-recomputed, memory-saving communication, no asynchronous moves, nine tenths of either memory, a
-tenth of the device in warm-up.
+Figures: read off the plots of Tencent/PatrickStar (../shared/papers/patrickstar_protrain.md, 6.1
+and 6.2), in Tflops of all devices; those of DeepSpeed and DDP by eye. Models and settings: its
+examples/model_builder.py, run_transformers.sh and ps_config.py: BERT with a classifier of two
+labels, float16, dropout 0.1, activations recomputed, memory-saving communication, no asynchronous
+moves, nine tenths of either memory, a tenth of the device in warm-up.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ def spec_of(model: str) -> ModelSpec:
 
 
 class Scales(NamedTuple):
-    """Factors to what conf says of a device, to fit it: efficiency curve, updates on the host."""
+    """Factors to what conf says of a device: its efficiency curve, its updates on the host."""
 
     compute: float = 1.0
     updates: float = 1.0

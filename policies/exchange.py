@@ -54,10 +54,12 @@ def _backward(
     layout, job_id = layout_of(training), training.spec.job_id
     ends = reduced(training, u, launch.piece.microbatch)
     reduces = tuple([reduction(training, c, device, reuses) for c in ends])
-    if reuses:
-        _check_reuse(training)
-        return replace(launch, reduces=reduces)
     parts = [c for c in layout.units[u].trained if layout.chunks[c].remote_bytes]
+    if reuses:  # gradients lie in what was gathered, too, which then stays until they are reduced
+        over = [gathered(job_id, c, device) for c in parts]
+        kept = [gathered(job_id, c, device) for c in parts if c not in ends]
+        drops = tuple([place for place in launch.drops if place not in kept])
+        return replace(launch, writes=(*launch.writes, *over), reduces=reduces, drops=drops)
     own = {gradient(job_id, c, device=device): c for c in parts}
     whole = {place: unreduced(job_id, c, device) for place, c in own.items()}
     begins = [
@@ -127,14 +129,3 @@ def reduction(training: Training, c: int, device: int, reuses: bool) -> Exchange
         return Exchange(Pattern.ALL_REDUCE, (own,), (own,), chunk.weight_bytes)
     reads = (own, gathered(job_id, c, device)) if reuses else (unreduced(job_id, c, device),)
     return Exchange(Pattern.REDUCE_SCATTER, reads, (own,), chunk.whole_bytes)
-
-
-def _check_reuse(training: Training) -> None:
-    """What was gathered goes behind a unit, gradients of units that are no neighbours with it."""
-    apart = [c for c, us in training.trained_by.items() if max(us) - min(us) >= len(us)]
-    if apart:
-        raise ValueError(
-            f"training job {training.spec.job_id}: units that are no neighbours use chunk "
-            f"{apart[0]} (a tied table's, say), so reuses_gradients would put its gradients where "
-            "weights are gathered; set reuses_gradients=false"
-        )

@@ -154,12 +154,13 @@ class Residency:
 
     def _drop_gathered(self) -> bool:
         """What came latest, and not for this launch: it was gathered ahead of time."""
+        if not self._keeps_gathered:
+            return False
         held = [place for place in self._view.held_bytes if place not in self._gathered]
-        for place in reversed([*held, *self._gathered]):
-            region, is_free = place.region, place not in self._pinned
-            is_gathered = region.kind is Kind.BUFFER and region.slot == GATHERED
-            is_here = place.device == self._view.device and self._draft.holds(place)
-            if is_gathered and is_free and is_here:
+        here = [*held, *self._gathered]
+        mine = [p for p in here if _is_gathered(p) and p.device == self._view.device]
+        for place in reversed(mine):
+            if place not in self._pinned and self._draft.holds(place):
                 self.free(place)
                 return True
         return False
@@ -293,6 +294,10 @@ class Residency:
     def _count(self, place: Place) -> None:
         if place.region.kind in STATES:
             self.state_bytes += self._draft.held(place)
+
+
+def _is_gathered(place: Place) -> bool:
+    return place.region.kind is Kind.BUFFER and place.region.slot == GATHERED
 
 
 def _is_weight(place: Place) -> bool:

@@ -28,7 +28,7 @@ class Group:
         return self.devices * self.nodes
 
 
-NO_GROUP = Group()
+ALONE = Group()
 
 
 def rank_device(device: Device, group: Group) -> Device:

@@ -10,7 +10,7 @@ from engine.operators import Operator, operators
 from engine.plan import HOST_LANE, Pattern
 from sim.cost import ShapePriced
 from sim.device import Device, share
-from sim.group import NO_GROUP, Group, exchange_ns
+from sim.group import ALONE, Group, exchange_ns
 from sim.trained import Trained
 from sim.training_operators import training_operators
 
@@ -25,7 +25,7 @@ class Roofline(ShapePriced):
     device: Device
     model: ModelSpec
     page_tokens: int = 16
-    group: Group = NO_GROUP
+    group: Group = ALONE
     form: str = field(default="roofline", init=False)
 
     @property

@@ -203,8 +203,9 @@ def check_contents(run: Replay) -> None:
                     for place in op.writes:
                         newest[place.region] += 1
                         there[place] = newest[place.region]
-                    if isinstance(op, Collective) and op.writes[0].region.slot == GATHERED:
-                        gathered[op.writes[0].region] = newest[op.reads[0].region]
+                    for region in [place.region for place in op.writes]:
+                        if (region.kind, region.slot) == (Kind.BUFFER, GATHERED):
+                            gathered[region] = newest[region._replace(kind=Kind.WEIGHT, slot=0)]
                 case Copy():
                     assert there[op.src] == newest[op.src.region], f"copy of old {op.src}"
                     there[op.dst] = there[op.src]

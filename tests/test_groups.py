@@ -228,9 +228,18 @@ def test_gradients_over_weights_are_scattered_there() -> None:
     found = in_group(PatrickStar(reuses_gradients=True), 4, shape=shape, recipe=REUSING)
     for op in collectives(found):
         assert op.writes[0].region.kind is not Kind.GRADIENT
-    tied = shape_of(random.Random(11), tied=True, item_bytes=2, optimizer_item_bytes=12)
-    with pytest.raises(ValueError, match="tied table"):
-        in_group(PatrickStar(reuses_gradients=True), 4, shape=tied, recipe=REUSING)
+
+
+@pytest.mark.parametrize("mode", [Mode.KEEP, Mode.RECOMPUTE])
+def test_gathered_weights_of_a_tied_table_stay_while_gradients_lie_there(mode: Mode) -> None:
+    """From the head's backward to that of the embedding; also where chunks span several units."""
+    shape = shape_of(random.Random(11), tied=True, item_bytes=2, optimizer_item_bytes=12)
+    job = job_of(shape, ranks=2, recipe=REUSING)
+    for planner in (UnitChunks(mode), FixedChunks(60, modes=mode)):
+        layout = planner.prepare({0: shape}, [job], CAPACITY)
+        found = run(PatrickStar(reuses_gradients=True), layout, job)
+        counts = Counter(op.pattern for op in collectives(found))
+        assert counts[Pattern.REDUCE_SCATTER] == 3 * len(layout.training[0].chunks)
 
 
 def test_patrickstar_makes_room_for_what_is_gathered() -> None:
