@@ -97,7 +97,7 @@ gpu-site: .gpu-site/.ready ## what a GPU machine without network lacks: pure whe
 		--tokenizer $(SHARED)/data/tokenizers/llama3 --out .gpu-site/sharegpt.parquet; fi
 	@touch $@ && du -sh .gpu-site
 
-gpu: ## on a GPU machine, from a bare checkout: tests, calibration, replay, comparison (into $$OUT)
+gpu: ## on a GPU machine, from a bare checkout: tests, fidelity, its report, step times (into $$OUT)
 	@PYTHONPATH=.gpu-site:. OUT='$(OUT)' $${PYTHON:-python3} -m tandem.gpu $(ARGS)
 
 clean: ## remove the environment, caches and results

@@ -13,69 +13,28 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import yaml
 
-from engine.executor import Launch, Piece
-from engine.job import Job
+from benchmarks.gpu_batch import PAGE_TOKENS, Batch, spec_8b
 from engine.model import ModelSpec
-from engine.plan import Compute, Slice
 from runtime.kernels import available
-from runtime.machine import GPU, Machine
 from runtime.model import build_model
 
 ROWS, CONTEXT, STEPS, WARM_STEPS = 32, 1000, 20, 5
-PAGE_TOKENS = 16
 BAR = 60.0  # % of the floor
-MODEL = Path(__file__).resolve().parent.parent / "conf" / "model" / "llama3_8b.yaml"
 
 
-class Batch:
-    """So many jobs with equal contexts on one machine, step by step."""
-
-    def __init__(self, model: Any, spec: ModelSpec, prompts: Sequence[list[int]], **how: Any):
-        reach = len(prompts[0]) + WARM_STEPS + STEPS + 1
-        each = -(-reach // PAGE_TOKENS)
-        order = torch.randperm(each * len(prompts)).tolist()
-        self.pages = [order[i * each : (i + 1) * each] for i in range(len(prompts))]
-        self.jobs = [Job(i, 0, len(p), len(p)) for i, p in enumerate(prompts)]
-        pools = {GPU: len(order)}
-        self.machine = Machine(
-            model, spec, PAGE_TOKENS, pools, dict(enumerate(prompts)), device="cuda", **how
-        )
-
-    def launch(self, jobs: Sequence[Job]) -> Launch:
-        """All that is left of each: its prompt, or one token."""
-        slices, pieces = [], []
-        for job in jobs:
-            tokens, context = job.remaining_tokens, job.computed_tokens
-            slices.append(Slice(job, tokens))
-            pieces.append(Piece(job.job_id, tokens, context, True, self.pages[job.job_id]))
-            job.computed_tokens += tokens
-            job.known_tokens += 1
-        return Launch(Compute(tuple(slices)), pieces=tuple(pieces))
-
-    def step_ms(self) -> list[float]:
-        """Prompts, then decodes; the time of each of the last steps, by events."""
-        box = self.machine
-        for job in self.jobs:
-            box.execute(box.prepare(self.launch([job])))
-        for _ in range(WARM_STEPS):
-            box.execute(box.prepare(self.launch(self.jobs)))
-        steps = [box.prepare(self.launch(self.jobs)) for _ in range(STEPS)]
-        torch.cuda.synchronize()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
-        marks[0].record()
-        for step, mark in zip(steps, marks[1:], strict=True):
-            box.start(step)
-            mark.record()
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) for a, b in pairwise(marks)]
+def step_ms(batch: Batch) -> list[float]:
+    """Prompts, then decodes; the time of each of the last steps."""
+    for job in batch.jobs:
+        batch.run([(job, CONTEXT)])
+    decodes = [(job, 1) for job in batch.jobs]
+    for _ in range(WARM_STEPS):
+        batch.run(decodes)
+    return batch.timed_ms([decodes] * STEPS)
 
 
 def best_s(work: Callable[[], object], count: int = 5) -> float:
@@ -150,9 +109,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("skipped: no GPU")
         return 0
-    fields = yaml.safe_load(MODEL.read_text())
-    del fields["_target_"]
-    spec = ModelSpec(**fields)
+    spec = spec_8b()
     bandwidth = copy_bytes_per_s()
     floor_ms = floor_bytes(spec) / bandwidth * 1e3
     print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s")
@@ -166,9 +123,9 @@ def main() -> int:
         if how and not available():
             print(f"{name}: no triton")
             continue
-        step_ms = median(Batch(model, spec, prompts, **how).step_ms())
-        share = 100 * floor_ms / step_ms
-        print(f"{name}: {step_ms:.2f} ms a step, {share:.1f} % of the floor")
+        took_ms = median(step_ms(Batch(model, spec, prompts, WARM_STEPS + STEPS + 1, **how)))
+        share = 100 * floor_ms / took_ms
+        print(f"{name}: {took_ms:.2f} ms a step, {share:.1f} % of the floor")
     if available():
         print(*kernel_lines(spec), sep="\n")
     del model

@@ -55,7 +55,7 @@ class Jump:
 
     def __init__(self, engine: Engine, executor: Repeater) -> None:
         self._engine, self._executor = engine, executor
-        self._pace_ns = 1  # of the last step looked at: how far to look ahead next time
+        self._pace_ns = 1  # of decodes alone when last looked at: how far to look ahead
         self._seen_ns = 0  # about when the steps looked at will have ended
         self._until_ns: int | None = None  # the next arrival: nothing is issued from then on
         self._run: Run | None = None  # the last one
@@ -110,13 +110,12 @@ class Jump:
     # ---- planning: nothing is changed
     def _plan(self, repeat: Repeat, device: int) -> Run | None:
         engine, limit = self._engine, self._limit(repeat)
-        if limit < self._least:
+        self._seen_ns, self._until_ns = int(engine.env.now), engine.arrivals.next_ns
+        if min(limit, self._steps_wanted()) < self._least:
             return None
         ahead: list[Leg] = []
         durations: list[int] = []
-        host_ns = 0
-        self._seen_ns, until_ns = int(engine.env.now), engine.arrivals.next_ns
-        self._until_ns = until_ns
+        host_ns, until_ns = 0, self._until_ns
         for leg in legs(repeat, limit, self._steps_wanted):
             found = self._executor.repeat(leg.launch, leg.steps)
             if found is None:
@@ -127,7 +126,8 @@ class Jump:
             durations += found[0]
             host_ns = found[1]
             self._seen_ns += sum(found[0]) + leg.steps * host_ns
-            self._pace_ns = max(1, durations[-1] + host_ns)
+            if max(leg.pieces.tokens) == 1:
+                self._pace_ns = max(1, durations[-1] + host_ns)
         limit = len(durations)
         if limit < self._least:
             return None
@@ -141,9 +141,12 @@ class Jump:
         return self._made(repeat, device, ahead, (issue, start, end), host_ns)
 
     def _steps_wanted(self) -> int:
-        """How many more steps will be issued up to the next arrival, more or less."""
-        until_ns = self._until_ns
-        return MOST if until_ns is None else -((self._seen_ns - until_ns) // self._pace_ns)
+        """How many more steps will be issued up to the next arrival: rather some more, for too few
+        cost another leg."""
+        if self._until_ns is None:
+            return MOST
+        left_ns = self._until_ns - self._seen_ns
+        return 1 + left_ns * 33 // (32 * self._pace_ns) if left_ns > 0 else 0
 
     def _limit(self, repeat: Repeat) -> int:
         """How many steps there are to the first end (with run-ahead, exclusive)."""

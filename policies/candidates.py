@@ -14,7 +14,7 @@ class Entry(NamedTuple):
     """A place as it was ranked last. Of equal ranks, who came first goes first."""
 
     rank: Rank
-    index: int
+    number: int
     place: Place
 
 
@@ -44,7 +44,7 @@ class Candidates:
             self.count += 1
         elif old.rank == rank:
             return
-        entry = Entry(rank, self.count if old is None else old.index, place)
+        entry = Entry(rank, self.count if old is None else old.number, place)
         self._entries[place] = entry
         if self._heap:
             heappush(self._heap, entry)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from engine.job import Job
-from engine.plan import Slice, Tier, kv_place, one_token
+from engine.plan import Kind, Slice, Tier, kv_place, one_token
 from engine.trial import Trial
 from engine.view import View
 
@@ -93,6 +93,13 @@ def _fill_behind(
 def arrivals(view: View, max_jobs: int) -> Sequence[Job]:
     """The head of those waiting that `max_jobs` seats leave room for."""
     return view.waiting[: max(0, max_jobs - len(view.serving))]
+
+
+def num_holders(view: View) -> int:
+    """How many jobs hold KV on the device."""
+    device = view.device
+    places = [r.kind is Kind.KV and t is Tier.GPU and d == device for r, t, d in view.held_bytes]
+    return sum(places)
 
 
 def by_rank(view: View, rank: Rank, max_jobs: int) -> Iterable[Job]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
-from engine.plan import Kind, Slice, Tier
+from engine.plan import Slice
 from engine.view import View
-from policies.order import check_limits, fill, known_decodes
+from policies.order import check_limits, fill, known_decodes, num_holders
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,7 @@ class VllmV1:
 
     def _seats_taken(self, view: View) -> int:
         """A job that has ended keeps its seat until its pages are back, as in vLLM."""
-        places, taken = view.held_bytes, len(view.serving)
-        if max(len(places), taken) + len(view.waiting) <= self.max_jobs:
+        taken = len(view.serving)
+        if max(len(view.held_bytes), taken) + len(view.waiting) <= self.max_jobs:
             return taken  # there is a seat for everybody
-        here = (Tier.GPU, view.device)
-        holding = [r for r, t, d in places if r.kind is Kind.KV and (t, d) == here]
-        return max(len(holding), taken)
+        return max(num_holders(view), taken)

@@ -150,6 +150,7 @@ def test_figures_of_classes_by_hand(tmp_path: Path) -> None:
         metrics.goodput(run, {"classes": {"batch": {"itl": 1.0}}})
 
 
+@pytest.mark.slow
 def test_classes_are_told_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,7 +64,7 @@ def digests() -> Iterator[str]:
 
     for names in product(schedulings, memories):
         yield from (digest(names, Shaped(700), 60, depth) for depth in (1, 2))
-        yield digest(names, Shaped(700), 30, 2, devices=3, router=LeastOutstanding())
+        yield digest(names, Shaped(700), 33, 2, devices=3, router=LeastOutstanding())
     for names in product(schedulings, ("restart", "kept")):
         yield from (digest(names, cost, 60, 2) for cost in by_hand())
 

@@ -91,6 +91,7 @@ def test_every_group_and_option_has_a_line_on_it() -> None:
         assert all(found.values()), f"conf/{group}: an option says nothing of itself"
 
 
+@pytest.mark.slow
 def test_any_scheduling_goes_with_any_memory(tmp_path: Path) -> None:
     small = ["trace=file", f"trace.path={write_short(tmp_path)}", "limit=4", "backend=sim"]
     setting = setting_of(composed(small))

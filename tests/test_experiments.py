@@ -69,6 +69,7 @@ def test_a_users_own_experiment_may_sweep(tmp_path: Path) -> None:
     assert [point.config["seed"] for point in grid.points()] == [1, 2]
 
 
+@pytest.mark.slow
 def test_hydra_sweeps_the_same_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = [*TINY, LAYERS, CHUNKS, "budget.device_bytes=3000000", "hydra.sweep.dir=out"]
@@ -147,6 +148,7 @@ def test_larger_chunks_are_fewer_and_all_are_counted(tmp_path: Path, unrendered:
     assert (whole >= STATE_BYTES * found["parameters"]).all()
 
 
+@pytest.mark.slow
 def test_the_margin_lies_between_host_and_device(tmp_path: Path, unrendered: None) -> None:
     words = [LAYERS, CHUNKS, "budget.device_bytes=4000000,8000000,60000000"]
     found = swept("adam_placement", tmp_path, *words)
@@ -156,6 +158,7 @@ def test_the_margin_lies_between_host_and_device(tmp_path: Path, unrendered: Non
     assert share["margin"].iloc[0] < share["margin"].iloc[-1] == 100
 
 
+@pytest.mark.slow
 def test_a_faster_link_never_makes_a_step_longer(tmp_path: Path, unrendered: None) -> None:
     words = ["device.to_device_bytes_per_s=1e8,1e9,1e11", "device.link_ns=0", LAYERS]
     found = swept("link_bandwidth", tmp_path, *words)

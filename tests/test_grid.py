@@ -66,6 +66,7 @@ def check(words: Sequence[str], config_dir: str | None = None) -> int:
     return len(points)
 
 
+@pytest.mark.slow
 @given(words=axes())
 @example(["budget.kv_pages=12,null", "limit=10,20", "budget.fraction=0.5,1"])
 @example(["budget={kv_pages:5},{kv_bytes:9}", "seed=1,2"])

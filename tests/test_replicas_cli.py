@@ -139,6 +139,7 @@ def test_the_summary_says_how_even_the_load_was(capsys: pytest.CaptureFixture[st
     assert "2 replicas, the fullest against their mean: requests +33.3%" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_sessions_stay_together_with_affinity(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -152,6 +152,7 @@ def test_any_part_is_what_the_whole_has_there(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("start_s", "duration_s"), [(0, 900), (0, 60), (300, 600)])
 def test_a_wanted_rate_holds_in_any_part(tmp_path: Path, start_s: int, duration_s: int) -> None:
     source = windows(tmp_path, POISSON, (0, 600, *POISSON[2:]))

@@ -185,6 +185,7 @@ def test_the_key_follows_all_that_metrics_are_made_by() -> None:
     assert {f"{name}.py" for name in found} == set(MEASURES)
 
 
+@pytest.mark.slow
 def test_results_of_earlier_code_are_no_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
     from analysis.sweep_points import by_rate, points_of
     from tandem import point
@@ -234,6 +235,7 @@ def deadly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["--config-dir", "conf", "scheduling=deadly"]
 
 
+@pytest.mark.slow
 def test_a_killed_workers_point_is_tried_again_a_few_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

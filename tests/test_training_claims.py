@@ -59,6 +59,7 @@ def test_a_bar_of_nothing_allows_nothing() -> None:
     assert training_fidelity.judged(few)["used"].max() == np.inf
 
 
+@pytest.mark.slow
 def test_the_largest_model_trains_as_foreseen_and_the_next_is_refused(tmp_path: Path) -> None:
     found = row(TINY, "zero3_offload", Path("null"), tmp_path)
     assert found.wrong in ("", "loss"), "three steps on random words may end anywhere"

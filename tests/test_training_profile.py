@@ -17,6 +17,7 @@ from tandem.training_profile import calibrate_training
 SMALL = ("model=micro_llama", "training=random", "training.sequence_tokens=64", "backend=sim")
 
 
+@pytest.mark.slow
 def test_a_profile_of_the_simulator_predicts_what_its_roofline_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,7 +127,7 @@ def _histograms(path: Path, cells: dict[str, list[Any]]) -> dict[tuple[int, str]
 
 
 def _numbers(path: Path, name: str, cells: list[Any]) -> Floats:
-    """A column as numbers. ValueError where one is none: a histogram without it were another."""
+    """A column as numbers. ValueError where one is none: without it the histogram is another."""
     try:
         found = np.asarray(cells, dtype=np.float64)
     except (TypeError, ValueError) as error:

@@ -123,7 +123,9 @@ def sample(lengths: Lengths, n: int | None, seed: int | None) -> Lengths:
 def _arrivals(path: Path, columns: Mapping[str, list[Any]]) -> list[int | Unusable]:
     """Times from the first one on, or why a row has none; nothing where there is no such column."""
     stamps, found = stamps_in(columns), list[int | Unusable]()
-    for cell in stamps.cells if stamps is not None else ():
+    if stamps is None:
+        return found
+    for cell in stamps.cells:
         try:
             found.append(stamps.in_ns(cell))
         except Unusable as fault:

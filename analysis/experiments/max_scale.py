@@ -23,11 +23,12 @@ TEXT = (
 def max_scale_data(runs: pd.DataFrame) -> pd.DataFrame:
     """Columns policy, host_bytes, parameters (0: none trained), is_bound (none was refused)."""
     rows = []
-    for (policy, host_bytes), part in runs.groupby(["policy", HOST]):
+    for _, part in runs.groupby(["policy", HOST]):
+        policy, host_bytes = part["policy"].iloc[0], int(part[HOST].iloc[0])
         done = part[part["status"].eq("ok")]
         parameters = int(done["made.parameters"].max()) if len(done) else 0
         refused = part["error"].fillna("").str.match(REFUSED)
-        rows.append((policy, int(host_bytes), parameters, not refused.any()))
+        rows.append((policy, host_bytes, parameters, not refused.any()))
     return pd.DataFrame(rows, columns=["policy", "host_bytes", "parameters", "is_bound"])
 
 
