@@ -55,7 +55,7 @@ def plot_tide(data: pd.DataFrame, ax: Any) -> Any:
         below = top
     left, most = data["available"] / unit, float(data["capacity"].iloc[0]) / unit
     shade = {"color": GREEN, "alpha": 0.45, "linewidth": 0, "step": "post"}
-    ax.fill_between(at, left, most, label="activations, workspace", **shade)
+    ax.fill_between(at, left, most, label="activations", **shade)
     ax.plot(at, left, color=BLACK, linewidth=0.9, drawstyle="steps-post", label="left to chunks")
     for _, part in data.groupby("step"):
         ax.axvline(float(part["at_s"].max()), color=GREY, linewidth=0.8, linestyle=":")
@@ -71,7 +71,7 @@ def drawn(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
         tide_data(load(root / str(row["run"])), _name(row))
         for row in finished(runs).sort_values("overrides").to_dict("records")
     ]
-    size, grid = (10.5, 2.8 * len(parts)), (len(parts), 1)
+    size, grid = (11, 2.8 * len(parts)), (len(parts), 1)
     return panel("memory_tide", parts, plot_tide, size, folder, grid, text=TEXT)
 
 
