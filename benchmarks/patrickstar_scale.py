@@ -3,8 +3,8 @@
 Grid: the models of its model_builder.py. One fits if a warm-up and another step pass at a batch of
 4 with the chunk size (of multiples of 8 Mi up to 512 Mi) that has the smallest footprint, with the
 original's shares of memory, a budget that is not kept being an error (`strict`). Judged: eight V100
-with 240 GB (published 18B) and eight A100 with 1 TB (68B). Rows of fewer devices and of DeepSpeed are
-published as found: there, the largest model with a figure need not be the largest that trains.
+with 240 GB (published 18B) and eight A100 with 1 TB (68B). Rows of fewer devices and of DeepSpeed
+are published as found: there, the largest model with a figure need not be the largest that trains.
 """
 
 from __future__ import annotations

@@ -75,4 +75,6 @@ class Sharing:
     def _touches(self, op: Op) -> bool:
         if isinstance(op, Compute):
             return op.device == self._device
-        return (Tier.GPU, self._device) in (op.src.pool, op.dst.pool)
+        if isinstance(op, Copy):
+            return (Tier.GPU, self._device) in (op.src.pool, op.dst.pool)
+        return False  # collectives move no pages
