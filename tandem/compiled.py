@@ -171,7 +171,17 @@ def prepared(name: str, text: str) -> str:
         text = with_init(text, record)
     for late in LATE.get(name, ()):
         text = re.sub(rf"(?m)^(    \w+): {late}$", rf'\1: "{late}"', text)
-    return marked(text, MARKS.get(name, {}))
+    return with_abc(marked(text, MARKS.get(name, {})))
+
+
+def with_abc(text: str) -> str:
+    """A source whose abstract classes know their instances: mypyc leaves them the register of their
+    base, so that any tuple would be one of a class that is a Sequence."""
+    names = re.findall(r"(?m)^class (\w+)\((?:Sequence|Mapping)\[", text)
+    if not names:
+        return text
+    lines = [f"_abc_init({name})\n" for name in names]
+    return "".join([text, "\nfrom abc import _abc_init  # type: ignore\n\n", *lines])
 
 
 def with_init(text: str, name: str) -> str:

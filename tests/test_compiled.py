@@ -156,6 +156,12 @@ def test_classes_are_marked_in_the_copy_alone() -> None:
         compiled.marked(source, {"Gone": compiled.OPEN})
 
 
+def test_abstract_classes_are_made_anew_in_the_copy() -> None:
+    source = "class Behind(Sequence[int]):\n    pass\n\n\nclass Plain:\n    pass\n"
+    assert compiled.with_abc(source).endswith("_abc_init(Behind)\n")
+    assert compiled.with_abc("class Plain:\n    pass\n") == "class Plain:\n    pass\n"
+
+
 def test_all_that_is_compiled_is_there() -> None:
     for package, names in compiled.MODULES.items():
         for name in names.split():
