@@ -14,7 +14,6 @@ import gc
 import os
 import pstats
 import sys
-import time
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -22,10 +21,9 @@ from statistics import median
 
 import simpy
 
+from benchmarks.stamped import Stamped
 from engine.engine import Engine
-from engine.job import Job
 from engine.plan import Compute, Copy
-from engine.recorder import Recorder
 from sim.executor import SimExecutor
 from tandem.compiled import form
 from tandem.compose import composed
@@ -51,18 +49,6 @@ WORDS = (
     "training.recipe.dtype=bfloat16",
     f"training.num_steps={STEPS}",
 )
-
-
-class Stamped(Recorder):
-    """A recorder that notes the CPU time whenever a step of training has ended."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stamps_s: list[float] = []
-
-    def trained(self, job: Job, step: int, now_ns: int) -> None:
-        super().trained(job, step, now_ns)
-        self.stamps_s.append(time.process_time())
 
 
 def simulate(setting: Setting) -> tuple[Engine, list[float]]:

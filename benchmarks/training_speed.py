@@ -26,8 +26,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.stamped import Stamped
 from engine.engine import Engine
-from engine.job import Job
 from engine.plan import HOST_LANE, Compute, Copy, Op, Place, Tier
 from engine.recorder import Recorder
 from runtime.calibrate import cpu_name
@@ -66,18 +66,6 @@ class Row:
     figure: str
     value: float
     bar: float
-
-
-class Stamped(Recorder):
-    """A recorder that notes the CPU time whenever a step of training has ended."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stamps_s: list[float] = []
-
-    def trained(self, job: Job, step: int, now_ns: int) -> None:
-        super().trained(job, step, now_ns)
-        self.stamps_s.append(time.process_time())
 
 
 class Turn(NamedTuple):
