@@ -78,8 +78,8 @@ class ThreadLane:
 
     A launch starts when its lane is free, it is issued and what it waits for is past: as on a
     virtual lane (engine/lanes.py), and as a CUDA event before a kernel is reached. So the time in
-    which threads hand over is the launch's: left between launches, it was 4 % of a replay, nobody's,
-    and in no prediction.
+    which threads hand over is the launch's: left between launches, it was 4 % of a replay and in no
+    prediction.
     """
 
     def __init__(
