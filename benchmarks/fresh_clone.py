@@ -1,4 +1,4 @@
-"""What a newcomer waits for: `make demo` and `make test` on a fresh clone, by the clock on the wall.
+"""What a newcomer waits for: `make demo` and `make test` on a fresh clone, by the wall clock.
 
 Cloned from the last commit into a temporary folder; the set-up (downloads) is timed beside them and
 has no bar. Both must succeed, the demo must leave a report, and its report must name a measured
