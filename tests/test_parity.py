@@ -72,7 +72,7 @@ def world(backend: str, requests: Sequence[Request]) -> Iterator[tuple[simpy.Env
         env,
         {
             "sim": lambda: SimExecutor(env, MadeUp()),
-            "lockstep": lambda: LockstepExecutor(env, machine(requests), MadeUp()),
+            "lockstep": lambda: LockstepExecutor(machine(requests), SimExecutor(env, MadeUp())),
             "cpu": lambda: CpuExecutor(env, machine(requests), LINKS),
         }[backend](),
     )
