@@ -8,7 +8,7 @@ from itertools import chain
 
 from engine.balance import Balance
 from engine.booking import NO_STATES, Booking
-from engine.checks import check_spare
+from engine.checks import check_spares
 from engine.figures import Figures
 from engine.growth import hand_out
 from engine.holdings import Holdings
@@ -60,7 +60,9 @@ class Ledger:
         self.sharing: dict[Pool, Sharing] = {}  # pools with prefix caching
         self._journal = journal
         for place, nbytes in (resident or {}).items():
-            Balance(self.room_bytes(), self.held_bytes).grow(place, nbytes)
+            Balance(self.room_bytes(), self.held_bytes, page_nbytes=page.nbytes).apply(
+                Grow(place, nbytes)
+            )
             self._take(place, nbytes)
         for pool, queue in self._returns.items():
             keeps = chains is not None and pool[0] is Tier.GPU
@@ -142,10 +144,13 @@ class Ledger:
         """Books a plan and returns what each operation waits for, in issue order.
 
         The first `lead` places that its launch writes are known to be held. Raises Shortage, with
-        nothing changed, where the plan does not fit.
+        nothing changed, where the plan does not fit; so it is where a plan breaks a promise.
         """
         trials = {pool: sharing.trial() for pool, sharing in self.sharing.items()}
-        Balance(self.room_bytes(), self.held_bytes, trials, self.page.nbytes).run(plan, lead)
+        balance = Balance(self.room_bytes(), self.held_bytes, trials, self.page.nbytes)
+        balance.run(plan, lead)
+        if balance.gives_states:
+            check_spares(plan, self.capacity_bytes, self.written)
         booked: dict[Op, Booking] = {}
         for op in plan.ops:
             if isinstance(op, Op):
@@ -155,7 +160,6 @@ class Ledger:
             elif isinstance(op, Share):
                 self._share(op)
             elif isinstance(op, Free):
-                check_spare(op.place, self.capacity_bytes, self.written)
                 self.give(op.place)
         return booked
 
@@ -182,7 +186,6 @@ class Ledger:
         givers = self._returns[pool].take(nbytes)
         self._enter(place)
         if place.region.kind is Kind.KV:
-            assert not nbytes % self.page.nbytes, f"{place} takes {nbytes} bytes, no whole pages"
             pages, waits = self._pools[pool].take(nbytes // self.page.nbytes)
             self.pages.setdefault(place, []).extend(pages)
             givers |= waits

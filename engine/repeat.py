@@ -80,7 +80,11 @@ class Repeat:
         if self.growth.first < done + count:
             for step, op in self.growth.before(done + count)[0]:
                 found[step - done] += (op,)
-                pages[step - done] += op.nbytes // page_nbytes
+                more, rest = divmod(op.nbytes, page_nbytes)
+                assert more >= 0 and not rest, (
+                    f"{op.place} takes {op.nbytes} bytes: below zero, or no whole pages"
+                )
+                pages[step - done] += more
         return found, pages
 
     def advance(self, count: int) -> None:
