@@ -84,13 +84,16 @@ class Jump:
 
     def _pass(self, run: Run, span: Span) -> Generator[simpy.Event, Any, None]:
         """Lets its time pass; only the host's where somebody may be asked meanwhile."""
-        env = self._engine.env
+        engine, env = self._engine, self._engine.env
         now_ns = int(env.now)
-        if self._engine.depth == 1:
+        if engine.depth == 1:  # in flight for nobody but who arrives meanwhile
+            engine.flights.level[run.device] += 1
             if not skipped_to(env, span.end_ns):
                 yield env.timeout(span.end_ns - now_ns)
-            self._settle(run, span)
-            if self._engine.arrivals.next_ns == span.end_ns:  # turns that an answer brings at once
+            engine.flights.level[run.device] -= 1
+            engine.recorder.run_settled(run)
+            engine.finish(span.op, span.end_ns, run.device, run.number + len(run) - 1)
+            if engine.arrivals.next_ns == span.end_ns:  # turns that an answer brings at once
                 yield env.timeout(0)
             return
         self._executor.hold(run.legs[0].launch, span, lambda span: self._tell(run, span))
@@ -150,11 +153,12 @@ class Jump:
 
     def _limit(self, repeat: Repeat) -> int:
         """How many steps there are to the first end (with run-ahead, exclusive)."""
-        engine = self._engine
-        left = repeat.cohort.fewest_left(otherwise=MOST)
-        if repeat.tail:
-            *ending, last = [engine.ends.tokens_left(job) for job in repeat.tail]
-            left = min([left, *ending, last + repeat.silent])
+        engine, tail, left = self._engine, repeat.tail, repeat.cohort.fewest_left(otherwise=MOST)
+        if tail:
+            tokens_left = engine.ends.tokens_left
+            left = min(left, tokens_left(tail[-1]) + repeat.silent)
+            for job in tail[:-1]:
+                left = min(left, tokens_left(job))
         return min(repeat.left, MOST, left - (engine.depth > 1))
 
     def _is_calm(self, device: int) -> bool:
@@ -222,8 +226,9 @@ class Jump:
         engine.flights.number(run.device, len(run))
         engine.recorder.ran(run)
         engine.launcher.repeat(run, repeat)
-        ledger.touch_again(op, run.settled)
-        engine.flights.last_compute((op,), run.device)
+        ledger.touch_again(op, run.settled, is_open=engine.depth > 1)
+        if engine.depth > 1:
+            engine.flights.last_compute((op,), run.device)
         return Span(op, run.start_ns[0], run.end_ns[run.settled - 1])
 
     def _issue_alone(self, run: Run, step: int) -> None:
@@ -231,18 +236,16 @@ class Jump:
         engine, launch = self._engine, run.launch_at(step)
         op = launch.op
         assert isinstance(op, Compute)
-        engine.ledger.touch_again(op, 1)
+        engine.ledger.touch_again(op, 1, is_open=True)
         engine.flights.last_compute((op,), run.device)
         numbers, issue_ns = (run.step + step, run.device, run.number + step), run.issue_ns[step]
         engine.flights.start(Flight(*numbers, issue_ns, run.host_ns, launch))
         span = Span(op, run.start_ns[step], run.end_ns[step])
         self._executor.hold(launch, span, engine.settle)
 
-    def _settle(self, run: Run, span: Span) -> None:
-        self._engine.recorder.run_settled(run)
-        self._engine.land(span.op, span.end_ns, run.device, run.number + len(run) - 1)
-        self._engine.release_idle()
-
     def _tell(self, run: Run, span: Span) -> None:
-        self._settle(run, span)
-        self._engine.news.tell()
+        engine = self._engine
+        engine.recorder.run_settled(run)
+        engine.land(span.op, span.end_ns, run.device, run.number + len(run) - 1)
+        engine.release_idle()
+        engine.news.tell()

@@ -32,8 +32,8 @@ class PagePool:
         self.held_pages = 0  # with at least one holder; a shared page counts once
         self._more: Counter[int] = Counter()  # holders of a shared page beside the first
         self._returned: deque[Returned] = deque()
-        self._waiting: dict[Op, list[Returned]] = defaultdict(list)
-        self._idle: list[Returned] = []
+        self.waiting: dict[Op, list[Returned]] = defaultdict(list)  # by user
+        self.idle: list[Returned] = []  # fallen out of all use since the last call of `drain_idle`
         self._next = 0  # ids from here on were never handed out
         self._where: dict[int, Returned] = {}  # with a cache: pages that nobody holds
 
@@ -112,23 +112,18 @@ class PagePool:
 
     def settle(self, op: Op) -> None:
         """An operation has ended: nobody has to wait for it any more."""
-        for returned in self._waiting.pop(op, ()):
+        for returned in self.waiting.pop(op, ()):
             returned.users.discard(op)
             if not returned.users:
-                self._idle.append(returned)
-
-    @property
-    def has_idle(self) -> bool:
-        """Whether pages have fallen out of all use since the last call of `drain_idle`."""
-        return bool(self._idle)
+                self.idle.append(returned)
 
     def drain_idle(self) -> list[int]:
         """Pages that have fallen out of all use since the last call and were not taken again.
 
         Kept pages are not among them: their contents may be wanted.
         """
-        ids = list(chain.from_iterable([returned.ids for returned in self._idle]))
-        self._idle.clear()
+        ids = list(chain.from_iterable([returned.ids for returned in self.idle]))
+        self.idle.clear()
         if self._cache is not None:
             ids = [page for page in ids if page not in self._cache]
         return ids
@@ -148,6 +143,6 @@ class PagePool:
         if self._cache is not None:
             self._where.update(dict.fromkeys(returned.ids, returned))
         for op in returned.users:
-            self._waiting[op].append(returned)
+            self.waiting[op].append(returned)
         if not returned.users:
-            self._idle.append(returned)
+            self.idle.append(returned)

@@ -130,14 +130,20 @@ class VidurCost(ShapePriced):
     ) -> list[float]:
         """Decodes and their contexts' sum; tokens and context of each prompt slice; and so on, for
         `count` steps."""
-        once = self._once_ms(decodes + sum([n for n, _ in cut]))
+        tokens, squares = decodes, 0
+        for n, _ in cut:
+            tokens += n
+            squares += n * n
+        once = self._once_ms(tokens)
         if not cut:
             return [once + self._decode_ms(decodes, past + i * decodes) for i in range(count)]
-        rows, side = self.tables["attn_prefill_ms"], round(sqrt(sum([n * n for n, _ in cut])))
+        rows, side = self.tables["attn_prefill_ms"], round(sqrt(squares))
         grouped = self._grouped if len(cut) > 1 else 1.0
         found: list[float] = []
         for i in range(count):
-            kv_nodes = sum([-(-(context + i * n) // KV_STEP) for n, context in cut])
+            kv_nodes = 0
+            for n, context in cut:
+                kv_nodes += -(-(context + i * n) // KV_STEP)
             prompt = self._cell("attn_prefill_ms", rows, kv_nodes, side - 1) * grouped
             found.append(once + self._decode_ms(decodes, past + i * decodes) + prompt)
         return found
@@ -200,7 +206,7 @@ def _mix(launch: Launch) -> Mix:
     pieces = launch.pieces
     assert isinstance(launch.op, Compute)
     if isinstance(pieces, Pieces) and isinstance(pieces.contexts, Behind):
-        behind, lead = pieces.contexts, len(pieces.job_ids) - len(pieces.contexts.tail)
+        behind, lead = pieces.contexts, pieces.contexts.lead
         if behind.are_generated and not behind.tail:
             return lead, behind.total + lead, []
         if behind.are_generated:
