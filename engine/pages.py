@@ -63,6 +63,10 @@ class PagePool:
         end, where, more = self._next, self._where, self._more.get
         return [0 if page in where or page >= end else 1 + more(page, 0) for page in pages]
 
+    def num_idle(self, pages: Iterable[int]) -> int:
+        """How many of these pages, all handed out before, nobody holds (with a cache)."""
+        return sum(map(self._where.__contains__, pages))
+
     def _is_held(self, page: int) -> bool:
         return page < self._next and page not in self._where
 
@@ -96,8 +100,7 @@ class PagePool:
         back = list(ids)
         # Seen with a cache only. Without one a place gives its table once, and `check` counts.
         assert not self._where or self._where.keys().isdisjoint(back), "a page is held by nobody"
-        if self._more:
-            shared = {page for page in back if self._more[page]}
+        if shared := self._more.keys() & back:
             back = [page for page in back if page not in shared]
             self._more.subtract(shared)
             for page in shared:
@@ -125,7 +128,7 @@ class PagePool:
         ids = list(chain.from_iterable([returned.ids for returned in self.idle]))
         self.idle.clear()
         if self._cache is not None:
-            ids = [page for page in ids if page not in self._cache]
+            ids = self._cache.unknown(ids)
         return ids
 
     def check(self, holders: Counter[int]) -> None:

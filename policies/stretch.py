@@ -54,8 +54,11 @@ def has_prompt(plan: Plan) -> bool:
     """Whether a plan of one launch computes tokens of a prompt."""
     launch = plan.ops[-1]
     assert isinstance(launch, Compute)
-    jobs = (piece.job for piece in reversed(launch.slices))  # most likely the last one does
-    return any(job.computed_tokens < job.prompt_tokens for job in jobs)
+    for piece in reversed(launch.slices):  # most likely the last one does
+        job = piece.job
+        if job.computed_tokens < job.prompt_tokens:
+            return True
+    return False
 
 
 def _of_decodes(
