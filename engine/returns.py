@@ -55,8 +55,10 @@ class ReturnQueue:
     def take(self, nbytes: int) -> set[Op]:
         """Removes bytes from the head; returns the operations that have to end first."""
         assert nbytes <= self.room_bytes, "check before you take"
-        now = min(nbytes, self.free_bytes)
-        self.free_bytes -= now
+        if nbytes <= self.free_bytes:
+            self.free_bytes -= nbytes
+            return set()
+        now, self.free_bytes = self.free_bytes, 0
         givers: set[Op] = set()
         while now < nbytes:
             owed = self._entries[0]

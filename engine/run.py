@@ -28,14 +28,12 @@ class Run:
     start_ns: Times
     end_ns: Times
     host_ns: int
+    count: int  # steps
     settled: int  # steps that settle together
     figures: tuple[Figures, ...]  # before the first step
     grown: Times  # KV pages taken up to and with each step
     page_nbytes: int
     due: Sequence[Sequence[Grow]]  # what grows at each step, in the order of booking
-
-    def __len__(self) -> int:
-        return len(self.issue_ns)
 
     @property
     def op(self) -> Compute:
