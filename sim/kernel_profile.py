@@ -163,8 +163,8 @@ class KernelProfileCost(ShapePriced):
         if longest > shortest:
             alphas = self._alphas(decodes, (mean - least) / (most - least), most)
             us = at_mean + alphas * np.maximum(0.0, _weighted(rows, most) - at_mean)
-        busy = self._dense[self._padded(tokens)] + self.step_ns
-        busy = busy + self.model.num_layers * us * 1e3
+        once = self._dense[self._padded(tokens)] + self.step_ns
+        busy: Any = once + self.model.num_layers * us * 1e3
         return np.rint(busy + (self._head[samples] if samples else 0.0)).astype(np.int64)
 
     def _alphas(self, decodes: int, shapes: Any, most: Any) -> Any:
