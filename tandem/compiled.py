@@ -39,7 +39,7 @@ MODULES = {
 }
 
 # What mypyc must be told about a source; written into the copy alone.
-NOT_NATIVE = "native_class=False"  # of bases that mypyc cannot inherit, or with cached properties
+NOT_NATIVE = "native_class=False"  # of bases that mypyc cannot inherit
 OPEN = "allow_interpreted_subclasses=True"
 MARKS = {
     "engine/balance.py": {"Shortage": NOT_NATIVE},
