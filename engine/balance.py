@@ -60,10 +60,11 @@ class Balance:
 
     def grow(self, place: Place, nbytes: int) -> None:
         """Takes bytes. Raises Shortage and changes nothing where they are not there."""
-        left = self.room_bytes[place.pool] - nbytes
+        pool = place.pool
+        left = self.room_bytes[pool] - nbytes
         if left < 0:
             raise Shortage(place, -left)
-        self.room_bytes[place.pool] = left
+        self.room_bytes[pool] = left
         self._changed[place] = (self.held(place) or 0) + nbytes
         if self._trials and (trial := self._trial(place)):
             trial.take(place, nbytes // self._page_nbytes)

@@ -70,6 +70,8 @@ class Ledger:
             pages = self._pools[pool] = PagePool(queue.free_bytes // page.nbytes, cache)
             if cache is not None:
                 self.sharing[pool] = Sharing(pages, queue, cache, self.pages, page.nbytes, pool[1])
+        self._queues: tuple[ReturnQueue | PagePool, ...]  # what waits for ends
+        self._queues = (*self._returns.values(), *self._pools.values())
 
     # ---- figures
     def free_bytes(self) -> dict[Pool, int]:
@@ -98,13 +100,18 @@ class Ledger:
 
     def drain_idle(self) -> list[tuple[Pool, list[int]]]:
         """Per pool, the pages that have fallen out of all use since the last call."""
-        pools = [(pool, pages) for pool, pages in self._pools.items() if pages.has_idle]
-        return [(pool, ids) for pool, pages in pools if (ids := pages.drain_idle())]
+        found: list[tuple[Pool, list[int]]] = []
+        for pool, pages in self._pools.items():
+            if pages.idle and (ids := pages.drain_idle()):
+                found.append((pool, ids))
+        return found
 
     @property
     def is_calm(self) -> bool:
         """Whether no bytes are on their way back, and nothing runs but launches of one lane."""
-        return self._board.has_one_lane and not any(self.coming_bytes().values())
+        if not self._board.has_one_lane:
+            return False
+        return not any([queue.coming_bytes for queue in self._returns.values()])
 
     def figures(
         self, pool: Pool | None = None, early_bytes: int = 0, device: int | None = None
@@ -136,9 +143,9 @@ class Ledger:
             self.pages.setdefault(place, [])
         hand_out(ids, chain.from_iterable(by_step), self.pages, self.page.nbytes)
 
-    def touch_again(self, op: Compute, steps: int) -> None:
-        """Books a launch that stands for so many equal ones."""
-        self._board.touch_again(op, op.writes, steps)
+    def touch_again(self, op: Compute, steps: int, is_open: bool) -> None:
+        """Books a launch that stands for so many equal ones; if open, it will settle."""
+        self._board.touch_again(op, op.writes, steps, is_open)
 
     def book(self, plan: Plan, lead: int = 0) -> dict[Op, Booking]:
         """Books a plan and returns what each operation waits for, in issue order.
@@ -248,9 +255,9 @@ class Ledger:
     def settle(self, op: Op) -> None:
         """An operation has ended: bytes that waited for it come back."""
         self._board.settle(op)
-        for queue, pages in zip(self._returns.values(), self._pools.values(), strict=True):
-            queue.settle(op)
-            pages.settle(op)
+        for queue in self._queues:
+            if op in queue.waiting:
+                queue.settle(op)
 
     def conserved(self) -> None:
         """Law 2: held, free and coming add up to the capacity of every pool; pages count once."""

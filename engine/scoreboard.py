@@ -40,6 +40,7 @@ class Scoreboard:
         self._numbers: dict[Op, int] = {}  # their order of issue
         self._lane_of: dict[Op, Lane] = {}  # theirs, too
         self._lanes: dict[Lane, int] = defaultdict(int)  # how many of them are on each lane
+        self.has_one_lane = True  # whether nothing runs but launches of one lane
         self._written: dict[Place, int] = {}
         self._used: dict[Place, int] = {}
         self.written, self.used = Stamps(self, self._written), Stamps(self, self._used)
@@ -51,11 +52,6 @@ class Scoreboard:
         self._left: dict[Place, set[Op]] = {}  # places given back while in use, and by whom
         self._leaving: dict[Op, list[Place]] = {}  # the same by user
         self._journal = journal
-
-    @property
-    def has_one_lane(self) -> bool:
-        """Whether nothing runs but launches of one lane."""
-        return all([lane[1] == COMPUTE_LANE for lane in self._lanes])
 
     def enter(self, place: Place) -> None:
         """A place begins, with nothing in it. If it was given back while in use, whoever takes it
@@ -74,7 +70,7 @@ class Scoreboard:
         waits: dict[Op, None] = {}
         is_alone = all([other == lane for other in self._lanes])
         if is_alone and lane[1] == COMPUTE_LANE and not (reads or self._journal):
-            self.touch_again(op, writes, 1)
+            self.touch_again(op, writes, 1, is_open=True)
             return ()
         self.catch_up()
         copied = self._written[op.src] if isinstance(op, Copy) else None
@@ -95,8 +91,11 @@ class Scoreboard:
             self._journal.touched(op, (*reads, *writes))
         return tuple(waits)
 
-    def touch_again(self, op: Op, writes: tuple[Place, ...], steps: int) -> None:
-        """Issues a launch that stands for so many, on the only lane that is busy.
+    def touch_again(
+        self, op: Op, writes: tuple[Place, ...], steps: int, is_open: bool = False
+    ) -> None:
+        """Stamps a launch that stands for so many, on the only lane that is busy; it is open from
+        now on, or has ended before anybody looks.
 
         Its places are entered only if it is not followed by another that touches them, too.
         """
@@ -105,11 +104,14 @@ class Scoreboard:
         if self._late is not None and writes[: len(self._late[1])] != self._late[1]:
             self.catch_up()
         self._late = (op, writes, self.stamp)
-        self._start(op, op.lane)
+        if is_open:
+            self._start(op, op.lane)
 
     def _start(self, op: Op, lane: Lane) -> None:
         self.open[op], self._numbers[op], self._lane_of[op] = None, self.stamp, lane
         self._lanes[lane] += 1
+        if lane[1] != COMPUTE_LANE:
+            self.has_one_lane = False
 
     def catch_up(self) -> None:
         """Enters what the last run touched."""
@@ -173,6 +175,8 @@ class Scoreboard:
         self._lanes[lane] -= 1
         if not self._lanes[lane]:
             del self._lanes[lane]
+            if not self.has_one_lane:
+                self.has_one_lane = all([name == COMPUTE_LANE for _, name in self._lanes])
         for place in self._leaving.pop(op, ()):
             if users := self._left.get(place):
                 users.discard(op)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from analysis.yaml_text import fault_in_file
+from analysis.yaml_text import fault_in_file, libyaml
 from tandem.composed import Composed
 from tandem.conform import did_you_mean
 from tandem.errors import Usage
@@ -49,10 +50,16 @@ def config_of(overrides: Sequence[str], config_dir: str | None = None) -> DictCo
         raise Usage(f"--config-dir {config_dir}: no such folder")
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     try:
-        with initialize_config_module("conf", version_base="1.3"):
-            return compose("config", [*search, *overrides])
+        with suppress(YAMLError), libyaml():
+            return _hydras([*search, *overrides])
+        return _hydras([*search, *overrides])  # again, since libyaml names other places
     except COMPOSING as error:
         raise Usage(one_line(error, overrides)) from error
+
+
+def _hydras(overrides: list[str]) -> DictConfig:
+    with initialize_config_module("conf", version_base="1.3"):
+        return compose("config", overrides)
 
 
 def config_folders(sources: Iterable[Any]) -> tuple[Path, ...]:
