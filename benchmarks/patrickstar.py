@@ -52,7 +52,7 @@ BATCHES, CHUNKS = (64, 32, 16, 8, 4), (288, 256, 384)  # a batch per device; Mi 
 # states of 12 twice, a weight of 2. DeepSpeed's gradients are float32 there: 8 to scale and clip
 # them, 28 for Adam, 6 to cast weights (its runtime/zero/stage3.py).
 PASS_BYTES, DEEPS_PASS_BYTES = 28, 42
-SEARCHED = tuple(mebi * MEBI for mebi in range(64, 513))  # chunk sizes where none is named
+SEARCHED = tuple(mebi * MEBI for mebi in range(64, 513, 8))  # chunk sizes where none is named
 PSTAR, DEEPS, DDP = "patrickstar", "deepspeed", "ddp"
 
 MODELS = {  # width, layers, heads
