@@ -192,9 +192,10 @@ class System:
 
 
 def system_of(point: Point, device: Device) -> System:
-    """PatrickStar as its scripts run it, with nine tenths of all memory; ZeRO-3 with everything offloaded, one unit ahead; DDP.
+    """PatrickStar as its scripts run it; ZeRO-3 with everything offloaded, one unit ahead; DDP.
 
-    DeepSpeed's own estimator takes 27 bytes of the host per number where our plans book 16.
+    PatrickStar takes nine tenths of all that a device has, our reserve with it. DeepSpeed's own
+    estimator takes 27 bytes of the host per number where our plans book 16.
     """
     recompute = Mode.RECOMPUTE
     if point.system == DDP:
@@ -255,9 +256,7 @@ def step_s(point: Point, steps: int = STEPS, scales: Scales = AS_IT_IS) -> float
 
 
 @lru_cache(maxsize=64)
-def _job(
-    spec: ModelSpec, batch: int, steps: int, ranks: int
-) -> tuple[TrainingJob, TrainingShape]:
+def _job(spec: ModelSpec, batch: int, steps: int, ranks: int) -> tuple[TrainingJob, TrainingShape]:
     recipe = Recipe(dtype="bfloat16", dropout=0.1)
     units = spec.num_layers + 2
     job = TrainingJob(0, 0, units, TOKENS, batch, steps, recipe=recipe, ranks=ranks)

@@ -52,7 +52,7 @@ class FixedChunks:
         capacity_bytes: Mapping[Pool, int],
         cost: Cost | None = None,
     ) -> Layout:
-        """See Planner. ValueError for wrong modes, OversizeModule, MemoryError where nothing fits."""
+        """See Planner. ValueError for wrong modes, OversizeModule, MemoryError if nothing fits."""
 
         def fixed(shape: TrainingShape, modes: Sequence[Mode], ranks: int) -> TrainingLayout:
             size = self.chunk_elements or self.searched(shape, capacity_bytes, ranks)
