@@ -9,6 +9,9 @@ from engine.journal import Journal
 from engine.plan import COMPUTE_LANE, Copy, Kind, Lane, Op, Place
 
 
+Ranks = tuple[tuple[Place, int], ...]
+
+
 class Stamps(Mapping[Place, int]):
     """A stamp for each place, to read; what a run touched last is entered when somebody looks."""
 
@@ -25,6 +28,14 @@ class Stamps(Mapping[Place, int]):
 
     def __len__(self) -> int:
         return len(self._found)
+
+    def ranks(self) -> Ranks:
+        """All places in the order of their coming, with what a stamp says beside its own value:
+        which are older, equal or newer, and which (up to 0) stand for nothing at all."""
+        self._board.catch_up()
+        stamps = sorted({*self._found.values()})
+        rank = {stamp: stamp if stamp <= 0 else number for number, stamp in enumerate(stamps, 1)}
+        return tuple([(place, rank[stamp]) for place, stamp in self._found.items()])
 
 
 class Scoreboard:
