@@ -13,7 +13,7 @@ from engine.view import LaunchKey, Moment
 
 def launch_key(op: Compute) -> LaunchKey:
     """The unit of measurement is a whole launch: fused work cannot be told apart."""
-    return tuple((s.work, s.layers, s.tokens) for s in op.slices)
+    return tuple([(s.work, s.layers, s.tokens) for s in op.slices])
 
 
 @dataclass(slots=True)

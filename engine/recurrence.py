@@ -14,6 +14,7 @@ from engine.plan import (
     Free,
     Grow,
     GrowCycle,
+    Kind,
     Op,
     Place,
     Plan,
@@ -75,6 +76,7 @@ class Recurrence:
             plan, is_steady = ask(), False
         elif last.is_steady:
             plan, is_steady = a_step_later(last.plan, each), True
+            self._ledger.expect(plan)
         else:
             plan = ask()
             is_steady = encode(plan) == encode(a_step_later(last.plan, each))
@@ -106,15 +108,17 @@ def _is_program(plan: Plan) -> bool:
 
 
 def a_step_later(plan: Plan, microbatches: int) -> Plan:
-    """The same program for the microbatches of the next step. Operations are new ones."""
+    """The same program for the microbatches of the next step. What runs on a lane is new."""
     return Plan(tuple([_later(op, microbatches) for op in plan.ops]))
 
 
 def _later(op: AnyOp, count: int) -> AnyOp:
     if isinstance(op, Free):
-        return Free(later(op.place, count))
+        return Free(later(op.place, count)) if op.place.region.kind is Kind.ACTIVATION else op
     if isinstance(op, Grow):
-        return Grow(later(op.place, count), *op[1:])
+        if op.place.region.kind is not Kind.ACTIVATION:
+            return op
+        return Grow(later(op.place, count), op.nbytes)
     if isinstance(op, Copy):
         return Copy(later(op.src, count), later(op.dst, count))
     if isinstance(op, Compute):
@@ -127,7 +131,8 @@ def _later(op: AnyOp, count: int) -> AnyOp:
 
 
 def _all_later(places: tuple[Place, ...], count: int) -> tuple[Place, ...]:
-    return tuple([later(place, count) for place in places])
+    kind = Kind.ACTIVATION  # looked at here: most places are the same at every step
+    return tuple([later(p, count) if p.region.kind is kind else p for p in places])
 
 
 def _slice_later(piece: Slice, count: int) -> Slice:

@@ -56,7 +56,7 @@ def test_a_step_that_recurs_is_planned_as_it_would_be_decided(name: str, **setti
     assert tables[0] == tables[1]
 
 
-@pytest.mark.parametrize("name", ["patrickstar", "zero3_offload", "lru", "opt_inclusive"])
+@pytest.mark.parametrize("name", ["patrickstar", "zero3_offload", "lru", "opt_on_device"])
 def test_most_steps_recur(name: str) -> None:
     """The property above is not about nothing."""
     fast, slow = both(MEMORIES[name], 3, Mode.OFFLOAD, 0.5, depth=2)
