@@ -50,7 +50,7 @@ class Memory(Protocol):
         `later` slices), with all that grows meanwhile, if it would decide the same at each of them.
         With `recurs = True`, as of a scheduling, it knows of times, durations and numbers of plans
         nothing, and of steps, microbatches and stamps only which are equal and which come first: a
-        step that begins as the one before, of a job that trains alone, is then planned unasked.
+        step that begins as those before, of a job that trains alone, is then planned like them.
         """
 
 

@@ -67,6 +67,8 @@ class Questions:
     def _give_back(self, device: int, number: int) -> None:
         engine = self._engine
         if engine.leftovers.give_back(device, number):
+            if self._recurrence is not None:
+                self._recurrence.forget()
             if engine.roster.waiting:
                 engine.standing.drop()  # somebody may come in now
             engine.release_idle()

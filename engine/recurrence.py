@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.job import Job
@@ -43,54 +44,75 @@ class Situation(NamedTuple):
     other_bytes: tuple[int, ...]  # beside the launches of the step before
 
 
-class Turn(NamedTuple):
-    """A step as it was planned. `is_steady`: as the one before it, behind an equal beginning."""
+@dataclass(eq=False, slots=True)
+class Step:
+    """A step as it was planned, part by part. `is_again`: as the step before it, unasked."""
 
     training: Training
-    step: int
+    number: int
     begins: Situation
-    plan: Plan
-    is_steady: bool
+    is_again: bool = False
+    plans: list[Plan] = field(default_factory=list)
+
+    def follows(self, other: Step) -> bool:
+        """Whether it is the next one of the same job, and begins alike."""
+        is_next = self.training is other.training and self.number == other.number + 1
+        return is_next and self.begins == other.begins
 
 
 class Recurrence:
-    """Keeps the last step of a training job that is alone on its device and planned whole.
+    """Remembers the last steps of a training job that is alone on its device.
 
-    Where two steps began alike and were planned alike, a third that begins so is planned so, too:
-    all that a policy with `recurs` decides by is equal then, or a step later.
+    Where two steps began alike and were planned alike, a third that begins so is planned so, too,
+    as long as the job stays alone: all that a policy with `recurs` decides by is equal then, or a
+    step later.
     """
 
     def __init__(self, ledger: Ledger, roster: Roster, profile: EngineProfile) -> None:
         self._ledger, self._roster, self._profile = ledger, roster, profile
-        self._last: Turn | None = None
+        self._before: Step | None = None  # the one before
+        self._now: Step | None = None  # the one under way
 
     def plan(self, ask: Callable[[], Plan]) -> Plan:
         """The next plan: that of the step before, a step later, or what the policy says."""
-        last, self._last = self._last, None
-        job = self._alone()
-        training = None if job is None else job.training
-        if job is None or training is None:
-            return ask()
-        begins, each = self._situation(job.job_id), training.spec.microbatches
-        if last is None or last[:3] != (training, training.step - 1, begins):
-            plan, is_steady = ask(), False
-        elif last.is_steady:
-            plan, is_steady = a_step_later(last.plan, each), True
+        if (job := self._alone()) is not None and job.training is not None:
+            if job.training.begins_step:
+                self._begin(job.job_id, job.training)
+            if self._now is not None:
+                return self._next(self._now, ask)
+        self.forget()
+        return ask()
+
+    def forget(self) -> None:
+        """Something else happens than in the step before."""
+        self._before = self._now = None
+
+    def _next(self, now: Step, ask: Callable[[], Plan]) -> Plan:
+        if now.is_again:
+            assert self._before is not None, "a step comes again behind another"
+            of_before = self._before.plans[len(now.plans)]
+            plan = a_step_later(of_before, now.training.spec.microbatches)
             self._ledger.expect(plan)
         else:
             plan = ask()
-            is_steady = encode(plan) == encode(a_step_later(last.plan, each))
-        if _is_program(plan):
-            self._last = Turn(training, training.step, begins, plan, is_steady)
+        now.plans.append(plan)
+        if not _is_program(plan):
+            self.forget()
         return plan
 
+    def _begin(self, job_id: int, training: Training) -> None:
+        before, self._before = self._before, self._now
+        self._now = Step(training, training.step, self._situation(job_id))
+        last = self._before
+        if last is not None and self._now.follows(last):
+            self._now.is_again = last.is_again or (before is not None and _is_like(last, before))
+
     def _alone(self) -> Job | None:
-        """The job whose step begins, if there is nobody else."""
+        """The job that trains, if there is nobody else."""
         roster = self._roster
         if roster.waiting or roster.serving or len(roster.training) != 1:
             return None
-        (job,) = roster.training
-        return job if job.training is not None and job.training.begins_step else None
+        return roster.training[0]
 
     def _situation(self, job_id: int) -> Situation:
         ledger = self._ledger
@@ -101,6 +123,14 @@ class Recurrence:
             ledger.used.ranks(),
             tuple([moment.other_bytes for moment in self._profile.moments(job_id)]),
         )
+
+
+def _is_like(step: Step, before: Step) -> bool:
+    """Whether it began and was planned like the one before it."""
+    each = step.training.spec.microbatches
+    return step.follows(before) and [encode(plan) for plan in step.plans] == [
+        encode(a_step_later(plan, each)) for plan in before.plans
+    ]
 
 
 def _is_program(plan: Plan) -> bool:
