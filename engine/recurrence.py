@@ -134,7 +134,9 @@ def _is_like(step: Step, before: Step) -> bool:
 
 
 def _is_program(plan: Plan) -> bool:
-    return bool(plan.ops) and plan.repeats == 1 and not (plan.restart or plan.refuse or plan.wake_ns)
+    return (
+        bool(plan.ops) and plan.repeats == 1 and not (plan.restart or plan.refuse or plan.wake_ns)
+    )
 
 
 def a_step_later(plan: Plan, microbatches: int) -> Plan:

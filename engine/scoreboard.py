@@ -164,9 +164,7 @@ class Scoreboard:
             mark.written, mark.used, mark.givers = contents, stamp, ()
             mark.writer = mark.users[lane] = op
 
-    def _waits(
-        self, lane: Lane, reads: Sequence[Place], writes: Sequence[Place]
-    ) -> tuple[Op, ...]:
+    def _waits(self, lane: Lane, reads: Sequence[Place], writes: Sequence[Place]) -> tuple[Op, ...]:
         """Whom a launch on a lane waits for: only those of other lanes that are open."""
         marks, lane_of, found = self._marks, self._lane_of, dict[Op, None]()
         for place in reads:

@@ -26,8 +26,8 @@ def run_folder(folder: Path, keeps_rejected: bool = True) -> Iterator[Path]:
     status.json says starting, and running once somebody has written so. While that is so (or if it
     was killed) all lies in `<folder>.running`. Afterwards it says ok, as the block writes last, or
     with the traceback: rejected (a ValueError at the start: its settings are wrong, and nothing
-    remains unless `keeps_rejected`), does_not_fit, interrupted, or failed. ValueError if the folder holds
-    something already, or if a run that never ended was left there.
+    remains unless `keeps_rejected`), does_not_fit, interrupted, or failed. ValueError if the folder
+    holds something already, or if a run that never ended was left there.
     """
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(

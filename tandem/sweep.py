@@ -26,7 +26,7 @@ EXAMPLE = """example:
   tandem sweep policy=chunked_restart,continuous_swap arrival.rate=2,4,8 seed=0,1,2
   tandem sweep experiment=max_scale policy=patrickstar   (what else its yaml sweeps, is swept)
 A sweep that was interrupted goes on with the same command and --out DIR. Failed points are tried
-again, those that do not fit are not; so is everything whose settings, trace or code have changed."""
+again, those that do not fit are not; so is all whose settings, trace or code have changed."""
 WALL_CLOCK = ("cpu", "cuda", "openai")
 LOCK = ".lock"  # in the folder of a sweep, held while it runs
 
