@@ -48,7 +48,7 @@ HOST_BYTES = 64 * 2**20  # room for all; each reading of the meter walks the who
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--reruns", type=int, default=5)
     parser.add_argument("--pages", type=int, default=200, help="KV pages: the pressure")
     parser.add_argument("--link-mb-per-s", type=float, default=100.0)

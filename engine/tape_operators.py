@@ -164,13 +164,13 @@ def math_attention(
     Kept: softmax, noise, their product, and all three inputs. `shape`: sequences, heads, tokens.
     """
     sequences, heads, tokens = shape
-    is_grouped, many = k.elements < q.elements, sequences > 1
+    is_grouped, many = k.elements < q.elements, sequences > 1 and heads > 1
     wide_q, wide_k, wide_v = (cast(tape, x, WIDE_BYTES) for x in (q, k, v))
     scaled = copy(tape, wide_q)
     mask = tape.make(tokens * tokens, WIDE_BYTES)
     keys = _repeated(tape, wide_k, q.elements) if is_grouped else wide_k
     values = _repeated(tape, wide_v, q.elements) if is_grouped else wide_v
-    # Several sequences and heads make one batch by a copy, unless they lie so already.
+    # Several sequences and several heads make one batch by a copy, unless they lie so already.
     copied = (many, many and not is_grouped)
     pairs = sequences * heads * tokens * tokens
     scores = _product(tape, scaled, copy(tape, keys), pairs, copied)

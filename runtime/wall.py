@@ -44,6 +44,7 @@ class ThreadMark:
     rings: ClassVar[bool] = True
     work: Work
     machine: Machine
+    issued_ns: int
     past: threading.Event = field(default_factory=threading.Event)
     start_ns: int = 0
     end_ns: int = 0
@@ -73,7 +74,13 @@ class ThreadMark:
 
 
 class ThreadLane:
-    """A worker thread that carries out one lane's launches in order."""
+    """A worker thread that carries out one lane's launches in order.
+
+    A launch starts when its lane is free, it is issued and what it waits for is past: as on a
+    virtual lane (engine/lanes.py), and as a CUDA event before a kernel is reached. So the time in
+    which threads hand over is the launch's: left between launches, it was 4 % of a replay and in no
+    prediction.
+    """
 
     def __init__(
         self,
@@ -90,6 +97,7 @@ class ThreadLane:
         self._workspace = workspace
         self._pace = pace
         self._closing = threading.Event()
+        self._free_ns = 0
         self._inbox: queue.SimpleQueue[tuple[ThreadMark, Sequence[Any]] | None]
         self._inbox = queue.SimpleQueue()
         self._threads = torch.get_num_threads()
@@ -98,7 +106,7 @@ class ThreadLane:
         self._thread.start()
 
     def start(self, work: Work, waits: Sequence[Any]) -> ThreadMark:
-        mark = ThreadMark(work, self._machine)
+        mark = ThreadMark(work, self._machine, self._clock.now)
         self._inbox.put((mark, waits))
         return mark
 
@@ -129,14 +137,16 @@ class ThreadLane:
             other.wait()
         if self._closing.is_set():
             raise LaneClosedError("the executor was closed before this launch could run")
-        mark.start_ns, carried = self._clock.now, 0
+        mark.start_ns = max(self._free_ns, mark.issued_ns, *(other.end_ns for other in waits))
+        begun_ns, carried = self._clock.now, 0
         for prepared, nbytes in mark.work.parts:
             mark.tokens.append(self._machine.start(prepared))
             carried += nbytes
-            self._throttle(mark.start_ns, carried)
-        mark.end_ns = self._clock.now
+            self._throttle(begun_ns, carried)
+        mark.end_ns = self._free_ns = self._clock.now
         if self._workspace is not None:
             mark.peak_bytes = self._workspace.peak_bytes(mark.work.parts[0][0])
+            self._free_ns = self._clock.now  # the look at it is no launch's time
         if self._pace is not None and self._pace.is_due(mark.end_ns - mark.start_ns):
             with self._clock.held():
                 self._pace.measure()

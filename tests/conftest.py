@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from math import ceil
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -20,6 +23,23 @@ def pytest_configure(config: pytest.Config) -> None:
     """Whoever leaves out the slow tests gets fewer random cases of the properties, too."""
     is_fast = "not slow" in config.getoption("markexpr")
     settings.load_profile("fast" if is_fast else "full")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One in n cases of a test marked `broad(n)` is fast; the others are slow.
+
+    Chosen by a hash of their names, so that no column of a matrix is left out as a whole.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("broad") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_one in cases.values():
+        (n,) = of_one[0].get_closest_marker("broad").args
+        of_one.sort(key=lambda item: crc32(item.nodeid.encode()))
+        for item in of_one[ceil(len(of_one) / n) :]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -50,6 +50,7 @@ class Twice:
             assert place in [op.place for op in growth.by_step[spare]]
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize(("pages", "depth"), [(60, 2), (400, 1)])
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("scheduling", SCHEDULING)

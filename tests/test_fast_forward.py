@@ -41,6 +41,7 @@ MEMORY = {
 }
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("scheduling", SCHEDULING)
 @given(requests=traces(12, 60), **room(160), **TIMING)
@@ -55,6 +56,7 @@ def test_repeated_plans_are_what_would_be_decided(
     fast.check()
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("scheduling", SCHEDULING)
 @given(

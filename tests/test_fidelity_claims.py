@@ -99,10 +99,8 @@ def test_both_sides_are_measured_in_turns_and_only_the_made_up_side_is_fitted(
     assert done == [*turns, "made up 3", "fit"]
 
 
-@pytest.mark.parametrize(("effect", "share"), [(0.01, 4 / 3), (0.08, 0.5)])
-def test_the_peak_of_kv_is_held_to_what_step_times_can_hold(effect: float, share: float) -> None:
-    """3 %, unless step times within 2 % of the truth move it by more."""
-    rows = [("kv_peak_pages", 0.04), ("kv_peak_pages_at_pace_0.98", -effect)]
-    rows.append(("kv_peak_pages_at_pace_1.02", effect / 2))
+def test_the_peak_of_kv_is_held_to_three_percent() -> None:
+    """Also where steps 2 % slower would move it by more."""
+    rows = [("kv_peak_pages", 0.04), ("kv_peak_pages_at_pace_1.02", 0.08)]
     table = pd.DataFrame(rows, columns=["figure", "error"]).assign(measured=1.0, rerun_iqr=0.0)
-    assert judged(table, judges_ttft=False)["used"].iloc[0] == pytest.approx(share)
+    assert judged(table, judges_ttft=False)["used"].iloc[0] == pytest.approx(4 / 3)

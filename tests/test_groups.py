@@ -89,6 +89,7 @@ def test_a_group_of_one_exchanges_nothing() -> None:
 
 
 # ---- every policy
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mode", [*Mode])
 @pytest.mark.parametrize("name", MEMORIES)
@@ -104,6 +105,7 @@ def test_every_policy_trains_in_a_group(name: str, mode: Mode, microbatches: int
     assert Pattern.ALL_REDUCE not in counts
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("name", MEMORIES)
 def test_a_whole_step_in_one_plan_is_the_same_program(name: str) -> None:
     shape = shape_of(random.Random(5), tied=True)

@@ -58,6 +58,7 @@ def combinations() -> Iterator[Any]:
         yield pytest.param(*case, marks=() if is_fast else pytest.mark.slow)
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize(("name", "mode", "trained", "microbatches"), [*combinations()])
 def test_every_policy_with_every_mode(
     name: str, mode: Mode, trained: str, microbatches: int

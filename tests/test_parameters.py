@@ -44,6 +44,7 @@ def check(spec: ModelSpec, recipe: Recipe) -> None:
     assert units[0][0] == 0 and (units[-1][-1] == 0) == spec.tie_embeddings
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", SPECS)
 def test_parameters_are_those_of_hugging_face(name: str, recipe: str) -> None:

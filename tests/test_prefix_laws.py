@@ -35,6 +35,7 @@ FEW = [("static", "restart"), ("continuous", "swap"), ("chunked", "swap"), ("v1"
 FEW += [("orca", "v0"), ("deadline", "restart")]
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 @given(requests=alike_or_not(), **room(), **TIMING)
 @cases(32)
@@ -48,6 +49,7 @@ def test_every_replay_obeys_the_laws(
     assert policy.idle_without_a_plan == 0, "law 9: the device idled beside runnable work"
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 def test_tokens_are_found_while_memory_is_short(scheduling: str, memory: str) -> None:
     """The property above is not about nothing."""
@@ -59,6 +61,7 @@ def test_tokens_are_found_while_memory_is_short(scheduling: str, memory: str) ->
         assert sum(o.swaps if memory == "swap" else o.restarts for o in outcomes) > 0
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize("depth", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 @pytest.mark.parametrize(("scheduling", "memory"), FEW)
 def test_plans_do_not_depend_on_durations(scheduling: str, memory: str, depth: int) -> None:
@@ -80,6 +83,7 @@ def test_plans_do_not_depend_on_durations(scheduling: str, memory: str, depth: i
     assert all(other == pages[0] for other in pages[1:]), "page ids differ between runs"
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize(("scheduling", "memory"), FEW)
 def test_a_plan_log_plays_back_byte_for_byte(scheduling: str, memory: str) -> None:
     requests = alike(13, 18, rate=1200)
@@ -102,6 +106,7 @@ def test_one_seed_gives_identical_bytes(tmp_path: Path) -> None:
     assert len(one) == 5 and one == two
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize(
     "memory", ["swap", "v1", *(pytest.param(m, marks=pytest.mark.slow) for m in ("restart", "v0"))]
 )

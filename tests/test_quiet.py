@@ -34,7 +34,7 @@ def test_full_collections_wait_until_the_block_has_ended(
     assert began == before + begins_with_one
 
 
-def test_the_usual_settings_come_back_after_an_error() -> None:
+def test_the_usual_settings_come_back_after_an_error(small_heap: None) -> None:
     usual = gc.get_threshold()
     with pytest.raises(RuntimeError), no_full_collections():
         raise RuntimeError

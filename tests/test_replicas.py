@@ -38,6 +38,7 @@ def logs(run: Replay) -> dict[int, list[str]]:
 
 
 # ---- a replica is a run of its own
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 def test_each_replica_is_the_single_run_of_its_own_requests(
@@ -150,6 +151,7 @@ def test_under_pressure_jobs_restart_and_swap_on_their_replica() -> None:
         assert min(by_device.values()) >= 3 and len(by_device) == 2
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 def test_decisions_of_a_replica_do_not_depend_on_durations(

@@ -58,6 +58,7 @@ def step_flops(spec: ModelSpec, recipe: Recipe, sequences: int, tokens: int) -> 
     return kinds["product"], kinds["attention"]
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("recipe", RECIPES, ids=["full", "lora", "frozen"])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
 def test_flops_are_those_that_torch_counts(spec: ModelSpec, recipe: Recipe) -> None:

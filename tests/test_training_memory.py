@@ -52,6 +52,7 @@ def tracked(task: Task, **settings: Any) -> tuple[Hand, dict[str, list[int]]]:
     return hand, peaks
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize("chunks_of", [by_unit, by_size(3000)])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -109,6 +110,7 @@ def pointers(hand: Hand, region: Any) -> list[int]:
     return [storage._cdata for storage in storages]
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("pieces_of", [1 << 22, 64])

@@ -74,6 +74,19 @@ def test_a_lane_is_first_in_first_out_and_its_spans_do_not_overlap() -> None:
     assert {name for _, name in machine.log} == {"lane 0 compute"}
 
 
+def test_the_time_in_which_threads_hand_over_is_the_next_launchs() -> None:
+    clock, spans, issued = WallClock(), [], threading.Event()
+    first = compute()
+    machine = Notes(lambda launch: issued.wait(5) and () if launch is first else time.sleep(0.001))
+    with WallExecutor(clock, machine) as executor:
+        for launch in (first, compute(), compute()):
+            executor.prepare([launch])
+            executor.run(launch, spans.append)
+        issued.set()
+        clock.run()
+    assert all(a.end_ns == b.start_ns for a, b in pairwise(spans))
+
+
 def test_lanes_overlap_and_a_wait_orders_them() -> None:
     machine = Notes(lambda launch: time.sleep(0.02))
     first = compute()

@@ -57,6 +57,7 @@ def measured_bytes(spec: ModelSpec, shape: list[tuple[int, int]]) -> tuple[int, 
     return tracker.peak_bytes, spec.workspace_bytes(tokens, contexts, samples, PAGE_TOKENS)
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("name", SPECS)
 def test_the_formula_is_what_torch_allocates(name: str) -> None:
     for kind, shape in LAUNCHES.items():
