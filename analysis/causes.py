@@ -27,16 +27,15 @@ def matched_steps(prediction: Run, measurement: Run) -> pd.DataFrame:
         number = pd.Series(index[kept].to_numpy(), index=run.plans["step"][kept])
         ops = operations(run).assign(index=run.steps["step"].map(number))
         parts.append(ops.dropna(subset="index"))
-    columns = [*keys, "group", "start_ns", "duration_s", "host_s"]
-    left = parts[0][[*keys, "start_ns", "duration_s", "host_s"]]
-    return left.merge(parts[1][columns], on=keys, suffixes=("_prediction", "_measurement"))
+    figures = ["start_ns", "duration_s", "host_s", "peak_bytes"]
+    left, right = parts[0][[*keys, *figures]], parts[1][[*keys, "group", *figures]]
+    return left.merge(right, on=keys, suffixes=("_prediction", "_measurement"))
 
 
-def step_errors(prediction: Run, measurement: Run) -> pd.DataFrame:
-    """Durations of the same operations by group, and of the host per plan: the cost model's
+def step_errors(rows: pd.DataFrame) -> pd.DataFrame:
+    """Durations of matched operations by group, and of the host per plan: the cost model's
     error. sum_error weighs long operations more; mean_abs is over single operations.
     """
-    rows = matched_steps(prediction, measurement)
     parts = [(str(name), part, "duration_s") for name, part in rows.groupby("group")]
     host = rows[(rows["host_s_prediction"] > 0) | (rows["host_s_measurement"] > 0)]
     if len(host):

@@ -9,14 +9,16 @@ import numpy as np
 import pandas as pd
 
 from analysis.agreement import Agreement, agreement
-from analysis.causes import settings, shares, split, step_errors
+from analysis.causes import matched_steps, settings, shares, split, step_errors
 from analysis.distance import ks, relative_error, wasserstein
 from analysis.metrics import LATENCIES, THROUGHPUTS, per_request, samples, statistics, throughput
 from analysis.run import Run
 from analysis.training import training_summary
 from analysis.usage import memory_use
+from analysis.workspace import workspace_rows
 
 TRAINING = {"mean_train_step_s": "s", "first_train_step_s": "s", "train_tokens_per_s": "tok/s"}
+MEMORY_KEYS = ["pool", "kind", "stat"]
 PER_REQUEST = ("ttft", "tpot", "e2e", "norm_latency")
 
 
@@ -26,7 +28,8 @@ class Comparison:
 
     errors: metric, stat, unit, prediction, measurement, error. distances: metric, ks,
     wasserstein. requests: both values and the error per request finished in both runs.
-    request_errors: distribution of those. memory: pool, kind, stat, both values, error.
+    request_errors: distribution of those. memory: pool, kind, stat, both values, error; then the
+    workspace of sampled launches.
     steps: durations by group. split: empty without a replay of the measured plan log.
     shares: host and lanes, as shares of each run.
     """
@@ -68,6 +71,7 @@ def compare(prediction: Run, measurement: Run, replay: Run | None = None) -> Com
         if run is not None:
             check_same_trace(run, measurement)
     requests = joined(prediction, measurement)
+    steps = matched_steps(replay or prediction, measurement)
     return Comparison(
         prediction,
         measurement,
@@ -76,8 +80,8 @@ def compare(prediction: Run, measurement: Run, replay: Run | None = None) -> Com
         distances=distances(prediction, measurement),
         requests=requests,
         request_errors=request_errors(requests),
-        memory=memory_errors(prediction, measurement),
-        steps=step_errors(replay or prediction, measurement),
+        memory=pd.concat([memory_errors(prediction, measurement), workspace(steps)]),
+        steps=step_errors(steps),
         split=split(prediction, replay, measurement),
         shares=shares(prediction, measurement),
         settings=settings(prediction, measurement),
@@ -165,18 +169,25 @@ def request_errors(requests: pd.DataFrame) -> pd.DataFrame:
 def memory_errors(prediction: Run, measurement: Run) -> pd.DataFrame:
     """Peak and time-weighted mean bytes per pool and kind that both runs know.
 
-    A prediction has no meter: what it booked stands beside the reading (kind `measured`).
+    A prediction has no meter: what it booked stands beside the reading (kind `measured`), and
+    nothing beside the operating system's figure (kind `process`).
     """
-    keys = ["pool", "kind"]
     a, b = memory_use(prediction), memory_use(measurement)
     if "measured" not in set(a["kind"]):
         booked = a[a["kind"].eq("used")].assign(kind="measured")
         a = pd.concat([a, booked], ignore_index=True)
-    both = a.merge(b, on=keys, suffixes=("_a", "_b"))
+    both = a.merge(b, on=["pool", "kind"], how="right", suffixes=("_a", "_b"))
+    both = both[both["peak_a"].notna() | both["kind"].eq("process")]
     both = both.sort_values("pool", kind="stable")
     rows: list[tuple[Any, ...]] = [
         (row["pool"], row["kind"], stat, row[f"{stat}_a"], row[f"{stat}_b"])
         for row in both.to_dict("records")
         for stat in ("peak", "mean")
     ]
-    return _with_error(rows, ["pool", "kind", "stat"])
+    return _with_error(rows, MEMORY_KEYS)
+
+
+def workspace(steps: pd.DataFrame) -> pd.DataFrame:
+    """The same for the workspace of operations in both runs; their p90 error is of single ones."""
+    columns = [*MEMORY_KEYS, "prediction", "measurement", "error"]
+    return pd.DataFrame(workspace_rows(steps), columns=columns)

@@ -17,6 +17,7 @@ from analysis.replicas import balance
 from analysis.run import Run
 from analysis.training import training_summary
 from analysis.usage import copied_bytes, host_share, kv_usage, lane_shares, memory_use, window_ns
+from analysis.workspace import workspace_figures
 
 Floats = NDArray[np.float64]
 
@@ -174,7 +175,7 @@ def summary(run: Run, slo: Slo | None = None) -> dict[str, float | int | str]:
     for row in memory_use(run).to_dict("records"):
         key = f"{str(row['pool']).replace(':', '')}_{row['kind']}_bytes"
         out |= {f"peak_{key}": int(row["peak"]), f"mean_{key}": float(row["mean"])}
-    out |= kv_usage(run) | balance(run) | training_summary(run)
+    out |= workspace_figures(run) | kv_usage(run) | balance(run) | training_summary(run)
     for lane, share in lane_shares(run).items():
         out[f"busy_share_{lane}"] = share
     return out | {"host_share": host_share(run), "copied_bytes": copied_bytes(run)}

@@ -57,9 +57,24 @@ def single_tables(run: Run, metrics: Mapping[str, float | int | str]) -> list[Ta
         Table("Throughput and counts", "", ["metric", "value"], figures),
         class_table(metrics),
         Table("Memory", "Means are over time.", ["what", *STATS], held),
+        _workspace(metrics),
         _replicas({"": run}),
     ]
     return [table for table in found if table.rows]
+
+
+def _workspace(metrics: Mapping[str, float | int | str]) -> Table:
+    """What launches take and give back; without rows where nothing is known of it."""
+    rows = [
+        [Cell(f"largest launch, {name}"), amount_cell(metrics[key], "bytes")]
+        for name in ("predicted", "measured")
+        if (key := f"workspace_{name}_bytes") in metrics
+    ]
+    if "workspace_p90_error" in metrics:
+        launches, p90 = metrics["workspace_launches"], float(metrics["workspace_p90_error"])
+        rows.append([Cell("launches measured"), Cell(f"{launches:,}", float(launches))])
+        rows.append([Cell("p90 of their absolute errors"), Cell(f"{100 * p90:.1f} %", p90)])
+    return Table("Workspace", "Of sampled launches, where it is measured.", ["what", "value"], rows)
 
 
 def _error(metric: str, value: float) -> Cell:
@@ -144,7 +159,8 @@ def _memory(comparison: Comparison) -> Table:
     ]
     note = (
         "As booked by the ledger of each run; means are over time. Measured: what the meter read, "
-        "beside what the prediction booked."
+        "beside what the prediction booked. "
+        "Workspace: of sampled launches in both runs; its p90 is of their absolute errors."
     )
     return Table("Memory", note, ["what", "statistic", "predicted", "measured", "error"], rows)
 

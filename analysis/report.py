@@ -26,7 +26,7 @@ Facts = list[tuple[str, str]]
 
 
 def write_report(comparison: Comparison, folder: Path | str) -> Path:
-    """Writes report.html, comparison.json, errors.csv and figures/ into a folder of their own.
+    """Writes report.html, comparison.json, two CSVs and figures/ into a folder of their own.
 
     An earlier report there is replaced, as a whole; ValueError if the folder holds other things.
     Returns the path of the page.
@@ -37,6 +37,7 @@ def write_report(comparison: Comparison, folder: Path | str) -> Path:
     def fill(aside: Path) -> None:
         figures = compared(comparison, aside / "figures")
         comparison.errors.to_csv(aside / "errors.csv", index=False)
+        comparison.memory.to_csv(aside / "memory.csv", index=False)
         _dump(as_dict(comparison), aside / "comparison.json")
         page = {
             "title": f"{a.name} against {b.name}",

@@ -6,6 +6,7 @@ import math
 
 from analysis.compare import Comparison
 from analysis.drift import STEADY, drift
+from analysis.workspace import KIND, P90
 
 # Relative errors up to which a prediction is good or fair. Throughput and latencies: the bars
 # that Tandem's own fidelity is held to (2 %; 5 % and never above 10 %); memory: 3 % free-running.
@@ -139,9 +140,11 @@ def table(comparison: Comparison) -> str:
             unit = str(row["unit"])
             lines.append(_line(name, row["prediction"], row["measurement"], row["error"], unit))
     for row in comparison.memory.to_dict("records"):
-        if row["stat"] == "peak" and row["kind"] in ("kv", "used"):
+        if row["stat"] == "peak" and row["kind"] in ("kv", "used", KIND):
             name = f"peak {row['kind']} {row['pool']}"
             lines.append(_line(name, row["prediction"], row["measurement"], row["error"], "bytes"))
+        if row["stat"] == P90:
+            lines.append(f"{'  of single launches, p90':<57}{100 * row['error']:>9.1f} %")
     lines += ["", "+ good  o fair  - poor, by the size of the error:"]
     lines += [f"  {limits}" for limits in LEGEND.split("; ")]
     lines.append("")

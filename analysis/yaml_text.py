@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
@@ -18,6 +19,17 @@ def yaml_value(text: str, where: object) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: {fault(error)}") from error
+
+
+@contextmanager
+def libyaml() -> Iterator[None]:
+    """Has OmegaConf, which asks for `yaml.SafeLoader` at each file, read by LOADER meanwhile."""
+    before = yaml.SafeLoader
+    yaml.SafeLoader = LOADER
+    try:
+        yield
+    finally:
+        yaml.SafeLoader = before
 
 
 def fault(error: Any) -> str:

@@ -20,29 +20,21 @@ from pathlib import Path
 import pandas as pd
 
 from analysis.run import Run, load
+from analysis.workspace import workspace_figures
 from tandem.compose import composed
 from tandem.experiment import run_experiment
-from tandem.setting import setting_of
 
 POLICIES, DEPTHS = ("chunked_restart", "chunked_swap"), (1, 2)
 BAR = 5.0  # percent
 PRESSED = ("model=micro_llama", "arrival=all_at_once", "budget.kv_pages=125")
 
 
-def measured(policy: str, depth: int, count: int, folder: Path) -> tuple[Run, pd.Series]:
-    """A run, and the signed relative errors of its predicted workspace."""
+def measured(policy: str, depth: int, count: int, folder: Path) -> Run:
+    """A run under pressure whose workspace is sampled."""
     settings = [*PRESSED, f"policy={policy}", f"depth={depth}", f"limit={count}"]
     point = composed([*settings, "backend=cpu", "backend.workspace_every=5"])
     run_experiment(point, folder)
-    run, spec = load(folder), setting_of(point).spec
-    steps = run.steps[run.steps["peak_bytes"].notna()]
-    predicted = [
-        spec.workspace_bytes(
-            [*map(int, row.tokens)], [*map(int, row.contexts)], int(row.samples), 16
-        )
-        for row in steps.itertuples()
-    ]
-    return run, pd.Series(predicted, index=steps.index) / steps["peak_bytes"] - 1
+    return load(folder)
 
 
 def excess(run: Run) -> pd.DataFrame:
@@ -66,18 +58,19 @@ def main() -> int:
     worst, broken = 0.0, 0
     with tempfile.TemporaryDirectory() as root:
         for policy, depth in product(POLICIES, DEPTHS):
-            run, errors = measured(policy, depth, count, Path(root) / f"{policy}-{depth}")
-            rows, off = excess(run), errors.abs()
+            run = measured(policy, depth, count, Path(root) / f"{policy}-{depth}")
+            rows, workspace = excess(run), workspace_figures(run)
             taken = int(run.requests[["restarts", "swaps"]].sum().sum())
             wrong = outside(rows, depth > 1 or policy == "chunked_swap")
             exact = int(rows["excess"].eq(0).sum())
             broken += wrong + (not taken)
-            worst = max(worst, 100 * float(off.quantile(0.9)))
+            worst = max(worst, 100 * workspace["workspace_p90_error"])
             print(
                 f"{policy:16} depth {depth}: {len(rows):5} readings, {exact:5} exact, "
                 f"{int(rows['excess'].min())} to {int(rows['excess'].max())} bytes above, {wrong} "
-                f"outside, {taken} preemptions; workspace of {len(off)} launches off by median "
-                f"{off.median():.2%}, p90 {off.quantile(0.9):.2%}, bias {errors.mean():+.2%}"
+                f"outside, {taken} preemptions; workspace of {workspace['workspace_launches']} "
+                f"launches, {workspace['workspace_measured_bytes']:,} bytes at most, is off by p90 "
+                f"{workspace['workspace_p90_error']:.2%}"
             )
     print(f"{broken} readings outside their bound, or runs without pressure")
     passed = not broken and worst <= BAR

@@ -5,11 +5,11 @@ Every figure of one node (../shared/papers/patrickstar_protrain.md, 6.2): V100 a
 PatrickStar at the best chunk of {256, 288, 384} Mi that its own simulation finds: the best batch
 with the first size that trains, then the best size with it (256 Mi never holds a layer 8192 wide).
 The V100's efficiency curve and its rate of updates on the host were fixed on PatrickStar's rows of
-one device (`--fit` shows how well others would do there); the A100's are not fitted yet. Judged are
-the rows of 2, 4 and 8 devices: the median error must be at most 15 %, and wherever published
-figures of two systems differ by more than 5 %, the same must be ahead here. A model that does not
-fit counts as an error of 100 %. Several nodes are simulated and shown, not judged: their figures
-are approximate.
+one device, the A100's on a log of one device, whose batch is known (conf/device; `--fit` shows how
+well others would do on the rows). Judged are the rows of 2, 4 and 8 devices: the median error must
+be at most 15 %, and wherever published figures of two systems differ by more than 5 %, the same
+must be ahead here. A model that does not fit counts as an error of 100 %. Several nodes are
+simulated and shown, not judged: their figures are approximate.
 """
 
 from __future__ import annotations

@@ -25,9 +25,10 @@ decision 25); its third step counts.
 ASSUMED = """## What was fixed, and on what
 
 - V100: the efficiency curve (`linear_compute` in conf/device) and the host's Adam were scaled on
-  PatrickStar's rows of one device. A100: not fitted; its curve is that of a100.yaml, its Adam from
-  a run of 20B on one device (6.2b). What n devices of a node keep of links and Adam: from Elixir's
-  constants. No row of 2, 4 or 8 devices was fitted.
+  PatrickStar's rows of one device. A100: its curve is that of a100.yaml, unscaled; its Adam is from
+  one run of 20B on one device (pull request 269), and so are 40 GB of memory and 1,007 GiB of host
+  (its logs; conf/device/a100_superpod.yaml). What n devices of a node keep of links and Adam: from
+  Elixir's constants. No row of 2, 4 or 8 devices was used.
 - Model: OPT's layers, which are nearest to the page's BERT classifier; both tables of the embedding
   stand on the device as other parameters do; dropout 0.1, so attention keeps its scores, in
   float32; float16 as bfloat16, without loss scaling. 30B is assumed to be 37 layers of width 8192.
@@ -35,9 +36,12 @@ ASSUMED = """## What was fixed, and on what
   tenths of device and host, warm-up share 0.1, gradients over weights, one chunk set aside for
   exchanges and eight for updates, memory-saving exchanges: each device has an equal part of every
   chunk, where the original gives whole chunks to one owner each.
-- DeepSpeed: ZeRO-3 with everything on the host, a unit fetched ahead, updates behind the backward;
-  16/27 of the host, since its own estimator takes 27 bytes per number where our plans book 16.
-  Megatron's rows are not simulated: tensor parallelism is not built.
+- DeepSpeed: its own example of GPT-2, a language model with a head over 50,304 words (PatrickStar's
+  README names it), ZeRO-3 with everything on the host, a unit fetched ahead, updates behind the
+  backward over 42 bytes a number, since gradients are float32 there; 16/27 of the host, since its
+  own estimator takes 27 bytes per number where our plans book 16. Inputs of layers stay on the
+  device, where the example sends them to the host. Megatron's rows are not simulated: tensor
+  parallelism is not built.
 - DDP: weights, gradients and optimizer on each device, gradients reduced behind each unit.
 """
 

@@ -35,6 +35,8 @@ class Arrivals:
         self._handed = 0  # of the first ones
         self._timed: list[int] = []  # a heap: when turns that wait for their time will come
         self.pending = len(self._first) + len(self._turns)
+        self.next_ns: int | None = None  # when something will arrive; None: answers alone bring it
+        self._look_ahead()
 
     def run(self) -> Generator[simpy.Event, Any, None]:
         """The process of all that arrives by the clock."""
@@ -42,17 +44,16 @@ class Arrivals:
             if item.arrival_ns > self._env.now:
                 yield self._env.timeout(item.arrival_ns - int(self._env.now))
             self._handed += 1
+            self._look_ahead()
             self._hand_over(item, item.arrival_ns)
         yield self._env.timeout(0)  # a process needs one event to be one
 
-    @property
-    def next_ns(self) -> int | None:
-        """When something will arrive next, None where only answers bring more."""
+    def _look_ahead(self) -> None:
         first, handed = self._first, self._handed
         at_ns = first[handed].arrival_ns if handed < len(first) else None
-        if not self._timed:
-            return at_ns
-        return self._timed[0] if at_ns is None else min(at_ns, self._timed[0])
+        if self._timed:
+            at_ns = self._timed[0] if at_ns is None else min(at_ns, self._timed[0])
+        self.next_ns = at_ns
 
     def release_turn(self, job: Job) -> None:
         """The client has its answer (or was refused): its next turn comes after it has thought."""
@@ -65,10 +66,12 @@ class Arrivals:
         at_ns = max(request.arrival_ns, now_ns + request.think_ns)
         timer = self._env.timeout(at_ns - now_ns)
         heappush(self._timed, at_ns)
+        self._look_ahead()
         timer.callbacks.append(lambda _: self._hand_over_turn(request, at_ns))
 
     def _hand_over_turn(self, request: Request, at_ns: int) -> None:
         heappop(self._timed)
+        self._look_ahead()
         self._hand_over(request, at_ns)
 
     def _hand_over(self, item: Item, at_ns: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from engine.checks import STATES
 from engine.plan import (
     Collective,
     Compute,
@@ -52,6 +53,7 @@ class Balance:
         self._trials, self._page_nbytes = trials, page_nbytes
         self._held = held_bytes
         self._known: dict[Place, int | None] = {}  # by now, of places that were looked at
+        self.gives_states = False  # model states were given back: see check_spares
 
     def held(self, place: Place) -> int | None:
         """Bytes at a place, None where nothing is."""
@@ -91,11 +93,15 @@ class Balance:
             nbytes = trial.free(place) * self._page_nbytes
         self.room_bytes[place.pool] += nbytes
         self._known[place] = None
+        if place.region.kind in STATES:
+            self.gives_states = True
 
     def copy(self, op: Copy) -> None:
         """Books a new destination. An existing one must have the size of the source."""
         nbytes = self.held(op.src)
         assert nbytes is not None, f"copy of {op.src}, which is not held"
+        kinds = op.src.region.kind, op.dst.region.kind
+        assert kinds[0] is kinds[1], f"copy of {op.src} onto {op.dst}, of another kind"
         there = self.held(op.dst)
         assert there in (None, nbytes), f"copy of {nbytes} bytes onto {there} at {op.dst}"
         if there is None:
@@ -127,6 +133,9 @@ class Balance:
         if isinstance(op, Free):
             self.free(op.place)
         elif isinstance(op, Grow):
+            is_kv = op.place.region.kind is Kind.KV
+            is_whole = op.nbytes >= 0 and not (is_kv and op.nbytes % self._page_nbytes)
+            assert is_whole, f"{op.place} takes {op.nbytes} bytes: below zero, or no whole pages"
             self.grow(op.place, op.nbytes)
         elif isinstance(op, Compute):
             self.compute(op, lead)

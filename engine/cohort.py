@@ -96,11 +96,13 @@ class Cohort(Pace):
         return min(self.left) - self.clock if self.left else otherwise
 
     def complete(self) -> list[Job]:
-        """Those that have all their tokens."""
-        clock = self.clock
-        if not self.left or min(self.left) > clock:
-            return []
-        return [self.jobs[i] for i, left in enumerate(self.left) if left <= clock]
+        """Those that have got their last token now."""
+        clock, left, at = self.clock, self.left, -1
+        done: list[Job] = []
+        for _ in range(left.count(clock)):
+            at = left.index(clock, at + 1)
+            done.append(self.jobs[at])
+        return done
 
     def filled(self, steps: int) -> Iterator[tuple[Job, int]]:
         """Who may have filled a page in the last steps, with the tokens that he held before."""
@@ -133,7 +135,16 @@ class Cohort(Pace):
 class Behind(Sequence[int]):
     """Contexts of a cohort at some clock, and behind them those of other slices."""
 
-    __slots__ = ("_clock", "_contexts", "_past", "_young_until", "tail")
+    __slots__ = (
+        "_clock",
+        "_contexts",
+        "_past",
+        "_young_until",
+        "are_generated",
+        "lead",
+        "tail",
+        "total",
+    )
 
     def __init__(
         self,
@@ -145,6 +156,9 @@ class Behind(Sequence[int]):
     ) -> None:
         self._contexts, self._past, self._clock = contexts, past, clock
         self._young_until, self.tail = young_until, tail
+        self.lead = len(contexts)  # how many are of the cohort
+        self.total = past + clock * self.lead  # the sum of theirs
+        self.are_generated = clock >= young_until  # whether these are behind their prompts
 
     def after(self, steps: int, tokens: Sequence[int]) -> Behind:
         """The same so many steps later, of so many tokens each."""
@@ -153,25 +167,10 @@ class Behind(Sequence[int]):
         return Behind(self._contexts, self._past, clock, self._young_until, tail)
 
     @property
-    def lead(self) -> int:
-        """How many are of the cohort."""
-        return len(self._contexts)
-
-    @property
-    def total(self) -> int:
-        """The sum of the cohort's."""
-        return self._past + self._clock * len(self._contexts)
-
-    @property
     def ends(self) -> tuple[int, ...]:
         """The least and the largest of the cohort's; nothing where there is nobody."""
         ends = (min(self._contexts), max(self._contexts)) if self._contexts else ()
         return tuple([context + self._clock for context in ends])
-
-    @property
-    def are_generated(self) -> bool:
-        """Whether the cohort is behind its prompts."""
-        return self._clock >= self._young_until
 
     def __len__(self) -> int:
         return len(self._contexts) + len(self.tail)

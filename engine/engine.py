@@ -248,10 +248,14 @@ class Engine:
             self.news.tell()
 
     def land(self, op: Op, end_ns: int, device: int, number: int) -> None:
-        """What waited for an operation may go on, and who was to finish with it finishes."""
+        """An operation has ended: what waited for it may go on."""
         self.ledger.settle(op)
         self.flights.land(op)
         for job, trained in self.ends.pop_steps(op):
             self.recorder.trained(job, trained, end_ns)
+        self.finish(op, end_ns, device, number)
+
+    def finish(self, op: Op, end_ns: int, device: int, number: int) -> None:
+        """Who was to finish with an operation finishes."""
         for job in self.ends.pop(op):
             self._door.finish(job, end_ns, device, number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
+from itertools import islice
 from operator import itemgetter
 
 from engine.plan import Grow, Place, Plan
@@ -18,14 +19,13 @@ def hand_out(
     ids: Sequence[int], grows: Iterable[Grow], tables: Mapping[Place, list[int]], page_nbytes: int
 ) -> None:
     """Pages go to the tables of whoever grows, in order."""
-    ops, at = [*grows], 0
+    ops, left = [*grows], iter(ids)
     if len(ops) == len(ids):  # one each, as decodes take them: a step in C
         deque(map(list.append, map(tables.__getitem__, map(itemgetter(0), ops)), ids), maxlen=0)
         return
     for place, nbytes, _, _ in ops:
-        tables[place] += ids[at : at + nbytes // page_nbytes]
-        at += nbytes // page_nbytes
-    assert at == len(ids), "something grows by no whole pages"
+        tables[place].extend(islice(left, nbytes // page_nbytes))
+    assert next(left, None) is None, "something grows by no whole pages"
 
 
 class Growth:
@@ -33,6 +33,7 @@ class Growth:
 
     def __init__(self, queue: list[tuple[int, int, Grow]]) -> None:
         self._queue = queue  # a heap: each operation with its next step and where it is in the plan
+        self._told: tuple[int, list[Due], Growth] | None = None  # the last answer of `before`
 
     @property
     def first(self) -> int:
@@ -48,6 +49,8 @@ class Growth:
 
     def before(self, step: int) -> tuple[list[Due], Growth]:
         """What grows before that step, and what is left then."""
+        if self._told is not None and self._told[0] == step:
+            return self._told[1:]
         queue = self._queue.copy()
         due: list[Due] = []
         while queue and queue[0][0] < step:
@@ -58,7 +61,8 @@ class Growth:
             else:
                 heappop(queue)
         due.sort(key=_step)
-        return due, Growth(queue)
+        self._told = (step, due, Growth(queue))
+        return self._told[1:]
 
     def without(self, owners: Collection[int]) -> Growth:
         """The same for all others."""

@@ -107,6 +107,11 @@ class Job:
     def computed_tokens(self, tokens: int) -> None:
         self._computed = tokens - self._pace.clock
 
+    def advance(self, computed_tokens: int, new_tokens: int) -> None:
+        """So many more are in the KV pages, and so many more are known."""
+        self._computed += computed_tokens
+        self._known += new_tokens
+
     def move_with(self, pace: Pace) -> None:
         """From now on it gets a token whenever they do."""
         clock = self._pace.clock - pace.clock

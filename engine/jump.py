@@ -47,10 +47,9 @@ def offers_jumps(engine: Engine) -> bool:
 class Jump:
     """Steps up to the next arrival (at a tie the arrival comes first) or end.
 
-    In effect the same as issuing them one by one, to the nanosecond and the page: at run-ahead
-    d, issue[i] = max(issue[i-1] + host, end[i-d]), start[i] = max(end[i-1], issue[i] + host). The
-    last d - 1 steps settle one by one, since they are in flight when the engine asks next; at
-    run-ahead 1 none are, and the plan goes on behind an end at once if it stands.
+    Same as issuing them one by one, to the nanosecond and the page: at run-ahead d, issue[i] =
+    max(issue[i-1] + host, end[i-d]), start[i] = max(end[i-1], issue[i] + host). The last d - 1 are
+    in flight when the engine asks next, and settle alone; at run-ahead 1 what stands goes on.
     """
 
     def __init__(self, engine: Engine, executor: Repeater) -> None:
@@ -69,7 +68,7 @@ class Jump:
             return False
         while run is not None:
             self._run = run
-            self.steps += len(run)
+            self.steps += run.count
             yield from self._pass(run, self._issue(run, repeat))
             run = self._plan(repeat, device) if self._stands(repeat, device) else None
         return True
@@ -84,20 +83,22 @@ class Jump:
 
     def _pass(self, run: Run, span: Span) -> Generator[simpy.Event, Any, None]:
         """Lets its time pass; only the host's where somebody may be asked meanwhile."""
-        env = self._engine.env
+        engine, env = self._engine, self._engine.env
         now_ns = int(env.now)
-        if self._engine.depth == 1:
+        if engine.depth == 1:  # in flight for nobody but who arrives meanwhile
+            engine.flights.level[run.device] += 1
             if not skipped_to(env, span.end_ns):
                 yield env.timeout(span.end_ns - now_ns)
-            self._settle(run, span)
-            if self._engine.arrivals.next_ns == span.end_ns:  # turns that an answer brings at once
+            engine.flights.level[run.device] -= 1
+            engine.recorder.run_settled(run)
+            engine.finish(span.op, span.end_ns, run.device, run.number + run.count - 1)
+            if engine.arrivals.next_ns == span.end_ns:  # turns that an answer brings at once
                 yield env.timeout(0)
             return
         self._executor.hold(run.legs[0].launch, span, lambda span: self._tell(run, span))
-        for step in range(run.settled, len(run)):
+        for step in range(run.settled, run.count):
             self._issue_alone(run, step)
-        host_until = run.issue_ns[-1] + run.host_ns
-        if host_until > now_ns:
+        if (host_until := run.issue_ns[-1] + run.host_ns) > now_ns:
             yield env.timeout(host_until - now_ns)
 
     def unissued_bytes(self, now_ns: int) -> int:
@@ -109,9 +110,9 @@ class Jump:
 
     # ---- planning: nothing is changed
     def _plan(self, repeat: Repeat, device: int) -> Run | None:
-        engine, limit = self._engine, self._limit(repeat)
+        engine, limit, least = self._engine, self._limit(repeat), self._least
         self._seen_ns, self._until_ns = int(engine.env.now), engine.arrivals.next_ns
-        if min(limit, self._steps_wanted()) < self._least:
+        if limit < least or (least > 1 and self._steps_wanted() < least):
             return None
         ahead: list[Leg] = []
         durations: list[int] = []
@@ -129,12 +130,12 @@ class Jump:
             if max(leg.pieces.tokens) == 1:
                 self._pace_ns = max(1, durations[-1] + host_ns)
         limit = len(durations)
-        if limit < self._least:
+        if limit < least:
             return None
         issue, start, end = self._times(durations, host_ns)
         if until_ns is not None and issue[-1] >= until_ns:
             limit = bisect_left(issue, until_ns)
-            if limit < self._least:
+            if limit < least:
                 return None
             issue, start, end = issue[:limit], start[:limit], end[:limit]
             ahead = [leg.cut(limit) for leg in ahead if leg.first < limit]
@@ -150,11 +151,12 @@ class Jump:
 
     def _limit(self, repeat: Repeat) -> int:
         """How many steps there are to the first end (with run-ahead, exclusive)."""
-        engine = self._engine
-        left = repeat.cohort.fewest_left(otherwise=MOST)
-        if repeat.tail:
-            *ending, last = [engine.ends.tokens_left(job) for job in repeat.tail]
-            left = min([left, *ending, last + repeat.silent])
+        engine, tail, left = self._engine, repeat.tail, repeat.cohort.fewest_left(otherwise=MOST)
+        if tail:
+            tokens_left = engine.ends.tokens_left
+            left = min(left, tokens_left(tail[-1]) + repeat.silent)
+            for job in tail[:-1]:
+                left = min(left, tokens_left(job))
         return min(repeat.left, MOST, left - (engine.depth > 1))
 
     def _is_calm(self, device: int) -> bool:
@@ -207,6 +209,7 @@ class Jump:
             ahead,
             *times,
             host_ns,
+            count,
             count - engine.depth + 1,
             engine.ledger.figures(),
             grown,
@@ -219,11 +222,12 @@ class Jump:
         """What settles together is issued; returns its span."""
         engine, ledger, op = self._engine, self._engine.ledger, run.op
         ledger.grow(run.pool, run.due, run.grown[-1], repeat.places)
-        engine.flights.number(run.device, len(run))
+        engine.flights.number(run.device, run.count)
         engine.recorder.ran(run)
         engine.launcher.repeat(run, repeat)
-        ledger.touch_again(op, run.settled)
-        engine.flights.last_compute((op,), run.device)
+        ledger.touch_again(op, run.settled, is_open=engine.depth > 1)
+        if engine.depth > 1:
+            engine.flights.last_compute((op,), run.device)
         return Span(op, run.start_ns[0], run.end_ns[run.settled - 1])
 
     def _issue_alone(self, run: Run, step: int) -> None:
@@ -231,18 +235,16 @@ class Jump:
         engine, launch = self._engine, run.launch_at(step)
         op = launch.op
         assert isinstance(op, Compute)
-        engine.ledger.touch_again(op, 1)
+        engine.ledger.touch_again(op, 1, is_open=True)
         engine.flights.last_compute((op,), run.device)
         numbers, issue_ns = (run.step + step, run.device, run.number + step), run.issue_ns[step]
         engine.flights.start(Flight(*numbers, issue_ns, run.host_ns, launch))
         span = Span(op, run.start_ns[step], run.end_ns[step])
         self._executor.hold(launch, span, engine.settle)
 
-    def _settle(self, run: Run, span: Span) -> None:
-        self._engine.recorder.run_settled(run)
-        self._engine.land(span.op, span.end_ns, run.device, run.number + len(run) - 1)
-        self._engine.release_idle()
-
     def _tell(self, run: Run, span: Span) -> None:
-        self._settle(run, span)
-        self._engine.news.tell()
+        engine = self._engine
+        engine.recorder.run_settled(run)
+        engine.land(span.op, span.end_ns, run.device, run.number + run.count - 1)
+        engine.release_idle()
+        engine.news.tell()

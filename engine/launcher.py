@@ -97,15 +97,14 @@ class Launcher:
         for job in tail:
             if not self._roster.has_started(job):
                 self._start(job)
-        behind = [(job, job.computed_tokens) for job in tail]
-        plan.advance(len(run))
-        for leg in run.legs if tail else ():
-            steps, tokens, samples = leg.steps, leg.pieces.tokens, leg.pieces.samples
-            for job, n, sampled in zip(tail, tokens[lead:], samples[lead:], strict=True):
-                job.computed_tokens += steps * n
-                job.known_tokens += steps * sampled
+        behind = [] if self._engine.reuse is None else [(job, job.computed_tokens) for job in tail]
+        plan.advance(run.count)
+        for _, steps, _, pieces in run.legs if tail else ():
+            rest = zip(tail, pieces.tokens[lead:], pieces.samples[lead:], strict=True)
+            for job, tokens, samples in rest:
+                job.advance(steps * tokens, steps * samples)
         if self._engine.reuse is not None:
-            self._engine.reuse.keep(run.device, chain(cohort.filled(len(run)), behind))
+            self._engine.reuse.keep(run.device, chain(cohort.filled(run.count), behind))
         done = [*cohort.complete(), *[job for job in tail if self._ends.tokens_left(job) <= 0]]
         if done:
             self._ends.end_with(run.op, done)

@@ -8,7 +8,7 @@ from itertools import chain
 
 from engine.balance import Balance
 from engine.booking import NO_STATES, Booking
-from engine.checks import check_spare
+from engine.checks import check_spares
 from engine.figures import Figures
 from engine.growth import hand_out
 from engine.holdings import Holdings
@@ -62,7 +62,9 @@ class Ledger:
         self._journal = journal
         self._expected: Plan | None = None
         for place, nbytes in (resident or {}).items():
-            Balance(self.room_bytes(), self.held_bytes).grow(place, nbytes)
+            Balance(self.room_bytes(), self.held_bytes, page_nbytes=page.nbytes).apply(
+                Grow(place, nbytes)
+            )
             self._take(place, nbytes)
         for pool, queue in self._returns.items():
             keeps = chains is not None and pool[0] is Tier.GPU
@@ -70,6 +72,8 @@ class Ledger:
             pages = self._pools[pool] = PagePool(queue.free_bytes // page.nbytes, cache)
             if cache is not None:
                 self.sharing[pool] = Sharing(pages, queue, cache, self.pages, page.nbytes, pool[1])
+        self._queues: tuple[ReturnQueue | PagePool, ...]  # what waits for ends
+        self._queues = (*self._returns.values(), *self._pools.values())
 
     # ---- figures
     def free_bytes(self) -> dict[Pool, int]:
@@ -98,13 +102,18 @@ class Ledger:
 
     def drain_idle(self) -> list[tuple[Pool, list[int]]]:
         """Per pool, the pages that have fallen out of all use since the last call."""
-        pools = [(pool, pages) for pool, pages in self._pools.items() if pages.has_idle]
-        return [(pool, ids) for pool, pages in pools if (ids := pages.drain_idle())]
+        found: list[tuple[Pool, list[int]]] = []
+        for pool, pages in self._pools.items():
+            if pages.idle and (ids := pages.drain_idle()):
+                found.append((pool, ids))
+        return found
 
     @property
     def is_calm(self) -> bool:
         """Whether no bytes are on their way back, and nothing runs but launches of one lane."""
-        return self._board.has_one_lane and not any(self.coming_bytes().values())
+        if not self._board.has_one_lane:
+            return False
+        return not any([queue.coming_bytes for queue in self._returns.values()])
 
     def figures(
         self, pool: Pool | None = None, early_bytes: int = 0, device: int | None = None
@@ -136,9 +145,9 @@ class Ledger:
             self.pages.setdefault(place, [])
         hand_out(ids, chain.from_iterable(by_step), self.pages, self.page.nbytes)
 
-    def touch_again(self, op: Compute, steps: int) -> None:
-        """Books a launch that stands for so many equal ones."""
-        self._board.touch_again(op, op.writes, steps)
+    def touch_again(self, op: Compute, steps: int, is_open: bool) -> None:
+        """Books a launch that stands for so many equal ones; if open, it will settle."""
+        self._board.touch_again(op, op.writes, steps, is_open)
 
     def expect(self, plan: Plan) -> None:
         """The next plan to be booked is like one that was booked on just what is held now: it
@@ -149,16 +158,14 @@ class Ledger:
         """Books a plan and returns what each operation waits for, in issue order.
 
         The first `lead` places that its launch writes are known to be held. Raises Shortage, with
-        nothing changed, where the plan does not fit.
+        nothing changed, where the plan does not fit; so it is where a plan breaks a promise.
         """
         if plan is not self._expected:
-            trials = {pool: sharing.trial() for pool, sharing in self.sharing.items()}
-            Balance(self.room_bytes(), self.held_bytes, trials, self.page.nbytes).run(plan, lead)
+            self._try(plan, lead)
         self._expected = None
         booked: dict[Op, Booking] = {}
         for op in plan.ops:
             if isinstance(op, Free):
-                check_spare(op.place, self.capacity_bytes, self.written)
                 self.give(op.place)
             elif isinstance(op, Grow):
                 self._take(op.place, op.nbytes)
@@ -168,6 +175,13 @@ class Ledger:
                 assert not isinstance(op, GrowCycle), "a repeated plan is booked step by step"
                 booked[op] = self._run(op)
         return booked
+
+    def _try(self, plan: Plan, lead: int) -> None:
+        trials = {pool: sharing.trial() for pool, sharing in self.sharing.items()}
+        balance = Balance(self.room_bytes(), self.held_bytes, trials, self.page.nbytes)
+        balance.run(plan, lead)
+        if balance.gives_states:
+            check_spares(plan, self.capacity_bytes, self.written)
 
     def _run(self, op: Op) -> Booking:
         if isinstance(op, Compute):
@@ -192,7 +206,6 @@ class Ledger:
         givers = self._returns[pool].take(nbytes)
         self._enter(place)
         if kind is Kind.KV:
-            assert not nbytes % self.page.nbytes, f"{place} takes {nbytes} bytes, no whole pages"
             pages, waits = self._pools[pool].take(nbytes // self.page.nbytes)
             self.pages.setdefault(place, []).extend(pages)
             givers |= waits
@@ -258,9 +271,9 @@ class Ledger:
     def settle(self, op: Op) -> None:
         """An operation has ended: bytes that waited for it come back."""
         self._board.settle(op)
-        for queue, pages in zip(self._returns.values(), self._pools.values(), strict=True):
-            queue.settle(op)
-            pages.settle(op)
+        for queue in self._queues:
+            if op in queue.waiting:
+                queue.settle(op)
 
     def conserved(self) -> None:
         """Law 2: held, free and coming add up to the capacity of every pool; pages count once."""

@@ -22,22 +22,13 @@ class Leg(NamedTuple):
 
     first: int
     steps: int
-    launch: Launch  # of its first step
+    op: Compute  # of its first step, and so its pieces
+    pieces: Pieces
 
     @property
-    def op(self) -> Compute:
-        assert isinstance(self.launch.op, Compute)
-        return self.launch.op
-
-    @property
-    def pieces(self) -> Pieces:
-        assert isinstance(self.launch.pieces, Pieces)
-        return self.launch.pieces
-
-    @property
-    def sampled_ids(self) -> tuple[int, ...]:
-        """Whose slices yield tokens."""
-        return self.pieces.sampled_ids
+    def launch(self) -> Launch:
+        """Of its first step."""
+        return Launch(self.op, (), self.pieces)
 
     def cut(self, end: int) -> Leg:
         """What is left of it in a run of so many steps."""
@@ -92,5 +83,5 @@ def legs(repeat: Repeat, count: int, reach: Callable[[], int]) -> Iterator[Leg]:
         samples = tuple(map(eq, map(add, contexts, tokens), known))
         now = cohort.ahead(first, contexts)
         pieces = Pieces(ids, ones + tokens, now, trues + samples, _no_tables(len(ids)))
-        yield Leg(first, steps, Launch(repeat.launch(part), (), pieces))
+        yield Leg(first, steps, repeat.launch(part), pieces)
         first += steps

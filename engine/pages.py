@@ -32,8 +32,8 @@ class PagePool:
         self.held_pages = 0  # with at least one holder; a shared page counts once
         self._more: Counter[int] = Counter()  # holders of a shared page beside the first
         self._returned: deque[Returned] = deque()
-        self._waiting: dict[Op, list[Returned]] = defaultdict(list)
-        self._idle: list[Returned] = []
+        self.waiting: dict[Op, list[Returned]] = defaultdict(list)  # by user
+        self.idle: list[Returned] = []  # fallen out of all use since the last call of `drain_idle`
         self._next = 0  # ids from here on were never handed out
         self._where: dict[int, Returned] = {}  # with a cache: pages that nobody holds
 
@@ -62,6 +62,10 @@ class PagePool:
         """How many hold each of these pages (with a cache)."""
         end, where, more = self._next, self._where, self._more.get
         return [0 if page in where or page >= end else 1 + more(page, 0) for page in pages]
+
+    def num_idle(self, pages: Iterable[int]) -> int:
+        """How many of these pages, all handed out before, nobody holds (with a cache)."""
+        return sum(map(self._where.__contains__, pages))
 
     def _is_held(self, page: int) -> bool:
         return page < self._next and page not in self._where
@@ -96,8 +100,7 @@ class PagePool:
         back = list(ids)
         # Seen with a cache only. Without one a place gives its table once, and `check` counts.
         assert not self._where or self._where.keys().isdisjoint(back), "a page is held by nobody"
-        if self._more:
-            shared = {page for page in back if self._more[page]}
+        if shared := self._more.keys() & back:
             back = [page for page in back if page not in shared]
             self._more.subtract(shared)
             for page in shared:
@@ -112,25 +115,20 @@ class PagePool:
 
     def settle(self, op: Op) -> None:
         """An operation has ended: nobody has to wait for it any more."""
-        for returned in self._waiting.pop(op, ()):
+        for returned in self.waiting.pop(op, ()):
             returned.users.discard(op)
             if not returned.users:
-                self._idle.append(returned)
-
-    @property
-    def has_idle(self) -> bool:
-        """Whether pages have fallen out of all use since the last call of `drain_idle`."""
-        return bool(self._idle)
+                self.idle.append(returned)
 
     def drain_idle(self) -> list[int]:
         """Pages that have fallen out of all use since the last call and were not taken again.
 
         Kept pages are not among them: their contents may be wanted.
         """
-        ids = list(chain.from_iterable([returned.ids for returned in self._idle]))
-        self._idle.clear()
+        ids = list(chain.from_iterable([returned.ids for returned in self.idle]))
+        self.idle.clear()
         if self._cache is not None:
-            ids = [page for page in ids if page not in self._cache]
+            ids = self._cache.unknown(ids)
         return ids
 
     def check(self, holders: Counter[int]) -> None:
@@ -148,6 +146,6 @@ class PagePool:
         if self._cache is not None:
             self._where.update(dict.fromkeys(returned.ids, returned))
         for op in returned.users:
-            self._waiting[op].append(returned)
+            self.waiting[op].append(returned)
         if not returned.users:
-            self._idle.append(returned)
+            self.idle.append(returned)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
+from itertools import filterfalse
 from typing import Any
 
 from engine.job import Job
@@ -21,14 +22,14 @@ class Chain:
         self._request, self._page_tokens = request, page_tokens
         self._keys: list[int] = []
 
-    def keys(self, start: int, stop: int) -> Iterator[int]:
-        """The keys of pages of the request, counted from its first; made as far as looked at."""
+    def keys(self, start: int, stop: int) -> list[int]:
+        """The keys of pages of the request, counted from its first; made as far as asked for."""
         keys = self._keys
-        yield from keys[start:stop]
+        key = keys[-1] if keys else 0
         for index in range(len(keys), stop):
-            keys.append(hash((keys[-1] if keys else 0, self._content(index))))
-            if index >= start:
-                yield keys[index]
+            key = hash((key, self._content(index)))
+            keys.append(key)
+        return keys[start:stop]
 
     def of_prompt(self, most: int) -> tuple[int, ...]:
         """The keys of the prompt's full pages, the first `most` of them."""
@@ -66,8 +67,9 @@ class PrefixCache:
         self._keys: dict[int, int] = {}  # by page
         self._pages: dict[int, dict[int, None]] = {}  # by key, oldest first
 
-    def __contains__(self, page: int) -> bool:
-        return page in self._keys
+    def unknown(self, pages: Iterable[int]) -> list[int]:
+        """Those of the pages that hold nothing to be found."""
+        return list(filterfalse(self._keys.__contains__, pages))
 
     def keep(self, job: Job, context_tokens: int, table: Sequence[int]) -> None:
         """A launch has filled pages of a job that held `context_tokens` before it."""
@@ -80,12 +82,12 @@ class PrefixCache:
 
     def forget(self, pages: Iterable[int]) -> None:
         """These pages are taken for something else."""
-        for page in pages:
-            key = self._keys.pop(page, None)
-            if key is not None:
-                del self._pages[key][page]
-                if not self._pages[key]:
-                    del self._pages[key]
+        for page in self._keys.keys() & pages:
+            key = self._keys.pop(page)
+            alike = self._pages[key]
+            del alike[page]
+            if not alike:
+                del self._pages[key]
 
     def find(self, job: Job, gone: Container[int] = ()) -> list[int]:
         """Pages with the longest beginning of a job that is known, without those that are gone.
@@ -95,7 +97,9 @@ class PrefixCache:
         found: list[int] = []
         of_key, chain = self._pages, self._chains[job.job_id]
         for key in chain.keys(0, (job.known_tokens - 1) // self._page_tokens):
-            for page in of_key.get(key, ()):
+            if key not in of_key:
+                break
+            for page in of_key[key]:
                 if page not in gone:
                     found.append(page)
                     break

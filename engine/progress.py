@@ -16,11 +16,8 @@ def advance_serving(piece: Slice) -> bool:
     if piece.record:
         assert job.recorded_tokens == job.computed_tokens, "a record is a gapless prefix"
         job.recorded_tokens += tokens
-    job.computed_tokens += tokens
-    if left:
-        return False
-    job.known_tokens += 1
-    return True
+    job.advance(tokens, not left)
+    return not left
 
 
 def start_behind(job: Job, tokens: int) -> None:

@@ -9,6 +9,20 @@ from engine.growth import Growth
 from engine.job import Job
 from engine.plan import Compute, Grow, GrowCycle, Plan, Pool, Slice
 
+Part = tuple[tuple[Slice, ...], int]
+
+
+def _parts(plan: Plan, lead: int) -> list[Part]:
+    """What follows the first slices of a repeated plan, and up to which step."""
+    part = plan.slices[lead:]
+    if not plan.later:
+        return [(part, plan.repeats)]
+    found, now = list[Part](), part
+    for step, last in plan.later:
+        found.append((now, step))
+        now = part[: -len(last)] + last
+    return [*found, (now, plan.repeats)]
+
 
 class Repeat:
     """A repeated plan under way: a cohort of decodes, and prompts behind it."""
@@ -21,10 +35,9 @@ class Repeat:
         self.growth = Growth.of(plan)  # beside the cohort's
         self._has_cycle = isinstance(plan.ops[0], GrowCycle)
         self.places = launch.writes[lead:]
-        self._parts = [(0, launch.slices[lead:])]  # what follows the cohort, from which step on
-        for step, last in plan.later:
-            self._parts.append((step, self._parts[0][1][: -len(last)] + last))
+        self._parts = _parts(plan, lead)  # what follows the cohort, and up to which step
         self.tail = [piece.job for piece in launch.slices[lead:]]
+        self._silent = self._steps_to_a_token() if self.tail else 0
         self.is_plain = plan.repeats > 1 or self._is_plain()
 
     def _is_plain(self) -> bool:
@@ -47,25 +60,24 @@ class Repeat:
     @property
     def silent(self) -> int:
         """Steps before the last of its tail yields a token: parts of its prompt but the last."""
+        return max(0, self._silent - self.done)
+
+    def _steps_to_a_token(self) -> int:
         left, steps = self.tail[-1].remaining_tokens, 0
-        while steps < self.left:
-            part, until = self.part(self.done + steps)
-            tokens, span = part[-1].tokens, until - self.done - steps
-            if tokens * span >= left:
+        for part, until in self._parts:
+            tokens = part[-1].tokens
+            if tokens * (until - steps) >= left:
                 return steps + (left - 1) // tokens
-            left -= tokens * span
-            steps += span
+            left -= tokens * (until - steps)
+            steps = until
         return steps
 
-    def part(self, step: int) -> tuple[tuple[Slice, ...], int]:
+    def part(self, step: int) -> Part:
         """The slices of the tail at that step, and the step at which they become others."""
-        now, until = self._parts[0][1], self.plan.repeats
-        for first, slices in self._parts:
-            if first > step:
-                until = first
+        for part in self._parts:
+            if step < part[1]:
                 break
-            now = slices
-        return now, until
+        return part
 
     def launch(self, part: tuple[Slice, ...]) -> Compute:
         """A new launch, with that part behind the cohort."""
@@ -80,7 +92,11 @@ class Repeat:
         if self.growth.first < done + count:
             for step, op in self.growth.before(done + count)[0]:
                 found[step - done] += (op,)
-                pages[step - done] += op.nbytes // page_nbytes
+                more, rest = divmod(op.nbytes, page_nbytes)
+                assert more >= 0 and not rest, (
+                    f"{op.place} takes {op.nbytes} bytes: below zero, or no whole pages"
+                )
+                pages[step - done] += more
         return found, pages
 
     def advance(self, count: int) -> None:
@@ -121,7 +137,7 @@ class Repeat:
             del self.tail[i]
             self.places = self.places[:i] + self.places[i + 1 :]
             self._parts = [
-                (first, tuple([piece for piece in part if piece.job is not job]))
-                for first, part in self._parts
+                (tuple([piece for piece in part if piece.job is not job]), until)
+                for part, until in self._parts
             ]
         self.growth = self.growth.without(gone)

@@ -28,7 +28,7 @@ class ReturnQueue:
         self.free_bytes = nbytes
         self.coming_bytes = 0
         self._entries: deque[Owed] = deque()
-        self._waiting: dict[Op, list[Owed]] = defaultdict(list)  # by user
+        self.waiting: dict[Op, list[Owed]] = defaultdict(list)  # by user
 
     @property
     def room_bytes(self) -> int:
@@ -39,7 +39,7 @@ class ReturnQueue:
         owed = Owed(nbytes, set(users))
         self._entries.append(owed)
         for op in owed.users:
-            self._waiting[op].append(owed)
+            self.waiting[op].append(owed)
         self.coming_bytes += nbytes
         self._advance()
         return owed
@@ -55,8 +55,10 @@ class ReturnQueue:
     def take(self, nbytes: int) -> set[Op]:
         """Removes bytes from the head; returns the operations that have to end first."""
         assert nbytes <= self.room_bytes, "check before you take"
-        now = min(nbytes, self.free_bytes)
-        self.free_bytes -= now
+        if nbytes <= self.free_bytes:
+            self.free_bytes -= nbytes
+            return set()
+        now, self.free_bytes = self.free_bytes, 0
         givers: set[Op] = set()
         while now < nbytes:
             owed = self._entries[0]
@@ -72,10 +74,9 @@ class ReturnQueue:
 
     def settle(self, op: Op) -> None:
         """An operation has ended: what waited only for it becomes free, in order."""
-        if op in self._waiting:
-            for owed in self._waiting.pop(op):
-                owed.users.discard(op)
-            self._advance()
+        for owed in self.waiting.pop(op, ()):
+            owed.users.discard(op)
+        self._advance()
 
     def _advance(self) -> None:
         while self._entries and not self._entries[0].users:

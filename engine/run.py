@@ -28,14 +28,12 @@ class Run:
     start_ns: Times
     end_ns: Times
     host_ns: int
+    count: int  # steps
     settled: int  # steps that settle together
     figures: tuple[Figures, ...]  # before the first step
     grown: Times  # KV pages taken up to and with each step
     page_nbytes: int
     due: Sequence[Sequence[Grow]]  # what grows at each step, in the order of booking
-
-    def __len__(self) -> int:
-        return len(self.issue_ns)
 
     @property
     def op(self) -> Compute:
@@ -49,12 +47,14 @@ class Run:
     def _leg(self, step: int) -> Leg:
         return next(leg for leg in reversed(self.legs) if leg.first <= step)
 
-    def tokens(self) -> Iterator[tuple[tuple[int, ...], Times]]:
+    def tokens(self) -> list[tuple[tuple[int, ...], Times]]:
         """Whose tokens the steps that settle together yield, and when."""
-        for leg in self.legs:
-            times = self.end_ns[leg.first : min(leg.first + leg.steps, self.settled)]
-            if times:
-                yield leg.sampled_ids, times
+        end_ns, settled = self.end_ns, self.settled
+        return [
+            (pieces.sampled_ids, end_ns[first : min(first + steps, settled)])
+            for first, steps, _, pieces in self.legs
+            if first < settled
+        ]
 
     def unissued_bytes(self, now_ns: int) -> int:
         """KV bytes of steps that are booked but issued only at `now_ns` or later."""

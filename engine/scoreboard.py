@@ -73,6 +73,7 @@ class Scoreboard:
         self._numbers: dict[Op, int] = {}  # their order of issue
         self._lane_of: dict[Op, Lane] = {}  # theirs, too
         self._lanes: dict[Lane, int] = defaultdict(int)  # how many of them are on each lane
+        self.has_one_lane = True  # whether nothing runs but launches of one lane
         self._marks: dict[Place, Mark] = {}
         self.written, self.used = Stamps(self, False), Stamps(self, True)
         self.stamp = 0
@@ -80,11 +81,6 @@ class Scoreboard:
         self._left: dict[Place, set[Op]] = {}  # places given back while in use, and by whom
         self._leaving: dict[Op, list[Place]] = {}  # the same by user
         self._journal = journal
-
-    @property
-    def has_one_lane(self) -> bool:
-        """Whether nothing runs but launches of one lane."""
-        return all([lane[1] == COMPUTE_LANE for lane in self._lanes])
 
     def marks(self) -> Mapping[Place, Mark]:
         """Of all places, in the order of their coming."""
@@ -111,7 +107,7 @@ class Scoreboard:
         waits: tuple[Op, ...] = ()
         is_alone = all([other == lane for other in self._lanes])
         if is_alone and lane[1] == COMPUTE_LANE and not (reads or self._journal):
-            self.touch_again(op, writes, 1)
+            self.touch_again(op, writes, 1, is_open=True)
             return ()
         self.catch_up()
         self.stamp += 1
@@ -124,8 +120,11 @@ class Scoreboard:
             self._journal.touched(op, (*reads, *writes))
         return waits
 
-    def touch_again(self, op: Op, writes: tuple[Place, ...], steps: int) -> None:
-        """Issues a launch that stands for so many, on the only lane that is busy.
+    def touch_again(
+        self, op: Op, writes: tuple[Place, ...], steps: int, is_open: bool = False
+    ) -> None:
+        """Stamps a launch that stands for so many, on the only lane that is busy; it is open from
+        now on, or has ended before anybody looks.
 
         Its places are entered only if it is not followed by another that touches them, too.
         """
@@ -134,11 +133,14 @@ class Scoreboard:
         if self._late is not None and writes[: len(self._late[1])] != self._late[1]:
             self.catch_up()
         self._late = (op, writes, self.stamp)
-        self._start(op, op.lane)
+        if is_open:
+            self._start(op, op.lane)
 
     def _start(self, op: Op, lane: Lane) -> None:
         self.open[op], self._numbers[op], self._lane_of[op] = None, self.stamp, lane
         self._lanes[lane] += 1
+        if lane[1] != COMPUTE_LANE:
+            self.has_one_lane = False
 
     def catch_up(self) -> None:
         """Enters what the last run touched."""
@@ -218,6 +220,8 @@ class Scoreboard:
         self._lanes[lane] -= 1
         if not self._lanes[lane]:
             del self._lanes[lane]
+            if not self.has_one_lane:
+                self.has_one_lane = all([name == COMPUTE_LANE for _, name in self._lanes])
         for place in self._leaving.pop(op, ()):
             if users := self._left.get(place):
                 users.discard(op)

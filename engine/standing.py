@@ -65,7 +65,7 @@ class Standing:
         if not isinstance(launch, Compute):
             return None
         cohort, has_cycle = self._cohort, isinstance(cycle, GrowCycle)
-        if cohort is not None:
+        if cohort is not None and plan.repeats == 1:  # else it takes from nobody
             _part(cohort, plan)
         if cohort is None or not _leads(cohort, launch) or (has_cycle and cohort.turns is None):
             cohort = Cohort(self._page)

@@ -39,6 +39,8 @@ class Trial:
 
     def idle(self, pages: Sequence[int]) -> int:
         """How many of these pages nobody holds: to share them takes room."""
+        if self._holders.keys().isdisjoint(pages):
+            return self._pool.num_idle(pages)
         return self._holders_of(pages).count(0)
 
     def take(self, place: Place, count: int) -> None:
@@ -52,8 +54,8 @@ class Trial:
         assert self._gone.isdisjoint(pages), "a page is shared that the plan has taken"
         for page in set(pages).intersection(self._tail):
             self._tail.remove(page)
-        for page, holders in zip(pages, self._holders_of(pages), strict=True):
-            self._holders[page] = holders + 1
+        more = [holders + 1 for holders in self._holders_of(pages)]
+        self._holders.update(zip(pages, more, strict=True))
         self._shared[place] = pages
 
     def free(self, place: Place) -> int:

@@ -20,6 +20,10 @@ MEBI = 1 << 20
 SIZES = tuple(mebi * MEBI for mebi in range(312, 56, -32))  # 312 to 88 Mi, those of the original
 
 
+class OversizeModule(ValueError):
+    """A module that is larger than a chunk, where chunks of their own are not allowed."""
+
+
 @dataclass(frozen=True)
 class FixedChunks:
     """Parameters of a module come together or not at all, into the last chunk if they find room
@@ -49,7 +53,7 @@ class FixedChunks:
         capacity_bytes: Mapping[Pool, int],
         cost: Cost | None = None,
     ) -> Layout:
-        """See Planner. ValueError for wrong modes or sizes, DoesNotFit where nothing fits."""
+        """See Planner. ValueError for wrong modes, OversizeModule, DoesNotFit if nothing fits."""
 
         def fixed(shape: TrainingShape, modes: Sequence[Mode], ranks: int) -> TrainingLayout:
             size = self.chunk_elements or self.searched(shape, capacity_bytes, ranks)
@@ -60,7 +64,7 @@ class FixedChunks:
     def laid_out(
         self, shape: TrainingShape, size: int, modes: Sequence[Mode], ranks: int = 1
     ) -> TrainingLayout:
-        """The layout by chunks of a size. ValueError where a module is larger."""
+        """The layout by chunks of a size. OversizeModule where a module is larger."""
         chunks = list[list[int]]()
         for part in apart(shape, _in_order_of_use(shape)):
             chunks += self._filled(shape, part, size)
@@ -74,7 +78,7 @@ class FixedChunks:
             module = [*group]
             elements = sum([shape.parameters[p].elements for p in module])
             if elements > size and self.oversize == "error":
-                raise ValueError(
+                raise OversizeModule(
                     f"planner.chunk_elements={size:,}: module {name} has {elements:,} parameters; "
                     "take larger chunks, or planner.oversize=alone"
                 )
@@ -101,7 +105,7 @@ class FixedChunks:
                 continue
             try:
                 layout = self.laid_out(shape, size, modes, ranks)
-            except ValueError:  # a module is larger
+            except OversizeModule:
                 continue
             if (nbytes := footprint_bytes(layout)) <= sum(capacity_bytes.values()):
                 fitting.append((nbytes, order, size))

@@ -54,8 +54,11 @@ def has_prompt(plan: Plan) -> bool:
     """Whether a plan of one launch computes tokens of a prompt."""
     launch = plan.ops[-1]
     assert isinstance(launch, Compute)
-    jobs = (piece.job for piece in reversed(launch.slices))  # most likely the last one does
-    return any(job.computed_tokens < job.prompt_tokens for job in jobs)
+    for piece in reversed(launch.slices):  # most likely the last one does
+        job = piece.job
+        if job.computed_tokens < job.prompt_tokens:
+            return True
+    return False
 
 
 def _of_decodes(
@@ -84,22 +87,23 @@ def _of_prompt(plan: Plan, i: int, view: View, count: int, grown: Mapping[int, i
     and of the decodes behind them."""
     launch, page = plan.ops[-1], view.page
     assert isinstance(launch, Compute)
-    (job, tokens, *_), place = launch.slices[i], launch.writes[i]
+    piece, place = launch.slices[i], launch.writes[i]
+    job, known = piece.job, piece.job.known_tokens
     first = grown.get(job.job_id, 0)
     grows, held = [Grow(place, first)] if first else [], view.held_bytes.get(place, 0) + first
-    done, step = job.computed_tokens + tokens, 1
-    if plan.later and done < job.known_tokens and held >= page.bytes_for(job.known_tokens):
+    done, step = job.computed_tokens + piece.tokens, 1
+    if plan.later and done < known and held >= page.bytes_for(known):
         if count < FOREVER:  # its prompt grows no more, and does not end in this plan
             return grows
-        done, step = job.known_tokens, plan.later[-1][0]
-    while done < job.known_tokens and step < count:
-        done = min(job.known_tokens, done + plan.slices_at(step)[i].tokens)
+        done, step = known, plan.later[-1][0]
+    while done < known and step < count:
+        done = min(known, done + plan.slices_at(step)[i].tokens)
         need = page.bytes_for(done) - held
         if need > 0:
             grows.append(Grow(place, need, step))
             held += need
         step += 1
-    if plan.later and done == job.known_tokens:
-        reach = held // page.nbytes * page.tokens - job.known_tokens
+    if plan.later and done == known:
+        reach = held // page.nbytes * page.tokens - known
         grows.append(Grow(place, page.nbytes, step + reach, page.tokens))
     return grows

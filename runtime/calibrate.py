@@ -41,7 +41,7 @@ def profile(
     facts: Mapping[str, Any] | None = None,
     look: Callable[[], object] | None = None,
 ) -> Path:
-    """Measures the grid and held-out shapes; writes them into `folder` and returns it.
+    """Measures the grid and `held_out` other launches; writes them into `folder`, which it returns.
 
     steps.parquet and holdout.parquet hold spans in the STEPS schema: launches with the same
     `step` were issued as one plan, so those that overlap contend. host_ns is the preparation only
@@ -71,8 +71,10 @@ def profile(
 def _shapes(driver: Driver, seed: int, held_out: int) -> list[tuple[str, list[Shape]]]:
     """What is measured, by the name of its table."""
     fitted = grid(driver.limits, driver.page)
-    random.Random(seed).shuffle(fitted)  # a slow drift must not look like a size
-    return [("steps", fitted), ("holdout", holdout(driver.limits, driver.page, seed)[:held_out])]
+    judged = holdout(driver.limits, driver.page, seed, held_out)
+    for shapes in (fitted, judged):
+        random.Random(seed).shuffle(shapes)  # a slow drift must not look like a size
+    return [("steps", fitted), ("holdout", judged)]
 
 
 def _write(folder: Path, tables: Mapping[str, pa.Table], about: Mapping[str, Any]) -> None:

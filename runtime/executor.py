@@ -1,4 +1,4 @@
-"""Executors on a virtual clock that do the real work: with given durations, or measured ones."""
+"""Executors on a virtual clock that do the real work: in predicted time, or measured."""
 
 from __future__ import annotations
 
@@ -10,44 +10,38 @@ from typing import Protocol
 import simpy
 import torch
 
-from engine.executor import Launch, Span
+from engine.executor import Executor, Launch, Span
 from engine.lanes import Lanes
-from engine.plan import Compute, Copy, Op, Pool, Slice
+from engine.plan import Compute, Op, Pool, Slice
 from runtime.link import Link
 from runtime.machine import Machine, Prepared
 from runtime.reference import Pace
 from runtime.workspace import Workspace
 
 
-class Durations(Protocol):
-    """Predicted times for an executor that does not measure (the simulator's cost has them)."""
+class Predicted(Executor, Protocol):
+    """An executor that only keeps time: the simulator's."""
 
-    def compute_ns(self, launch: Launch) -> int: ...
-    def copy_ns(self, launch: Launch) -> int: ...
-    def host_ns(self, launches: Sequence[Launch]) -> int: ...
     def peak_bytes(self, launch: Launch) -> int | None: ...
 
 
 class LockstepExecutor:
-    """Carries every operation out in issue order; its time is the simulator's."""
+    """Carries every operation out in issue order; its time is that of an executor beside it."""
 
-    def __init__(self, env: simpy.Environment, machine: Machine, durations: Durations) -> None:
+    def __init__(self, machine: Machine, predicted: Predicted) -> None:
         self.machine, self.store = machine, getattr(machine, "store", None)
-        self._lanes, self._durations = Lanes(env), durations
+        self._predicted, self.peak_bytes = predicted, predicted.peak_bytes
         self._prepared: dict[Op, Prepared] = {}
 
     def prepare(self, launches: Sequence[Launch]) -> int:
         """See Executor: packs the launches; the host's time is predicted."""
         self._prepared.update((launch.op, self.machine.prepare(launch)) for launch in launches)
-        return self._durations.host_ns(launches)
+        return self._predicted.prepare(launches)
 
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
-        """See Executor: the work is done now, its span is placed by the predicted duration."""
+        """See Executor: the work is done now, its span is the predicted one."""
         ended = self.machine.execute(self._prepared.pop(launch.op))
-        is_copy = isinstance(launch.op, Copy)
-        predict = self._durations.copy_ns if is_copy else self._durations.compute_ns
-        peak = self._durations.peak_bytes(launch)
-        self._lanes.place(launch, predict(launch), done, peak, ended)
+        self._predicted.run(launch, lambda span: done(span._replace(ended=ended)))
 
     def release(self, pool: Pool, pages: Sequence[int]) -> None:
         """See Executor."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from engine.plan import PageSize
@@ -66,6 +67,7 @@ SLICES += (2048, 4096, 8192)
 LARGE_CONTEXTS = (16, 128, 384)  # few: a step of many decodes is a long one
 CHUNKS = (4, 16, 64, 128, 256, 512, 1024)
 PASTS = (32, 128, 256, 512, 1024, 2048)
+COPIES = (1, 2, 4, 8, 16, 32, 64, 128)  # pages
 
 
 def grid(limits: Limits, page: PageSize) -> list[Shape]:
@@ -108,23 +110,38 @@ def _mixed() -> Iterator[Shape]:
 def _copies() -> Iterator[Shape]:
     """By size and direction: alone, against the other direction, and beside a launch."""
     busy = (Rows(1, 256),) * 8
-    for pages in (1, 2, 4, 8, 16, 32, 64, 128):
-        out, back = Move(pages, True), Move(pages, False)
-        yield Shape("copy", moves=(out,))
-        yield Shape("copy", moves=(back,))
-        yield Shape("copies", moves=(out, back))
-        yield Shape("copy+decode", busy, (out,))
+    for pages in COPIES:
+        yield from _alone_and_both(pages)
+        yield Shape("copy+decode", busy, (Move(pages, True),))
+
+
+def _alone_and_both(pages: int) -> Iterator[Shape]:
+    """A copy in each direction, then both at once."""
+    out, back = Move(pages, True), Move(pages, False)
+    yield Shape("copy", moves=(out,))
+    yield Shape("copy", moves=(back,))
+    yield Shape("copies", moves=(out, back))
 
 
 def holdout(limits: Limits, page: PageSize, seed: int, count: int = 48) -> list[Shape]:
-    """Random shapes as replays have them, none of them in the grid: what a fit is judged by."""
+    """Random shapes, none of them in the grid: what a fit is judged by.
+
+    `count` launches, three in four as replays have them, the rest so long or so many that a single
+    operator takes most of the time; then copies of other sizes than the grid's.
+    """
     rng, known = random.Random(seed), set(grid(limits, page))
+    few = count // 4 // len(RULED)
+    wanted = [(_random, count - few * len(RULED)), *((draw, few) for draw in RULED)]
     found: dict[Shape, None] = {}
-    for _ in range(100 * count):
-        shape = _random(rng, limits)
-        if len(found) < count and shape not in known and limits.admit(shape, page):
-            found[shape] = None
-    return list(found)
+    for draw, number in wanted:
+        most = len(found) + number
+        for _ in range(100 * number):
+            shape = draw(rng, limits)
+            if len(found) < most and shape not in known and limits.admit(shape, page):
+                found[shape] = None
+    for small, large in pairwise(COPIES[1:]):
+        found |= dict.fromkeys(_alone_and_both(rng.randrange(small + 1, large)))
+    return [shape for shape in found if limits.admit(shape, page)]
 
 
 def _random(rng: random.Random, limits: Limits) -> Shape:
@@ -140,6 +157,40 @@ def _random(rng: random.Random, limits: Limits) -> Shape:
         past = rng.choice((0, 0, rng.randint(1, max(1, reach - n))))
         rows.insert(0, Rows(n, min(past, reach - n), samples=rng.random() < 0.5))
     return Shape(kind, tuple(rows))
+
+
+def _few_positions(limits: Limits) -> int:
+    """The longest slice of a launch of the grid."""
+    return min(limits.positions, limits.tokens) - 1
+
+
+def _long_decodes(rng: random.Random, limits: Limits) -> Shape:
+    """So many tokens in KV that attention of decodes takes most of the time."""
+    reach = _few_positions(limits)
+    contexts = [rng.randint(reach // 4, reach // 2) for _ in range(rng.randint(5, 31))]
+    return Shape("long decodes", tuple(Rows(1, max(1, context)) for context in contexts))
+
+
+def _short_decodes(rng: random.Random, limits: Limits) -> Shape:
+    """So many rows with so little in KV that the head does."""
+    context = min(rng.randint(4, 32), limits.positions - 1)
+    return Shape("short decodes", (Rows(1, context),) * rng.randint(17, 95))
+
+
+def _long_prompt(rng: random.Random, limits: Limits) -> Shape:
+    """So many tokens at once, with nothing in KV, that their attention does."""
+    reach = _few_positions(limits)
+    return Shape("long prompt", (Rows(rng.randint(max(1, reach // 2), reach), samples=False),))
+
+
+def _long_chunk(rng: random.Random, limits: Limits) -> Shape:
+    """The same behind a context."""
+    reach = _few_positions(limits)
+    n, past = (max(1, rng.randint(reach // 4, reach // 2)) for _ in range(2))
+    return Shape("long chunk", (Rows(n, past, samples=False),))
+
+
+RULED = (_long_decodes, _short_decodes, _long_prompt, _long_chunk)
 
 
 def probes(limits: Limits, page: PageSize) -> dict[str, Shape]:

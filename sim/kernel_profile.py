@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +57,17 @@ class KernelProfileCost(ShapePriced):
     step_ns: int = 0
     host_ns_per_plan: int = 0
     form: str = field(default="table", init=False)
+    _dense: Lookup = field(init=False, repr=False, compare=False)
+    _head: Lookup = field(init=False, repr=False, compare=False)
+    _watch: Watch = field(init=False, repr=False, compare=False)
     _decode_rows: dict[int, list[tuple[Ragged, float]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_dense", Lookup("dense", self.dense))
+        object.__setattr__(self, "_head", Lookup("head", self.head))
+        object.__setattr__(self, "_watch", Watch("attention", self.attention, AXES))
 
     @classmethod
     def load(cls, folder: Path, model: ModelSpec, skew: str = "default", **given: Any) -> Any:
@@ -94,18 +101,6 @@ class KernelProfileCost(ShapePriced):
         parts += [f"{self.step_ns} ns a launch"] if self.step_ns else []
         parts += [f"{self.host_ns_per_plan} ns a plan"] if self.host_ns_per_plan else []
         return ", ".join(parts)
-
-    @cached_property
-    def _dense(self) -> Lookup:
-        return Lookup("dense", self.dense)
-
-    @cached_property
-    def _head(self) -> Lookup:
-        return Lookup("head", self.head)
-
-    @cached_property
-    def _watch(self) -> Watch:
-        return Watch("attention", self.attention, AXES)
 
     @property
     def extrapolated(self) -> dict[str, int]:
@@ -163,8 +158,8 @@ class KernelProfileCost(ShapePriced):
         if longest > shortest:
             alphas = self._alphas(decodes, (mean - least) / (most - least), most)
             us = at_mean + alphas * np.maximum(0.0, _weighted(rows, most) - at_mean)
-        busy = self._dense[self._padded(tokens)] + self.step_ns
-        busy = busy + self.model.num_layers * us * 1e3
+        once = self._dense[self._padded(tokens)] + self.step_ns
+        busy: Any = once + self.model.num_layers * us * 1e3
         return np.rint(busy + (self._head[samples] if samples else 0.0)).astype(np.int64)
 
     def _alphas(self, decodes: int, shapes: Any, most: Any) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ class Ragged:
 
     nodes: Nodes
     parts: tuple[float | Ragged, ...]
+    _arrays: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def value(self, point: Sequence[float]) -> float:
         """Straight between nodes and beyond the last; before the first, its value."""
@@ -25,6 +25,8 @@ class Ragged:
 
     def values(self, points: Any) -> Any:
         """The same of a table with one axis, at an array of points."""
+        if not self._arrays:
+            self._arrays.extend((np.asarray(self.nodes), np.asarray(self.parts, float)))
         nodes, parts = self._arrays
         if len(nodes) == 1:
             return np.full(len(points), parts[0])
@@ -33,11 +35,6 @@ class Ragged:
         high = np.minimum(np.maximum(high, 1), len(nodes) - 1)
         share = (points - nodes[high - 1]) / (nodes[high] - nodes[high - 1])
         return (1.0 - share) * parts[high - 1] + share * parts[high]
-
-    @cached_property
-    def _arrays(self) -> tuple[Any, Any]:
-        """Nodes and values of a table with one axis."""
-        return np.asarray(self.nodes), np.asarray(self.parts, float)
 
     def rows(self, point: Sequence[float]) -> list[tuple[Ragged, float]]:
         """The tables that are left when all axes but the last are fixed, with their weights."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import ceil, sqrt
 from pathlib import Path
 from typing import Any
@@ -41,11 +40,23 @@ class VidurCost(ShapePriced):
     model: ModelSpec
     source: str
     form: str = field(default="table", init=False)
+    # all dense operators of a layer by padded tokens, entry i for i + 1 tokens
+    _dense_ms: list[float] = field(init=False, repr=False, compare=False)
+    _grouped: float = field(init=False, repr=False, compare=False)
     _once: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     # look-ups outside the tables, by table; empty is good
     extrapolated: dict[str, int] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    def __post_init__(self) -> None:
+        names = [f"{name}_ms" for name in (*ONCE, *NORMS)]
+        total = sum([np.asarray(self.tables[name], float) for name in names])
+        if "all_reduce_ms" in self.tables:
+            total = total + 2 * (np.asarray(self.tables["all_reduce_ms"]) + REDUCE_LAUNCH_MS)
+        is_grouped = self.model.num_kv_heads < self.model.num_heads
+        object.__setattr__(self, "_dense_ms", np.asarray(total).tolist())
+        object.__setattr__(self, "_grouped", GQA_FACTOR if is_grouped else 1.0)
 
     @classmethod
     def load(cls, path: Path, model: ModelSpec) -> VidurCost:
@@ -71,19 +82,6 @@ class VidurCost(ShapePriced):
     def provenance(self) -> str:
         """The file the tables came from."""
         return f"Vidur's tables in {self.source} for {self.model.name}"
-
-    @cached_property
-    def _dense_ms(self) -> list[float]:
-        """All dense operators of a layer by padded tokens, entry i for i + 1 tokens."""
-        names = [f"{name}_ms" for name in (*ONCE, *NORMS)]
-        total = sum(np.asarray(self.tables[name], float) for name in names)
-        if "all_reduce_ms" in self.tables:
-            total = total + 2 * (np.asarray(self.tables["all_reduce_ms"]) + REDUCE_LAUNCH_MS)
-        return [float(ms) for ms in np.asarray(total)]
-
-    @cached_property
-    def _grouped(self) -> float:
-        return GQA_FACTOR if self.model.num_kv_heads < self.model.num_heads else 1.0
 
     def served_ns(self, launch: Launch) -> int:
         """One launch. Vidur asks the request, not the shape, whether one token is a decode."""
@@ -130,14 +128,20 @@ class VidurCost(ShapePriced):
     ) -> list[float]:
         """Decodes and their contexts' sum; tokens and context of each prompt slice; and so on, for
         `count` steps."""
-        once = self._once_ms(decodes + sum([n for n, _ in cut]))
+        tokens, squares = decodes, 0
+        for n, _ in cut:
+            tokens += n
+            squares += n * n
+        once = self._once_ms(tokens)
         if not cut:
             return [once + self._decode_ms(decodes, past + i * decodes) for i in range(count)]
-        rows, side = self.tables["attn_prefill_ms"], round(sqrt(sum([n * n for n, _ in cut])))
+        rows, side = self.tables["attn_prefill_ms"], round(sqrt(squares))
         grouped = self._grouped if len(cut) > 1 else 1.0
         found: list[float] = []
         for i in range(count):
-            kv_nodes = sum([-(-(context + i * n) // KV_STEP) for n, context in cut])
+            kv_nodes = 0
+            for n, context in cut:
+                kv_nodes += -(-(context + i * n) // KV_STEP)
             prompt = self._cell("attn_prefill_ms", rows, kv_nodes, side - 1) * grouped
             found.append(once + self._decode_ms(decodes, past + i * decodes) + prompt)
         return found
@@ -200,7 +204,7 @@ def _mix(launch: Launch) -> Mix:
     pieces = launch.pieces
     assert isinstance(launch.op, Compute)
     if isinstance(pieces, Pieces) and isinstance(pieces.contexts, Behind):
-        behind, lead = pieces.contexts, len(pieces.job_ids) - len(pieces.contexts.tail)
+        behind, lead = pieces.contexts, pieces.contexts.lead
         if behind.are_generated and not behind.tail:
             return lead, behind.total + lead, []
         if behind.are_generated:

@@ -67,13 +67,13 @@ def default_folder(point: Composed) -> Path:
 def told(table: Any) -> str:
     """Errors on what was held out, in percent of what was measured."""
     from analysis.drift import STEADY
-    from sim.errors import ALL
+    from sim.errors import ALL, OPERATOR
     from tandem.profile import AGAIN, is_steady
 
-    lines = [f"{'held-out shapes':<30}{'rows':>6}{'mean |e|':>10}{'p90 |e|':>10}{'bias':>10}"]
-    for name, row in table.iterrows():
-        cells = (f"{row[key]:>9.1%} " for key in ("mape", "p90", "bias"))
-        lines.append(f"{name:<30}{int(row['rows']):>6}" + "".join(cells))
+    is_operator = table.index.str.startswith(OPERATOR)
+    lines = _rows("held-out shapes", table[~is_operator])
+    if is_operator.any():
+        lines += ["", *_rows("mostly of one operator", table[is_operator]), ""]
     lines.append(
         "Launches of a replay decide the fit. Shapes alone run faster: their caches are warm and,\n"
         "on the wall clock, no host is busy beside them."
@@ -84,3 +84,14 @@ def told(table: Any) -> str:
             "meanwhile. Calibrate again when it is quieter; predictions may be off by as much."
         )
     return "\n".join(lines)
+
+
+def _rows(title: str, table: Any) -> list[str]:
+    """A heading, and a line for each row; what rules no launch has no errors."""
+    width = max(30, *(len(name) + 1 for name in table.index))
+    lines = [f"{title:<{width}}{'rows':>6}{'mean |e|':>10}{'p90 |e|':>10}{'bias':>10}"]
+    for name, row in table.iterrows():
+        shares = (row[key] for key in ("mape", "p90", "bias"))
+        cells = (f"{share:>9.1%} " if share == share else f"{'-':>9} " for share in shares)
+        lines.append(f"{name:<{width}}{int(row['rows']):>6}" + "".join(cells))
+    return lines

@@ -35,17 +35,20 @@ MODULES = {
         "trial job view"
     ),
     "policies": "order seating stretch",
-    "sim": "executor load vidur",
+    "sim": "executor kernel_profile load ragged skew table vidur",
 }
 
 # What mypyc must be told about a source; written into the copy alone.
-NOT_NATIVE = "native_class=False"  # of bases that mypyc cannot inherit, or with cached properties
+NOT_NATIVE = "native_class=False"  # of bases that mypyc cannot inherit
 OPEN = "allow_interpreted_subclasses=True"
 MARKS = {
     "engine/balance.py": {"Shortage": NOT_NATIVE},
     "engine/engine.py": {"Stalled": NOT_NATIVE},
     "engine/recorder.py": {"Recorder": OPEN},
     "policies/seating.py": {"SeatingRules": OPEN},
+    "sim/kernel_profile.py": {"KernelProfileCost": NOT_NATIVE},
+    "sim/ragged.py": {"Ragged": NOT_NATIVE},
+    "sim/table.py": {"Lookup": NOT_NATIVE},
     "sim/vidur.py": {"VidurCost": NOT_NATIVE},
 }
 RECORDS = {  # dataclasses made so often that the `__init__` which dataclass makes would tell

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from engine.engine import Engine
-from engine.plan import Place
+from engine.executor import Launch
+from engine.plan import Compute, Place
 from engine.recorder import Recorder
 from sim.cost import PolicyCost
 from tandem.budget import GPU
@@ -77,8 +78,30 @@ def replay(
     drift = drift_of(before, world.probe())
     engine.recorder.write(folder, world.outputs, world.loss_of)
     beyond = dict(getattr(setting.cost, "extrapolated", {}))  # look-ups outside a profile, by table
-    notes = {"plans": engine.steps, "questions": engine.asked, "cost_extrapolated": beyond}
+    notes: dict[str, Any] = {"plans": engine.steps, "questions": engine.asked}
+    notes["cost_extrapolated"] = beyond
+    if world.fresh is not None:  # a simulation's rows are predictions themselves
+        notes["workspace"] = _sampled(engine.recorder, setting)
     return notes | drift
+
+
+def _sampled(recorder: Recorder, setting: Setting) -> dict[str, float | int]:
+    """The workspace of measured launches beside what a simulation predicts for the very same."""
+    import pandas as pd
+
+    from analysis.workspace import workspace_errors
+
+    rows = [(setting.cost.peak_bytes(launch), nbytes) for launch, nbytes in _measured(recorder)]
+    return workspace_errors(pd.DataFrame(rows, columns=["predicted", "measured"]))
+
+
+def _measured(recorder: Recorder) -> Iterator[tuple[Launch, int]]:
+    """Launches over all layers whose workspace was measured."""
+    for *_, span, launch in recorder.steps:
+        op = launch.op
+        is_whole = isinstance(op, Compute) and all(piece.layers is None for piece in op.slices)
+        if is_whole and span.peak_bytes is not None:
+            yield launch, span.peak_bytes
 
 
 def engine_of(setting: Setting, world: World, recorder: Recorder | None = None) -> Engine:

@@ -25,11 +25,13 @@ CODE = ("traces", "engine", "policies", "sim", "runtime", "tandem")
 # of analysis: what metrics.json is made by
 MEASURES = (
     "classes.py",
+    "distance.py",
     "metrics.py",
     "replicas.py",
     "run.py",
     "training.py",
     "usage.py",
+    "workspace.py",
     "yaml_text.py",
 )
 

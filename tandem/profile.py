@@ -15,9 +15,9 @@ from engine.model import ModelSpec
 from engine.plan import PageSize
 from engine.record import read_table
 from sim.device import Device
-from sim.errors import ALL, errors
+from sim.errors import ALL, errors_of, operator_errors
 from sim.fit import fit_observed
-from sim.shapes import HOST, Planned, observed
+from sim.shapes import HOST, Copied, Observed, Planned, observed
 from sim.tables import TableCost
 from tandem.composed import Composed
 from tandem.experiment import run_experiment
@@ -107,22 +107,28 @@ def fitted(folder: Path, spec: ModelSpec, page: PageSize) -> TableCost:
     In the grid nobody decides and nothing is booked, so its host time is packing only, and its
     launches find warmer caches than those of a replay: they count less.
     """
-    grid = observed(read_table(folder / "steps.parquet"))
+    launches = [o for o in observed(read_table(folder / "steps.parquet")) if _is_launched(o)]
     replayed = [row for table in _steps(folder, FITTED) for row in observed(table)]
-    launches = [(shape, ns) for shape, ns in grid if not isinstance(shape, Planned)]
     return fit_observed(replayed, spec, page, _source(folder), apart=launches)
 
 
 def judged(cost: TableCost, folder: Path) -> pd.DataFrame:
-    """Errors on held-out shapes by class, then on replays that the fit has not seen.
+    """Errors on held-out shapes by class, on replays that the fit has not seen, and by operator.
 
+    An operator is a table of the cost; it is judged by what of both it rules, see operator_errors.
     The host is judged by those replays only: with shapes it packs, but decides and books nothing.
     """
-    shapes = errors(cost, read_table(folder / "holdout.parquet"))
-    replayed = errors(cost, *_steps(folder, HELD_OUT))
-    replayed = replayed[replayed.index.isin((ALL, HOST))]
-    shapes = shapes.drop(index=HOST, errors="ignore")
-    return pd.concat([shapes, replayed.rename(index=lambda name: AGAIN + name)])
+    shapes = [o for o in observed(read_table(folder / "holdout.parquet")) if _is_launched(o)]
+    replayed = [o for table in _steps(folder, HELD_OUT) for o in observed(table)]
+    again = errors_of(cost, replayed)
+    kept = {ALL, HOST} | {shape.group for shape, _ in replayed if isinstance(shape, Copied)}
+    again = again[again.index.isin(kept)].rename(index=lambda name: AGAIN + name)
+    return pd.concat([errors_of(cost, shapes), again, operator_errors(cost, [*shapes, *replayed])])
+
+
+def _is_launched(found: Observed) -> bool:
+    """No host's part of a plan."""
+    return not isinstance(found[0], Planned)
 
 
 def _steps(folder: Path, kind: str) -> list[Any]:

@@ -130,11 +130,11 @@ def _account(
 
 
 def _reasons(counts: Mapping[str, int], lines: Mapping[str, list[int]] = NO_LINES) -> list[str]:
-    """The most frequent first, with the first lines of each where they are known."""
+    """The most frequent first, with the first lines or rows of each where they are known."""
     told = []
     for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
         first = ", ".join(map(str, lines.get(reason, [])))
-        told.append(f"  {count:>7} {reason}{f' (lines {first})' if first else ''}")
+        told.append(f"  {count:>7} {reason}{f' (first at {first})' if first else ''}")
     return told
 
 

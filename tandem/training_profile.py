@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 
 from engine.plan import PageSize
 from engine.record import read_table
-from sim.errors import errors_of
+from sim.errors import errors_of, operator_errors
 from sim.fit_training import Recorded, all_observed, fit_training
 from sim.tables import TableCost
 from tandem.compose import composed
@@ -135,8 +135,9 @@ def _fitted(setting: Setting, folder: Path) -> pd.DataFrame:
 
 
 def judged(cost: TableCost, runs: Sequence[Recorded] | Iterator[Recorded]) -> pd.DataFrame:
-    """Errors on runs that a fit has not seen, by kind of unit and work."""
-    return errors_of(cost, [one for run in runs for one in all_observed(run, cost.model)])
+    """Errors on runs that a fit has not seen, by kind of unit and work, and by table."""
+    found = [one for run in runs for one in all_observed(run, cost.model)]
+    return pd.concat([errors_of(cost, found), operator_errors(cost, found)])
 
 
 def recorded(folder: Path, kind: str) -> Iterator[Recorded]:

@@ -120,9 +120,10 @@ def _sim(setting: Setting) -> Iterator[World]:
 @contextmanager
 def _lockstep(setting: Setting) -> Iterator[World]:
     from runtime.executor import LockstepExecutor
+    from sim.executor import SimExecutor
 
     env, machine = simpy.Environment(), on_cpu(setting)
-    executor = LockstepExecutor(env, machine, setting.cost)
+    executor = LockstepExecutor(machine, SimExecutor(env, setting.cost))
     yield World(env, executor, machine, cpu_meter(machine))
 
 

@@ -13,6 +13,7 @@ TIMING: Mapping[str, st.SearchStrategy[float]] = {  # durations vary or not, and
     "noise": st.sampled_from([0.0, 0.4]),
     "host_ns": st.sampled_from([0, 30_000]),
 }
+SEEDS = st.integers(0, 99)
 
 
 def cases(count: int) -> settings:
@@ -38,12 +39,15 @@ def room(most_pages: int = 90) -> dict[str, st.SearchStrategy[int]]:
 
 
 def traces(
-    most_requests: int = 25, most_output_tokens: int = 40
+    most_requests: int = 25,
+    most_output_tokens: int = 40,
+    least_output_tokens: int = 1,
+    last_ns: int = 30_000_000,
 ) -> st.SearchStrategy[list[Request]]:
     """Requests of any length that arrive within 30 ms, in any order."""
-    lengths = st.integers(1, 80), st.integers(1, most_output_tokens)
+    lengths = st.integers(1, 80), st.integers(least_output_tokens, most_output_tokens)
     rows = st.lists(
-        st.tuples(st.integers(0, 30_000_000), *lengths), min_size=1, max_size=most_requests
+        st.tuples(st.integers(0, last_ns), *lengths), min_size=1, max_size=most_requests
     )
     return rows.map(lambda rows: [Request(i, *row) for i, row in enumerate(rows)])
 

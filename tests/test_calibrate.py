@@ -72,11 +72,23 @@ def test_no_copies_are_planned_without_a_host_tier() -> None:
 def test_held_out_shapes_are_apart_from_the_grid_and_the_same_for_a_seed() -> None:
     limits = Limits(2048, 2048, 64)
     judged = holdout(limits, PAGE, seed=3)
-    assert len(judged) == 48 and judged == holdout(limits, PAGE, seed=3)
+    assert sum(bool(shape.rows) for shape in judged) == 48
+    assert judged == holdout(limits, PAGE, seed=3)
     assert judged != holdout(limits, PAGE, seed=4)
     assert not set(judged) & set(grid(limits, PAGE))
     assert all(limits.admit(shape, PAGE) for shape in judged)
-    assert {shape.kind for shape in judged} == {"decode", "mixed", "prefill"}
+    kinds = {"decode", "mixed", "prefill", "copy", "copies"}
+    kinds |= {f"{size} decodes" for size in ("long", "short")} | {"long prompt", "long chunk"}
+    assert {shape.kind for shape in judged} == kinds
+
+
+def test_copies_are_held_out_in_both_directions_and_at_once_between_the_grids_sizes() -> None:
+    limits = Limits(2048, 2048, 64)
+    copies = [shape for shape in holdout(limits, PAGE, seed=3) if shape.moves]
+    fitted = {move.pages for shape in grid(limits, PAGE) for move in shape.moves}
+    assert not fitted & {move.pages for shape in copies for move in shape.moves}
+    ways = [tuple(move.to_host for move in shape.moves) for shape in copies]
+    assert all(ways.count(way) > 2 for way in ((True,), (False,), (True, False)))
 
 
 @pytest.mark.slow
@@ -97,10 +109,10 @@ def test_a_profile_holds_two_tables_and_says_what_it_measured(tmp_path: Path) ->
     assert steps.schema.remove_metadata() == judged.schema.remove_metadata() == STEPS
     limits = Limits(MICRO.max_positions, 60, 8)
     page = PageSize(16, 16 * MICRO.kv_token_bytes)
-    for table, shapes in ((steps, grid(limits, page)), (judged, holdout(limits, page, 0)[:6])):
+    for table, shapes in ((steps, grid(limits, page)), (judged, holdout(limits, page, 0, 6))):
         kept = sum(repeats(shape) - 1 for shape in shapes)
         assert len(set(table["step"].to_pylist())) == kept > 0
-    everything = (*grid(limits, page), *holdout(limits, page, 0)[:6])
+    everything = (*grid(limits, page), *holdout(limits, page, 0, 6))
     assert len(looks) == sum(map(repeats, everything)), "before every run, as in a replay"
     rows = steps.to_pylist()
     assert all(row["end_ns"] > row["start_ns"] for row in rows)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from analysis.run import Run, load
+from analysis.workspace import workspace_figures
 from tandem.cli import main
 from tests.short_trace import PRESSED, SHORT, write_short
 
@@ -57,7 +58,8 @@ def test_compare_replays_what_was_measured(
 ) -> None:
     pressed = [PRESSED, "policy=chunked_swap", "limit=12"]
     predicted = run(capsys, *pressed, "backend=sim")
-    measured = run(capsys, *pressed, "backend=cpu", f"backend.clock={clock}")
+    real = ["backend=cpu", f"backend.clock={clock}", "backend.workspace_every=5"]
+    measured = run(capsys, *pressed, *real)
     assert main(["compare", measured, predicted, "--out", "report"]) == 0
     assert last_line(capsys).endswith("report/report.html")
     names = {path.name for path in (tmp_path / "report").iterdir()}
@@ -72,6 +74,13 @@ def test_compare_replays_what_was_measured(
     pd.testing.assert_frame_equal(replayed, measured_memory)
     assert replayed["kv_pages"].max() > 13  # of 16: there was pressure
     assert replay.requests["swaps"].sum() == measurement.requests["swaps"].sum() > 0
+    memory = pd.read_csv(tmp_path / "report" / "memory.csv").set_index(["pool", "kind", "stat"])
+    own = workspace_figures(measurement)  # as the run itself predicts its launches
+    assert own["workspace_launches"] == -(-int(measurement.steps["lane"].eq("compute").sum()) // 5)
+    peaks = [own[f"workspace_{name}_bytes"] for name in ("predicted", "measured")]
+    found = memory.loc[("gpu:0", "workspace", "peak"), ["prediction", "measurement"]]
+    assert found.tolist() == peaks and own["workspace_p90_error"] < 0.05
+    assert memory.loc[("gpu:0", "process", "peak"), "measurement"] > 0
 
 
 def test_one_run_has_a_report_of_its_own(

@@ -15,6 +15,7 @@ from analysis import distance
 from analysis.compare import compare
 from analysis.drift import drift
 from analysis.run import Run, load
+from analysis.words import table
 from engine.record import SCHEMA_VERSION
 from tandem.compare import replay_of
 from tandem.errors import Usage
@@ -121,6 +122,26 @@ def test_a_meter_stands_beside_what_was_predicted(make: Maker) -> None:
     found = compare(make("a"), make("b", backend="cpu")).memory
     rows = found[found["kind"].eq("measured")]
     assert rows["stat"].tolist() == ["peak", "mean"] and (rows["error"] == 0).all()
+
+
+def test_workspace_is_compared_launch_by_launch_where_it_was_measured(make: Maker) -> None:
+    """One launch in three is, and each was predicted 10 % too large, the last of them 100 %."""
+    predicted, measured = make("a"), make("b", backend="cpu")
+    nbytes = 100.0 + measured.steps["step"].where(measured.steps["step"] % 3 == 0)
+    guess = (100 + predicted.steps["step"]) * 1.1
+    guess[nbytes.last_valid_index()] = 2 * nbytes.max()
+    predicted = replace(predicted, steps=predicted.steps.assign(peak_bytes=guess))
+    measured = replace(measured, steps=measured.steps.assign(peak_bytes=nbytes))
+    found = compare(predicted, measured).memory
+    rows = found[found["kind"].eq("workspace")].set_index("stat")
+    assert rows.loc["peak", ["prediction", "measurement"]].tolist() == [
+        int(2 * nbytes.max()),
+        nbytes.max(),
+    ]
+    errors = [0.1] * (nbytes.count() - 1) + [1.0]
+    assert rows.loc["p90 |error|", "error"] == pytest.approx(np.quantile(errors, 0.9))
+    assert "peak workspace gpu:0" in table(compare(predicted, measured))
+    assert "workspace" not in set(compare(make("c"), measured).memory["kind"]), "predicted by none"
 
 
 def test_different_traces_are_refused(make: Maker) -> None:

@@ -10,10 +10,11 @@ import pyarrow as pa
 import pytest
 
 from engine.record import STEPS
-from sim.errors import errors
-from sim.fit import fit, fit_observed
+from sim.errors import OPERATOR, errors, operator_errors, ruling
+from sim.fit import fit, fit_observed, terms
 from sim.shapes import Launched, observed
-from sim.tables import TableCost
+from sim.table import Table
+from sim.tables import CHUNK, DECODE, HEAD, HOST, TableCost
 from tests.additive import (
     MODEL,
     PAGE,
@@ -159,6 +160,21 @@ def test_errors_of_a_wrong_model_show_its_bias(noisy: Log, cost: TableCost) -> N
     frame = errors(cost.scaled(1.2, "wrong on purpose"), noisy.table())
     assert frame.loc["all launches", "bias"] == pytest.approx(0.2, abs=0.02)
     assert frame.loc["host", "total"] == pytest.approx(0.2, abs=0.02)
+
+
+def test_errors_by_operator_point_at_the_table_that_is_wrong(noisy: Log, cost: TableCost) -> None:
+    """A row for each; of the toy's launches the head never is the half."""
+    decode = cost.tables[DECODE]
+    slow = Table(decode.axes, tuple(1.5 * value for value in decode.values))
+    wrong = TableCost({**cost.tables, DECODE: slow}, MODEL, PAGE, "wrong on purpose")
+    frame = operator_errors(wrong, observed(noisy.table()))
+    assert set(frame.index) == {OPERATOR + name for name in cost.tables}
+    assert 0.25 < frame.loc[OPERATOR + DECODE, "bias"] < 0.5
+    for name in (CHUNK, HOST, "gpu->host", "host->gpu contended"):
+        assert abs(frame.loc[OPERATOR + name, "bias"]) < 0.02, name
+    assert frame.loc[OPERATOR + HEAD, "rows"] == 0 and np.isnan(frame.loc[OPERATOR + HEAD, "mape"])
+    for shape, _ in observed(noisy.table())[:50]:
+        assert ruling(cost, shape) in (None, *[name for name, _ in terms(shape)])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 10, 30])

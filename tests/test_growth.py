@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +10,7 @@ from engine.cohort import Cohort
 from engine.growth import Growth
 from engine.job import Job
 from engine.plan import Compute, Grow, PageSize, Plan, kv_place
+from engine.repeat import Repeat
 
 grows = st.lists(
     st.builds(
@@ -76,3 +78,11 @@ def test_whoever_holds_pages_to_spare_grows_in_no_turn() -> None:
     cohort = Cohort(PageSize(4, 10))
     cohort.join([(Job(0, 0, 3, 4, 3), kv_place(0))], {kv_place(0): [0, 1]}, lambda job: 9)
     assert cohort.cycle() is None
+
+
+@pytest.mark.parametrize("nbytes", [15, -10])
+def test_a_repeated_plan_grows_by_whole_pages(nbytes: int) -> None:
+    """Asked before any step is booked (law 3)."""
+    plan = Plan((Grow(kv_place(0), nbytes, 2), Compute(())), repeats=5)
+    with pytest.raises(AssertionError, match="below zero, or no whole pages"):
+        Repeat(plan, Cohort(PageSize(4, 10))).due(3)

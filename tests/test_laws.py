@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.engine import Stalled
-from engine.plan import Free, Grow, Plan, Tier, kv_place
+from engine.plan import Compute, Free, Grow, Plan, Tier, kv_place
 from engine.planlog import encode
-from engine.policy import Composed
+from engine.policy import Composed, Policy
 from engine.view import View
 from policies.recorded import Recorded
 from tests.replays import (
@@ -25,7 +28,7 @@ from tests.replays import (
     random_requests,
     replay,
 )
-from tests.strategies import TIMING, cases, room, traces
+from tests.strategies import SEEDS, TIMING, cases, room, traces
 from tests.watched import Watched
 from traces.request import Request
 
@@ -43,26 +46,18 @@ def test_every_replay_obeys_the_laws(
     assert policy.idle_without_a_plan == 0, "law 9: the device idled beside runnable work"
 
 
-@pytest.mark.parametrize("depth", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
-def test_plans_do_not_depend_on_durations(scheduling: str, memory: str, depth: int) -> None:
+@given(requests=traces(16, last_ns=0), seed=SEEDS, **room(50))
+@cases(20)
+def test_plans_do_not_depend_on_durations(
+    scheduling: str, memory: str, requests: list[Request], seed: int, **setting: int
+) -> None:
     """Law 11: all work at t=0, every duration varied by +-40 %: the same plans, page for page."""
-    requests = random_requests(7, 16)
-    runs = [
-        replay(
-            composed(scheduling, memory),
-            requests,
-            pages=31,
-            depth=depth,
-            noise=0.4 if seed else 0.0,
-            seed=seed,
-            host_ns=20_000 if seed % 2 else 0,
-        ).check()
-        for seed in range(3)
-    ]
-    assert len({tuple(run.log()) for run in runs}) == 1
-    pages = [[launch.pieces for launch in run.launches()] for run in runs]
-    assert all(other == pages[0] for other in pages[1:]), "page ids differ between runs"
+    policy = composed(scheduling, memory)
+    steady = replay(policy, requests, **setting)
+    noisy = replay(policy, requests, noise=0.4, seed=seed, host_ns=20_000, **setting).check()
+    assert noisy.log() == steady.log()
+    assert [s.pieces for s in noisy.launches()] == [s.pieces for s in steady.launches()]
 
 
 def test_pressure_is_real() -> None:
@@ -75,65 +70,113 @@ def test_pressure_is_real() -> None:
 
 
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
-def test_one_seed_gives_identical_bytes(scheduling: str, memory: str, tmp_path: Path) -> None:
+@given(requests=traces(16), seed=SEEDS, **room(50), **TIMING)
+@cases(20)
+def test_one_seed_gives_identical_bytes(
+    scheduling: str, memory: str, requests: list[Request], **setting: Any
+) -> None:
     """Law 7, down to the Parquet files."""
-    requests = random_requests(5, 16, rate=1500)
-    one, two = (
-        replay(composed(scheduling, memory), requests, pages=31).files(tmp_path / name)
-        for name in ("one", "two")
-    )
+    with TemporaryDirectory() as folder:
+        one, two = (
+            replay(composed(scheduling, memory), requests, **setting).files(Path(folder, name))
+            for name in ("one", "two")
+        )
     assert len(one) == 5 and one == two
 
 
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
-def test_output_lengths_stay_hidden(scheduling: str, memory: str) -> None:
+@given(requests=traces(12, least_output_tokens=6), **room(), **TIMING)
+@cases(20)
+def test_output_lengths_stay_hidden(
+    scheduling: str, memory: str, requests: list[Request], **setting: Any
+) -> None:
     """Law 8: longer answers change no plan that is issued before the first request finishes."""
-    requests = random_requests(11, 12, rate=800)
     longer = [dataclasses.replace(r, output_tokens=r.output_tokens + 50) for r in requests]
-    runs = [replay(composed(scheduling, memory), work, pages=70) for work in (requests, longer)]
+    policy = composed(scheduling, memory)
+    runs = [replay(policy, work, **setting) for work in (requests, longer)]
     finish_ns = min(o.finish_ns for run in runs for o in run.recorder.outcomes.values())
-    shortest = min(min(r.output_tokens for r in requests) - 1, 3)
     early = [[encode(row[-1]) for row in run.recorder.plans if row[2] < finish_ns] for run in runs]
-    common = min(len(log) for log in early) - 2  # depth 2: two plans may count on the finish
-    assert common > shortest
+    common = min(len(log) for log in early) - setting["depth"]  # so many may count on the finish
+    assert common >= 6 - setting["depth"], "as many tokens as anybody has come before a finish"
     assert early[0][:common] == early[1][:common]
 
 
-def test_a_policy_that_wants_nothing_is_an_error_that_names_the_jobs() -> None:
-    """Law 10."""
+@dataclasses.dataclass
+class Tired:
+    """Wants nothing any more from some moment on."""
 
-    class Nothing:
-        def plan(self, view: View) -> Plan:
-            return Plan()
+    policy: Policy
+    until_ns: int
 
-    with pytest.raises(Stalled, match=r"waiting \[0, 1, 2\]"):
-        replay(Nothing(), random_requests(1, 3))
-    turns = [Request(i, 0, 30, 5, session=0, turn=i) for i in range(3)]
-    with pytest.raises(Stalled, match=r"waiting \[0\]"):  # nobody answers, so no turn will come
-        replay(Nothing(), turns)
-
-
-def test_plans_without_end_that_do_nothing_are_an_error_that_names_the_jobs() -> None:
-    """Law 10: no time passes in them, so nothing would ever end the loop."""
-
-    class Idle:
-        def plan(self, view: View) -> Plan:
-            place = kv_place(view.waiting[0].job_id)
-            return Plan((Free(place) if place in view.held_bytes else Grow(place, PAGE.nbytes),))
-
-    with pytest.raises(Stalled, match=r"last 10,000 plans hold no operation: .*waiting \[0, 1\]"):
-        replay(Idle(), random_requests(1, 2))
+    def plan(self, view: View) -> Plan:
+        return self.policy.plan(view) if view.now_ns < self.until_ns else Plan()
 
 
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
-def test_a_plan_log_plays_back_byte_for_byte(scheduling: str, memory: str) -> None:
+@given(requests=traces(12), until_ns=st.integers(0, 30_000_000), **room(), **TIMING)
+@cases(20)
+def test_a_policy_that_wants_nothing_is_an_error_that_names_the_jobs(
+    scheduling: str, memory: str, requests: list[Request], until_ns: int, **setting: Any
+) -> None:
+    """Law 10: whoever would have been in a launch from then on is named, and nobody else."""
+    policy = composed(scheduling, memory)
+    alone = {"fast_forward": False, **setting}  # it goes by the clock, so no plan may stand
+    whole = replay(policy, requests, **alone).recorder.plans
+    lost = {
+        piece.job.job_id
+        for _, _, issue_ns, _, plan in whole
+        for op in plan.ops
+        if issue_ns >= until_ns and isinstance(op, Compute)
+        for piece in op.slices
+    }
+    named = set[int]()
+    try:
+        replay(Tired(policy, until_ns), requests, **alone)
+    except Stalled as error:
+        lists = re.findall(r"(?:waiting|serving) \[([\d, ]+)\]", str(error))
+        named = {int(number) for numbers in lists for number in numbers.split(",")}
+    assert named == lost
+
+
+def test_turns_that_never_come_are_no_reason_to_wait() -> None:
+    """Law 10: nobody answers the first one."""
+    turns = [Request(i, 0, 30, 5, session=0, turn=i) for i in range(3)]
+    with pytest.raises(Stalled, match=r"waiting \[0\]"):
+        replay(Tired(composed("chunked", "restart"), 0), turns)
+
+
+class Idle:
+    """Takes a page and gives it back, for ever."""
+
+    def plan(self, view: View) -> Plan:
+        place = kv_place(view.waiting[0].job_id)
+        return Plan((Free(place) if place in view.held_bytes else Grow(place, PAGE.nbytes),))
+
+
+@given(requests=traces(8, last_ns=0), **room())
+@cases(30)
+def test_plans_without_end_that_do_nothing_are_an_error_that_names_the_jobs(
+    requests: list[Request], **setting: int
+) -> None:
+    """Law 10: no time passes in them, so nothing would ever end the loop."""
+    named = re.escape(f"waiting {[r.request_id for r in requests]}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.engine.FRUITLESS", 1_000)
+        with pytest.raises(Stalled, match=f"last 1,000 plans hold no operation: .*{named}"):
+            replay(Idle(), requests, **setting)
+
+
+@pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
+@given(requests=traces(16), seed=SEEDS, **room(50))
+@cases(20)
+def test_a_plan_log_plays_back_byte_for_byte(
+    scheduling: str, memory: str, requests: list[Request], seed: int, **setting: int
+) -> None:
     """Timed arrivals, other durations: pages and bytes go through the same states."""
-    requests = random_requests(13, 18, rate=1200)
-    measured = replay(
-        composed(scheduling, memory), requests, pages=31, noise=0.4, seed=3, host_ns=9_000
-    )
+    noisy = {"noise": 0.4, "seed": seed, "host_ns": 9_000}
+    measured = replay(composed(scheduling, memory), requests, **noisy, **setting)
     policy = Watched(Recorded(measured.plan_log()))
-    played = replay(policy, requests, pages=31, returns_memory=False).check()
+    played = replay(policy, requests, returns_memory=False, **setting).check()
     assert played.booked() == measured.booked() != []
     assert [s.pieces for s in played.launches()] == [s.pieces for s in measured.launches()]
 

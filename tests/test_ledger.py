@@ -11,6 +11,7 @@ from engine.job import Job
 from engine.ledger import Ledger
 from engine.pages import PagePool
 from engine.plan import Compute, Copy, Free, Grow, PageSize, Plan, Slice, Tier, kv_place
+from engine.regions import weight
 from engine.returns import ReturnQueue
 from tests.strategies import cases
 
@@ -141,8 +142,39 @@ def test_idle_pages_are_told_once_and_never_while_taken() -> None:
     assert pool.drain_idle() == [1] and pool.drain_idle() == []
 
 
-def test_holding_nothing_twice_is_our_own_error() -> None:
-    with pytest.raises(AssertionError, match="not held"):
-        ledger().book(Plan((Free(kv_place(5)),)))
-    with pytest.raises(AssertionError, match="no whole pages"):
-        ledger().book(Plan((Grow(kv_place(5), 150),)))
+STATE = weight(9, 0)
+BROKEN = {  # promises, and how each looks at the end of a plan
+    "which is not held": (Free(kv_place(5)),),
+    "below zero, or no whole pages": (Grow(kv_place(5), 150),),
+    "-300 bytes: below zero": (Grow(kv_place(5), -300),),
+    "-1 bytes: below zero": (Grow(STATE, -1),),
+    "of another kind": (Copy(STATE, kv_place(5, Tier.HOST)),),
+    "the only copy as new": (Free(STATE),),
+    "gpu.*the only copy as new": (
+        Copy(STATE, weight(9, 0, Tier.HOST)),
+        Compute((), writes=(STATE,)),  # an update: the copy is old now
+        Free(STATE),
+    ),
+}
+
+
+@pytest.mark.parametrize("why", BROKEN)
+@given(op_lists, op_lists)
+@cases(20)
+def test_a_plan_that_breaks_a_promise_books_nothing(why: str, first: list, rows: list) -> None:
+    """Law 3 where the fault is ours: what stands before it in the plan is not booked either."""
+    books = Ledger({GPU: 10_050, HOST: 10_050}, PAGE, {STATE: 50})  # room for all that is drawn
+    books.book(Plan(tuple(legal(books, first))))
+    before = figures(books)
+    with pytest.raises(AssertionError, match=why):
+        books.book(Plan((*legal(books, rows), *BROKEN[why])))
+    assert figures(books) == before
+
+
+def test_states_may_go_where_a_copy_is_as_new() -> None:
+    books = Ledger({GPU: 100, HOST: 100}, PAGE, {STATE: 50})
+    away = weight(9, 0, Tier.HOST)
+    books.book(Plan((Compute((), writes=(STATE,)), Copy(STATE, away), Free(STATE))))
+    books.book(Plan((Copy(away, STATE), Free(away))))
+    with pytest.raises(AssertionError, match="only copy"):
+        books.book(Plan((Free(STATE),)))

@@ -17,7 +17,7 @@ from engine.door import Door
 from engine.engine import Stalled
 from engine.lanes import Lanes
 from engine.pages import PagePool
-from engine.plan import Grow, Lane, Op, Plan, kv_place
+from engine.plan import Compute, Copy, Grow, Lane, Op, Plan, Tier, kv_place
 from engine.policy import Composed
 from engine.returns import ReturnQueue
 from engine.scoreboard import Scoreboard
@@ -182,6 +182,24 @@ def test_a_policy_that_asks_only_once_idles_beside_runnable_work(
         else:
             caught += watched.idle_without_a_plan > 0
     assert caught == 6
+
+
+class Patient:
+    """Waits until all that is in flight has ended."""
+
+    def plan(self, view: View) -> Plan:
+        return Plan()
+
+
+@pytest.mark.parametrize(
+    ("op", "idle"), [(Copy(kv_place(1), kv_place(1, Tier.HOST)), 1), (Compute(()), 0)]
+)
+def test_a_policy_that_rests_beside_a_copy_is_caught(op: Op, idle: int) -> None:
+    """Beside a launch it may: the lane is busy."""
+    watched, state = Watched(Patient()), view([decoding(0, 9)], [])
+    watched.plan(replace(state, in_flight=(op,)))
+    watched.plan(replace(state, now_ns=state.now_ns + 1))
+    assert watched.idle_without_a_plan == idle
 
 
 # ---- law 11

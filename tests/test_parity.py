@@ -5,19 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import simpy
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.checks import check_capacity, check_inputs, check_lanes
 from engine.engine import Engine
 from engine.executor import Launch
 from engine.journal import Journal
-from engine.plan import PageSize
+from engine.plan import PageSize, Pool
 from engine.planlog import LoggedPlan, encode
-from engine.policy import Composed
+from engine.policy import Composed, Policy
 from engine.recorder import Recorder
 from policies.recorded import Recorded
 from runtime.clock import WallClock
@@ -28,43 +30,53 @@ from runtime.wall import WallExecutor
 from sim.executor import SimExecutor
 from tests.hand_made import FAMILIES, HOST, shared_model
 from tests.serving import MEMORY, PAGE_TOKENS, SCHEDULING, short_requests
+from tests.strategies import SEEDS, cases
 from traces.request import Request
 
 SPEC = replace(FAMILIES["llama"], name="tiny-flat", num_layers=1)  # decisions know no layers
 PAGE = PageSize(PAGE_TOKENS, PAGE_TOKENS * SPEC.kv_token_bytes)
-PAGES = {GPU: 26, HOST: 104}
+GPU_PAGES = 26
 LINKS = {name: Link(200e6, 20_000) for name in ("gpu->host", "host->gpu")}
 BACKENDS = ("sim", "lockstep", "cpu", "wall")
 
 
+@dataclass(frozen=True)
 class MadeUp:
     """Durations for the virtual clocks; their size must not matter."""
 
+    speed: int = 1
     form, provenance = "made up", "a test"
 
     def compute_ns(self, launch: Launch) -> int:
-        return 200_000 + 5_000 * sum(piece.tokens for piece in launch.pieces)
+        return (200_000 + 5_000 * sum(piece.tokens for piece in launch.pieces)) // self.speed
 
     def copy_ns(self, launch: Launch, contended: bool = False) -> int:
-        return 20_000 + 5 * launch.nbytes
+        return (20_000 + 5 * launch.nbytes) // self.speed
 
     def host_ns(self, launches: Sequence[Launch]) -> int:
-        return 40_000
+        return 40_000 // self.speed
 
     def peak_bytes(self, launch: Launch) -> int | None:
         return None
 
 
-def machine(requests: Sequence[Request]) -> Machine:
+def machine(requests: Sequence[Request], gpu_pages: int = GPU_PAGES) -> Machine:
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
-    return Machine(shared_model(SPEC), SPEC, PAGE_TOKENS, PAGES, prompts)
+    pages = {GPU: gpu_pages, HOST: 4 * gpu_pages}
+    return Machine(shared_model(SPEC), SPEC, PAGE_TOKENS, pages, prompts)
+
+
+def capacity(gpu_pages: int = GPU_PAGES) -> dict[Pool, int]:
+    return {GPU: gpu_pages * PAGE.nbytes, HOST: 4 * gpu_pages * PAGE.nbytes}
 
 
 @contextmanager
-def world(backend: str, requests: Sequence[Request]) -> Iterator[tuple[simpy.Environment, Any]]:
+def world(
+    backend: str, requests: Sequence[Request], gpu_pages: int
+) -> Iterator[tuple[simpy.Environment, Any]]:
     if backend == "wall":
         clock = WallClock()
-        with WallExecutor(clock, machine(requests), LINKS) as executor:
+        with WallExecutor(clock, machine(requests, gpu_pages), LINKS) as executor:
             yield clock, executor
         return
     env = simpy.Environment()
@@ -72,35 +84,42 @@ def world(backend: str, requests: Sequence[Request]) -> Iterator[tuple[simpy.Env
         env,
         {
             "sim": lambda: SimExecutor(env, MadeUp()),
-            "lockstep": lambda: LockstepExecutor(env, machine(requests), MadeUp()),
-            "cpu": lambda: CpuExecutor(env, machine(requests), LINKS),
+            "fast sim": lambda: SimExecutor(env, MadeUp(speed=20)),
+            "lockstep": lambda: LockstepExecutor(
+                machine(requests, gpu_pages), SimExecutor(env, MadeUp())
+            ),
+            "cpu": lambda: CpuExecutor(env, machine(requests, gpu_pages), LINKS),
         }[backend](),
     )
 
 
 def run(
-    backend: str, policy: Any, requests: Sequence[Request], depth: int = 2, **kwargs: Any
+    backend: str,
+    policy: Any,
+    requests: Sequence[Request],
+    depth: int = 2,
+    gpu_pages: int = GPU_PAGES,
+    returns_memory: bool = True,
 ) -> Recorder:
     """A replay with all checks; returns its facts."""
-    with world(backend, requests) as (env, executor):
+    with world(backend, requests, gpu_pages) as (env, executor):
         recorder, journal = Recorder(), Journal(lambda: int(env.now))
-        capacity = {pool: count * PAGE.nbytes for pool, count in PAGES.items()}
         engine = Engine(
             env,
             policy,
             executor,
-            capacity,
+            capacity(gpu_pages),
             PAGE,
             depth=depth,
             recorder=recorder,
             journal=journal,
-            **kwargs,
+            returns_memory=returns_memory,
         )
         engine.replay(requests)
     plans, spans = [row[-1] for row in recorder.plans], {s.op: s for s in recorder.spans}
     check_lanes(plans, spans)
     check_inputs(plans, spans)
-    check_capacity(journal.lives, spans, capacity)
+    check_capacity(journal.lives, spans, capacity(gpu_pages))
     return recorder
 
 
@@ -117,40 +136,68 @@ def pages(recorder: Recorder) -> list[tuple[int, list[int]]]:
     ]
 
 
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("scheduling", SCHEDULING)
-def test_all_backends_issue_identical_plans(scheduling: str, memory: str, depth: int) -> None:
+def test_all_backends_issue_identical_plans(scheduling: str, memory: str) -> None:
     policy = Composed(SCHEDULING[scheduling], MEMORY[memory])
-    requests = short_requests(8, SPEC.vocab_size)
-    runs = {name: run(name, policy, requests, depth) for name in BACKENDS}
-    taken = [o.restarts + o.swaps for o in runs["sim"].outcomes.values()]
-    assert any(taken) or memory == "max_reservation", "no pressure"
+    sim = identical(policy, short_requests(8, SPEC.vocab_size))
+    assert under_pressure(sim) or memory == "max_reservation", "no pressure"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("scheduling", SCHEDULING)
+@given(seed=SEEDS, depth=st.integers(1, 3), gpu_pages=st.integers(13, 40))
+@cases(5)
+def test_all_backends_issue_identical_plans_of_random_traces(
+    scheduling: str, memory: str, seed: int, depth: int, gpu_pages: int
+) -> None:
+    policy = Composed(SCHEDULING[scheduling], MEMORY[memory])
+    identical(policy, short_requests(8, SPEC.vocab_size, seed), depth, gpu_pages)
+
+
+def identical(policy: Policy, requests: Sequence[Request], *setting: int) -> Recorder:
+    """Replays in all backends, equal down to the page; returns the simulated one."""
+    runs = {name: run(name, policy, requests, *setting) for name in BACKENDS}
     for name in BACKENDS[1:]:
         assert log(runs[name]) == log(runs["sim"]), f"{name} decides otherwise"
         assert pages(runs[name]) == pages(runs["sim"]), f"{name} has other pages"
         assert counters(runs[name], "return") == counters(runs["sim"], "return")
+    return runs["sim"]
 
 
+def under_pressure(recorder: Recorder) -> bool:
+    """Whether anybody's memory was taken."""
+    return any(o.restarts + o.swaps for o in recorder.outcomes.values())
+
+
+@pytest.mark.broad(18)
 @pytest.mark.parametrize("measured", ["cpu", "wall"])
 @pytest.mark.parametrize("memory", MEMORY)
-def test_a_measured_plan_log_gives_identical_counters_in_sim(memory: str, measured: str) -> None:
-    """Timed arrivals: decisions may differ, but the measured ones played back must not."""
-    rng = random.Random(5)
+@pytest.mark.parametrize("scheduling", SCHEDULING)
+def test_a_measured_plan_log_gives_identical_counters_in_sim(
+    scheduling: str, memory: str, measured: str
+) -> None:
+    """Timed arrivals: decisions do differ, but the measured ones played back must not."""
+    is_reserved, rng = memory == "max_reservation", random.Random(5)
     requests = [
         Request(
             r.request_id,
-            rng.randrange(40_000_000),
+            rng.randrange(4_000_000),
             r.prompt_tokens,
             r.output_tokens,
             prompt_ids=r.prompt_ids,
         )
-        for r in short_requests(10, SPEC.vocab_size)
+        for r in short_requests(16, SPEC.vocab_size, 3, 40 if is_reserved else 80)
     ]
-    policy = Composed(SCHEDULING["chunked_prefill"], MEMORY[memory])
-    real = run(measured, policy, requests)
+    policy = Composed(SCHEDULING[scheduling], MEMORY[memory])
+    tight = {"gpu_pages": 52 if is_reserved else 20}
+    real = run(measured, policy, requests, **tight)
+    assert under_pressure(real) or is_reserved, "no pressure"
+    free = run("fast sim", policy, requests, **tight)
+    assert log(free) != log(real), "nothing would be left to show"
     plans = tuple(LoggedPlan(d, back, encode(p)) for _, d, _, back, p in real.plans)
-    played = run("sim", Recorded(plans), requests, returns_memory=False)
+    played = run("fast sim", Recorded(plans), requests, returns_memory=False, **tight)
     assert counters(played) == counters(real)
     assert pages(played) == pages(real)
 
@@ -167,8 +214,8 @@ def test_real_ends_of_sequence_end_requests_early_and_keep_the_laws() -> None:
     free = machine(requests)
     env, recorder = simpy.Environment(), Recorder()
     policy = Composed(SCHEDULING["chunked_prefill"], MEMORY["paged_restart"])
-    capacity = {pool: count * PAGE.nbytes for pool, count in PAGES.items()}
-    Engine(env, policy, CpuExecutor(env, free), capacity, PAGE, recorder=recorder).replay(requests)
+    executor = CpuExecutor(env, free)
+    Engine(env, policy, executor, capacity(), PAGE, recorder=recorder).replay(requests)
     first = free.outputs(0)
     ends = first[len(first) // 2]  # a token that is known to be sampled
     again = machine(requests)
@@ -178,7 +225,7 @@ def test_real_ends_of_sequence_end_requests_early_and_keep_the_laws() -> None:
         env,
         policy,
         CpuExecutor(env, again),
-        capacity,
+        capacity(),
         PAGE,
         depth=1,
         forced=False,

@@ -105,3 +105,11 @@ def test_a_point_trains_and_a_small_memory_does_not() -> None:
     both = step_s(replace(alone, group=Group(2)))
     assert both is not None
     assert step_s(replace(alone, model="68B")) is None
+    assert step_s(replace(alone, device=A100, model="20B")) is None, "its widest module has 268 M"
+
+
+def test_the_baseline_trains_a_language_model() -> None:
+    """Megatron's GPT-2 under DeepSpeed: the same layers, and a head over all words."""
+    ours, theirs = spec_of("4B"), spec_of("4B", DEEPS)
+    assert (ours.num_layers, ours.hidden_size) == (theirs.num_layers, theirs.hidden_size)
+    assert theirs.vocab_size == 50_304 and ours.vocab_size == 2

@@ -55,7 +55,9 @@ def steps(host_ns: int, length_ns: int, plans: int = 4) -> Any:
     return table_of("steps", rows)
 
 
-def test_the_host_is_judged_by_a_replay_not_by_shapes(tmp_path: Path) -> None:
+def test_the_host_is_judged_by_a_replay_and_operators_by_all_that_was_held_out(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "held-out-0").mkdir()
     pq.write_table(steps(host_ns=10_000, length_ns=5000), tmp_path / "holdout.parquet")
     pq.write_table(steps(host_ns=80_000, length_ns=8000), tmp_path / "held-out-0/steps.parquet")
@@ -63,16 +65,21 @@ def test_the_host_is_judged_by_a_replay_not_by_shapes(tmp_path: Path) -> None:
     tables = {name: Table(((1,),), (ns,)) for name, ns in flat.items()}
     tables["chunk"] = Table(((1,), (1,)), (0.0,))
     table = judged(TableCost(tables, TINY, PAGE, "by hand"), tmp_path)
-    errors = table["bias"].to_dict()
+    errors = table["bias"].dropna().to_dict()
     assert errors == pytest.approx(
         {
             "decode only": 0.2,
             "all launches": 0.2,
             f"{AGAIN}all launches": -0.25,
             f"{AGAIN}host": 0.25,  # 1000 % of what packing shapes took, 25 % of what plans took
+            "operator linear": -0.025,  # four launches each
+            "operator host": 0.25,
         }
     )
-    assert f"{AGAIN}host" in told(table)
+    said = told(table).splitlines()
+    assert any(line.startswith(f"{AGAIN}host") for line in said)
+    (head,) = (line.split() for line in said if line.startswith("operator head"))
+    assert head == ["operator", "head", "0", "-", "-", "-"], "where it rules nothing"
 
 
 @pytest.mark.parametrize(("total", "steady"), [(0.0, True), (-0.029, True), (0.031, False)])

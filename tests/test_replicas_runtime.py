@@ -79,7 +79,7 @@ def world(backend: str, box: Replicas) -> Iterator[tuple[simpy.Environment, Any]
     env = simpy.Environment()
     made = {
         "sim": lambda: SimExecutor(env, MadeUp()),
-        "lockstep": lambda: LockstepExecutor(env, box, MadeUp()),
+        "lockstep": lambda: LockstepExecutor(box, SimExecutor(env, MadeUp())),
         "cpu": lambda: CpuExecutor(env, box, LINKS),
     }
     yield env, made[backend]()

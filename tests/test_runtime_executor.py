@@ -9,21 +9,25 @@ from contextlib import suppress
 import pytest
 import simpy
 
-from engine.executor import Launch, Span
+from engine.executor import Executor, Launch, Span
 from engine.plan import Copy, Tier, kv_place
 from runtime.executor import CpuExecutor, LockstepExecutor
 from runtime.link import Link
+from runtime.machine import GPU
+from sim.executor import SimExecutor
 from tests.hand_made import TINY, HandMade, make_prompts
 
 
 class Fixed:
     """Durations that anybody can check by hand."""
 
+    form, provenance = "made up", "a test"
+
     def compute_ns(self, launch: Launch) -> int:
         return 1000 * sum(piece.tokens for piece in launch.pieces)
 
-    def copy_ns(self, launch: Launch) -> int:
-        return 77
+    def copy_ns(self, launch: Launch, contended: bool = False) -> int:
+        return 154 if contended else 77
 
     def host_ns(self, launches: Sequence[Launch]) -> int:
         return 5 * len(launches)
@@ -45,18 +49,33 @@ def made() -> HandMade:
     return HandMade(TINY, make_prompts([5, 30], TINY.vocab_size))
 
 
-def test_lockstep_does_the_work_and_takes_the_given_time(made: HandMade) -> None:
-    env, spans = simpy.Environment(), list[Span]()
-    executor = LockstepExecutor(env, made.machine, Fixed())
-    launches = [made.launch((7, 5), (10, 30)), made.launch((7, 1), (10, 1))]
-    assert executor.prepare(launches) == 10
+def swap_in(made: HandMade, job_id: int) -> Launch:
+    """A copy of the host's first pages to free ones of the device."""
+    op, there = Copy(kv_place(job_id, Tier.HOST), kv_place(job_id)), made.free[GPU][:2]
+    return Launch(op, (), (), 2 * made.machine.arenas[GPU].page_nbytes, range(2), there)
+
+
+def spans(env: simpy.Environment, executor: Executor, launches: Sequence[Launch]) -> list[Span]:
+    found = list[Span]()
+    assert executor.prepare(launches) == 5 * len(launches)
     for launch in launches:
-        executor.run(launch, spans.append)
+        executor.run(launch, found.append)
     env.run()
-    assert [(s.start_ns, s.end_ns, s.peak_bytes) for s in spans] == [
-        (0, 35_000, 123),
-        (35_000, 37_000, 123),
-    ]
+    return found
+
+
+def test_lockstep_does_the_work_in_the_simulators_time(made: HandMade) -> None:
+    """Also where copies contend: one rule, in one place."""
+    first, second = made.launch((7, 5), (10, 30)), made.launch((7, 1), (10, 1))
+    launches = [first, second, swap_out(made, 10), swap_in(made, 99)]
+    env, other = simpy.Environment(), simpy.Environment()
+    predicted = SimExecutor(env, Fixed())
+    found = spans(env, executor := LockstepExecutor(made.machine, predicted), launches)
+    assert found == spans(other, SimExecutor(other, Fixed()), launches)
+    times = {span.op: (span.start_ns, span.end_ns) for span in found}
+    expected = [(0, 35_000), (35_000, 37_000), (0, 77), (0, 154)]
+    assert [times[launch.op] for launch in launches] == expected
+    assert [executor.peak_bytes(launch) for launch in launches] == [123, 123, None, None]
     assert [len(made.machine.outputs(i)) for i in (7, 10)] == [2, 2]
 
 

@@ -71,8 +71,7 @@ def test_a_file_full_of_faults_is_read_to_its_end(tmp_path: Path, suffix: str) -
     held = read_sharegpt(written(tmp_path / f"a{suffix}", text), max_message_chars=100)
     assert held.rows_read == len(rows) == len(held.conversations) + held.dropped.total()
     assert len(held.conversations) == sum(reason is None for _, reason in AWKWARD)
-    assert set(held.dropped) == {reason for _, reason in AWKWARD if reason}
-    assert held.noted == {"message of an unknown role": 1, "empty message": 1}
+    assert held.faults == {i: reason for i, (_, reason) in enumerate(AWKWARD, 1) if reason}
 
 
 def written(path: Path, text: str) -> Path:

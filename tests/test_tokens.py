@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from engine.policy import Composed
 from tests.hand_made import FAMILIES
 from tests.reference import compare, expected
-from tests.serving import MEMORY, SCHEDULING, serve, short_requests
+from tests.serving import MEMORY, SCHEDULING, serve, serve_with, short_requests
+from tests.strategies import SEEDS, cases
 
 COUNT, GPU_PAGES = 8, 26  # twice the longest request: 100 tokens are 13 pages
 
@@ -25,6 +29,25 @@ def test_tokens_equal_generate_under_pressure(family: str, scheduling: str, memo
         assert served.restarts, "no pressure: nothing restarted"
     if memory == "paged_swap":
         assert served.swaps, "no pressure: nothing was swapped"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("scheduling", SCHEDULING)
+@given(
+    family=st.sampled_from(["qwen3", "llama"]),
+    seed=SEEDS,
+    gpu_pages=st.integers(13, 40),
+    depth=st.integers(1, 3),
+)
+@cases(6)
+def test_tokens_equal_generate_on_random_traces(
+    scheduling: str, memory: str, family: str, seed: int, gpu_pages: int, depth: int
+) -> None:
+    spec, policy = FAMILIES[family], Composed(SCHEDULING[scheduling], MEMORY[memory])
+    requests = short_requests(COUNT, spec.vocab_size, seed)
+    served = serve_with(policy, spec, requests, gpu_pages, depth=depth)
+    assert not compare(served.outputs, expected(spec, requests)).wrong
 
 
 def test_a_copy_that_is_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,12 +208,11 @@ def test_the_command_line_tells_all_that_was_left_out_or_added(
     assert main([*words, *more]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "rows read 3 = kept 2 + dropped 1",
-        "        1 no human message followed by a gpt message",
+        "        1 no human message followed by a gpt message (first at 3)",
         "pairs read 3 = kept 2 + dropped 1",
         "        1 empty message in the pair",
         "kept, though odd:",
-        "        1 message of an unknown role",
-        "        1 empty message",
+        "        1 message of an unknown role",  # the empty one went with its pair
         "3 requests drawn again, to reach the limit",
     ]
     assert main(words) == 0

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from engine.job import Job
 from engine.layout import Layout
-from engine.plan import Plan
+from engine.plan import Compute, Plan
 from engine.planlog import encode
 from engine.policy import Policy
 from engine.profile import EngineProfile
@@ -28,7 +28,7 @@ class Watched:
     def __init__(self, policy: Policy) -> None:
         self.prefix_caching = getattr(policy, "prefix_caching", False)
         self._policy, self._now_ns = policy, 0
-        self._wants_nothing = False  # the last answer, while nothing was in flight
+        self._wants_nothing = False  # the last answer, while no launch was in flight
         self.idle_without_a_plan = self.questions = 0
 
     def plan(self, view: View) -> Plan:
@@ -40,7 +40,7 @@ class Watched:
         plan = self._policy.plan(view)
         assert snapshot(view) == before, "law 8: the policy changed what it was shown"
         assert encode(plan) == encode(self._policy.plan(view)), "law 8: equal views, other plans"
-        self._wants_nothing = not plan and not view.in_flight
+        self._wants_nothing = not (plan or any(isinstance(op, Compute) for op in view.in_flight))
         return plan
 
 

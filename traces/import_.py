@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from traces.drops import Drops
 from traces.figures import spread
 from traces.kinds import READERS, Imported, recorded_kind
 from traces.lengths import Limits, read_lengths, sample
@@ -136,18 +137,16 @@ def _overridden(rule: Rule, options: Options) -> Rule:
 
 def _account(held: ShareGPT, selection: Selection) -> dict[str, Any]:
     """rows_read = rows_kept + rows_dropped, over the file's rows; the same for pairs looked at."""
-    dropped = Counter(held.dropped)
-    dropped.update(selection.rows_dropped)
-    assert held.rows_read == selection.rows_kept + dropped.total()
+    drops = Drops(held.rows_read)
+    for row, reason in sorted((held.faults | selection.faults).items()):
+        drops.drop(reason, row)
     assert selection.pairs_read == len(selection.requests) + selection.pairs_dropped.total()
     return {
-        "rows_read": held.rows_read,
-        "rows_kept": selection.rows_kept,
-        "rows_dropped": dict(dropped),
+        **drops.account(selection.rows_kept),
         "pairs_read": selection.pairs_read,
         "pairs_kept": len(selection.requests),
         "pairs_dropped": dict(selection.pairs_dropped),
-        "noted": dict(held.noted),
+        "noted": dict(selection.noted),
     }
 
 

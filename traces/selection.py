@@ -14,20 +14,22 @@ from traces.sharegpt import Conversation
 from traces.tokenizer import LoadedTokenizer
 
 BATCH = 256  # conversations tokenized at once: enough for every core, few enough to hold
+KNOWN_ROLES = frozenset({"human", "gpt", "system"})
 Ids = list[list[int]]  # token ids per message, without BOS
 
 
 @dataclass
 class Selection:
-    """Requests and accounts: rows_read = rows_kept + sum(rows_dropped.values()).
+    """Requests and accounts: each conversation is kept, or has its fault by row.
 
-    A row is a conversation. Pairs are the candidates of the conversations that a rule looked at:
-    pairs_read = len(requests) + sum(pairs_dropped.values()).
+    Pairs are the candidates of the conversations that a rule looked at: pairs_read = len(requests)
+    + sum(pairs_dropped.values()). `noted` counts messages in requests that are kept though odd: of
+    an unknown role, or empty.
     """
 
-    rows_read: int
     rows_kept: int = 0
-    rows_dropped: Counter[str] = field(default_factory=Counter)
+    faults: dict[int, str] = field(default_factory=dict)
+    noted: Counter[str] = field(default_factory=Counter)
     pairs_read: int = 0
     pairs_dropped: Counter[str] = field(default_factory=Counter)
     requests: list[Request] = field(default_factory=list)
@@ -46,17 +48,18 @@ def select(
 
     Stops at `limit` requests, as vLLM does; the conversations behind it are counted as dropped.
     """
-    selection = Selection(rows_read=len(conversations))
+    selection, looked = Selection(), 0
     usable = _usable(conversations, rule, selection)
     if seed is not None:
         random.Random(seed).shuffle(usable)
     limit = limit if limit is not None else sum(len(c.roles) for c in usable)
     beyond = f"beyond the limit of {limit} requests"
-    for ids, picked in _picked(usable, rule, tokenizer):
+    for conversation, ids, picked in _picked(usable, rule, tokenizer):
         room = limit - len(selection.requests)
         if room == 0:
             break
-        _count(selection, picked, room, beyond)
+        looked += 1
+        _count(selection, conversation, picked, room, beyond)
         session = selection.rows_kept - 1 if rule.is_closed_loop else None
         bos_ids = tokenizer.bos_ids if rule.counts_bos else ()
         for turn, chosen in enumerate(picked.picks[:room]):
@@ -64,8 +67,8 @@ def select(
             number = len(selection.requests)
             made = _request(number, chosen, session, turn, prompt_ids if keep_ids else None)
             selection.requests.append(made)
-    left = selection.rows_read - selection.rows_kept - selection.rows_dropped.total()
-    selection.rows_dropped.update({beyond: left} if left else {})
+    selection.faults |= {conversation.row: beyond for conversation in usable[looked:]}
+    assert len(conversations) == selection.rows_kept + len(selection.faults)
     return selection
 
 
@@ -79,14 +82,14 @@ def _usable(
         if fault in (None, "does not start with human, gpt"):
             usable.append(conversation)
         else:
-            selection.rows_dropped[str(fault)] += 1
+            selection.faults[conversation.row] = str(fault)
     return usable
 
 
 def _picked(
     conversations: Sequence[Conversation], rule: Rule, tokenizer: LoadedTokenizer
-) -> Iterator[tuple[Ids, Picked]]:
-    """What the rule picks from each conversation, with the ids of the messages it needed."""
+) -> Iterator[tuple[Conversation, Ids, Picked]]:
+    """Each conversation with what the rule picks from it, and the ids of the messages it needed."""
     from tqdm import tqdm
 
     bar = tqdm(total=len(conversations), desc="tokenizing", unit=" conversations", disable=None)
@@ -98,19 +101,25 @@ def _picked(
             for conversation, texts in zip(batch, used, strict=True):
                 own = [next(ids) for _ in texts]
                 counted = Counted(conversation.roles, tuple(map(len, own)))
-                yield own, pick(rule, counted, len(tokenizer.bos_ids))
+                yield conversation, own, pick(rule, counted, len(tokenizer.bos_ids))
             bar.update(len(batch))
 
 
-def _count(selection: Selection, picked: Picked, room: int, beyond: str) -> None:
+def _count(
+    selection: Selection, conversation: Conversation, picked: Picked, room: int, beyond: str
+) -> None:
     selection.pairs_read += len(picked.picks) + len(picked.reasons)
     selection.pairs_dropped.update(picked.reasons)
     if len(picked.picks) > room:
         selection.pairs_dropped[beyond] += len(picked.picks) - room
     if picked.reason is None:
         selection.rows_kept += 1
+        used = slice(picked.picks[:room][-1].last + 2)  # prompts hold all that was said before
+        roles, texts = conversation.roles[used], conversation.texts[used]
+        odd = {"message of an unknown role": sum(role not in KNOWN_ROLES for role in roles)}
+        selection.noted += Counter(odd | {"empty message": sum(not text for text in texts)})
     else:
-        selection.rows_dropped[picked.reason] += 1
+        selection.faults[conversation.row] = picked.reason
 
 
 def _request(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from traces.dataset import opened_dataset
 from traces.json_value import NOT_JSON, is_unicode
 from traces.plain_json import is_beyond_datasets, plain_rows
 
-KNOWN_ROLES = frozenset({"human", "gpt", "system"})
 # The longest message of ShareGPT_V3 has 241,402 Llama-2 tokens, about a million characters; what
 # is longer than this is not a chat message, and tokenizing it could exhaust the memory.
 MAX_MESSAGE_CHARS = 4_000_000
@@ -24,8 +23,9 @@ MAX_MESSAGE_CHARS = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One row: who said what, in order. Roles are as written in the file."""
+    """One row, its number from 1: who said what, in order. Roles are as written in the file."""
 
+    row: int
     conversation_id: str
     roles: tuple[str, ...]
     texts: tuple[str, ...]
@@ -33,15 +33,23 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ShareGPT:
-    """What a file held: rows_read = len(conversations) + sum(dropped.values()).
+    """What a file held: rows_read = len(conversations) + len(faults).
 
-    `noted` counts messages that are kept though odd: of an unknown role, or empty.
+    `faults` says by row why it is no conversation.
     """
 
-    rows_read: int
     conversations: list[Conversation]
-    dropped: Counter[str] = field(default_factory=Counter)
-    noted: Counter[str] = field(default_factory=Counter)
+    faults: dict[int, str]
+
+    @property
+    def rows_read(self) -> int:
+        """Rows of the file."""
+        return len(self.conversations) + len(self.faults)
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Rows that are no conversation, by reason."""
+        return Counter(self.faults.values())
 
 
 def read_sharegpt(path: str | Path, max_message_chars: int = MAX_MESSAGE_CHARS) -> ShareGPT:
@@ -67,21 +75,17 @@ def read_rows(path: Path) -> Sequence[Any]:
 
 def checked_rows(rows: Iterable[Any], max_message_chars: int = MAX_MESSAGE_CHARS) -> ShareGPT:
     """Each row as a Conversation, or counted under the reason why it is not one."""
-    conversations = []
-    dropped: Counter[str] = Counter()
-    noted: Counter[str] = Counter()
-    for row in rows:
-        checked = _checked(row, max_message_chars)
+    conversations, faults = list[Conversation](), dict[int, str]()
+    for number, row in enumerate(rows, 1):
+        checked = _checked(number, row, max_message_chars)
         if isinstance(checked, str):
-            dropped[checked] += 1
-            continue
-        conversations.append(checked)
-        noted["message of an unknown role"] += sum(r not in KNOWN_ROLES for r in checked.roles)
-        noted["empty message"] += sum(not text for text in checked.texts)
-    return ShareGPT(len(conversations) + dropped.total(), conversations, dropped, +noted)
+            faults[number] = checked
+        else:
+            conversations.append(checked)
+    return ShareGPT(conversations, faults)
 
 
-def _checked(row: Any, max_message_chars: int) -> Conversation | str:
+def _checked(number: int, row: Any, max_message_chars: int) -> Conversation | str:
     if row is NOT_JSON:
         return "line is not JSON"
     if not isinstance(row, dict):
@@ -96,6 +100,7 @@ def _checked(row: Any, max_message_chars: int) -> Conversation | str:
         if reason:
             return reason
     return Conversation(
+        number,
         str(row.get("id", "")),
         tuple(message["from"] for message in messages),
         tuple(message["value"] for message in messages),

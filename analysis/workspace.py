@@ -1,0 +1,57 @@
+"""The workspace of sampled launches: what was predicted beside what it took."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from analysis.distance import relative_error
+from analysis.run import Run
+
+KIND, P90 = "workspace", "p90 |error|"  # in the memory table of a comparison
+
+
+def workspace_errors(pairs: pd.DataFrame) -> dict[str, float | int]:
+    """Figures of launches whose workspace is known twice; empty without any.
+
+    `pairs` has a row per launch, columns predicted and measured, in bytes. launches;
+    predicted_bytes and measured_bytes, the largest of each; p90_error, of the absolute errors of
+    single launches, relative to the measurement.
+    """
+    known = pairs[pairs["predicted"].notna() & (pairs["measured"] > 0)].astype(float)
+    if known.empty:
+        return {}
+    error = known["predicted"] / known["measured"] - 1.0
+    return {
+        "launches": len(known),
+        "predicted_bytes": int(known["predicted"].max()),
+        "measured_bytes": int(known["measured"].max()),
+        "p90_error": float(error.abs().quantile(0.9)),
+    }
+
+
+def workspace_figures(run: Run) -> dict[str, float | int]:
+    """A run's own, as metrics name them: of a simulation the largest launch's, as predicted."""
+    if run.is_measured:
+        found = run.provenance.get("workspace") or {}
+        return {f"{KIND}_{name}": value for name, value in found.items()}
+    peak = run.steps["peak_bytes"].max()
+    return {} if pd.isna(peak) else {f"{KIND}_predicted_bytes": int(peak)}
+
+
+def workspace_rows(matched: pd.DataFrame) -> list[tuple[Any, ...]]:
+    """Rows of a comparison's memory table from operations that both runs have, device by device.
+
+    The largest of each run, and the p90 of the absolute errors of single launches.
+    """
+    rows: list[tuple[Any, ...]] = []
+    for device, part in matched.groupby("device"):
+        pair = {"predicted": part["peak_bytes_prediction"]}
+        pair |= {"measured": part["peak_bytes_measurement"]}
+        if found := workspace_errors(pd.DataFrame(pair)):
+            pool, none = f"gpu:{device}", float("nan")
+            peaks = found["predicted_bytes"], found["measured_bytes"]
+            rows.append((pool, KIND, "peak", *peaks, relative_error(*peaks)))
+            rows.append((pool, KIND, P90, none, none, found["p90_error"]))
+    return rows
