@@ -88,7 +88,7 @@ def test_more_memory_never_trains_a_smaller_model(
     out = ["--engine", "serial", "--out", str(tmp_path / "sweep")]
     assert main(["sweep", "experiment=max_scale", *TINY, *words, *out]) == 0
     told = capsys.readouterr()
-    assert "0 to run" in told.err and "0 failed, 2 do not fit" in told.out
+    assert "0 to run" in told.err and ", 0 failed, " in told.out and "do not fit" in told.out
     by_policy = found["parameters"].unstack("policy")
     assert by_policy.diff().dropna().ge(0).all(axis=None) and by_policy.gt(0).all(axis=None)
     streamed, whole = by_policy["zero3_offload"], by_policy["zero_offload"]
