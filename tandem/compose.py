@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from analysis.yaml_text import fault_in_file, libyaml
+from analysis.yaml_text import fault_in_file, libyaml, yaml_value
 from tandem.composed import Composed
 from tandem.conform import did_you_mean
 from tandem.errors import Usage
@@ -101,14 +101,25 @@ def one_line(error: Exception, overrides: Sequence[str] = ()) -> str:
 
 
 def _known_keys(wrong: str) -> list[str]:
-    """Names at the level of the wrong key in the default configuration, groups included."""
+    """Names at the level of the wrong key in the default configuration, groups included.
+
+    And those that end alike, at any depth of any option of its group: who writes training.path
+    looks for training.data.path.
+    """
     try:
         config = default_config()
     except COMPOSING:
         return []
     everything = list(_keys(config)) + [path.name for path in _groups()]
-    depth = wrong.count(".")
-    return [key for key in everything if key.count(".") == depth]
+    depth, (group, _, last) = wrong.count("."), wrong.rpartition(".")
+    found = [key for key in everything if key.count(".") == depth]
+    return [*found, *(key for key in _keys_of_options(group) if key.endswith(f".{last}"))]
+
+
+def _keys_of_options(group: str) -> Iterator[str]:
+    """The keys of all options of a group, nested ones too; none where it is no group."""
+    for path in sorted((Path(str(files("conf"))) / group).glob("*.yaml")) if group else ():
+        yield from _keys(yaml_value(path.read_text(encoding="utf-8"), path) or {}, f"{group}.")
 
 
 @cache
