@@ -149,7 +149,7 @@ def test_a_length_override_applies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"tokenizer": None}, "name a tokenizer"),
+        ({"tokenizer": None}, r"name a tokenizer.*trace\.tokenizer=PATH.*samples/tokenizer\)"),
         ({"tokenizer": "/no/such"}, "no such tokenizer"),
         ({"tokenizer": SAMPLE}, "not a tokenizer.json"),
         ({"rule": "mine"}, "choose one of"),
