@@ -43,14 +43,16 @@ def check_here(setting: Setting) -> None:
     if spec.weight_bytes > available:
         raise ValueError(
             f"model {spec.name}: weights of {spec.weight_bytes / MIB:,.0f} MiB, and "
-            f"{available / MIB:,.0f} MiB are free here; predict it with backend=sim, or take a smaller model"
+            f"{available / MIB:,.0f} MiB are free here; predict it with "
+            "backend=sim, or take a smaller model"
         )
     for (tier, _), count in pages_of(setting).items() if setting.requests else ():
+        nbytes = max(1, count * page.nbytes)
         try:
-            mmap.mmap(-1, max(1, count * page.nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+            mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         except OSError as error:
             raise ValueError(
-                f"device {setting.device.name}: {count * page.nbytes / MIB:,.0f} MiB of KV in the "
+                f"device {setting.device.name}: {nbytes / MIB:,.0f} MiB of KV in the "
                 f"{tier} tier are more than this machine gives; predict it with backend=sim, or "
                 "set budget.kv_bytes and budget.host_bytes, or take device=cpu"
             ) from error
@@ -74,12 +76,12 @@ def available_bytes() -> int:
 
 def on_cpu(setting: Setting) -> Any:
     """The model on this CPU; replicas read the same weights, which the meter shows for each."""
+    check_here(setting)
     import torch
 
     from runtime.mixed import MixedMachine
     from runtime.model import build_model
 
-    check_here(setting)
     torch.set_num_threads(1)  # a device's stand-in is one core; lanes and yardstick follow it
     training = training_machine(setting)
     if not setting.requests:

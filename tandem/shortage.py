@@ -44,8 +44,9 @@ def deficit(budget: Budget, device: Device, memory: MemoryPlan, short: Short) ->
         )
     stand_in = ", a stand-in for a GPU" if device.is_cpu else ""
     return (
-        f"budget: {_mib(short.missing_bytes)} short: {parts} do not fit into {budget.fraction:g} of "
-        f"the {_mib(device.memory_bytes)} of device={device.name}{stand_in}; {helps}"
+        f"budget: {_mib(short.missing_bytes)} short: {parts} do not fit into "
+        f"{budget.fraction:g} of the {_mib(device.memory_bytes)} of device={device.name}"
+        f"{stand_in}; {helps}"
     )
 
 

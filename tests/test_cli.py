@@ -59,8 +59,8 @@ def test_help_imports_nothing_heavy() -> None:
         (["run", "slo.ttft_s=fast"], "slo.ttft_s=fast: str given, float | None wanted, in sec"),
         (["run", "budget.kv_bytes=70MB"], "kv_bytes=70MB: str given, int | None wanted, in bytes"),
         (
-            ["run", "training=sample", "policy=time_shared", "planner.modes=recomput"],
-            "modes=recomput: str given, keep|recompute|offload | tuple[keep|recompute|offload, ...]",
+            ["run", "trace=none", "training=sample", "policy=zero_offload", "planner.modes=re"],
+            "modes=re: str given, keep|recompute|offload | tuple[keep|recompute|offload",
         ),
         (["run", "slo.ttft_s=0"], "slo.ttft_s=0.0: it must be above 0 seconds"),
         (["run", "+slo.ttft=1"], "slo.ttft: no such limit; did you mean ttft_s"),
@@ -216,6 +216,21 @@ def test_what_this_machine_cannot_hold_is_told_before_weights_are_drawn(
         assert len(told.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (
+            ["policy=chunked_reservation", "budget.kv_pages=100", "budget.may_refuse=true"],
+            "each reserves 128 pages of KV (memory.max_tokens=2048), 28 more than there are; a "
+            "device has 100 pages of 16 tokens; raise budget.kv_pages",
+        ),
+        (
+            ["policy=chunked_reservation", "memory.max_tokens=2", "budget.may_refuse=true"],
+            "none stays within its reservation",
+        ),
+        (["budget.kv_pages=1", "budget.may_refuse=true", "page_tokens=1"], "1 pages of 1 tokens"),
+    ],
+)
 def test_a_run_that_serves_nobody_says_why_and_ends_with_1(
     words: list[str], wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

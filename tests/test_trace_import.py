@@ -31,7 +31,7 @@ ids_once: dict[tuple[str, str], list[int]] = {}  # by tokenizer and text
 def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All import the same file; tests/test_sharegpt.py and test_trace_sample.py do read it."""
     monkeypatch.setattr("traces.import_.read_sharegpt", read_once)
-    monkeypatch.setattr("traces.import_.load_tokenizer", load_once)
+    monkeypatch.setattr("traces.tokenizer.load_tokenizer", load_once)
     monkeypatch.setattr(LoadedTokenizer, "encode", encoded_once)
 
 

@@ -30,9 +30,7 @@ class LoadedTokenizer:
         return [encoding.ids for encoding in encodings]
 
 
-def tokenizer_for(
-    source: Path, path: str | Path | None, bos_token: str | None
-) -> LoadedTokenizer:
+def tokenizer_for(source: Path, path: str | Path | None, bos_token: str | None) -> LoadedTokenizer:
     """The tokenizer that a source of text needs. ValueError where none is named, or it is none."""
     if path is None:
         raise ValueError(
