@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -25,6 +25,7 @@ from tandem.errors import Usage
 from tandem.keys import check_keys
 
 COMPOSING = (CompactHydraException, OmegaConfBaseException, YAMLError)  # what it raises
+NO_NAME = "Config group override must be a string"  # what Hydra says
 WRONG_KEY = re.compile(r"(?:Could not (?:override|append|delete)[^']*|Key )'([^']+)'")
 
 
@@ -49,12 +50,24 @@ def config_of(overrides: Sequence[str], config_dir: str | None = None) -> DictCo
     if config_dir and not Path(config_dir).is_dir():
         raise Usage(f"--config-dir {config_dir}: no such folder")
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
-    try:
+    words = [*search, *overrides]
+    with composing(overrides):
         with suppress(YAMLError), libyaml():
-            return _hydras([*search, *overrides])
-        return _hydras([*search, *overrides])  # again, since libyaml names other places
+            return _hydras(words)
+        return _hydras(words)  # again, since libyaml names other places
+
+
+@contextmanager
+def composing(overrides: Sequence[str]) -> Iterator[None]:
+    """What goes wrong in composing is a Usage of one line."""
+    try:
+        yield
     except COMPOSING as error:
         raise Usage(one_line(error, overrides)) from error
+    except ValueError as error:
+        if str(error).startswith(NO_NAME) and (word := _nameless(overrides)):
+            raise Usage(f"{word}: the name of an option is wanted; see `tandem list`") from error
+        raise
 
 
 def _hydras(overrides: list[str]) -> DictConfig:
@@ -98,6 +111,17 @@ def one_line(error: Exception, overrides: Sequence[str] = ()) -> str:
         return f"{key}: no such setting{did_you_mean(key, known)}"
     cause = error.__cause__
     return f"{text} {' '.join(str(cause).split())}" if cause else text
+
+
+def _nameless(overrides: Sequence[str]) -> str | None:
+    """The override that chooses by what is no name: nothing, a number or a truth value."""
+    groups = {path.name for path in _groups()}
+    for word in overrides:
+        key, _, value = word.lstrip("+").partition("=")
+        chosen = yaml_value(value, word) if key in groups else ""
+        if chosen is None or isinstance(chosen, int | float):
+            return word
+    return None
 
 
 def _known_keys(wrong: str) -> list[str]:

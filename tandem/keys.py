@@ -19,10 +19,18 @@ CHOICES = ("arrival", "planner", "router", "training")  # groups whose node may 
 
 
 def check_keys(config: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Usage for the first key that nobody reads, at the top and in nodes that build nothing.
+    """Usage for the first key that nobody reads, at the top and in nodes that build nothing, and
+    for a value where settings of its own are wanted.
 
     What has a `_target_` is checked by what it builds; budget, slo and trace by who reads them.
     """
+    for name, default in settings().items():
+        if isinstance(default, Mapping) and not isinstance(config.get(name, {}), Mapping):
+            value = "null" if config[name] is None else config[name]
+            raise Usage(
+                f"{name}={value}: it has settings of its own; write {name}.KEY=value, "
+                f"KEY one of {', '.join(default)}"
+            )
     given = {word.lstrip("+~").partition("=")[0] for word in overrides}
     for where, node, known in _nodes(config, given):
         for key in map(str, node):

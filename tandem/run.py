@@ -14,9 +14,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from tandem.compose import COMPOSING, config_folders, one_line, plain, register_resolvers
+from tandem.compose import composing, config_folders, plain, register_resolvers
 from tandem.composed import Composed
-from tandem.errors import RunFailed, Usage
+from tandem.errors import RunFailed
 from tandem.folder import provenance_in, remove_empty
 
 SHORT_FLAGS = ("-c", "-p", "-i", "-cp", "-cn", "-cd")  # Hydra's, that a value follows
@@ -27,10 +27,8 @@ _failed: list[Exception] = []  # of a single run, for `_run_app` to raise withou
 
 def main(words: Sequence[str]) -> int:
     """Runs what the words say; 0 if all runs served somebody. Raises what `guarded` tells."""
-    try:
+    with composing(words):
         (_run_app if _is_for_app(words) else _run_once)(words)
-    except COMPOSING as error:
-        raise Usage(one_line(error, words)) from error
     return 0
 
 

@@ -144,6 +144,11 @@ def policy_of(config: Mapping[str, Any], builder: Builder) -> Policy:
         if not path.is_file():
             raise ValueError(f"replayed={path.parent}: no plan log there; give a run's folder")
         return Recorded(read_plans(path))
+    if not config.get("scheduling") and not config.get("memory"):
+        raise ValueError(
+            "neither scheduling nor memory is set: choose a stack with policy=..., or play back "
+            "the plans of a run with policy=recorded replayed=FOLDER"
+        )
     halves = []
     for name in ("scheduling", "memory"):
         if not config.get(name):

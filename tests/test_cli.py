@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.record import TABLES
+from policies.out_of_memory import DoesNotFit
 from tandem.cli import main
 from tandem.compose import composed
 from tandem.errors import RunFailed, Usage
@@ -84,6 +85,9 @@ def test_help_imports_nothing_heavy() -> None:
         (["run", "+sampling.top=1"], "sampling.top: no such setting; did you mean top_p or top_k"),
         (["run", "arrival=trace", "+arrival.rate=4"], "arrival.rate: no such setting"),
         (["run", "+router.load=tokens"], "router.load: no such setting"),
+        (["run", "budget=5"], "budget=5: it has settings of its own; write budget.KEY=value"),
+        (["run", "limit=2", "model=null"], "model=null: the name of an option is wanted"),
+        (["run", "policy=recorded"], "a run with policy=recorded replayed=FOLDER"),
         (["run", "sampling.temperature=-1"], "sampling.temperature=-1.0: it must be at least 0"),
         (["run", "sampling.temperature=nan"], "sampling.temperature=nan: it must be at least 0"),
         (["run", "sampling.top_k=-1"], "sampling.top_k=-1: it must be at least 0"),
@@ -346,6 +350,7 @@ def test_a_killed_run_never_looks_finished(tmp_path: Path) -> None:
         (ValueError, "starting", "rejected", ValueError),
         (ValueError, "running", "failed", RunFailed),  # a policy's, say: no setting is wrong
         (OSError, "starting", "failed", RunFailed),
+        (DoesNotFit, "running", "does_not_fit", RunFailed),
         (KeyboardInterrupt, "starting", "interrupted", KeyboardInterrupt),
         (KeyboardInterrupt, "running", "interrupted", KeyboardInterrupt),
     ],

@@ -335,7 +335,7 @@ def test_the_command_line_imports_and_exports(
     told = capsys.readouterr().out.splitlines()
     assert told[1:] == [
         "rows read 3 = kept 2 + dropped 1",
-        "        1 prompt under 1 tokens (lines 3)",
+        "        1 prompt under 1 tokens (first at 3)",
     ]
     assert [r.arrival_ns for r in read_trace(out)] == [0, 2 * S]
     assert main(["trace", "export", str(out), "--out", str(tmp_path / "b.jsonl")]) == 0
