@@ -76,7 +76,6 @@ def available_bytes() -> int:
 
 def on_cpu(setting: Setting) -> Any:
     """The model on this CPU; replicas read the same weights, which the meter shows for each."""
-    check_here(setting)
     import torch
 
     from runtime.mixed import MixedMachine
