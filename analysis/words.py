@@ -154,15 +154,28 @@ def table(comparison: Comparison) -> str:
             lines.append(f"{row['metric']:<27}timing {shares[0]:>8}   decisions {shares[1]:>8}")
     if comparison.replay is not None:
         lines.append(f"durations, same plans       {percent(comparison.busy_error)} in all")
+        lines += _doubt(comparison.busy_error)
     plans = comparison.plans
     forms = [run.cost_form for run in (comparison.prediction, comparison.measurement)]
     lines.append(f"{'durations rest on':<27}{forms[0]:>15}{forms[1]:>15}")
-    lines.append(f"plans in common             {plans.common} of {plans.measurement}")
+    apart = ": then each run decides for itself" if plans.divergence else ""
+    common = f"{plans.common} of {plans.measurement} ({100 * plans.share:.0f} %){apart}"
+    lines.append(f"plans in common             {common}")
     moved = drift(comparison.measurement)
     if moved is not None:
         told = "" if moved <= STEADY else ": errors of that size say nothing of the model"
         lines.append(f"drift of the machine        {percent(moved)}{told}")
     return "\n".join(lines)
+
+
+def _doubt(busy_error: float) -> list[str]:
+    """Where durations are so far off that the split says little."""
+    if not abs(busy_error) > LIMITS["latency"][1]:  # neither where nobody knows: NaN
+        return []
+    return [
+        "  so far off that the split is rough: plans made for other durations queue or",
+        "  wait where they did not; mend the durations first (tandem calibrate)",
+    ]
 
 
 def _line(name: str, prediction: float, measurement: float, error: float, unit: str) -> str:

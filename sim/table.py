@@ -45,9 +45,9 @@ def check_times(values: Iterable[float]) -> None:
 def warn_beyond(table: str, first: object) -> None:
     """Says in the log, for the first look-up outside a table, what that means and what helps."""
     log.warning(
-        "cost table %s is extrapolated, first at %s: there predictions are guesses; look-ups like "
-        "this are counted in provenance.json (cost_extrapolated); leave out such long requests "
-        "(max_total_tokens) or take a profile that reaches as far",
+        "cost table %s is extrapolated, first at %s: there predictions are guesses "
+        "(provenance.json counts them, cost_extrapolated); where they matter, leave out requests "
+        "so long (`tandem trace import --max-total-tokens`) or take a profile that reaches as far",
         table,
         first,
     )
@@ -92,16 +92,24 @@ class Lookup(dict[int | tuple[int, int], float]):
     Outside the grid it extrapolates, counts the point once and says so once in the log.
     """
 
-    def __init__(self, name: str, table: Table) -> None:
+    def __init__(self, name: str, table: Table, units: Sequence[str] = ()) -> None:
+        """`units`: what each axis counts, for the log."""
         super().__init__()
-        self.name, self.table = name, table
+        self.name, self.table, self.units = name, table, units
         self.outside = 0  # distinct points asked for that the grid does not cover
 
     def __missing__(self, key: int | tuple[int, int]) -> float:
         point = key if isinstance(key, tuple) else (key,)
         if not self.table.covers(point):
             if not self.outside:
-                warn_beyond(self.name, key)
+                warn_beyond(self.name, self._told(point))
             self.outside += 1
         value = self[key] = self.table.value(point)
         return value
+
+    def _told(self, point: Sequence[int]) -> str:
+        """The point, and where the grid ends."""
+        units = self.units or ("",) * len(point)
+        shown = [f"{x} {unit}".strip() for x, unit in zip(point, units, strict=True)]
+        ends = [f"{nodes[0]} to {nodes[-1]}" for nodes in self.table.axes]
+        return f"{', '.join(shown)} (it was fitted to {', '.join(ends)})"

@@ -22,6 +22,13 @@ LINEAR, HEAD, FIRST, CHUNK, DECODE = "linear", "head", "first", "chunk", "decode
 HOST, PROMPTS = "host", "prompts"
 NEEDED = (LINEAR, HEAD, FIRST, CHUNK, DECODE, HOST)
 CONTENDED = " contended"  # suffix of a direction
+UNITS = {  # of axes, as the log tells them
+    LINEAR: ("tokens",),
+    HEAD: ("sampled rows",),
+    FIRST: ("tokens",),
+    CHUNK: ("new tokens", "tokens in KV"),
+    DECODE: ("tokens in KV",),
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,9 @@ class TableCost(ShapePriced):
     form: str = field(default="table", init=False)
 
     def __post_init__(self) -> None:
-        lookups = {name: Lookup(name, table) for name, table in self.tables.items()}
+        lookups = {
+            name: Lookup(name, table, UNITS.get(name, ())) for name, table in self.tables.items()
+        }
         object.__setattr__(self, "_lookups", lookups)
 
     @property

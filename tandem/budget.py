@@ -84,7 +84,7 @@ def room_for(
     needed = page.bytes_for(reserved or longest) + _spare_pages(policy) * page.nbytes
     if kv < (page.nbytes if budget.may_refuse else needed):
         short = Short(*asks(longest, reserved), needed // page.nbytes, needed, needed - kv)
-        raise ValueError(deficit(budget, device.memory_bytes, memory, short))
+        raise ValueError(deficit(budget, device, memory, short))
     host = device.host_bytes if budget.host_bytes is None else budget.host_bytes
     capacity, weights = dict[Pool, int](), dict[Place, int]()
     for i in range(replicas):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from importlib.resources import files
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
+SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")  # between two
 PLURALS = {
     "policies": "policy",
     "routers": "router",
@@ -15,6 +18,7 @@ PLURALS = {
     "planners": "planner",
     "traces": "trace",
     "trainings": "training",
+    "recipes": "training/recipe",
     "arrivals": "arrival",
     "models": "model",
     "devices": "device",
@@ -54,9 +58,17 @@ def options(group: str, config_dir: str | None = None) -> dict[str, str]:
     return {path.stem: about(path) for path in paths}
 
 
+def is_comment(line: str) -> bool:
+    """Whether a line of yaml is one whole comment."""
+    return line.startswith("#")
+
+
 def about(path: Path) -> str:
-    """The first comment of a yaml file, without Hydra's package line."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.startswith("#") and not line.startswith("# @package"):
-            return line.lstrip("# ").strip()
-    return ""
+    """The first line of a yaml file's comment, or its first sentence where the line breaks off."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if not line.startswith("# @package")]
+    comment = takewhile(is_comment, dropwhile(lambda line: not is_comment(line), kept))
+    told = [line.lstrip("# ").strip() for line in comment]
+    if not told or told[0].endswith("."):
+        return "".join(told[:1])
+    return SENTENCE.split(" ".join(told))[0]

@@ -125,14 +125,25 @@ def _nameless(overrides: Sequence[str]) -> str | None:
 
 
 def _known_keys(wrong: str) -> list[str]:
-    """Names at the level of the wrong key in the default configuration, groups included."""
+    """Names at the level of the wrong key in the default configuration, groups included.
+
+    And those that end alike, at any depth of any option of its group: who writes training.path
+    looks for training.data.path.
+    """
     try:
         config = default_config()
     except COMPOSING:
         return []
     everything = list(_keys(config)) + [path.name for path in _groups()]
-    depth = wrong.count(".")
-    return [key for key in everything if key.count(".") == depth]
+    depth, (group, _, last) = wrong.count("."), wrong.rpartition(".")
+    found = [key for key in everything if key.count(".") == depth]
+    return [*found, *(key for key in _keys_of_options(group) if key.endswith(f".{last}"))]
+
+
+def _keys_of_options(group: str) -> Iterator[str]:
+    """The keys of all options of a group, nested ones too; none where it is no group."""
+    for path in sorted((Path(str(files("conf"))) / group).glob("*.yaml")) if group else ():
+        yield from _keys(yaml_value(path.read_text(encoding="utf-8"), path) or {}, f"{group}.")
 
 
 @cache

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+UNITS = {  # by the end of a key
+    r"_bytes$": "bytes",
+    r"_bytes_per_s$": "bytes per second",
+    r"_ns$": "nanoseconds",
+    r"(?<!_per)_s$": "seconds",
+}
 
 
 def arguments(target: Any, given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -36,7 +44,7 @@ def arguments(target: Any, given: Mapping[str, Any], where: str) -> dict[str, An
 
 def did_you_mean(wrong: str, known: Any) -> str:
     """A clause that suggests the nearest known names, or lists the few there are."""
-    names = [str(name) for name in known]
+    names = list(dict.fromkeys(map(str, known)))
     near = get_close_matches(wrong, names, n=3, cutoff=0.65)
     if near:
         return f"; did you mean {' or '.join(near)}?"
@@ -107,9 +115,7 @@ def _plain(value: Any, hint: Any, where: str) -> Any:
         return value
     if issubclass(hint, Enum):
         known = [str(member.value) for member in hint]
-        return (
-            hint(value) if value in known else _refuse(value, f"one of {', '.join(known)}", where)
-        )
+        return hint(value) if value in known else _refuse(value, hint, where)
     if hint in (int, float):
         return _number(value, hint, where)
     return value if isinstance(value, hint) else _refuse(value, hint, where)
@@ -125,5 +131,21 @@ def _number(value: Any, hint: Any, where: str) -> Any:
 
 
 def _refuse(value: Any, hint: Any, where: str) -> Any:
-    wanted = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-    raise ValueError(f"{where}={value}: {type(value).__name__} given, {wanted} wanted")
+    unit = next((f", in {unit}" for end, unit in UNITS.items() if re.search(end, where)), "")
+    raise ValueError(f"{where}={value}: {type(value).__name__} given, {told(hint)} wanted{unit}")
+
+
+def told(hint: Any) -> str:
+    """An annotation as a user may read it: an enum by its values."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " | ".join(map(told, inner))
+    if origin is Literal:
+        return "|".join(map(str, inner))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "|".join(str(member.value) for member in hint)
+    if isinstance(origin, type):
+        return f"{origin.__name__}[{', '.join(map(told, inner))}]"
+    if hint in (..., types.NoneType):
+        return "..." if hint is ... else "None"
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -15,6 +17,9 @@ from tandem.shortage import MIB
 from tandem.workload import warn_of_ids
 from traces.prompts import prompt_of
 
+MANY = 10**9  # parameters: they take half a minute to draw
+log = logging.getLogger(__name__)
+
 
 def check_pinned(setting: Setting) -> None:
     """ValueError where the host's KV, which is pinned, would take most of this machine's memory."""
@@ -25,6 +30,38 @@ def check_pinned(setting: Setting) -> None:
         raise ValueError(
             f"budget: {wanted / MIB:,.0f} MiB of host memory for swapped KV would be pinned, and "
             f"{available / MIB:,.0f} MiB are free here; set budget.host_bytes to less than half"
+        )
+
+
+def check_here(setting: Setting) -> None:
+    """ValueError where this machine has no room for the weights, or maps no KV pool that large.
+
+    Before the weights are drawn, which takes minutes for large models. Of KV the kernel is asked:
+    pages that nobody holds take no memory.
+    """
+    spec, page, available = setting.spec, setting.room.page, available_bytes()
+    if spec.weight_bytes > available:
+        raise ValueError(
+            f"model {spec.name}: weights of {spec.weight_bytes / MIB:,.0f} MiB, and "
+            f"{available / MIB:,.0f} MiB are free here; predict it with "
+            "backend=sim, or take a smaller model"
+        )
+    for (tier, _), count in pages_of(setting).items() if setting.requests else ():
+        nbytes = max(1, count * page.nbytes)
+        try:
+            mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        except OSError as error:
+            raise ValueError(
+                f"device {setting.device.name}: {nbytes / MIB:,.0f} MiB of KV in the "
+                f"{tier} tier are more than this machine gives; predict it with backend=sim, or "
+                "set budget.kv_bytes and budget.host_bytes, or take device=cpu"
+            ) from error
+    if spec.parameters > MANY:
+        log.warning(
+            "model %s has %.1f G parameters to draw, and one CPU thread computes them all, "
+            "whatever device= says: that may take very long; backend=sim predicts it",
+            spec.name,
+            spec.parameters / 1e9,
         )
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tandem.budget import Budget
 
 MIB = 2**20
+LARGER = "take a larger device (device=...; `tandem list devices`)"
 
 
 class Short(NamedTuple):
@@ -23,8 +24,8 @@ class Short(NamedTuple):
     missing_bytes: int
 
 
-def deficit(budget: Budget, memory_bytes: int, memory: MemoryPlan, short: Short) -> str:
-    """One line on KV that the longest request does not find."""
+def deficit(budget: Budget, device: Device, memory: MemoryPlan, short: Short) -> str:
+    """One line on KV that the longest request does not find. Only what can help is named."""
     if budget.kv_bytes is not None or budget.kv_pages is not None:
         wanted = f"kv_pages to {short.pages}"
         if budget.kv_bytes is not None:
@@ -35,12 +36,17 @@ def deficit(budget: Budget, memory_bytes: int, memory: MemoryPlan, short: Short)
             f"or {short.less}, or allow refusals with budget.may_refuse=true"
         )
     parts = f"{_parts(memory)}, {short.who} {_mib(short.nbytes)}"
+    helps = f"{LARGER}, or a smaller model"
+    if memory.weights + memory.reserve + memory.page <= device.memory_bytes:
+        helps += (
+            ", raise budget.fraction, lower the scheduling's token_budget or max_jobs "
+            f"(activations) or page_tokens, or {short.less}"
+        )
+    stand_in = ", a stand-in for a GPU" if device.is_cpu else ""
     return (
         f"budget: {_mib(short.missing_bytes)} short: {parts} do not fit into "
-        f"{budget.fraction:g} of {_mib(memory_bytes)}; raise budget.fraction, lower the "
-        "scheduling's token_budget or max_jobs (activations), take a smaller model or "
-        "page_tokens, or "
-        f"{short.less}"
+        f"{budget.fraction:g} of the {_mib(device.memory_bytes)} of device={device.name}"
+        f"{stand_in}; {helps}"
     )
 
 

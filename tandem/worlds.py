@@ -14,7 +14,7 @@ import simpy
 from engine.executor import Executor, Meter
 from engine.plan import Tier
 from tandem.conform import conform
-from tandem.machines import check_pinned, cpu_meter, links_of, machines, on_cpu
+from tandem.machines import check_here, check_pinned, cpu_meter, links_of, machines, on_cpu
 from tandem.setting import Setting
 
 CLOCKS = {
@@ -105,6 +105,8 @@ def world_of(setting: Setting, backend: Mapping[str, Any]) -> Iterator[World]:
         "cuda": partial(_cuda, attention=backend.get("attention")),
     }
     probe_look_s = conform(backend.get("probe_look_s"), float | None, "backend.probe_look_s")
+    if name in ("lockstep", "cpu"):
+        check_here(setting)  # before torch is imported, and weights are drawn
     with opened[name](setting) as world:
         yield replace(world, probe_look_s=probe_look_s)
 

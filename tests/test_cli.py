@@ -50,12 +50,19 @@ def test_help_imports_nothing_heavy() -> None:
     [
         (["run", "polic=x"], "did you mean policy?"),
         (["run", "arrival.rat=3"], "did you mean arrival.rate"),
+        (["run", "arival=poisson"], "arival: no such setting; did you mean arrival?"),
+        (["run", "training=text", "training.path=x"], "did you mean training.data.path or trace."),
         (["run", "policy=chunked_restrat"], "did you mean chunked_restart"),
         (["run", "arrival.rate=abc"], "float wanted"),
         (["run", "arrival.rate=-1"], "must be a positive number"),
         (["run", "seed=abc"], "int wanted"),
         (["run", "seed=-1"], "seed=-1: it must be at least 0"),
-        (["run", "slo.ttft_s=fast"], "slo.ttft_s=fast: str given, float | None wanted"),
+        (["run", "slo.ttft_s=fast"], "slo.ttft_s=fast: str given, float | None wanted, in sec"),
+        (["run", "budget.kv_bytes=70MB"], "kv_bytes=70MB: str given, int | None wanted, in bytes"),
+        (
+            ["run", "trace=none", "training=sample", "policy=zero_offload", "planner.modes=re"],
+            "modes=re: str given, keep|recompute|offload | tuple[keep|recompute|offload",
+        ),
         (["run", "slo.ttft_s=0"], "slo.ttft_s=0.0: it must be above 0 seconds"),
         (["run", "+slo.ttft=1"], "slo.ttft: no such limit; did you mean ttft_s"),
         (["run", "arrival.rate=1e-12"], "raise the rate"),
@@ -186,10 +193,31 @@ def test_what_the_system_refuses_is_told_in_one_line(capsys: pytest.CaptureFixtu
 def test_an_impossible_budget_names_its_parts_and_the_knobs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """And only knobs that can help: no fraction of 256 MiB holds 15 GiB of weights."""
+    larger, knobs = "take a larger device", ("budget.fraction", "token_budget", "page_tokens")
     assert main(["run", "model=llama3_8b"]) == 2
     told = capsys.readouterr().err
-    for part in ("short", "weights 15,316.5 MiB", "budget.fraction", "token_budget", "page_tokens"):
+    for part in ("short", "weights 15,316.5 MiB", "256.0 MiB of device=cpu, a stand-in", larger):
         assert part in told
+    assert not any(knob in told for knob in knobs)
+    assert main(["run", "budget.fraction=0.1"]) == 2
+    told = capsys.readouterr().err
+    assert all(part in told for part in (larger, *knobs))
+
+
+def test_what_this_machine_cannot_hold_is_told_before_weights_are_drawn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tandem.machines.available_bytes", lambda: 2**30)
+    large = ["model=llama3_8b", "device=a100", "budget.host_bytes=0"]
+    for words, wanted in (
+        (large, "model llama3_8b: weights of 15,317 MiB, and 1,024 MiB are free here"),
+        (["budget.host_bytes=1e17"], "MiB of KV in the host tier are more than this machine gives"),
+    ):
+        assert main(["run", "backend=cpu", "limit=5", *words]) == 2
+        told = capsys.readouterr().err.strip()
+        assert wanted in told and "backend=sim" in told
+        assert len(told.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -226,11 +254,13 @@ def test_warnings_look_like_errors() -> None:
         "import sys, tandem.cli\n"
         "from sim.table import Lookup, Table\n"
         "tandem.cli.main(['list', 'policies'])\n"
-        "Lookup('chunk', Table(((1, 64), (1, 2048)), (1.0,) * 4))[73, 3879]\n"
+        "from sim.tables import UNITS\n"
+        "Lookup('chunk', Table(((1, 64), (1, 2048)), (1.0,) * 4), UNITS['chunk'])[73, 3879]\n"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     [line] = told.stderr.splitlines()
-    assert line.startswith("tandem: cost table chunk is extrapolated, first at (73, 3879): ")
+    first = "first at 73 new tokens, 3879 tokens in KV (it was fitted to 1 to 64, 1 to 2048): "
+    assert line.startswith(f"tandem: cost table chunk is extrapolated, {first}")
 
 
 def test_flags_and_overrides_may_stand_in_any_order() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -13,7 +15,8 @@ from analysis.workspace import workspace_figures
 from tandem.cli import main
 from tests.short_trace import PRESSED, SHORT, write_short
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "shortest_prompt_first"
+ROOT = Path(__file__).resolve().parent.parent
+README, EXAMPLE = ROOT / "README.md", ROOT / "examples" / "shortest_prompt_first"
 SMALL = ["model=micro_llama", "limit=6", "arrival=all_at_once", *SHORT]
 
 
@@ -50,6 +53,25 @@ def test_the_outsiders_policy_is_short() -> None:
     source = (EXAMPLE / "shortest.py").read_text().splitlines()
     assert len(source) < 60
     assert len(list(EXAMPLE.rglob("*.yaml"))) == 1
+
+
+def test_the_readmes_policy_is_the_example_and_runs_as_it_stands() -> None:
+    """All but its docstrings and the future import, so that what a reader pastes has its names."""
+    blocks = dict(re.findall(r"```(python|yaml)\n(.*?)```", README.read_text(), re.DOTALL))
+    [yaml] = EXAMPLE.rglob("*.yaml")
+    kept = [line for line in yaml.read_text().splitlines() if not line.startswith("#")]
+    assert blocks["python"].startswith("# shortest.py\n")
+    assert blocks["yaml"].splitlines()[1:] == kept
+    assert bare(blocks["python"]) == bare((EXAMPLE / "shortest.py").read_text())
+
+
+def bare(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef) and ast.get_docstring(node):
+            del node.body[0]
+    tree.body = [n for n in tree.body if getattr(n, "module", None) != "__future__"]
+    return ast.dump(tree)
 
 
 @pytest.mark.parametrize("clock", ["service", "wall"])

@@ -77,6 +77,12 @@ def test_the_split_adds_up_and_names_the_cause(make: Maker) -> None:
     steps = found.steps.set_index("group")
     assert steps.loc["decode", "sum_error"] == pytest.approx(1 / 1.5 - 1)
     assert steps.loc["decode", "count"] == int((measured.steps["decode_tokens"] > 0).sum())
+    told, alike = table(found), table(compare(free, free, free))
+    assert "-33.3 % in all\n  so far off that the split is rough" in told
+    assert "): then each run decides for itself" in told
+    assert (
+        "split is rough" not in alike and f"{len(free.plans)} of {len(free.plans)} (100 %)" in alike
+    )
 
 
 def test_without_a_replay_there_is_no_split(make: Maker) -> None:

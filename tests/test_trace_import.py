@@ -31,7 +31,7 @@ ids_once: dict[tuple[str, str], list[int]] = {}  # by tokenizer and text
 def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All import the same file; tests/test_sharegpt.py and test_trace_sample.py do read it."""
     monkeypatch.setattr("traces.import_.read_sharegpt", read_once)
-    monkeypatch.setattr("traces.import_.load_tokenizer", load_once)
+    monkeypatch.setattr("traces.tokenizer.load_tokenizer", load_once)
     monkeypatch.setattr(LoadedTokenizer, "encode", encoded_once)
 
 
@@ -149,7 +149,7 @@ def test_a_length_override_applies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"tokenizer": None}, "name a tokenizer"),
+        ({"tokenizer": None}, r"name a tokenizer.*trace\.tokenizer=PATH.*samples/tokenizer\)"),
         ({"tokenizer": "/no/such"}, "no such tokenizer"),
         ({"tokenizer": SAMPLE}, "not a tokenizer.json"),
         ({"rule": "mine"}, "choose one of"),

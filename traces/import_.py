@@ -20,7 +20,7 @@ from traces.sharegpt import ShareGPT, read_sharegpt
 from traces.store import read_sidecar, read_trace, sha256_of, write_trace
 from traces.text_import import import_text, inspect_text
 from traces.think import Think, with_think
-from traces.tokenizer import described, load_tokenizer
+from traces.tokenizer import described, tokenizer_for
 
 CLASSED = ("lengths", "burstgpt")  # kinds that may name SLO classes
 
@@ -89,9 +89,7 @@ def _from_sharegpt(source: Path, options: Options) -> Imported:
     think = Think(mean_s=options.think_s, is_exponential=options.think_exponential)
     if options.oversample and rule.is_closed_loop:
         raise ValueError(f"{rule.name} cannot be oversampled: a turn belongs to one session")
-    if options.tokenizer is None:
-        raise ValueError(f"{source} holds text: name a tokenizer folder (--tokenizer PATH)")
-    tokenizer = load_tokenizer(options.tokenizer, options.bos_token)
+    tokenizer = tokenizer_for(source, options.tokenizer, options.bos_token)
     held = read_sharegpt(source, options.max_message_chars)
     seed = rule.shuffle_seed if options.seed is None else options.seed
     seed = seed if options.shuffle else None

@@ -12,7 +12,7 @@ from traces.options import Options
 from traces.store import read_sidecar, sha256_of
 from traces.text_store import read_documents, write_documents
 from traces.texts import Texts, read_texts
-from traces.tokenizer import LoadedTokenizer, described, load_tokenizer
+from traces.tokenizer import LoadedTokenizer, described, tokenizer_for
 
 BATCH = 1000  # documents that are tokenised together
 
@@ -22,9 +22,7 @@ def import_text(source: Path, out: Path, options: Options) -> dict[str, Any]:
 
     Returns the sidecar. ValueError in one line where there is nothing to train on.
     """
-    if options.tokenizer is None:
-        raise ValueError(f"{source} holds text: name a tokenizer folder (--tokenizer PATH)")
-    tokenizer = load_tokenizer(options.tokenizer, options.bos_token)
+    tokenizer = tokenizer_for(source, options.tokenizer, options.bos_token)
     eos_token, eos_id = eos_of(tokenizer, options.eos_token)
     chosen = (options.text_field, options.sample_by, options.max_message_chars, options.limit)
     texts = read_texts(source, *chosen)

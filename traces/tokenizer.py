@@ -11,6 +11,7 @@ from typing import Any
 
 # Published Llama 3 tokenizers begin with this token by a template that the raw file may lack.
 KNOWN_BOS = "<|begin_of_text|>"
+SAMPLE = Path(__file__).resolve().parent / "samples" / "tokenizer"  # ships with the project
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,16 @@ class LoadedTokenizer:
         """Token ids of each text, without BOS; one parallel batch."""
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+
+def tokenizer_for(source: Path, path: str | Path | None, bos_token: str | None) -> LoadedTokenizer:
+    """The tokenizer that a source of text needs. ValueError where none is named, or it is none."""
+    if path is None:
+        raise ValueError(
+            f"{source} holds text: name a tokenizer; `tandem trace import --tokenizer PATH` or, in "
+            f"a run, trace=sharegpt trace.tokenizer=PATH (without one of your own: {SAMPLE})"
+        )
+    return load_tokenizer(path, bos_token)
 
 
 def load_tokenizer(path: str | Path, bos_token: str | None = None) -> LoadedTokenizer:
