@@ -14,7 +14,7 @@ from engine.policy import Composed as ComposedPolicy
 from engine.policy import Policy, Router
 from sim.cost import LaunchCost, PolicyCost
 from sim.device import Device
-from sim.group import Group, rank_device
+from sim.group import Group, check_links, rank_device
 from sim.roofline import Roofline
 from tandem.budget import Budget, Room, room_for, training_room
 from tandem.build import Builder
@@ -193,6 +193,8 @@ def cost_of(
     if path is None:
         if pace != 1:
             raise ValueError(f"pace={pace}: only a profile has a pace; set profile=")
+        if config["backend"]["name"] == "sim":  # the others know no groups, and say so
+            check_links(device, group)
         return Roofline(device, spec, page_tokens, group)
     if (foreign := foreign_cost(path, device, spec, how)) is not None:
         if pace != 1:
