@@ -27,12 +27,13 @@ from analysis.run import load
 from analysis.training import training_summary
 from analysis.usage import pools
 from benchmarks.fidelity import keep, run, say
+from policies.out_of_memory import DoesNotFit
 from tandem.compose import composed
 from tandem.composed import Composed
 from tandem.errors import RunFailed
 from tandem.experiment import run_experiment
 from tandem.folder import status_of
-from tandem.foresight import DoesNotFit, Foresight, foresee, largest
+from tandem.foresight import Foresight, foresee, largest
 from tandem.training_profile import calibrate_training
 
 OUT = Path("benchmarks/results/largest_model.csv")

@@ -40,7 +40,7 @@ from tandem.worlds import world_of
 
 OUT = Path("benchmarks/results/training_speed.csv")
 SLOWER_BAR, HOST_BAR, STREAM_BAR = 0.03, 0.05, 0.15
-STEPS = 5
+STEPS = 10  # a step is planned like those before from the fourth on
 COMMON = (
     "trace=none",
     "training=random",

@@ -23,6 +23,7 @@ from engine.plan import (
 )
 from engine.trial import Trial
 
+UNKNOWN = -1  # bytes of a place that was not looked at
 NO_TRIALS: Mapping[Pool, Trial] = MappingProxyType({})
 
 
@@ -51,12 +52,15 @@ class Balance:
         self.room_bytes = dict(room_bytes)
         self._trials, self._page_nbytes = trials, page_nbytes
         self._held = held_bytes
-        self._changed: dict[Place, int | None] = {}
+        self._known: dict[Place, int | None] = {}  # by now, of places that were looked at
         self.gives_states = False  # model states were given back: see check_spares
 
     def held(self, place: Place) -> int | None:
         """Bytes at a place, None where nothing is."""
-        return self._changed[place] if place in self._changed else self._held.get(place)
+        found = self._known.get(place, UNKNOWN)
+        if found == UNKNOWN:
+            found = self._known[place] = self._held.get(place)
+        return found
 
     def grow(self, place: Place, nbytes: int) -> None:
         """Takes bytes. Raises Shortage and changes nothing where they are not there."""
@@ -65,7 +69,7 @@ class Balance:
         if left < 0:
             raise Shortage(place, -left)
         self.room_bytes[pool] = left
-        self._changed[place] = (self.held(place) or 0) + nbytes
+        self._known[place] = (self.held(place) or 0) + nbytes
         if self._trials and (trial := self._trial(place)):
             trial.take(place, nbytes // self._page_nbytes)
 
@@ -79,7 +83,7 @@ class Balance:
             raise Shortage(place, -left)
         trial.share(place, op.pages)
         self.room_bytes[place.pool] = left
-        self._changed[place] = len(op.pages) * self._page_nbytes
+        self._known[place] = len(op.pages) * self._page_nbytes
 
     def free(self, place: Place) -> None:
         """Gives a place back."""
@@ -88,7 +92,7 @@ class Balance:
         if self._trials and (trial := self._trial(place)):
             nbytes = trial.free(place) * self._page_nbytes
         self.room_bytes[place.pool] += nbytes
-        self._changed[place] = None
+        self._known[place] = None
         if place.region.kind in STATES:
             self.gives_states = True
 
@@ -107,9 +111,10 @@ class Balance:
         """Checks that all it reads and writes is where the launch runs; of what it writes the first
         `lead` places are known to be."""
         tier, device = (Tier.HOST, 0) if op.on == "cpu" else (Tier.GPU, op.device)
-        held, changed = self._held, self._changed
+        held, known = self._held, self._known
         for place in (*op.reads, *op.writes[lead:]):
-            is_held = changed[place] is not None if place in changed else place in held
+            nbytes = known.get(place, UNKNOWN)
+            is_held = place in held if nbytes == UNKNOWN else nbytes is not None
             assert is_held, f"launch touches {place}, which is not held"
             assert place.tier is tier, f"launch on {op.lane} touches {place}"
             assert tier is Tier.HOST or place.device == device, f"{place} is elsewhere"
@@ -125,26 +130,22 @@ class Balance:
 
     def apply(self, op: Op | Grow | GrowCycle | Share | Free, lead: int = 0) -> None:
         """One operation of a plan, in order."""
-        match op:
-            case Compute():
-                self.compute(op, lead)
-            case Copy():
-                self.copy(op)
-            case Grow():
-                is_kv = op.place.region.kind is Kind.KV
-                is_whole = op.nbytes >= 0 and not (is_kv and op.nbytes % self._page_nbytes)
-                assert is_whole, (
-                    f"{op.place} takes {op.nbytes} bytes: below zero, or no whole pages"
-                )
-                self.grow(op.place, op.nbytes)
-            case Share():
-                self.share(op)
-            case Free():
-                self.free(op.place)
-            case Collective():
-                self.collective(op)
-            case GrowCycle():
-                raise AssertionError("a repeated plan is booked step by step")
+        if isinstance(op, Free):
+            self.free(op.place)
+        elif isinstance(op, Grow):
+            is_kv = op.place.region.kind is Kind.KV
+            is_whole = op.nbytes >= 0 and not (is_kv and op.nbytes % self._page_nbytes)
+            assert is_whole, f"{op.place} takes {op.nbytes} bytes: below zero, or no whole pages"
+            self.grow(op.place, op.nbytes)
+        elif isinstance(op, Compute):
+            self.compute(op, lead)
+        elif isinstance(op, Copy):
+            self.copy(op)
+        elif isinstance(op, Collective):
+            self.collective(op)
+        else:
+            assert isinstance(op, Share), "a repeated plan is booked step by step"
+            self.share(op)
 
     def run(self, plan: Plan, lead: int = 0) -> None:
         """The whole plan. Raises Shortage where it does not fit. For `lead` see `compute`."""

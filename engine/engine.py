@@ -49,7 +49,8 @@ class Engine:
     `depth` is the run-ahead: how many plans of a device may be in flight (until their last Compute
     ends). `forced` lengths end a request at its recorded output; else sampling ends it (depth 1).
     `returns_memory=False` leaves a finished job's memory to the policy (playing back a plan log).
-    `fast_forward=False` asks for every step, also where a plan would hold for many; same results.
+    `fast_forward=False` asks for every step, also where a plan would hold for many, or a step of
+    training is like the one before; same results.
     With a `router` each device is a replica: it is shown only the requests that were routed to it.
     A policy with `prefix_caching` has full pages kept, which jobs that begin alike then share.
     """
@@ -102,7 +103,7 @@ class Engine:
         self._door = Door(self, returns_memory)
         self.arrivals = Arrivals(env, (), self._door.admit)
         self.news = News(env, self.standing.drop)
-        self.questions = Questions(self, policy)
+        self.questions = Questions(self, policy, fast_forward and devices == 1)
         self._fruitless = 0  # plans in a row that launched and refused nothing
         self.jump: Jump | None = None
         if fast_forward and devices == 1 and offers_jumps(self):

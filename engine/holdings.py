@@ -31,5 +31,10 @@ class Holdings(Mapping[Place, int]):
     def __iter__(self) -> Iterator[Place]:
         return chain(self._tables, self._booked)
 
+    def rows(self) -> tuple[tuple[Place, int], ...]:
+        """All places with their bytes, in the order of `iter`."""
+        size = self._page_nbytes
+        return (*[(p, len(t) * size) for p, t in self._tables.items()], *self._booked.items())
+
     def __len__(self) -> int:
         return len(self._tables) + len(self._booked)

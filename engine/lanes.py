@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import simpy
 
@@ -19,11 +19,13 @@ class Lanes:
         self._free_ns: dict[Lane, int] = defaultdict(int)
         self._end_ns: dict[Op, int] = {}
 
-    def start_ns(self, launch: Launch) -> int:
-        """When the launch can start, if it is placed now."""
-        start_ns = max(int(self._env.now), self._free_ns[launch.op.lane])
-        for op in launch.waits:
-            start_ns = max(start_ns, self._end_ns.get(op, 0))
+    def start_ns(self, lane: Lane, waits: Iterable[Op]) -> int:
+        """When a launch on a lane can start, if it is placed now."""
+        start_ns, ends_ns = max(int(self._env.now), self._free_ns[lane]), self._end_ns
+        for op in waits:
+            end_ns = ends_ns.get(op, 0)
+            if end_ns > start_ns:
+                start_ns = end_ns
         return start_ns
 
     def ends_ns(self, ops: Sequence[Op]) -> list[int]:
@@ -39,13 +41,15 @@ class Lanes:
         ended: tuple[int, ...] = (),
     ) -> None:
         """Gives the launch its span and calls `done` at its end."""
-        start = self.start_ns(launch)
-        self.hold(launch, Span(launch.op, start, start + duration_ns, peak_bytes, ended), done)
-
-    def hold(self, launch: Launch, span: Span, done: Callable[[Span], None]) -> None:
-        """Occupies the launch's lane until a span's end and calls `done` then."""
         op = launch.op
-        self._free_ns[op.lane] = self._end_ns[op] = span.end_ns
+        lane = op.lane
+        start = self.start_ns(lane, launch.waits)
+        self.hold(lane, Span(op, start, start + duration_ns, peak_bytes, ended), done)
+
+    def hold(self, lane: Lane, span: Span, done: Callable[[Span], None]) -> None:
+        """Occupies a lane until a span's end and calls `done` then."""
+        op = span.op
+        self._free_ns[lane] = self._end_ns[op] = span.end_ns
 
         def settle(_: simpy.Event) -> None:
             del self._end_ns[op]  # nobody waits for what has settled

@@ -38,6 +38,8 @@ class Launcher:
         assert op.device == device, f"a plan for device {device} computes on {op.device}"
         if repeat is not None:
             return Launch(op, booking.waits, self._step(op, repeat))
+        if len(op.slices) == 1 and (piece := op.slices[0]).job.training is not None:
+            return Launch(op, booking.waits, self._trained(op, piece, booking.other_bytes))
         return Launch(op, booking.waits, self._moved(op, op.slices, booking.other_bytes))
 
     def start(self, plan: Plan, launches: Sequence[Launch]) -> None:
@@ -48,10 +50,19 @@ class Launcher:
                 engine.executor.run(launch, engine.settle)
             return
         for op in plan.ops:
-            if isinstance(op, Op):
+            if isinstance(op, Grow):
+                if op.place.region.kind is not Kind.KV:
+                    store.grow(op.place, op.nbytes)
+            elif isinstance(op, Free):
+                if op.place.region.kind is not Kind.KV:
+                    store.free(op.place)
+            elif isinstance(op, Op):
                 engine.executor.run(next(following), engine.settle)
-            elif isinstance(op, Grow | Free) and op.place.region.kind is not Kind.KV:
-                store.grow(op.place, op.nbytes) if isinstance(op, Grow) else store.free(op.place)
+
+    def _trained(self, op: Compute, piece: Slice, other_bytes: int) -> Pieces:
+        """The slice of a launch that trains one job alone: it has no KV, and samples nothing."""
+        self._advance(op, piece, other_bytes)
+        return Pieces((piece.job.job_id,), (piece.tokens,), (0,), (False,), ((),))
 
     def _moved(self, op: Compute, slices: Sequence[Slice], other_bytes: int = 0) -> Pieces:
         """Slices of a launch whose jobs move on one by one."""

@@ -19,6 +19,7 @@ from engine.plan import (
     Compute,
     Free,
     Grow,
+    GrowCycle,
     Kind,
     Op,
     PageSize,
@@ -59,6 +60,7 @@ class Ledger:
         self._pools: dict[Pool, PagePool] = {}
         self.sharing: dict[Pool, Sharing] = {}  # pools with prefix caching
         self._journal = journal
+        self._expected: Plan | None = None
         for place, nbytes in (resident or {}).items():
             Balance(self.room_bytes(), self.held_bytes, page_nbytes=page.nbytes).apply(
                 Grow(place, nbytes)
@@ -147,28 +149,39 @@ class Ledger:
         """Books a launch that stands for so many equal ones; if open, it will settle."""
         self._board.touch_again(op, op.writes, steps, is_open)
 
+    def expect(self, plan: Plan) -> None:
+        """The next plan to be booked is like one that was booked on just what is held now: it
+        needs no dry run."""
+        self._expected = plan
+
     def book(self, plan: Plan, lead: int = 0) -> dict[Op, Booking]:
         """Books a plan and returns what each operation waits for, in issue order.
 
         The first `lead` places that its launch writes are known to be held. Raises Shortage, with
         nothing changed, where the plan does not fit; so it is where a plan breaks a promise.
         """
+        if plan is not self._expected:
+            self._try(plan, lead)
+        self._expected = None
+        booked: dict[Op, Booking] = {}
+        for op in plan.ops:
+            if isinstance(op, Free):
+                self.give(op.place)
+            elif isinstance(op, Grow):
+                self._take(op.place, op.nbytes)
+            elif isinstance(op, Share):
+                self._share(op)
+            else:
+                assert not isinstance(op, GrowCycle), "a repeated plan is booked step by step"
+                booked[op] = self._run(op)
+        return booked
+
+    def _try(self, plan: Plan, lead: int) -> None:
         trials = {pool: sharing.trial() for pool, sharing in self.sharing.items()}
         balance = Balance(self.room_bytes(), self.held_bytes, trials, self.page.nbytes)
         balance.run(plan, lead)
         if balance.gives_states:
             check_spares(plan, self.capacity_bytes, self.written)
-        booked: dict[Op, Booking] = {}
-        for op in plan.ops:
-            if isinstance(op, Op):
-                booked[op] = self._run(op)
-            elif isinstance(op, Grow):
-                self._take(op.place, op.nbytes)
-            elif isinstance(op, Share):
-                self._share(op)
-            elif isinstance(op, Free):
-                self.give(op.place)
-        return booked
 
     def _run(self, op: Op) -> Booking:
         if isinstance(op, Compute):
@@ -188,17 +201,17 @@ class Ledger:
         return Booking(self._board.touch(op, (op.src,), (op.dst,)), (nbytes, *tables))
 
     def _take(self, place: Place, nbytes: int) -> None:
-        pool = place.pool
+        pool, kind = place.pool, place.region.kind
         pages: list[int] = []
         givers = self._returns[pool].take(nbytes)
         self._enter(place)
-        if place.region.kind is Kind.KV:
+        if kind is Kind.KV:
             pages, waits = self._pools[pool].take(nbytes // self.page.nbytes)
             self.pages.setdefault(place, []).extend(pages)
             givers |= waits
         else:
             self._booked[place] = self._booked.get(place, 0) + nbytes
-        self.kind_bytes[pool][place.region.kind] += nbytes
+        self.kind_bytes[pool][kind] += nbytes
         if givers:
             self._board.rest(place, givers)
         if self._journal:
@@ -216,22 +229,26 @@ class Ledger:
             self._journal.took(place, self.held_bytes[place], op.pages, is_shared=True)
 
     def _enter(self, place: Place) -> None:
-        if place not in self.held_bytes:
+        if place not in self._booked and place not in self.pages:
             self._board.enter(place)
             self.places_of[place.region.owner][place] = None
 
     # ---- giving back
     def give(self, place: Place) -> None:
         """Gives a place back: its bytes return, in issue order, when its users have ended."""
-        nbytes, pool = self.held_bytes[place], place.pool
-        self._booked.pop(place, None)
+        pool, (owner, kind, _, _) = place.pool, place.region
         users = self._board.leave(place)
-        owned = self.places_of[place.region.owner]
+        owned = self.places_of[owner]
         del owned[place]
         if not owned:
-            del self.places_of[place.region.owner]
-        nbytes = self._give_back(place, nbytes, users)
-        self.kind_bytes[pool][place.region.kind] -= nbytes
+            del self.places_of[owner]
+        pages = self.pages.pop(place, None)
+        if pages is None:
+            nbytes = self._booked.pop(place)
+            self._returns[pool].give(nbytes, users)
+        else:
+            nbytes = self._give_pages(pool, pages, users)
+        self.kind_bytes[pool][kind] -= nbytes
         if self._journal:
             self._journal.gave(place)
 
@@ -242,14 +259,13 @@ class Ledger:
             self.give(place)
         return places
 
-    def _give_back(self, place: Place, nbytes: int, users: set[Op]) -> int:
+    def _give_pages(self, pool: Pool, pages: Sequence[int], users: set[Op]) -> int:
         """Returns the bytes that come back: of shared pages only those that nobody holds now."""
-        pool, pages = place.pool, self.pages.pop(place, None)
-        if pages is not None and pool in self.sharing:
+        if pool in self.sharing:
             return self.sharing[pool].give(pages, users, self.open)
+        nbytes = len(pages) * self.page.nbytes
         self._returns[pool].give(nbytes, users)
-        if pages is not None:
-            self._pools[pool].give(pages, users)
+        self._pools[pool].give(pages, users)
         return nbytes
 
     def settle(self, op: Op) -> None:

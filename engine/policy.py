@@ -48,6 +48,9 @@ class Memory(Protocol):
         `prefix_caching` set it may start jobs on pages that are kept (`Draft.share`). May also
         have `stretch(plan, view, count) -> Plan`: the plan for up to `count` steps (and with its
         `later` slices), with all that grows meanwhile, if it would decide the same at each of them.
+        With `recurs = True`, as of a scheduling, it knows of times, durations and numbers of plans
+        nothing, and of steps, microbatches and stamps only which are equal and which come first: a
+        step that begins as those before, of a job that trains alone, is then planned like them.
         """
 
 
@@ -88,6 +91,11 @@ class Composed:
     def prefix_caching(self) -> bool:
         """Whether the memory half shares pages that are kept: then the engine keeps them."""
         return bool(getattr(self.memory, "prefix_caching", False))
+
+    @property
+    def recurs(self) -> bool:
+        """Whether equal beginnings of steps are planned alike: see Memory."""
+        return all(getattr(half, "recurs", False) for half in (self.scheduling, self.memory))
 
     def plan(self, view: View) -> Plan:
         plan = self.memory.fit(self.scheduling.batch(view), view)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from engine.executor import Span
 from engine.plan import Compute, Place
@@ -12,7 +13,25 @@ from engine.view import LaunchKey, Moment
 
 def launch_key(op: Compute) -> LaunchKey:
     """The unit of measurement is a whole launch: fused work cannot be told apart."""
-    return tuple((s.work, s.layers, s.tokens) for s in op.slices)
+    return tuple([(s.work, s.layers, s.tokens) for s in op.slices])
+
+
+@dataclass(slots=True)
+class Step:
+    """The launches of a step, and which of them touched each place: found when asked for."""
+
+    moments: tuple[Moment, ...]
+    _uses: Mapping[Place, Sequence[int]] | None = field(default=None, compare=False)
+
+    def uses(self) -> Mapping[Place, Sequence[int]]:
+        """Numbers of launches by place."""
+        if self._uses is None:
+            found = dict[Place, list[int]]()
+            for number, moment in enumerate(self.moments):
+                for place in moment.places:
+                    found.setdefault(place, []).append(number)
+            self._uses = found
+        return self._uses
 
 
 class EngineProfile:
@@ -20,18 +39,17 @@ class EngineProfile:
 
     def __init__(self) -> None:
         self._sums: dict[tuple[int, LaunchKey], tuple[int, int]] = {}
-        self._moments: dict[int, tuple[Moment, ...]] = {}
-        self._uses: dict[int, Mapping[Place, Sequence[int]]] = {}  # of the same steps
+        self._steps: dict[int, Step] = {}  # the last complete ones
         self._recent: dict[int, list[Moment]] = defaultdict(list)
         self._trains = False  # whether any launch had training work
 
     def moments(self, job_id: int) -> Sequence[Moment]:
         """The launches of a training job's last complete step, in issue order."""
-        return self._moments.get(job_id, ())
+        return self._steps[job_id].moments if job_id in self._steps else ()
 
     def uses(self, job_id: int) -> Mapping[Place, Sequence[int]]:
         """Which of these launches, by number, touched each place."""
-        return self._uses.get(job_id, {})
+        return self._steps[job_id].uses() if job_id in self._steps else {}
 
     def mean_ns(self, job_id: int, unit: LaunchKey) -> int | None:
         """Mean duration of a launch of one job, None before its first settle."""
@@ -50,12 +68,7 @@ class EngineProfile:
 
     def completed_step(self, job_id: int) -> None:
         """The launches since the last call were one whole step."""
-        moments = self._moments[job_id] = tuple(self._recent.pop(job_id, ()))
-        uses = dict[Place, list[int]]()
-        for number, moment in enumerate(moments):
-            for place in moment.places:
-                uses.setdefault(place, []).append(number)
-        self._uses[job_id] = uses
+        self._steps[job_id] = Step(tuple(self._recent.pop(job_id, ())))
 
     def settled(self, span: Span) -> None:
         """A duration was measured."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from engine.job import Job
 from engine.plan import Plan
 from engine.policy import Policy
+from engine.recurrence import Recurrence
 from engine.view import View
 
 if TYPE_CHECKING:
@@ -17,12 +18,15 @@ if TYPE_CHECKING:
 class Questions:
     """Asks the policy unless a plan stands; shows it the memory of finished jobs in good time."""
 
-    def __init__(self, engine: Engine, policy: Policy) -> None:
+    def __init__(self, engine: Engine, policy: Policy, may_recur: bool) -> None:
         self._engine, self._policy = engine, policy
         ledger = engine.ledger  # whose own books nobody may write into
         self._held_bytes = MappingProxyType(ledger.held_bytes)
         self._written, self._used = MappingProxyType(ledger.written), MappingProxyType(ledger.used)
         self._capacity_bytes = MappingProxyType(ledger.capacity_bytes)
+        self._recurrence: Recurrence | None = None
+        if may_recur and getattr(policy, "recurs", False):
+            self._recurrence = Recurrence(ledger, engine.roster, engine.profile)
         self.asked = 0
 
     def decide(self, device: int) -> Plan:
@@ -37,13 +41,19 @@ class Questions:
         if (again := engine.standing.next(engine.ledger.room_bytes)) is not None:
             return again
         while True:
-            self.asked += 1
-            plan = self._policy.plan(self._view(device))
+            plan = self._plan(device)
             oldest = engine.leftovers.oldest(device)
             if plan or oldest is None:
                 engine.standing.keep(plan)
                 return plan
             self._give_back(device, oldest)
+
+    def _plan(self, device: int) -> Plan:
+        def ask() -> Plan:
+            self.asked += 1
+            return self._policy.plan(self._view(device))
+
+        return ask() if self._recurrence is None else self._recurrence.plan(ask)
 
     def give_back(self, device: int) -> None:
         """Memory of finished jobs that may be shown by now comes back."""
@@ -57,6 +67,8 @@ class Questions:
     def _give_back(self, device: int, number: int) -> None:
         engine = self._engine
         if engine.leftovers.give_back(device, number):
+            if self._recurrence is not None:
+                self._recurrence.forget()
             if engine.roster.waiting:
                 engine.standing.drop()  # somebody may come in now
             engine.release_idle()

@@ -66,6 +66,17 @@ def workspace(job_id: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
     return Place(Region(job_id, Kind.BUFFER, 0, WORKSPACE), tier, device)
 
 
+def later(place: Place, microbatches: int) -> Place:
+    """What is to a later microbatch as this is to its own: of activations another slot."""
+    return _slot_later(place, microbatches) if place.region.kind is Kind.ACTIVATION else place
+
+
+@lru_cache(maxsize=NAMES)
+def _slot_later(place: Place, microbatches: int) -> Place:
+    owner, kind, part, slot = place.region
+    return Place(Region(owner, kind, part, slot + microbatches), place.tier, place.device)
+
+
 # ---- of a group of devices
 GATHERED, UNREDUCED = 8, 9  # slots of Kind.BUFFER, too
 

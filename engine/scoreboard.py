@@ -4,27 +4,60 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from engine.journal import Journal
 from engine.plan import COMPUTE_LANE, Copy, Kind, Lane, Op, Place
+
+Ranks = tuple[tuple[Place, int], ...]
+
+
+class Mark:
+    """What is known of a place while somebody holds it."""
+
+    __slots__ = ("givers", "used", "users", "writer", "written")
+
+    def __init__(self) -> None:
+        self.written, self.used = 0, -1  # stamps of contents and of use
+        self.writer: Op | None = None  # the last one; stays when it has ended
+        self.users: dict[Lane, Op] = {}  # the last one of each lane
+        # Who has to end before its bytes are free. Whoever writes first waits for them, and all
+        # others for him, so they are nobody's concern any more.
+        self.givers: tuple[Op, ...] = ()
 
 
 class Stamps(Mapping[Place, int]):
     """A stamp for each place, to read; what a run touched last is entered when somebody looks."""
 
-    def __init__(self, board: Scoreboard, found: Mapping[Place, int]) -> None:
-        self._board, self._found = board, found
+    def __init__(self, board: Scoreboard, is_of_use: bool) -> None:
+        self._board, self._is_of_use = board, is_of_use
 
     def __getitem__(self, place: Place) -> int:
-        self._board.catch_up()
-        return self._found[place]
+        mark = self._board.marks()[place]
+        return mark.used if self._is_of_use else mark.written
+
+    def get(self, place: Place, default: Any = None) -> Any:
+        mark = self._board.marks().get(place)
+        if mark is None:
+            return default
+        return mark.used if self._is_of_use else mark.written
+
+    def __contains__(self, place: object) -> bool:
+        return place in self._board.marks()
 
     def __iter__(self) -> Iterator[Place]:
-        self._board.catch_up()
-        return iter(self._found)
+        return iter(self._board.marks())
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._board.marks())
+
+    def ranks(self) -> Ranks:
+        """All places in the order of their coming, with what a stamp says beside its own value:
+        which are older, equal or newer, and which (up to 0) stand for nothing at all."""
+        marks = self._board.marks()
+        found = [mark.used if self._is_of_use else mark.written for mark in marks.values()]
+        rank = {s: s if s <= 0 else number for number, s in enumerate(sorted({*found}), 1)}
+        return tuple(zip(marks, [rank[stamp] for stamp in found], strict=True))
 
 
 class Scoreboard:
@@ -41,55 +74,51 @@ class Scoreboard:
         self._lane_of: dict[Op, Lane] = {}  # theirs, too
         self._lanes: dict[Lane, int] = defaultdict(int)  # how many of them are on each lane
         self.has_one_lane = True  # whether nothing runs but launches of one lane
-        self._written: dict[Place, int] = {}
-        self._used: dict[Place, int] = {}
-        self.written, self.used = Stamps(self, self._written), Stamps(self, self._used)
+        self._marks: dict[Place, Mark] = {}
+        self.written, self.used = Stamps(self, False), Stamps(self, True)
         self.stamp = 0
         self._late: tuple[Op, tuple[Place, ...], int] | None = None  # not entered yet
-        self._writers: dict[Place, Op] = {}  # the last one; stays when it has ended
-        self._users: dict[Lane, dict[Place, Op]] = {}  # the last one of each lane
-        self._givers: dict[Place, set[Op]] = {}
         self._left: dict[Place, set[Op]] = {}  # places given back while in use, and by whom
         self._leaving: dict[Op, list[Place]] = {}  # the same by user
         self._journal = journal
 
+    def marks(self) -> Mapping[Place, Mark]:
+        """Of all places, in the order of their coming."""
+        if self._late is not None:
+            self.catch_up()
+        return self._marks
+
     def enter(self, place: Place) -> None:
         """A place begins, with nothing in it. If it was given back while in use, whoever takes it
         waits for these users: model states have one storage for good."""
-        self._written[place], self._used[place] = 0, -1
+        self._marks[place] = Mark()
         if self._left and (users := self._left.pop(place, None)):
             self.rest(place, users)
 
     def rest(self, place: Place, givers: set[Op]) -> None:
         """A place rests on bytes that these operations still use."""
-        self._givers.setdefault(place, set()).update(givers)
+        mark = self.marks()[place]
+        found = self._last_of_each_lane((*mark.givers, *givers))
+        mark.givers = tuple(sorted(found, key=self._numbers.__getitem__))
 
     def touch(self, op: Op, reads: Sequence[Place], writes: tuple[Place, ...]) -> tuple[Op, ...]:
         """Issues an operation; returns what it waits for."""
         lane = op.lane
-        waits: dict[Op, None] = {}
+        waits: tuple[Op, ...] = ()
         is_alone = all([other == lane for other in self._lanes])
         if is_alone and lane[1] == COMPUTE_LANE and not (reads or self._journal):
             self.touch_again(op, writes, 1, is_open=True)
             return ()
         self.catch_up()
-        copied = self._written[op.src] if isinstance(op, Copy) else None
         self.stamp += 1
+        contents = self._marks[op.src].written if isinstance(op, Copy) else self.stamp
         if not is_alone:
-            for place in reads:
-                self._wait(
-                    waits, lane, [self._writers[place]] if place in self._writers else (), place
-                )
-            for place in writes:
-                users = [
-                    u[place] for other, u in self._users.items() if other != lane and place in u
-                ]
-                self._wait(waits, lane, users, place)
-        self._enter(op, reads, writes, self.stamp, self.stamp if copied is None else copied)
+            waits = self._waits(lane, reads, writes)
+        self._enter(op, lane, reads, writes, self.stamp, contents)
         self._start(op, lane)
         if self._journal:
             self._journal.touched(op, (*reads, *writes))
-        return tuple(waits)
+        return waits
 
     def touch_again(
         self, op: Op, writes: tuple[Place, ...], steps: int, is_open: bool = False
@@ -117,52 +146,68 @@ class Scoreboard:
         """Enters what the last run touched."""
         if self._late is not None:
             (op, writes, stamp), self._late = self._late, None
-            self._enter(op, (), writes, stamp, stamp)
+            self._enter(op, op.lane, (), writes, stamp, stamp)
 
     def _enter(
-        self, op: Op, reads: Sequence[Place], writes: Sequence[Place], stamp: int, contents: int
+        self,
+        op: Op,
+        lane: Lane,
+        reads: Sequence[Place],
+        writes: Sequence[Place],
+        stamp: int,
+        contents: int,
     ) -> None:
-        wrote = dict.fromkeys(writes, op)  # hashes each place once
-        touched = {**dict.fromkeys(reads, op), **wrote} if reads else wrote
-        self._users.setdefault(op.lane, {}).update(touched)
-        self._writers.update(wrote)
-        self._used.update(dict.fromkeys(touched, stamp))
-        self._written.update(dict.fromkeys(wrote, contents))
+        marks = self._marks
+        for place in reads:
+            mark = marks[place]
+            mark.used, mark.users[lane] = stamp, op
+        for place in writes:
+            mark = marks[place]
+            mark.written, mark.used, mark.givers = contents, stamp, ()
+            mark.writer = mark.users[lane] = op
 
-    def _wait(self, waits: dict[Op, None], lane: Lane, ops: Iterable[Op], place: Place) -> None:
-        for op in ops:
-            if self._lane_of.get(op, lane) != lane:
-                waits[op] = None
-        if place in self._givers:
-            givers = self._givers[place] = {op for op in self._givers[place] if op in self.open}
-            for op in sorted(givers, key=self._numbers.__getitem__):
-                if self._lane_of[op] != lane:
-                    waits[op] = None
-            if not givers:
-                del self._givers[place]
+    def _waits(self, lane: Lane, reads: Sequence[Place], writes: Sequence[Place]) -> tuple[Op, ...]:
+        """Whom a launch on a lane waits for: only those of other lanes that are open."""
+        marks, lane_of, found = self._marks, self._lane_of, dict[Op, None]()
+        for place in reads:
+            mark = marks[place]
+            if (writer := mark.writer) is not None and lane_of.get(writer, lane) != lane:
+                found[writer] = None
+            for op in mark.givers:
+                if lane_of.get(op, lane) != lane:
+                    found[op] = None
+        for place in writes:
+            mark = marks[place]
+            for other, op in mark.users.items():
+                if other != lane and op in lane_of:
+                    found[op] = None
+            for op in mark.givers:
+                if lane_of.get(op, lane) != lane:
+                    found[op] = None
+        return tuple(found)
 
     def leave(self, place: Place) -> set[Op]:
         """A place ends; returns the operations that still use its bytes."""
-        last = [users.pop(place, None) for users in self._users.values()]
-        self._writers.pop(place, None)
+        mark, lane_of = self._marks.pop(place), self._lane_of
+        users = {op for op in mark.users.values() if op in lane_of}
         if self._late is not None and place in self._late[1]:
             op, writes, stamp = self._late
-            last.append(op)
+            users = self._last_of_each_lane((*users, op))
             i = writes.index(place)
             self._late = (op, writes[:i] + writes[i + 1 :], stamp)
-        del self._written[place], self._used[place]
-        users = self._last_of_each_lane((*last, *self._givers.pop(place, ())))
+        if mark.givers:
+            users = self._last_of_each_lane((*users, *mark.givers))
         if users and place.region.kind is not Kind.KV:
             self._left[place] = {*users}
             for op in users:
                 self._leaving.setdefault(op, []).append(place)
         return users
 
-    def _last_of_each_lane(self, ops: Iterable[Op | None]) -> set[Op]:
+    def _last_of_each_lane(self, ops: Iterable[Op]) -> set[Op]:
         """Of those that are open: when these have ended, all before them on their lanes have."""
         found: dict[Lane, Op] = {}
         for op in ops:
-            if op is not None and (lane := self._lane_of.get(op)) is not None:
+            if (lane := self._lane_of.get(op)) is not None:
                 other = found.get(lane)
                 if other is None or self._numbers[other] < self._numbers[op]:
                     found[lane] = op

@@ -73,6 +73,11 @@ class Training:
         return range(self.step * each, (self.step + 1) * each)
 
     @property
+    def begins_step(self) -> bool:
+        """Whether nothing of the step that comes is issued."""
+        return not self._forward
+
+    @property
     def is_complete(self) -> bool:
         return self.step >= self.spec.num_steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from engine.plan import Plan, Slice
 from engine.view import View
@@ -18,6 +19,8 @@ class AllOnDevice:
 
     States that lie on the host at the start come at their first use. Rests on coming bytes.
     """
+
+    recurs: ClassVar[bool] = True
 
     @patient
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from engine.plan import COMPUTE_LANE, HOST_LANE, Plan, Slice
 from engine.view import View
@@ -28,6 +28,7 @@ class DemandPaging:
     bytes.
     """
 
+    recurs: ClassVar[bool] = True
     order: Literal["lru", "fifo", "opt"] = "lru"
     tiers: Literal["exclusive", "inclusive"] = "exclusive"
     updates: Literal["host", "device"] = "host"

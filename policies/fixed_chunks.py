@@ -13,6 +13,7 @@ from engine.training_layout import Mode, TrainingLayout, lay_out
 from engine.training_shape import TrainingShape
 from engine.view import Cost
 from policies.laying_out import Start, apart, modes_of, prepared
+from policies.out_of_memory import DoesNotFit
 from traces.request import TrainingJob
 
 MEBI = 1 << 20
@@ -52,7 +53,7 @@ class FixedChunks:
         capacity_bytes: Mapping[Pool, int],
         cost: Cost | None = None,
     ) -> Layout:
-        """See Planner. ValueError for wrong modes, OversizeModule, MemoryError if nothing fits."""
+        """See Planner. ValueError for wrong modes, OversizeModule, DoesNotFit if nothing fits."""
 
         def fixed(shape: TrainingShape, modes: Sequence[Mode], ranks: int) -> TrainingLayout:
             size = self.chunk_elements or self.searched(shape, capacity_bytes, ranks)
@@ -91,7 +92,7 @@ class FixedChunks:
     def searched(
         self, shape: TrainingShape, capacity_bytes: Mapping[Pool, int], ranks: int = 1
     ) -> int:
-        """The chunk size with the smallest footprint. MemoryError where none fits.
+        """The chunk size with the smallest footprint. DoesNotFit where none fits.
 
         Two chunks must fit what warm-up leaves them of the device, and all states into device and
         host together. (The original compares bytes with twice the number of elements.)
@@ -109,7 +110,7 @@ class FixedChunks:
             if (nbytes := footprint_bytes(layout)) <= sum(capacity_bytes.values()):
                 fitting.append((nbytes, order, size))
         if not fitting:
-            raise MemoryError(
+            raise DoesNotFit(
                 "planner.chunk_elements: no size of planner.sizes fits: two chunks must fit "
                 f"{self.warmup_share:.0%} of the device, all states into device and host; "
                 "give more memory or smaller sizes"

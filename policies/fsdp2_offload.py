@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from engine.plan import Plan, Slice, Work
 from engine.training_layout import TrainingLayout
@@ -20,6 +21,7 @@ class Fsdp2Offload:
     root module is not resharded behind its forward. Rests on coming bytes.
     """
 
+    recurs: ClassVar[bool] = True
     keeps_root: bool = True
 
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:

@@ -13,8 +13,13 @@ Half = TypeVar("Half")
 Fit = Callable[[Half, tuple[Slice, ...], View], Plan]
 
 
-class OutOfMemory(MemoryError):
-    """Something can never fit; says where, how much is missing, and what would help."""
+class DoesNotFit(MemoryError):
+    """What is to be trained finds no room: an answer about the budget, and no fault of a program.
+    The message is one line with what is missing and what would help."""
+
+
+class OutOfMemory(DoesNotFit):
+    """A launch, or what lies there from the start, can never fit; says where and by how much."""
 
     def __init__(self, pool: Pool, deficit_bytes: int, what: str) -> None:
         tier, device = pool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from engine.job import Job
 from engine.plan import COMPUTE_LANE, HOST_LANE, Place, Plan, Slice, Tier, Work
@@ -40,6 +40,7 @@ class PatrickStar:
     coming bytes.
     """
 
+    recurs: ClassVar[bool] = True
     device_share: float = 1.0
     warmup_share: float = 0.1
     margin_share: float = 0.8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from engine.job import Job
 from engine.plan import Slice, Work
@@ -20,6 +20,7 @@ class TrainingOrder:
            fewest goes first), or behind a `task`, which holds activations of all jobs at once
     """
 
+    recurs: ClassVar[bool] = True
     tasks: int = 1
     turns: Literal["job", "step", "task"] = "job"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from engine.plan import Plan, Slice
 from engine.training_layout import TrainingLayout
@@ -23,6 +24,7 @@ class Zero3Offload:
     Rests on coming bytes.
     """
 
+    recurs: ClassVar[bool] = True
     prefetch: int = 1
     persistent_bytes: int = 0
     overlaps_updates: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from engine.plan import Plan, Slice
 from engine.training_layout import TrainingLayout
@@ -19,6 +20,7 @@ class ZeroOffload:
     forward may begin before the last chunk is updated; the original waits. Rests on coming bytes.
     """
 
+    recurs: ClassVar[bool] = True
     overlaps_updates: bool = False
 
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:

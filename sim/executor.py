@@ -44,16 +44,16 @@ class SimExecutor:
         if not is_copy and lane[1] != HOST_LANE:
             self._lanes.place(launch, self.cost.compute_ns(launch), done)
             return
-        start_ns = self._lanes.start_ns(launch)
-        alone_ns = self._copy_ns(launch, start_ns) if is_copy else self.cost.compute_ns(launch)
+        start_ns = self._lanes.start_ns(lane, launch.waits)
+        if is_copy:
+            is_contended = self._busy_until[_opposite(lane)] > start_ns
+            alone_ns = self.cost.copy_ns(launch, is_contended)
+        else:
+            alone_ns = self.cost.compute_ns(launch)
         traffic = self._traffic(launch)
         end_ns = start_ns + self._host_memory.duration_ns(lane, start_ns, alone_ns, traffic)
         self._busy_until[lane] = end_ns
-        self._lanes.hold(launch, Span(launch.op, start_ns, end_ns), done)
-
-    def _copy_ns(self, launch: Launch, start_ns: int) -> int:
-        is_contended = self._busy_until[_opposite(launch.op.lane)] > start_ns
-        return self.cost.copy_ns(launch, is_contended)
+        self._lanes.hold(lane, Span(launch.op, start_ns, end_ns), done)
 
     def repeat(self, launch: Launch, count: int) -> tuple[Sequence[int], int] | None:
         """Durations (ns) of a launch that is repeated, and the host's time of each.
@@ -77,7 +77,7 @@ class SimExecutor:
 
     def hold(self, launch: Launch, span: Span, done: Callable[[Span], None]) -> None:
         """Takes a lane for a span that is known already."""
-        self._lanes.hold(launch, span, done)
+        self._lanes.hold(launch.op.lane, span, done)
 
     def release(self, pool: Pool, pages: Sequence[int]) -> None:
         """Nothing is held here."""

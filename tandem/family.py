@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from policies.out_of_memory import DoesNotFit
 from tandem.composed import Composed
-from tandem.foresight import DoesNotFit, Foresight, foresee
+from tandem.foresight import Foresight, foresee
 from tandem.grid import Grid
 from tandem.screen import shown_bytes, shown_seconds
 from tandem.setting import spec_of

@@ -15,6 +15,8 @@ from tandem.errors import RunFailed, Usage
 
 STARTING, RUNNING, OK = "starting", "running", "ok"
 REJECTED, INTERRUPTED, FAILED = "rejected", "interrupted", "failed"
+DOES_NOT_FIT = "does_not_fit"
+ANSWERED = (OK, DOES_NOT_FIT)  # nothing else would come of it if it were run again
 
 
 @contextmanager
@@ -24,8 +26,8 @@ def run_folder(folder: Path, keeps_rejected: bool = True) -> Iterator[Path]:
     status.json says starting, and running once somebody has written so. While that is so (or if it
     was killed) all lies in `<folder>.running`. Afterwards it says ok, as the block writes last, or
     with the traceback: rejected (a ValueError at the start: its settings are wrong, and nothing
-    remains unless `keeps_rejected`), interrupted, or failed. ValueError if the folder holds
-    something already, or if a run that never ended was left there.
+    remains unless `keeps_rejected`), does_not_fit, interrupted, or failed. ValueError if the folder
+    holds something already, or if a run that never ended was left there.
     """
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(
@@ -115,6 +117,10 @@ def remove_empty(folder: Path) -> None:
 def _ending(aside: Path, error: BaseException) -> str:
     if not isinstance(error, Exception):
         return INTERRUPTED
+    from policies.out_of_memory import DoesNotFit  # where something has failed, not at every start
+
+    if isinstance(error, DoesNotFit):
+        return DOES_NOT_FIT
     is_wrong = isinstance(error, ValueError) and status_of(aside) == STARTING
     return REJECTED if is_wrong else FAILED
 

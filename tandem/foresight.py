@@ -14,6 +14,7 @@ from analysis.run import Run
 from analysis.training import WORKS, training_summary
 from analysis.usage import fullest, lane_shares, pools
 from engine.recorder import Recorder
+from policies.out_of_memory import DoesNotFit
 from sim.executor import SimExecutor
 from tandem.axes import with_axes
 from tandem.composed import Composed
@@ -32,10 +33,6 @@ EXAMPLES = """examples:
   tandem plan trace=none training=sample policy=zero_offload,zero3_offload model=tiny_llama,gpt2
   tandem plan experiment=max_scale policy=patrickstar   (the models that its yaml sweeps)
 """
-
-
-class DoesNotFit(ValueError):
-    """What is to be trained has no room; the message has the deficit and what would help."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,18 +60,12 @@ def foresee(point: Composed, num_layers: int | None = None) -> Foresight:
     spec = spec_of(point)
     if num_layers is not None:
         spec = replace(spec, name=f"{spec.name} x {num_layers} layers", num_layers=num_layers)
-    try:
-        setting = _short(setting_of(point, spec))
-    except MemoryError as error:
-        raise DoesNotFit(str(error)) from error
+    setting = _short(setting_of(point, spec))
     if not setting.trainees:
         raise ValueError("tandem plan foresees training: choose what to train, training=...")
     env, recorder = simpy.Environment(), Recorder()
     engine = engine_of(setting, World(env, SimExecutor(env, setting.cost)), recorder)
-    try:
-        engine.replay(setting.work)
-    except MemoryError as error:
-        raise DoesNotFit(str(error)) from error
+    engine.replay(setting.work)
     tables = {name: table.to_pandas() for name, table in recorder.tables().items()}
     return Foresight(setting, Run(Path(), **tables, provenance={}, config={}))
 

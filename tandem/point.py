@@ -15,7 +15,7 @@ from typing import Any
 from tandem.composed import Composed
 from tandem.errors import RunFailed
 from tandem.experiment import run_experiment, write_config
-from tandem.folder import OK, aside_of, run_folder, status_of
+from tandem.folder import ANSWERED, OK, aside_of, run_folder, status_of
 from tandem.paths import with_absolute_paths, with_paths
 from tandem.provenance import ROOT, versions
 from traces.fingerprint import content_hash
@@ -47,7 +47,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a point: its metrics, or why there are none."""
+    """What became of a point: its metrics, none where it does not fit, or what went wrong."""
 
     key: str
     error: str | None = None
@@ -79,15 +79,24 @@ def point_key(config: Mapping[str, Any], folders: tuple[Path, ...] = ()) -> str:
 def run_point(task: Task) -> Outcome:
     """Runs the point unless its result is there; leaves a run folder, also where it failed."""
     began = time.perf_counter()
-    if status_of(task.folder) == OK:
-        return Outcome(task.key, None, metrics_of(task.folder))
+    if (known := answer_of(task)) is not None:
+        return known
     clear(task.folder)
     try:
         metrics = run_experiment(task.point, task.folder)
     except (ValueError, RunFailed) as error:
-        text = " ".join(str(error).split())
-        return Outcome(task.key, text, wall_s=time.perf_counter() - began)
+        found = answer_of(task) or Outcome(task.key, " ".join(str(error).split()))
+        return replace(found, wall_s=time.perf_counter() - began)
     return Outcome(task.key, None, metrics, time.perf_counter() - began)
+
+
+def answer_of(task: Task) -> Outcome | None:
+    """What a run of the point has found: metrics, or that it does not fit. None where it has not
+    come to an answer."""
+    status = status_of(task.folder)
+    if status not in ANSWERED:
+        return None
+    return Outcome(task.key, None, metrics_of(task.folder) if status == OK else {})
 
 
 def run_points(tasks: list[Task]) -> list[Outcome]:
@@ -97,8 +106,8 @@ def run_points(tasks: list[Task]) -> list[Outcome]:
 
 def lost(task: Task, reason: str) -> Outcome:
     """Records a point whose worker was lost on every attempt."""
-    if status_of(task.folder) == OK:  # lost after its last byte was written
-        return Outcome(task.key, None, metrics_of(task.folder))
+    if (known := answer_of(task)) is not None:  # lost after its last byte was written
+        return known
     clear(task.folder)
     try:
         with run_folder(task.folder) as aside:
@@ -110,7 +119,7 @@ def lost(task: Task, reason: str) -> Outcome:
 
 def clear(folder: Path) -> None:
     """Removes what a failed or killed attempt left; a finished run is never touched."""
-    assert status_of(folder) != OK
+    assert status_of(folder) not in ANSWERED
     for left in (folder, aside_of(folder)):
         if left.exists():
             shutil.rmtree(left)

@@ -17,7 +17,7 @@ from analysis.yaml_text import yaml_value
 from tandem.axes import with_axes
 from tandem.engines import ENGINES
 from tandem.errors import Usage
-from tandem.folder import FAILED, OK, REJECTED, sole_user, status_of
+from tandem.folder import ANSWERED, DOES_NOT_FIT, FAILED, OK, REJECTED, sole_user, status_of
 from tandem.grid import Grid, grid_of
 from tandem.manifest import add_points
 from tandem.point import Outcome, Task, metrics_of, task_of
@@ -26,13 +26,13 @@ EXAMPLE = """example:
   tandem sweep policy=chunked_restart,continuous_swap arrival.rate=2,4,8 seed=0,1,2
   tandem sweep experiment=max_scale policy=patrickstar   (what else its yaml sweeps, is swept)
 A sweep that was interrupted goes on with the same command and --out DIR. Failed points are tried
-again; so is everything whose settings, trace or code have changed."""
+again, those that do not fit are not; so is all whose settings, trace or code have changed."""
 WALL_CLOCK = ("cpu", "cuda", "openai")
 LOCK = ".lock"  # in the folder of a sweep, held while it runs
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the grid; 0 if every point finished, 1 if some failed."""
+    """Runs the grid; 0 if every point came to an answer, be it that it does not fit, else 1."""
     chosen = _parser().parse_intermixed_args(words)
     options = _options(chosen.option)
     grid = grid_of(with_axes(chosen.overrides, chosen.config_dir), chosen.config_dir)
@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
         raise Usage(f"--jobs {jobs}: at least one is needed")
     with sole_user(root / LOCK, f"--out {root}: another sweep is running there"):
         add_points(root, {task.key: task.point.overrides for task in tasks})
-        left = [task for task in tasks if status_of(task.folder) != OK]
+        left = [task for task in tasks if status_of(task.folder) not in ANSWERED]
         _say_start(grid, len(tasks), len(left), jobs, chosen.engine, root)
         try:
             carry_out(left, jobs, chosen.engine, options)
@@ -114,14 +114,16 @@ def _say_end(root: Path, tasks: Sequence[Task], words: Sequence[str]) -> int:
         collect(root)
     states = {task.key: status_of(task.folder) for task in tasks}
     finished = [task for task in tasks if states[task.key] == OK]
-    num_failed, num_rejected = (list(states.values()).count(s) for s in (FAILED, REJECTED))
+    counted = [list(states.values()).count(s) for s in (DOES_NOT_FIT, FAILED, REJECTED)]
+    num_unfit, num_failed, num_rejected = counted
     common = set.intersection(*(set(task.point.overrides) for task in tasks))
     print(best({_apart(task, common): metrics_of(task.folder) for task in finished}))
     where = os.path.relpath(root)
     told = f"{len(finished)} of {len(tasks)} points finished, {num_failed} failed"
+    told += f", {num_unfit} do not fit" if num_unfit else ""
     told += f", {num_rejected} rejected" if num_rejected else ""
     print(f"{told}: {where}")
-    if len(finished) < len(tasks):
+    if len(finished) + num_unfit < len(tasks):
         print(f"to go on: tandem sweep {shlex.join(_without_out(words))} --out {where}")
     print(f"report:   tandem report {where}")
     return num_failed + num_rejected

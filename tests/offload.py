@@ -153,6 +153,7 @@ def trained(
     depth: int = 2,
     noise: float = 0.0,
     seed: int = 0,
+    fast_forward: bool = True,
 ) -> Replay:
     """Jobs under a policy, on toy hardware without a page of KV; all laws hold."""
     env, recorder = simpy.Environment(), Recorder()
@@ -167,6 +168,7 @@ def trained(
         layout=layout,
         recorder=recorder,
         journal=journal,
+        fast_forward=fast_forward,
     )
     engine.replay(jobs)
     found = Replay(engine, recorder, journal)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.record import TABLES
+from policies.out_of_memory import DoesNotFit
 from tandem.cli import main
 from tandem.compose import composed
 from tandem.errors import RunFailed, Usage
@@ -319,6 +320,7 @@ def test_a_killed_run_never_looks_finished(tmp_path: Path) -> None:
         (ValueError, "starting", "rejected", ValueError),
         (ValueError, "running", "failed", RunFailed),  # a policy's, say: no setting is wrong
         (OSError, "starting", "failed", RunFailed),
+        (DoesNotFit, "running", "does_not_fit", RunFailed),
         (KeyboardInterrupt, "starting", "interrupted", KeyboardInterrupt),
         (KeyboardInterrupt, "running", "interrupted", KeyboardInterrupt),
     ],

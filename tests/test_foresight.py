@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from policies.out_of_memory import DoesNotFit
 from tandem import foresight
 from tandem.cli import main
 from tandem.compose import composed
 from tandem.composed import Composed
 from tandem.family import Foreseen, foreseen, largest_of
-from tandem.foresight import DoesNotFit, foresee, largest
+from tandem.foresight import foresee, largest
 from tandem.grid import grid_of
 
 SMALL = ("trace=none", "training=random", "model=micro_llama", "training.sequence_tokens=32")

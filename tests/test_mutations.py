@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,9 @@ from engine.balance import Balance
 from engine.checks import check_capacity, check_inputs
 from engine.door import Door
 from engine.engine import Stalled
-from engine.executor import Launch
 from engine.lanes import Lanes
 from engine.pages import PagePool
-from engine.plan import Compute, Copy, Grow, Op, Plan, Tier, kv_place
+from engine.plan import Compute, Copy, Grow, Lane, Op, Plan, Tier, kv_place
 from engine.policy import Composed
 from engine.returns import ReturnQueue
 from engine.scoreboard import Scoreboard
@@ -83,8 +82,8 @@ def test_work_that_begins_before_its_arrival_is_caught(monkeypatch: pytest.Monke
 
 
 def test_a_lane_that_runs_two_at_once_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start_ns(self: Lanes, launch: Launch) -> int:
-        return max([int(self._env.now), *(self._end_ns.get(op, 0) for op in launch.waits)])
+    def start_ns(self: Lanes, lane: Lane, waits: Iterable[Op]) -> int:
+        return max([int(self._env.now), *(self._end_ns.get(op, 0) for op in waits)])
 
     monkeypatch.setattr(Lanes, "start_ns", start_ns)
     run = replay(CHUNKED, random_requests(3, 10))
@@ -218,12 +217,12 @@ def test_plans_that_depend_on_durations_are_told_apart() -> None:
 
 
 # ---- law 11b
-@pytest.mark.parametrize("forgotten", ["_wait", "rest"])
+@pytest.mark.parametrize("forgotten", ["_waits", "rest"])
 def test_a_ledger_that_forgets_waits_is_caught(
     forgotten: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All waits, or those for bytes: a swapping policy reads stale pages or fills too many."""
-    monkeypatch.setattr(Scoreboard, forgotten, lambda *_: None)
+    monkeypatch.setattr(Scoreboard, forgotten, lambda *_: ())
     caught = 0
     for seed in range(6):
         run = replay(composed("chunked", "swap"), random_requests(seed, 30), pages=36)

@@ -12,7 +12,7 @@ from analysis.figures import Shown, panel
 from analysis.policy_style import policy_color
 
 HOST = "config.budget.host_bytes"
-REFUSED = "OutOfMemory|MemoryError"  # how the error of a run begins that did not fit
+REFUSED = "does_not_fit"  # a status of runs
 TEXT = (
     "Maximum scale",
     "The largest model of those tried that trains inside the device, by the host memory beside "
@@ -27,8 +27,7 @@ def max_scale_data(runs: pd.DataFrame) -> pd.DataFrame:
         policy, host_bytes = part["policy"].iloc[0], int(part[HOST].iloc[0])
         done = part[part["status"].eq("ok")]
         parameters = int(done["made.parameters"].max()) if len(done) else 0
-        refused = part["error"].fillna("").str.match(REFUSED)
-        rows.append((policy, host_bytes, parameters, not refused.any()))
+        rows.append((policy, host_bytes, parameters, REFUSED not in part["status"].array))
     return pd.DataFrame(rows, columns=["policy", "host_bytes", "parameters", "is_bound"])
 
 

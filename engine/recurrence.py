@@ -1,0 +1,171 @@
+"""A step of training that begins like the one before is planned like it, without a question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.job import Job
+from engine.ledger import Ledger
+from engine.plan import (
+    Collective,
+    Compute,
+    Copy,
+    Free,
+    Grow,
+    GrowCycle,
+    Kind,
+    Op,
+    Place,
+    Plan,
+    Pool,
+    Share,
+    Slice,
+)
+from engine.planlog import encode
+from engine.profile import EngineProfile
+from engine.regions import later
+from engine.roster import Roster
+from engine.scoreboard import Ranks
+from engine.training import Training
+
+AnyOp = Op | Grow | GrowCycle | Share | Free
+
+
+class Situation(NamedTuple):
+    """What a policy that recurs may go by at the beginning of a step, but for what the plan before
+    it says: that of the steps before is compared by itself."""
+
+    held_bytes: tuple[tuple[Place, int], ...]  # in the order of booking
+    room_bytes: tuple[tuple[Pool, int], ...]
+    written: Ranks
+    used: Ranks
+    other_bytes: tuple[int, ...]  # beside the launches of the step before
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """A step as it was planned, part by part. `is_again`: as the step before it, unasked."""
+
+    training: Training
+    number: int
+    begins: Situation
+    is_again: bool = False
+    plans: list[Plan] = field(default_factory=list)
+
+    def follows(self, other: Step) -> bool:
+        """Whether it is the next one of the same job, and begins alike."""
+        is_next = self.training is other.training and self.number == other.number + 1
+        return is_next and self.begins == other.begins
+
+
+class Recurrence:
+    """Remembers the last steps of a training job that is alone on its device.
+
+    Where two steps began alike and were planned alike, a third that begins so is planned so, too,
+    as long as the job stays alone: all that a policy with `recurs` decides by is equal then, or a
+    step later.
+    """
+
+    def __init__(self, ledger: Ledger, roster: Roster, profile: EngineProfile) -> None:
+        self._ledger, self._roster, self._profile = ledger, roster, profile
+        self._before: Step | None = None  # the one before
+        self._now: Step | None = None  # the one under way
+
+    def plan(self, ask: Callable[[], Plan]) -> Plan:
+        """The next plan: that of the step before, a step later, or what the policy says."""
+        if (job := self._alone()) is not None and job.training is not None:
+            if job.training.begins_step:
+                self._begin(job.job_id, job.training)
+            if self._now is not None:
+                return self._next(self._now, ask)
+        self.forget()
+        return ask()
+
+    def forget(self) -> None:
+        """Something else happens than in the step before."""
+        self._before = self._now = None
+
+    def _next(self, now: Step, ask: Callable[[], Plan]) -> Plan:
+        if now.is_again:
+            assert self._before is not None, "a step comes again behind another"
+            of_before = self._before.plans[len(now.plans)]
+            plan = a_step_later(of_before, now.training.spec.microbatches)
+            self._ledger.expect(plan)
+        else:
+            plan = ask()
+        now.plans.append(plan)
+        if not _is_program(plan):
+            self.forget()
+        return plan
+
+    def _begin(self, job_id: int, training: Training) -> None:
+        before, self._before = self._before, self._now
+        self._now = Step(training, training.step, self._situation(job_id))
+        last = self._before
+        if last is not None and self._now.follows(last):
+            self._now.is_again = last.is_again or (before is not None and _is_like(last, before))
+
+    def _alone(self) -> Job | None:
+        """The job that trains, if there is nobody else."""
+        roster = self._roster
+        if roster.waiting or roster.serving or len(roster.training) != 1:
+            return None
+        return roster.training[0]
+
+    def _situation(self, job_id: int) -> Situation:
+        ledger = self._ledger
+        return Situation(
+            ledger.held_bytes.rows(),
+            tuple(ledger.room_bytes().items()),
+            ledger.written.ranks(),
+            ledger.used.ranks(),
+            tuple([moment.other_bytes for moment in self._profile.moments(job_id)]),
+        )
+
+
+def _is_like(step: Step, before: Step) -> bool:
+    """Whether it began and was planned like the one before it."""
+    each = step.training.spec.microbatches
+    return step.follows(before) and [encode(plan) for plan in step.plans] == [
+        encode(a_step_later(plan, each)) for plan in before.plans
+    ]
+
+
+def _is_program(plan: Plan) -> bool:
+    return (
+        bool(plan.ops) and plan.repeats == 1 and not (plan.restart or plan.refuse or plan.wake_ns)
+    )
+
+
+def a_step_later(plan: Plan, microbatches: int) -> Plan:
+    """The same program for the microbatches of the next step. What runs on a lane is new."""
+    return Plan(tuple([_later(op, microbatches) for op in plan.ops]))
+
+
+def _later(op: AnyOp, count: int) -> AnyOp:
+    if isinstance(op, Free):
+        return Free(later(op.place, count)) if op.place.region.kind is Kind.ACTIVATION else op
+    if isinstance(op, Grow):
+        if op.place.region.kind is not Kind.ACTIVATION:
+            return op
+        return Grow(later(op.place, count), op.nbytes)
+    if isinstance(op, Copy):
+        return Copy(later(op.src, count), later(op.dst, count))
+    if isinstance(op, Compute):
+        reads, writes = _all_later(op.reads, count), _all_later(op.writes, count)
+        slices = tuple([_slice_later(piece, count) for piece in op.slices])
+        return Compute(slices, reads, writes, op.device, op.on, op.again)
+    assert isinstance(op, Collective), "whoever trains alone shares no pages"
+    reads, writes = _all_later(op.reads, count), _all_later(op.writes, count)
+    return Collective(op.pattern, reads, writes, op.nbytes, op.device)
+
+
+def _all_later(places: tuple[Place, ...], count: int) -> tuple[Place, ...]:
+    kind = Kind.ACTIVATION  # looked at here: most places are the same at every step
+    return tuple([later(p, count) if p.region.kind is kind else p for p in places])
+
+
+def _slice_later(piece: Slice, count: int) -> Slice:
+    return Slice(*piece[:4], piece.microbatch + count, *piece[5:])

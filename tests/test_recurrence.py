@@ -1,0 +1,100 @@
+"""Law 15 of training: steps that recur are planned as they would be decided, byte for byte."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.plan import Plan, Slice, Tier
+from engine.policy import Composed, Memory
+from engine.training_layout import Mode
+from engine.view import View
+from policies.demand_paging import DemandPaging
+from policies.out_of_memory import OutOfMemory
+from policies.patrickstar import PatrickStar
+from policies.training_order import TrainingOrder
+from policies.unit_chunks import UnitChunks
+from policies.zero3_offload import Zero3Offload
+from tests.offload import MEMORIES, ROOMY, job_of, laid_out, least_device_bytes, shape_of, trained
+from tests.replays import Replay
+from tests.strategies import cases
+
+STEPS = 6
+
+
+def both(
+    memory: Memory, seed: int, mode: Mode, spare: float, tasks: int = 0, **how: Any
+) -> tuple[Replay, Replay]:
+    """With and without asking for each step. `spare`: of what all would take, beyond the least."""
+    shape = shape_of(random.Random(seed), layers=3, tied=bool(seed % 2))
+    job = job_of(shape, num_steps=STEPS, microbatches=1 + seed % 3)
+    layout = laid_out(shape, mode)
+    least = least_device_bytes(layout.training[0], job, True, True)
+    gpu = least + int(spare * sum(c.optimizer_bytes for c in layout.training[0].chunks))
+    policy = Composed(TrainingOrder(tasks), memory)
+    runs = [trained(policy, [job], layout, gpu, fast_forward=fast, **how) for fast in (True, False)]
+    return runs[0], runs[1]
+
+
+@pytest.mark.broad(6)
+@pytest.mark.parametrize("name", MEMORIES)
+@given(
+    seed=st.integers(0, 99),
+    mode=st.sampled_from(Mode),
+    spare=st.floats(0, 2),
+    depth=st.integers(1, 3),
+    tasks=st.integers(0, 4),
+)
+@cases(20)
+def test_a_step_that_recurs_is_planned_as_it_would_be_decided(name: str, **setting: Any) -> None:
+    try:
+        fast, slow = both(MEMORIES[name], **setting)
+    except OutOfMemory:
+        return  # in both
+    assert fast.engine.asked <= slow.engine.asked == slow.engine.steps
+    tables = fast.recorder.tables(), slow.recorder.tables()
+    assert tables[0] == tables[1]
+
+
+@pytest.mark.broad(3)
+@pytest.mark.parametrize("tasks", [0, 1])
+@pytest.mark.parametrize("name", ["patrickstar", "zero3_offload", "lru"])
+def test_most_steps_recur(name: str, tasks: int) -> None:
+    """The property above is not about nothing."""
+    fast, slow = both(MEMORIES[name], 3, Mode.OFFLOAD, 0.5, tasks)
+    assert fast.engine.asked <= 4 / STEPS * slow.engine.asked
+
+
+@dataclass(frozen=True)
+class Moody:
+    """Goes by what it says that it does not know."""
+
+    recurs: ClassVar[bool] = True
+
+    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+        memory = DemandPaging() if view.issued == STEPS - 1 else Zero3Offload()
+        return memory.fit(batch, view)
+
+
+def test_who_goes_by_more_than_he_says_is_not_asked() -> None:
+    fast, slow = both(Moody(), 3, Mode.KEEP, 0.5)
+    assert fast.log() != slow.log()
+    assert fast.log()[:-1] == slow.log()[:-1]
+
+
+@pytest.mark.parametrize("tasks", [0, 2])
+def test_who_comes_in_between_ends_it(tasks: int) -> None:
+    """A second job arrives within a step that recurs, and ends before the first."""
+    shapes = {i: shape_of(random.Random(i)) for i in (0, 1)}
+    jobs = [job_of(shapes[0], num_steps=20), replace(job_of(shapes[1], 1), arrival_ns=150_000)]
+    roomy = {(Tier.GPU, 0): ROOMY, (Tier.HOST, 0): ROOMY}
+    layout = UnitChunks().prepare(shapes, jobs, roomy)
+    policy = Composed(TrainingOrder(tasks, "step"), PatrickStar())
+    fast, slow = (trained(policy, jobs, layout, fast_forward=is_fast) for is_fast in (True, False))
+    assert fast.engine.asked < slow.engine.asked
+    assert fast.recorder.tables() == slow.recorder.tables()
