@@ -131,7 +131,11 @@ def main(words: Sequence[str]) -> int:
     try:
         found = foresee(point)
     except DoesNotFit as error:
+        from tandem.least import told_least
+
         print(f"does not fit: {error}")
+        if least := told_least(point, error):
+            print(least)
         _tell_largest(point, chosen.no_largest)
         return 1
     print(told(found))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.model import ModelSpec
-from engine.plan import Place
+from engine.plan import Place, Pool
 from engine.planlog import read_plans
 from engine.policy import Composed as ComposedPolicy
 from engine.policy import Policy, Router
@@ -62,8 +62,7 @@ def setting_of(point: Composed, spec: ModelSpec | None = None) -> Setting:
     seed = _at_least(0, config, "seed")
     builder = _builder(point)
     spec = spec or _built(builder, config, "model", ModelSpec)
-    group = Group(**arguments(Group, config.get("group") or {}, "group"))
-    device = rank_device(_built(builder, config, "device", Device), group)
+    device, group = _device(config, builder)
     requests = requests_of(config, builder, spec, point.overrides)
     policy = policy_of(config, builder)
     page_tokens = _at_least(1, config, "page_tokens")
@@ -118,6 +117,20 @@ def _room(
     if requests:
         return room_for(budget, device, spec, page_tokens, requests, policy, replicas)
     return training_room(budget, device, spec, page_tokens)
+
+
+def training_space(point: Composed) -> dict[Pool, int]:
+    """The bytes of each tier for whoever trains alone."""
+    device, _ = _device(point.config, _builder(point))
+    budget, device = _space(point.config, device)
+    page_tokens = _at_least(1, point.config, "page_tokens")
+    return training_room(budget, device, spec_of(point), page_tokens).capacity_bytes
+
+
+def _device(config: Mapping[str, Any], builder: Builder) -> tuple[Device, Group]:
+    """A device, as what its group leaves it, and the group."""
+    group = Group(**arguments(Group, config.get("group") or {}, "group"))
+    return rank_device(_built(builder, config, "device", Device), group), group
 
 
 def _nothing(place: Place) -> int:
