@@ -12,9 +12,10 @@ from tandem import foresight
 from tandem.cli import main
 from tandem.compose import composed
 from tandem.composed import Composed
-from tandem.family import Foreseen, foreseen, largest_of
+from tandem.family import Foreseen, foreseen
 from tandem.foresight import foresee, largest
 from tandem.grid import grid_of
+from tandem.largest import largest_of
 from tandem.least import PRECISION, Need, least_memory, told_least
 
 SMALL = ("trace=none", "training=random", "model=micro_llama", "training.sequence_tokens=32")
