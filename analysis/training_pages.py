@@ -14,7 +14,7 @@ NOTE = "Rates are those behind each job's first step, which warms up."
 
 
 def training_table(metrics: Mapping[str, float | int | str]) -> Table:
-    """Steps, rate, losses and where the time goes, of one run; no rows where nothing was trained."""
+    """Steps, rate, losses and where the time of one run goes; no rows where nothing was trained."""
     if "train_steps" not in metrics:
         return Table(TITLE, NOTE, [], [])
     steps = metrics["train_steps"]

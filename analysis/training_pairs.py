@@ -1,4 +1,4 @@
-"""Two runs that train the same job side by side: their steps, and whether their losses are equal."""
+"""Two runs that train the same job side by side: their steps, and if their losses are equal."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ def pools(run: Run) -> dict[str, pd.DataFrame]:
 
 
 def fullest(rows: pd.DataFrame) -> dict[str, int]:
-    """What lies in a pool when it is first fullest: `used`, and the PARTS of it. Rows of `pools`."""
-    row = rows.loc[rows["used_bytes"].idxmax()]
+    """What lies in a pool when it is first fullest: `used`, and the PARTS of it."""
+    row = rows.iloc[int(rows["used_bytes"].to_numpy().argmax())]
     parts = {part: int(row[f"{part}_bytes"]) for part in PARTS if row[f"{part}_bytes"]}
     return {"used": int(row["used_bytes"]), **parts}
 

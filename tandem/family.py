@@ -13,6 +13,7 @@ from tandem.largest import Words, told_largest
 from tandem.screen import shown_bytes, shown_seconds
 from tandem.setting import spec_of
 
+
 @dataclass(frozen=True, eq=False)
 class Foreseen:
     """A point by what tells it from the others; `found` is None where it does not fit."""

@@ -40,7 +40,11 @@ def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
 def brief(metrics: Mapping[str, Any]) -> str:
     """One line for a point of a sweep."""
     if not metrics.get("num_requests"):
-        return f"{_steps(metrics)}, {_rate(metrics)}" if "train_steps" in metrics else "nothing finished"
+        return (
+            f"{_steps(metrics)}, {_rate(metrics)}"
+            if "train_steps" in metrics
+            else "nothing finished"
+        )
     if not metrics["num_finished"]:
         return _counts(metrics)
     parts = [f"{metrics.get('output_throughput', 0):.4g} tokens/s"]
