@@ -41,7 +41,8 @@ def plot_training(data: pd.DataFrame, ax: Any = None, column: str = "loss") -> A
         name = str(run) if data["job_id"].nunique() == 1 else f"{run}, job {job_id}"
         ax.plot(rows["step"], rows[column], label=name, **line(str(run)))
     ax.set(xlabel="step", ylabel=SHOWN[column])
+    ax.xaxis.get_major_locator().set_params(integer=True)
     if column == "step_s":
         ax.set_ylim(bottom=0)
-    legend(ax, loc="upper right")
+    legend(ax, loc="lower right" if column == "step_s" else "upper right")
     return ax

@@ -112,6 +112,11 @@ def _room(
         raise ValueError("there is nothing to do: choose a trace, or what to train, training=...")
     if trainees and replicas > 1:
         raise ValueError(f"replicas={replicas}: training runs on one device; set replicas=1")
+    if requests and getattr(getattr(policy, "scheduling", None), "trains_only", False):
+        raise ValueError(
+            "this policy trains and serves nothing: set trace=none, or take one that does both, "
+            "policy=time_shared"
+        )
     if requests and budget.device_bytes is not None:
         raise ValueError("budget.device_bytes is for training alone; take budget.fraction")
     if requests:
