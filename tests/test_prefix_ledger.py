@@ -108,7 +108,8 @@ def test_whoever_shares_waits_for_the_writer_on_another_lane() -> None:
     assert shared[reader].waits == (), "its own lane is in order, and the copy only reads"
     leaves = Copy(kv_place(1), kv_place(1, Tier.HOST))
     booked = books.book(Plan((leaves,)))
-    assert set(booked[leaves].waits) == {first, reader}
+    assert reader.lane == first.lane, "so whoever waits for the reader waits for the first writer"
+    assert set(booked[leaves].waits) == {reader}
     back = Copy(away, here)
     booked = books.book(Plan((back,)))
     assert booked[back].waits == (out,)
