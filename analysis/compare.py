@@ -178,13 +178,14 @@ def request_errors(requests: pd.DataFrame) -> pd.DataFrame:
 def memory_errors(prediction: Run, measurement: Run) -> pd.DataFrame:
     """Peak and time-weighted mean bytes per pool and kind that both runs know.
 
-    A prediction has no meter: what it booked stands beside the reading (kind `measured`), and
-    nothing beside the operating system's figure (kind `process`).
+    A prediction has no meter: what it held stands beside the reading (kind `measured`), since a
+    meter finds nothing of what is pending; and nothing beside the operating system's figure (kind
+    `process`).
     """
     a, b = memory_use(prediction), memory_use(measurement)
     if "measured" not in set(a["kind"]):
-        booked = a[a["kind"].eq("used")].assign(kind="measured")
-        a = pd.concat([a, booked], ignore_index=True)
+        held = memory_use(prediction, ["held"]).assign(kind="measured")
+        a = pd.concat([a, held], ignore_index=True)
     both = a.merge(b, on=["pool", "kind"], how="right", suffixes=("_a", "_b"))
     both = both[both["peak_a"].notna() | both["kind"].eq("process")]
     both = both.sort_values("pool", kind="stable")

@@ -168,7 +168,7 @@ def _memory(comparison: Comparison) -> Table:
     ]
     note = (
         "As booked by the ledger of each run; means are over time. Measured: what the meter read, "
-        "beside what the prediction booked. "
+        "beside what the prediction held. "
         "Workspace: of sampled launches in both runs; its p90 is of their absolute errors."
     )
     return Table("Memory", note, ["what", "statistic", "predicted", "measured", "error"], rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 
@@ -14,13 +16,13 @@ OVERALL = ("used", "measured", "process")
 
 
 def pools(run: Run) -> dict[str, pd.DataFrame]:
-    """Memory rows per pool, in time order, with `used_bytes` and `pending_bytes`.
+    """Memory rows per pool, in time order, with `used_bytes`, `held_bytes` and `pending_bytes`.
 
-    Used is capacity - free: what is held, and what is pending.
+    Used is capacity - free: what is held, of all kinds, and what is pending.
     """
     used = run.memory["capacity_bytes"] - run.memory["free_bytes"]
     held = run.memory[[f"{kind}_bytes" for kind in KINDS]].sum(axis=1)
-    rows = run.memory.assign(used_bytes=used, pending_bytes=used - held)
+    rows = run.memory.assign(used_bytes=used, held_bytes=held, pending_bytes=used - held)
     rows = rows.sort_values("at_ns", kind="stable")
     return {f"{tier}:{device}": part for (tier, device), part in rows.groupby(["tier", "device"])}
 
@@ -62,7 +64,7 @@ def time_mean(at_ns: pd.Series, values: pd.Series, start_ns: float, end_ns: floa
     return float((held * weights).sum() / total) if total > 0 else float(held[-1])
 
 
-def memory_use(run: Run) -> pd.DataFrame:
+def memory_use(run: Run, kinds: Sequence[str] = (*PARTS, *OVERALL)) -> pd.DataFrame:
     """Bytes per pool and kind: columns pool, kind, peak, mean (over time), fullest (what lies there
     when the pool is fullest; of PARTS and `used`, its sum).
 
@@ -73,7 +75,7 @@ def memory_use(run: Run) -> pd.DataFrame:
     rows = []
     for pool, part in pools(run).items():
         then = fullest(part)
-        for kind in (*PARTS, *OVERALL):
+        for kind in kinds:
             values = part[f"{kind}_bytes"]
             if values.notna().any() and values.max() > 0:
                 mean = time_mean(part["at_ns"], values, start, end)
