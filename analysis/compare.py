@@ -14,6 +14,7 @@ from analysis.distance import ks, relative_error, wasserstein
 from analysis.metrics import LATENCIES, THROUGHPUTS, per_request, samples, statistics, throughput
 from analysis.run import Run
 from analysis.training import training_summary
+from analysis.training_pairs import Losses, check_same_training, losses, paired_steps
 from analysis.usage import memory_use
 from analysis.workspace import workspace_rows
 
@@ -29,7 +30,7 @@ class Comparison:
     errors: metric, stat, unit, prediction, measurement, error. distances: metric, ks,
     wasserstein. requests: both values and the error per request finished in both runs.
     request_errors: distribution of those. memory: pool, kind, stat, both values, error; then the
-    workspace of sampled launches.
+    workspace of sampled launches. training: `paired_steps`.
     steps: durations by group. split: empty without a replay of the measured plan log.
     shares: host and lanes, as shares of each run.
     """
@@ -42,6 +43,7 @@ class Comparison:
     requests: pd.DataFrame
     request_errors: pd.DataFrame
     memory: pd.DataFrame
+    training: pd.DataFrame
     steps: pd.DataFrame
     split: pd.DataFrame
     shares: pd.DataFrame
@@ -55,6 +57,11 @@ class Comparison:
         return float(found.iloc[0]) if len(found) else float("nan")
 
     @property
+    def losses(self) -> Losses:
+        """Whether what was trained came out the same."""
+        return losses(self.training)
+
+    @property
     def busy_error(self) -> float:
         """Signed relative error of all durations in `steps` together; NaN without any."""
         ops = self.steps[self.steps["group"].ne("host")]
@@ -65,11 +72,11 @@ class Comparison:
 def compare(prediction: Run, measurement: Run, replay: Run | None = None) -> Comparison:
     """Joins two runs of one trace; `replay` is a simulation of the measured plan log.
 
-    ValueError where the runs did not serve the same requests.
+    ValueError where the runs did not serve the same requests, or train the same steps.
     """
     for run in (prediction, replay):
         if run is not None:
-            check_same_trace(run, measurement)
+            check_same_work(run, measurement)
     requests = joined(prediction, measurement)
     steps = matched_steps(replay or prediction, measurement)
     return Comparison(
@@ -81,6 +88,7 @@ def compare(prediction: Run, measurement: Run, replay: Run | None = None) -> Com
         requests=requests,
         request_errors=request_errors(requests),
         memory=pd.concat([memory_errors(prediction, measurement), workspace(steps)]),
+        training=paired_steps(prediction, measurement),
         steps=step_errors(steps),
         split=split(prediction, replay, measurement),
         shares=shares(prediction, measurement),
@@ -89,8 +97,9 @@ def compare(prediction: Run, measurement: Run, replay: Run | None = None) -> Com
     )
 
 
-def check_same_trace(a: Run, b: Run) -> None:
-    """ValueError unless both runs were given the same requests."""
+def check_same_work(a: Run, b: Run) -> None:
+    """ValueError unless both runs were given the same requests, and the same to train."""
+    check_same_training(a, b)
     hashes = [run.provenance.get("trace_hash") for run in (a, b)]
     if None not in hashes and hashes[0] != hashes[1]:
         raise ValueError(f"{a.name} and {b.name} replay different traces (hashes differ)")
@@ -169,13 +178,14 @@ def request_errors(requests: pd.DataFrame) -> pd.DataFrame:
 def memory_errors(prediction: Run, measurement: Run) -> pd.DataFrame:
     """Peak and time-weighted mean bytes per pool and kind that both runs know.
 
-    A prediction has no meter: what it booked stands beside the reading (kind `measured`), and
-    nothing beside the operating system's figure (kind `process`).
+    A prediction has no meter: what it held stands beside the reading (kind `measured`), since a
+    meter finds nothing of what is pending; and nothing beside the operating system's figure (kind
+    `process`).
     """
     a, b = memory_use(prediction), memory_use(measurement)
     if "measured" not in set(a["kind"]):
-        booked = a[a["kind"].eq("used")].assign(kind="measured")
-        a = pd.concat([a, booked], ignore_index=True)
+        held = memory_use(prediction, ["held"]).assign(kind="measured")
+        a = pd.concat([a, held], ignore_index=True)
     both = a.merge(b, on=["pool", "kind"], how="right", suffixes=("_a", "_b"))
     both = both[both["peak_a"].notna() | both["kind"].eq("process")]
     both = both.sort_values("pool", kind="stable")

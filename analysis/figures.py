@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import plots, timelines
+from analysis import plots, timelines, training_plots
 from analysis.compare import Comparison
 from analysis.run import Run
 from analysis.style import MEASUREMENT, PREDICTION, RC, legend, save
@@ -63,12 +63,12 @@ def compared(comparison: Comparison, folder: Path) -> list[Shown]:
     """Draws and saves every figure of a comparison."""
     a, b = comparison.prediction, comparison.measurement
     runs = {PREDICTION: a, MEASUREMENT: b}
-    parity = [plots.parity_data(comparison.requests, metric) for metric in PARITY]
+    drawn = _training(runs, folder)
+    if _is_served(runs):
+        drawn.append(_latencies(runs, folder))
+        parity = [plots.parity_data(comparison.requests, metric) for metric in PARITY]
+        drawn.append(panel("parity", parity, _parity, (10.5, 3.6), folder))
     steps = plots.step_data(comparison.replay or a, b)
-    drawn = [
-        _latencies(runs, folder),
-        panel("parity", parity, _parity, (10.5, 3.6), folder),
-    ]
     if len(steps):
         drawn.append(panel("steps", [steps, steps], _step, (11, 3.4), folder, widths=(1, 2.2)))
     return drawn + _timelines(runs, timelines.window_s(b), folder)
@@ -77,7 +77,29 @@ def compared(comparison: Comparison, folder: Path) -> list[Shown]:
 def single(run: Run, folder: Path) -> list[Shown]:
     """Draws and saves the figures of one run."""
     runs = {MEASUREMENT if run.is_measured else PREDICTION: run}
-    return [_latencies(runs, folder), *_timelines(runs, timelines.window_s(run), folder)]
+    drawn = _training(runs, folder)
+    if _is_served(runs):
+        drawn.append(_latencies(runs, folder))
+    return drawn + _timelines(runs, timelines.window_s(run), folder)
+
+
+def _is_served(runs: Mapping[str, Run]) -> bool:
+    """Whether there are requests to show: where nothing was trained, also if there are none."""
+    return any(len(run.requests) or run.training.empty for run in runs.values())
+
+
+def _training(runs: Mapping[str, Run], folder: Path) -> list[Shown]:
+    """Losses and step times; nothing where nothing was trained."""
+    data = training_plots.training_data(runs)
+    columns = training_plots.shown(data)
+    if not columns:
+        return []
+
+    def draw(part: pd.DataFrame, ax: Any) -> None:
+        training_plots.plot_training(part, ax, columns[ax.get_subplotspec().colspan.start])
+
+    size, text = (5.25 * len(columns), 3.0), training_plots.TEXT
+    return [panel("training", [data] * len(columns), draw, size, folder, text=text)]
 
 
 def _latencies(runs: Mapping[str, Run], folder: Path) -> Shown:
@@ -100,11 +122,10 @@ def _timelines(runs: Mapping[str, Run], window: tuple[float, float], folder: Pat
     lanes_shown = max(part["lane"].nunique() for part in gantt)
     rows, height = (len(runs), 1), 0.3 + max(1.5, 0.37 * lanes_shown) * len(runs)
     plot, count = _titled(timelines.plot_memory), len(memory)
-    return [
-        panel("memory", memory, plot, (10.5, 2.4 * count), folder, (count, 1)),
-        panel("requests", [busy, busy], _busy, (10.5, 2.6), folder),
-        panel("lanes", gantt, _titled(lanes), (10.5, height), folder, rows),
-    ]
+    drawn = [panel("memory", memory, plot, (10.5, 2.4 * count), folder, (count, 1))]
+    if _is_served(runs):
+        drawn.append(panel("requests", [busy, busy], _busy, (10.5, 2.6), folder))
+    return [*drawn, panel("lanes", gantt, _titled(lanes), (10.5, height), folder, rows)]
 
 
 def _memory(name: str, run: Run) -> list[pd.DataFrame]:

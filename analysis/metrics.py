@@ -163,22 +163,34 @@ def prefix_hits(run: Run) -> dict[str, float]:
 def summary(run: Run, slo: Slo | None = None) -> dict[str, float | int | str]:
     """All metrics of a run as flat scalars: metrics.json. What is undefined is left out.
 
-    Goodput is there if the SLO sets a limit (without one it would equal the throughput).
+    Those of serving and of training are there where something was served and trained; goodput if
+    the SLO sets a limit (without one it would equal the throughput). `fullest_` bytes of a pool add
+    up to its peak, those of `used`.
     """
     out: dict[str, float | int | str] = {"backend": run.backend, "cost_form": run.cost_form}
-    out |= _counts(run) | throughput(run) | steady_throughput(run) | prefix_hits(run)
+    out |= {"num_plans": len(run.plans)}
+    out |= (_served(run, slo) if len(run.requests) else {}) | training_summary(run)
+    for row in memory_use(run).to_dict("records"):
+        key = f"{str(row['pool']).replace(':', '')}_{row['kind']}_bytes"
+        out |= {f"peak_{key}": int(row["peak"]), f"mean_{key}": float(row["mean"])}
+        if row["fullest"] > 0:
+            out[f"fullest_{key}"] = int(row["fullest"])
+    out |= workspace_figures(run)
+    for lane, share in lane_shares(run).items():
+        out[f"busy_share_{lane}"] = share
+    return out | {"host_share": host_share(run), "copied_bytes": copied_bytes(run)}
+
+
+def _served(run: Run, slo: Slo | None) -> dict[str, float | int]:
+    """What only requests have."""
+    out: dict[str, float | int] = {**_counts(run), **throughput(run), **steady_throughput(run)}
+    out |= prefix_hits(run)
     if slo and has_limits(slo):
         out |= goodput(run, slo)
     out |= of_classes(per_request(run))
     for name, values in samples(run).items():
         out |= {f"{stat}_{name}_s": value for stat, value in statistics(values).items()}
-    for row in memory_use(run).to_dict("records"):
-        key = f"{str(row['pool']).replace(':', '')}_{row['kind']}_bytes"
-        out |= {f"peak_{key}": int(row["peak"]), f"mean_{key}": float(row["mean"])}
-    out |= workspace_figures(run) | kv_usage(run) | balance(run) | training_summary(run)
-    for lane, share in lane_shares(run).items():
-        out[f"busy_share_{lane}"] = share
-    return out | {"host_share": host_share(run), "copied_bytes": copied_bytes(run)}
+    return out | kv_usage(run) | balance(run)
 
 
 def _counts(run: Run) -> dict[str, int]:
@@ -189,4 +201,4 @@ def _counts(run: Run) -> dict[str, int]:
     out |= {name: int(rows[name].sum()) for name in ("restarts", "swaps", "cached_tokens")}
     out |= {"prompt_tokens": int(rows["prompt_tokens"].sum())}
     out |= {"output_tokens": int(rows["output_tokens"].sum())}
-    return out | {"max_concurrency": max_concurrency(run), "num_plans": len(run.plans)}
+    return out | {"max_concurrency": max_concurrency(run)}

@@ -14,15 +14,21 @@ from analysis.drift import drift
 from analysis.metrics import LATENCIES, PERCENTILES, THROUGHPUTS, samples, statistics
 from analysis.replicas import replicas
 from analysis.run import Run
+from analysis.training_pages import compared_training, training_table
 from analysis.usage import memory_use
 
-STATS = ("peak", "mean")
+STATS = ("peak", "mean", "fullest")
+HELD = (
+    "Means are over time. Fullest: what lies there when the pool is fullest, which adds up to the "
+    "peak of `used`. Pending: freed, and in use until an operation ends."
+)
 
 
 def compared_tables(comparison: Comparison) -> list[Table]:
     """What a comparison has to say in tables; those without rows are left out."""
     found = [
         _runs(comparison),
+        compared_training(comparison),
         _errors(comparison),
         _split(comparison),
         _memory(comparison),
@@ -36,7 +42,7 @@ def compared_tables(comparison: Comparison) -> list[Table]:
 
 
 def single_tables(run: Run, metrics: Mapping[str, float | int | str]) -> list[Table]:
-    """Latencies, throughput and counts, memory of one run."""
+    """Training, latencies, throughput and counts, memory of one run."""
     rows = []
     for metric, values in samples(run).items():
         if stats := statistics(values):
@@ -44,19 +50,20 @@ def single_tables(run: Run, metrics: Mapping[str, float | int | str]) -> list[Ta
     known = [name for name in THROUGHPUTS if name in metrics]
     figures = [[Cell(n), amount_cell(float(metrics[n]), words.unit_of(n))] for n in known]
     figures += [[Cell(n), kept_cell(n, float(metrics[n]))] for n in KEPT if n in metrics]
-    counts = ("finished", "refused", "unfinished")
-    figures += [[Cell(f"{name} requests"), Cell(str(metrics[f"num_{name}"]))] for name in counts]
-    events = ("restarts", "swaps", "cached_tokens")
-    figures += [[Cell(name.replace("_", " ")), Cell(str(metrics[name]))] for name in events]
+    if len(run.requests):
+        done = [(f"{n} requests", f"num_{n}") for n in ("finished", "refused", "unfinished")]
+        done += [(n.replace("_", " "), n) for n in ("restarts", "swaps", "cached_tokens")]
+        figures += [[Cell(name), Cell(str(metrics[key]))] for name, key in done]
     held = [
         [Cell(f"{row['kind']} on {row['pool']}"), *(amount_cell(row[s], "bytes") for s in STATS)]
         for row in memory_use(run).to_dict("records")
     ]
     found = [
+        training_table(metrics),
         Table("Latencies", "", ["metric", "mean", *(f"p{q}" for q in PERCENTILES)], rows),
         Table("Throughput and counts", "", ["metric", "value"], figures),
         class_table(metrics),
-        Table("Memory", "Means are over time.", ["what", *STATS], held),
+        Table("Memory", HELD, ["what", *STATS], held),
         _workspace(metrics),
         _replicas({"": run}),
     ]
@@ -95,7 +102,9 @@ def _runs(comparison: Comparison) -> Table:
         done = int(run.requests["status"].eq("finished").sum())
         moved = drift(run)
         texts = [role, run.name, run.backend, str(run.provenance.get("device", "-"))]
-        texts += [run.cost_form, f"{done} of {len(run.requests)}"]
+        ended = f"{done} of {len(run.requests)}" if len(run.requests) else ""
+        steps = f"{len(run.training)} steps" if len(run.training) else ""
+        texts += [run.cost_form, ", ".join(filter(None, (ended, steps)))]
         texts += [str(len(run.plans)), "-" if moved is None else f"{100 * moved:.1f} %"]
         rows.append([Cell(text) for text in texts])
     columns = ["role", "run", "backend", "device", "durations", "finished", "plans", "drift"]
@@ -159,7 +168,7 @@ def _memory(comparison: Comparison) -> Table:
     ]
     note = (
         "As booked by the ledger of each run; means are over time. Measured: what the meter read, "
-        "beside what the prediction booked. "
+        "beside what the prediction held. "
         "Workspace: of sampled launches in both runs; its p90 is of their absolute errors."
     )
     return Table("Memory", note, ["what", "statistic", "predicted", "measured", "error"], rows)

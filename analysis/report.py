@@ -22,6 +22,7 @@ from analysis.pages import compared_tables, single_tables
 from analysis.run import Run
 
 PAGE = "report.html"
+TABLES = ("errors", "distances", "request_errors", "training", "memory", "steps", "split", "shares")
 Facts = list[tuple[str, str]]
 
 
@@ -76,8 +77,9 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
         "runs": [{"folder": str(r.folder), **r.provenance} for r in runs if r is not None],
         "headline": words.headline(comparison),
         "plans": {**plans.__dict__, "share": plans.share},
+        "losses": comparison.losses.__dict__,
     }
-    for name in ("errors", "distances", "request_errors", "memory", "steps", "split", "shares"):
+    for name in TABLES:
         frame: pd.DataFrame = getattr(comparison, name)
         out[name] = frame.astype(object).where(frame.notna(), None).to_dict("records")
     return out

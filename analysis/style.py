@@ -27,6 +27,7 @@ KINDS = {
     "buffer": YELLOW,
 }
 GROUPS = {"prefill": BLUE, "decode": SKY, "mixed": GREEN, "other": GREY, "host": ORANGE}
+GROUPS |= {"forward": BLUE, "again": SKY, "backward": GREEN, "update": YELLOW}
 COPY = PINK
 
 RC: dict[Any, Any] = {

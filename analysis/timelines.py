@@ -9,7 +9,7 @@ import pandas as pd
 
 from analysis.run import Run
 from analysis.style import BLACK, KINDS, axes, group_color, legend, line
-from analysis.usage import devices, operations, pools
+from analysis.usage import PARTS, PENDING, devices, operations, pools
 
 BINS = 300  # of a timeline: a picture has no more columns
 WINDOW_OPS = 40  # operations in a Gantt chart
@@ -24,15 +24,14 @@ def memory_data(run: Run, pool: str = "gpu:0") -> pd.DataFrame:
     """
     rows = pools(run).get(pool)
     if rows is None:
-        return pd.DataFrame(columns=["at_s", *KINDS, "pending", "capacity", "measured"])
+        return pd.DataFrame(columns=["at_s", *PARTS, "capacity", "measured"])
     rows = rows.reset_index(drop=True)
     bins = pd.cut(rows["at_ns"], BINS, labels=False) if len(rows) > BINS else rows.index
     parts = rows.groupby(bins)
     kept = rows.loc[parts["used_bytes"].idxmax()]
     out = pd.DataFrame({"at_s": kept["at_ns"] / 1e9})
-    for kind in KINDS:
-        out[kind] = kept[f"{kind}_bytes"]
-    out["pending"] = kept["used_bytes"] - out[list(KINDS)].sum(axis=1)
+    for part in PARTS:
+        out[part] = kept[f"{part}_bytes"]
     measured = parts["measured_bytes"].max().to_numpy(float)
     return out.assign(capacity=kept["capacity_bytes"], measured=measured)
 
@@ -40,7 +39,7 @@ def memory_data(run: Run, pool: str = "gpu:0") -> pd.DataFrame:
 def plot_memory(data: pd.DataFrame, ax: Any = None) -> Any:
     """Memory of one pool stacked by kind, with its capacity and what the meter read."""
     ax = axes(ax)
-    colors = {**KINDS, "pending": "#DDDDDD"}
+    colors = {**KINDS, PENDING: "#DDDDDD"}
     shown = [kind for kind in colors if kind in data and data[kind].max() > 0]
     below = np.zeros(len(data))
     for kind in shown:

@@ -33,7 +33,9 @@ def training_summary(run: Run) -> dict[str, float | int]:
         return {}
     settled = settled_steps(run)
     by_job = settled.groupby("job_id")[["tokens", "step_s"]].sum()
+    asked = run.provenance.get("train_steps_asked")  # runs of before do not say
     out: dict[str, float | int] = {
+        **({} if asked is None else {"train_steps_asked": int(asked)}),
         "train_steps": len(rows),
         "train_tokens": int(rows["tokens"].sum()),
         "train_tokens_per_s": float((by_job["tokens"] / by_job["step_s"]).sum()),

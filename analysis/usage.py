@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 
 from analysis.run import Run
 
 KINDS = ("kv", "weight", "gradient", "optimizer", "activation", "buffer")
+PENDING = "pending"  # freed, and still in use by an operation
+PARTS = (*KINDS, PENDING)  # of what is used: they add up to it
 OVERALL = ("used", "measured", "process")
 
 
 def pools(run: Run) -> dict[str, pd.DataFrame]:
-    """Memory rows per pool, in time order, with `used_bytes`.
+    """Memory rows per pool, in time order, with `used_bytes`, `held_bytes` and `pending_bytes`.
 
-    Used is capacity - free: what is held, and what is freed but still in use by an operation.
+    Used is capacity - free: what is held, of all kinds, and what is pending.
     """
-    rows = run.memory.assign(used_bytes=run.memory["capacity_bytes"] - run.memory["free_bytes"])
+    used = run.memory["capacity_bytes"] - run.memory["free_bytes"]
+    held = run.memory[[f"{kind}_bytes" for kind in KINDS]].sum(axis=1)
+    rows = run.memory.assign(used_bytes=used, held_bytes=held, pending_bytes=used - held)
     rows = rows.sort_values("at_ns", kind="stable")
     return {f"{tier}:{device}": part for (tier, device), part in rows.groupby(["tier", "device"])}
 
 
+def fullest(rows: pd.DataFrame) -> dict[str, int]:
+    """What lies in a pool when it is first fullest: `used`, and the PARTS of it."""
+    row = rows.iloc[int(rows["used_bytes"].to_numpy().argmax())]
+    parts = {part: int(row[f"{part}_bytes"]) for part in PARTS if row[f"{part}_bytes"]}
+    return {"used": int(row["used_bytes"]), **parts}
+
+
 def window_ns(run: Run) -> tuple[float, float]:
-    """First arrival and last finish. The tail is in it: vLLM drains too. (nan, nan) if none."""
+    """First arrival and last finish of requests. The tail is in it: vLLM drains too. (nan, nan) if
+    none."""
     finish = run.requests["finish_ns"].where(run.requests["status"].eq("finished"))
     return float(run.requests["arrival_ns"].min()), float(finish.max())
+
+
+def working_ns(run: Run) -> tuple[float, float]:
+    """What means over time are over: the same, and from the first to the last step of training."""
+    first, last = window_ns(run)
+    starts = pd.Series([first, run.training["start_ns"].min()], dtype="float64")
+    ends = pd.Series([last, run.training["end_ns"].max()], dtype="float64")
+    return float(starts.min()), float(ends.max())
 
 
 def time_mean(at_ns: pd.Series, values: pd.Series, start_ns: float, end_ns: float) -> float:
@@ -42,21 +64,25 @@ def time_mean(at_ns: pd.Series, values: pd.Series, start_ns: float, end_ns: floa
     return float((held * weights).sum() / total) if total > 0 else float(held[-1])
 
 
-def memory_use(run: Run) -> pd.DataFrame:
-    """Peak and time-weighted mean bytes per pool and kind: columns pool, kind, peak, mean.
+def memory_use(run: Run, kinds: Sequence[str] = (*PARTS, *OVERALL)) -> pd.DataFrame:
+    """Bytes per pool and kind: columns pool, kind, peak, mean (over time), fullest (what lies there
+    when the pool is fullest; of PARTS and `used`, its sum).
 
     Kinds the run never held are left out. `used` is the ledger's sum, `measured` the meter's
     persistent bytes, `process` the operating system's figure.
     """
-    start, end = window_ns(run)
+    start, end = working_ns(run)
     rows = []
     for pool, part in pools(run).items():
-        for kind in (*KINDS, *OVERALL):
+        then = fullest(part)
+        for kind in kinds:
             values = part[f"{kind}_bytes"]
             if values.notna().any() and values.max() > 0:
                 mean = time_mean(part["at_ns"], values, start, end)
-                rows.append((pool, kind, float(values.max()), mean))
-    return pd.DataFrame(rows, columns=["pool", "kind", "peak", "mean"])
+                known = 0 if kind in PARTS else None
+                rows.append((pool, kind, float(values.max()), mean, then.get(kind, known)))
+    columns = ["pool", "kind", "peak", "mean", "fullest"]
+    return pd.DataFrame(rows, columns=columns).astype({"fullest": float})
 
 
 def kv_usage(run: Run) -> dict[str, float]:
@@ -84,7 +110,7 @@ def kv_usage_of(run: Run, device: int) -> tuple[float, float] | None:
     part = pools(run)[f"gpu:{device}"]
     room = part["kv_bytes"] + part["free_bytes"] + part["coming_bytes"]
     share = part["kv_bytes"] / room.where(room > 0)
-    mean = time_mean(part["at_ns"], share, *window_ns(run))
+    mean = time_mean(part["at_ns"], share, *working_ns(run))
     return (float(share.max()), mean) if mean == mean else None
 
 

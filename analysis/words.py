@@ -16,12 +16,13 @@ LEGEND = "; ".join(
     f"{family}: good to {100 * good:.0f} %, fair to {100 * fair:.0f} %"
     for family, (good, fair) in LIMITS.items()
 )
+STEP = "mean_train_step_s"  # a metric of what was trained
 SAID = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end-to-end latency"}
 
 
 def family(metric: str) -> str:
     """Which limits a metric is judged by."""
-    if "throughput" in metric or metric == "duration":
+    if "throughput" in metric or "tokens_per_s" in metric or metric == "duration":
         return "throughput"
     return "memory" if metric in ("memory", "peak kv") else "latency"
 
@@ -60,23 +61,38 @@ def unit_of(metric: str) -> str:
     return "tok/s" if "throughput" in metric or "tokens_per_s" in metric else "s"
 
 
-def peak_kv_error(comparison: Comparison) -> float:
-    """Signed error of the peak KV bytes on the GPU tier, the largest of all; NaN if none."""
+def peak_error(comparison: Comparison, kind: str = "kv") -> float:
+    """Signed error of the peak bytes of a kind on the GPU tier, the largest of all; NaN if none."""
     rows = comparison.memory
     is_gpu = rows["pool"].str.startswith("gpu")
-    errors = rows[is_gpu & rows["kind"].eq("kv") & rows["stat"].eq("peak")]["error"].dropna()
+    errors = rows[is_gpu & rows["kind"].eq(kind) & rows["stat"].eq("peak")]["error"].dropna()
     return float(errors.iloc[errors.abs().argmax()]) if len(errors) else math.nan
 
 
 def headline(comparison: Comparison) -> str:
     """How far apart the runs are, and why."""
+    said = [] if comparison.training.empty else [_trained(comparison)]
+    if len(comparison.measurement.requests) or not said:
+        said.append(_served(comparison))
+    said += [_decisions(comparison), _why(comparison), _ground(comparison)]
+    return " ".join(said).strip()
+
+
+def _trained(comparison: Comparison) -> str:
+    text = f"The prediction puts a training step {_off(comparison.error(STEP, 'run'))}; "
+    text += f"peak memory is {_equal_or_off(peak_error(comparison, 'used'))}; "
+    return f"{text}the losses {comparison.losses.told}."
+
+
+def _served(comparison: Comparison) -> str:
     parts = [f"mean {SAID[m]} {_off(comparison.error(m, 'mean'))}" for m in ("tpot", "e2e", "ttft")]
     throughput = _off(comparison.error("output_throughput", "run"))
-    kv = peak_kv_error(comparison)
     text = f"The prediction puts the throughput {throughput}, " + ", ".join(parts[:-1])
-    text += f" and {parts[-1]}; "
-    text += f"peak KV memory is {'equal to the byte' if kv == 0 else _off(kv)}."
-    return " ".join([text, _decisions(comparison), _why(comparison), _ground(comparison)]).strip()
+    return f"{text} and {parts[-1]}; peak KV memory is {_equal_or_off(peak_error(comparison))}."
+
+
+def _equal_or_off(error: float) -> str:
+    return "equal to the byte" if error == 0 else _off(error)
 
 
 def _off(error: float) -> str:
@@ -149,9 +165,11 @@ def table(comparison: Comparison) -> str:
     lines += [f"  {limits}" for limits in LEGEND.split("; ")]
     lines.append("")
     for row in comparison.split.to_dict("records"):
-        if row["metric"] in ("mean e2e", "mean tpot", "output_throughput"):
+        if row["metric"] in ("mean e2e", "mean tpot", "output_throughput", "mean train step"):
             shares = percent(row["timing_share"]), percent(row["decisions_share"])
             lines.append(f"{row['metric']:<27}timing {shares[0]:>8}   decisions {shares[1]:>8}")
+    if len(comparison.training):
+        lines.append(f"{'losses':<27} {comparison.losses.told}")
     if comparison.replay is not None:
         lines.append(f"durations, same plans       {percent(comparison.busy_error)} in all")
         lines += _doubt(comparison.busy_error)

@@ -31,7 +31,7 @@ class Scheduling(Protocol):
     all decodes again in the same order, and behind them the prompt that its budget has cut. With
     `appends = True` a prompt that is complete decodes behind all others that were admitted before.
     `cuts = True`: no step has more tokens than its `token_budget`, since it cuts prompts; memory
-    on a GPU is then set aside for no more.
+    on a GPU is then set aside for no more. `trains_only = True`: it never wants a request.
     """
 
     def batch(self, view: View) -> tuple[Slice, ...]:

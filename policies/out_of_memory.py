@@ -24,7 +24,7 @@ class OutOfMemory(DoesNotFit):
     def __init__(self, pool: Pool, deficit_bytes: int, what: str) -> None:
         tier, device = pool
         super().__init__(
-            f"{tier}:{device} is {deficit_bytes:,} bytes short for {what}; "
+            f"{tier}:{device} is at least {deficit_bytes:,} bytes short for {what}; "
             "give it more memory, or take smaller microbatches or chunks, or recompute"
         )
         self.pool, self.deficit_bytes = pool, deficit_bytes

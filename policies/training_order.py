@@ -21,6 +21,7 @@ class TrainingOrder:
     """
 
     recurs: ClassVar[bool] = True
+    trains_only: ClassVar[bool] = True
     tasks: int = 1
     turns: Literal["job", "step", "task"] = "job"
 

@@ -129,7 +129,10 @@ class Device:
             inward = direction.endswith("->gpu")
             return self.to_device_bytes_per_s if inward else self.to_host_bytes_per_s
         if self.peer_bytes_per_s is None:
-            raise ValueError(f"device {self.name} has no link to others; set peer_bytes_per_s")
+            raise ValueError(
+                f"device {self.name} has no link to others; set device.peer_bytes_per_s, or take "
+                "one that has, such as device=a100_superpod"
+            )
         return self.peer_bytes_per_s
 
     @property

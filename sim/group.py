@@ -59,6 +59,12 @@ def exchange_ns(device: Device, group: Group, pattern: Pattern, nbytes: int) -> 
     return round(hops * (device.hop_ns + nbytes / ranks / ring_rate(device, group) * 1e9))
 
 
+def check_links(device: Device, group: Group) -> None:
+    """ValueError where the device names no link that the group needs."""
+    if group.ranks > 1:
+        ring_rate(device, group)
+
+
 def ring_rate(device: Device, group: Group) -> float:
     """Bytes per second that a ring passes on: those of its slowest link. All adapters of a node
     carry rings of their own. ValueError as above."""
@@ -68,7 +74,8 @@ def ring_rate(device: Device, group: Group) -> float:
     if group.nodes > 1:
         if device.network_bytes_per_s is None:
             raise ValueError(
-                f"device {device.name} has no link to other nodes; set network_bytes_per_s"
+                f"device {device.name} has no link to other nodes; set "
+                "device.network_bytes_per_s, or take device=a100_superpod"
             )
         rates.append(device.network_bytes_per_s)
     return min(rates)

@@ -22,6 +22,12 @@ def with_axes(words: Sequence[str], config_dir: str | None = None) -> list[str]:
     return [*words, *(f"{key}={values}" for key, values in swept.items() if key not in given)]
 
 
+def unswept(words: Sequence[str], folders: Sequence[Path] = ()) -> list[str]:
+    """The keys that the experiment of the words sweeps and the words leave alone."""
+    added = with_axes(words, str(folders[0]) if folders else None)[len(words) :]
+    return [word.partition("=")[0] for word in added]
+
+
 def axes_of(name: str, config_dir: str | None = None) -> Mapping[str, str]:
     """What each key of an experiment takes, as on the command line; nothing if it is no sweep."""
     roots = [Path(config_dir)] if config_dir else []

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from analysis.compare import Comparison, check_same_trace, compare
+from analysis.compare import Comparison, check_same_work, compare
 from analysis.run import Run, load
 from analysis.yaml_text import yaml_value
 from tandem.errors import Usage
@@ -60,7 +60,7 @@ def compare_folders(
     a, b = load(first), load(second)
     if a.is_measured and not b.is_measured:
         a, b = b, a
-    check_same_trace(a, b)
+    check_same_work(a, b)
     out = out or b.folder.with_name(f"{a.name}-against-{b.name}")
     replay = None
     # a server shows no plans, so there is nothing of it to replay
@@ -79,7 +79,8 @@ def _export(out: Path, runs: dict[str, Run]) -> None:
     from analysis.vllm_json import write_vllm_json
 
     write_perfetto(out / "timeline.json.gz", list(runs.items()))
-    for name, run in runs.items():
+    served = {name: run for name, run in runs.items() if len(run.requests)}
+    for name, run in served.items():
         write_vllm_json(run.folder, out / f"{name}.vllm.json", limits_in(run.config))
 
 

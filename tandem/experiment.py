@@ -141,7 +141,8 @@ def drift_of(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
 def provenance_of(point: Composed, setting: Setting) -> dict[str, Any]:
     """Where the result comes from, whatever becomes of the run."""
     backend = point.config["backend"]
-    is_elsewhere = backend["name"] == "openai"
+    is_predicted = backend["name"] in ("sim", "lockstep")
+    has_kv = bool(setting.requests) and backend["name"] != "openai"  # a server's is its own affair
     return {
         **commit(),
         "versions": versions(),
@@ -151,7 +152,8 @@ def provenance_of(point: Composed, setting: Setting) -> dict[str, Any]:
         "clock": backend["clock"],
         "model": setting.spec.name,
         "device": setting.device.name,
-        "cost_form": setting.cost.form,
+        "cost_form": setting.cost.form if is_predicted else "measured",
+        "quoted_cost_form": setting.cost.form,  # what policies are told that operations take
         "cost_provenance": setting.cost.provenance,
         "replicas": setting.replicas,
         "depth": setting.depth,
@@ -160,22 +162,29 @@ def provenance_of(point: Composed, setting: Setting) -> dict[str, Any]:
         "requests": len(setting.requests),
         "has_prompt_ids": all(r.prompt_ids is not None for r in setting.requests),
         **_trained(setting),
-        # of a replica; the memory of a server is its own affair
-        "memory_plan": None if is_elsewhere else _memory_plan(setting),
-        "kv_pages": None if is_elsewhere else pages_of(setting)[GPU],
+        "memory_plan": _memory_plan(setting) if has_kv else None,  # of a replica
+        "kv_pages": pages_of(setting)[GPU] if has_kv else None,
         "overrides": list(point.overrides),
         "config_folders": [str(Path(folder).resolve()) for folder in point.folders],
     }
 
 
-def _trained(setting: Setting) -> dict[str, int]:
-    """How large what is trained is, and in how many chunks it lies; nothing where nobody trains."""
+def _trained(setting: Setting) -> dict[str, Any]:
+    """How large what is trained is, in how many chunks it lies, how many steps it is to do, and in
+    what memory; nothing where nobody trains."""
     if not setting.trainees:
         return {}
     numbers = [p.elements for trainee in setting.trainees for p in trainee.shape.parameters]
     chunks = [c for layout in setting.room.layout.training.values() for c in layout.chunks]
     states = [c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in chunks]
-    return {"parameters": sum(numbers), "chunks": len(chunks), "state_bytes": sum(states)}
+    capacity = setting.room.capacity_bytes.items()
+    return {
+        "parameters": sum(numbers),
+        "chunks": len(chunks),
+        "state_bytes": sum(states),
+        "train_steps_asked": sum(trainee.job.num_steps for trainee in setting.trainees),
+        "capacity_bytes": {f"{tier}:{device}": nbytes for (tier, device), nbytes in capacity},
+    }
 
 
 def _memory_plan(setting: Setting) -> dict[str, int]:

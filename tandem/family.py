@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from policies.out_of_memory import DoesNotFit
 from tandem.composed import Composed
 from tandem.foresight import Foresight, foresee
 from tandem.grid import Grid
+from tandem.largest import Words, told_largest
 from tandem.screen import shown_bytes, shown_seconds
 from tandem.setting import spec_of
-
-Words = tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +24,9 @@ class Foreseen:
     refusal: str = ""
 
     @property
-    def others(self) -> Words:
-        """All that it chooses besides the model."""
-        return tuple(word for word in self.words if not _is_of_model(word))
+    def fits(self) -> bool:
+        """Whether there is room for it."""
+        return self.found is not None
 
 
 def foreseen(points: Iterable[Composed], common: Sequence[str] = ()) -> Iterator[Foreseen]:
@@ -45,25 +44,13 @@ def foreseen(points: Iterable[Composed], common: Sequence[str] = ()) -> Iterator
         yield Foreseen(words, spec_of(point).parameters, found, refusal)
 
 
-def largest_of(rows: Iterable[Foreseen]) -> Mapping[Words, Foreseen | None]:
-    """Per choice of all else the largest model that fits; None where none does."""
-    best: dict[Words, Foreseen | None] = {}
-    for row in rows:
-        other = best.setdefault(row.others, None)
-        if row.found and (other is None or row.parameters > other.parameters):
-            best[row.others] = row
-    return best
-
-
 def tell(grid: Grid) -> int:
     """Prints a line per point, and the largest models; 0 if any fits."""
     rows = []
     for row in foreseen(grid.points(), grid.fixed):
         print(told(row), flush=True)
         rows.append(row)
-    for others, best in largest_of(rows).items():
-        where = f" with {' '.join(others)}" if others else ""
-        print(f"largest that fits{where}: {_size(best)}")
+    print("\n".join(told_largest(rows, "fits")))
     return 0 if any(row.found for row in rows) else 1
 
 
@@ -77,14 +64,3 @@ def told(row: Foreseen) -> str:
         for tier, device in row.found.setting.room.capacity_bytes
     ]
     return f"{head}, fits: step {shown_seconds(row.found.step_s)}, peaks {', '.join(peaks)}"
-
-
-def _size(row: Foreseen | None) -> str:
-    if row is None:
-        return "none"
-    own = [word for word in row.words if _is_of_model(word)]
-    return f"{row.parameters / 1e6:,.1f} M parameters ({' '.join(own)})"
-
-
-def _is_of_model(word: str) -> bool:
-    return word.lstrip("+~").partition("=")[0].partition(".")[0] == "model"

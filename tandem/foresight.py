@@ -12,7 +12,7 @@ import simpy
 
 from analysis.run import Run
 from analysis.training import WORKS, training_summary
-from analysis.usage import KINDS, lane_shares, pools
+from analysis.usage import fullest, lane_shares, pools
 from engine.recorder import Recorder
 from policies.out_of_memory import DoesNotFit
 from sim.executor import SimExecutor
@@ -20,7 +20,7 @@ from tandem.axes import with_axes
 from tandem.composed import Composed
 from tandem.experiment import engine_of
 from tandem.grid import grid_of
-from tandem.screen import shown_bytes, shown_seconds
+from tandem.screen import shown_bytes, shown_parts, shown_seconds
 from tandem.setting import Setting, setting_of, spec_of
 from tandem.training import Trainee
 from tandem.worlds import World
@@ -48,11 +48,8 @@ class Foresight:
         return float(training_summary(self.run)["mean_train_step_s"])
 
     def peak_bytes(self, pool: str) -> dict[str, int]:
-        """What lies in a pool such as gpu:0 when it is fullest, by kind; `used` is the sum."""
-        rows = pools(self.run)[pool]
-        row = rows.loc[rows["used_bytes"].idxmax()]
-        kinds = {kind: int(row[f"{kind}_bytes"]) for kind in KINDS if row[f"{kind}_bytes"]}
-        return {"used": int(row["used_bytes"]), **kinds}
+        """What lies in a pool such as gpu:0 when it is fullest, by part; `used` is the sum."""
+        return fullest(pools(self.run)[pool])
 
 
 def foresee(point: Composed, num_layers: int | None = None) -> Foresight:
@@ -134,7 +131,11 @@ def main(words: Sequence[str]) -> int:
     try:
         found = foresee(point)
     except DoesNotFit as error:
+        from tandem.least import told_least
+
         print(f"does not fit: {error}")
+        if least := told_least(point, error):
+            print(least)
         _tell_largest(point, chosen.no_largest)
         return 1
     print(told(found))
@@ -159,9 +160,8 @@ def told(found: Foresight) -> str:
     ]
     for (tier, device), capacity in room.capacity_bytes.items():
         peak = found.peak_bytes(f"{tier}:{device}")
-        parts = [f"{kind} {shown_bytes(n)}" for kind, n in peak.items() if kind != "used"]
-        used = f"{shown_bytes(peak['used'])} of {shown_bytes(capacity)}"
-        lines.append(f"{tier} peak: {used}: {', '.join(parts) or 'nothing'}")
+        used = f"{shown_bytes(peak.pop('used'))} of {shown_bytes(capacity)}"
+        lines.append(f"{tier} peak: {used}: {shown_parts(peak)}")
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from tandem.folder import provenance_in
 
 def refusal(folder: Path, metrics: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
     """One line where every request of a finished run was refused, None where one was not."""
-    count = metrics["num_requests"]
+    count = metrics.get("num_requests")
     if not count or metrics["num_refused"] < count:
         return None
     told = f"all {count} requests were refused"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from tandem.axes import unswept
 from tandem.compose import composing, config_folders, plain, register_resolvers
 from tandem.composed import Composed
 from tandem.errors import RunFailed
@@ -21,6 +23,7 @@ from tandem.folder import provenance_in, remove_empty
 
 SHORT_FLAGS = ("-c", "-p", "-i", "-cp", "-cn", "-cd")  # Hydra's, that a value follows
 
+log = logging.getLogger(__name__)
 register_resolvers()
 _failed: list[Exception] = []  # of a single run, for `_run_app` to raise without Hydra's own words
 
@@ -87,6 +90,11 @@ def _carry_out(point: Composed, folder: Path, is_single: bool) -> None:
     from tandem.refusal import refusal
     from tandem.screen import brief, told
 
+    if is_single and (keys := unswept(point.overrides, point.folders)):
+        log.warning(
+            "this experiment sweeps %s, and one point of it is run; tandem sweep runs them all",
+            ", ".join(keys),
+        )
     metrics = run_experiment(
         point, folder, is_single and sys.stderr.isatty(), keeps_rejected=not is_single
     )

@@ -8,7 +8,7 @@ from typing import Any
 from analysis.classes import OF, classes_in
 from analysis.metrics import BEST, PERCENTILES
 from analysis.training import WORKS
-from analysis.usage import KINDS
+from analysis.usage import PARTS, PENDING
 
 LATENCIES = ("ttft", "tpot", "e2e")
 STATISTICS = ("mean", *(f"p{q}" for q in PERCENTILES))
@@ -16,7 +16,7 @@ STATISTICS = ("mean", *(f"p{q}" for q in PERCENTILES))
 
 def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     """Counts, throughput, latencies and memory of a run, in ten lines."""
-    if not metrics["num_requests"]:
+    if not metrics.get("num_requests"):
         return "\n".join([_counts(metrics), *_training(metrics)])
     lines = [_counts(metrics), _throughput(metrics)]
     lines.append(f"{'':8}" + "".join(f"{name:>12}" for name in STATISTICS))
@@ -39,8 +39,12 @@ def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
 
 def brief(metrics: Mapping[str, Any]) -> str:
     """One line for a point of a sweep."""
-    if "train_steps" in metrics and not metrics["num_requests"]:
-        return _training(metrics)[0]
+    if not metrics.get("num_requests"):
+        return (
+            f"{_steps(metrics)}, {_rate(metrics)}"
+            if "train_steps" in metrics
+            else "nothing finished"
+        )
     if not metrics["num_finished"]:
         return _counts(metrics)
     parts = [f"{metrics.get('output_throughput', 0):.4g} tokens/s"]
@@ -63,7 +67,11 @@ def best(points: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _counts(metrics: Mapping[str, Any]) -> str:
-    parts = [f"{metrics['num_finished']} of {metrics['num_requests']} requests finished"]
+    parts = []
+    if metrics.get("num_requests"):
+        parts.append(f"{metrics['num_finished']} of {metrics['num_requests']} requests finished")
+    if "train_steps" in metrics:
+        parts.append(f"{_steps(metrics)} trained")
     for name in ("refused", "unfinished"):
         if metrics.get(f"num_{name}"):
             parts.append(f"{metrics[f'num_{name}']} {name}")
@@ -78,10 +86,6 @@ def _training(metrics: Mapping[str, Any]) -> list[str]:
     """Steps, rate and losses of what was trained, what its time and its memory went to."""
     if "train_steps" not in metrics:
         return []
-    steps, taken = metrics["train_steps"], shown_seconds(metrics["mean_train_step_s"])
-    first = f"training: {steps} steps of {taken}, {metrics['train_tokens_per_s']:.4g} tokens/s"
-    if "last_loss" in metrics:
-        first += f", loss {metrics['first_loss']:.4f} -> {metrics['last_loss']:.4f}"
     works = [
         f"{work} {metrics[f'train_{work}_share']:.0%}"
         for work in WORKS
@@ -92,13 +96,29 @@ def _training(metrics: Mapping[str, Any]) -> list[str]:
         for name, share in metrics.items()
         if name.startswith("busy_share_")
     ]
-    peaks = [
-        f"{kind} {shown_bytes(metrics[f'peak_gpu0_{kind}_bytes'])}"
-        for kind in ("used", *KINDS)
-        if f"peak_gpu0_{kind}_bytes" in metrics
+    told = [
+        f"training: {_rate(metrics)}, the first {shown_seconds(metrics['first_train_step_s'])}",
+        f"time: {', '.join(works)}; lanes {', '.join(lanes)}",
     ]
-    told = [first, f"time: {', '.join(works)}; lanes {', '.join(lanes)}"]
-    return [*told, f"device peaks: {', '.join(peaks)}"]
+    if "peak_gpu0_used_bytes" in metrics:
+        there = {part: metrics.get(f"fullest_gpu0_{part}_bytes", 0) for part in PARTS}
+        used = shown_bytes(metrics["peak_gpu0_used_bytes"])
+        told.append(f"device peak: {used}: {shown_parts(there)}")
+    return told
+
+
+def _steps(metrics: Mapping[str, Any]) -> str:
+    steps = metrics["train_steps"]
+    return f"{steps} of {metrics.get('train_steps_asked', steps)} steps"
+
+
+def _rate(metrics: Mapping[str, Any]) -> str:
+    """How long a step takes, tokens per second, and what became of the loss where there is one."""
+    taken, rate = shown_seconds(metrics["mean_train_step_s"]), metrics["train_tokens_per_s"]
+    told = f"{taken} a step, {rate:.4g} tokens/s"
+    if "last_loss" in metrics:
+        told += f", loss {metrics['first_loss']:.4f} -> {metrics['last_loss']:.4f}"
+    return told
 
 
 def _throughput(metrics: Mapping[str, Any]) -> str:
@@ -147,6 +167,14 @@ def _balance(metrics: Mapping[str, Any]) -> str:
 def shown_bytes(value: int) -> str:
     """In MiB or GiB."""
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
+
+
+def shown_parts(parts: Mapping[str, int]) -> str:
+    """What a pool is filled with; parts of nothing are left out."""
+    told = [f"{part} {shown_bytes(nbytes)}" for part, nbytes in parts.items() if nbytes]
+    if parts.get(PENDING):
+        told[-1] += " (freed, in use until an operation ends)"
+    return ", ".join(told) or "nothing"
 
 
 def shown_seconds(value: Any) -> str:

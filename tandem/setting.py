@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.model import ModelSpec
-from engine.plan import Place
+from engine.plan import Place, Pool
 from engine.planlog import read_plans
 from engine.policy import Composed as ComposedPolicy
 from engine.policy import Policy, Router
 from sim.cost import LaunchCost, PolicyCost
 from sim.device import Device
-from sim.group import Group, rank_device
+from sim.group import Group, check_links, rank_device
 from sim.roofline import Roofline
 from tandem.budget import Budget, Room, room_for, training_room
 from tandem.build import Builder
@@ -62,8 +62,7 @@ def setting_of(point: Composed, spec: ModelSpec | None = None) -> Setting:
     seed = _at_least(0, config, "seed")
     builder = _builder(point)
     spec = spec or _built(builder, config, "model", ModelSpec)
-    group = Group(**arguments(Group, config.get("group") or {}, "group"))
-    device = rank_device(_built(builder, config, "device", Device), group)
+    device, group = _device(config, builder)
     requests = requests_of(config, builder, spec, point.overrides)
     policy = policy_of(config, builder)
     page_tokens = _at_least(1, config, "page_tokens")
@@ -113,11 +112,30 @@ def _room(
         raise ValueError("there is nothing to do: choose a trace, or what to train, training=...")
     if trainees and replicas > 1:
         raise ValueError(f"replicas={replicas}: training runs on one device; set replicas=1")
+    if requests and getattr(getattr(policy, "scheduling", None), "trains_only", False):
+        raise ValueError(
+            "this policy trains and serves nothing: set trace=none, or take one that does both, "
+            "policy=time_shared"
+        )
     if requests and budget.device_bytes is not None:
         raise ValueError("budget.device_bytes is for training alone; take budget.fraction")
     if requests:
         return room_for(budget, device, spec, page_tokens, requests, policy, replicas)
     return training_room(budget, device, spec, page_tokens)
+
+
+def training_space(point: Composed) -> dict[Pool, int]:
+    """The bytes of each tier for whoever trains alone."""
+    device, _ = _device(point.config, _builder(point))
+    budget, device = _space(point.config, device)
+    page_tokens = _at_least(1, point.config, "page_tokens")
+    return training_room(budget, device, spec_of(point), page_tokens).capacity_bytes
+
+
+def _device(config: Mapping[str, Any], builder: Builder) -> tuple[Device, Group]:
+    """A device, as what its group leaves it, and the group."""
+    group = Group(**arguments(Group, config.get("group") or {}, "group"))
+    return rank_device(_built(builder, config, "device", Device), group), group
 
 
 def _nothing(place: Place) -> int:
@@ -193,6 +211,8 @@ def cost_of(
     if path is None:
         if pace != 1:
             raise ValueError(f"pace={pace}: only a profile has a pace; set profile=")
+        if config["backend"]["name"] == "sim":  # the others know no groups, and say so
+            check_links(device, group)
         return Roofline(device, spec, page_tokens, group)
     if (foreign := foreign_cost(path, device, spec, how)) is not None:
         if pace != 1:

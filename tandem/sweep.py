@@ -17,8 +17,18 @@ from analysis.yaml_text import yaml_value
 from tandem.axes import with_axes
 from tandem.engines import ENGINES
 from tandem.errors import Usage
-from tandem.folder import ANSWERED, DOES_NOT_FIT, FAILED, OK, REJECTED, sole_user, status_of
+from tandem.folder import (
+    ANSWERED,
+    DOES_NOT_FIT,
+    FAILED,
+    OK,
+    REJECTED,
+    provenance_in,
+    sole_user,
+    status_of,
+)
 from tandem.grid import Grid, grid_of
+from tandem.largest import Tried, Words, model_of, told_largest
 from tandem.manifest import add_points
 from tandem.point import Outcome, Task, metrics_of, task_of
 
@@ -117,7 +127,8 @@ def _say_end(root: Path, tasks: Sequence[Task], words: Sequence[str]) -> int:
     counted = [list(states.values()).count(s) for s in (DOES_NOT_FIT, FAILED, REJECTED)]
     num_unfit, num_failed, num_rejected = counted
     common = set.intersection(*(set(task.point.overrides) for task in tasks))
-    print(best({_apart(task, common): metrics_of(task.folder) for task in finished}))
+    print(best({" ".join(_apart(task, common)): metrics_of(task.folder) for task in finished}))
+    print(*_largest(tasks, states, common), sep="", end="")
     where = os.path.relpath(root)
     told = f"{len(finished)} of {len(tasks)} points finished, {num_failed} failed"
     told += f", {num_unfit} do not fit" if num_unfit else ""
@@ -129,9 +140,25 @@ def _say_end(root: Path, tasks: Sequence[Task], words: Sequence[str]) -> int:
     return num_failed + num_rejected
 
 
-def _apart(task: Task, common: set[str]) -> str:
+def _apart(task: Task, common: set[str]) -> Words:
     """What tells a point from the others."""
-    return " ".join(word for word in task.point.overrides if word not in common)
+    return tuple(word for word in task.point.overrides if word not in common)
+
+
+def _largest(
+    tasks: Sequence[Task], states: Mapping[str, str | None], common: set[str]
+) -> Iterator[str]:
+    """The largest model trained per choice of all else; nothing where one model was swept."""
+    rows = []
+    for task in tasks:
+        if (state := states[task.key]) in ANSWERED:
+            known = provenance_in(task.folder) if state == OK else {}
+            if state == OK and "parameters" not in known:
+                return  # serves
+            words = _apart(task, common)
+            rows.append(Tried(words, known.get("parameters", 0), state == OK))
+    if len({model_of(row.words) for row in rows}) > 1:
+        yield from (f"{line}\n" for line in told_largest(rows, "trained"))
 
 
 def _without_out(words: Sequence[str]) -> list[str]:

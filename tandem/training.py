@@ -41,11 +41,21 @@ def trainees_of(
 ) -> tuple[Trainee, ...]:
     """What the config node `training` asks for, on so many devices; nothing where it names nothing.
 
-    ValueError in one line for what is wrong.
+    ValueError in one line for what is wrong, also where the policy is not of that kind.
     """
     node = config.get("training") or {}  # runs of before have none, and are replayed
+    has_planner = (config.get("planner") or {}).get("_target_") is not None
     if node.get("_target_") is None:
+        if has_planner:
+            raise ValueError(
+                "this policy trains, and there is nothing to train: choose it, such as "
+                "training=sample, and trace=none where nothing is served; or a policy that serves"
+            )
         return ()
+    if not has_planner:
+        raise ValueError(
+            "training needs a policy that trains: choose one, such as policy=zero3_offload"
+        )
     asked = builder.build(node, "training")
     if not isinstance(asked, Training):
         raise ValueError(f"training: {node['_target_']} does not make a Training")
@@ -76,15 +86,10 @@ def laid_out(
     capacity_bytes: Mapping[Pool, int],
     cost: Cost,
 ) -> Layout:
-    """What the planner decides for these jobs. ValueError where they need one and have none."""
-    node = config.get("planner") or {}
-    if node.get("_target_") is None:
-        if trainees:
-            raise ValueError("training needs a planner: choose a policy that trains, policy=...")
-        return Layout()
+    """What the planner decides for these jobs."""
     if not trainees:
-        raise ValueError("planner: there is nothing to lay out; choose what to train, training=...")
-    planner: Planner = builder.build(node, "planner")
+        return Layout()
+    planner: Planner = builder.build(config["planner"], "planner")
     shapes = {trainee.job.job_id: trainee.shape for trainee in trainees}
     jobs = [trainee.job for trainee in trainees]
     return planner.prepare(shapes, jobs, capacity_bytes, cost)

@@ -15,8 +15,9 @@ from tandem.axes import axes_of, with_axes
 from tandem.catalog import options
 from tandem.cli import main
 from tandem.compose import composed
-from tandem.family import foreseen, largest_of
+from tandem.family import foreseen
 from tandem.grid import grid_of
+from tandem.largest import largest_of
 from tandem.setting import setting_of
 
 SWEEPS = [name for name in options("experiment") if axes_of(name)]

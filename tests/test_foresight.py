@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 
-from policies.out_of_memory import DoesNotFit
+from engine.plan import Tier
+from policies.out_of_memory import DoesNotFit, OutOfMemory
 from tandem import foresight
 from tandem.cli import main
 from tandem.compose import composed
 from tandem.composed import Composed
-from tandem.family import Foreseen, foreseen, largest_of
+from tandem.family import Foreseen, foreseen
 from tandem.foresight import foresee, largest
 from tandem.grid import grid_of
+from tandem.largest import largest_of
+from tandem.least import PRECISION, Need, least_memory, told_least
 
 SMALL = ("trace=none", "training=random", "model=micro_llama", "training.sequence_tokens=32")
 ZERO3 = (*SMALL, "policy=zero3_offload", "budget.device_bytes=4000000")
@@ -30,7 +33,37 @@ def test_what_does_not_fit_is_told_with_what_is_missing(capsys: pytest.CaptureFi
     assert main(["plan", *ZERO3, "budget.host_bytes=1000000"]) == 1
     told = capsys.readouterr().out
     assert "does not fit: host:0 is" in told and "bytes short" in told
+    assert "fits from: budget.host_bytes=" in told and "device_bytes" not in told
     assert "not even one layer" in told
+
+
+def test_the_least_budget_fits_and_a_byte_less_does_not() -> None:
+    words = (*SMALL, "policy=train_on_device", "backend=sim", "training.num_steps=1")
+    with pytest.raises(DoesNotFit) as short:
+        foresee(composed([*words, "budget.device_bytes=2000000"]))
+    told = told_least(composed([*words, "budget.device_bytes=2000000"]), short.value)
+    least = int(told.partition("device_bytes=")[2].split()[0])
+    foresee(composed([*words, f"budget.device_bytes={least}"]))
+    with pytest.raises(DoesNotFit):
+        foresee(composed([*words, f"budget.device_bytes={least - 1}"]))
+
+
+@pytest.mark.parametrize("step", [1, 1000, 10_000])
+def test_the_least_is_found_though_each_launch_tells_its_own_deficit(step: int) -> None:
+    wanted, tries = {Tier.GPU: 1_000_000, Tier.HOST: 77_777}, list[Need]()
+
+    def tried(need: Need) -> DoesNotFit | None:
+        tries.append(need)
+        for tier, most in wanted.items():
+            if need[tier] < most:
+                return OutOfMemory((tier, 0), min(step, most - need[tier]), "a launch")
+        return None
+
+    start = {Tier.GPU: 500_000, Tier.HOST: 70_000}
+    found = least_memory(tried, start, DoesNotFit("of a planner"))
+    assert found is not None and len(tries) < 100
+    for tier, most in wanted.items():
+        assert most <= found[tier] <= most + (most // PRECISION if step == 1 else 0)
 
 
 @pytest.mark.parametrize("policy", ["zero3_offload", "zero_offload", "train_on_device"])

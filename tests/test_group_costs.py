@@ -109,6 +109,10 @@ def test_what_a_group_cannot_do_is_refused() -> None:
         setting_of(composed(["group.devices=2", "limit=2", "device=a100"]))
     with pytest.raises(ValueError, match=r"group.nodes=0"):
         setting_of(composed([*SMALL, "policy=zero3_offload", "group.nodes=0"]))
+    for links, key in (((), "peer"), (("device=v100", "group.nodes=2"), "network")):
+        group = (*SMALL, "policy=zero3_offload", "group.devices=2", *links)
+        with pytest.raises(ValueError, match=f"set device.{key}_bytes_per_s"):
+            setting_of(composed(group))
     for backend in ("lockstep", "cpu"):
         words = [*SMALL, "policy=zero3_offload", "group.devices=2", f"backend={backend}"]
         point = composed(words)

@@ -112,7 +112,8 @@ def test_memory_is_weighted_by_time(run: Run) -> None:
     use = usage.memory_use(run).set_index(["pool", "kind"])
     assert use.loc[("gpu:0", "kv"), "peak"] == 2000
     assert use.loc[("gpu:0", "kv"), "mean"] == pytest.approx((10 + 2 * 5 + 5) / 30 * 1000)
-    assert use.loc[("gpu:0", "weight")].tolist() == [5000, 5000]
+    assert use.loc[("gpu:0", "weight")].tolist() == [5000, 5000, 5000]
+    assert use.loc[("gpu:0", "kv"), "fullest"] == 2000
     assert use.loc[("gpu:0", "used"), "peak"] == 7000
     assert ("gpu:0", "gradient") not in use.index and ("gpu:0", "measured") not in use.index
 

@@ -222,7 +222,9 @@ def test_out_of_memory_names_the_launch_the_tier_and_the_deficit() -> None:
     shape = shape_of(random.Random(3))
     layout, job = laid_out(shape), job_of(shape)
     least = least_device_bytes(layout.training[0], job, False, False)
-    with pytest.raises(OutOfMemory, match=r"^gpu:0 is 1 bytes short for the .* of training job 0"):
+    with pytest.raises(
+        OutOfMemory, match=r"^gpu:0 is at least 1 bytes short for the .* of training job 0"
+    ):
         run(Zero3Offload(), layout, job, gpu=least - 1)
     with pytest.raises(OutOfMemory, match=r"^gpu:0 is"):
         run(MEMORIES["all_on_device"], layout, job, gpu=least)

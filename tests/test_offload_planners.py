@@ -158,7 +158,7 @@ def test_states_start_on_the_host_on_the_device_or_on_the_host_as_far_as_it_goes
 def test_states_that_fit_nowhere_are_refused_with_the_deficit() -> None:
     shape = model([10] * 4)
     small = {(Tier.GPU, 0): 100, (Tier.HOST, 0): 559}
-    with pytest.raises(OutOfMemory, match="host:0 is 1 bytes short"):
+    with pytest.raises(OutOfMemory, match="host:0 is at least 1 bytes short"):
         UnitChunks().prepare({0: shape}, [job_of(shape)], small)
 
 

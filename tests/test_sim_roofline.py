@@ -191,7 +191,9 @@ def test_a_copy_to_a_peer_takes_its_own_link() -> None:
     copy = Copy(kv_place(3), kv_place(3, device=1))
     launch = Launch(copy, nbytes=450 * 10**6)
     assert Roofline(device("h200"), model("llama3_8b")).copy_ns(launch) == 10_000 + 1_000_000
-    with pytest.raises(ValueError, match="rtx4090 has no link to others; set peer_bytes_per_s"):
+    with pytest.raises(
+        ValueError, match=r"rtx4090 has no link to others; set device\.peer_bytes_per_s"
+    ):
         Roofline(device("rtx4090"), model("llama3_8b")).copy_ns(launch)
 
 

@@ -16,7 +16,8 @@ REFUSED = "does_not_fit"  # a status of runs
 TEXT = (
     "Maximum scale",
     "The largest model of those tried that trains inside the device, by the host memory beside "
-    "it. Hollow: no larger one was tried, so the true limit lies above.",
+    "it. Hollow (is_bound): none was too large, so the true limit lies above. No parameters: not "
+    "even the smallest trained.",
 )
 
 

@@ -1,0 +1,52 @@
+"""The tables of a report that tell of training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from analysis import words
+from analysis.cells import Cell, Table, amount_cell
+from analysis.compare import TRAINING, Comparison
+from analysis.training import WORKS
+
+TITLE = "Training"
+NOTE = "Rates are those behind each job's first step, which warms up."
+
+
+def training_table(metrics: Mapping[str, float | int | str]) -> Table:
+    """Steps, rate, losses and where the time of one run goes; no rows where nothing was trained."""
+    if "train_steps" not in metrics:
+        return Table(TITLE, NOTE, [], [])
+    steps = metrics["train_steps"]
+    rows = [
+        [Cell("steps"), Cell(f"{steps} of {metrics.get('train_steps_asked', steps)}")],
+        [Cell("tokens"), Cell(f"{metrics['train_tokens']:,}")],
+    ]
+    rows += [[Cell(n), amount_cell(metrics[n], unit)] for n, unit in TRAINING.items()]
+    for name in ("first_loss", "last_loss"):
+        if name in metrics:
+            rows.append([Cell(name.replace("_", " ")), Cell(f"{metrics[name]:.6f}")])
+    if "train_step_copied_bytes" in metrics:
+        copied = amount_cell(metrics["train_step_copied_bytes"], "bytes")
+        rows.append([Cell("copied in a step"), copied])
+    shares = {work: metrics.get(f"train_{work}_share") for work in WORKS}
+    told = [(f"time of {work}", share) for work, share in shares.items() if share is not None]
+    if "device_update_share" in metrics:
+        told.append(("updates on the device", metrics["device_update_share"]))
+    rows += [[Cell(name), Cell(f"{100 * float(share):.1f} %")] for name, share in told]
+    return Table(TITLE, NOTE, ["what", "value"], rows)
+
+
+def compared_training(comparison: Comparison) -> Table:
+    """Step times and rate of both runs, and what their losses say; no rows without training."""
+    errors = comparison.errors[comparison.errors["metric"].isin(TRAINING)]
+    rows = []
+    for row in errors.to_dict("records"):
+        metric, error = str(row["metric"]), float(row["error"])
+        cells = [Cell(metric)]
+        cells += [amount_cell(row[r], str(row["unit"])) for r in ("prediction", "measurement")]
+        mark = words.verdict(metric, error)
+        cells.append(Cell(words.percent(error), abs(error), "" if mark == "undefined" else mark))
+        rows.append(cells)
+    note = f"{NOTE} The losses {comparison.losses.told}."
+    return Table(TITLE, note, ["metric", "predicted", "measured", "error"], rows)

@@ -1,0 +1,110 @@
+"""The least memory in which a job trains: what `tandem plan` says of one that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.plan import Tier
+from policies.out_of_memory import DoesNotFit, OutOfMemory
+from tandem.composed import Composed
+from tandem.foresight import foresee
+from tandem.screen import shown_bytes
+from tandem.setting import training_space
+
+Need = dict[Tier, int]  # bytes
+Try = Callable[[Need], DoesNotFit | None]  # why so much is too little; None: it fits
+
+KEYS = {Tier.GPU: "device_bytes", Tier.HOST: "host_bytes"}  # of the config node `budget`
+TRIES = 64  # until it fits
+PRECISION = 1000  # the answer is known to a part in so many at least,
+CLOSE_TRIES = 4  # and then tried to the byte so often
+
+
+def least_memory(tried: Try, start: Need, refused: DoesNotFit) -> Need | None:
+    """What fits instead of `start`, and the least of each tier beside the others; None where
+    nothing did after TRIES.
+
+    As if more never hurt. What a launch lacks is a lower bound, which the last one meets: so the
+    answer is mostly exact, and always tried.
+    """
+    low, high = dict(start), dict(start)
+    for _ in range(TRIES):
+        for tier in high:
+            if lacks := _lacking(refused, tier):
+                if isinstance(refused, OutOfMemory):
+                    low[tier] = high[tier] + lacks
+                high[tier] += max(lacks, high[tier] - start[tier])
+        if (found := tried(high)) is None:
+            break
+        refused = found
+    else:
+        return None
+    for tier in high:
+        high[tier] = _lowered(tried, high, tier, low[tier])
+    return high
+
+
+def _lacking(refused: DoesNotFit, tier: Tier) -> int:
+    """At least so much of a tier; one byte of each where nobody says how much of which."""
+    if isinstance(refused, OutOfMemory):
+        return refused.deficit_bytes if refused.pool[0] is tier else 0
+    return 1
+
+
+def _lowered(tried: Try, fitting: Need, tier: Tier, low: int) -> int:
+    """The least of one tier that fits: by turns what may be the answer, and halving."""
+    high, is_low, close_tries = fitting[tier], True, 0
+    while low < high and close_tries < CLOSE_TRIES:
+        is_close = high - low <= high // PRECISION
+        close_tries += is_close
+        at = low if is_low or is_close else (low + high) // 2
+        refused = tried({**fitting, tier: at})
+        if refused is None:
+            high = at
+        else:
+            low = min(high, at + max(1, _lacking(refused, tier)))
+        is_low = not is_low
+    return high
+
+
+def told_least(point: Composed, refused: DoesNotFit) -> str:
+    """One line: the budget with which the point fits; nothing beside what is served."""
+    if point.config["trace"].get("_target_") is not None:
+        return ""
+    space = training_space(point)
+    start = {tier: space[tier, 0] for tier in KEYS}
+
+    def tried(need: Need) -> DoesNotFit | None:
+        try:
+            foresee(_with(point, need))
+        except DoesNotFit as error:
+            return error
+        return None
+
+    need = least_memory(tried, start, refused)
+    if need is None:
+        return "fits from: no budget was found that is enough"
+    words = [
+        f"budget.{KEYS[tier]}={nbytes} ({shown_bytes(nbytes)})"
+        for tier, nbytes in need.items()
+        if nbytes > start[tier]
+    ]
+    return f"fits from: {' '.join(words)}{_beyond(point, need[Tier.GPU])}"
+
+
+def _with(point: Composed, need: Need) -> Composed:
+    """The point with so much memory, on a device that has it."""
+    config = point.config
+    budget = {**config["budget"], **{KEYS[tier]: nbytes for tier, nbytes in need.items()}}
+    has = max(config["device"]["memory_bytes"], need[Tier.GPU])
+    device = {**config["device"], "memory_bytes": has}
+    return replace(point, config={**config, "budget": budget, "device": device})
+
+
+def _beyond(point: Composed, nbytes: int) -> str:
+    device = point.config["device"]
+    if nbytes <= device["memory_bytes"]:
+        return ""
+    has = shown_bytes(device["memory_bytes"])
+    return f"; {device['name']} has {has}: take a larger device, device=..."
