@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from tandem.budget import Budget
 
 MIB = 2**20
-LARGER = "take a larger device (device=...; `tandem list devices`)"
 
 
 class Short(NamedTuple):
@@ -36,7 +35,7 @@ def deficit(budget: Budget, device: Device, memory: MemoryPlan, short: Short) ->
             f"or {short.less}, or allow refusals with budget.may_refuse=true"
         )
     parts = f"{_parts(memory)}, {short.who} {_mib(short.nbytes)}"
-    helps = f"{LARGER}, or a smaller model"
+    helps = "take a larger device (device=...; `tandem list devices`), or a smaller model"
     if memory.weights + memory.reserve + memory.page <= device.memory_bytes:
         helps += (
             ", raise budget.fraction, lower the scheduling's token_budget or max_jobs "

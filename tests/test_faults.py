@@ -351,7 +351,7 @@ def test_a_run_beyond_its_profile_is_extrapolated_warned_of_and_marked(
     wide, narrow = (load(name).provenance["cost_extrapolated"] for name in ("wide", "narrow"))
     assert wide == {} and narrow[DECODE] > 0 and narrow[LINEAR] > 0
     warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert all("cost_extrapolated" in w and "max_total_tokens" in w for w in warned)
+    assert all("cost_extrapolated" in w and "--max-total-tokens" in w for w in warned)
     assert sorted(w.split()[2] for w in warned) == sorted(narrow), "one line per table"
 
 
