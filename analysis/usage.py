@@ -28,9 +28,15 @@ def pools(run: Run) -> dict[str, pd.DataFrame]:
 
 
 def fullest(rows: pd.DataFrame) -> dict[str, int]:
-    """What lies in a pool when it is first fullest: `used`, and the PARTS of it."""
+    """What lies in a pool when it is first fullest: `used`, and the PARTS of it.
+
+    Nothing where nobody says what is used, as of a server's pool (backend=openai).
+    """
+    rows = rows[rows["used_bytes"].notna()]
+    if rows.empty:
+        return {}
     row = rows.iloc[int(rows["used_bytes"].to_numpy().argmax())]
-    parts = {part: int(row[f"{part}_bytes"]) for part in PARTS if row[f"{part}_bytes"]}
+    parts = {part: int(row[f"{part}_bytes"]) for part in PARTS if row[f"{part}_bytes"] > 0}
     return {"used": int(row["used_bytes"]), **parts}
 
 

@@ -136,12 +136,12 @@ def test_a_policy_is_quoted_what_its_launch_will_take(backend: str) -> None:
 
 
 def test_a_planner_without_anything_to_train_is_refused() -> None:
-    with pytest.raises(ValueError, match="choose what to train, training="):
+    with pytest.raises(ValueError, match="nothing to train: choose it, such as training=sample"):
         setting_of(composed(["limit=2", "planner=unit_chunks"]))
 
 
 def test_training_without_a_planner_is_refused() -> None:
-    with pytest.raises(ValueError, match="choose a policy that trains"):
+    with pytest.raises(ValueError, match="needs a policy that trains: choose one"):
         setting_of(composed(["trace=none", "training=random"]))
 
 
