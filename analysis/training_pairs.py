@@ -57,7 +57,11 @@ def paired_steps(prediction: Run, measurement: Run) -> pd.DataFrame:
 
 
 def losses(steps: pd.DataFrame) -> Losses:
-    """Of the rows of `paired_steps`."""
-    known = steps.dropna(subset=["loss_prediction", "loss_measurement"])
-    apart = (known["loss_prediction"] - known["loss_measurement"]).abs()
-    return Losses(len(known), int(apart.gt(0).sum()), float(apart.max()) if len(known) else 0.0)
+    """Of the rows of `paired_steps`. None where a run computes no losses; a loss that is no number
+    equals only another."""
+    left, right = steps["loss_prediction"], steps["loss_measurement"]
+    if left.isna().all() or right.isna().all():
+        return Losses(0, 0, 0.0)
+    equal = left.eq(right) | (left.isna() & right.isna())
+    apart = (left - right).abs()[~equal]
+    return Losses(len(steps), int((~equal).sum()), float(apart.max()) if len(apart) else 0.0)
