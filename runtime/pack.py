@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain, compress, groupby, islice
+from itertools import accumulate, compress, groupby, islice, pairwise
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class Packer:
         index = np.array(known, dtype=np.int64)
         tickets, uniform = self._promise(pieces, jobs)
         padded = columns_of(bucket, self._buckets[-1], index, late, tickets, uniform)
-        tables = table_of([*map(Transcript.table, jobs, counts)])
+        tables = table_of([job.pages[:count] for job, count in zip(jobs, counts, strict=True)])
         return Frame(tuple(pieces), bucket, self._send(padded), self._send(tables))
 
     def pack(self, pieces: Sequence[Piece], samples: bool = True) -> Packed:
@@ -69,7 +69,7 @@ class Packer:
         jobs = self._follow(ordered)
         *known, counts, late = columns(ordered, jobs, self._arena)
         chosen, ends, tickets, drawn = self._choose(ordered, jobs if samples else ())
-        reads = [*map(Transcript.table, jobs, counts)]  # page ids, on the host
+        reads = [job.pages[:count] for job, count in zip(jobs, counts, strict=True)]  # page ids
         gathered = self._gathered(reads, split)
         numbers = (*known, ends, tickets)
         ids, positions, slots, sampled, places, *tables = self._send_all(numbers, gathered)
@@ -94,7 +94,7 @@ class Packer:
             self._arena.hold(new)
         return jobs
 
-    def _gathered(self, reads: list[np.ndarray], split: int) -> list[list[np.ndarray]]:
+    def _gathered(self, reads: list[array[int]], split: int) -> list[list[array[int]]]:
         """Tables of what torch's attention gathers at once: a slice of a prompt, some decodes.
 
         `reads` are of all pieces; of these the first `split` are slices of prompts.
@@ -110,7 +110,7 @@ class Packer:
         slots: Tensor,
         prefills: Sequence[Piece],
         decodes: Sequence[Piece],
-        gathered: Sequence[Sequence[np.ndarray]],
+        gathered: Sequence[Sequence[array[int]]],
         tables: Sequence[Tensor],
     ) -> Rows:
         """For torch's attention; `tables` are those `gathered`, on the device."""
@@ -122,7 +122,7 @@ class Packer:
         return Rows(self._arena, slots, segments, chunks, (), Scratch())
 
     def _paged(
-        self, prefills: Sequence[Piece], decodes: Sequence[Piece], reads: Sequence[np.ndarray]
+        self, prefills: Sequence[Piece], decodes: Sequence[Piece], reads: Sequence[array[int]]
     ) -> Paged:
         """For our kernels."""
         assert self._shared is not None
@@ -147,7 +147,7 @@ class Packer:
             tables = np.empty((len(members), width), dtype=np.int64)
             keys = np.array([piece.context_tokens + 1 for piece in members])
             for row, piece in enumerate(members):
-                table = self.transcripts[piece.job_id].table(self._num_pages(piece))
+                table = self.transcripts[piece.job_id].pages[: self._num_pages(piece)]
                 tables[row, : len(table)], tables[row, len(table) :] = table, table[-1]
             hidden = np.arange(width * size) >= keys[:, None]
             mask = torch.zeros(hidden.shape, dtype=self._arena.pages.dtype, device=self._device)
@@ -189,16 +189,24 @@ class Packer:
         return index[0], index[1]
 
     def _send_all(
-        self, numbers: Sequence[Sequence[int]], tables: Sequence[Sequence[np.ndarray]]
+        self, numbers: Sequence[list[int]], tables: Sequence[Sequence[array[int]]]
     ) -> Sequence[Tensor]:
         """A tensor for each of both; tables end to end. All go up as one: few calls, not many."""
-        sizes = [*map(len, numbers), *(sum(map(len, part)) for part in tables)]
-        first = np.frombuffer(array("q", [*chain.from_iterable(numbers)]), dtype=np.int64)
-        whole = np.concatenate([first, *chain.from_iterable(tables)])
-        return self._send(whole).split_with_sizes(sizes)
+        whole, ends = array("q"), [0]
+        for column in numbers:
+            whole.fromlist(column)
+            ends.append(len(whole))
+        for part in tables:
+            for table in part:
+                whole += table
+            ends.append(len(whole))
+        sizes = [end - start for start, end in pairwise(ends)]
+        return self._up(torch.frombuffer(whole, dtype=torch.int64)).split_with_sizes(sizes)
 
     def _send(self, index: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(index))
+        return self._up(torch.from_numpy(np.ascontiguousarray(index)))
+
+    def _up(self, tensor: Tensor) -> Tensor:
         return tensor if self._device == "cpu" else tensor.to(self._device, non_blocking=True)
 
 
@@ -210,7 +218,7 @@ def segments_of(prefills: Sequence[Piece], tables: Sequence[Tensor]) -> tuple[Se
 
 
 def chunks_of(
-    decodes: Sequence[Piece], gathered: Sequence[Sequence[np.ndarray]], tables: Sequence[Tensor]
+    decodes: Sequence[Piece], gathered: Sequence[Sequence[array[int]]], tables: Sequence[Tensor]
 ) -> tuple[Chunk, ...]:
     """Decodes in order, by what is gathered at once."""
     keys = iter([piece.context_tokens + 1 for piece in decodes])

@@ -21,7 +21,7 @@ class Paged:
 
 
 def paged_of(
-    tables: Sequence[np.ndarray],
+    tables: Sequence[Sequence[int]],
     slices: Sequence[tuple[int, int]],
     contexts: Sequence[int],
     tile_rows: int,
@@ -42,7 +42,7 @@ def paged_of(
     return Paged(views[0], views[1], views[2], views[3], int(ends[-1]) if slices else 0)
 
 
-def table_of(tables: Sequence[np.ndarray], rows: int | None = None) -> np.ndarray:
+def table_of(tables: Sequence[Sequence[int]], rows: int | None = None) -> np.ndarray:
     """Page tables of unequal length as rows of one; what lies behind a table's end is not read."""
     width = max((len(table) for table in tables), default=0)
     whole = np.zeros((len(tables) if rows is None else rows, width), dtype=np.int32)

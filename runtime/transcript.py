@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
-
-import numpy as np
 
 
 class Transcript:
@@ -19,34 +18,20 @@ class Transcript:
         self.tokens = list(prompt)
         self.prompt_tokens = len(self.tokens)
         self.tickets: list[int] = []
-        self.pages: list[int] = []
+        self.pages = array("q")
         self.source: Sequence[int] = ()  # the ledger's own list: kept, so that no other is it
-        self._table = np.empty(0, dtype=np.int64)
 
     def follow(self, pages: Sequence[int]) -> Sequence[int]:
         """Brings the page table up to date; returns the pages that are new in it.
 
         A table only grows while a job keeps its KV; after a restart or a swap it is another one,
         even where the same pages came back in the same order: they have been released meanwhile.
-        Its memory is never written twice: launches in flight may still read the old one.
         """
         if pages is not self.source:
-            self.source, self.pages, self._table = pages, [], self._table[:0]
-        known = len(self.pages)
-        if len(pages) == known:
-            return ()
-        new = pages[known:]
+            self.source, self.pages = pages, array("q")
+        new = pages[len(self.pages) :]
         self.pages.extend(new)
-        if len(self.pages) > len(self._table):
-            grown = np.empty(max(16, 2 * len(self.pages)), dtype=np.int64)
-            grown[:known] = self._table[:known]
-            self._table = grown
-        self._table[known : len(self.pages)] = new
         return new
-
-    def table(self, count: int) -> np.ndarray:
-        """The first so many page ids, [count], int64. Shares memory with the table."""
-        return self._table[:count]
 
     def ticket(self, position: int) -> int:
         """Where the token at a position lies in the ring."""

@@ -135,7 +135,8 @@ def replay(
 ) -> Recorder:
     """One run of the engine on the service clock."""
     env, recorder = simpy.Environment(), Recorder()
-    page = PageSize(PAGE_TOKENS, machine.arenas[GPU].page_nbytes)
+    arena = machine.arenas[GPU]
+    page = PageSize(arena.page_tokens, arena.page_nbytes)
     capacity = {pool: count * page.nbytes for pool, count in pages.items()}
     executor = CpuExecutor(env, machine)
     engine = Engine(env, policy, executor, capacity, page, depth=depth, recorder=recorder)

@@ -17,7 +17,7 @@ def test_a_table_grows_and_only_what_is_new_is_taken() -> None:
     assert list(job.follow(pages)) == [4, 7]
     pages.append(2)
     assert list(job.follow(pages)) == [2] and list(job.follow(pages)) == []
-    assert job.table(3).tolist() == [4, 7, 2]
+    assert job.pages.tolist() == [4, 7, 2]
 
 
 def test_the_same_pages_in_another_table_are_taken_again() -> None:
@@ -26,7 +26,7 @@ def test_the_same_pages_in_another_table_are_taken_again() -> None:
     job.follow([4, 7])
     assert list(job.follow([4, 7])) == [4, 7]
     assert list(job.follow([4, 9, 1])) == [4, 9, 1]
-    assert job.table(3).tolist() == [4, 9, 1]
+    assert job.pages.tolist() == [4, 9, 1]
 
 
 @pytest.mark.parametrize("seed", range(2))
