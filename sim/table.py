@@ -46,8 +46,8 @@ def warn_beyond(table: str, first: object) -> None:
     """Says in the log, for the first look-up outside a table, what that means and what helps."""
     log.warning(
         "cost table %s is extrapolated, first at %s: there predictions are guesses "
-        "(provenance.json counts them, cost_extrapolated); where they matter, leave out requests "
-        "so long (`tandem trace import --max-total-tokens`) or take a profile that reaches as far",
+        "(provenance.json counts them, cost_extrapolated); where they matter, take a profile that "
+        "reaches as far, or serve no requests so long (`tandem trace import --max-total-tokens`)",
         table,
         first,
     )
