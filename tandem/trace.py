@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     exports = verbs.add_parser("export", help="a normalised trace to Mooncake JSON lines")
     exports.add_argument("trace", help="its .parquet")
     exports.add_argument("--out", required=True, help="the .jsonl to write")
-    exports.add_argument("--block-tokens", type=int, default=512, help="per hash id [512]")
+    exports.add_argument("--block-tokens", type=int, help="per hash id [the trace's, else 512]")
     exports.set_defaults(carry_out=_export)
     shows = verbs.add_parser("show", help="what a normalised trace holds")
     shows.add_argument("trace", help="its .parquet")
@@ -119,6 +119,8 @@ def accounts(sidecar: Mapping[str, Any]) -> list[str]:
         told += ["kept, though odd:", *_reasons(noted)]
     if again := sidecar.get("oversampled"):
         told.append(f"{again} requests drawn again, to reach the limit")
+    if (how := sidecar.get("time_unit_by", "given")) != "given":
+        told.append(f"stamps count {sidecar['time_unit']} ({how}; --time-unit says it)")
     return told
 
 
@@ -143,8 +145,8 @@ def _export(chosen: argparse.Namespace) -> int:
     from traces.store import read_trace
 
     requests = read_trace(chosen.trace)
-    write_mooncake(chosen.out, requests, chosen.block_tokens)
-    print(f"{chosen.out}: {len(requests)} requests")
+    warning = write_mooncake(chosen.out, requests, chosen.block_tokens)
+    print(f"{chosen.out}: {len(requests)} requests", *([warning] if warning else []), sep="\n")
     return 0
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.cli import main
 from tests.recorded import MS, S, imported, mooncake, written
 from traces.mooncake import write_mooncake
 from traces.recorded_times import read_times_ns
@@ -105,3 +106,26 @@ def test_closed_loops_are_not_written_as_mooncake_lines(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="request 1 follows an answer"):
         write_mooncake(tmp_path / "a.jsonl", turns)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dense_stamps_are_warned_of_where_they_are_written_and_where_they_are_guessed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """200 requests a second in ms look like one in 5 s: the format names no unit."""
+    made = [Request(i, 5 * i * MS, 9, 1) for i in range(50)]
+    warning = write_mooncake(tmp_path / "a.jsonl", made)
+    assert warning is not None and "--time-unit ms" in warning
+    words = ["trace", "import", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "b.parquet")]
+    assert main(words) == 0 and "stamps count s (mean gap of 5" in capsys.readouterr().out
+    _, back = imported(tmp_path / "a.jsonl", time_unit="ms")
+    assert [r.arrival_ns for r in back] == [r.arrival_ns for r in made]
+    assert write_mooncake(tmp_path / "a.jsonl", [Request(i, i * S, 9, 1) for i in range(5)]) is None
+
+
+def test_another_block_size_than_the_traces_own_is_refused(tmp_path: Path) -> None:
+    made = [Request(0, 0, 32, 5, prefix_ids=(3, 4), prefix_block_tokens=16)]
+    with pytest.raises(ValueError, match="block_tokens is 512, but the trace's prefix ids"):
+        write_mooncake(tmp_path / "a.jsonl", made, 512)
+    assert list(tmp_path.iterdir()) == []
+    write_mooncake(tmp_path / "a.jsonl", made)
+    assert json.loads((tmp_path / "a.jsonl").read_text())["hash_ids"] == [3, 4]

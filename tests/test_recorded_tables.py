@@ -68,6 +68,16 @@ def test_azure_dates_in_parquet_equal_those_in_text(tmp_path: Path) -> None:
     assert imported(text)[1] == imported(tmp_path / "b.parquet")[1]
 
 
+@pytest.mark.parametrize("kind", [pa.int64(), pa.float64()])
+def test_seconds_of_an_extract_are_seconds_also_where_they_are_whole(
+    tmp_path: Path, kind: pa.DataType
+) -> None:
+    columns = {"arrival_s": pa.array([0, 10, 20], kind), "prompt_tokens": [5] * 3}
+    pq.write_table(pa.table({**columns, "output_tokens": [2] * 3}), tmp_path / "a.parquet")
+    _, requests = imported(tmp_path / "a.parquet", kind="azure")
+    assert [r.arrival_ns for r in requests] == [0, 10 * S, 20 * S]
+
+
 def test_a_missing_column_is_named_and_nothing_written(tmp_path: Path) -> None:
     source = written(tmp_path / "a.csv", "TIMESTAMP,ContextTokens", "2023-11-16 18:15:46,5")
     with pytest.raises(ValueError, match="no column GeneratedTokens or output_tokens") as caught:

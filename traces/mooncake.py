@@ -75,12 +75,16 @@ def _checked_ids(ids: Any, prompt_tokens: int, block: int) -> tuple[int, ...] | 
     return tuple(ids)
 
 
-def write_mooncake(path: str | Path, requests: Sequence[Request], block_tokens: int = 512) -> None:
+def write_mooncake(
+    path: str | Path, requests: Sequence[Request], block_tokens: int | None = None
+) -> str | None:
     """Writes requests as Mooncake lines: whole milliseconds, lengths, hash ids; aside, renamed.
 
     Prefix ids are written as they are; prompt ids are numbered by block, equal beginnings alike;
     a request that has neither gets ids of its own, so that nothing looks shared. Turns of a
-    closed loop, whose times only a replay knows, are refused.
+    closed loop, whose times only a replay knows, are refused. `block_tokens` None: those of the
+    trace's prefix ids, else 512. Returns a warning for whoever reads the file, if there is one:
+    the format names no unit of time.
     """
     path = Path(path)
     if late := next((r for r in requests if r.turn > 0), None):
@@ -92,17 +96,27 @@ def write_mooncake(path: str | Path, requests: Sequence[Request], block_tokens: 
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with aside.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in _lines(requests, block_tokens))
+            lines = [*_lines(requests, block_tokens)]
+            file.writelines(json.dumps(line) + "\n" for line in lines)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+    unit, how = unit_of([line["timestamp"] for line in lines])
+    if unit == "ms":
+        return None
+    return f"its stamps are ms, but by their {how} a reader may take them for s: --time-unit ms"
 
 
-def _lines(requests: Sequence[Request], block_tokens: int) -> Iterator[dict[str, Any]]:
+def _lines(requests: Sequence[Request], block_tokens: int | None) -> Iterator[dict[str, Any]]:
     sizes = {r.prefix_block_tokens for r in requests if r.prefix_ids is not None}
     if len(sizes) > 1:
         raise ValueError(f"prefix blocks of {sorted(sizes)} tokens cannot share one file")
-    block = next(iter(sizes), block_tokens)
+    block = next(iter(sizes), block_tokens or BLOCK_TOKENS[0])
+    if block_tokens not in (None, block):
+        raise ValueError(
+            f"block_tokens is {block_tokens}, but the trace's prefix ids stand for {block} tokens "
+            "each; leave it out"
+        )
     given = (i for r in requests for i in r.prefix_ids or ())
     fresh = count(1 + max(given, default=-1))
     chains: dict[tuple[int, tuple[int, ...]], int] = {}
