@@ -158,7 +158,8 @@ def spec_of(model: str, system: str = PSTAR) -> ModelSpec:
     model, with a head over all words."""
     if system == DEEPS:
         return gpt2_shape(*MODELS[model], vocab_size=VOCABULARY, max_positions=TOKENS)
-    shape = gpt2_shape(*MODELS[model], vocab_size=LABELS, max_positions=WORDS + TOKENS)
+    rows = LABELS + MODELS[model][0]  # of the head: the labels' and the pooler's
+    shape = gpt2_shape(*MODELS[model], vocab_size=rows, max_positions=WORDS + TOKENS - rows)
     return replace(shape, family="opt", tie_embeddings=False)
 
 
@@ -211,7 +212,10 @@ def system_of(point: Point, device: Device) -> System:
         strict=True,
     )
     size = point.chunk_mebi * MEBI
-    return System(memory, FixedChunks(size, SEARCHED, modes=recompute, start="host_first"), 0.9)
+    planner = FixedChunks(
+        size, SEARCHED, modes=recompute, start="host_first", owned=True, states="first_update"
+    )
+    return System(memory, planner, 0.9)
 
 
 class Ends(Recorder):
