@@ -42,11 +42,10 @@ class FixedChunks:
     oversize        a module larger than a chunk is an `error`, or a chunk of its own (`alone`)
     warmup_share    of the device, for chunks in warm-up: two must fit for a size to be taken
     modes, start, shards  as those of UnitChunks; a chunk is that of the whole group
-    owned           in a group whole chunks belong to its devices in turn, as in the original: what
-                    is planned is the device that has most, ceil(chunks / devices) of them; false:
-                    all have equal parts
+    owned           whose devices have whole chunks in turn, as in the original: what is planned is
+                    the one that has most, ceil(chunks / devices); false: all have equal parts
     states          of the optimizer: `given` at the start, or made at the `first_update`, as in the
-                    original; memory for them is then wanted at that time
+                    original: they take nothing before it
     """
 
     chunk_elements: int = 0
@@ -57,7 +56,7 @@ class FixedChunks:
     modes: Mode | tuple[Mode, ...] = Mode.KEEP
     start: Start = "host"
     shards: bool = True
-    owned: bool = False
+    owned: bool = True
     states: States = "given"
 
     def prepare(
