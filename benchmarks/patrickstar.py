@@ -4,7 +4,9 @@ Figures: read off the plots of Tencent/PatrickStar (../shared/papers/patrickstar
 and 6.2), in Tflops of all devices; those of DeepSpeed and DDP by eye. Models and settings: its
 examples/model_builder.py, run_transformers.sh and ps_config.py: BERT with a classifier of two
 labels, float16, dropout 0.1, activations recomputed, memory-saving communication, no asynchronous
-moves, nine tenths of either memory, a tenth of the device in warm-up.
+moves, nine tenths of either memory, a tenth of the device in warm-up, embeddings in chunks
+(CPU_EBD=0). Chunks belong to devices whole and in turn, and optimizer states are made at the first
+update (its core/chunk_list.py and ops/fp16_cpu_adam.py).
 """
 
 from __future__ import annotations
@@ -153,12 +155,13 @@ def tflops(point: Point, step_s: float) -> float:
 # ---- what is simulated
 @lru_cache(maxsize=32)
 def spec_of(model: str, system: str = PSTAR) -> ModelSpec:
-    """The decoder nearest to the page's encoder, whose GELU is one kernel: OPT's layers. Both
-    tables stand in the one of positions, and the head has two labels. DeepSpeed trained a language
-    model, with a head over all words."""
+    """The decoder nearest to the page's encoder, whose GELU is one kernel: OPT's layers. Its head
+    is as large as the page's pooler and classifier together, and both its tables as the page's.
+    DeepSpeed trained a language model, with a head over all words."""
     if system == DEEPS:
         return gpt2_shape(*MODELS[model], vocab_size=VOCABULARY, max_positions=TOKENS)
-    shape = gpt2_shape(*MODELS[model], vocab_size=LABELS, max_positions=WORDS + TOKENS)
+    head = MODELS[model][0] + LABELS  # rows: the pooler's, and one for each label
+    shape = gpt2_shape(*MODELS[model], vocab_size=head, max_positions=WORDS + TOKENS - head)
     return replace(shape, family="opt", tie_embeddings=False)
 
 
@@ -211,7 +214,10 @@ def system_of(point: Point, device: Device) -> System:
         strict=True,
     )
     size = point.chunk_mebi * MEBI
-    return System(memory, FixedChunks(size, SEARCHED, modes=recompute, start="host_first"), 0.9)
+    planner = FixedChunks(
+        size, SEARCHED, modes=recompute, start="host_first", states="first_update"
+    )
+    return System(memory, planner, 0.9)
 
 
 class Ends(Recorder):
@@ -232,7 +238,7 @@ def step_s(point: Point, steps: int = STEPS, scales: Scales = AS_IT_IS) -> float
         scales = scales._replace(updates=scales.updates * PASS_BYTES / DEEPS_PASS_BYTES)
     device, spec = device_of(point.device, point.group, scales), spec_of(point.model, point.system)
     system = system_of(point, device)
-    job, shape = _job(spec, point.batch, steps, point.group.ranks)
+    job, shape = job_of(spec, point.batch, steps, point.group.ranks)
     capacity: dict[Pool, int] = {
         (Tier.GPU, 0): device.usable_bytes,
         (Tier.HOST, 0): int(system.host_share * device.host_bytes),
@@ -256,7 +262,10 @@ def step_s(point: Point, steps: int = STEPS, scales: Scales = AS_IT_IS) -> float
 
 
 @lru_cache(maxsize=64)
-def _job(spec: ModelSpec, batch: int, steps: int, ranks: int) -> tuple[TrainingJob, TrainingShape]:
+def job_of(
+    spec: ModelSpec, batch: int, steps: int, ranks: int
+) -> tuple[TrainingJob, TrainingShape]:
+    """What each rank trains, and what that takes."""
     recipe = Recipe(dtype="bfloat16", dropout=0.1)
     units = spec.num_layers + 2
     job = TrainingJob(0, 0, units, TOKENS, batch, steps, recipe=recipe, ranks=ranks)

@@ -29,13 +29,18 @@ ASSUMED = """## What was fixed, and on what
   one run of 20B on one device (pull request 269), and so are 40 GB of memory and 1,007 GiB of host
   (its logs; conf/device/a100_superpod.yaml). What n devices of a node keep of links and Adam: from
   Elixir's constants. No row of 2, 4 or 8 devices was used.
-- Model: OPT's layers, which are nearest to the page's BERT classifier; both tables of the embedding
-  stand on the device as other parameters do; dropout 0.1, so attention keeps its scores, in
-  float32; float16 as bfloat16, without loss scaling. 30B is assumed to be 37 layers of width 8192.
+- Model: OPT's layers, which are nearest to the page's BERT classifier; its head is as large as
+  pooler and classifier together and works on all tokens, so chunks are as many as BERT's (tested);
+  both tables of the embedding lie in chunks on the device as other parameters do (CPU_EBD=0);
+  dropout 0.1, so attention keeps its scores, in float32; float16 as bfloat16, without loss scaling.
+  30B is assumed to be 37 layers of width 8192.
 - PatrickStar: run-ahead 1 (copies wait for their launch, as without asynchronous moves), nine
   tenths of device and host, warm-up share 0.1, gradients over weights, one chunk set aside for
-  exchanges and eight for updates, memory-saving exchanges: each device has an equal part of every
-  chunk, where the original gives whole chunks to one owner each.
+  exchanges and eight for updates, memory-saving exchanges. Chunks belong to devices whole and in
+  turn: what is simulated is the device that has most, ceil(chunks / devices), its chunks spread
+  over all of them, so that what it holds, moves and updates is right and an exchange takes what a
+  ring takes. States of the optimizer are made at the first update, the float32 weights among them
+  (the original has those, 4 bytes a number, from the start).
 - DeepSpeed: its own example of GPT-2, a language model with a head over 50,304 words (PatrickStar's
   README names it), ZeRO-3 with everything on the host, a unit fetched ahead, updates behind the
   backward over 42 bytes a number, since gradients are float32 there; 16/27 of the host, since its
@@ -109,11 +114,12 @@ def _row(line: Line) -> tuple[str, ...]:
 
 
 def _scale(lines: Sequence[Line]) -> Iterator[str]:
-    names = ("devices", "system", "published", "ours", "the next does not fit", "judged")
+    names = ("devices", "system", "chunks", "published", "ours", "the next does not fit", "judged")
     rows = [
         (
             f"{NAMES[x['device']]} x{x['devices']}",
             x["system"],
+            x["chunks"] if x["system"] == "patrickstar" else "",
             x["published"],
             x["ours"],
             x["next"],

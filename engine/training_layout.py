@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from fractions import Fraction
+from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 
 WIDENED = 1 << 22  # numbers: 16-bit gradients become float32 for an update in pieces of so many
 WIDE_BYTES = 4
+ALL = Fraction(1)
 
 
 class Mode(StrEnum):
@@ -27,8 +30,8 @@ class Mode(StrEnum):
 class Chunk:
     """Parameters that are kept, moved and updated as one. Bytes include what fills it up.
 
-    In a group a device may have a part of each chunk: then bytes are those of its own part, and
-    units compute with `remote_bytes` of weights beside it.
+    In a group a device may have a share of the chunks: then bytes are those of its own part of
+    each, and units compute with `remote_bytes` of weights beside it.
     """
 
     parameters: tuple[int, ...]  # of the TrainingShape, in the order in which they lie
@@ -96,16 +99,15 @@ def lay_out(
     modes: Sequence[Mode],
     chunk_elements: int = 0,
     ranks: int = 1,
-    shards: bool = True,
+    share: Fraction = ALL,
 ) -> TrainingLayout:
     """The layout of a shape whose parameters lie in these chunks.
 
     `chunk_elements`: the size that every chunk is filled up to; 0: as large as its parameters.
-    Frozen parameters share no chunk with trained ones: they would be updated with them. Of `ranks`
-    devices each has an equal part of every chunk if it `shards`, else all of it.
+    Frozen parameters share no chunk with trained ones: they would be updated with them. `share`:
+    what a device has of every chunk, one of `ranks`.
     """
-    parts = ranks if shards else 1
-    made = tuple(_chunk(shape, parameters, chunk_elements, parts) for parameters in chunks)
+    made = tuple(_chunk(shape, parameters, chunk_elements, share) for parameters in chunks)
     where = {p: c for c, chunk in enumerate(made) for p in chunk.parameters}
     assert sorted(where) == list(range(len(shape.parameters))), "each parameter is in one chunk"
     trains = [any(shape.parameters[p].trains for p in unit.parameters) for unit in shape.units]
@@ -123,16 +125,29 @@ def lay_out(
     return TrainingLayout(made, tuple(units), first, ranks)
 
 
-def _chunk(shape: TrainingShape, parameters: Sequence[int], elements: int, parts: int) -> Chunk:
+def equal_share(ranks: int) -> Fraction:
+    """Of a device that has a part of every chunk, as large as that of any other."""
+    return Fraction(1, ranks)
+
+
+def owners_share(ranks: int, chunks: int) -> Fraction:
+    """Of the device that owns most where each owns whole chunks, in turn: on average over them, so
+    that all that it holds, moves and updates of them is what it would be of its own."""
+    return Fraction(-(-chunks // ranks), chunks)
+
+
+def _chunk(
+    shape: TrainingShape, parameters: Sequence[int], elements: int, share: Fraction
+) -> Chunk:
     own = [shape.parameters[p] for p in parameters]
-    count = -(-max(elements, sum(p.elements for p in own)) // parts)  # of a device
+    count = ceil(share * max(elements, sum(p.elements for p in own)))  # of a device
     weight_bytes = count * shape.item_bytes
-    remote_bytes = (parts - 1) * weight_bytes
+    remote_bytes = (ceil(count / share) - count) * shape.item_bytes
     kinds = {p.trains for p in own}
     assert len(kinds) == 1, "frozen and trained parameters share a chunk"
     if not kinds.pop():
         return Chunk(tuple(parameters), weight_bytes, remote_bytes=remote_bytes)
-    widest = -(-max(p.elements for p in own) // parts)
+    widest = ceil(share * max(p.elements for p in own))
     widened = 0 if shape.item_bytes == WIDE_BYTES else widest
     return Chunk(
         tuple(parameters),

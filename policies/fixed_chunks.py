@@ -9,10 +9,17 @@ from typing import Literal
 
 from engine.layout import Layout
 from engine.plan import Pool, Tier
-from engine.training_layout import Mode, TrainingLayout, lay_out
+from engine.training_layout import (
+    ALL,
+    Mode,
+    TrainingLayout,
+    equal_share,
+    lay_out,
+    owners_share,
+)
 from engine.training_shape import TrainingShape
 from engine.view import Cost
-from policies.laying_out import Start, apart, modes_of, prepared
+from policies.laying_out import Start, States, apart, modes_of, prepared
 from policies.out_of_memory import DoesNotFit
 from traces.request import TrainingJob
 
@@ -35,6 +42,10 @@ class FixedChunks:
     oversize        a module larger than a chunk is an `error`, or a chunk of its own (`alone`)
     warmup_share    of the device, for chunks in warm-up: two must fit for a size to be taken
     modes, start, shards  as those of UnitChunks; a chunk is that of the whole group
+    owned           whose devices have whole chunks in turn, as in the original: what is planned is
+                    the one that has most, ceil(chunks / devices); false: all have equal parts
+    states          of the optimizer: `given` at the start, or made at the `first_update`, as in the
+                    original: they take nothing before it
     """
 
     chunk_elements: int = 0
@@ -45,6 +56,8 @@ class FixedChunks:
     modes: Mode | tuple[Mode, ...] = Mode.KEEP
     start: Start = "host"
     shards: bool = True
+    owned: bool = True
+    states: States = "given"
 
     def prepare(
         self,
@@ -59,7 +72,7 @@ class FixedChunks:
             size = self.chunk_elements or self.searched(shape, capacity_bytes, ranks)
             return self.laid_out(shape, size, modes, ranks)
 
-        return prepared(shapes, jobs, self.modes, self.start, capacity_bytes, fixed)
+        return prepared(shapes, jobs, self.modes, self.start, capacity_bytes, fixed, self.states)
 
     def laid_out(
         self, shape: TrainingShape, size: int, modes: Sequence[Mode], ranks: int = 1
@@ -68,7 +81,10 @@ class FixedChunks:
         chunks = list[list[int]]()
         for part in apart(shape, _in_order_of_use(shape)):
             chunks += self._filled(shape, part, size)
-        return lay_out(shape, chunks, modes, size if self.padded else 0, ranks, self.shards)
+        share = ALL
+        if self.shards:
+            share = owners_share(ranks, len(chunks)) if self.owned else equal_share(ranks)
+        return lay_out(shape, chunks, modes, size if self.padded else 0, ranks, share)
 
     def _filled(
         self, shape: TrainingShape, parameters: Sequence[int], size: int

@@ -14,6 +14,7 @@ from policies.out_of_memory import OutOfMemory
 from traces.request import TrainingJob
 
 Start = Literal["host", "device", "host_first"]
+States = Literal["given", "first_update"]
 LayOut = Callable[[TrainingShape, Sequence[Mode], int], TrainingLayout]  # for so many ranks
 
 
@@ -24,19 +25,22 @@ def prepared(
     start: Start,
     capacity_bytes: Mapping[Pool, int],
     lay_out: LayOut,
+    states: States = "given",
 ) -> Layout:
     """The layout of all training jobs. ValueError where modes do not fit them,
     OutOfMemory where memory does not.
 
     `start`: all states on the host, or on the device, or on the host as far as it has room
-    (optimizer states before weights) and the rest on the device.
+    (optimizer states before weights) and the rest on the device. `states` of the optimizer that are
+    made at the `first_update` lie nowhere before it: they begin where it finds none.
     """
     ranks = {job.job_id: job.ranks for job in jobs}
     layouts = {
         job_id: lay_out(shape, modes_of(modes, len(shape.units), job_id), ranks[job_id])
         for job_id, shape in shapes.items()
     }
-    return Layout(places=_places(layouts, start, capacity_bytes), training=layouts)
+    kinds = (optimizer, weight) if states == "given" else (weight,)
+    return Layout(places=_places(layouts, start, capacity_bytes, kinds), training=layouts)
 
 
 def modes_of(modes: Mode | tuple[Mode, ...], num_units: int, job_id: int) -> tuple[Mode, ...]:
@@ -55,9 +59,12 @@ def modes_of(modes: Mode | tuple[Mode, ...], num_units: int, job_id: int) -> tup
 
 
 def _places(
-    layouts: Mapping[int, TrainingLayout], start: Start, capacity_bytes: Mapping[Pool, int]
+    layouts: Mapping[int, TrainingLayout],
+    start: Start,
+    capacity_bytes: Mapping[Pool, int],
+    kinds: Sequence[Callable[..., Place]],
 ) -> dict[Place, int]:
-    states = [*_states(layouts)]
+    states = [*_states(layouts, kinds)]
     room = dict(capacity_bytes)
     found: dict[Place, int] = {}
     for on_host, on_device, nbytes in states:
@@ -71,10 +78,12 @@ def _places(
     return found
 
 
-def _states(layouts: Mapping[int, TrainingLayout]) -> list[tuple[Place, Place, int]]:
-    """Places on host and device with their bytes, optimizer states of all jobs first."""
+def _states(
+    layouts: Mapping[int, TrainingLayout], kinds: Sequence[Callable[..., Place]]
+) -> list[tuple[Place, Place, int]]:
+    """Places on host and device with their bytes, kind by kind."""
     found = list[tuple[Place, Place, int]]()
-    for kind in (optimizer, weight):
+    for kind in kinds:
         for job_id, layout in layouts.items():
             for c, chunk in enumerate(layout.chunks):
                 nbytes = chunk.optimizer_bytes if kind is optimizer else chunk.weight_bytes

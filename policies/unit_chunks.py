@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.layout import Layout
 from engine.plan import Pool
-from engine.training_layout import Mode, TrainingLayout, lay_out
+from engine.training_layout import ALL, Mode, TrainingLayout, equal_share, lay_out
 from engine.training_shape import TrainingShape
 from engine.view import Cost
 from policies.laying_out import Start, apart, prepared
@@ -38,7 +38,8 @@ class UnitChunks:
         """See Planner. ValueError for wrong modes, OutOfMemory where states do not fit."""
 
         def by_unit(shape: TrainingShape, modes: Sequence[Mode], ranks: int) -> TrainingLayout:
-            return lay_out(shape, unit_chunks(shape), modes, ranks=ranks, shards=self.shards)
+            share = equal_share(ranks) if self.shards else ALL
+            return lay_out(shape, unit_chunks(shape), modes, ranks=ranks, share=share)
 
         return prepared(shapes, jobs, self.modes, self.start, capacity_bytes, by_unit)
 

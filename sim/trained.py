@@ -139,8 +139,9 @@ def update_of(
     parameters, units = _parameters(model, job.recipe)
     own = units[chunk] if layout is None else layout.chunks[chunk].parameters
     elements = sum(parameters[p].elements for p in own if parameters[p].trains)
-    if layout is not None and layout.chunks[chunk].remote_bytes:
-        elements = -(-elements // layout.ranks)  # of the device's own part
+    if layout is not None:
+        of_chunk = layout.chunks[chunk]  # of which a device of a group may have a part
+        elements = -(-elements * of_chunk.weight_bytes // of_chunk.whole_bytes)
     moved, dtype = element_bytes(job.recipe), job.recipe.dtype
     return Trained(UPDATE, CHUNK, dtype, elements=elements, element_bytes=moved, lane=lane)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import simpy
@@ -31,7 +31,7 @@ from engine.plan import (
 )
 from engine.policy import Composed, Memory, Policy
 from engine.recorder import Recorder
-from engine.regions import GATHERED
+from engine.regions import GATHERED, optimizer, weight
 from engine.training_layout import Chunk, Mode, TrainingLayout, Unit
 from engine.training_shape import TrainingShape, UnitShape
 from policies.all_on_device import AllOnDevice
@@ -221,7 +221,16 @@ def check_contents(run: Replay) -> None:
     kinds = {place.region.kind for place in there}
     assert kinds <= {Kind.WEIGHT, Kind.OPTIMIZER}, f"{kinds} are left at the end"
     held = {place.region for place in there}
-    assert held == {place.region for place in run.engine.layout.places}, "states are lost"
+    assert held == {*_states(run.engine.layout)}, "states are lost"
+
+
+def _states(layout: Layout) -> Iterator[Region]:
+    """What is held of all jobs at their end: weights and optimizer states."""
+    for job_id, laid in layout.training.items():
+        for c, chunk in enumerate(laid.chunks):
+            yield weight(job_id, c).region
+            if chunk.optimizer_bytes:
+                yield optimizer(job_id, c).region
 
 
 def operations(run: Replay) -> list[Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
 from engine.plan import HOST_LANE, Pattern
-from engine.training_layout import Mode, lay_out
+from engine.training_layout import ALL, Mode, equal_share, lay_out
 from engine.training_shape import training_shape
 from policies.unit_chunks import unit_chunks
 from sim.cost import ShapePriced
@@ -70,9 +71,11 @@ def test_an_update_is_that_of_the_own_part() -> None:
     job = job_of(TINY)
     shape = training_shape(TINY, job)
     modes = [Mode.KEEP] * len(shape.units)
-    whole, part = (lay_out(shape, unit_chunks(shape), modes, ranks=n) for n in (1, 4))
-    elements = [update_of(TINY, job, found, 1, HOST_LANE).elements for found in (whole, part)]
-    assert elements[1] == -(-elements[0] // 4)
+    chunks, shares = unit_chunks(shape), (ALL, equal_share(4), Fraction(2, 7))
+    found = [lay_out(shape, chunks, modes, ranks=4, share=share) for share in shares]
+    whole, part, owned = (update_of(TINY, job, f, 1, HOST_LANE).elements for f in found)
+    assert part == -(-whole // 4)
+    assert owned == pytest.approx(whole * 2 / 7, abs=1)
 
 
 def test_a_cost_without_groups_says_so() -> None:

@@ -79,8 +79,64 @@ def test_devices_have_equal_parts_and_lose_nothing(ranks: int) -> None:
 def test_a_chunk_of_fixed_size_is_that_of_the_whole_group() -> None:
     shape = shape_of(random.Random(1))
     job = job_of(shape, ranks=4)
-    chunks = FixedChunks(64).prepare({0: shape}, [job], CAPACITY).training[0].chunks
+    planner = FixedChunks(64, owned=False)
+    chunks = planner.prepare({0: shape}, [job], CAPACITY).training[0].chunks
     assert {chunk.weight_bytes for chunk in chunks} == {16 * shape.item_bytes}
+
+
+@cases(60)
+@given(
+    seed=st.integers(0, 1 << 16),
+    layers=st.integers(1, 9),
+    ranks=st.integers(1, 9),
+    size=st.integers(30, 90),
+)
+def test_whole_chunks_are_those_of_the_device_that_owns_most(
+    seed: int, layers: int, ranks: int, size: int
+) -> None:
+    """Chunk i is of device i mod n. Its states, spread over all chunks but for what fills each up
+    to whole numbers; no chunk is larger than it is."""
+    shape = shape_of(random.Random(seed), layers)
+    planner, job = FixedChunks(size), job_of(shape, ranks=ranks)
+    chunks = planner.prepare({0: shape}, [job], CAPACITY).training[0].chunks
+    most = max(len(range(rank, len(chunks), ranks)) for rank in range(ranks))
+    for name, each in (("weight_bytes", 4), ("gradient_bytes", 4), ("optimizer_bytes", 8)):
+        extra = sum(getattr(chunk, name) for chunk in chunks) - most * size * each
+        assert 0 <= extra < len(chunks) * each
+    whole = {chunk.whole_bytes for chunk in chunks}
+    assert max(whole) < (size + len(chunks)) * 4 and min(whole) >= size * 4
+
+
+def test_owners_of_as_many_chunks_have_what_equal_parts_have() -> None:
+    shape = shape_of(random.Random(4), layers=9)
+    for ranks in (2, 3, 4):
+        job = job_of(shape, ranks=ranks)
+        found = [
+            FixedChunks(40, owned=owned).prepare({0: shape}, [job], CAPACITY).training[0]
+            for owned in (False, True)
+        ]
+        is_even = len(found[0].chunks) % ranks == 0
+        assert (found[0].chunks == found[1].chunks) is is_even
+    alone = job_of(shape)
+    found = [
+        FixedChunks(40, owned=owned).prepare({0: shape}, [alone], CAPACITY).training[0]
+        for owned in (False, True)
+    ]
+    assert found[0] == found[1], "one device owns everything"
+
+
+@pytest.mark.parametrize("mode", [*Mode])
+@pytest.mark.parametrize("name", MEMORIES)
+def test_every_policy_trains_as_the_owner_of_most_chunks(name: str, mode: Mode) -> None:
+    """Five chunks or so of three devices, states made at their first update: all laws hold."""
+    shape = shape_of(random.Random(8), layers=4, tied=True)
+    job = job_of(shape, ranks=3)
+    planner = FixedChunks(45, modes=mode, states="first_update")
+    layout = planner.prepare({0: shape}, [job], CAPACITY)
+    assert len(layout.training[0].chunks) % 3
+    found = run(MEMORIES[name], layout, job)
+    counts = Counter(op.pattern for op in collectives(found))
+    assert counts[Pattern.REDUCE_SCATTER] == 3 * sum(c.trains for c in layout.training[0].chunks)
 
 
 def test_a_group_of_one_exchanges_nothing() -> None:

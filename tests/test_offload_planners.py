@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping
 
 import pytest
@@ -10,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.parameters import Parameter
-from engine.plan import Kind, Pool, Tier
+from engine.plan import Compute, Grow, Kind, Pool, Tier, Work
 from engine.training_layout import Mode
 from engine.training_shape import TrainingShape, UnitShape
 from policies.fixed_chunks import MEBI, SIZES, FixedChunks, footprint_bytes
 from policies.laying_out import modes_of
 from policies.out_of_memory import OutOfMemory
+from policies.patrickstar import PatrickStar
 from policies.unit_chunks import UnitChunks
-from tests.offload import ROOMY, job_of, shape_of
+from tests.offload import MEMORIES, REUSING, ROOMY, by_step, job_of, run, shape_of
 from tests.strategies import cases
 
 CAPACITY: Mapping[Pool, int] = {(Tier.GPU, 0): ROOMY, (Tier.HOST, 0): ROOMY}
@@ -153,6 +155,45 @@ def test_states_start_on_the_host_on_the_device_or_on_the_host_as_far_as_it_goes
     layout = UnitChunks(start="host_first").prepare({0: shape}, jobs, capacity)
     assert tiers(layout, Kind.OPTIMIZER) == [Tier.HOST] * 3 + [Tier.GPU]
     assert tiers(layout, Kind.WEIGHT) == [Tier.HOST] * 2 + [Tier.GPU] * 2
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_states_of_the_first_update_take_nothing_before_it(name: str) -> None:
+    """They begin with the updates of the first step, once, and are there in all others."""
+    shape = shape_of(random.Random(6), layers=4)
+    planner, job = FixedChunks(50, states="first_update"), job_of(shape)
+    layout = planner.prepare({0: shape}, [job], CAPACITY)
+    assert {place.region.kind for place in layout.places} == {Kind.WEIGHT}
+    found = run(MEMORIES[name], layout, job)
+    chunks = layout.training[0].chunks
+    for step, plans in by_step(found).items():
+        begun = Counter[int]()
+        for plan in plans:
+            for i, op in enumerate(plan.ops):
+                if isinstance(op, Grow) and op.place.region.kind is Kind.OPTIMIZER:
+                    begun[op.place.region.part] += 1
+                    assert op.nbytes == chunks[op.place.region.part].optimizer_bytes
+                    assert not any(_is_forward(o) for o in plan.ops[i:]), "before its update"
+        assert begun == Counter(range(len(chunks)) if step == 0 else ())
+
+
+def _is_forward(op: object) -> bool:
+    return isinstance(op, Compute) and op.slices[0].work is not Work.UPDATE
+
+
+def test_a_job_trains_where_only_warm_up_has_no_room_for_all_states() -> None:
+    """PatrickStar, strict: warm-up leaves chunks a tenth of the device, updates and later steps all
+    of it. With states from the start they must fit the host and that tenth, else the rest."""
+    shape = model([10] * 4)  # 20 bytes of weights each, 120 of optimizer states
+    gpu, host = 400, 400
+    capacity = {(Tier.GPU, 0): gpu, (Tier.HOST, 0): host}
+    memory = PatrickStar(reuses_gradients=True, strict=True, updates="host")
+    job = job_of(shape, recipe=REUSING)
+    given = FixedChunks(10, start="host_first").prepare({0: shape}, [job], capacity)
+    with pytest.raises(OutOfMemory, match="host:0"):
+        run(memory, given, job, gpu=gpu, host=host)
+    planner = FixedChunks(10, start="host_first", states="first_update")
+    run(memory, planner.prepare({0: shape}, [job], capacity), job, gpu=gpu, host=host)
 
 
 def test_states_that_fit_nowhere_are_refused_with_the_deficit() -> None:

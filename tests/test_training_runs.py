@@ -31,6 +31,16 @@ def test_a_policy_trains_as_plain_torch(policy: tuple[str, ...]) -> None:
         assert runs[name].log == runs["sim"].log
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_may_be_made_at_the_first_update(dtype: str) -> None:
+    """Masters are then made of what weights were at the start."""
+    words = (CHUNKS, "policy=patrickstar", *RECIPE, f"training.recipe.dtype={dtype}")
+    found = [train("lockstep", *words, f"planner.states={s}") for s in ("given", "first_update")]
+    assert not differing(found[0].result, found[1].result)
+    if dtype == "float32":
+        assert not differing(found[1].result, plain(*words))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("microbatches", [1, 4])
