@@ -32,7 +32,7 @@ HEAD = """# Claims
 
 Each row is the last line of `python -m benchmarks.SCRIPT`; `make claims` runs them all and puts the
 whole output of each into results/SCRIPT.txt, under its commit and machine. A claim that could not
-run says so instead of a verdict.
+run says so instead of a verdict; one that has no row was not run yet.
 
 """
 

@@ -112,6 +112,7 @@ def judged(case: str, measured: Run, predicted: Run, replayed: Run) -> pd.DataFr
     pairs.append(("kv_peak_pages_replayed", pages, kv_peak_pages(replayed)))
     pairs.append(("kv_peak_pages", pages, kv_peak_pages(predicted)))
     pairs.append(("allocator_peak_bytes", allocator_peak(measured), allocator_peak(predicted)))
+    pairs.append(("launch_peak_bytes", launch_peak(measured), launch_peak(predicted)))
     rows = [(name, value, guess / value - 1) for name, value, guess in pairs]
     if (moved := drift(measured)) is not None:
         rows.append(("probes_moved", 1.0, moved))
@@ -136,13 +137,17 @@ def allocator_peak(run: Run) -> float:
     Measured: what stays (weights, the whole arena, graphs) and the largest launch's on top of it.
     Predicted: what is booked for these, and the formula of that launch.
     """
-    rows = run.memory[run.memory["tier"].eq("gpu")]
-    on_top = float(run.steps["peak_bytes"].max())
+    rows, on_top = run.memory[run.memory["tier"].eq("gpu")], launch_peak(run)
     if run.is_measured:
         return float(rows["measured_bytes"].max()) + on_top
     reserve = run.provenance["memory_plan"]["reserve_bytes"]
     graphs = reserve - run.config["device"]["reserve_bytes"]
     return float(rows["capacity_bytes"].max()) + graphs + on_top
+
+
+def launch_peak(run: Run) -> float:
+    """Most bytes that a launch took: the part of the peak that is not reserved beforehand."""
+    return float(run.steps["peak_bytes"].max())
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,9 @@ from traces.store import write_trace
 
 NULL_PAGES = 1  # that vLLM never hands out
 PLAIN = "memory.prefix_caching=false"
-RESERVES = (256 * 2**20, 1024 * 2**20)  # context growth and library workspaces; graphs
+# What our memory model has no formula for, from a bare CUDA context and a library's workspaces to
+# those with graphs captured for every batch size. Stated by us; nothing in the log tells it.
+RESERVES = (256 * 2**20, 1024 * 2**20)
 PERCENTILES = (50, 90, 99)
 COLUMNS = {"ttft": "ttft_s", "tpot": "tpot_ms", "e2e": "latency_s"}
 SIM = {"name": "sim", "clock": "virtual"}
@@ -183,16 +186,21 @@ def judge(log: Log, quick: bool) -> float:
         run(log, "+200 us of host time, hidden", "kernel_profile.host_ns_per_plan=200_000")
         run(log, "+200 us of host time, not hidden", "kernel_profile.step_ns=200_000")
         run(log, "tokens padded to graphs", "kernel_profile.graphs=true")
-        if case.device == "RTX4090":
-            judge_memory(log)
-    return max(abs(errors[name]) / bar for name, bar in case.bars.items())
+    worst = max(abs(errors[name]) / bar for name, bar in case.bars.items())
+    if case.device == "RTX4090" and not (quick or holds_memory(log)):
+        return inf
+    return worst
 
 
-def judge_memory(log: Log) -> None:
-    """The pages our memory model finds at both ends of the reserve, and what they lead to."""
-    for reserve in RESERVES:
-        pages, kept = log.pages(reserve), f"device.reserve_bytes={reserve}"
+def holds_memory(log: Log) -> bool:
+    """Whether the engine's pages lie between those that our memory model finds at both ends of the
+    reserve; prints what these lead to."""
+    found = [log.pages(reserve) for reserve in RESERVES]
+    for reserve, pages in zip(RESERVES, found, strict=True):
+        kept = f"device.reserve_bytes={reserve}"
         run(log, f"reserve {reserve >> 20} MiB: {pages} pages", kept, pages=pages)
+    print(f"    (the engine had {log.case.pages} pages)")
+    return found[1] <= log.case.pages <= found[0]
 
 
 def main(words: Sequence[str]) -> int:

@@ -12,8 +12,6 @@ from traces.request import Request, TrainingJob
 if TYPE_CHECKING:
     from engine.engine import Engine
 
-ROUTED_PAGES = 64  # of a prompt with token ids: by their keys a router knows what it begins with
-
 
 class Door:
     """Makes a job of what arrives; says goodbye to what is served or refused."""
@@ -39,7 +37,7 @@ class Door:
         engine, job = self._engine, Job.serving(item, arrival_ns)
         if engine.fleet is not None:
             if item.prompt_ids is not None:
-                job.prefix_ids = Chain(item, engine.page.tokens).of_prompt(ROUTED_PAGES)
+                job.prefix_ids = Chain(item, engine.page.tokens).of_prompt()
             engine.fleet.assign(job)
         elif engine.devices == 1:
             job.device = 0

@@ -38,7 +38,7 @@ class Fleet:
     def last_with(self, job: Job) -> int | None:
         """The replica that last got the longest chain of blocks that this prompt begins with.
 
-        Token ids name a prompt's first pages, by the keys of the page cache. Where a prompt has
+        Token ids name a prompt's full pages, by the keys of the page cache. Where a prompt has
         neither names nor a full page of ids, the turns of its session count as one chain.
         None where no replica got any of it.
         """

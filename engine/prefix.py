@@ -31,10 +31,9 @@ class Chain:
             keys.append(key)
         return keys[start:stop]
 
-    def of_prompt(self, most: int) -> tuple[int, ...]:
-        """The keys of the prompt's full pages, the first `most` of them."""
-        full = self._request.prompt_tokens // self._page_tokens
-        return tuple(self.keys(0, min(full, most)))
+    def of_prompt(self) -> tuple[int, ...]:
+        """The keys of the prompt's full pages."""
+        return tuple(self.keys(0, self._request.prompt_tokens // self._page_tokens))
 
     def _content(self, index: int) -> tuple[Any, ...]:
         request, start = self._request, index * self._page_tokens

@@ -93,7 +93,7 @@ class _Client:
 
     async def replay(self, requests: Sequence[Request]) -> Replay:
         chains: dict[tuple[str, int], list[Request]] = {}
-        for request in requests:
+        for request in sorted(requests, key=lambda r: r.turn):  # as the engine, whatever the file
             own = ("request", request.request_id)
             key = own if request.session is None else ("session", request.session)
             chains.setdefault(key, []).append(request)

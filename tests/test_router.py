@@ -223,6 +223,17 @@ def test_affinity_knows_prompts_by_their_token_ids() -> None:
     assert 0 < cached(RoundRobin()) < 24 * 12
 
 
+def test_affinity_tells_prompts_apart_behind_any_common_beginning() -> None:
+    """A system prompt of 320 pages that all have, then what is each user's own."""
+    system = tuple(range(1280))
+    ids = [(*system, *range(9000 + 40 * (i % 6), 9040 + 40 * (i % 6)), i) for i in range(24)]
+    requests = [Request(i, i * 10**10, 1321, 4, prompt_ids=ids[i]) for i in range(24)]
+    policy = Composed(SCHEDULING["chunked"], PagedRestart(prefix_caching=True))
+    run = replay(policy, requests, pages=2500, devices=3, router=PrefixAffinity(load_bound=3))
+    cached = [outcome.cached_tokens for outcome in run.check().recorder.outcomes.values()]
+    assert all(tokens == 1320 for tokens in cached[6:]), "a user's turns go where his pages are"
+
+
 def sessions_by_replica(turns: list[Request], router: Router) -> dict[int, set[int]]:
     run = replay(composed("chunked", "restart"), turns, devices=3, router=router).check()
     replicas: dict[int, set[int]] = {}
