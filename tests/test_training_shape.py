@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -150,15 +153,35 @@ def test_peaks_are_those_of_the_allocator(name: str, recipe: str) -> None:
         assert ours == pytest.approx(backward, abs=SCALARS)
 
 
+def packed(events: Sequence[Any]) -> set[int]:
+    """Numbers of the events by which a product takes memory and gives it back before it ends.
+
+    Only on CPUs that compute in bfloat16 themselves: there oneDNN packs what it multiplies, by
+    rules of its own for each shape. No formula of ours counts that.
+    """
+    found, taken, end_ns = set[int](), dict[int, int](), 0
+    for number, event in enumerate(events):
+        if event.name() in ("aten::mm", "aten::addmm", "aten::bmm"):
+            taken, end_ns = {}, event.start_ns() + event.duration_ns()
+        elif event.name() == "[memory]" and event.start_ns() < end_ns:
+            nbytes = event.nbytes()
+            if -nbytes in taken:
+                found |= {taken.pop(-nbytes), number}
+            else:
+                taken[nbytes] = number
+    return found
+
+
 def peaks(log: profile) -> tuple[int, int]:
     """Most bytes allocated since the log began: before "backward", and from there on."""
-    events = [(e.start_ns(), e.name(), e.nbytes()) for e in log.profiler.kineto_results.events()]
+    events = sorted(log.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    within = packed(events)
     live, most = 0, [0]
-    for _, name, nbytes in sorted(events):
-        if name == "backward":
+    for number, event in enumerate(events):
+        if event.name() == "backward":
             most.append(live)
-        elif name == "[memory]":
-            live += nbytes
+        elif event.name() == "[memory]" and number not in within:
+            live += event.nbytes()
             most[-1] = max(most[-1], live)
     forward, backward = most
     return forward, backward
