@@ -201,6 +201,13 @@ class Hand:
     def flow(self, unit: int) -> Place:
         return regions.flow(self.job_id, unit)
 
+    def norm(self, tier: Tier = GPU) -> Place:
+        return regions.norm(self.job_id, tier)
+
+    @property
+    def clips(self) -> bool:
+        return self.has_update and self.task.recipe.clip_norm is not None
+
     def aside(self, k: int) -> list[Place]:
         """Where a tied table's gradient waits in a microbatch; nowhere if the sum may be begun."""
         trained = self.units.trained_of
@@ -249,6 +256,8 @@ class Hand:
             for chunk in filter(self.is_updated, self.chunks):
                 self.update(chunk, step)
                 yield
+            if self.clips:
+                self.store.free(self.norm())
             while self.waiting:  # where nothing is updated
                 self.store.free(self.gradient(self.waiting.pop(), HOST))
 
@@ -291,6 +300,8 @@ class Hand:
             self.store.grow(self.flow(unit), 1)
         for place in self.aside(k) if is_head else ():
             self.store.grow(place, 1)
+        if self.clips and unit == first and (k + 1) % self.task.microbatches == 0:
+            self.store.grow(self.norm(), regions.NORM_BYTES)
         self.run(self.trainer.backward, unit, k)
         self.look()
         for place in self.aside(k) if unit == first else ():
@@ -320,8 +331,12 @@ class Hand:
         if tier is GPU:
             for place in own:
                 self.move(place, GPU)
+        elif self.clips:
+            self.move(self.norm(), HOST, keeps=True)
         self.run(self.trainer.update, chunk, step, tier)
         self.look()
+        if self.clips and tier is HOST:
+            self.store.free(self.norm(HOST))
         if tier is GPU:
             for place in own:
                 if place.region.kind is not Kind.GRADIENT:
