@@ -64,12 +64,16 @@ class Balance:
 
     def grow(self, place: Place, nbytes: int) -> None:
         """Takes bytes. Raises Shortage and changes nothing where they are not there."""
-        pool = place.pool
+        _, tier, device = place
+        pool = (tier, device)
         left = self.room_bytes[pool] - nbytes
         if left < 0:
             raise Shortage(place, -left)
         self.room_bytes[pool] = left
-        self._known[place] = (self.held(place) or 0) + nbytes
+        before = self._known.get(place, UNKNOWN)
+        if before == UNKNOWN:
+            before = self._held.get(place)
+        self._known[place] = (before or 0) + nbytes
         if self._trials and (trial := self._trial(place)):
             trial.take(place, nbytes // self._page_nbytes)
 

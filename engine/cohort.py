@@ -9,7 +9,7 @@ from typing import Any
 from engine.job import ALONE, Job, Pace
 from engine.plan import Grow, GrowCycle, PageSize, Place, Slice, one_token
 
-Turns = tuple[tuple[Grow, ...], ...]
+Tables = tuple[list[int], ...]
 
 
 class Cohort(Pace):
@@ -17,11 +17,12 @@ class Cohort(Pace):
 
     `clock` counts its steps, and the jobs move with it. Columns are as at clock 0 and never changed
     in place: launches and runs keep them. `turns[i]`: whose pages are full at clocks i, i + n, ...,
-    of n tokens a page; None where somebody holds pages to spare.
+    of n tokens a page; None where somebody holds pages to spare. `growing[i]`: their page tables.
     """
 
     __slots__ = (
         "contexts",
+        "growing",
         "ids",
         "jobs",
         "left",
@@ -29,6 +30,7 @@ class Cohort(Pace):
         "past",
         "places",
         "slices",
+        "soonest",
         "tables",
         "turns",
         "young_until",
@@ -41,17 +43,19 @@ class Cohort(Pace):
         self.ids: tuple[int, ...] = ()
         self.slices: tuple[Slice, ...] = ()
         self.places: tuple[Place, ...] = ()
-        self.tables: tuple[Sequence[int], ...] = ()  # pages of each: they only ever grow
+        self.tables: Tables = ()  # pages of each: they only ever grow
         self.contexts: tuple[int, ...] = ()  # tokens in KV
         self.left: tuple[int, ...] = ()  # tokens to the end, which no policy may see
-        self.turns: Turns | None = ((),) * page.tokens
+        self.soonest = 0  # the clock at which the first of them ends
+        self.turns: list[tuple[Grow, ...]] | None = [()] * page.tokens
+        self.growing: list[Tables] = [()] * page.tokens
         self.past = 0  # sum of contexts
         self.young_until = 0  # from this clock on all are behind their prompts
 
     def join(
         self,
         jobs: Iterable[tuple[Job, Place]],
-        tables: Mapping[Place, Sequence[int]],
+        tables: Mapping[Place, list[int]],
         tokens_left: Callable[[Job], int],
     ) -> None:
         """They have come behind all others, each with the place that it writes."""
@@ -65,18 +69,26 @@ class Cohort(Pace):
             self.places += (place,)
             self.tables += (table,)
             self.contexts += (context - clock,)
-            self.left += (tokens_left(job) + clock,)
+            end = tokens_left(job) + clock
+            self.soonest = min(self.soonest, end) if self.left else end
+            self.left += (end,)
             self.past += context - clock
             self.young_until = max(self.young_until, clock + job.prompt_tokens - context)
             spare = len(table) * tokens - context
+            if not 0 <= spare < tokens:
+                self.turns = None
             if self.turns is not None:
-                turn, turns = (clock + spare) % tokens, [*self.turns]
-                turns[turn] += (Grow(place, nbytes),)
-                self.turns = tuple(turns) if 0 <= spare < tokens else None
+                turn = (clock + spare) % tokens
+                self.turns[turn] += (Grow(place, nbytes),)
+                self.growing[turn] += (table,)
 
     def leave(self, i: int) -> None:
         """The one at that place is in it no more."""
-        place, turn = self.places[i], -self.contexts[i] % self.page.tokens
+        if self.turns is not None:
+            turn, place = -self.contexts[i] % self.page.tokens, self.places[i]
+            at = [op.place for op in self.turns[turn]].index(place)
+            self.turns[turn] = self.turns[turn][:at] + self.turns[turn][at + 1 :]
+            self.growing[turn] = self.growing[turn][:at] + self.growing[turn][at + 1 :]
         self.jobs[i].move_with(ALONE)
         self.past -= self.contexts[i]
         self.jobs = self.jobs[:i] + self.jobs[i + 1 :]
@@ -86,19 +98,18 @@ class Cohort(Pace):
         self.tables = self.tables[:i] + self.tables[i + 1 :]
         self.contexts = self.contexts[:i] + self.contexts[i + 1 :]
         self.left = self.left[:i] + self.left[i + 1 :]
-        if self.turns is not None:
-            turns = [*self.turns]
-            turns[turn] = tuple([op for op in turns[turn] if op.place != place])
-            self.turns = tuple(turns)
+        self.soonest = min(self.left, default=0)
 
     def fewest_left(self, otherwise: int) -> int:
         """Tokens until the first of them is complete; `otherwise` where nobody is in it."""
-        return min(self.left) - self.clock if self.left else otherwise
+        return self.soonest - self.clock if self.left else otherwise
 
     def complete(self) -> list[Job]:
         """Those that have got their last token now."""
         clock, left, at = self.clock, self.left, -1
         done: list[Job] = []
+        if clock < self.soonest:
+            return done
         for _ in range(left.count(clock)):
             at = left.index(clock, at + 1)
             done.append(self.jobs[at])
@@ -119,13 +130,18 @@ class Cohort(Pace):
         if self.turns is None:
             return None
         now = self.clock % self.page.tokens
-        return GrowCycle(self.turns[now:] + self.turns[:now])
+        return GrowCycle((*self.turns[now:], *self.turns[:now]))
 
     def due(self, count: int) -> list[tuple[Grow, ...]]:
         """Whose pages are full at each of the next steps."""
         assert self.turns is not None
         now, n = self.clock % self.page.tokens, self.page.tokens
-        return list((self.turns * ((now + count) // n + 1))[now : now + count])
+        return (self.turns * ((now + count) // n + 1))[now : now + count]
+
+    def takers(self, count: int) -> list[Tables]:
+        """The page tables of the same."""
+        now, n = self.clock % self.page.tokens, self.page.tokens
+        return (self.growing * ((now + count) // n + 1))[now : now + count]
 
     def ahead(self, steps: int, tail: Sequence[int]) -> Behind:
         """Contexts so many steps from now, and behind them those of other slices."""

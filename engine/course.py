@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from engine.plan import Compute, Grow, Plan, Slice, one_token
 from engine.view import View
 
 FOREVER = 1 << 30
+_job = itemgetter(0)  # of a slice
 
 
 class Course(NamedTuple):
@@ -19,6 +21,14 @@ class Course(NamedTuple):
 
 
 ONCE = Course(1)
+
+
+def decodes_before_prompts(slices: Sequence[Slice], known: int) -> int:
+    """How many slices are before the prompts at the end, if so many are known to be decodes."""
+    count = len(slices)
+    while count > known and slices[count - 1].job.is_prefilling:
+        count -= 1
+    return count
 
 
 def course(plan: Plan, view: View, appends: bool) -> Course:
@@ -32,17 +42,16 @@ def course(plan: Plan, view: View, appends: bool) -> Course:
     if not plan.ops or plan.restart or plan.refuse or view.training:
         return ONCE
     *before, launch = plan.ops
-    if not isinstance(launch, Compute) or not all([type(op) is Grow for op in before]):
+    if not isinstance(launch, Compute) or {*map(type, before)} - {Grow}:
         return ONCE
     slices = launch.slices
-    num_decodes = len(slices)
-    while num_decodes and slices[num_decodes - 1].job.is_prefilling:
-        num_decodes -= 1
-    prompts = [piece.job for piece in slices[num_decodes:]]
+    lead = view.lead(slices)
+    num_decodes = decodes_before_prompts(slices, lead)
+    prompts = list(map(_job, slices[num_decodes:]))
     is_new = [not job.computed_tokens for job in prompts]
     if len(slices) - sum(is_new) != len(view.serving):
         return ONCE
-    if any([piece.job.is_prefilling for piece in slices[view.lead(slices) : num_decodes]]):
+    if lead < num_decodes and any([s.job.is_prefilling for s in slices[lead:num_decodes]]):
         return ONCE
     if not prompts:
         return Course(FOREVER)
@@ -60,14 +69,17 @@ def _through(slices: Sequence[Slice], num_decodes: int, somebody_waits: bool) ->
     If somebody waits, only while the last of them takes all that the budget leaves.
     """
     *ended, last = slices[num_decodes:]
-    if any([piece.tokens < piece.job.remaining_tokens for piece in ended]):
-        return ONCE
-    ones = tuple([one_token(piece.job) for piece in ended])
+    ones: tuple[Slice, ...] = ()
+    tokens = last.tokens  # of the last one beside decodes
+    for piece in ended:
+        if piece.tokens < piece.job.remaining_tokens:
+            return ONCE
+        ones += (one_token(piece.job),)
+        tokens += piece.tokens - 1
     job, left = last.job, last.job.remaining_tokens - last.tokens
     later: list[tuple[int, tuple[Slice, ...]]] = []
     step = 1
     if left:
-        tokens = last.tokens + sum([piece.tokens - 1 for piece in ended])  # beside decodes
         full = (left - 1) // tokens
         if full and tokens > last.tokens:
             later.append((step, (*ones, Slice(job, tokens))))

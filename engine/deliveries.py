@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import filterfalse
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -53,10 +54,12 @@ class Deliveries:
         self._times.extend(times_ns)
 
     def _change(self, ids: tuple[int, ...]) -> None:
-        now, before = set(ids), self._open.keys()
-        for i in before - now:
-            self._open.pop(i).end = len(self._times)
-        for i in now - before:
-            self._open[i] = stretch = Stretch(self._times)
+        going_on = self._open
+        new = [*filterfalse(going_on.__contains__, ids)]
+        if len(going_on) + len(new) > len(ids):
+            for i in going_on.keys() - ids:
+                going_on.pop(i).end = len(self._times)
+        for i in new:
+            going_on[i] = stretch = Stretch(self._times)
             self._outcomes[i].stretches.append(stretch)
         self._ids = ids

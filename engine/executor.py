@@ -47,7 +47,7 @@ class Pieces(Sequence[Piece]):
     def sampled_ids(self) -> tuple[int, ...]:
         """Whose slices yield a token."""
         ids, samples = self.job_ids, self.samples
-        return tuple(compress(ids, samples) if False in samples else ids)
+        return tuple(ids if all(samples) else compress(ids, samples))
 
     def __len__(self) -> int:
         return len(self.job_ids)
@@ -63,7 +63,7 @@ class Pieces(Sequence[Piece]):
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Launch:
     """An operation as issued: what it waits for and all that an executor must know to run it.
 

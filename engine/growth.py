@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from heapq import heapify, heappop, heapreplace
-from itertools import islice
 from operator import itemgetter
 
-from engine.plan import Grow, Place, Plan
+from engine.plan import Grow, PageSize, Place, Plan
 
 Due = tuple[int, Grow]  # with its step
 FAR = 1 << 62
 _step = itemgetter(0)
-
-
-def hand_out(
-    ids: Sequence[int], grows: Iterable[Grow], tables: Mapping[Place, list[int]], page_nbytes: int
-) -> None:
-    """Pages go to the tables of whoever grows, in order."""
-    ops, left = [*grows], iter(ids)
-    if len(ops) == len(ids):  # one each, as decodes take them: a step in C
-        deque(map(list.append, map(tables.__getitem__, map(itemgetter(0), ops)), ids), maxlen=0)
-        return
-    for place, nbytes, _, _ in ops:
-        tables[place].extend(islice(left, nbytes // page_nbytes))
-    assert next(left, None) is None, "something grows by no whole pages"
 
 
 class Growth:
@@ -33,12 +18,8 @@ class Growth:
 
     def __init__(self, queue: list[tuple[int, int, Grow]]) -> None:
         self._queue = queue  # a heap: each operation with its next step and where it is in the plan
+        self.first = queue[0][0] if queue else FAR  # the next step at which something grows
         self._told: tuple[int, list[Due], Growth] | None = None  # the last answer of `before`
-
-    @property
-    def first(self) -> int:
-        """The next step at which something grows; far away where nothing does."""
-        return self._queue[0][0] if self._queue else FAR
 
     @classmethod
     def of(cls, plan: Plan) -> Growth:
@@ -63,6 +44,12 @@ class Growth:
         due.sort(key=_step)
         self._told = (step, due, Growth(queue))
         return self._told[1:]
+
+    def is_in_turn(self, steps: Mapping[Place, int], page: PageSize) -> bool:
+        """Whether just these places grow, next at these steps, by a page whenever it is full."""
+        a_page = (page.nbytes, page.tokens)
+        found = {op.place: at for at, _, op in self._queue if (op.nbytes, op.every) == a_page}
+        return len(self._queue) == len(steps) and found == steps
 
     def without(self, owners: Collection[int]) -> Growth:
         """The same for all others."""

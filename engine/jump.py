@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engine.engine import Engine
 
 MOST = 1024  # steps of one jump
+Moments = tuple[Times, Times, Times]  # when steps are issued, start and end
 
 
 class Repeater(Protocol):
@@ -69,7 +70,8 @@ class Jump:
         while run is not None:
             self._run = run
             self.steps += run.count
-            yield from self._pass(run, self._issue(run, repeat))
+            self._issue(run, repeat)
+            yield from self._pass(run)
             run = self._plan(repeat, device) if self._stands(repeat, device) else None
         return True
 
@@ -81,42 +83,40 @@ class Jump:
         engine.questions.give_back(device)
         return engine.standing.repeat is repeat
 
-    def _pass(self, run: Run, span: Span) -> Generator[simpy.Event, Any, None]:
+    def _pass(self, run: Run) -> Generator[simpy.Event, Any, None]:
         """Lets its time pass; only the host's where somebody may be asked meanwhile."""
-        engine, env = self._engine, self._engine.env
-        now_ns = int(env.now)
+        engine, env, end_ns = self._engine, self._engine.env, run.end_ns[run.settled - 1]
         if engine.depth == 1:  # in flight for nobody but who arrives meanwhile
             engine.flights.level[run.device] += 1
-            if not skipped_to(env, span.end_ns):
-                yield env.timeout(span.end_ns - now_ns)
+            if not skipped_to(env, end_ns):
+                yield env.timeout(end_ns - int(env.now))
             engine.flights.level[run.device] -= 1
             engine.recorder.run_settled(run)
-            engine.finish(span.op, span.end_ns, run.device, run.number + run.count - 1)
-            if engine.arrivals.next_ns == span.end_ns:  # turns that an answer brings at once
+            engine.finish(run.op, end_ns, run.device, run.number + run.count - 1)
+            if engine.arrivals.next_ns == end_ns:  # turns that an answer brings at once
                 yield env.timeout(0)
             return
+        span = Span(run.op, run.start_ns[0], end_ns)
         self._executor.hold(run.legs[0].launch, span, lambda span: self._tell(run, span))
         for step in range(run.settled, run.count):
             self._issue_alone(run, step)
-        if (host_until := run.issue_ns[-1] + run.host_ns) > now_ns:
-            yield env.timeout(host_until - now_ns)
+        if (host_left_ns := run.issue_ns[-1] + run.host_ns - int(env.now)) > 0:
+            yield env.timeout(host_left_ns)
 
     def unissued_bytes(self, now_ns: int) -> int:
         """KV that is booked for steps which are issued only at `now_ns` or later."""
         run = self._run
-        if run is None or now_ns > run.issue_ns[-1]:
-            return 0
-        return run.unissued_bytes(now_ns)
+        return 0 if run is None or now_ns > run.issue_ns[-1] else run.unissued_bytes(now_ns)
 
     # ---- planning: nothing is changed
     def _plan(self, repeat: Repeat, device: int) -> Run | None:
-        engine, limit, least = self._engine, self._limit(repeat), self._least
-        self._seen_ns, self._until_ns = int(engine.env.now), engine.arrivals.next_ns
+        limit, least, host_ns, lead = self._limit(repeat), self._least, 0, len(repeat.cohort.jobs)
+        now_ns = self._seen_ns = int(self._engine.env.now)
+        until_ns = self._until_ns = self._engine.arrivals.next_ns
         if limit < least or (least > 1 and self._steps_wanted() < least):
             return None
         ahead: list[Leg] = []
         durations: list[int] = []
-        host_ns, until_ns = 0, self._until_ns
         for leg in legs(repeat, limit, self._steps_wanted):
             found = self._executor.repeat(leg.launch, leg.steps)
             if found is None:
@@ -127,18 +127,19 @@ class Jump:
             durations += found[0]
             host_ns = found[1]
             self._seen_ns += sum(found[0]) + leg.steps * host_ns
-            if max(leg.pieces.tokens) == 1:
+            if sum(tokens := leg.pieces.tokens[lead:]) == len(tokens):  # decodes alone
                 self._pace_ns = max(1, durations[-1] + host_ns)
         limit = len(durations)
         if limit < least:
             return None
-        issue, start, end = self._times(durations, host_ns)
+        issue, start, end = self._times(now_ns, durations, host_ns)
         if until_ns is not None and issue[-1] >= until_ns:
             limit = bisect_left(issue, until_ns)
             if limit < least:
                 return None
             issue, start, end = issue[:limit], start[:limit], end[:limit]
-            ahead = [leg.cut(limit) for leg in ahead if leg.first < limit]
+            ahead = [leg for leg in ahead if leg.first < limit]
+            ahead[-1].cut(limit)
         return self._made(repeat, device, ahead, (issue, start, end), host_ns)
 
     def _steps_wanted(self) -> int:
@@ -157,22 +158,21 @@ class Jump:
             left = min(left, tokens_left(tail[-1]) + repeat.silent)
             for job in tail[:-1]:
                 left = min(left, tokens_left(job))
-        return min(repeat.left, MOST, left - (engine.depth > 1))
+        return min(repeat.plan.repeats - repeat.done, MOST, left - (engine.depth > 1))
 
     def _is_calm(self, device: int) -> bool:
         """Whether no memory is on its way back, nobody's end is in flight, and the policy has asked
         for no moment to be woken at."""
         engine = self._engine
-        is_clear = not (engine.ends or engine.news.will_come)
-        is_clear = is_clear and engine.leftovers.oldest(device) is None
-        return is_clear and engine.ledger.is_calm
+        if engine.ends or engine.news.will_come or engine.leftovers.oldest(device) is not None:
+            return False
+        return engine.ledger.is_calm
 
-    def _times(self, durations: Sequence[int], host_ns: int) -> tuple[Times, Times, Times]:
-        """When steps are issued, start and end."""
-        now_ns, depth = int(self._engine.env.now), self._engine.depth
+    def _times(self, now_ns: int, durations: Sequence[int], host_ns: int) -> Moments:
+        depth = self._engine.depth
         if depth == 1:
             steps = (host_ns + duration_ns for duration_ns in durations) if host_ns else durations
-            end = array("q", accumulate(steps, initial=now_ns))
+            end = array("q", [*accumulate(steps, initial=now_ns)])
             issue = end[:-1]
             return issue, array("q", [at + host_ns for at in issue]) if host_ns else issue, end[1:]
         before = self._executor.ends_ns(self._engine.flights.tails)
@@ -191,12 +191,12 @@ class Jump:
         repeat: Repeat,
         device: int,
         ahead: Sequence[Leg],
-        times: tuple[Times, Times, Times],
+        times: Moments,
         host_ns: int,
     ) -> Run | None:
         engine, count = self._engine, len(times[0])
         due, pages = repeat.due(count)
-        grown = array("q", accumulate(pages))
+        grown = array("q", [*accumulate(pages)])
         pool = (Tier.GPU, device)
         if grown[-1] * engine.page.nbytes > engine.ledger.room_of(pool):
             return None
@@ -218,17 +218,17 @@ class Jump:
         )
 
     # ---- issue and settle
-    def _issue(self, run: Run, repeat: Repeat) -> Span:
-        """What settles together is issued; returns its span."""
+    def _issue(self, run: Run, repeat: Repeat) -> None:
+        """What settles together is issued."""
         engine, ledger, op = self._engine, self._engine.ledger, run.op
-        ledger.grow(run.pool, run.due, run.grown[-1], repeat.places)
+        ledger.hold(repeat.places)
+        ledger.grow(run.pool, run.grown[-1], repeat.takers(run.count, ledger.pages))
         engine.flights.number(run.device, run.count)
         engine.recorder.ran(run)
         engine.launcher.repeat(run, repeat)
         ledger.touch_again(op, run.settled, is_open=engine.depth > 1)
         if engine.depth > 1:
             engine.flights.last_compute((op,), run.device)
-        return Span(op, run.start_ns[0], run.end_ns[run.settled - 1])
 
     def _issue_alone(self, run: Run, step: int) -> None:
         """A step that is still in flight when the engine asks next."""

@@ -94,20 +94,23 @@ class Launcher:
     def repeat(self, run: Run, plan: Repeat) -> None:
         """The jobs of a run move on by all its steps; whoever comes in is in the tail."""
         cohort, tail, lead = plan.cohort, plan.tail, len(plan.cohort.jobs)
-        for job in tail:
+        reuse = self._engine.reuse
+        behind = [] if reuse is None else [(job, job.computed_tokens) for job in tail]
+        plan.advance(run.count)
+        done = cohort.complete()
+        for i, job in enumerate(tail, lead):
             if not self._roster.has_started(job):
                 self._start(job)
-        behind = [] if self._engine.reuse is None else [(job, job.computed_tokens) for job in tail]
-        plan.advance(run.count)
-        for _, steps, _, pieces in run.legs if tail else ():
-            rest = zip(tail, pieces.tokens[lead:], pieces.samples[lead:], strict=True)
-            for job, tokens, samples in rest:
-                job.advance(steps * tokens, steps * samples)
-        if self._engine.reuse is not None:
-            self._engine.reuse.keep(run.device, chain(cohort.filled(run.count), behind))
-        done = [*cohort.complete(), *[job for job in tail if self._ends.tokens_left(job) <= 0]]
+            for leg in run.legs:
+                job.advance(leg.steps * leg.pieces.tokens[i], leg.steps * leg.pieces.samples[i])
+            if self._ends.tokens_left(job) <= 0:
+                done.append(job)
+        if reuse is not None:
+            reuse.keep(run.device, chain(cohort.filled(run.count), behind))
         if done:
             self._ends.end_with(run.op, done)
+        if plan.tail:
+            plan.gather(self._ledger.pages, self._ends.tokens_left)
 
     def _advance(self, op: Compute, piece: Slice, other_bytes: int) -> bool:
         """Moves a slice's job on; returns whether it yields a token."""

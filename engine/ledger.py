@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import repeat
 
 from engine.balance import Balance
 from engine.booking import NO_STATES, Booking
 from engine.checks import check_spares
 from engine.figures import Figures
-from engine.growth import hand_out
 from engine.holdings import Holdings
 from engine.journal import Journal
 from engine.pages import PagePool
@@ -74,6 +73,10 @@ class Ledger:
                 self.sharing[pool] = Sharing(pages, queue, cache, self.pages, page.nbytes, pool[1])
         self._queues: tuple[ReturnQueue | PagePool, ...]  # what waits for ends
         self._queues = (*self._returns.values(), *self._pools.values())
+        self._by_pool = [
+            (pool, nbytes, self._returns[pool], self.kind_bytes[pool], self._pools[pool])
+            for pool, nbytes in self.capacity_bytes.items()
+        ]
 
     # ---- figures
     def free_bytes(self) -> dict[Pool, int]:
@@ -111,39 +114,39 @@ class Ledger:
     @property
     def is_calm(self) -> bool:
         """Whether no bytes are on their way back, and nothing runs but launches of one lane."""
-        if not self._board.has_one_lane:
-            return False
-        return not any([queue.coming_bytes for queue in self._returns.values()])
+        coming = [queue.coming_bytes for queue in self._returns.values()]
+        return self._board.has_one_lane and not any(coming)
 
     def figures(
         self, pool: Pool | None = None, early_bytes: int = 0, device: int | None = None
     ) -> tuple[Figures, ...]:
         """What every pool (of a device) holds now; with KV bytes of one pool not counted yet."""
-        found = [self._figures_of(p) for p in self.capacity_bytes if device in (None, p[1])]
+        rows = [
+            (p, n, q.free_bytes, q.coming_bytes, tuple(kinds.values()), pages.held_pages)
+            for p, n, q, kinds, pages in self._by_pool
+            if device is None or device == p[1]
+        ]
+        found = tuple(map(tuple.__new__, repeat(Figures), rows))  # without Python's own call
         if early_bytes:
             less = (early_bytes, early_bytes // self.page.nbytes)
-            found = [f.less(*less) if f.pool == pool else f for f in found]
-        return tuple(found)
-
-    def _figures_of(self, pool: Pool) -> Figures:
-        queue, kinds = self._returns[pool], tuple(self.kind_bytes[pool].values())
-        free, coming, pages = queue.free_bytes, queue.coming_bytes, self._pools[pool].held_pages
-        return Figures(pool, self.capacity_bytes[pool], free, coming, kinds, pages)
+            found = tuple([f.less(*less) if f.pool == pool else f for f in found])
+        return found
 
     # ---- booking
-    def grow(
-        self, pool: Pool, by_step: Iterable[Iterable[Grow]], pages: int, tail: Iterable[Place]
-    ) -> None:
-        """Books pages of KV for many steps, in their order; the caller has seen that they fit, and
-        that only places of the `tail` may hold nothing yet."""
+    def hold(self, places: Iterable[Place]) -> None:
+        """Places of KV that may be new hold pages now: perhaps none."""
+        for place in places:
+            if place not in self.pages:
+                self._enter(place)
+                self.pages[place] = []
+
+    def grow(self, pool: Pool, pages: int, takers: Iterable[list[int]]) -> None:
+        """Books pages of KV, each for one of `self.pages`; the caller has seen that they fit."""
         nbytes = pages * self.page.nbytes
         givers, (ids, users) = self._returns[pool].take(nbytes), self._pools[pool].take(pages)
         assert not givers and not users, "a run starts where nothing is on its way back"
         self.kind_bytes[pool][Kind.KV] += nbytes
-        for place in tail:
-            self._enter(place)
-            self.pages.setdefault(place, [])
-        hand_out(ids, chain.from_iterable(by_step), self.pages, self.page.nbytes)
+        deque(map(list.append, takers, ids), maxlen=0)  # a loop in C
 
     def touch_again(self, op: Compute, steps: int, is_open: bool) -> None:
         """Books a launch that stands for so many equal ones; if open, it will settle."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
-from operator import add, eq, itemgetter
-from typing import NamedTuple
+from operator import add, attrgetter, eq, itemgetter, mul
 
 from engine.cohort import Behind
 from engine.executor import Launch, Pieces
@@ -13,7 +14,8 @@ from engine.plan import Compute
 from engine.repeat import Repeat
 
 
-class Leg(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Leg:
     """Steps of a run with one launch; `first` counts from the run's beginning.
 
     A cohort of decodes leads its slices: one token each, and one more is sampled. Those in the tail
@@ -24,15 +26,11 @@ class Leg(NamedTuple):
     steps: int
     op: Compute  # of its first step, and so its pieces
     pieces: Pieces
+    launch: Launch  # of both
 
-    @property
-    def launch(self) -> Launch:
-        """Of its first step."""
-        return Launch(self.op, (), self.pieces)
-
-    def cut(self, end: int) -> Leg:
-        """What is left of it in a run of so many steps."""
-        return self if self.first + self.steps <= end else self._replace(steps=end - self.first)
+    def cut(self, end: int) -> None:
+        """Leaves of it what there is in a run of so many steps."""
+        self.steps = min(self.steps, end - self.first)
 
     def launch_at(self, step: int) -> Launch:
         """The launch of a step of the run. Page tables are left out: nothing here reads them."""
@@ -47,6 +45,7 @@ class Leg(NamedTuple):
 
 
 _tokens = itemgetter(1)  # of a slice
+_job_id, _computed, _known = map(attrgetter, ("job_id", "computed_tokens", "known_tokens"))
 
 
 @cache
@@ -67,21 +66,25 @@ def legs(repeat: Repeat, count: int, reach: Callable[[], int]) -> Iterator[Leg]:
     """
     cohort, tail, first = repeat.cohort, repeat.tail, 0
     ids, (ones, trues) = cohort.ids, _decodes(len(cohort.ids))
+    contexts: list[int] = []  # of the tail, and the same below
+    known: list[int] = []
     if tail:
-        ids += tuple([job.job_id for job in tail])
-    contexts, known = [job.computed_tokens for job in tail], [job.known_tokens for job in tail]
-    tokens: tuple[int, ...] = ()  # of the tail, and the same below
+        ids += tuple(map(_job_id, tail))
+        contexts, known = list(map(_computed, tail)), list(map(_known, tail))
+    tables = _no_tables(len(ids))
+    tokens: tuple[int, ...] = ()
     samples: tuple[bool, ...] = ()
     steps = 0
     while first < count and (wanted := reach()) > 0:
         if first:
-            contexts = [c + steps * n for c, n in zip(contexts, tokens, strict=True)]
-            known = [k + steps * sampled for k, sampled in zip(known, samples, strict=True)]
+            contexts = list(map(add, contexts, map(mul, itertools.repeat(steps), tokens)))
+            known = list(map(add, known, map(mul, itertools.repeat(steps), samples)))
         part, until = repeat.part(repeat.done + first)
         steps = min(wanted, min(count, until - repeat.done) - first)
         tokens = tuple(map(_tokens, part))
         samples = tuple(map(eq, map(add, contexts, tokens), known))
         now = cohort.ahead(first, contexts)
-        pieces = Pieces(ids, ones + tokens, now, trues + samples, _no_tables(len(ids)))
-        yield Leg(first, steps, repeat.launch(part), pieces)
+        pieces = Pieces(ids, ones + tokens, now, trues + samples, tables)
+        op = repeat.launch(part, repeat.done + first)
+        yield Leg(first, steps, op, pieces, Launch(op, (), pieces))
         first += steps

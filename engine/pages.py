@@ -39,10 +39,12 @@ class PagePool:
 
     def take(self, count: int) -> tuple[list[int], set[Op]]:
         """Hands out pages, and the operations that must end before they are written."""
-        fresh = min(count, self.num_pages - self._next)
-        ids = list(range(self._next, self._next + fresh))
-        self._next += fresh
+        ids: list[int] = []
         givers: set[Op] = set()
+        if self._next < self.num_pages:
+            end = min(self.num_pages, self._next + count)
+            ids += range(self._next, end)
+            self._next = end
         while len(ids) < count:
             assert self._returned, f"{count} pages asked for, but the pool has no more"
             oldest, want = self._returned[0], count - len(ids)

@@ -49,11 +49,13 @@ class Questions:
             self._give_back(device, oldest)
 
     def _plan(self, device: int) -> Plan:
-        def ask() -> Plan:
-            self.asked += 1
-            return self._policy.plan(self._view(device))
+        if self._recurrence is None:
+            return self._ask(device)
+        return self._recurrence.plan(lambda: self._ask(device))
 
-        return ask() if self._recurrence is None else self._recurrence.plan(ask)
+    def _ask(self, device: int) -> Plan:
+        self.asked += 1
+        return self._policy.plan(self._view(device))
 
     def give_back(self, device: int) -> None:
         """Memory of finished jobs that may be shown by now comes back."""

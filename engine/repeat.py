@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, itemgetter
 
-from engine.cohort import Cohort
+from engine.cohort import Cohort, Tables
 from engine.growth import Growth
 from engine.job import Job
-from engine.plan import Compute, Grow, GrowCycle, Plan, Pool, Slice
+from engine.plan import Compute, Grow, GrowCycle, Place, Plan, Pool, Slice
 
 Part = tuple[tuple[Slice, ...], int]
+_job, _is_prefilling = itemgetter(0), attrgetter("is_prefilling")
 
 
 def _parts(plan: Plan, lead: int) -> list[Part]:
@@ -34,9 +37,10 @@ class Repeat:
         self.done = 0  # steps issued
         self.growth = Growth.of(plan)  # beside the cohort's
         self._has_cycle = isinstance(plan.ops[0], GrowCycle)
-        self.places = launch.writes[lead:]
+        self.places = launch.writes[lead:]  # of the tail
+        self._writes, self._first = launch.writes, launch
         self._parts = _parts(plan, lead)  # what follows the cohort, and up to which step
-        self.tail = [piece.job for piece in launch.slices[lead:]]
+        self.tail: list[Job] = list(map(_job, launch.slices[lead:]))
         self._silent = self._steps_to_a_token() if self.tail else 0
         self.is_plain = plan.repeats > 1 or self._is_plain()
 
@@ -79,10 +83,11 @@ class Repeat:
                 break
         return part
 
-    def launch(self, part: tuple[Slice, ...]) -> Compute:
-        """A new launch, with that part behind the cohort."""
-        cohort = self.cohort
-        return Compute(cohort.slices + part, (), cohort.places + self.places, self.device)
+    def launch(self, part: tuple[Slice, ...], step: int) -> Compute:
+        """The launch of a step, with its part behind the cohort; the plan's own is the first."""
+        if not step:
+            return self._first
+        return Compute(self.cohort.slices + part, (), self._writes, self.device)
 
     def due(self, count: int) -> tuple[list[tuple[Grow, ...]], list[int]]:
         """What grows in each of the next steps, in the order of booking, and how many pages."""
@@ -99,6 +104,15 @@ class Repeat:
                 pages[step - done] += more
         return found, pages
 
+    def takers(self, count: int, tables: Mapping[Place, list[int]]) -> Iterator[list[int]]:
+        """The page tables that grow in the next steps, once for each page, in the same order."""
+        found: list[Tables] = self.cohort.takers(count) if self._has_cycle else [()] * count
+        if self.growth.first < self.done + count:
+            page_nbytes = self.cohort.page.nbytes
+            for step, op in self.growth.before(self.done + count)[0]:
+                found[step - self.done] += (tables[op.place],) * (op.nbytes // page_nbytes)
+        return chain.from_iterable(found)
+
     def advance(self, count: int) -> None:
         """Steps are issued."""
         self.done += count
@@ -106,12 +120,27 @@ class Repeat:
             self.growth = self.growth.before(self.done)[1]
         self.cohort.clock += count
 
+    def gather(self, tables: Mapping[Place, list[int]], tokens_left: Callable[[Job], int]) -> None:
+        """Where its tail decodes from now on, it moves with the cohort: nothing else changes."""
+        page, done, tail = self.cohort.page, self.done, self.tail
+        is_last = self.part(done)[1] == self.plan.repeats
+        if not (is_last and self._has_cycle) or any(map(_is_prefilling, tail)):
+            return
+        pairs = [*zip(tail, self.places, strict=True)]
+        spare = {place: len(tables[place]) * page.tokens - j.computed_tokens for j, place in pairs}
+        if not all([0 <= tokens < page.tokens for tokens in spare.values()]):
+            return
+        if self.growth.is_in_turn({place: done + tokens for place, tokens in spare.items()}, page):
+            self.cohort.join(pairs, tables, tokens_left)
+            self.tail, self.places, self.growth = [], (), Growth([])
+            self._parts = [((), self.plan.repeats)]
+
     def next(self) -> Plan:
         """The next step as a plan of its own."""
         if self.plan.repeats == 1:
             return self.plan
         grows = [Grow(op.place, op.nbytes) for op in self.due(1)[0][0]]
-        return Plan((*grows, self.launch(self.part(self.done)[0])))
+        return Plan((*grows, self.launch(self.part(self.done)[0], self.done)))
 
     def fits(self, room_bytes: Callable[[], dict[Pool, int]]) -> bool:
         """Whether what grows with the next step finds room."""
@@ -140,4 +169,5 @@ class Repeat:
                 (tuple([piece for piece in part if piece.job is not job]), until)
                 for part, until in self._parts
             ]
+        self._writes = cohort.places + self.places
         self.growth = self.growth.without(gone)

@@ -51,9 +51,9 @@ class Run:
         """Whose tokens the steps that settle together yield, and when."""
         end_ns, settled = self.end_ns, self.settled
         return [
-            (pieces.sampled_ids, end_ns[first : min(first + steps, settled)])
-            for first, steps, _, pieces in self.legs
-            if first < settled
+            (leg.pieces.sampled_ids, end_ns[leg.first : min(leg.first + leg.steps, settled)])
+            for leg in self.legs
+            if leg.first < settled
         ]
 
     def unissued_bytes(self, now_ns: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
+from operator import itemgetter
 
 from engine.cohort import Cohort
 from engine.decodes import Decodes
@@ -22,6 +23,7 @@ from engine.plan import (
 )
 from engine.repeat import Repeat
 
+_job = itemgetter(0)  # of a slice
 WHOLE = (Work.FORWARD, None, 0, 0, False)  # a slice of serving, but for its job and tokens
 
 
@@ -45,7 +47,7 @@ class Standing:
         self,
         is_allowed: bool,
         page: PageSize,
-        tables: Mapping[Place, Sequence[int]],
+        tables: Mapping[Place, list[int]],
         tokens_left: Callable[[Job], int],
     ) -> None:
         self._is_allowed, self._page = is_allowed, page
@@ -70,7 +72,7 @@ class Standing:
         if cohort is None or not _leads(cohort, launch) or (has_cycle and cohort.turns is None):
             cohort = Cohort(self._page)
         lead = len(cohort.jobs)
-        jobs = [piece.job for piece in launch.slices[lead:]]
+        jobs = list(map(_job, launch.slices[lead:]))
         if self._join(cohort, jobs, launch.writes[lead:]) and not _leads(cohort, launch):
             return None
         if isinstance(cycle, GrowCycle) and cycle is not self._shown:

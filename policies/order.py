@@ -46,7 +46,7 @@ def fill(
     slices: list[Slice] = []
     token_budget -= len(decodes)
     for job in jobs if token_budget > 0 else ():
-        left = job.known_tokens - job.computed_tokens
+        left = job.remaining_tokens
         tokens = left if left <= token_budget else token_budget
         slices.append(one_token(job) if tokens == 1 else Slice(job, tokens))
         token_budget -= tokens

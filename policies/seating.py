@@ -203,9 +203,9 @@ class Seating:
         if self._closed:
             self._refuse_if_hopeless(piece, self._whole_bytes(job, self._demand(piece)))
             return None
-        away = kv_place(job.job_id, Tier.HOST, self._view.device)
-        swapped = self._draft.held(away)
-        found = () if job.computed_tokens else self._draft.found(job)
+        away = kv_place(job.job_id, Tier.HOST, self._view.device) if job.computed_tokens else None
+        swapped = self._draft.held(away) if away else 0
+        found = () if away else self._draft.found(job)
         need = self._demand(piece)
         if found:
             behind = len(found) * page.tokens
@@ -219,7 +219,7 @@ class Seating:
                 self._refuse_if_hopeless(piece, whole)
             self._closed = True
             return None
-        if swapped:
+        if away and swapped:
             self._draft.move(away, here)
             self._jobs_away().discard(job.job_id)
         self._draft.share(here, found)
@@ -232,7 +232,7 @@ class Seating:
         if not share or len(self._view.serving) == len(self._jobs_away()):
             return 0
         resident = self._view.layout.places.items()
-        weights = sum(nbytes for place, nbytes in resident if place.pool == self._pool)
+        weights = sum([nbytes for place, nbytes in resident if place.pool == self._pool])
         page, pool_bytes = self._view.page.nbytes, self._view.capacity_bytes[self._pool] - weights
         return int(share * pool_bytes / page) * page
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from engine.course import FOREVER
+from engine.course import FOREVER, decodes_before_prompts
 from engine.plan import Compute, Grow, GrowCycle, PageSize, Plan, Tier
 from engine.view import View
 
@@ -21,10 +21,13 @@ def stretched(plan: Plan, view: View, count: int, spare_pages: int) -> Plan:
     launch, page = plan.ops[-1], view.page
     assert isinstance(launch, Compute)
     grown = {op.place.region.owner: op.nbytes for op in plan.ops if isinstance(op, Grow)}
-    num_decodes = len(launch.slices)
-    while num_decodes and launch.slices[num_decodes - 1].job.is_prefilling:
-        num_decodes -= 1
-    grows = _of_decodes(launch, num_decodes, view, grown)
+    lead = view.lead(launch.slices)
+    num_decodes = decodes_before_prompts(launch.slices, lead)
+    grows: list[Grow | GrowCycle]
+    if view.decodes is not None and 0 < lead == num_decodes:
+        grows = [view.decodes.growth]
+    else:
+        grows = _of_decodes(launch, num_decodes, view, grown)
     for i in range(num_decodes, len(launch.slices)):
         grows += _of_prompt(plan, i, view, count, grown)
     free = view.room((Tier.GPU, view.device)) // page.nbytes - spare_pages
@@ -66,8 +69,6 @@ def _of_decodes(
 ) -> list[Grow | GrowCycle]:
     """The growth of decodes, a page each in turn; one by one if somebody holds pages to spare."""
     page, held = view.page, view.held_bytes
-    if view.decodes is not None and num_decodes and view.lead(launch.slices) == num_decodes:
-        return [view.decodes.growth]
     grows: list[Grow] = []
     for piece, place in zip(launch.slices[:num_decodes], launch.writes, strict=False):
         job, first = piece.job, 0

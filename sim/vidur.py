@@ -98,7 +98,7 @@ class VidurCost(ShapePriced):
             prompts = [piece.job.prompt_tokens for piece in launch.op.slices]
             rows = (shifted(tokens, contexts, i) for i in range(count))
             return [self._ns(self.layer_ms(tokens, row, prompts)) for row in rows]
-        return [self._ns(ms) for ms in self._mix_ms(decodes, past, cut, count)]
+        return list(map(self._ns, self._mix_ms(decodes, past, cut, count)))
 
     def _decodes_ns(self, decodes: int, past: int, count: int) -> list[int]:
         """Decodes alone: their mean context moves on by one a step, its node every KV_STEP."""
@@ -152,7 +152,7 @@ class VidurCost(ShapePriced):
             return 0.0
         rows, node = self.tables["attn_decode_ms"], -(-(past // decodes) // KV_STEP)
         ms = self._cell("attn_decode_ms", rows, decodes - 1, node)
-        return ms * (self._grouped if decodes > 1 else 1.0)
+        return ms * self._grouped if decodes > 1 else ms
 
     def _once_ms(self, total: int) -> float:
         """What depends on the tokens of a launch alone."""
@@ -182,9 +182,10 @@ class VidurCost(ShapePriced):
         return values[-1] * (index + 1) / len(values)
 
     def _cell(self, name: str, rows: Sequence[Sequence[float]], row: int, column: int) -> float:
-        if row < len(rows) and column < len(rows[row]):
-            return rows[row][column]
-        scale = 1.0
+        try:
+            return rows[row][column]  # neither is below zero
+        except IndexError:
+            scale = 1.0
         if row >= len(rows):
             self._count(name, row)
             scale, row = (row + 1) / len(rows), len(rows) - 1

@@ -53,6 +53,7 @@ MARKS = {
 }
 RECORDS = {  # dataclasses made so often that the `__init__` which dataclass makes would tell
     "engine/executor.py": ("Launch",),
+    "engine/leg.py": ("Leg",),
     "engine/pages.py": ("Returned",),
     "engine/plan.py": ("Compute", "Copy", "Free", "Plan"),
     "engine/returns.py": ("Owed",),

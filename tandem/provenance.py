@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+# What claims write about the code, as pathspecs; no run depends on it.
+RESULTS = (":(top,exclude)benchmarks/results", ":(top,exclude)benchmarks/CLAIMS.*")
 LIBRARIES = ("tandem", "simpy", "torch", "transformers", "hydra-core", "numpy", "pandas", "pyarrow")
 
 
 @cache  # of the code that is loaded: it does not change under a process
 def commit() -> dict[str, Any]:
-    """The commit of the checkout, and whether tracked files differ from it."""
+    """The commit of the checkout, and whether tracked files differ from it, results aside."""
     head = _git("rev-parse", "HEAD")
-    return {"commit": head, "dirty": bool(_git("status", "--porcelain", "-uno")) if head else None}
+    changed = _git("status", "--porcelain", "-uno", "--", ":/", *RESULTS)
+    return {"commit": head, "dirty": bool(changed) if head else None}
 
 
 @cache

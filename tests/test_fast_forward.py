@@ -102,5 +102,8 @@ def test_ends_that_nobody_waits_for_take_no_event() -> None:
         requests = [Request(i, 0, 10, 20 + more * i) for i in range(12)]
         run = simulated(policy, requests, True, Shaped(700), 900, 0, depth=1)
         told.append((run.asked, next(run.env._eid)))
-        assert len(run.recorder._runs) == (13 if more else 2)
+        runs = run.recorder._runs
+        assert len(runs) == (13 if more else 2)
+        contexts = [leg.pieces.contexts for later in runs[2:] for leg in later.legs]
+        assert not any([c.tail for c in contexts]), "who decodes moves with all others"
     assert told[0] == told[1]

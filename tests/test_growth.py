@@ -45,6 +45,20 @@ def test_what_has_left_grows_no_more(ops: list[Grow], middle: int) -> None:
     assert rest.without({1}).before(90)[0] == one_by_one(others, middle, 90)
 
 
+def test_only_pages_taken_when_they_are_full_are_taken_in_turn() -> None:
+    page, steps = PageSize(4, 10), {kv_place(0): 1, kv_place(1): 3}
+    in_turn = [Grow(kv_place(0), 10, 1, 4), Grow(kv_place(1), 10, 3, 4)]
+    others = (Grow(kv_place(1), 20, 3, 4), Grow(kv_place(1), 10, 2, 4), Grow(kv_place(1), 10, 3))
+
+    def is_in_turn(*ops: Grow) -> bool:
+        return Growth.of(Plan((*ops, Compute(())), repeats=9)).is_in_turn(steps, page)
+
+    assert is_in_turn(*in_turn) and is_in_turn(*reversed(in_turn))
+    assert not any([is_in_turn(in_turn[0], other) for other in others])
+    assert not is_in_turn(*in_turn, Grow(kv_place(2), 10, 3, 4))
+    assert not is_in_turn(in_turn[0], in_turn[0]) and not is_in_turn(in_turn[0])
+
+
 @given(
     spare=st.lists(st.integers(0, 3), max_size=12),
     start=st.integers(0, 9),
@@ -58,7 +72,8 @@ def test_a_cohort_grows_as_its_places_would_one_by_one(
     cohort = Cohort(PageSize(4, 10))
     cohort.clock = 7
     pairs = [(Job(i, 0, 8 - n, 9 - n, 8 - n), kv_place(i)) for i, n in enumerate(spare)]
-    cohort.join(pairs, {place: [0, 1] for _, place in pairs}, lambda job: 9)
+    tables = {place: [0, 1] for _, place in pairs}
+    cohort.join(pairs, tables, lambda job: 9)
     ops = [Grow(kv_place(i), 10, first, 4) for i, first in enumerate(spare)]
     cohort.clock += start
     for i in gone & set(range(len(ops))):
@@ -69,6 +84,8 @@ def test_a_cohort_grows_as_its_places_would_one_by_one(
     assert [(start + i, op.place) for i, due in enumerate(found) for op in due] == [
         (step, op.place) for step, op in expected
     ]
+    takers = [[id(tables[op.place]) for op in due] for due in found]
+    assert [[*map(id, step)] for step in cohort.takers(count)] == takers
     cycle = cohort.cycle()
     assert cycle is not None
     assert [cycle.by_step[i % 4] for i in range(count)] == found
