@@ -2,31 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 from engine.executor import Launch, Span
 from engine.job import Job
-from engine.plan import Op
+from engine.plan import Compute, Lane, Op
 from engine.roster import Roster
 from engine.standing import Standing
 
 
-class Ends:
-    """Lengths of the trace, and jobs that left at issue and finish when an operation settles."""
+@dataclass(slots=True, eq=False)
+class StepEnd:
+    """A training job's step that is issued whole, while its launches are in flight."""
 
-    def __init__(self, roster: Roster, standing: Standing) -> None:
-        self._roster, self._standing = roster, standing
+    job: Job
+    step: int
+    open: int  # the last launches of so many lanes have not settled
+    end_ns: int = 0  # of what has settled
+    number: int = 0  # its device's plan up to which it took
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the job ends with it."""
+        assert self.job.training is not None
+        return self.step + 1 >= self.job.training.spec.num_steps
+
+    def settle(self, end_ns: int, number: int) -> bool:
+        """One of its launches has ended; returns whether the step has."""
+        self.open -= 1
+        self.end_ns, self.number = max(self.end_ns, end_ns), max(self.number, number)
+        return not self.open
+
+
+class Ends:
+    """Lengths of the trace, and jobs that left at issue and finish when operations settle.
+
+    `in_flight`: operations that are issued and not settled, in the order of issue.
+    """
+
+    def __init__(self, roster: Roster, standing: Standing, in_flight: Collection[Op]) -> None:
+        self._roster, self._standing, self._in_flight = roster, standing, in_flight
         self._target: dict[int, int] = {}  # known tokens at which a request is complete
         self._with: dict[Op, list[Job]] = {}
-        self._steps: dict[Op, list[tuple[Job, int]]] = {}  # of training, complete with an operation
+        self._steps: dict[Op, list[StepEnd]] = {}  # of training, by launches that they wait for
 
     def __bool__(self) -> bool:
         """Whether an end is in flight."""
-        return bool(self._with)
+        return bool(self._with) or (bool(self._steps) and bool(self._last_steps()))
 
     def __iter__(self) -> Iterator[Job]:
         """Jobs whose end is in flight."""
-        return (job for jobs in self._with.values() for job in jobs)
+        return chain(*self._with.values(), [end.job for end in self._last_steps()])
+
+    def _last_steps(self) -> Collection[StepEnd]:
+        ends = dict.fromkeys(chain(*self._steps.values()))
+        return [end for end in ends if end.is_last]
 
     def expect(self, job: Job, output_tokens: int) -> None:
         """A request has come, and this is how long its answer will be."""
@@ -38,9 +70,13 @@ class Ends:
 
     def end_with(self, op: Op, jobs: Sequence[Job]) -> None:
         """These jobs leave now and finish when the operation settles."""
-        self._standing.lose(jobs, somebody_waits=bool(self._roster.waiting))
+        self._leave(jobs)
         for job in jobs:
             self._with.setdefault(op, []).append(job)
+
+    def _leave(self, jobs: Sequence[Job]) -> None:
+        self._standing.lose(jobs, somebody_waits=bool(self._roster.waiting))
+        for job in jobs:
             self._roster.leave(job)
 
     def sampled(self, span: Span, launch: Launch) -> list[Job]:
@@ -53,13 +89,31 @@ class Ends:
             self._roster.leave(job)
         return done
 
-    def step_with(self, op: Op, job: Job, step: int) -> None:
-        """A training job's step is complete when the operation settles."""
-        self._steps.setdefault(op, []).append((job, step))
+    def step_with(self, op: Compute, job: Job, step: int) -> None:
+        """A training job's step is issued whole, with this launch; behind its last one the job
+        leaves now. It ends when all launches of the job up to this one have settled: updates on the
+        host and on the device overtake each other."""
+        last = self._last_launches(op, job)
+        end = StepEnd(job, step, len(last))
+        for other in last:
+            self._steps.setdefault(other, []).append(end)
+        if end.is_last:
+            self._leave([job])
 
-    def pop_steps(self, op: Op) -> Sequence[tuple[Job, int]]:
-        """Steps that are complete with an operation that has ended."""
-        return self._steps.pop(op, ()) if self._steps else ()
+    def _last_launches(self, op: Compute, job: Job) -> Collection[Op]:
+        """The latest of each lane, up to that one: a lane is first-in-first-out."""
+        last: dict[Lane, Op] = {}
+        for other in self._in_flight:
+            if isinstance(other, Compute) and any([p.job is job for p in other.slices]):
+                last[other.lane] = other
+            if other is op:
+                break
+        return last.values()
+
+    def settle(self, op: Op, end_ns: int, number: int) -> Sequence[StepEnd]:
+        """Steps that have ended with an operation of the device's plan of that number."""
+        ends = self._steps.pop(op, ()) if self._steps else ()
+        return [end for end in ends if end.settle(end_ns, number)]
 
     def pop(self, op: Op) -> Sequence[Job]:
         """Who finishes with an operation that has ended."""

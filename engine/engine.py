@@ -97,7 +97,7 @@ class Engine:
             self.ledger.pages,
             lambda job: self.ends.tokens_left(job),
         )
-        self.ends = Ends(self.roster, self.standing)
+        self.ends = Ends(self.roster, self.standing, self.ledger.open)
         self.leftovers = Leftovers(self.give_all, self.recorder, devices)
         self.launcher = Launcher(self)
         self._door = Door(self, returns_memory)
@@ -251,8 +251,10 @@ class Engine:
         """An operation has ended: what waited for it may go on."""
         self.ledger.settle(op)
         self.flights.land(op)
-        for job, trained in self.ends.pop_steps(op):
-            self.recorder.trained(job, trained, end_ns)
+        for end in self.ends.settle(op, end_ns, number):
+            self.recorder.trained(end.job, end.step, end.end_ns)
+            if end.is_last:
+                self._door.finish(end.job, end.end_ns, device, end.number)
         self.finish(op, end_ns, device, number)
 
     def finish(self, op: Op, end_ns: int, device: int, number: int) -> None:

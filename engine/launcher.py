@@ -118,8 +118,7 @@ class Launcher:
         if not self._roster.has_started(job):
             self._start(job)
         if job.training is not None:
-            if self._train(op, piece, other_bytes):
-                self._ends.end_with(op, [job])
+            self._train(op, piece, other_bytes)
             return False
         samples = advance_serving(piece)
         if piece.record:
@@ -133,14 +132,11 @@ class Launcher:
         if job.training is None:
             self._engine.recorder.scheduled(job.job_id, int(self._engine.env.now))
 
-    def _train(self, op: Compute, piece: Slice, other_bytes: int) -> bool:
-        """Returns whether the training job is complete with this slice."""
+    def _train(self, op: Compute, piece: Slice, other_bytes: int) -> None:
         job, training = piece.job, piece.job.training
         assert training is not None
         self._engine.profile.issued(op, job.job_id, other_bytes)
         self._engine.recorder.begun(job.job_id, training.step, int(self._engine.env.now))
-        if op.again or not advance_training(piece):
-            return False
-        self._engine.profile.completed_step(job.job_id)
-        self._ends.step_with(op, job, training.step - 1)
-        return training.is_complete
+        if not op.again and advance_training(piece):
+            self._engine.profile.completed_step(job.job_id)
+            self._ends.step_with(op, job, training.step - 1)

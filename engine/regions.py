@@ -11,7 +11,8 @@ from functools import lru_cache
 from engine.plan import Kind, Place, Region, Tier
 
 NAMES = 1 << 16  # remembered: policies ask for the same ones at every step
-WORKSPACE, FLOW, ASIDE = 0, 1, 2  # slots of Kind.BUFFER
+WORKSPACE, FLOW, ASIDE, NORM = 0, 1, 2, 3  # slots of Kind.BUFFER
+NORM_BYTES = 4  # a float32
 
 
 @lru_cache(maxsize=NAMES)
@@ -64,6 +65,13 @@ def aside(job_id: int, device: int = 0) -> Place:
 def workspace(job_id: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
     """What a launch takes and gives back: booked around it, so that others make room for it."""
     return Place(Region(job_id, Kind.BUFFER, 0, WORKSPACE), tier, device)
+
+
+@lru_cache(maxsize=NAMES)
+def norm(job_id: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
+    """That of all gradients of a step, by which they are clipped: known when the last backward has
+    ended, and wanted by every update, wherever that runs."""
+    return Place(Region(job_id, Kind.BUFFER, 0, NORM), tier, device)
 
 
 def later(place: Place, microbatches: int) -> Place:

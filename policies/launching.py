@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.plan import COMPUTE_LANE, HOST_LANE, Grow, Place, Slice, Tier, Work
 from engine.regions import aside, flow, gradient, hidden, optimizer, saved, weight, workspace
 from engine.training_layout import Mode, TrainingLayout, Unit
+from policies.clipping import ended_norm, made_norm, wanted_norm
 from policies.cycle import layout_of
 from policies.exchange import Exchange, in_group
 from traces.request import TrainingJob
@@ -130,9 +131,10 @@ class _Maker:
         unit, u = self._unit, self.part
         trained, kept = unit.trained, self._saved()
         waiting = self._aside(unit.aside_bytes)
-        passed = (*(self._flow(u) if u > self.layout.first else ()), *waiting)
+        is_lowest = u == self.layout.first
+        passed = (*(made_norm(self.piece, self.device) if is_lowest else self._flow(u)), *waiting)
         came = _places(self._flow(u + 1))
-        if u == self.layout.first:
+        if is_lowest:
             came += _places(self._aside(sum([above.aside_bytes for above in self.layout.units])))
         work_bytes = unit.backward_bytes - sum([op.nbytes for op in waiting])  # it is made there
         grows = (*passed, *self._workspace(max(0, work_bytes)))
@@ -163,13 +165,13 @@ class _Maker:
         if chunk.optimizer_bytes:
             states.append((optimizer(self._id, c, tier, device), chunk.optimizer_bytes))
         grows = _grow(workspace(self._id, tier, device), chunk.update_bytes)
-        work = _places(grows)
+        work, at = _places(grows), (tier, device)
         writes = (*[place for place, _ in states], *work)
-        if self.reuses:
-            return Launching(self.piece, tuple(states), grows, (), writes, work, on=on)
-        added = gradient(self._id, c, tier, device)
-        brought = (*states, (added, chunk.gradient_bytes))
-        return Launching(self.piece, brought, grows, (added,), writes, (added, *work), on=on)
+        added = () if self.reuses else ((gradient(self._id, c, *at), chunk.gradient_bytes),)
+        summed = (*added, *wanted_norm(self.piece, *at))
+        reads = tuple([place for place, _ in summed])
+        frees = (*reads[: len(added)], *work, *ended_norm(self.piece, *at))
+        return Launching(self.piece, (*states, *summed), grows, reads, writes, frees, on=on)
 
     # ---- places of a unit
     def _weights(self) -> tuple[tuple[Place, int], ...]:

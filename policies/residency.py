@@ -189,7 +189,7 @@ class Residency:
                 if not self._draft.held(place):
                     self.make_room(place.pool, size)
                 self.copy(other, place)
-                if self._is_exclusive or (place.tier is Tier.HOST and not _is_weight(place)):
+                if self._moves(place):
                     self.free(other)
             else:
                 self.make_room(place.pool, nbytes)
@@ -197,6 +197,12 @@ class Residency:
                 self._stamps[place] = 0
         if place.tier is Tier.GPU and self._may_leave(place):
             self._touch(place, self.clock)
+
+    def _moves(self, place: Place) -> bool:
+        """Whether what comes to a place leaves the other tier. Updates want a norm in both."""
+        if place.region.kind is Kind.BUFFER:
+            return False
+        return self._is_exclusive or (place.tier is Tier.HOST and not _is_weight(place))
 
     def offer(self, place: Place, nbytes: int) -> None:
         """Brings a place from the host if that takes nothing from anybody."""

@@ -30,7 +30,6 @@ class Gradients:
         self._count: Counter[int] = Counter()
         self.aside: dict[int, Tensor] = {}  # shares of tied tables, waiting
         self._norms: dict[int, Tensor] = {}
-        self._scale: Tensor | None = None
 
     def begins(self, parameter: int) -> bool:
         """Whether the next share is the first one of the step."""
@@ -60,25 +59,26 @@ class Gradients:
         """Whether nothing more is to come in this step."""
         return self._count[parameter] == self._uses[parameter] * self._microbatches
 
-    def scale(self, device: torch.device) -> Tensor | None:
-        """What clipping multiplies gradients with, at most 1; None if it is off.
+    @property
+    def clips(self) -> bool:
+        return self._clip_norm is not None
+
+    def norm(self) -> Tensor:
+        """Of all gradients of the step, which are whole: a scalar in memory of its own.
 
         As torch.nn.utils.clip_grad_norm_ computes it, norms in the order of the parameters.
         """
-        if self._clip_norm is None:
-            return None
-        if self._scale is None:
-            missing = self._uses.keys() - self._norms.keys()
-            assert not missing, f"clipping waits for the gradients of {len(missing)} parameters"
-            norm = torch.linalg.vector_norm(
-                torch.stack([self._norms[p] for p in sorted(self._uses)])
-            )
-            self._scale = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
-        return self._scale.to(device)
+        missing = self._uses.keys() - self._norms.keys()
+        assert not missing, f"clipping waits for the gradients of {len(missing)} parameters"
+        return torch.linalg.vector_norm(torch.stack([self._norms[p] for p in sorted(self._uses)]))
+
+    def scale(self, norm: Tensor) -> Tensor:
+        """What clipping by that norm multiplies gradients with, at most 1; as torch does it."""
+        assert self._clip_norm is not None, "nothing is clipped"
+        return torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
 
     def begin_step(self) -> None:
         """All gradients were used: the next ones are the first of a step."""
         assert not self.aside, "a tied table's gradient waits for its other half"
         self._count.clear()
         self._norms.clear()
-        self._scale = None

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from engine import regions
 from engine.plan import Tier
 from engine.training_layout import Mode
 from runtime.activations import Activations
@@ -19,6 +20,7 @@ from runtime.gradients import Gradients
 from runtime.model_states import ModelStates
 from runtime.optimizer import Optimizer
 from runtime.saved import Graph, Stash
+from runtime.storages import typed
 from runtime.store import Store
 from runtime.sums import Sums
 from runtime.units import Units
@@ -78,6 +80,7 @@ class Trainer:
         uses = Counter(p for own in units.trained_of for p in own)
         self._gradients = Gradients(uses, microbatches, recipe.clip_norm, reuses_weights)
         self._sums = Sums(self._states, self._gradients, store, units.trained_of, reuses_weights)
+        self._norm = regions.norm(job_id).region
         self._draws = Draws(recipe.seed, store.device)
         self._ids: dict[int, Tensor] = {}  # of microbatches under way
         self._losses: dict[int, Tensor] = {}
@@ -149,7 +152,9 @@ class Trainer:
         sections: Sequence[Sequence[Tensor]] = ()
         if self._optimizer.num_sections:
             sections = states.sections(chunk, read(states.optimizer(chunk), tier, who))
-        scale = self._gradients.scale(storage.device)
+        scale: Tensor | None = None
+        if self._gradients.clips:
+            scale = self._gradients.scale(typed(read(self._norm, tier, who), torch.float32, ()))
         self._optimizer.update(step, weights, gradients, sections, scale)
         self._store.wrote(states.weight(chunk), tier)
         if sections:
@@ -201,9 +206,13 @@ class Trainer:
     def _end_microbatch(self, microbatch: int) -> None:
         del self._ids[microbatch]
         step, rest = divmod(microbatch + 1, self._microbatches)
-        if not self._has_update and not rest:
+        if rest:
+            return
+        if not self._has_update:
             self._states.pending.clear()
             self._end_step(step - 1)
+        elif self._gradients.clips:
+            self._store.put(self._norm, [self._gradients.norm().untyped_storage()])
 
     def _end_update(self, chunk: int, step: int) -> None:
         states = self._states

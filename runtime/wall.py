@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -61,6 +62,14 @@ class ThreadMark:
         for (prepared, _), tokens in zip(self.work.parts, self.tokens, strict=True):
             ended += self.machine.collect(prepared, tokens)
         return Span(self.work.launch.op, self.start_ns, self.end_ns, self.peak_bytes, ended)
+
+    def attempt(self, part: Callable[[], None]) -> None:
+        """A part of the launch; whatever fails first is raised again on the engine's thread, which
+        waits for the launch to be past, as other lanes do."""
+        try:
+            part()
+        except BaseException as error:
+            self.error = self.error or error
 
     def check(self) -> None:
         """Raises what the launch raised."""
@@ -123,12 +132,9 @@ class ThreadLane:
         punctual()
         while (item := self._inbox.get()) is not None:
             mark, waits = item
-            try:
-                self._carry_out(mark, waits)
-            except BaseException as error:  # raised again on the engine's thread, by span()
-                mark.error = error
+            mark.attempt(partial(self._carry_out, mark, waits))
             if mark.work.leave is not None:
-                mark.work.leave()
+                mark.attempt(mark.work.leave)
             mark.past.set()
             self._clock.ring()
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from engine.executor import Launch, Span
-from engine.plan import Compute, Copy, Pool, Tier, kv_place
+from engine.plan import Compute, Copy, Place, Pool, Tier, kv_place
+from engine.regions import weight
 from runtime.clock import WallClock
 from runtime.link import Link
 from runtime.streams import split_copy
@@ -202,6 +203,65 @@ def test_a_launch_behind_a_failed_one_never_runs() -> None:
     with pytest.raises(ArithmeticError, match="first"):
         run(machine, broken, behind)
     assert [launch.op for launch, _ in machine.log] == [broken.op]
+
+
+@pytest.mark.parametrize("told", ["the last copy of weight", "no such kernel"])
+def test_what_fails_behind_a_launch_fails_the_run(told: str) -> None:
+    """Memory that goes with its last user goes on the lane: an error there is the run's, too, but
+    for what failed before."""
+
+    class Keeping:
+        def grow(self, place: Place, nbytes: int) -> None:
+            pass
+
+        def free(self, place: Place) -> None:
+            raise ArithmeticError(f"the last copy of {place.region.kind}")
+
+    place, freed = weight(0, 0), threading.Event()
+
+    def work(launch: Launch) -> None:
+        freed.wait(5)
+        if told == "no such kernel":
+            raise ArithmeticError(told)
+
+    machine = Notes(work)
+    machine.store = Keeping()  # type: ignore[attr-defined]
+    user = Launch(Compute((), (), (place,)))
+    behind = compute(user, on="cpu")
+
+    def failing() -> None:
+        clock = WallClock()
+        with WallExecutor(clock, machine) as executor:
+            assert executor.store is not None
+            executor.store.grow(place, 8)
+            executor.prepare([user, behind])
+            for launch in (user, behind):
+                executor.run(launch, lambda span: None)
+            executor.store.free(place)
+            freed.set()
+            clock.run()
+
+    with pytest.raises(ArithmeticError, match=told):
+        within(20, failing)
+    assert [launch.op for launch, _ in machine.log] == [user.op], "ran on garbage"
+
+
+def within(limit_s: float, work: Callable[[], None]) -> None:
+    """Does work that may hang; raises what it raises."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    assert not thread.is_alive(), f"hangs for {limit_s} s"
+    for error in errors:
+        raise error
 
 
 def test_closing_ends_throttled_copies_and_waiting_lanes_at_once() -> None:

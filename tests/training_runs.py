@@ -162,6 +162,7 @@ class Hand:
     peak_bytes: Counter[Kind] = field(default_factory=Counter)  # on the device
     peak_state_bytes: int = 0  # weights, gradients and optimizer states together
     waiting: set[int] = field(default_factory=set)  # chunks whose gradients are on the host
+    norms: list[Place] = field(default_factory=list)  # of the step's gradients, on both tiers
     run: Callable[..., None] = field(default=lambda work, *args: work(*args))
 
     def __post_init__(self) -> None:
@@ -200,6 +201,17 @@ class Hand:
 
     def flow(self, unit: int) -> Place:
         return regions.flow(self.job_id, unit)
+
+    def norm(self, tier: Tier = GPU) -> Place:
+        return regions.norm(self.job_id, tier)
+
+    def end_norm(self) -> None:
+        while self.norms:
+            self.store.free(self.norms.pop())
+
+    @property
+    def clips(self) -> bool:
+        return self.has_update and self.task.recipe.clip_norm is not None
 
     def aside(self, k: int) -> list[Place]:
         """Where a tied table's gradient waits in a microbatch; nowhere if the sum may be begun."""
@@ -249,6 +261,7 @@ class Hand:
             for chunk in filter(self.is_updated, self.chunks):
                 self.update(chunk, step)
                 yield
+            self.end_norm()
             while self.waiting:  # where nothing is updated
                 self.store.free(self.gradient(self.waiting.pop(), HOST))
 
@@ -291,7 +304,14 @@ class Hand:
             self.store.grow(self.flow(unit), 1)
         for place in self.aside(k) if is_head else ():
             self.store.grow(place, 1)
+        makes_norm = self.clips and unit == first and (k + 1) % self.task.microbatches == 0
+        if makes_norm:
+            self.end_norm()
+            self.store.grow(self.norm(), regions.NORM_BYTES)
         self.run(self.trainer.backward, unit, k)
+        if makes_norm:
+            self.move(self.norm(), HOST, keeps=True)
+            self.norms = [self.norm(), self.norm(HOST)]
         self.look()
         for place in self.aside(k) if unit == first else ():
             self.store.free(place)
