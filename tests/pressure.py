@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 from engine.plan import Tier
 from policies.out_of_memory import DoesNotFit
@@ -69,14 +69,14 @@ def refusal(*words: str) -> DoesNotFit | None:
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def least(*words: str) -> Need:
     """The least memory that the search of `tandem plan` finds, from next to nothing on."""
     nothing = budget({Tier.GPU: 1, Tier.HOST: 1})
     return _least(*words, *nothing)
 
 
-@lru_cache(maxsize=None)
+@cache
 def pressing(*words: str) -> Words:
     """The words with a sixth of the model's states on the device, or the least that does.
 

@@ -17,10 +17,10 @@ SHALLOW = ("model.num_layers=2", "training.sequence_tokens=8", "training.num_ste
 PAIRS = [(policy, [*CASES][2 * i % len(CASES)]) for i, policy in enumerate(POLICIES)]
 
 
-@pytest.mark.broad(4)
+@pytest.mark.broad(8)
 @pytest.mark.parametrize("policy", POLICIES)
 @given(case=st.sampled_from([*CASES]), tier=st.sampled_from([*KEYS]), permille=st.integers(1, 1500))
-@cases(20)
+@cases(10)
 def test_too_little_is_refused_in_the_same_words_everywhere(
     policy: str, case: str, tier: Tier, permille: int
 ) -> None:
@@ -37,7 +37,7 @@ def test_too_little_is_refused_in_the_same_words_everywhere(
         assert 0 < refused.deficit_bytes <= need[tier] - room[tier]
 
 
-@pytest.mark.broad(4)
+@pytest.mark.broad(8)
 @pytest.mark.parametrize(("policy", "case"), PAIRS)
 def test_what_is_enough_in_the_simulator_is_enough(policy: str, case: str) -> None:
     words = (*SHALLOW, *POLICIES[policy], *CASES[case])

@@ -23,7 +23,7 @@ from tests.training_runs import Result
 from tests.trainings import GPU, Trained, differing, plain, train
 
 
-@pytest.mark.broad(18)
+@pytest.mark.broad(24)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_trains_as_plain_torch_and_is_decided_alike(policy: str, case: str) -> None:
@@ -37,7 +37,7 @@ def test_it_trains_as_plain_torch_and_is_decided_alike(policy: str, case: str) -
         assert 0 < max(held_bytes(runs[name])) <= runs[name].setting.room.capacity_bytes[GPU]
 
 
-@pytest.mark.broad(24)
+@pytest.mark.broad(36)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_so_it_does_with_a_thread_for_each_lane(policy: str, case: str) -> None:
@@ -49,7 +49,7 @@ def test_so_it_does_with_a_thread_for_each_lane(policy: str, case: str) -> None:
     assert wall.log == train("sim", *words).log
 
 
-@pytest.mark.broad(6)
+@pytest.mark.broad(9)
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("policy", ["train_lru", "train_opt", "patrickstar"])
 def test_gradients_may_take_the_place_of_weights(policy: str, mode: Mode) -> None:

@@ -1,4 +1,4 @@
-"""Law 12: memory policies train what plain torch trains. Under pressure: test_training_matrix.py."""
+"""Law 12: memory policies train what plain torch trains; under pressure: the training matrix."""
 
 from __future__ import annotations
 
