@@ -80,8 +80,8 @@ def least(*words: str) -> Need:
 def pressing(*words: str) -> Words:
     """The words with a sixth of the model's states on the device, or the least that does.
 
-    Whoever has all weights there cannot do with a sixth, nor does LoRA leave five sixths to stream:
-    its states are mostly frozen weights, of which a unit's are needed at once.
+    Whoever has all weights there cannot do with a sixth. Nor can LoRA that keeps activations: its
+    states are little more than the frozen weights, beside which activations weigh the more.
     """
     sixth = budget({Tier.GPU: state_bytes(setting(*words)) // 6})
     if refusal(*words, *sixth) is None:

@@ -15,15 +15,20 @@ from tests.pressure import (
     CLIP,
     DROPOUT,
     JOB,
+    LORA,
     ON_WALL,
     POLICIES,
+    WHOLE,
     pressing,
 )
 from tests.training_runs import Result
-from tests.trainings import GPU, Trained, differing, plain, train
+from tests.trainings import GPU, Trained, differing, plain, state_bytes, train
+
+EVICTING = ("train_lru", "train_fifo", "train_opt", "patrickstar")
+ROOMY = "budget.device_bytes=200000000"
 
 
-@pytest.mark.broad(24)
+@pytest.mark.broad(36)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_trains_as_plain_torch_and_is_decided_alike(policy: str, case: str) -> None:
@@ -31,6 +36,11 @@ def test_it_trains_as_plain_torch_and_is_decided_alike(policy: str, case: str) -
     from the same numbers in the same order, whatever lay elsewhere meanwhile."""
     words = pressing(*JOB, *POLICIES[policy], *CASES[case])
     runs = {name: train(name, *words) for name in ("sim", "lockstep", "cpu")}
+    if policy not in WHOLE and LORA not in CASES[case]:
+        found = runs["sim"].setting
+        assert found.room.capacity_bytes[GPU] == state_bytes(found) // 6
+    if policy in EVICTING:
+        assert runs["sim"].log != train("sim", *words, ROOMY).log, "nobody had to make room"
     for name in ("lockstep", "cpu"):
         assert not differing(runs[name].result, trained_plainly(case))
         assert runs[name].log == runs["sim"].log, f"{name} decides otherwise"
@@ -67,6 +77,6 @@ def trained_plainly(case: str) -> Result:
 
 
 def held_bytes(found: Trained) -> list[int]:
-    """What the meter finds on the device, at each reading."""
+    """What is used of the device, at each row."""
     rows = found.recorder.tables()["memory"].to_pylist()
     return [r["capacity_bytes"] - r["free_bytes"] for r in rows if r["tier"] == "gpu"]
