@@ -96,7 +96,12 @@ def replay_of(prediction: Run, measurement: Run, folder: Path) -> Path:
 
     if status_of(folder) is not None:
         _remove_replay(folder)
-    recorded = {"scheduling": None, "memory": None, "replayed": str(measurement.folder)}
+    recorded = {
+        "scheduling": None,
+        "memory": None,
+        "planner": {"_target_": None},
+        "replayed": str(measurement.folder),
+    }
     budget = {
         **prediction.config["budget"],
         "kv_pages": measurement.provenance["kv_pages"],

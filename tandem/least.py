@@ -68,12 +68,8 @@ def _lowered(tried: Try, fitting: Need, tier: Tier, low: int) -> int:
     return high
 
 
-def told_least(point: Composed, refused: DoesNotFit) -> str:
-    """One line: the budget with which the point fits; nothing beside what is served."""
-    if point.config["trace"].get("_target_") is not None:
-        return ""
-    space = training_space(point)
-    start = {tier: space[tier, 0] for tier in KEYS}
+def least_of(point: Composed, refused: DoesNotFit) -> Need | None:
+    """The budget with which a point that was refused, and only trains, fits; None if none does."""
 
     def tried(need: Need) -> DoesNotFit | None:
         try:
@@ -82,7 +78,14 @@ def told_least(point: Composed, refused: DoesNotFit) -> str:
             return error
         return None
 
-    need = least_memory(tried, start, refused)
+    return least_memory(tried, _space(point), refused)
+
+
+def told_least(point: Composed, refused: DoesNotFit) -> str:
+    """One line: the budget with which the point fits; nothing beside what is served."""
+    if point.config["trace"].get("_target_") is not None:
+        return ""
+    start, need = _space(point), least_of(point, refused)
     if need is None:
         return "fits from: no budget was found that is enough"
     words = [
@@ -91,6 +94,11 @@ def told_least(point: Composed, refused: DoesNotFit) -> str:
         if nbytes > start[tier]
     ]
     return f"fits from: {' '.join(words)}{_beyond(point, need[Tier.GPU])}"
+
+
+def _space(point: Composed) -> Need:
+    space = training_space(point)
+    return {tier: space[tier, 0] for tier in KEYS}
 
 
 def _with(point: Composed, need: Need) -> Composed:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from analysis.yaml_text import yaml_value
 from engine.layout import Layout
 from engine.model import ModelSpec
 from engine.plan import Pool
@@ -44,7 +45,7 @@ def trainees_of(
     ValueError in one line for what is wrong, also where the policy is not of that kind.
     """
     node = config.get("training") or {}  # runs of before have none, and are replayed
-    has_planner = (config.get("planner") or {}).get("_target_") is not None
+    has_planner = planner_of(config).get("_target_") is not None
     if node.get("_target_") is None:
         if has_planner:
             raise ValueError(
@@ -79,6 +80,20 @@ def trainees_of(
     return (Trainee(job, own, training_shape(own, job), batches),)
 
 
+def planner_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config node of whoever lays out; of a replay, that of the run whose plans it plays back:
+    they name its chunks. ValueError where the two would differ."""
+    own: Mapping[str, Any] = config.get("planner") or {}  # runs of before have none
+    if config.get("replayed") is None:
+        return own
+    if own.get("_target_") is not None:
+        raise ValueError(
+            "planner: plans are played back on the chunks of the run that made them; leave it out"
+        )
+    path = Path(str(config["replayed"])) / "config.yaml"
+    return planner_of(yaml_value(path.read_text(encoding="utf-8"), path)) if path.exists() else own
+
+
 def laid_out(
     config: Mapping[str, Any],
     builder: Builder,
@@ -89,7 +104,7 @@ def laid_out(
     """What the planner decides for these jobs."""
     if not trainees:
         return Layout()
-    planner: Planner = builder.build(config["planner"], "planner")
+    planner: Planner = builder.build(planner_of(config), "planner")
     shapes = {trainee.job.job_id: trainee.shape for trainee in trainees}
     jobs = [trainee.job for trainee in trainees]
     return planner.prepare(shapes, jobs, capacity_bytes, cost)

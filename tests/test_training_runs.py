@@ -1,4 +1,4 @@
-"""Law 12: memory policies train what plain torch trains; those that stream, in a sixth of it."""
+"""Law 12: memory policies train what plain torch trains; under pressure: the training matrix."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import json
 
 import pytest
 
-from engine.training_layout import Mode
+from tests.pressure import STREAMING, WHOLE
 from tests.trainings import GPU, Trained, differing, plain, setting, state_bytes, train
 
-STREAMING = ("zero3_offload", "fsdp2_offload", "train_lru", "train_fifo", "train_opt")
-WHOLE = ("train_on_device", "zero_offload")  # all weights lie on the device
 CHUNKS = "planner.chunk_elements=40000"  # about a layer: more than any table of the model
 RECIPE = (
     "training.recipe.clip_norm=0.5",
@@ -39,24 +37,6 @@ def test_states_may_be_made_at_the_first_update(dtype: str) -> None:
     assert not differing(found[0].result, found[1].result)
     if dtype == "float32":
         assert not differing(found[1].result, plain(*words))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", Mode)
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda words: words[0])
-def test_so_it_does_with_each_mode_of_activations(
-    policy: tuple[str, ...], microbatches: int, mode: Mode
-) -> None:
-    words = (*policy, *RECIPE, f"planner.modes={mode}", f"training.microbatches={microbatches}")
-    for backend in ("lockstep", "cpu"):
-        assert not differing(train(backend, *words).result, plain(*words))
-
-
-@pytest.mark.parametrize("policy", ["zero3_offload", "train_opt"])
-def test_adapters_train_as_with_peft(policy: str) -> None:
-    words = (f"policy={policy}", *RECIPE, "training/recipe=lora", "training.num_steps=3")
-    assert not differing(train("lockstep", *words).result, plain(*words))
 
 
 @pytest.mark.parametrize("policy", ["zero3_offload", "train_lru", "patrickstar"])
