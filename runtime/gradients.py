@@ -31,6 +31,7 @@ class Gradients:
         self.aside: dict[int, Tensor] = {}  # shares of tied tables, waiting
         self._norms: dict[int, Tensor] = {}
         self._scale: Tensor | None = None
+        self._scaled: torch.cuda.Event | None = None  # when that has its value
 
     def begins(self, parameter: int) -> bool:
         """Whether the next share is the first one of the step."""
@@ -54,6 +55,8 @@ class Gradients:
             total.copy_(share)
         if self.is_whole(parameter) and self._clip_norm is not None:
             self._norms[parameter] = torch.linalg.vector_norm(total, dtype=torch.float32)
+            if len(self._norms) == len(self._uses):
+                self._end_norms()
         return True
 
     def is_whole(self, parameter: int) -> bool:
@@ -63,22 +66,28 @@ class Gradients:
     def scale(self, device: torch.device) -> Tensor | None:
         """What clipping multiplies gradients with, at most 1; None if it is off.
 
-        As torch.nn.utils.clip_grad_norm_ computes it, norms in the order of the parameters.
+        As torch.nn.utils.clip_grad_norm_ computes it, norms in the order of the parameters. It was
+        put behind the last norm on the stream of that; another thread waits for it there.
         """
         if self._clip_norm is None:
             return None
-        if self._scale is None:
-            missing = self._uses.keys() - self._norms.keys()
-            assert not missing, f"clipping waits for the gradients of {len(missing)} parameters"
-            norm = torch.linalg.vector_norm(
-                torch.stack([self._norms[p] for p in sorted(self._uses)])
-            )
-            self._scale = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
+        missing = len(self._uses.keys() - self._norms.keys())
+        assert self._scale is not None, f"clipping waits for the gradients of {missing} parameters"
+        if self._scaled is not None and device != self._scale.device:
+            self._scaled.synchronize()
         return self._scale.to(device)
+
+    def _end_norms(self) -> None:
+        assert self._clip_norm is not None, "norms are of use for clipping only"
+        norm = torch.linalg.vector_norm(torch.stack([self._norms[p] for p in sorted(self._uses)]))
+        self._scale = torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
+        if self._scale.is_cuda:
+            self._scaled = torch.cuda.Event()
+            self._scaled.record()
 
     def begin_step(self) -> None:
         """All gradients were used: the next ones are the first of a step."""
         assert not self.aside, "a tied table's gradient waits for its other half"
         self._count.clear()
         self._norms.clear()
-        self._scale = None
+        self._scale = self._scaled = None
