@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 
 import runtime.cuda
 from engine.executor import Launch, Span
@@ -17,7 +16,6 @@ from engine.plan import Compute, Copy, Tier, kv_place
 from engine.regions import hidden, workspace
 from runtime.clock import WallClock
 from runtime.cuda import DEEP, CudaExecutor
-from runtime.host_memory import HostAllocator
 from runtime.lane_store import LaneStore
 from runtime.wall import LaneClosedError
 from tests.test_cuda import StandIn
@@ -169,29 +167,39 @@ def test_one_launch_is_behind_the_one_that_runs(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_place_begins_when_its_first_launch_is_issued(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes are others' until then; a place that is taken again, when the stay before ended."""
-    stand_in, machine = Gated(), Storing()
-    scratch = workspace(0)
-    first = Launch(Compute((), writes=(HELD, scratch)))
-    away = swap_out(1, 8)
-    second = Launch(Compute((), writes=(HELD, scratch)), (away.op,))
+    """Its bytes are others' until then. Taken again, it begins when the stay before has ended."""
+    stand_in, machine, scratch = Gated(), Storing(), workspace(0)
+    first, again = (Launch(Compute((), writes=(HELD, scratch))) for _ in range(2))
+    beside = Launch(Compute((), writes=(scratch,)))
     with executed(monkeypatch, stand_in, machine) as (executor, clock, spans):
         store, told = executor.store, machine.store.told
         assert store is not None
-        executor.prepare([first, away, second])
-        for place in (HELD, scratch):
-            store.grow(place, 10)
-        assert not told
-        executor.run(first, spans.append)
-        assert told == [("grow", 10)]
-        for place in (HELD, scratch):
-            store.free(place)
-        executor.run(away, spans.append)
-        store.grow(HELD, 20)
-        executor.run(second, spans.append)
+        executor.prepare([first, again, beside])
+        for launch, nbytes in ((first, 10), (again, 20)):
+            store.grow(HELD, nbytes)
+            assert ("grow", nbytes) not in told
+            executor.run(launch, spans.append)
+            store.free(HELD)
+        assert machine.started == [first] and told == [("grow", 10)], "there is room for a second"
+        executor.run(beside, spans.append)
         end_all(stand_in, clock, spans, 3)
-    assert told.index(("grow", 20)) > told.index(("free", 10))
-    assert [span.op for span in spans][-1] is second.op
+    assert [span.op for span in spans] == [first.op, again.op, beside.op]
+    assert told.index(("free", 10)) < told.index(("grow", 20)) < told.index(("free", 20))
+
+
+def test_workspace_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in, machine, scratch = Gated(), Storing(), workspace(0)
+    launches = [Launch(Compute((), writes=(scratch,))) for _ in range(2)]
+    with executed(monkeypatch, stand_in, machine) as (executor, clock, spans):
+        assert executor.store is not None
+        executor.prepare(launches)
+        for launch in launches:
+            executor.store.grow(scratch, 10)
+            executor.run(launch, spans.append)
+            executor.store.free(scratch)
+        assert machine.started == launches
+        end_all(stand_in, clock, spans, 2)
+    assert not machine.store.held
 
 
 def test_what_is_held_fails_when_the_executor_closes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,30 +231,3 @@ def test_places_of_a_late_tier_begin_when_they_are_opened() -> None:
     store.grow(THERE, 5)
     store.free(THERE)
     assert notes.told[-2:] == [("grow", 5), ("free", 5)], "of nobody's use: it comes and goes"
-
-
-def test_pinned_memory_is_registered_once_and_all_of_it_let_go(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    registered = dict[int, int]()
-
-    class Runtime:
-        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-            assert address not in registered
-            registered[address] = nbytes
-            return 0
-
-        def cudaHostUnregister(self, address: int) -> None:
-            del registered[address]
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    host = HostAllocator(pinned=True)
-    first, second = host.take(5000), host.take(700)
-    host.give(first)
-    assert host.spare_bytes == 5000 and host.take(5000) is first
-    assert sorted(registered.values()) == [700, 5000]
-    host.close()
-    assert not registered and not host.spare_bytes
-    second.fill_(1)  # contents stay
-    host.give(second)
-    assert not host.spare_bytes and host.take(10).nbytes() == 10 and not registered
