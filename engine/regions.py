@@ -74,6 +74,11 @@ def norm(job_id: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
     return Place(Region(job_id, Kind.BUFFER, 0, NORM), tier, device)
 
 
+def is_workspace(place: Place) -> bool:
+    """Whether nothing of a place outlives a launch, so that it is no other launch's concern."""
+    return place.region.kind is Kind.BUFFER and place.region.slot == WORKSPACE
+
+
 def later(place: Place, microbatches: int) -> Place:
     """What is to a later microbatch as this is to its own: of activations another slot."""
     return _slot_later(place, microbatches) if place.region.kind is Kind.ACTIVATION else place

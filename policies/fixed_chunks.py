@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -111,13 +112,17 @@ class FixedChunks:
         """The chunk size with the smallest footprint. DoesNotFit where none fits.
 
         Two chunks must fit what warm-up leaves them of the device, and all states into device and
-        host together. (The original compares bytes with twice the number of elements.)
+        host together. (The original compares bytes with twice the number of elements.) A device
+        whose warm-up leaves no two chunks of any size is smaller than those that `sizes` are for:
+        there all sizes are halved together, until one fits it.
         """
         device = capacity_bytes.get((Tier.GPU, 0), 0)
+        most = int(device * self.warmup_share) // (2 * shape.item_bytes)
+        sizes = _halved(self.sizes, most)
         modes = modes_of(Mode.KEEP, len(shape.units), 0)
         fitting = list[tuple[int, int, int]]()
-        for order, size in enumerate(self.sizes):
-            if 2 * size * shape.item_bytes > device * self.warmup_share:
+        for order, size in enumerate(sizes):
+            if size > most:
                 continue
             try:
                 layout = self.laid_out(shape, size, modes, ranks)
@@ -126,10 +131,11 @@ class FixedChunks:
             if (nbytes := footprint_bytes(layout)) <= sum(capacity_bytes.values()):
                 fitting.append((nbytes, order, size))
         if not fitting:
+            shares = f"two chunks must fit {self.warmup_share:.0%} of the device"
             raise DoesNotFit(
-                "planner.chunk_elements: no size of planner.sizes fits: two chunks must fit "
-                f"{self.warmup_share:.0%} of the device, all states into device and host; "
-                "give more memory or smaller sizes"
+                f"planner.chunk_elements: no size of planner.sizes fits: {shares}, so {most:,} "
+                f"numbers at most, a chunk the largest module ({_largest_module(shape):,}), all "
+                "states device and host together; give more memory, or a larger warmup_share"
             )
         return min(fitting)[2]
 
@@ -143,6 +149,20 @@ def _in_order_of_use(shape: TrainingShape) -> list[int]:
     """As units come; OPT's last norm is registered before its layers, and the head uses it."""
     first = {p: u for u in reversed(range(len(shape.units))) for p in shape.units[u].parameters}
     return sorted(range(len(shape.parameters)), key=first.__getitem__)
+
+
+def _halved(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    while most and min(sizes) > most:
+        sizes = tuple([size // 2 for size in sizes])
+    return sizes
+
+
+def _largest_module(shape: TrainingShape) -> int:
+    """Numbers of the largest, frozen and trained ones apart."""
+    numbers = Counter[tuple[str, bool]]()
+    for parameter in shape.parameters:
+        numbers[_module(parameter.name), parameter.trains] += parameter.elements
+    return max(numbers.values())
 
 
 def _module(parameter: str) -> str:

@@ -10,7 +10,7 @@ from engine.plan import Place, Pool, Tier
 from engine.regions import optimizer, weight
 from engine.training_layout import Mode, TrainingLayout
 from engine.training_shape import TrainingShape
-from policies.out_of_memory import OutOfMemory
+from policies.out_of_memory import OutOfMemory, knobs_of_states
 from traces.request import TrainingJob
 
 Start = Literal["host", "device", "host_first"]
@@ -73,7 +73,8 @@ def _places(
             place = on_device
         room[place.pool] = left = room.get(place.pool, 0) - nbytes
         if left < 0:
-            raise OutOfMemory(place.pool, -left, f"the model states (planner.start={start})")
+            what = f"the model states (planner.start={start})"
+            raise OutOfMemory(place.pool, -left, what, knobs_of_states(start))
         found[place] = nbytes
     return found
 

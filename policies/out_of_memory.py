@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TypeVar
 
-from engine.plan import SHARED_OWNER, Plan, Pool, Slice
+from engine.plan import SHARED_OWNER, Plan, Pool, Slice, Tier
+from engine.training_layout import Mode, TrainingLayout
 from engine.view import View
+from traces.request import TrainingJob
 
 Half = TypeVar("Half")
 Fit = Callable[[Half, tuple[Slice, ...], View], Plan]
@@ -19,15 +22,53 @@ class DoesNotFit(MemoryError):
 
 
 class OutOfMemory(DoesNotFit):
-    """A launch, or what lies there from the start, can never fit; says where and by how much."""
+    """A launch, or what lies there from the start, can never fit; says where, by how much, and
+    which knobs would help beside more memory."""
 
-    def __init__(self, pool: Pool, deficit_bytes: int, what: str) -> None:
+    def __init__(
+        self, pool: Pool, deficit_bytes: int, what: str, knobs: Sequence[str] = ()
+    ) -> None:
         tier, device = pool
+        helps = ", or ".join(["give it more memory", *knobs])
         super().__init__(
-            f"{tier}:{device} is at least {deficit_bytes:,} bytes short for {what}; "
-            "give it more memory, or take smaller microbatches or chunks, or recompute"
+            f"{tier}:{device} is at least {deficit_bytes:,} bytes short for {what}; {helps}"
         )
         self.pool, self.deficit_bytes = pool, deficit_bytes
+
+
+def knobs_of_launch(tier: Tier, spec: TrainingJob, layout: TrainingLayout) -> tuple[str, ...]:
+    """What a job may change so that its launches take less of a tier, beside what it has set.
+
+    The device holds activations and, for the moment, chunks; the host holds states, and activations
+    only where they are offloaded.
+    """
+    modes = {unit.mode for unit in layout.units[1:-1]}
+    if tier is Tier.HOST:
+        found = {
+            "recompute (planner.modes=recompute)": Mode.OFFLOAD in modes,
+            "train adapters (training/recipe=lora)": spec.recipe.lora_rank is None,
+        }
+    else:
+        found = {
+            "take smaller microbatches (training.sequences)": spec.sequences > 1,
+            "take shorter sequences (training.sequence_tokens)": spec.sequences == 1,
+            "recompute (planner.modes=recompute)": Mode.KEEP in modes,
+            "take smaller chunks (planner.chunk_elements)": _spans_units(layout),
+        }
+    return tuple([knob for knob, helps in found.items() if helps])
+
+
+def _spans_units(layout: TrainingLayout) -> bool:
+    """Whether a chunk holds more than a unit needs; a tied table by itself does not."""
+    uses = Counter([chunk for unit in layout.units for chunk in unit.chunks])
+    return any(n > 1 and len(layout.chunks[c].parameters) > 1 for c, n in uses.items())
+
+
+def knobs_of_states(start: str) -> tuple[str, ...]:
+    """What else may be done with states that do not fit where planner.start puts them."""
+    elsewhere = {"host": "host_first", "device": "host"}
+    moved = (f"take planner.start={elsewhere[start]}",) if start in elsewhere else ()
+    return (*moved, "take a smaller model")
 
 
 def patient(fit: Fit[Half]) -> Fit[Half]:

@@ -25,7 +25,7 @@ from policies.cycle import layout_of, training_jobs
 from policies.eviction import NOW, Order
 from policies.exchange import Exchange
 from policies.launching import Launching, goes_out, launches_of
-from policies.out_of_memory import OutOfMemory
+from policies.out_of_memory import OutOfMemory, knobs_of_launch
 
 STATES = (Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER)
 
@@ -280,7 +280,10 @@ class Residency:
 
     def _error(self, pool: Pool, deficit_bytes: int) -> OutOfMemory:
         assert self._launch is not None, "room is made for launches"
-        return OutOfMemory(pool, deficit_bytes, self._launch.name)
+        training = self._launch.piece.job.training
+        assert training is not None, "a task of a training job"
+        knobs = knobs_of_launch(pool[0], training.spec, layout_of(training))
+        return OutOfMemory(pool, deficit_bytes, self._launch.name, knobs)
 
     # ---- books
     def _stamp(self, place: Place) -> int:

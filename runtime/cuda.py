@@ -1,119 +1,170 @@
-"""CUDA: a stream per lane, events as marks. The rest is streams.py, which CI runs on threads.
+"""CUDA: a stream per lane, events as marks, and for the host's updates a thread. The rest is
+streams.py, which CI runs on threads.
 
 What of this has never run on a GPU is listed in DESIGN.md.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from torch import cuda
 
 from engine.executor import Launch, Span
-from engine.plan import COMPUTE_LANE, Lane
+from engine.plan import COMPUTE_LANE, HOST_LANE, Compute, Lane, Op, Tier
 from runtime.clock import WallClock
-from runtime.streams import Machine, StreamExecutor, Work
+from runtime.streams import Machine, StreamExecutor, StreamLane, Work
+from runtime.timeline import Timeline
+from runtime.wall import LaneClosedError, ThreadLane
 
-REANCHOR_MS = 1000.0  # elapsed_time is a 32-bit float: up to here it resolves 61 ns
-
-
-class Timed(Protocol):
-    """A CUDA event with timing."""
-
-    def elapsed_time(self, later: Any) -> float: ...
-
-
-class Timeline:
-    """Puts a device's events on the run's clock.
-
-    Starts from one event whose moment on both clocks is known. The two drift apart by a few us a
-    second, so a span that would start before its issue or end in the future moves the anchor.
-    """
-
-    def __init__(self, clock: WallClock, anchor: Timed) -> None:
-        """`anchor` has just ended: its time is now."""
-        self._clock, self._anchor, self._anchor_ns = clock, anchor, clock.now
-
-    def span_ns(self, begin: Timed, end: Timed, issued_ns: int) -> tuple[int, int]:
-        """Start and end of what two past events enclose."""
-        to_end_ms = self._anchor.elapsed_time(end)
-        start_ns = self._anchor_ns + round(self._anchor.elapsed_time(begin) * 1e6)
-        end_ns = self._anchor_ns + round(to_end_ms * 1e6)
-        shift_ns = max(0, issued_ns - start_ns)
-        shift_ns -= max(0, end_ns + shift_ns - self._clock.now)
-        if shift_ns or to_end_ms > REANCHOR_MS:
-            self._anchor, self._anchor_ns = end, end_ns + shift_ns
-        return start_ns + shift_ns, end_ns + shift_ns
+DEEP = 2  # launches of training on a stream at a time
 
 
 @dataclass(slots=True, eq=False)
 class CudaMark:
-    """The end of a launch on a stream. Keeps all that its kernels use until it is past."""
+    """The end of a launch on a stream. Keeps all that its kernels use until it is past.
+
+    A launch that is held has no events yet; a thread of the host may wait for it all the same.
+    """
 
     rings: ClassVar[bool] = False  # a device is polled
     work: Work
-    begin: cuda.Event
-    end: cuda.Event
-    tokens: tuple[Any, ...]  # per part, on the device
-    fetched: tuple[Any, ...]  # the same, on their way to pinned memory
-    issued_ns: int
-    peak_bytes: int | None
-    machine: Machine
-    timeline: Timeline
+    lane: CudaLane
+    begin: Any = None
+    end: Any = None
+    tokens: tuple[Any, ...] = ()  # per part, on the device
+    fetched: tuple[Any, ...] = ()  # the same, on their way to pinned memory
+    issued_ns: int = 0
+    peak_bytes: int | None = None
+    is_over: bool = False  # and its span was told, so what it leaves behind is free
+    error: BaseException | None = None
+    issued: threading.Event = field(default_factory=threading.Event)
+    _times_ns: tuple[int, int] | None = None
 
     def is_past(self) -> bool:
-        return bool(self.end.query())
+        if not self.issued.is_set():
+            self.lane.advance()
+        return self.error is not None or (self.issued.is_set() and bool(self.end.query()))
 
     def span(self) -> Span:
+        self.check()
         ended: tuple[int, ...] = ()
         for (prepared, _), tokens in zip(self.work.parts, self.fetched, strict=True):
-            ended += self.machine.collect(prepared, tokens)
+            ended += self.lane.machine.collect(prepared, tokens)
+        start_ns, end_ns = self._times()
         if self.work.leave is not None:
             self.work.leave()
-        start_ns, end_ns = self.timeline.span_ns(self.begin, self.end, self.issued_ns)
+        self.is_over = True
         return Span(self.work.launch.op, start_ns, end_ns, self.peak_bytes, ended)
+
+    # ---- for threads of the host
+    @property
+    def end_ns(self) -> int:
+        """When it ended, on the run's clock. Only once past."""
+        return self._times()[1]
+
+    def check(self) -> None:
+        """Raises what kept it from being issued."""
+        if self.error is not None:
+            raise self.error
+
+    def wait(self) -> None:
+        """Blocks until past: the calling thread, neither a stream nor the engine's thread."""
+        self.issued.wait()
+        self.check()
+        self.end.synchronize()
+
+    def _times(self) -> tuple[int, int]:
+        """Whoever asks first, of two threads, fixes them."""
+        timeline = self.lane.timeline
+        with timeline.lock:
+            if self._times_ns is None:
+                self._times_ns = timeline.span_ns(self.begin, self.end, self.issued_ns)
+        return self._times_ns
 
 
 class CudaLane:
-    """A stream; launches are put on it by the engine's thread, which never waits for them."""
+    """A stream; launches are put on it by the engine's thread, which never waits for them.
+
+    Serving's at once, behind the marks they wait for. Where memory is real (Work.open), a launch is
+    held until these are over, so that the bytes it takes are really free, and until all but one
+    before it on the stream have ended: one is always behind the one that runs. The engine's polls
+    look whether its time has come.
+    """
 
     def __init__(
         self, name: Lane, clock: WallClock, machine: Machine, timeline: Timeline, device: int
     ) -> None:
         self._stream = cuda.Stream(device)
-        self._clock, self._machine, self._timeline = clock, machine, timeline
+        self._clock, self.machine, self.timeline = clock, machine, timeline
         self._device = device
         self._computes = name[1] == COMPUTE_LANE
+        self._held = deque[tuple[CudaMark, Sequence[Any]]]()
+        self._running = deque[CudaMark]()
 
     def start(self, work: Work, waits: Sequence[Any]) -> CudaMark:
-        issued_ns, stream = self._clock.now, self._stream
-        stream.wait_event(work.uploaded)
-        for mark in waits:
-            stream.wait_event(mark.end)
-        begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        with cuda.stream(stream), self._peak() as peak:
-            begin.record(stream)
-            tokens = tuple(self._machine.start(prepared) for prepared, _ in work.parts)
-            fetched = tuple(_to_host(part) for part in tokens)
-            end.record(stream)
-        peak_bytes = peak[0] if peak else None
-        kept = (work, begin, end, tokens, fetched)
-        return CudaMark(*kept, issued_ns, peak_bytes, self._machine, self._timeline)
+        mark = CudaMark(work, self)
+        self._held.append((mark, waits))
+        self.advance()
+        return mark
+
+    def advance(self) -> None:
+        """Issues what is held, as far as its time has come. On the engine's thread only."""
+        while self._held and self._may_issue(*self._held[0]):
+            mark, waits = self._held.popleft()
+            self._issue(mark, waits)
 
     def stop(self) -> None:
-        """What is on a stream cannot be taken back."""
+        """What is on a stream cannot be taken back; what is held never runs."""
+        while self._held:
+            mark, _ = self._held.popleft()
+            mark.error = LaneClosedError("the executor was closed before this launch could run")
+            mark.issued.set()
 
     def join(self) -> None:
         self._stream.synchronize()
 
+    def _may_issue(self, mark: CudaMark, waits: Sequence[Any]) -> bool:
+        if mark.work.open is None:
+            return True
+        while self._running and self._running[0].end.query():
+            self._running.popleft()
+        if len(self._running) == DEEP or not all(map(_is_over, waits)):
+            return False
+        with cuda.stream(self._stream):  # the allocator orders what begins by this stream
+            return mark.work.open()
+
+    def _issue(self, mark: CudaMark, waits: Sequence[Any]) -> None:
+        work, stream = mark.work, self._stream
+        mark.issued_ns = self._clock.now
+        stream.wait_event(work.uploaded)
+        for other in waits if work.open is None else ():
+            stream.wait_event(other.end)
+        mark.begin, mark.end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        with cuda.stream(stream), self._peak(work.launch.op) as peak:
+            mark.begin.record(stream)
+            mark.tokens = tuple(self.machine.start(prepared) for prepared, _ in work.parts)
+            mark.fetched = tuple(_to_host(part) for part in mark.tokens)
+            mark.end.record(stream)
+        mark.peak_bytes = peak[0] if peak else None
+        if work.open is not None:
+            self._running.append(mark)
+        mark.issued.set()
+
     @contextmanager
-    def _peak(self) -> Iterator[list[int]]:
-        """Most bytes allocated above what was there; the allocator counts in issue order."""
+    def _peak(self, op: Op) -> Iterator[list[int]]:
+        """Most bytes allocated above what was there; the allocator counts in issue order.
+
+        Not of launches over some of the layers: what those leave is booked, and in that figure.
+        """
         peak: list[int] = []
-        if not self._computes:
+        slices = op.slices if isinstance(op, Compute) else ()
+        if not self._computes or any(piece.layers is not None for piece in slices):
             yield peak
             return
         cuda.reset_peak_memory_stats(self._device)
@@ -122,9 +173,16 @@ class CudaLane:
         peak.append(cuda.max_memory_allocated(self._device) - before)
 
 
+def _is_over(mark: Any) -> bool:
+    """Whether a launch has ended and given back what it held, as a thread's has once it is past."""
+    return bool(mark.is_over if isinstance(mark, CudaMark) else mark.is_past())
+
+
 class CudaExecutor(StreamExecutor):
     """The executor of `backend=cuda`: waits are wait_event, one to one. A GPU per device.
 
+    Where something trains, launches are held until what they wait for is over (see CudaLane), and
+    updates on the host run on a thread of their own, which waits for events itself.
     Index tensors go up on a stream of their own. Sampled tokens stay on the device for the next
     launch and come down, pinned, at the end of theirs.
     """
@@ -134,9 +192,11 @@ class CudaExecutor(StreamExecutor):
             cuda.synchronize(device)  # weights and arenas were made on the default stream
         self._uploads = [cuda.Stream(device) for device in range(devices)]
         self._timelines: dict[int, Timeline] = {}
-        super().__init__(clock, machine, self._open_lane_on, None, self._upload)
+        super().__init__(clock, machine, self._open_lane_on, None, self._upload, (Tier.GPU,))
 
-    def _open_lane_on(self, lane: Lane) -> CudaLane:
+    def _open_lane_on(self, lane: Lane) -> StreamLane:
+        if lane[1] == HOST_LANE:
+            return ThreadLane(lane, self.clock, self.machine)
         return CudaLane(lane, self.clock, self.machine, self._times(lane[0]), lane[0])
 
     def _times(self, device: int) -> Timeline:

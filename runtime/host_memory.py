@@ -21,6 +21,7 @@ class HostAllocator:
         """`pinned` None: where CUDA is there."""
         self.pinned = torch.cuda.is_available() if pinned is None else pinned
         self._spare: dict[int, list[UntypedStorage]] = defaultdict(list)  # by size, pinned only
+        self._registered: list[UntypedStorage] = []  # all that is pinned, in use or not
 
     @property
     def spare_bytes(self) -> int:
@@ -31,7 +32,10 @@ class HostAllocator:
         """A host storage of so many bytes, contents undefined. RuntimeError if pinning fails."""
         if not self.pinned or not nbytes:
             return UntypedStorage(nbytes)
-        return self._spare[nbytes].pop() if self._spare[nbytes] else _pinned(nbytes)
+        if self._spare[nbytes]:
+            return self._spare[nbytes].pop()
+        self._registered.append(_pinned(nbytes))
+        return self._registered[-1]
 
     def give(self, storage: UntypedStorage) -> None:
         """Takes a storage back; nobody may use it any more."""
@@ -39,10 +43,13 @@ class HostAllocator:
             self._spare[storage.nbytes()].append(storage)
 
     def close(self) -> None:
-        """Gives all spare memory back to the system."""
-        for storage in (s for storages in self._spare.values() for s in storages):
+        """Gives all spare memory back to the system; what is in use is pinned no more. Nothing may
+        be on its way from or to it."""
+        for storage in self._registered:
             torch.cuda.cudart().cudaHostUnregister(storage.data_ptr())
+        self._registered.clear()
         self._spare.clear()
+        self.pinned = False
 
 
 def _pinned(nbytes: int) -> UntypedStorage:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from threading import RLock
 
 from engine.executor import Store
-from engine.plan import Place
+from engine.plan import Place, Tier
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +18,7 @@ class Stay:
     place: Place
     open: int = 0  # launches on it that have not ended
     is_freed: bool = False
-    grown_bytes: int = 0  # asked for while the stay before was not over
+    grown_bytes: int | None = None  # asked for, and the store has not been told
 
 
 class LaneStore:
@@ -26,20 +26,21 @@ class LaneStore:
 
     What a plan frees and a later one takes again is another stay: it begins when the one before is
     over. Whoever takes it waits for that (the ledger says so), so nobody ever finds it missing.
+    What is taken in a tier of `late` begins when a launch opens it: a plan says long before what
+    it will take, of bytes that others use till then.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store, self._lock = store, RLock()
+    def __init__(self, store: Store, late: Collection[Tier] = ()) -> None:
+        self._store, self._late, self._lock = store, late, RLock()
         self._stays: dict[Place, deque[Stay]] = defaultdict(deque)
 
     def grow(self, place: Place, nbytes: int) -> None:
         """See Store."""
         with self._lock:
             stay = self._newest(place)
-            if stay is self._stays[place][0]:
-                self._store.grow(place, nbytes)
-            else:
-                stay.grown_bytes += nbytes
+            stay.grown_bytes = (stay.grown_bytes or 0) + nbytes
+            if place.tier not in self._late:
+                self._tell(stay)
 
     def free(self, place: Place) -> None:
         """See Store."""
@@ -55,6 +56,16 @@ class LaneStore:
                 stay.open += 1
         return stays
 
+    def open(self, stays: Sequence[Stay]) -> bool:
+        """Begins what a launch's places took late; whether they all are there. If one still waits
+        for the stay before to be over, nothing begins."""
+        with self._lock:
+            if not all(stay is self._stays[stay.place][0] for stay in stays):
+                return False
+            for stay in stays:
+                self._tell(stay)
+        return True
+
     def end(self, stays: Sequence[Stay]) -> None:
         """It has ended."""
         with self._lock:
@@ -68,12 +79,19 @@ class LaneStore:
             stays.append(Stay(place))
         return stays[-1]
 
+    def _tell(self, stay: Stay) -> None:
+        """Grows what was asked for, if its time has come."""
+        if stay.grown_bytes is not None and stay is self._stays[stay.place][0]:
+            self._store.grow(stay.place, stay.grown_bytes)
+            stay.grown_bytes = None
+
     def _advance(self, place: Place) -> None:
         stays = self._stays[place]
         while stays and stays[0].is_freed and not stays[0].open:
+            self._tell(stays[0])  # it has never been opened: it comes and goes
             self._store.free(place)
             stays.popleft()
-            if stays and stays[0].grown_bytes:
-                self._store.grow(place, stays[0].grown_bytes)
+            if stays and place.tier not in self._late:
+                self._tell(stays[0])
         if not stays:
             del self._stays[place]

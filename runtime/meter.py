@@ -123,9 +123,8 @@ class CpuMeter:
     def _reading(self, pool: Pool) -> Reading:
         arena = self._arenas.get(pool)
         persistent = self._weights[pool].read_bytes() + (arena.read_bytes() if arena else 0)
-        if self._held is not None and not pool[1]:
-            # by torch's own sizes, each storage once
-            persistent += sum({s._cdata: s.nbytes() for s in self._held(pool[0])}.values())
+        if not pool[1]:
+            persistent += _distinct_bytes(self._held, pool[0])
         return Reading(persistent, process_bytes() if pool == (Tier.GPU, 0) else None)
 
 
@@ -136,9 +135,10 @@ class CudaMeter:
     hold (`requested_bytes`; the allocator rounds each to 512). An arena is taken whole at the
     start, so this is weights + arena whatever is booked; a launch in flight adds the few
     index tensors it keeps. process_bytes = what the driver says is in use on the device, by
-    anybody. The HOST pool is its pinned arena (it cannot leave RAM, so it is asked for once) and
-    the RSS. `every` and `paused` as in CpuMeter. `graph_bytes` is what graphs keep beside that (the
-    allocator calls it reserved, not requested).
+    anybody. The HOST pool is its pinned arena (it cannot leave RAM, so it is asked for once), what
+    training holds there by torch's own sizes, and the RSS. `every`, `paused` and `held` as in
+    CpuMeter. `graph_bytes` is what graphs keep beside that (the allocator calls it reserved, not
+    requested).
     """
 
     def __init__(
@@ -148,13 +148,15 @@ class CudaMeter:
         every: int = 1,
         paused: Callable[[], AbstractContextManager[object]] = nullcontext,
         graph_bytes: int = 0,
+        held: Callable[[Tier], Iterable[UntypedStorage]] | None = None,
     ) -> None:
         if every < 1:
             raise ValueError(f"meter: every is {every}; it must be at least 1")
         self._device, self._every, self._calls, self._paused = device, every, 0, paused
         self._graph_bytes = graph_bytes
         pinned = [Residency(tensor).read_bytes() for tensor in host_arenas]
-        self._pinned_bytes = sum(pinned) if pinned else None
+        self._pinned_bytes = sum(pinned) if pinned or held is not None else None
+        self._held = held
 
     def read(self) -> Mapping[Pool, Reading]:
         """One reading per pool, or nothing at a call that is left out."""
@@ -170,8 +172,15 @@ class CudaMeter:
         persistent = int(stats["requested_bytes.all.current"]) + self._graph_bytes
         readings = {(Tier.GPU, self._device): Reading(persistent, total - free)}
         if self._pinned_bytes is not None:
-            readings[(Tier.HOST, self._device)] = Reading(self._pinned_bytes, process_bytes())
+            host_bytes = self._pinned_bytes + _distinct_bytes(self._held, Tier.HOST)
+            readings[(Tier.HOST, self._device)] = Reading(host_bytes, process_bytes())
         return readings
+
+
+def _distinct_bytes(held: Callable[[Tier], Iterable[UntypedStorage]] | None, tier: Tier) -> int:
+    """Of what training holds in a tier, by torch's own sizes, each storage once."""
+    storages = () if held is None else held(tier)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def page_slack_bytes(num_pages: int, page_bytes: int) -> int:

@@ -67,7 +67,10 @@ class Stash:
         if not self._uses[packed.index]:
             self.storages[packed.index] = None
         empty = torch.empty(0, dtype=packed.dtype, device=storage.device)
-        return empty.set_(storage, packed.start, packed.shape, packed.strides)
+        found = empty.set_(storage, packed.start, packed.shape, packed.strides)
+        if found.is_cuda:  # a copy has made it on its stream, and nobody waits to let it go
+            found.record_stream(torch.cuda.current_stream(found.device))
+        return found
 
 
 @dataclass(slots=True, eq=False)

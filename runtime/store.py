@@ -85,6 +85,10 @@ class Store:
         if state.home is not None:
             self._homes[region] = state.home
 
+    def close(self) -> None:
+        """Pins the host's memory no more, so that another may; contents stay."""
+        self.host.close()
+
     # ---- what a plan says
     def grow(self, place: Place, nbytes: int) -> None:
         """Makes room; the first room that a declared region gets is filled with its contents."""

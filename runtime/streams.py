@@ -7,7 +7,7 @@ the engine. Threads (wall.py) and CUDA streams (cuda.py) differ only in their la
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from engine.executor import Launch, Span
-from engine.plan import Copy, Kind, Lane, Op, Place, Pool
+from engine.plan import Copy, Kind, Lane, Op, Place, Pool, Tier
+from engine.regions import is_workspace
 from runtime.clock import WallClock
 from runtime.lane_store import LaneStore
 
@@ -43,6 +44,7 @@ class Work:
     parts: tuple[tuple[Any, int], ...]  # (prepared, bytes of the copy)
     uploaded: Any = None
     leave: Callable[[], None] | None = None  # to be called when it has ended, before others go on
+    open: Callable[[], bool] | None = None  # begins its places, where memory is real, if it may
 
 
 class Mark(Protocol):
@@ -74,7 +76,8 @@ class StreamExecutor:
     """An engine.executor.Executor in real time over lanes of one kind.
 
     `chunk_bytes`: copies of KV pages longer than this are handed over in parts (None: whole).
-    `uploading` surrounds the preparation of a launch and gives Work.uploaded.
+    `uploading` surrounds the preparation of a launch and gives Work.uploaded. Places in the tiers
+    `late` begin when their first launch opens them: see LaneStore.
     A failed launch raises in the engine, at the poll that finds its mark. Use it as a context
     manager: its lanes end with the block, whatever happened.
     """
@@ -86,11 +89,12 @@ class StreamExecutor:
         open_lane: Callable[[Lane], StreamLane],
         chunk_bytes: int | None = None,
         uploading: Callable[[Launch], AbstractContextManager[Any]] = lambda _: nullcontext(),
+        late: Collection[Tier] = (),
     ) -> None:
         self.clock = clock
         self.machine = machine
         store = getattr(machine, "store", None)
-        self.store = None if store is None else LaneStore(store)
+        self.store = None if store is None else LaneStore(store, late)
         self._open_lane = open_lane
         self._chunk_bytes = chunk_bytes
         self._uploading = uploading
@@ -135,7 +139,9 @@ class StreamExecutor:
         work = self._work.pop(op)
         if self.store is not None:
             stays = self.store.begin(places_of(op))
-            work = replace(work, leave=partial(self.store.end, stays))
+            kept = [stay for stay in stays if not is_workspace(stay.place)]
+            leave, opens = partial(self.store.end, stays), partial(self.store.open, kept)
+            work = replace(work, leave=leave, open=opens)
         mark = self._marks[op] = self._lane(op.lane).start(work, waits)
 
         def settle(span: Span) -> None:

@@ -191,7 +191,9 @@ class Trainer:
     def _ids_of(self, microbatch: int) -> Tensor:
         if microbatch not in self._ids:
             ids = torch.tensor(self._batches.ids(microbatch), dtype=torch.int64)
-            self._ids[microbatch] = ids.to(self._store.device)
+            if self._store.device.type == "cuda":
+                ids = ids.pin_memory()  # else the copy would wait for all that is on the stream
+            self._ids[microbatch] = ids.to(self._store.device, non_blocking=True)
         return self._ids[microbatch]
 
     def _stash(self, unit: int, hidden: Tensor | None, ids: Tensor) -> Stash:

@@ -28,6 +28,7 @@ class TrainingMachine:
     """
 
     arenas: Mapping[Pool, Any] = {}  # no KV
+    graph_bytes: Mapping[int, int] = {}  # nor CUDA graphs
 
     def __init__(
         self, trainers: Mapping[int, Trainer], store: Store, places: Mapping[Place, int]

@@ -2,9 +2,10 @@
 
 Steps, each in what time is left: the tests marked gpu, those of the Triton kernels, fidelity at two
 loads (with its calibration, on an 8B-shape Llama in bf16 with random weights), the report of one of
-its runs, the decode step against the memory's bandwidth, hybrid steps. ARGS names some of them: one
-call may go on where another had no time, with what lies in WORK. Results are in $OUT after every
-step, in few files: a machine that is lent gives no more back.
+its runs, the decode step against the memory's bandwidth, hybrid steps, training beyond the device's
+memory, the report of one such run with its plans replayed. ARGS names some of them: one call may go
+on where another had no time, with what lies in WORK (training wants a call of its own). Results are
+in $OUT after every step, in few files: a machine that is lent gives no more back.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _steps(chosen: argparse.Namespace) -> dict[str, list[str]]:
     python, fidelity, load = [sys.executable, "-m"], WORK / "fidelity", "80%"
-    compared = [str(fidelity / load / name) for name in ("predicted", "measured")]
+    training = WORK / "training"
+    compared, trained = (
+        [str(root / name) for name in ("predicted", "measured")]
+        for root in (fidelity / load, training / "patrickstar")
+    )
     shape = ["--model", chosen.model, "--device", chosen.device, "--requests", chosen.limit]
     kept = ["--keep", str(fidelity), "--out", str(WORK / "gpu_fidelity.csv")]
     return {
@@ -62,6 +67,14 @@ def _steps(chosen: argparse.Namespace) -> dict[str, list[str]]:
         "report": [*python, "tandem.cli", "compare", *compared, "--out", str(WORK / "report")],
         "decode_floor": [*python, "benchmarks.gpu_decode_floor"],
         "hybrid": [*python, "benchmarks.gpu_hybrid"],
+        "training": [
+            *[*python, "benchmarks.gpu_training", "--device", chosen.device],
+            *["--keep", str(training), "--out", str(WORK / "gpu_training.csv")],
+        ],
+        "training_report": [
+            *[*python, "tandem.cli", "compare", *trained],
+            *["--out", str(WORK / "training_report")],
+        ],
     }
 
 

@@ -22,10 +22,20 @@ log = logging.getLogger(__name__)
 
 
 def check_pinned(setting: Setting) -> None:
-    """ValueError where the host's KV, which is pinned, would take most of this machine's memory."""
-    pages = sum(count for (tier, _), count in pages_of(setting).items() if tier is Tier.HOST)
-    wanted = pages * setting.room.page.nbytes
+    """ValueError where what is pinned on the host would take most of this machine's memory: its KV,
+    and what training holds there from the start."""
     available = available_bytes()
+    states = sum(n for place, n in setting.room.layout.places.items() if place.tier is Tier.HOST)
+    if states > available / 2:
+        raise ValueError(
+            f"model {setting.spec.name}: {states / MIB:,.0f} MiB of its states would be pinned on "
+            f"the host, and {available / MIB:,.0f} MiB are free here; take a smaller model, or "
+            "planner.start=device"
+        )
+    pages = pages_of(setting) if setting.requests else {}
+    wanted = setting.room.page.nbytes * sum(
+        n for (tier, _), n in pages.items() if tier is Tier.HOST
+    )
     if wanted > available / 2:
         raise ValueError(
             f"budget: {wanted / MIB:,.0f} MiB of host memory for swapped KV would be pinned, and "
@@ -86,6 +96,19 @@ def on_cpu(setting: Setting) -> Any:
     if not setting.requests:
         return training
     serving = machines(setting, [build_model(setting.spec, setting.seed)] * setting.replicas)
+    return serving if training is None else MixedMachine(serving, training)
+
+
+def on_gpus(setting: Setting, gpus: Sequence[str], kernels: bool) -> Any:
+    """The model on these GPUs, one each; what trains does so on the first."""
+    from runtime.mixed import MixedMachine
+    from runtime.model import build_model
+
+    training = training_machine(setting, gpus[0])
+    if not setting.requests:
+        return training
+    models = [build_model(setting.spec, setting.seed, gpu) for gpu in gpus]
+    serving = machines(setting, models, gpus, kernels)
     return serving if training is None else MixedMachine(serving, training)
 
 
@@ -173,6 +196,24 @@ def links_of(setting: Setting) -> dict[str, Any]:
         "gpu->host": Link(device.to_host_bytes_per_s, device.link_ns),
         "host->gpu": Link(device.to_device_bytes_per_s, device.link_ns),
     }
+
+
+def device_bytes_of(setting: Setting) -> int:
+    """What torch may take of a GPU: a training budget with the device's reserve, else its share."""
+    if setting.requests:
+        return setting.device.usable_bytes
+    return setting.room.capacity_bytes[Tier.GPU, 0] + setting.device.reserve_bytes
+
+
+def gpu_meter(machine: Any, number: int, paused: Callable[[], Any], every: int) -> Meter:
+    """The allocator of one GPU, and its host's memory; training is the first one's."""
+    from runtime.meter import CudaMeter
+
+    arena = machine.arenas.get((Tier.HOST, number))
+    arenas = [] if arena is None else [arena.pages]
+    training = getattr(machine, "training", machine)
+    held = getattr(training, "held", None) if number == 0 else None
+    return CudaMeter(number, arenas, every, paused, machine.graph_bytes.get(number, 0), held)
 
 
 def cpu_meter(machine: Any, paused: Callable[[], Any] = nullcontext, every: int = 1) -> Meter:

@@ -12,9 +12,17 @@ from typing import Any, NamedTuple
 import simpy
 
 from engine.executor import Executor, Meter
-from engine.plan import Tier
 from tandem.conform import conform
-from tandem.machines import check_here, check_pinned, cpu_meter, links_of, machines, on_cpu
+from tandem.machines import (
+    check_here,
+    check_pinned,
+    cpu_meter,
+    device_bytes_of,
+    gpu_meter,
+    links_of,
+    on_cpu,
+    on_gpus,
+)
 from tandem.setting import Setting
 
 CLOCKS = {
@@ -203,29 +211,27 @@ def _cuda(setting: Setting, attention: Any = None) -> Iterator[World]:
     from runtime.clock import WallClock
     from runtime.cuda import CudaExecutor, set_budget
     from runtime.kernels import are_chosen
-    from runtime.meter import CudaMeter
-    from runtime.model import build_model
     from runtime.replicas import Meters
 
     check_pinned(setting)
     gc.collect()  # an earlier run of this process may still hold the memory
     torch.cuda.empty_cache()
-    gpus = [f"cuda:{number}" for number in range(setting.replicas)]
-    for number in range(setting.replicas):
-        set_budget(setting.device.usable_bytes, number)
-    models = [build_model(setting.spec, setting.seed, gpu) for gpu in gpus]
-    machine = machines(setting, models, gpus, are_chosen(attention))
+    numbers = range(setting.replicas)
+    for number in numbers:
+        set_budget(device_bytes_of(setting), number)
+    kernels = bool(setting.requests) and are_chosen(attention)
+    machine = on_gpus(setting, [f"cuda:{number}" for number in numbers], kernels)
 
     @contextmanager
     def fresh() -> Iterator[Opened]:
         clock = WallClock()
-        host = {pool: arena for pool, arena in machine.arenas.items() if pool[0] is Tier.HOST}
         with CudaExecutor(clock, machine, setting.replicas) as executor:
-            meters = [
-                CudaMeter(i, [arena.pages], READ_EVERY, executor.paused, machine.graph_bytes[i])
-                for (_, i), arena in host.items()
-            ]
+            meters = [gpu_meter(machine, i, executor.paused, READ_EVERY) for i in numbers]
             yield Opened(clock, executor, Meters(meters))
 
-    with fresh() as main:
-        yield World(main.env, main.executor, machine, main.meter, fresh)
+    try:
+        with fresh() as main:
+            yield World(main.env, main.executor, machine, main.meter, fresh)
+    finally:
+        if (store := getattr(machine, "store", None)) is not None:
+            store.close()

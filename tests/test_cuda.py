@@ -18,9 +18,10 @@ from engine.plan import Copy, PageSize
 from engine.policy import Composed
 from engine.recorder import Recorder
 from runtime.clock import WallClock
-from runtime.cuda import CudaExecutor, Timeline, set_budget
+from runtime.cuda import CudaExecutor, set_budget
 from runtime.machine import GPU, Machine
 from runtime.meter import CudaMeter
+from runtime.timeline import Timeline
 from sim.memory import graph_bytes
 from tests.hand_made import HOST, TINY, own_model
 from tests.reference import compare, expected

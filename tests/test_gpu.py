@@ -16,7 +16,7 @@ import pytest
 
 from analysis.agreement import agreement
 from analysis.run import Run, load
-from benchmarks import gpu_aiconfigurator, gpu_fidelity, gpu_hybrid
+from benchmarks import gpu_aiconfigurator, gpu_fidelity, gpu_hybrid, gpu_training
 from runtime.model import build_model
 from tandem import gpu
 from tandem.compose import composed
@@ -159,6 +159,37 @@ def test_the_fidelity_claim_runs_whole_on_a_cpu(
     assert agreement(replayed, measured).divergence is None and len(measured.plans)
 
 
+# ---- training
+def test_the_training_claim_runs_whole_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another system over the same tokens has the same losses; who does not fit says so."""
+    monkeypatch.chdir(tmp_path)
+    words = ["--backend", "cpu", "--device", "cpu", "--model", "micro_llama"]
+    words += ["--budget", "6000000", "--host", "400000000", "--sequences", "2", "--tokens", "16"]
+    words += ["--steps", "3", "--policies", "zero3_offload", "train_on_device"]
+    assert gpu_training.main([*words, "--keep", "kept", "--out", "table.csv"]) == 0
+    table = pd.read_csv("table.csv").set_index("system")
+    ours, beside = table.loc["zero3_offload"], table.loc["plain loop"]
+    assert ours["last_loss"] == pytest.approx(beside["last_loss"], rel=1e-3)
+    assert 0 < ours["peak_bytes"] <= 6_000_000 and ours["to_device_share"] > 0
+    assert ours["predicted_step_s"] > 0 and ours["tokens_per_s"] == pytest.approx(
+        32 / ours["step_s"], rel=1e-6
+    )
+    assert table.loc["train_on_device", "note"].startswith("does not fit")
+    measured = load(Path("kept") / "zero3_offload" / "measured")
+    assert measured.is_measured and len(measured.training) == 3
+    assert capsys.readouterr().out.endswith("systems 0 pass\n")
+
+
+def test_a_system_that_leaves_its_budget_or_fails_is_counted() -> None:
+    fine = gpu_training.Row("x", peak_bytes=9, budget_bytes=10, first_loss=2, last_loss=1)
+    assert not fine.is_wrong and replace(fine, peak_bytes=11).is_wrong
+    assert replace(fine, last_loss=2).is_wrong and replace(fine, last_loss=np.nan).is_wrong
+    assert replace(fine, note="does not fit: x").is_wrong
+    assert not replace(fine, system=gpu_training.TOO_LARGE, note="does not fit: x").is_wrong
+
+
 # ---- hybrid steps, and the tables of others
 def test_hybrid_steps_are_timed_by_kind() -> None:
     found = gpu_hybrid.measured(build_model(TINY, 1), TINY, 3, 20, 8, 2, device="cpu")
@@ -184,7 +215,7 @@ def test_measured_steps_are_held_against_the_tables_of_others(
     assert float(table.loc["all launches", "total"]) == pytest.approx(-0.5, abs=1e-3)
 
 
-@pytest.mark.parametrize("claim", [gpu_fidelity.main, gpu_aiconfigurator.main])
+@pytest.mark.parametrize("claim", [gpu_fidelity.main, gpu_aiconfigurator.main, gpu_training.main])
 def test_without_a_gpu_the_claims_say_so(
     claim: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ from policies.patrickstar import PatrickStar
 from policies.unit_chunks import UnitChunks
 from tests.offload import MEMORIES, REUSING, ROOMY, by_step, job_of, run, shape_of
 from tests.strategies import cases
+from tests.trainings import setting
 
 CAPACITY: Mapping[Pool, int] = {(Tier.GPU, 0): ROOMY, (Tier.HOST, 0): ROOMY}
 
@@ -134,6 +135,22 @@ def test_a_search_without_a_result_says_what_is_missing() -> None:
     small = {(Tier.GPU, 0): 7000, (Tier.HOST, 0): 10}
     with pytest.raises(MemoryError, match=r"no size of planner.sizes fits"):
         FixedChunks(sizes=(100,)).searched(model([60] * 20), small)
+
+
+def test_sizes_are_halved_where_warm_up_leaves_room_for_none() -> None:
+    """And not where one fits: published models on published devices keep the published sizes."""
+    shape, small = model([60] * 6), {(Tier.GPU, 0): 4000, (Tier.HOST, 0): ROOMY}
+    assert FixedChunks(sizes=(400, 260)).searched(shape, small) == 65, "or 100, of 200 and 130"
+    assert FixedChunks(sizes=(400, 100)).searched(shape, small) == 100
+    with pytest.raises(MemoryError, match=r"so 20 numbers at most, .* largest module \(60\)"):
+        FixedChunks().searched(shape, {(Tier.GPU, 0): 800, (Tier.HOST, 0): ROOMY})
+
+
+def test_patrickstar_trains_small_models_as_it_comes() -> None:
+    """On the default device, of 256 MiB, where not even one layer was said to fit."""
+    found = setting("policy=patrickstar")
+    (job,) = found.trainees
+    assert found.room.layout.training[job.job.job_id].chunks
 
 
 def test_the_sizes_are_those_of_the_original() -> None:

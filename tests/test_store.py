@@ -170,3 +170,30 @@ def test_nothing_that_is_needed_is_lost(hand: Hand) -> None:
 def test_tiers_are_two() -> None:
     with pytest.raises(AssertionError, match="no disk tier"):
         declared().grow(Place(REGION, Tier.DISK), 1)
+
+
+def test_pinned_memory_is_registered_once_and_all_of_it_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registered = dict[int, int]()
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            assert address not in registered
+            registered[address] = nbytes
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> None:
+            del registered[address]
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    host = HostAllocator(pinned=True)
+    first, second = host.take(5000), host.take(700)
+    host.give(first)
+    assert host.spare_bytes == 5000 and host.take(5000) is first
+    assert sorted(registered.values()) == [700, 5000]
+    host.close()
+    assert not registered and not host.spare_bytes
+    second.fill_(1)  # contents stay
+    host.give(second)
+    assert not host.spare_bytes and host.take(10).nbytes() == 10 and not registered

@@ -64,9 +64,9 @@ class Task:
 Result = tuple[list[float], dict[str, torch.Tensor]]
 
 
-def plainly(task: Task) -> Result:
+def plainly(task: Task, device: str = "cpu") -> Result:
     """Losses and final weights of a plain loop over transformers' model and torch's optimizer."""
-    model, recipe = task.build(), task.recipe
+    model, recipe = task.build().to(device), task.recipe
     own = [p for p in model.parameters() if p.requires_grad]
     is_wide = recipe.dtype == "float32"
     masters = own if is_wide else [p.detach().float().requires_grad_() for p in own]
@@ -76,7 +76,7 @@ def plainly(task: Task) -> Result:
         torch.manual_seed(recipe.seed)
         for step in range(task.num_steps):
             for k in range(task.microbatches):
-                ids = torch.tensor(task.ids(step * task.microbatches + k))
+                ids = torch.tensor(task.ids(step * task.microbatches + k), device=device)
                 loss = model(input_ids=ids, labels=ids, use_cache=False).loss
                 (loss / task.microbatches).backward()
                 losses.append(loss.item())

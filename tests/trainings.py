@@ -14,6 +14,7 @@ import torch
 from engine.plan import Tier
 from engine.recorder import Recorder
 from tandem.compose import composed
+from tandem.composed import Composed
 from tandem.experiment import engine_of
 from tandem.setting import Setting, setting_of
 from tandem.training import Trainee
@@ -72,7 +73,11 @@ def state_bytes(found: Setting) -> int:
 
 def train(backend: str, *overrides: str) -> Trained:
     """Carries a small training run out; `backend` is its override, such as lockstep."""
-    point = composed([*SMALL, f"backend={backend}", *overrides])
+    return train_at(composed([*SMALL, f"backend={backend}", *overrides]))
+
+
+def train_at(point: Composed) -> Trained:
+    """The same of a whole configuration."""
     found = setting_of(point)
     with _one_thread(), world_of(found, point.config["backend"]) as world:
         recorder = Recorder(world.meter)
@@ -114,11 +119,11 @@ class _Task:
 
 
 @lru_cache
-def plain(*overrides: str) -> Result:
+def plain(*overrides: str, device: str = "cpu") -> Result:
     """Losses and weights of plain torch training of the same job."""
     found = setting(*overrides)
     with _one_thread():
-        return plainly(_Task(found.trainees[0], found.seed))  # type: ignore[arg-type]
+        return plainly(_Task(found.trainees[0], found.seed), device)  # type: ignore[arg-type]
 
 
 def differing(ours: Result, other: Result) -> Sequence[str]:
