@@ -30,7 +30,8 @@ def test_too_little_is_refused_in_the_same_words_everywhere(
     room = {**need, tier: need[tier] * permille // 1000}
     sim, lockstep, cpu = (outcome(name, words, room) for name in ("sim", "lockstep", "cpu"))
     assert sim == lockstep == cpu
-    if permille < 999:  # the least is known to a part in a thousand
+    is_needed = need[tier] > 1  # the least that is tried: with all on the device the host has none
+    if is_needed and permille < 999:  # the least is known to a part in a thousand
         assert isinstance(sim, str), "it was enough"
     refused = refusal(*words, *budget(room))
     if isinstance(refused, OutOfMemory) and refused.pool == (tier, 0):
