@@ -104,7 +104,7 @@ def _of_prompt(plan: Plan, i: int, view: View, count: int, grown: Mapping[int, i
             grows.append(Grow(place, need, step))
             held += need
         step += 1
-    if plan.later and done == known:
+    if done == known and (plan.later or step < count):  # a prompt of one token looks like a decode
         reach = held // page.nbytes * page.tokens - known
         grows.append(Grow(place, page.nbytes, step + reach, page.tokens))
     return grows

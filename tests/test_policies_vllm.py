@@ -63,6 +63,22 @@ def test_every_token_comes_when_it_does_in_vllm(
     assert ours(requests, pages, budget, jobs, depth) == expected
 
 
+@pytest.mark.parametrize(
+    ("rows", "budget", "jobs"),
+    [
+        ([(43, 4), (80, 6), (1, 5), (36, 1), (1, 1)], 9, 3),
+        ([(58, 14), (80, 6), (1, 6), (31, 1), (1, 6)], 8, 4),
+    ],
+)
+def test_a_prompt_of_one_token_grows_as_the_decode_that_it_becomes(
+    rows: list[tuple[int, int]], budget: int, jobs: int
+) -> None:
+    """In a plan that repeats, its slices all look alike."""
+    requests = [Request(i, 0, *row) for i, row in enumerate([(5, 1), (25, 2), *rows])]
+    expected = Vllm(32, PAGE.tokens, step_ns, budget, jobs, 1).run(requests)
+    assert ours(requests, 32, budget, jobs, depth=1) == expected
+
+
 def test_the_comparison_sees_restarts() -> None:
     requests = [Request(i, i * 100_000, 30, 40) for i in range(12)]
     vllm = Vllm(40, PAGE.tokens, step_ns, 64, 12)
