@@ -78,6 +78,7 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     return noted
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("mode", ["keep", "offload"])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda words: words[0])
 def test_policies_train_on_streams_as_plain_torch(
