@@ -28,7 +28,6 @@ POLICIES["patrickstar"] = (  # chunks of half a layer
     "planner.chunk_elements=15000",
     "planner.oversize=alone",
 )
-ON_WALL: dict[str, Words] = {"patrickstar": ("memory.updates=device",)}  # on one lane
 
 LORA = "training/recipe=lora"
 BF16 = "training.recipe.dtype=bfloat16"

@@ -16,7 +16,6 @@ from tests.pressure import (
     DROPOUT,
     JOB,
     LORA,
-    ON_WALL,
     POLICIES,
     WHOLE,
     pressing,
@@ -53,7 +52,7 @@ def test_it_trains_as_plain_torch_and_is_decided_alike(policy: str, case: str) -
 def test_so_it_does_with_a_thread_for_each_lane(policy: str, case: str) -> None:
     """A job comes at the start, and no policy of training decides by a duration: so law 11 holds of
     the wall clock, too."""
-    words = pressing(*JOB, *POLICIES[policy], *CASES[case], *ON_WALL.get(policy, ()))
+    words = pressing(*JOB, *POLICIES[policy], *CASES[case])
     wall = train("cpu", *words, "backend.clock=wall")
     assert not differing(wall.result, trained_plainly(case))
     assert wall.log == train("sim", *words).log

@@ -10,7 +10,7 @@ import pytest
 from analysis.run import Run, load
 from tandem.compose import composed
 from tandem.experiment import run_experiment
-from tests.pressure import CASES, JOB, ON_WALL, POLICIES, pressing
+from tests.pressure import CASES, JOB, POLICIES, pressing
 from tests.trainings import SMALL
 
 BYTES = ("kv", "weight", "gradient", "optimizer", "activation", "buffer")
@@ -29,8 +29,7 @@ def test_a_replay_has_identical_bytes_copies_and_losses(
 ) -> None:
     """On the chunks of the run that is played back: nobody says again how they were laid out. A
     replay can be played back in its turn."""
-    own = ON_WALL.get(policy, ()) if clock == "wall" else ()
-    words = pressing(*JOB, *POLICIES[policy], *CASES[case], *own)
+    words = pressing(*JOB, *POLICIES[policy], *CASES[case])
     measured = run(tmp_path / "a", *words, "backend=cpu", f"backend.clock={clock}")
     job = [word for word in words if not word.startswith(CHOSEN)]
     replay = [*job, "policy=recorded"]
