@@ -122,6 +122,8 @@ class Balance:
             assert is_held, f"launch touches {place}, which is not held"
             assert place.tier is tier, f"launch on {op.lane} touches {place}"
             assert tier is Tier.HOST or place.device == device, f"{place} is elsewhere"
+        for place in op.after:
+            assert self.held(place) is not None, f"launch waits for {place}, which is not held"
 
     def collective(self, op: Collective) -> None:
         """Checks that all it reads and writes is on its device."""

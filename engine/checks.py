@@ -144,7 +144,9 @@ def _stamps_in_order(order: Sequence[Op], index: Mapping[Op, int]) -> dict[Op, t
 
 
 def _inputs(op: Op) -> tuple[Place, ...]:
-    return (op.src,) if isinstance(op, Copy) else (*op.reads, *op.writes)
+    if isinstance(op, Copy):
+        return (op.src,)
+    return (*op.reads, *op.writes, *(op.after if isinstance(op, Compute) else ()))
 
 
 def _outputs(op: Op) -> tuple[Place, ...]:

@@ -188,7 +188,7 @@ class Ledger:
 
     def _run(self, op: Op) -> Booking:
         if isinstance(op, Compute):
-            waits = self._board.touch(op, op.reads, op.writes)
+            waits = self._board.touch(op, op.reads + op.after, op.writes)
             if not op.reads:  # serving names only what it writes
                 return Booking(waits)
             held = self.kind_bytes[Tier.GPU, op.device]

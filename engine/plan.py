@@ -124,7 +124,8 @@ def one_token(job: Job) -> Slice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compute:
-    """One launch. Two slices in it are fused; on="cpu" runs on the host's lane."""
+    """One launch. Two slices in it are fused; on="cpu" runs on the host's lane. `after`: places of
+    any tier that it does not look at, and whose last writers it lets end first."""
 
     slices: tuple[Slice, ...]
     reads: tuple[Place, ...] = ()
@@ -132,6 +133,7 @@ class Compute:
     device: int = 0
     on: str = COMPUTE_LANE
     again: bool = False  # recompute: moves no frontier
+    after: tuple[Place, ...] = ()
 
     @property
     def lane(self) -> Lane:
@@ -139,7 +141,9 @@ class Compute:
 
     def again_as(self, slices: tuple[Slice, ...]) -> Compute:
         """Another launch like this one, of these slices."""
-        return Compute(slices, self.reads, self.writes, self.device, self.on, self.again)
+        return Compute(
+            slices, self.reads, self.writes, self.device, self.on, self.again, self.after
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

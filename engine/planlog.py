@@ -106,14 +106,14 @@ def _encode_slice(piece: Slice) -> list[Any]:
 def _encode_op(op: AnyOp) -> list[Any]:
     match op:
         case Compute():
-            places = ([_encode_place(p) for p in side] for side in (op.reads, op.writes))
+            sides = (op.reads, op.writes, op.after) if op.after else (op.reads, op.writes)
             return [
                 "compute",
                 op.device,
                 op.on,
                 op.again,
                 [_encode_slice(s) for s in op.slices],
-                *places,
+                *([_encode_place(p) for p in side] for side in sides),
             ]
         case Copy():
             return ["copy", _encode_place(op.src), _encode_place(op.dst)]
@@ -149,9 +149,10 @@ def _decode_places(rows: Iterable[list[Any]]) -> tuple[Place, ...]:
 
 def _decode_op(row: list[Any], jobs: Mapping[int, Job]) -> AnyOp:
     match row:
-        case ["compute", device, on, again, slices, reads, writes]:
-            pieces = _decode_slices(slices, jobs)
-            return Compute(pieces, _decode_places(reads), _decode_places(writes), device, on, again)
+        case ["compute", device, on, again, slices, reads, writes, *rest]:
+            pieces, after = _decode_slices(slices, jobs), _decode_places(rest[0]) if rest else ()
+            sides = _decode_places(reads), _decode_places(writes)
+            return Compute(pieces, *sides, device, on, again, after)
         case ["copy", src, dst]:
             return Copy(_decode_place(src), _decode_place(dst))
         case ["collective", pattern, device, nbytes, reads, writes]:

@@ -156,7 +156,8 @@ def _later(op: AnyOp, count: int) -> AnyOp:
     if isinstance(op, Compute):
         reads, writes = _all_later(op.reads, count), _all_later(op.writes, count)
         slices = tuple([_slice_later(piece, count) for piece in op.slices])
-        return Compute(slices, reads, writes, op.device, op.on, op.again)
+        after = _all_later(op.after, count)
+        return Compute(slices, reads, writes, op.device, op.on, op.again, after)
     assert isinstance(op, Collective), "whoever trains alone shares no pages"
     reads, writes = _all_later(op.reads, count), _all_later(op.writes, count)
     return Collective(op.pattern, reads, writes, op.nbytes, op.device)

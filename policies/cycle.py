@@ -107,6 +107,20 @@ def horizon(training: Training, turns: int) -> tuple[Ahead, ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=CYCLES)
+def trained_before(training: Training, turns: int) -> tuple[tuple[int, ...], ...]:
+    """Per launch of a step, the chunks to whose gradients so many backwards before it have added;
+    none where the launch is no backward, or there are fewer. Backwards that train nothing do not
+    count."""
+    units, found, behind = layout_of(training).units, list[tuple[int, ...]](), list[Sequence[int]]()
+    for work, part, _, _ in cycle_of(training):
+        is_backward = work is Work.BACKWARD
+        found.append(tuple(behind[-turns]) if is_backward and len(behind) >= turns else ())
+        if is_backward and units[part].trained:
+            behind.append(units[part].trained)
+    return tuple(found)
+
+
 def _turn(link: Link) -> Turn:
     return (Work.BACKWARD if link.again else link.work), link.part, link.microbatch
 

@@ -102,11 +102,15 @@ class Residency:
         self.make_room(where, sum([op.nbytes for op in launch.grows]))
         self._draft.grow_all(launch.grows)
 
-    def run(self, launch: Launching, also_writes: tuple[Place, ...] = ()) -> None:
+    def run(
+        self,
+        launch: Launching,
+        also_writes: tuple[Place, ...] = (),
+        after: tuple[Place, ...] = (),
+    ) -> None:
         """The launch, and behind it what goes out and what ends."""
-        writes = (*launch.writes, *also_writes)
-        device = self._view.device
-        op = Compute((launch.piece,), launch.reads, writes, device, launch.on, launch.again)
+        pieces, device, writes = (launch.piece,), self._view.device, (*launch.writes, *also_writes)
+        op = Compute(pieces, launch.reads, writes, device, launch.on, launch.again, after)
         self._draft.launch(op)
         self.clock += 1
         self._stamps.update(dict.fromkeys(writes, NOW + self.clock))

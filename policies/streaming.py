@@ -10,13 +10,14 @@ from engine.regions import gathered, gradient, saved, weight
 from engine.training import Training
 from engine.training_layout import TrainingLayout
 from engine.view import View
-from policies.cycle import Ahead, Link, cycle_of, horizon, layout_of
+from policies.cycle import Ahead, Link, cycle_of, horizon, layout_of, trained_before
 from policies.eviction import LastIn
 from policies.exchange import gather, gathers
 from policies.launching import goes_out, launches_of
 from policies.out_of_memory import patient
 from policies.residency import STATES, Residency
 
+GRADIENTS_OUT = 2  # as DeepSpeed's stage 3 allows reduce events, and FSDP2 one reduce beside a copy
 Stays = Callable[[TrainingLayout, int, Link], bool]  # a chunk's weights, behind a launch
 
 
@@ -28,12 +29,15 @@ class Streaming:
     stays             whether a chunk's weights stay on the device behind a launch
     may_leave         whether they leave all the same where room is needed
     overlaps_updates  whether the next forward may begin before the last chunk is updated
+    gradients_out     units whose gradients may still be on their way out when another backward
+                      begins: where the link is slower than computing, they would pile up
     """
 
     prefetch: int
     stays: Stays
     may_leave: bool = True
     overlaps_updates: bool = False
+    gradients_out: int = GRADIENTS_OUT
 
     @patient
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
@@ -67,7 +71,7 @@ class _Stream:
                 device.run(launch, self._barrier(training, links[moment]))
                 self._renew(training, links[moment])
             else:
-                device.run(launch)
+                device.run(launch, after=self._on_their_way(training, moment))
                 self._give_back(training, links[moment], ahead[moment])
 
     # ---- forward and backward
@@ -101,6 +105,12 @@ class _Stream:
                 place = gradient(job_id, c, device=here)
                 if c not in ahead.trained and self._device.holds(place):
                     self._device.evict(place)
+
+    def _on_their_way(self, training: Training, moment: int) -> tuple[Place, ...]:
+        """Gradients on the host that must have come before a backward may begin."""
+        chunks = trained_before(training, self._how.gradients_out + 1)[moment]
+        places = [gradient(training.spec.job_id, c, Tier.HOST) for c in chunks]
+        return tuple([place for place in places if self._device.holds(place)])
 
     # ---- updates
     def _barrier(self, training: Training, link: Link) -> tuple[Place, ...]:

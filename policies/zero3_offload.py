@@ -9,7 +9,7 @@ from engine.plan import Plan, Slice
 from engine.training_layout import TrainingLayout
 from engine.view import View
 from policies.cycle import Link
-from policies.streaming import Streaming
+from policies.streaming import GRADIENTS_OUT, Streaming
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Zero3Offload:
     prefetch          units to fetch for ahead
     persistent_bytes  chunks whose weights take less than that stay once they have come
     overlaps_updates  the next forward may begin before the last chunk is updated
+    gradients_out     units whose gradients may be on their way out when another backward begins
 
     Rests on coming bytes.
     """
@@ -28,14 +29,20 @@ class Zero3Offload:
     prefetch: int = 1
     persistent_bytes: int = 0
     overlaps_updates: bool = False
+    gradients_out: int = GRADIENTS_OUT
 
     def __post_init__(self) -> None:
-        for name in ("prefetch", "persistent_bytes"):
+        for name in ("prefetch", "persistent_bytes", "gradients_out"):
             if getattr(self, name) < 0:
                 raise ValueError(f"zero3_offload: {name} is {getattr(self, name)}, not at least 0")
 
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
-        how = Streaming(self.prefetch, self._stays, overlaps_updates=self.overlaps_updates)
+        how = Streaming(
+            self.prefetch,
+            self._stays,
+            overlaps_updates=self.overlaps_updates,
+            gradients_out=self.gradients_out,
+        )
         return how.fit(batch, view)
 
     def _stays(self, layout: TrainingLayout, chunk: int, link: Link) -> bool:
