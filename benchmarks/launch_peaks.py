@@ -14,7 +14,7 @@ import torch
 
 from engine.plan import Compute, Tier, Work
 from engine.recorder import Recorder
-from engine.training_layout import Mode, TrainingLayout
+from policies.launching import launches_of
 from runtime.tracker import StorageTracker
 from tandem.composed import Composed
 from tandem.experiment import engine_of
@@ -54,8 +54,7 @@ def watched(point: Composed) -> Watched:
     setting = setting_of(point)
     torch.set_num_threads(1)
     with world_of(setting, point.config["backend"]) as world:
-        layouts = setting.room.layout.training
-        machine = WatchedMachine(world.machine, layouts)
+        machine = WatchedMachine(world.machine)
         world.executor.machine = machine
         recorder = Recorder(world.meter)
         engine_of(setting, world, recorder).replay(setting.work)
@@ -67,8 +66,8 @@ def watched(point: Composed) -> Watched:
 class WatchedMachine:
     """A machine whose launches of units are measured; in all else the machine itself."""
 
-    def __init__(self, machine: Any, layouts: dict[int, TrainingLayout]) -> None:
-        self._machine, self._layouts = machine, layouts
+    def __init__(self, machine: Any) -> None:
+        self._machine = machine
         self.rows: list[tuple[str, int, int, int]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -79,12 +78,11 @@ class WatchedMachine:
         op = prepared.launch.op
         if not isinstance(op, Compute) or op.slices[0].work is Work.UPDATE:
             return self._machine.execute(prepared)
-        (piece,) = op.slices
-        work = "again" if op.again else str(piece.work)
-        predicted = _predicted(self._layouts[piece.job.job_id], piece.layers.start, work)
         with PeakTracker(self._machine.held(Tier.GPU)) as tracker:
             done = self._machine.execute(prepared)
-        self.rows.append((work, piece.layers.start, predicted, tracker.most - tracker.begun))
+        (piece,) = op.slices
+        work = "again" if op.again else str(piece.work)
+        self.rows.append((work, piece.layers.start, _predicted(op), tracker.most - tracker.begun))
         return done
 
 
@@ -105,13 +103,9 @@ class PeakTracker(StorageTracker):
         return sum(storage.nbytes() for storage in alive if storage is not None)
 
 
-def _predicted(layout: TrainingLayout, number: int, work: str) -> int:
-    """What a launch books on the device beside states: what begins with it, and its workspace."""
-    unit, units = layout.units[number], layout.units
-    out = units[number + 1].input_bytes if number + 1 < len(units) else 0
-    if work == Work.BACKWARD:
-        return (unit.input_bytes if number > layout.first else 0) + unit.backward_bytes
-    keeps = work == "again" or (number >= layout.first and unit.mode is not Mode.RECOMPUTE)
-    if not keeps:
-        return out + unit.light_bytes
-    return out + unit.saved_bytes + unit.forward_bytes
+def _predicted(op: Compute) -> int:
+    """What policies book for a launch: all that begins with it."""
+    (piece,) = op.slices
+    task = piece._replace(work=Work.BACKWARD) if op.again else piece
+    found = [launch for launch in launches_of(task, op.device) if launch.again is op.again]
+    return sum(grow.nbytes for grow in found[0].grows)

@@ -37,7 +37,7 @@ def test_launches_take_what_is_booked_for_them(modes: str) -> None:
 
 def test_wrong_books_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     told = launch_peaks._predicted
-    monkeypatch.setattr(launch_peaks, "_predicted", lambda *given: int(1.2 * told(*given)))
+    monkeypatch.setattr(launch_peaks, "_predicted", lambda op: int(1.2 * told(op)))
     found = look("policy=zero3_offload")
     assert found.transient_errors.abs().quantile(0.9) > 0.1
     lost = found.memory.assign(measured_bytes=found.memory["measured_bytes"] + 10_000)
