@@ -8,7 +8,9 @@ from engine.plan import Pool
 
 
 class Figures(NamedTuple):
-    """Predicted by the ledger; in the order of the columns of MEMORY."""
+    """Predicted by the ledger; in the order of the columns of MEMORY. Coming is what is freed and
+    still used by an operation, free what nobody holds or uses: a View's free bytes may be fewer,
+    since bytes come back in the order of issue."""
 
     pool: Pool
     capacity_bytes: int

@@ -122,7 +122,14 @@ class Ledger:
     ) -> tuple[Figures, ...]:
         """What every pool (of a device) holds now; with KV bytes of one pool not counted yet."""
         rows = [
-            (p, n, q.free_bytes, q.coming_bytes, tuple(kinds.values()), pages.held_pages)
+            (
+                p,
+                n,
+                q.room_bytes - q.busy_bytes,
+                q.busy_bytes,
+                tuple(kinds.values()),
+                pages.held_pages,
+            )
             for p, n, q, kinds, pages in self._by_pool
             if device is None or device == p[1]
         ]
@@ -290,5 +297,6 @@ class Ledger:
             queue, counts = self._returns[pool], holders[pool]
             twice = (counts.total() - len(counts)) * self.page.nbytes
             assert held[pool] - twice + queue.room_bytes == capacity, f"{pool} does not add up"
-            assert queue.free_bytes >= 0 and queue.coming_bytes >= 0, f"{pool} is overdrawn"
+            assert queue.free_bytes >= 0, f"{pool} is overdrawn"
+            assert 0 <= queue.busy_bytes <= queue.coming_bytes, f"{pool} is overdrawn"
             self._pools[pool].check(counts)

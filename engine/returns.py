@@ -21,12 +21,13 @@ class ReturnQueue:
     """The bytes of a pool that nobody holds, oldest first; some still have a last user running.
 
     Taken from the head only, so who takes which bytes depends on the order of issue and never on
-    when a copy ended. `free_bytes` is the head whose users have all ended, `coming_bytes` the rest.
+    when a copy ended. `free_bytes` is the head whose users have all ended, `coming_bytes` the rest;
+    `busy_bytes` of these are still used, the others only wait for those before them.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.free_bytes = nbytes
-        self.coming_bytes = 0
+        self.coming_bytes = self.busy_bytes = 0
         self._entries: deque[Owed] = deque()
         self.waiting: dict[Op, list[Owed]] = defaultdict(list)  # by user
 
@@ -41,6 +42,8 @@ class ReturnQueue:
         for op in owed.users:
             self.waiting[op].append(owed)
         self.coming_bytes += nbytes
+        if owed.users:
+            self.busy_bytes += nbytes
         self._advance()
         return owed
 
@@ -50,6 +53,8 @@ class ReturnQueue:
         part = min(owed.nbytes, nbytes)
         owed.nbytes -= part
         self.coming_bytes -= part
+        if owed.users:
+            self.busy_bytes -= part
         return self.take(nbytes - part)
 
     def take(self, nbytes: int) -> set[Op]:
@@ -69,6 +74,8 @@ class ReturnQueue:
             givers |= owed.users
             now += part
             self.coming_bytes -= part
+            if owed.users:
+                self.busy_bytes -= part
         self._advance()
         return givers
 
@@ -76,6 +83,8 @@ class ReturnQueue:
         """An operation has ended: what waited only for it becomes free, in order."""
         for owed in self.waiting.pop(op, ()):
             owed.users.discard(op)
+            if not owed.users:
+                self.busy_bytes -= owed.nbytes
         self._advance()
 
     def _advance(self) -> None:

@@ -178,3 +178,20 @@ def test_states_may_go_where_a_copy_is_as_new() -> None:
     books.book(Plan((Copy(away, STATE), Free(away))))
     with pytest.raises(AssertionError, match="only copy"):
         books.book(Plan((Free(STATE),)))
+
+
+def test_bytes_that_only_wait_behind_others_are_nobodys() -> None:
+    """They come back in the order of issue; what is told of memory is what is used."""
+    first, second = (Compute(()) for _ in range(2))
+    queue = ReturnQueue(100)
+    queue.take(90)
+    older, _ = queue.give(30, [first]), queue.give(40, [second])
+    assert (queue.free_bytes, queue.coming_bytes, queue.busy_bytes) == (10, 70, 70)
+    queue.settle(second)
+    assert (queue.free_bytes, queue.coming_bytes, queue.busy_bytes) == (10, 70, 30)
+    assert queue.take(15) == {first}, "from the head, whoever uses it"
+    assert (queue.coming_bytes, queue.busy_bytes) == (65, 25)
+    assert queue.reclaim(older, 5) == set()
+    assert queue.busy_bytes == 20
+    queue.settle(first)
+    assert (queue.free_bytes, queue.coming_bytes, queue.busy_bytes) == (60, 0, 0)
