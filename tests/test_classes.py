@@ -96,6 +96,11 @@ def test_mistakes_are_told(word: str, told: str, tmp_path: Path) -> None:
         run_experiment(composed(["limit=2", word]), tmp_path / "run", keeps_rejected=False)
 
 
+def test_shares_of_an_option_are_replaced_as_its_refusal_says() -> None:
+    words = ["limit=2", "slo=mixed", "~slo.shares", "+slo.shares={chat: 1.0}"]
+    assert {request.slo for request in setting_of(composed(words)).requests} == {"chat"}
+
+
 # ---- to policies
 def test_the_urgent_class_is_served_first(tmp_path: Path) -> None:
     """From the command line: the same load, first come first served and by deadline."""
