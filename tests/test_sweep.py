@@ -284,6 +284,27 @@ def test_two_sweeps_may_not_share_a_folder(
     assert "another sweep is running there" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("other", ["seed=1,2", "seed=3", "seed=0,1 depth=1,2"])
+def test_another_sweep_in_the_folder_is_refused(
+    other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep("out", "seed=0,1", "--engine", "serial") == 0
+    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert sweep("out", *other.split(), "--engine", "serial") == 2
+    told = capsys.readouterr().err.strip()
+    assert "another sweep is in it, of 2 points such as limit=4 model=micro_llama seed=0;" in told
+    assert len(told.splitlines()) == 1
+    after = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_a_part_of_a_sweep_may_be_run_again() -> None:
+    assert sweep("out", "seed=0,1", "--engine", "serial") == 0
+    assert sweep("out", "seed=1", "--engine", "serial") == 0
+    assert len(folders("out")) == 2
+
+
 def test_a_finished_run_is_never_cleared(tmp_path: Path) -> None:
     from tandem.point import clear
 
