@@ -31,7 +31,8 @@ class Comparison:
     wasserstein. requests: both values and the error per request finished in both runs.
     request_errors: distribution of those. memory: pool, kind, stat, both values, error; then the
     workspace of sampled launches. training: `paired_steps`.
-    steps: durations by group. split: empty without a replay of the measured plan log.
+    steps: durations by group. split: empty without a replay of the measured plan log, and
+    where no plan is in common: then two policies differ, and no timing made them.
     shares: host and lanes, as shares of each run.
     """
 
@@ -78,6 +79,7 @@ def compare(prediction: Run, measurement: Run, replay: Run | None = None) -> Com
         if run is not None:
             check_same_work(run, measurement)
     requests = joined(prediction, measurement)
+    plans = agreement(prediction, measurement)
     steps = matched_steps(replay or prediction, measurement)
     return Comparison(
         prediction,
@@ -90,10 +92,10 @@ def compare(prediction: Run, measurement: Run, replay: Run | None = None) -> Com
         memory=pd.concat([memory_errors(prediction, measurement), workspace(steps)]),
         training=paired_steps(prediction, measurement),
         steps=step_errors(steps),
-        split=split(prediction, replay, measurement),
+        split=split(prediction, replay if plans.common else None, measurement),
         shares=shares(prediction, measurement),
         settings=settings(prediction, measurement),
-        plans=agreement(prediction, measurement),
+        plans=plans,
     )
 
 

@@ -6,6 +6,7 @@ e2e / output tokens (GuideLLM) or be called ITL (aiperf); here it leaves out the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -37,6 +38,12 @@ BEST = {  # of a sweep: whether more is better
 PERCENTILES = (50, 90, 95, 99)
 TRIM = 0.1  # share of the finishes cut off at each end of the steady window
 _SAMPLES: WeakKeyDictionary[Run, dict[str, Floats]] = WeakKeyDictionary()
+
+
+def ties(values: Iterable[float], best: float) -> str:
+    """How many others are as good as the best, for behind its name; nothing where it is alone."""
+    others = sum(value == best for value in values) - 1
+    return f" (and {others} more)" if others > 0 else ""
 
 
 def per_request(run: Run) -> pd.DataFrame:

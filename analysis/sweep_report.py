@@ -15,7 +15,7 @@ from analysis.class_table import COLUMNS, NOTE, class_cells
 from analysis.classes import classes_in
 from analysis.experiments.drawn import training_figures
 from analysis.figures import Shown
-from analysis.metrics import BEST
+from analysis.metrics import BEST, ties
 from analysis.report import Facts, write_page, written
 from analysis.sweep_plots import drawn
 from analysis.sweep_points import capacity, points_of
@@ -67,25 +67,29 @@ def headline(runs: pd.DataFrame, points: pd.DataFrame) -> str:
     best = _extreme(points, metric, True)
     if best is None:
         return text
-    value = words.amount(float(best[metric]), unit)
-    return f"{text} Most {metric.replace('_', ' ')}: {value}, {_label(best)}."
+    value, label = best
+    return f"{text} Most {metric.replace('_', ' ')}: {words.amount(value, unit)}, {label}."
 
 
-def _extreme(points: pd.DataFrame, metric: str, is_more_better: bool) -> dict[str, Any] | None:
-    """The row that is best in a metric; None where no row has it."""
+def _extreme(points: pd.DataFrame, metric: str, is_more_better: bool) -> tuple[float, str] | None:
+    """The best value of a metric and who has it; None where no row has it."""
     if metric not in points:
         return None
-    rows = points.dropna(subset=[metric]).to_dict("records")
-    choose = max if is_more_better else min
-    found = choose(rows, key=lambda row: float(row[metric]), default=None)
-    return None if found is None else {str(key): value for key, value in found.items()}
+    known = points.dropna(subset=[metric]).to_dict("records")
+    rows = {float(row[metric]): row for row in reversed(known)}  # of equal ones the first
+    if not rows:
+        return None
+    value = max(rows) if is_more_better else min(rows)
+    label = _label({str(key): cell for key, cell in rows[value].items()})
+    return value, label + ties([float(row[metric]) for row in known], value)
 
 
 def _best(points: pd.DataFrame) -> Table:
     rows = []
     for metric, is_more_better in BEST.items():
         if best := _extreme(points, metric, is_more_better):
-            rows.append([Cell(metric), _cell(metric, best[metric]), Cell(_label(best))])
+            value, label = best
+            rows.append([Cell(metric), _cell(metric, value), Cell(label)])
     return Table("Best of each metric", "", ["metric", "value", "point"], rows)
 
 

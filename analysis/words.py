@@ -109,6 +109,10 @@ def _decisions(comparison: Comparison) -> str:
         return "Their decisions are not compared: one of them, as a server does, shows none."
     if plans.divergence is None:
         return f"Both runs made the same {plans.common} decisions."
+    if not plans.common:
+        return (
+            "They have no plan in common: whether timing or decisions part them, nobody can tell."
+        )
     longer = max(plans.prediction, plans.measurement)
     return f"Their decisions are the same for the first {plans.common} of {longer} plans."
 
@@ -178,6 +182,8 @@ def table(comparison: Comparison) -> str:
     lines.append(f"{'durations rest on':<27}{forms[0]:>15}{forms[1]:>15}")
     apart = ": then each run decides for itself" if plans.divergence else ""
     common = f"{plans.common} of {plans.measurement} ({100 * plans.share:.0f} %){apart}"
+    if plans.divergence and not plans.common:
+        common = f"none of {plans.measurement}: timing or decisions, nobody can tell"
     lines.append(f"plans in common             {common}")
     moved = drift(comparison.measurement)
     if moved is not None:

@@ -50,7 +50,14 @@ class AiConfiguratorCost(ShapePriced):
         ValueError where one is missing.
         """
         gemm = _rows(folder, "gemm")
-        gemm = keep_sane(_gemm_work(gemm[gemm["gemm_dtype"] == model.dtype]), device, model, "gemm")
+        dtypes, gemm = set(gemm["gemm_dtype"]), gemm[gemm["gemm_dtype"] == model.dtype]
+        if gemm.empty:
+            there = ", ".join(sorted(dtypes))
+            raise ValueError(
+                f"{folder} has products in {there}, none in {model.dtype} as of {model.name}; "
+                "set model.dtype, or take another model"
+            )
+        gemm = keep_sane(_gemm_work(gemm), device, model, "gemm")
         hidden, inner, item = model.hidden_size, model.intermediate_size, model.query_size
         shapes = [(item + 2 * model.kv_size, hidden), (hidden, item)]
         shapes += [(2 * inner, hidden), (hidden, inner)]
@@ -62,7 +69,7 @@ class AiConfiguratorCost(ShapePriced):
     @property
     def provenance(self) -> str:
         """The folder of the tables."""
-        return f"AIConfigurator's tables in {self.source} for {self.model.name}"
+        return f"AIConfigurator's tables in {self.source}, taken for {self.model.name}"
 
     @cached_property
     def _roofline(self) -> Roofline:
@@ -129,7 +136,10 @@ def keep_sane(rows: Any, device: Device, model: ModelSpec, name: str) -> Any:
             len(rows),
         )
     if not sane.any():
-        raise ValueError(f"{name}: no cell is possible on {device.name}; check table and device")
+        raise ValueError(
+            f"{name}: all cells beat the peaks of {device.name} or are no time; take the device "
+            "that they were measured on"
+        )
     return rows[sane]
 
 
@@ -145,7 +155,10 @@ def product_table(rows: Any, outputs: int, inputs: int) -> Table:
             total = total + at_n * at_k * cell.groupby("m")["latency"].median() * 1e6
     total = total.dropna()  # rows that every corner has
     if total.empty:
-        raise ValueError(f"no product near {outputs} x {inputs} is in the table")
+        raise ValueError(
+            f"no product near {outputs} x {inputs} is among the cells that the device's peaks "
+            "allow; take the device that they were measured on, or another model"
+        )
     return Table((tuple(int(m) for m in total.index),), tuple(float(t) for t in total))
 
 
@@ -190,6 +203,7 @@ def _heads(rows: Any, model: ModelSpec) -> Any:
     rows = rows[rows["num_key_value_heads"].isin(grouped)]
     if rows.empty:
         raise ValueError(
-            f"no attention of {model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
+            f"no attention of {model.num_heads}/{model.num_kv_heads} heads of {model.head_dim} is "
+            f"in the table; take another model than {model.name}"
         )
     return rows

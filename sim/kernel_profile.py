@@ -96,7 +96,7 @@ class KernelProfileCost(ShapePriced):
     def provenance(self) -> str:
         """The folder of the profile, and what was made of it."""
         skew = "per_bucket" if self.skew.by_bucket else "default" if self.skew.default else "none"
-        parts = [f"kernel profile {self.source} for {self.model.name}", f"skew {skew}"]
+        parts = [f"kernel profile {self.source}, taken for {self.model.name}", f"skew {skew}"]
         parts += ["padded to graphs"] if self.padded_to else []
         parts += [f"{self.step_ns} ns a launch"] if self.step_ns else []
         parts += [f"{self.host_ns_per_plan} ns a plan"] if self.host_ns_per_plan else []

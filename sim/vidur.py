@@ -81,7 +81,7 @@ class VidurCost(ShapePriced):
     @property
     def provenance(self) -> str:
         """The file the tables came from."""
-        return f"Vidur's tables in {self.source} for {self.model.name}"
+        return f"Vidur's tables in {self.source}, taken for {self.model.name}"
 
     def served_ns(self, launch: Launch) -> int:
         """One launch. Vidur asks the request, not the shape, whether one token is a decode."""

@@ -104,12 +104,18 @@ def one_line(error: Exception, overrides: Sequence[str] = ()) -> str:
         group, _, name = error.missing_cfg_file.rpartition("/")
         options = [str(option) for option in error.options or ()]
         return f"{group}={name}: no such option{did_you_mean(name, options)}"
+    cause = error.__cause__
     if found := WRONG_KEY.search(text):
         key = found.group(1).partition("@")[0]
+        inner = str(getattr(cause, "full_key", None) or "")
+        if inner.startswith(f"{key}."):  # Hydra merges mappings, and adds nothing
+            return (
+                f"{key}: the {key.partition('.')[0]} that is chosen has a mapping there without "
+                f"{inner.removeprefix(f'{key}.')}; replace it: ~{key} '+{key}={{...}}'"
+            )
         if key in (known := _known_keys(key)):  # arrival.rate where arrival=trace
             return f"{key}: no setting of the {key.partition('.')[0]} that is chosen"
         return f"{key}: no such setting{did_you_mean(key, known)}"
-    cause = error.__cause__
     return f"{text} {' '.join(str(cause).split())}" if cause else text
 
 

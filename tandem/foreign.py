@@ -9,10 +9,10 @@ from typing import Literal
 from engine.model import ModelSpec
 from sim.cost import LaunchCost
 from sim.device import Device
+from tandem.origin import AICONFIGURATOR, origin_of
 
 KERNELS = ("dense.csv", "per_sequence.csv", "attention.csv")
 SKEW = "skew.csv.gz"
-AICONFIGURATOR = "gemm.parquet"
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,20 @@ class KernelProfile:
 
 
 def foreign_cost(
-    path: Path, device: Device, spec: ModelSpec, how: KernelProfile | None = None
+    path: Path,
+    device: Device,
+    spec: ModelSpec,
+    how: KernelProfile | None = None,
+    may_differ: bool = False,
 ) -> LaunchCost | None:
     """The cost in Vidur's, LLMServingSim's or AIConfigurator's tables; None where `path` is none.
 
-    A file .npz is Vidur's; a folder is told by its tables. They do not say which model they are
-    of: that is the user's word. ValueError where they cannot be read.
+    A file .npz is Vidur's; a folder is told by its tables. ValueError where they cannot be read,
+    and, unless they `may_differ`, where they name another model or device. Where they name none
+    it is the user's word.
     """
+    if not may_differ:
+        origin_of(path).check(path, spec.name, device.name)
     if path.suffix == ".npz" and path.is_file():
         from sim.vidur import VidurCost
 

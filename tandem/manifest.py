@@ -10,6 +10,19 @@ from pathlib import Path
 NAME = "sweep.json"
 
 
+def check_points(root: Path, points: Mapping[str, Sequence[str]]) -> None:
+    """ValueError where a folder's points and these are two sweeps: neither holds all of the other.
+
+    A part of a sweep may be run again, and a sweep may grow.
+    """
+    before, now = ({tuple(sorted(w)) for w in part.values()} for part in (points_in(root), points))
+    if not (before <= now or now <= before):
+        raise ValueError(
+            f"--out {root}: another sweep is in it, of {len(before)} points such as "
+            f"{' '.join(min(before - now))}; take another folder, or a grid that has them all"
+        )
+
+
 def add_points(root: Path, points: Mapping[str, Sequence[str]]) -> None:
     """Adds points (key: overrides) to those of earlier calls; written aside and renamed.
 

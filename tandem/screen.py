@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from analysis.classes import OF, classes_in
-from analysis.metrics import BEST, PERCENTILES
+from analysis.metrics import BEST, PERCENTILES, ties
 from analysis.training import WORKS
 from analysis.usage import PARTS, PENDING
 
@@ -53,13 +53,15 @@ def brief(metrics: Mapping[str, Any]) -> str:
 
 
 def best(points: Mapping[str, Mapping[str, Any]]) -> str:
-    """The best point per metric, of points by name; empty where none has metrics."""
+    """The best point per metric, of points by name, and how many others are as good; empty where
+    none has metrics."""
     lines = []
     for metric, is_more_better in BEST.items():
         found = {name: m[metric] for name, m in points.items() if metric in m}
         if found:
             name = (max if is_more_better else min)(found, key=lambda key: found[key])
             value = found[name]
+            name += ties(found.values(), value)
             is_time = metric.endswith("_s") and not metric.endswith("_per_s")
             shown = shown_seconds(value) if is_time else f"{value:.4g}"
             lines.append(f"{metric:20}{shown:>12}  {name}")

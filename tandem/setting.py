@@ -214,7 +214,8 @@ def cost_of(
         if config["backend"]["name"] == "sim":  # the others know no groups, and say so
             check_links(device, group)
         return Roofline(device, spec, page_tokens, group)
-    if (foreign := foreign_cost(path, device, spec, how)) is not None:
+    may_differ = conform(config.get("profile_may_differ", False), bool, "profile_may_differ")
+    if (foreign := foreign_cost(path, device, spec, how, may_differ)) is not None:
         if pace != 1:
             raise ValueError(f"pace={pace}: only a profile of `tandem calibrate` has a pace")
         return foreign

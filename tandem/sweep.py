@@ -29,14 +29,15 @@ from tandem.folder import (
 )
 from tandem.grid import Grid, grid_of
 from tandem.largest import Tried, Words, model_of, told_largest
-from tandem.manifest import add_points
+from tandem.manifest import add_points, check_points
 from tandem.point import Outcome, Task, metrics_of, task_of
 
 EXAMPLE = """example:
   tandem sweep policy=chunked_restart,continuous_swap arrival.rate=2,4,8 seed=0,1,2
   tandem sweep experiment=max_scale policy=patrickstar   (what else its yaml sweeps, is swept)
-A sweep that was interrupted goes on with the same command and --out DIR. Failed points are tried
-again, those that do not fit are not; so is all whose settings, trace or code have changed."""
+A sweep that was interrupted goes on with the same command and --out DIR; it may grow there, and
+another one is refused. Failed points are tried again, those that do not fit are not; so is all
+whose settings, trace or code have changed."""
 WALL_CLOCK = ("cpu", "cuda", "openai")
 LOCK = ".lock"  # in the folder of a sweep, held while it runs
 
@@ -52,7 +53,9 @@ def main(words: Sequence[str]) -> int:
     if jobs < 1:
         raise Usage(f"--jobs {jobs}: at least one is needed")
     with sole_user(root / LOCK, f"--out {root}: another sweep is running there"):
-        add_points(root, {task.key: task.point.overrides for task in tasks})
+        points = {task.key: task.point.overrides for task in tasks}
+        check_points(root, points)
+        add_points(root, points)
         left = [task for task in tasks if status_of(task.folder) not in ANSWERED]
         _say_start(grid, len(tasks), len(left), jobs, chosen.engine, root)
         try:

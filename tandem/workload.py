@@ -13,7 +13,7 @@ from typing import Any
 from engine.model import ModelSpec
 from tandem.build import Builder
 from tandem.conform import arguments, conform
-from tandem.slo import shares_of
+from tandem.slo import check_classes, shares_of
 from traces.arrivals import assign, num_arrivals
 from traces.cached import cached_import
 from traces.classes import with_shares
@@ -34,6 +34,7 @@ def requests_of(
     if is_nothing(config["trace"]):
         return []
     requests = _traced(config, builder, seed)
+    check_classes(config, {request.slo for request in requests})
     requests = _first(requests, conform(config["limit"], int | None, "limit"))
     if shares := shares_of(config["slo"]):
         requests = with_shares(requests, shares, seed)

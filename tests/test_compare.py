@@ -15,7 +15,7 @@ from analysis import distance
 from analysis.compare import compare
 from analysis.drift import drift
 from analysis.run import Run, load
-from analysis.words import table
+from analysis.words import headline, table
 from engine.record import SCHEMA_VERSION
 from tandem.compare import replay_of
 from tandem.errors import Usage
@@ -83,6 +83,20 @@ def test_the_split_adds_up_and_names_the_cause(make: Maker) -> None:
     assert (
         "split is rough" not in alike and f"{len(free.plans)} of {len(free.plans)} (100 %)" in alike
     )
+
+
+def test_without_a_common_plan_no_share_is_given_to_decisions(make: Maker) -> None:
+    measured = make("b", backend="cpu", factor=lambda step: 1.5)
+    replayed = make("r", plans=measured.plans.to_dict("records"))
+    other = make("a")
+    other = replace(other, plans=other.plans.assign(body='{"ops": []}'))
+    found = compare(other, measured, replayed)
+    assert found.plans.common == 0 and found.split.empty
+    shown, said = table(found), headline(found)
+    assert "They have no plan in common" in said and "decisions add" not in said
+    assert f"plans in common             none of {len(measured.plans)}:" in shown
+    assert "   decisions " not in shown and max(map(len, shown.splitlines())) <= 80
+    assert "   decisions " in table(compare(make("c"), measured, replayed))
 
 
 def test_without_a_replay_there_is_no_split(make: Maker) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tandem.compose import composed
 from tandem.experiment import run_experiment
 from tandem.foreign import KERNELS, foreign_cost
+from tandem.origin import is_alike
 from tandem.setting import setting_of
 
 FOLDER = "data/peers/kernel_profiles/RTX4090_Llama-3.1-8B"
@@ -29,6 +30,63 @@ def test_a_run_rests_on_the_tables_that_it_names(where: str, shared: Path, tmp_p
     assert metrics["num_finished"] == 10
     about = json.loads((tmp_path / "run" / "provenance.json").read_text())
     assert about["cost_form"] == "table" and told in about["cost_provenance"]
+
+
+@pytest.mark.parametrize("where", FORMS)
+def test_tables_of_another_device_are_refused_unless_one_insists(where: str, shared: Path) -> None:
+    path, (model, device, _) = shared / "data/peers" / where, FORMS[where]
+    words = [f"model={model}", "device=h100", f"profile={path}", "limit=2", "budget.kv_pages=2000"]
+    named = {"a100": "a100", "rtx4090": "RTX4090", "h200": "NVIDIA H200"}[device]
+    told = rf"profile={path} was measured with device {named}, not h100; .*profile_may_differ=true"
+    with pytest.raises(ValueError, match=told):
+        setting_of(composed(words))
+    assert setting_of(composed([*words, "profile_may_differ=true"])).cost.form == "table"
+
+
+@pytest.mark.parametrize(
+    ("where", "wanted", "named"),
+    [(0, "llama3_8b", "llama2-7b"), (1, "llama2_7b", "Llama-3.1-8B")],
+)
+def test_tables_of_another_model_are_refused(
+    where: int, wanted: str, named: str, shared: Path
+) -> None:
+    path = list(FORMS)[where]
+    words = [f"model={wanted}", f"device={FORMS[path][1]}", "limit=2"]
+    words.append(f"profile={shared / 'data/peers' / path}")
+    with pytest.raises(ValueError, match=f"measured with model {named}, not {wanted}; choose that"):
+        setting_of(composed(words))
+
+
+def test_tables_that_name_nothing_are_taken_at_the_users_word(shared: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.npz"
+    mine.write_bytes((shared / "data/peers" / next(iter(FORMS))).read_bytes())
+    cost = setting_of(composed(["device=h200", f"profile={mine}", "limit=2"])).cost
+    assert cost.provenance == f"Vidur's tables in {mine}, taken for tiny_llama"
+
+
+@pytest.mark.parametrize(
+    ("named", "mine", "alike"),
+    [
+        ("Llama-3.1-8B", "llama3_8b", True),
+        ("Qwen2.5-0.5B", "qwen2_5_0_5b", True),
+        ("Mistral-7B-v0.1", "mistral_7b", True),
+        ("NVIDIA GeForce GTX 1080 Ti", "gtx1080ti", True),
+        ("NVIDIA A100-SXM4-80GB", "a100", True),
+        ("A100", "a100_superpod", True),
+        ("Llama-3.2-3B", "llama3_8b", False),
+        ("llama2-70b", "llama2_7b", False),
+        ("NVIDIA H200", "h20", False),
+        ("micro_llama", "llama2-7b", False),
+    ],
+)
+def test_one_name_in_two_writings(named: str, mine: str, alike: bool) -> None:
+    assert is_alike(named, mine) is is_alike(mine, named) is alike
+
+
+def test_products_in_no_dtype_of_the_model_are_told_so(shared: Path) -> None:
+    words = ["device=h200", f"profile={shared / 'data/peers/aiconfigurator_h200'}", "limit=2"]
+    with pytest.raises(ValueError, match=r"in bfloat16, fp8.*, none in float32 as of tiny_llama;"):
+        setting_of(composed(words))
 
 
 def test_a_pace_is_of_calibrated_profiles_only(shared: Path) -> None:

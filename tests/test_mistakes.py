@@ -40,6 +40,12 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "modes=re: str given, keep|recompute|offload | tuple[keep|recompute|offload",
         ),
         (["run", "slo.ttft_s=0"], "slo.ttft_s=0.0: it must be above 0 seconds"),
+        (
+            ["run", "slo=mixed", "slo.shares={chat: 1.0}"],
+            "slo.shares: the slo that is chosen has a mapping there without chat; replace it: "
+            "~slo.shares '+slo.shares={...}'",
+        ),
+        (["sweep", "slo=mixed,none", "slo.shares={chat: 1.0}"], "replace it: ~slo.shares"),
         (["run", "+slo.ttft=1"], "slo.ttft: no such limit; did you mean ttft_s"),
         (["run", "arrival.rate=1e-12"], "raise the rate"),
         (["run", "model.num_kv_heads=0"], "num_kv_heads is 0"),

@@ -84,7 +84,10 @@ def test_the_page_is_self_contained_and_says_it(page: Path, root: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert re.findall(r'(?:src|href)="(?!#|data:)([^"]*)"|@import|url\((?!#)', text) == []
     assert len(text) < 1_000_000
-    assert "16 of 17 runs finished. Most goodput: 4.1 req/s, fast at 4 requests/s" in text
+    assert (
+        "16 of 17 runs finished. Most goodput: 4.1 req/s, fast at 4 requests/s (and 1 more)."
+        in text
+    )
     assert "killed by SIGKILL, 3 times" in text
     assert f"tandem report {root}" in text
     assert "Capacity" in text and "Best of each metric" in text

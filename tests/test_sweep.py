@@ -22,6 +22,7 @@ from tandem.folder import run_folder, sole_user, status_of, write_status
 from tandem.grid import grid_of
 from tandem.manifest import points_in
 from tandem.point import Task, point_key, run_point, task_of
+from tandem.screen import best
 
 SMALL = ["model=micro_llama", "limit=4"]
 TABLES = ("requests", "steps", "memory", "plans")
@@ -282,6 +283,33 @@ def test_two_sweeps_may_not_share_a_folder(
     with sole_user(tmp_path / "out" / LOCK, "of this test"):
         assert sweep("out", "seed=0,1") == 2
     assert "another sweep is running there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", ["seed=1,2", "seed=3", "seed=0,1 depth=1,2"])
+def test_another_sweep_in_the_folder_is_refused(
+    other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep("out", "seed=0,1", "--engine", "serial") == 0
+    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert sweep("out", *other.split(), "--engine", "serial") == 2
+    told = capsys.readouterr().err.strip()
+    assert "another sweep is in it, of 2 points such as limit=4 model=micro_llama seed=0;" in told
+    assert len(told.splitlines()) == 1
+    after = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_a_part_of_a_sweep_may_be_run_again() -> None:
+    assert sweep("out", "seed=0,1", "--engine", "serial") == 0
+    assert sweep("out", "seed=1", "--engine", "serial") == 0
+    assert len(folders("out")) == 2
+
+
+def test_the_best_point_is_told_with_those_that_tie() -> None:
+    points = {"seed=0": {"goodput": 2.0}, "seed=1": {"goodput": 3.0}, "seed=2": {"goodput": 3.0}}
+    assert best(points).splitlines()[1].endswith("3  seed=1 (and 1 more)")
+    assert best({name: points[name] for name in ("seed=0", "seed=1")}).endswith("3  seed=1")
 
 
 def test_a_finished_run_is_never_cleared(tmp_path: Path) -> None:
