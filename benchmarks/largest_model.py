@@ -1,12 +1,13 @@
 """Claim: the largest model that trains in a device arena of 256 MB, per policy, as foreseen.
 
-For each policy `tandem plan` names the deepest Llama of one width, its peak and its step time.
-Then that model trains for 20 steps on this CPU inside the arena, and one that is a layer deeper is
-tried too: it must be refused in the words of the plan. The value counts policies for which
-anything went otherwise: a step missing, a loss that is no number or did not fall, a byte beyond
-the arena by ledger or meter, a peak off by more than 3 %, another refusal. Step times are shown
-beside their predictions, by a profile of a shallow model of that width, without a bar: the
-fidelity of those is another claim. Activations are recomputed: that makes room for most layers.
+For each policy `tandem plan` names the deepest Llama of one width, its peak and its step time. Then
+that model trains for 20 steps on this CPU inside the arena, and one that is a layer deeper is tried
+too: it must be refused in the words of the plan. The value counts policies for which anything went
+otherwise: a step missing, a loss that is no number or did not fall, a byte beyond the arena by
+ledger or meter, a peak that is 3 % below what is foreseen or 3 % above what is foreseen for copies
+out that take 3 % longer, another refusal. Step times are shown beside their predictions, by a
+profile of a shallow model of that width, without a bar: the fidelity of those is another claim.
+Activations are recomputed: that makes room for most layers.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class Row:
     layers: int
     parameters: int
     predicted_peak_bytes: int
+    predicted_most_bytes: int  # where copies to the host are a little slower
     peak_bytes: int
     measured_bytes: int  # by the meter, between launches
     predicted_step_s: float
@@ -142,7 +144,7 @@ def row(size: Size, policy: str, profile: Path, root: Path) -> Row:
     point = composed([*settings, f"profile={profile}", "backend=sim"])
     layers = largest(point)
     if not layers:
-        nothing = (0, 0, 0, 0, 0, math.nan, math.nan, 0, math.nan, math.nan)
+        nothing = (0, 0, 0, 0, 0, 0, math.nan, math.nan, 0, math.nan, math.nan)
         return Row(policy, *nothing, "", "not one layer fits")
     say(f"{policy}: {layers} layers are foreseen")
     found, refusal = foresee(point, layers), refused(point, layers + 1)
@@ -182,14 +184,15 @@ def judged(
     """The row of a run, with all that was not as foreseen."""
     done = load(folder)
     metrics, rows = training_summary(done), pools(done)["gpu:0"]
-    predicted, peak = found.peak_bytes("gpu:0")["used"], int(rows["used_bytes"].max())
+    predicted, most = found.peak_bytes("gpu:0")["used"], found.most_bytes("gpu:0")
+    peak = int(rows["used_bytes"].max())
     measured = int(rows["measured_bytes"].max())
     losses = done.training["loss"].to_numpy(float)
     faults = {
         f"{len(losses)} steps": len(losses) != size.num_steps,
         "loss": not all(map(math.isfinite, losses)) or losses[-1] >= losses[0],
         "beyond the arena": max(peak, measured) > size.arena_bytes,
-        "peak": abs(predicted / peak - 1) > PEAK,
+        "peak": not predicted * (1 - PEAK) <= peak <= most * (1 + PEAK),
         "refusal": not refusals[0] or refusals[0] not in refusals[1],
     }
     return Row(
@@ -197,6 +200,7 @@ def judged(
         layers,
         int(done.provenance["parameters"]),
         predicted,
+        most,
         peak,
         measured,
         found.step_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import simpy
@@ -15,7 +15,9 @@ from analysis.training import WORKS, training_summary
 from analysis.usage import fullest, lane_shares, pools
 from engine.recorder import Recorder
 from policies.out_of_memory import DoesNotFit
+from sim.cost import LaunchCost
 from sim.executor import SimExecutor
+from sim.late import Late
 from tandem.axes import with_axes
 from tandem.composed import Composed
 from tandem.experiment import engine_of
@@ -25,6 +27,7 @@ from tandem.setting import Setting, setting_of, spec_of
 from tandem.training import Trainee
 from tandem.worlds import World
 
+LATE = 0.03  # as far as a steady machine moves
 STEPS = 3  # simulated: the first warms up
 MOST_LAYERS = 4096
 BEYOND = 3  # layers: chunks are rounded, so a deeper model may fit where one in between does not
@@ -37,10 +40,15 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True, eq=False)
 class Foresight:
-    """What the simulator says of a few steps. `peaks`: per pool the row of MEMORY at its peak."""
+    """What the simulator says of a few steps."""
 
     setting: Setting
     run: Run
+
+    @cached_property
+    def late(self) -> Run:
+        """The same with copies to the host a little slower than foreseen."""
+        return _simulated(self.setting, Late(self.setting.cost, LATE))
 
     @property
     def step_s(self) -> float:
@@ -50,6 +58,10 @@ class Foresight:
     def peak_bytes(self, pool: str) -> dict[str, int]:
         """What lies in a pool such as gpu:0 when it is fullest, by part; `used` is the sum."""
         return fullest(pools(self.run)[pool])
+
+    def most_bytes(self, pool: str) -> int:
+        """The peak of a pool, or that where copies to the host are late, if it is higher."""
+        return max(fullest(pools(run)[pool])["used"] for run in (self.run, self.late))
 
 
 def foresee(point: Composed, num_layers: int | None = None) -> Foresight:
@@ -63,11 +75,7 @@ def foresee(point: Composed, num_layers: int | None = None) -> Foresight:
     setting = _short(setting_of(point, spec))
     if not setting.trainees:
         raise ValueError("tandem plan foresees training: choose what to train, training=...")
-    env, recorder = simpy.Environment(), Recorder()
-    engine = engine_of(setting, World(env, SimExecutor(env, setting.cost)), recorder)
-    engine.replay(setting.work)
-    tables = {name: table.to_pandas() for name, table in recorder.tables().items()}
-    return Foresight(setting, Run(Path(), **tables, provenance={}, config={}))
+    return Foresight(setting, _simulated(setting, setting.cost))
 
 
 def largest(point: Composed) -> int:
@@ -96,6 +104,14 @@ def largest(point: Composed) -> int:
     while low and count <= low + BEYOND:
         low, count = (count if fits(count) else low), count + 1
     return low
+
+
+def _simulated(setting: Setting, cost: LaunchCost) -> Run:
+    env, recorder = simpy.Environment(), Recorder()
+    engine = engine_of(setting, World(env, SimExecutor(env, cost)), recorder)
+    engine.replay(setting.work)
+    tables = {name: table.to_pandas() for name, table in recorder.tables().items()}
+    return Run(Path(), **tables, provenance={}, config={})
 
 
 def _short(setting: Setting) -> Setting:
@@ -159,9 +175,11 @@ def told(found: Foresight) -> str:
         f"time: {', '.join(works)}; lanes busy: {', '.join(lanes)}",
     ]
     for (tier, device), capacity in room.capacity_bytes.items():
-        peak = found.peak_bytes(f"{tier}:{device}")
-        used = f"{shown_bytes(peak.pop('used'))} of {shown_bytes(capacity)}"
-        lines.append(f"{tier} peak: {used}: {shown_parts(peak)}")
+        peak, most = found.peak_bytes(pool := f"{tier}:{device}"), found.most_bytes(pool)
+        used = peak.pop("used")
+        late = f" (or {shown_bytes(most)}, if copies out are {LATE:.0%} slower)" * (most > used)
+        shown = f"{shown_bytes(used)} of {shown_bytes(capacity)}{late}"
+        lines.append(f"{tier} peak: {shown}: {shown_parts(peak)}")
     return "\n".join(lines)
 
 
