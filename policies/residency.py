@@ -294,8 +294,8 @@ class Residency:
         return False
 
     def _host_error(self) -> OutOfMemory:
-        """Says the least that the host lacked for anything so far: what is lacking at the end may be
-        more, since something smaller has gone instead and taken room."""
+        """Says the least that the host lacked for anything so far: what is lacking at the end may
+        be more, since something smaller has gone instead and taken room."""
         assert self._host_lacks is not None, "something could not leave"
         return self._error(self._home, self._host_lacks)
 
