@@ -79,8 +79,7 @@ class PatrickStar:
         for launch in device.launches(piece, on, self.reuses_gradients):
             moment = first + device.clock
             available = budget.available(piece.work, moment, others)
-            device.make_way(launch, available, self.strict)
-            device.seat(launch)
+            device.seat_within(launch, available, self.strict)
             device.run(launch, self._barrier(launch, device))
             device.shrink(budget.ahead(moment, others))
 

@@ -62,6 +62,7 @@ class Residency:
         self._launch: Launching | None = None  # the one at hand
         self.clock = 0  # launches drafted
         self.state_bytes = 0  # on the device, of what may leave
+        self._host_lacks: int | None = None  # with so much more the draft would be another
         for place in self._found():
             self._count(place)
             self._leaving.put(place, order.standing(place, self._leaving.count))
@@ -86,7 +87,7 @@ class Residency:
             (update,) = launches_of(piece, self._view.device, on, reuses)
             missing = [nbytes for place, nbytes in update.brought if not self._draft.held(place)]
             missing += [op.nbytes for op in update.grows]
-            if sum(missing) <= self._draft.room(self._home):
+            if self._host_has(sum(missing)):
                 yield update
                 return
         yield from launches_of(piece, self._view.device, COMPUTE_LANE, reuses)
@@ -232,7 +233,7 @@ class Residency:
         away = self.elsewhere(place)
         has_copy = self._draft.held(away)
         if not has_copy or self._stamp(away) < self._stamp(place):
-            if not has_copy and self._draft.held(place) > self._draft.room(self._home):
+            if not has_copy and not self._host_has(self._draft.held(place)):
                 return False
             self.copy(place, away)
         self.free(place)
@@ -244,27 +245,35 @@ class Residency:
         while (room := self._draft.room(pool)) < nbytes:
             if pool == self._here and self._makes_room():
                 continue
-            if pool == self._here and (stuck := self._stuck()):  # for want of room on the host
-                pool, nbytes, room = self._home, min(stuck), self._draft.room(self._home)
+            if pool == self._here and self._is_stuck():
+                raise self._host_error()
             raise self._error(pool, nbytes - room)
 
     def _makes_room(self) -> bool:
         return self._leaving.send_first(self._pinned, self.evict) or self._drop_gathered()
 
-    def make_way(self, launch: Launching, limit_bytes: int, strict: bool = False) -> None:
-        """Evicts until states, with those that a launch brings, take no more than a limit, or
-        nothing can go. `strict`: OutOfMemory where that is for want of room on the host."""
+    def seat_within(self, launch: Launching, limit_bytes: int, strict: bool = False) -> None:
+        """Seats a launch, and evicts until states, with those that it brings, take no more than a
+        limit, or nothing can go. `strict`: OutOfMemory where that is for want of room on the host.
+
+        A launch on the host has its room there first: what is evicted might take it.
+        """
+        if launch.on == HOST_LANE:
+            self.seat(launch)
+            self.shrink(limit_bytes, strict)
+            return
         self._begin(launch)
-        here = [nbytes for place, nbytes in launch.brought if not self._draft.held(place)]
-        self.shrink(limit_bytes - (sum(here) if launch.on == COMPUTE_LANE else 0), strict)
+        brought = [nbytes for place, nbytes in launch.brought if not self._draft.held(place)]
+        self.shrink(limit_bytes - sum(brought), strict)
+        self.seat(launch)
 
     def shrink(self, limit_bytes: int, strict: bool = False) -> None:
         """Evicts until states take no more than that, or nothing can go; `strict` as above."""
         while self.state_bytes > limit_bytes:
             if not self._leaving.send_first(self._pinned, self.evict):
                 break
-        if strict and self.state_bytes > limit_bytes and (stuck := self._stuck()):
-            raise self._error(self._home, min(stuck) - self._draft.room(self._home))
+        if strict and self.state_bytes > limit_bytes and self._is_stuck():
+            raise self._host_error()
 
     def drop_old(self, launch: Launching) -> None:
         """Gives back what a launch on the host has made old on the device."""
@@ -278,9 +287,21 @@ class Residency:
             buffers = [place for exchange in launch.gathers for place in exchange.writes]
             self._pinned = frozenset([*[place for place, _ in launch.brought], *buffers])
 
-    def _stuck(self) -> list[int]:
-        """Bytes of each place that might leave."""
-        return [self._draft.held(place) for place in self._leaving if place not in self._pinned]
+    def _is_stuck(self) -> bool:
+        """Whether something would leave if the host had room for it."""
+        return any([place not in self._pinned for place in self._leaving])
+
+    def _host_has(self, nbytes: int) -> bool:
+        if (lacks := nbytes - self._draft.room(self._home)) <= 0:
+            return True
+        self._host_lacks = lacks if self._host_lacks is None else min(lacks, self._host_lacks)
+        return False
+
+    def _host_error(self) -> OutOfMemory:
+        """Says the least that the host lacked for anything so far: what is lacking at the end may
+        be more, since something smaller has gone instead and taken room."""
+        assert self._host_lacks is not None, "something could not leave"
+        return self._error(self._home, self._host_lacks)
 
     def _error(self, pool: Pool, deficit_bytes: int) -> OutOfMemory:
         assert self._launch is not None, "room is made for launches"

@@ -25,8 +25,8 @@ def least_memory(tried: Try, start: Need, refused: DoesNotFit) -> Need | None:
     """What fits instead of `start`, and the least of each tier beside the others; None where
     nothing did after TRIES.
 
-    As if more never hurt. What a launch lacks is a lower bound, which the last one meets: so the
-    answer is mostly exact, and always tried.
+    As if more never hurt. What a launch lacks is mostly a lower bound, which the last one meets: so
+    the answer is mostly exact, and always tried; and so is a byte less.
     """
     low, high = dict(start), dict(start)
     for _ in range(TRIES):
@@ -41,7 +41,7 @@ def least_memory(tried: Try, start: Need, refused: DoesNotFit) -> Need | None:
     else:
         return None
     for tier in high:
-        high[tier] = _lowered(tried, high, tier, low[tier])
+        high[tier] = _lowered(tried, high, tier, start[tier], low[tier])
     return high
 
 
@@ -52,18 +52,23 @@ def _lacking(refused: DoesNotFit, tier: Tier) -> int:
     return 1
 
 
-def _lowered(tried: Try, fitting: Need, tier: Tier, low: int) -> int:
-    """The least of one tier that fits: by turns what may be the answer, and halving."""
+def _lowered(tried: Try, fitting: Need, tier: Tier, floor: int, low: int) -> int:
+    """The least of one tier that fits, from a floor on: by turns what may be the answer, and
+    halving.
+
+    Where it is met a byte less is tried: a launch tells what it lacks as things lie, and with less
+    than that they may have come to lie otherwise.
+    """
     high, is_low, close_tries = fitting[tier], True, 0
-    while low < high and close_tries < CLOSE_TRIES:
-        is_close = high - low <= high // PRECISION
-        close_tries += is_close
-        at = low if is_low or is_close else (low + high) // 2
+    while floor < high and close_tries < CLOSE_TRIES:
+        is_met, is_close = low == high, high - low <= high // PRECISION
+        close_tries += is_close and not is_met
+        at = high - 1 if is_met else low if is_low or is_close else (low + high) // 2
         refused = tried({**fitting, tier: at})
         if refused is None:
-            high = at
+            high, low = at, floor if is_met else low
         else:
-            low = min(high, at + max(1, _lacking(refused, tier)))
+            floor, low = at + 1, min(high, at + max(1, _lacking(refused, tier)))
         is_low = not is_low
     return high
 

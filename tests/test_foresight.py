@@ -66,6 +66,21 @@ def test_the_least_is_found_though_each_launch_tells_its_own_deficit(step: int) 
         assert most <= found[tier] <= most + (most // PRECISION if step == 1 else 0)
 
 
+@pytest.mark.parametrize("surplus", [1, 1000, 40_000])
+def test_the_least_is_found_though_a_launch_tells_of_more_than_its_deficit(surplus: int) -> None:
+    most = 1_000_000
+
+    def tried(need: Need) -> DoesNotFit | None:
+        lacks = most - need[Tier.GPU]
+        return OutOfMemory((Tier.GPU, 0), lacks + surplus, "a launch") if lacks > 0 else None
+
+    start = {Tier.GPU: 500_000, Tier.HOST: 70_000}
+    found = least_memory(tried, start, DoesNotFit("of a planner"))
+    assert found is not None
+    assert most <= found[Tier.GPU] <= most + most // PRECISION
+    assert found[Tier.HOST] == start[Tier.HOST]
+
+
 @pytest.mark.parametrize("policy", ["zero3_offload", "zero_offload", "train_on_device"])
 def test_the_largest_fits_and_the_next_does_not(policy: str) -> None:
     words = (*SMALL, f"policy={policy}", "budget.device_bytes=12000000")

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from engine.plan import COMPUTE_LANE, HOST_LANE, Kind, Tier, Work
@@ -157,6 +157,18 @@ def test_inclusive_tiers_run_in_the_least_memory_and_only_there(
     depth=st.integers(1, 3),
     tasks=st.integers(0, 3),
 )
+@example(  # its budget once sent to the host what took the room of an update there
+    seed=81,
+    layers=2,
+    trained="full",
+    mode=Mode.RECOMPUTE,
+    microbatches=1,
+    name="patrickstar_static",
+    share=2.875,
+    both_share=1.34375,
+    depth=1,
+    tasks=1,
+)
 def test_exclusive_tiers_run_wherever_a_chunk_can_move(
     seed: int,
     layers: int,
@@ -230,6 +242,22 @@ def test_out_of_memory_names_the_launch_the_tier_and_the_deficit() -> None:
         run(MEMORIES["all_on_device"], layout, job, gpu=least)
     with pytest.raises(OutOfMemory, match=r"^host:0 is .* bytes short for the update of chunk"):
         run(Zero3Offload(), layout, job, host=sum(layout.places.values()))
+
+
+def test_what_went_in_the_place_of_something_larger_is_no_part_of_a_deficit() -> None:
+    """With what the larger one lacked, it would have gone: with a byte less nothing changes."""
+    shape = shape_of(random.Random(52879), 1, frozen_units=2)
+    gpu, host, job = 295, 119, job_of(shape, microbatches=4)
+    layout = laid_out(shape, Mode.OFFLOAD, "host_first", gpu, host)
+
+    def deficit_bytes(more: int) -> int:
+        with pytest.raises(OutOfMemory, match=r"^host:0") as caught:
+            run(MEMORIES["lru"], layout, job, gpu=gpu, host=host + more, tasks=0)
+        return caught.value.deficit_bytes
+
+    lacks = deficit_bytes(0)
+    assert lacks > 1
+    assert deficit_bytes(lacks - 1) == 1
 
 
 def test_deficits_are_the_same_in_every_timing() -> None:
