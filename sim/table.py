@@ -66,6 +66,10 @@ class Table:
     def __post_init__(self) -> None:
         check_finite(self.values)
 
+    def times(self, factor: float) -> Table:
+        """The same with all values times a factor."""
+        return Table(self.axes, tuple([value * factor for value in self.values]))
+
     def weights(self, point: Sequence[float]) -> list[tuple[int, float]]:
         """The (index of value, weight) pairs of a point."""
         sides = [hats(nodes, x) for nodes, x in zip(self.axes, point, strict=True)]

@@ -117,9 +117,10 @@ class TableCost(ShapePriced):
         return round(host_ns)
 
     def scaled(self, factor: float, why: str) -> TableCost:
-        """The same device running slower by a factor, as drift probes found it."""
+        """The same device running slower by a factor, as drift probes found it. Links keep their
+        pace: clocks and neighbours of a processor do not change what a bus carries."""
         tables = {
-            name: Table(table.axes, tuple(value * factor for value in table.values))
+            name: table if "->" in name else table.times(factor)
             for name, table in self.tables.items()
         }
         source = f"{self.source}, x{factor:.4f} ({why})"

@@ -51,6 +51,13 @@ def test_a_drifted_device_is_slower_by_the_factor(cost: TableCost) -> None:
     assert "x1.0500 (probe)" in slow.provenance
 
 
+def test_a_link_does_not_slow_down_with_its_device(cost: TableCost) -> None:
+    slow = cost.scaled(2.0, "probe")
+    copies = [c.transfer_ns("gpu->host", 1 << 20, contended=True) for c in (cost, slow)]
+    assert copies[0] == copies[1] > 0
+    assert slow.plan_ns(3) == pytest.approx(2 * cost.plan_ns(3), abs=2)
+
+
 def test_a_table_is_straight_between_nodes_and_beyond_its_ends() -> None:
     line = Table(((2, 4, 8),), (10.0, 20.0, 60.0))
     assert [line.value((x,)) for x in (2, 3, 4, 6, 8, 10, 1, 0)] == [10, 15, 20, 40, 60, 80, 5, 0]
