@@ -23,8 +23,8 @@ from tandem.composed import Composed
 from tandem.experiment import engine_of
 from tandem.grid import grid_of
 from tandem.screen import shown_bytes, shown_parts, shown_seconds
-from tandem.setting import Setting, setting_of, spec_of
-from tandem.training import Trainee
+from tandem.setting import Setting, builder_of, setting_of, spec_of
+from tandem.training import Trainee, planner_of
 from tandem.worlds import World
 
 LATE = 0.03  # as far as a steady machine moves
@@ -79,10 +79,12 @@ def foresee(point: Composed, num_layers: int | None = None) -> Foresight:
 
 
 def largest(point: Composed) -> int:
-    """The most layers of the point's model that fit, MOST_LAYERS if all do; 0 where one does not.
+    """The most layers of the point's model that fit, MOST_LAYERS if all do; 0 where the least that
+    its recipe trains do not.
 
     By doubling and halving, as if depth alone decided; then a few layers beyond.
     """
+    least = least_layers(point)
 
     @cache
     def fits(count: int) -> bool:
@@ -92,7 +94,7 @@ def largest(point: Composed) -> int:
             return False
         return True
 
-    low, high = 0, 1
+    low, high = least - 1, least
     while fits(high):
         low, high = high, min(2 * high, MOST_LAYERS)
         if low == high:
@@ -100,10 +102,18 @@ def largest(point: Composed) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
+    if low < least:
+        return 0
     count = low + 2
-    while low and count <= low + BEYOND:
+    while count <= low + BEYOND:
         low, count = (count if fits(count) else low), count + 1
     return low
+
+
+def least_layers(point: Composed) -> int:
+    """Layers of the shallowest model in which the point's recipe trains something."""
+    asked = builder_of(point).build(point.config["training"], "training")
+    return max(1, int(asked.recipe.least_units) - 2)  # embedding and head
 
 
 def _simulated(setting: Setting, cost: LaunchCost) -> Run:
@@ -191,9 +201,14 @@ def _shared(ranks: int) -> str:
 def _tell_largest(point: Composed, is_silent: bool) -> None:
     if is_silent:
         return
+    if isinstance(planner_of(point.config).get("modes"), list):
+        print("largest: not sought, since planner.modes names layers one by one")
+        return
     count = largest(point)
     if not count:
-        print("largest: not even one layer of this width fits")
+        least = least_layers(point)
+        few = "one layer of this width fits" if least == 1 else f"{least} layers of this width fit"
+        print(f"largest: not even {few}")
         return
     spec = replace(spec_of(point), num_layers=count)
     layers = f"{'at least ' if count == MOST_LAYERS else ''}{count} layers"

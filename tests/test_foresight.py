@@ -92,17 +92,62 @@ def test_the_largest_fits_and_the_next_does_not(policy: str) -> None:
         foresee(point, count + 1)
 
 
+FROZEN3 = "training.recipe.frozen_units=3"  # embedding and two layers: one more trains
+FROZEN9 = "training.recipe.frozen_units=9"
+LORA2 = ("training.recipe.frozen_units=2", "training.recipe.lora_rank=4")
+
+
 @pytest.mark.parametrize(
-    ("fitting", "wanted"),
+    "recipe", [(FROZEN3,), (FROZEN9,), LORA2], ids=["frozen 3", "frozen 9", "adapters"]
+)
+def test_the_largest_is_sought_among_depths_that_train(
+    recipe: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*ZERO3, "budget.host_bytes=40000000", "model.num_layers=8", *recipe]
+    assert main(["plan", *words]) == 0
+    *_, told = capsys.readouterr().out.splitlines()
+    assert told.startswith("largest of this width: ")
+    count, point = int(told.split()[4]), composed([*words, "backend=sim"])
+    assert count >= 8
+    foresee(point, count)
+    with pytest.raises(DoesNotFit):
+        foresee(point, count + 1)
+    least = foresight.least_layers(point)
+    with pytest.raises(ValueError, match="leaves nothing to train"):
+        foresee(point, least - 1)
+
+
+def test_the_least_that_trains_may_be_too_large(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*ZERO3, "budget.host_bytes=1000000", "model.num_layers=8", FROZEN3]
+    assert main(["plan", *words]) == 1
+    assert capsys.readouterr().out.endswith("largest: not even 2 layers of this width fit\n")
+
+
+def test_no_other_depth_is_sought_where_modes_name_layers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*ZERO3, "budget.host_bytes=20000000", "planner.modes=[keep,recompute]"]
+    assert main(["plan", *words, "model.num_layers=2"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("fits: ") and "largest: not sought, since planner.modes" in told
+
+
+@pytest.mark.parametrize(
+    ("fitting", "wanted", "words"),
     [
-        (range(1, 1), 0),
-        (range(1, 2), 1),
-        (range(1, 38), 37),
-        ([*range(1, 20), 21, 23], 23),  # chunks were rounded
-        (range(1, 10_000), foresight.MOST_LAYERS),
+        (range(1, 1), 0, ()),
+        (range(1, 2), 1, ()),
+        (range(1, 38), 37, ()),
+        ([*range(1, 20), 21, 23], 23, ()),  # chunks were rounded
+        (range(1, 10_000), foresight.MOST_LAYERS, ()),
+        (range(8), 0, (FROZEN9,)),
+        (range(8, 9), 8, (FROZEN9,)),
+        (range(8, 38), 37, (FROZEN9,)),
     ],
 )
-def test_the_search(fitting: object, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search(
+    fitting: object, wanted: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
 
     def pretend(point: Composed, num_layers: int) -> None:
@@ -111,7 +156,7 @@ def test_the_search(fitting: object, wanted: int, monkeypatch: pytest.MonkeyPatc
             raise DoesNotFit("no")
 
     monkeypatch.setattr(foresight, "foresee", pretend)
-    assert largest(Composed({}, ())) == wanted
+    assert largest(composed([*ZERO3, *words])) == wanted
     assert len(asked) == len(set(asked)) < 30, "each is simulated once, and few are"
 
 
