@@ -11,7 +11,7 @@ from pathlib import Path
 import simpy
 
 from analysis.run import Run
-from analysis.training import WORKS, training_summary
+from analysis.training import WORKS, training_steps, training_summary
 from analysis.usage import fullest, lane_shares, pools
 from engine.recorder import Recorder
 from policies.out_of_memory import DoesNotFit
@@ -28,7 +28,7 @@ from tandem.training import Trainee, planner_of
 from tandem.worlds import World
 
 LATE = 0.03  # as far as a steady machine moves
-STEPS = 3  # simulated: the first warms up
+STEPS = 3  # simulated: a warm-up, one that finds memory as it left it, and one that has settled
 MOST_LAYERS = 4096
 BEYOND = 3  # layers: chunks are rounded, so a deeper model may fit where one in between does not
 EXAMPLES = """examples:
@@ -52,8 +52,13 @@ class Foresight:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step behind the warm-up."""
-        return float(training_summary(self.run)["mean_train_step_s"])
+        """Seconds of a settled step: the last."""
+        return float(training_steps(self.run)["step_s"].iloc[-1])
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of a settled step."""
+        return float(training_steps(self.run)["tokens"].iloc[-1]) / self.step_s
 
     def peak_bytes(self, pool: str) -> dict[str, int]:
         """What lies in a pool such as gpu:0 when it is fullest, by part; `used` is the sum."""
@@ -180,7 +185,7 @@ def told(found: Foresight) -> str:
         f"fits: {trainee.spec.name}, {trainee.spec.parameters / 1e6:,.1f} M parameters, "
         f"{trainee.job.sequences} x {trainee.job.sequence_tokens} tokens, "
         f"{trainee.job.microbatches} to a step{_shared(trainee.job.ranks)}",
-        f"step: {shown_seconds(found.step_s)} ({metrics['train_tokens_per_s']:.4g} tokens/s; "
+        f"step: {shown_seconds(found.step_s)} ({found.tokens_per_s:.4g} tokens/s; "
         f"{found.setting.cost.form}); the first {shown_seconds(metrics['first_train_step_s'])}",
         f"time: {', '.join(works)}; lanes busy: {', '.join(lanes)}",
     ]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from analysis.training import training_steps
 from engine.plan import Tier
 from policies.out_of_memory import DoesNotFit, OutOfMemory
 from tandem import foresight
@@ -27,6 +28,21 @@ def test_it_tells_step_peaks_and_the_largest(capsys: pytest.CaptureFixture[str])
     told = capsys.readouterr().out
     heads = [line.partition(":")[0] for line in told.splitlines()]
     assert heads == ["fits", "step", "time", "gpu peak", "host peak", "largest of this width"]
+
+
+@pytest.mark.parametrize("policy", ["patrickstar", "train_lru", "zero_offload"])
+def test_the_step_that_is_told_is_that_of_a_long_run(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PatrickStar's second step still moves what its warm-up left on the host."""
+    words = ["trace=none", "training=random", "model=tiny_llama", "training.sequence_tokens=64"]
+    words += [f"policy={policy}", "budget.device_bytes=60000000", "budget.host_bytes=1000000000"]
+    point = composed([*words, "training.num_steps=8", "backend=sim"])
+    found = foresee(point)
+    monkeypatch.setattr(foresight, "STEPS", 8)
+    steps_s = training_steps(foresee(point).run)["step_s"]
+    assert found.step_s == steps_s.iloc[-1]
+    assert found.tokens_per_s == 64 / steps_s.iloc[-1]
 
 
 def test_what_does_not_fit_is_told_with_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
