@@ -215,14 +215,15 @@ def beside(
         whole = torch.cuda.get_device_properties(0).total_memory
         cut = budget_bytes + setting.device.reserve_bytes  # as ours
         set_budget(int(min(cut, whole)))
+    trainee = setting.trainees[0]
     try:
-        found = loop(setting.trainees[0], setting.seed, device)
+        found = loop(trainee, setting.seed, device)
     except torch.OutOfMemoryError as error:
         return replace(row, note=f"out of memory: {' '.join(str(error).split())[:120]}")
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else math.nan
     return replace(
         row,
-        tokens_per_s=chosen.sequences * chosen.tokens / found.step_s,
+        tokens_per_s=trainee.job.microbatch_tokens * trainee.job.microbatches / found.step_s,
         step_s=found.step_s,
         peak_bytes=peak,
         first_loss=found.losses[0],

@@ -17,7 +17,8 @@ class TrainingOrder:
 
     tasks  how many in a plan; 0: all that are left of the step
     turns  when another job comes in: behind the whole `job`, behind a `step` (who has done the
-           fewest goes first), or behind a `task`, which holds activations of all jobs at once
+           fewest goes first), or behind a `task`, which holds activations of all jobs at once;
+           a configuration makes one job, so all three are alike there
     """
 
     recurs: ClassVar[bool] = True

@@ -13,16 +13,18 @@ class Draws:
     """Lends a job's generator state to torch's default generator of a device, forward by forward.
 
     Dropout knows no other generator, so whoever else draws on the same device must not do so from
-    another thread meanwhile. A forward that runs again draws what it drew first.
+    another thread meanwhile. A forward that runs again draws what it drew first; below unit
+    `lowest` none does, and nothing is kept.
     """
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    def __init__(self, seed: int, device: torch.device, lowest: int) -> None:
         own = torch.Generator(device)
         own.manual_seed(seed)
         self._state = own.get_state()
         self._generator = torch.default_generator
         if device.type == "cuda":
             self._generator = torch.cuda.default_generators[device.index or 0]
+        self._lowest = lowest
         self._before: dict[tuple[int, int], Tensor] = {}  # (microbatch, unit): state it began with
         self._last = (-1, -1)
 
@@ -36,7 +38,9 @@ class Draws:
             return
         key = (microbatch, unit)
         assert key > self._last, f"F{unit, microbatch} draws dropout behind F{self._last[::-1]}"
-        self._before[key], self._state, self._last = self._state, after, key
+        if unit >= self._lowest:
+            self._before[key] = self._state
+        self._state, self._last = after, key
 
     @contextmanager
     def again(self, unit: int, microbatch: int) -> Iterator[None]:

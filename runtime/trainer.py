@@ -81,9 +81,12 @@ class Trainer:
         self._gradients = Gradients(uses, microbatches, recipe.clip_norm, reuses_weights)
         self._sums = Sums(self._states, self._gradients, store, units.trained_of, reuses_weights)
         self._norm = regions.norm(job_id).region
-        self._draws = Draws(recipe.seed, store.device)
+        self._draws = Draws(recipe.seed, store.device, lowest=units.first)
         self._ids: dict[int, Tensor] = {}  # of microbatches under way
-        self._losses: dict[int, Tensor] = {}
+        # On the host, where a copy that nobody waits for can write them.
+        self._losses = torch.full(
+            (num_steps * microbatches,), torch.nan, pin_memory=store.device.type == "cuda"
+        )
         self._updates: Counter[int] = Counter()  # per chunk
         self._due = set(self._sums.chunks)  # to be updated yet in this step
         self._has_update, self._lock = has_update, Lock()
@@ -112,7 +115,7 @@ class Trainer:
         if records:
             self._activations.keep(unit, microbatch, Graph.of(root, hidden, stash))
         if self._is_head(unit):
-            self._losses[microbatch] = out.detach()
+            self._losses[microbatch].copy_(out.detach(), non_blocking=True)
         elif not again:
             self._activations.hand_on(unit, microbatch, out.detach())
 
@@ -163,7 +166,10 @@ class Trainer:
 
     # ---- results
     def loss(self, microbatch: int) -> float:
-        """The mean loss of a microbatch, before it is divided for accumulation."""
+        """The mean loss of a microbatch, before it is divided for accumulation; NaN before it is
+        known."""
+        if self._store.device.type == "cuda":
+            torch.cuda.synchronize(self._store.device)
         return float(self._losses[microbatch])
 
     def state_dict(self) -> Mapping[str, Tensor]:

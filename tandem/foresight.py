@@ -11,7 +11,7 @@ from pathlib import Path
 import simpy
 
 from analysis.run import Run
-from analysis.training import WORKS, training_summary
+from analysis.training import WORKS, training_steps, training_summary
 from analysis.usage import fullest, lane_shares, pools
 from engine.recorder import Recorder
 from policies.out_of_memory import DoesNotFit
@@ -23,12 +23,12 @@ from tandem.composed import Composed
 from tandem.experiment import engine_of
 from tandem.grid import grid_of
 from tandem.screen import shown_bytes, shown_parts, shown_seconds
-from tandem.setting import Setting, setting_of, spec_of
-from tandem.training import Trainee
+from tandem.setting import Setting, builder_of, setting_of, spec_of
+from tandem.training import Trainee, planner_of
 from tandem.worlds import World
 
 LATE = 0.03  # as far as a steady machine moves
-STEPS = 3  # simulated: the first warms up
+STEPS = 3  # simulated: a warm-up, one that finds memory as it left it, and one that has settled
 MOST_LAYERS = 4096
 BEYOND = 3  # layers: chunks are rounded, so a deeper model may fit where one in between does not
 EXAMPLES = """examples:
@@ -52,8 +52,13 @@ class Foresight:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step behind the warm-up."""
-        return float(training_summary(self.run)["mean_train_step_s"])
+        """Seconds of a settled step: the last."""
+        return float(training_steps(self.run)["step_s"].iloc[-1])
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of a settled step."""
+        return float(training_steps(self.run)["tokens"].iloc[-1]) / self.step_s
 
     def peak_bytes(self, pool: str) -> dict[str, int]:
         """What lies in a pool such as gpu:0 when it is fullest, by part; `used` is the sum."""
@@ -79,10 +84,12 @@ def foresee(point: Composed, num_layers: int | None = None) -> Foresight:
 
 
 def largest(point: Composed) -> int:
-    """The most layers of the point's model that fit, MOST_LAYERS if all do; 0 where one does not.
+    """The most layers of the point's model that fit, MOST_LAYERS if all do; 0 where the least that
+    its recipe trains do not.
 
     By doubling and halving, as if depth alone decided; then a few layers beyond.
     """
+    least = least_layers(point)
 
     @cache
     def fits(count: int) -> bool:
@@ -92,7 +99,7 @@ def largest(point: Composed) -> int:
             return False
         return True
 
-    low, high = 0, 1
+    low, high = least - 1, least
     while fits(high):
         low, high = high, min(2 * high, MOST_LAYERS)
         if low == high:
@@ -100,10 +107,18 @@ def largest(point: Composed) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
+    if low < least:
+        return 0
     count = low + 2
-    while low and count <= low + BEYOND:
+    while count <= low + BEYOND:
         low, count = (count if fits(count) else low), count + 1
     return low
+
+
+def least_layers(point: Composed) -> int:
+    """Layers of the shallowest model in which the point's recipe trains something."""
+    asked = builder_of(point).build(point.config["training"], "training")
+    return max(1, int(asked.recipe.least_units) - 2)  # embedding and head
 
 
 def _simulated(setting: Setting, cost: LaunchCost) -> Run:
@@ -170,7 +185,7 @@ def told(found: Foresight) -> str:
         f"fits: {trainee.spec.name}, {trainee.spec.parameters / 1e6:,.1f} M parameters, "
         f"{trainee.job.sequences} x {trainee.job.sequence_tokens} tokens, "
         f"{trainee.job.microbatches} to a step{_shared(trainee.job.ranks)}",
-        f"step: {shown_seconds(found.step_s)} ({metrics['train_tokens_per_s']:.4g} tokens/s; "
+        f"step: {shown_seconds(found.step_s)} ({found.tokens_per_s:.4g} tokens/s; "
         f"{found.setting.cost.form}); the first {shown_seconds(metrics['first_train_step_s'])}",
         f"time: {', '.join(works)}; lanes busy: {', '.join(lanes)}",
     ]
@@ -191,9 +206,14 @@ def _shared(ranks: int) -> str:
 def _tell_largest(point: Composed, is_silent: bool) -> None:
     if is_silent:
         return
+    if isinstance(planner_of(point.config).get("modes"), list):
+        print("largest: not sought, since planner.modes names layers one by one")
+        return
     count = largest(point)
     if not count:
-        print("largest: not even one layer of this width fits")
+        least = least_layers(point)
+        few = "one layer of this width fits" if least == 1 else f"{least} layers of this width fit"
+        print(f"largest: not even {few}")
         return
     spec = replace(spec_of(point), num_layers=count)
     layers = f"{'at least ' if count == MOST_LAYERS else ''}{count} layers"

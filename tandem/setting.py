@@ -60,7 +60,7 @@ def setting_of(point: Composed, spec: ModelSpec | None = None) -> Setting:
     """
     config = point.config
     seed = _at_least(0, config, "seed")
-    builder = _builder(point)
+    builder = builder_of(point)
     spec = spec or _built(builder, config, "model", ModelSpec)
     device, group = _device(config, builder)
     requests = requests_of(config, builder, spec, point.overrides)
@@ -126,7 +126,7 @@ def _room(
 
 def training_space(point: Composed) -> dict[Pool, int]:
     """The bytes of each tier for whoever trains alone."""
-    device, _ = _device(point.config, _builder(point))
+    device, _ = _device(point.config, builder_of(point))
     budget, device = _space(point.config, device)
     page_tokens = _at_least(1, point.config, "page_tokens")
     return training_room(budget, device, spec_of(point), page_tokens).capacity_bytes
@@ -145,11 +145,12 @@ def _nothing(place: Place) -> int:
 
 def spec_of(point: Composed) -> ModelSpec:
     """The model alone."""
-    spec: ModelSpec = _built(_builder(point), point.config, "model", ModelSpec)
+    spec: ModelSpec = _built(builder_of(point), point.config, "model", ModelSpec)
     return spec
 
 
-def _builder(point: Composed) -> Builder:
+def builder_of(point: Composed) -> Builder:
+    """Who builds what the point names."""
     return Builder(conform(point.config["trusted"], list[str], "trusted"), point.folders)
 
 

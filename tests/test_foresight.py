@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from analysis.training import training_steps
 from engine.plan import Tier
 from policies.out_of_memory import DoesNotFit, OutOfMemory
 from tandem import foresight
@@ -27,6 +28,21 @@ def test_it_tells_step_peaks_and_the_largest(capsys: pytest.CaptureFixture[str])
     told = capsys.readouterr().out
     heads = [line.partition(":")[0] for line in told.splitlines()]
     assert heads == ["fits", "step", "time", "gpu peak", "host peak", "largest of this width"]
+
+
+@pytest.mark.parametrize("policy", ["patrickstar", "train_lru", "zero_offload"])
+def test_the_step_that_is_told_is_that_of_a_long_run(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PatrickStar's second step still moves what its warm-up left on the host."""
+    words = ["trace=none", "training=random", "model=tiny_llama", "training.sequence_tokens=64"]
+    words += [f"policy={policy}", "budget.device_bytes=60000000", "budget.host_bytes=1000000000"]
+    point = composed([*words, "training.num_steps=8", "backend=sim"])
+    found = foresee(point)
+    monkeypatch.setattr(foresight, "STEPS", 8)
+    steps_s = training_steps(foresee(point).run)["step_s"]
+    assert found.step_s == steps_s.iloc[-1]
+    assert found.tokens_per_s == 64 / steps_s.iloc[-1]
 
 
 def test_what_does_not_fit_is_told_with_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,17 +108,62 @@ def test_the_largest_fits_and_the_next_does_not(policy: str) -> None:
         foresee(point, count + 1)
 
 
+FROZEN3 = "training.recipe.frozen_units=3"  # embedding and two layers: one more trains
+FROZEN9 = "training.recipe.frozen_units=9"
+LORA2 = ("training.recipe.frozen_units=2", "training.recipe.lora_rank=4")
+
+
 @pytest.mark.parametrize(
-    ("fitting", "wanted"),
+    "recipe", [(FROZEN3,), (FROZEN9,), LORA2], ids=["frozen 3", "frozen 9", "adapters"]
+)
+def test_the_largest_is_sought_among_depths_that_train(
+    recipe: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*ZERO3, "budget.host_bytes=40000000", "model.num_layers=8", *recipe]
+    assert main(["plan", *words]) == 0
+    *_, told = capsys.readouterr().out.splitlines()
+    assert told.startswith("largest of this width: ")
+    count, point = int(told.split()[4]), composed([*words, "backend=sim"])
+    assert count >= 8
+    foresee(point, count)
+    with pytest.raises(DoesNotFit):
+        foresee(point, count + 1)
+    least = foresight.least_layers(point)
+    with pytest.raises(ValueError, match="leaves nothing to train"):
+        foresee(point, least - 1)
+
+
+def test_the_least_that_trains_may_be_too_large(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*ZERO3, "budget.host_bytes=1000000", "model.num_layers=8", FROZEN3]
+    assert main(["plan", *words]) == 1
+    assert capsys.readouterr().out.endswith("largest: not even 2 layers of this width fit\n")
+
+
+def test_no_other_depth_is_sought_where_modes_name_layers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*ZERO3, "budget.host_bytes=20000000", "planner.modes=[keep,recompute]"]
+    assert main(["plan", *words, "model.num_layers=2"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("fits: ") and "largest: not sought, since planner.modes" in told
+
+
+@pytest.mark.parametrize(
+    ("fitting", "wanted", "words"),
     [
-        (range(1, 1), 0),
-        (range(1, 2), 1),
-        (range(1, 38), 37),
-        ([*range(1, 20), 21, 23], 23),  # chunks were rounded
-        (range(1, 10_000), foresight.MOST_LAYERS),
+        (range(1, 1), 0, ()),
+        (range(1, 2), 1, ()),
+        (range(1, 38), 37, ()),
+        ([*range(1, 20), 21, 23], 23, ()),  # chunks were rounded
+        (range(1, 10_000), foresight.MOST_LAYERS, ()),
+        (range(8), 0, (FROZEN9,)),
+        (range(8, 9), 8, (FROZEN9,)),
+        (range(8, 38), 37, (FROZEN9,)),
     ],
 )
-def test_the_search(fitting: object, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search(
+    fitting: object, wanted: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
 
     def pretend(point: Composed, num_layers: int) -> None:
@@ -111,7 +172,7 @@ def test_the_search(fitting: object, wanted: int, monkeypatch: pytest.MonkeyPatc
             raise DoesNotFit("no")
 
     monkeypatch.setattr(foresight, "foresee", pretend)
-    assert largest(Composed({}, ())) == wanted
+    assert largest(composed([*ZERO3, *words])) == wanted
     assert len(asked) == len(set(asked)) < 30, "each is simulated once, and few are"
 
 

@@ -53,6 +53,16 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "limit=0"], "at least one request"),
         (["run", "policy=zero3_offload"], "this policy trains, and there is nothing to train"),
         (["run", "policy=zero3_offload", "training=sample"], "set trace=none"),
+        (
+            [
+                "run",
+                "trace=none",
+                "training=random",
+                "policy=zero_offload",
+                "training.sequence_tokens=1",
+            ],
+            "sequence_tokens must be at least 2",
+        ),
         (["run", "training=sample"], "training needs a policy that trains"),
         (["run", "trace=file"], "give one with trace.path=..."),
         (["run", "trace=file", "trace.path=/no/such.parquet"], "no such trace"),

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from engine.model import ModelSpec
-from engine.step_peak import step_peak
 from engine.training_shape import TrainingShape, training_shape
 from runtime.tracker import StorageTracker, storage_bytes
 from tests.hand_made import FAMILIES
 from tests.plain_units import PlainUnits, build
+from tests.step_peak import step_peak
 from traces.recipe import Recipe
 from traces.request import TrainingJob
 

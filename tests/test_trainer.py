@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -91,6 +92,31 @@ def test_frozen_units_have_no_backward(frozen: int) -> None:
     recipe = Recipe(frozen_units=frozen, dropout=0.1, clip_norm=0.5)
     hand = check(Task(tiny("gpt2", tie_embeddings=True), recipe, 2, 2), MIXED)
     assert hand.units.first == frozen
+
+
+def living(num_steps: int, recipe: Recipe) -> int:
+    """Tensors that are alive behind a job of so many steps, which is kept, beyond those before."""
+
+    def count() -> int:
+        gc.collect()
+        return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+
+    before = count()
+    hand = Hand(Task(tiny("gpt2"), recipe, num_steps, 2), Store(), MIXED)
+    for _ in hand.operations():
+        pass
+    after = count()
+    assert hand.trainer.loss(0) > 0
+    return after - before
+
+
+@pytest.mark.parametrize(
+    "recipe", [FULL, LORA, Recipe(frozen_units=2, dropout=0.1)], ids=["full", "adapters", "frozen"]
+)
+def test_steps_leave_no_tensors_behind(recipe: Recipe) -> None:
+    """Neither states of dropout below what trains, nor losses."""
+    living(1, recipe)  # what is made once
+    assert living(1, recipe) == living(4, recipe)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -66,6 +66,11 @@ class Recipe:
             lora = ("lora_alpha", "lora_dropout", "lora_targets")
             self._check_unread(lora, "lora_rank=null")
 
+    @property
+    def least_units(self) -> int:
+        """Units of the shortest chain in which something trains; the head has no adapters."""
+        return self.frozen_units + 1 + (self.lora_rank is not None)
+
     def learning_rate_at(self, step: int, num_steps: int) -> float:
         """The rate of a step, counted from 0: what transformers.get_scheduler sets for it.
 

@@ -85,16 +85,20 @@ class TrainingJob:
         for name in ("job_id", "arrival_ns"):
             if getattr(self, name) < 0:
                 raise ValueError(f"training job {self.job_id}: {name} must be at least 0")
-        counts = ("num_units", "sequence_tokens", "sequences", "num_steps", "microbatches", "ranks")
+        counts = ("num_units", "sequences", "num_steps", "microbatches", "ranks")
         for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"training job {self.job_id}: {name} must be at least 1")
-        has_adapters = self.recipe.lora_rank is not None
-        can_train = self.num_units - has_adapters  # the head has no adapters
-        if (frozen := self.recipe.frozen_units) >= can_train:
+        if self.sequence_tokens < 2:
+            raise ValueError(
+                f"training job {self.job_id}: sequence_tokens must be at least 2: the loss is over "
+                "tokens that have one before them"
+            )
+        if (lacking := self.recipe.least_units - self.num_units) > 0:
+            frozen = self.recipe.frozen_units
             raise ValueError(
                 f"training job {self.job_id}: recipe.frozen_units={frozen} leaves nothing to "
-                f"train; freeze fewer than {can_train} of its {self.num_units} units"
+                f"train; freeze fewer than {frozen + 1 - lacking} of its {self.num_units} units"
             )
 
     @property
