@@ -22,6 +22,7 @@ from engine.training_shape import TrainingShape
 from engine.view import Cost
 from policies.laying_out import Start, States, apart, modes_of, prepared
 from policies.out_of_memory import DoesNotFit
+from policies.tide import WARMUP_SHARE
 from traces.request import TrainingJob
 
 MEBI = 1 << 20
@@ -41,7 +42,8 @@ class FixedChunks:
                     those that fit (of equals the first)
     padded          chunks take their full size, as the original's buffers; false: what is in them
     oversize        a module larger than a chunk is an `error`, or a chunk of its own (`alone`)
-    warmup_share    of the device, for chunks in warm-up: two must fit for a size to be taken
+    device_share    of the device that the memory policy uses at all, for the search of a size
+    warmup_share    of that, for chunks in warm-up: two must fit for a size to be taken
     modes, start, shards  as those of UnitChunks; a chunk is that of the whole group
     owned           whose devices have whole chunks in turn, as in the original: what is planned is
                     the one that has most, ceil(chunks / devices); false: all have equal parts
@@ -53,7 +55,8 @@ class FixedChunks:
     sizes: tuple[int, ...] = SIZES
     padded: bool = True
     oversize: Literal["error", "alone"] = "error"
-    warmup_share: float = 0.1
+    device_share: float = 1.0
+    warmup_share: float = WARMUP_SHARE
     modes: Mode | tuple[Mode, ...] = Mode.KEEP
     start: Start = "host"
     shards: bool = True
@@ -116,7 +119,8 @@ class FixedChunks:
         whose warm-up leaves no two chunks of any size is smaller than those that `sizes` are for:
         there all sizes are halved together, until one fits it.
         """
-        device = capacity_bytes.get((Tier.GPU, 0), 0)
+        device = int(capacity_bytes.get((Tier.GPU, 0), 0) * self.device_share)
+        usable = device + capacity_bytes.get((Tier.HOST, 0), 0)
         most = int(device * self.warmup_share) // (2 * shape.item_bytes)
         sizes = _halved(self.sizes, most)
         modes = modes_of(Mode.KEEP, len(shape.units), 0)
@@ -128,14 +132,15 @@ class FixedChunks:
                 layout = self.laid_out(shape, size, modes, ranks)
             except OversizeModule:
                 continue
-            if (nbytes := footprint_bytes(layout)) <= sum(capacity_bytes.values()):
+            if (nbytes := footprint_bytes(layout)) <= usable:
                 fitting.append((nbytes, order, size))
         if not fitting:
-            shares = f"two chunks must fit {self.warmup_share:.0%} of the device"
+            share = self.device_share * self.warmup_share
+            shares = f"two chunks must fit {share:.0%} of the device"
             raise DoesNotFit(
                 f"planner.chunk_elements: no size of planner.sizes fits: {shares}, so {most:,} "
                 f"numbers at most, a chunk the largest module ({_largest_module(shape):,}), all "
-                "states device and host together; give more memory, or a larger warmup_share"
+                "states device and host together; give more memory, or a larger memory.warmup_share"
             )
         return min(fitting)[2]
 

@@ -19,6 +19,7 @@ from policies.laying_out import modes_of
 from policies.out_of_memory import OutOfMemory
 from policies.patrickstar import PatrickStar
 from policies.unit_chunks import UnitChunks
+from tandem.compose import composed
 from tests.offload import MEMORIES, REUSING, ROOMY, by_step, job_of, run, shape_of
 from tests.strategies import cases
 from tests.trainings import setting
@@ -123,6 +124,30 @@ def test_the_search_takes_the_smallest_footprint_that_fits() -> None:
     # two chunks of 180 numbers are 720 bytes: more than warm-up leaves them of 700
     tight = {(Tier.GPU, 0): 7000, (Tier.HOST, 0): ROOMY}
     assert FixedChunks(sizes=(100, 130, 180), warmup_share=0.1).searched(shape, tight) == 130
+
+
+def test_the_search_goes_by_the_shares_of_the_memory_policy() -> None:
+    """Each share is set in one place: sizes are searched for what PatrickStar's warm-up has."""
+    words = ("memory.warmup_share=0.3", "memory.device_share=0.6")
+    assert planner_shares("policy=patrickstar", *words) == (0.3, 0.6)
+    assert planner_shares("policy=zero3_offload", "planner=fixed_chunks") == (0.1, 1.0)
+
+
+def planner_shares(*words: str) -> tuple[float, float]:
+    planner = composed(["trace=none", "training=random", *words]).config["planner"]
+    return planner["warmup_share"], planner["device_share"]
+
+
+def test_the_search_takes_of_the_device_what_may_be_used() -> None:
+    """Of 7200 bytes warm-up has 720, two chunks of 180 numbers; of half of them 360."""
+    shape, whole = model([60] * 6), {(Tier.GPU, 0): 7200, (Tier.HOST, 0): ROOMY}
+    assert FixedChunks(sizes=(180, 130, 90)).searched(shape, whole) == 180
+    assert FixedChunks(sizes=(180, 130, 90), device_share=0.5).searched(shape, whole) == 90
+    states, half = 6 * 60 * (2 + 2 + 12), FixedChunks(sizes=(60,), device_share=0.5)
+    full = {(Tier.GPU, 0): 7200, (Tier.HOST, 0): states - 3600}
+    assert half.searched(shape, full) == 60
+    with pytest.raises(MemoryError):
+        half.searched(shape, {**full, (Tier.HOST, 0): states - 3601})
 
 
 def test_of_equal_footprints_the_search_takes_the_first() -> None:
