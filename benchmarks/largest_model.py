@@ -29,6 +29,7 @@ from analysis.training import training_summary
 from analysis.usage import pools
 from benchmarks.fidelity import keep, run, say
 from policies.out_of_memory import DoesNotFit
+from policies.tide import WARMUP_SHARE
 from tandem.compose import composed
 from tandem.composed import Composed
 from tandem.errors import RunFailed
@@ -51,7 +52,6 @@ POLICIES = (
 QUICK = ("train_on_device", "zero3_offload", "patrickstar")
 MIB = 2**20
 PEAK = 0.03  # error of the predicted peak of the device
-WARM = 0.1  # PatrickStar's share of the device in its first step, where two chunks must fit
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Size:
         words += [f"training.num_steps={self.num_steps}"]
         words += [f"budget.device_bytes={self.arena_bytes}", f"budget.host_bytes={self.host_bytes}"]
         if policy == "patrickstar":
-            most = int(WARM * self.arena_bytes) // (2 * 4)  # numbers of 4 bytes in a chunk
+            most = int(WARMUP_SHARE * self.arena_bytes) // (2 * 4)  # numbers, two chunks
             words.append(f"planner.sizes=[{most},{2 * most // 3}]")
         return words
 

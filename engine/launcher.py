@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from engine.booking import Booking
+from engine.booking import NOTHING, Beside, Booking
 from engine.executor import Launch, Pieces
 from engine.job import Job
 from engine.plan import Compute, Free, Grow, Kind, Op, Plan, Slice, Tier, kv_place
@@ -39,8 +39,8 @@ class Launcher:
         if repeat is not None:
             return Launch(op, booking.waits, self._step(op, repeat))
         if len(op.slices) == 1 and (piece := op.slices[0]).job.training is not None:
-            return Launch(op, booking.waits, self._trained(op, piece, booking.other_bytes))
-        return Launch(op, booking.waits, self._moved(op, op.slices, booking.other_bytes))
+            return Launch(op, booking.waits, self._trained(op, piece, booking.beside))
+        return Launch(op, booking.waits, self._moved(op, op.slices, booking.beside))
 
     def start(self, plan: Plan, launches: Sequence[Launch]) -> None:
         """Starts a plan's launches; tells between them what is taken and given back but KV."""
@@ -59,19 +59,19 @@ class Launcher:
             elif isinstance(op, Op):
                 engine.executor.run(next(following), engine.settle)
 
-    def _trained(self, op: Compute, piece: Slice, other_bytes: int) -> Pieces:
+    def _trained(self, op: Compute, piece: Slice, beside: Beside) -> Pieces:
         """The slice of a launch that trains one job alone: it has no KV, and samples nothing."""
-        self._advance(op, piece, other_bytes)
+        self._advance(op, piece, beside)
         return Pieces((piece.job.job_id,), (piece.tokens,), (0,), (False,), ((),))
 
-    def _moved(self, op: Compute, slices: Sequence[Slice], other_bytes: int = 0) -> Pieces:
+    def _moved(self, op: Compute, slices: Sequence[Slice], beside: Beside = NOTHING) -> Pieces:
         """Slices of a launch whose jobs move on one by one."""
         jobs = [piece.job for piece in slices]
         assert not op.again or all(job.training for job in jobs), "who is served restarts instead"
         ids = tuple([job.job_id for job in jobs])
         contexts = tuple([job.computed_tokens for job in jobs])
         tables = [self._ledger.pages.get(kv_place(i, Tier.GPU, op.device), ()) for i in ids]
-        samples = tuple([self._advance(op, piece, other_bytes) for piece in slices])
+        samples = tuple([self._advance(op, piece, beside) for piece in slices])
         if self._engine.reuse is not None:
             self._engine.reuse.keep(op.device, zip(jobs, contexts, strict=True))
         tokens = tuple([piece.tokens for piece in slices])
@@ -112,13 +112,13 @@ class Launcher:
         if plan.tail:
             plan.gather(self._ledger.pages, self._ends.tokens_left)
 
-    def _advance(self, op: Compute, piece: Slice, other_bytes: int) -> bool:
+    def _advance(self, op: Compute, piece: Slice, beside: Beside) -> bool:
         """Moves a slice's job on; returns whether it yields a token."""
         job = piece.job
         if not self._roster.has_started(job):
             self._start(job)
         if job.training is not None:
-            self._train(op, piece, other_bytes)
+            self._train(op, piece, beside)
             return False
         samples = advance_serving(piece)
         if piece.record:
@@ -132,10 +132,10 @@ class Launcher:
         if job.training is None:
             self._engine.recorder.scheduled(job.job_id, int(self._engine.env.now))
 
-    def _train(self, op: Compute, piece: Slice, other_bytes: int) -> None:
+    def _train(self, op: Compute, piece: Slice, beside: Beside) -> None:
         job, training = piece.job, piece.job.training
         assert training is not None
-        self._engine.profile.issued(op, job.job_id, other_bytes)
+        self._engine.profile.issued(op, job.job_id, beside)
         self._engine.recorder.begun(job.job_id, training.step, int(self._engine.env.now))
         if not op.again and advance_training(piece):
             self._engine.profile.completed_step(job.job_id)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 
 from engine.balance import Balance
-from engine.booking import NO_STATES, Booking
+from engine.booking import NO_STATES, Beside, Booking
 from engine.checks import check_spares
 from engine.figures import Figures
 from engine.holdings import Holdings
@@ -199,7 +199,8 @@ class Ledger:
             if not op.reads:  # serving names only what it writes
                 return Booking(waits)
             held = self.kind_bytes[Tier.GPU, op.device]
-            return Booking(waits, other_bytes=sum([held[kind] for kind in NO_STATES]))
+            others = sum([held[kind] for kind in NO_STATES])
+            return Booking(waits, beside=Beside(others, held[Kind.KV]))
         if isinstance(op, Collective):
             return Booking(self._board.touch(op, op.reads, op.writes), (op.nbytes, (), ()))
         nbytes = self.held_bytes[op.src]

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from engine.booking import Beside
 from engine.executor import Span
 from engine.plan import Compute, Place
 from engine.view import LaunchKey, Moment
@@ -60,10 +61,10 @@ class EngineProfile:
         """Launches of a training job's step that have been issued: the next one's number."""
         return len(self._recent.get(job_id, ()))
 
-    def issued(self, op: Compute, job_id: int, other_bytes: int) -> None:
+    def issued(self, op: Compute, job_id: int, beside: Beside) -> None:
         """A launch of a training job was issued."""
         self._trains = True
-        moment = Moment(launch_key(op), (*op.reads, *op.writes), other_bytes)
+        moment = Moment(launch_key(op), (*op.reads, *op.writes), *beside)
         self._recent[job_id].append(moment)
 
     def completed_step(self, job_id: int) -> None:

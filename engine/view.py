@@ -21,6 +21,7 @@ class Moment(NamedTuple):
     unit: LaunchKey
     places: tuple[Place, ...]
     other_bytes: int  # on the device, no model states: activations, buffers, KV
+    kv_bytes: int = 0  # of these, KV
 
 
 class Profile(Protocol):

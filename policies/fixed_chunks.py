@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -21,7 +22,8 @@ from engine.training_layout import (
 from engine.training_shape import TrainingShape
 from engine.view import Cost
 from policies.laying_out import Start, States, apart, modes_of, prepared
-from policies.out_of_memory import DoesNotFit
+from policies.out_of_memory import DoesNotFit, OutOfMemory
+from policies.tide import WARMUP_SHARE
 from traces.request import TrainingJob
 
 MEBI = 1 << 20
@@ -41,7 +43,8 @@ class FixedChunks:
                     those that fit (of equals the first)
     padded          chunks take their full size, as the original's buffers; false: what is in them
     oversize        a module larger than a chunk is an `error`, or a chunk of its own (`alone`)
-    warmup_share    of the device, for chunks in warm-up: two must fit for a size to be taken
+    device_share    of the device that the memory policy uses at all, for the search of a size
+    warmup_share    of that, for chunks in warm-up: two must fit for a size to be taken
     modes, start, shards  as those of UnitChunks; a chunk is that of the whole group
     owned           whose devices have whole chunks in turn, as in the original: what is planned is
                     the one that has most, ceil(chunks / devices); false: all have equal parts
@@ -53,7 +56,8 @@ class FixedChunks:
     sizes: tuple[int, ...] = SIZES
     padded: bool = True
     oversize: Literal["error", "alone"] = "error"
-    warmup_share: float = 0.1
+    device_share: float = 1.0
+    warmup_share: float = WARMUP_SHARE
     modes: Mode | tuple[Mode, ...] = Mode.KEEP
     start: Start = "host"
     shards: bool = True
@@ -109,35 +113,54 @@ class FixedChunks:
     def searched(
         self, shape: TrainingShape, capacity_bytes: Mapping[Pool, int], ranks: int = 1
     ) -> int:
-        """The chunk size with the smallest footprint. DoesNotFit where none fits.
+        """The chunk size with the smallest footprint; of equals the first.
 
         Two chunks must fit what warm-up leaves them of the device, and all states into device and
         host together. (The original compares bytes with twice the number of elements.) A device
         whose warm-up leaves no two chunks of any size is smaller than those that `sizes` are for:
         there all sizes are halved together, until one fits it.
+
+        OutOfMemory of the device where no size leaves warm-up two chunks, of the tier of `start`
+        where no size leaves room for the states; DoesNotFit where more memory would not help.
         """
-        device = capacity_bytes.get((Tier.GPU, 0), 0)
+        whole = capacity_bytes.get((Tier.GPU, 0), 0)
+        device = int(whole * self.device_share)
         most = int(device * self.warmup_share) // (2 * shape.item_bytes)
-        sizes = _halved(self.sizes, most)
         modes = modes_of(Mode.KEEP, len(shape.units), 0)
-        fitting = list[tuple[int, int, int]]()
-        for order, size in enumerate(sizes):
-            if size > most:
-                continue
-            try:
-                layout = self.laid_out(shape, size, modes, ranks)
-            except OversizeModule:
-                continue
-            if (nbytes := footprint_bytes(layout)) <= sum(capacity_bytes.values()):
-                fitting.append((nbytes, order, size))
-        if not fitting:
-            shares = f"two chunks must fit {self.warmup_share:.0%} of the device"
-            raise DoesNotFit(
-                f"planner.chunk_elements: no size of planner.sizes fits: {shares}, so {most:,} "
-                f"numbers at most, a chunk the largest module ({_largest_module(shape):,}), all "
-                "states device and host together; give more memory, or a larger warmup_share"
+        footprints = dict[int, int]()
+        for size in [size for size in _halved(self.sizes, most) if size <= most]:
+            with suppress(OversizeModule):
+                footprints[size] = footprint_bytes(self.laid_out(shape, size, modes, ranks))
+        if not footprints:
+            raise self._too_small(shape, most, whole)
+        best = min(footprints, key=footprints.__getitem__)
+        lacks = footprints[best] - device - capacity_bytes.get((Tier.HOST, 0), 0)
+        if lacks > 0:
+            pool = (Tier.GPU if self.start == "device" else Tier.HOST, 0)
+            what = f"the model states in chunks of {best:,} numbers, on device and host together"
+            raise OutOfMemory(pool, lacks, what, ("take a smaller model",))
+        return best
+
+    def _too_small(self, shape: TrainingShape, most: int, device_bytes: int) -> DoesNotFit:
+        """Why warm-up, with so many numbers at most in a chunk, has room for no size."""
+        name, largest = _largest_module(shape) if self.oversize == "error" else ("", 1)
+        sizes = [n for size in self.sizes for n in _halvings(size) if n >= max(largest, most + 1)]
+        if not sizes:
+            return DoesNotFit(
+                f"planner.sizes: module {name} has {largest:,} parameters, more than a chunk of "
+                "any size; take larger sizes, or planner.oversize=alone"
             )
-        return min(fitting)[2]
+        if not (share := self.warmup_share * self.device_share):
+            return DoesNotFit(
+                "planner.chunk_elements: no size can be searched where warm-up has no share of the "
+                "device; take larger memory.warmup_share and memory.device_share, or name a size"
+            )
+        needs = 2 * shape.item_bytes * min(sizes)
+        lacks = max(1, int(needs / share) - device_bytes)
+        what = f"two chunks of {min(sizes):,} numbers in warm-up, in {share:.0%} of it"
+        what += f" (module {name} has {largest:,})" if name else ""
+        alone = ("take planner.oversize=alone",) if name else ()
+        return OutOfMemory((Tier.GPU, 0), lacks, what, ("a larger memory.warmup_share", *alone))
 
 
 def footprint_bytes(layout: TrainingLayout) -> int:
@@ -157,12 +180,17 @@ def _halved(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
     return sizes
 
 
-def _largest_module(shape: TrainingShape) -> int:
-    """Numbers of the largest, frozen and trained ones apart."""
+def _halvings(size: int) -> list[int]:
+    return [size >> times for times in range(size.bit_length())]
+
+
+def _largest_module(shape: TrainingShape) -> tuple[str, int]:
+    """The largest and its numbers, frozen and trained ones apart."""
     numbers = Counter[tuple[str, bool]]()
     for parameter in shape.parameters:
         numbers[_module(parameter.name), parameter.trains] += parameter.elements
-    return max(numbers.values())
+    ((name, _), largest) = max(numbers.items(), key=lambda item: item[1])
+    return name, largest
 
 
 def _module(parameter: str) -> str:

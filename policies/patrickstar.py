@@ -15,7 +15,7 @@ from policies.eviction import FarthestUse, Future
 from policies.launching import Launching
 from policies.out_of_memory import patient
 from policies.residency import Residency
-from policies.tide import Budget, Tide, device_updates, tide_of
+from policies.tide import WARMUP_SHARE, Budget, Tide, device_updates, tide_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PatrickStar:
 
     recurs: ClassVar[bool] = True
     device_share: float = 1.0
-    warmup_share: float = 0.1
+    warmup_share: float = WARMUP_SHARE
     margin_share: float = 0.8
     updates: Literal["margin", "host", "device"] = "margin"
     reuses_gradients: bool = False

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from engine.plan import Place, Work
 from engine.view import Profile
 
+WARMUP_SHARE = 0.1  # of the device, for chunks, while nothing is known of the rest: the original's
+
 
 class Tide(NamedTuple):
     """What the last complete step has shown, per launch: its statistics of warm-up."""
@@ -39,7 +41,7 @@ class Budget:
     device_bytes: int
     buffer_bytes: int = 0
     staging_bytes: int = 0
-    warmup_share: float = 0.1
+    warmup_share: float = WARMUP_SHARE
     is_static: bool = False
 
     def available(self, work: Work, moment: int, other_bytes: Sequence[int]) -> int:

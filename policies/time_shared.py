@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine.plan import SHARED_OWNER, Kind, Place, Plan, Pool, Slice, Tier
 from engine.policy import Memory, Scheduling
-from engine.view import View
+from engine.view import LaunchKey, Moment, Profile, View
 from policies.cycle import training_jobs
 
 
@@ -92,7 +93,34 @@ class DividedMemory:
             coming_bytes=coming,
             held_bytes=held,
             capacity_bytes=capacity,
+            profile=WithoutKv(view.profile),
         )
+
+
+@dataclass(frozen=True)
+class WithoutKv:
+    """A profile whose moments leave KV out: it lies in serving's share, not in training's."""
+
+    whole: Profile
+
+    def moments(self, job_id: int) -> Sequence[Moment]:
+        """See Profile."""
+        return [
+            moment._replace(other_bytes=moment.other_bytes - moment.kv_bytes, kv_bytes=0)
+            for moment in self.whole.moments(job_id)
+        ]
+
+    def uses(self, job_id: int) -> Mapping[Place, Sequence[int]]:
+        """See Profile."""
+        return self.whole.uses(job_id)
+
+    def moment(self, job_id: int) -> int:
+        """See Profile."""
+        return self.whole.moment(job_id)
+
+    def mean_ns(self, job_id: int, unit: LaunchKey) -> int | None:
+        """See Profile."""
+        return self.whole.mean_ns(job_id, unit)
 
 
 def side_of(view: View, trains: bool) -> View:

@@ -110,6 +110,13 @@ def shape_of(
     return TrainingShape(tuple(parameters), tuple(units), item_bytes, optimizer_item_bytes)
 
 
+def model(sizes: list[int], item_bytes: int = 2) -> TrainingShape:
+    """A module of each size, a unit of each module."""
+    parameters = tuple(Parameter(f"m{i}.weight", (n,)) for i, n in enumerate(sizes))
+    units = tuple(UnitShape((i,), 0, 0, 0, 0, 0) for i in range(len(sizes)))
+    return TrainingShape(parameters, units, item_bytes, 12)
+
+
 def job_of(shape: TrainingShape, job_id: int = 0, **more: Any) -> TrainingJob:
     """A job of three steps on a shape."""
     given = {"sequence_tokens": 8, "num_steps": 3} | more

@@ -198,3 +198,13 @@ def test_the_largest_is_found_among_whatever_order() -> None:
 def test_a_mistake_is_told_before_anything_is_foreseen() -> None:
     with pytest.raises(ValueError, match="did you mean"):
         [*foreseen(grid_of([*ZERO3, "model.num_layer=1,2"]).points())]
+
+
+def test_where_warm_up_has_no_room_for_chunks_the_least_is_of_the_device() -> None:
+    words = (*SMALL, "policy=patrickstar", "backend=sim", "training.num_steps=1")
+    point = composed([*words, "budget.device_bytes=100000", "budget.host_bytes=20000000"])
+    with pytest.raises(OutOfMemory, match="two chunks of") as refused:
+        foresee(point)
+    assert refused.value.pool == (Tier.GPU, 0)
+    told = told_least(point, refused.value)
+    assert told.startswith("fits from: budget.device_bytes=") and told.count("budget.") == 1

@@ -10,18 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.parameters import Parameter
 from engine.plan import Compute, Grow, Kind, Pool, Tier, Work
 from engine.training_layout import Mode
-from engine.training_shape import TrainingShape, UnitShape
-from policies.fixed_chunks import MEBI, SIZES, FixedChunks, footprint_bytes
+from engine.training_shape import TrainingShape
+from policies.fixed_chunks import FixedChunks
 from policies.laying_out import modes_of
 from policies.out_of_memory import OutOfMemory
 from policies.patrickstar import PatrickStar
 from policies.unit_chunks import UnitChunks
-from tests.offload import MEMORIES, REUSING, ROOMY, by_step, job_of, run, shape_of
+from tests.offload import MEMORIES, REUSING, ROOMY, by_step, job_of, model, run, shape_of
 from tests.strategies import cases
-from tests.trainings import setting
 
 CAPACITY: Mapping[Pool, int] = {(Tier.GPU, 0): ROOMY, (Tier.HOST, 0): ROOMY}
 
@@ -103,58 +101,6 @@ def test_a_module_larger_than_a_chunk_is_an_error_or_alone() -> None:
     planner = FixedChunks(largest - 1, oversize="alone", padded=False)
     layout = planner.prepare({0: shape}, [job_of(shape)], CAPACITY).training[0]
     assert max(chunk.weight_bytes for chunk in layout.chunks) == largest * shape.item_bytes
-
-
-def model(sizes: list[int], item_bytes: int = 2) -> TrainingShape:
-    """A module of each size, a unit of each module."""
-    parameters = tuple(Parameter(f"m{i}.weight", (n,)) for i, n in enumerate(sizes))
-    units = tuple(UnitShape((i,), 0, 0, 0, 0, 0) for i in range(len(sizes)))
-    return TrainingShape(parameters, units, item_bytes, 12)
-
-
-def test_the_search_takes_the_smallest_footprint_that_fits() -> None:
-    """Modules of 60 into chunks of 100, 130 or 180: 40, 10 and none of each chunk is empty."""
-    shape = model([60] * 6)
-    planner = FixedChunks(sizes=(100, 130, 180), warmup_share=1.0)
-    assert planner.searched(shape, CAPACITY) == 180
-    layout = planner.prepare({0: shape}, [job_of(shape)], CAPACITY).training[0]
-    assert len(layout.chunks) == 2
-    assert footprint_bytes(layout) == 6 * 60 * (2 + 2 + 12)
-    # two chunks of 180 numbers are 720 bytes: more than warm-up leaves them of 700
-    tight = {(Tier.GPU, 0): 7000, (Tier.HOST, 0): ROOMY}
-    assert FixedChunks(sizes=(100, 130, 180), warmup_share=0.1).searched(shape, tight) == 130
-
-
-def test_of_equal_footprints_the_search_takes_the_first() -> None:
-    assert (
-        FixedChunks(sizes=(240, 120), warmup_share=1.0).searched(model([60] * 4), CAPACITY) == 240
-    )
-
-
-def test_a_search_without_a_result_says_what_is_missing() -> None:
-    small = {(Tier.GPU, 0): 7000, (Tier.HOST, 0): 10}
-    with pytest.raises(MemoryError, match=r"no size of planner.sizes fits"):
-        FixedChunks(sizes=(100,)).searched(model([60] * 20), small)
-
-
-def test_sizes_are_halved_where_warm_up_leaves_room_for_none() -> None:
-    """And not where one fits: published models on published devices keep the published sizes."""
-    shape, small = model([60] * 6), {(Tier.GPU, 0): 4000, (Tier.HOST, 0): ROOMY}
-    assert FixedChunks(sizes=(400, 260)).searched(shape, small) == 65, "or 100, of 200 and 130"
-    assert FixedChunks(sizes=(400, 100)).searched(shape, small) == 100
-    with pytest.raises(MemoryError, match=r"so 20 numbers at most, .* largest module \(60\)"):
-        FixedChunks().searched(shape, {(Tier.GPU, 0): 800, (Tier.HOST, 0): ROOMY})
-
-
-def test_patrickstar_trains_small_models_as_it_comes() -> None:
-    """On the default device, of 256 MiB, where not even one layer was said to fit."""
-    found = setting("policy=patrickstar")
-    (job,) = found.trainees
-    assert found.room.layout.training[job.job.job_id].chunks
-
-
-def test_the_sizes_are_those_of_the_original() -> None:
-    assert [size // MEBI for size in SIZES] == [312, 280, 248, 216, 184, 152, 120, 88]
 
 
 def tiers(layout: object, kind: Kind) -> list[Tier]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.layout import Layout
-from engine.plan import Compute, PageSize, Slice, Tier, Work
+from engine.plan import Compute, Copy, PageSize, Slice, Tier, Work
 from engine.policy import Composed
 from policies.chunked_prefill import ChunkedPrefill
 from policies.demand_paging import DemandPaging
@@ -160,6 +160,32 @@ def test_plans_beside_serving_do_not_depend_on_durations() -> None:
         for i, noise in enumerate((0.0, 0.4, 0.4))
     ]
     assert logs[0] == logs[1] == logs[2]
+
+
+@pytest.mark.parametrize("share", [0.15, 0.3])
+def test_kv_in_the_share_of_serving_takes_nothing_of_a_tide(share: float) -> None:
+    """Training beside serving moves and updates what it does alone in its share."""
+    watched = [
+        beside(requests, PatrickStar(), share=share, pages=60)
+        for requests in ([], random_requests(1, 20))
+    ]
+    alone, served = [found.engine.profile.moments(1000) for found in watched]
+    assert not any(moment.kv_bytes for moment in alone)
+    most = int(60 * PAGE.nbytes * share)
+    assert max(moment.kv_bytes for moment in served) > most, "it would take the whole share"
+    assert trained_operations(watched[0]) == trained_operations(watched[1])
+    assert any(" update on compute" in op for op in trained_operations(watched[0]))
+
+
+def trained_operations(found: Replay) -> list[str]:
+    """Copies and launches of the training job, in issue order."""
+    ops = list[str]()
+    for op in [op for plan in found.plans for op in plan.ops]:
+        if isinstance(op, Copy) and op.src.region.owner == 1000:
+            ops.append(f"{op.src} to {op.dst.tier}")
+        elif isinstance(op, Compute) and (piece := op.slices[0]).job.training is not None:
+            ops.append(f"{piece.layers} {piece.work} on {op.on}")
+    return ops
 
 
 def test_settings_of_turns_are_checked() -> None:
