@@ -14,8 +14,8 @@ from tests.pressure import (
     CASES,
     CLIP,
     DROPOUT,
-    JOB,
     GRID,
+    JOB,
     POLICIES,
     Words,
     has_sixth,
@@ -47,10 +47,10 @@ def test_so_does_each_mode_with_each_accumulation_full_and_lora(policy: str, cas
     trains_plainly_and_alike(policy, GRID[case])
 
 
-@pytest.mark.broad(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_steps_that_are_planned_unasked_train_the_same(policy: str) -> None:
-    """From the fourth step on at the latest; a policy with `recurs` is asked for the first three."""
+    """From the fourth step on at the latest; the policy is asked for the first three."""
     traits = ("planner.modes=offload", CLIP, DROPOUT, SIX)
     runs = trains_plainly_and_alike(policy, traits)
     for found in runs.values():
