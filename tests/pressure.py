@@ -79,7 +79,7 @@ GRID: dict[str, Words] = {
         ("recompute", 1, LORA, CLIP, DROPOUT),
         ("recompute", 2, LORA, TIED),
         ("recompute", 4, LORA, FROZEN),
-        ("offload", 1, LORA, LORA_SGD, CLIP),
+        ("offload", 1, LORA, CLIP),
         ("offload", 2, LORA, FROZEN),
         ("offload", 4, LORA, DROPOUT, TIED),
     )

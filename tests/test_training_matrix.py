@@ -50,11 +50,11 @@ def test_so_does_each_mode_with_each_accumulation_full_and_lora(policy: str, cas
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_steps_that_are_planned_unasked_train_the_same(policy: str) -> None:
-    """From the fourth step on at the latest; the policy is asked for the first three."""
+    """From the fourth step on; PatrickStar, which warms up in the first, from the fifth."""
     traits = ("planner.modes=offload", CLIP, DROPOUT, SIX)
     runs = trains_plainly_and_alike(policy, traits)
     for found in runs.values():
-        assert 2 * found.asked <= found.plans, "most steps were asked for"
+        assert 3 * found.asked <= 2 * found.plans, "two of six steps at least recur"
 
 
 @pytest.mark.broad(36)
