@@ -157,8 +157,13 @@ def _stamp(op: Op, index: int, seen: tuple[int, ...], place: Place) -> int:
     return seen[0] if isinstance(op, Copy) else hash((index, seen, place))
 
 
-def check_spares(plan: Plan, pools: Collection[Pool], written: Mapping[Place, int]) -> None:
-    """Model states that a plan gives back are in another place by then, too, and as new there."""
+def check_spares(
+    plan: Plan, pools: Collection[Pool], written: Mapping[Place, int], ended: Collection[int]
+) -> None:
+    """Model states that a plan gives back are in another place by then, too, and as new there.
+
+    But for those of owners that have `ended`, which nobody needs any more.
+    """
     changed: dict[Place, int] = {}  # stamps as the plan moves them on
 
     def stamp(place: Place) -> int:
@@ -166,7 +171,7 @@ def check_spares(plan: Plan, pools: Collection[Pool], written: Mapping[Place, in
 
     for number, op in enumerate(plan.ops):
         if isinstance(op, Free):
-            if op.place.region.kind in STATES:
+            if op.place.region.kind in STATES and op.place.region.owner not in ended:
                 others = [Place(op.place.region, *pool) for pool in pools if pool != op.place.pool]
                 newest = max(map(stamp, others), default=NOT_THERE)
                 assert newest >= stamp(op.place), f"free of {op.place}, the only copy as new"

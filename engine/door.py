@@ -57,6 +57,8 @@ class Door:
         """It is complete with the device's plan of that number."""
         if self._returns_memory:
             self._engine.leftovers.leave(device, number, job)
+        else:
+            self._engine.ledger.ended.add(job.job_id)
         self._leave(job, now_ns, "finished")
 
     def _leave(self, job: Job, now_ns: int, status: str) -> None:

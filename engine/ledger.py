@@ -54,6 +54,7 @@ class Ledger:
         self._board = Scoreboard(journal)
         self.written, self.used, self.open = self._board.written, self._board.used, self._board.open
         self.places_of: dict[int, dict[Place, None]] = defaultdict(dict)  # by owner
+        self.ended: set[int] = set()  # owners whose states a plan may give back for good
         self.kind_bytes = {pool: dict.fromkeys(Kind, 0) for pool in capacity_bytes}
         self._returns = {pool: ReturnQueue(n) for pool, n in capacity_bytes.items()}
         self._pools: dict[Pool, PagePool] = {}
@@ -191,7 +192,7 @@ class Ledger:
         balance = Balance(self.room_bytes(), self.held_bytes, trials, self.page.nbytes)
         balance.run(plan, lead)
         if balance.gives_states:
-            check_spares(plan, self.capacity_bytes, self.written)
+            check_spares(plan, self.capacity_bytes, self.written, self.ended)
 
     def _run(self, op: Op) -> Booking:
         if isinstance(op, Compute):

@@ -35,6 +35,8 @@ CLIP = "training.recipe.clip_norm=0.5"
 DROPOUT = "training.recipe.dropout=0.1"
 FROZEN = "training.recipe.frozen_units=2"  # the embedding and the first layer
 TIED = "model.tie_embeddings=true"
+SGD = "training/recipe=sgd"
+LORA_SGD = "training.recipe.optimizer=sgd"  # a recipe of adapters, moved by SGD
 
 # Every mode of activations with every accumulation; LoRA, bfloat16 and neither once with each of
 # either; all else with and without. Each policy meets every case.
@@ -52,6 +54,48 @@ CASES: dict[str, Words] = {
         ("offload", 4, LORA, DROPOUT, TIED),
     )
 }
+
+# Every mode of activations x full or LoRA x every accumulation, in fp32: the others of the
+# contract's traits are spread over it, so that each meets each mode, full or LoRA.
+GRID: dict[str, Words] = {
+    f"{mode}-{'lora' if LORA in traits else 'full'}-{count}": (
+        f"planner.modes={mode}",
+        f"training.microbatches={count}",
+        *traits,
+    )
+    for mode, count, *traits in (
+        ("keep", 1, CLIP, DROPOUT),
+        ("keep", 2, CLIP, TIED),
+        ("keep", 4, FROZEN),
+        ("recompute", 1, DROPOUT, TIED),
+        ("recompute", 2, CLIP, FROZEN),
+        ("recompute", 4, SGD, DROPOUT),
+        ("offload", 1, FROZEN, TIED),
+        ("offload", 2, DROPOUT),
+        ("offload", 4, SGD, CLIP),
+        ("keep", 1, LORA, LORA_SGD),
+        ("keep", 2, LORA, DROPOUT, FROZEN),
+        ("keep", 4, LORA, CLIP, TIED),
+        ("recompute", 1, LORA, CLIP, DROPOUT),
+        ("recompute", 2, LORA, TIED),
+        ("recompute", 4, LORA, FROZEN),
+        ("offload", 1, LORA, CLIP),
+        ("offload", 2, LORA, FROZEN),
+        ("offload", 4, LORA, DROPOUT, TIED),
+    )
+}
+
+
+def job_of(policy: str, *traits: str) -> Words:
+    """The job under a policy, with what it can do in a sixth: PatrickStar cuts LoRA's states, which
+    are little more than the frozen weights, in smaller chunks."""
+    finer = ("planner.chunk_elements=3000",) if policy == "patrickstar" and LORA in traits else ()
+    return (*JOB, *POLICIES[policy], *finer, *traits)
+
+
+def has_sixth(policy: str, *traits: str) -> bool:
+    """Whether a policy trains in a sixth of the model's states; see `pressing` for who does not."""
+    return policy not in WHOLE and not (LORA in traits and "planner.modes=keep" in traits)
 
 
 def budget(need: Need) -> Words:

@@ -1,4 +1,4 @@
-"""Training in turn with serving on one device, carried out: it loses nothing."""
+"""Training in turn with serving on one device, carried out: it loses nothing, and law 11 holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 from analysis.run import Run, load
 from tandem.compose import composed
 from tandem.experiment import run_experiment
+from tests.test_training_replays import booked, copies
 
+BOTH = ("policy=time_shared", "limit=4")
 JOB = ("training=random", "model=micro_llama", "training.sequence_tokens=16")
 JOB += ("training.num_steps=3",)
 
@@ -33,7 +35,31 @@ def test_training_beside_serving_is_training_alone(
     backend: tuple[str, ...], alone: Run, tmp_path: Path
 ) -> None:
     name, *words = backend
-    run = carried_out(tmp_path / "run", "policy=time_shared", "limit=4", f"backend={name}", *words)
+    run = carried_out(tmp_path / "run", *BOTH, f"backend={name}", *words)
     assert len(alone.training) == 3
     assert run.training["loss"].tolist() == alone.training["loss"].tolist()
     assert (run.requests["status"] == "finished").all() and len(run.requests) == 4
+
+
+@pytest.mark.slow
+def test_lockstep_decides_as_the_simulator(tmp_path: Path) -> None:
+    """Serving's plans and training's, in one log."""
+    logs = [
+        carried_out(tmp_path / name, *BOTH, f"backend={name}").plans["body"].tolist()
+        for name in ("sim", "lockstep")
+    ]
+    assert logs[0] == logs[1]
+    assert any("update" in body for body in logs[0]) and any("kv" in body for body in logs[0])
+
+
+@pytest.mark.slow
+def test_a_measured_log_is_played_back(alone: Run, tmp_path: Path, short_probes: None) -> None:
+    """To the same bytes, copies and losses. Training ends long before serving, whose plans then
+    give its states back."""
+    measured = carried_out(tmp_path / "a", *BOTH, "backend=cpu")
+    replay = ("policy=recorded", "limit=4", f"replayed={tmp_path / 'a'}")
+    played = carried_out(tmp_path / "b", *replay, "backend=lockstep")
+    assert booked(played) == booked(measured)
+    assert copies(played) == copies(measured) != []
+    assert played.training["loss"].tolist() == alone.training["loss"].tolist()
+    assert (played.requests["status"] == "finished").all()

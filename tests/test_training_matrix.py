@@ -14,16 +14,19 @@ from tests.pressure import (
     CASES,
     CLIP,
     DROPOUT,
+    GRID,
     JOB,
-    LORA,
     POLICIES,
-    WHOLE,
+    Words,
+    has_sixth,
+    job_of,
     pressing,
 )
 from tests.training_runs import Result
 from tests.trainings import GPU, Trained, differing, plain, state_bytes, train
 
 EVICTING = ("train_lru", "train_fifo", "train_opt", "patrickstar")
+SIX = "training.num_steps=6"
 ROOMY = "budget.device_bytes=200000000"
 
 
@@ -33,17 +36,25 @@ ROOMY = "budget.device_bytes=200000000"
 def test_it_trains_as_plain_torch_and_is_decided_alike(policy: str, case: str) -> None:
     """To the bit, bfloat16 too: the bound is 0, since each number is computed by the same kernels
     from the same numbers in the same order, whatever lay elsewhere meanwhile."""
-    words = pressing(*JOB, *POLICIES[policy], *CASES[case])
-    runs = {name: train(name, *words) for name in ("sim", "lockstep", "cpu")}
-    if policy not in WHOLE and LORA not in CASES[case]:
-        found = runs["sim"].setting
-        assert found.room.capacity_bytes[GPU] == state_bytes(found) // 6
-    if policy in EVICTING:
-        assert runs["sim"].log != train("sim", *words, ROOMY).log, "nobody had to make room"
-    for name in ("lockstep", "cpu"):
-        assert not differing(runs[name].result, trained_plainly(case))
-        assert runs[name].log == runs["sim"].log, f"{name} decides otherwise"
-        assert 0 < max(held_bytes(runs[name])) <= runs[name].setting.room.capacity_bytes[GPU]
+    trains_plainly_and_alike(policy, CASES[case])
+
+
+@pytest.mark.broad(144)
+@pytest.mark.parametrize("case", GRID)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_so_does_each_mode_with_each_accumulation_full_and_lora(policy: str, case: str) -> None:
+    """In fp32."""
+    trains_plainly_and_alike(policy, GRID[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_steps_that_are_planned_unasked_train_the_same(policy: str) -> None:
+    """From the fourth step on; PatrickStar, which warms up in the first, from the fifth."""
+    traits = ("planner.modes=offload", CLIP, DROPOUT, SIX)
+    runs = trains_plainly_and_alike(policy, traits)
+    for found in runs.values():
+        assert 3 * found.asked <= 2 * found.plans, "two of six steps at least recur"
 
 
 @pytest.mark.broad(36)
@@ -52,9 +63,9 @@ def test_it_trains_as_plain_torch_and_is_decided_alike(policy: str, case: str) -
 def test_so_it_does_with_a_thread_for_each_lane(policy: str, case: str) -> None:
     """A job comes at the start, and no policy of training decides by a duration: so law 11 holds of
     the wall clock, too."""
-    words = pressing(*JOB, *POLICIES[policy], *CASES[case])
+    words = pressing(*job_of(policy, *CASES[case]))
     wall = train("cpu", *words, "backend.clock=wall")
-    assert not differing(wall.result, trained_plainly(case))
+    assert not differing(wall.result, trained_plainly(CASES[case]))
     assert wall.log == train("sim", *words).log
 
 
@@ -70,12 +81,31 @@ def test_gradients_may_take_the_place_of_weights(policy: str, mode: Mode) -> Non
     assert found.log == train("sim", *words).log == train("cpu", *words).log
 
 
-def trained_plainly(case: str) -> Result:
-    """What plain torch makes of a case: the same for every policy."""
-    return plain("policy=train_on_device", *JOB, *CASES[case])
+def trains_plainly_and_alike(policy: str, traits: Words) -> dict[str, Trained]:
+    """Tried in the simulator, in lockstep and on the CPU, in memory that presses."""
+    words = pressing(*job_of(policy, *traits))
+    runs = {name: train(name, *words) for name in ("sim", "lockstep", "cpu")}
+    capacity_bytes = runs["sim"].setting.room.capacity_bytes[GPU]
+    if has_sixth(policy, *traits):
+        assert capacity_bytes == state_bytes(runs["sim"].setting) // 6
+    if policy in EVICTING:
+        assert runs["sim"].log != train("sim", *words, ROOMY).log, "nobody had to make room"
+    for name in ("lockstep", "cpu"):
+        found = runs[name]
+        assert not differing(found.result, trained_plainly(traits))
+        assert found.log == runs["sim"].log, f"{name} decides otherwise"
+        assert found.setting.room.capacity_bytes[GPU] == capacity_bytes
+        assert 0 < max(measured_bytes(found)) <= capacity_bytes
+    return runs
 
 
-def held_bytes(found: Trained) -> list[int]:
-    """What is used of the device, at each row."""
+def trained_plainly(traits: Words) -> Result:
+    """What plain torch makes of it: the same for every policy."""
+    return plain("policy=train_on_device", *JOB, *traits)
+
+
+def measured_bytes(found: Trained) -> list[int]:
+    """What torch's storages on the device come to, by the meter, at each row that it read."""
     rows = found.recorder.tables()["memory"].to_pylist()
-    return [r["capacity_bytes"] - r["free_bytes"] for r in rows if r["tier"] == "gpu"]
+    measured = [r["measured_bytes"] for r in rows if r["tier"] == "gpu"]
+    return [nbytes for nbytes in measured if nbytes is not None]

@@ -49,6 +49,8 @@ class Trained:
     recorder: Recorder
     losses: list[float]
     weights: Mapping[str, torch.Tensor]
+    plans: int  # that were carried out
+    asked: int  # of the policy
 
     @property
     def result(self) -> Result:
@@ -81,13 +83,16 @@ def train_at(point: Composed) -> Trained:
     found = setting_of(point)
     with _one_thread(), world_of(found, point.config["backend"]) as world:
         recorder = Recorder(world.meter)
-        engine_of(found, world, recorder).replay(found.work)
+        engine = engine_of(found, world, recorder)
+        engine.replay(found.work)
+        asked = (engine.steps, engine.asked)
         job = found.trainees[0].job
         if world.machine is None:
-            return Trained(found, recorder, [], {})
+            return Trained(found, recorder, [], {}, *asked)
         count = range(job.num_steps * job.microbatches)
         losses = [world.machine.loss(job.job_id, k) for k in count]
-        return Trained(found, recorder, losses, world.machine.weights(job.job_id))
+        weights = world.machine.weights(job.job_id)
+        return Trained(found, recorder, losses, weights, *asked)
 
 
 @dataclass(frozen=True)
