@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from math import ceil
@@ -64,6 +64,7 @@ class Unit:
     light_bytes: int  # of one that does not
     backward_bytes: int
     aside_bytes: int = 0  # gradients of tables that a unit below adds to as well
+    sends_input: bool = False  # to the host, until its backward wants it
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,17 @@ class TrainingLayout:
             if chunk.trains:
                 found[c] = tuple(u for u, unit in enumerate(self.units) if c in unit.trained)
         return found
+
+
+def sending_inputs(layout: TrainingLayout) -> TrainingLayout:
+    """The same with inputs on the host until their backwards, of units that keep nothing else on
+    the device."""
+
+    def sends(number: int, unit: Unit) -> bool:
+        return number >= layout.first and unit.mode is not Mode.KEEP and unit.input_bytes > 0
+
+    units = [replace(unit, sends_input=sends(u, unit)) for u, unit in enumerate(layout.units)]
+    return replace(layout, units=tuple(units))
 
 
 def lay_out(

@@ -45,7 +45,7 @@ class FixedChunks:
     oversize        a module larger than a chunk is an `error`, or a chunk of its own (`alone`)
     device_share    of the device that the memory policy uses at all, for the search of a size
     warmup_share    of that, for chunks in warm-up: two must fit for a size to be taken
-    modes, start, shards  as those of UnitChunks; a chunk is that of the whole group
+    modes, start, shards, offloads_inputs  as those of UnitChunks; a chunk is that of the group
     owned           whose devices have whole chunks in turn, as in the original: what is planned is
                     the one that has most, ceil(chunks / devices); false: all have equal parts
     states          of the optimizer: `given` at the start, or made at the `first_update`, as in the
@@ -63,6 +63,7 @@ class FixedChunks:
     shards: bool = True
     owned: bool = True
     states: States = "given"
+    offloads_inputs: bool = False
 
     def prepare(
         self,
@@ -77,7 +78,8 @@ class FixedChunks:
             size = self.chunk_elements or self.searched(shape, capacity_bytes, ranks)
             return self.laid_out(shape, size, modes, ranks)
 
-        return prepared(shapes, jobs, self.modes, self.start, capacity_bytes, fixed, self.states)
+        how = (self.states, self.offloads_inputs)
+        return prepared(shapes, jobs, self.modes, self.start, capacity_bytes, fixed, *how)
 
     def laid_out(
         self, shape: TrainingShape, size: int, modes: Sequence[Mode], ranks: int = 1

@@ -115,14 +115,15 @@ class _Maker:
             work_bytes += sum([op.nbytes for op in self._hidden(u + 1)])
         work = self._workspace(work_bytes)
         grows, below = (*put_out, *kept, *work), _places(self._hidden(u))
+        sent = (*(_places(kept) if goes_out(unit) else ()), *_places(() if again else self._sent()))
         return Launching(
             self.piece if not again else self.piece._replace(work=Work.FORWARD),
-            self._weights(),
+            (*self._weights(), *_brought(self._sent())),
             grows,
             (*self._weight_places(), *below),
             _places(grows),
             (*_places(work), *(() if has_backward else below)),
-            _places(kept) if goes_out(unit) else (),
+            sent,
             again=again,
         )
 
@@ -146,7 +147,7 @@ class _Maker:
             chunks = self.layout.chunks
             begun = tuple([(self._gradient(c), chunks[c].gradient_bytes) for c in trained])
             reads, writes = self._weight_places(), tuple([place for place, _ in begun])
-        away = tuple([(op.place, op.nbytes) for op in kept]) if goes_out(unit) else ()
+        away = _brought((*(kept if goes_out(unit) else ()), *self._sent()))
         inputs = (*_places(kept), *_places(self._hidden(u)), *came)
         return Launching(
             self.piece,
@@ -197,6 +198,10 @@ class _Maker:
         place = hidden(self._id, unit, len(units), self.piece.microbatch, device=self.device)
         return _grow(place, units[unit].input_bytes)
 
+    def _sent(self) -> tuple[Grow, ...]:
+        """The input, if it waits for the backward on the host."""
+        return self._hidden(self.part) if self._unit.sends_input else ()
+
     def _flow(self, unit: int) -> tuple[Grow, ...]:
         units = self.layout.units
         if not 0 < unit < len(units):
@@ -218,6 +223,10 @@ class _Maker:
 
 def _grow(place: Place, nbytes: int) -> tuple[Grow, ...]:
     return (Grow(place, nbytes),) if nbytes else ()
+
+
+def _brought(grows: tuple[Grow, ...]) -> tuple[tuple[Place, int], ...]:
+    return tuple([(op.place, op.nbytes) for op in grows])
 
 
 def _places(grows: tuple[Grow, ...]) -> tuple[Place, ...]:

@@ -8,7 +8,7 @@ from typing import Literal
 from engine.layout import Layout
 from engine.plan import Place, Pool, Tier
 from engine.regions import optimizer, weight
-from engine.training_layout import Mode, TrainingLayout
+from engine.training_layout import Mode, TrainingLayout, sending_inputs
 from engine.training_shape import TrainingShape
 from policies.out_of_memory import OutOfMemory, knobs_of_states
 from traces.request import TrainingJob
@@ -26,6 +26,7 @@ def prepared(
     capacity_bytes: Mapping[Pool, int],
     lay_out: LayOut,
     states: States = "given",
+    offloads_inputs: bool = False,
 ) -> Layout:
     """The layout of all training jobs. ValueError where modes do not fit them,
     OutOfMemory where memory does not.
@@ -33,12 +34,15 @@ def prepared(
     `start`: all states on the host, or on the device, or on the host as far as it has room
     (optimizer states before weights) and the rest on the device. `states` of the optimizer that are
     made at the `first_update` lie nowhere before it: they begin where it finds none.
+    `offloads_inputs`: of units that recompute or offload, those wait for the backward on the host.
     """
     ranks = {job.job_id: job.ranks for job in jobs}
     layouts = {
         job_id: lay_out(shape, modes_of(modes, len(shape.units), job_id), ranks[job_id])
         for job_id, shape in shapes.items()
     }
+    if offloads_inputs:
+        layouts = {job_id: sending_inputs(layout) for job_id, layout in layouts.items()}
     kinds = (optimizer, weight) if states == "given" else (weight,)
     return Layout(places=_places(layouts, start, capacity_bytes, kinds), training=layouts)
 

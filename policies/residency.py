@@ -339,7 +339,11 @@ def _is_weight(place: Place) -> bool:
 
 
 def _is_on_its_way(job: Job, kind: Kind, part: int) -> bool:
-    """Whether a place is what a unit saves for the host: brought early, or not gone yet."""
+    """Whether a place is what a unit saves for the host, or its input that waits there: brought
+    early, or not gone yet."""
     assert job.training is not None
     units = layout_of(job.training).units
-    return kind is Kind.ACTIVATION and part < len(units) and goes_out(units[part])
+    if kind is not Kind.ACTIVATION:
+        return False
+    is_input = part >= len(units)
+    return units[part - len(units)].sends_input if is_input else goes_out(units[part])

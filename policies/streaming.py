@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.plan import HOST_LANE, Kind, Place, Plan, Slice, Tier, Work
-from engine.regions import gathered, gradient, saved, weight
+from engine.regions import gathered, gradient, hidden, saved, weight
 from engine.training import Training
 from engine.training_layout import TrainingLayout
 from engine.view import View
@@ -91,6 +91,9 @@ class _Stream:
                     self._device.offer(place, layout.chunks[c].gradient_bytes)
                 if goes_out(unit):
                     self._device.offer(saved(job_id, u, first + k, device=here), unit.saved_bytes)
+                if unit.sends_input:
+                    place = hidden(job_id, u, layout.num_units, first + k, device=here)
+                    self._device.offer(place, unit.input_bytes)
 
     def _give_back(self, training: Training, link: Link, ahead: Ahead) -> None:
         """Weights and gradients that the next turns do not use, as far as the host has room."""

@@ -22,11 +22,13 @@ class UnitChunks:
     modes   of activations: keep, recompute or offload, for all layers or one for each
     start   where states lie before the first step: host, device or host_first
     shards  in a group: each device has a part of every chunk; false: all of it
+    offloads_inputs  of layers that recompute or offload, too (DeepSpeed's cpu_checkpointing)
     """
 
     modes: Mode | tuple[Mode, ...] = Mode.KEEP
     start: Start = "host"
     shards: bool = True
+    offloads_inputs: bool = False
 
     def prepare(
         self,
@@ -41,7 +43,10 @@ class UnitChunks:
             share = equal_share(ranks) if self.shards else ALL
             return lay_out(shape, unit_chunks(shape), modes, ranks=ranks, share=share)
 
-        return prepared(shapes, jobs, self.modes, self.start, capacity_bytes, by_unit)
+        sends = self.offloads_inputs
+        return prepared(
+            shapes, jobs, self.modes, self.start, capacity_bytes, by_unit, offloads_inputs=sends
+        )
 
 
 def unit_chunks(shape: TrainingShape) -> list[list[int]]:

@@ -27,6 +27,8 @@ from tests.trainings import GPU, Trained, differing, plain, state_bytes, train
 
 EVICTING = ("train_lru", "train_fifo", "train_opt", "patrickstar")
 SIX = "training.num_steps=6"
+TWO = "training.microbatches=2"
+INPUTS_OUT = "planner.offloads_inputs=true"
 ROOMY = "budget.device_bytes=200000000"
 
 
@@ -45,6 +47,13 @@ def test_it_trains_as_plain_torch_and_is_decided_alike(policy: str, case: str) -
 def test_so_does_each_mode_with_each_accumulation_full_and_lora(policy: str, case: str) -> None:
     """In fp32."""
     trains_plainly_and_alike(policy, GRID[case])
+
+
+@pytest.mark.broad(16)
+@pytest.mark.parametrize("mode", ["recompute", "offload"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_inputs_of_layers_may_wait_on_the_host(policy: str, mode: str) -> None:
+    trains_plainly_and_alike(policy, (f"planner.modes={mode}", INPUTS_OUT, TWO, CLIP, DROPOUT))
 
 
 @pytest.mark.slow
