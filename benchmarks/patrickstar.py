@@ -1,25 +1,34 @@
-"""PatrickStar's published figures, and how the systems that they compare are simulated.
+"""How the systems that PatrickStar's page compares are simulated.
 
-Figures: read off the plots of Tencent/PatrickStar (../shared/papers/patrickstar_protrain.md, 6.1
-and 6.2), in Tflops of all devices; those of DeepSpeed and DDP by eye. Models and settings: its
-examples/model_builder.py, run_transformers.sh and ps_config.py: BERT with a classifier of two
-labels, float16, dropout 0.1, activations recomputed, memory-saving communication, no asynchronous
-moves, nine tenths of either memory, a tenth of the device in warm-up, embeddings in chunks
-(CPU_EBD=0). Chunks belong to devices whole and in turn, and optimizer states are made at the first
-update (its core/chunk_list.py and ops/fp16_cpu_adam.py).
+Settings: its examples/model_builder.py, run_transformers.sh and ps_config.py: BERT with a
+classifier of two labels, float16, dropout 0.1, activations recomputed, memory-saving communication,
+no asynchronous moves, nine tenths of either memory, a tenth of the device in warm-up, embeddings in
+chunks (CPU_EBD=0). Chunks belong to devices whole and in turn, and optimizer states are made at the
+first update (its core/chunk_list.py and ops/fp16_cpu_adam.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import simpy
 import yaml
 
+from benchmarks.patrickstar_figures import (
+    DDP,
+    DEEPS,
+    LABELS,
+    MODELS,
+    PSTAR,
+    TOKENS,
+    WORDS,
+    parameters,
+)
 from engine.engine import Engine
 from engine.job import Job
 from engine.model import ModelSpec
@@ -31,7 +40,7 @@ from engine.training_layout import Mode
 from engine.training_shape import TrainingShape, training_shape
 from policies.all_on_device import AllOnDevice
 from policies.fixed_chunks import MEBI, FixedChunks, OversizeModule
-from policies.out_of_memory import OutOfMemory
+from policies.out_of_memory import DoesNotFit
 from policies.patrickstar import PatrickStar
 from policies.training_order import TrainingOrder
 from policies.unit_chunks import UnitChunks
@@ -44,8 +53,6 @@ from traces.recipe import Recipe
 from traces.request import TrainingJob
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-V100, A100 = "v100_yard", "a100_superpod"
-TOKENS, WORDS, LABELS = 1024, 30_522, 2
 VOCABULARY = 50_304  # of the baseline's GPT-2, filled up to a multiple of 128
 STEPS = 3  # a warm-up, one that finds the memory as it was left, and the one that counts
 NO_PAGES = PageSize(tokens=16, nbytes=1 << 50)
@@ -55,77 +62,6 @@ BATCHES, CHUNKS = (64, 32, 16, 8, 4), (288, 256, 384)  # a batch per device; Mi 
 # them, 28 for Adam, 6 to cast weights (its runtime/zero/stage3.py).
 PASS_BYTES, DEEPS_PASS_BYTES = 28, 42
 SEARCHED = tuple(mebi * MEBI for mebi in range(64, 513, 8))  # chunk sizes where none is named
-PSTAR, DEEPS, DDP = "patrickstar", "deepspeed", "ddp"
-
-MODELS = {  # width, layers, heads
-    "1B": (2048, 20, 16),
-    "2B": (2048, 40, 16),
-    "4B": (2304, 64, 16),
-    "6B": (3072, 53, 16),
-    "8B": (3072, 72, 16),
-    "10B": (4096, 50, 16),
-    "11B": (4096, 55, 16),
-    "12B": (4096, 60, 16),
-    "13B": (4096, 65, 16),
-    "15B": (4096, 78, 16),
-    "18B": (4096, 90, 16),
-    "20B": (8192, 25, 16),
-    "30B": (8192, 37, 16),  # assumed: the page has no such model; as wide as its neighbours
-    "40B": (8192, 50, 16),
-    "50B": (8192, 62, 16),
-    "60B": (8192, 75, 16),
-    "68B": (9216, 66, 16),
-    "70B": (9216, 69, 16),
-    "175B": (12288, 96, 96),
-}
-
-_V100 = ("1B", "2B", "4B", "6B", "8B", "10B", "12B", "15B", "18B")
-_A100 = ("6B", "10B", "15B", "20B", "30B", "40B", "50B", "60B", "68B")
-_FIGURES: dict[tuple[str, str, int], tuple[float, ...]] = {  # of the first models of the device
-    (PSTAR, V100, 1): (54.6, 50.6, 48.4, 46.3, 42.2, 45.7, 33.8),
-    (PSTAR, V100, 2): (107.5, 100.2, 93.9, 103.5, 83.9, 86.5, 75.5),
-    (PSTAR, V100, 4): (221.7, 212.3, 208.5, 232.9, 212.0, 237.3, 224.6),
-    (PSTAR, V100, 8): (444, 425, 426, 482, 467, 494, 482, 465, 419),
-    (DEEPS, V100, 1): (43, 39, 33),
-    (DEEPS, V100, 2): (84, 83, 86, 96),
-    (DEEPS, V100, 4): (163, 171, 182, 206),
-    (DEEPS, V100, 8): (340, 350, 367),
-    (DDP, V100, 1): (55,),
-    (DDP, V100, 2): (107,),
-    (DDP, V100, 4): (205,),
-    (DDP, V100, 8): (317,),
-    (PSTAR, A100, 1): (114, 118, 113, 93, 57, 56, 67),
-    (PSTAR, A100, 2): (237, 266, 210, 167, 137, 137, 134),
-    (PSTAR, A100, 4): (534, 587, 519, 585, 524, 367, 368, 333),
-    (PSTAR, A100, 8): (1180, 1218, 1134, 1231, 1132, 1109, 952, 920, 857),
-    (DEEPS, A100, 1): (83.6, 87.6, 80.7),
-    (DEEPS, A100, 2): (170, 181, 161, 155),
-    (DEEPS, A100, 4): (374, 341, 338, 241),
-    (DEEPS, A100, 8): (728, 730, 773, 865, 578),
-}
-# Several nodes of eight A100: (model, nodes, Tflops of all), approximately.
-NODES = (("60B", 1, 950.0), ("60B", 8, 11_800.0), ("175B", 4, 3_500.0), ("175B", 8, 8_100.0))
-LARGEST = {  # the largest model that has a figure
-    key: (_V100 if key[1] == V100 else _A100)[len(row) - 1] for key, row in _FIGURES.items()
-}
-
-
-@dataclass(frozen=True)
-class Published:
-    """A figure: Tflops of all devices together."""
-
-    system: str
-    device: str
-    group: Group
-    model: str
-    tflops: float
-
-
-def published() -> Iterator[Published]:
-    """All figures of one node, as they stand on the page."""
-    for (system, device, count), row in _FIGURES.items():
-        for model, tflops in zip(_V100 if device == V100 else _A100, row, strict=False):
-            yield Published(system, device, Group(count), model, float(tflops))
 
 
 @dataclass(frozen=True)
@@ -138,12 +74,6 @@ class Point:
     model: str
     batch: int  # sequences of a device
     chunk_mebi: int = 0  # Mi of numbers in a chunk of PatrickStar; 0: the smallest footprint
-
-
-def parameters(model: str) -> int:
-    """Numbers of the published model, tables and pooler included: what its Tflops count."""
-    width, layers, _ = MODELS[model]
-    return layers * (12 * width**2 + 13 * width) + width * (WORDS + TOKENS + 2 + width + 5)
 
 
 def tflops(point: Point, step_s: float) -> float:
@@ -233,7 +163,8 @@ class Ends(Recorder):
 
 
 def step_s(point: Point, steps: int = STEPS, scales: Scales = AS_IT_IS) -> float | None:
-    """Seconds of the last of so many steps; None where they do not fit."""
+    """Seconds of the last of so many steps; None where they, or a module in its chunk, do not
+    fit."""
     if point.system == DEEPS:
         scales = scales._replace(updates=scales.updates * PASS_BYTES / DEEPS_PASS_BYTES)
     device, spec = device_of(point.device, point.group, scales), spec_of(point.model, point.system)
@@ -247,7 +178,7 @@ def step_s(point: Point, steps: int = STEPS, scales: Scales = AS_IT_IS) -> float
     cost: Any = Roofline(device, spec, group=point.group)
     try:
         layout = system.planner.prepare({0: shape}, [job], capacity, cost)
-    except (MemoryError, OversizeModule):
+    except (DoesNotFit, OversizeModule):
         return None
     policy, executor = Composed(TrainingOrder(1), system.memory), SimExecutor(env, cost)
     # Run-ahead 1: copies begin when a launch needs them, as in the original.
@@ -255,7 +186,7 @@ def step_s(point: Point, steps: int = STEPS, scales: Scales = AS_IT_IS) -> float
     engine = Engine(env, policy, executor, capacity, NO_PAGES, **how)
     try:
         engine.replay([job])
-    except OutOfMemory:
+    except DoesNotFit:
         return None
     before_ns = recorder.ends_ns[-2] if steps > 1 else 0
     return (recorder.ends_ns[-1] - before_ns) / 1e9
@@ -284,21 +215,12 @@ class Best:
 def best(
     system: str, device: str, group: Group, model: str, chunks: Sequence[int] = CHUNKS
 ) -> Best:
-    """The best batch with the first chunk size that trains, then the best chunk size with it.
-
-    Batches from the largest down, until one that trains is no better than the one before. On seven
-    rows tried, all 15 choices had the same best.
-    """
+    """Of every batch with every chunk size, each simulated; the first of equals."""
     found = Best(None, float("nan"))
-    for size in chunks if system == PSTAR else (0,):
-        points = [Point(system, device, group, model, batch, size) for batch in BATCHES]
-        if found.point is not None:
-            points = [replace(found.point, chunk_mebi=size)]
-        for point in points:
-            took_s = step_s(point)
-            if took_s is None:
-                continue
-            if tflops(point, took_s) <= found.tflops:
-                break
-            found = Best(point, tflops(point, took_s))
+    for size, batch in product(chunks if system == PSTAR else (0,), BATCHES):
+        point = Point(system, device, group, model, batch, size)
+        took_s = step_s(point)
+        if took_s is None or tflops(point, took_s) <= found.tflops:
+            continue
+        found = Best(point, tflops(point, took_s))
     return found

@@ -18,18 +18,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from benchmarks.patrickstar import (
+from benchmarks.patrickstar import CHUNKS, Point, step_s
+from benchmarks.patrickstar_figures import (
     A100,
-    CHUNKS,
     DDP,
     DEEPS,
     LARGEST,
     MODELS,
     PSTAR,
     V100,
-    Point,
     parameters,
-    step_s,
 )
 from benchmarks.reproduction import RESULTS, write_page
 from sim.group import Group

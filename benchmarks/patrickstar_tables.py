@@ -2,8 +2,8 @@
 
 Every figure of one node (../shared/papers/patrickstar_protrain.md, 6.2): V100 and A100; 1, 2, 4 and
 8 devices; PatrickStar, DeepSpeed, DDP. Each system runs at the best batch of {4, 8, 16, 32, 64} and
-PatrickStar at the best chunk of {256, 288, 384} Mi that its own simulation finds: the best batch
-with the first size that trains, then the best size with it (256 Mi never holds a layer 8192 wide).
+PatrickStar at the best chunk of {256, 288, 384} Mi that its own simulation finds, every batch with
+every size being simulated (256 Mi never holds a layer 8192 wide).
 The V100's efficiency curve and its rate of updates on the host were fixed on PatrickStar's rows of
 one device, the A100's on a log of one device, whose batch is known (conf/device; `--fit` shows how
 well others would do on the rows). Judged are the rows of 2, 4 and 8 devices: the median error must
@@ -24,19 +24,8 @@ from math import isnan, log
 from pathlib import Path
 from statistics import median
 
-from benchmarks.patrickstar import (
-    A100,
-    NODES,
-    PSTAR,
-    V100,
-    Best,
-    Published,
-    Scales,
-    best,
-    published,
-    step_s,
-    tflops,
-)
+from benchmarks.patrickstar import Best, Scales, best, step_s, tflops
+from benchmarks.patrickstar_figures import A100, NODES, PSTAR, V100, Published, published
 from benchmarks.reproduction import RESULTS, write_page
 from sim.group import Group
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import patrickstar_tables, reproduction
-from benchmarks.patrickstar import (
+from benchmarks.patrickstar import CHUNKS, Best, Point, job_of, spec_of, step_s, tflops
+from benchmarks.patrickstar_figures import (
     A100,
-    CHUNKS,
     DEEPS,
     LARGEST,
     MODELS,
@@ -19,15 +19,9 @@ from benchmarks.patrickstar import (
     TOKENS,
     V100,
     WORDS,
-    Best,
-    Point,
     Published,
-    job_of,
     parameters,
     published,
-    spec_of,
-    step_s,
-    tflops,
 )
 from benchmarks.patrickstar_tables import Row, written, wrong_orders
 from engine.training_layout import Mode
