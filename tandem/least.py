@@ -57,18 +57,20 @@ def _lowered(tried: Try, fitting: Need, tier: Tier, floor: int, low: int) -> int
     halving.
 
     Where it is met a byte less is tried: a launch tells what it lacks as things lie, and with less
-    than that they may have come to lie otherwise.
+    than that they may have come to lie otherwise. If that fits, what is told is not believed again.
     """
-    high, is_low, close_tries = fitting[tier], True, 0
+    high, is_low, close_tries, believes = fitting[tier], True, 0, True
     while floor < high and close_tries < CLOSE_TRIES:
         is_met, is_close = low == high, high - low <= high // PRECISION
         close_tries += is_close and not is_met
         at = high - 1 if is_met else low if is_low or is_close else (low + high) // 2
         refused = tried({**fitting, tier: at})
         if refused is None:
+            believes &= not is_met
             high, low = at, floor if is_met else low
         else:
-            floor, low = at + 1, min(high, at + max(1, _lacking(refused, tier)))
+            lacks = _lacking(refused, tier) if believes else 1
+            floor, low = at + 1, min(high, at + max(1, lacks))
         is_low = not is_low
     return high
 

@@ -195,6 +195,23 @@ def test_the_largest_is_found_among_whatever_order() -> None:
     assert largest_of(rows) == {("policy=a",): rows[0]}
 
 
+def test_a_search_that_is_told_nonsense_ends_all_the_same() -> None:
+    """Whatever is tried is told to lack all that is missing to what has fitted last."""
+    tried, fits = list[int](), {Tier.GPU: 1 << 20}
+
+    def lacking(need: Need) -> DoesNotFit | None:
+        tried.append(need[Tier.GPU])
+        if need[Tier.GPU] >= 3000:
+            fits[Tier.GPU] = need[Tier.GPU]
+            return None
+        return OutOfMemory((Tier.GPU, 0), fits[Tier.GPU] - need[Tier.GPU], "a launch")
+
+    refused = lacking({Tier.GPU: 10})
+    assert refused is not None
+    assert least_memory(lacking, {Tier.GPU: 10}, refused) == {Tier.GPU: 3000}
+    assert len(tried) < 64
+
+
 def test_a_mistake_is_told_before_anything_is_foreseen() -> None:
     with pytest.raises(ValueError, match="did you mean"):
         [*foreseen(grid_of([*ZERO3, "model.num_layer=1,2"]).points())]
