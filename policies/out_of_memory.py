@@ -40,12 +40,14 @@ def knobs_of_launch(tier: Tier, spec: TrainingJob, layout: TrainingLayout) -> tu
     """What a job may change so that its launches take less of a tier, beside what it has set.
 
     The device holds activations and, for the moment, chunks; the host holds states, and activations
-    only where they are offloaded.
+    and inputs of layers only where they are offloaded.
     """
-    modes = {unit.mode for unit in layout.units[1:-1]}
+    layers = layout.units[1:-1]
+    modes, sends = {unit.mode for unit in layers}, any(unit.sends_input for unit in layers)
     if tier is Tier.HOST:
         found = {
             "recompute (planner.modes=recompute)": Mode.OFFLOAD in modes,
+            "keep layers' inputs on the device (planner.offloads_inputs=false)": sends,
             "train adapters (training/recipe=lora)": spec.recipe.lora_rank is None,
         }
     else:
@@ -53,6 +55,9 @@ def knobs_of_launch(tier: Tier, spec: TrainingJob, layout: TrainingLayout) -> tu
             "take smaller microbatches (training.sequences)": spec.sequences > 1,
             "take shorter sequences (training.sequence_tokens)": spec.sequences == 1,
             "recompute (planner.modes=recompute)": Mode.KEEP in modes,
+            "send layers' inputs to the host (planner.offloads_inputs=true)": (
+                not sends and Mode.KEEP not in modes
+            ),
             "take smaller chunks (planner.chunk_elements)": _spans_units(layout),
         }
     return tuple([knob for knob, helps in found.items() if helps])

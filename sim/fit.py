@@ -21,6 +21,10 @@ MOST_REPEATS = 16  # more repeats of a shape add no weight: its bias stays
 # The weight of a launch measured apart from replays. It may be a tenth faster there, a bias that
 # repeats do not mend, where launches of a replay scatter by 3 to 4 % around what they take.
 APART = 0.3
+# Copies whose largest and smallest are nearer than that tell no slope of their own: noise of a few
+# percent would be carried beyond them many times over. Their line begins at what a copy always
+# takes, which is nothing beside the milliseconds of a chunk.
+SPAN, LATENCY_NS = 4, 1000.0
 STALL = 2.0  # what took longer than so many times the expected is no scatter, and left out
 
 
@@ -50,6 +54,7 @@ def fit_observed(
         raise ValueError(f"{source} holds no compute launches to fit; calibrate again")
     tables: dict[str, Table] = {}
     for system, samples in groups.items():
+        samples = anchored(samples)
         solved = solve(_grids(samples), samples)
         tables |= _levelled(solved, [o for o in found if _system(o[0]) == system])
     tables.setdefault(HOST, Table(((0,),), (0.0,)))
@@ -107,6 +112,17 @@ def terms(shape: Shape) -> Terms:
     return found
 
 
+def anchored(samples: Sequence[Sample]) -> list[Sample]:
+    """With a copy of no bytes beside those of nearly one size."""
+    sizes: dict[str, set[int]] = {}
+    for sample in samples:
+        for name, (nbytes, *_) in sample.terms:
+            if "->" in name:
+                sizes.setdefault(name, set()).add(nbytes)
+    near = [name for name, found in sizes.items() if max(found) < SPAN * min(found)]
+    return [*samples, *[Sample([(name, (0,))], LATENCY_NS) for name in near]]
+
+
 def _grids(samples: Iterable[Sample]) -> dict[str, tuple[Nodes, ...]]:
     """Per table and axis the nodes that the data can carry."""
     seen: dict[str, set[tuple[int, ...]]] = {}
@@ -120,7 +136,7 @@ def _grids(samples: Iterable[Sample]) -> dict[str, tuple[Nodes, ...]]:
 
 
 def _axis(name: str, values: set[int]) -> Nodes:
-    if is_straight(name):
+    if is_straight(name) or ("->" in name and 0 in values):
         return (0, max(values))
     return _nodes(values, STEPS_PER_DOUBLING.get(name, 1))
 

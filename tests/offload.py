@@ -129,10 +129,12 @@ def laid_out(
     start: Start = "host",
     gpu: int = ROOMY,
     host: int = ROOMY,
+    offloads_inputs: bool = False,
 ) -> Layout:
     """A chunk per unit."""
     capacity = {(Tier.GPU, 0): gpu, (Tier.HOST, 0): host}
-    return UnitChunks(mode, start).prepare({0: shape}, [job_of(shape)], capacity)
+    planner = UnitChunks(mode, start, offloads_inputs=offloads_inputs)
+    return planner.prepare({0: shape}, [job_of(shape)], capacity)
 
 
 def run(

@@ -8,6 +8,8 @@ from engine.plan import Tier
 from policies.out_of_memory import OutOfMemory, knobs_of_launch, knobs_of_states
 from tests.trainings import setting, train
 
+INPUTS_OUT = "send layers' inputs to the host (planner.offloads_inputs=true)"
+
 
 def advised(tier: Tier, *words: str) -> str:
     """The knobs for launches of such a job, in a line."""
@@ -21,7 +23,11 @@ def test_of_a_device_it_names_what_its_activations_are_made_of() -> None:
     assert "training.sequences" in kept and "planner.modes=recompute" in kept
     assert "chunks" not in kept and "lora" not in kept, "its chunks are units"
     words = ("policy=zero3_offload", "planner.modes=recompute", "training.sequences=1")
-    assert advised(Tier.GPU, *words) == "take shorter sequences (training.sequence_tokens)"
+    shorter = "take shorter sequences (training.sequence_tokens)"
+    assert advised(Tier.GPU, *words) == f"{shorter}; {INPUTS_OUT}"
+    assert advised(Tier.GPU, *words, "planner.offloads_inputs=true") == shorter
+    out = advised(Tier.HOST, *words, "planner.offloads_inputs=true")
+    assert "planner.offloads_inputs=false" in out
     assert "planner.chunk_elements" in advised(
         Tier.GPU, "policy=patrickstar", "planner.chunk_elements=40000"
     )
@@ -50,4 +56,4 @@ def test_the_line_says_so_where_a_job_fails() -> None:
     line = str(caught.value)
     assert line.startswith("gpu:0 is at least") and "\n" not in line
     assert "recompute" not in line and "training.sequences)" not in line
-    assert line.endswith("or take shorter sequences (training.sequence_tokens)")
+    assert line.endswith(f", or take shorter sequences (training.sequence_tokens), or {INPUTS_OUT}")

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from analysis.usage import pools
 from engine.plan import Copy, Kind, Tier
+from engine.training_layout import Mode
 from tandem.compose import composed
 from tandem.foresight import Foresight, foresee
+from tests.offload import MEMORIES, job_of, laid_out, least_device_bytes, run, shape_of
+from tests.strategies import cases
 from tests.trainings import train
 
 LAYERS, INPUT_BYTES = 6, 4 * 64 * 256 * 4  # of a microbatch
@@ -41,6 +49,36 @@ def test_each_goes_out_once_and_comes_back_once(mode: str) -> None:
     inputs = [op for op in inputs if op.src.region.part >= LAYERS + 2]
     out = [op for op in inputs if op.src.tier is Tier.GPU]
     assert len(out) == len(inputs) - len(out) == 2 * LAYERS
+
+
+@cases(100)
+@given(
+    seed=st.integers(0, 1 << 16),
+    layers=st.integers(1, 5),
+    trained=st.sampled_from([{}, {"tied": True}, {"adapters": True}, {"frozen_units": 2}]),
+    mode=st.sampled_from([*Mode]),
+    microbatches=st.sampled_from([1, 2, 4]),
+    name=st.sampled_from([name for name in MEMORIES if name != "all_on_device"]),
+    depth=st.integers(1, 3),
+    tasks=st.integers(0, 3),
+)
+def test_they_need_no_more_of_the_device(
+    seed: int,
+    layers: int,
+    trained: dict[str, Any],
+    mode: Mode,
+    microbatches: int,
+    name: str,
+    depth: int,
+    tasks: int,
+) -> None:
+    """Where it trains with all inputs there it trains without; laws and contents: `run`."""
+    shape = shape_of(random.Random(seed), layers=layers, **trained)
+    job = job_of(shape, microbatches=microbatches)
+    layouts = [laid_out(shape, mode, offloads_inputs=sends) for sends in (False, True)]
+    least = least_device_bytes(layouts[0].training[0], job, name == "zero_offload", True)
+    found = run(MEMORIES[name], layouts[1], job, gpu=least, depth=depth, tasks=tasks)
+    assert found.recorder.trained_steps == job.num_steps
 
 
 def test_those_of_layers_that_keep_stay() -> None:
