@@ -66,11 +66,15 @@ def goes_out(unit: Unit) -> bool:
 
 def _check_reuse(spec: TrainingJob) -> None:
     dtype, microbatches = spec.recipe.dtype, spec.microbatches
-    if dtype != "bfloat16" or microbatches > 1:
+    needs = []
+    if dtype != "bfloat16":
+        needs.append(f"masters (bfloat16, not {dtype})")
+    if microbatches > 1:
+        needs.append(f"one microbatch a step, not {microbatches}")
+    if needs:
         raise ValueError(
             f"training job {spec.job_id}: reuses_gradients puts gradients over weights, which "
-            f"needs masters (bfloat16, not {dtype}) and one microbatch a step, not "
-            f"{microbatches}; set reuses_gradients=false"
+            f"needs {' and '.join(needs)}; set reuses_gradients=false"
         )
 
 

@@ -48,9 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def warnings_are_ours() -> None:
-    """Whatever is logged and not handled elsewhere is told as errors are, on stderr."""
+    """Whatever is logged and not handled elsewhere is told as errors are, on stderr, and once: a
+    search looks at the same model many times."""
+    told = set[str]()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        is_first = text not in told
+        told.add(text)
+        return is_first
+
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(logging.Formatter("tandem: %(message)s"))
+        logging.lastResort.filters = [is_new]
 
 
 def guarded(verb: Callable[[], int]) -> int:

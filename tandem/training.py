@@ -16,7 +16,7 @@ from engine.policy import Planner
 from engine.training_shape import TrainingShape, training_shape
 from engine.view import Cost
 from tandem.build import Builder
-from traces.batches import Batches
+from traces.batches import ROWS_DROPPED, Batches
 from traces.request import Request, TrainingJob
 from traces.training import Training
 
@@ -69,7 +69,16 @@ def trainees_of(
     number = 1 + max((request.request_id for request in requests), default=-1)
     job = replace(asked.job(number, own.num_layers + 2, own.name), ranks=ranks)
     batches = asked.batches(job, own.vocab_size, Path(config["cache"]))
-    if beyond := batches.account().get("tokens_beyond_vocabulary", 0):
+    _warn(batches.account(), job, own)
+    return (Trainee(job, own, training_shape(own, job), batches),)
+
+
+def _warn(account: Mapping[str, int], job: TrainingJob, own: ModelSpec) -> None:
+    for what, count in account.items():
+        if what.startswith(ROWS_DROPPED):
+            why = what.removeprefix(ROWS_DROPPED)
+            log.warning("%s: not trained on, of its rows: %s (%s)", job.dataset, f"{count:,}", why)
+    if beyond := account.get("tokens_beyond_vocabulary", 0):
         log.warning(
             "%s tokens of %s are beyond the %s that model %s knows: they are taken modulo that",
             f"{beyond:,}",
@@ -77,7 +86,6 @@ def trainees_of(
             f"{own.vocab_size:,}",
             own.name,
         )
-    return (Trainee(job, own, training_shape(own, job), batches),)
 
 
 def planner_of(config: Mapping[str, Any]) -> Mapping[str, Any]:

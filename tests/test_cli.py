@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tandem.cli import main
+from tandem.cli import main, warnings_are_ours
 from tandem.run import options_first
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,3 +99,18 @@ def test_doctor_tells_of_a_broken_gpu(
     told = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert ["gpu", "broken: RuntimeError: CUDA error: unknown error"] in told
     assert any(name == "writable" for name, *_ in told), "and of all that comes after it"
+
+
+def test_python_runs_it_as_a_module() -> None:
+    command = [sys.executable, "-m", "tandem", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "tandem" in done.stdout and "plan" in done.stdout
+
+
+def test_a_warning_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    warnings_are_ours()
+    handler = logging.lastResort
+    assert handler is not None
+    for text in ("one", "two", "one"):
+        handler.handle(logging.makeLogRecord({"msg": text, "levelno": logging.WARNING}))
+    assert capsys.readouterr().err == "tandem: one\ntandem: two\n"

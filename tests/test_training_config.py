@@ -13,6 +13,7 @@ from tandem.build import Builder
 from tandem.catalog import options
 from tandem.compose import composed
 from tandem.errors import Usage
+from tandem.setting import setting_of
 from traces.recipe import Recipe
 from traces.request import TrainingJob
 from traces.sample import SAMPLES
@@ -124,6 +125,18 @@ def test_text_of_ones_own_is_imported_once(
     account = built.batches(job, 3000, cache).account()
     assert account["tokens_read"] == account["tokens_used"] + account["tokens_dropped"]
     assert account["tokens_dropped"] < 8 and account["tokens_beyond_vocabulary"] == 0
+
+
+def test_rows_that_nothing_came_of_are_told(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text.write_text(text.read_text(encoding="utf-8") + '{"bad\n{"other": 1}\n', encoding="utf-8")
+    words = ["trace=none", "policy=zero3_offload", "training=text", f"cache={tmp_path / 'cache'}"]
+    words += [f"training.data.path={text}", "training.data.text_field=body"]
+    setting_of(composed([*words, "training.sequence_tokens=8"]))
+    told = [record.getMessage() for record in caplog.records]
+    assert f"{text.name}: not trained on, of its rows: 1 (line is not JSON)" in told
+    assert f"{text.name}: not trained on, of its rows: 1 (no body field)" in told
 
 
 def test_text_is_not_taken_for_what_is_imported(text: Path, tmp_path: Path) -> None:

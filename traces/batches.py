@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from traces.packing import Tokens
 
 Ids = npt.NDArray[np.int64]
+ROWS_DROPPED = "rows dropped: "
 SHUFFLES, RANDOM = 2, 3  # streams of a seed; traces.prompts and traces.random_lengths have others
 
 
@@ -23,7 +25,8 @@ class Batches(Protocol):
         ...
 
     def account(self) -> dict[str, int]:
-        """What became of the tokens of a text: read = used + dropped. Empty where none is read."""
+        """What became of the tokens of a text: read = used + dropped; and ROWS_DROPPED + the reason
+        for rows of its file that nothing came of. Empty where none is read."""
         ...
 
 
@@ -41,6 +44,7 @@ class PackedBatches:
     vocabulary: int
     seed: int = 0
     rest_tokens: int = 0
+    rows_dropped: Mapping[str, int] = field(default_factory=dict)  # by reason
 
     def ids(self, microbatch: int) -> Ids:
         """Token ids [sequences, sequence_tokens]; the i-th of all sequences is of epoch i // n."""
@@ -49,12 +53,13 @@ class PackedBatches:
         return self.blocks[chosen].astype(np.int64) % self.vocabulary
 
     def account(self) -> dict[str, int]:
-        """Tokens read = used + dropped (the rest), and how many of those used are beyond."""
+        """Tokens read = used + dropped (the rest), how many of those used are beyond, and rows."""
         return {
             "tokens_read": self.blocks.size + self.rest_tokens,
             "tokens_used": self.blocks.size,
             "tokens_dropped": self.rest_tokens,
             "tokens_beyond_vocabulary": int((self.blocks >= self.vocabulary).sum()),
+            **{ROWS_DROPPED + reason: count for reason, count in self.rows_dropped.items()},
         }
 
     def _block(self, place: int) -> int:

@@ -11,7 +11,7 @@ from traces.cached import cached_import
 from traces.packing import pack
 from traces.recipe import Recipe
 from traces.request import TrainingJob
-from traces.store import sidecar_path
+from traces.store import read_sidecar, sidecar_path
 from traces.text_store import read_documents
 from traces.units import UNITS_NS
 
@@ -65,10 +65,11 @@ class Text:
 
     def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> PackedBatches:
         """Documents joined, cut into sequences and shuffled by the recipe's seed."""
-        tokens, _ = read_documents(self.file(cache))
+        tokens, _ = read_documents(file := self.file(cache))
         blocks = pack(tokens, job.sequence_tokens)
-        rest_tokens = len(tokens) - blocks.size
-        return PackedBatches(blocks, job.sequences, vocabulary, job.recipe.seed, rest_tokens)
+        rest_tokens, dropped = len(tokens) - blocks.size, read_sidecar(file)["rows_dropped"]
+        seed = job.recipe.seed
+        return PackedBatches(blocks, job.sequences, vocabulary, seed, rest_tokens, dropped)
 
     def file(self, cache: Path) -> Path:
         """The tokenised text: the file itself, or what importing it gave."""
