@@ -66,7 +66,7 @@ def test_steps_that_are_planned_unasked_train_the_same(policy: str) -> None:
         assert 3 * found.asked <= 2 * found.plans, "two of six steps at least recur"
 
 
-@pytest.mark.broad(36)
+@pytest.mark.broad(72)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_so_it_does_with_a_thread_for_each_lane(policy: str, case: str) -> None:
