@@ -66,7 +66,9 @@ def test_the_largest_model_trains_as_foreseen_and_the_next_is_refused(tmp_path: 
     assert found.layers > 1 and found.num_steps == 3
     assert 0 < found.measured_bytes < found.peak_bytes == found.predicted_peak_bytes <= 6 * MIB
     folder = tmp_path / f"zero3_offload-{found.layers}"
-    other = composed([*TINY.settings("zero3_offload"), "backend=sim"])
+    other = composed(
+        [*TINY.settings("zero3_offload"), "backend=sim", "training.sequence_tokens=96"]
+    )
     wrong = judged(
         replace(TINY, num_steps=4, arena_bytes=1000), "zero3_offload", found.layers,
         foresee(other, 1), folder, ("", ""),
