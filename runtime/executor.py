@@ -80,7 +80,8 @@ class CpuExecutor:
         """See Executor: packs the launches; returns the host's CPU time since the last call."""
         if self._since_ns is None:
             self._since_ns = time.thread_time_ns()  # what came before the first plan is set-up
-        self._prepared.update((launch.op, self.machine.prepare(launch)) for launch in launches)
+        for launch in launches:
+            self._prepared[launch.op] = self.machine.prepare(launch)
         self._charge_host()
         spent, self._host_ns = self._host_ns, 0
         return self._paced(spent, ())
@@ -94,7 +95,7 @@ class CpuExecutor:
         worked, link = self._since_ns - start, self._links.get(launch.op.lane[1])
         slices = launch.op.slices if isinstance(launch.op, Compute) else ()
         took = self._paced(worked, slices) if link is None else link.duration_ns(launch.nbytes)
-        self._lanes.place(launch, took, done, self._peak_bytes(prepared), ended)
+        self._lanes.place(launch, took, done, self._peak_bytes(launch.op, prepared), ended)
         if self._pace is not None and self._pace.is_due(worked):
             with self.paused():
                 self._pace.measure()
@@ -102,8 +103,8 @@ class CpuExecutor:
     def _paced(self, thread_ns: int, slices: Sequence[Slice]) -> int:
         return thread_ns if self._pace is None else round(thread_ns * self._pace.factor_of(slices))
 
-    def _peak_bytes(self, prepared: Prepared) -> int | None:
-        if self._workspace is None:
+    def _peak_bytes(self, op: Op, prepared: Prepared) -> int | None:
+        if self._workspace is None or not self._workspace.is_due(op):
             return None
         with self.paused():
             return self._workspace.peak_bytes(prepared)

@@ -33,14 +33,14 @@ class Gradients:
 
     def begins(self, parameter: int) -> bool:
         """Whether the next share is the first one of the step."""
-        return not self._count[parameter]
+        return parameter not in self._count
 
     def add(self, parameter: int, gradient: Tensor, total: Tensor) -> bool:
         """Adds one unit's share to `total`, both shaped like the parameter; a first share may be
         the total itself. Returns whether it is in there: else it waits aside.
         """
-        before, uses = self._count[parameter], self._uses[parameter]
-        self._count[parameter] += 1
+        before, uses = self._count.get(parameter, 0), self._uses[parameter]
+        self._count[parameter] = before + 1
         share, is_first = gradient, before < uses
         if (before + 1) % uses and (not is_first or self._fills_late):
             self.aside[parameter] = share  # others of this microbatch follow
@@ -51,7 +51,7 @@ class Gradients:
             total.add_(share)
         elif total is not share:
             total.copy_(share)
-        if self.is_whole(parameter) and self._clip_norm is not None:
+        if self._clip_norm is not None and self.is_whole(parameter):
             self._norms[parameter] = torch.linalg.vector_norm(total, dtype=torch.float32)
         return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -14,6 +14,17 @@ from runtime.storages import flat_parts, present, typed
 from runtime.store import LostContents, State, Store, named
 
 MASTER = torch.float32
+
+
+Part = TypeVar("Part")
+
+
+class Own(NamedTuple, Generic[Part]):
+    """The one storage of a region on the device, and views of its parts: making them takes longer
+    than a small update."""
+
+    home: UntypedStorage
+    parts: Sequence[Part]
 
 
 class ModelStates:
@@ -50,6 +61,8 @@ class ModelStates:
         self._first: dict[int, Tensor] = {}  # initial contents that are still to be read
         self._readers: dict[int, int] = {}  # per chunk: how many regions have yet to read them
         self._results: dict[int, Tensor] = {}
+        self._own: list[Own[Tensor]] = []  # weights by chunk
+        self._own_states: dict[int, Own[Sequence[Tensor]]] = {}  # optimizer states by chunk
         for chunk in range(len(self.chunks)):
             self._bind(chunk)
 
@@ -66,7 +79,8 @@ class ModelStates:
     # ---- views
     def numbers(self, chunk: int, storage: UntypedStorage) -> Sequence[Tensor]:
         """The flat parts of a weight region, one per parameter of the chunk."""
-        return flat_parts(storage, self.dtype, self._sizes[chunk])
+        home, parts = self._own[chunk]
+        return parts if storage is home else flat_parts(storage, self.dtype, self._sizes[chunk])
 
     def gradients(self, chunk: int, storages: Sequence[UntypedStorage | None]) -> list[Tensor]:
         """What a gradient region holds, flat, one per parameter of the chunk."""
@@ -75,9 +89,15 @@ class ModelStates:
 
     def sections(self, chunk: int, storage: UntypedStorage) -> list[Sequence[Tensor]]:
         """The flat parts of an optimizer region: per section, one per parameter of the chunk."""
+        home, parts = self._own_states[chunk]
+        if storage is home and parts:
+            return parts
         count = storage.nbytes() // (self._num_sections * MASTER.itemsize)
         starts = range(0, count * self._num_sections, count)
-        return [flat_parts(storage, MASTER, self._sizes[chunk], at) for at in starts]
+        found = [flat_parts(storage, MASTER, self._sizes[chunk], at) for at in starts]
+        if storage is home:  # it has its size now, and will have no other
+            self._own_states[chunk] = Own(home, found)
+        return found
 
     @property
     def has_master(self) -> bool:
@@ -98,12 +118,14 @@ class ModelStates:
         """Makes parameters views of a storage that is empty until the chunk is grown."""
         sizes = self._sizes[chunk]
         flat = torch.empty(sum(sizes), dtype=self.dtype, device=self._store.device)
-        for p, part in zip(self.chunks[chunk], flat.split(sizes), strict=True):
+        parts = flat.split(sizes)
+        for p, part in zip(self.chunks[chunk], parts, strict=True):
             parameter = self.parameters[p]
             self._first[p] = parameter.data
             parameter.data = part.view(parameter.shape)
         home = flat.untyped_storage()
         home.resize_(0)
+        self._own.append(Own(home, parts))
         self._readers[chunk] = 1 + (self.trains[chunk] and self.has_master)
         self._declare_weights(chunk, home)
         if not self.trains[chunk]:
@@ -144,7 +166,9 @@ class ModelStates:
             if not self.has_ended:
                 raise LostContents(f"{named(self.optimizer(chunk))} has no other copy as new")
 
-        self._store.declare(self.optimizer(chunk), State(farewell, fill))
+        home = UntypedStorage(0, device=self._store.device)
+        self._own_states[chunk] = Own(home, ())
+        self._store.declare(self.optimizer(chunk), State(farewell, fill, home))
 
     def _read_first(self, chunk: int, parts: Sequence[Tensor]) -> None:
         """Writes initial contents; gives them up once weights and master weights have them."""

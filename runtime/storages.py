@@ -15,11 +15,7 @@ def as_bytes(storage: UntypedStorage) -> Tensor:
 
 def typed(storage: UntypedStorage, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """The first numbers of a storage as a contiguous tensor."""
-    strides, size = [1] * len(shape), 1
-    for axis in range(len(shape) - 1, -1, -1):
-        strides[axis] = size
-        size *= shape[axis]
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, shape, strides)
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, shape)
 
 
 def flat_parts(

@@ -12,6 +12,10 @@ from engine.plan import Kind, Place, Pool, Region, Tier
 from runtime.host_memory import HostAllocator
 from runtime.storages import as_bytes, present
 
+TIERS = tuple(Tier)
+NOWHERE = frozenset[Tier]()
+ONLY = {tier: frozenset({tier}) for tier in TIERS}  # made once: every launch asks for some
+
 
 class LostContents(RuntimeError):
     """The last copy of something that is still needed was about to be given back."""
@@ -130,16 +134,18 @@ class Store:
         region, tier = place.region, place.tier
         stay = self._stays.get((region, tier))
         assert stay is not None, f"{named(region)} is not on {tier}"
-        newest, state = self._newest.get(region, frozenset()), self._states.get(region)
-        if state is not None and newest == {tier}:
+        newest, state = self._newest.get(region, NOWHERE), self._states.get(region)
+        if state is not None and newest == ONLY[tier]:
             state.farewell(present(stay.storages[0]))
         del self._stays[region, tier]
-        self._newest[region] = newest - {tier}
-        self._give_back(region, tier, stay.storages)
-        if not any((region, other) in self._stays for other in Tier):
-            self._newest.pop(region)
-            if state is None:
-                self._homes.pop(region, None)
+        if stay.storages:
+            self._give_back(region, tier, stay.storages)
+        if any([(region, other) in self._stays for other in TIERS]):
+            self._newest[region] = newest - ONLY[tier]
+            return
+        self._newest.pop(region, None)
+        if state is None:
+            self._homes.pop(region, None)
 
     def held(self, pool: Pool, kinds: Collection[Kind] = Kind) -> int:
         """Bytes that really lie in a pool now; of graphs, what was booked for them."""
@@ -175,7 +181,7 @@ class Store:
 
     def wrote(self, region: Region, tier: Tier) -> None:
         """This copy is the newest now, any other is stale."""
-        self._newest[region] = frozenset({tier})
+        self._newest[region] = ONLY[tier]
 
     def find(self, region: Region, tier: Tier, who: str, as_new: bool = True) -> Stay:
         """What lies there, for `who` needs it. AssertionError if it does not, or is out of date."""
@@ -196,8 +202,8 @@ class Store:
 
     def where(self, region: Region) -> str:
         """For messages: in which tiers a region lies."""
-        newest = self._newest.get(region, frozenset())
-        tiers = [tier for tier in Tier if (region, tier) in self._stays]
+        newest = self._newest.get(region, NOWHERE)
+        tiers = [tier for tier in TIERS if (region, tier) in self._stays]
         notes = [str(tier) if tier in newest else f"{tier} (out of date)" for tier in tiers]
         return f"it is on {' and '.join(notes)}" if notes else "it is nowhere"
 

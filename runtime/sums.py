@@ -38,7 +38,9 @@ class Sums:
         self._states, self._gradients, self._store = states, gradients, store
         self._trained_of, self._reuses = trained_of, reuses
         self._grown = [sorted({states.chunk_of[p] for p in own}) for own in trained_of]
-        self._at = {p: i for own in states.chunks for i, p in enumerate(own)}
+        self._sum = states.weight if reuses else states.gradient  # the region of a chunk's sums
+        at = {p: i for own in states.chunks for i, p in enumerate(own)}
+        self._at = [[(p, states.chunk_of[p], at[p]) for p in own] for own in trained_of]
         self._aside = regions.aside(states.job_id).region
         self.overwritten: set[int] = set()
         self.chunks = frozenset(chunk for own in self._grown for chunk in own)  # that train
@@ -66,43 +68,61 @@ class Sums:
         Behind their gradients there may be one more, of the unit's input; like `others` it is
         somebody's already.
         """
-        free = _lie_alone(gradients, others)
-        for p, gradient, is_free in zip(self._trained_of[unit], gradients, free, strict=False):
-            self._add(p, found[self._states.chunk_of[p]], gradient, is_free)
+        free = _free_storages(gradients, others)
+        begun = set[int]()  # chunks whose sums are new now
+        for (p, chunk, at), gradient, own in zip(self._at[unit], gradients, free, strict=False):
+            if self._add(p, chunk, at, found[chunk], gradient, own):
+                begun.add(chunk)
+        for chunk in begun:
+            self._store.wrote(self._sum(chunk), Tier.GPU)
+            if not self._reuses:
+                self._states.pending.add(chunk)
 
     def _add(
-        self, p: int, storages: Sequence[UntypedStorage | None], gradient: Tensor, is_free: bool
-    ) -> None:
-        states, store, chunk = self._states, self._store, self._states.chunk_of[p]
-        becomes_sum = is_free and not self._reuses and self._gradients.begins(p)
-        total = gradient if becomes_sum else self._total(p, storages, gradient.shape)
+        self,
+        p: int,
+        chunk: int,
+        at: int,
+        storages: Sequence[UntypedStorage | None],
+        gradient: Tensor,
+        own: UntypedStorage | None,
+    ) -> bool:
+        """Adds a gradient, which may have a storage of its own, to the sum that is the chunk's
+        number `at`; whether it is in there now."""
+        becomes_sum = own is not None and not self._reuses and self._gradients.begins(p)
+        total = gradient if becomes_sum else self._total(chunk, at, storages, gradient.shape)
         if not self._gradients.add(p, gradient, total):
             waiting = self._gradients.aside.values()
-            store.put(self._aside, [tensor.untyped_storage() for tensor in waiting])
-        elif self._reuses:
+            self._store.put(self._aside, [tensor.untyped_storage() for tensor in waiting])
+            return False
+        if self._reuses:
             self.overwritten.add(p)
-            store.wrote(states.weight(chunk), Tier.GPU)
-        else:
-            if becomes_sum:
-                store.replace(states.gradient(chunk), self._at[p], gradient.untyped_storage())
-            states.pending.add(chunk)
-            store.wrote(states.gradient(chunk), Tier.GPU)
+        elif becomes_sum:
+            self._store.replace(self._sum(chunk), at, present(own))
+        return True
 
     def _total(
-        self, p: int, storages: Sequence[UntypedStorage | None], shape: torch.Size
+        self, chunk: int, at: int, storages: Sequence[UntypedStorage | None], shape: torch.Size
     ) -> Tensor:
         if not self._reuses:
-            return typed(present(storages[self._at[p]]), self._states.dtype, shape)
-        chunk, (storage,) = self._states.chunk_of[p], storages
-        return self._states.numbers(chunk, present(storage))[self._at[p]].view(shape)
+            return typed(present(storages[at]), self._states.dtype, shape)
+        (storage,) = storages
+        return self._states.numbers(chunk, present(storage))[at].view(shape)
 
 
-def _lie_alone(fresh: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
-    """Of each fresh tensor: whether it fills a storage of its own, in order, so that whoever wants
-    the numbers can have the storage."""
-    uses = Counter([tensor.untyped_storage()._cdata for tensor in (*fresh, *others)])
-    return [_fills(tensor) and uses[tensor.untyped_storage()._cdata] == 1 for tensor in fresh]
+def _free_storages(
+    fresh: Sequence[Tensor], others: Sequence[Tensor]
+) -> list[UntypedStorage | None]:
+    """Of each fresh tensor its storage, if it fills that alone, in order, so that whoever wants
+    the numbers can have it."""
+    storages = [tensor.untyped_storage() for tensor in fresh]
+    uses = Counter([storage._cdata for storage in storages])
+    uses.update([tensor.untyped_storage()._cdata for tensor in others])
+    return [
+        storage if uses[storage._cdata] == 1 and _fills(tensor, storage) else None
+        for tensor, storage in zip(fresh, storages, strict=True)
+    ]
 
 
-def _fills(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+def _fills(tensor: Tensor, storage: UntypedStorage) -> bool:
+    return tensor.is_contiguous() and storage.nbytes() == tensor.nbytes

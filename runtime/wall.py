@@ -150,8 +150,9 @@ class ThreadLane:
             carried += nbytes
             self._throttle(begun_ns, carried)
         mark.end_ns = self._free_ns = self._clock.now
-        if self._workspace is not None:
-            mark.peak_bytes = self._workspace.peak_bytes(mark.work.parts[0][0])
+        prepared = mark.work.parts[0][0]
+        if self._workspace is not None and self._workspace.is_due(prepared.launch.op):
+            mark.peak_bytes = self._workspace.peak_bytes(prepared)
             self._free_ns = self._clock.now  # the look at it is no launch's time
         if self._pace is not None and self._pace.is_due(mark.end_ns - mark.start_ns):
             with self._clock.held():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from engine.plan import Compute
+from engine.plan import Compute, Op
 from runtime.tracker import StorageTracker
 
 
@@ -31,17 +31,18 @@ class Workspace:
         self._machine, self._every = machine, every
         self._calls = 0
 
-    def peak_bytes(self, prepared: Any) -> int | None:
-        """Bytes of the launch's own storages at their peak; None where it was not sampled.
+    def is_due(self, op: Op) -> bool:
+        """Whether a launch that has just ended is one of those to be repeated; asked once each."""
+        if not self._every or not isinstance(op, Compute):
+            return False
+        self._calls += 1
+        return (self._calls - 1) % self._every == 0 and all(s.layers is None for s in op.slices)
+
+    def peak_bytes(self, prepared: Any) -> int:
+        """Bytes of a launch's own storages at their peak.
 
         Call it on the thread that ran the launch, right after it.
         """
-        op = prepared.launch.op
-        if not self._every or not isinstance(op, Compute):
-            return None
-        self._calls += 1
-        if (self._calls - 1) % self._every or any(s.layers is not None for s in op.slices):
-            return None
         with StorageTracker() as tracker:
             self._machine.start(prepared)
         return tracker.peak_bytes
