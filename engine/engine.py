@@ -11,7 +11,7 @@ from engine.arrivals import Arrivals
 from engine.checks import check_requests
 from engine.door import Door
 from engine.ends import Ends
-from engine.executor import Executor, Span, Store, due_ns
+from engine.executor import Executor, Span, Store, due_ns, skipped_to
 from engine.fleet import Fleet
 from engine.flights import Flight, Flights
 from engine.garbage import few_collections
@@ -209,7 +209,8 @@ class Engine:
         host_ns = self.executor.prepare(launches)
         for i, launch in enumerate(launches):
             self.flights.start(Flight(step, device, number, now_ns, 0 if i else host_ns, launch))
-        if wait_ns := due_ns(self.env, host_ns):
+        wait_ns = due_ns(self.env, host_ns)
+        if wait_ns and not skipped_to(self.env, now_ns + wait_ns):
             yield self.env.timeout(wait_ns)
         self.launcher.start(plan, launches)
 

@@ -126,7 +126,7 @@ class Ledger:
             (
                 p,
                 n,
-                q.room_bytes - q.busy_bytes,
+                q.free_bytes + q.coming_bytes - q.busy_bytes,
                 q.busy_bytes,
                 tuple(kinds.values()),
                 pages.held_pages,
@@ -176,10 +176,10 @@ class Ledger:
         self._expected = None
         booked: dict[Op, Booking] = {}
         for op in plan.ops:
-            if isinstance(op, Free):
-                self.give(op.place)
-            elif isinstance(op, Grow):
+            if isinstance(op, Grow):
                 self._take(op.place, op.nbytes)
+            elif isinstance(op, Free):
+                self.give(op.place)
             elif isinstance(op, Share):
                 self._share(op)
             else:

@@ -46,6 +46,7 @@ class Work(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "update"
+    __hash__ = str.__hash__
 
 
 class Pattern(StrEnum):

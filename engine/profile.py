@@ -14,6 +14,9 @@ from engine.view import LaunchKey, Moment
 
 def launch_key(op: Compute) -> LaunchKey:
     """The unit of measurement is a whole launch: fused work cannot be told apart."""
+    if len(op.slices) == 1:  # training's, but beside serving
+        (piece,) = op.slices
+        return ((piece.work, piece.layers, piece.tokens),)
     return tuple([(s.work, s.layers, s.tokens) for s in op.slices])
 
 

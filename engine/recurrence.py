@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -53,6 +53,7 @@ class Step:
     begins: Situation
     is_again: bool = False
     plans: list[Plan] = field(default_factory=list)
+    moving: Sequence[Sequence[int]] = ()  # where each plan is another a step later: if again
 
     def follows(self, other: Step) -> bool:
         """Whether it is the next one of the same job, and begins alike."""
@@ -90,11 +91,12 @@ class Recurrence:
     def _next(self, now: Step, ask: Callable[[], Plan]) -> Plan:
         if now.is_again:
             assert self._before is not None, "a step comes again behind another"
-            of_before = self._before.plans[len(now.plans)]
-            plan = a_step_later(of_before, now.training.spec.microbatches)
+            number, each = len(now.plans), now.training.spec.microbatches
+            plan = a_step_later(self._before.plans[number], each, now.moving[number])
             self._ledger.expect(plan)
-        else:
-            plan = ask()
+            now.plans.append(plan)
+            return plan
+        plan = ask()
         now.plans.append(plan)
         if not _is_program(plan):
             self.forget()
@@ -106,6 +108,8 @@ class Recurrence:
         last = self._before
         if last is not None and self._now.follows(last):
             self._now.is_again = last.is_again or (before is not None and _is_like(last, before))
+            if self._now.is_again:
+                self._now.moving = last.moving or [moving(plan) for plan in last.plans]
 
     def _alone(self) -> Job | None:
         """The job that trains, if there is nobody else."""
@@ -139,25 +143,36 @@ def _is_program(plan: Plan) -> bool:
     )
 
 
-def a_step_later(plan: Plan, microbatches: int) -> Plan:
-    """The same program for the microbatches of the next step. What runs on a lane is new."""
-    return Plan(tuple([_later(op, microbatches) for op in plan.ops]))
+def a_step_later(plan: Plan, microbatches: int, where: Sequence[int] | None = None) -> Plan:
+    """The same program for the microbatches of the next step; `where`: its `moving`, if known."""
+    ops = [*plan.ops]
+    for i in moving(plan) if where is None else where:
+        ops[i] = _later(ops[i], microbatches)
+    return Plan(tuple(ops))
+
+
+def moving(plan: Plan) -> list[int]:
+    """Which of a plan's operations are others a step later: what runs on a lane is new each time,
+    and activations have other places. The same ones of the plan a step later."""
+    return [
+        i
+        for i, op in enumerate(plan.ops)
+        if not isinstance(op, Free | Grow) or op.place.region.kind is Kind.ACTIVATION
+    ]
 
 
 def _later(op: AnyOp, count: int) -> AnyOp:
-    if isinstance(op, Free):
-        return Free(later(op.place, count)) if op.place.region.kind is Kind.ACTIVATION else op
-    if isinstance(op, Grow):
-        if op.place.region.kind is not Kind.ACTIVATION:
-            return op
-        return Grow(later(op.place, count), op.nbytes)
-    if isinstance(op, Copy):
-        return Copy(later(op.src, count), later(op.dst, count))
     if isinstance(op, Compute):
         reads, writes = _all_later(op.reads, count), _all_later(op.writes, count)
         slices = tuple([_slice_later(piece, count) for piece in op.slices])
         after = _all_later(op.after, count)
         return Compute(slices, reads, writes, op.device, op.on, op.again, after)
+    if isinstance(op, Free):
+        return Free(later(op.place, count))
+    if isinstance(op, Grow):
+        return Grow(later(op.place, count), op.nbytes)
+    if isinstance(op, Copy):
+        return Copy(later(op.src, count), later(op.dst, count))
     assert isinstance(op, Collective), "whoever trains alone shares no pages"
     reads, writes = _all_later(op.reads, count), _all_later(op.writes, count)
     return Collective(op.pattern, reads, writes, op.nbytes, op.device)
@@ -165,8 +180,9 @@ def _later(op: AnyOp, count: int) -> AnyOp:
 
 def _all_later(places: tuple[Place, ...], count: int) -> tuple[Place, ...]:
     kind = Kind.ACTIVATION  # looked at here: most places are the same at every step
-    return tuple([later(p, count) if p.region.kind is kind else p for p in places])
+    return places and tuple([later(p, count) if p.region.kind is kind else p for p in places])
 
 
 def _slice_later(piece: Slice, count: int) -> Slice:
-    return Slice(*piece[:4], piece.microbatch + count, *piece[5:])
+    job, tokens, work, layers, microbatch, version, record = piece
+    return Slice(job, tokens, work, layers, microbatch + count, version, record)

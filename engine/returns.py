@@ -44,7 +44,8 @@ class ReturnQueue:
         self.coming_bytes += nbytes
         if owed.users:
             self.busy_bytes += nbytes
-        self._advance()
+        else:
+            self._advance()
         return owed
 
     def reclaim(self, owed: Owed, nbytes: int) -> set[Op]:
