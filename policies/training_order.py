@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from engine.job import Job
 from engine.plan import Slice, Work
+from engine.training import Task
 from engine.view import View
 from policies.cycle import training_jobs
 
@@ -16,6 +18,9 @@ class TrainingOrder:
     """The next tasks of one training job, never beyond its step.
 
     tasks  how many in a plan; 0: all that are left of the step
+    updates  in plans like other tasks (`in_turn`), or all that are left in one (`together`), as a
+           plain loop calls its optimizer once: then an update need not wait for a question, but
+           all that they bring and take is booked at once
     turns  when another job comes in: behind the whole `job`, behind a `step` (who has done the
            fewest goes first), or behind a `task`, which holds activations of all jobs at once;
            a configuration makes one job, so all three are alike there
@@ -24,6 +29,7 @@ class TrainingOrder:
     recurs: ClassVar[bool] = True
     trains_only: ClassVar[bool] = True
     tasks: int = 1
+    updates: Literal["in_turn", "together"] = "in_turn"
     turns: Literal["job", "step", "task"] = "job"
 
     def __post_init__(self) -> None:
@@ -45,8 +51,8 @@ class TrainingOrder:
     def _tasks(self, job: Job) -> tuple[Slice, ...]:
         training = job.training
         assert training is not None
-        left = len(training.tasks) - training.position
-        count, tokens = min(self.tasks or left, left), training.spec.microbatch_tokens
+        left = training.tasks[training.position :]
+        count, tokens = self._count(left), training.spec.microbatch_tokens
         return tuple(
             [
                 Slice(
@@ -59,3 +65,9 @@ class TrainingOrder:
                 for work, part, microbatch in training.ahead(count)
             ]
         )
+
+    def _count(self, left: Sequence[Task]) -> int:
+        """Tasks of a plan, of those that are left of a step."""
+        if self.updates == "together" and left[0].work is Work.UPDATE:
+            return len(left)
+        return min(self.tasks or len(left), len(left))

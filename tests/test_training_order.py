@@ -68,6 +68,17 @@ def test_a_plan_holds_so_many_tasks_and_ends_with_its_step(tasks: int) -> None:
     assert counts == step * 3
 
 
+@pytest.mark.parametrize("tasks", [1, 4])
+def test_updates_may_come_in_one_plan(tasks: int) -> None:
+    shape = shape_of(random.Random(0), layers=1)
+    policy = Composed(TrainingOrder(tasks, updates="together"), Zero3Offload())
+    found = trained(policy, [job_of(shape)], laid_out(shape))
+    counts = [sum(isinstance(op, Compute) for op in plan.ops) for plan in found.plans]
+    assert counts == {1: [1, 1, 1, 1, 1, 1, 3], 4: [4, 4, 1]}[tasks] * 3
+    apart = run(Zero3Offload(), laid_out(shape), job_of(shape), tasks=tasks)
+    assert tasks_of(found) == tasks_of(apart)
+
+
 def two_jobs(turns: str, memory: Any = None, **how: Any) -> Replay:
     shapes = {i: shape_of(random.Random(i), layers=2) for i in (0, 1)}
     jobs = [job_of(shapes[i], i, num_steps=2) for i in (0, 1)]
