@@ -148,10 +148,10 @@ class Engine:
 
     def _ask_devices(self) -> Generator[simpy.Event, Any, bool]:
         """Idle devices first, then those with one plan in flight, and so on."""
-        asked = False
+        asked, levels = False, self.flights.level
         for level in range(self.depth):
             for device in range(self.devices):
-                if self.flights.level[device] != level or not self.roster:
+                if levels[device] != level or not self.roster:
                     continue
                 plan = self.questions.decide(device)
                 if plan.wake_ns is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from engine.booking import NOTHING, Beside, Booking
 from engine.executor import Launch, Pieces
 from engine.job import Job
-from engine.plan import Compute, Free, Grow, Kind, Op, Plan, Slice, Tier, kv_place
+from engine.plan import Compute, Free, Grow, Kind, Op, Plan, Share, Slice, Tier, kv_place
 from engine.progress import advance_serving
 from engine.repeat import Repeat
 from engine.run import Run
@@ -49,15 +49,16 @@ class Launcher:
             for launch in launches:
                 engine.executor.run(launch, engine.settle)
             return
+        run, settle, kv = engine.executor.run, engine.settle, Kind.KV
         for op in plan.ops:
             if isinstance(op, Grow):
-                if op.place.region.kind is not Kind.KV:
+                if op.place.region.kind is not kv:
                     store.grow(op.place, op.nbytes)
             elif isinstance(op, Free):
-                if op.place.region.kind is not Kind.KV:
+                if op.place.region.kind is not kv:
                     store.free(op.place)
-            elif isinstance(op, Op):
-                engine.executor.run(next(following), engine.settle)
+            elif not isinstance(op, Share):
+                run(next(following), settle)
 
     def _trained(self, op: Compute, piece: Slice, beside: Beside) -> Pieces:
         """The slice of a launch that trains one job alone: it has no KV, and samples nothing."""

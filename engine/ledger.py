@@ -213,16 +213,20 @@ class Ledger:
         return Booking(self._board.touch(op, (op.src,), (op.dst,)), (nbytes, *tables))
 
     def _take(self, place: Place, nbytes: int) -> None:
-        pool, kind = place.pool, place.region.kind
+        region, tier, device = place
+        pool, kind = (tier, device), region.kind
         pages: list[int] = []
         givers = self._returns[pool].take(nbytes)
-        self._enter(place)
         if kind is Kind.KV:
+            self._enter(place)
             pages, waits = self._pools[pool].take(nbytes // self.page.nbytes)
             self.pages.setdefault(place, []).extend(pages)
             givers |= waits
+        elif place in self._booked:
+            self._booked[place] += nbytes
         else:
-            self._booked[place] = self._booked.get(place, 0) + nbytes
+            self._enter(place)
+            self._booked[place] = nbytes
         self.kind_bytes[pool][kind] += nbytes
         if givers:
             self._board.rest(place, givers)
@@ -248,7 +252,8 @@ class Ledger:
     # ---- giving back
     def give(self, place: Place) -> None:
         """Gives a place back: its bytes return, in issue order, when its users have ended."""
-        pool, (owner, kind, _, _) = place.pool, place.region
+        (owner, kind, _, _), tier, device = place
+        pool = (tier, device)
         users = self._board.leave(place)
         owned = self.places_of[owner]
         del owned[place]

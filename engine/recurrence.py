@@ -46,13 +46,15 @@ class Situation(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """A step as it was planned, part by part. `is_again`: as the step before it, unasked."""
+    """A step as it was planned, part by part. `is_again`: as the step before it, unasked; then all
+    its plans are made at its beginning, of which so many are `issued`."""
 
     training: Training
     number: int
     begins: Situation
     is_again: bool = False
     plans: list[Plan] = field(default_factory=list)
+    issued: int = 0
     moving: Sequence[Sequence[int]] = ()  # where each plan is another a step later: if again
 
     def follows(self, other: Step) -> bool:
@@ -90,11 +92,9 @@ class Recurrence:
 
     def _next(self, now: Step, ask: Callable[[], Plan]) -> Plan:
         if now.is_again:
-            assert self._before is not None, "a step comes again behind another"
-            number, each = len(now.plans), now.training.spec.microbatches
-            plan = a_step_later(self._before.plans[number], each, now.moving[number])
+            plan = now.plans[now.issued]
+            now.issued += 1
             self._ledger.expect(plan)
-            now.plans.append(plan)
             return plan
         plan = ask()
         now.plans.append(plan)
@@ -109,7 +109,7 @@ class Recurrence:
         if last is not None and self._now.follows(last):
             self._now.is_again = last.is_again or (before is not None and _is_like(last, before))
             if self._now.is_again:
-                self._now.moving = last.moving or [moving(plan) for plan in last.plans]
+                _repeat(last, self._now)
 
     def _alone(self) -> Job | None:
         """The job that trains, if there is nobody else."""
@@ -127,6 +127,12 @@ class Recurrence:
             ledger.used.ranks(),
             tuple([moment.other_bytes for moment in self._profile.moments(job_id)]),
         )
+
+
+def _repeat(last: Step, now: Step) -> None:
+    now.moving = last.moving or [moving(plan) for plan in last.plans]
+    each, pairs = now.training.spec.microbatches, zip(last.plans, now.moving, strict=True)
+    now.plans = [a_step_later(plan, each, where) for plan, where in pairs]
 
 
 def _is_like(step: Step, before: Step) -> bool:

@@ -60,10 +60,10 @@ class ReturnQueue:
 
     def take(self, nbytes: int) -> set[Op]:
         """Removes bytes from the head; returns the operations that have to end first."""
-        assert nbytes <= self.room_bytes, "check before you take"
         if nbytes <= self.free_bytes:
             self.free_bytes -= nbytes
             return set()
+        assert nbytes <= self.room_bytes, "check before you take"
         now, self.free_bytes = self.free_bytes, 0
         givers: set[Op] = set()
         while now < nbytes:

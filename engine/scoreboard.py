@@ -188,8 +188,8 @@ class Scoreboard:
 
     def leave(self, place: Place) -> set[Op]:
         """A place ends; returns the operations that still use its bytes."""
-        mark, lane_of = self._marks.pop(place), self._lane_of
-        users = {op for op in mark.users.values() if op in lane_of}
+        mark = self._marks.pop(place)
+        users = self._lane_of.keys() & mark.users.values()
         if self._late is not None and place in self._late[1]:
             op, writes, stamp = self._late
             users = self._last_of_each_lane((*users, op))

@@ -12,9 +12,9 @@ from engine.plan import Kind, Place, Pool, Region, Tier
 from runtime.host_memory import HostAllocator
 from runtime.storages import as_bytes, present
 
-TIERS = tuple(Tier)
+OTHER = {Tier.GPU: Tier.HOST, Tier.HOST: Tier.GPU}  # training has no third tier yet
 NOWHERE = frozenset[Tier]()
-ONLY = {tier: frozenset({tier}) for tier in TIERS}  # made once: every launch asks for some
+ONLY = {tier: frozenset({tier}) for tier in OTHER}  # made once: every launch asks for some
 
 
 class LostContents(RuntimeError):
@@ -140,7 +140,7 @@ class Store:
         del self._stays[region, tier]
         if stay.storages:
             self._give_back(region, tier, stay.storages)
-        if any([(region, other) in self._stays for other in TIERS]):
+        if (region, OTHER[tier]) in self._stays:
             self._newest[region] = newest - ONLY[tier]
             return
         self._newest.pop(region, None)
@@ -203,7 +203,7 @@ class Store:
     def where(self, region: Region) -> str:
         """For messages: in which tiers a region lies."""
         newest = self._newest.get(region, NOWHERE)
-        tiers = [tier for tier in TIERS if (region, tier) in self._stays]
+        tiers = [tier for tier in OTHER if (region, tier) in self._stays]
         notes = [str(tier) if tier in newest else f"{tier} (out of date)" for tier in tiers]
         return f"it is on {' and '.join(notes)}" if notes else "it is nowhere"
 
@@ -224,12 +224,14 @@ class Store:
     def _give_back(
         self, region: Region, tier: Tier, storages: Sequence[UntypedStorage | None]
     ) -> None:
+        if tier is not Tier.HOST and region not in self._homes:
+            return
         for storage in storages:
             if storage is None:
                 continue
             if tier is Tier.HOST:
                 self.host.give(storage)
-            elif region in self._homes:
+            else:
                 storage.resize_(0)  # whoever holds a view finds its contents again after a copy
 
 
