@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,7 @@ class Launcher:
     def _trained(self, op: Compute, piece: Slice, beside: Beside) -> Pieces:
         """The slice of a launch that trains one job alone: it has no KV, and samples nothing."""
         self._advance(op, piece, beside)
-        return Pieces((piece.job.job_id,), (piece.tokens,), (0,), (False,), ((),))
+        return _alone(piece.job.job_id, piece.tokens)
 
     def _moved(self, op: Compute, slices: Sequence[Slice], beside: Beside = NOTHING) -> Pieces:
         """Slices of a launch whose jobs move on one by one."""
@@ -141,3 +142,9 @@ class Launcher:
         if not op.again and advance_training(piece):
             self._engine.profile.completed_step(job.job_id)
             self._ends.step_with(op, job, training.step - 1)
+
+
+@lru_cache(maxsize=1 << 12)
+def _alone(job_id: int, tokens: int) -> Pieces:
+    """The same ones at every step."""
+    return Pieces((job_id,), (tokens,), (0,), (False,), ((),))

@@ -42,7 +42,7 @@ class EngineProfile:
     """Durations at settle, moments at issue; only launches with training work are kept."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[int, LaunchKey], tuple[int, int]] = {}
+        self._sums: dict[tuple[int, LaunchKey], list[int]] = {}  # of durations, and how many
         self._steps: dict[int, Step] = {}  # the last complete ones
         self._recent: dict[int, list[Moment]] = defaultdict(list)
         self._trains = False  # whether any launch had training work
@@ -57,8 +57,8 @@ class EngineProfile:
 
     def mean_ns(self, job_id: int, unit: LaunchKey) -> int | None:
         """Mean duration of a launch of one job, None before its first settle."""
-        total, count = self._sums.get((job_id, unit), (0, 0))
-        return total // count if count else None
+        found = self._sums.get((job_id, unit))
+        return found[0] // found[1] if found else None
 
     def moment(self, job_id: int) -> int:
         """Launches of a training job's step that have been issued: the next one's number."""
@@ -76,10 +76,13 @@ class EngineProfile:
 
     def settled(self, span: Span) -> None:
         """A duration was measured."""
-        if not isinstance(span.op, Compute) or not self._trains:
+        op, sums = span.op, self._sums
+        if not self._trains or not isinstance(op, Compute):
             return
-        trained = [piece.job.job_id for piece in span.op.slices if piece.job.training is not None]
-        key = launch_key(span.op) if trained else ()
+        trained = [piece.job.job_id for piece in op.slices if piece.job.training is not None]
         for job_id in trained:
-            total, count = self._sums.get((job_id, key), (0, 0))
-            self._sums[job_id, key] = (total + span.end_ns - span.start_ns, count + 1)
+            key = (job_id, launch_key(op))
+            if (found := sums.get(key)) is None:
+                found = sums[key] = [0, 0]
+            found[0] += span.end_ns - span.start_ns
+            found[1] += 1
