@@ -226,7 +226,7 @@ def main() -> int:
     print(cpu_name())
     rows: list[Row] = []
     for case, words in MODELS.items():
-        rows += persistent(case, words, 2 if is_quick else 12)
+        rows += persistent(case, words, 2 if is_quick else 20)
     for mb_per_s in LINKS_MB_PER_S:
         rows += streaming(mb_per_s, 1 if is_quick else 3)
     for row in rows:
