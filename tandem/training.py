@@ -69,8 +69,22 @@ def trainees_of(
     number = 1 + max((request.request_id for request in requests), default=-1)
     job = replace(asked.job(number, own.num_layers + 2, own.name), ranks=ranks)
     batches = asked.batches(job, own.vocab_size, Path(config["cache"]))
+    _warn_of_warmup(job)
     _warn(batches.account(), job, own)
     return (Trainee(job, own, training_shape(own, job), batches),)
+
+
+def _warn_of_warmup(job: TrainingJob) -> None:
+    """Its last step is one of warm-up still: so a short job is tried that should have been long."""
+    if job.has_update and job.recipe.warmup_steps >= job.num_steps:
+        log.warning(
+            "training.recipe.warmup_steps=%s, and training.num_steps=%s: the learning rate never "
+            "comes to %g, it is %g at most; take a shorter warm-up or more steps",
+            job.recipe.warmup_steps,
+            job.num_steps,
+            job.recipe.learning_rate,
+            job.recipe.learning_rate_at(job.num_steps - 1, job.num_steps),
+        )
 
 
 def _warn(account: Mapping[str, int], job: TrainingJob, own: ModelSpec) -> None:
