@@ -7,6 +7,14 @@ import pandas as pd
 from analysis.run import Run
 from analysis.training_time import time_shares
 
+STEP = "mean_train_step_s"
+MEAN_STEP = "mean step after the first"
+SAID = {  # what readers are told that a figure is
+    STEP: MEAN_STEP,
+    "first_train_step_s": "first step, which warms up",
+    "train_tokens_per_s": "tokens/s after the first",
+}
+
 
 def training_steps(run: Run) -> pd.DataFrame:
     """Per job and step: step_s, tokens, loss. A step lasts from the end of the one before it, the

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from analysis import words
 from analysis.cells import Cell, Table, amount_cell
 from analysis.compare import TRAINING, Comparison
+from analysis.training import SAID
 from analysis.training_time import percents, shares_in
 
 TITLE = "Training"
@@ -26,7 +27,7 @@ def training_table(metrics: Mapping[str, float | int | str]) -> Table:
         [Cell("steps"), Cell(f"{steps} of {metrics.get('train_steps_asked', steps)}")],
         [Cell("tokens"), Cell(f"{metrics['train_tokens']:,}")],
     ]
-    rows += [[Cell(n), amount_cell(metrics[n], unit)] for n, unit in TRAINING.items()]
+    rows += [[Cell(SAID[n]), amount_cell(metrics[n], unit)] for n, unit in TRAINING.items()]
     for name in ("first_loss", "last_loss"):
         if name in metrics:
             rows.append([Cell(name.replace("_", " ")), Cell(f"{metrics[name]:.6f}")])
@@ -47,7 +48,7 @@ def compared_training(comparison: Comparison) -> Table:
     rows = []
     for row in errors.to_dict("records"):
         metric, error = str(row["metric"]), float(row["error"])
-        cells = [Cell(metric)]
+        cells = [Cell(SAID[metric])]
         cells += [amount_cell(row[r], str(row["unit"])) for r in ("prediction", "measurement")]
         mark = words.verdict(metric, error)
         cells.append(Cell(words.percent(error), abs(error), "" if mark == "undefined" else mark))
