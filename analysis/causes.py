@@ -11,10 +11,10 @@ from analysis.distance import relative_error
 from analysis.metrics import LATENCIES, THROUGHPUTS, samples, throughput
 from analysis.run import Run
 from analysis.style import RUNS
-from analysis.training import training_summary
+from analysis.training import MEAN_STEP, STEP, training_summary
 from analysis.usage import host_share, lane_shares, memory_use, operations
 
-SPLIT = ("mean ttft", "mean tpot", "mean e2e", *THROUGHPUTS, "mean train step", "peak kv")
+SPLIT = ("mean ttft", "mean tpot", "mean e2e", *THROUGHPUTS, MEAN_STEP, "peak kv")
 
 
 def matched_steps(prediction: Run, measurement: Run) -> pd.DataFrame:
@@ -76,8 +76,8 @@ def _figures(run: Run) -> dict[str, float]:
     out = {f"mean {m}": float(values[m].mean()) for m in LATENCIES if len(values[m])}
     use = memory_use(run)
     kv = use[use["pool"].str.startswith("gpu") & use["kind"].eq("kv")]["peak"]
-    if "mean_train_step_s" in (trained := training_summary(run)):
-        out["mean train step"] = float(trained["mean_train_step_s"])
+    if STEP in (trained := training_summary(run)):
+        out[MEAN_STEP] = float(trained[STEP])
     return out | throughput(run) | ({"peak kv": float(kv.max())} if len(kv) else {})
 
 

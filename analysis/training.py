@@ -1,12 +1,19 @@
-"""How training went: steps, tokens per second, losses, and where the time of a step goes."""
+"""How training went: steps, tokens per second, losses, copies."""
 
 from __future__ import annotations
 
 import pandas as pd
 
 from analysis.run import Run
+from analysis.training_time import time_shares
 
-WORKS = ("forward", "again", "backward", "update")
+STEP = "mean_train_step_s"
+MEAN_STEP = "mean step after the first"
+SAID = {  # what readers are told that a figure is
+    STEP: MEAN_STEP,
+    "first_train_step_s": "first step, which warms up",
+    "train_tokens_per_s": "tokens/s after the first",
+}
 
 
 def training_steps(run: Run) -> pd.DataFrame:
@@ -48,7 +55,7 @@ def training_summary(run: Run) -> dict[str, float | int]:
             "first_loss": float(rows["loss"].iloc[0]),
             "last_loss": float(rows["loss"].iloc[-1]),
         }
-    return out | {f"train_{work}_share": share for work, share in work_shares(run).items()}
+    return out | {f"train_{part}_share": share for part, share in time_shares(run).items()}
 
 
 def _settled_moves(run: Run, num_steps: int) -> dict[str, float]:
@@ -64,14 +71,3 @@ def _settled_moves(run: Run, num_steps: int) -> dict[str, float]:
     if len(updates):
         out["device_update_share"] = float(updates.eq("compute").mean())
     return out
-
-
-def work_shares(run: Run) -> dict[str, float]:
-    """Busy time of each kind of training work over the time from the first issue to the last end.
-
-    Updates on the host's lane run beside the device, so the shares may add up to more than one.
-    """
-    rows = run.steps[run.steps["work"].isin(WORKS)]
-    whole_ns = float(run.training["end_ns"].max() - run.training["start_ns"].min())
-    busy = (rows["end_ns"] - rows["start_ns"]).groupby(rows["work"]).sum()
-    return {str(work): float(ns) / whole_ns for work, ns in busy.items()}

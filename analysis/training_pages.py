@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from analysis import words
 from analysis.cells import Cell, Table, amount_cell
 from analysis.compare import TRAINING, Comparison
-from analysis.training import WORKS
+from analysis.training import SAID
+from analysis.training_time import percents, shares_in
 
 TITLE = "Training"
 NOTE = "Rates are those behind each job's first step, which warms up."
+TIMES_NOTE = (
+    "Times add up to the whole of training: what the device computes, what the host updates while "
+    "the device rests, and waiting (for copies, or for plans to be made)."
+)
 
 
 def training_table(metrics: Mapping[str, float | int | str]) -> Table:
@@ -22,19 +27,19 @@ def training_table(metrics: Mapping[str, float | int | str]) -> Table:
         [Cell("steps"), Cell(f"{steps} of {metrics.get('train_steps_asked', steps)}")],
         [Cell("tokens"), Cell(f"{metrics['train_tokens']:,}")],
     ]
-    rows += [[Cell(n), amount_cell(metrics[n], unit)] for n, unit in TRAINING.items()]
+    rows += [[Cell(SAID[n]), amount_cell(metrics[n], unit)] for n, unit in TRAINING.items()]
     for name in ("first_loss", "last_loss"):
         if name in metrics:
             rows.append([Cell(name.replace("_", " ")), Cell(f"{metrics[name]:.6f}")])
     if "train_step_copied_bytes" in metrics:
         copied = amount_cell(metrics["train_step_copied_bytes"], "bytes")
         rows.append([Cell("copied in a step"), copied])
-    shares = {work: metrics.get(f"train_{work}_share") for work in WORKS}
-    told = [(f"time of {work}", share) for work, share in shares.items() if share is not None]
+    parts = percents(shares_in(metrics), decimals=1)
+    rows += [[Cell(f"time of {part}"), Cell(f"{share} %")] for part, share in parts.items()]
     if "device_update_share" in metrics:
-        told.append(("updates on the device", metrics["device_update_share"]))
-    rows += [[Cell(name), Cell(f"{100 * float(share):.1f} %")] for name, share in told]
-    return Table(TITLE, NOTE, ["what", "value"], rows)
+        share = 100 * float(metrics["device_update_share"])
+        rows.append([Cell("updates on the device"), Cell(f"{share:.1f} %")])
+    return Table(TITLE, f"{NOTE} {TIMES_NOTE}", ["what", "value"], rows)
 
 
 def compared_training(comparison: Comparison) -> Table:
@@ -43,7 +48,7 @@ def compared_training(comparison: Comparison) -> Table:
     rows = []
     for row in errors.to_dict("records"):
         metric, error = str(row["metric"]), float(row["error"])
-        cells = [Cell(metric)]
+        cells = [Cell(SAID[metric])]
         cells += [amount_cell(row[r], str(row["unit"])) for r in ("prediction", "measurement")]
         mark = words.verdict(metric, error)
         cells.append(Cell(words.percent(error), abs(error), "" if mark == "undefined" else mark))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Mapping
+from typing import Any
 
 from analysis.compare import Comparison
 from analysis.drift import STEADY, drift
+from analysis.training import MEAN_STEP, STEP
+from analysis.training import SAID as TRAINED
 from analysis.workspace import KIND, P90
 
 # Relative errors up to which a prediction is good or fair. Throughput and latencies: the bars
@@ -16,7 +20,6 @@ LEGEND = "; ".join(
     f"{family}: good to {100 * good:.0f} %, fair to {100 * fair:.0f} %"
     for family, (good, fair) in LIMITS.items()
 )
-STEP = "mean_train_step_s"  # a metric of what was trained
 SAID = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end-to-end latency"}
 
 
@@ -79,7 +82,8 @@ def headline(comparison: Comparison) -> str:
 
 
 def _trained(comparison: Comparison) -> str:
-    text = f"The prediction puts a training step {_off(comparison.error(STEP, 'run'))}; "
+    off = _off(comparison.error(STEP, "run"))
+    text = f"The prediction puts a training step, in the mean of those after the first, {off}; "
     text += f"peak memory is {_equal_or_off(peak_error(comparison, 'used'))}; "
     return f"{text}the losses {comparison.losses.told}."
 
@@ -156,26 +160,26 @@ def table(comparison: Comparison) -> str:
     for row in comparison.errors.to_dict("records"):
         metric, stat = str(row["metric"]), str(row["stat"])
         if stat in ("mean", "p99", "run") and metric != "norm_latency":
-            name = metric if stat == "run" else f"{stat} {metric}"
-            unit = str(row["unit"])
-            lines.append(_line(name, row["prediction"], row["measurement"], row["error"], unit))
+            name = TRAINED.get(metric, metric) if stat == "run" else f"{stat} {metric}"
+            lines.append(_line(name, metric, row, str(row["unit"])))
     for row in comparison.memory.to_dict("records"):
         if row["stat"] == "peak" and row["kind"] in ("kv", "used", KIND):
             name = f"peak {row['kind']} {row['pool']}"
-            lines.append(_line(name, row["prediction"], row["measurement"], row["error"], "bytes"))
+            lines.append(_line(name, "memory", row, "bytes"))
         if row["stat"] == P90:
             lines.append(f"{'  of single launches, p90':<57}{100 * row['error']:>9.1f} %")
     lines += ["", "+ good  o fair  - poor, by the size of the error:"]
     lines += [f"  {limits}" for limits in LEGEND.split("; ")]
     lines.append("")
     for row in comparison.split.to_dict("records"):
-        if row["metric"] in ("mean e2e", "mean tpot", "output_throughput", "mean train step"):
+        if row["metric"] in ("mean e2e", "mean tpot", "output_throughput", MEAN_STEP):
             shares = percent(row["timing_share"]), percent(row["decisions_share"])
             lines.append(f"{row['metric']:<27}timing {shares[0]:>8}   decisions {shares[1]:>8}")
     if len(comparison.training):
         lines.append(f"{'losses':<27} {comparison.losses.told}")
     if comparison.replay is not None:
-        lines.append(f"durations, same plans       {percent(comparison.busy_error)} in all")
+        off = percent(comparison.busy_error)
+        lines.append(f"operations, same plans      {off} of their time in all, copies too")
         lines += _doubt(comparison.busy_error)
     plans = comparison.plans
     forms = [run.cost_form for run in (comparison.prediction, comparison.measurement)]
@@ -202,8 +206,8 @@ def _doubt(busy_error: float) -> list[str]:
     ]
 
 
-def _line(name: str, prediction: float, measurement: float, error: float, unit: str) -> str:
-    metric = "memory" if unit == "bytes" else name
-    mark = MARKS[verdict(metric, error)]
-    shown = f"{amount(prediction, unit):>15}{amount(measurement, unit):>15}"
-    return f"{name:<27}{shown}{percent(error):>11} {mark}"
+def _line(name: str, metric: str, row: Mapping[Hashable, Any], unit: str) -> str:
+    """`metric` is what the error is judged as."""
+    amounts = [amount(row[run], unit) for run in ("prediction", "measurement")]
+    mark = MARKS[verdict(metric, row["error"])]
+    return f"{name:<27}{amounts[0]:>15}{amounts[1]:>15}{percent(row['error']):>11} {mark}"

@@ -10,7 +10,7 @@ from engine.course import course
 from engine.fleet import Fleet
 from engine.job import Job
 from engine.layout import Layout
-from engine.plan import Plan, Pool, Slice
+from engine.plan import Plan, Pool, Slice, Tier
 from engine.training_shape import TrainingShape
 from engine.view import Cost, View
 from traces.request import TrainingJob
@@ -51,6 +51,8 @@ class Memory(Protocol):
         With `recurs = True`, as of a scheduling, it knows of times, durations and numbers of plans
         nothing, and of steps, microbatches and stamps only which are equal and which come first: a
         step that begins as those before, of a job that trains alone, is then planned like them.
+        With `states_in = (Tier.HOST,)`, or the other, states that train need room there in the end,
+        all of them, wherever a planner puts them; without it they may lie in either.
         """
 
 
@@ -91,6 +93,11 @@ class Composed:
     def prefix_caching(self) -> bool:
         """Whether the memory half shares pages that are kept: then the engine keeps them."""
         return bool(getattr(self.memory, "prefix_caching", False))
+
+    @property
+    def states_in(self) -> tuple[Tier, ...]:
+        """The tiers in which states that train may lie for good: see Memory."""
+        return getattr(self.memory, "states_in", tuple(Tier))
 
     @property
     def recurs(self) -> bool:

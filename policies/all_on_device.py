@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.plan import Plan, Slice
+from engine.plan import Plan, Slice, Tier
 from engine.view import View
 from policies.eviction import LastIn
 from policies.launching import launches_of
@@ -21,6 +21,7 @@ class AllOnDevice:
     """
 
     recurs: ClassVar[bool] = True
+    states_in: ClassVar[tuple[Tier, ...]] = (Tier.GPU,)
 
     @patient
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:

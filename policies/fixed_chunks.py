@@ -155,14 +155,20 @@ class FixedChunks:
         if not (share := self.warmup_share * self.device_share):
             return DoesNotFit(
                 "planner.chunk_elements: no size can be searched where warm-up has no share of the "
-                "device; take larger memory.warmup_share and memory.device_share, or name a size"
+                "device; take larger planner.warmup_share and planner.device_share, or name a size"
             )
         needs = 2 * shape.item_bytes * min(sizes)
         lacks = max(1, int(needs / share) - device_bytes)
         what = f"two chunks of {min(sizes):,} numbers in warm-up, in {share:.0%} of it"
         what += f" (module {name} has {largest:,})" if name else ""
-        alone = ("take planner.oversize=alone",) if name else ()
-        return OutOfMemory((Tier.GPU, 0), lacks, what, ("a larger memory.warmup_share", *alone))
+        room = int(device_bytes * self.device_share)  # for chunks, if warm-up had all of it
+        knobs = {
+            "take a larger planner.warmup_share": needs <= room,
+            "name a size (planner.chunk_elements)": needs <= room,
+            "take planner.oversize=alone": bool(name) and largest * shape.item_bytes <= room,
+        }
+        found = [knob for knob, helps in knobs.items() if helps]
+        return OutOfMemory((Tier.GPU, 0), lacks, what, found)
 
 
 def footprint_bytes(layout: TrainingLayout) -> int:

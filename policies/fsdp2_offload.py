@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.plan import Plan, Slice, Work
+from engine.plan import Plan, Slice, Tier, Work
 from engine.training_layout import TrainingLayout
 from engine.view import View
 from policies.cycle import Link
@@ -22,6 +22,7 @@ class Fsdp2Offload:
     """
 
     recurs: ClassVar[bool] = True
+    states_in: ClassVar[tuple[Tier, ...]] = (Tier.HOST,)
     keeps_root: bool = True
 
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:

@@ -44,7 +44,8 @@ def prepared(
     if offloads_inputs:
         layouts = {job_id: sending_inputs(layout) for job_id, layout in layouts.items()}
     kinds = (optimizer, weight) if states == "given" else (weight,)
-    return Layout(places=_places(layouts, start, capacity_bytes, kinds), training=layouts)
+    knobs = knobs_of_states(jobs)
+    return Layout(places=_places(layouts, start, capacity_bytes, kinds, knobs), training=layouts)
 
 
 def modes_of(modes: Mode | tuple[Mode, ...], num_units: int, job_id: int) -> tuple[Mode, ...]:
@@ -67,6 +68,7 @@ def _places(
     start: Start,
     capacity_bytes: Mapping[Pool, int],
     kinds: Sequence[Callable[..., Place]],
+    knobs: Sequence[str],
 ) -> dict[Place, int]:
     states = [*_states(layouts, kinds)]
     room = dict(capacity_bytes)
@@ -78,7 +80,7 @@ def _places(
         room[place.pool] = left = room.get(place.pool, 0) - nbytes
         if left < 0:
             what = f"the model states (planner.start={start})"
-            raise OutOfMemory(place.pool, -left, what, knobs_of_states(start))
+            raise OutOfMemory(place.pool, -left, what, knobs)
         found[place] = nbytes
     return found
 

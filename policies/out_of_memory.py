@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import TypeVar
 
-from engine.plan import SHARED_OWNER, Plan, Pool, Slice, Tier
+from engine.plan import SHARED_OWNER, Plan, Pool, Slice, Tier, Work
 from engine.training_layout import Mode, TrainingLayout
 from engine.view import View
 from traces.request import TrainingJob
 
 Half = TypeVar("Half")
 Fit = Callable[[Half, tuple[Slice, ...], View], Plan]
+
+ADAPTERS = "train adapters (training/recipe=lora)"
+SMALLER_CHUNKS = "take smaller chunks (planner.chunk_elements)"
 
 
 class DoesNotFit(MemoryError):
@@ -34,21 +37,31 @@ class OutOfMemory(DoesNotFit):
             f"{tier}:{device} is at least {deficit_bytes:,} bytes short for {what}; {helps}"
         )
         self.pool, self.deficit_bytes = pool, deficit_bytes
+        self._what, self._knobs = what, knobs
+
+    def beside(self, *knobs: str) -> OutOfMemory:
+        """The same, with knobs that would help before those that it names."""
+        return OutOfMemory(self.pool, self.deficit_bytes, self._what, (*knobs, *self._knobs))
 
 
-def knobs_of_launch(tier: Tier, spec: TrainingJob, layout: TrainingLayout) -> tuple[str, ...]:
+def knobs_of_launch(
+    tier: Tier, work: Work, spec: TrainingJob, layout: TrainingLayout
+) -> tuple[str, ...]:
     """What a job may change so that its launches take less of a tier, beside what it has set.
 
     The device holds activations and, for the moment, chunks; the host holds states, and activations
-    and inputs of layers only where they are offloaded.
+    and inputs of layers only where they are offloaded. An update finds no activations any more.
     """
-    layers = layout.units[1:-1]
+    layers, updates = layout.units[1:-1], work is Work.UPDATE
     modes, sends = {unit.mode for unit in layers}, any(unit.sends_input for unit in layers)
-    if tier is Tier.HOST:
+    trains_all = spec.recipe.lora_rank is None
+    if updates:
+        found = {SMALLER_CHUNKS: tier is Tier.GPU and _spans_units(layout), ADAPTERS: trains_all}
+    elif tier is Tier.HOST:
         found = {
             "recompute (planner.modes=recompute)": Mode.OFFLOAD in modes,
             "keep layers' inputs on the device (planner.offloads_inputs=false)": sends,
-            "train adapters (training/recipe=lora)": spec.recipe.lora_rank is None,
+            ADAPTERS: trains_all,
         }
     else:
         found = {
@@ -58,7 +71,7 @@ def knobs_of_launch(tier: Tier, spec: TrainingJob, layout: TrainingLayout) -> tu
             "send layers' inputs to the host (planner.offloads_inputs=true)": (
                 not sends and Mode.KEEP not in modes
             ),
-            "take smaller chunks (planner.chunk_elements)": _spans_units(layout),
+            SMALLER_CHUNKS: _spans_units(layout),
         }
     return tuple([knob for knob, helps in found.items() if helps])
 
@@ -69,11 +82,11 @@ def _spans_units(layout: TrainingLayout) -> bool:
     return any(n > 1 and len(layout.chunks[c].parameters) > 1 for c, n in uses.items())
 
 
-def knobs_of_states(start: str) -> tuple[str, ...]:
-    """What else may be done with states that do not fit where planner.start puts them."""
-    elsewhere = {"host": "host_first", "device": "host"}
-    moved = (f"take planner.start={elsewhere[start]}",) if start in elsewhere else ()
-    return (*moved, "take a smaller model")
+def knobs_of_states(jobs: Iterable[TrainingJob]) -> tuple[str, ...]:
+    """What makes states less that do not fit; who knows the memory policy knows where else they
+    may lie."""
+    train_all = any([job.recipe.lora_rank is None for job in jobs])
+    return (*[ADAPTERS] * train_all, "take a smaller model")
 
 
 def patient(fit: Fit[Half]) -> Fit[Half]:

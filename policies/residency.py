@@ -307,7 +307,8 @@ class Residency:
         assert self._launch is not None, "room is made for launches"
         training = self._launch.piece.job.training
         assert training is not None, "a task of a training job"
-        knobs = knobs_of_launch(pool[0], training.spec, layout_of(training))
+        work = self._launch.piece.work
+        knobs = knobs_of_launch(pool[0], work, training.spec, layout_of(training))
         return OutOfMemory(pool, deficit_bytes, self._launch.name, knobs)
 
     # ---- books

@@ -57,6 +57,11 @@ class DividedMemory:
         """Whether serving keeps pages: then the engine does."""
         return bool(getattr(self.serving, "prefix_caching", False))
 
+    @property
+    def states_in(self) -> tuple[Tier, ...]:
+        """Where states of training need room: as its policy says."""
+        return getattr(self.training, "states_in", tuple(Tier))
+
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
         for trains in dict.fromkeys([_trains(piece) for piece in batch]):
             own = tuple([piece for piece in batch if _trains(piece) is trains])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.plan import Plan, Slice
+from engine.plan import Plan, Slice, Tier
 from engine.training_layout import TrainingLayout
 from engine.view import View
 from policies.cycle import Link
@@ -26,6 +26,7 @@ class Zero3Offload:
     """
 
     recurs: ClassVar[bool] = True
+    states_in: ClassVar[tuple[Tier, ...]] = (Tier.HOST,)
     prefetch: int = 1
     persistent_bytes: int = 0
     overlaps_updates: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.plan import Plan, Slice
+from engine.plan import Plan, Slice, Tier
 from engine.training_layout import TrainingLayout
 from engine.view import View
 from policies.cycle import Link
@@ -21,6 +21,7 @@ class ZeroOffload:
     """
 
     recurs: ClassVar[bool] = True
+    states_in: ClassVar[tuple[Tier, ...]] = (Tier.HOST,)
     overlaps_updates: bool = False
 
     def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:

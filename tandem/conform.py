@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-import types
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from enum import Enum
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from tandem.wanted import choices, given, is_sequence, is_union, shown, wanted
 
 UNITS = {  # by the end of a key
     r"_bytes$": "bytes",
@@ -69,13 +70,11 @@ def conform(value: Any, hint: Any, where: str) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
-    if origin in (Union, types.UnionType):
+    if is_union(hint):
         return _any_of(value, hint, inner, where)
     if origin is Literal:
         return value if value in inner else _refuse(value, hint, where)
-    if origin in (tuple, list) or (
-        origin is Sequence or (isinstance(origin, type) and issubclass(origin, Sequence))
-    ):
+    if is_sequence(hint):
         return _sequence(value, hint, where)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return value if isinstance(value, Mapping) else _refuse(value, hint, where)
@@ -83,6 +82,8 @@ def conform(value: Any, hint: Any, where: str) -> Any:
 
 
 def _any_of(value: Any, hint: Any, options: Sequence[Any], where: str) -> Any:
+    if isinstance(value, list) and len(lists := [*filter(is_sequence, options)]) == 1:
+        return _sequence(value, lists[0], where)  # which says what is wrong in it
     for option in options:
         try:
             return conform(value, option, where)
@@ -103,7 +104,9 @@ def _sequence(value: Any, hint: Any, where: str) -> Any:
 
 def _fixed(value: Sequence[Any], inner: Sequence[Any], where: str) -> tuple[Any, ...]:
     if len(value) != len(inner):
-        raise ValueError(f"{where}={value}: {len(value)} values given, {len(inner)} wanted")
+        raise ValueError(
+            f"{where}={shown(value)}: that is a list of {len(value)}; give one of {len(inner)}"
+        )
     pairs = enumerate(zip(value, inner, strict=True))
     return tuple(conform(item, hint, f"{where}[{i}]") for i, (item, hint) in pairs)
 
@@ -114,8 +117,7 @@ def _plain(value: Any, hint: Any, where: str) -> Any:
     if not isinstance(hint, type) or getattr(hint, "_is_protocol", False):
         return value
     if issubclass(hint, Enum):
-        known = [str(member.value) for member in hint]
-        return hint(value) if value in known else _refuse(value, hint, where)
+        return hint(value) if value in choices(hint) else _refuse(value, hint, where)
     if hint in (int, float):
         return _number(value, hint, where)
     return value if isinstance(value, hint) else _refuse(value, hint, where)
@@ -131,21 +133,8 @@ def _number(value: Any, hint: Any, where: str) -> Any:
 
 
 def _refuse(value: Any, hint: Any, where: str) -> Any:
-    unit = next((f", in {unit}" for end, unit in UNITS.items() if re.search(end, where)), "")
-    raise ValueError(f"{where}={value}: {type(value).__name__} given, {told(hint)} wanted{unit}")
-
-
-def told(hint: Any) -> str:
-    """An annotation as a user may read it: an enum by its values."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return " | ".join(map(told, inner))
-    if origin is Literal:
-        return "|".join(map(str, inner))
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return "|".join(str(member.value) for member in hint)
-    if isinstance(origin, type):
-        return f"{origin.__name__}[{', '.join(map(told, inner))}]"
-    if hint in (..., types.NoneType):
-        return "..." if hint is ... else "None"
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+    unit = next((f" (in {unit})" for end, unit in UNITS.items() if re.search(end, where)), "")
+    told = f"that is {given(value)}"
+    if isinstance(value, str) and any(map(choices, [hint, *get_args(hint)])):
+        told = "there is no such choice"
+    raise ValueError(f"{where}={shown(value)}: {told}; give {wanted(hint)}{unit}")

@@ -52,6 +52,8 @@ def run_folder(folder: Path, keeps_rejected: bool = True) -> Iterator[Path]:
             _rename(aside, folder)
         if state in (REJECTED, INTERRUPTED) or isinstance(error, Usage):
             raise
+        if state == DOES_NOT_FIT:
+            raise RunFailed(f"does not fit: {error} (told in {folder}/status.json)") from error
         raise RunFailed(
             f"{type(error).__name__}: {error} (traceback in {folder}/status.json)"
         ) from error

@@ -11,7 +11,7 @@ from pathlib import Path
 import simpy
 
 from analysis.run import Run
-from analysis.training import WORKS, training_steps, training_summary
+from analysis.training import training_steps, training_summary
 from analysis.usage import fullest, lane_shares, pools
 from engine.recorder import Recorder
 from policies.out_of_memory import DoesNotFit
@@ -22,7 +22,7 @@ from tandem.axes import with_axes
 from tandem.composed import Composed
 from tandem.experiment import engine_of
 from tandem.grid import grid_of
-from tandem.screen import shown_bytes, shown_parts, shown_seconds
+from tandem.screen import shown_bytes, shown_parts, shown_seconds, shown_times
 from tandem.setting import Setting, builder_of, setting_of, spec_of
 from tandem.training import Trainee, planner_of
 from tandem.worlds import World
@@ -178,8 +178,6 @@ def told(found: Foresight) -> str:
     """Step time and where it goes, peak per tier and what makes it."""
     run, metrics = found.run, training_summary(found.run)
     (trainee, *_), room = found.setting.trainees, found.setting.room
-    shares = {work: metrics.get(f"train_{work}_share", 0.0) for work in WORKS}
-    works = [f"{work} {share:.0%}" for work, share in shares.items() if share]
     lanes = [f"{lane.partition(':')[2]} {share:.0%}" for lane, share in lane_shares(run).items()]
     lines = [
         f"fits: {trainee.spec.name}, {trainee.spec.parameters / 1e6:,.1f} M parameters, "
@@ -187,7 +185,7 @@ def told(found: Foresight) -> str:
         f"{trainee.job.microbatches} to a step{_shared(trainee.job.ranks)}",
         f"step: {shown_seconds(found.step_s)} ({found.tokens_per_s:.4g} tokens/s; "
         f"{found.setting.cost.form}); the first {shown_seconds(metrics['first_train_step_s'])}",
-        f"time: {', '.join(works)}; lanes busy: {', '.join(lanes)}",
+        f"time: {shown_times(metrics)}; lanes busy: {', '.join(lanes)}",
     ]
     for (tier, device), capacity in room.capacity_bytes.items():
         peak, most = found.peak_bytes(pool := f"{tier}:{device}"), found.most_bytes(pool)

@@ -11,6 +11,7 @@ from tandem.composed import Composed
 from tandem.foresight import foresee
 from tandem.screen import shown_bytes
 from tandem.setting import training_space
+from tandem.workload import is_nothing
 
 Need = dict[Tier, int]  # bytes
 Try = Callable[[Need], DoesNotFit | None]  # why so much is too little; None: it fits
@@ -89,8 +90,9 @@ def least_of(point: Composed, refused: DoesNotFit) -> Need | None:
 
 
 def told_least(point: Composed, refused: DoesNotFit) -> str:
-    """One line: the budget with which the point fits; nothing beside what is served."""
-    if point.config["trace"].get("_target_") is not None:
+    """One line: the budget with which the point fits; nothing beside what is served, or of plans
+    that are played back."""
+    if not is_nothing(point.config["trace"]) or point.config.get("replayed") is not None:
         return ""
     start, need = _space(point), least_of(point, refused)
     if need is None:

@@ -95,9 +95,14 @@ def _carry_out(point: Composed, folder: Path, is_single: bool) -> None:
             "this experiment sweeps %s, and one point of it is run; tandem sweep runs them all",
             ", ".join(keys),
         )
-    metrics = run_experiment(
-        point, folder, is_single and sys.stderr.isatty(), keeps_rejected=not is_single
-    )
+    try:
+        metrics = run_experiment(
+            point, folder, is_single and sys.stderr.isatty(), keeps_rejected=not is_single
+        )
+    except RunFailed as failed:
+        if not is_single:
+            raise
+        raise _with_least(point, failed) from failed.__cause__
     where = os.path.relpath(folder)
     if is_single:
         print(told(metrics, provenance_in(folder)))
@@ -106,6 +111,16 @@ def _carry_out(point: Composed, folder: Path, is_single: bool) -> None:
         print(f"{where}  {' '.join(point.overrides)}  {brief(metrics)}", flush=True)
     if (nobody := refusal(Path(where), metrics, point.config)) is not None:
         raise RunFailed(nobody)
+
+
+def _with_least(point: Composed, failed: RunFailed) -> RunFailed:
+    """With what `tandem plan` says of a job that does not fit: the budget that would do."""
+    from policies.out_of_memory import DoesNotFit
+    from tandem.least import told_least
+
+    why = failed.__cause__
+    least = told_least(point, why) if isinstance(why, DoesNotFit) else ""
+    return RunFailed(f"{failed}; {least}") if least else failed
 
 
 def options_first(words: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from analysis.classes import OF, classes_in
 from analysis.metrics import BEST, PERCENTILES, ties
-from analysis.training import WORKS
+from analysis.training_time import percents, shares_in
 from analysis.usage import PARTS, PENDING
 
 LATENCIES = ("ttft", "tpot", "e2e")
@@ -88,11 +88,6 @@ def _training(metrics: Mapping[str, Any]) -> list[str]:
     """Steps, rate and losses of what was trained, what its time and its memory went to."""
     if "train_steps" not in metrics:
         return []
-    works = [
-        f"{work} {metrics[f'train_{work}_share']:.0%}"
-        for work in WORKS
-        if f"train_{work}_share" in metrics
-    ]
     lanes = [
         f"{name.removeprefix('busy_share_')} {share:.0%}"
         for name, share in metrics.items()
@@ -100,7 +95,7 @@ def _training(metrics: Mapping[str, Any]) -> list[str]:
     ]
     told = [
         f"training: {_rate(metrics)}, the first {shown_seconds(metrics['first_train_step_s'])}",
-        f"time: {', '.join(works)}; lanes {', '.join(lanes)}",
+        f"time: {shown_times(metrics)}; lanes busy: {', '.join(lanes)}",
     ]
     if "peak_gpu0_used_bytes" in metrics:
         there = {part: metrics.get(f"fullest_gpu0_{part}_bytes", 0) for part in PARTS}
@@ -177,6 +172,12 @@ def shown_parts(parts: Mapping[str, int]) -> str:
     if parts.get(PENDING):
         told[-1] += " (freed, in use until an operation ends)"
     return ", ".join(told) or "nothing"
+
+
+def shown_times(metrics: Mapping[str, Any]) -> str:
+    """What the time of training went to; the parts add up to all of it."""
+    parts = percents(shares_in(metrics))
+    return ", ".join([f"{part} {share}%" for part, share in parts.items() if share != "0"])
 
 
 def shown_seconds(value: Any) -> str:

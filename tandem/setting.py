@@ -77,7 +77,8 @@ def setting_of(point: Composed, spec: ModelSpec | None = None) -> Setting:
         spec = trainees[0].spec  # in the dtype that it trains in
     cost = cost_of(config, device, spec, page_tokens, group)
     room = _room(config, device, spec, page_tokens, requests, trainees, policy, replicas)
-    planned = laid_out(config, builder, trainees, room.capacity_bytes, PolicyCost(cost, _nothing))
+    quoted = PolicyCost(cost, _nothing)
+    planned = laid_out(config, builder, trainees, room.capacity_bytes, quoted, policy)
     places = {**room.layout.places, **planned.places}
     return Setting(
         requests,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,23 @@ from typing import Any
 from analysis.yaml_text import yaml_value
 from engine.layout import Layout
 from engine.model import ModelSpec
-from engine.plan import Pool
-from engine.policy import Planner
+from engine.plan import Pool, Tier
+from engine.policy import Planner, Policy
 from engine.training_shape import TrainingShape, training_shape
 from engine.view import Cost
+from policies.out_of_memory import OutOfMemory
 from tandem.build import Builder
 from traces.batches import ROWS_DROPPED, Batches
 from traces.request import Request, TrainingJob
 from traces.training import Training
 
 log = logging.getLogger(__name__)
+
+STARTS = {  # values of planner.start, and where states may then lie
+    "host": {Tier.HOST},
+    "host_first": {Tier.HOST, Tier.GPU},
+    "device": {Tier.GPU},
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +77,22 @@ def trainees_of(
     number = 1 + max((request.request_id for request in requests), default=-1)
     job = replace(asked.job(number, own.num_layers + 2, own.name), ranks=ranks)
     batches = asked.batches(job, own.vocab_size, Path(config["cache"]))
+    _warn_of_warmup(job)
     _warn(batches.account(), job, own)
     return (Trainee(job, own, training_shape(own, job), batches),)
+
+
+def _warn_of_warmup(job: TrainingJob) -> None:
+    """Its last step is one of warm-up still: so a short job is tried that should have been long."""
+    if job.has_update and job.recipe.warmup_steps >= job.num_steps:
+        log.warning(
+            "training.recipe.warmup_steps=%s, and training.num_steps=%s: the learning rate never "
+            "comes to %g, it is %g at most; take a shorter warm-up or more steps",
+            job.recipe.warmup_steps,
+            job.num_steps,
+            job.recipe.learning_rate,
+            job.recipe.learning_rate_at(job.num_steps - 1, job.num_steps),
+        )
 
 
 def _warn(account: Mapping[str, int], job: TrainingJob, own: ModelSpec) -> None:
@@ -108,11 +130,40 @@ def laid_out(
     trainees: Sequence[Trainee],
     capacity_bytes: Mapping[Pool, int],
     cost: Cost,
+    policy: Policy,
 ) -> Layout:
-    """What the planner decides for these jobs."""
+    """What the planner decides for these jobs. OutOfMemory where their states do not fit: the line
+    names another planner.start where that lays them out, and the policy leaves them there."""
     if not trainees:
         return Layout()
-    planner: Planner = builder.build(planner_of(config), "planner")
     shapes = {trainee.job.job_id: trainee.shape for trainee in trainees}
     jobs = [trainee.job for trainee in trainees]
-    return planner.prepare(shapes, jobs, capacity_bytes, cost)
+
+    def prepared(node: Mapping[str, Any]) -> Layout:
+        planner: Planner = builder.build(node, "planner")
+        return planner.prepare(shapes, jobs, capacity_bytes, cost)
+
+    node = planner_of(config)
+    try:
+        return prepared(node)
+    except OutOfMemory as error:
+        tiers = getattr(policy, "states_in", ())  # none of a replay: its plans know where all lies
+        if (start := _other_start(node, tiers, prepared)) is None:
+            raise
+        raise error.beside(f"take planner.start={start}") from None
+
+
+def _other_start(
+    node: Mapping[str, Any],
+    tiers: Collection[Tier],
+    prepared: Callable[[Mapping[str, Any]], Layout],
+) -> str | None:
+    """Where states may begin instead, and fit."""
+    if node.get("start") not in STARTS:
+        return None
+    for start, wanted in STARTS.items():
+        if start != node["start"] and wanted <= {*tiers}:
+            with suppress(OutOfMemory):
+                prepared({**node, "start": start})
+                return start
+    return None

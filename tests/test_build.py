@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -89,6 +90,37 @@ def test_values_take_the_wanted_form(value: object, hint: object, wanted: object
 )
 def test_values_of_another_kind_are_refused(value: object, hint: object) -> None:
     with pytest.raises(ValueError, match="x"):
+        conform(value, hint, "x")
+
+
+Choices = Colour | tuple[Colour, ...]
+Depths = Mapping[str, Sequence[int]] | int
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "told"),
+    [
+        (3, Colour, "that is a number; give red"),
+        (3, Literal["host", "disk", "gpu"], "that is a number; give host, disk or gpu"),
+        (None, Literal["host", "disk"], "x=null: that is nothing; give host or disk"),
+        ("blue", Choices, "there is no such choice; give red, or a list of these"),
+        (["red", "blue"], Choices, r"x\[1\]=blue: there is no such choice; give red$"),
+        (["red", True], Choices, r"x\[1\]=true: that is a truth value; give red$"),
+        ({"a": None}, int, "x={a: null}: that is a group of settings; give a whole number$"),
+        ([1, "b"], float | None, r"x=\[1, b\]: that is a list; give a number or null$"),
+        (
+            True,
+            Sequence[str] | None,
+            "x=true: that is a truth value; give a list of words or null$",
+        ),
+        ("3", Depths, "that is text; give a group of settings or a whole number$"),
+        (1, bool, "that is a number; give true or false$"),
+        (1, Sample, "that is a number; give a group of settings$"),
+        ([1.5], tuple[float, float], r"x=\[1.5\]: that is a list of 1; give one of 2"),
+    ],
+)
+def test_a_refusal_is_told_in_plain_words(value: object, hint: object, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
         conform(value, hint, "x")
 
 

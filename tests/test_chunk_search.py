@@ -88,8 +88,11 @@ def test_a_device_too_small_for_warm_up_says_how_much_it_lacks() -> None:
         FixedChunks(sizes=(600, 150), device_share=0.5, warmup_share=0.2),
     )
     for gpu in (10, 1000, 2999):
-        with pytest.raises(OutOfMemory, match=r"^gpu:0 .*memory.warmup_share") as short:
+        with pytest.raises(OutOfMemory, match=r"^gpu:0 .*give it more memory") as short:
             planner.searched(shape, {(Tier.GPU, 0): gpu, (Tier.HOST, 0): ROOMY})
+        for knob in ("warmup_share", "chunk_elements"):  # 600 bytes of half of it: two chunks
+            assert (f"planner.{knob}" in str(short.value)) is (gpu // 2 >= 300)
+        assert ("oversize=alone" in str(short.value)) is (gpu // 2 >= 120)
         assert short.value.pool == (Tier.GPU, 0)
         assert short.value.deficit_bytes == 3000 - gpu
     assert planner.searched(shape, {(Tier.GPU, 0): 3000, (Tier.HOST, 0): ROOMY}) == 75

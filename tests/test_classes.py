@@ -84,7 +84,7 @@ def test_shares_are_drawn_by_seed_and_turns_stay_together() -> None:
     [
         ("slo.shares={a: 0.5}", r"slo\.shares=\{a: 0\.5\}: they must be at least 0 and make up 1"),
         ("slo.shares={a: 1.5, b: -0.5}", "make up 1"),
-        ("slo.shares={a: much}", r"slo\.shares\.a=much: str given"),
+        ("slo.shares={a: much}", r"slo\.shares\.a=much: that is text; give a number"),
         ("slo.shares=0.5", r"slo\.shares=0\.5"),
         ("slo.classes={a: {ttft: 1}}", r"slo\.classes\.a\.ttft: no such limit"),
         ("slo.classes={a: {ttft_s: 0}}", r"slo\.classes\.a\.ttft_s=0\.0: it must be above 0"),

@@ -78,7 +78,7 @@ def test_the_split_adds_up_and_names_the_cause(make: Maker) -> None:
     assert steps.loc["decode", "sum_error"] == pytest.approx(1 / 1.5 - 1)
     assert steps.loc["decode", "count"] == int((measured.steps["decode_tokens"] > 0).sum())
     told, alike = table(found), table(compare(free, free, free))
-    assert "-33.3 % in all\n  so far off that the split is rough" in told
+    assert "-33.3 % of their time in all, copies too\n  so far off that the split is rough" in told
     assert "): then each run decides for itself" in told
     assert (
         "split is rough" not in alike and f"{len(free.plans)} of {len(free.plans)} (100 %)" in alike

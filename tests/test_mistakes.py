@@ -29,15 +29,18 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "arival=poisson"], "arival: no such setting; did you mean arrival?"),
         (["run", "training=text", "training.path=x"], "did you mean training.data.path or trace."),
         (["run", "policy=chunked_restrat"], "did you mean chunked_restart"),
-        (["run", "arrival.rate=abc"], "float wanted"),
+        (["run", "arrival.rate=abc"], "rate=abc: that is text; give a number"),
         (["run", "arrival.rate=-1"], "must be a positive number"),
-        (["run", "seed=abc"], "int wanted"),
+        (["run", "seed=abc"], "seed=abc: that is text; give a whole number"),
         (["run", "seed=-1"], "seed=-1: it must be at least 0"),
-        (["run", "slo.ttft_s=fast"], "slo.ttft_s=fast: str given, float | None wanted, in sec"),
-        (["run", "budget.kv_bytes=70MB"], "kv_bytes=70MB: str given, int | None wanted, in bytes"),
+        (["run", "slo.ttft_s=fast"], "fast: that is text; give a number or null (in seconds)"),
+        (
+            ["run", "budget.kv_bytes=70MB"],
+            "70MB: that is text; give a whole number or null (in bytes)",
+        ),
         (
             ["run", "trace=none", "training=sample", "policy=zero_offload", "planner.modes=re"],
-            "modes=re: str given, keep|recompute|offload | tuple[keep|recompute|offload",
+            "re: there is no such choice; give keep, recompute or offload, or a list of these",
         ),
         (["run", "slo.ttft_s=0"], "slo.ttft_s=0.0: it must be above 0 seconds"),
         (
@@ -86,8 +89,14 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "sampling.temperature=-1"], "sampling.temperature=-1.0: it must be at least 0"),
         (["run", "sampling.temperature=nan"], "sampling.temperature=nan: it must be at least 0"),
         (["run", "sampling.top_k=-1"], "sampling.top_k=-1: it must be at least 0"),
-        (["run", "backend=cpu", "backend.reference_ns=[5]"], "tuple[int, int] | None wanted"),
-        (["run", "device.linear_memory=[[1]]"], "linear_memory[0]=[1]: 1 values given, 2 wanted"),
+        (
+            ["run", "backend=cpu", "backend.reference_ns=[5]"],
+            "reference_ns=[5]: that is a list of 1; give one of 2",
+        ),
+        (
+            ["run", "device.linear_memory=[[1]]"],
+            "linear_memory[0]=[1]: that is a list of 1; give one of 2",
+        ),
         (["run", "sampling.top_p=0"], "sampling.top_p=0.0: it must be above 0 and at most 1"),
         (
             ["run", "policy=chunked_reservation", "memory.prefix_caching=true"],

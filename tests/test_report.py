@@ -207,7 +207,7 @@ def test_decisions_are_not_blamed_alone_where_steps_are_too_short(
     text = words.headline(changed)
     assert ("Part of it is timing, too: its steps are off by -10.0 % in all" in text) is told
     shown = words.percent(off - 1)
-    assert f"durations, same plans       {shown} in all" in words.table(changed)
+    assert f"operations, same plans      {shown} of their time in all" in words.table(changed)
 
 
 def test_a_machine_that_drifted_is_told_beside_the_errors(comparison: Comparison) -> None:

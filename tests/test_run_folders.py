@@ -77,6 +77,31 @@ def test_a_failed_run_keeps_its_traceback(
     assert "broken.py" in status["traceback"]
 
 
+def test_a_run_that_does_not_fit_says_what_plan_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Why, and the least budget that would do; a sweep does not look for that."""
+    job = ["trace=none", "training=random", "model=micro_llama", "training.sequence_tokens=32"]
+    job += ["policy=zero3_offload", "budget.host_bytes=1000000"]
+    assert main(["plan", "--no-largest", *job]) == 1
+    why, least = capsys.readouterr().out.splitlines()
+    assert why.startswith("does not fit: host:0") and least.startswith("fits from: budget.host_")
+    for words in (["backend=cpu"], ["backend=sim"], ["-m", "backend=sim"]):
+        assert main(["run", *job, *words]) == 1
+        *_, told = capsys.readouterr().err.splitlines()
+        assert told.startswith(f"tandem: {why} (told in ")
+        assert told.endswith(f"; {least}") is (words[0] != "-m")
+    states = {json.loads((f / "status.json").read_text())["status"] for f in runs(tmp_path)}
+    assert states == {"does_not_fit"} and len(runs(tmp_path)) == 3
+
+
+def test_of_what_is_served_beside_no_least_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["policy=time_shared", "training=random", "model=micro_llama", "limit=2"]
+    words += ["training.sequence_tokens=32", "budget.host_bytes=1000000"]
+    assert main(["plan", "--no-largest", *words]) == 1
+    assert "fits from" not in capsys.readouterr().out
+
+
 def test_a_killed_run_never_looks_finished(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with run_folder(folder) as aside:

@@ -139,6 +139,26 @@ def test_rows_that_nothing_came_of_are_told(
     assert f"{text.name}: not trained on, of its rows: 1 (no body field)" in told
 
 
+@pytest.mark.parametrize(
+    ("warmup", "steps", "most"), [(0, 1, None), (3, 4, None), (4, 4, 0.75e-3), (100, 20, 0.19e-3)]
+)
+def test_a_warm_up_that_outlasts_the_job_is_told(
+    warmup: int, steps: int, most: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ["trace=none", "policy=zero3_offload", "training=random"]
+    words += [f"training.recipe.warmup_steps={warmup}", f"training.num_steps={steps}"]
+    job = setting_of(composed(words)).trainees[0].job
+    rates = [job.recipe.learning_rate_at(step, steps) for step in range(steps)]
+    told = [record.getMessage() for record in caplog.records]
+    if most is None:
+        assert max(rates) == job.recipe.learning_rate and not told
+    else:
+        assert max(rates) == pytest.approx(most)
+        (line,) = told
+        assert line.startswith(f"training.recipe.warmup_steps={warmup}, ")
+        assert f"never comes to 0.001, it is {most:g} at most; take a shorter" in line
+
+
 def test_text_is_not_taken_for_what_is_imported(text: Path, tmp_path: Path) -> None:
     for path in (text, SAMPLES / "text_sample.jsonl"):
         with pytest.raises(ValueError, match=r"name its tokenizer with training\.data"):

@@ -73,7 +73,13 @@ def test_a_comparison_tells_of_steps_and_losses(
         found = compare(prediction, lockstep)
         for said in (headline(found), table(found), compared_training(found).note):
             assert wanted in said
-        assert "throughput" not in headline(found) and "mean_train_step_s" in table(found)
+        assert "throughput" not in headline(found) and "after the first" in headline(found)
+        assert "tokens/s after the first" in table(found)
+        steps = [
+            line.partition("  ")[0] for line in table(found).splitlines() if "step" in line[:27]
+        ]
+        assert steps == ["mean step after the first", "first step, which warms up"]
+        assert all(len(line) <= 80 for line in table(found).splitlines())
         assert len(as_dict(found)["training"]) == 3
     assert write_report(found, tmp_path / "report").is_file()
     other = lockstep.training.assign(loss=lockstep.training["loss"] + [0, 1e-9, 0])
