@@ -146,5 +146,5 @@ class Launcher:
 
 @lru_cache(maxsize=1 << 12)
 def _alone(job_id: int, tokens: int) -> Pieces:
-    """The same ones at every step."""
+    """The same ones at every step, and of every engine: nobody writes to them."""
     return Pieces((job_id,), (tokens,), (0,), (False,), ((),))

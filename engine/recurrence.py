@@ -46,15 +46,13 @@ class Situation(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """A step as it was planned, part by part. `is_again`: as the step before it, unasked; then all
-    its plans are made at its beginning, of which so many are `issued`."""
+    """A step as it was planned, part by part. `is_again`: as the step before it, unasked."""
 
     training: Training
     number: int
     begins: Situation
     is_again: bool = False
     plans: list[Plan] = field(default_factory=list)
-    issued: int = 0
     moving: Sequence[Sequence[int]] = ()  # where each plan is another a step later: if again
 
     def follows(self, other: Step) -> bool:
@@ -92,9 +90,11 @@ class Recurrence:
 
     def _next(self, now: Step, ask: Callable[[], Plan]) -> Plan:
         if now.is_again:
-            plan = now.plans[now.issued]
-            now.issued += 1
+            assert self._before is not None, "a step comes again behind another"
+            number, each = len(now.plans), now.training.spec.microbatches
+            plan = a_step_later(self._before.plans[number], each, now.moving[number])
             self._ledger.expect(plan)
+            now.plans.append(plan)
             return plan
         plan = ask()
         now.plans.append(plan)
@@ -109,7 +109,7 @@ class Recurrence:
         if last is not None and self._now.follows(last):
             self._now.is_again = last.is_again or (before is not None and _is_like(last, before))
             if self._now.is_again:
-                _repeat(last, self._now)
+                self._now.moving = last.moving or [_moving(plan) for plan in last.plans]
 
     def _alone(self) -> Job | None:
         """The job that trains, if there is nobody else."""
@@ -129,12 +129,6 @@ class Recurrence:
         )
 
 
-def _repeat(last: Step, now: Step) -> None:
-    now.moving = last.moving or [moving(plan) for plan in last.plans]
-    each, pairs = now.training.spec.microbatches, zip(last.plans, now.moving, strict=True)
-    now.plans = [a_step_later(plan, each, where) for plan, where in pairs]
-
-
 def _is_like(step: Step, before: Step) -> bool:
     """Whether it began and was planned like the one before it."""
     each = step.training.spec.microbatches
@@ -149,15 +143,16 @@ def _is_program(plan: Plan) -> bool:
     )
 
 
-def a_step_later(plan: Plan, microbatches: int, where: Sequence[int] | None = None) -> Plan:
-    """The same program for the microbatches of the next step; `where`: its `moving`, if known."""
+def a_step_later(plan: Plan, microbatches: int, moving: Sequence[int] | None = None) -> Plan:
+    """The same program for the microbatches of the next step; `moving`: which of its operations
+    are others then, if that is known."""
     ops = [*plan.ops]
-    for i in moving(plan) if where is None else where:
+    for i in _moving(plan) if moving is None else moving:
         ops[i] = _later(ops[i], microbatches)
     return Plan(tuple(ops))
 
 
-def moving(plan: Plan) -> list[int]:
+def _moving(plan: Plan) -> list[int]:
     """Which of a plan's operations are others a step later: what runs on a lane is new each time,
     and activations have other places. The same ones of the plan a step later."""
     return [

@@ -29,6 +29,10 @@ from traces.request import TrainingJob
 MEBI = 1 << 20
 SIZES = tuple(mebi * MEBI for mebi in range(312, 56, -32))  # 312 to 88 Mi, those of the original
 
+# PatrickStar's memory has the shares, and its planner takes them from there; others' have none.
+WARMUP_KNOB = "memory.warmup_share (planner.warmup_share if the policy's memory has none)"
+DEVICE_KNOB = "memory.device_share (or planner.device_share)"
+
 
 class OversizeModule(ValueError):
     """A module that is larger than a chunk, where chunks of their own are not allowed."""
@@ -155,7 +159,7 @@ class FixedChunks:
         if not (share := self.warmup_share * self.device_share):
             return DoesNotFit(
                 "planner.chunk_elements: no size can be searched where warm-up has no share of the "
-                "device; take larger planner.warmup_share and planner.device_share, or name a size"
+                f"device; take larger {WARMUP_KNOB} and {DEVICE_KNOB}, or name a size"
             )
         needs = 2 * shape.item_bytes * min(sizes)
         lacks = max(1, int(needs / share) - device_bytes)
@@ -163,7 +167,7 @@ class FixedChunks:
         what += f" (module {name} has {largest:,})" if name else ""
         room = int(device_bytes * self.device_share)  # for chunks, if warm-up had all of it
         knobs = {
-            "take a larger planner.warmup_share": needs <= room,
+            f"take a larger {WARMUP_KNOB}": needs <= room,
             "name a size (planner.chunk_elements)": needs <= room,
             "take planner.oversize=alone": bool(name) and largest * shape.item_bytes <= room,
         }

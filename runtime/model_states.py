@@ -31,10 +31,11 @@ class ModelStates:
     """Binds a model's parameters to chunks, and chunks to regions of a store.
 
     From now on each parameter is a view of its chunk's storage on the device, which is empty while
-    the chunk is not there. In a region the parameters of a chunk lie behind each other in the order
-    given; what is behind them fills it up. Optimizer states are sections, each of the same order:
-    master weights where `has_master`, then moments. Gradients have a storage per parameter, so that
-    what autograd has made can take its place there.
+    the chunk is not there; so optimizer states have one storage there for good. In a region the
+    parameters of a chunk lie behind each other in the order given; what is behind them fills it up.
+    Optimizer states are sections, each of the same order: master weights where `has_master`, then
+    moments. Gradients have a storage per parameter, so that what autograd has made can take its
+    place there.
     Until a chunk's regions are first grown its initial contents stay where the model was built, in
     neither tier, as on a disk. When the job has ended the last copy of a chunk's weights may
     go: it is kept as a result, in neither tier again.
@@ -61,8 +62,8 @@ class ModelStates:
         self._first: dict[int, Tensor] = {}  # initial contents that are still to be read
         self._readers: dict[int, int] = {}  # per chunk: how many regions have yet to read them
         self._results: dict[int, Tensor] = {}
-        self._own: list[Own[Tensor]] = []  # weights by chunk
-        self._own_states: dict[int, Own[Sequence[Tensor]]] = {}  # optimizer states by chunk
+        self._home_weights: list[Own[Tensor]] = []  # weights by chunk
+        self._home_states: dict[int, Own[Sequence[Tensor]]] = {}  # optimizer states by chunk
         for chunk in range(len(self.chunks)):
             self._bind(chunk)
 
@@ -79,7 +80,7 @@ class ModelStates:
     # ---- views
     def numbers(self, chunk: int, storage: UntypedStorage) -> Sequence[Tensor]:
         """The flat parts of a weight region, one per parameter of the chunk."""
-        home, parts = self._own[chunk]
+        home, parts = self._home_weights[chunk]
         return parts if storage is home else flat_parts(storage, self.dtype, self._sizes[chunk])
 
     def gradients(self, chunk: int, storages: Sequence[UntypedStorage | None]) -> list[Tensor]:
@@ -89,14 +90,14 @@ class ModelStates:
 
     def sections(self, chunk: int, storage: UntypedStorage) -> list[Sequence[Tensor]]:
         """The flat parts of an optimizer region: per section, one per parameter of the chunk."""
-        home, parts = self._own_states[chunk]
+        home, parts = self._home_states[chunk]
         if storage is home and parts:
             return parts
         count = storage.nbytes() // (self._num_sections * MASTER.itemsize)
         starts = range(0, count * self._num_sections, count)
         found = [flat_parts(storage, MASTER, self._sizes[chunk], at) for at in starts]
         if storage is home:  # it has its size now, and will have no other
-            self._own_states[chunk] = Own(home, found)
+            self._home_states[chunk] = Own(home, found)
         return found
 
     @property
@@ -125,7 +126,7 @@ class ModelStates:
             parameter.data = part.view(parameter.shape)
         home = flat.untyped_storage()
         home.resize_(0)
-        self._own.append(Own(home, parts))
+        self._home_weights.append(Own(home, parts))
         self._readers[chunk] = 1 + (self.trains[chunk] and self.has_master)
         self._declare_weights(chunk, home)
         if not self.trains[chunk]:
@@ -167,7 +168,7 @@ class ModelStates:
                 raise LostContents(f"{named(self.optimizer(chunk))} has no other copy as new")
 
         home = UntypedStorage(0, device=self._store.device)
-        self._own_states[chunk] = Own(home, ())
+        self._home_states[chunk] = Own(home, ())
         self._store.declare(self.optimizer(chunk), State(farewell, fill, home))
 
     def _read_first(self, chunk: int, parts: Sequence[Tensor]) -> None:

@@ -69,11 +69,11 @@ class Sums:
         somebody's already.
         """
         free = _free_storages(gradients, others)
-        begun = set[int]()  # chunks whose sums are new now
+        written = set[int]()  # chunks whose sums are others now
         for (p, chunk, at), gradient, own in zip(self._at[unit], gradients, free, strict=False):
             if self._add(p, chunk, at, found[chunk], gradient, own):
-                begun.add(chunk)
-        for chunk in begun:
+                written.add(chunk)
+        for chunk in written:
             self._store.wrote(self._sum(chunk), Tier.GPU)
             if not self._reuses:
                 self._states.pending.add(chunk)

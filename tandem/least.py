@@ -102,6 +102,8 @@ def told_least(point: Composed, refused: DoesNotFit) -> str:
         for tier, nbytes in need.items()
         if nbytes > start[tier]
     ]
+    if not words:  # the simulation, which is shorter than a run, finds room as it is
+        return ""
     return f"fits from: {' '.join(words)}{_beyond(point, need[Tier.GPU])}"
 
 

@@ -119,7 +119,12 @@ def _with_least(point: Composed, failed: RunFailed) -> RunFailed:
     from tandem.least import told_least
 
     why = failed.__cause__
-    least = told_least(point, why) if isinstance(why, DoesNotFit) else ""
+    if not isinstance(why, DoesNotFit):
+        return failed
+    try:
+        least = told_least(point, why)
+    except (Exception, KeyboardInterrupt):  # what the run has failed of is told in any case
+        return failed
     return RunFailed(f"{failed}; {least}") if least else failed
 
 

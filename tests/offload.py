@@ -163,6 +163,7 @@ def trained(
     noise: float = 0.0,
     seed: int = 0,
     fast_forward: bool = True,
+    host_ns: int = 0,
 ) -> Replay:
     """Jobs under a policy, on toy hardware without a page of KV; all laws hold."""
     env, recorder = simpy.Environment(), Recorder()
@@ -170,7 +171,7 @@ def trained(
     engine = Engine(
         env,
         policy,
-        ToyExecutor(env, noise, seed, duration=duration_ns),
+        ToyExecutor(env, noise, seed, host_ns=host_ns, duration=duration_ns),
         {(Tier.GPU, 0): gpu, (Tier.HOST, 0): host},
         NO_PAGES,
         depth=depth,

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.layout import Layout
 from engine.plan import Plan, Slice, Tier
 from engine.policy import Composed, Memory
 from engine.training_layout import Mode
@@ -23,6 +24,7 @@ from policies.zero3_offload import Zero3Offload
 from tests.offload import MEMORIES, ROOMY, job_of, laid_out, least_device_bytes, shape_of, trained
 from tests.replays import Replay
 from tests.strategies import cases
+from traces.request import TrainingJob
 
 STEPS = 6
 
@@ -90,14 +92,39 @@ def test_who_goes_by_more_than_he_says_is_not_asked() -> None:
     assert fast.log()[:-1] == slow.log()[:-1]
 
 
-@pytest.mark.parametrize("tasks", [0, 2])
-def test_who_comes_in_between_ends_it(tasks: int) -> None:
-    """A second job arrives within a step that recurs, and ends before the first."""
-    shapes = {i: shape_of(random.Random(i)) for i in (0, 1)}
-    jobs = [job_of(shapes[0], num_steps=20), replace(job_of(shapes[1], 1), arrival_ns=150_000)]
-    roomy = {(Tier.GPU, 0): ROOMY, (Tier.HOST, 0): ROOMY}
-    layout = UnitChunks().prepare(shapes, jobs, roomy)
-    policy = Composed(TrainingOrder(tasks, "step"), PatrickStar())
+@pytest.mark.broad(2)
+@pytest.mark.parametrize("tasks", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_who_comes_in_between_ends_it(tasks: int, seed: int) -> None:
+    """A second job arrives somewhere in a step that recurs, and ends before the first."""
+    arrival_ns = random.Random(seed).randrange(120_000, 200_000)
+    jobs, policy, layout = two_jobs(arrival_ns, tasks)
     fast, slow = (trained(policy, jobs, layout, fast_forward=is_fast) for is_fast in (True, False))
     assert fast.engine.asked < slow.engine.asked
     assert fast.recorder.tables() == slow.recorder.tables()
+
+
+def two_jobs(arrival_ns: int, tasks: int = 1) -> tuple[list[TrainingJob], Composed, Layout]:
+    """A long one and, from then on, a short one beside it."""
+    shapes = {i: shape_of(random.Random(i)) for i in (0, 1)}
+    jobs = [job_of(shapes[0], num_steps=20), replace(job_of(shapes[1], 1), arrival_ns=arrival_ns)]
+    roomy = {(Tier.GPU, 0): ROOMY, (Tier.HOST, 0): ROOMY}
+    layout = UnitChunks().prepare(shapes, jobs, roomy)
+    return jobs, Composed(TrainingOrder(tasks, turns="step"), PatrickStar()), layout
+
+
+@pytest.mark.parametrize("beside_ns", [-1, 0, 1])
+def test_the_hosts_time_passes_as_with_an_event_of_its_own(
+    beside_ns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where somebody arrives just when it is over."""
+    jobs, policy, layout = two_jobs(10_000_000)
+    rows = trained(policy, jobs, layout, host_ns=300).recorder.steps
+    ready_ns = next(at_ns + host_ns for _, at_ns, host_ns, *_ in rows[100:] if host_ns)
+    found = []
+    for skips in (True, False):
+        if not skips:
+            monkeypatch.setattr("engine.engine.skipped_to", lambda *_: False)
+        jobs, policy, layout = two_jobs(ready_ns + beside_ns)
+        found.append(trained(policy, jobs, layout, host_ns=300).recorder.tables())
+    assert found[0] == found[1]
