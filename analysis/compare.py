@@ -13,12 +13,11 @@ from analysis.causes import matched_steps, settings, shares, split, step_errors
 from analysis.distance import ks, relative_error, wasserstein
 from analysis.metrics import LATENCIES, THROUGHPUTS, per_request, samples, statistics, throughput
 from analysis.run import Run
-from analysis.training import training_summary
+from analysis.training import UNITS, training_summary
 from analysis.training_pairs import Losses, check_same_training, losses, paired_steps
 from analysis.usage import memory_use
 from analysis.workspace import workspace_rows
 
-TRAINING = {"mean_train_step_s": "s", "first_train_step_s": "s", "train_tokens_per_s": "tok/s"}
 MEMORY_KEYS = ["pool", "kind", "stat"]
 PER_REQUEST = ("ttft", "tpot", "e2e", "norm_latency")
 
@@ -133,7 +132,7 @@ def errors(prediction: Run, measurement: Run) -> pd.DataFrame:
             name, unit = metric.removesuffix("_s"), units.get(metric, "tok/s")
             rows.append((name, "run", unit, a[metric], b[metric]))
     a, b = training_summary(prediction), training_summary(measurement)
-    for metric, unit in TRAINING.items():
+    for metric, unit in UNITS.items():
         if metric in a and metric in b:
             rows.append((metric, "run", unit, a[metric], b[metric]))
     return _with_error(rows, ["metric", "stat", "unit"])

@@ -9,7 +9,8 @@ from analysis.training_time import time_shares
 
 STEP = "mean_train_step_s"
 MEAN_STEP = "mean step after the first"
-SAID = {  # what readers are told that a figure is
+UNITS = {STEP: "s", "first_train_step_s": "s", "train_tokens_per_s": "tok/s"}  # what is compared
+SAID = {  # what readers are told that such a figure is
     STEP: MEAN_STEP,
     "first_train_step_s": "first step, which warms up",
     "train_tokens_per_s": "tokens/s after the first",

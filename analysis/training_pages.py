@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from analysis import words
 from analysis.cells import Cell, Table, amount_cell
-from analysis.compare import TRAINING, Comparison
-from analysis.training import SAID
+from analysis.compare import Comparison
+from analysis.training import SAID, UNITS
 from analysis.training_time import percents, shares_in
 
 TITLE = "Training"
@@ -27,7 +27,7 @@ def training_table(metrics: Mapping[str, float | int | str]) -> Table:
         [Cell("steps"), Cell(f"{steps} of {metrics.get('train_steps_asked', steps)}")],
         [Cell("tokens"), Cell(f"{metrics['train_tokens']:,}")],
     ]
-    rows += [[Cell(SAID[n]), amount_cell(metrics[n], unit)] for n, unit in TRAINING.items()]
+    rows += [[Cell(SAID[n]), amount_cell(metrics[n], unit)] for n, unit in UNITS.items()]
     for name in ("first_loss", "last_loss"):
         if name in metrics:
             rows.append([Cell(name.replace("_", " ")), Cell(f"{metrics[name]:.6f}")])
@@ -44,7 +44,7 @@ def training_table(metrics: Mapping[str, float | int | str]) -> Table:
 
 def compared_training(comparison: Comparison) -> Table:
     """Step times and rate of both runs, and what their losses say; no rows without training."""
-    errors = comparison.errors[comparison.errors["metric"].isin(TRAINING)]
+    errors = comparison.errors[comparison.errors["metric"].isin(UNITS)]
     rows = []
     for row in errors.to_dict("records"):
         metric, error = str(row["metric"]), float(row["error"])

@@ -27,20 +27,21 @@ def time_shares(run: Run) -> dict[str, float]:
     rows = rows[rows["end_ns"].gt(start) & rows["start_ns"].lt(end)]
     rows = rows.assign(**{name: rows[name].clip(start, end) for name in ("start_ns", "end_ns")})
     device = rows[rows["lane"].eq("compute")]
-    busy_ns = (device["end_ns"] - device["start_ns"]).groupby(device["work"]).sum()
+    busy_ns = alone_ns(device).groupby(device["work"]).sum()
     parts_ns = {SERVED.get(str(work), str(work)): float(ns) for work, ns in busy_ns.items()}
-    alone_ns = covered_ns(rows) - covered_ns(device)
-    parts_ns["update"] = parts_ns.get("update", 0.0) + alone_ns
+    host_ns = float(alone_ns(rows).sum() - alone_ns(device).sum())
+    parts_ns["update"] = parts_ns.get("update", 0.0) + host_ns
     parts_ns[WAITING] = float(end - start) - sum(parts_ns.values())
     return {part: parts_ns[part] / float(end - start) for part in TIMES if parts_ns.get(part)}
 
 
-def covered_ns(rows: pd.DataFrame) -> float:
-    """How long at least one of some operations ran."""
+def alone_ns(rows: pd.DataFrame) -> pd.Series:
+    """Per operation, how long it ran behind all that began before it: a device's clock may let one
+    begin a little before the other's end."""
     rows = rows.sort_values("start_ns")
     starts, ends = rows["start_ns"].to_numpy(float), rows["end_ns"].to_numpy(float)
     reached = np.maximum.accumulate(np.concatenate([[-np.inf], ends]))[:-1]
-    return float(np.maximum(ends - np.maximum(starts, reached), 0.0).sum())
+    return pd.Series(np.maximum(ends - np.maximum(starts, reached), 0.0), index=rows.index)
 
 
 def shares_in(metrics: Mapping[str, float | int | str]) -> dict[str, float]:

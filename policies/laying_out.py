@@ -13,7 +13,12 @@ from engine.training_shape import TrainingShape
 from policies.out_of_memory import OutOfMemory, knobs_of_states
 from traces.request import TrainingJob
 
-Start = Literal["host", "device", "host_first"]
+Start = Literal["host", "host_first", "device"]
+STARTS: Mapping[Start, frozenset[Tier]] = {  # and where states may then lie
+    "host": frozenset({Tier.HOST}),
+    "host_first": frozenset({Tier.HOST, Tier.GPU}),
+    "device": frozenset({Tier.GPU}),
+}
 States = Literal["given", "first_update"]
 LayOut = Callable[[TrainingShape, Sequence[Mode], int], TrainingLayout]  # for so many ranks
 

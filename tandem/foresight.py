@@ -13,6 +13,7 @@ import simpy
 from analysis.run import Run
 from analysis.training import training_steps, training_summary
 from analysis.usage import fullest, lane_shares, pools
+from engine.plan import Tier
 from engine.recorder import Recorder
 from policies.out_of_memory import DoesNotFit
 from sim.cost import LaunchCost
@@ -192,7 +193,8 @@ def told(found: Foresight) -> str:
         used = peak.pop("used")
         late = f" (or {shown_bytes(most)}, if copies out are {LATE:.0%} slower)" * (most > used)
         shown = f"{shown_bytes(used)} of {shown_bytes(capacity)}{late}"
-        lines.append(f"{tier} peak: {shown}: {shown_parts(peak)}")
+        name = "device" if tier is Tier.GPU else tier  # as in `budget`
+        lines.append(f"{name} peak: {shown}: {shown_parts(peak)}")
     return "\n".join(lines)
 
 

@@ -110,12 +110,14 @@ def _steps(metrics: Mapping[str, Any]) -> str:
 
 
 def _rate(metrics: Mapping[str, Any]) -> str:
-    """How long a step takes, tokens per second, and what became of the loss where there is one."""
+    """How long a step takes, tokens per second, and what became of the loss."""
     taken, rate = shown_seconds(metrics["mean_train_step_s"]), metrics["train_tokens_per_s"]
-    told = f"{taken} a step, {rate:.4g} tokens/s"
+    loss = "loss is no number in some step"
     if "last_loss" in metrics:
-        told += f", loss {metrics['first_loss']:.4f} -> {metrics['last_loss']:.4f}"
-    return told
+        loss = f"loss {metrics['first_loss']:.4f} -> {metrics['last_loss']:.4f}"
+    elif metrics["backend"] == "sim":
+        loss = "no loss, since nothing is computed"
+    return f"{taken} a step, {rate:.4g} tokens/s, {loss}"
 
 
 def _throughput(metrics: Mapping[str, Any]) -> str:

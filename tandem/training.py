@@ -16,6 +16,7 @@ from engine.plan import Pool, Tier
 from engine.policy import Planner, Policy
 from engine.training_shape import TrainingShape, training_shape
 from engine.view import Cost
+from policies.laying_out import STARTS
 from policies.out_of_memory import OutOfMemory
 from tandem.build import Builder
 from traces.batches import ROWS_DROPPED, Batches
@@ -23,12 +24,6 @@ from traces.request import Request, TrainingJob
 from traces.training import Training
 
 log = logging.getLogger(__name__)
-
-STARTS = {  # values of planner.start, and where states may then lie
-    "host": {Tier.HOST},
-    "host_first": {Tier.HOST, Tier.GPU},
-    "device": {Tier.GPU},
-}
 
 
 @dataclass(frozen=True, eq=False)

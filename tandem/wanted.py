@@ -38,8 +38,9 @@ def given(value: Any) -> str:
     if isinstance(value, bool):
         return "a truth value"
     kinds: dict[Any, str] = {int | float: "a number", str: "text", list | tuple: "a list"}
-    kinds[Mapping] = "a group of settings"
-    return next((words for kind, words in kinds.items() if isinstance(value, kind)), "nothing")
+    kinds |= {Mapping: "a group of settings", types.NoneType: "nothing"}
+    known = (words for kind, words in kinds.items() if isinstance(value, kind))
+    return next(known, f"a {type(value).__name__}")
 
 
 def shown(value: Any) -> str:
@@ -69,4 +70,7 @@ def _one(hint: Any) -> str:
     if is_sequence(hint):
         inner = get_args(hint)[0]
         return f"a list of {MANY.get(inner) or wanted(inner)}"
-    return ONE.get(hint, "a group of settings")
+    if hint in ONE:
+        return ONE[hint]
+    name = getattr(get_origin(hint) or hint, "__name__", str(hint))
+    return "a group of settings" + f" whose _target_ makes a {name}" * (name != "Mapping")

@@ -115,7 +115,9 @@ Depths = Mapping[str, Sequence[int]] | int
         ),
         ("3", Depths, "that is text; give a group of settings or a whole number$"),
         (1, bool, "that is a number; give true or false$"),
-        (1, Sample, "that is a number; give a group of settings$"),
+        (1, Sample, "that is a number; give a group of settings whose _target_ makes a Sample$"),
+        ({"number": 1}, Sample, "give a group of settings whose _target_ makes a Sample$"),
+        (Sample(1), Colour, "that is a Sample; give red$"),
         ([1.5], tuple[float, float], r"x=\[1.5\]: that is a list of 1; give one of 2"),
     ],
 )

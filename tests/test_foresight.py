@@ -27,7 +27,7 @@ def test_it_tells_step_peaks_and_the_largest(capsys: pytest.CaptureFixture[str])
     assert main(["plan", *ZERO3, "budget.host_bytes=20000000"]) == 0
     told = capsys.readouterr().out
     heads = [line.partition(":")[0] for line in told.splitlines()]
-    assert heads == ["fits", "step", "time", "gpu peak", "host peak", "largest of this width"]
+    assert heads == ["fits", "step", "time", "device peak", "host peak", "largest of this width"]
 
 
 @pytest.mark.parametrize("policy", ["patrickstar", "train_lru", "zero_offload"])

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from engine.plan import Tier, Work
+from policies.laying_out import STARTS
 from policies.out_of_memory import OutOfMemory, knobs_of_launch
-from tandem.training import STARTS
 from tests.pressure import POLICIES, budget, least, refusal
 from tests.trainings import setting, train
 

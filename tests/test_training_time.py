@@ -64,6 +64,11 @@ def test_a_device_that_never_rests_waits_for_nothing() -> None:
     }
 
 
+def test_launches_whose_clocks_overlap_count_once() -> None:
+    run = run_of(("compute", "forward", 100, 160), ("compute", "backward", 150, 200))
+    assert time_shares(run) == {"forward": 0.6, "backward": 0.4}
+
+
 @pytest.mark.parametrize("words", POLICIES, ids=[words[0] for words in POLICIES])
 def test_parts_of_a_run_add_up(words: tuple[str, ...]) -> None:
     """And each is what one sees who looks at every moment when something begins or ends."""
