@@ -12,9 +12,11 @@ class HostMemory:
     """Slows what starts while others use the host's memory, as copies on a link are contended.
 
     Each wants bytes per ns: those that it moves over the time that it takes alone. Where all that
-    run want more than there is, the one that starts gets the same part of its rate as the sum does
-    of all. It is decided once, at its start: those under way keep their time. Without a rate
-    nobody is slowed.
+    run want more than there is, the one that starts gets the same part of what it wants as the sum
+    does of all. It is decided once, at its start: those under way keep their time. So lanes that
+    are busy for long move together what there is, and not more; where the first launch beside a
+    lane that was busy alone begins, more is given out until that lane's next. Without a rate nobody
+    is slowed.
     """
 
     def __init__(self, bytes_per_s: float | None) -> None:
@@ -25,10 +27,10 @@ class HostMemory:
         """How long a launch on a lane takes that moves so many bytes; it is counted from now on."""
         if self._bytes_per_ns is None or not nbytes or not alone_ns:
             return alone_ns
-        wanted = nbytes / alone_ns
-        wanted += sum([runs.rate_at(start_ns) for runs in self._runs.values()])
+        rate = nbytes / alone_ns
+        wanted = rate + sum([runs.rate_at(start_ns) for runs in self._runs.values()])
         took_ns = round(alone_ns * max(1.0, wanted / self._bytes_per_ns))
-        self._runs[lane].add(start_ns, start_ns + took_ns, nbytes / took_ns)
+        self._runs[lane].add(start_ns, start_ns + took_ns, rate)
         return took_ns
 
     def forget(self, now_ns: int) -> None:
@@ -38,7 +40,8 @@ class HostMemory:
 
 
 class _Runs:
-    """What runs on one lane, one after the other: bytes per ns from a start to an end."""
+    """What runs on one lane, one after the other: bytes per ns that are wanted from a start to an
+    end."""
 
     __slots__ = ("_ends", "_rates", "_starts")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 import simpy
 
 from engine.executor import Launch, Span
@@ -33,6 +34,22 @@ def test_who_starts_beside_others_is_slowed_by_what_all_want() -> None:
     assert memory.duration_ns(OUT, 1000, 100, 400) == 100, "the update has ended"
     assert memory.duration_ns((1, "gpu->host"), 1050, 100, 400) == 100, "8 of 10"
     assert memory.duration_ns(UPDATE, 1060, 1000, 8000) == 1600, "8 + 4 + 4 of 10"
+
+
+@pytest.mark.parametrize("wants", [(10, 10), (9, 4, 4), (3, 8), (20, 1), (2, 3)])
+def test_lanes_that_are_busy_for_long_move_together_what_there_is(wants: tuple[int, ...]) -> None:
+    """As if all shared fairly at any time: each the same part of what it wants (bytes a ns)."""
+    memory, now = HostMemory(10 * GB), dict.fromkeys(range(len(wants)), 0)
+    moved, alone_ns = dict.fromkeys(now, 0), (1009, 307, 73)
+    while min(now.values()) < 10**6:
+        i = min(now, key=now.__getitem__)
+        nbytes = wants[i] * alone_ns[i]
+        now[i] += memory.duration_ns((i, "gpu->host"), now[i], alone_ns[i], nbytes)
+        moved[i] += nbytes
+    share = min(1.0, 10 / sum(wants))
+    # Who starts alone, at first or just when another ends, is not slowed: 1 of 250 at the most here.
+    for i, want in enumerate(wants):
+        assert moved[i] / now[i] == pytest.approx(share * want, rel=4e-3)
 
 
 def test_what_is_placed_for_later_does_not_count_before_it_starts() -> None:
