@@ -38,8 +38,12 @@ class Watched(NamedTuple):
 
     @property
     def off_bytes(self) -> pd.Series:
-        """What the meter found beyond the ledger, at each reading, in either tier."""
+        """What the meter found beyond the ledger, at each reading, in either tier. Both are read
+        at least once in ten rows, when nothing is on its way."""
         rows = self.memory.dropna(subset=["measured_bytes"])
+        for tier, all_of_it in self.memory.groupby("tier"):
+            read = int(rows["tier"].eq(tier).sum())
+            assert 10 * read >= len(all_of_it), f"{read} of {len(all_of_it)} rows read: {tier}"
         booked = rows["capacity_bytes"] - rows["free_bytes"] - rows["coming_bytes"]
         return rows["measured_bytes"] - booked
 

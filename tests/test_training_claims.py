@@ -42,6 +42,9 @@ def test_wrong_books_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.transient_errors.abs().quantile(0.9) > 0.1
     lost = found.memory.assign(measured_bytes=found.memory["measured_bytes"] + 10_000)
     assert not found._replace(memory=lost).is_exact
+    with pytest.raises(AssertionError, match="rows read: gpu"):
+        unread = found.memory["measured_bytes"].mask(found.memory["tier"].eq("gpu"))
+        assert found._replace(memory=found.memory.assign(measured_bytes=unread)).is_exact
 
 
 def test_no_judged_microbatch_is_calibrated() -> None:
