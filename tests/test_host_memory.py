@@ -47,7 +47,7 @@ def test_lanes_that_are_busy_for_long_move_together_what_there_is(wants: tuple[i
         now[i] += memory.duration_ns((i, "gpu->host"), now[i], alone_ns[i], nbytes)
         moved[i] += nbytes
     share = min(1.0, 10 / sum(wants))
-    # Who starts alone, at first or just when another ends, is not slowed: 1 of 250 at the most here.
+    # Who starts alone, at first or just when another ends, is not slowed: 1 of 250 here at most.
     for i, want in enumerate(wants):
         assert moved[i] / now[i] == pytest.approx(share * want, rel=4e-3)
 
