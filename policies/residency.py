@@ -1,43 +1,28 @@
-"""A plan in the making that keeps model states within the memory of a device."""
+"""Launches of training in a plan in the making, seated within the memory of a device."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from engine.draft import Draft
-from engine.job import Job
 from engine.plan import (
     COMPUTE_LANE,
     HOST_LANE,
     Compute,
     Kind,
     Place,
-    Plan,
-    Pool,
     Slice,
-    Tier,
     Work,
 )
 from engine.regions import GATHERED
 from engine.view import View
-from policies.candidates import Candidates
-from policies.cycle import layout_of, training_jobs
 from policies.eviction import NOW, Order
 from policies.exchange import Exchange
-from policies.launching import Launching, goes_out, launches_of
-from policies.out_of_memory import OutOfMemory, knobs_of_launch
-
-STATES = (Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER)
+from policies.launching import Launching, launches_of
+from policies.occupancy import STATES, Occupancy
 
 
-class Residency:
-    """Brings what a launch needs to where it runs, and makes room for it by an order of eviction.
-
-    States lie in one tier at a time where tiers are exclusive: coming means leaving the other, and
-    what leaves is copied. Inclusive tiers keep the copy on the host, and what is as new there is
-    dropped. Which copy is new, stamps tell, drafted operations included. It rests on free and
-    coming bytes, so it may wait for copies, but decides the same in every backend.
-    """
+class Residency(Occupancy):
+    """Seats launches, with what other devices of a group have of their weights."""
 
     def __init__(
         self,
@@ -47,38 +32,11 @@ class Residency:
         is_exclusive: bool = False,
         keeps_gathered: bool = False,
     ) -> None:
-        """`kinds` of states may leave the device when room is needed; what units save for the host
-        always may. Weights that other devices of a group have are given back behind their launch,
-        unless the policy `keeps_gathered` ones and says itself when they go."""
-        self._view, self._draft, self._order = view, Draft(view), order
-        self._kinds, self._is_exclusive = kinds, is_exclusive
+        """See Occupancy. Weights that other devices of a group have are given back behind their
+        launch, unless the policy `keeps_gathered` ones and says itself when they go."""
+        super().__init__(view, order, kinds, is_exclusive)
         self._keeps_gathered = keeps_gathered
         self._gathered: dict[Place, None] = {}  # in this draft, latest last
-        self._here: Pool = (Tier.GPU, view.device)
-        self._home: Pool = (Tier.HOST, 0)
-        self._stamps: dict[Place, int] = {}  # of contents that are drafted
-        self._leaving = Candidates()  # what may leave, in the order of booking
-        self._pinned: frozenset[Place] = frozenset()
-        self._launch: Launching | None = None  # the one at hand
-        self.clock = 0  # launches drafted
-        self.state_bytes = 0  # on the device, of what may leave
-        self._host_lacks: int | None = None  # with so much more the draft would be another
-        for place in self._found():
-            self._count(place)
-            self._leaving.put(place, order.standing(place, self._leaving.count))
-
-    def _found(self) -> Iterator[Place]:
-        jobs = {job.job_id: job for job in training_jobs(self._view)}
-        for place in self._view.held_bytes:
-            (owner, kind, part, _), tier, device = place
-            if tier is not Tier.GPU or owner not in jobs or device != self._view.device:
-                continue
-            if kind in self._kinds or _is_on_its_way(jobs[owner], kind, part):
-                yield place
-
-    def plan(self) -> Plan:
-        """The finished plan."""
-        return self._draft.plan()
 
     # ---- a launch
     def launches(self, piece: Slice, on: str, reuses: bool = False) -> Iterator[Launching]:
@@ -103,6 +61,27 @@ class Residency:
         self.make_room(where, sum([op.nbytes for op in launch.grows]))
         self._draft.grow_all(launch.grows)
 
+    def seat_within(self, launch: Launching, limit_bytes: int, strict: bool = False) -> None:
+        """Seats a launch, and evicts until states, with those that it brings, take no more than a
+        limit, or nothing can go. `strict`: OutOfMemory where that is for want of room on the host.
+
+        A launch on the host has its room there first: what is evicted might take it.
+        """
+        if launch.on == HOST_LANE:
+            self.seat(launch)
+            self.shrink(limit_bytes, strict)
+            return
+        self._begin(launch)
+        brought = [nbytes for place, nbytes in launch.brought if not self._draft.held(place)]
+        self.shrink(limit_bytes - sum(brought), strict)
+        self.seat(launch)
+
+    def drop_old(self, launch: Launching) -> None:
+        """Gives back what a launch on the host has made old on the device."""
+        for place in launch.writes if launch.on == HOST_LANE else ():
+            if self._draft.held(here := self.elsewhere(place)):
+                self.free(here)
+
     def run(
         self,
         launch: Launching,
@@ -126,6 +105,12 @@ class Residency:
                     self.free(copy)
         if not self._keeps_gathered:
             self.drop(launch.drops)
+
+    def _begin(self, launch: Launching) -> None:
+        if launch is not self._launch:
+            self._launch = launch
+            buffers = [place for exchange in launch.gathers for place in exchange.writes]
+            self._pinned = frozenset([*[place for place, _ in launch.brought], *buffers])
 
     # ---- a group
     def gather(self, exchange: Exchange) -> None:
@@ -157,6 +142,9 @@ class Residency:
         self._draft.exchange(exchange.op(self._view.device))
         self._stamps.update(dict.fromkeys(exchange.writes, NOW + self.clock))
 
+    def _makes_room(self) -> bool:
+        return super()._makes_room() or self._drop_gathered()
+
     def _drop_gathered(self) -> bool:
         """What came latest, and not for this launch: it was gathered ahead of time."""
         if not self._keeps_gathered:
@@ -170,181 +158,6 @@ class Residency:
                 return True
         return False
 
-    # ---- places
-    def elsewhere(self, place: Place) -> Place:
-        """The same region in the other tier."""
-        return Place(place.region, *(self._home if place.tier is Tier.GPU else self._here))
-
-    def holds(self, place: Place) -> bool:
-        """Whether something is there."""
-        return bool(self._draft.held(place))
-
-    def is_new(self, place: Place) -> bool:
-        """Whether what a place holds is as new as what the other tier has."""
-        if not self._draft.held(place):
-            return False
-        other = self.elsewhere(place)
-        return not self._draft.held(other) or self._stamp(place) >= self._stamp(other)
-
-    def bring(self, place: Place, nbytes: int) -> None:
-        """Makes a place hold what is new of its region; one that is nowhere begins there."""
-        if not self.is_new(place):
-            other = self.elsewhere(place)
-            if size := self._draft.held(other):
-                if not self._draft.held(place):
-                    self.make_room(place.pool, size)
-                self.copy(other, place)
-                if self._moves(place):
-                    self.free(other)
-            else:
-                self.make_room(place.pool, nbytes)
-                self._draft.grow(place, nbytes)
-                self._stamps[place] = 0
-        if place.tier is Tier.GPU and self._may_leave(place):
-            self._touch(place, self.clock)
-
-    def _moves(self, place: Place) -> bool:
-        """Whether what comes to a place leaves the other tier. Updates want a norm in both."""
-        if place.region.kind is Kind.BUFFER:
-            return False
-        return self._is_exclusive or (place.tier is Tier.HOST and not _is_weight(place))
-
-    def offer(self, place: Place, nbytes: int) -> None:
-        """Brings a place from the host if that takes nothing from anybody."""
-        other = self.elsewhere(place)
-        is_away = self._draft.held(other) and not self._draft.held(place)
-        if is_away and self._draft.room(place.pool) >= nbytes:
-            self.bring(place, nbytes)
-
-    def copy(self, src: Place, dst: Place) -> None:
-        """Copies a region whole; the destination is as new as the source then."""
-        self._draft.copy(src, dst)
-        self._stamps[dst] = self._stamp(src)
-
-    def free(self, place: Place) -> None:
-        """Gives a place back."""
-        if self._leaving.drop(place) and place.region.kind in STATES:
-            self.state_bytes -= self._draft.held(place)
-        self._draft.free(place)
-
-    def evict(self, place: Place) -> bool:
-        """Takes a place off the device, copied out unless the host has it as new; whether there was
-        room for that."""
-        away = self.elsewhere(place)
-        has_copy = self._draft.held(away)
-        if not has_copy or self._stamp(away) < self._stamp(place):
-            if not has_copy and not self._host_has(self._draft.held(place)):
-                return False
-            self.copy(place, away)
-        self.free(place)
-        return True
-
-    # ---- room
-    def make_room(self, pool: Pool, nbytes: int) -> None:
-        """Evicts until so many bytes are left. OutOfMemory where nothing more can go."""
-        while (room := self._draft.room(pool)) < nbytes:
-            if pool == self._here and self._makes_room():
-                continue
-            if pool == self._here and self._is_stuck():
-                raise self._host_error()
-            raise self._error(pool, nbytes - room)
-
-    def _makes_room(self) -> bool:
-        return self._leaving.send_first(self._pinned, self.evict) or self._drop_gathered()
-
-    def seat_within(self, launch: Launching, limit_bytes: int, strict: bool = False) -> None:
-        """Seats a launch, and evicts until states, with those that it brings, take no more than a
-        limit, or nothing can go. `strict`: OutOfMemory where that is for want of room on the host.
-
-        A launch on the host has its room there first: what is evicted might take it.
-        """
-        if launch.on == HOST_LANE:
-            self.seat(launch)
-            self.shrink(limit_bytes, strict)
-            return
-        self._begin(launch)
-        brought = [nbytes for place, nbytes in launch.brought if not self._draft.held(place)]
-        self.shrink(limit_bytes - sum(brought), strict)
-        self.seat(launch)
-
-    def shrink(self, limit_bytes: int, strict: bool = False) -> None:
-        """Evicts until states take no more than that, or nothing can go; `strict` as above."""
-        while self.state_bytes > limit_bytes:
-            if not self._leaving.send_first(self._pinned, self.evict):
-                break
-        if strict and self.state_bytes > limit_bytes and self._is_stuck():
-            raise self._host_error()
-
-    def drop_old(self, launch: Launching) -> None:
-        """Gives back what a launch on the host has made old on the device."""
-        for place in launch.writes if launch.on == HOST_LANE else ():
-            if self._draft.held(here := self.elsewhere(place)):
-                self.free(here)
-
-    def _begin(self, launch: Launching) -> None:
-        if launch is not self._launch:
-            self._launch = launch
-            buffers = [place for exchange in launch.gathers for place in exchange.writes]
-            self._pinned = frozenset([*[place for place, _ in launch.brought], *buffers])
-
-    def _is_stuck(self) -> bool:
-        """Whether something would leave if the host had room for it."""
-        return any([place not in self._pinned for place in self._leaving])
-
-    def _host_has(self, nbytes: int) -> bool:
-        if (lacks := nbytes - self._draft.room(self._home)) <= 0:
-            return True
-        self._host_lacks = lacks if self._host_lacks is None else min(lacks, self._host_lacks)
-        return False
-
-    def _host_error(self) -> OutOfMemory:
-        """Says the least that the host lacked for anything so far: what is lacking at the end may
-        be more, since something smaller has gone instead and taken room."""
-        assert self._host_lacks is not None, "something could not leave"
-        return self._error(self._home, self._host_lacks)
-
-    def _error(self, pool: Pool, deficit_bytes: int) -> OutOfMemory:
-        assert self._launch is not None, "room is made for launches"
-        training = self._launch.piece.job.training
-        assert training is not None, "a task of a training job"
-        work = self._launch.piece.work
-        knobs = knobs_of_launch(pool[0], work, training.spec, layout_of(training))
-        return OutOfMemory(pool, deficit_bytes, self._launch.name, knobs)
-
-    # ---- books
-    def _stamp(self, place: Place) -> int:
-        found = self._stamps.get(place)
-        return self._view.written[place] if found is None else found
-
-    def _may_leave(self, place: Place) -> bool:
-        return place.region.kind in self._kinds or place.region.kind is Kind.ACTIVATION
-
-    def _touch(self, place: Place, clock: int) -> None:
-        rank = self._leaving.rank(place)
-        if rank is None:
-            self._count(place)
-        rank = self._order.used(place, clock, rank, self._leaving.count)
-        self._leaving.put(place, rank)
-
-    def _count(self, place: Place) -> None:
-        if place.region.kind in STATES:
-            self.state_bytes += self._draft.held(place)
-
 
 def _is_gathered(place: Place) -> bool:
     return place.region.kind is Kind.BUFFER and place.region.slot == GATHERED
-
-
-def _is_weight(place: Place) -> bool:
-    return place.region.kind is Kind.WEIGHT
-
-
-def _is_on_its_way(job: Job, kind: Kind, part: int) -> bool:
-    """Whether a place is what a unit saves for the host, or its input that waits there: brought
-    early, or not gone yet."""
-    assert job.training is not None
-    units = layout_of(job.training).units
-    if kind is not Kind.ACTIVATION:
-        return False
-    is_input = part >= len(units)
-    return units[part - len(units)].sends_input if is_input else goes_out(units[part])

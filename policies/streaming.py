@@ -14,8 +14,9 @@ from policies.cycle import Ahead, Link, cycle_of, horizon, layout_of, trained_be
 from policies.eviction import LastIn
 from policies.exchange import gather, gathers
 from policies.launching import goes_out, launches_of
+from policies.occupancy import STATES
 from policies.out_of_memory import patient
-from policies.residency import STATES, Residency
+from policies.residency import Residency
 
 GRADIENTS_OUT = 2  # as DeepSpeed's stage 3 allows reduce events, and FSDP2 one reduce beside a copy
 Stays = Callable[[TrainingLayout, int, Link], bool]  # a chunk's weights, behind a launch
