@@ -47,7 +47,8 @@ def warn_beyond(table: str, first: object) -> None:
     log.warning(
         "cost table %s is extrapolated, first at %s: there predictions are guesses "
         "(provenance.json counts them, cost_extrapolated); where they matter, take a profile that "
-        "reaches as far, or serve no requests so long (`tandem trace import --max-total-tokens`)",
+        "reaches as far, or ask for less: shorter requests (`tandem trace import "
+        "--max-total-tokens`), or units of training as large as the profile's",
         table,
         first,
     )

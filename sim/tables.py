@@ -69,6 +69,11 @@ class TableCost(ShapePriced):
         return f"tables fitted to {self.source} for {self.model.name}"
 
     @property
+    def serves(self) -> bool:
+        """Whether it was calibrated with what serves, and not with training alone."""
+        return LINEAR in self.tables
+
+    @property
     def extrapolated(self) -> dict[str, int]:
         """Distinct points outside the grid that were asked for, by table; empty is good."""
         return {name: lookup.outside for name, lookup in self._lookups.items() if lookup.outside}
@@ -76,7 +81,7 @@ class TableCost(ShapePriced):
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
         """One launch by its shape: new tokens and tokens in KV per slice, rows of the head."""
         lookups = self._lookups
-        if LINEAR not in lookups:
+        if not self.serves:
             raise ValueError(f"{self.source} was calibrated with training alone; serve by another")
         decode, first, chunk = lookups[DECODE], lookups[FIRST], lookups[CHUNK]
         busy = lookups[LINEAR][sum(tokens)] + (lookups[HEAD][samples] if samples else 0.0)
@@ -128,7 +133,7 @@ class TableCost(ShapePriced):
 
     def as_deep_as(self, model: ModelSpec) -> TableCost:
         """The same for another number of layers, where tables are of single units: of training."""
-        if LINEAR in self.tables:
+        if self.serves:
             return self
         named = replace(self.model, name=model.name, num_layers=model.num_layers)
         return TableCost(self.tables, named, self.page, self.source)

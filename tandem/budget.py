@@ -78,7 +78,7 @@ def room_for(
         check_whole(budget, device, memory, given)
     kv = memory.left if given is None else given
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
-    reserved = getattr(getattr(policy, "memory", None), "max_tokens", None)  # by each job, whole
+    reserved = getattr(_serving(policy, "memory"), "max_tokens", None)  # by each job, whole
     if reserved is not None and not budget.may_refuse:
         check_reservation(reserved, longest)
     needed = page.bytes_for(reserved or longest) + _spare_pages(policy) * page.nbytes
@@ -139,7 +139,7 @@ def _largest_step(budget: Budget, requests: Sequence[Request], policy: Any) -> t
 
     A scheduling that does not cut prompts may have to compute the longest request whole.
     """
-    scheduling = getattr(policy, "scheduling", None)
+    scheduling = _serving(policy, "scheduling")
     jobs = getattr(scheduling, "max_jobs", len(requests))
     limit = budget.step_tokens or getattr(scheduling, "token_budget", None)
     if limit and (budget.step_tokens or getattr(scheduling, "cuts", False)):
@@ -160,7 +160,13 @@ def _is_replay(policy: Any) -> bool:
 
 def _spare_pages(policy: Any) -> int:
     """Pages that must be free beside those of a job, for the memory policies that ask for some."""
-    return int(getattr(getattr(policy, "memory", None), "spare_pages", 0))
+    return int(getattr(_serving(policy, "memory"), "spare_pages", 0))
+
+
+def _serving(policy: Any, half: str) -> Any:
+    """The half of a policy that serves: of one that serves and trains by turns, that side of it."""
+    whole = getattr(policy, half, None)
+    return getattr(whole, "serving", whole)
 
 
 def _workspace_bytes(
@@ -171,7 +177,7 @@ def _workspace_bytes(
     One of them is the longest request computed whole after a restart or, under a token budget, the
     end of it: a slice behind a context, which takes a mask.
     """
-    scheduling = getattr(policy, "scheduling", None)
+    scheduling = _serving(policy, "scheduling")
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
     limit = budget.step_tokens or getattr(scheduling, "token_budget", None) or 0
     jobs = min(len(requests), getattr(scheduling, "max_jobs", len(requests)))

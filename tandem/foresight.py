@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from tandem.axes import with_axes
 from tandem.composed import Composed
 from tandem.experiment import engine_of
 from tandem.grid import grid_of
+from tandem.progress import search_bar
 from tandem.screen import shown_bytes, shown_parts, shown_seconds, shown_times
 from tandem.setting import Setting, builder_of, setting_of, spec_of
 from tandem.training import Trainee, planner_of
@@ -30,7 +31,7 @@ from tandem.worlds import World
 
 LATE = 0.03  # as far as a steady machine moves
 STEPS = 3  # simulated: a warm-up, one that finds memory as it left it, and one that has settled
-MOST_LAYERS = 4096
+MOST_LAYERS = 512  # beyond any model that is trained; a plan of so many takes seconds
 BEYOND = 3  # layers: chunks are rounded, so a deeper model may fit where one in between does not
 EXAMPLES = """examples:
   tandem plan trace=none training=sample policy=zero3_offload budget.device_bytes=70000000
@@ -90,16 +91,21 @@ def largest(point: Composed) -> int:
 
     By doubling and halving, as if depth alone decided; then a few layers beyond.
     """
-    least = least_layers(point)
+    with search_bar("looking for the largest") as tried:
 
-    @cache
-    def fits(count: int) -> bool:
-        try:
-            foresee(point, count)
-        except DoesNotFit:
-            return False
-        return True
+        @cache
+        def fits(count: int) -> bool:
+            tried()
+            try:
+                foresee(point, count)
+            except DoesNotFit:
+                return False
+            return True
 
+        return _largest(fits, least_layers(point))
+
+
+def _largest(fits: Callable[[int], bool], least: int) -> int:
     low, high = least - 1, least
     while fits(high):
         low, high = high, min(2 * high, MOST_LAYERS)

@@ -9,6 +9,7 @@ from engine.plan import Tier
 from policies.out_of_memory import DoesNotFit, OutOfMemory
 from tandem.composed import Composed
 from tandem.foresight import foresee
+from tandem.progress import search_bar
 from tandem.screen import shown_bytes
 from tandem.setting import training_space
 from tandem.workload import is_nothing
@@ -79,14 +80,17 @@ def _lowered(tried: Try, fitting: Need, tier: Tier, floor: int, low: int) -> int
 def least_of(point: Composed, refused: DoesNotFit) -> Need | None:
     """The budget with which a point that was refused, and only trains, fits; None if none does."""
 
-    def tried(need: Need) -> DoesNotFit | None:
-        try:
-            foresee(_with(point, need))
-        except DoesNotFit as error:
-            return error
-        return None
+    with search_bar("looking for the least budget") as count:
 
-    return least_memory(tried, _space(point), refused)
+        def tried(need: Need) -> DoesNotFit | None:
+            count()
+            try:
+                foresee(_with(point, need))
+            except DoesNotFit as error:
+                return error
+            return None
+
+        return least_memory(tried, _space(point), refused)
 
 
 def told_least(point: Composed, refused: DoesNotFit) -> str:

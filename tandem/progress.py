@@ -1,10 +1,11 @@
-"""A progress bar on a terminal, nothing elsewhere."""
+"""Progress bars on a terminal, nothing elsewhere."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from engine.engine import Engine
@@ -40,6 +41,21 @@ def progress_bar(
     finally:
         over.set()
         thread.join()
+
+
+@contextmanager
+def search_bar(what: str) -> Iterator[Callable[[], object]]:
+    """Counts, while the block runs, the points that are tried in a search: to be called for each.
+    What cost tables say of those is not told, since nobody asked for them."""
+    from tqdm import tqdm
+
+    tables, was_disabled = logging.getLogger("sim.table"), logging.getLogger("sim.table").disabled
+    tables.disabled = True
+    try:
+        with tqdm(desc=what, unit=" tried", leave=False, disable=None) as bar:  # None: no terminal
+            yield bar.update
+    finally:
+        tables.disabled = was_disabled
 
 
 def amount(work: Sequence[Request | TrainingJob]) -> tuple[int, str]:

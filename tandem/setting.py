@@ -76,6 +76,11 @@ def setting_of(point: Composed, spec: ModelSpec | None = None) -> Setting:
     if trainees and not requests:
         spec = trainees[0].spec  # in the dtype that it trains in
     cost = cost_of(config, device, spec, page_tokens, group)
+    if requests and config["backend"]["name"] == "sim" and not getattr(cost, "serves", True):
+        raise ValueError(
+            f"profile={config['profile']} was calibrated with training alone: it has no prices for "
+            "what is served; take another, or none (profile=null)"
+        )
     room = _room(config, device, spec, page_tokens, requests, trainees, policy, replicas)
     quoted = PolicyCost(cost, _nothing)
     planned = laid_out(config, builder, trainees, room.capacity_bytes, quoted, policy)

@@ -73,7 +73,9 @@ def trainees_of(
     job = replace(asked.job(number, own.num_layers + 2, own.name), ranks=ranks)
     batches = asked.batches(job, own.vocab_size, Path(config["cache"]))
     _warn_of_warmup(job)
-    _warn(batches.account(), job, own)
+    if getattr(asked.data, "tokenizer", None) is not None:  # else it was told at the import
+        _warn_of_rows(batches.account(), job)
+    _warn_of_ids(batches.account(), job, own)
     return (Trainee(job, own, training_shape(own, job), batches),)
 
 
@@ -90,11 +92,14 @@ def _warn_of_warmup(job: TrainingJob) -> None:
         )
 
 
-def _warn(account: Mapping[str, int], job: TrainingJob, own: ModelSpec) -> None:
+def _warn_of_rows(account: Mapping[str, int], job: TrainingJob) -> None:
     for what, count in account.items():
         if what.startswith(ROWS_DROPPED):
             why = what.removeprefix(ROWS_DROPPED)
             log.warning("%s: not trained on, of its rows: %s (%s)", job.dataset, f"{count:,}", why)
+
+
+def _warn_of_ids(account: Mapping[str, int], job: TrainingJob, own: ModelSpec) -> None:
     if beyond := account.get("tokens_beyond_vocabulary", 0):
         log.warning(
             "%s tokens of %s are beyond the %s that model %s knows: they are taken modulo that",

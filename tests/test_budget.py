@@ -154,3 +154,11 @@ def test_the_steps_of_a_plan_log_are_not_judged_again() -> None:
     unlimited = replace(whole, scheduling=replace(whole.scheduling, max_jobs=200))
     with pytest.raises(ValueError, match="MiB short"):
         room_for(budget, *given, unlimited)
+
+
+@pytest.mark.parametrize("device", ["cpu", "a100"])
+def test_who_serves_and_trains_by_turns_sets_aside_what_its_serving_side_takes(device: str) -> None:
+    words = [f"device={device}", "backend=sim"]
+    shared = setting_of(composed([*words, "policy=time_shared", "training=random"]))
+    served = setting_of(composed([*words, "policy=chunked_restart"]))
+    assert shared.room.memory == served.room.memory

@@ -19,6 +19,8 @@ from sim.errors import ALL, errors_of
 from sim.fit_training import Recorded, all_observed, fit_training
 from sim.tables import TableCost
 from sim.trained import AGAIN, BACKWARD, FORWARD, LIGHT, UPDATE, Trained, unit_of, update_of
+from tandem.compose import composed
+from tandem.setting import setting_of
 from tests.additive import PAGE, US, copy_ns, host_ns
 from tests.training_jobs import TINY, job_of, layout_of
 from traces.recipe import Recipe
@@ -217,6 +219,16 @@ def test_a_profile_of_training_alone_is_kept_and_serves_nobody(tmp_path: Path) -
         again.shape_ns([1], [10], 1)
     deeper = replace(TINY, name="deep", num_layers=9)
     assert again.as_deep_as(deeper).model == deeper, "its tables are of single units"
+
+
+def test_such_a_profile_is_refused_where_something_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cost = noisy()
+    monkeypatch.setattr("tandem.profile.read_cost", lambda *_: cost)
+    with pytest.raises(ValueError, match=r"profile=mine was calibrated with training alone"):
+        setting_of(composed(["profile=mine", "backend=sim", "limit=2"]))
+    setting_of(composed(["profile=mine", "trace=none", "training=random", "policy=train_lru"]))
 
 
 def test_serving_and_training_are_fitted_side_by_side() -> None:

@@ -1,11 +1,14 @@
-"""What a progress bar counts: requests, steps of training, or both."""
+"""What progress bars count: requests, steps of training, or both; and when they say nothing."""
 
 from __future__ import annotations
 
 import random
 
+import pytest
+
 from policies.all_on_device import AllOnDevice
-from tandem.progress import amount, done
+from sim.table import warn_beyond
+from tandem.progress import amount, done, search_bar
 from tests.offload import job_of, laid_out, run, shape_of
 from traces.request import Request, TrainingJob
 
@@ -24,3 +27,15 @@ def test_it_is_full_when_all_steps_are_done() -> None:
     job = job_of(shape)
     found = run(AllOnDevice(), laid_out(shape), job)
     assert done(found.engine.recorder) == amount([job])[0] == 3
+
+
+def test_a_search_is_quiet_where_nobody_looks(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also about tables that do not reach as far as what it tries."""
+    with search_bar("looking") as tried:
+        tried()
+        warn_beyond("chunk", 1)
+    assert not caplog.records and capsys.readouterr() == ("", "")
+    warn_beyond("chunk", 1)
+    assert len(caplog.records) == 1

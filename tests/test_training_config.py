@@ -84,7 +84,7 @@ def test_the_runs_seed_orders_the_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["training.sequences=0"], "sequences must be at least 1"),
+        (["training.sequences=0"], "sequences=0: it must be at least 1"),
         (["training.recipe.lr=1"], "training.recipe.lr"),
         (["training.recipe.optimizer=adam"], "recipe.optimizer=adam: use one of"),
         (["training.recipe.betas=[0.9]"], "training.recipe.betas"),
@@ -139,6 +139,13 @@ def test_rows_that_nothing_came_of_are_told(
     assert f"{text.name}: not trained on, of its rows: 1 (no body field)" in told
 
 
+def test_of_a_text_that_was_imported_before_nothing_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    setting_of(composed(["trace=none", "policy=zero3_offload", "training=sample"]))
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("warmup", "steps", "most"), [(0, 1, None), (3, 4, None), (4, 4, 0.75e-3), (100, 20, 0.19e-3)]
 )
@@ -165,3 +172,5 @@ def test_text_is_not_taken_for_what_is_imported(text: Path, tmp_path: Path) -> N
             Text(path=str(path)).file(tmp_path)
     with pytest.raises(ValueError, match="no such file"):
         Text(path=str(tmp_path / "absent.txt"), tokenizer="any").file(tmp_path)
+    with pytest.raises(ValueError, match="that is a folder; name a file in it"):
+        Text(path=str(tmp_path), tokenizer="any").file(tmp_path)

@@ -52,7 +52,7 @@ class Recipe:
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"recipe.{name}={value}: use one of {', '.join(known)}")
         for name in AMOUNTS:
-            self._check(name, 0 <= getattr(self, name) < math.inf, "at least 0")
+            self._check(name, 0 <= getattr(self, name) < math.inf, "a number, at least 0")
         for name in SHARES:
             self._check(name, 0 <= getattr(self, name) < 1, "in [0, 1)")
         are_shares = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)

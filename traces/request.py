@@ -88,7 +88,8 @@ class TrainingJob:
         counts = ("num_units", "sequences", "num_steps", "microbatches", "ranks")
         for name in counts:
             if getattr(self, name) < 1:
-                raise ValueError(f"training job {self.job_id}: {name} must be at least 1")
+                told = f"{name}={getattr(self, name)}"
+                raise ValueError(f"training job {self.job_id}: {told}: it must be at least 1")
         if self.sequence_tokens < 2:
             raise ValueError(
                 f"training job {self.job_id}: sequence_tokens must be at least 2: the loss is over "

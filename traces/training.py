@@ -79,7 +79,8 @@ class Text:
             self._check_is_tokenised(path)
             return path
         if not path.is_file():
-            raise ValueError(f"training.data.path={path}: no such file")
+            what = "that is a folder; name a file in it" if path.is_dir() else "no such file"
+            raise ValueError(f"training.data.path={path}: {what}")
         return cached_import(path, {"kind": "text", **options}, cache)
 
     def _check_is_tokenised(self, path: Path) -> None:
