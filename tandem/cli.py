@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
 from tandem.errors import RunFailed
@@ -66,15 +69,16 @@ def warnings_are_ours() -> None:
 def guarded(verb: Callable[[], int]) -> int:
     """The verb's exit code, its errors told in one line (all of them with HYDRA_FULL_ERROR=1)."""
     try:
-        return verb()
+        with _told_to_end():
+            return verb()
     except (ValueError, RunFailed) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         print(f"tandem: {' '.join(str(error).split())}", file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("tandem: interrupted", file=sys.stderr)
-        return 130
+        return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     except BrokenPipeError:  # `tandem list | head` is no error
         sys.stderr.close()
         return 0
@@ -85,6 +89,27 @@ def guarded(verb: Callable[[], int]) -> int:
         told = f"{where}: {error.strerror}" if where else str(error)
         print(f"tandem: {' '.join(told.split())}", file=sys.stderr)
         return 1
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: `kill`, `timeout` or a cluster wants the command to end."""
+
+
+@contextmanager
+def _told_to_end() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does: workers end, and what is done is told and kept."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+
+    def end(*_: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:

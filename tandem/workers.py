@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 
 from tandem.cli import warnings_are_ours
@@ -104,6 +105,7 @@ def _exit_words(code: int | None) -> str:
 
 def _serve(there: Connection) -> None:
     """The worker's loop. An error that is no failed run ends it: the point is tried again."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     warnings_are_ours()
     while True:
         try:
@@ -111,6 +113,14 @@ def _serve(there: Connection) -> None:
         except EOFError:  # the sweep is over, or was killed
             return
         there.send(run_point(task))
+
+
+def _end_with_parent() -> None:
+    """A sweep that is killed takes its workers along: else they would write where the next one,
+    which goes on with it, writes too."""
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 
 from tandem import workers
@@ -255,7 +256,14 @@ def test_a_killed_workers_point_is_tried_again_a_few_times(
     assert not list(Path("out").glob("*.running"))
 
 
-def test_an_interrupted_sweep_leaves_finished_points_and_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_an_interrupted_sweep_leaves_finished_points_and_goes_on(
+    how: signal.Signals, tmp_path: Path
+) -> None:
     words = ["sweep", *SMALL, "seed=range(30)", "--jobs", "1", "--out", "out"]
     # A job in the background of a shell, as CI may be, starts with Ctrl-C ignored: listen to it.
     listening = (
@@ -266,11 +274,16 @@ def test_an_interrupted_sweep_leaves_finished_points_and_goes_on(tmp_path: Path)
     while len({*Path("out").glob("*/metrics.json")} - {*Path("out").glob("*.running/*")}) < 3:
         assert child.poll() is None
         time.sleep(0.02)
-    child.send_signal(signal.SIGINT)
-    assert child.wait(timeout=60) == 130
+    left = psutil.Process(child.pid).children(recursive=True)
+    assert left
+    child.send_signal(how)
+    is_killed = how is signal.SIGKILL
+    assert child.wait(timeout=60) == (-how if is_killed else 128 + how)
+    while any(worker.is_running() for worker in left):
+        time.sleep(0.02)
     done = [f for f in Path("out").iterdir() if status_of(f) == "ok" and f.suffix != ".running"]
     assert 3 <= len(done) < 30
-    assert Path("out/runs.parquet").is_file()
+    assert is_killed or Path("out/runs.parquet").is_file()
     again = next(iter(folders("out").items()))
     assert run_point(Task(again[1].name, composed(again[0]), again[1])).error is None
 
