@@ -89,7 +89,9 @@ def test_a_machine_that_changed_meanwhile_is_told(total: float, steady: bool) ->
     table = pd.DataFrame(columns, index=["all launches", f"{AGAIN}all launches"])
     table.loc["all launches", "total"] = 0.5  # of shapes: says nothing about a change
     assert is_steady(table) is steady
-    assert ("Calibrate again" in told(table)) is not steady
+    assert ("calibrate again" in told(table)) is not steady
+    trained = table.drop(f"{AGAIN}all launches").assign(total=total)  # launches through the engine
+    assert ("of training are" in told(trained)) is not steady
 
 
 def test_a_replay_is_as_large_as_its_batches_may_be() -> None:
