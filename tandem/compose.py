@@ -134,7 +134,7 @@ def _known_keys(wrong: str) -> list[str]:
     """Names at the level of the wrong key in the default configuration, groups included.
 
     And those that end alike, at any depth of any option of its group: who writes training.path
-    looks for training.data.path.
+    looks for training.data.path, and who writes training.steps for training.num_steps.
     """
     try:
         config = default_config()
@@ -143,7 +143,7 @@ def _known_keys(wrong: str) -> list[str]:
     everything = list(_keys(config)) + [path.name for path in _groups()]
     depth, (group, _, last) = wrong.count("."), wrong.rpartition(".")
     found = [key for key in everything if key.count(".") == depth]
-    return [*found, *(key for key in _keys_of_options(group) if key.endswith(f".{last}"))]
+    return [*found, *(key for key in _keys_of_options(group) if last in key.rpartition(".")[2])]
 
 
 def _keys_of_options(group: str) -> Iterator[str]:

@@ -222,5 +222,5 @@ def _tell_largest(point: Composed, is_silent: bool) -> None:
         print(f"largest: not even {few}")
         return
     spec = replace(spec_of(point), num_layers=count)
-    layers = f"{'at least ' if count == MOST_LAYERS else ''}{count} layers"
+    layers = f"{'at least ' if count == MOST_LAYERS else ''}{count} layer{'s' * (count > 1)}"
     print(f"largest of this width: {layers}, {spec.parameters / 1e6:,.1f} M parameters")

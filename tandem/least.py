@@ -130,4 +130,4 @@ def _beyond(point: Composed, nbytes: int) -> str:
     if nbytes <= device["memory_bytes"]:
         return ""
     has = shown_bytes(device["memory_bytes"])
-    return f"; {device['name']} has {has}: take a larger device, device=..."
+    return f"; that is more than the {has} of {device['name']}: take a larger device, device=..."

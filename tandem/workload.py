@@ -32,6 +32,8 @@ def requests_of(
     """
     seed = conform(config["seed"], int, "seed")
     if is_nothing(config["trace"]):
+        if config["limit"] is not None:
+            log.warning("limit=%s: trace=none has no requests to take it of", config["limit"])
         return []
     requests = _traced(config, builder, seed)
     check_classes(config, {request.slo for request in requests})

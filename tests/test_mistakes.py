@@ -28,6 +28,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "arrival.rat=3"], "did you mean arrival.rate"),
         (["run", "arival=poisson"], "arival: no such setting; did you mean arrival?"),
         (["run", "training=text", "training.path=x"], "did you mean training.data.path or trace."),
+        (["run", "policy=zero3"], "policy=zero3: no such option; did you mean zero3_offload?"),
+        (["run", "training=sample", "training.steps=3"], "did you mean training.num_steps?"),
         (["run", "policy=chunked_restrat"], "did you mean chunked_restart"),
         (["run", "arrival.rate=abc"], "rate=abc: that is text; give a number"),
         (["run", "arrival.rate=-1"], "must be a positive number"),

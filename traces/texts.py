@@ -142,4 +142,5 @@ def _all_rows(builder: str, path: Path, **settings: Any) -> Sequence[Any]:
 
 def _refuse_field(path: Path, text_field: str, names: Iterable[str]) -> None:
     listed = " ".join(", ".join(names).split())  # a name may be of several lines
-    raise ValueError(f"{path}: no field {text_field}; it has {listed}: name one with text_field")
+    how = "name one with text_field (--text-field; training.data.text_field)"
+    raise ValueError(f"{path}: no field {text_field}; it has {listed}: {how}")
