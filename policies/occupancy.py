@@ -45,6 +45,7 @@ class Occupancy:
         self._launch: Launching | None = None  # the one at hand
         self.clock = 0  # launches drafted
         self.state_bytes = 0  # on the device, of what may leave
+        self.lacks_bytes = 0  # on the host, for an update that is on the device therefore
         self._host_lacks: int | None = None  # with so much more the draft would be another
         for place in self._found():
             self._count(place)
@@ -140,7 +141,7 @@ class Occupancy:
                 continue
             if pool == self._here and self._is_stuck():
                 raise self._host_error()
-            raise self._error(pool, nbytes - room)
+            raise self._nearer(pool, nbytes - room)
 
     def _makes_room(self) -> bool:
         return self._leaving.send_first(self._pinned, self.evict)
@@ -169,6 +170,13 @@ class Occupancy:
         be more, since something smaller has gone instead and taken room."""
         assert self._host_lacks is not None, "something could not leave"
         return self._error(self._home, self._host_lacks)
+
+    def _nearer(self, pool: Pool, deficit_bytes: int) -> OutOfMemory:
+        """Of an update that is on the device for want of room on the host, what is lacking there,
+        if that is less."""
+        if 0 < self.lacks_bytes < deficit_bytes:
+            return self._error(self._home, self.lacks_bytes)
+        return self._error(pool, deficit_bytes)
 
     def _error(self, pool: Pool, deficit_bytes: int) -> OutOfMemory:
         assert self._launch is not None, "room is made for launches"

@@ -41,6 +41,7 @@ class Residency(Occupancy):
     # ---- a launch
     def launches(self, piece: Slice, on: str, reuses: bool = False) -> Iterator[Launching]:
         """Those of a task; an update for which the host has no room runs on the device."""
+        self.lacks_bytes = 0
         if on == HOST_LANE and piece.work is Work.UPDATE:
             (update,) = launches_of(piece, self._view.device, on, reuses)
             missing = [nbytes for place, nbytes in update.brought if not self._draft.held(place)]
@@ -48,6 +49,7 @@ class Residency(Occupancy):
             if self._host_has(sum(missing)):
                 yield update
                 return
+            self.lacks_bytes = sum(missing) - self._draft.room(self._home)
         yield from launches_of(piece, self._view.device, COMPUTE_LANE, reuses)
 
     def seat(self, launch: Launching) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,11 +56,17 @@ def test_lockstep_decides_as_the_simulator(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_measured_log_is_played_back(alone: Run, tmp_path: Path, short_probes: None) -> None:
     """To the same bytes, copies and losses. Training ends long before serving, whose plans then
-    give its states back."""
+    give its states back. (Capacities differ: what steps of a log take at most nobody knows before,
+    and more is left for KV.)"""
     measured = carried_out(tmp_path / "a", *BOTH, "backend=cpu")
     replay = ("policy=recorded", "limit=4", f"replayed={tmp_path / 'a'}")
     played = carried_out(tmp_path / "b", *replay, "backend=lockstep")
-    assert booked(played) == booked(measured)
+    assert filled(played) == filled(measured)
     assert copies(played) == copies(measured) != []
     assert played.training["loss"].tolist() == alone.training["loss"].tolist()
     assert (played.requests["status"] == "finished").all()
+
+
+def filled(run: Run) -> list[tuple[Any, ...]]:
+    """Of what is booked all but the capacity."""
+    return [(step, tier, *nbytes) for step, tier, _, *nbytes in booked(run)]
