@@ -36,6 +36,20 @@ def test_a_profile_of_the_simulator_predicts_what_its_roofline_does(
         calibrate_training(composed(SMALL), tmp_path / "profile")
 
 
+@pytest.mark.slow
+def test_a_profile_of_adapters_knows_what_whole_units_take_on_the_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters themselves are copied in less time than any link's latency."""
+    monkeypatch.setattr(training_profile, "HELD", 2)
+    small = (*SMALL, "training/recipe=lora")
+    calibrate_training(composed(small), tmp_path / "profile")
+    other = [*small, "trace=none", "policy=fsdp2_offload", "planner.modes=offload"]
+    other += ["training.sequences=2", "training.sequence_tokens=40"]
+    predicted = foresee(composed([*other, f"profile={tmp_path / 'profile'}"]))
+    assert predicted.step_s == pytest.approx(foresee(composed(other)).step_s, rel=0.02)
+
+
 def test_a_clock_of_reference_works_is_kept_by_all_shapes() -> None:
     """Found once, before the first of them is measured."""
     point = with_reference(composed([*SMALL, "backend=cpu"]).config, (7, 9))
