@@ -30,65 +30,22 @@ from analysis.drift import STEADY
 from analysis.run import Run
 from analysis.training import training_summary
 from analysis.usage import pools
-from benchmarks.fidelity import ATTEMPTS, keep, middle, run, say
+from benchmarks.fidelity import ATTEMPTS, keep, middle, run, say, verdict_of
 from benchmarks.launch_peaks import watched
-from runtime.training_shapes import Microbatch, TrainingLimits, grid
+from benchmarks.training_cases import CALIBRATED, ROOMY, Case, check_unseen, common
+from runtime.training_shapes import Microbatch
 from tandem.compose import composed
 from tandem.foresight import foresee
-from tandem.training_profile import BEYOND, calibrate_training
+from tandem.training_profile import calibrate_training
 
 OUT = Path("benchmarks/results/training_fidelity.csv")
-PART = OUT.with_stem("training_fidelity_part")  # grows, and is all that there is of a part
 STEP = {"service": 0.05, "wall": 0.10}
 PEAK, TRANSIENT = 0.03, 0.05
 COLUMNS = ["case", "figure", "measured", "error", "worst_rerun", "bar"]
 MEASURED = ("backend=cpu", "backend.probe_look_s=null")  # probes are jobs here
-ROOMY = ("device.memory_bytes=8589934592", "device.host_bytes=8589934592")
-CALIBRATED = Microbatch(4, 96)  # and up to twice as many rows
 PROBE = ("policy=zero_offload", "planner.modes=keep", "model.num_layers=2", *ROOMY)
-PROBE += ("training.sequences=4", "training.sequence_tokens=64", "training.num_steps=8")
-COMMON = ("trace=none", "training=random", "model=tiny_llama")
+PROBE += ("training.sequences=4", "training.sequence_tokens=64", "training.num_steps=24")
 STILL = ("device.host_plan_ns=0", "device.host_slice_ns=0")  # a meter finds nothing in flight
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is trained, in how much of the memory that it would take with all on the device."""
-
-    policy: str
-    modes: str
-    layers: int
-    shape: Microbatch
-    share: float
-    microbatches: int = 1
-
-    @property
-    def name(self) -> str:
-        """In the table."""
-        return f"{self.policy} {self.modes}"
-
-    @property
-    def job(self) -> tuple[str, ...]:
-        """The words of it, but for policy and budget."""
-        sequences, tokens = self.shape
-        return (
-            *COMMON,
-            f"planner.modes={self.modes}",
-            f"model.num_layers={self.layers}",
-            f"training.sequences={sequences}",
-            f"training.sequence_tokens={tokens}",
-            f"training.microbatches={self.microbatches}",
-        )
-
-    def settings(self, num_steps: int) -> tuple[str, ...]:
-        """The whole run; its budget is a share of what a simulation without pressure takes."""
-        found = foresee(composed([*self.job, "policy=train_on_device", *ROOMY, "backend=sim"]))
-        budget = int(self.share * found.peak_bytes("gpu:0")["used"])
-        words = (*self.job, f"policy={self.policy}", f"budget.device_bytes={budget}")
-        chunks = ("planner.chunk_elements=600000",) if self.policy == "patrickstar" else ()
-        return (*words, *chunks, f"training.num_steps={num_steps}")
-
-
 CASES = (
     Case("zero3_offload", "keep", 6, Microbatch(3, 120), 0.6),
     Case("zero_offload", "recompute", 4, Microbatch(2, 152), 0.5, microbatches=2),
@@ -110,34 +67,37 @@ def main() -> int:
     chosen = parser.parse_args()
     if chosen.quick:
         chosen.reruns, chosen.steps = 2, 8
-    check_unseen(CASES)
     cases = QUICK if chosen.quick else CASES
     is_whole = not chosen.quick and set(chosen.clocks) == set(STEP)
+    table = measured(chosen, cases, OUT, is_whole)
+    return verdict_of("training_fidelity_worst", table)
+
+
+def measured(
+    chosen: argparse.Namespace, cases: Sequence[Case], out: Path, is_whole: bool
+) -> pd.DataFrame:
+    """All cases, judged, and the CSV of them; of a part beside it, which grows: it takes long."""
+    check_unseen(cases)
+    part_of = out.with_stem(f"{out.stem}_part")
     with tempfile.TemporaryDirectory() as temporary:
         table = pd.DataFrame(columns=COLUMNS)
-        for part in parts(chosen, cases, chosen.keep or Path(temporary)):  # it takes long
+        for part in parts(chosen, cases, chosen.keep or Path(temporary)):
             table = pd.concat([table, part]) if len(table) else part
-            keep(judged(table), PART)
+            keep(judged(table), part_of)
     if is_whole:
-        for path in (PART, PART.with_suffix(".json")):
+        for path in (part_of, part_of.with_suffix(".json")):
             path.unlink()
-    return finish(judged(table), OUT if is_whole else PART)
-
-
-def check_unseen(cases: Sequence[Case]) -> None:
-    """The test of the test: no judged microbatch is one of the calibration's."""
-    known = grid(TrainingLimits(4096, BEYOND * CALIBRATED.rows))
-    assert not {case.shape for case in cases} & {*known}
-    assert max(case.shape.rows for case in cases) <= BEYOND * CALIBRATED.rows
+        keep(judged(table), out)
+    return judged(table)
 
 
 def parts(chosen: argparse.Namespace, cases: Sequence[Case], root: Path) -> Iterator[pd.DataFrame]:
-    """Memory first; then each clock with a calibration of its own, case by case."""
+    """Memory first; then each clock with a calibration per recipe, case by case."""
     for case in cases:
         yield memory_rows(case)
     for clock in chosen.clocks:
-        profile = calibrated(clock, root / clock / "profile")
         for case in cases:
+            profile = calibrated(clock, case.recipe, root / clock / f"profile-{case.recipe}")
             runs = reruns(case, clock, profile, chosen, root / clock)
             yield timed_rows(case, clock, runs, chosen.reruns)
 
@@ -153,12 +113,12 @@ class Pair:
     pace: float
 
 
-def calibrated(clock: str, folder: Path) -> Path:
-    """A profile of two layers."""
+def calibrated(clock: str, recipe: str, folder: Path) -> Path:
+    """A profile of two layers, made once."""
     if not folder.is_dir():
-        say(f"calibrating, clock {clock}")
+        say(f"calibrating {recipe}, clock {clock}")
         sequences, tokens = CALIBRATED
-        words = [*COMMON, *MEASURED, "model.num_layers=2", "policy=zero_offload"]
+        words = [*common(recipe), *MEASURED, "model.num_layers=2", "policy=zero_offload"]
         words += [f"backend.clock={clock}", "backend.reference_ns=auto"]
         words += [f"training.sequences={sequences}", f"training.sequence_tokens={tokens}"]
         say(calibrate_training(composed(words), folder).to_string())
@@ -173,12 +133,13 @@ def reruns(
     told = f"backend.reference_ns={json.dumps(reference, separators=(',', ':'))}"
     backend = (*MEASURED, f"backend.clock={clock}", told)
     folder, settings = root / case.name.replace(" ", "-"), case.settings(chosen.steps)
-    probe = foresee(composed([*COMMON, *PROBE, f"profile={profile}", "backend=sim"])).step_s
+    job = (*common(case.recipe), *PROBE)
+    probe = foresee(composed([*job, f"profile={profile}", "backend=sim"])).step_s
     accepted = list[Pair]()
-    before = probed(backend, folder / "probe-0") / probe
+    before = probed((*job, *backend), folder / "probe-0") / probe
     for attempt in range(ATTEMPTS * chosen.reruns):
         measured = run((*settings, *backend), folder / f"run-{attempt}")
-        after = probed(backend, folder / f"probe-{attempt + 1}") / probe
+        after = probed((*job, *backend), folder / f"probe-{attempt + 1}") / probe
         moved = after / before - 1
         say(f"{case.name}, {clock}: run {attempt}, probes at {after:.3f}, moved {moved:+.1%}")
         if abs(moved) <= STEADY:
@@ -192,9 +153,9 @@ def reruns(
     return accepted
 
 
-def probed(backend: Sequence[str], folder: Path) -> float:
+def probed(settings: Sequence[str], folder: Path) -> float:
     """The settled step of the probe, measured."""
-    return step_s(run((*COMMON, *PROBE, *backend), folder))
+    return step_s(run(settings, folder))
 
 
 def timed_rows(case: Case, clock: str, pairs: Sequence[Pair], wanted: int) -> pd.DataFrame:
@@ -251,16 +212,6 @@ def judged(table: pd.DataFrame) -> pd.DataFrame:
     share = (error / bar.where(bar > 0)).where(bar.notna())
     never = bar.eq(0) & (error > 0)
     return table.assign(used=share.mask(bar.eq(0), 0.0).mask(never, np.inf))
-
-
-def finish(table: pd.DataFrame, out: Path) -> int:
-    """Writes the CSV, prints the table and the claim; returns the exit status."""
-    keep(table, out)
-    print(table.to_string(index=False, float_format=lambda x: f"{x:.4g}", na_rep="-"))
-    worst = float(table["used"].max())
-    verdict = "pass" if worst <= 1 else "fail"
-    print(f"training_fidelity_worst {worst:.3g} of_bar 1 {verdict}")
-    return int(verdict == "fail")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks import launch_peaks, training_fidelity
+from benchmarks import launch_peaks, training_fidelity, training_recipes
 from benchmarks.largest_model import Size, judged, row
 from benchmarks.launch_peaks import Watched, watched
-from benchmarks.training_fidelity import CASES, COLUMNS, STILL, check_unseen
+from benchmarks.training_cases import check_unseen
+from benchmarks.training_fidelity import CASES, COLUMNS, STILL
 from runtime.training_shapes import Microbatch
 from tandem.compose import composed
 from tandem.foresight import foresee
@@ -48,7 +49,7 @@ def test_wrong_books_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_judged_microbatch_is_calibrated() -> None:
-    check_unseen(CASES)
+    check_unseen([*CASES, *training_recipes.CASES])
     with pytest.raises(AssertionError):
         check_unseen([replace(CASES[0], shape=Microbatch(4, 64))])
 
