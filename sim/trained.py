@@ -16,15 +16,18 @@ from traces.request import TrainingJob
 FORWARD, LIGHT, AGAIN, BACKWARD, UPDATE = "forward", "light", "again", "backward", "update"
 EMBEDDING, LAYER, HEAD, CHUNK = "embedding", "layer", "head", "chunk"
 FULL, ADAPTERS, FROZEN = "full", "adapters", "frozen"
+READERS = ("q_proj", "k_proj", "v_proj", "c_attn")  # products of a layer's input, normed
 STATES = {"adamw": 2, "sgd": 0}  # of an optimizer per number that it updates; momentum adds one
 
 
 class Product(NamedTuple):
-    """A matrix that rows are multiplied with, and whether it trains."""
+    """A matrix that rows are multiplied with, whether it trains, and whether the unit's input or
+    what others made of it goes in."""
 
     inputs: int
     outputs: int
     trains: bool
+    reads_input: bool = False
 
 
 class Trained(NamedTuple):
@@ -37,6 +40,8 @@ class Trained(NamedTuple):
     products  the unit's matrices, adapters among them
     elements  numbers that train: in the unit, or in the chunk
     element_bytes  what an update reads and writes of each
+    is_lowest  a backward that adapters end: below it nothing trains, so its input wants no gradient
+               (where a layer trains itself, its first norm does, and wants nearly the same)
     """
 
     work: str
@@ -48,6 +53,7 @@ class Trained(NamedTuple):
     elements: int = 0
     element_bytes: int = 0
     lane: str = COMPUTE_LANE
+    is_lowest: bool = False
 
     @property
     def rows(self) -> int:
@@ -119,7 +125,10 @@ def unit_of(
         )
     kind = EMBEDDING if unit == 0 else LAYER if unit < len(units) - 1 else HEAD
     own = [parameters[p] for p in units[unit]]
-    products = tuple(Product(p.shape[1], p.shape[0], p.trains) for p in own if len(p.shape) == 2)
+    products = tuple(_product(p) for p in own if len(p.shape) == 2)
+    is_adapted = kind == LAYER and job.recipe.lora_rank is not None
+    below = (p for number in range(unit) for p in units[number])
+    is_lowest = work == BACKWARD and is_adapted and not any(parameters[p].trains for p in below)
     return Trained(
         work,
         kind,
@@ -129,7 +138,16 @@ def unit_of(
         () if kind == EMBEDDING else products,
         sum(p.elements for p in own if p.trains),
         lane=lane,
+        is_lowest=is_lowest,
     )
+
+
+@lru_cache(maxsize=1 << 12)
+def _product(parameter: Parameter) -> Product:
+    module, _, adapter = parameter.name.partition(".lora_")
+    name = module.removesuffix(".weight").removesuffix(".base_layer").rpartition(".")[2]
+    reads_input = name in READERS and not adapter.startswith("B")  # that reads what A made
+    return Product(parameter.shape[1], parameter.shape[0], parameter.trains, reads_input)
 
 
 def update_of(

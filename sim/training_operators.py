@@ -30,12 +30,14 @@ def training_operators(model: ModelSpec, launch: Trained) -> list[Operator]:
 
 
 def _products(spec: ModelSpec, launch: Trained) -> Iterator[Operator]:
-    """Forward once each; backward once for the inputs' gradient, and once more where it trains."""
+    """Forward once each; backward once for the inputs' gradient, if anything below wants it, and
+    once more where it trains."""
     is_backward = launch.work == BACKWARD
     kind = "linear" if launch.kind == LAYER else "head"
-    for inputs, outputs, trains in launch.products:
-        repeats = 1 + trains if is_backward else 1
-        yield product(spec, kind, repeats, launch.rows, inputs, outputs)
+    for inputs, outputs, trains, reads_input in launch.products:
+        is_wanted = not (launch.is_lowest and reads_input)
+        if repeats := is_wanted + trains if is_backward else 1:
+            yield product(spec, kind, repeats, launch.rows, inputs, outputs)
 
 
 def _beside(spec: ModelSpec, launch: Trained) -> Iterator[Operator]:

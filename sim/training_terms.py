@@ -22,7 +22,8 @@ def training_terms(launch: Trained) -> Terms:
     if launch.work == UPDATE:
         return [(f"{launch.dtype} {launch.group}", (launch.update_bytes,))]
     matters = launch.work == BACKWARD or launch.trains == ADAPTERS
-    name = f"{launch.dtype} {launch.trains if matters else ANY} {launch.group}"
+    what = f"lowest {launch.trains}" if launch.is_lowest else launch.trains
+    name = f"{launch.dtype} {what if matters else ANY} {launch.group}"
     found: Terms = [(f"{name} {ROWS}", (launch.rows,))]
     if launch.kind == LAYER:
         found.append((f"{name} {PAIRS}", (launch.sequences * launch.tokens**2,)))
@@ -40,7 +41,10 @@ def is_of_training(name: str) -> bool:
 
 
 def likenesses(launch: Trained) -> Iterator[Trained]:
-    """What may be taken for a launch, itself first: all forwards compute the same."""
+    """What may be taken for a launch, itself first: all forwards compute the same, and the lowest
+    adapters' backward lacks but a little of the others'."""
     yield launch
+    if launch.work == BACKWARD and launch.trains == ADAPTERS:
+        yield launch._replace(is_lowest=not launch.is_lowest)
     for work in LIKE.get(launch.work, ()):
         yield launch._replace(work=work)

@@ -29,6 +29,7 @@ from traces.request import TrainingJob
 GRID = [(1, 64), (2, 64), (8, 64), (1, 128), (4, 128), (1, 256), (4, 256), (2, 512), (1, 1024)]
 HELD_OUT = [(3, 64), (2, 96), (1, 192), (6, 96), (1, 700), (3, 300)]
 OF_FORWARD = {FORWARD: 1.0, LIGHT: 0.9, AGAIN: 1.05, BACKWARD: 2.2}
+OF_LOWEST = 0.8  # of what a backward takes whose input wants a gradient
 
 
 def truth_ns(launch: Trained) -> float:
@@ -42,6 +43,7 @@ def truth_ns(launch: Trained) -> float:
     }[launch.kind]
     pairs = launch.sequences * launch.tokens**2
     us = constant + row_us * launch.rows + pair_us * pairs
+    us *= OF_LOWEST if launch.is_lowest else 1
     return US * (
         us * OF_FORWARD[launch.work] + (300 if launch.group == "embedding backward" else 0)
     )
@@ -200,6 +202,18 @@ def test_what_was_not_measured_is_taken_from_its_like_or_refused() -> None:
     narrow = unit_of(TINY, job_of(TINY, 2, 128, Recipe(dtype="bfloat16")), 1, FORWARD)
     with pytest.raises(ValueError, match="has no layer forward in bfloat16"):
         cost.trained_ns(narrow)
+
+
+def test_the_lowest_adapters_have_a_table_of_their_own() -> None:
+    """Their layer's input wants no gradient: the mean of both is too long there, and too short for
+    each layer above."""
+    cost = fit_training(runs(GRID, recipe=Recipe(lora_rank=4)), TINY, PAGE, "adapters")
+    job = job_of(TINY, 2, 128, Recipe(lora_rank=4))
+    lowest, above = (unit_of(TINY, job, u, BACKWARD) for u in (1, 2))
+    assert lowest.is_lowest and not above.is_lowest
+    assert cost.trained_ns(lowest) == pytest.approx(OF_LOWEST * cost.trained_ns(above), rel=1e-3)
+    tables = {name: table for name, table in cost.tables.items() if "lowest" not in name}
+    assert TableCost(tables, TINY, PAGE, "older").trained_ns(lowest) == cost.trained_ns(above)
 
 
 def replace_modes(run: Recorded) -> Recorded:
