@@ -21,8 +21,8 @@ STATES = {"adamw": 2, "sgd": 0}  # of an optimizer per number that it updates; m
 
 
 class Product(NamedTuple):
-    """A matrix that rows are multiplied with, whether it trains, and whether the unit's input or
-    what others made of it goes in."""
+    """A matrix that rows are multiplied with, whether it trains, and whether it is the unit's input
+    (normed) that it is multiplied with."""
 
     inputs: int
     outputs: int
