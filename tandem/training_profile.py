@@ -32,8 +32,9 @@ from tandem.worlds import MEASURED
 FITTED, HELD_OUT = "fitted-training", "held-out-training"  # folders of runs, followed by a number
 # Updates on either tier, forwards that keep and others that are repeated.
 STACKS = (("zero_offload", "keep"), ("train_on_device", "recompute"))
-# Adapters alone are a thousandth of what offloading moves: weights and activations go both ways.
-STREAMED = ("zero3_offload", "offload")  # at one microbatch of each number of rows
+# Where only adapters train, those show a thousandth of what a link has to carry: frozen weights and
+# activations. At one microbatch of each number of rows.
+STREAMED = ("zero3_offload", "offload")
 HELD = 8  # microbatches that the fit does not see
 STEPS = 4  # of each job; the first warms up and is not kept
 ROOM_BYTES = 8 << 30  # budgets are for runs: what is measured has room
@@ -45,9 +46,9 @@ CHOSEN += ("training.num_steps", "training.microbatches", "budget", "profile")
 def calibrate_training(point: Composed, folder: Path) -> pd.DataFrame:
     """Measures the training of a configuration in other shapes and fits its tables into `folder`.
 
-    Each shape is a job of STEPS steps, once for each of STACKS, and some STREAMED. Returns the
-    errors on shapes that the fit has not seen, by kind of unit and work. ValueError where nothing
-    is trained or measured.
+    Each shape is a job of STEPS steps, once for each of STACKS; with adapters some STREAMED, too.
+    Returns the errors on shapes that the fit has not seen, by kind of unit and work. ValueError
+    where nothing is trained or measured.
     """
     backend = point.config["backend"]["name"]
     if backend not in (*MEASURED, "sim"):
@@ -84,7 +85,8 @@ def _measure(point: Composed, setting: Setting, folder: Path) -> None:
     limits = TrainingLimits(setting.spec.max_positions, BEYOND * job.microbatch_tokens)
     shapes = grid(limits)
     fitted = [(shape, stack) for shape in shapes for stack in STACKS]
-    fitted += [(shape, STREAMED) for shape in {shape.rows: shape for shape in shapes}.values()]
+    if job.recipe.lora_rank is not None:
+        fitted += [(shape, STREAMED) for shape in {shape.rows: shape for shape in shapes}.values()]
     random.Random(setting.seed).shuffle(fitted)
     unseen = holdout(limits, setting.seed, HELD)
     judged = [(shape, STACKS[i % len(STACKS)]) for i, shape in enumerate(unseen)]
