@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
+from engine.contract import BrokenLaw
 from engine.executor import Span
 from engine.job import Job
 from engine.journal import Life
 from engine.outcome import Outcome
 from engine.plan import (
+    SHARED_OWNER,
     Collective,
     Compute,
     Copy,
@@ -22,6 +24,7 @@ from engine.plan import (
     Plan,
     Pool,
 )
+from traces.request import TrainingJob
 
 FOREVER_NS = 1 << 62
 STATES = (Kind.WEIGHT, Kind.OPTIMIZER)
@@ -38,7 +41,52 @@ def check_requests(outcomes: Collection[Outcome], inside: Iterable[Job]) -> None
     """Law 1: who has come is inside or has ended."""
     serving = sum(job.training is None for job in inside)
     ended = sum(outcome.status != "unfinished" for outcome in outcomes)
-    assert len(outcomes) == serving + ended, "requests do not add up"
+    if len(outcomes) != serving + ended:
+        raise BrokenLaw("law 1: requests do not add up")
+
+
+def check_end(
+    outcomes: Iterable[Outcome],
+    training: Iterable[tuple[TrainingJob, int]],
+    held: Iterable[Place],
+    ended: Container[int],
+    is_forced: bool,
+) -> None:
+    """Laws 1 and 2 at the end of a replay: nobody is unfinished, each request has exactly its
+    output tokens, and nothing is held but what nobody owns.
+
+    `training`: jobs, and how many of their steps have ended. `ended`: jobs whose memory the policy
+    gives back. Without `is_forced` lengths sampling may end a request early.
+    """
+    unfinished, lengths = list[int](), list[str]()
+    for outcome in outcomes:
+        request, tokens = outcome.request, outcome.tokens
+        if outcome.status == "unfinished":
+            unfinished.append(request.request_id)
+        elif outcome.status == "finished" and (
+            tokens != request.output_tokens
+            if is_forced
+            else not 0 < tokens <= request.output_tokens
+        ):
+            lengths.append(f"{request.request_id} ({tokens} of {request.output_tokens})")
+    if unfinished:
+        raise BrokenLaw(f"law 1: the replay ends with requests {_some(unfinished)} unfinished")
+    if lengths:
+        raise BrokenLaw(f"law 1: requests end with other lengths than theirs: {_some(lengths)}")
+    for job, steps in training:
+        if steps != job.num_steps:
+            raise BrokenLaw(
+                f"law 1: training job {job.job_id} ends after {steps} of {job.num_steps} steps"
+            )
+    left = [p for p in held if p.region.owner != SHARED_OWNER and p.region.owner not in ended]
+    if left:
+        raise BrokenLaw(f"law 2: the replay ends and {_some(left)} is held")
+
+
+def _some(items: Sequence[object]) -> str:
+    """The first of them, for messages."""
+    more = len(items) - 3
+    return ", ".join(map(str, items[:3])) + (f" and {more} more" if more > 0 else "")
 
 
 def check_lanes(plans: Iterable[Plan], spans: Mapping[Op, Span]) -> None:
@@ -46,8 +94,10 @@ def check_lanes(plans: Iterable[Plan], spans: Mapping[Op, Span]) -> None:
     end_ns: dict[Lane, int] = defaultdict(int)
     for op in operations(plans):
         span = spans[op]
-        assert span.start_ns >= end_ns[op.lane], f"lane {op.lane} runs two operations at once"
-        assert span.end_ns >= span.start_ns, f"an operation on {op.lane} ends before it starts"
+        if span.start_ns < end_ns[op.lane]:
+            raise BrokenLaw(f"law 5: lane {op.lane} runs two operations at once")
+        if span.end_ns < span.start_ns:
+            raise BrokenLaw(f"law 5: an operation on {op.lane} ends before it starts")
         end_ns[op.lane] = span.end_ns
 
 
@@ -107,7 +157,8 @@ def _peak(pool: Pool, marks: list[tuple[int, int, int]], capacity_bytes: int) ->
     for _, _, nbytes in sorted(marks):  # at equal times, what ends makes room first
         level += nbytes
         peak = max(peak, level)
-    assert peak <= capacity_bytes, f"{pool} held {peak} bytes of {capacity_bytes} in span time"
+    if peak > capacity_bytes:
+        raise BrokenLaw(f"law 11b: {pool} held {peak} bytes of {capacity_bytes} in span time")
     return peak
 
 
@@ -130,7 +181,10 @@ def check_inputs(plans: Iterable[Plan], spans: Mapping[Op, Span]) -> int:
         else:
             memory.update((p, _stamp(op, i, seen[op], p)) for p in _outputs(op))
     wrong = [index[op] for op in order if seen[op] != expected[op]]
-    assert not wrong, f"{len(wrong)} operations read stale data, the first is number {wrong[0]}"
+    if wrong:
+        raise BrokenLaw(
+            f"law 11b: {len(wrong)} operations read stale data, the first is number {wrong[0]}"
+        )
     return len(order)
 
 

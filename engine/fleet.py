@@ -53,7 +53,7 @@ class Fleet:
                 f"router {name} sends request {job.job_id} to replica {replica}, but there are "
                 f"{len(self)}: it must name one of 0 to {len(self) - 1}"
             )
-        job.device = replica
+        job.route(replica)
         self.assigned[replica] += 1
         self._outstanding[replica][job.job_id] = job
         self._chains.note(_chain(job), replica)

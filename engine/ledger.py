@@ -9,6 +9,7 @@ from itertools import repeat
 from engine.balance import Balance
 from engine.booking import NO_STATES, Beside, Booking
 from engine.checks import check_spares
+from engine.contract import BrokenLaw
 from engine.figures import Figures
 from engine.holdings import Holdings
 from engine.journal import Journal
@@ -172,7 +173,7 @@ class Ledger:
         nothing changed, where the plan does not fit; so it is where a plan breaks a promise.
         """
         if plan is not self._expected:
-            self._try(plan, lead)
+            self.dry_run(plan, lead)
         self._expected = None
         booked: dict[Op, Booking] = {}
         for op in plan.ops:
@@ -187,7 +188,8 @@ class Ledger:
                 booked[op] = self._run(op)
         return booked
 
-    def _try(self, plan: Plan, lead: int) -> None:
+    def dry_run(self, plan: Plan, lead: int = 0) -> None:
+        """Raises Shortage or ContractError where a plan cannot be booked; changes nothing."""
         trials = {pool: sharing.trial() for pool, sharing in self.sharing.items()}
         balance = Balance(self.room_bytes(), self.held_bytes, trials, self.page.nbytes)
         balance.run(plan, lead)
@@ -303,7 +305,8 @@ class Ledger:
         for pool, capacity in self.capacity_bytes.items():
             queue, counts = self._returns[pool], holders[pool]
             twice = (counts.total() - len(counts)) * self.page.nbytes
-            assert held[pool] - twice + queue.room_bytes == capacity, f"{pool} does not add up"
-            assert queue.free_bytes >= 0, f"{pool} is overdrawn"
-            assert 0 <= queue.busy_bytes <= queue.coming_bytes, f"{pool} is overdrawn"
+            if held[pool] - twice + queue.room_bytes != capacity:
+                raise BrokenLaw(f"law 2: {pool} does not add up")
+            if queue.free_bytes < 0 or not 0 <= queue.busy_bytes <= queue.coming_bytes:
+                raise BrokenLaw(f"law 2: {pool} is overdrawn")
             self._pools[pool].check(counts)

@@ -66,6 +66,10 @@ class Recorder:
         """Training steps that have ended."""
         return len(self._trained)
 
+    def steps_of(self, job_id: int) -> int:
+        """Steps of a training job that have ended."""
+        return sum([row[0] == job_id for row in self._trained])
+
     @property
     def plans(self) -> list[PlanRow]:
         """All plans in issue order: step, device, time, jobs whose memory came back, plan."""

@@ -7,6 +7,7 @@ from itertools import takewhile
 from operator import itemgetter
 
 from engine.cohort import Cohort
+from engine.contract import ContractError, Rule
 from engine.decodes import Decodes
 from engine.job import Job
 from engine.plan import (
@@ -53,20 +54,20 @@ class Standing:
         self._is_allowed, self._page = is_allowed, page
         self._tables, self._tokens_left = tables, tokens_left
         self._last: Repeat | None = None  # also when it does not hold any more
-        self._cohort: Cohort | None = None  # of the last plan
-        self._shown: GrowCycle | None = None  # of the cohort, as a View has it
+        self.cohort: Cohort | None = None  # of the last plan
+        self.shown: GrowCycle | None = None  # of the cohort, as a View has it
         self.repeat: Repeat | None = None
 
     def keep(self, plan: Plan) -> None:
         """A plan was decided; it stands for as many steps as it holds."""
         self._last = self.repeat = self._stand(plan) if self._is_allowed and plan.ops else None
-        self._cohort = None if self._last is None else self._last.cohort
+        self.cohort = None if self._last is None else self._last.cohort
 
     def _stand(self, plan: Plan) -> Repeat | None:
         launch, cycle = plan.ops[-1], plan.ops[0]
         if not isinstance(launch, Compute):
             return None
-        cohort, has_cycle = self._cohort, isinstance(cycle, GrowCycle)
+        cohort, has_cycle = self.cohort, isinstance(cycle, GrowCycle)
         if cohort is not None and plan.repeats == 1:  # else it takes from nobody
             _part(cohort, plan)
         if cohort is None or not _leads(cohort, launch) or (has_cycle and cohort.turns is None):
@@ -75,8 +76,9 @@ class Standing:
         jobs = list(map(_job, launch.slices[lead:]))
         if self._join(cohort, jobs, launch.writes[lead:]) and not _leads(cohort, launch):
             return None
-        if isinstance(cycle, GrowCycle) and cycle is not self._shown:
-            assert _is_same(cycle, cohort.cycle()), "a cycle grows as decodes fill their pages"
+        is_known = not isinstance(cycle, GrowCycle) or cycle is self.shown
+        if not (is_known or _is_same(cycle, cohort.cycle())):
+            raise ContractError(Rule.REPEATS, "a cycle grows as decodes fill their pages")
         if plan.repeats == 1 and not _serves(plan, launch, cohort):
             return None
         if not has_cycle and cohort.jobs and not _grows_in_turn(plan, cohort):
@@ -110,7 +112,7 @@ class Standing:
             self.repeat = None
         last.lose(jobs)
         if not last.jobs:
-            self._last = self.repeat = self._cohort = None
+            self._last = self.repeat = self.cohort = None
 
     def next(self, room_bytes: Callable[[], dict[Pool, int]]) -> Plan | None:
         """The plan if it still holds; it ends where the growth of its next step finds no room."""
@@ -122,16 +124,16 @@ class Standing:
 
     def decodes(self, serving: Sequence[Job]) -> Decodes | None:
         """The decodes of the last plan; None where it did not have all that are in service."""
-        last, cohort = self._last, self._cohort
+        last, cohort = self._last, self.cohort
         if last is None or cohort is None or last.jobs != serving:
             return None
         self._last = None  # what it had may come into the cohort now
         self._join(cohort, last.tail, last.places)
-        self._shown = cohort.cycle()
+        self.shown = cohort.cycle()
         rest = serving[len(cohort.jobs) :]
-        if self._shown is None or not all([job.is_prefilling for job in rest]):
+        if self.shown is None or not all([job.is_prefilling for job in rest]):
             return None
-        return Decodes(cohort.slices, cohort.places, self._shown)
+        return Decodes(cohort.slices, cohort.places, self.shown)
 
 
 def _part(cohort: Cohort, plan: Plan) -> None:
@@ -156,6 +158,8 @@ def _leads(cohort: Cohort, launch: Compute) -> bool:
     return launch.slices[:n] == cohort.slices and launch.writes[:n] == cohort.places
 
 
-def _is_same(cycle: GrowCycle, other: GrowCycle | None) -> bool:
-    places = [[[op.place for op in ops] for ops in c.by_step] for c in (cycle, other) if c]
-    return places[0] == places[-1] and len(places) == 2
+def _is_same(cycle: object, other: GrowCycle | None) -> bool:
+    if not isinstance(cycle, GrowCycle) or other is None:
+        return False
+    places = [[[op.place for op in ops] for ops in c.by_step] for c in (cycle, other)]
+    return places[0] == places[1]

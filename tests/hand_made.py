@@ -98,7 +98,7 @@ class HandMade:
             slices.append(Slice(job, tokens, layers=layers))
             pieces.append(Piece(job_id, tokens, context, samples, self.pages[job_id]))
             if last:
-                job.computed_tokens, job.known_tokens = reach, job.known_tokens + samples
+                job.advance(reach - job.computed_tokens, int(samples))
         return Launch(Compute(tuple(slices)), pieces=tuple(pieces))
 
     def run(self, *wanted: tuple[int, int], layers: range | None = None) -> tuple[int, ...]:

@@ -1,0 +1,648 @@
+"""The check of a plan before it is booked: the rules of engine/contract for all that serves.
+
+Plans of the usual form (growth, then one launch) are looked at where they differ from the plan
+before. All others are walked in their order. Neither looks at decodes that go on as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from engine.balance import Shortage
+from engine.cohort import Cohort
+from engine.contract import ContractError, Rule
+from engine.job import Job
+from engine.ledger import Ledger
+from engine.page_need import Part, first_lack, parts_of
+from engine.plan import (
+    HOST_LANE,
+    Collective,
+    Compute,
+    Copy,
+    Free,
+    Grow,
+    GrowCycle,
+    Kind,
+    Op,
+    Place,
+    Plan,
+    Share,
+    Slice,
+    Tier,
+    Work,
+    kv_place,
+)
+from engine.roster import Roster
+from engine.standing import Standing
+
+WHOLE = (Work.FORWARD, None, 0, 0, False)  # a slice of serving, but for its job and tokens
+OPERATIONS = (Compute, Copy, Collective, Grow, GrowCycle, Share, Free)
+GONE = -1  # tokens of a place that is not held
+TABLES: Mapping[type, tuple[str, ...]] = {
+    Compute: ("reads", "writes", "after"),
+    Collective: ("reads", "writes"),
+}
+
+
+class PlanCheck:
+    """Raises ContractError where a plan breaks a rule; changes no books.
+
+    `filled` says of KV places which do not follow their job how many of its tokens they hold: a
+    place that was grown and not written, or a copy. Every other KV place of a job holds all that
+    the job has computed.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        roster: Roster,
+        standing: Standing,
+        tokens_left: Callable[[Job], int],
+        lanes: Collection[str],
+        is_routed: bool,
+    ) -> None:
+        self._ledger, self._roster, self._standing = ledger, roster, standing
+        self._tokens_left, self._lanes, self._is_routed = tokens_left, lanes, is_routed
+        self._page = ledger.page
+        self._filled: dict[Place, int] = {}
+
+    def left(self, job: Job) -> None:
+        """A job has left: nothing needs to be known of its places."""
+        if self._filled:
+            for place in [p for p in self._filled if p.region.owner == job.job_id]:
+                del self._filled[place]
+
+    def check(self, plan: Any, device: int) -> None:
+        """Raises ContractError where a policy's answer for a device breaks a rule."""
+        if not isinstance(plan, Plan):
+            raise ContractError(Rule.ANSWER, f"{_named(plan)} is no plan: return a Plan")
+        try:
+            if not self._is_usual(plan, device):
+                self._walk(plan, device)
+        except Shortage as error:
+            raise ContractError(Rule.ROOM, str(error), error.place.region.owner) from error
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            raise ContractError(Rule.ANSWER, f"a plan that cannot be read: {error}") from error
+
+    # ---- plans of the usual form
+    def _is_usual(self, plan: Plan, device: int) -> bool:
+        """Whether a plan is growth and one launch that serves, and keeps all rules."""
+        ops = plan.ops
+        if not ops or plan.restart or plan.refuse or type(ops) is not tuple:
+            return False
+        launch = ops[-1]
+        if (
+            not isinstance(launch, Compute)
+            or launch.reads
+            or launch.after
+            or launch.again
+            or launch.device != device
+            or launch.on not in self._lanes
+            or launch in self._ledger.open
+        ):
+            return False
+        slices, writes, cohort = launch.slices, launch.writes, self._standing.cohort
+        lead = self._lead(launch)
+        if len(slices) != len(writes) or not slices:
+            return False
+        if plan.repeats == 1 and not plan.later:
+            return self._is_usual_step(plan, lead, cohort, device)
+        return self._is_usual_run(plan, lead, cohort, device)
+
+    def _lead(self, launch: Compute) -> int:
+        """How many decodes lead a launch as they led the one before: all of the cohort, or none."""
+        cohort = self._standing.cohort
+        if cohort is None:
+            return 0
+        n, slices, writes = len(cohort.jobs), launch.slices, launch.writes
+        return n if slices[:n] == cohort.slices and writes[:n] == cohort.places else 0
+
+    def _is_usual_step(self, plan: Plan, lead: int, cohort: Cohort | None, device: int) -> bool:
+        ops, page_nbytes = plan.ops, self._page.nbytes
+        grown: dict[Place, int] = {}
+        total = 0
+        for op in ops[:-1]:
+            if type(op) is not Grow:
+                return False
+            place, nbytes, first, every = op
+            if first or every or type(nbytes) is not int or nbytes <= 0 or nbytes % page_nbytes:
+                return False
+            grown[place] = grown.get(place, 0) + nbytes
+            total += nbytes
+        if total > self._ledger.room_of((Tier.GPU, device)):
+            return False
+        if lead and cohort is not None:
+            if cohort.turns is None:
+                return False
+            for op in cohort.turns[cohort.clock % self._page.tokens]:
+                if grown.pop(op.place, 0) < page_nbytes:
+                    return False
+        launch = ops[-1]
+        assert isinstance(launch, Compute)
+        for i in range(lead, len(launch.slices)):
+            if not self._fits(launch.slices[i], launch.writes[i], cohort, device, grown):
+                return False
+        if grown or not _are_distinct(launch.slices, lead):
+            return False
+        self._ledger.expect(plan)
+        return True
+
+    def _fits(
+        self,
+        piece: Slice,
+        place: Place,
+        cohort: Cohort | None,
+        device: int,
+        grown: dict[Place, int],
+    ) -> bool:
+        """Whether a slice of a single step keeps the rules, its place grown by so many bytes."""
+        if not self._is_served(piece, place, cohort, device):
+            return False
+        table, nbytes = self._ledger.pages.get(place), grown.pop(place, 0)
+        pages = nbytes // self._page.nbytes + (0 if table is None else len(table))
+        context = piece[0].computed_tokens
+        if context and table is None:
+            return False
+        return context + piece[1] <= pages * self._page.tokens
+
+    def _is_served(self, piece: Slice, place: Place, cohort: Cohort | None, device: int) -> bool:
+        """Whether a slice serves a job of the device, which is no decode of the cohort, from its
+        own place, which follows it."""
+        if type(piece) is not Slice or piece[2:] != WHOLE:
+            return False
+        job, tokens = piece[0], piece[1]
+        return (
+            isinstance(job, Job)
+            and self._roster.jobs.get(job.job_id) is job
+            and job.training is None
+            and type(tokens) is int
+            and 0 < tokens <= job.remaining_tokens
+            and place == kv_place(job.job_id, Tier.GPU, device)
+            and place not in self._filled
+            and not (cohort is not None and job.moves_with(cohort))
+            and not (self._is_routed and job.device != device)
+        )
+
+    def _is_usual_run(self, plan: Plan, lead: int, cohort: Cohort | None, device: int) -> bool:
+        ops = plan.ops
+        grows: dict[Place, list[Grow]] = {}
+        for i, op in enumerate(ops[:-1]):
+            if type(op) is GrowCycle:
+                if i or not lead or op is not self._standing.shown:
+                    return False
+            elif type(op) is Grow:
+                if not self._is_growth(op):
+                    return False
+                grows.setdefault(op.place, []).append(op)
+            else:
+                return False
+        if lead and type(ops[0]) is not GrowCycle:
+            return False
+        launch = ops[-1]
+        assert isinstance(launch, Compute)
+        slices, writes = launch.slices, launch.writes
+        if not _is_course(plan, lead):
+            return False
+        for i in range(lead, len(slices)):
+            if not self._is_served(slices[i], writes[i], cohort, device):
+                return False
+            if self._lack(plan, i, grows.pop(writes[i], ())) is not None:
+                return False
+        return not grows and _are_distinct(slices, lead)
+
+    def _is_growth(self, op: Grow) -> bool:
+        _, nbytes, first, every = op
+        return (
+            type(nbytes) is type(first) is type(every) is int
+            and nbytes > 0
+            and not nbytes % self._page.nbytes
+            and first >= 0
+            and every >= 0
+        )
+
+    def _lack(self, plan: Plan, i: int, grows: Sequence[Grow]) -> tuple[Rule, str] | None:
+        """What a job lacks in a repeated plan, and at which step; None where it lacks nothing."""
+        launch = plan.ops[-1]
+        assert isinstance(launch, Compute)
+        job, place = launch.slices[i].job, launch.writes[i]
+        table = self._ledger.pages.get(place)
+        if table is None and job.computed_tokens:
+            return Rule.KV_CONTENTS, "its KV is not on the device"
+        parts: Sequence[Part] = parts_of(plan, i)
+        pages = 0 if table is None else len(table)
+        return first_lack(job, pages, parts, grows, self._page, self._tokens_left(job))
+
+    # ---- any plan, in its order
+    def _walk(self, plan: Plan, device: int) -> None:
+        _check_form(plan)
+        self._check_jobs(plan)
+        if plan.repeats > 1 or plan.later:
+            self._check_repeated(plan, device)
+            return
+        seen = set[Any]()
+        for op in plan.ops:
+            self._check_operation(op, seen, device)
+            seen.add(op)
+        self._ledger.dry_run(plan)
+        _Walk(self, plan, device).walk()
+        self._ledger.expect(plan)
+
+    def _check_jobs(self, plan: Plan) -> None:
+        """Rules RESTART and REFUSE."""
+        sliced = {s.job.job_id for op in plan.ops if isinstance(op, Compute) for s in op.slices}
+        named = set[int]()
+        for rule, jobs in ((Rule.RESTART, plan.restart), (Rule.REFUSE, plan.refuse)):
+            for job in jobs:
+                number = job.job_id
+                if self._roster.jobs.get(number) is not job:
+                    raise ContractError(rule, f"{rule} of a job that is not there", number)
+                if number in named:
+                    raise ContractError(rule, f"{rule} of a job that is named already", number)
+                if number in sliced:
+                    raise ContractError(rule, f"{rule} of a job with a slice in the plan", number)
+                if rule is Rule.RESTART and not self._roster.has_started(job):
+                    raise ContractError(rule, "restart of a job that waits", number)
+                named.add(number)
+
+    def _check_operation(self, op: Any, seen: Collection[Any], device: int) -> None:
+        """What can be said of an operation by itself; `seen` are those before it in the plan."""
+        if isinstance(op, Op):
+            if op in self._ledger.open:
+                raise ContractError(Rule.OPERATION, f"{_named(op)} is in flight already")
+            if op in seen:
+                raise ContractError(Rule.OPERATION, f"{_named(op)} is twice in the plan")
+        if isinstance(op, Compute | Collective):
+            if op.device != device:
+                raise ContractError(
+                    Rule.DEVICE, f"{_named(op)} of device {op.device} in a plan for {device}"
+                )
+            for name in TABLES[type(op)]:
+                if type(getattr(op, name)) is not tuple:
+                    raise ContractError(Rule.ANSWER, f"{name} of a launch is a tuple of places")
+            if isinstance(op, Compute):
+                self._check_launch(op, device)
+            elif type(op.nbytes) is not int or op.nbytes < 0:
+                raise ContractError(Rule.BYTES, f"an exchange of {op.nbytes!r} bytes")
+        elif isinstance(op, Copy):
+            self._check_place(op.src, device)
+            self._check_place(op.dst, device)
+            if op.src == op.dst or op.src.region != op.dst.region:
+                raise ContractError(
+                    Rule.COPY, f"copy of {op.src} onto {op.dst}: a copy keeps its region"
+                )
+        elif isinstance(op, GrowCycle):
+            raise ContractError(Rule.REPEATS, "a GrowCycle stands in a repeated plan only")
+        else:
+            self._check_place(op.place, device)
+            if isinstance(op, Grow):
+                self._check_grow(op)
+
+    def _check_grow(self, op: Grow) -> None:
+        nbytes, is_kv = op.nbytes, op.place.region.kind is Kind.KV
+        if type(nbytes) is not int or nbytes < 0:
+            raise ContractError(
+                Rule.BYTES, f"{op.place} takes {nbytes!r} bytes: not whole, or below zero"
+            )
+        if is_kv and nbytes % self._page.nbytes:
+            raise ContractError(
+                Rule.BYTES,
+                f"{op.place} takes {nbytes} bytes: no whole pages of {self._page.nbytes}",
+            )
+        if is_kv and op.place.region.owner not in self._roster.jobs:
+            raise ContractError(
+                Rule.JOB, f"{op.place} takes KV for a job that is not there", op.place.region.owner
+            )
+        if op.first or op.every:
+            raise ContractError(Rule.REPEATS, f"{op.place} grows by steps in a plan of one step")
+
+    def _check_place(self, place: Any, device: int) -> None:
+        """Rule PLACE. What a launch touches is held, so these are the places where bytes begin."""
+        if not isinstance(place, Place):
+            raise ContractError(Rule.ANSWER, f"{_named(place)} is no place")
+        if place.pool not in self._ledger.capacity_bytes:
+            raise ContractError(Rule.PLACE, f"{place} lies in no pool of this machine")
+        if self._is_routed and place.device != device:
+            raise ContractError(Rule.PLACE, f"{place} is another replica's")
+
+    def _check_launch(self, op: Compute, device: int) -> None:
+        """Rules JOB, ONCE and LANE."""
+        if type(op.slices) is not tuple or not op.slices:
+            raise ContractError(Rule.ANSWER, "a launch has a tuple of slices, and at least one")
+        serves, seen = False, set[int]()
+        for piece in op.slices:
+            if type(piece) is not Slice or not isinstance(piece.job, Job):
+                raise ContractError(Rule.ANSWER, f"{_named(piece)} is no slice of a job")
+            job, number = piece.job, piece.job.job_id
+            if self._roster.jobs.get(number) is not job:
+                raise ContractError(Rule.JOB, "a slice of a job that is not there", number)
+            if self._is_routed and job.device not in (None, device):
+                raise ContractError(Rule.JOB, f"a slice of a job of device {job.device}", number)
+            if job.training is None:
+                if number in seen:
+                    raise ContractError(Rule.ONCE, "two slices of one job in a launch", number)
+                seen.add(number)
+                serves = True
+        lanes = self._lanes if serves else (*self._lanes, HOST_LANE)
+        if op.on not in lanes:
+            known = ", ".join(map(str, lanes))
+            raise ContractError(Rule.LANE, f"a launch on lane {op.on!r}; the device has {known}")
+        if serves and op.again:
+            raise ContractError(Rule.TOKENS, "a launch that serves is no recompute: restart jobs")
+
+    def _check_repeated(self, plan: Plan, device: int) -> None:
+        """Rules of a plan for many steps: growth, then one launch that serves."""
+        *before, launch = plan.ops or (None,)
+        if not isinstance(launch, Compute) or {*map(type, before)} - {Grow, GrowCycle}:
+            raise ContractError(Rule.REPEATS, "a repeated plan is growth and then one launch")
+        if plan.restart or plan.refuse:
+            raise ContractError(Rule.REPEATS, "a repeated plan restarts and refuses nobody")
+        self._check_operation(launch, (), device)
+        if launch.reads or launch.after or len(launch.writes) != len(launch.slices):
+            raise ContractError(Rule.REPEATS, "a repeated launch names the KV of its jobs alone")
+        if not _is_course(plan, 0):
+            raise ContractError(Rule.REPEATS, "`later` names the last slices at growing steps")
+        grows = self._growth(plan, device)
+        for i, (piece, place) in enumerate(zip(launch.slices, launch.writes, strict=True)):
+            number = piece.job.job_id
+            if place != kv_place(number, Tier.GPU, device):
+                raise ContractError(Rule.OWN_KV, f"{place} is written in its stead", number)
+            if (lack := self._lack(plan, i, grows.pop(place, ()))) is not None:
+                raise ContractError(*lack, number)
+        for place in grows:
+            raise ContractError(Rule.REPEATS, f"{place} grows without a slice", place.region.owner)
+        _Walk(self, plan.at(0), device).walk()
+
+    def _growth(self, plan: Plan, device: int) -> dict[Place, list[Grow]]:
+        """What each place takes, and when."""
+        found: dict[Place, list[Grow]] = {}
+        for number, op in enumerate(plan.ops[:-1]):
+            ops: list[Grow] = []
+            if isinstance(op, GrowCycle):
+                if number or not op.by_step:
+                    raise ContractError(Rule.REPEATS, "a GrowCycle comes first, and has steps")
+                every = len(op.by_step)
+                ops = [
+                    Grow(one.place, one.nbytes, step, every)
+                    for step, due in enumerate(op.by_step)
+                    for one in due
+                ]
+            elif isinstance(op, Grow):
+                ops = [op]
+            for one in ops:
+                self._check_place(one.place, device)
+                if not self._is_growth(one):
+                    raise ContractError(
+                        Rule.BYTES, f"{one.place} takes {one.nbytes!r} bytes: no whole pages"
+                    )
+                found.setdefault(one.place, []).append(one)
+        return found
+
+    def _check_slice(self, piece: Slice, remaining_tokens: int) -> None:
+        """Rule TOKENS."""
+        number, tokens = piece.job.job_id, piece.tokens
+        if piece[2:-1] != WHOLE[:-1]:
+            raise ContractError(
+                Rule.TOKENS, "a served slice goes forward through all layers, and no more", number
+            )
+        if type(tokens) is not int or not 0 < tokens <= remaining_tokens:
+            raise ContractError(
+                Rule.TOKENS, f"{tokens!r} tokens, {remaining_tokens} remain", number
+            )
+        if piece.record and piece.job.recorded_tokens != piece.job.computed_tokens:
+            raise ContractError(Rule.TOKENS, "a record is a gapless prefix", number)
+
+
+class _Walk:
+    """One walk over the operations of a plan, with what it moves on laid over the books."""
+
+    def __init__(self, check: PlanCheck, plan: Plan, device: int) -> None:
+        self._check, self._plan, self._device = check, plan, device
+        self._ledger, self._page = check._ledger, check._page
+        self._jobs = check._roster.jobs
+        self._computed: dict[int, int] = {}  # tokens of jobs that the plan moves on
+        self._known: dict[int, int] = {}
+        self._tokens: dict[Place, int | None] = {}  # as `filled`; None where a place follows
+        self._pages: dict[Place, int] = {}
+        self._sliced = {
+            s.job.job_id for op in plan.ops if isinstance(op, Compute) for s in op.slices
+        }
+        gone = [job.job_id for job in (*plan.restart, *plan.refuse)]
+        self._given_up = {*gone}
+
+    def walk(self) -> None:
+        """Raises ContractError where the order of the plan breaks a rule."""
+        launches = [op for op in self._plan.ops if isinstance(op, Compute)]
+        for op in self._plan.ops:
+            if isinstance(op, Compute):
+                self._compute(op, is_only=len(launches) == 1)
+            elif isinstance(op, Copy):
+                if op.src.region.kind is Kind.KV:
+                    self._copy(op)
+            elif isinstance(op, Grow | Share | Free) and op.place.region.kind is Kind.KV:
+                if isinstance(op, Grow):
+                    self._grow(op)
+                elif isinstance(op, Share):
+                    self._share(op)
+                else:
+                    self._free(op)
+        for place, tokens in self._tokens.items():
+            if tokens is None or tokens == GONE:
+                self._check._filled.pop(place, None)
+            else:
+                self._check._filled[place] = tokens
+
+    # ---- what is where
+    def _pages_of(self, place: Place) -> int | None:
+        """Pages of a place; None where it is not held."""
+        if place in self._pages:
+            found = self._pages[place]
+            return None if found == GONE else found
+        table = self._ledger.pages.get(place)
+        return None if table is None else len(table)
+
+    def _computed_of(self, job: Job) -> int:
+        return self._computed.get(job.job_id, job.computed_tokens)
+
+    def _tokens_of(self, place: Place, job: Job) -> int:
+        """Tokens of its job whose keys and values a place holds."""
+        if self._pages_of(place) is None:
+            return GONE
+        found = self._tokens.get(place, self._check._filled.get(place))
+        return self._computed_of(job) if found is None else found
+
+    def _others(self, place: Place) -> list[Place]:
+        """Other places that hold this KV."""
+        booked = self._ledger.places_of.get(place.region.owner, ())
+        return [
+            other
+            for other in dict.fromkeys((*booked, *self._pages))
+            if other != place and other.region == place.region and self._pages_of(other) is not None
+        ]
+
+    # ---- operations
+    def _grow(self, op: Grow) -> None:
+        place, pages = op.place, self._pages_of(op.place)
+        if pages is None:
+            self._tokens[place] = 0
+        self._pages[place] = (pages or 0) + op.nbytes // self._page.nbytes
+
+    def _share(self, op: Share) -> None:
+        place, number = op.place, op.place.region.owner
+        job, tokens = self._jobs.get(number), len(op.pages) * self._page.tokens
+        if job is None or job.training is not None:
+            raise ContractError(Rule.SHARE, "pages are shared for a job that is not there", number)
+        if self._computed_of(job) or number not in self._sliced:
+            raise ContractError(
+                Rule.SHARE, "a job shares pages where it begins, with a slice behind them", number
+            )
+        if tokens >= job.known_tokens:
+            raise ContractError(Rule.SHARE, "its last token must be computed", number)
+        wrong = self._ledger.sharing[place.pool].cache.wrong(job, op.pages)
+        if wrong:
+            raise ContractError(
+                Rule.SHARE, f"it would start on pages {wrong}, which hold other tokens", number
+            )
+        self._computed[number] = tokens
+        self._tokens[place], self._pages[place] = None, len(op.pages)
+
+    def _copy(self, op: Copy) -> None:
+        src, dst, job = op.src, op.dst, self._jobs.get(op.src.region.owner)
+        pages = self._pages_of(src)
+        assert pages is not None, "the dry run has seen that it is held"
+        if job is None or job.training is not None:
+            return
+        tokens, there = self._tokens_of(src, job), self._tokens_of(dst, job)
+        if there > tokens:
+            raise ContractError(
+                Rule.COPY,
+                f"copy of {tokens} tokens from {src.tier} over {there} newer ones on {dst.tier}",
+                job.job_id,
+            )
+        if there < tokens:
+            self._tokens[dst] = tokens
+        self._pages[dst] = pages
+
+    def _free(self, op: Free) -> None:
+        place, number = op.place, op.place.region.owner
+        job = self._jobs.get(number)
+        if job is not None and job.training is None and number not in self._given_up:
+            computed = self._computed_of(job)
+            rest = [self._tokens_of(other, job) for other in self._others(place)]
+            if computed and max(rest, default=GONE) < computed:
+                raise ContractError(
+                    Rule.KV_FREED, "its only KV is freed: name the job in `restart`", number
+                )
+        self._pages[place] = self._tokens[place] = GONE
+
+    def _compute(self, op: Compute, is_only: bool) -> None:
+        served = [piece for piece in op.slices if piece.job.training is None]
+        own = {kv_place(piece.job.job_id, Tier.GPU, self._device) for piece in served}
+        for place in op.writes:
+            if place.region.kind is Kind.KV and place not in own:
+                owner = self._jobs.get(place.region.owner)
+                if owner is None or owner.training is None:
+                    raise ContractError(
+                        Rule.OWN_KV, "its KV is written without a slice", place.region.owner
+                    )
+        written = set(op.writes)
+        for piece in self._to_look_at(op, served) if is_only else served:
+            self._serve(piece, written)
+
+    def _to_look_at(self, op: Compute, served: Sequence[Slice]) -> Sequence[Slice]:
+        """All but the decodes that go on as they were: they have room in their last pages."""
+        cohort, lead = self._check._standing.cohort, self._check._lead(op)
+        if cohort is None or not lead or cohort.turns is None:
+            return served
+        moved = {place.region.owner for place in self._pages}
+        full = cohort.turns[cohort.clock % self._page.tokens]
+        moved.update([due.place.region.owner for due in full])
+        moved &= {*cohort.ids}
+        looked = [op.slices[cohort.ids.index(number)] for number in moved]
+        return [*looked, *[s for s in op.slices[lead:] if s.job.training is None]]
+
+    def _serve(self, piece: Slice, written: Collection[Place]) -> None:
+        job, number = piece.job, piece.job.job_id
+        computed, place = self._computed_of(job), kv_place(number, Tier.GPU, self._device)
+        known = self._known.get(number, job.known_tokens)
+        self._check._check_slice(piece, known - computed)
+        pages = self._pages_of(place)
+        if pages is None:
+            raise ContractError(Rule.OWN_KV, f"{place} is not held", number)
+        if place not in written:
+            raise ContractError(Rule.OWN_KV, f"{place} is not among the writes", number)
+        if computed + piece.tokens > pages * self._page.tokens:
+            raise ContractError(
+                Rule.KV_PAGES,
+                f"{pages} pages of {self._page.tokens} for {computed} + {piece.tokens} tokens",
+                number,
+            )
+        there = self._tokens_of(place, job)
+        if there < computed:
+            raise ContractError(
+                Rule.KV_CONTENTS, f"{place} holds {there} of its {computed} tokens", number
+            )
+        if self._tokens.get(place, self._check._filled.get(place)) is not None:
+            for other in self._others(place):  # those that followed the job do so no more
+                self._tokens[other] = self._tokens_of(other, job)
+        self._tokens[place] = None
+        if piece.tokens == known - computed:
+            self._known[number] = known + 1
+        self._computed[number] = computed + piece.tokens
+
+
+def _check_form(plan: Plan) -> None:
+    """Rule ANSWER."""
+    for name in ("ops", "restart", "refuse", "later"):
+        if type(getattr(plan, name)) is not tuple:
+            raise ContractError(Rule.ANSWER, f"{name} of a plan is a tuple")
+    if type(plan.repeats) is not int or plan.repeats < 1:
+        raise ContractError(
+            Rule.REPEATS, f"repeats is {plan.repeats!r}: a plan holds for 1 or more"
+        )
+    if plan.wake_ns is not None and type(plan.wake_ns) is not int:
+        raise ContractError(Rule.ANSWER, f"wake_ns is {plan.wake_ns!r}: whole nanoseconds, or None")
+    for op in plan.ops:
+        if type(op) not in OPERATIONS:
+            raise ContractError(Rule.ANSWER, f"{_named(op)} is no operation of a plan")
+        if isinstance(op, Compute) and any(
+            type(s) is not Slice or not isinstance(s.job, Job) for s in op.slices
+        ):
+            raise ContractError(Rule.ANSWER, "a launch has slices of jobs")
+    for job in (*plan.restart, *plan.refuse):
+        if not isinstance(job, Job):
+            raise ContractError(Rule.ANSWER, f"{_named(job)} is no job")
+
+
+def _is_course(plan: Plan, lead: int) -> bool:
+    """Whether `later` says of the last slices, at growing steps, how many tokens they have then."""
+    before, launch, repeats = 0, plan.ops[-1], plan.repeats
+    assert isinstance(launch, Compute)
+    if type(repeats) is not int or type(plan.later) is not tuple:
+        return False
+    slices = launch.slices
+    for entry in plan.later:
+        if type(entry) is not tuple or len(entry) != 2:
+            return False
+        step, last = entry
+        if type(step) is not int or step <= before or type(last) is not tuple:
+            return False
+        before = step
+        if not 0 < len(last) <= len(slices) - lead:
+            return False
+        for piece, first in zip(last, slices[-len(last) :], strict=True):
+            if type(piece) is not Slice or piece[0] is not first[0] or piece[2:] != WHOLE:
+                return False
+            if type(piece[1]) is not int or piece[1] < 1:
+                return False
+    return True
+
+
+def _are_distinct(slices: Sequence[Slice], lead: int) -> bool:
+    count = len(slices) - lead
+    return count < 2 or len({piece[0].job_id for piece in slices[lead:]}) == count
+
+
+def _named(value: object) -> str:
+    """What it is, for messages."""
+    return f"a {type(value).__name__}" if value is not None else "None"
