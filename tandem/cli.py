@@ -1,7 +1,7 @@
 """The command line: verbs by argparse, settings by Hydra overrides. Start-up imports nothing else.
 
-Exit codes: 0 done, 1 a run failed or served nobody, or the system refused a file, 2 the command or
-its settings are wrong.
+Exit codes: 0 done, 1 a run failed, served nobody or lost requests at a server, or the system
+refused a file, 2 the command or its settings are wrong.
 """
 
 from __future__ import annotations

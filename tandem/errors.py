@@ -6,4 +6,5 @@ class Usage(ValueError):
 
 
 class RunFailed(RuntimeError):
-    """A run failed, and its folder has the traceback; or it served nobody: the line says why."""
+    """A run failed, and its folder has the traceback; or it served nobody, or a server lost
+    requests: the line says why."""

@@ -1,0 +1,46 @@
+"""A server that lies, breaks or never ends costs the requests that it does so to, and no others."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.openai import Server, replay
+from runtime.sse import Limits
+from tests.fake_server import FakeServer
+from tests.server_modes import FINISHED, MODES, REFUSED
+from traces.prompts import prompt_of
+from traces.request import Request
+
+MS = 1_000_000
+EACH = 2  # requests of a mode
+TIMEOUT_S = 3.0
+LIMITS = Limits(line_bytes=60_000, answer_bytes=200_000, depth=20)
+
+
+def test_finished_refused_and_unfinished_are_what_the_server_counted() -> None:
+    """All modes at once, and behind each of their requests a plain one."""
+    told = [name for name in MODES for _ in range(EACH)]
+    faults = {2 * i: name for i, name in enumerate(told)}
+    requests = [Request(i, i * 3 * MS, 5 + i % 7, 4 + i % 3) for i in range(2 * len(told))]
+    fake, ends = FakeServer(faults=faults, first_s=0.01, gap_s=0.002), []
+    with fake.running():
+        server = Server(url=fake.url, model="m", timeout_s=TIMEOUT_S, limits=LIMITS)
+        found = replay(server, requests, lambda r: prompt_of(r, 100, 0), lambda: ends.append(1))
+    assert len(MODES) >= 40 and len(ends) == len(requests) == len(fake.counted)
+    ours, theirs = {}, {}
+    for request, answer in zip(requests, found.answers, strict=True):
+        outcome = REFUSED if answer.is_refused else "unfinished" if answer.error else FINISHED
+        tokens = len(answer.token_ns) if outcome == FINISHED else 0
+        key = (request.request_id, faults.get(request.request_id, "plain"))
+        ours[key], theirs[key] = (outcome, tokens), fake.counted[request.request_id]
+        assert answer.error.isprintable() and len(answer.error) < 3000
+    assert ours == theirs
+    assert all(ours[number, name][0] == MODES[name].outcome for number, name in faults.items())
+    plain = [number for number in range(len(requests)) if number not in faults]
+    assert all(ours[n, "plain"] == (FINISHED, requests[n].output_tokens) for n in plain)
+    assert Counter(outcome for outcome, _ in ours.values()).total() == len(requests)
