@@ -151,7 +151,7 @@ class _Client:
             begun = f"HTTP {exchange.status}, and " if exchange.status not in (None, 200) else ""
             answer.error = f"{begun}no end within {self._server.timeout_s:g} s"
         except Refused as refusal:
-            answer.error = f"{refusal}{self._remedy(str(refusal))}"
+            answer.error = f"{refusal}{remedy(self._server, str(refusal))}"
         except (Spoilt, Broken) as error:
             answer.error = str(error)
         except (OSError, EOFError, ValueError) as error:
@@ -172,19 +172,13 @@ class _Client:
                 answer.take(line, self._now_ns())
                 if answer.is_done:
                     break
+        if not answer.received_chars:
+            raise Spoilt(f"the answer ({exchange.content_type or 'of no type'}) holds no events")
         if not answer.has_ended:
             raise Spoilt("the stream broke off")
         if not answer.token_ns:
             raise Spoilt("the answer holds no token")
         answer.finish_ns = answer.chunk_ns[-1]
-
-    def _remedy(self, refusal: str) -> str:
-        """The setting that leaves out what a refusal names; nothing for a body quoted whole."""
-        extra = {**dict.fromkeys(OPTIONAL, True), **self._server.extra}
-        sent = [key for key, value in extra.items() if value is not None]
-        named = [key for key in sent if re.search(rf"\b{re.escape(key)}\b(?![\"']\s*:)", refusal)]
-        words = [f"+backend.extra.{key}=null" for key in named]
-        return f" (left out by {' '.join(words)})" if words else ""
 
     def _body(self, request: Request) -> dict[str, Any]:
         body = {
@@ -215,6 +209,16 @@ class _Client:
             except (OSError, TimeoutError, Refused, Broken, EOFError, ValueError):
                 pass
             await asyncio.sleep(self._server.scrape_s)
+
+
+def remedy(server: Server, refusal: str) -> str:
+    """The settings that leave out what a refusal names of a body, for behind its words. Empty where
+    it names nothing: a body that is quoted whole, `"key": value`, names none."""
+    extra = {**dict.fromkeys(OPTIONAL, True), **server.extra}
+    sent = [key for key, value in extra.items() if value is not None]
+    named = [key for key in sent if re.search(rf"\b{re.escape(key)}\b(?![\"']\s*:)", refusal)]
+    words = [f"+backend.extra.{key}=null" for key in named]
+    return f" (left out by {' '.join(words)})" if words else ""
 
 
 def printable(text: str) -> str:

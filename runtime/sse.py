@@ -14,7 +14,9 @@ from urllib.parse import urlsplit
 
 MAX_ERROR_BYTES = 2000  # of an answer that says what went wrong
 MAX_HEAD_BYTES = 64 * 1024  # of the lines before the body
+LONG_HEAD = f"its head has more than {MAX_HEAD_BYTES} bytes"
 PIECE_BYTES = 64 * 1024  # at most taken at once
+STATUS = re.compile(r"HTTP/1\.\d ([1-9]\d\d)\b")
 LINE_END = re.compile(rb"\r\n|\n|\r")
 CHUNK_SIZE = re.compile(rb"\s*([0-9a-fA-F]{1,16})\s*(;.*)?")
 
@@ -73,13 +75,14 @@ class Address:
 class Exchange:
     """One connection: open it, ask once, read the answer line by line, close it.
 
-    `status` is the answer's, None before it is known.
+    `status` and `content_type` are the answer's, None before they are known.
     """
 
     address: Address
     headers: Mapping[str, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
     status: int | None = None
+    content_type: str | None = None
     _reader: asyncio.StreamReader | None = None
     _writer: asyncio.StreamWriter | None = None
 
@@ -109,6 +112,7 @@ class Exchange:
     async def lines(self) -> AsyncGenerator[str, None]:
         """The lines of the answer as they come. Refused unless its status is 200."""
         self.status, headers = await self._head()
+        self.content_type = headers.get("content-type")
         pieces = self._pieces(headers)
         if self.status != 200:
             raise Refused(self.status, _told(headers, await _text(pieces)))
@@ -136,23 +140,26 @@ class Exchange:
                 await self._writer.wait_closed()
 
     async def _head(self) -> tuple[int, dict[str, str]]:
-        """Status and headers; those that only say that more will come are passed over."""
+        """Status and headers; heads that only say that more will come are passed over."""
         left = MAX_HEAD_BYTES
         while True:
-            first = await self._line()
-            left -= len(first)
-            words = first.decode("latin-1").split(maxsplit=2)
-            if len(words) < 2 or not re.fullmatch(r"HTTP/1\.\d [1-9]\d\d", " ".join(words[:2])):
-                raise Broken("the answer is not HTTP/1.1")
-            headers: dict[str, str] = {}
+            status, headers = 0, dict[str, str]()
             while (line := await self._line()).strip():
                 left -= len(line)
+                text = line.decode("latin-1")
+                if status:
+                    name, _, value = text.partition(":")
+                    headers[name.strip().lower()] = value.strip()
+                elif found := STATUS.match(text):
+                    status = int(found[1])
+                else:
+                    break
                 if left < 0:
-                    raise Broken(f"its head has more than {MAX_HEAD_BYTES} bytes")
-                name, _, value = line.decode("latin-1").partition(":")
-                headers[name.strip().lower()] = value.strip()
-            if not words[1].startswith("1"):
-                return int(words[1]), headers
+                    raise Broken(LONG_HEAD)
+            if not status:
+                raise Broken("the answer is not HTTP/1.1")
+            if status >= 200:
+                return status, headers
 
     async def _line(self) -> bytes:
         """A line of the head, or of what frames a chunk. Broken where none ends."""
@@ -160,7 +167,7 @@ class Exchange:
         try:
             line = await self._reader.readline()
         except ValueError as error:  # asyncio's, of a line beyond its buffer
-            raise Broken(f"its head has more than {MAX_HEAD_BYTES} bytes") from error
+            raise Broken(LONG_HEAD) from error
         if not line.endswith(b"\n"):
             raise Broken("the answer broke off")
         return line
@@ -234,4 +241,4 @@ async def _text(pieces: AsyncIterator[bytes]) -> str:
 
 def _told(headers: Mapping[str, str], text: str) -> str:
     where = headers.get("location")
-    return f"to {where}: {text}" if where else text
+    return f"to {where} {text}".strip() if where else text

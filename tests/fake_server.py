@@ -41,6 +41,8 @@ class FakeServer:
     has_metrics: bool = True
     knows_chat_only: bool = False
     refuses: tuple[str, ...] = ()
+    models: str = json.dumps({"data": [{"id": "fake-model"}]})
+    metrics: str = METRICS
     faults: Mapping[int, int | str] = field(default_factory=dict)
     seen: dict[int, dict[str, Any]] = field(default_factory=dict)
     counted: dict[int, tuple[str, int]] = field(default_factory=dict)
@@ -90,9 +92,9 @@ class FakeServer:
             headers[name.lower()] = value.strip()
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         if path == "/v1/models":
-            await _answer(writer, 200, json.dumps({"data": [{"id": "fake-model"}]}))
+            await _answer(writer, 200, self.models)
         elif path == "/metrics":
-            await _answer(writer, 200 if self.has_metrics else 404, METRICS)
+            await _answer(writer, 200 if self.has_metrics else 404, self.metrics)
         elif path == "/v1/completions" and self.knows_chat_only:
             await _answer(writer, 404, json.dumps({"error": "Not Found"}))
         else:
