@@ -10,6 +10,7 @@ from typing import Any
 
 THOUGHT = "reasoning_content"
 MAX_TOKENS = 10_000_000  # of a prompt; more is no count
+MAX_EXTRA = 10_000  # chunks beyond a token each; a server that sends more will not end
 DEPTH = 64  # of nested JSON, where nothing else is said
 STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # no text takes it long
 
@@ -75,6 +76,10 @@ class Answer:
                 raise TypeError("a text that is none")
             if delta is not None and not text and not self.chunk_ns:
                 continue  # says who speaks, and holds no token
+            if len(self.chunk_ns) >= self.wanted_tokens + MAX_EXTRA:
+                raise Spoilt(
+                    f"{MAX_EXTRA} chunks more than the {self.wanted_tokens} tokens asked for"
+                )
             self.chunk_ns.append(now_ns)
             self.is_empty.append(not text)
 

@@ -16,7 +16,7 @@ NAMES = {
 }
 SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+([^\s]+)")
 MAX_COUNT = 2**40  # of anything; more is no count
-LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*+)"')  # from the beginning of a word alone
 CACHE = "vllm:cache_config_info"  # its labels say how many blocks there are, and of how many tokens
 
 

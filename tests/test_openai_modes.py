@@ -60,3 +60,14 @@ def test_finished_refused_and_unfinished_are_what_the_server_counted() -> None:
     plain = [number for number in range(len(requests)) if number not in faults]
     assert all(ours[n, "plain"] == (FINISHED, requests[n].output_tokens) for n in plain)
     assert SAID.keys() <= MODES.keys()
+
+
+def test_tokens_without_an_end_are_left_long_before_gigabytes() -> None:
+    """By the limits of every run."""
+    fake = FakeServer(faults={0: "endless_tokens"})
+    with fake.running():
+        requests = [Request(i, 0, 5, 4) for i in range(2)]
+        server = Server(url=fake.url, model="m", timeout_s=20.0)
+        endless, plain = replay(server, requests, lambda r: prompt_of(r, 100, 0)).answers
+    assert endless.error == "10000 chunks more than the 4 tokens asked for"
+    assert len(plain.token_ns) == 4 and not plain.error

@@ -133,6 +133,7 @@ def test_a_list_of_models_that_is_none(models: str) -> None:
         ('num_gpu_blocks="80"', 'num_gpu_blocks="999999999"'),
         ('block_size="16"', 'block_size="999999999"'),
         ("process_start_time_seconds 1.7e+09", "process_start_time_seconds many"),
+        ('block_size="16"', "a" * 300_000),
     ],
 )
 def test_gauges_that_no_table_holds_cost_no_request(
