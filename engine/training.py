@@ -157,3 +157,13 @@ class Training:
     def tasks(self) -> tuple[Task, ...]:
         """All of one step, with microbatches from 0."""
         return self._tasks
+
+
+def layout_of(training: Training) -> TrainingLayout:
+    """What the planner laid out for a job. ValueError where there was none."""
+    if training.layout is None:
+        raise ValueError(
+            f"training job {training.spec.job_id}: nothing is laid out for it; "
+            "choose a planner that makes chunks, such as planner=unit_chunks"
+        )
+    return training.layout
