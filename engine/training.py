@@ -97,6 +97,16 @@ class Training:
             self._backward.setdefault(microbatch, list(backward)),
         )
 
+    def draft(self) -> Training:
+        """Another that is as far, to be moved on instead."""
+        other = Training.__new__(Training)
+        for name in Training.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.updated = dict(self.updated)
+        other._forward = {k: [*done] for k, done in self._forward.items()}
+        other._backward = {k: [*done] for k, done in self._backward.items()}
+        return other
+
     def forget(self) -> None:
         """Starts the microbatches under way anew, without what serving had recorded."""
         self.recorded_tokens = 0
