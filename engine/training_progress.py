@@ -100,9 +100,10 @@ def _check_forward(
         below = after
     if training.layout is not None:
         _check_updated(job_id, units[0], training)
-        if training.spec.recipe.dropout and microbatch > training.microbatches.start:
-            if training.frontier(microbatch - 1)[0][-1] < total:
-                _refuse(job_id, f"forward of microbatch {microbatch}: dropout draws in their order")
+        recipe, is_first = training.spec.recipe, microbatch == training.microbatches.start
+        draws = (recipe.dropout or recipe.lora_dropout) and not is_first
+        if draws and training.frontier(microbatch - 1)[0][-1] < total:
+            _refuse(job_id, f"forward of microbatch {microbatch}: dropout draws in their order")
 
 
 def _check_updated(job_id: int, unit: int, training: Training) -> None:
