@@ -33,6 +33,7 @@ from engine.repeat import Repeat
 from engine.reuse import Reuse
 from engine.roster import Roster
 from engine.standing import Standing
+from engine.training_contract import TrainingContract
 from engine.view import Cost
 from traces.request import Request, TrainingJob
 
@@ -98,6 +99,9 @@ class Engine:
             lambda job: self.ends.tokens_left(job),
         )
         self.ends = Ends(self.roster, self.standing, self.ledger.open)
+        self.training = TrainingContract(
+            self.layout, self.ledger.marks, self.ledger.held_bytes, self.ledger.capacity_bytes
+        )
         self.leftovers = Leftovers(self.give_all, self.recorder, devices)
         self.launcher = Launcher(self)
         self._door = Door(self, returns_memory)
@@ -188,6 +192,8 @@ class Engine:
     def _issue(
         self, plan: Plan, device: int, repeat: Repeat | None = None
     ) -> Generator[simpy.Event, Any, None]:
+        if not self.ledger.expects(plan):
+            self.training.check(plan, device)
         booked = self.ledger.book(plan, 0 if repeat is None else len(repeat.cohort.jobs))
         for job in plan.restart:
             restart(job)
