@@ -67,10 +67,15 @@ class Training:
         return tuple(tasks)
 
     @property
+    def first_microbatch(self) -> int:
+        """Of the step that is under way."""
+        return self.step * self.spec.microbatches
+
+    @property
     def microbatches(self) -> range:
         """Those of the step that is under way."""
-        each = self.spec.microbatches
-        return range(self.step * each, (self.step + 1) * each)
+        first = self.first_microbatch
+        return range(first, first + self.spec.microbatches)
 
     @property
     def begins_step(self) -> bool:

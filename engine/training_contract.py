@@ -30,7 +30,7 @@ from engine.plan import (
     Slice,
     Work,
 )
-from engine.regions import NAMES, gradient, told
+from engine.regions import NAMES, gradient, is_workspace, told
 from engine.scoreboard import Mark
 from engine.training import Training
 from engine.training_layout import TrainingLayout
@@ -109,7 +109,7 @@ class TrainingContract:
 
     def needs(self, piece: Slice, training: Training, op: Compute, reuses: bool) -> Needs:
         """What the launch of a task of this step must name and find."""
-        first = training.microbatches.start
+        first = training.first_microbatch
         assert piece.layers is not None, "a task has one part"
         k, part = piece.microbatch - first, piece.layers.start
         key = (piece.job.job_id, piece.work, part, k, op.again, op.on, op.device, reuses)
@@ -117,7 +117,7 @@ class TrainingContract:
         if found is None:
             found = needs_of(piece._replace(microbatch=k), training, op, reuses)
             self._needs[key] = found
-        return found.shifted(first)
+        return found
 
 
 def _trains_any(slices: Iterable[Slice]) -> bool:
@@ -147,17 +147,19 @@ class _Reading:
             if job.training is not None and job.training.layout is not None:
                 what = "a restart: what it has added up and kept cannot be taken back"
                 raise ContractError(Rule.RESTART, what, job.job_id)
+        kv = Kind.KV
         for op in plan.ops:
-            if isinstance(op, Compute):
-                self._compute(op)
-            elif isinstance(op, Free):
-                if op.place.region.kind is not Kind.KV:
+            if isinstance(op, Free):
+                if op.place.region.kind is not kv:
                     self._free(op.place)
             elif isinstance(op, Grow):
-                if op.place.region.kind is not Kind.KV:
-                    self._grow(op)
+                if op.place.region.kind is not kv:
+                    self._grow(op.place, op.nbytes)
             elif isinstance(op, Copy):
-                self._copy(op)
+                if op.src.region.kind is not kv or op.dst.region.kind is not kv:
+                    self._copy(op.src, op.dst)
+            elif isinstance(op, Compute):
+                self._compute(op)
             elif isinstance(op, Collective):
                 self._collective(op)
         for exchange in self._due.values():
@@ -177,18 +179,21 @@ class _Reading:
             return GONE if mark is None else mark.written
         return found
 
+    def _newest_elsewhere(self, place: Place) -> int:
+        """The stamp of the newest copy of a region in other pools."""
+        newest = GONE
+        for other in self._elsewhere(place):
+            if (stamp := self._stamp(other)) > newest:
+                newest = stamp
+        return newest
+
     def _newest(self, place: Place) -> int:
-        """The stamp of the newest copy of a region."""
         return max(self._stamp(place), self._newest_elsewhere(place))
 
-    def _newest_elsewhere(self, place: Place) -> int:
-        return max([self._stamp(other) for other in self._elsewhere(place)], default=GONE)
-
-    def _held(self, place: Place) -> int | None:
+    def _held(self, place: Place) -> int:
+        """Bytes of a place that nothing has been written to yet."""
         found = self._bytes.get(place)
-        if found is None:
-            return self._contract.held_bytes.get(place)
-        return None if found < 0 else found
+        return self._contract.held_bytes.get(place, 0) if found is None else found
 
     def _training(self, job_id: int) -> Training | None:
         """A job's progress as the plan has moved it; None of a job that has not come."""
@@ -208,54 +213,51 @@ class _Reading:
         return None if self._is_left(owner) else self._contract.layout.training.get(owner)
 
     # ---- memory
-    def _grow(self, op: Grow) -> None:
-        place, before = op.place, self._held(op.place)
-        self._bytes[place] = (before or 0) + op.nbytes
-        if before is None:
-            self._stamps[place] = EMPTY
-            if place.region.kind in STATES and self._layout(place.region.owner) is not None:
-                self._begun.append(place)
-
-    def _copy(self, op: Copy) -> None:
-        src, dst = op.src, op.dst
-        if src.region.kind is Kind.KV and dst.region.kind is Kind.KV:
+    def _grow(self, place: Place, nbytes: int) -> None:
+        if self._stamp(place) != GONE:
+            self._bytes[place] = self._held(place) + nbytes
             return
-        owner = src.region.owner
+        self._bytes[place], self._stamps[place] = nbytes, EMPTY
+        if place.region.kind in STATES and self._layout(place.region.owner) is not None:
+            self._begun.append(place)
+
+    def _copy(self, src: Place, dst: Place) -> None:
         if src.region != dst.region or src == dst:
-            _refuse(Rule.COPY, f"copy of {told(src)} onto {told(dst)}: another region", owner)
-        nbytes, there, stamp = self._held(src), self._held(dst), self._stamp(src)
-        if nbytes is None:
-            _refuse(Rule.HELD, f"copy of {told(src)}, which is not held", owner)
-        if there is not None:
-            if there != nbytes:
-                what = f"copy of {nbytes} bytes onto {there} at {told(dst)}"
-                _refuse(Rule.COPY, what, owner)
-            if self._stamp(dst) > stamp:
-                what = f"copy of {told(src)} onto {told(dst)}, which is newer"
-                _refuse(Rule.COPY, what, owner)
-        self._keep_due((src, dst))
-        self._stamps[dst], self._bytes[dst] = stamp, nbytes
-        if stamp == EMPTY:
-            self._begun.append(dst)
+            what = f"copy of {told(src)} onto {told(dst)}: not the same in another pool"
+            _refuse(Rule.COPY, what, src.region.owner)
+        stamp = self._stamp(src)
+        if stamp == GONE:
+            what = f"copy of {told(src)}, which is not held"
+            _refuse(Rule.HELD, what, src.region.owner)
+        if self._stamp(dst) > stamp:
+            what = f"copy of {told(src)} onto {told(dst)}, which is newer"
+            _refuse(Rule.COPY, what, src.region.owner)
+        if self._due:
+            self._keep_due((src, dst))
+        self._stamps[dst] = stamp
+        if stamp <= 0:
+            self._bytes[dst] = self._held(src)
+            if stamp == EMPTY and src in self._begun:
+                self._begun.append(dst)
 
     def _free(self, place: Place) -> None:
-        (owner, kind, _, _), stamp = place.region, self._stamp(place)
-        if stamp == GONE:
-            _refuse(Rule.HELD, f"free of {told(place)}, which is not held", owner)
-        self._keep_due((place,))
-        self._stamps[place], self._bytes[place] = GONE, GONE
-        if self._is_left(owner) or stamp == EMPTY:
-            return
-        if self._newest_elsewhere(place) >= stamp or not (stamp or kind in STATES):
-            return
-        use = self._use_of(place, stamp)
-        if use:
-            what = f"free of {told(place)}, the only copy as new, {use}"
-            _refuse(Rule.TRAINING_FREED, what, owner)
+        stamp = self._stamp(place)
+        if self._due:
+            self._keep_due((place,))
+        self._stamps[place] = GONE
+        if stamp > 0 or (stamp == 0 and place.region.kind in STATES):
+            if self._newest_elsewhere(place) < stamp and (use := self._use_of(place, stamp)):
+                what = f"free of {told(place)}, the only copy as new, {use}"
+                _refuse(Rule.TRAINING_FREED, what, place.region.owner)
+        elif stamp == GONE:
+            what = f"free of {told(place)}, which is not held"
+            _refuse(Rule.HELD, what, place.region.owner)
 
     def _use_of(self, place: Place, stamp: int) -> str:
         """What a place is for yet; "" where nothing wants it."""
         owner, kind, part, _ = place.region
+        if is_workspace(place) or self._is_left(owner):
+            return ""
         if kind in STATES:
             return "of states that are always wanted"
         layout, training = self._layout(owner), self._training(owner)
@@ -268,8 +270,6 @@ class _Reading:
 
     def _keep_due(self, places: Iterable[Place]) -> None:
         """No operation may come between gradients and the exchange that is due."""
-        if not self._due:
-            return
         for place in places:
             if (exchange := self._due.get(place)) is not None:
                 what = f"{told(place)} is touched before its {exchange.pattern}"
@@ -322,13 +322,14 @@ class _Reading:
         if op.on != COMPUTE_LANE and not (work is Work.UPDATE and op.on == HOST_LANE):
             _refuse(Rule.LANE, f"a {work} on lane {op.on}", job_id)
         reuses = self._reuses(op, piece, training)
-        needs = self._contract.needs(piece, training, op, reuses)
-        self._check_named(op, piece, needs)
+        needs, first = self._contract.needs(piece, training, op, reuses), training.first_microbatch
+        writes = needs.writes_later(first)
+        self._check_named(op, piece, needs.reads_later(first), writes)
         for place, nbytes in needs.sizes:
-            held = self._held(place)
-            if held is None or held < nbytes:
-                what = f"{_name(piece)} finds {held or 0} bytes of {nbytes} at {told(place)}"
-                _refuse(Rule.TRAINING_PLACES, what, job_id)
+            if self._stamp(place) <= 0:  # else what wrote to it has found enough
+                self._check_size(place, nbytes, piece)
+        for i, nbytes in needs.kept:
+            self._check_size(writes[i], nbytes, piece)
         for place in op.reads:
             if place.region.owner == job_id:
                 self._check_read(place, piece)
@@ -346,7 +347,8 @@ class _Reading:
             if self._stamp(place) < self._newest(own):
                 what = f"{_name(piece)} reads {told(place)}, older than the own part"
                 _refuse(Rule.TRAINING_CONTENTS, what, job_id)
-        self._keep_due((*op.reads, *op.writes))
+        if self._due:
+            self._keep_due((*op.reads, *op.writes))
         for exchange in needs.due:
             self._due.update(dict.fromkeys((*exchange.reads, *exchange.writes), exchange))
 
@@ -359,22 +361,23 @@ class _Reading:
             return reuses_weights(op, piece, training)
         return self._newest(gradient(piece.job.job_id, layers.start)) == GONE
 
-    def _check_named(self, op: Compute, piece: Slice, needs: Needs) -> None:
+    def _check_named(
+        self, op: Compute, piece: Slice, reads: tuple[Place, ...], writes: tuple[Place, ...]
+    ) -> None:
         """What a task needs is among what its launch names; what else that writes is as new."""
-        if op.reads == needs.reads and op.writes == needs.writes and len(op.slices) == 1:
+        if op.reads == reads and op.writes == writes and len(op.slices) == 1:
             return
-        job_id, writes = piece.job.job_id, {*op.writes}
-        for place in needs.writes:
-            if place not in writes:
+        job_id, written = piece.job.job_id, {*op.writes}
+        for place in writes:
+            if place not in written:
                 what = f"{_name(piece)} does not write {told(place)}"
                 _refuse(Rule.TRAINING_PLACES, what, job_id)
-        named = writes.union(op.reads)
-        for place in needs.reads:
+        named = written.union(op.reads)
+        for place in reads:
             if place not in named:
                 what = f"{_name(piece)} does not read {told(place)}"
                 _refuse(Rule.TRAINING_PLACES, what, job_id)
         served = {other.job.job_id for other in op.slices if other is not piece}
-        own = {*needs.writes}
         for place in op.writes:
             owner, kind, _, _ = place.region
             if kind is Kind.KV and owner in served:
@@ -382,18 +385,23 @@ class _Reading:
             if owner != job_id or kind is Kind.KV:
                 what = f"{_name(piece)} writes {told(place)}, which is not its own"
                 _refuse(Rule.TRAINING_PLACES, what, job_id)
-            if place not in own:
+            if place not in writes:
                 self._check_read(place, piece)
+
+    def _check_size(self, place: Place, nbytes: int, piece: Slice) -> None:
+        held = 0 if self._stamp(place) == GONE else self._held(place)
+        if held < nbytes:
+            what = f"{_name(piece)} finds {held} bytes of {nbytes} at {told(place)}"
+            _refuse(Rule.TRAINING_PLACES, what, piece.job.job_id)
 
     def _check_read(self, place: Place, piece: Slice) -> None:
         stamp = self._stamp(place)
         if stamp <= 0 and not (stamp == 0 and place.region.kind in STATES):
             what = f"{_name(piece)} reads {told(place)}, in which nothing is"
             _refuse(Rule.TRAINING_CONTENTS, what, piece.job.job_id)
-        for other in self._elsewhere(place):
-            if self._stamp(other) > stamp:
-                what = f"{_name(piece)} reads {told(place)}, which is older than on {other.tier}"
-                _refuse(Rule.TRAINING_CONTENTS, what, piece.job.job_id)
+        if self._newest_elsewhere(place) > stamp:
+            what = f"{_name(piece)} reads {told(place)}, which is newer in another tier"
+            _refuse(Rule.TRAINING_CONTENTS, what, piece.job.job_id)
 
     def _check_state(self, place: Place, piece: Slice, training: Training) -> None:
         """Optimizer states are the newest, or begin with the first update, empty."""
@@ -433,7 +441,8 @@ class _Reading:
 
     def _gather(self, op: Collective, layout: TrainingLayout, owner: int) -> Exchange:
         """What an all_gather of a chunk's weights must be, and whether it may come now."""
-        self._keep_due((*op.reads, *op.writes))
+        if self._due:
+            self._keep_due((*op.reads, *op.writes))
         place = op.writes[0] if op.writes else op.reads[0]
         chunk = place.region.part
         if not 0 <= chunk < len(layout.chunks) or not layout.chunks[chunk].remote_bytes:
@@ -447,10 +456,9 @@ class _Reading:
         if stamp > 0 and stamp == self._stamp(away):
             what = f"{op.pattern} over gradients of {told(away)}"
             _refuse(Rule.EXCHANGE, what, owner)
-        held = self._held(away)
-        if held is None or held < layout.chunks[chunk].remote_bytes:
-            need = layout.chunks[chunk].remote_bytes
-            what = f"{op.pattern} finds {held or 0} bytes of {need} at {told(away)}"
+        held, wanted = self._held(away), layout.chunks[chunk].remote_bytes
+        if self._stamp(away) <= 0 and held < wanted:
+            what = f"{op.pattern} finds {held} bytes of {wanted} at {told(away)}"
             _refuse(Rule.EXCHANGE, what, owner)
         return exchange
 

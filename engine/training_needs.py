@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.exchange import Exchange
 from engine.footprint import Launching, launches_of
 from engine.plan import HOST_LANE, Compute, Kind, Place, Slice, Tier, Work
-from engine.regions import GATHERED, UNREDUCED, gradient, later, optimizer, unreduced, weight
+from engine.regions import GATHERED, gradient, later, optimizer, unreduced, weight
 from engine.training import Training, layout_of
 
 Key = tuple[int, Work, int, int, bool, str, int, bool]
@@ -21,23 +22,29 @@ class Needs(NamedTuple):
     changes: tuple[Place, ...]  # of these, what is read first
     begins: tuple[Place, ...]  # gradients that must be empty: nothing of the step is in them
     sums: tuple[Place, ...]  # gradients that hold what was added before
-    sizes: tuple[tuple[Place, int], ...]  # bytes at least
+    sizes: tuple[tuple[Place, int], ...]  # bytes at least, where nothing is written yet
+    kept: tuple[tuple[int, int], ...]  # the same of activations that it writes, by their index
+    moving: tuple[int, ...]  # which of those read are activations
     gathered: tuple[tuple[Place, Place], ...]  # weights of other devices, and the own ones
     state: Place | None  # of the optimizer: may begin with the first update
     due: tuple[Exchange, ...]  # follows at once
 
-    def shifted(self, microbatches: int) -> Needs:
-        """The same so many microbatches later."""
-        if not microbatches:
-            return self
-        reads, writes = _later(self.reads, microbatches), _later(self.writes, microbatches)
-        sizes = tuple([(later(place, microbatches), n) for place, n in self.sizes])
-        return self._replace(reads=reads, writes=writes, sizes=sizes)
+    def reads_later(self, microbatches: int) -> tuple[Place, ...]:
+        """What it reads so many microbatches later."""
+        return _later(self.reads, self.moving, microbatches)
+
+    def writes_later(self, microbatches: int) -> tuple[Place, ...]:
+        """What it writes then."""
+        return _later(self.writes, [i for i, _ in self.kept], microbatches)
 
 
-def _later(places: tuple[Place, ...], count: int) -> tuple[Place, ...]:
-    kind = Kind.ACTIVATION
-    return tuple([later(p, count) if p.region.kind is kind else p for p in places])
+def _later(places: tuple[Place, ...], moving: Sequence[int], count: int) -> tuple[Place, ...]:
+    if not (count and moving):
+        return places
+    found = [*places]
+    for i in moving:
+        found[i] = later(found[i], count)
+    return tuple(found)
 
 
 def reuses_weights(op: Compute, piece: Slice, training: Training) -> bool:
@@ -72,19 +79,27 @@ def needs_of(piece: Slice, training: Training, op: Compute, reuses: bool) -> Nee
     for exchange in launch.reduces:  # into a sum, which is there
         for place in () if reuses else exchange.writes:
             sizes.setdefault(place, layout.chunks[place.region.part].gradient_bytes)
-    gathered = [(p, weight(job_id, p.region.part, device=at)) for p in reads if _is(p, GATHERED)]
-    sizes.update((place, layout.chunks[place.region.part].remote_bytes) for place, _ in gathered)
+    gathered = [(p, weight(job_id, p.region.part, device=at)) for p in reads if is_gathered(p)]
+    for place, own in gathered:
+        sizes[place] = layout.chunks[own.region.part].remote_bytes
     return Needs(
         reads,
         launch.writes,
         changes,
         begins,
         sums,
-        tuple(sizes.items()),
+        tuple([pair for pair in sizes.items() if not _moves(pair[0])]),
+        tuple([(i, sizes[p]) for i, p in enumerate(launch.writes) if _moves(p)]),
+        tuple([i for i, place in enumerate(reads) if _moves(place)]),
         tuple(gathered),
         state,
         launch.reduces,
     )
+
+
+def _moves(place: Place) -> bool:
+    """Whether a place is another one in each microbatch."""
+    return place.region.kind is Kind.ACTIVATION
 
 
 def _added(
@@ -109,15 +124,6 @@ def _added(
     return tuple(begins), tuple(sums), ()
 
 
-def _is(place: Place, slot: int) -> bool:
-    return place.region.kind is Kind.BUFFER and place.region.slot == slot
-
-
 def is_gathered(place: Place) -> bool:
     """Whether a place holds weights of other devices."""
-    return _is(place, GATHERED)
-
-
-def is_unreduced(place: Place) -> bool:
-    """Whether a place holds gradients that are not added up over all devices."""
-    return _is(place, UNREDUCED)
+    return place.region.kind is Kind.BUFFER and place.region.slot == GATHERED
