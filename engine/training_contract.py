@@ -298,8 +298,6 @@ class _Reading:
             assert piece.job.training is not None
             training = self._ahead[job_id] = piece.job.training.draft()
         check_order(piece, training, op.again)
-        if op.again and piece.work is not Work.FORWARD:
-            _refuse(Rule.TRAINING_ORDER, f"a {piece.work} again: only forwards are", job_id)
         if training.layout is not None:
             self._check_launch(op, piece, training)
         self._stamps.update(dict.fromkeys(op.writes, self._now))
@@ -320,7 +318,7 @@ class _Reading:
     def _check_launch(self, op: Compute, piece: Slice, training: Training) -> None:
         job_id, work = piece.job.job_id, piece.work
         if op.on != COMPUTE_LANE and not (work is Work.UPDATE and op.on == HOST_LANE):
-            _refuse(Rule.LANE, f"a {work} on lane {op.on}", job_id)
+            _refuse(Rule.LANE, f"{work} on lane {op.on}", job_id)
         reuses = self._reuses(op, piece, training)
         needs, first = self._contract.needs(piece, training, op, reuses), training.first_microbatch
         writes = needs.writes_later(first)

@@ -41,9 +41,9 @@ def check_order(piece: Slice, training: Training, again: bool = False) -> None:
     if type(tokens) is not int or tokens < 1:
         _refuse(job_id, f"a slice of {tokens!r} tokens: a whole number from 1 on")
     if training.layout is not None and tokens != whole:
-        _refuse(job_id, f"{tokens} tokens of a {work}: always {whole} where chunks are laid out")
+        _refuse(job_id, f"{work} of {tokens} tokens: always {whole} where chunks are laid out")
     if training.is_complete:
-        _refuse(job_id, f"a {work} behind the last of its {training.spec.num_steps} steps")
+        _refuse(job_id, f"{work} behind the last of its {training.spec.num_steps} steps")
     if type(version) is not int or type(microbatch) is not int:
         _refuse(job_id, f"microbatch {microbatch!r} on version {version!r}: whole numbers")
     parts = _parts(piece, training)
@@ -51,9 +51,11 @@ def check_order(piece: Slice, training: Training, again: bool = False) -> None:
         for unit in parts:
             if not 0 <= version <= training.version(unit):
                 _refuse(job_id, f"weight version {version} of unit {unit} does not exist")
-    if microbatch not in training.microbatches:
-        own = training.microbatches
+    own = training.microbatches
+    if microbatch not in own:
         _refuse(job_id, f"microbatch {microbatch}: the step has {own.start} to {own.stop - 1}")
+    if again and work is not Work.FORWARD:
+        _refuse(job_id, f"{work} again: only a forward is repeated")
     if again:
         _check_again(job_id, parts, microbatch, training)
     elif work is Work.FORWARD:
@@ -76,9 +78,9 @@ def _parts(piece: Slice, training: Training) -> range | tuple[int, ...]:
             return tuple(training.trained_by)
         return range(training.spec.num_units)
     if not isinstance(layers, range) or layers.step != 1 or not layers:
-        _refuse(job_id, f"layers {layers!r} of a {work}: a range of units, or of chunks to update")
+        _refuse(job_id, f"{work} of layers {layers!r}: a range of units, or of chunks to update")
     if training.layout is not None and len(layers) != 1:
-        _refuse(job_id, f"{len(layers)} units in a {work}: one, where chunks are laid out")
+        _refuse(job_id, f"{work} of {len(layers)} units: one, where chunks are laid out")
     if work is Work.UPDATE:
         for chunk in layers:
             if chunk not in training.trained_by:

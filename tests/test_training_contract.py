@@ -54,6 +54,7 @@ from engine.regions import (
 from engine.training import Training
 from engine.training_contract import TrainingContract
 from engine.training_layout import Mode
+from engine.training_progress import advance_training, check_order
 from engine.view import View
 from policies.all_on_device import AllOnDevice
 from policies.patrickstar import PatrickStar
@@ -483,7 +484,9 @@ CONTENTS: dict[str, tuple[World, Fault]] = {
     "norm of nothing": (World(job={"recipe": CLIPS}), begins_instead),
     "old gathered weights": (
         STAYING,
-        lambda plan, view: held(plan, view, gathered(0, 2), gathers),
+        lambda plan, view: held(
+            plan, view, gathered(0, 2), lambda op: gathers(op) and op.writes == (gathered(0, 2),)
+        ),
     ),
     "unreduced of the microbatch before": (
         replace(GROUP, job={"microbatches": 2}),
@@ -639,6 +642,42 @@ REST: dict[str, tuple[World, Rule, Fault]] = {
 def test_other_rules_hold_for_training_too(name: str) -> None:
     world, rule, fault = REST[name]
     assert refused(world, fault).rule is rule
+
+
+def test_microbatches_go_backward_in_their_order() -> None:
+    """Forwards may all come first, but for dropout; gradients flow down one microbatch at a time."""
+    shape = shape_of(random.Random(7))
+    layout = UnitChunks().prepare({0: shape}, [job_of(shape)], {(GPU, 0): ROOMY, (HOST, 0): ROOMY})
+    drops = job_of(shape, microbatches=2, recipe=Recipe(dropout=0.1))
+    job, other = (
+        Job.trains(Training(x, layout.training[0]), 0)
+        for x in (replace(drops, recipe=Recipe()), drops)
+    )
+
+    def slices(work: Work, k: int, units: Sequence[int], of: Job = job) -> list[Slice]:
+        return [Slice(of, 8, work, range(u, u + 1), k) for u in units]
+
+    up, down = range(UNITS), range(UNITS - 1, -1, -1)
+    for pieces in zip(slices(F, 0, up), slices(F, 1, up), strict=True):
+        for one in pieces:
+            check_order(one, training_of(job))
+            advance_training(one)
+    with pytest.raises(ContractError, match="backward of microbatch 1 before that of 0 is done"):
+        check_order(*slices(B, 1, [UNITS - 1]), training_of(job))
+    for one in (*slices(B, 0, down), *slices(B, 1, down)):
+        check_order(one, training_of(job))
+        advance_training(one)
+    advance_training(Slice(job, 1, U, range(1, 2), 1))
+    with pytest.raises(ContractError, match="microbatch 2: the step has 0 to 1"):
+        check_order(*slices(F, 2, [0]), training_of(job))
+    advance_training(*slices(F, 0, [0], other))
+    with pytest.raises(ContractError, match="dropout draws in their order"):
+        check_order(*slices(F, 1, [0], other), training_of(other))
+
+
+def training_of(job: Job) -> Training:
+    assert job.training is not None
+    return job.training
 
 
 @pytest.mark.parametrize("tasks", [0, 4])
