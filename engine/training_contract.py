@@ -127,13 +127,25 @@ def _trains_any(slices: Iterable[Slice]) -> bool:
         return True  # told where it is read
 
 
+class _Stamps(dict[Place, int]):
+    """Stamps of contents as a plan moves them; of other places as they are in the books."""
+
+    def __init__(self, marks: Mapping[Place, Mark]) -> None:
+        self._marks = marks
+
+    def __missing__(self, place: Place) -> int:
+        mark = self._marks.get(place)
+        found = self[place] = GONE if mark is None else mark.written
+        return found
+
+
 class _Reading:
     """One plan as it is read, operation by operation."""
 
     def __init__(self, contract: TrainingContract, plan: Plan, device: int) -> None:
         self._contract, self._plan, self._device = contract, plan, device
-        self._marks, self._elsewhere = contract.marks(), contract.elsewhere
-        self._stamps: dict[Place, int] = {}  # of contents, where the plan moves them
+        self._elsewhere = contract.elsewhere
+        self._stamps = _Stamps(contract.marks())
         self._bytes: dict[Place, int] = {}  # held, where the plan changes that
         self._ahead: dict[int, Training] = {}  # progress of jobs, as the plan moves it
         self._begun: list[Place] = []  # model states with nothing in them
@@ -167,28 +179,21 @@ class _Reading:
             what = f"{exchange.pattern} of {told(place)} is missing behind the backward"
             raise ContractError(Rule.EXCHANGE, what, place.region.owner)
         for place in self._begun:
-            if self._stamp(place) == EMPTY:
+            if self._stamps[place] == EMPTY:
                 what = f"{told(place)} begins, and nothing is written to it"
                 raise ContractError(Rule.TRAINING_CONTENTS, what, place.region.owner)
 
     # ---- books
-    def _stamp(self, place: Place) -> int:
-        found = self._stamps.get(place)
-        if found is None:
-            mark = self._marks.get(place)
-            return GONE if mark is None else mark.written
-        return found
-
     def _newest_elsewhere(self, place: Place) -> int:
         """The stamp of the newest copy of a region in other pools."""
-        newest = GONE
+        stamps, newest = self._stamps, GONE
         for other in self._elsewhere(place):
-            if (stamp := self._stamp(other)) > newest:
+            if (stamp := stamps[other]) > newest:
                 newest = stamp
         return newest
 
     def _newest(self, place: Place) -> int:
-        return max(self._stamp(place), self._newest_elsewhere(place))
+        return max(self._stamps[place], self._newest_elsewhere(place))
 
     def _held(self, place: Place) -> int:
         """Bytes of a place that nothing has been written to yet."""
@@ -208,13 +213,19 @@ class _Reading:
             [job.job_id == owner for job in self._plan.refuse]
         )
 
+    def _write(self, places: Iterable[Place]) -> None:
+        stamps, now = self._stamps, self._now
+        for place in places:
+            stamps[place] = now
+        self._now = now + 1
+
     def _layout(self, owner: int) -> TrainingLayout | None:
         """Of an owner that trains, or is to."""
         return None if self._is_left(owner) else self._contract.layout.training.get(owner)
 
     # ---- memory
     def _grow(self, place: Place, nbytes: int) -> None:
-        if self._stamp(place) != GONE:
+        if self._stamps[place] != GONE:
             self._bytes[place] = self._held(place) + nbytes
             return
         self._bytes[place], self._stamps[place] = nbytes, EMPTY
@@ -222,14 +233,15 @@ class _Reading:
             self._begun.append(place)
 
     def _copy(self, src: Place, dst: Place) -> None:
-        if src.region != dst.region or src == dst:
+        is_same = src.tier is dst.tier and src.device == dst.device
+        if is_same or src.region != dst.region:
             what = f"copy of {told(src)} onto {told(dst)}: not the same in another pool"
             _refuse(Rule.COPY, what, src.region.owner)
-        stamp = self._stamp(src)
+        stamp = self._stamps[src]
         if stamp == GONE:
             what = f"copy of {told(src)}, which is not held"
             _refuse(Rule.HELD, what, src.region.owner)
-        if self._stamp(dst) > stamp:
+        if self._stamps[dst] > stamp:
             what = f"copy of {told(src)} onto {told(dst)}, which is newer"
             _refuse(Rule.COPY, what, src.region.owner)
         if self._due:
@@ -241,10 +253,12 @@ class _Reading:
                 self._begun.append(dst)
 
     def _free(self, place: Place) -> None:
-        stamp = self._stamp(place)
+        stamp = self._stamps[place]
+        self._stamps[place] = GONE
+        if is_workspace(place) and stamp != GONE:
+            return
         if self._due:
             self._keep_due((place,))
-        self._stamps[place] = GONE
         if stamp > 0 or (stamp == 0 and place.region.kind in STATES):
             if self._newest_elsewhere(place) < stamp and (use := self._use_of(place, stamp)):
                 what = f"free of {told(place)}, the only copy as new, {use}"
@@ -256,7 +270,7 @@ class _Reading:
     def _use_of(self, place: Place, stamp: int) -> str:
         """What a place is for yet; "" where nothing wants it."""
         owner, kind, part, _ = place.region
-        if is_workspace(place) or self._is_left(owner):
+        if self._is_left(owner):
             return ""
         if kind in STATES:
             return "of states that are always wanted"
@@ -265,7 +279,7 @@ class _Reading:
             return ""
         if is_gathered(place):  # gradients may lie there, beside those over the own weights
             own = Place(place.region._replace(kind=Kind.WEIGHT, slot=0), place.tier, place.device)
-            return f"before gradients of chunk {part} are reduced" * (self._stamp(own) == stamp)
+            return f"before gradients of chunk {part} are reduced" * (self._stamps[own] == stamp)
         return last_use(place, training)
 
     def _keep_due(self, places: Iterable[Place]) -> None:
@@ -277,10 +291,12 @@ class _Reading:
 
     # ---- launches
     def _compute(self, op: Compute) -> None:
+        pieces = list[Slice]()
         for piece in op.slices:
             if not isinstance(piece, Slice) or not isinstance(piece.job, Job):
                 _refuse(Rule.ANSWER, f"a launch of {type(piece).__name__}, not of slices of jobs")
-        pieces = [piece for piece in op.slices if piece.job.training is not None]
+            if piece.job.training is not None:
+                pieces.append(piece)
         if not pieces:
             self._serves(op)
             return
@@ -300,8 +316,7 @@ class _Reading:
         check_order(piece, training, op.again)
         if training.layout is not None:
             self._check_launch(op, piece, training)
-        self._stamps.update(dict.fromkeys(op.writes, self._now))
-        self._now += 1
+        self._write(op.writes)
         if not op.again:
             advance_training(piece, training)
 
@@ -312,29 +327,27 @@ class _Reading:
             if kind is not Kind.KV and self._layout(owner) is not None:
                 what = f"a launch touches {told(place)}, and does not train it"
                 _refuse(Rule.TRAINING_PLACES, what, owner)
-        self._stamps.update(dict.fromkeys(op.writes, self._now))
-        self._now += 1
+        self._write(op.writes)
 
     def _check_launch(self, op: Compute, piece: Slice, training: Training) -> None:
-        job_id, work = piece.job.job_id, piece.work
+        job_id, work, stamps = piece.job.job_id, piece.work, self._stamps
         if op.on != COMPUTE_LANE and not (work is Work.UPDATE and op.on == HOST_LANE):
             _refuse(Rule.LANE, f"{work} on lane {op.on}", job_id)
         reuses = self._reuses(op, piece, training)
         needs, first = self._contract.needs(piece, training, op, reuses), training.first_microbatch
         writes = needs.writes_later(first)
-        self._check_named(op, piece, needs.reads_later(first), writes)
+        reads = needs.reads_later(first)
+        if op.reads != reads or op.writes != writes or len(op.slices) > 1:
+            self._check_named(op, piece, reads, writes)
         for place, nbytes in needs.sizes:
-            if self._stamp(place) <= 0:  # else what wrote to it has found enough
+            if stamps[place] <= 0:  # else what wrote to it has found enough
                 self._check_size(place, nbytes, piece)
         for i, nbytes in needs.kept:
             self._check_size(writes[i], nbytes, piece)
-        for place in op.reads:
-            if place.region.owner == job_id:
+        for place in (*op.reads, *needs.changes, *needs.sums):
+            stamp = stamps[place]
+            if stamp <= 0 or self._newest_elsewhere(place) > stamp:
                 self._check_read(place, piece)
-        for place in needs.changes:
-            self._check_read(place, piece)
-        for place in needs.sums:
-            self._check_read(place, piece)
         for place in needs.begins:
             if self._newest(place) > 0:
                 what = f"{_name(piece)} begins {told(place)}, in which older gradients are"
@@ -342,7 +355,7 @@ class _Reading:
         if needs.state is not None:
             self._check_state(needs.state, piece, training)
         for place, own in needs.gathered:
-            if self._stamp(place) < self._newest(own):
+            if self._stamps[place] < self._newest(own):
                 what = f"{_name(piece)} reads {told(place)}, older than the own part"
                 _refuse(Rule.TRAINING_CONTENTS, what, job_id)
         if self._due:
@@ -363,8 +376,6 @@ class _Reading:
         self, op: Compute, piece: Slice, reads: tuple[Place, ...], writes: tuple[Place, ...]
     ) -> None:
         """What a task needs is among what its launch names; what else that writes is as new."""
-        if op.reads == reads and op.writes == writes and len(op.slices) == 1:
-            return
         job_id, written = piece.job.job_id, {*op.writes}
         for place in writes:
             if place not in written:
@@ -387,13 +398,15 @@ class _Reading:
                 self._check_read(place, piece)
 
     def _check_size(self, place: Place, nbytes: int, piece: Slice) -> None:
-        held = 0 if self._stamp(place) == GONE else self._held(place)
+        held = 0 if self._stamps[place] == GONE else self._held(place)
         if held < nbytes:
             what = f"{_name(piece)} finds {held} bytes of {nbytes} at {told(place)}"
             _refuse(Rule.TRAINING_PLACES, what, piece.job.job_id)
 
     def _check_read(self, place: Place, piece: Slice) -> None:
-        stamp = self._stamp(place)
+        stamp = self._stamps[place]
+        if place.region.owner != piece.job.job_id:
+            return  # what others have it may look at
         if stamp <= 0 and not (stamp == 0 and place.region.kind in STATES):
             what = f"{_name(piece)} reads {told(place)}, in which nothing is"
             _refuse(Rule.TRAINING_CONTENTS, what, piece.job.job_id)
@@ -434,8 +447,7 @@ class _Reading:
         if op.pattern is not Pattern.ALL_GATHER:
             for place in places:
                 self._due.pop(place, None)
-        self._stamps.update(dict.fromkeys(op.writes, self._now))
-        self._now += 1
+        self._write(op.writes)
 
     def _gather(self, op: Collective, layout: TrainingLayout, owner: int) -> Exchange:
         """What an all_gather of a chunk's weights must be, and whether it may come now."""
@@ -448,14 +460,14 @@ class _Reading:
             _refuse(Rule.EXCHANGE, what, owner)
         exchange = gather(layout, owner, chunk, self._device)
         (own,), (away,) = exchange.reads, exchange.writes
-        stamp = self._stamp(own)
+        stamp = self._stamps[own]
         if stamp < max(0, self._newest(own)):
             _refuse(Rule.EXCHANGE, f"{op.pattern} reads {told(own)}, which is old", owner)
-        if stamp > 0 and stamp == self._stamp(away):
+        if stamp > 0 and stamp == self._stamps[away]:
             what = f"{op.pattern} over gradients of {told(away)}"
             _refuse(Rule.EXCHANGE, what, owner)
         held, wanted = self._held(away), layout.chunks[chunk].remote_bytes
-        if self._stamp(away) <= 0 and held < wanted:
+        if self._stamps[away] <= 0 and held < wanted:
             what = f"{op.pattern} finds {held} bytes of {wanted} at {told(away)}"
             _refuse(Rule.EXCHANGE, what, owner)
         return exchange

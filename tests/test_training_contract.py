@@ -645,7 +645,7 @@ def test_other_rules_hold_for_training_too(name: str) -> None:
 
 
 def test_microbatches_go_backward_in_their_order() -> None:
-    """Forwards may all come first, but for dropout; gradients flow down one microbatch at a time."""
+    """Forwards may all come first, but for dropout; gradients flow down one by one."""
     shape = shape_of(random.Random(7))
     layout = UnitChunks().prepare({0: shape}, [job_of(shape)], {(GPU, 0): ROOMY, (HOST, 0): ROOMY})
     drops = job_of(shape, microbatches=2, recipe=Recipe(dropout=0.1))
