@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NoReturn
 
 from engine.contract import ContractError, Rule
@@ -47,10 +48,8 @@ def check_order(piece: Slice, training: Training, again: bool = False) -> None:
     if type(version) is not int or type(microbatch) is not int:
         _refuse(job_id, f"microbatch {microbatch!r} on version {version!r}: whole numbers")
     parts = _parts(piece, training)
-    if work is not Work.UPDATE and version:
-        for unit in parts:
-            if not 0 <= version <= training.version(unit):
-                _refuse(job_id, f"weight version {version} of unit {unit} does not exist")
+    if version:
+        _check_version(job_id, parts, version, training, work is Work.UPDATE)
     own = training.microbatches
     if microbatch not in own:
         _refuse(job_id, f"microbatch {microbatch}: the step has {own.start} to {own.stop - 1}")
@@ -68,6 +67,16 @@ def check_order(piece: Slice, training: Training, again: bool = False) -> None:
 
 def _refuse(job_id: int, what: str) -> NoReturn:
     raise ContractError(Rule.TRAINING_ORDER, what, job_id)
+
+
+def _check_version(
+    job_id: int, parts: Iterable[int], version: int, training: Training, is_update: bool
+) -> None:
+    for part in parts:
+        newest = training.updated[part] if is_update else training.version(part)
+        if not 0 <= version <= newest:
+            name = "chunk" if is_update else "unit"
+            _refuse(job_id, f"weight version {version} of {name} {part} does not exist")
 
 
 def _parts(piece: Slice, training: Training) -> range | tuple[int, ...]:

@@ -349,6 +349,7 @@ ORDERLESS: dict[str, tuple[World, Fault]] = {
     "the next step's microbatch": (DEVICE, at(F, 1, lambda op: piece(op, microbatch=1))),
     "no microbatch": (DEVICE, at(F, 1, lambda op: piece(op, microbatch=-1))),
     "a later version": (DEVICE, at(F, 1, lambda op: piece(op, version=1))),
+    "an update of a later version": (DEVICE, at(U, 1, lambda op: piece(op, version=1))),
     "half a microbatch": (DEVICE, at(F, 1, lambda op: piece(op, tokens=4))),
     "no token": (DEVICE, at(F, 1, lambda op: piece(op, tokens=0))),
     "tokens of a kind": (DEVICE, at(F, 1, lambda op: piece(op, tokens=8.0))),
