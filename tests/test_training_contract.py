@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import simpy
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.contract import ContractError, Rule
 from engine.engine import Engine
 from engine.job import Job
+from engine.journal import Journal
 from engine.layout import Layout
 from engine.plan import (
     HOST_LANE,
@@ -32,6 +36,7 @@ from engine.plan import (
     kv_place,
 )
 from engine.policy import Composed
+from engine.questions import Questions
 from engine.recorder import Recorder
 from engine.regions import (
     ASIDE,
@@ -52,7 +57,7 @@ from engine.regions import (
     weight,
 )
 from engine.training import Training
-from engine.training_contract import TrainingContract
+from engine.training_contract import TrainingContract, _Reading
 from engine.training_layout import Mode
 from engine.training_progress import advance_training, check_order
 from engine.view import View
@@ -66,8 +71,10 @@ from tandem.compose import composed
 from tandem.experiment import engine_of
 from tandem.setting import setting_of
 from tandem.worlds import world_of
-from tests.offload import NO_PAGES, ROOMY, job_of, shape_of
-from tests.replays import ToyExecutor
+from tests.offload import MEMORIES, NO_PAGES, ROOMY, job_of, shape_of
+from tests.replays import Replay, ToyExecutor
+from tests.strategies import cases
+from tests.training_faults import Faulty, check_meaning
 from tests.trainings import SMALL
 from traces.recipe import Recipe
 from traces.request import TrainingJob
@@ -739,6 +746,66 @@ def test_serving_is_no_concern() -> None:
     contract.admit(Job.trains(Training(TrainingJob(7, 0, 3, 8)), 0))
     assert not contract.concerns(Plan(ops)), "beside training neither"
     assert contract.concerns(Plan((Compute((Slice(contract.jobs[7], 8),)),)))
+
+
+def faulty(
+    seed: int, name: str, mode: Mode, ranks: int, microbatches: int, tasks: int
+) -> tuple[Engine, Faulty, TrainingJob]:
+    """A small job under a policy that errs once."""
+    rng = random.Random(seed)
+    job: dict[str, Any] = {"microbatches": microbatches, "num_steps": 2}
+    job["recipe"] = CLIPS if rng.random() < 0.4 else Recipe()
+    memory: Any = MEMORIES.get(name)
+    if memory is None:
+        memory, job = REUSING.memory, REUSING.job | {"num_steps": 2}
+    world = World(memory, mode, rng.random() < 0.4, ranks, rng.random() < 0.7, tasks, job=job)
+    engine, lying, one = world.engine(lambda plan, view: None)
+    policy = Faulty(lying.policy, rng, 0.1 if tasks == 1 else 0.6)
+    engine.questions = Questions(engine, policy, may_recur=False)
+    return engine, policy, one
+
+
+def is_harmless(engine: Engine) -> bool:
+    try:
+        check_meaning(Replay(engine, engine.recorder, Journal(lambda: 0)))
+    except AssertionError:
+        return False
+    return True
+
+
+@cases(300)
+@given(
+    seed=st.integers(0, 1 << 20),
+    name=st.sampled_from([*MEMORIES, "reusing"]),
+    mode=st.sampled_from([*Mode]),
+    ranks=st.sampled_from([1, 1, 4]),
+    microbatches=st.sampled_from([1, 2]),
+    tasks=st.sampled_from([0, 1, 3]),
+)
+def test_a_random_fault_is_refused_or_does_no_harm(
+    seed: int, name: str, mode: Mode, ranks: int, microbatches: int, tasks: int
+) -> None:
+    engine, policy, job = faulty(seed, name, mode, ranks, microbatches, tasks)
+    try:
+        engine.replay([job])
+    except ContractError as error:
+        assert policy.told and "\n" not in str(error)
+        engine.ledger.conserved()
+    except AssertionError as error:  # of the dry run, behind the contract
+        assert "balance.py" in str(traceback.extract_tb(error.__traceback__)[-1].filename)
+    else:
+        assert is_harmless(engine)
+
+
+def test_the_oracle_knows_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where contents and frees are not looked at, harm is done, and found."""
+    nothing = {"_check_read": None, "_use_of": ""}
+    for name, found in nothing.items():
+        monkeypatch.setattr(_Reading, name, lambda self, *given, found=found: found)
+    fault = CONTENTS["old weights"][1]
+    engine, policy, job = World(ZeroOffload()).engine(fault)
+    engine.replay([job])
+    assert policy.told and not is_harmless(engine)
 
 
 # ---- in every world
