@@ -13,6 +13,9 @@ import pyarrow as pa
 
 from analysis.yaml_text import yaml_value
 from engine.record import SCHEMA_VERSION, TABLES, read_table
+from traces.files import checked_text
+
+STATUS = "status.json"  # says itself how far a run is: it changes until the end
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +94,10 @@ def _check_finished(folder: Path) -> None:
 def _json(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}: the run is incomplete, run it again")
+    text = checked_text(path) if path.name != STATUS else path.read_text(encoding="utf-8")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}): run it again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds no JSON object: run it again")
@@ -103,7 +107,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 def _config(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}: the run is incomplete, run it again")
-    value = yaml_value(path.read_text(encoding="utf-8"), path)
+    value = yaml_value(checked_text(path), path)
     return value if isinstance(value, dict) else {}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import RunFailed, Usage
+from traces.files import checked_text, write_text
 
 STARTING, RUNNING, OK = "starting", "running", "ok"
 REJECTED, INTERRUPTED, FAILED = "rejected", "interrupted", "failed"
@@ -94,14 +95,19 @@ def status_of(folder: Path) -> str | None:
 
 def provenance_in(folder: Path) -> dict[str, Any]:
     """What a run of ours says of itself."""
-    found = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    return checked_json(folder / "provenance.json")
+
+
+def checked_json(path: Path) -> dict[str, Any]:
+    """What a JSON file of a finished run holds. ValueError where it is not as it was written."""
+    found = json.loads(checked_text(path))
     assert isinstance(found, dict)
     return found
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """One JSON file, readable by people."""
-    path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
 def write_status(folder: Path, status: str, **more: str) -> None:

@@ -20,6 +20,7 @@ from policies.laying_out import STARTS
 from policies.out_of_memory import OutOfMemory
 from tandem.build import Builder
 from traces.batches import ROWS_DROPPED, Batches
+from traces.files import checked_text
 from traces.request import Request, TrainingJob
 from traces.training import Training
 
@@ -121,7 +122,7 @@ def planner_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
             "planner: plans are played back on the chunks of the run that made them; leave it out"
         )
     path = Path(str(config["replayed"])) / "config.yaml"
-    return planner_of(yaml_value(path.read_text(encoding="utf-8"), path)) if path.exists() else own
+    return planner_of(yaml_value(checked_text(path), path)) if path.exists() else own
 
 
 def laid_out(
