@@ -12,7 +12,7 @@ from typing import Any
 from engine.model import ModelSpec
 from engine.plan import PageSize
 from sim.cost import ShapePriced
-from sim.table import Lookup, Table
+from sim.table import Lookup, Table, check_nodes, check_times
 from sim.trained import Trained
 from sim.training_terms import is_of_training, likenesses, training_terms
 from traces.files import checked_text, seal, write_text
@@ -174,6 +174,8 @@ class TableCost(ShapePriced):
 def _read(path: Path, name: str, table: Mapping[str, Any]) -> Table:
     try:
         found = Table(tuple(tuple(nodes) for nodes in table["axes"]), tuple(table["values"]))
+        check_times(found.values)
+        check_nodes(found.axes)
     except ValueError as error:
         raise ValueError(f"{path}, table {name}: {error}") from None
     if len(found.values) != prod(len(nodes) for nodes in found.axes):

@@ -93,6 +93,7 @@ def replay_of(prediction: Run, measurement: Run, folder: Path) -> Path:
     """
     from tandem.composed import Composed
     from tandem.experiment import run_experiment
+    from tandem.foreign import profile_hash
 
     if status_of(folder) is not None:
         _remove_replay(folder)
@@ -108,6 +109,12 @@ def replay_of(prediction: Run, measurement: Run, folder: Path) -> Path:
         "kv_bytes": None,
         "may_refuse": True,  # whoever was refused is in the log
     }
+    priced_by = prediction.provenance.get("profile_hash")
+    if priced_by not in (None, profile_hash(prediction.config.get("profile"))):
+        raise Usage(
+            f"the measured plans cannot be replayed: profile={prediction.config['profile']} is not "
+            f"what {prediction.name} was predicted with, its files have changed; try --no-replay"
+        )
     folders = [Path(name) for name in prediction.provenance.get("config_folders", ())]
     config = {**prediction.config, **recorded, "budget": budget}
     asked = prediction.provenance.get("overrides", ())

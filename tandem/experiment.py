@@ -18,6 +18,7 @@ from tandem.budget import GPU
 from tandem.compiled import form
 from tandem.composed import Composed
 from tandem.folder import OK, RUNNING, run_folder, write_json, write_status
+from tandem.foreign import profile_hash
 from tandem.machines import pages_of
 from tandem.pace import resolved
 from tandem.paths import with_absolute_paths
@@ -158,6 +159,7 @@ def provenance_of(point: Composed, setting: Setting) -> dict[str, Any]:
         "cost_form": setting.cost.form if is_predicted else "measured",
         "quoted_cost_form": setting.cost.form,  # what policies are told that operations take
         "cost_provenance": setting.cost.provenance,
+        "profile_hash": profile_hash(point.config["profile"]),
         "replicas": setting.replicas,
         "depth": setting.depth,
         "seed": setting.seed,

@@ -222,7 +222,8 @@ def cost_of(
             check_links(device, group)
         return Roofline(device, spec, page_tokens, group)
     may_differ = conform(config.get("profile_may_differ", False), bool, "profile_may_differ")
-    if (foreign := foreign_cost(path, device, spec, how, may_differ)) is not None:
+    cache = Path(str(config["cache"]))
+    if (foreign := foreign_cost(path, device, spec, how, may_differ, cache)) is not None:
         if pace != 1:
             raise ValueError(f"pace={pace}: only a profile of `tandem calibrate` has a pace")
         return foreign

@@ -37,6 +37,7 @@ from tandem.folder import sole_user, status_of
 from tandem.setting import setting_of
 from tests.short_trace import PRESSED, SHORT, write_short
 from tests.synthetic import write
+from traces.files import seal
 from traces.request import Request
 from traces.store import read_trace, write_trace
 
@@ -225,9 +226,10 @@ def test_a_cost_table_that_is_not_finite_is_refused(
     content = json.loads(path.read_text())
     content["tables"][DECODE]["values"][1] = value
     path.write_text(json.dumps(content))
+    seal(path.parent, path.name)
     assert main(["run", *SMALL, f"profile={path.parent}"]) == 2
     told = line(capsys)
-    assert f"{path}, table decode: a cost is {value}" in told and "measure it again" in told
+    assert f"{path}, table decode: row 2: a cost is {value}" in told and "measure it again" in told
 
 
 @pytest.mark.parametrize(
@@ -280,6 +282,7 @@ def test_a_damaged_cost_table_is_told_with_its_path(
     content = json.loads(path.read_text())
     damage(content)
     path.write_text(json.dumps(content))
+    seal(path.parent, path.name)
     assert main(["run", *SMALL, f"profile={path.parent}"]) == 2
     assert told in line(capsys)
 
@@ -291,6 +294,7 @@ def test_a_damaged_profile_is_told_with_its_path(
 ) -> None:
     folder = profiled(tmp_path / "profile")
     (folder / "profile.json").write_text(content)
+    seal(folder, "profile.json")
     assert main(["run", *SMALL, *words, f"profile={folder}"]) == 2
     assert f"{folder / 'profile.json'} is damaged" in line(capsys)
 
@@ -312,7 +316,7 @@ def test_a_foreign_profile_that_is_not_finite_is_refused(shared: Path, tmp_path:
         tables = {name: arrays[name] for name in arrays.files}
     tables["attn_decode_ms"][5, 3] = np.nan
     np.savez(tmp_path / "vidur.npz", **tables)
-    with pytest.raises(ValueError, match=r"vidur\.npz, table attn_decode_ms: a cost is nan"):
+    with pytest.raises(ValueError, match=r"vidur\.npz, table attn_decode_ms, row 6, 4: a cost"):
         VidurCost.load(tmp_path / "vidur.npz", spec)
 
 
@@ -322,7 +326,7 @@ def test_a_foreign_profile_with_a_time_below_zero_is_refused(shared: Path, tmp_p
         tables = {name: arrays[name] for name in arrays.files}
     tables["add_ms"][3] = -0.5
     np.savez(tmp_path / "vidur.npz", **tables)
-    with pytest.raises(ValueError, match=r"vidur\.npz, table add_ms: a cost is -0\.5, below zero"):
+    with pytest.raises(ValueError, match=r"vidur\.npz, table add_ms, row 4: a cost is -0\.5"):
         VidurCost.load(tmp_path / "vidur.npz", spec)
     with pytest.raises(ValueError, match=r"a cost is -1\.0, below zero"):
         Ragged.of([(1, 1, 5.0), (1, 2, -1.0)])
