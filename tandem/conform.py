@@ -20,6 +20,10 @@ UNITS = {  # by the end of a key
 }
 
 
+class Boundless(ValueError):
+    """A number that is none, or that no float holds: right for no annotation of a number."""
+
+
 def arguments(target: Any, given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The keyword arguments for `target`, checked by name and by type.
 
@@ -90,6 +94,8 @@ def _any_of(value: Any, hint: Any, options: Sequence[Any], where: str) -> Any:
     for option in options:
         try:
             return conform(value, option, where)
+        except Boundless:
+            raise
         except ValueError:
             continue
     return _refuse(value, hint, where)
@@ -137,15 +143,14 @@ def _number(value: Any, hint: Any, where: str) -> Any:
     """Whole floats are integers (yaml reads 1e9 as a float); true and false are no numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return _refuse(value, hint, where)
-    if hint is int and isinstance(value, float) and not value.is_integer():
-        return _refuse(value, hint, where)
     try:
         is_finite = isfinite(value)
-    except OverflowError:
-        is_finite = False
+    except OverflowError:  # a whole number that no float holds
+        raise Boundless(f"{where}: that number is beyond all bounds; give a smaller one") from None
     if not is_finite:
-        told = f"{str(value)[:20]}..." if len(str(value)) > 20 else str(value)
-        raise ValueError(f"{where}={told}: that is no finite number; give {wanted(hint)}")
+        raise Boundless(f"{where}={value}: that is no finite number; give {wanted(hint)}")
+    if hint is int and isinstance(value, float) and not value.is_integer():
+        return _refuse(value, hint, where)
     return hint(value)
 
 

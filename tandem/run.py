@@ -32,6 +32,10 @@ _failed: list[Exception] = []  # of a single run, for `_run_app` to raise withou
 
 def main(words: Sequence[str]) -> int:
     """Runs what the words say; 0 if all runs served somebody. Raises what `guarded` tells."""
+    if any("range(" in word for word in words):
+        from tandem.grid import check_ranges
+
+        check_ranges(words)
     with composing(words):
         (_run_app if _is_for_app(words) else _run_once)(words)
     return 0

@@ -48,6 +48,11 @@ def write_text(path: Path, text: str) -> None:
         aside.write_text(text, encoding="utf-8")
 
 
+def absent(path: Path, what: str = "file") -> str:
+    """Why there is no file to read at a path."""
+    return "that is a folder; name a file in it" if path.is_dir() else f"no such {what}"
+
+
 def seal(folder: Path, *names: str) -> None:
     """Keeps the hashes of these files of a folder, beside those that it keeps already."""
     found = {name: _hash((folder / name).read_bytes()) for name in names}

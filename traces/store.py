@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from traces.files import absent
 from traces.request import Request
 from traces.tables import read_table
 
@@ -85,7 +86,7 @@ def read_sidecar(path: str | Path) -> dict[str, Any]:
     """The sidecar of a trace, checked against the schema version and the trace's bytes."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such trace; make one with `tandem trace import`")
+        raise ValueError(f"{path}: {absent(path, 'trace')}; make one with `tandem trace import`")
     beside = sidecar_path(path)
     if not beside.is_file():
         raise ValueError(f"{path}: its sidecar {beside.name} is missing; import the source again")
