@@ -55,12 +55,18 @@ def config_of(overrides: Sequence[str], config_dir: str | None = None) -> DictCo
     register_resolvers()
     if config_dir and not Path(config_dir).is_dir():
         raise Usage(f"--config-dir {config_dir}: no such folder")
-    search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+    search = [f"hydra.searchpath=[{_quoted(config_dir)}]"] if config_dir else []
     words = [*search, *overrides]
     with composing(overrides):
         with suppress(YAMLError), libyaml():
             return _hydras(words)
         return _hydras(words)  # again, since libyaml names other places
+
+
+def _quoted(folder: str) -> str:
+    """A folder as a word of Hydra's grammar, which takes no umlauts, spaces or brackets bare."""
+    path = str(Path(folder).resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'file://{path}'"
 
 
 @contextmanager

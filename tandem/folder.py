@@ -68,7 +68,7 @@ def sole_user(lock: Path, others: str) -> Iterator[None]:
     import fcntl
 
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as file:
+    with lock.open("w", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
