@@ -94,10 +94,10 @@ def _check_finished(folder: Path) -> None:
 def _json(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}: the run is incomplete, run it again")
-    text = checked_text(path) if path.name != STATUS else path.read_text(encoding="utf-8")
+    text = checked_text(path) if path.name != STATUS else path.read_bytes()
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}): run it again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds no JSON object: run it again")

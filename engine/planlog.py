@@ -88,7 +88,7 @@ def _check_row(path: Path, row: Mapping[str, Any]) -> None:
             raise TypeError(f"{row['device']!r} is no device")
         tuple(row["returned"])
         _check_plan(decode(row["body"], _AnyJob()))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(
             f"{path}, step {row.get('step')}: the row holds no plan ({reason}); take the log of a "
@@ -228,4 +228,4 @@ def _decode_op(row: list[Any], jobs: Mapping[int, Job]) -> AnyOp:
             return Share(_decode_place(place), tuple(pages))
         case ["free", place]:
             return Free(_decode_place(place))
-    raise ValueError(f"plan log: unknown operation {row[0]!r}")
+    raise ValueError(f"plan log: unknown operation {row[:1]!r}")

@@ -17,6 +17,7 @@ from traces.files import checked_text, write_text
 STARTING, RUNNING, OK = "starting", "running", "ok"
 REJECTED, INTERRUPTED, FAILED = "rejected", "interrupted", "failed"
 DOES_NOT_FIT = "does_not_fit"
+STATES = (STARTING, RUNNING, OK, REJECTED, INTERRUPTED, FAILED, DOES_NOT_FIT)
 ANSWERED = (OK, DOES_NOT_FIT)  # nothing else would come of it if it were run again
 
 
@@ -85,12 +86,13 @@ def aside_of(folder: Path) -> Path:
 
 
 def status_of(folder: Path) -> str | None:
-    """What status.json says (see `run_folder`); None where there is none to read."""
+    """What status.json says (see `run_folder`); None where there is none to read, or no status."""
     try:
         found = json.loads((folder / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return str(found["status"]) if isinstance(found, dict) and "status" in found else None
+    status = found.get("status") if isinstance(found, dict) else None
+    return status if status in STATES else None
 
 
 def provenance_in(folder: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from sim.device import Device
 from tandem.origin import AICONFIGURATOR, origin_of
 from traces.files import write_text
 from traces.fingerprint import content_hash
+from traces.store import sha256_of
 
 IMPORTED = "profiles"  # folder in the cache: hashes of foreign profiles as they first came
 KERNELS = ("dense.csv", "per_sequence.csv", "attention.csv")
@@ -79,7 +80,7 @@ def check_import(path: Path, cache: Path) -> None:
     """
     whole_path = path.expanduser().absolute()
     found = [whole_path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
-    hashes = {file.name: content_hash(file) for file in found if not file.name.startswith(".")}
+    hashes = {file.name: sha256_of(file) for file in found if not file.name.startswith(".")}
     name = hashlib.sha256(str(whole_path).encode()).hexdigest()[:16]
     kept = cache / IMPORTED / f"{path.stem}-{name}.json"
     if not kept.is_file():

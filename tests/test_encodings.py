@@ -31,9 +31,9 @@ def unnamed(path: Path) -> list[int]:
         is_function_of_ours = name == "write_text" and isinstance(node.func, ast.Name)
         if is_method_of_ours or is_function_of_ours or "utf-8" in given:
             continue
-        if not any(isinstance(mode, str) and mode[-1:] == "b" for mode in given):
-            if not any(isinstance(mode, str) and ":" in mode for mode in given):  # tarfile's
-                found.append(node.lineno)
+        modes = [mode for mode in given if isinstance(mode, str)]
+        if not any(mode.endswith("b") or ":" in mode for mode in modes):  # w:gz is tarfile's
+            found.append(node.lineno)
     return found
 
 
