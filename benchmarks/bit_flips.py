@@ -135,7 +135,7 @@ def made(folder: Path) -> Iterator[Reader]:
     own = folder / "profile"
     _write_profile(own, setting, run)
     yield Reader("profile", tuple(sorted(own.iterdir())), lambda: _profiled(own, setting))
-    for path in (_write_vidur(folder / "vidur"), _write_kernels(folder / "kernels")):
+    for path in (_write_vidur(folder / "vidur"), write_kernels(folder / "kernels")):
         price = _foreign_reader(path, setting, cache)
         price()  # the import
         parts = [path] if path.is_file() else sorted(path.iterdir())
@@ -186,7 +186,8 @@ def _write_vidur(folder: Path) -> Path:
     return folder / "vidur.npz"
 
 
-def _write_kernels(folder: Path) -> Path:
+def write_kernels(folder: Path) -> Path:
+    """A small profile as LLMServingSim keeps one."""
     folder.mkdir()
     nodes = (1, 16, 256)
     dense = [(name, n, 3.5 + 0.25 * n) for name in (*LAYERS, *ONCE_A_STEP) for n in nodes]

@@ -22,6 +22,8 @@ def read_times(path: Path, columns: Sequence[str], times: Sequence[str]) -> Any:
     except (ValueError, OSError, EOFError, zlib.error) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} is damaged ({reason}); take its original") from error
+    if not isinstance(frame.index, pd.RangeIndex):
+        raise ValueError(f"{path} is damaged (rows are longer than its head); take its original")
     if missing := {*columns, *times} - {*frame.columns}:
         raise ValueError(f"{path} lacks column {', '.join(sorted(missing))}; take its original")
     for name in times:
