@@ -12,8 +12,7 @@ import pandas as pd
 import pyarrow as pa
 
 from analysis.yaml_text import yaml_value
-from engine.record import SCHEMA_VERSION, TABLES, read_table
-from traces.files import checked_text
+from engine.record import SCHEMA_VERSION, TABLES, read_table, read_text
 
 STATUS = "status.json"  # says itself how far a run is: it changes until the end
 
@@ -94,7 +93,7 @@ def _check_finished(folder: Path) -> None:
 def _json(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}: the run is incomplete, run it again")
-    text = checked_text(path) if path.name != STATUS else path.read_bytes()
+    text = read_text(path) if path.name != STATUS else path.read_bytes()
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -107,7 +106,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 def _config(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}: the run is incomplete, run it again")
-    value = yaml_value(checked_text(path), path)
+    value = yaml_value(read_text(path), path)
     return value if isinstance(value, dict) else {}
 
 

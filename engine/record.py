@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from traces.files import checked_bytes, seal, whole
+from traces.files import checked_bytes, checked_text, seal, whole
 
 SCHEMA_VERSION = 4
 
@@ -126,6 +126,11 @@ def write_tables(folder: Path, tables: Mapping[str, pa.Table]) -> None:
         with whole(folder / f"{name}.parquet") as aside:
             pq.write_table(table, aside, compression="zstd")
     seal(folder, *(f"{name}.parquet" for name in tables))
+
+
+def read_text(path: Path) -> str:
+    """A text file of a run. ValueError where it is not UTF-8, or not as it was written."""
+    return checked_text(path)
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
