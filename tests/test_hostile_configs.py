@@ -13,6 +13,7 @@ from analysis.yaml_text import DEEPEST, MOST, check_size, yaml_value
 from tandem.cli import main
 from tandem.compose import composed
 from tandem.errors import Usage
+from traces.files import seal
 
 SMALL = ["model=micro_llama", "limit=4", "arrival=all_at_once"]
 LIMIT_S = 5.0
@@ -187,3 +188,33 @@ def test_a_text_is_measured_without_writing_its_aliases_out() -> None:
         check_size(LAUGHS + "\n" + yaml.safe_dump({"tail": list(range(10_000))}), "here")
     assert time.perf_counter() - began < 0.5
     assert os.environ["A_SECRET"] == SECRET
+
+
+PLANS = ("model=micro_llama", "trace=none", "training=random", "training.sequence_tokens=32")
+
+
+@pytest.mark.parametrize(
+    ("planner", "wanted"),
+    [
+        (
+            "trusted: [os]\nplanner: {_target_: os.mkdir, path: written}\n",
+            "target os.mkdir is neither",
+        ),
+        (f"planner: {WRITER}\n", "planner: traces.files.write_text is a function of another kind"),
+        ("planner: &a [*a]\n", "*a holds itself"),
+        ("replayed: log\n", "the run plays back itself"),
+    ],
+)
+def test_what_is_played_back_adds_no_trust(
+    planner: str, wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The planner of a replay is that of the run's folder, which may come from anywhere."""
+    assert main(["run", *PLANS, "policy=zero_offload", "hydra.run.dir=log"]) == 0
+    Path("log/config.yaml").write_text(planner.replace(": log", f": {Path('log').resolve()}"))
+    seal(Path("log"), "config.yaml")
+    capsys.readouterr()
+    before = {*Path().rglob("*")}
+    assert main(["run", *PLANS, "policy=recorded", "replayed=log"]) == 2
+    told = capsys.readouterr().err
+    assert wanted in told and len(told.strip().splitlines()) == 1
+    assert {*Path().rglob("*")} == before, "something was written"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from traces.files import absent
+from traces.files import absent, naming
 from traces.request import Request
 from traces.tables import read_table
 
@@ -66,7 +66,8 @@ def write_table(path: str | Path, table: Any, facts: Mapping[str, Any]) -> dict[
     aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
     aside_sidecar = sidecar_path(aside)
     try:
-        pyarrow.parquet.write_table(table, aside, compression="zstd")
+        with naming(path):
+            pyarrow.parquet.write_table(table, aside, compression="zstd")
         sidecar = {
             "schema_version": SCHEMA_VERSION,
             "trace": path.name,
