@@ -29,6 +29,7 @@ from traces.request import Request, TrainingJob
 
 ENDLESS_BYTES = 1 << 60
 MOST_REPLICAS = 10_000
+MOST_DEPTH = 1_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +69,7 @@ def setting_of(point: Composed, spec: ModelSpec | None = None) -> Setting:
     requests = requests_of(config, builder, spec, point.overrides)
     policy = policy_of(config, builder)
     page_tokens = _at_least(1, config, "page_tokens")
-    if (replicas := _at_least(1, config, "replicas")) > MOST_REPLICAS:
-        raise ValueError(f"replicas={replicas}: at most {MOST_REPLICAS:,} are simulated")
+    replicas = _within(1, MOST_REPLICAS, config, "replicas")
     trainees = trainees_of(config, builder, spec, requests, group.ranks)
     if group.ranks > 1 and (requests or not trainees):
         raise ValueError(
@@ -100,7 +100,7 @@ def setting_of(point: Composed, spec: ModelSpec | None = None) -> Setting:
         replace(room, layout=replace(planned, places=places)),
         replicas,
         router_of(config, builder, policy, replicas),
-        _at_least(1, config, "depth"),
+        _within(1, MOST_DEPTH, config, "depth"),
         seed,
         decoding_of(config, spec),
         is_replay=config.get("replayed") is not None,
@@ -261,3 +261,9 @@ def _at_least(least: int, config: Mapping[str, Any], name: str) -> int:
     if value < least:
         raise ValueError(f"{name}={value}: it must be at least {least}")
     return int(value)
+
+
+def _within(least: int, most: int, config: Mapping[str, Any], name: str) -> int:
+    if (value := _at_least(least, config, name)) > most:
+        raise ValueError(f"{name}={value}: at most {most:,} are possible")
+    return value

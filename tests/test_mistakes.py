@@ -42,6 +42,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "model.norm_eps=-1e-6"], "model tiny_llama: norm_eps is -1e-06, not above 0"),
         (["run", "replicas=1000000000", "router=round_robin"], "replicas=1000000000: at most"),
         (["run", "trace=random", "trace.requests=1e12"], "trace.requests=1000000000000: at most"),
+        (["run", "depth=1e12"], "depth=1000000000000: at most 1,000 are possible"),
         (["sweep", "seed=range(0,1e12)"], "seed=range(0,1e12): more than 100,000 values"),
         (["run", "-m", "seed=range(0,1e12)"], "seed=range(0,1e12): more than 100,000 values"),
         (["run", "seed=range(0,1e12)"], "seed=range(0,1e12): more than 100,000 values"),
