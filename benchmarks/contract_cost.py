@@ -3,7 +3,7 @@
 Two checkouts in turns, this one and BEFORE (from git, into a temporary folder), a process each, by
 pairs whose order alternates; the value is the largest median ratio of three workloads: the
 simulator (Sarathi on Vidur's tables, 1,500 requests, metrics included), an iteration of GPT-2 20B
-under PatrickStar, and what the CPU runtime takes outside of forwards. Printed beside, without a bar:
+under PatrickStar, and what the CPU runtime takes outside of forwards. Beside, without a bar, are
 iterations for which the policy is asked each time, as only in the first steps of a job.
 Instructions beside, as valgrind counts them (start-up taken off; no neighbour changes them), where
 valgrind is installed. `python -m benchmarks.contract_cost [--quick] [--pairs N] [--before COMMIT]`.

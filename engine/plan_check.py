@@ -33,6 +33,7 @@ from engine.plan import (
     Work,
     kv_place,
 )
+from engine.regions import told
 from engine.roster import Roster
 from engine.standing import Standing
 from engine.stretch import base_of
@@ -232,7 +233,8 @@ class PlanCheck:
             self._check_place(op.dst, device)
             if op.src == op.dst or op.src.region != op.dst.region:
                 raise ContractError(
-                    Rule.COPY, f"copy of {op.src} onto {op.dst}: a copy keeps its region"
+                    Rule.COPY,
+                    f"copy of {told(op.src)} onto {told(op.dst)}: a copy keeps its region",
                 )
         elif isinstance(op, GrowCycle):
             raise ContractError(Rule.REPEATS, "a GrowCycle stands in a repeated plan only")
@@ -243,7 +245,7 @@ class PlanCheck:
             elif isinstance(op, Share):
                 self._check_share(op)
             elif op.place.region.owner == SHARED_OWNER:
-                raise ContractError(Rule.JOB, f"free of {op.place}, which belongs to no job")
+                raise ContractError(Rule.JOB, f"free of {told(op.place)}, which belongs to no job")
 
     def _check_share(self, op: Share) -> None:
         """Rule SHARE, as far as it can be said before the dry run."""
@@ -266,28 +268,32 @@ class PlanCheck:
         nbytes, is_kv = op.nbytes, op.place.region.kind is Kind.KV
         if type(nbytes) is not int or nbytes < 0:
             raise ContractError(
-                Rule.BYTES, f"{op.place} takes {nbytes!r} bytes: not whole, or below zero"
+                Rule.BYTES, f"{told(op.place)} takes {nbytes!r} bytes: not whole, or below zero"
             )
         if is_kv and nbytes % self._page.nbytes:
             raise ContractError(
                 Rule.BYTES,
-                f"{op.place} takes {nbytes} bytes: no whole pages of {self._page.nbytes}",
+                f"{told(op.place)} takes {nbytes} bytes: no whole pages of {self._page.nbytes}",
             )
         if is_kv and op.place.region.owner not in self._roster.jobs:
             raise ContractError(
-                Rule.JOB, f"{op.place} takes KV for a job that is not there", op.place.region.owner
+                Rule.JOB,
+                f"{told(op.place)} takes KV for a job that is not there",
+                op.place.region.owner,
             )
         if op.first or op.every:
-            raise ContractError(Rule.REPEATS, f"{op.place} grows by steps in a plan of one step")
+            raise ContractError(
+                Rule.REPEATS, f"{told(op.place)} grows by steps in a plan of one step"
+            )
 
     def _check_place(self, place: Any, device: int) -> None:
         """Rule PLACE. What a launch touches is held, so these are the places where bytes begin."""
         if not isinstance(place, Place):
             raise ContractError(Rule.ANSWER, f"{_named(place)} is no place")
         if place.pool not in self._ledger.capacity_bytes:
-            raise ContractError(Rule.PLACE, f"{place} lies in no pool of this machine")
+            raise ContractError(Rule.PLACE, f"{told(place)} lies in no pool of this machine")
         if self._is_routed and place.device != device:
-            raise ContractError(Rule.PLACE, f"{place} is another replica's")
+            raise ContractError(Rule.PLACE, f"{told(place)} is another replica's")
 
     def _check_launch(self, op: Compute, device: int) -> None:
         """Rules JOB, ONCE and LANE."""
@@ -332,14 +338,16 @@ class PlanCheck:
             number = piece.job.job_id
             self._check_slice(piece, piece.job.remaining_tokens)
             if place != kv_place(number, Tier.GPU, device):
-                raise ContractError(Rule.OWN_KV, f"{place} is written in its stead", number)
+                raise ContractError(Rule.OWN_KV, f"{told(place)} is written in its stead", number)
             own = grows.pop(place, [])
             if turns is not None:
                 self._check_turn(piece.job, place, own, turns)
             if (lack := self._lack(plan, i, own)) is not None:
                 raise ContractError(*lack, number)
         for place in grows:
-            raise ContractError(Rule.REPEATS, f"{place} grows without a slice", place.region.owner)
+            raise ContractError(
+                Rule.REPEATS, f"{told(place)} grows without a slice", place.region.owner
+            )
         _Walk(self, plan.at(0), device).walk()
 
     def _check_turn(self, job: Job, place: Place, own: list[Grow], turns: GrowCycle) -> None:
@@ -372,7 +380,7 @@ class PlanCheck:
                 self._check_place(one.place, device)
                 if not self._is_growth(one):
                     raise ContractError(
-                        Rule.BYTES, f"{one.place} takes {one.nbytes!r} bytes: no whole pages"
+                        Rule.BYTES, f"{told(one.place)} takes {one.nbytes!r} bytes: no whole pages"
                     )
                 found.setdefault(one.place, []).append(one)
         return found
@@ -538,9 +546,9 @@ class _Walk:
         self._check._check_slice(piece, known - computed)
         pages = self._pages_of(place)
         if pages is None:
-            raise ContractError(Rule.OWN_KV, f"{place} is not held", number)
+            raise ContractError(Rule.OWN_KV, f"{told(place)} is not held", number)
         if place not in written:
-            raise ContractError(Rule.OWN_KV, f"{place} is not among the writes", number)
+            raise ContractError(Rule.OWN_KV, f"{told(place)} is not among the writes", number)
         if computed + piece.tokens > pages * self._page.tokens:
             raise ContractError(
                 Rule.KV_PAGES,
@@ -550,7 +558,7 @@ class _Walk:
         there = self._tokens_of(place, job)
         if there < computed:
             raise ContractError(
-                Rule.KV_CONTENTS, f"{place} holds {there} of its {computed} tokens", number
+                Rule.KV_CONTENTS, f"{told(place)} holds {there} of its {computed} tokens", number
             )
         if self._tokens.get(place, self._check._filled.get(place)) is not None:
             for other in self._others(place):  # those that followed the job do so no more
