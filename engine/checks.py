@@ -46,11 +46,12 @@ def check_end(
     outcomes: Iterable[Outcome],
     training: Iterable[tuple[TrainingJob, int]],
     held: Iterable[Place],
+    resident: Container[Place],
     ended: Container[int],
     is_forced: bool,
 ) -> None:
     """Laws 1 and 2 at the end of a replay: nobody is unfinished, each request has exactly its
-    output tokens, and nothing is held but what nobody owns.
+    output tokens, and nothing is held but what nobody owns, and what was `resident` at the start.
 
     `training`: jobs, and how many of their steps have ended. `ended`: jobs whose memory the policy
     gives back. Without `is_forced` lengths sampling may end a request early.
@@ -75,9 +76,14 @@ def check_end(
             raise BrokenLaw(
                 f"law 1: training job {job.job_id} ends after {steps} of {job.num_steps} steps"
             )
-    left = [p for p in held if p.region.owner != SHARED_OWNER and p.region.owner not in ended]
+    left = [p for p in held if not _may_stay(p, resident) and p.region.owner not in ended]
     if left:
         raise BrokenLaw(f"law 2: the replay ends and {_some(left)} is held")
+
+
+def _may_stay(place: Place, resident: Container[Place]) -> bool:
+    """Whether a place belongs to nobody, and was there from the start."""
+    return place.region.owner == SHARED_OWNER and place in resident
 
 
 def _some(items: Sequence[object]) -> str:

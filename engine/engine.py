@@ -150,7 +150,8 @@ class Engine:
         recorder = self.recorder
         training = [(i, recorder.steps_of(i.job_id)) for i in items if isinstance(i, TrainingJob)]
         outcomes, held = recorder.outcomes.values(), self.ledger.held_bytes
-        check_end(outcomes, training, held, self.ledger.ended, self.forced)
+        resident = self.layout.places
+        check_end(outcomes, training, held, resident, self.ledger.ended, self.forced)
         self.ledger.conserved()
 
     # ---- the loop

@@ -268,10 +268,10 @@ class PlanCheck:
                 Rule.BYTES,
                 f"{told(op.place)} takes {nbytes} bytes: no whole pages of {self._page.nbytes}",
             )
-        if is_kv and op.place.region.owner not in self._roster.jobs:
+        if op.place.region.owner not in self._jobs:
             raise ContractError(
                 Rule.JOB,
-                f"{told(op.place)} takes KV for a job that is not there",
+                f"{told(op.place)} takes bytes for a job that is not there",
                 op.place.region.owner,
             )
         if op.first or op.every:
@@ -283,6 +283,9 @@ class PlanCheck:
         """Rule PLACE, where bytes begin: what is touched, copied or freed must be held anyway."""
         if place[1:] not in self._ledger.capacity_bytes:
             raise ContractError(Rule.PLACE, f"{told(place)} lies in no pool of this machine")
+        (owner, kind, part, slot), _, _ = place
+        if kind is Kind.KV and (part or slot):
+            raise ContractError(Rule.PLACE, "KV of a job is one region: part 0, slot 0", owner)
         self._check_own(place, device)
 
     def _check_own(self, place: Place, device: int) -> None:
@@ -351,7 +354,9 @@ class PlanCheck:
             raise ContractError(
                 Rule.REPEATS, f"{told(place)} grows without a slice", place.region.owner
             )
-        _Walk(self, plan.at(0), device).walk()
+        first = plan.at(0)
+        self._ledger.dry_run(first)
+        _Walk(self, first, device).walk()
 
     def _check_turn(self, job: Job, place: Place, own: list[Grow], turns: GrowCycle) -> None:
         """A cycle has all decodes that lead, each a page whenever its last one is full."""
@@ -546,6 +551,10 @@ class _Walk:
         job, number = piece.job, piece.job.job_id
         computed, place = self._computed_of(job), kv_place(number, Tier.GPU, self._device)
         known = self._known.get(number, job.known_tokens)
+        if number in self._known:
+            raise ContractError(
+                Rule.ONCE, "a slice behind its next token, with which it may have ended", number
+            )
         self._check._check_slice(piece, known - computed)
         pages = self._pages_of(place)
         if pages is None:

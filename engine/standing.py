@@ -32,8 +32,10 @@ def _serves(plan: Plan, launch: Compute, cohort: Cohort) -> bool:
     """Whether a single step ends in its only launch, and that serves each job once."""
     slices, writes = launch.slices[len(cohort.jobs) :], launch.writes[len(cohort.jobs) :]
     ids = [piece.job.job_id for piece in slices]
+    grown = {op.place for op in plan.ops if isinstance(op, Grow)}
     return (
-        (launch.on, launch.again, launch.reads) == (COMPUTE_LANE, False, ())
+        grown <= {*launch.writes}
+        and (launch.on, launch.again, launch.reads) == (COMPUTE_LANE, False, ())
         and not any([isinstance(op, Compute) for op in plan.ops[:-1]])
         and all([piece[2:] == WHOLE and piece.job.training is None for piece in slices])
         and [place.region.owner for place in writes] == ids
