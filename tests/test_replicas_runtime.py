@@ -13,7 +13,6 @@ import pytest
 import simpy
 import torch
 
-import runtime.cuda
 from engine.checks import check_capacity, check_inputs, check_lanes
 from engine.engine import Engine
 from engine.journal import Journal
@@ -196,7 +195,7 @@ def test_each_replica_has_streams_uploads_and_a_timeline_of_its_own(
 ) -> None:
     """The wiring of two GPUs over stand-ins: no stream waits for another device's event."""
     stand_in = StandIn()
-    monkeypatch.setattr(runtime.cuda, "cuda", stand_in)
+    stand_in.take_over(monkeypatch)
     policy = Composed(SCHEDULING["chunked_prefill"], MEMORY["paged_swap"])
     requests = short_requests(16, SPEC.vocab_size)
     recorder, box = run("cuda", policy, requests, LeastOutstanding())
