@@ -51,7 +51,7 @@ def decode(
     )  # fmt: skip
     _join[(rows, heads)](
         mixed, logs, out, out.stride(0), out.stride(1),
-        HEADS=heads, SIZE=size, PADDED=padded, SPLITS=count, num_warps=warps(padded, 2),
+        HEADS=heads, SIZE=size, PADDED=padded, SPLITS=count, num_warps=2 * warps(size),
     )  # fmt: skip
 
 

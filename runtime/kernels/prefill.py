@@ -36,7 +36,7 @@ def prefill(
         pages.stride(2), pages.stride(3), tables.stride(0),
         SHARED=shared, TOKENS=rows, ROWS=max(16, triton.next_power_of_2(rows * shared)),
         PAGE=page_tokens, SIZE=size, PADDED=padded, KEYS=keys_per_turn(q.dtype, padded),
-        num_warps=warps(padded, 4), num_stages=2,
+        num_warps=4 * warps(size, shared), num_stages=2,
     )  # fmt: skip
 
 

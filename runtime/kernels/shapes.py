@@ -22,10 +22,12 @@ def keys_per_turn(dtype: torch.dtype, size: int) -> int:
     return 64 if size <= WIDE else 32
 
 
-def warps(size: int, least: int) -> int:
-    """Of a program that takes `least` for heads of up to WIDE numbers: longer ones need more
-    registers than these threads have."""
-    return least if size <= WIDE else 2 * least
+def warps(size: int, shared: int = 1) -> int:
+    """By how much a program's warps are multiplied so that none spills registers: twice as many for
+    heads of more than WIDE numbers, and for those of more than half of it where these, or the heads
+    that share a KV head, are no power of two: masks and quotients take registers too."""
+    is_even = size & (size - 1) == 0 and shared & (shared - 1) == 0
+    return 2 if size > WIDE or (size > WIDE // 2 and not is_even) else 1
 
 
 def rows_per_tile(shared: int, dtype: torch.dtype) -> int:
