@@ -31,10 +31,10 @@ from runtime.replicas import Replicas
 from runtime.wall import WallExecutor
 from sim.executor import SimExecutor
 from tests.hand_made import shared_model
+from tests.parity import BACKENDS, LINKS, PAGE, SPEC, MadeUp
 from tests.reference import compare, expected
 from tests.serving import MEMORY, PAGE_TOKENS, SCHEDULING, short_requests
 from tests.test_cuda import StandIn
-from tests.test_parity import BACKENDS, LINKS, PAGE, SPEC, MadeUp
 from traces.request import Request
 
 DEVICES = 2
