@@ -20,6 +20,7 @@ from runtime.device import without_cudnn_attention
 from runtime.machine import GPU, Machine
 
 PAGE_TOKENS = 16
+TRIED = "tried"  # instead of a verdict, on a CPU: that it ran is all there is to tell
 MODELS, NAME = Path(__file__).resolve().parent.parent / "conf" / "model", "llama3_8b"
 Wanted = Sequence[tuple[Job, int]]  # jobs, and at most so many tokens of each
 

@@ -81,6 +81,7 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(f"no part or step {', '.join(sorted(unknown))}; there are {known}")
     wanted = {part: _wanted(part, steps, chosen.names) for part, steps in parts.items()}
     out = Path(os.environ.get("OUT", "outputs/gpu")).resolve()
+    out = out.with_name(f"{out.name}-dry") if chosen.dry_run else out
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what there is is collected
     try:
         return _run({part: steps for part, steps in wanted.items() if steps}, chosen, out)

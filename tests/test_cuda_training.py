@@ -17,7 +17,8 @@ from runtime.trainer import Trainer
 from tandem.compose import composed
 from tandem.composed import Composed
 from tandem.experiment import run_experiment
-from tandem.worlds import device_bytes_of
+from tandem.machines import device_bytes_of, warn_of_pinned
+from tandem.setting import setting_of
 from tests.test_cuda import TOTAL, StandIn, gpu, has_gpu
 from tests.test_training_runs import POLICIES, RECIPE
 from tests.trainings import SMALL, Trained, differing, plain, setting, state_bytes, train, train_at
@@ -101,6 +102,19 @@ def test_policies_train_on_streams_as_plain_torch(
 def test_training_may_take_its_budget_and_the_devices_reserve() -> None:
     found = setting("policy=zero3_offload", "budget.device_bytes=50000000", "device=h200")
     assert device_bytes_of(found) == 50_000_000 + found.device.reserve_bytes
+
+
+def test_little_free_memory_is_told_and_refuses_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Machines that are rented say that little is free, and grow."""
+    monkeypatch.setattr(tandem.machines, "available_bytes", lambda: 1 << 10)
+    warn_of_pinned(setting("policy=zero3_offload", "device=h200"))
+    warn_of_pinned(setting_of(composed(["model=micro_llama", "limit=2", "budget.kv_pages=9"])))
+    states, swapped = [record.getMessage() for record in caplog.records]
+    assert "MiB of its states will be pinned" in states and "planner.start=device" in states
+    assert "MiB of host memory for swapped KV will be pinned" in swapped
+    assert not any("\n" in line for line in (states, swapped))
 
 
 # ---- on a GPU

@@ -288,6 +288,16 @@ def test_whatever_fails_beside_is_a_note(monkeypatch: pytest.MonkeyPatch) -> Non
     assert noted[0].note.startswith("failed: AttributeError") and not noted[0].is_wrong
 
 
+def test_what_the_allocator_reserved_and_how_often_it_had_to_try_again_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What copies free is not computing's: each stream has a pool."""
+    stats = {"allocated_bytes.all.peak": 7, "reserved_bytes.all.peak": 9, "num_alloc_retries": 2}
+    monkeypatch.setattr("torch.cuda.memory_stats", lambda: stats)
+    row = gpu_training.with_peaks(gpu_training.Row("x"))
+    assert (row.peak_bytes, row.reserved_peak_bytes, row.retries) == (7, 9, 2)
+
+
 def test_a_system_that_leaves_its_budget_or_fails_is_counted() -> None:
     fine = gpu_training.Row("x", peak_bytes=9, budget_bytes=10, first_loss=2, last_loss=1)
     assert not fine.is_wrong and replace(fine, peak_bytes=11).is_wrong
