@@ -110,7 +110,7 @@ def test_little_free_memory_is_told_and_refuses_nothing(
     """Machines that are rented say that little is free, and grow."""
     monkeypatch.setattr(tandem.machines, "available_bytes", lambda: 1 << 10)
     warn_of_pinned(setting("policy=zero3_offload", "device=h200"))
-    warn_of_pinned(setting_of(composed(["model=micro_llama", "limit=2", "budget.kv_pages=9"])))
+    warn_of_pinned(setting_of(composed(["model=micro_llama", "limit=2", "budget.kv_pages=99"])))
     states, swapped = [record.getMessage() for record in caplog.records]
     assert "MiB of its states will be pinned" in states and "planner.start=device" in states
     assert "MiB of host memory for swapped KV will be pinned" in swapped
