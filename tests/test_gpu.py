@@ -21,7 +21,14 @@ import pytest
 
 from analysis.agreement import agreement
 from analysis.run import Run, load
-from benchmarks import fidelity, gpu_aiconfigurator, gpu_fidelity, gpu_hybrid, gpu_training
+from benchmarks import (
+    fidelity,
+    gpu_aiconfigurator,
+    gpu_decode_floor,
+    gpu_fidelity,
+    gpu_hybrid,
+    gpu_training,
+)
 from runtime.model import build_model
 from tandem import gpu
 from tandem.compose import composed
@@ -304,6 +311,22 @@ def test_a_system_that_leaves_its_budget_or_fails_is_counted() -> None:
     assert replace(fine, last_loss=2).is_wrong and replace(fine, last_loss=np.nan).is_wrong
     assert replace(fine, note="does not fit: x").is_wrong
     assert not replace(fine, system=gpu_training.TOO_LARGE, note="does not fit: x").is_wrong
+
+
+# ---- the decode step
+def test_torchs_attention_may_fail_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It comes last, and what was measured before it is kept."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no backend for it")
+
+    monkeypatch.setattr(gpu_decode_floor, "step_ms", fail)
+    assert gpu_decode_floor.main(["--device", "cpu"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[-2] == "sdpa: did not run (RuntimeError: no backend for it)"
+    assert told[-1] == "gpu_decode_floor 0.0 % 60 tried", "a CPU gives no verdict"
 
 
 # ---- hybrid steps, and the tables of others
