@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import random
 import threading
 import time
@@ -25,7 +26,7 @@ from engine.policy import Composed
 from engine.recorder import Recorder
 from runtime.clock import WallClock
 from runtime.cuda import CudaExecutor, CudaMark
-from runtime.device import budgets
+from runtime.device import budgets, clear_workspaces
 from runtime.machine import GPU, Machine
 from runtime.meter import CudaMeter
 from runtime.streams import Work
@@ -349,6 +350,8 @@ def test_spans_of_streams_lie_on_the_runs_clock_and_swaps_overlap_nothing_they_r
 @has_gpu
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_the_allocators_bytes_are_weights_arena_and_graphs(options: dict[str, Any]) -> None:
+    gc.collect()
+    clear_workspaces()  # a machine's construction does it, too
     torch.cuda.empty_cache()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     box = machine("cuda", **options)
