@@ -51,12 +51,13 @@ class Timeline:
         self.lock = threading.Lock()
         self._clock, self._anchor = clock, anchor
         self._anchor_ns = clock.now if anchor_ns is None else anchor_ns
+        self._last, self._last_ns = self._anchor, 0  # the end told so far that is latest
 
     def span_ns(
         self, begin: Timed, end: Timed, issued_ns: int, after_ns: int = 0
     ) -> tuple[int, int]:
-        """Start and end of what two past events enclose. What it followed on the device ended at
-        `after_ns`: a start before that is the anchor's error, and is cut off."""
+        """Start and end of what two past events enclose. What it followed ended at `after_ns`, or
+        on this device before its begin: a start before that is the anchor's error, and cut off."""
         to_end_ms = self._anchor.elapsed_time(end)
         start_ns = self._anchor_ns + round(self._anchor.elapsed_time(begin) * 1e6)
         end_ns = self._anchor_ns + round(to_end_ms * 1e6)
@@ -64,5 +65,10 @@ class Timeline:
         shift_ns -= max(0, end_ns + shift_ns - self._clock.now)
         if shift_ns or to_end_ms > REANCHOR_MS:
             self._anchor, self._anchor_ns = end, end_ns + shift_ns
+        if self._last.elapsed_time(begin) >= 0:
+            after_ns = max(after_ns, self._last_ns)
         start_ns = max(start_ns + shift_ns, after_ns)
-        return start_ns, max(start_ns, end_ns + shift_ns)
+        end_ns = max(start_ns, end_ns + shift_ns)
+        if end_ns > self._last_ns:
+            self._last, self._last_ns = end, end_ns
+        return start_ns, end_ns

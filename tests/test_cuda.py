@@ -211,7 +211,7 @@ def test_spans_of_a_lane_never_overlap_however_late_its_anchor(late_ns: int) -> 
             clock.now = end_ns + rng.randint(2_000, 110_000)
             issued_ns = start_ns - 4_000_000 if i else start_ns - 50_000
             moments = Moment(start_ns), Moment(end_ns)
-            spans.append(timeline.span_ns(*moments, issued_ns, spans[-1][1]))
+            spans.append(timeline.span_ns(*moments, issued_ns))
             assert issued_ns <= spans[-1][0] and spans[-1][1] <= clock.now
         assert all(a[1] <= b[0] <= b[1] for a, b in pairwise(spans))
         far = max(abs(end - start - 5_000_000) for start, end in spans[1:])

@@ -104,18 +104,19 @@ def test_q_k_v_and_gate_up_are_one_product_each(
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_launch_takes_no_more_than_the_formula_that_room_is_left_by(
-    family: str, device: str, monkeypatch: pytest.MonkeyPatch
+    family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2,048 tokens of an 8B shape took 100 MB more. Kernels are left out: only memory is looked
     at."""
     from runtime.kernels import activate, decode, norm, prefill, rotate
 
-    spec = replace(SPECS[family], hidden_size=128, head_dim=32, intermediate_size=448, num_layers=1)
-    made = HandMade(spec, {0: [1] * 600}, num_pages=80, device=device, kernels=True)
     for module, name in ((decode, "_split"), (decode, "_join"), (prefill, "_tile")):
         monkeypatch.setattr(module, name, defaultdict(lambda: lambda *_, **__: None))
     for module, name in ((norm, "_rows"), (activate, "_block"), (rotate, "_row")):
         monkeypatch.setattr(module, name, defaultdict(lambda: lambda *_, **__: None))
+    sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 448, "num_layers": 1}
+    spec = replace(SPECS[family], **sizes)
+    made = HandMade(spec, {0: [1] * 600}, num_pages=80, kernels=True)
     prepared = made.machine.prepare(made.launch((0, 512)))
     with StorageTracker() as tracker:
         made.machine.start(prepared)
