@@ -27,9 +27,8 @@ Wanted = Sequence[tuple[Job, int]]  # jobs, and at most so many tokens of each
 
 def spec_for(device: str) -> ModelSpec:
     """The 8B shape in bf16; on a CPU, which tries the wiring, a small one in float32."""
-    fields = yaml.safe_load(
-        (MODELS / f"{'micro_llama' if device == 'cpu' else NAME}.yaml").read_text()
-    )
+    path = MODELS / f"{'micro_llama' if device == 'cpu' else NAME}.yaml"
+    fields = yaml.safe_load(path.read_text(encoding="utf-8"))
     del fields["_target_"]
     return ModelSpec(**fields)
 
@@ -80,8 +79,7 @@ class Batch:
             samples = tokens == job.remaining_tokens
             slices.append(Slice(job, tokens))
             pieces.append(Piece(job.job_id, tokens, context, samples, self.pages[job.job_id]))
-            job.computed_tokens += tokens
-            job.known_tokens += samples
+            job._advance(tokens, int(samples))
         return Launch(Compute(tuple(slices)), pieces=tuple(pieces))
 
     def run(self, wanted: Wanted) -> None:

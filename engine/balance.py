@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from engine.checks import STATES
+from engine.contract import ContractError, Rule
 from engine.plan import (
     Collective,
     Compute,
@@ -21,6 +21,7 @@ from engine.plan import (
     Share,
     Tier,
 )
+from engine.regions import told
 from engine.trial import Trial
 
 UNKNOWN = -1  # bytes of a place that was not looked at
@@ -31,7 +32,9 @@ class Shortage(MemoryError):
     """A plan takes more than a pool has; says how much is missing."""
 
     def __init__(self, place: Place, deficit_bytes: int) -> None:
-        super().__init__(f"{place.tier}:{place.device} is {deficit_bytes} bytes short for {place}")
+        super().__init__(
+            f"{place.tier}:{place.device} is {deficit_bytes} bytes short for {told(place)}"
+        )
         self.place = place
         self.deficit_bytes = deficit_bytes
 
@@ -53,7 +56,6 @@ class Balance:
         self._trials, self._page_nbytes = trials, page_nbytes
         self._held = held_bytes
         self._known: dict[Place, int | None] = {}  # by now, of places that were looked at
-        self.gives_states = False  # model states were given back: see check_spares
 
     def held(self, place: Place) -> int | None:
         """Bytes at a place, None where nothing is."""
@@ -77,11 +79,32 @@ class Balance:
         if self._trials and (trial := self._trial(place)):
             trial.take(place, nbytes // self._page_nbytes)
 
+    def grow_all(self, grows: Sequence[Grow]) -> None:
+        """Takes bytes for each of these, in their order. Raises Shortage as `grow`."""
+        if self._trials:
+            for op in grows:
+                self.grow(op.place, op.nbytes)
+            return
+        room, known, held = self.room_bytes, self._known, self._held
+        for place, nbytes, _, _ in grows:
+            pool = place[1:]
+            if (left := room[pool] - nbytes) < 0:
+                raise Shortage(place, -left)
+            room[pool] = left
+            before = known.get(place, UNKNOWN)
+            if before == UNKNOWN:
+                before = held.get(place)
+            known[place] = (before or 0) + nbytes
+
     def share(self, op: Share) -> None:
         """Starts a place on pages; those that nobody holds take room. Shortage as in `grow`."""
         place, trial = op.place, self._trial(op.place)
-        assert trial, f"pages for {place}: the policy's memory has no prefix caching"
-        assert self.held(place) is None, f"pages for {place}, which holds some"
+        if trial is None:
+            raise ContractError(
+                Rule.SHARE, f"pages for {told(place)}: the policy has no prefix caching"
+            )
+        if self.held(place) is not None:
+            raise ContractError(Rule.SHARE, f"pages for {told(place)}, which holds some")
         left = self.room_bytes[place.pool] - trial.idle(op.pages) * self._page_nbytes
         if left < 0:
             raise Shortage(place, -left)
@@ -92,22 +115,21 @@ class Balance:
     def free(self, place: Place) -> None:
         """Gives a place back."""
         nbytes = self.held(place)
-        assert nbytes is not None, f"free of {place}, which is not held"
+        if nbytes is None:
+            raise ContractError(Rule.HELD, f"free of {told(place)}, which is not held")
         if self._trials and (trial := self._trial(place)):
             nbytes = trial.free(place) * self._page_nbytes
         self.room_bytes[place.pool] += nbytes
         self._known[place] = None
-        if place.region.kind in STATES:
-            self.gives_states = True
 
     def copy(self, op: Copy) -> None:
         """Books a new destination. An existing one must have the size of the source."""
         nbytes = self.held(op.src)
-        assert nbytes is not None, f"copy of {op.src}, which is not held"
-        kinds = op.src.region.kind, op.dst.region.kind
-        assert kinds[0] is kinds[1], f"copy of {op.src} onto {op.dst}, of another kind"
+        if nbytes is None:
+            raise ContractError(Rule.HELD, f"copy of {told(op.src)}, which is not held")
         there = self.held(op.dst)
-        assert there in (None, nbytes), f"copy of {nbytes} bytes onto {there} at {op.dst}"
+        if there not in (None, nbytes) or op.src.region != op.dst.region:
+            raise ContractError(Rule.COPY, f"copy of {nbytes} bytes onto {there} at {told(op.dst)}")
         if there is None:
             self.grow(op.dst, nbytes)
 
@@ -119,17 +141,23 @@ class Balance:
         for place in (*op.reads, *op.writes[lead:]):
             nbytes = known.get(place, UNKNOWN)
             is_held = place in held if nbytes == UNKNOWN else nbytes is not None
-            assert is_held, f"launch touches {place}, which is not held"
-            assert place.tier is tier, f"launch on {op.lane} touches {place}"
-            assert tier is Tier.HOST or place.device == device, f"{place} is elsewhere"
+            if not is_held:
+                raise ContractError(Rule.HELD, f"launch touches {told(place)}, which is not held")
+            if place[1] is not tier or (tier is Tier.GPU and place[2] != device):
+                raise ContractError(Rule.TIER, f"launch on {op.lane} touches {told(place)}")
         for place in op.after:
-            assert self.held(place) is not None, f"launch waits for {place}, which is not held"
+            if self.held(place) is None:
+                raise ContractError(Rule.HELD, f"launch waits for {told(place)}, which is not held")
 
     def collective(self, op: Collective) -> None:
         """Checks that all it reads and writes is on its device."""
         for place in (*op.reads, *op.writes):
-            assert self.held(place) is not None, f"{op.pattern} touches {place}, which is not held"
-            assert place.pool == (Tier.GPU, op.device), f"{op.pattern} on {op.lane} touches {place}"
+            if self.held(place) is None:
+                raise ContractError(
+                    Rule.HELD, f"{op.pattern} touches {told(place)}, which is not held"
+                )
+            if place.pool != (Tier.GPU, op.device):
+                raise ContractError(Rule.TIER, f"{op.pattern} on {op.lane} touches {told(place)}")
 
     def _trial(self, place: Place) -> Trial | None:
         return self._trials.get(place.pool) if place.region.kind is Kind.KV else None
@@ -141,7 +169,9 @@ class Balance:
         elif isinstance(op, Grow):
             is_kv = op.place.region.kind is Kind.KV
             is_whole = op.nbytes >= 0 and not (is_kv and op.nbytes % self._page_nbytes)
-            assert is_whole, f"{op.place} takes {op.nbytes} bytes: below zero, or no whole pages"
+            if not is_whole:
+                what = f"{told(op.place)} takes {op.nbytes} bytes: below zero, or no whole pages"
+                raise ContractError(Rule.BYTES, what)
             self.grow(op.place, op.nbytes)
         elif isinstance(op, Compute):
             self.compute(op, lead)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
+from engine.contract import BrokenLaw
 from engine.executor import Span
 from engine.job import Job
 from engine.journal import Life
 from engine.outcome import Outcome
 from engine.plan import (
-    Collective,
+    SHARED_OWNER,
     Compute,
     Copy,
-    Free,
-    Grow,
     Kind,
     Lane,
     Op,
@@ -22,10 +21,11 @@ from engine.plan import (
     Plan,
     Pool,
 )
+from traces.request import TrainingJob
 
 FOREVER_NS = 1 << 62
 STATES = (Kind.WEIGHT, Kind.OPTIMIZER)
-NOT_THERE, ISSUED = -1, 1 << 62  # stamps: of what is not held; above all that were issued
+ISSUED = 1 << 62  # a stamp above all that were issued
 _Part = tuple[int, int, int]  # from when, until when, bytes
 
 
@@ -38,7 +38,52 @@ def check_requests(outcomes: Collection[Outcome], inside: Iterable[Job]) -> None
     """Law 1: who has come is inside or has ended."""
     serving = sum(job.training is None for job in inside)
     ended = sum(outcome.status != "unfinished" for outcome in outcomes)
-    assert len(outcomes) == serving + ended, "requests do not add up"
+    if len(outcomes) != serving + ended:
+        raise BrokenLaw("law 1: requests do not add up")
+
+
+def check_end(
+    outcomes: Iterable[Outcome],
+    training: Iterable[tuple[TrainingJob, int]],
+    held: Iterable[Place],
+    ended: Container[int],
+    is_forced: bool,
+) -> None:
+    """Laws 1 and 2 at the end of a replay: nobody is unfinished, each request has exactly its
+    output tokens, and nothing is held but what nobody owns.
+
+    `training`: jobs, and how many of their steps have ended. `ended`: jobs whose memory the policy
+    gives back. Without `is_forced` lengths sampling may end a request early.
+    """
+    unfinished, lengths = list[int](), list[str]()
+    for outcome in outcomes:
+        request, tokens = outcome.request, outcome.tokens
+        if outcome.status == "unfinished":
+            unfinished.append(request.request_id)
+        elif outcome.status == "finished" and (
+            tokens != request.output_tokens
+            if is_forced
+            else not 0 < tokens <= request.output_tokens
+        ):
+            lengths.append(f"{request.request_id} ({tokens} of {request.output_tokens})")
+    if unfinished:
+        raise BrokenLaw(f"law 1: the replay ends with requests {_some(unfinished)} unfinished")
+    if lengths:
+        raise BrokenLaw(f"law 1: requests end with other lengths than theirs: {_some(lengths)}")
+    for job, steps in training:
+        if steps != job.num_steps:
+            raise BrokenLaw(
+                f"law 1: training job {job.job_id} ends after {steps} of {job.num_steps} steps"
+            )
+    left = [p for p in held if p.region.owner != SHARED_OWNER and p.region.owner not in ended]
+    if left:
+        raise BrokenLaw(f"law 2: the replay ends and {_some(left)} is held")
+
+
+def _some(items: Sequence[object]) -> str:
+    """The first of them, for messages."""
+    more = len(items) - 3
+    return ", ".join(map(str, items[:3])) + (f" and {more} more" if more > 0 else "")
 
 
 def check_lanes(plans: Iterable[Plan], spans: Mapping[Op, Span]) -> None:
@@ -46,8 +91,10 @@ def check_lanes(plans: Iterable[Plan], spans: Mapping[Op, Span]) -> None:
     end_ns: dict[Lane, int] = defaultdict(int)
     for op in operations(plans):
         span = spans[op]
-        assert span.start_ns >= end_ns[op.lane], f"lane {op.lane} runs two operations at once"
-        assert span.end_ns >= span.start_ns, f"an operation on {op.lane} ends before it starts"
+        if span.start_ns < end_ns[op.lane]:
+            raise BrokenLaw(f"law 5: lane {op.lane} runs two operations at once")
+        if span.end_ns < span.start_ns:
+            raise BrokenLaw(f"law 5: an operation on {op.lane} ends before it starts")
         end_ns[op.lane] = span.end_ns
 
 
@@ -107,7 +154,8 @@ def _peak(pool: Pool, marks: list[tuple[int, int, int]], capacity_bytes: int) ->
     for _, _, nbytes in sorted(marks):  # at equal times, what ends makes room first
         level += nbytes
         peak = max(peak, level)
-    assert peak <= capacity_bytes, f"{pool} held {peak} bytes of {capacity_bytes} in span time"
+    if peak > capacity_bytes:
+        raise BrokenLaw(f"law 11b: {pool} held {peak} bytes of {capacity_bytes} in span time")
     return peak
 
 
@@ -130,7 +178,10 @@ def check_inputs(plans: Iterable[Plan], spans: Mapping[Op, Span]) -> int:
         else:
             memory.update((p, _stamp(op, i, seen[op], p)) for p in _outputs(op))
     wrong = [index[op] for op in order if seen[op] != expected[op]]
-    assert not wrong, f"{len(wrong)} operations read stale data, the first is number {wrong[0]}"
+    if wrong:
+        raise BrokenLaw(
+            f"law 11b: {len(wrong)} operations read stale data, the first is number {wrong[0]}"
+        )
     return len(order)
 
 
@@ -155,30 +206,3 @@ def _outputs(op: Op) -> tuple[Place, ...]:
 
 def _stamp(op: Op, index: int, seen: tuple[int, ...], place: Place) -> int:
     return seen[0] if isinstance(op, Copy) else hash((index, seen, place))
-
-
-def check_spares(
-    plan: Plan, pools: Collection[Pool], written: Mapping[Place, int], ended: Collection[int]
-) -> None:
-    """Model states that a plan gives back are in another place by then, too, and as new there.
-
-    But for those of owners that have `ended`, which nobody needs any more.
-    """
-    changed: dict[Place, int] = {}  # stamps as the plan moves them on
-
-    def stamp(place: Place) -> int:
-        return changed[place] if place in changed else written.get(place, NOT_THERE)
-
-    for number, op in enumerate(plan.ops):
-        if isinstance(op, Free):
-            if op.place.region.kind in STATES and op.place.region.owner not in ended:
-                others = [Place(op.place.region, *pool) for pool in pools if pool != op.place.pool]
-                newest = max(map(stamp, others), default=NOT_THERE)
-                assert newest >= stamp(op.place), f"free of {op.place}, the only copy as new"
-            changed[op.place] = NOT_THERE
-        elif isinstance(op, Copy):
-            changed[op.dst] = stamp(op.src)
-        elif isinstance(op, Compute | Collective):
-            changed.update(dict.fromkeys(op.writes, ISSUED + number))
-        elif isinstance(op, Grow) and stamp(op.place) == NOT_THERE:
-            changed[op.place] = 0

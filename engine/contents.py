@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from engine.contract import BrokenLaw
 from engine.executor import Launch, Span
 from engine.plan import Copy, PageSize, Pool, Tier
 
@@ -41,7 +42,8 @@ class Contents:
             slots = self._slots(piece.pages, context + piece.tokens)
             names = [self._token(job_id, at) for at in range(len(slots))]
             wrong = [at for at in range(context) if memory.get(slots[at]) != names[at]]
-            assert not wrong, f"job {job_id} reads foreign KV at {wrong[0]}"
+            if wrong:
+                raise BrokenLaw(f"law 11b: job {job_id} reads foreign KV at {wrong[0]}")
             left: Sequence[Hashable] = [None] * piece.tokens if starts else names[context:]
             memory.update(zip(slots[context:], left, strict=True))
             self.read_tokens += context
@@ -57,7 +59,8 @@ class Contents:
             self._moving[launch] = found
             target.update(dict.fromkeys(slots))
         else:
-            assert found == self._moving.pop(launch), f"{op.src} has changed under its copy"
+            if found != self._moving.pop(launch):
+                raise BrokenLaw(f"law 11b: {op.src} has changed under its copy")
             target.update(zip(slots, found, strict=True))
 
     def _slots(self, pages: Sequence[int], tokens: int) -> list[int]:

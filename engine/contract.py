@@ -13,7 +13,7 @@ class Rule(StrEnum):
 
     ANSWER = "answer"  # a policy answers with a Plan whose fields have the types of the contract
     READ_ONLY = "read only"  # a policy changes nothing that it is shown
-    JOB = "job"  # slices name jobs that wait or are in service on the plan's device
+    JOB = "job"  # slices and KV are those of jobs that wait or are in service on the device
     ONCE = "once"  # a launch serves each job once
     RESTART = "restart"  # names jobs in service, none twice, none with a slice in the plan
     REFUSE = "refuse"  # names unfinished jobs, none twice, none with a slice in the plan
@@ -58,7 +58,7 @@ class ContractError(RuntimeError):
         where = [f"policy {policy}"] if policy else []
         where += [f"step {step}"] if step is not None else []
         where += [f"device {device}"] if device is not None else []
-        where += [f"job {job_id}"] if job_id is not None else []
+        where += [f"job {job_id}"] if job_id is not None and job_id >= 0 else []  # -1: nobody's
         super().__init__(f"{', '.join(where)}{': ' if where else ''}{what} (rule: {rule})")
 
     def located(self, policy: str, step: int, device: int) -> ContractError:

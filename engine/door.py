@@ -28,8 +28,9 @@ class Door:
             recorded = engine.launcher.recorded_tokens(item.record_of)
             layout = engine.layout.training.get(item.job_id)
             job = Job.trains(Training(item, layout, recorded), arrival_ns)
+            engine.training.admit(job)
         engine.standing.drop()
-        engine.roster.waiting.append(job)
+        engine.roster.wait(job)
         if min(engine.flights.level) < engine.depth:  # else an end will tell
             engine.news.tell()
 
@@ -37,10 +38,10 @@ class Door:
         engine, job = self._engine, Job.serving(item, arrival_ns)
         if engine.fleet is not None:
             if item.prompt_ids is not None:
-                job.prefix_ids = Chain(item, engine.page.tokens).of_prompt()
+                job._name_prefix(Chain(item, engine.page.tokens).of_prompt())
             engine.fleet.assign(job)
         elif engine.devices == 1:
-            job.device = 0
+            job._route(0)
         engine.ends.expect(job, item.output_tokens)
         engine.recorder.arrived(item, arrival_ns, job.device)
         if engine.reuse is not None:
@@ -63,7 +64,10 @@ class Door:
 
     def _leave(self, job: Job, now_ns: int, status: str) -> None:
         engine = self._engine
-        if job.training is None:
+        if job.training is not None:
+            engine.training.leave(job.job_id)
+        else:
+            engine.check.left(job)
             engine.recorder.ended(job.job_id, now_ns, status)
             if engine.fleet is not None:
                 engine.fleet.left(job)

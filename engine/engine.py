@@ -8,7 +8,7 @@ from typing import Any, cast
 import simpy
 
 from engine.arrivals import Arrivals
-from engine.checks import check_requests
+from engine.checks import check_end, check_requests
 from engine.door import Door
 from engine.ends import Ends
 from engine.executor import Executor, Span, Store, due_ns, skipped_to
@@ -22,7 +22,8 @@ from engine.layout import Layout
 from engine.ledger import Ledger
 from engine.leftovers import Leftovers
 from engine.news import News
-from engine.plan import Kind, Op, PageSize, Plan, Pool, Tier
+from engine.plan import COMPUTE_LANE, Kind, Op, PageSize, Plan, Pool, Tier
+from engine.plan_check import PlanCheck
 from engine.policy import Policy, Router
 from engine.prefix import Chain
 from engine.profile import EngineProfile
@@ -33,6 +34,7 @@ from engine.repeat import Repeat
 from engine.reuse import Reuse
 from engine.roster import Roster
 from engine.standing import Standing
+from engine.training_contract import TrainingContract
 from engine.view import Cost
 from traces.request import Request, TrainingJob
 
@@ -52,6 +54,7 @@ class Engine:
     `fast_forward=False` asks for every step, also where a plan would hold for many, or a step of
     training is like the one before; same results.
     With a `router` each device is a replica: it is shown only the requests that were routed to it.
+    `lanes` are the compute lanes that a device has: launches that serve run on no others.
     A policy with `prefix_caching` has full pages kept, which jobs that begin alike then share.
     """
 
@@ -73,6 +76,7 @@ class Engine:
         returns_memory: bool = True,
         fast_forward: bool = True,
         router: Router | None = None,
+        lanes: tuple[str, ...] = (COMPUTE_LANE,),
     ) -> None:
         if depth < 1:
             raise ValueError(f"depth is {depth}: at least one plan must be in flight")
@@ -80,7 +84,7 @@ class Engine:
             raise ValueError(f"depth is {depth}: sampled lengths need depth 1 (set depth=1)")
         self.env, self.executor = env, executor
         self.page, self.devices, self.depth, self.forced = page, devices, depth, forced
-        self.layout, self.cost = layout or Layout(), cost
+        self.layout, self.cost = (layout or Layout()).shown(), cost
         self.is_watched = journal is not None
         self.recorder = recorder or Recorder()
         self.recorder.predicted_bytes = getattr(executor, "peak_bytes", None)
@@ -98,13 +102,26 @@ class Engine:
             lambda job: self.ends.tokens_left(job),
         )
         self.ends = Ends(self.roster, self.standing, self.ledger.open)
+        self.training = TrainingContract(
+            self.layout, self.ledger.marks, self.ledger.held_bytes, self.ledger.capacity_bytes
+        )
         self.leftovers = Leftovers(self.give_all, self.recorder, devices)
         self.launcher = Launcher(self)
         self._door = Door(self, returns_memory)
         self.arrivals = Arrivals(env, (), self._door.admit)
         self.news = News(env, self.standing.drop)
-        self.questions = Questions(self, policy, fast_forward and devices == 1)
+        self.check = PlanCheck(
+            self.ledger,
+            self.roster,
+            self.standing,
+            self.ends.tokens_left,
+            lanes,
+            self.training,
+            is_routed=router is not None,
+        )
+        self.questions = Questions(self, policy, fast_forward and devices == 1, self.check)
         self._fruitless = 0  # plans in a row that launched and refused nothing
+        self._moments = 0  # that were waited for in a row, with nothing else to come
         self.jump: Jump | None = None
         if fast_forward and devices == 1 and offers_jumps(self):
             self.jump = Jump(self, cast(Repeater, executor))
@@ -120,11 +137,21 @@ class Engine:
         return self.questions.asked
 
     def replay(self, work: Iterable[Request | TrainingJob]) -> None:
-        """Runs a trace to its end. Raises Stalled where it cannot end."""
-        self.arrivals = Arrivals(self.env, work, self._door.admit)
+        """Runs a trace to its end.
+
+        Raises Stalled where it cannot end, ContractError where a plan breaks a rule, BrokenLaw
+        where the end does: a request unfinished or of another length, memory that is held.
+        """
+        items = list(work)
+        self.arrivals = Arrivals(self.env, items, self._door.admit)
         self.env.process(self.arrivals.run())
         with few_collections():
             self.env.run(self.env.process(self._serve()))
+        recorder = self.recorder
+        training = [(i, recorder.steps_of(i.job_id)) for i in items if isinstance(i, TrainingJob)]
+        outcomes, held = recorder.outcomes.values(), self.ledger.held_bytes
+        check_end(outcomes, training, held, self.ledger.ended, self.forced)
+        self.ledger.conserved()
 
     # ---- the loop
     def _serve(self) -> Generator[simpy.Event, Any, None]:
@@ -134,13 +161,21 @@ class Engine:
                 continue
             if not self.roster:
                 self.questions.give_all_back()
-            comes = self.arrivals.next_ns is not None or self.news.will_come
+            comes = self.arrivals.next_ns is not None
             if not (self.ledger.open or comes):  # turns that only answers release never come
-                raise self._stalled("the policy wants nothing although nothing is in flight")
+                self._wait_for_a_moment()
             self._rest()
             yield self.news.next
         self.questions.give_all_back()
         self._rest()
+
+    def _wait_for_a_moment(self) -> None:
+        """Only a moment that the policy has asked for can change anything: not for ever."""
+        if not self.news.will_come:
+            raise self._stalled("the policy wants nothing although nothing is in flight")
+        self._moments += 1
+        if self._moments >= FRUITLESS:
+            raise self._stalled(f"the policy has asked for {FRUITLESS:,} moments and does nothing")
 
     def _rest(self) -> None:
         if self.recorder.lacks_return:
@@ -157,6 +192,7 @@ class Engine:
                 if plan.wake_ns is not None:
                     self.news.wake_at(plan.wake_ns)
                 if plan:
+                    self._moments = 0
                     yield from self._carry_out(plan, device)
                     asked = True
         return asked

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from engine.read_only import refuse_write
 from engine.training import Training
 from traces.request import Request
 
@@ -23,7 +26,9 @@ class Job:
 
     A serving job has `known_tokens` (prompt and generated so far) and `computed_tokens` of them
     in the KV pages; both grow with its pace. How far a training job is, says its `training`.
-    Policies read, never write.
+    `recorded_tokens` are a gapless prefix whose activations are kept, `prefix_ids` names of the
+    prompt's blocks (see Request), `device` the replica it was routed to (None: any).
+    The methods that change a job are the engine's; an assignment raises ContractError.
     """
 
     __slots__ = (
@@ -41,6 +46,19 @@ class Job:
         "training",
         "turn",
     )
+    job_id: int
+    arrival_ns: int
+    prompt_tokens: int
+    recorded_tokens: int
+    slo: str
+    session: int | None
+    turn: int
+    prefix_ids: tuple[int, ...]
+    device: int | None
+    training: Training | None
+    _known: int
+    _computed: int
+    _pace: Pace
 
     def __init__(
         self,
@@ -57,13 +75,30 @@ class Job:
         prefix_ids: tuple[int, ...] = (),
         training: Training | None = None,
     ) -> None:
-        self.job_id, self.arrival_ns, self.prompt_tokens = job_id, arrival_ns, prompt_tokens
-        self._known, self._computed, self._pace = known_tokens, computed_tokens, ALONE
-        self.recorded_tokens = recorded_tokens  # a gapless prefix whose activations are kept
-        self.slo, self.session, self.turn = slo, session, turn
-        self.prefix_ids = prefix_ids  # names of the prompt's blocks, see Request
-        self.device: int | None = None  # the replica it was routed to; None: any
-        self.training = training
+        object.__setattr__(self, "job_id", job_id)
+        object.__setattr__(self, "arrival_ns", arrival_ns)
+        object.__setattr__(self, "prompt_tokens", prompt_tokens)
+        object.__setattr__(self, "recorded_tokens", recorded_tokens)
+        object.__setattr__(self, "slo", slo)
+        object.__setattr__(self, "session", session)
+        object.__setattr__(self, "turn", turn)
+        object.__setattr__(self, "prefix_ids", prefix_ids)
+        object.__setattr__(self, "device", None)
+        object.__setattr__(self, "training", training)
+        object.__setattr__(self, "_known", known_tokens)
+        object.__setattr__(self, "_computed", computed_tokens)
+        object.__setattr__(self, "_pace", ALONE)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_write(f"{name} of job {self.job_id}")
+
+    def __setstate__(self, state: tuple[Any, dict[str, Any]]) -> None:
+        """Of a copy."""
+        for name, value in state[1].items():
+            object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        refuse_write(f"{name} of job {self.job_id}")
 
     def __repr__(self) -> str:
         if self.training is not None:
@@ -94,28 +129,43 @@ class Job:
         """Tokens of the prompt and generated ones."""
         return self._known + self._pace.clock
 
-    @known_tokens.setter
-    def known_tokens(self, tokens: int) -> None:
-        self._known = tokens - self._pace.clock
-
     @property
     def computed_tokens(self) -> int:
         """Known tokens in the KV pages."""
         return self._computed + self._pace.clock
 
-    @computed_tokens.setter
-    def computed_tokens(self, tokens: int) -> None:
-        self._computed = tokens - self._pace.clock
+    def _compute_from(self, tokens: int) -> None:
+        """So many are in the KV pages: those that were found there, or none after a restart."""
+        object.__setattr__(self, "_computed", tokens - self._pace.clock)
 
-    def advance(self, computed_tokens: int, new_tokens: int) -> None:
+    def _advance(self, computed_tokens: int, new_tokens: int) -> None:
         """So many more are in the KV pages, and so many more are known."""
-        self._computed += computed_tokens
-        self._known += new_tokens
+        object.__setattr__(self, "_computed", self._computed + computed_tokens)
+        if new_tokens:
+            object.__setattr__(self, "_known", self._known + new_tokens)
 
-    def move_with(self, pace: Pace) -> None:
+    def _move_with(self, pace: Pace) -> None:
         """From now on it gets a token whenever they do."""
         clock = self._pace.clock - pace.clock
-        self._known, self._computed, self._pace = self._known + clock, self._computed + clock, pace
+        object.__setattr__(self, "_known", self._known + clock)
+        object.__setattr__(self, "_computed", self._computed + clock)
+        object.__setattr__(self, "_pace", pace)
+
+    def _moves_with(self, pace: Pace | None) -> bool:
+        """Whether it gets a token whenever they do."""
+        return self._pace is pace
+
+    def _record(self, tokens: int) -> None:
+        """Activations of so many more are kept."""
+        object.__setattr__(self, "recorded_tokens", self.recorded_tokens + tokens)
+
+    def _route(self, device: int) -> None:
+        """A replica is to serve it."""
+        object.__setattr__(self, "device", device)
+
+    def _name_prefix(self, prefix_ids: tuple[int, ...]) -> None:
+        """What its prompt begins with is known by these names."""
+        object.__setattr__(self, "prefix_ids", prefix_ids)
 
     @property
     def remaining_tokens(self) -> int:

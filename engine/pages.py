@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+from engine.contract import BrokenLaw
 from engine.plan import Op
 from engine.prefix import PrefixCache
 
@@ -46,7 +47,8 @@ class PagePool:
             ids += range(self._next, end)
             self._next = end
         while len(ids) < count:
-            assert self._returned, f"{count} pages asked for, but the pool has no more"
+            if not self._returned:
+                raise BrokenLaw(f"law 3: {count} pages asked for, but the pool has no more")
             oldest, want = self._returned[0], count - len(ids)
             ids += oldest.ids[:want]
             del oldest.ids[:want]
@@ -137,11 +139,12 @@ class PagePool:
         """Law 2: pages are held by exactly so many, and every other page can be handed out."""
         free = list(self.oldest())
         held = set(range(self.num_pages)).difference(free)
-        assert len(free) + self.held_pages == self.num_pages, "a page is lost"
-        assert len(held) == self.held_pages, "a page comes back twice"
-        assert dict(holders) == {page: 1 + self._more[page] for page in held}, (
-            "the holders of pages do not add up"
-        )
+        if len(free) + self.held_pages != self.num_pages:
+            raise BrokenLaw("law 2: a page is lost")
+        if len(held) != self.held_pages:
+            raise BrokenLaw("law 2: a page comes back twice")
+        if dict(holders) != {page: 1 + self._more[page] for page in held}:
+            raise BrokenLaw("law 2: the holders of pages do not add up")
 
     def _return(self, returned: Returned) -> None:
         self._returned.append(returned)

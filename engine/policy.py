@@ -77,6 +77,13 @@ class Planner(Protocol):
         fit, in one line with the deficit and what would help."""
 
 
+def name_of(policy: object) -> str:
+    """A policy's name, for messages: those of its halves where it has two."""
+    halves = [getattr(policy, half, None) for half in ("scheduling", "memory")]
+    names = [type(half).__name__ for half in halves if half is not None]
+    return " with ".join(names) or type(policy).__name__
+
+
 @dataclass(frozen=True)
 class Composed:
     """A policy in two halves.

@@ -106,9 +106,7 @@ class PrefixCache:
                 break
         return found
 
-    def check(self, job: Job, pages: Sequence[int]) -> None:
-        """Asserts that pages hold the beginning of a job."""
-        chain = self._chains[job.job_id]
-        keys = chain.keys(0, len(pages))
-        wrong = [p for p, key in zip(pages, keys, strict=True) if self._keys.get(p) != key]
-        assert not wrong, f"job {job.job_id} would start on pages {wrong}, which hold other tokens"
+    def wrong(self, job: Job, pages: Sequence[int]) -> list[int]:
+        """Those of the pages that do not hold their part of a job's beginning."""
+        keys = self._chains[job.job_id].keys(0, len(pages))
+        return [p for p, key in zip(pages, keys, strict=True) if self._keys.get(p) != key]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.booking import Beside
 from engine.executor import Span
 from engine.plan import Compute, Place
+from engine.read_only import refuse_write
 from engine.view import LaunchKey, Moment
 
 
@@ -86,3 +87,20 @@ class EngineProfile:
                 found = sums[key] = [0, 0]
             found[0] += span.end_ns - span.start_ns
             found[1] += 1
+
+
+class ShownProfile:
+    """A profile as policies see it: its answers, and nothing that could be written to."""
+
+    __slots__ = ("mean_ns", "moment", "moments", "uses")
+    mean_ns: Callable[[int, LaunchKey], int | None]
+    moment: Callable[[int], int]
+    moments: Callable[[int], Sequence[Moment]]
+    uses: Callable[[int], Mapping[Place, Sequence[int]]]
+
+    def __init__(self, profile: EngineProfile) -> None:
+        for name in self.__slots__:
+            object.__setattr__(self, name, getattr(profile, name))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        refuse_write(f"{name} of the profile")

@@ -5,9 +5,13 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from engine.contract import ContractError
 from engine.job import Job
 from engine.plan import Plan
-from engine.policy import Policy
+from engine.plan_check import PlanCheck
+from engine.policy import Policy, name_of
+from engine.profile import ShownProfile
+from engine.read_only import ReadOnlyList, as_write
 from engine.recurrence import Recurrence
 from engine.view import View
 
@@ -18,12 +22,13 @@ if TYPE_CHECKING:
 class Questions:
     """Asks the policy unless a plan stands; shows it the memory of finished jobs in good time."""
 
-    def __init__(self, engine: Engine, policy: Policy, may_recur: bool) -> None:
-        self._engine, self._policy = engine, policy
+    def __init__(self, engine: Engine, policy: Policy, may_recur: bool, check: PlanCheck) -> None:
+        self._engine, self._policy, self._check = engine, policy, check
         ledger = engine.ledger  # whose own books nobody may write into
         self._held_bytes = MappingProxyType(ledger.held_bytes)
         self._written, self._used = MappingProxyType(ledger.written), MappingProxyType(ledger.used)
         self._capacity_bytes = MappingProxyType(ledger.capacity_bytes)
+        self._profile = ShownProfile(engine.profile)
         self._recurrence: Recurrence | None = None
         if may_recur and getattr(policy, "recurs", False):
             self._recurrence = Recurrence(ledger, engine.roster, engine.profile)
@@ -55,7 +60,20 @@ class Questions:
 
     def _ask(self, device: int) -> Plan:
         self.asked += 1
-        return self._policy.plan(self._view(device))
+        view = self._view(device)
+        try:
+            plan = self._policy.plan(view)
+            self._check.check(plan, device, view)
+        except ContractError as error:
+            raise self._located(error, device) from error.__cause__
+        except Exception as error:
+            if (write := as_write(error)) is None:
+                raise
+            raise self._located(write, device) from error
+        return plan
+
+    def _located(self, error: ContractError, device: int) -> ContractError:
+        return error.located(name_of(self._policy), self._engine.steps, device)
 
     def give_back(self, device: int) -> None:
         """Memory of finished jobs that may be shown by now comes back."""
@@ -85,15 +103,15 @@ class Questions:
             self._shown(roster.serving, device),
             roster.training,
             self._shown(roster.waiting, device),
-            ledger.free_bytes(),
-            ledger.coming_bytes(),
+            MappingProxyType(ledger.free_bytes()),
+            MappingProxyType(ledger.coming_bytes()),
             self._held_bytes,
             self._written,
             self._used,
             tuple(ledger.open),
             self._capacity_bytes,
             engine.page,
-            engine.profile,
+            self._profile,
             engine.layout,
             engine.cost,
             None if engine.reuse is None else engine.reuse.trial(device),
@@ -104,4 +122,4 @@ class Questions:
         """A replica sees its own requests; where nobody routes, every device sees all."""
         if self._engine.fleet is None or self._engine.devices == 1:
             return jobs
-        return [job for job in jobs if job.device in (None, device)]
+        return ReadOnlyList([job for job in jobs if job.device in (None, device)])

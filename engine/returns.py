@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from engine.contract import BrokenLaw
 from engine.plan import Op
 
 
@@ -63,7 +64,8 @@ class ReturnQueue:
         if nbytes <= self.free_bytes:
             self.free_bytes -= nbytes
             return set()
-        assert nbytes <= self.room_bytes, "check before you take"
+        if nbytes > self.room_bytes:
+            raise BrokenLaw("law 3: bytes are taken that are not there: check before you take")
         now, self.free_bytes = self.free_bytes, 0
         givers: set[Op] = set()
         while now < nbytes:

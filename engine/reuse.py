@@ -39,7 +39,6 @@ class Reuse:
         jobs = {piece.job.job_id: piece.job for op in launches for piece in op.slices}
         for op in shares:
             job, tokens = jobs[op.place.region.owner], len(op.pages) * self._ledger.page.tokens
-            self._ledger.sharing[op.place.pool].cache.check(job, op.pages)
             start_behind(job, tokens)
             self._recorder.cached(job.job_id, tokens)
 

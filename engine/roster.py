@@ -6,20 +6,25 @@ from collections.abc import Iterator
 from itertools import chain
 
 from engine.job import Job
+from engine.read_only import ReadOnlyList
 
 
 class Roster:
-    """Three lists of jobs, in the order of their coming; each job is in one of them or has left."""
+    """Three lists of jobs, in the order of their coming; each job is in one of them or has left.
+
+    Policies are shown these very lists, so they are read-only to all but this class.
+    """
 
     def __init__(self) -> None:
-        self.waiting: list[Job] = []
-        self.serving: list[Job] = []
-        self.training: list[Job] = []
+        self.waiting: list[Job] = ReadOnlyList()
+        self.serving: list[Job] = ReadOnlyList()
+        self.training: list[Job] = ReadOnlyList()
+        self.jobs: dict[int, Job] = {}  # all of them by number
         self._started: set[int] = set()  # jobs that are not waiting
 
     def __bool__(self) -> bool:
         """Whether anybody is left."""
-        return bool(self.waiting or self.serving or self.training)
+        return bool(self.jobs)
 
     def __iter__(self) -> Iterator[Job]:
         return chain(self.waiting, self.serving, self.training)
@@ -31,25 +36,32 @@ class Roster:
     def has_started(self, job: Job) -> bool:
         return job.job_id in self._started
 
+    def wait(self, job: Job) -> None:
+        """A job has come: it waits behind all others."""
+        self.jobs[job.job_id] = job
+        list.append(self.waiting, job)
+
     def start(self, job: Job) -> None:
         """From waiting into service or training."""
         self._started.add(job.job_id)
-        self.waiting.remove(job)
-        (self.serving if job.training is None else self.training).append(job)
+        list.remove(self.waiting, job)
+        list.append(self.serving if job.training is None else self.training, job)
 
     def wait_again(self, job: Job) -> None:
         """From service back to the head of the line."""
         if job in self.serving:
-            self.serving.remove(job)
-            self.waiting.insert(0, job)
+            list.remove(self.serving, job)
+            list.insert(self.waiting, 0, job)
             self._started.discard(job.job_id)
 
     def leave(self, job: Job) -> None:
         """Out of service or training."""
-        (self.serving if job.training is None else self.training).remove(job)
+        del self.jobs[job.job_id]
+        list.remove(self.serving if job.training is None else self.training, job)
 
     def refuse(self, job: Job) -> None:
         """Out of whichever list it is in."""
+        del self.jobs[job.job_id]
         for jobs in (self.waiting, self.serving, self.training):
             if job in jobs:
-                jobs.remove(job)
+                list.remove(jobs, job)

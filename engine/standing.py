@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
-from operator import itemgetter
+from operator import is_, itemgetter
 
 from engine.cohort import Cohort
+from engine.contract import ContractError, Rule
 from engine.decodes import Decodes
 from engine.job import Job
 from engine.plan import (
@@ -53,35 +54,47 @@ class Standing:
         self._is_allowed, self._page = is_allowed, page
         self._tables, self._tokens_left = tables, tokens_left
         self._last: Repeat | None = None  # also when it does not hold any more
-        self._cohort: Cohort | None = None  # of the last plan
-        self._shown: GrowCycle | None = None  # of the cohort, as a View has it
+        self.cohort: Cohort | None = None  # of the last plan
+        self._led: Compute | None = None  # a launch that the cohort leads, as `leads` has seen
+        self.shown: GrowCycle | None = None  # of the cohort, as a View has it
         self.repeat: Repeat | None = None
 
     def keep(self, plan: Plan) -> None:
         """A plan was decided; it stands for as many steps as it holds."""
         self._last = self.repeat = self._stand(plan) if self._is_allowed and plan.ops else None
-        self._cohort = None if self._last is None else self._last.cohort
+        self.cohort = None if self._last is None else self._last.cohort
+        self._led = None
 
     def _stand(self, plan: Plan) -> Repeat | None:
         launch, cycle = plan.ops[-1], plan.ops[0]
         if not isinstance(launch, Compute):
             return None
-        cohort, has_cycle = self._cohort, isinstance(cycle, GrowCycle)
+        cohort, has_cycle = self.cohort, isinstance(cycle, GrowCycle)
         if cohort is not None and plan.repeats == 1:  # else it takes from nobody
-            _part(cohort, plan)
-        if cohort is None or not _leads(cohort, launch) or (has_cycle and cohort.turns is None):
+            self._part(cohort, plan)
+        is_led = launch is self._led or (cohort is not None and _leads(cohort, launch))
+        if cohort is None or not is_led or (has_cycle and cohort.turns is None):
             cohort = Cohort(self._page)
         lead = len(cohort.jobs)
         jobs = list(map(_job, launch.slices[lead:]))
         if self._join(cohort, jobs, launch.writes[lead:]) and not _leads(cohort, launch):
             return None
-        if isinstance(cycle, GrowCycle) and cycle is not self._shown:
-            assert _is_same(cycle, cohort.cycle()), "a cycle grows as decodes fill their pages"
+        is_known = not isinstance(cycle, GrowCycle) or cycle is self.shown
+        if not (is_known or _is_same(cycle, cohort.cycle())):
+            raise ContractError(Rule.REPEATS, "a cycle grows as decodes fill their pages")
         if plan.repeats == 1 and not _serves(plan, launch, cohort):
             return None
         if not has_cycle and cohort.jobs and not _grows_in_turn(plan, cohort):
             cohort.turns = None
         return Repeat(plan, cohort)
+
+    def _part(self, cohort: Cohort, plan: Plan) -> None:
+        """A job that loses its memory or is refused is in the cohort no more."""
+        gone = {job.job_id for job in (*plan.restart, *plan.refuse)}
+        gone.update([op.place.region.owner for op in plan.ops if isinstance(op, Free)])
+        for owner in gone.intersection(cohort.ids):
+            cohort.leave(cohort.ids.index(owner))
+            self._led = None
 
     def _join(self, cohort: Cohort, jobs: Sequence[Job], places: Sequence[Place]) -> bool:
         """Whoever decodes, up to the first who does not, comes into the cohort; if anybody does."""
@@ -95,6 +108,19 @@ class Standing:
         job, place = pair
         is_own = place.region.owner == job.job_id and place in self._tables  # and here already
         return is_own and not job.is_prefilling
+
+    def leads(self, launch: Compute) -> bool:
+        """Whether the decodes of the last plan, in its order, are the first of a launch, which has
+        as many slices as writes."""
+        cohort = self.cohort
+        if cohort is None or not 0 < len(cohort.jobs) <= len(launch.writes):
+            return False
+        if not all(map(is_, cohort.slices, launch.slices)):
+            return False
+        if not all(map(is_, cohort.places, launch.writes)):
+            return False
+        self._led = launch
+        return True
 
     def drop(self) -> None:
         """Something happened: the policy has to be asked."""
@@ -110,7 +136,7 @@ class Standing:
             self.repeat = None
         last.lose(jobs)
         if not last.jobs:
-            self._last = self.repeat = self._cohort = None
+            self._last = self.repeat = self.cohort = None
 
     def next(self, room_bytes: Callable[[], dict[Pool, int]]) -> Plan | None:
         """The plan if it still holds; it ends where the growth of its next step finds no room."""
@@ -122,24 +148,16 @@ class Standing:
 
     def decodes(self, serving: Sequence[Job]) -> Decodes | None:
         """The decodes of the last plan; None where it did not have all that are in service."""
-        last, cohort = self._last, self._cohort
+        last, cohort = self._last, self.cohort
         if last is None or cohort is None or last.jobs != serving:
             return None
         self._last = None  # what it had may come into the cohort now
         self._join(cohort, last.tail, last.places)
-        self._shown = cohort.cycle()
+        self.shown = cohort.cycle()
         rest = serving[len(cohort.jobs) :]
-        if self._shown is None or not all([job.is_prefilling for job in rest]):
+        if self.shown is None or not all([job.is_prefilling for job in rest]):
             return None
-        return Decodes(cohort.slices, cohort.places, self._shown)
-
-
-def _part(cohort: Cohort, plan: Plan) -> None:
-    """Whoever loses his memory or is refused is in the cohort no more."""
-    gone = {job.job_id for job in (*plan.restart, *plan.refuse)}
-    gone.update([op.place.region.owner for op in plan.ops if isinstance(op, Free)])
-    for owner in gone.intersection(cohort.ids):
-        cohort.leave(cohort.ids.index(owner))
+        return Decodes(cohort.slices, cohort.places, self.shown)
 
 
 def _grows_in_turn(plan: Plan, cohort: Cohort) -> bool:
@@ -156,6 +174,8 @@ def _leads(cohort: Cohort, launch: Compute) -> bool:
     return launch.slices[:n] == cohort.slices and launch.writes[:n] == cohort.places
 
 
-def _is_same(cycle: GrowCycle, other: GrowCycle | None) -> bool:
-    places = [[[op.place for op in ops] for ops in c.by_step] for c in (cycle, other) if c]
-    return places[0] == places[-1] and len(places) == 2
+def _is_same(cycle: object, other: GrowCycle | None) -> bool:
+    if not isinstance(cycle, GrowCycle) or other is None:
+        return False
+    places = [[[op.place for op in ops] for ops in c.by_step] for c in (cycle, other)]
+    return places[0] == places[1]

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from engine.record import SCHEMA_VERSION, TABLES
+from engine.record import SCHEMA_VERSION, TABLES, write_tables
 from runtime.answer import Answer
 from runtime.gauges import Gauges
 from runtime.openai import Prompt, Replay, Server, model_served, replay
-from tandem.conform import conform
+from runtime.sse import Limits
+from tandem.conform import arguments, conform
 from tandem.errors import RunFailed
 from tandem.folder import RUNNING, write_status
 from tandem.setting import Setting
@@ -26,6 +26,7 @@ from traces.prompts import prompt_of
 from traces.request import Request
 
 NAME = "openai"
+MAX_BYTES = 2**62  # of a pool that a server tells of; a table holds no more
 KEY = "OPENAI_API_KEY"  # of the environment; it is written nowhere
 CLIENT = pa.schema(
     [
@@ -90,6 +91,7 @@ def server_of(backend: Mapping[str, Any]) -> Server:
         endpoint=conform(backend["endpoint"], str, f"{where}.endpoint"),
         extra=dict(backend["extra"]),
         headers=headers,
+        limits=Limits(**arguments(Limits, backend["limits"], f"{where}.limits")),
     )
 
 
@@ -126,6 +128,8 @@ def notes(requests: Sequence[Request], answers: Sequence[Answer]) -> dict[str, A
         "output_tokens_differ": sum(
             not a.error and len(a.token_ns) != r.output_tokens for r, a in pairs
         ),
+        "output_tokens_too_few": sum(not a.error and a.counts_too_few for a in answers),
+        "output_tokens_uncounted": sum(not a.error and a.output_tokens is None for a in answers),
     }
 
 
@@ -134,18 +138,15 @@ def _write(folder: Path, setting: Setting, found: Replay) -> None:
     pairs = sorted(zip(setting.requests, found.answers, strict=True), key=lambda p: p[0].request_id)
     rows["requests"] = [_request_row(request, answer) for request, answer in pairs]
     rows["memory"] = [row for gauges in found.gauges for row in _memory_rows(setting, gauges)]
+    tables: dict[str, pa.Table] = {}
     for name, schema in TABLES.items():
         marked = schema.with_metadata({"schema_version": str(SCHEMA_VERSION)})
-        _write_table(folder, name, rows[name], marked)
-    _write_table(folder, "client", [_client_row(*pair) for pair in pairs], CLIENT)
+        tables[name] = pa.Table.from_pylist(rows[name], schema=marked)
+    client = [_client_row(*pair) for pair in pairs]
+    tables["client"] = pa.Table.from_pylist(client, schema=CLIENT)
     gauges = [{name: getattr(g, name) for name in SERVER.names} for g in found.gauges]
-    _write_table(folder, "server", gauges, SERVER)
-
-
-def _write_table(folder: Path, name: str, rows: list[dict[str, Any]], schema: pa.Schema) -> None:
-    aside = folder / f".{name}.parquet.tmp"
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), aside, compression="zstd")
-    aside.rename(folder / f"{name}.parquet")
+    tables["server"] = pa.Table.from_pylist(gauges, schema=SERVER)
+    write_tables(folder, tables)
 
 
 def _request_row(request: Request, answer: Answer) -> dict[str, Any]:
@@ -192,6 +193,8 @@ def _memory_rows(setting: Setting, gauges: Gauges) -> Iterator[dict[str, Any]]:
     if gauges.kv_usage is None or not gauges.kv_blocks or not gauges.block_tokens:
         return
     block_bytes = gauges.block_tokens * setting.spec.kv_token_bytes
+    if gauges.kv_blocks * block_bytes > MAX_BYTES:
+        return
     held = round(gauges.kv_usage * gauges.kv_blocks)
     none = dict.fromkeys(("coming", "weight", "gradient", "optimizer", "activation"), 0)
     yield {

@@ -46,7 +46,7 @@ class Flying:
     def __init__(self, num_steps: int) -> None:
         spec = TrainingJob(0, 0, 2, 8, num_steps=num_steps)
         self.job, self.roster = Job.trains(Training(spec), 0), Roster()
-        self.roster.waiting.append(self.job)
+        self.roster.wait(self.job)
         self.roster.start(self.job)
         self.before, self.device, self.host, self.behind = (
             Compute((Slice(self.job, 1, Work.UPDATE, range(u, u + 1)),), on=on)

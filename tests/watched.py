@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from operator import attrgetter
 
+from engine.contract import BrokenLaw
 from engine.job import Job
 from engine.layout import Layout
 from engine.plan import Compute, Plan
@@ -32,14 +33,17 @@ class Watched:
         self.idle_without_a_plan = self.questions = 0
 
     def plan(self, view: View) -> Plan:
-        assert view.now_ns >= self._now_ns, "law 6: the clock ran back"
+        if view.now_ns < self._now_ns:
+            raise BrokenLaw("law 6: the clock ran back")
         self.idle_without_a_plan += self._wants_nothing and view.now_ns > self._now_ns
         self._now_ns = view.now_ns
         self.questions += 1
         before = snapshot(view)
         plan = self._policy.plan(view)
-        assert snapshot(view) == before, "law 8: the policy changed what it was shown"
-        assert encode(plan) == encode(self._policy.plan(view)), "law 8: equal views, other plans"
+        if snapshot(view) != before:
+            raise BrokenLaw("law 8: the policy changed what it was shown")
+        if encode(plan) != encode(self._policy.plan(view)):
+            raise BrokenLaw("law 8: equal views, other plans")
         self._wants_nothing = not (plan or any(isinstance(op, Compute) for op in view.in_flight))
         return plan
 
