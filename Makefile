@@ -104,13 +104,13 @@ gpu-site: .gpu-site/.ready ## what a GPU machine without network lacks: pure whe
 .gpu-site/.ready: $(STAMP) constraints.txt
 	@rm -rf .gpu-site && $(BIN)/python -m pip install --quiet --no-compile --no-deps \
 		--target .gpu-site -c constraints.txt simpy hydra-core omegaconf antlr4-python3-runtime \
-		pytest-timeout
+		pytest pytest-timeout pluggy iniconfig pygments packaging
 	@if [ -d "$(SHARED)/data/sharegpt" ]; then $(BIN)/tandem trace import \
 		$(SHARED)/data/sharegpt/sharegpt_v3_sample_dev.json.gz --limit 200 \
 		--tokenizer $(SHARED)/data/tokenizers/llama3 --out .gpu-site/sharegpt.parquet; fi
 	@touch $@ && du -sh .gpu-site
 
-gpu: ## on a GPU machine, from a bare checkout: tests, fidelity, its report, step times (into $$OUT)
+gpu: ## on a GPU machine, from a bare checkout, into $$OUT (ARGS=fidelity: one part; ARGS=--dry-run: on a CPU)
 	@PYTHONPATH=.gpu-site:. OUT='$(OUT)' $${PYTHON:-python3} -m tandem.gpu $(ARGS)
 
 clean: ## remove the environment, caches and results

@@ -33,7 +33,7 @@ from tandem.calibrate import main as calibrate
 from tandem.compare import replay_of
 from tandem.compose import composed
 from tandem.experiment import run_experiment
-from tandem.folder import OK, status_of
+from tandem.folder import OK, aside_of, status_of
 from tandem.profile import FITTED, fitted_replay, is_steady, refitted
 from tandem.provenance import commit, host
 
@@ -84,18 +84,32 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def run(settings: Sequence[str], folder: Path) -> Run:
-    """One run into a folder of its own, or the one that is there from a claim that was stopped."""
-    if not (folder / "metrics.json").is_file():
-        run_experiment(composed(list(settings)), folder)
-    found = load(folder)
-    made_of = found.provenance["overrides"], found.provenance["commit"]
-    if made_of != ([*settings], commit()["commit"]):
-        raise ValueError(
-            f"{folder} holds a run of other settings or of another commit; "
-            "give a new folder with --keep"
-        )
-    return found
+def run(settings: Sequence[str], folder: Path, replaces: bool = False) -> Run:
+    """One run into a folder of its own, or the one that is there from a claim that was stopped.
+
+    What a killed or failed run has left there is removed; so is, with `replaces`, a run of other
+    settings or of another commit. ValueError about one otherwise.
+    """
+    if status_of(folder) == OK:
+        found = load(folder)
+        made_of = found.provenance["overrides"], found.provenance["commit"]
+        if made_of == ([*settings], commit()["commit"]):
+            return found
+        if not replaces:
+            raise ValueError(
+                f"{folder} holds a run of other settings or of another commit; "
+                "give a new folder with --keep"
+            )
+        say(f"{folder}: a run of other settings or of another commit is replaced")
+    cleared(folder)
+    run_experiment(composed(list(settings)), folder)
+    return load(folder)
+
+
+def cleared(folder: Path) -> None:
+    """Removes a run's folder, and what one that was killed has left beside it."""
+    for path in (folder, aside_of(folder)):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def calibrated(
@@ -126,9 +140,11 @@ def clock_of(profile: Path) -> str:
     return PACE + json.dumps(about["reference_ns"], separators=(",", ":"))
 
 
-def capacity(settings: Sequence[str], backend: Sequence[str], folder: Path) -> float:
-    """Requests per second with all requests at once, measured."""
-    done = run((*settings, *backend, "arrival=all_at_once"), folder)
+def capacity(
+    settings: Sequence[str], backend: Sequence[str], folder: Path, replaces: bool = False
+) -> float:
+    """Requests per second with all requests at once, measured; `replaces` as in `run`."""
+    done = run((*settings, *backend, "arrival=all_at_once"), folder, replaces)
     return float(summary(done)["request_throughput"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -15,18 +16,35 @@ from engine.executor import Launch, Piece
 from engine.job import Job
 from engine.model import ModelSpec
 from engine.plan import Compute, Slice
+from runtime.device import without_cudnn_attention
 from runtime.machine import GPU, Machine
 
 PAGE_TOKENS = 16
-MODEL = Path(__file__).resolve().parent.parent / "conf" / "model" / "llama3_8b.yaml"
+TRIED = "tried"  # instead of a verdict, on a CPU: that it ran is all there is to tell
+MODELS, NAME = Path(__file__).resolve().parent.parent / "conf" / "model", "llama3_8b"
 Wanted = Sequence[tuple[Job, int]]  # jobs, and at most so many tokens of each
 
 
-def spec_8b() -> ModelSpec:
-    """The 8B shape in bf16."""
-    fields = yaml.safe_load(MODEL.read_text(encoding="utf-8"))
+def spec_for(device: str) -> ModelSpec:
+    """The 8B shape in bf16; on a CPU, which tries the wiring, a small one in float32."""
+    path = MODELS / f"{'micro_llama' if device == 'cpu' else NAME}.yaml"
+    fields = yaml.safe_load(path.read_text(encoding="utf-8"))
     del fields["_target_"]
     return ModelSpec(**fields)
+
+
+def device_of(words: Sequence[str] | None, about: str | None) -> tuple[str, Path | None]:
+    """The device that a claim's command line names, and where its figures go."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, help="CSV of the figures")
+    chosen = parser.parse_args(words)
+    return chosen.device, chosen.out
+
+
+def name_of(device: str) -> str:
+    """The device in words."""
+    return torch.cuda.get_device_name() if device == "cuda" else "a CPU as a stand-in"
 
 
 class Batch:
@@ -41,6 +59,10 @@ class Batch:
         device: str = "cuda",
         **how: Any,
     ) -> None:
+        if device == "cuda":
+            without_cudnn_attention()
+        else:
+            torch.set_num_threads(1)
         counts = [-(-(len(prompt) + more_tokens) // PAGE_TOKENS) for prompt in prompts]
         order = torch.randperm(sum(counts)).tolist()
         ends = accumulate(counts)

@@ -7,21 +7,26 @@ FSDP2 with CPU offload under the same cut, and a plain loop with activation chec
 take the whole GPU, since it does not fit otherwise. Copies are shown as a share of the link's peak,
 which is measured first with one large pinned copy each way. The value counts systems that broke
 the budget, left it, or whose loss is no number or did not fall; step times and peaks are shown
-beside their predictions without a bar. Without a GPU it says so and ends with 0;
-`--backend cpu --device cpu --model tiny_llama --budget 40000000` tries it.
+beside their predictions without a bar, and so is what torch's allocator reserved at its peak, and
+how often it had to give its cache back: it has a pool for each stream, and what copies free is not
+computing's (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps). With --keep a call that was
+cut goes on: a system that was measured is not measured again. Without a GPU it says so and ends
+with 0; `--backend cpu --device cpu --model tiny_llama --budget 40000000` tries it.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -30,13 +35,15 @@ import torch
 from analysis.run import Run, load
 from analysis.training import training_summary
 from analysis.usage import pools
-from benchmarks.fidelity import keep, say
+from benchmarks.fidelity import cleared, keep, say
 from benchmarks.gpu_training_loops import Timed, fsdp2, plain_loop
 from policies.out_of_memory import DoesNotFit
+from runtime.device import budgets, clear_workspaces
 from tandem.compose import composed
 from tandem.errors import RunFailed
 from tandem.experiment import run_experiment
 from tandem.foresight import foresee
+from tandem.provenance import commit
 from tandem.setting import setting_of
 
 OUT = Path("benchmarks/results/gpu_training.csv")
@@ -55,6 +62,8 @@ class Row:
     step_s: float = math.nan
     predicted_step_s: float = math.nan
     peak_bytes: float = math.nan  # of torch's allocator
+    reserved_peak_bytes: float = math.nan  # what it took for that
+    retries: float = math.nan  # allocations that had to wait for its cache
     predicted_peak_bytes: float = math.nan
     to_device_share: float = math.nan  # of the link's peak, while something is copied
     to_host_share: float = math.nan
@@ -62,10 +71,13 @@ class Row:
     last_loss: float = math.nan
     budget_bytes: float = math.nan
     note: str = ""
+    is_beside: bool = False  # another system: that it fails here is no failure of ours
 
     @property
     def is_wrong(self) -> bool:
         """Whether it did not train inside its budget; one system is to be too large for it."""
+        if self.note and self.is_beside:
+            return False
         if self.note:
             return self.system != TOO_LARGE or not self.note.startswith("does not fit")
         falls = math.isfinite(self.last_loss) and self.last_loss < self.first_loss
@@ -82,7 +94,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--sequences", type=int, default=4, help="of 1024 tokens or --tokens")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--policies", nargs="*", default=POLICIES)
     parser.add_argument("--words", nargs="*", default=[], help="of the configuration, in addition")
     parser.add_argument("--keep", type=Path, help="folder for all runs")
     parser.add_argument("--out", type=Path, default=OUT)
@@ -91,8 +103,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print("skipped: no GPU")
         return 0
     rows = list[Row]()
-    for row in systems(chosen):
-        rows.append(row())
+    for name, row in systems(chosen):
+        rows.append(kept(chosen, name, row))
         say(str(rows[-1]))
         table = pd.DataFrame([asdict(row) for row in rows])
         keep(table, chosen.out)  # it takes long, and a call is cut
@@ -103,19 +115,37 @@ def main(words: Sequence[str] | None = None) -> int:
     return int(count > 0)
 
 
-def systems(chosen: argparse.Namespace) -> list[Callable[[], Row]]:
+def systems(chosen: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Row]]]:
     """Who is measured, in turns; the link first."""
     job = job_of(chosen)
     peaks = link_peaks("cuda" if chosen.backend == "cuda" else "cpu")
     there, back = peaks["to_device"] / 1e9, peaks["to_host"] / 1e9
     say(f"link: {there:.3g} GB/s to the device, {back:.3g} back")
-    found: list[Callable[[], Row]] = []
     for policy in chosen.policies:
-        found.append(lambda policy=policy: ours(chosen, job, policy, peaks))  # type: ignore[misc]
-    if chosen.backend == "cuda":
-        found.append(lambda: beside("fsdp2 with CPU offload", fsdp2, chosen, job, chosen.budget))
-    found.append(lambda: beside("plain loop", plain_loop, chosen, job, math.inf))
-    return found
+        yield policy, partial(ours, chosen, job, policy, peaks)
+    others = {"fsdp2 with CPU offload": (fsdp2, chosen.budget)} if chosen.backend == "cuda" else {}
+    for name, (loop, budget) in {**others, "plain loop": (plain_loop, math.inf)}.items():
+        yield name, partial(beside, name, loop, chosen, job, budget)
+
+
+def kept(chosen: argparse.Namespace, name: str, make: Callable[[], Row]) -> Row:
+    """A system's row, of this call or of an earlier one over the same job and commit. One that
+    failed is tried again."""
+    if chosen.keep is None:
+        return make()
+    path = chosen.keep / f"{name.replace(' ', '_')}.json"
+    about = {"job": job_of(chosen), "backend": chosen.backend, **commit()}
+    if path.is_file():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["about"] == about and not found["row"]["note"].startswith("failed"):
+            say(f"{name}: measured by an earlier call")
+            return Row(**found["row"])
+    row = make()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".part")
+    aside.write_text(json.dumps({"about": about, "row": asdict(row)}), encoding="utf-8")
+    aside.rename(path)
+    return row
 
 
 def job_of(chosen: argparse.Namespace) -> list[str]:
@@ -149,24 +179,26 @@ def ours(
         return replace(row, note=f"does not fit: {error}")
     predicted = found.peak_bytes("gpu:0")["used"]
     row = replace(row, predicted_step_s=found.step_s, predicted_peak_bytes=predicted)
-    cleared(chosen.backend)
+    give_back(chosen.backend)
     with tempfile.TemporaryDirectory() as temporary:
         root = (chosen.keep or Path(temporary)) / policy
-        run_experiment(composed([*words, "backend=sim"]), root / "predicted")
+        for name in ("predicted", "measured"):  # what a call that was cut has left
+            cleared(root / name)
         try:
+            run_experiment(composed([*words, "backend=sim"]), root / "predicted")
             run_experiment(composed([*words, f"backend={chosen.backend}"]), root / "measured")
-        except RunFailed as error:
+        except (RunFailed, ValueError) as error:
             return replace(row, note=f"failed: {error}")
         done = load(root / "measured")
-    peak = float(pools(done)["gpu:0"]["measured_bytes"].max())
     if chosen.backend == "cuda":
-        peak = torch.cuda.max_memory_allocated()
+        row = with_peaks(row)
+    else:
+        row = replace(row, peak_bytes=float(pools(done)["gpu:0"]["measured_bytes"].max()))
     metrics = training_summary(done)
     return replace(
         row,
         tokens_per_s=float(metrics["train_tokens_per_s"]),
         step_s=float(metrics["mean_train_step_s"]),
-        peak_bytes=peak,
         first_loss=float(metrics["first_loss"]),
         last_loss=float(metrics["last_loss"]),
         **{f"{way}_share": copied(done, lane) / peaks[way] for way, lane in LANES.items()},
@@ -206,38 +238,48 @@ def beside(
 ) -> Row:
     """Another system over the same tokens."""
     setting = setting_of(composed([*job, "policy=zero3_offload", "backend=sim"]))
-    device = "cuda" if chosen.backend == "cuda" else "cpu"
-    cleared(chosen.backend)
-    row = Row(name, budget_bytes=budget_bytes)
+    trainee, device = setting.trainees[0], "cuda" if chosen.backend == "cuda" else "cpu"
+    give_back(chosen.backend)
+    row, limits = Row(name, budget_bytes=budget_bytes, is_beside=True), nullcontext()
     if device == "cuda":
-        from runtime.cuda import set_budget
-
         whole = torch.cuda.get_device_properties(0).total_memory
         cut = budget_bytes + setting.device.reserve_bytes  # as ours
-        set_budget(int(min(cut, whole)))
-    trainee = setting.trainees[0]
+        limits = budgets({0: int(min(cut, whole))})
     try:
-        found = loop(trainee, setting.seed, device)
-    except torch.OutOfMemoryError as error:
-        return replace(row, note=f"out of memory: {' '.join(str(error).split())[:120]}")
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else math.nan
+        with limits:
+            found = loop(trainee, setting.seed, device)
+    except Exception as error:  # whatever it is: the others' figures are worth having
+        reason = " ".join(str(error).split())[:120]
+        return replace(row, note=f"failed: {type(error).__name__}: {reason}")
     return replace(
-        row,
+        with_peaks(row) if device == "cuda" else row,
         tokens_per_s=trainee.job.microbatch_tokens * trainee.job.microbatches / found.step_s,
         step_s=found.step_s,
-        peak_bytes=peak,
         first_loss=found.losses[0],
         last_loss=found.losses[-1],
     )
 
 
-def cleared(backend: str) -> None:
+def with_peaks(row: Row) -> Row:
+    """What torch's allocator counted since `give_back`."""
+    stats = torch.cuda.memory_stats()
+    return replace(
+        row,
+        peak_bytes=stats["allocated_bytes.all.peak"],
+        reserved_peak_bytes=stats["reserved_bytes.all.peak"],
+        retries=stats["num_alloc_retries"],
+    )
+
+
+def give_back(backend: str) -> None:
     """What the one before held is given back, and the allocator counts anew."""
     gc.collect()
     if backend == "cuda":
+        clear_workspaces()
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from torch import cuda
@@ -18,9 +18,10 @@ from torch import cuda
 from engine.executor import Launch, Span
 from engine.plan import COMPUTE_LANE, HOST_LANE, Compute, Lane, Op, Tier
 from runtime.clock import WallClock
-from runtime.streams import Machine, StreamExecutor, StreamLane, Work
-from runtime.timeline import Timeline
-from runtime.wall import LaneClosedError, ThreadLane
+from runtime.device import count_peak, peak_since, stream_of
+from runtime.streams import Machine, Mark, StreamExecutor, StreamLane, Work
+from runtime.timeline import Timeline, anchored
+from runtime.wall import LaneClosedError, ThreadLane, punctual
 
 DEEP = 2  # launches of training on a stream at a time
 
@@ -35,6 +36,7 @@ class CudaMark:
     rings: ClassVar[bool] = False  # a device is polled
     work: Work
     lane: CudaLane
+    behind: Sequence[Any] = ()  # marks whose ends it follows; none once its own times are known
     begin: Any = None
     end: Any = None
     tokens: tuple[Any, ...] = ()  # per part, on the device
@@ -53,14 +55,16 @@ class CudaMark:
 
     def span(self) -> Span:
         self.check()
-        ended: tuple[int, ...] = ()
-        for (prepared, _), tokens in zip(self.work.parts, self.fetched, strict=True):
+        work, ended = self.work, ()
+        for (prepared, _), tokens in zip(work.parts, self.fetched, strict=True):
             ended += self.lane.machine.collect(prepared, tokens)
         start_ns, end_ns = self._times()
-        if self.work.leave is not None:
-            self.work.leave()
+        if work.leave is not None:
+            work.leave()
         self.is_over = True
-        return Span(self.work.launch.op, start_ns, end_ns, self.peak_bytes, ended)
+        self.tokens = self.fetched = ()  # the next one on the stream still asks when it ended
+        self.work = replace(work, parts=())
+        return Span(work.launch.op, start_ns, end_ns, self.peak_bytes, ended)
 
     # ---- for threads of the host
     @property
@@ -80,32 +84,41 @@ class CudaMark:
         self.end.synchronize()
 
     def _times(self) -> tuple[int, int]:
-        """Whoever asks first, of two threads, fixes them."""
-        timeline = self.lane.timeline
-        with timeline.lock:
-            if self._times_ns is None:
-                self._times_ns = timeline.span_ns(self.begin, self.end, self.issued_ns)
+        """Of two threads that ask, the first one fixes them. No start before the end of the launch
+        before it on the stream, nor of one that it has waited for: events know no better than
+        the timeline's anchor."""
+        if self._times_ns is None:
+            after_ns = max((other.end_ns for other in self.behind), default=0)
+            timeline = self.lane.timeline
+            with timeline.lock:
+                if self._times_ns is None:
+                    self._times_ns = timeline.span_ns(
+                        self.begin, self.end, self.issued_ns, after_ns
+                    )
+            self.behind = ()
         return self._times_ns
 
 
 class CudaLane:
     """A stream; launches are put on it by the engine's thread, which never waits for them.
 
-    Serving's at once, behind the marks they wait for. Where memory is real (Work.open), a launch is
-    held until these are over, so that the bytes it takes are really free, and until all but one
-    before it on the stream have ended: one is always behind the one that runs. The engine's polls
-    look whether its time has come.
+    Serving's at once, behind the events they wait for; if one of these has not been issued yet, or
+    is of a thread, they are held till then. Where memory is real (Work.open), a launch is held
+    until what it waits for is over, so that the bytes it takes are really free, and until all but
+    one of such before it on the stream have ended: one is always behind the one that runs. The
+    engine's polls look whether its time has come.
     """
 
     def __init__(
         self, name: Lane, clock: WallClock, machine: Machine, timeline: Timeline, device: int
     ) -> None:
-        self._stream = cuda.Stream(device)
+        self._stream = stream_of(device, name[1])
         self._clock, self.machine, self.timeline = clock, machine, timeline
         self._device = device
         self._computes = name[1] == COMPUTE_LANE
         self._held = deque[tuple[CudaMark, Sequence[Any]]]()
         self._running = deque[CudaMark]()
+        self._newest: CudaMark | None = None  # of those issued
 
     def start(self, work: Work, waits: Sequence[Any]) -> CudaMark:
         mark = CudaMark(work, self)
@@ -115,9 +128,19 @@ class CudaLane:
 
     def advance(self) -> None:
         """Issues what is held, as far as its time has come. On the engine's thread only."""
-        while self._held and self._may_issue(*self._held[0]):
-            mark, waits = self._held.popleft()
-            self._issue(mark, waits)
+        while self._held:
+            mark, waits = self._held[0]
+            try:
+                if not self._may_issue(mark, waits):
+                    return
+                self._issue(mark, waits)
+            except BaseException as error:
+                mark.error = error
+                raise
+            finally:  # a thread of the host that waits for it learns of either
+                if mark.end is not None or mark.error is not None:
+                    self._held.popleft()
+                    mark.issued.set()
 
     def stop(self) -> None:
         """What is on a stream cannot be taken back; what is held never runs."""
@@ -131,7 +154,7 @@ class CudaLane:
 
     def _may_issue(self, mark: CudaMark, waits: Sequence[Any]) -> bool:
         if mark.work.open is None:
-            return True
+            return all(map(_is_on_stream, waits))
         while self._running and self._running[0].end.query():
             self._running.popleft()
         if len(self._running) == DEEP or not all(map(_is_over, waits)):
@@ -144,21 +167,23 @@ class CudaLane:
         mark.issued_ns = self._clock.now
         stream.wait_event(work.uploaded)
         for other in waits if work.open is None else ():
-            stream.wait_event(other.end)
-        mark.begin, mark.end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+            if isinstance(other, CudaMark):
+                stream.wait_event(other.end)
+        begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         with cuda.stream(stream), self._peak(work.launch.op) as peak:
-            mark.begin.record(stream)
+            begin.record(stream)
             mark.tokens = tuple(self.machine.start(prepared) for prepared, _ in work.parts)
             mark.fetched = tuple(_to_host(part) for part in mark.tokens)
-            mark.end.record(stream)
+            end.record(stream)
+        mark.behind = (*waits, *filter(None, (self._newest,)))
         mark.peak_bytes = peak[0] if peak else None
+        mark.begin, mark.end, self._newest = begin, end, mark
         if work.open is not None:
             self._running.append(mark)
-        mark.issued.set()
 
     @contextmanager
     def _peak(self, op: Op) -> Iterator[list[int]]:
-        """Most bytes allocated above what was there; the allocator counts in issue order.
+        """Most bytes allocated above what was there.
 
         Not of launches over some of the layers: what those leave is booked, and in that figure.
         """
@@ -167,15 +192,20 @@ class CudaLane:
         if not self._computes or any(piece.layers is not None for piece in slices):
             yield peak
             return
-        cuda.reset_peak_memory_stats(self._device)
-        before = cuda.memory_allocated(self._device)
+        count_peak(self._device)
         yield peak
-        peak.append(cuda.max_memory_allocated(self._device) - before)
+        before, most = peak_since(self._device)
+        peak.append(most - before)
 
 
 def _is_over(mark: Any) -> bool:
     """Whether a launch has ended and given back what it held, as a thread's has once it is past."""
     return bool(mark.is_over if isinstance(mark, CudaMark) else mark.is_past())
+
+
+def _is_on_stream(mark: Mark) -> bool:
+    """Whether a stream can wait for a launch: it has an event, or is past."""
+    return mark.end is not None if isinstance(mark, CudaMark) else mark.is_past()
 
 
 class CudaExecutor(StreamExecutor):
@@ -188,9 +218,11 @@ class CudaExecutor(StreamExecutor):
     """
 
     def __init__(self, clock: WallClock, machine: Machine, devices: int = 1) -> None:
+        """On the thread that is going to run the engine: it polls, and has to wake on time."""
+        punctual()
         for device in range(devices):
             cuda.synchronize(device)  # weights and arenas were made on the default stream
-        self._uploads = [cuda.Stream(device) for device in range(devices)]
+        self._uploads = [stream_of(device, "uploads") for device in range(devices)]
         self._timelines: dict[int, Timeline] = {}
         super().__init__(clock, machine, self._open_lane_on, None, self._upload, (Tier.GPU,))
 
@@ -202,11 +234,15 @@ class CudaExecutor(StreamExecutor):
     def _times(self, device: int) -> Timeline:
         """Anchored at the device's first launch: before the run begins, its clock stands still."""
         if device not in self._timelines:
-            anchor = cuda.Event(enable_timing=True)
-            anchor.record(self._uploads[device])
-            anchor.synchronize()
-            self._timelines[device] = Timeline(self.clock, anchor)
+            self._timelines[device] = anchored(self.clock, lambda: self._past_event(device))
         return self._timelines[device]
+
+    def _past_event(self, device: int) -> cuda.Event:
+        """An event that has just happened on the device."""
+        event = cuda.Event(enable_timing=True)
+        event.record(self._uploads[device])
+        event.synchronize()
+        return event
 
     @contextmanager
     def _upload(self, launch: Launch) -> Iterator[cuda.Event]:
@@ -214,18 +250,6 @@ class CudaExecutor(StreamExecutor):
         with cuda.stream(uploads):
             yield uploaded
             uploaded.record(uploads)
-
-
-def set_budget(nbytes: int, device: int = 0) -> None:
-    """Lets torch take at most so many bytes of a GPU, so that a big one stands in for a small one.
-
-    Covers weights, arenas and workspace; the CUDA context (a few hundred MB) comes on top.
-    Call it before anything is allocated. ValueError if the device has less.
-    """
-    total = cuda.get_device_properties(device).total_memory
-    if nbytes > total:
-        raise ValueError(f"a budget of {nbytes} bytes does not fit GPU {device}, which has {total}")
-    cuda.set_per_process_memory_fraction(nbytes / total, device)
 
 
 def _to_host(tokens: Any) -> Any:

@@ -60,13 +60,18 @@ def _llama_layer(block: Any, index: int) -> Layer:
     if hasattr(attention, "q_norm"):  # Qwen3
         norms = (attention.q_norm.weight, attention.k_norm.weight)
 
-    def layer(hidden: Tensor, meta: Any, angles: Any) -> Tensor:
-        x, _ = rms_norm(hidden, before.weight, eps)
-        q, k, v = qkv(x)[0].unflatten(-1, (-1, size)).split((heads, kv_heads, kv_heads), 1)
+    def attend(hidden: Tensor, meta: Any, angles: Any) -> Tensor:
+        packed = qkv(rms_norm(hidden, before.weight, eps)[0]).unflatten(-1, (-1, size))
+        q, k, v = packed.split((heads, kv_heads, kv_heads), 1)
         rotate_and_store(q, k, v, meta.arena.rows(index), meta.slots, angles, norms, eps)
-        mixed = attend_stored(q, meta, index, attention.scaling).flatten(1).unsqueeze(0)
-        x, summed = rms_norm(attention.o_proj(mixed), between.weight, eps, residual=hidden)
-        return summed + mlp.down_proj(silu_product(*gate_up(x).chunk(2, -1)))
+        return attention.o_proj(attend_stored(q, meta, index, attention.scaling).flatten(1))
+
+    def layer(hidden: Tensor, meta: Any, angles: Any) -> Tensor:
+        # What is done with goes before the next is made: q, k and v with the frame above.
+        x, summed = rms_norm(attend(hidden[0], meta, angles), between.weight, eps, residual=hidden)
+        gate, up = gate_up(x).chunk(2, -1)
+        del x
+        return mlp.down_proj(silu_product(gate, up)).add_(summed).unsqueeze(0)
 
     return layer
 

@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, cuda
 
 from runtime.attention import Rows, Scratch
+from runtime.device import clear_workspaces, stream_of
 from runtime.frame import RING, Column, Frame, padding
 from runtime.kv import Arena
 from runtime.packed import Draw, Packed
-from runtime.paged import Paged
+from runtime.paged import ALIGNED, Paged, padded
 
 WARM_UPS = 2  # before a capture: kernels are compiled and libraries set up outside of it
 
@@ -39,8 +40,9 @@ class DecodeGraphs:
     ) -> None:
         most, device = buckets[-1], ring.device
         self._arena, self._ring, self._forward, self._is_greedy = arena, ring, forward, is_greedy
-        self._columns = torch.from_numpy(padding(most, most)).to(device)
-        self._tables = torch.zeros((most, max_pages), dtype=torch.int32, device=device)
+        self._columns = torch.from_numpy(padding(padded(most, 2), most)).to(device)
+        shape = (most, padded(max_pages, ALIGNED))  # both aligned as a launch's: see paged.py
+        self._tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._order = torch.arange(most, device=device)
         self._nothing = torch.zeros((0, 3), dtype=torch.int32, device=device)
         # The largest first: the others then fit into the memory that it took.
@@ -78,24 +80,30 @@ def direct(step: Step) -> Step:
 
 
 class Capture:
-    """Records steps as CUDA graphs in one pool of memory."""
+    """Records steps as CUDA graphs in one pool of memory, on one stream beside all others.
+
+    What libraries compute in lies in the pool too: their workspaces are cleared before a capture,
+    so that it takes its own, and behind it, so that the next one may have the place.
+    """
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._side = stream_of(self._device.index or 0, "captures")
+        self._pool: Any = cuda.graph_pool_handle()
 
     def __call__(self, step: Step) -> Step:
         """Must be called without autograd, and while nothing else runs on the device."""
-        with torch.cuda.device(self._device):
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+        with cuda.device(self._device):
+            self._side.wait_stream(cuda.current_stream())
+            with cuda.stream(self._side):
                 for _ in range(WARM_UPS):
                     step()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            self._side.synchronize()
+            clear_workspaces()
+            graph = cuda.CUDAGraph()
+            with cuda.graph(graph, pool=self._pool, stream=self._side):
                 tokens = step()
+            clear_workspaces()
 
         def replay() -> Tensor:
             graph.replay()
@@ -105,7 +113,7 @@ class Capture:
 
     @property
     def nbytes(self) -> int:
-        """What the graphs keep for themselves: torch calls it reserved, not allocated."""
-        segments = torch.cuda.memory_snapshot()
-        own = [s for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool)]
-        return sum(int(segment["total_size"]) for segment in own)
+        """What the graphs keep beside what torch's allocator calls requested: of their segments
+        all but the tensors that live there."""
+        own = [s for s in cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == (*self._pool,)]
+        return sum(int(s["total_size"]) - int(s["requested_size"]) for s in own)

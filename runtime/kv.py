@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
+from weakref import finalize
 
 import torch
 
 from engine.model import ModelSpec
 from engine.plan import Tier
+from runtime.host_memory import HostAllocator
+from runtime.storages import typed
 
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; the mmap module has no name for it
 
@@ -28,7 +31,7 @@ class Arena:
     A page is contiguous over all layers, so a swap moves it in one stretch and the system gets it
     back in one call. On the CPU the memory is an anonymous mapping without huge pages: what the
     kernel counts as resident is what was held and not released. With `device="cuda"` the GPU tier
-    lies there as one tensor and the HOST tier is pinned.
+    lies there as one tensor and the HOST tier is pinned, to the byte, as long as the arena lives.
     """
 
     def __init__(
@@ -53,7 +56,10 @@ class Arena:
             # Zeros: padded keys weigh nothing, but nothing times NaN is NaN.
             self.pages = torch.zeros(shape, dtype=dtype, device=device)
         else:
-            self.pages = torch.empty(shape, dtype=dtype, pin_memory=True)
+            host = HostAllocator(pinned=True)
+            nbytes = num_pages * self.page_nbytes
+            self.pages = typed(host.take(nbytes), dtype, shape)
+            finalize(self, host.close)
         self._rows = self.pages.view(-1, *heads)
 
     def layer(self, index: int) -> torch.Tensor:

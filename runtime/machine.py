@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.executor import Launch, Piece
 from engine.model import ModelSpec
 from engine.plan import Compute, Copy, Kind, Pool, Slice, Tier, Work
+from runtime.device import clear_workspaces
 from runtime.frame import Frame, buckets_of, ring_size
 from runtime.graphs import Capture, DecodeGraphs, direct
 from runtime.kv import Arena, copy_pages, paired_runs
@@ -84,7 +85,19 @@ class Machine:
         self._ring = torch.zeros(ring_size(graph_rows), dtype=torch.int64, device=device)
         self._hidden: dict[tuple[int, int], Tensor] = {}  # (job, microbatch): between layers
         self.graph_bytes = {number: 0}  # per device, beside what its allocator counts
+        if shared is not None:
+            self._warm_up(arena, shared)
         self._graphs = self._record(buckets, arena, number) if buckets else None
+
+    @torch.no_grad()
+    def _warm_up(self, arena: Arena, shared: int) -> None:
+        """Compiles the kernels, so that no launch has to."""
+        from runtime.kernels.warm import warm_up  # Triton
+
+        warm_up(self.decoder, arena, shared, self.device)
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
+            clear_workspaces()
 
     @torch.no_grad()
     def _record(self, buckets: Sequence[int], arena: Arena, number: int) -> DecodeGraphs:
@@ -143,7 +156,10 @@ class Machine:
     # ---- the work
     def execute(self, prepared: Prepared) -> tuple[int, ...]:
         """Carries a launch out and waits for it; returns jobs that sampled an end of sequence."""
-        return self.collect(prepared, self.start(prepared))
+        ended = self.collect(prepared, self.start(prepared))
+        if self.device != "cpu":  # neither a copy nor a launch without tokens was waited for
+            torch.cuda.current_stream(self.device).synchronize()
+        return ended
 
     @torch.no_grad()
     def start(self, prepared: Prepared) -> tuple[Tensor | None, ...]:

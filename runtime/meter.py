@@ -139,7 +139,7 @@ class CudaMeter:
     hold (`requested_bytes`; the allocator rounds each to 512). An arena is taken whole at the
     start, so this is weights + arena whatever is booked; a launch in flight adds the few
     index tensors it keeps. process_bytes = what the driver says is in use on the device, by
-    anybody. The HOST pool is its pinned arena (it cannot leave RAM, so it is asked for once), what
+    anybody. The HOST pool is its pinned arena (it cannot leave RAM: the size of its storage), what
     training holds there by torch's own sizes, and the RSS. `every`, `paused` and `held` as in
     CpuMeter. `graph_bytes` is what graphs keep beside that (the allocator calls it reserved, not
     requested).
@@ -158,7 +158,7 @@ class CudaMeter:
             raise ValueError(f"meter: every is {every}; it must be at least 1")
         self._device, self._every, self._calls, self._paused = device, every, 0, paused
         self._graph_bytes = graph_bytes
-        pinned = [Residency(tensor).read_bytes() for tensor in host_arenas]
+        pinned = [tensor.untyped_storage().nbytes() for tensor in host_arenas]
         self._pinned_bytes = sum(pinned) if pinned or held is not None else None
         self._held = held
 
@@ -171,9 +171,9 @@ class CudaMeter:
             return self._readings()
 
     def _readings(self) -> Mapping[Pool, Reading]:
-        stats = torch.cuda.memory_stats(self._device)
+        requested = torch.cuda.memory_stats_as_nested_dict(self._device)["requested_bytes"]["all"]
         free, total = torch.cuda.mem_get_info(self._device)
-        persistent = int(stats["requested_bytes.all.current"]) + self._graph_bytes
+        persistent = int(requested["current"]) + self._graph_bytes
         readings = {(Tier.GPU, self._device): Reading(persistent, total - free)}
         if self._pinned_bytes is not None:
             host_bytes = self._pinned_bytes + _distinct_bytes(self._held, Tier.HOST)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from torch import Tensor
+
+ALIGNED = 16  # bytes of a part's start, and numbers of a table's row: see table_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +32,8 @@ def paged_of(
 ) -> Paged:
     """One upload. `slices` are (tokens, past), `contexts` the decodes' pasts; `tables` of both.
 
+    Triton compiles a kernel for pointers of 16 aligned bytes and another one for all others, so
+    that every part begins at such an address: the kernels are compiled once, before any launch.
     `tile_rows`: rows of a prefill tile. `send` takes an array to the device.
     """
     ends = np.cumsum([tokens for tokens, _ in slices], dtype=np.int32)
@@ -36,19 +41,30 @@ def paged_of(
     spans = np.array([(end - n, end, past) for end, (n, past) in pairs], np.int32).reshape(-1, 3)
     lengths = np.array(contexts, dtype=np.int32) + np.int32(1)
     parts = [table_of(tables), spans, tiles_of(spans, tile_rows), lengths]
-    flat = send(np.concatenate([part.ravel() for part in parts]))
-    sent = flat.split([part.size for part in parts])
-    views = [t.view(part.shape) for t, part in zip(sent, parts, strict=True)]
+    sizes = [padded(part.size, ALIGNED // part.itemsize) for part in parts]
+    whole = np.zeros(sum(sizes), np.int32)
+    for part, start in zip(parts, accumulate(sizes, initial=0), strict=False):
+        whole[start : start + part.size] = part.ravel()
+    sent = zip(send(whole).split(sizes), parts, strict=True)
+    views = [flat[: part.size].view(part.shape) for flat, part in sent]
     return Paged(views[0], views[1], views[2], views[3], int(ends[-1]) if slices else 0)
 
 
 def table_of(tables: Sequence[Sequence[int]], rows: int | None = None) -> np.ndarray:
-    """Page tables of unequal length as rows of one; what lies behind a table's end is not read."""
-    width = max((len(table) for table in tables), default=0)
+    """Page tables of unequal length as rows of one; what lies behind a table's end is not read.
+
+    Rows are padded to ALIGNED numbers: Triton tells multiples of 16 from other strides, too.
+    """
+    width = padded(max((len(table) for table in tables), default=0), ALIGNED)
     whole = np.zeros((len(tables) if rows is None else rows, width), dtype=np.int32)
     for row, table in zip(whole, tables, strict=False):
         row[: len(table)] = table
     return whole
+
+
+def padded(count: int, to: int) -> int:
+    """The next multiple."""
+    return -(-count // to) * to
 
 
 def tiles_of(spans: np.ndarray, rows: int) -> np.ndarray:

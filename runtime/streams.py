@@ -140,8 +140,8 @@ class StreamExecutor:
         if self.store is not None:
             stays = self.store.begin(places_of(op))
             kept = [stay for stay in stays if not is_workspace(stay.place)]
-            leave, opens = partial(self.store.end, stays), partial(self.store.open, kept)
-            work = replace(work, leave=leave, open=opens)
+            opens = partial(self.store.open, kept) if kept else None  # serving takes none
+            work = replace(work, leave=partial(self.store.end, stays), open=opens)
         mark = self._marks[op] = self._lane(op.lane).start(work, waits)
 
         def settle(span: Span) -> None:

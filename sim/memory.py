@@ -74,7 +74,7 @@ def graph_bytes(model: ModelSpec, rows: int, page_tokens: int) -> int:
     """
     if not rows:
         return 0
-    table = 4 * -(-model.max_positions // page_tokens)
+    table = 4 * 16 * -(-model.max_positions // (16 * page_tokens))  # rows of 16 page ids
     shared = model.num_heads // model.num_kv_heads
     split = max(rows * model.num_kv_heads, SPLIT_ROWS) * shared * 4 * (model.head_dim + 1)
     workspace = model.workspace_bytes([1] * rows, samples=rows, page_tokens=page_tokens)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.nonnegative import nonnegative
 from sim.table import Nodes, Table
 
 Array = NDArray[np.float64]
@@ -141,12 +142,10 @@ def _rises(grids: Mapping[str, tuple[Nodes, ...]], size: int) -> Array:
 
 def _nonnegative(rows: Array, target: Array) -> Array:
     """Least squares over x >= 0, on the triangle that has the same answer, columns normed."""
-    from scipy.optimize import nnls  # takes longer to import than a profile to read
-
     norms = np.linalg.norm(rows, axis=0)
     norms[norms == 0] = 1.0
     triangle: Any = np.linalg.qr(np.column_stack([rows / norms, target]), mode="r")
-    solution, _ = nnls(triangle[:, :-1], triangle[:, -1], maxiter=50 * rows.shape[1])
+    solution = nonnegative(triangle[:, :-1], triangle[:, -1], 50 * rows.shape[1])
     return np.asarray(solution / norms)
 
 

@@ -21,25 +21,27 @@ MANY = 10**9  # parameters: they take half a minute to draw
 log = logging.getLogger(__name__)
 
 
-def check_pinned(setting: Setting) -> None:
-    """ValueError where what is pinned on the host would take most of this machine's memory: its KV,
-    and what training holds there from the start."""
+def warn_of_pinned(setting: Setting) -> None:
+    """One line where what is pinned on the host would take most of the memory that is free now: its
+    KV, and what training holds there from the start. No more than a line: rented machines say that
+    little is free, and get more when it is asked for."""
     available = available_bytes()
     states = sum(n for place, n in setting.room.layout.places.items() if place.tier is Tier.HOST)
     if states > available / 2:
-        raise ValueError(
-            f"model {setting.spec.name}: {states / MIB:,.0f} MiB of its states would be pinned on "
-            f"the host, and {available / MIB:,.0f} MiB are free here; take a smaller model, or "
-            "planner.start=device"
+        log.warning(
+            "model %s: %s MiB of its states will be pinned on the host, and %s MiB are free here "
+            "now; if that fails, take a smaller model, or planner.start=device",
+            *(setting.spec.name, f"{states / MIB:,.0f}", f"{available / MIB:,.0f}"),
         )
     pages = pages_of(setting) if setting.requests else {}
     wanted = setting.room.page.nbytes * sum(
         n for (tier, _), n in pages.items() if tier is Tier.HOST
     )
     if wanted > available / 2:
-        raise ValueError(
-            f"budget: {wanted / MIB:,.0f} MiB of host memory for swapped KV would be pinned, and "
-            f"{available / MIB:,.0f} MiB are free here; set budget.host_bytes to less than half"
+        log.warning(
+            "budget: %s MiB of host memory for swapped KV will be pinned, and %s MiB are free here "
+            "now; if that fails, set budget.host_bytes to less",
+            *(f"{wanted / MIB:,.0f}", f"{available / MIB:,.0f}"),
         )
 
 

@@ -15,13 +15,13 @@ from engine.executor import Executor, Meter
 from tandem.conform import conform
 from tandem.machines import (
     check_here,
-    check_pinned,
     cpu_meter,
     device_bytes_of,
     gpu_meter,
     links_of,
     on_cpu,
     on_gpus,
+    warn_of_pinned,
 )
 from tandem.setting import Setting
 
@@ -209,29 +209,31 @@ def _cuda(setting: Setting, attention: Any = None) -> Iterator[World]:
     if count < setting.replicas:
         raise ValueError(f"replicas={setting.replicas}: each takes a GPU, and torch sees {count}")
     from runtime.clock import WallClock
-    from runtime.cuda import CudaExecutor, set_budget
-    from runtime.kernels import are_chosen
+    from runtime.cuda import CudaExecutor
+    from runtime.device import budgets, without_cudnn_attention
+    from runtime.kernels import are_chosen, check_shape
     from runtime.replicas import Meters
 
-    check_pinned(setting)
-    gc.collect()  # an earlier run of this process may still hold the memory
-    torch.cuda.empty_cache()
-    numbers = range(setting.replicas)
-    for number in numbers:
-        set_budget(device_bytes_of(setting), number)
+    warn_of_pinned(setting)
+    without_cudnn_attention()
     kernels = bool(setting.requests) and are_chosen(attention)
-    machine = on_gpus(setting, [f"cuda:{number}" for number in numbers], kernels)
+    if kernels:
+        check_shape(setting.spec)
+    gc.collect()  # an earlier run of this process may still hold the memory
+    numbers = range(setting.replicas)
+    with budgets(dict.fromkeys(numbers, device_bytes_of(setting))):
+        machine = on_gpus(setting, [f"cuda:{number}" for number in numbers], kernels)
 
-    @contextmanager
-    def fresh() -> Iterator[Opened]:
-        clock = WallClock()
-        with CudaExecutor(clock, machine, setting.replicas) as executor:
-            meters = [gpu_meter(machine, i, executor.paused, READ_EVERY) for i in numbers]
-            yield Opened(clock, executor, Meters(meters))
+        @contextmanager
+        def fresh() -> Iterator[Opened]:
+            clock = WallClock()
+            with CudaExecutor(clock, machine, setting.replicas) as executor:
+                meters = [gpu_meter(machine, i, executor.paused, READ_EVERY) for i in numbers]
+                yield Opened(clock, executor, Meters(meters))
 
-    try:
-        with fresh() as main:
-            yield World(main.env, main.executor, machine, main.meter, fresh)
-    finally:
-        if (store := getattr(machine, "store", None)) is not None:
-            store.close()
+        try:
+            with fresh() as main:
+                yield World(main.env, main.executor, machine, main.meter, fresh)
+        finally:
+            if (store := getattr(machine, "store", None)) is not None:
+                store.close()

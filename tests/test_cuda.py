@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import random
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import runtime.cuda
+import runtime.device
 from engine.checks import check_inputs, check_lanes
 from engine.engine import Engine
 from engine.executor import Launch
@@ -18,16 +25,19 @@ from engine.plan import Copy, PageSize
 from engine.policy import Composed
 from engine.recorder import Recorder
 from runtime.clock import WallClock
-from runtime.cuda import CudaExecutor, set_budget
+from runtime.cuda import CudaExecutor, CudaMark
+from runtime.device import budgets, clear_workspaces
 from runtime.machine import GPU, Machine
 from runtime.meter import CudaMeter
-from runtime.timeline import Timeline
+from runtime.streams import Work
+from runtime.timeline import Timeline, anchored
 from sim.memory import graph_bytes
 from tests.hand_made import HOST, TINY, own_model
 from tests.reference import compare, expected
 from tests.serving import MEMORY, SCHEDULING, serve, short_requests
 
 PAGE_TOKENS, PAGES = 16, 16
+TOTAL = 1 << 40  # bytes of a stand-in's memory
 gpu = pytest.mark.gpu
 # Ways to attend; a GPU's torch brings triton along.
 WAYS = {
@@ -56,6 +66,7 @@ class StandIn:
     def __init__(self) -> None:
         self.waited: list[tuple[Any, Any]] = []
         self.synchronized: list[Any] = []
+        self.shares: dict[int, float] = {}  # of devices' memory that torch may take
         waited, synchronized = self.waited, self.synchronized
 
         class Event(Moment):
@@ -89,6 +100,12 @@ class StandIn:
 
         self.Event, self.Stream = Event, Stream
 
+    def take_over(self, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+        """torch.cuda from here on, for what drives streams."""
+        for module in (runtime.cuda, runtime.device):
+            monkeypatch.setattr(module, "cuda", self)
+        return self
+
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
         yield
@@ -96,13 +113,22 @@ class StandIn:
     def synchronize(self, device: int) -> None:
         self.synchronized.append(device)
 
+    # ---- memory: 1,000 bytes are held before every launch, 700 more at its peak, 64 remain
     def reset_peak_memory_stats(self, device: int) -> None: ...
 
-    def memory_allocated(self, device: int) -> int:
-        return 1000
+    def reset_accumulated_memory_stats(self, device: int) -> None: ...
 
-    def max_memory_allocated(self, device: int) -> int:
-        return 1700
+    def memory_stats_as_nested_dict(self, device: int) -> Any:
+        held = {"current": 1064, "peak": 1700, "allocated": 900, "freed": 836}
+        return {"allocated_bytes": {"all": held}}
+
+    def empty_cache(self) -> None: ...
+
+    def get_device_properties(self, device: int) -> Any:
+        return SimpleNamespace(total_memory=TOTAL)
+
+    def set_per_process_memory_fraction(self, share: float, device: int) -> None:
+        self.shares[device] = share
 
 
 def replay(box: Machine, executor: CudaExecutor, memory: str, meter: Any = None) -> Recorder:
@@ -130,8 +156,7 @@ def machine(device: str, **options: Any) -> Machine:
 def test_wiring_gives_the_cpu_executors_tokens_and_a_wait_per_wait(
     memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in, box = StandIn(), machine("cpu")
-    monkeypatch.setattr(runtime.cuda, "cuda", stand_in)
+    stand_in, box = StandIn().take_over(monkeypatch), machine("cpu")
     waits = []
     with CudaExecutor(WallClock(), box) as executor:
         start = executor.run
@@ -174,15 +199,122 @@ def test_a_drifting_device_keeps_causality_and_durations(ahead: float) -> None:
     assert spans == sorted(spans)
 
 
-def test_a_budget_beyond_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Small:
-        total_memory = 1 << 20
+@pytest.mark.parametrize("late_ns", [0, 5_000, 20_000, 50_000, 200_000])
+def test_spans_of_a_lane_never_overlap_however_late_its_anchor(late_ns: int) -> None:
+    """Back to back on a stream; at 20 us, 197 of 200 such runs overlapped."""
+    for seed in range(20):
+        rng, clock = random.Random(seed), SimpleNamespace(now=10_000_000 + late_ns)
+        timeline, spans = Timeline(clock, Moment(10_000_000)), [(0, 0)]
+        for i in range(100):
+            start_ns = 11_000_000 + i * 5_001_500
+            end_ns = start_ns + 5_000_000
+            clock.now = end_ns + rng.randint(2_000, 110_000)
+            issued_ns = start_ns - 4_000_000 if i else start_ns - 50_000
+            moments = Moment(start_ns), Moment(end_ns)
+            spans.append(timeline.span_ns(*moments, issued_ns))
+            assert issued_ns <= spans[-1][0] and spans[-1][1] <= clock.now
+        assert all(a[1] <= b[0] <= b[1] for a, b in pairwise(spans))
+        far = max(abs(end - start - 5_000_000) for start, end in spans[1:])
+        assert far <= late_ns + 1_000, "what is cut off is the anchor's error, no more"
 
-    stand_in = StandIn()
-    stand_in.get_device_properties = lambda device: Small
-    monkeypatch.setattr(runtime.cuda, "cuda", stand_in)
-    with pytest.raises(ValueError, match="does not fit GPU 0"):
-        set_budget(1 << 21)
+
+def test_an_anchor_lies_in_the_tightest_of_several_looks() -> None:
+    clock, ends = SimpleNamespace(now=1_000), iter((900, 40, 7, 12_000, 60, 300, 50, 80))
+
+    def happen() -> Moment:
+        clock.now += 3
+        moment = Moment(clock.now)
+        clock.now += next(ends)  # synchronize() returns late
+        return moment
+
+    timeline = anchored(clock, happen)
+    start_ns = clock.now + 1_000
+    clock.now += 10_000
+    found = timeline.span_ns(Moment(start_ns), Moment(start_ns + 100), 0)
+    assert abs(found[0] - start_ns) <= 5 and not list(ends)
+
+
+def test_a_span_starts_behind_what_its_launch_has_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two devices, say, whose anchors differ; whoever is asked first."""
+    stand_in, box = StandIn().take_over(monkeypatch), machine("cpu")
+    with CudaExecutor(WallClock(), box) as executor:
+        clock = executor.clock
+        clock.start()
+        lane = executor._open_lane_on((0, "compute"))
+        marks = [CudaMark(Work(None, ()), lane) for _ in range(3)]
+        for mark, behind in zip(marks, ((), marks[:1], marks[:2]), strict=True):
+            mark.begin, mark.end, mark.behind = stand_in.Event(True), stand_in.Event(True), behind
+            mark.end.record(None)
+            mark.begin.at_ns = mark.end.at_ns - 500_000  # all of them at once, by their events
+        assert marks[2].end_ns >= marks[1].end_ns
+        times = [mark._times() for mark in marks]
+    assert times[0][1] <= times[1][0] and times[1][1] <= times[2][0]
+    assert not any(mark.behind for mark in marks), "known once"
+
+
+def test_statistics_are_read_once_a_launch_and_the_engines_thread_wakes_on_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch builds its flat dictionary in 0.4 ms, and each of its single figures from that."""
+    stand_in, box, reads = StandIn().take_over(monkeypatch), machine("cpu"), []
+    read = stand_in.memory_stats_as_nested_dict
+    stand_in.memory_stats_as_nested_dict = lambda device: reads.append(device) or read(device)
+    slack = []
+
+    def run() -> None:
+        with CudaExecutor(WallClock(), box) as executor:
+            slack.append(ctypes.CDLL(None).prctl(30))  # PR_GET_TIMERSLACK, ns
+            recorder = replay(box, executor, "paged_restart")
+        computing = [span for span in recorder.spans if not isinstance(span.op, Copy)]
+        assert len(reads) == len(computing) > 0
+        assert all(span.peak_bytes == 700 for span in computing)
+
+    engine = threading.Thread(target=run)
+    engine.start()
+    engine.join()
+    assert slack == [1], "50 us otherwise"
+
+
+def test_a_budget_beyond_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = StandIn().take_over(monkeypatch)
+    with pytest.raises(ValueError, match="does not fit GPU 0"), budgets({0: TOTAL + 1}):
+        pass
+    assert stand_in.shares == {0: 1.0}
+
+
+def test_a_budget_has_a_floor_and_ends_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.7 MiB, a sixth of some states, are less than one of torch's segments."""
+    stand_in, cleared = StandIn().take_over(monkeypatch), list[bool]()
+    monkeypatch.setattr(runtime.device, "clear_workspaces", lambda: cleared.append(True))
+    for wanted in (700_000, 3 << 30):
+        with pytest.raises(KeyError), budgets({0: wanted, 1: wanted}):
+            assert stand_in.shares == dict.fromkeys((0, 1), max(wanted, 1 << 30) / TOTAL)
+            raise KeyError
+        assert stand_in.shares == {0: 1.0, 1: 1.0}
+    assert len(cleared) == 2, "what others' products left does not count"
+
+
+def test_executors_and_captures_share_a_stream_for_each_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cuBLAS keeps 32 MiB for every stream that it has ever seen."""
+    stand_in, box = StandIn(), machine("cpu")
+    made = []
+
+    class Stream(stand_in.Stream):  # type: ignore[misc, name-defined]
+        def __init__(self, device: int) -> None:
+            super().__init__(device)
+            made.append(device)
+
+    stand_in.Stream = Stream
+    stand_in.take_over(monkeypatch)
+    for _ in range(3):
+        with CudaExecutor(WallClock(), box) as executor:
+            replay(box, executor, "paged_swap")
+            box.packer.transcripts.clear()
+    assert made == [0] * 4, "uploads, computing, two directions of copies"
 
 
 @gpu
@@ -218,6 +350,8 @@ def test_spans_of_streams_lie_on_the_runs_clock_and_swaps_overlap_nothing_they_r
 @has_gpu
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_the_allocators_bytes_are_weights_arena_and_graphs(options: dict[str, Any]) -> None:
+    gc.collect()
+    clear_workspaces()  # a machine's construction does it, too
     torch.cuda.empty_cache()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     box = machine("cuda", **options)

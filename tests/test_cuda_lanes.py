@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import runtime.cuda
 from engine.executor import Launch, Span
 from engine.plan import Compute, Copy, Tier, kv_place
 from engine.regions import hidden, workspace
@@ -23,7 +22,7 @@ from tests.test_lane_store import HERE, THERE
 from tests.test_lane_store import Notes as NotedStore
 from tests.test_wall import Notes, compute, swap_out
 
-HELD = hidden(0, 1, 3, 0)
+HELD, ASIDE = hidden(0, 1, 3, 0), hidden(0, 2, 3, 0)
 
 
 class Gated(StandIn):
@@ -39,6 +38,10 @@ class Gated(StandIn):
             def __init__(self, device: int) -> None:
                 super().__init__(device)
                 gates.streams.append(self)
+
+            def wait_event(self, event: Any) -> None:
+                assert event.stream is not None, "CUDA takes an unrecorded event for a past one"
+                gates.waited.append((self, event))
 
         class Event(self.Event):  # type: ignore[misc, name-defined]
             def __init__(self, enable_timing: bool = False) -> None:
@@ -87,7 +90,7 @@ def executed(
     monkeypatch: pytest.MonkeyPatch, stand_in: StandIn, machine: Storing, *launches: Launch
 ) -> Iterator[tuple[CudaExecutor, WallClock, list[Span]]]:
     """All of them issued at once."""
-    monkeypatch.setattr(runtime.cuda, "cuda", stand_in)
+    stand_in.take_over(monkeypatch)
     clock, spans = WallClock(), list[Span]()
     with CudaExecutor(clock, machine) as executor:  # type: ignore[arg-type]
         clock.start()
@@ -112,6 +115,11 @@ def end_all(stand_in: Gated, clock: WallClock, spans: list[Span], count: int) ->
     clock.run()
     ending.join()
     assert len(spans) == count
+
+
+def trains(*waits: Launch) -> Launch:
+    """A launch whose memory is real."""
+    return Launch(Compute((), writes=(HELD,)), tuple(w.op for w in waits))
 
 
 def swap_in(*waits: Launch) -> Launch:
@@ -159,11 +167,69 @@ def test_one_launch_is_behind_the_one_that_runs(monkeypatch: pytest.MonkeyPatch)
     """More would take memory that those before them give back when they end."""
     stand_in, found = Gated(), list[int]()
     machine = Storing(lambda launch: found.append(stand_in.num_running) or ())
-    with executed(monkeypatch, stand_in, machine, *[compute() for _ in range(8)]) as run:
+    with executed(monkeypatch, stand_in, machine, *[trains() for _ in range(8)]) as run:
         _, clock, spans = run
         assert len(machine.log) == DEEP == 2
         end_all(stand_in, clock, spans, 8)
     assert max(found) == 1 and len(spans) == 8
+
+
+def test_serving_beside_training_is_issued_at_once_behind_the_events_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes no memory of its own. What has no event yet is waited for here."""
+    stand_in, machine = Gated(), Storing()
+    served = [compute() for _ in range(5)]
+    behind = compute(served[0])
+    with executed(monkeypatch, stand_in, machine, *served, behind) as (_, clock, spans):
+        assert machine.started == [*served, behind] and len(served) > DEEP
+        assert len(stand_in.waited) == len(served) + 2, "for uploads, and for the one before"
+        end_all(stand_in, clock, spans, 6)
+    stand_in, machine = Gated(), Storing()
+    training = [trains() for _ in range(DEEP + 1)]
+    swap = swap_in(training[-1])
+    with executed(monkeypatch, stand_in, machine, *training, swap) as (_, clock, spans):
+        assert machine.started == training[:DEEP]
+        end_all(stand_in, clock, spans, 4)
+    assert {launch.op for launch in machine.started} == {*(x.op for x in training), swap.op}
+
+
+def test_who_waits_for_a_launch_that_could_not_be_issued_learns_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An executor that closes joins its threads: one that waited for the event never came back."""
+    stand_in = Gated()
+    first = trains()
+    down = Launch(Compute((), writes=(ASIDE,)), (first.op,))  # held, and issued by a poll
+    update = compute(down, on="cpu")
+
+    def work(launch: Launch) -> tuple[()]:
+        if launch is down:
+            raise RuntimeError("pinning 8 bytes of host memory failed")
+        return ()
+
+    marks, machine = [], Storing(work)
+
+    def replay() -> None:
+        with executed(monkeypatch, stand_in, machine, first, down, update) as (executor, clock, _):
+            marks.extend(executor._marks.values())
+            stand_in.finish()
+            clock.run()
+
+    failed = list[BaseException]()
+
+    def fail() -> None:
+        try:
+            replay()
+        except RuntimeError as error:
+            failed.append(error)
+
+    running = threading.Thread(target=fail, daemon=True)
+    running.start()
+    running.join(10)
+    assert not running.is_alive(), "it hangs"
+    assert [str(error) for error in failed] == ["pinning 8 bytes of host memory failed"]
+    assert marks[1].error is failed[0] is marks[2].error and machine.started == [first, down]
 
 
 def test_a_place_begins_when_its_first_launch_is_issued(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +270,8 @@ def test_workspace_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_held_fails_when_the_executor_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in, machine = Gated(), Storing()
-    first, behind = compute(), compute()
-    held = compute()
+    first, behind = trains(), trains()
+    held = trains()
     update = compute(held, on="cpu")
     with executed(monkeypatch, stand_in, machine, first, behind, held, update) as (executor, *_):
         marks = {launch.op: executor._marks[launch.op] for launch in (held, update)}

@@ -5,21 +5,21 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import runtime.cuda
 import tandem.machines
 from engine.plan import Tier
+from runtime.device import LEAST_BYTES
 from runtime.trainer import Trainer
 from tandem.compose import composed
 from tandem.composed import Composed
 from tandem.experiment import run_experiment
-from tandem.worlds import device_bytes_of
-from tests.test_cuda import StandIn, gpu, has_gpu
+from tandem.machines import device_bytes_of, warn_of_pinned
+from tandem.setting import setting_of
+from tests.test_cuda import TOTAL, StandIn, gpu, has_gpu
 from tests.test_training_runs import POLICIES, RECIPE
 from tests.trainings import SMALL, Trained, differing, plain, setting, state_bytes, train, train_at
 
@@ -52,16 +52,16 @@ class Slow(StandIn):
 
 
 @pytest.fixture
-def as_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+def as_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """`backend=cuda` on this CPU, its streams stand-ins; which devices it asked for, who worked."""
-    stand_in, noted = Slow(), defaultdict[str, list[str]](list)
-    stand_in.get_device_properties = lambda device: SimpleNamespace(total_memory=1 << 40)
-    stand_in.set_per_process_memory_fraction = lambda *of: noted["budget"].append(str(of))
-    monkeypatch.setattr(runtime.cuda, "cuda", stand_in)
+    stand_in, noted = Slow(), defaultdict[str, list[Any]](list)
+    stand_in.set_per_process_memory_fraction = lambda share, _: noted["shares"].append(share)
+    stand_in.take_over(monkeypatch)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", noted["cudnn"].append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: defaultdict(int))
+    requested = {"requested_bytes": {"all": {"current": 0}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: requested)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 2))
     made, update = tandem.machines.training_machine, Trainer.update
 
@@ -89,7 +89,8 @@ def test_policies_train_on_streams_as_plain_torch(
     noted = request.getfixturevalue("as_gpu")
     found = train("cuda", *words)
     assert not differing(found.result, wanted)
-    assert noted["devices"] == ["cuda:0"]
+    assert noted["devices"] == ["cuda:0"] and noted["cudnn"] == [False]
+    assert noted["shares"] == [LEAST_BYTES / TOTAL, 1.0], "a floor, and all of it behind the run"
     assert {*noted["updates on host"]} <= {"lane 0 cpu"}
     assert {*noted["updates on gpu"]} <= {threading.current_thread().name}
     assert noted["updates on host"] or noted["updates on gpu"]
@@ -103,7 +104,47 @@ def test_training_may_take_its_budget_and_the_devices_reserve() -> None:
     assert device_bytes_of(found) == 50_000_000 + found.device.reserve_bytes
 
 
+def test_little_free_memory_is_told_and_refuses_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Machines that are rented say that little is free, and grow."""
+    monkeypatch.setattr(tandem.machines, "available_bytes", lambda: 1 << 10)
+    warn_of_pinned(setting("policy=zero3_offload", "device=h200"))
+    warn_of_pinned(setting_of(composed(["model=micro_llama", "limit=2", "budget.kv_pages=99"])))
+    states, swapped = [record.getMessage() for record in caplog.records]
+    assert "MiB of its states will be pinned" in states and "planner.start=device" in states
+    assert "MiB of host memory for swapped KV will be pinned" in swapped
+    assert not any("\n" in line for line in (states, swapped))
+
+
 # ---- on a GPU
+ON_GPU = ("device=h200", "budget.device_bytes=268435456")
+SHORT = ("device=h200", "training.sequence_tokens=8", "training.sequences=1", "model.num_layers=8")
+
+
+def as_on_cpu(policy: tuple[str, ...]) -> tuple[str, ...]:
+    """With the memory of the CPU's stand-in, and the reserve of a real device beside it."""
+    return (*policy, *RECIPE, *ON_GPU)
+
+
+def in_a_sixth(policy: str) -> tuple[str, ...]:
+    """A sixth of the memory of the states."""
+    words = (f"policy={policy}", *SHORT)
+    return (*words, f"budget.device_bytes={state_bytes(setting(*words)) // 6}")
+
+
+STREAMING = ("zero3_offload", "train_lru", "fsdp2_offload")
+CASES = [*map(as_on_cpu, POLICIES), *map(in_a_sixth, STREAMING)]
+
+
+@pytest.mark.parametrize("words", CASES, ids=lambda words: words[0])
+def test_budgets_of_gpu_tests_hold_what_torch_takes_beside_them(words: tuple[str, ...]) -> None:
+    """Its segments, cuBLAS's workspaces; there is no reserve on device=cpu."""
+    found = setting(*words)
+    states = found.room.capacity_bytes[Tier.GPU, 0]
+    assert device_bytes_of(found) - states >= LEAST_BYTES
+
+
 @gpu
 @has_gpu
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda words: words[0])
@@ -118,7 +159,7 @@ def test_a_gpu_trains_as_plain_torch_does_there(policy: tuple[str, ...], tmp_pat
     gradient that was read before it came moves losses by 1e-2.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
-    words = (*policy, *RECIPE)
+    words = as_on_cpu(policy)
     known = tmp_path / "lockstep"
     run_experiment(composed([*SMALL, "backend=lockstep", *words]), known)
     point = composed([*SMALL, "backend=cuda", *words])
@@ -131,12 +172,10 @@ def test_a_gpu_trains_as_plain_torch_does_there(policy: tuple[str, ...], tmp_pat
 
 @gpu
 @has_gpu
-@pytest.mark.parametrize("policy", ["zero3_offload", "train_lru", "fsdp2_offload"])
+@pytest.mark.parametrize("policy", STREAMING)
 def test_a_gpu_trains_in_a_sixth_of_the_memory_of_the_states(policy: str) -> None:
     """By plans of its own, which follow its own times."""
-    words = (f"policy={policy}", "training.sequence_tokens=8", "training.sequences=1")
-    words += ("model.num_layers=8",)
-    words += (f"budget.device_bytes={state_bytes(setting(*words)) // 6}",)
+    words = in_a_sixth(policy)
     found = train("cuda", *words)
     assert found.losses == pytest.approx(plain(*words, device="cuda")[0], rel=1e-4)
     check_within(found)

@@ -12,7 +12,7 @@ from engine.executor import Piece
 from runtime.frame import RING, Column, Frame, bucket_for, buckets_of, ring_size
 from runtime.kv import Arena
 from runtime.pack import Packer
-from runtime.paged import paged_of, table_of, tiles_of
+from runtime.paged import ALIGNED, paged_of, table_of, tiles_of
 from runtime.sampling import Sampling, draws
 from tests.hand_made import TINY
 
@@ -52,7 +52,8 @@ def test_a_frame_says_all_of_its_rows_and_nothing_of_the_padding() -> None:
     stride = TINY.num_layers * 4
     assert columns[Column.SLOT].tolist() == [9 * stride + 1, 11 * stride + 1, 12 * stride, -1]
     assert columns[Column.TICKET].tolist() == [2, 3, 4, ring_size(BUCKETS[-1]) - 1]
-    assert frame.tables.tolist() == [[5, 2, 9], [0, 1, 11], [7, 3, 12]]
+    assert frame.tables[:, :3].tolist() == [[5, 2, 9], [0, 1, 11], [7, 3, 12]]
+    assert frame.tables.shape[1] == ALIGNED and not frame.tables[:, 3:].any()
     assert frame.sampled == frame.pieces
 
 
@@ -89,13 +90,30 @@ def test_one_upload_says_where_all_rows_lie() -> None:
     tables = [np.array(t, dtype=np.int64) for t in ([3, 4, 5], [6], [7, 8])]
     paged = paged_of(tables, [(5, 6), (2, 0)], [7], 4, send)
     assert len(sent) == 1 and sent[0].dtype == np.int32
-    assert paged.tables.tolist() == [[3, 4, 5], [6, 0, 0], [7, 8, 0]]
+    assert paged.tables[:, :3].tolist() == [[3, 4, 5], [6, 0, 0], [7, 8, 0]]
     assert paged.spans.tolist() == [[0, 5, 6], [5, 7, 0]]
     assert paged.tiles.tolist() == [[0, 4], [0, 0], [1, 5]]
     assert paged.lengths.tolist() == [8] and paged.first_decode == 7
     decodes = paged_of(tables[:1], [], [9], 4, send)
     assert decodes.spans.shape == (0, 3) and decodes.tiles.shape == (0, 2)
     assert decodes.first_decode == 0 and table_of([]).shape == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_of_an_upload_lie_where_triton_compiles_for_once(seed: int) -> None:
+    """At 16 aligned bytes, in rows of a multiple of 16 numbers: whatever the launch."""
+    rng = random.Random(seed)
+    slices = [(rng.randint(2, 99), rng.choice((0, 7))) for _ in range(rng.randint(0, 3))]
+    contexts = [rng.randint(0, 900) for _ in range(rng.randint(0, 9))] or [1]
+    tables = [range(rng.randint(1, 60)) for _ in (*slices, *contexts)]
+    paged = paged_of(tables, slices, contexts, 4, torch.from_numpy)
+    parts = (paged.tables, paged.tables[len(slices) :], paged.spans, paged.tiles, paged.lengths)
+    assert all(part.data_ptr() % ALIGNED == 0 for part in parts if part.numel())
+    assert paged.tables.stride(0) % ALIGNED == 0
+    assert paged.lengths.tolist() == [context + 1 for context in contexts]
+    assert [row[: len(t)] for row, t in zip(paged.tables.tolist(), tables, strict=True)] == [
+        [*table] for table in tables
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
+import os
+import re
+import shutil
+import signal
+import sys
 import tarfile
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,54 +21,55 @@ import pytest
 
 from analysis.agreement import agreement
 from analysis.run import Run, load
-from benchmarks import gpu_aiconfigurator, gpu_fidelity, gpu_hybrid, gpu_training
+from benchmarks import (
+    fidelity,
+    gpu_aiconfigurator,
+    gpu_decode_floor,
+    gpu_fidelity,
+    gpu_hybrid,
+    gpu_training,
+)
 from runtime.model import build_model
 from tandem import gpu
 from tandem.compose import composed
 from tandem.experiment import run_experiment
+from tandem.setting import spec_of
 from tests.hand_made import TINY
 from tests.short_trace import write_short
 from tests.synthetic import TWO, write
 from tests.test_faults import profiled
 
+TRAINED = "model=gpt2_shape model.num_layers=40"  # what benchmarks/gpu_training.py trains
+
 
 # ---- make gpu
-class Calls:
-    """Steps by what they write and how long they take; stands in for time and subprocess."""
+def script(text: str, **more: Any) -> gpu.Step:
+    """A step of some lines of Python, in the folder of work."""
+    lines = ["import pathlib, sys, time", f"work = pathlib.Path({str(gpu.WORK)!r})", text]
+    return gpu.Step([sys.executable, "-c", "\n".join(lines)], 1.0, **more)
 
-    TimeoutExpired = subprocess.TimeoutExpired
-    PIPE, STDOUT = subprocess.PIPE, subprocess.STDOUT
 
-    def __init__(self, **steps: tuple[str, float]) -> None:
-        self.steps, self.now_s = steps, 0.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def run(self, command: list[str], timeout: float, **_: Any) -> Any:
-        path, took_s = self.steps[command[0]]
-        (gpu.WORK / path).parent.mkdir(parents=True, exist_ok=True)
-        (gpu.WORK / path).write_text("made")
-        self.now_s += min(took_s, timeout)
-        if took_s > timeout:
-            raise subprocess.TimeoutExpired(command, timeout, output=b"begun\n")
-        return subprocess.CompletedProcess(command, 0, stdout=b"whole\n")
+def writes(path: str) -> gpu.Step:
+    return script(
+        f"path = work / {path!r}; path.parent.mkdir(parents=True, exist_ok=True)\n"
+        "path.write_text('made'); print('whole')"
+    )
 
 
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of results; work lies beside it."""
     monkeypatch.setattr(gpu, "WORK", tmp_path / "work")
+    monkeypatch.setattr(gpu, "LEAST_S", 0.1)
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     return tmp_path / "out"
 
 
-def called(monkeypatch: pytest.MonkeyPatch, *words: str, **steps: tuple[str, float]) -> int:
+def called(
+    monkeypatch: pytest.MonkeyPatch, parts: dict[str, dict[str, gpu.Step]], *words: str
+) -> int:
     """`make gpu` with these steps."""
-    calls = Calls(**steps)
-    monkeypatch.setattr(gpu, "_steps", lambda chosen: {name: [name] for name in steps})
-    monkeypatch.setattr(gpu, "subprocess", calls)
-    monkeypatch.setattr(gpu, "time", calls)
+    monkeypatch.setattr(gpu, "parts_of", lambda chosen: parts)
     return gpu.main(words)
 
 
@@ -72,36 +78,100 @@ def archived(out: Path) -> list[str]:
         return sorted(m.name for m in archive.getmembers() if m.isfile())
 
 
-def test_a_call_ends_in_time_and_what_it_has_is_there(
+def test_a_part_ends_in_time_and_what_it_has_is_there(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = {"cached": ("cache/x", 60.0), "one": ("one", 60.0), "slow": ("half", 900.0)}
-    assert called(monkeypatch, "--minutes", "9", **steps, late=("late", 1.0)) == 1
+    """Also what a step printed that was cut; the next part has time of its own."""
+    slow = script(
+        "import subprocess\n(work / 'half').write_text('')\nprint('begun')\n"
+        "subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    )
+    parts = {
+        "first": {"cached": writes("cache/x"), "one": writes("one"), "slow": slow},
+        "second": {"late": writes("late")},
+    }
+    parts["first"]["never"] = writes("never")
+    assert called(monkeypatch, parts, "--minutes", "0.03") == 1
     told = capsys.readouterr().out
-    assert "gpu: one done, 60 s" in told and "gpu: slow failed (124), 420 s" in told
-    assert "gpu: late left out, no time is left" in told and "failed: slow, late" in told
-    assert archived(out) == ["gpu/half", "gpu/one"], "also of a step that was cut, no cache"
+    assert "gpu: first 4.0 (cached 1.0, one 1.0, slow 1.0, never 1.0)" in told
+    assert "gpu: one done, 0 s" in told and "gpu: slow failed (124), " in told
+    assert "gpu: never left out, no time is left" in told and "failed: slow, never" in told
+    assert archived(out) == ["gpu/half", "gpu/late", "gpu/one"], "of the cut step too, no cache"
     assert sorted(path.name for path in out.iterdir()) == ["gpu.log", "results.tar.gz"]
-    assert (out / "gpu.log").read_text() == "whole\nwhole\nbegun\n"
+    assert (out / "gpu.log").read_text() == "whole\nwhole\nbegun\nwhole\n"
+
+
+def test_a_call_that_is_ended_from_outside_keeps_what_it_has(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {"one": {"one": writes("one"), "slow": script("print('begun'); time.sleep(60)")}}
+    killer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    killer.start()
+    with pytest.raises(SystemExit, match="143"):
+        called(monkeypatch, parts)
+    assert archived(out) == ["gpu/one"] and (out / "gpu.log").read_text() == "whole\nbegun\n"
 
 
 def test_a_later_call_goes_on_where_one_had_no_time(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = {"one": ("one", 1.0), "report": ("report/report.html", 1.0)}
-    assert called(monkeypatch, "one", **steps) == 0 and archived(out) == ["gpu/one"]
-    assert called(monkeypatch, "report", **steps) == 0
-    assert archived(out) == ["gpu/one", "gpu/report/report.html"]
+    parts = {"one": {"one": writes("one"), "report": writes("report/report.html")}}
+    assert called(monkeypatch, parts, "one") == 0
+    assert archived(out) == ["gpu/one", "gpu/report/report.html"], "a part, all of it"
+    shutil.rmtree(gpu.WORK)
+    assert called(monkeypatch, parts, "report") == 0 and archived(out) == ["gpu/report/report.html"]
     assert (out / "report.html").read_text() == "made"
     with pytest.raises(SystemExit):
-        called(monkeypatch, "no_such_step", **steps)
+        called(monkeypatch, parts, "no_such_step")
+
+
+def test_what_is_missing_is_told_before_anything_runs(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "PACKED", (*gpu.PACKED, "no_such_library"))
+    assert called(monkeypatch, {}) == 1 and not out.exists()
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "no no_such_library here; run `make gpu-site`" in told
+
+
+def parts(*words: str) -> gpu.Parts:
+    named = dict(model="m", device="d", limit="3", dry_run="--dry-run" in words)
+    return gpu.parts_of(argparse.Namespace(**named))
+
+
+def test_what_tells_most_comes_first_and_each_part_fits_a_call() -> None:
+    found = parts()
+    assert [*found] == ["tests", "fidelity", "decode_floor", "hybrid", "training"]
+    assert {part: [*steps] for part, steps in found.items()} == {
+        part: [*steps] for part, steps in parts("--dry-run").items()
+    }
+    for part, steps in found.items():
+        assert 0 < sum(step.minutes for step in steps.values()) <= gpu.MINUTES, part
+    assert found["training"]["training"].environment == {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"
+    }, "it has a pool of memory per stream"
+    assert pytest.approx(spec_of(composed(TRAINED.split())).parameters, rel=0.05) == gpu.TRAINED
 
 
 def test_the_steps_are_there() -> None:
-    chosen = argparse.Namespace(model="m", device="d", limit="3")
-    for command in gpu._steps(chosen).values():
-        module = command[2].replace(".", "/")
-        assert command[2] == "pytest" or (gpu.ROOT / f"{module}.py").is_file()
+    for steps in (*parts().values(), *parts("--dry-run").values()):
+        for step in steps.values():
+            module = step.command[2].replace(".", "/")
+            assert step.command[2] == "pytest" or (gpu.ROOT / f"{module}.py").is_file()
+
+
+def test_tests_of_a_gpu_are_all_named_and_no_warning_ends_them() -> None:
+    """Other files need what may be missing there; other versions warn of other things."""
+    folder = gpu.ROOT / "tests"
+    marked = {
+        str(path.relative_to(gpu.ROOT))
+        for path in folder.glob("test_*.py")
+        if re.search(r"^(gpu = |@)pytest\.mark\.gpu|^@gpu$", path.read_text(), re.MULTILINE)
+    }
+    assert {*gpu.TESTS} == marked
+    for step in parts()["tests"].values():
+        at = step.command.index("-W")
+        assert step.command[at + 1] == "default" and "--timeout=150" in step.command
 
 
 # ---- fidelity
@@ -151,12 +221,32 @@ def test_the_fidelity_claim_runs_whole_on_a_cpu(
     profiled(keep / "profile")
     words = ["--backend", "cpu", "--device", "cpu", "--model", "micro_llama", "--requests", "6"]
     words += ["--trace", str(write_short(tmp_path)), "--loads", "0.5", "--keep", str(keep)]
+    cut = keep / "50%" / "measured.running"  # a call that was killed
+    cut.mkdir(parents=True)
+    (keep / "capacity").mkdir()
+    (keep / "capacity" / "status.json").write_text('{"status": "failed"}')
     gpu_fidelity.main([*words, "--out", "table.csv"])  # a profile by hand: nobody knows how near
+    assert not cut.exists()
     table = pd.read_csv("table.csv").set_index("figure")
     assert table.loc["kv_peak_pages_replayed", "error"] == 0
     assert table.loc[[*gpu_fidelity.FIGURES], "measured"].gt(0).all()
     measured, replayed = (load(keep / "50%" / name) for name in ("measured", "replayed"))
     assert agreement(replayed, measured).divergence is None and len(measured.plans)
+    began_ns = (keep / "50%" / "measured" / "status.json").stat().st_mtime_ns
+    gpu_fidelity.main([*words, "--out", "again.csv"])
+    assert (keep / "50%" / "measured" / "status.json").stat().st_mtime_ns == began_ns
+    assert Path("again.csv").read_text() == Path("table.csv").read_text(), "nothing is done twice"
+
+
+def test_a_run_of_other_settings_makes_room_where_it_may(tmp_path: Path) -> None:
+    """A GPU is lent again when something was mended: its time is not spent on refusals."""
+    folder, words = tmp_path / "run", ["limit=2", "model=micro_llama", f"cache={tmp_path}"]
+    first = fidelity.run(words, folder)
+    assert fidelity.run(words, folder).provenance == first.provenance
+    with pytest.raises(ValueError, match="of other settings or of another commit"):
+        fidelity.run([*words, "seed=3"], folder)
+    other = fidelity.run([*words, "seed=3"], folder, replaces=True)
+    assert other.provenance["seed"] == 3 == load(folder).provenance["seed"]
 
 
 # ---- training
@@ -165,10 +255,18 @@ def test_the_training_claim_runs_whole_on_a_cpu(
 ) -> None:
     """Another system over the same tokens has the same losses; who does not fit says so."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu_training, "LINK_BYTES", 1 << 20)
     words = ["--backend", "cpu", "--device", "cpu", "--model", "micro_llama"]
     words += ["--budget", "6000000", "--host", "400000000", "--sequences", "2", "--tokens", "16"]
     words += ["--steps", "3", "--policies", "zero3_offload", "train_on_device"]
+    cut = Path("kept") / "zero3_offload" / "measured.running"  # a call that was killed
+    cut.mkdir(parents=True)
     assert gpu_training.main([*words, "--keep", "kept", "--out", "table.csv"]) == 0
+    assert not cut.exists()
+    monkeypatch.setattr(gpu_training, "run_experiment", None)
+    monkeypatch.setattr(gpu_training, "plain_loop", None)
+    assert gpu_training.main([*words, "--keep", "kept", "--out", "again.csv"]) == 0
+    assert Path("again.csv").read_text() == Path("table.csv").read_text(), "nothing is done twice"
     table = pd.read_csv("table.csv").set_index("system")
     ours, beside = table.loc["zero3_offload"], table.loc["plain loop"]
     assert ours["last_loss"] == pytest.approx(beside["last_loss"], rel=1e-3)
@@ -182,12 +280,53 @@ def test_the_training_claim_runs_whole_on_a_cpu(
     assert capsys.readouterr().out.endswith("systems 0 pass\n")
 
 
+def test_whatever_fails_beside_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a library of another version, or no NCCL."""
+    words = "--backend cpu --device cpu --model micro_llama --budget 6000000 --host 400000000"
+    monkeypatch.setattr(gpu_training, "LINK_BYTES", 1 << 20)
+    monkeypatch.setattr(gpu_training, "plain_loop", lambda *_: [].no_such_name)
+    noted = list[gpu_training.Row]()
+    monkeypatch.setattr(gpu_training, "say", lambda text: None)
+    monkeypatch.setattr(
+        gpu_training, "kept", lambda _, name, make: noted.append(make()) or noted[-1]
+    )
+    monkeypatch.setattr(gpu_training, "keep", lambda *_: None)
+    assert gpu_training.main([*words.split(), "--policies"]) == 0
+    assert noted[0].note.startswith("failed: AttributeError") and not noted[0].is_wrong
+
+
+def test_what_the_allocator_reserved_and_how_often_it_had_to_try_again_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What copies free is not computing's: each stream has a pool."""
+    stats = {"allocated_bytes.all.peak": 7, "reserved_bytes.all.peak": 9, "num_alloc_retries": 2}
+    monkeypatch.setattr("torch.cuda.memory_stats", lambda: stats)
+    row = gpu_training.with_peaks(gpu_training.Row("x"))
+    assert (row.peak_bytes, row.reserved_peak_bytes, row.retries) == (7, 9, 2)
+
+
 def test_a_system_that_leaves_its_budget_or_fails_is_counted() -> None:
     fine = gpu_training.Row("x", peak_bytes=9, budget_bytes=10, first_loss=2, last_loss=1)
     assert not fine.is_wrong and replace(fine, peak_bytes=11).is_wrong
     assert replace(fine, last_loss=2).is_wrong and replace(fine, last_loss=np.nan).is_wrong
     assert replace(fine, note="does not fit: x").is_wrong
     assert not replace(fine, system=gpu_training.TOO_LARGE, note="does not fit: x").is_wrong
+
+
+# ---- the decode step
+def test_torchs_attention_may_fail_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It comes last, and what was measured before it is kept."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no backend for it")
+
+    monkeypatch.setattr(gpu_decode_floor, "step_ms", fail)
+    assert gpu_decode_floor.main(["--device", "cpu"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[-2] == "sdpa: did not run (RuntimeError: no backend for it)"
+    assert told[-1] == "gpu_decode_floor 0.0 % 60 tried", "a CPU gives no verdict"
 
 
 # ---- hybrid steps, and the tables of others

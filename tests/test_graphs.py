@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+import runtime.device
+import runtime.graphs
 import runtime.kernels
 from engine.executor import Piece
 from engine.model import ModelSpec
 from runtime.frame import RING, Column, buckets_of, ring_size
-from runtime.graphs import DecodeGraphs, direct
-from runtime.kernels import are_chosen
+from runtime.graphs import Capture, DecodeGraphs, direct
+from runtime.kernels import LARGEST, are_chosen, check_shape
 from runtime.kv import Arena
 from runtime.pack import Packer
 from runtime.packed import Packed
@@ -77,6 +83,73 @@ def test_buffers_start_as_padding_so_that_a_capture_writes_nothing() -> None:
     assert all(slot == -1 for _, slots, _ in forward.shown for slot in slots)
     assert not forward.ring[:RING].any()
     assert len(Column) == 7
+
+
+class Capturing:
+    """torch.cuda as captures use it: notes what happens, in order."""
+
+    def __init__(self) -> None:
+        self.log, noted = [], self
+
+        class Stream:
+            def __init__(self, device: int) -> None:
+                noted.log.append("made")
+
+            def wait_stream(self, other: object) -> None: ...
+
+            def synchronize(self) -> None: ...
+
+        class CUDAGraph:
+            def replay(self) -> None:
+                noted.log.append("replay")
+
+        self.Stream, self.CUDAGraph = Stream, CUDAGraph
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return (0, 7)
+
+    def device(self, device: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    stream = device
+
+    def current_stream(self) -> None: ...
+
+    @contextmanager
+    def graph(self, graph: object, pool: object, stream: object) -> Iterator[None]:
+        assert pool == (0, 7) and stream is not None, "or torch makes one of its own"
+        self.log.append("capture")
+        yield
+        self.log.append("captured")
+
+    def memory_snapshot(self) -> list[dict[str, object]]:
+        pool = {"segment_pool_id": (0, 7), "total_size": 1000, "requested_size": 300}
+        return [pool, pool | {"segment_pool_id": (0, 0)}, pool | {"requested_size": 0}]
+
+
+def test_captures_share_a_stream_and_keep_no_librarys_workspace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cuBLAS's lies in the pool while a step is captured. What lives there is counted once."""
+    stand_in = Capturing()
+    for module in (runtime.graphs, runtime.device):
+        monkeypatch.setattr(module, "cuda", stand_in)
+    monkeypatch.setattr(runtime.graphs, "clear_workspaces", lambda: stand_in.log.append("clear"))
+    for _ in range(2):
+        capture = Capture("cuda:0")
+        for tokens in (torch.ones(1), torch.zeros(1)):
+            replay = capture(lambda tokens=tokens: stand_in.log.append("step") or tokens)
+            assert replay() is tokens
+    once = ["step", "step", "clear", "capture", "step", "captured", "clear", "replay"]
+    assert stand_in.log == ["made", *once * 4]
+    assert capture.nbytes == 700 + 1000, "torch calls the rest requested"
+
+
+def test_heads_that_no_program_holds_are_refused_in_one_line() -> None:
+    check_shape(replace(TINY, head_dim=LARGEST))
+    with pytest.raises(ValueError, match=r"heads of 512 numbers.*attention=sdpa") as refused:
+        check_shape(replace(TINY, head_dim=512))
+    assert "\n" not in str(refused.value)
 
 
 def test_kernels_are_left_out_with_one_line_where_triton_is_missing(

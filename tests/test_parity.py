@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,49 +14,22 @@ from hypothesis import strategies as st
 
 from engine.checks import check_capacity, check_inputs, check_lanes
 from engine.engine import Engine
-from engine.executor import Launch
 from engine.journal import Journal
-from engine.plan import PageSize, Pool
+from engine.plan import Pool
 from engine.planlog import LoggedPlan, encode
 from engine.policy import Composed, Policy
 from engine.recorder import Recorder
 from policies.recorded import Recorded
 from runtime.clock import WallClock
 from runtime.executor import CpuExecutor, LockstepExecutor
-from runtime.link import Link
 from runtime.machine import GPU, Machine
 from runtime.wall import WallExecutor
 from sim.executor import SimExecutor
-from tests.hand_made import FAMILIES, HOST, shared_model
+from tests.hand_made import HOST, shared_model
+from tests.parity import BACKENDS, GPU_PAGES, LINKS, PAGE, SPEC, MadeUp
 from tests.serving import MEMORY, PAGE_TOKENS, SCHEDULING, short_requests
 from tests.strategies import SEEDS, cases
 from traces.request import Request
-
-SPEC = replace(FAMILIES["llama"], name="tiny-flat", num_layers=1)  # decisions know no layers
-PAGE = PageSize(PAGE_TOKENS, PAGE_TOKENS * SPEC.kv_token_bytes)
-GPU_PAGES = 26
-LINKS = {name: Link(200e6, 20_000) for name in ("gpu->host", "host->gpu")}
-BACKENDS = ("sim", "lockstep", "cpu", "wall")
-
-
-@dataclass(frozen=True)
-class MadeUp:
-    """Durations for the virtual clocks; their size must not matter."""
-
-    speed: int = 1
-    form, provenance = "made up", "a test"
-
-    def compute_ns(self, launch: Launch) -> int:
-        return (200_000 + 5_000 * sum(piece.tokens for piece in launch.pieces)) // self.speed
-
-    def copy_ns(self, launch: Launch, contended: bool = False) -> int:
-        return (20_000 + 5 * launch.nbytes) // self.speed
-
-    def host_ns(self, launches: Sequence[Launch]) -> int:
-        return 40_000 // self.speed
-
-    def peak_bytes(self, launch: Launch) -> int | None:
-        return None
 
 
 def machine(requests: Sequence[Request], gpu_pages: int = GPU_PAGES) -> Machine:

@@ -21,10 +21,11 @@ from runtime.executor import CpuExecutor
 from runtime.machine import GPU, Machine
 from runtime.meter import CpuMeter
 from tests.hand_made import FAMILIES, HOST, TINY, shared_model
+from tests.parity import BACKENDS, PAGE, SPEC
 from tests.prefixes import named
 from tests.reference import compare, expected
 from tests.serving import KEEPING, SCHEDULING, serve_with, shared_requests
-from tests.test_parity import BACKENDS, PAGE, SPEC, counters, log, pages, run
+from tests.test_parity import counters, log, pages, run
 
 COUNT, GPU_PAGES = 9, 26  # twice the longest request: 100 tokens are 13 pages
 

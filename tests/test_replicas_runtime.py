@@ -13,7 +13,6 @@ import pytest
 import simpy
 import torch
 
-import runtime.cuda
 from engine.checks import check_capacity, check_inputs, check_lanes
 from engine.engine import Engine
 from engine.journal import Journal
@@ -32,10 +31,10 @@ from runtime.replicas import Replicas
 from runtime.wall import WallExecutor
 from sim.executor import SimExecutor
 from tests.hand_made import shared_model
+from tests.parity import BACKENDS, LINKS, PAGE, SPEC, MadeUp
 from tests.reference import compare, expected
 from tests.serving import MEMORY, PAGE_TOKENS, SCHEDULING, short_requests
 from tests.test_cuda import StandIn
-from tests.test_parity import BACKENDS, LINKS, PAGE, SPEC, MadeUp
 from traces.request import Request
 
 DEVICES = 2
@@ -196,7 +195,7 @@ def test_each_replica_has_streams_uploads_and_a_timeline_of_its_own(
 ) -> None:
     """The wiring of two GPUs over stand-ins: no stream waits for another device's event."""
     stand_in = StandIn()
-    monkeypatch.setattr(runtime.cuda, "cuda", stand_in)
+    stand_in.take_over(monkeypatch)
     policy = Composed(SCHEDULING["chunked_prefill"], MEMORY["paged_swap"])
     requests = short_requests(16, SPEC.vocab_size)
     recorder, box = run("cuda", policy, requests, LeastOutstanding())

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 import simpy
+import torch
 
 from engine.executor import Executor, Launch, Span
 from engine.plan import Copy, Tier, kv_place
@@ -77,6 +78,24 @@ def test_lockstep_does_the_work_in_the_simulators_time(made: HandMade) -> None:
     assert [times[launch.op] for launch in launches] == expected
     assert [executor.peak_bytes(launch) for launch in launches] == [123, 123, None, None]
     assert [len(made.machine.outputs(i)) for i in (7, 10)] == [2, 2]
+
+
+def test_a_launch_that_is_executed_has_ended(
+    made: HandMade, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing is fetched from a GPU: copies, and layers that sample nothing."""
+    waited = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            waited.append(True)
+
+    made.run((7, 5))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    box = made.machine
+    box.device = "cuda:0"
+    box.execute(box.prepare(swap_out(made, 7)))
+    assert waited == [True]
 
 
 def test_cpu_measures_compute_and_charges_copies_at_the_speed_of_the_link(made: HandMade) -> None:

@@ -12,9 +12,12 @@ from engine import regions
 from engine.plan import Kind, Place, Region, Tier
 from engine.training_layout import Mode
 from runtime.host_memory import HostAllocator
+from runtime.kv import Arena
+from runtime.meter import CudaMeter
 from runtime.storages import as_bytes, typed
 from runtime.store import LostContents, State, Store
 from runtime.tracker import StorageTracker
+from tests.hand_made import TINY
 from tests.training_runs import GPU, HOST, Hand, Task, tiny
 from traces.recipe import Recipe
 
@@ -172,21 +175,48 @@ def test_tiers_are_two() -> None:
         declared().grow(Place(REGION, Tier.DISK), 1)
 
 
+class Runtime:
+    """CUDA's, as far as pinning goes."""
+
+    def __init__(self) -> None:
+        self.registered = dict[int, int]()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert address not in self.registered
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.registered[address]
+
+
+def test_an_arena_on_the_host_pins_what_it_needs_and_as_long_as_it_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's own pinned memory comes in powers of two: 5 GiB took 8."""
+    cuda = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    arena = Arena(TINY, page_tokens=16, num_pages=5, tier=Tier.HOST, device="cuda")
+    nbytes = 5 * arena.page_nbytes
+    assert [*cuda.registered.values()] == [nbytes] == [arena.pages.untyped_storage().nbytes()]
+    meter = CudaMeter(0, [arena.pages])
+    stats = {"requested_bytes": {"all": {"current": 9}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 2))
+    readings = meter.read()
+    assert readings[Tier.HOST, 0].persistent_bytes == nbytes, "whatever the kernel has mapped yet"
+    assert readings[Tier.GPU, 0].persistent_bytes == 9
+    arena.pages.fill_(1.0)
+    del arena
+    assert not cuda.registered
+
+
 def test_pinned_memory_is_registered_once_and_all_of_it_let_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    registered = dict[int, int]()
-
-    class Runtime:
-        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-            assert address not in registered
-            registered[address] = nbytes
-            return 0
-
-        def cudaHostUnregister(self, address: int) -> None:
-            del registered[address]
-
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    cuda = Runtime()
+    registered = cuda.registered
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     host = HostAllocator(pinned=True)
     first, second = host.take(5000), host.take(700)
     host.give(first)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
+from engine.model import ModelSpec
+
 ATTENTIONS = ("triton", "sdpa")
+LARGEST = 256  # numbers of a head: with longer ones no program fits a multiprocessor
 
 
 def available() -> bool:
@@ -25,3 +28,12 @@ def are_chosen(attention: object) -> bool:
         print(line, file=sys.stderr)
         return False
     return attention == "triton"
+
+
+def check_shape(spec: ModelSpec) -> None:
+    """ValueError for a model whose heads are longer than the kernels can take."""
+    if spec.head_dim > LARGEST:
+        raise ValueError(
+            f"model {spec.name}: heads of {spec.head_dim} numbers, and the kernels take up to "
+            f"{LARGEST}; take backend.attention=sdpa"
+        )

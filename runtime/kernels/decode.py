@@ -7,21 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.kernels.shapes import STAGES, WAVES, keys_per_turn, num_programs
+from runtime.kernels.shapes import (
+    STAGES,
+    WAVES,
+    keys_per_turn,
+    num_programs,
+    num_splits,
+    warps,
+)
 from runtime.kernels.tile import attend_keys
 
 LEAST_KEYS = 256  # of a split: below, joining costs more than another program earns
-MOST_SPLITS = 64
-
-
-def num_splits(rows: int, kv_heads: int, programs: int) -> int:
-    """Splits of each job's keys that give `programs` programs; a power of two.
-
-    Depends on nothing that changes from step to step, so that a captured launch stays right: jobs
-    too short for it leave splits empty.
-    """
-    wanted = programs // max(1, rows * kv_heads)
-    return min(MOST_SPLITS, 1 << max(0, wanted.bit_length() - 1))
 
 
 def decode(
@@ -50,12 +46,12 @@ def decode(
         q.stride(0), q.stride(1), pages.stride(0), pages.stride(1), pages.stride(2),
         pages.stride(3), tables.stride(0),
         HEADS=heads, SHARED=shared, ROWS=max(16, triton.next_power_of_2(shared)),
-        PAGE=page_tokens, SIZE=size, PADDED=padded, KEYS=keys_per_turn(q.dtype), SPLITS=count,
+        PAGE=page_tokens, SIZE=size, PADDED=padded, KEYS=keys_per_turn(q.dtype, padded),
         LEAST=LEAST_KEYS, num_warps=4, num_stages=STAGES,
     )  # fmt: skip
     _join[(rows, heads)](
         mixed, logs, out, out.stride(0), out.stride(1),
-        HEADS=heads, SIZE=size, PADDED=padded, SPLITS=count, num_warps=2,
+        HEADS=heads, SIZE=size, PADDED=padded, SPLITS=count, num_warps=2 * warps(size),
     )  # fmt: skip
 
 
@@ -64,18 +60,18 @@ def _split(
     q, pages, tables, lengths, mixed, logs, scale,
     q_row, q_head, page_stride, token_stride, value_shift, head_stride, table_row,
     HEADS: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """One split of one job for all heads that share a KV head: keys and values are read once."""
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(2)  # no constant: one kernel for all of them
     length = tl.load(lengths + row).to(tl.int32)
-    each = tl.maximum(tl.cdiv(tl.cdiv(length, SPLITS), KEYS) * KEYS, LEAST)
+    each = tl.maximum(tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS, LEAST)
     start = split * each
     stop = tl.minimum(start + each, length)
     m, d = tl.arange(0, ROWS), tl.arange(0, PADDED)
     head = kv_head * SHARED + m
-    spot = (row * HEADS + head) * SPLITS + split
+    spot = (row * HEADS + head) * splits + split
     is_q = (m < SHARED)[:, None] & (d < SIZE)[None, :]
     whole = q + row.to(tl.int64) * q_row + head[:, None] * q_head + d[None, :]
     sees = tl.full([ROWS], 0, tl.int32) + (length - 1)

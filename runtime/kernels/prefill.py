@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from runtime.kernels.shapes import keys_per_turn, rows_per_tile
+from runtime.kernels.shapes import keys_per_turn, rows_per_tile, warps
 from runtime.kernels.tile import attend_keys
 
 
@@ -35,8 +35,8 @@ def prefill(
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), pages.stride(0), pages.stride(1),
         pages.stride(2), pages.stride(3), tables.stride(0),
         SHARED=shared, TOKENS=rows, ROWS=max(16, triton.next_power_of_2(rows * shared)),
-        PAGE=page_tokens, SIZE=size, PADDED=padded, KEYS=keys_per_turn(q.dtype),
-        num_warps=4, num_stages=2,
+        PAGE=page_tokens, SIZE=size, PADDED=padded, KEYS=keys_per_turn(q.dtype, padded),
+        num_warps=4 * warps(size, shared), num_stages=2,
     )  # fmt: skip
 
 

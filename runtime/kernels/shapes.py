@@ -8,19 +8,41 @@ import torch
 
 STAGES = 3  # of a decode's loop: page ids, keys and values, sums
 WAVES = 4  # programs per multiprocessor that a decode aims at: two run at once, two follow
+MOST_SPLITS = 64  # of a job's keys
 # Of a prefill program, tokens times heads that share a KV head. float32 is multiplied without
 # tensor cores: larger tiles spill registers.
 TILE_ROWS, TILE_ROWS_FLOAT32 = 64, 16
+WIDE = 128  # numbers of a head: of longer ones a program holds half as many keys
 
 
-def keys_per_turn(dtype: torch.dtype) -> int:
-    """Keys that a program holds at once."""
-    return 16 if dtype == torch.float32 else 64
+def keys_per_turn(dtype: torch.dtype, size: int) -> int:
+    """Keys that a program holds at once, of so many numbers each."""
+    if dtype == torch.float32:
+        return 16
+    return 64 if size <= WIDE else 32
+
+
+def warps(size: int, shared: int = 1) -> int:
+    """By how much a program's warps are multiplied so that none spills registers: twice as many for
+    heads of more than WIDE numbers, and for those of more than half of it where these, or the heads
+    that share a KV head, are no power of two: masks and quotients take registers too."""
+    is_even = size & (size - 1) == 0 and shared & (shared - 1) == 0
+    return 2 if size > WIDE or (size > WIDE // 2 and not is_even) else 1
 
 
 def rows_per_tile(shared: int, dtype: torch.dtype) -> int:
     """Tokens of a prefill tile where so many heads read the same keys."""
     return max(1, (TILE_ROWS_FLOAT32 if dtype == torch.float32 else TILE_ROWS) // shared)
+
+
+def num_splits(rows: int, kv_heads: int, programs: int) -> int:
+    """Splits of each job's keys that give `programs` programs; a power of two.
+
+    Depends on nothing that changes from step to step, so that a captured launch stays right: jobs
+    too short for it leave splits empty.
+    """
+    wanted = programs // max(1, rows * kv_heads)
+    return min(MOST_SPLITS, 1 << max(0, wanted.bit_length() - 1))
 
 
 @cache

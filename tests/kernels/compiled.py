@@ -1,8 +1,8 @@
 """Compiles the kernels for GPUs that are not here: `python -m tests.kernels.compiled 90 80`.
 
 Triton brings NVIDIA's assembler along. Each kernel is launched by its own host code against a
-driver that compiles and runs nothing; one line per compiled kernel says what it takes. All of
-SHAPES for Hopper, two for others.
+driver that compiles and runs nothing; one line per compiled kernel says what it takes. For the
+shapes of every configured model, and for MORE.
 """
 
 from __future__ import annotations
@@ -13,18 +13,34 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-SHAPES = (
-    (128, 4, torch.bfloat16),
-    (64, 7, torch.float16),
-    (80, 1, torch.bfloat16),
-    (128, 2, torch.float32),
+from tandem.compose import composed
+from tandem.setting import spec_of
+
+MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
+
+
+class Shape(NamedTuple):
+    """What the kernels of a model are compiled for."""
+
+    size: int  # numbers of a head
+    shared: int  # heads that share a KV head
+    dtype: str
+    hidden: int = 4096
+    inner: int = 14336
+
+
+MORE = (
+    Shape(80, 1, "bfloat16"),
+    Shape(192, 5, "bfloat16"),
+    Shape(256, 1, "float16"),
+    Shape(256, 8, "bfloat16"),
 )
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -90,7 +106,20 @@ def _usage(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def calls(size: int, shared: int, dtype: torch.dtype, page: int = 16) -> list[Any]:
+def shapes() -> list[Shape]:
+    """Of all models in conf/model, and MORE."""
+    names = sorted(path.stem for path in MODELS.glob("*.yaml"))
+    specs = [spec_of(composed([f"model={name}"])) for name in names if name != "hf"]
+    found = [
+        Shape(
+            m.head_dim, m.num_heads // m.num_kv_heads, m.dtype, m.hidden_size, m.intermediate_size
+        )
+        for m in specs
+    ]
+    return [*dict.fromkeys((*found, *MORE))]
+
+
+def calls(shape: Shape, page: int = 16) -> list[Any]:
     """Launches of every kernel at one shape. Nothing is read: tensors are of no content."""
     from runtime.kernels.activate import silu_product
     from runtime.kernels.decode import decode
@@ -98,24 +127,25 @@ def calls(size: int, shared: int, dtype: torch.dtype, page: int = 16) -> list[An
     from runtime.kernels.prefill import prefill
     from runtime.kernels.rotate import rotate_and_store, store
 
-    kv_heads, rows = 8, 4
+    size, shared, _, hidden, inner = shape
+    dtype, kv_heads, rows = getattr(torch, shape.dtype), 8, 4
 
-    def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=kind)
+    def empty(*sizes: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(sizes, dtype=kind)
 
     q, kv = empty(rows, kv_heads * shared, size), empty(rows, kv_heads, size)
     pages = empty(64, 2, page, 2, kv_heads, size)[:, 1]
     arena = empty(64 * page, 2, kv_heads, size)
     tables, lengths = empty(rows, 16, kind=torch.int32), empty(rows, kind=torch.int32)
     spans, tiles = empty(2, 3, kind=torch.int32), empty(2, 2, kind=torch.int32)
-    slots, wide, angle = empty(rows, kind=torch.int64), empty(rows, 4096), empty(rows, size)
-    weight, head = empty(4096), empty(size)
+    slots, wide, angle = empty(rows, kind=torch.int64), empty(rows, hidden), empty(rows, size)
+    weight, head, gate_up = empty(hidden), empty(size), empty(rows, 2 * inner)
     return [
         lambda: decode(q, pages, tables, lengths, torch.empty_like(q), 0.1, splits=64),
         lambda: prefill(q, pages, tables, spans, tiles, torch.empty_like(q), 0.1),
         lambda: rms_norm(wide, weight, 1e-5, wide),
         lambda: layer_norm(wide, weight, weight, 1e-5),
-        lambda: silu_product(wide, wide),
+        lambda: silu_product(*gate_up.chunk(2, -1)),
         lambda: store(kv, kv, arena, slots),
         lambda: rotate_and_store(q, kv, kv, arena, slots, (angle, angle), (head, head), 1e-6),
     ]
@@ -123,10 +153,10 @@ def calls(size: int, shared: int, dtype: torch.dtype, page: int = 16) -> list[An
 
 def main(words: Sequence[str]) -> int:
     for capability in map(int, words or ("90",)):
-        for size, shared, dtype in SHAPES if capability == 90 else SHAPES[:2]:
-            for built in build(capability, calls(size, shared, dtype)):
+        for shape in shapes():
+            for built in build(capability, calls(shape)):
                 print(
-                    f"sm_{capability} {size}x{shared} {str(dtype)[6:]} {built.name}: "
+                    f"sm_{capability} {shape.size}x{shape.shared} {shape.dtype} {built.name}: "
                     f"{built.registers} registers, {built.stack_bytes} stack bytes, "
                     f"{built.shared_bytes} shared bytes"
                 )

@@ -13,7 +13,7 @@ from runtime.paged import tiles_of
 from tests.kernels.plain import Store, assert_close, attention, stored
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SIZES = (64, 80, 96, 128)
+SIZES = (64, 80, 96, 128, 192, 256)
 PAGES = (8, 16, 24, 32, 64, 128, 256)
 
 
@@ -46,7 +46,7 @@ def decoded(store: Store, lengths: list[int], shared: int, splits: int | None) -
 def test_decode_equals_plain_attention(seed: int, device: str) -> None:
     rng = random.Random(seed)
     lengths = [int(rng.choice((1, 20, 300, 1200)) * rng.uniform(0.5, 1) + 1) for _ in range(3)]
-    page, dtype, size = rng.choice(PAGES), DTYPES[seed % 3], SIZES[seed % 4]
+    page, dtype, size = rng.choice(PAGES), DTYPES[seed % 3], SIZES[seed % len(SIZES)]
     store = stored(lengths, page, rng.choice((1, 2)), size, dtype, device, seed)
     decoded(store, lengths, rng.choice((1, 3, 4, 8)), rng.choice((1, 2, 4, 8, None)))
 
@@ -63,7 +63,7 @@ def test_decode_of_many_heads_per_kv_head(device: str) -> None:
 
 
 def test_splits_depend_on_nothing_that_changes_between_steps() -> None:
-    from runtime.kernels.decode import MOST_SPLITS, num_splits
+    from runtime.kernels.shapes import MOST_SPLITS, num_splits
 
     assert num_splits(1, 8, 528) == 64 and num_splits(1, 1, 10**6) == MOST_SPLITS
     assert num_splits(32, 8, 528) == 2 and num_splits(256, 8, 528) == 1
@@ -78,7 +78,7 @@ def test_prefill_equals_plain_attention_in_hybrid_batches(seed: int, device: str
     rng = random.Random(100 + seed)
     slices = [(rng.randint(2, 90), 0), (rng.randint(2, 40), rng.randint(1, 300)), (1, 77), (1, 0)]
     rng.shuffle(slices)
-    page, dtype, size = rng.choice(PAGES), DTYPES[seed % 3], SIZES[seed % 4]
+    page, dtype, size = rng.choice(PAGES), DTYPES[seed % 3], SIZES[seed % len(SIZES)]
     kv_heads, shared = rng.choice((1, 2)), rng.choice((1, 4, 7))
     store = stored([n + past for n, past in slices], page, kv_heads, size, dtype, device, seed)
     ends = np.cumsum([n for n, _ in slices])
