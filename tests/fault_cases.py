@@ -245,7 +245,7 @@ def books_of(engine: Engine) -> dict[str, Any]:
     lists = {"waiting": roster.waiting, "serving": roster.serving, "training": roster.training}
     jobs = {j.job_id: (j.known_tokens, j.computed_tokens) for j in roster}
     trains = {
-        j.job_id: (j.training.step, j.training.position, dict(j.training.updated))
+        j.job_id: (j.training.step, dict(j.training.updated), repr(j.training._forward))
         for j in roster.training
         if j.training is not None
     }

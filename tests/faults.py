@@ -1224,26 +1224,39 @@ def _(scene: Scene) -> Any:
     return swapped(plan, grow, grow._replace(**how))
 
 
+def _needed(scene: Scene, cycle: GrowCycle) -> list[tuple[int, Grow]]:
+    """What a cycle grows, and at which step, for jobs that will still be there then."""
+    left, jobs = scene.notes.get("left"), {j.job_id: j for j in scene.view.serving}
+    if left is None:
+        return []
+    return [
+        (i, op)
+        for i, ops in enumerate(cycle.by_step[: scene.plan.repeats])
+        for op in ops
+        if left(jobs[op.place.region.owner]) > i + 1
+    ]
+
+
 @fault("a cycle that lacks a page", Rule.REPEATS, Rule.KV_PAGES)
+def _(scene: Scene) -> Any:
+    cycle = next((op for op in scene.plan.ops if isinstance(op, GrowCycle)), None)
+    if cycle is None or (found := pick(scene, _needed(scene, cycle))) is None:
+        return None
+    i, lost = found
+    rest = tuple(op for op in cycle.by_step[i] if op is not lost)
+    by_step = (*cycle.by_step[:i], rest, *cycle.by_step[i + 1 :])
+    return swapped(scene.plan, cycle, GrowCycle(by_step))
+
+
+@fault("a cycle that comes a step late", Rule.REPEATS, Rule.KV_PAGES)
 def _(scene: Scene) -> Any:
     cycle = next((op for op in scene.plan.ops if isinstance(op, GrowCycle)), None)
     if cycle is None:
         return None
-    full = [i for i, ops in enumerate(cycle.by_step) if ops and i < scene.plan.repeats]
-    i = pick(scene, full)
-    if i is None:
+    last = len(cycle.by_step) - 1  # what comes there comes a step early
+    if all(i == last for i, _ in _needed(scene, cycle)):
         return None
-    by_step = (*cycle.by_step[:i], cycle.by_step[i][1:], *cycle.by_step[i + 1 :])
-    return swapped(scene.plan, cycle, GrowCycle(by_step))
-
-
-@fault("a cycle in another order", Rule.REPEATS, Rule.KV_PAGES)
-def _(scene: Scene) -> Any:
-    cycle = next((op for op in scene.plan.ops if isinstance(op, GrowCycle)), None)
-    if cycle is None or not any(cycle.by_step) or len(cycle.by_step) < 2:
-        return None
-    by_step = (*cycle.by_step[1:], cycle.by_step[0])
-    return None if by_step == cycle.by_step else swapped(scene.plan, cycle, GrowCycle(by_step))
+    return swapped(scene.plan, cycle, GrowCycle((cycle.by_step[-1], *cycle.by_step[:-1])))
 
 
 @fault("a repeated plan with a copy", Rule.REPEATS)
