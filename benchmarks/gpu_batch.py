@@ -57,8 +57,7 @@ class Batch:
             samples = tokens == job.remaining_tokens
             slices.append(Slice(job, tokens))
             pieces.append(Piece(job.job_id, tokens, context, samples, self.pages[job.job_id]))
-            job.computed_tokens += tokens
-            job.known_tokens += samples
+            job.advance(tokens, int(samples))
         return Launch(Compute(tuple(slices)), pieces=tuple(pieces))
 
     def run(self, wanted: Wanted) -> None:

@@ -83,7 +83,7 @@ class Engine:
             raise ValueError(f"depth is {depth}: sampled lengths need depth 1 (set depth=1)")
         self.env, self.executor = env, executor
         self.page, self.devices, self.depth, self.forced = page, devices, depth, forced
-        self.layout, self.cost = layout or Layout(), cost
+        self.layout, self.cost = (layout or Layout()).shown(), cost
         self.is_watched = journal is not None
         self.recorder = recorder or Recorder()
         self.recorder.predicted_bytes = getattr(executor, "peak_bytes", None)

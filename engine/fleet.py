@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from engine.job import Job
+from engine.read_only import ReadOnlyList
 
 if TYPE_CHECKING:
     from engine.policy import Router
@@ -19,7 +20,7 @@ class Fleet:
     """
 
     def __init__(self, size: int, router: Router) -> None:
-        self.assigned = [0] * size  # requests so far, by replica
+        self.assigned: list[int] = ReadOnlyList([0] * size)  # requests so far, by replica
         self._router = router
         self._outstanding: list[dict[int, Job]] = [{} for _ in range(size)]
         self._chains = Chains()
@@ -47,14 +48,14 @@ class Fleet:
     def assign(self, job: Job) -> None:
         """Routes a job that has just arrived. ValueError where the router names no replica."""
         replica = self._router.route(job, self)
-        if not 0 <= replica < len(self):
+        if type(replica) is not int or not 0 <= replica < len(self):
             name = type(self._router).__name__
             raise ValueError(
-                f"router {name} sends request {job.job_id} to replica {replica}, but there are "
+                f"router {name} sends request {job.job_id} to replica {replica!r}, but there are "
                 f"{len(self)}: it must name one of 0 to {len(self) - 1}"
             )
         job.route(replica)
-        self.assigned[replica] += 1
+        list.__setitem__(self.assigned, replica, self.assigned[replica] + 1)
         self._outstanding[replica][job.job_id] = job
         self._chains.note(_chain(job), replica)
 

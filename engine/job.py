@@ -92,6 +92,11 @@ class Job:
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_write(f"{name} of job {self.job_id}")
 
+    def __setstate__(self, state: tuple[Any, dict[str, Any]]) -> None:
+        """Of a copy."""
+        for name, value in state[1].items():
+            object.__setattr__(self, name, value)
+
     def __delattr__(self, name: str) -> None:
         refuse_write(f"{name} of job {self.job_id}")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from engine.plan import Place, Work
 from engine.training_layout import TrainingLayout
@@ -19,6 +20,11 @@ class Layout:
     cuts: tuple[range, ...] = ()  # shards or stages
     persistent: frozenset[int] = frozenset()
     buffers: int = 0
+
+    def shown(self) -> Layout:
+        """The same, read-only: what policies see of it."""
+        places, training = MappingProxyType(self.places), MappingProxyType(self.training)
+        return replace(self, places=places, training=training)
 
     def __repr__(self) -> str:
         return f"Layout({len(self.places)} places, training {dict(self.training)})"

@@ -54,5 +54,9 @@ class ReadOnlyList(list[Item]):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         refuse_write("a list of the view")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is a list like any other."""
+        return list, (list(self),)
+
     append = extend = insert = remove = pop = clear = sort = reverse = _refuse
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse

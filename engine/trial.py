@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import filterfalse, islice
 
+from engine.contract import ContractError, Rule
 from engine.job import Job
 from engine.pages import PagePool
 from engine.plan import Place
@@ -51,7 +52,8 @@ class Trial:
     def share(self, place: Place, pages: Sequence[int]) -> None:
         """A place begins with pages that are there."""
         self._walk()
-        assert self._gone.isdisjoint(pages), "a page is shared that the plan has taken"
+        if not self._gone.isdisjoint(pages):
+            raise ContractError(Rule.SHARE, "a page is shared that the plan has taken")
         for page in set(pages).intersection(self._tail):
             self._tail.remove(page)
         more = [holders + 1 for holders in self._holders_of(pages)]

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.balance import Shortage
+from engine.contract import ContractError
 from engine.job import Job
 from engine.ledger import Ledger
 from engine.plan import Compute, Copy, Free, Grow, Op, PageSize, Plan, Share, Slice, Tier, kv_place
@@ -75,7 +76,7 @@ def test_a_plan_may_not_share_what_it_has_taken() -> None:
     books.settle(filled(books, 0))
     books.book(Plan((Free(kv_place(0)),)))
     taken_first = Plan((Grow(kv_place(2), 200), Share(kv_place(1), (2,))))
-    with pytest.raises(AssertionError, match="the plan has taken"):
+    with pytest.raises(ContractError, match="the plan has taken"):
         books.book(taken_first)
     books.conserved()
     assert books.held_bytes == {}, "law 3"
