@@ -15,7 +15,7 @@ from engine.checks import check_requests
 from engine.engine import Engine
 from engine.journal import Journal
 from engine.layout import Layout
-from engine.plan import PageSize, Tier
+from engine.plan import SHARED_OWNER, Kind, PageSize, Place, Region, Tier
 from engine.planlog import LoggedPlan, encode
 from engine.policy import Composed
 from engine.recorder import Recorder
@@ -74,7 +74,9 @@ class Case:
         how = ", ".join(f"{k}={v}" for k, v in self.setting.items() if k != "router")
         return f"{self.kind} {self.seed} ({how})"
 
-    def engine(self, policy: Any, fast_forward: bool | None = None, watched: bool = False) -> Engine:
+    def engine(
+        self, policy: Any, fast_forward: bool | None = None, watched: bool = False
+    ) -> Engine:
         """An engine over this case, with a policy of the caller's."""
         env, recorder = simpy.Environment(), Recorder()
         if self.is_toy:
@@ -109,12 +111,13 @@ def random_case(seed: int, kind: str | None = None) -> Case:
     if kind in ("training", "group"):
         return _training(rng, seed, kind)
     setting: dict[str, Any] = {"depth": rng.randint(1, 3), "fast_forward": rng.random() < 0.6}
-    pages = rng.randint(31, 70)
+    pages = rng.randint(32, 70)
     gpus = {(Tier.GPU, 0): pages * PAGE.nbytes}
     hosts = {(Tier.HOST, 0): rng.randint(20, 60) * PAGE.nbytes}
     rate = rng.choice([None, 400.0, 2000.0])
     requests = random_requests(seed, rng.randint(5, 16), rate)
-    layout = Layout()
+    weights = Place(Region(SHARED_OWNER, Kind.WEIGHT), Tier.GPU)
+    layout = Layout({weights: PAGE.nbytes})
     if kind == "prefix":
         requests = alike(seed, rng.randint(6, 16), rate)
     scheduling, memory = _scheduling(rng), _memory(rng, kind)
@@ -132,7 +135,9 @@ def random_case(seed: int, kind: str | None = None) -> Case:
         room = {(Tier.GPU, 0): ROOMY, (Tier.HOST, 0): ROOMY}
         layout = UnitChunks().prepare({TRAINING_JOB: shape}, [job], room)
         policy = Composed(
-            TakeTurns(ChunkedPrefill(token_budget=48, max_jobs=12), TrainingOrder(), rng.randint(2, 4)),
+            TakeTurns(
+                ChunkedPrefill(token_budget=48, max_jobs=12), TrainingOrder(), rng.randint(2, 4)
+            ),
             DividedMemory(rng.choice([PagedRestart(), PagedSwap()]), Zero3Offload(), 0.5),
         )
         work = [job, *requests]
@@ -163,8 +168,7 @@ def _played(case: Case) -> Case:
     engine = case.engine(policy)
     engine.replay(case.work)
     log = tuple(
-        LoggedPlan(device, back, encode(plan))
-        for _, device, _, back, plan in engine.recorder.plans
+        LoggedPlan(device, back, encode(plan)) for _, device, _, back, plan in engine.recorder.plans
     )
     setting = {**case.setting, "returns_memory": False}
     return replace(case, policy=lambda: Recorded(log), setting=setting)
@@ -285,7 +289,9 @@ class Told:
 def lie(case: Case, fault: Fault, at: int, seed: int, **how: Any) -> Told:
     """Carries a case out with a lie in it."""
     held: dict[str, Any] = {}
-    liar = Liar(case.policy(), fault, at, seed, lambda: held.update(books_of(held["engine"])), **how)
+    liar = Liar(
+        case.policy(), fault, at, seed, lambda: held.update(books_of(held["engine"])), **how
+    )
     engine = held["engine"] = case.engine(liar)
     notes = liar._notes
     notes["coming"] = [r.request_id for r in case.work if isinstance(r, Request)]
