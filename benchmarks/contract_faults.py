@@ -53,7 +53,8 @@ WHERE: dict[Rule, tuple[str, ...]] = {  # kinds of replays that have what a rule
 }
 BY_RULE: dict[Rule, list[Fault]] = defaultdict(list)
 for _fault in FAULTS.values():
-    BY_RULE[_fault.rules[0]].append(_fault)
+    if _fault.rules:
+        BY_RULE[_fault.rules[0]].append(_fault)
 VERDICTS = ("refused", "by another rule", "meant nothing", "WRONG")
 
 

@@ -293,7 +293,7 @@ def lie(case: Case, fault: Fault, at: int, seed: int, **how: Any) -> Told:
         case.policy(), fault, at, seed, lambda: held.update(books_of(held["engine"])), **how
     )
     engine = held["engine"] = case.engine(liar)
-    notes = liar._notes
+    notes = liar.notes
     notes["coming"] = [r.request_id for r in case.work if isinstance(r, Request)]
     notes["left"] = engine.ends.tokens_left
 

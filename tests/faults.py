@@ -142,7 +142,7 @@ class Liar:
     ) -> None:
         self.prefix_caching = getattr(policy, "prefix_caching", False)
         self._policy, self._lie, self._at = policy, lie, at
-        self._rng, self._notes = random.Random(seed), dict[str, Any]()
+        self._rng, self.notes = random.Random(seed), dict[str, Any]()
         self._before, self._is_stubborn = before, is_stubborn
         self.asked = self.lies = 0
 
@@ -155,7 +155,7 @@ class Liar:
         if self._lie.is_written:
             self._before()
             self.lies += 1  # taken back where there is nothing to write to
-        found = self._lie.make(Scene(view, honest, self._rng, self._notes))
+        found = self._lie.make(Scene(view, honest, self._rng, self.notes))
         if self._lie.is_written:
             if found is None:
                 self.lies -= 1
@@ -170,7 +170,7 @@ class Liar:
         return None if found is NOTHING else found
 
     def _remember(self, view: View) -> None:
-        jobs = self._notes.setdefault("jobs", {})
+        jobs = self.notes.setdefault("jobs", {})
         for job in (*view.serving, *view.waiting, *view.training):
             jobs[job.job_id] = job
 
