@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from engine.checks import STATES
@@ -77,6 +77,23 @@ class Balance:
         self._known[place] = (before or 0) + nbytes
         if self._trials and (trial := self._trial(place)):
             trial.take(place, nbytes // self._page_nbytes)
+
+    def grow_all(self, grows: Sequence[Grow]) -> None:
+        """Takes bytes for each of these, in their order. Raises Shortage as `grow`."""
+        if self._trials:
+            for op in grows:
+                self.grow(op.place, op.nbytes)
+            return
+        room, known, held = self.room_bytes, self._known, self._held
+        for place, nbytes, _, _ in grows:
+            pool = place[1:]
+            if (left := room[pool] - nbytes) < 0:
+                raise Shortage(place, -left)
+            room[pool] = left
+            before = known.get(place, UNKNOWN)
+            if before == UNKNOWN:
+                before = held.get(place)
+            known[place] = (before or 0) + nbytes
 
     def share(self, op: Share) -> None:
         """Starts a place on pages; those that nobody holds take room. Shortage as in `grow`."""

@@ -21,6 +21,8 @@ class Course(NamedTuple):
 
 
 ONCE = Course(1)
+Said = tuple[tuple[object, ...], View, int, tuple[tuple[int, tuple[Slice, ...]], ...], Plan]
+_said: Said | None = None  # the last answer of `course`
 
 
 def decodes_before_prompts(slices: Sequence[Slice], known: int) -> int:
@@ -31,7 +33,20 @@ def decodes_before_prompts(slices: Sequence[Slice], known: int) -> int:
     return count
 
 
+def last_said() -> Said | None:
+    """What `course` has said last: operations, state, steps, later slices, plan."""
+    return _said
+
+
 def course(plan: Plan, view: View, appends: bool) -> Course:
+    """For how many steps a plan holds, and how it goes on: see `_course`."""
+    global _said
+    found = _course(plan, view, appends)
+    _said = (plan.ops, view, found[0], found[1], plan)
+    return found
+
+
+def _course(plan: Plan, view: View, appends: bool) -> Course:
     """How a plan goes on if nobody arrives, ends or comes in.
 
     All in service must have a slice: single tokens, and behind them prompts, the last perhaps cut

@@ -73,8 +73,7 @@ class Draft:
 
     def grow_all(self, grows: Sequence[Grow]) -> None:
         """Adds bytes to places."""
-        for op in grows:
-            self._balance.grow(op.place, op.nbytes)
+        self._balance.grow_all(grows)
         self._ops += grows
 
     def free(self, place: Place) -> None:

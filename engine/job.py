@@ -151,7 +151,7 @@ class Job:
         object.__setattr__(self, "_computed", self._computed + clock)
         object.__setattr__(self, "_pace", pace)
 
-    def moves_with(self, pace: Pace) -> bool:
+    def moves_with(self, pace: Pace | None) -> bool:
         """Whether it gets a token whenever they do."""
         return self._pace is pace
 

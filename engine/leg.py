@@ -76,15 +76,18 @@ def legs(repeat: Repeat, count: int, reach: Callable[[], int]) -> Iterator[Leg]:
     samples: tuple[bool, ...] = ()
     steps = 0
     while first < count and (wanted := reach()) > 0:
-        if first:
+        if first and tail:
             contexts = list(map(add, contexts, map(mul, itertools.repeat(steps), tokens)))
             known = list(map(add, known, map(mul, itertools.repeat(steps), samples)))
         part, until = repeat.part(repeat.done + first)
         steps = min(wanted, min(count, until - repeat.done) - first)
-        tokens = tuple(map(_tokens, part))
-        samples = tuple(map(eq, map(add, contexts, tokens), known))
         now = cohort.ahead(first, contexts)
-        pieces = Pieces(ids, ones + tokens, now, trues + samples, tables)
+        if part:
+            tokens = tuple(map(_tokens, part))
+            samples = tuple(map(eq, map(add, contexts, tokens), known))
+            pieces = Pieces(ids, ones + tokens, now, trues + samples, tables)
+        else:
+            pieces = Pieces(ids, ones, now, trues, tables)
         op = repeat.launch(part, repeat.done + first)
         yield Leg(first, steps, op, pieces, Launch(op, (), pieces))
         first += steps

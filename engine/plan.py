@@ -8,7 +8,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.members import plain
+from engine.members import plain, stored_by_slot
 
 if TYPE_CHECKING:
     from engine.job import Job
@@ -281,3 +281,6 @@ class Plan:
     def until(self, step: int) -> int:
         """The step at which the last slices become others or the plan ends."""
         return min([self.repeats, *(first for first, _ in self.later if first > step)])
+
+
+stored_by_slot(Compute, Copy, Free, Plan)

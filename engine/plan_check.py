@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from engine.balance import Shortage
-from engine.cohort import Cohort
 from engine.contract import ContractError, Rule
 from engine.job import Job
 from engine.ledger import Ledger
@@ -35,6 +34,8 @@ from engine.plan import (
 )
 from engine.roster import Roster
 from engine.standing import Standing
+from engine.stretch import base_of
+from engine.view import View
 
 WHOLE = (Work.FORWARD, None, 0, 0, False)  # a slice of serving, but for its job and tokens
 OPERATIONS = (Compute, Copy, Collective, Grow, GrowCycle, Share, Free)
@@ -64,7 +65,8 @@ class PlanCheck:
     ) -> None:
         self._ledger, self._roster, self._standing = ledger, roster, standing
         self._tokens_left, self._lanes, self._is_routed = tokens_left, lanes, is_routed
-        self._page = ledger.page
+        self._page, self._tables, self._open = ledger.page, ledger.pages, ledger.open
+        self._jobs = roster.jobs
         self._filled: dict[Place, int] = {}
 
     def left(self, job: Job) -> None:
@@ -73,13 +75,16 @@ class PlanCheck:
             for place in [p for p in self._filled if p.region.owner == job.job_id]:
                 del self._filled[place]
 
-    def check(self, plan: Any, device: int) -> None:
-        """Raises ContractError where a policy's answer for a device breaks a rule."""
+    def check(self, plan: Any, device: int, view: View | None = None) -> None:
+        """Raises ContractError where a policy's answer to a view of a device breaks a rule."""
         if not isinstance(plan, Plan):
             raise ContractError(Rule.ANSWER, f"{_named(plan)} is no plan: return a Plan")
         try:
-            if not self._is_usual(plan, device):
+            base = plan if view is None or plan.repeats == 1 else base_of(plan, view)
+            if base is None or not self._is_usual(base, device):
                 self._walk(plan, device)
+            elif base is plan:
+                self._ledger.expect(plan)
         except Shortage as error:
             raise ContractError(Rule.ROOM, str(error), error.place.region.owner) from error
         except (TypeError, ValueError, AttributeError, LookupError) as error:
@@ -87,129 +92,58 @@ class PlanCheck:
 
     # ---- plans of the usual form
     def _is_usual(self, plan: Plan, device: int) -> bool:
-        """Whether a plan is growth and one launch that serves, and keeps all rules."""
+        """Whether a plan of one step is growth and one launch that serves, and keeps all rules."""
         ops = plan.ops
-        if not ops or plan.restart or plan.refuse or type(ops) is not tuple:
+        if not ops or plan.restart or plan.refuse or plan.later or plan.repeats != 1:
             return False
         launch = ops[-1]
-        if (
-            not isinstance(launch, Compute)
-            or launch.reads
-            or launch.after
-            or launch.again
-            or launch.device != device
-            or launch.on not in self._lanes
-            or launch in self._ledger.open
-        ):
+        if type(launch) is not Compute or launch.on not in self._lanes:
             return False
-        slices, writes, cohort = launch.slices, launch.writes, self._standing.cohort
-        lead = self._lead(launch)
-        if len(slices) != len(writes) or not slices:
+        if launch.reads or launch.after or launch.again or launch.device != device:
             return False
-        if plan.repeats == 1 and not plan.later:
-            return self._is_usual_step(plan, lead, cohort, device)
-        return self._is_usual_run(plan, lead, cohort, device)
-
-    def _lead(self, launch: Compute) -> int:
-        """How many decodes lead a launch as they led the one before: all of the cohort, or none."""
-        cohort = self._standing.cohort
-        if cohort is None:
-            return 0
-        n, slices, writes = len(cohort.jobs), launch.slices, launch.writes
-        return n if slices[:n] == cohort.slices and writes[:n] == cohort.places else 0
-
-    def _is_usual_step(self, plan: Plan, lead: int, cohort: Cohort | None, device: int) -> bool:
-        ops, page_nbytes = plan.ops, self._page.nbytes
+        slices, writes, page_nbytes = launch.slices, launch.writes, self._page.nbytes
+        n, cohort, lead, taken = len(slices), self._standing.cohort, 0, 0
+        if len(writes) != n or not n or launch in self._open or self._is_routed:
+            return False
+        if cohort is not None and self._standing.leads(launch):
+            if cohort.turns is None:
+                return False
+            full = cohort.turns[cohort.clock % self._page.tokens]
+            lead, taken = len(cohort.jobs), len(full)
+            if full and ops[:taken] != full:
+                return False
+        room = self._ledger.room_of((Tier.GPU, device)) - taken * page_nbytes
         grown: dict[Place, int] = {}
-        total = 0
-        for op in ops[:-1]:
+        for op in ops[taken:-1]:
             if type(op) is not Grow:
                 return False
             place, nbytes, first, every = op
             if first or every or type(nbytes) is not int or nbytes <= 0 or nbytes % page_nbytes:
                 return False
             grown[place] = grown.get(place, 0) + nbytes
-            total += nbytes
-        if total > self._ledger.room_of((Tier.GPU, device)):
+            room -= nbytes
+        if room < 0 or (lead + 1 < n and not _are_distinct(slices, lead)):
             return False
-        if lead and cohort is not None:
-            if cohort.turns is None:
+        for i in range(lead, n):
+            piece, place = slices[i], writes[i]
+            if type(piece) is not Slice or piece[2:] != WHOLE or place in self._filled:
                 return False
-            for op in cohort.turns[cohort.clock % self._page.tokens]:
-                if grown.pop(op.place, 0) < page_nbytes:
-                    return False
-        launch = ops[-1]
-        assert isinstance(launch, Compute)
-        for i in range(lead, len(launch.slices)):
-            if not self._fits(launch.slices[i], launch.writes[i], cohort, device, grown):
+            job, tokens = piece[0], piece[1]
+            number, table = job.job_id, self._tables.get(place)
+            if self._jobs.get(number) is not job or job.training is not None:
                 return False
-        if grown or not _are_distinct(launch.slices, lead):
-            return False
-        self._ledger.expect(plan)
-        return True
-
-    def _fits(
-        self,
-        piece: Slice,
-        place: Place,
-        cohort: Cohort | None,
-        device: int,
-        grown: dict[Place, int],
-    ) -> bool:
-        """Whether a slice of a single step keeps the rules, its place grown by so many bytes."""
-        if not self._is_served(piece, place, cohort, device):
-            return False
-        table, nbytes = self._ledger.pages.get(place), grown.pop(place, 0)
-        pages = nbytes // self._page.nbytes + (0 if table is None else len(table))
-        context = piece[0].computed_tokens
-        if context and table is None:
-            return False
-        return context + piece[1] <= pages * self._page.tokens
-
-    def _is_served(self, piece: Slice, place: Place, cohort: Cohort | None, device: int) -> bool:
-        """Whether a slice serves a job of the device, which is no decode of the cohort, from its
-        own place, which follows it."""
-        if type(piece) is not Slice or piece[2:] != WHOLE:
-            return False
-        job, tokens = piece[0], piece[1]
-        return (
-            isinstance(job, Job)
-            and self._roster.jobs.get(job.job_id) is job
-            and job.training is None
-            and type(tokens) is int
-            and 0 < tokens <= job.remaining_tokens
-            and place == kv_place(job.job_id, Tier.GPU, device)
-            and place not in self._filled
-            and not (cohort is not None and job.moves_with(cohort))
-            and not (self._is_routed and job.device != device)
-        )
-
-    def _is_usual_run(self, plan: Plan, lead: int, cohort: Cohort | None, device: int) -> bool:
-        ops = plan.ops
-        grows: dict[Place, list[Grow]] = {}
-        for i, op in enumerate(ops[:-1]):
-            if type(op) is GrowCycle:
-                if i or not lead or op is not self._standing.shown:
-                    return False
-            elif type(op) is Grow:
-                if not self._is_growth(op):
-                    return False
-                grows.setdefault(op.place, []).append(op)
-            else:
+            if place != kv_place(number, Tier.GPU, device) or job.moves_with(cohort):
                 return False
-        if lead and type(ops[0]) is not GrowCycle:
-            return False
-        launch = ops[-1]
-        assert isinstance(launch, Compute)
-        slices, writes = launch.slices, launch.writes
-        if not _is_course(plan, lead):
-            return False
-        for i in range(lead, len(slices)):
-            if not self._is_served(slices[i], writes[i], cohort, device):
+            context, pages = job.computed_tokens, grown.pop(place, 0) // page_nbytes
+            if table is not None:
+                pages += len(table)
+            elif context:
                 return False
-            if self._lack(plan, i, grows.pop(writes[i], ())) is not None:
+            if type(tokens) is not int or not 0 < tokens <= job.remaining_tokens:
                 return False
-        return not grows and _are_distinct(slices, lead)
+            if context + tokens > pages * self._page.tokens:
+                return False
+        return not grown
 
     def _is_growth(self, op: Grow) -> bool:
         _, nbytes, first, every = op
@@ -551,15 +485,15 @@ class _Walk:
 
     def _to_look_at(self, op: Compute, served: Sequence[Slice]) -> Sequence[Slice]:
         """All but the decodes that go on as they were: they have room in their last pages."""
-        cohort, lead = self._check._standing.cohort, self._check._lead(op)
-        if cohort is None or not lead or cohort.turns is None:
+        cohort = self._check._standing.cohort
+        if cohort is None or cohort.turns is None or not self._check._standing.leads(op):
             return served
         moved = {place.region.owner for place in self._pages}
         full = cohort.turns[cohort.clock % self._page.tokens]
         moved.update([due.place.region.owner for due in full])
         moved &= {*cohort.ids}
         looked = [op.slices[cohort.ids.index(number)] for number in moved]
-        return [*looked, *[s for s in op.slices[lead:] if s.job.training is None]]
+        return [*looked, *[s for s in op.slices[len(cohort.jobs) :] if s.job.training is None]]
 
     def _serve(self, piece: Slice, written: Collection[Place]) -> None:
         job, number = piece.job, piece.job.job_id

@@ -63,7 +63,7 @@ class Questions:
         view = self._view(device)
         try:
             plan = self._policy.plan(view)
-            self._check.check(plan, device)
+            self._check.check(plan, device, view)
         except ContractError as error:
             raise self._located(error, device) from error.__cause__
         except Exception as error:

@@ -55,6 +55,7 @@ class Standing:
         self._tables, self._tokens_left = tables, tokens_left
         self._last: Repeat | None = None  # also when it does not hold any more
         self.cohort: Cohort | None = None  # of the last plan
+        self._led: Compute | None = None  # a launch that the cohort leads, as `leads` has seen
         self.shown: GrowCycle | None = None  # of the cohort, as a View has it
         self.repeat: Repeat | None = None
 
@@ -69,8 +70,9 @@ class Standing:
             return None
         cohort, has_cycle = self.cohort, isinstance(cycle, GrowCycle)
         if cohort is not None and plan.repeats == 1:  # else it takes from nobody
-            _part(cohort, plan)
-        if cohort is None or not _leads(cohort, launch) or (has_cycle and cohort.turns is None):
+            self._part(cohort, plan)
+        is_led = launch is self._led or (cohort is not None and _leads(cohort, launch))
+        if cohort is None or not is_led or (has_cycle and cohort.turns is None):
             cohort = Cohort(self._page)
         lead = len(cohort.jobs)
         jobs = list(map(_job, launch.slices[lead:]))
@@ -85,6 +87,14 @@ class Standing:
             cohort.turns = None
         return Repeat(plan, cohort)
 
+    def _part(self, cohort: Cohort, plan: Plan) -> None:
+        """A job that loses its memory or is refused is in the cohort no more."""
+        gone = {job.job_id for job in (*plan.restart, *plan.refuse)}
+        gone.update([op.place.region.owner for op in plan.ops if isinstance(op, Free)])
+        for owner in gone.intersection(cohort.ids):
+            cohort.leave(cohort.ids.index(owner))
+            self._led = None
+
     def _join(self, cohort: Cohort, jobs: Sequence[Job], places: Sequence[Place]) -> bool:
         """Whoever decodes, up to the first who does not, comes into the cohort; if anybody does."""
         if not jobs or jobs[0].is_prefilling:
@@ -97,6 +107,14 @@ class Standing:
         job, place = pair
         is_own = place.region.owner == job.job_id and place in self._tables  # and here already
         return is_own and not job.is_prefilling
+
+    def leads(self, launch: Compute) -> bool:
+        """Whether the decodes of the last plan, in its order, are the first of a launch."""
+        cohort = self.cohort
+        if cohort is None or not cohort.jobs or not _leads(cohort, launch):
+            return False
+        self._led = launch
+        return True
 
     def drop(self) -> None:
         """Something happened: the policy has to be asked."""
@@ -134,14 +152,6 @@ class Standing:
         if self.shown is None or not all([job.is_prefilling for job in rest]):
             return None
         return Decodes(cohort.slices, cohort.places, self.shown)
-
-
-def _part(cohort: Cohort, plan: Plan) -> None:
-    """Whoever loses his memory or is refused is in the cohort no more."""
-    gone = {job.job_id for job in (*plan.restart, *plan.refuse)}
-    gone.update([op.place.region.owner for op in plan.ops if isinstance(op, Free)])
-    for owner in gone.intersection(cohort.ids):
-        cohort.leave(cohort.ids.index(owner))
 
 
 def _grows_in_turn(plan: Plan, cohort: Cohort) -> bool:

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from engine.decodes import Decodes
 from engine.job import Job
 from engine.layout import Layout
+from engine.members import stored_by_slot
 from engine.plan import Op, PageSize, Place, Pool, Slice, Work
 from engine.trial import Trial
 
@@ -93,3 +94,6 @@ class View:
     def room(self, pool: Pool) -> int:
         """Bytes that can be taken, some of them only after a wait."""
         return self.free_bytes[pool] + self.coming_bytes[pool]
+
+
+stored_by_slot(View)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from engine.draft import Draft
 from engine.job import Job
 from engine.plan import Kind, Place, Plan, Slice, Tier, kv_place
+from engine.stretch import has_prompt, stretched
 from engine.view import View
-from policies.stretch import has_prompt, stretched
 
 Demand = Callable[[Slice], int]  # bytes of KV that a job must hold to run a slice
 Preempt = Callable[[Draft, Job], None]  # takes all of a job's KV off the device

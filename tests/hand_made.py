@@ -122,7 +122,7 @@ class HandMade:
         """Takes a job's memory; its tokens must be computed again."""
         self._give(GPU, self.pages[job_id])
         self.pages[job_id] = []
-        self.jobs[job_id].computed_tokens = 0
+        self.jobs[job_id].compute_from(0)
 
     def swap(self, job_id: int, src: Tier, dst: Tier) -> None:
         """Copies a job's pages to the other tier and leaves rubbish where they were."""

@@ -7,9 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from engine.course import FOREVER, decodes_before_prompts
+from engine.course import FOREVER, decodes_before_prompts, last_said
 from engine.plan import Compute, Grow, GrowCycle, PageSize, Plan, Tier
 from engine.view import View
+
+_made: tuple[Plan, Plan, View] | None = None  # the last repeated plan, of which one, and when
 
 
 def stretched(plan: Plan, view: View, count: int, spare_pages: int) -> Plan:
@@ -31,10 +33,32 @@ def stretched(plan: Plan, view: View, count: int, spare_pages: int) -> Plan:
     for i in range(num_decodes, len(launch.slices)):
         grows += _of_prompt(plan, i, view, count, grown)
     free = view.room((Tier.GPU, view.device)) // page.nbytes - spare_pages
-    count = min(count, _steps(grows, free, page))
-    if count < 2:
+    steps = min(count, _steps(grows, free, page))
+    if steps < 2:
         return replace(plan, later=())
-    return Plan((*grows, launch), repeats=count, later=plan.later)
+    made = Plan((*grows, launch), repeats=steps, later=plan.later)
+    _vouch(made, plan, view, count)
+    return made
+
+
+def _vouch(made: Plan, plan: Plan, view: View, count: int) -> None:
+    """Remembers what a repeated plan was made of, if for no more than `course` has said of it."""
+    global _made
+    _made, said = None, last_said()
+    if said is not None:
+        ops, seen, steps, later, base = said
+        if ops is plan.ops and seen is view and plan.later is later and count <= steps:
+            _made = (made, base, view)
+
+
+def base_of(plan: Plan, view: View) -> Plan | None:
+    """The plan of one step that `stretched` has made a repeated one of, in this state.
+
+    If that keeps the rules, so does the repeated one. None where it was made otherwise.
+    """
+    if _made is None or _made[0] is not plan or _made[2] is not view:
+        return None
+    return _made[1]
 
 
 def _steps(grows: Sequence[Grow | GrowCycle], free: int, page: PageSize) -> int:
