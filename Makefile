@@ -17,12 +17,13 @@ OUT ?= outputs/gpu
 JOBS ?= 2
 KERNELS_VENV ?= .venv-kernels
 ENGINES_VENV := .venv-engines
+SERVE_VENV := .venv-serve
 SHARED ?= $(or $(TANDEM_SHARED),../shared)
 
 # Bytecode that is not kept would be made anew at every start: 5 s for torch and transformers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all kernels check engines bench claims gpu gpu-site clean compiled another-torch
+.PHONY: help setup demo test test-all kernels serve check engines bench claims gpu gpu-site clean compiled another-torch
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,6 +57,18 @@ $(KERNELS_VENV)/.ready: $(STAMP)
 	@$(BIN)/python -m pip --python $(KERNELS_VENV)/bin/python install -qq --no-compile \
 		--disable-pip-version-check 'triton==3.6.0' 'numpy<2.4'
 	@own=$$($(KERNELS_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])') \
+		&& $(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$own/tandem.pth
+	@touch $@
+
+serve: $(SERVE_VENV)/.ready ## a trace against transformers' own server, which it starts and ends
+	@$(BIN)/python -m pytest tests/test_openai_real.py $(ARGS)
+
+# What `transformers serve` needs beside transformers (the extra `serve`); all else is $(VENV)'s.
+$(SERVE_VENV)/.ready: $(STAMP)
+	@$(BIN)/python -m venv --clear --without-pip $(SERVE_VENV)
+	@$(BIN)/python -m pip --python $(SERVE_VENV)/bin/python install -qq --no-compile \
+		--disable-pip-version-check fastapi uvicorn 'openai>=1.98' 'pydantic>=2' rich
+	@own=$$($(SERVE_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])') \
 		&& $(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$own/tandem.pth
 	@touch $@
 
@@ -101,5 +114,5 @@ gpu: ## on a GPU machine, from a bare checkout: tests, fidelity, its report, ste
 	@PYTHONPATH=.gpu-site:. OUT='$(OUT)' $${PYTHON:-python3} -m tandem.gpu $(ARGS)
 
 clean: ## remove the environment, caches and results
-	rm -rf $(VENV) $(KERNELS_VENV) $(ENGINES_VENV) .gpu-site .pytest_cache .mypy_cache .ruff_cache .hypothesis outputs multirun
+	rm -rf $(VENV) $(KERNELS_VENV) $(ENGINES_VENV) $(SERVE_VENV) .gpu-site .pytest_cache .mypy_cache .ruff_cache .hypothesis outputs multirun
 	rm -rf *.egg-info build dist && find . -name __pycache__ -type d -prune -exec rm -rf {} +

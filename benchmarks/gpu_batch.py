@@ -57,7 +57,7 @@ class Batch:
             samples = tokens == job.remaining_tokens
             slices.append(Slice(job, tokens))
             pieces.append(Piece(job.job_id, tokens, context, samples, self.pages[job.job_id]))
-            job.advance(tokens, int(samples))
+            job._advance(tokens, int(samples))
         return Launch(Compute(tuple(slices)), pieces=tuple(pieces))
 
     def run(self, wanted: Wanted) -> None:

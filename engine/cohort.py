@@ -62,7 +62,7 @@ class Cohort(Pace):
         clock, (tokens, nbytes) = self.clock, self.page
         for job, place in jobs:
             context, table = job.computed_tokens, tables[place]
-            job.move_with(self)
+            job._move_with(self)
             self.jobs = [*self.jobs, job]
             self.ids += (job.job_id,)
             self.slices += (one_token(job),)
@@ -89,7 +89,7 @@ class Cohort(Pace):
             at = [op.place for op in self.turns[turn]].index(place)
             self.turns[turn] = self.turns[turn][:at] + self.turns[turn][at + 1 :]
             self.growing[turn] = self.growing[turn][:at] + self.growing[turn][at + 1 :]
-        self.jobs[i].move_with(ALONE)
+        self.jobs[i]._move_with(ALONE)
         self.past -= self.contexts[i]
         self.jobs = self.jobs[:i] + self.jobs[i + 1 :]
         self.ids = self.ids[:i] + self.ids[i + 1 :]

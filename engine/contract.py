@@ -13,7 +13,7 @@ class Rule(StrEnum):
 
     ANSWER = "answer"  # a policy answers with a Plan whose fields have the types of the contract
     READ_ONLY = "read only"  # a policy changes nothing that it is shown
-    JOB = "job"  # slices name jobs that wait or are in service on the plan's device
+    JOB = "job"  # slices and KV are those of jobs that wait or are in service on the device
     ONCE = "once"  # a launch serves each job once
     RESTART = "restart"  # names jobs in service, none twice, none with a slice in the plan
     REFUSE = "refuse"  # names unfinished jobs, none twice, none with a slice in the plan

@@ -37,10 +37,10 @@ class Door:
         engine, job = self._engine, Job.serving(item, arrival_ns)
         if engine.fleet is not None:
             if item.prompt_ids is not None:
-                job.name_prefix(Chain(item, engine.page.tokens).of_prompt())
+                job._name_prefix(Chain(item, engine.page.tokens).of_prompt())
             engine.fleet.assign(job)
         elif engine.devices == 1:
-            job.route(0)
+            job._route(0)
         engine.ends.expect(job, item.output_tokens)
         engine.recorder.arrived(item, arrival_ns, job.device)
         if engine.reuse is not None:

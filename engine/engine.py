@@ -146,6 +146,7 @@ class Engine:
         training = [(i, recorder.steps_of(i.job_id)) for i in items if isinstance(i, TrainingJob)]
         outcomes, held = recorder.outcomes.values(), self.ledger.held_bytes
         check_end(outcomes, training, held, self.ledger.ended, self.forced)
+        self.ledger.conserved()
 
     # ---- the loop
     def _serve(self) -> Generator[simpy.Event, Any, None]:

@@ -54,7 +54,7 @@ class Fleet:
                 f"router {name} sends request {job.job_id} to replica {replica!r}, but there are "
                 f"{len(self)}: it must name one of 0 to {len(self) - 1}"
             )
-        job.route(replica)
+        job._route(replica)
         list.__setitem__(self.assigned, replica, self.assigned[replica] + 1)
         self._outstanding[replica][job.job_id] = job
         self._chains.note(_chain(job), replica)

@@ -134,36 +134,36 @@ class Job:
         """Known tokens in the KV pages."""
         return self._computed + self._pace.clock
 
-    def compute_from(self, tokens: int) -> None:
+    def _compute_from(self, tokens: int) -> None:
         """So many are in the KV pages: those that were found there, or none after a restart."""
         object.__setattr__(self, "_computed", tokens - self._pace.clock)
 
-    def advance(self, computed_tokens: int, new_tokens: int) -> None:
+    def _advance(self, computed_tokens: int, new_tokens: int) -> None:
         """So many more are in the KV pages, and so many more are known."""
         object.__setattr__(self, "_computed", self._computed + computed_tokens)
         if new_tokens:
             object.__setattr__(self, "_known", self._known + new_tokens)
 
-    def move_with(self, pace: Pace) -> None:
+    def _move_with(self, pace: Pace) -> None:
         """From now on it gets a token whenever they do."""
         clock = self._pace.clock - pace.clock
         object.__setattr__(self, "_known", self._known + clock)
         object.__setattr__(self, "_computed", self._computed + clock)
         object.__setattr__(self, "_pace", pace)
 
-    def moves_with(self, pace: Pace | None) -> bool:
+    def _moves_with(self, pace: Pace | None) -> bool:
         """Whether it gets a token whenever they do."""
         return self._pace is pace
 
-    def record(self, tokens: int) -> None:
+    def _record(self, tokens: int) -> None:
         """Activations of so many more are kept."""
         object.__setattr__(self, "recorded_tokens", self.recorded_tokens + tokens)
 
-    def route(self, device: int) -> None:
+    def _route(self, device: int) -> None:
         """A replica is to serve it."""
         object.__setattr__(self, "device", device)
 
-    def name_prefix(self, prefix_ids: tuple[int, ...]) -> None:
+    def _name_prefix(self, prefix_ids: tuple[int, ...]) -> None:
         """What its prompt begins with is known by these names."""
         object.__setattr__(self, "prefix_ids", prefix_ids)
 

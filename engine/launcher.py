@@ -104,7 +104,7 @@ class Launcher:
             if not self._roster.has_started(job):
                 self._start(job)
             for leg in run.legs:
-                job.advance(leg.steps * leg.pieces.tokens[i], leg.steps * leg.pieces.samples[i])
+                job._advance(leg.steps * leg.pieces.tokens[i], leg.steps * leg.pieces.samples[i])
             if self._ends.tokens_left(job) <= 0:
                 done.append(job)
         if reuse is not None:

@@ -16,6 +16,7 @@ from engine.ledger import Ledger
 from engine.page_need import Part, first_lack, parts_of
 from engine.plan import (
     HOST_LANE,
+    SHARED_OWNER,
     Collective,
     Compute,
     Copy,
@@ -79,6 +80,8 @@ class PlanCheck:
         """Raises ContractError where a policy's answer to a view of a device breaks a rule."""
         if not isinstance(plan, Plan):
             raise ContractError(Rule.ANSWER, f"{_named(plan)} is no plan: return a Plan")
+        if type(plan.repeats) is not int or plan.repeats < 1:
+            raise ContractError(Rule.REPEATS, f"repeats is {plan.repeats!r}: 1 or more, and whole")
         try:
             base = plan if view is None or plan.repeats == 1 else base_of(plan, view)
             if base is None or not self._is_usual(base, device):
@@ -87,14 +90,14 @@ class PlanCheck:
                 self._ledger.expect(plan)
         except Shortage as error:
             raise ContractError(Rule.ROOM, str(error), error.place.region.owner) from error
-        except (TypeError, ValueError, AttributeError, LookupError) as error:
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             raise ContractError(Rule.ANSWER, f"a plan that cannot be read: {error}") from error
 
     # ---- plans of the usual form
     def _is_usual(self, plan: Plan, device: int) -> bool:
         """Whether a plan of one step is growth and one launch that serves, and keeps all rules."""
         ops = plan.ops
-        if not ops or plan.restart or plan.refuse or plan.later or plan.repeats != 1:
+        if not ops or plan.restart or plan.refuse or plan.later or plan.wake_ns is not None:
             return False
         launch = ops[-1]
         if type(launch) is not Compute or launch.on not in self._lanes:
@@ -103,7 +106,9 @@ class PlanCheck:
             return False
         slices, writes, page_nbytes = launch.slices, launch.writes, self._page.nbytes
         n, cohort, lead, taken = len(slices), self._standing.cohort, 0, 0
-        if len(writes) != n or not n or launch in self._open or self._is_routed:
+        if type(slices) is not tuple or type(writes) is not tuple or len(writes) != n or not n:
+            return False
+        if launch in self._open or self._is_routed:
             return False
         if cohort is not None and self._standing.leads(launch):
             if cohort.turns is None:
@@ -132,7 +137,7 @@ class PlanCheck:
             number, table = job.job_id, self._tables.get(place)
             if self._jobs.get(number) is not job or job.training is not None:
                 return False
-            if place != kv_place(number, Tier.GPU, device) or job.moves_with(cohort):
+            if place != kv_place(number, Tier.GPU, device) or job._moves_with(cohort):
                 return False
             context, pages = job.computed_tokens, grown.pop(place, 0) // page_nbytes
             if table is not None:
@@ -231,6 +236,27 @@ class PlanCheck:
             self._check_place(op.place, device)
             if isinstance(op, Grow):
                 self._check_grow(op)
+            elif isinstance(op, Share):
+                self._check_share(op)
+            elif op.place.region.owner == SHARED_OWNER:
+                raise ContractError(Rule.JOB, f"free of {op.place}, which belongs to no job")
+
+    def _check_share(self, op: Share) -> None:
+        """Rule SHARE, as far as it can be said before the dry run."""
+        number, sharing = op.place.region.owner, self._ledger.sharing.get(op.place.pool)
+        job = self._jobs.get(number)
+        if job is None or job.training is not None or sharing is None:
+            raise ContractError(
+                Rule.SHARE, "pages are shared for a job that is there, with prefix caching", number
+            )
+        if type(op.pages) is not tuple or not op.pages or len({*op.pages}) != len(op.pages):
+            raise ContractError(Rule.SHARE, "shared pages are a tuple, and none is twice", number)
+        if len(op.pages) * self._page.tokens >= job.known_tokens:
+            raise ContractError(Rule.SHARE, "its last token must be computed", number)
+        if wrong := sharing.cache.wrong(job, op.pages):
+            raise ContractError(
+                Rule.SHARE, f"it would start on pages {wrong}, which hold other tokens", number
+            )
 
     def _check_grow(self, op: Grow) -> None:
         nbytes, is_kv = op.nbytes, op.place.region.kind is Kind.KV
@@ -297,15 +323,30 @@ class PlanCheck:
         if not _is_course(plan, 0):
             raise ContractError(Rule.REPEATS, "`later` names the last slices at growing steps")
         grows = self._growth(plan, device)
+        turns = plan.ops[0] if isinstance(plan.ops[0], GrowCycle) else None
         for i, (piece, place) in enumerate(zip(launch.slices, launch.writes, strict=True)):
             number = piece.job.job_id
+            self._check_slice(piece, piece.job.remaining_tokens)
             if place != kv_place(number, Tier.GPU, device):
                 raise ContractError(Rule.OWN_KV, f"{place} is written in its stead", number)
-            if (lack := self._lack(plan, i, grows.pop(place, ()))) is not None:
+            own = grows.pop(place, [])
+            if turns is not None:
+                self._check_turn(piece.job, place, own, turns)
+            if (lack := self._lack(plan, i, own)) is not None:
                 raise ContractError(*lack, number)
         for place in grows:
             raise ContractError(Rule.REPEATS, f"{place} grows without a slice", place.region.owner)
         _Walk(self, plan.at(0), device).walk()
+
+    def _check_turn(self, job: Job, place: Place, own: list[Grow], turns: GrowCycle) -> None:
+        """A cycle has all decodes that lead, each a page whenever its last one is full."""
+        held = len(self._tables.get(place, ())) * self._page.tokens
+        full = Grow(place, self._page.nbytes, held - job.computed_tokens, self._page.tokens)
+        in_turns = [op for due in turns.by_step for op in due if op.place == place]
+        if in_turns and (len(in_turns) > 1 or own[0] != full or job.is_prefilling):
+            raise ContractError(
+                Rule.REPEATS, "a GrowCycle grows decodes as their pages are full", job.job_id
+            )
 
     def _growth(self, plan: Plan, device: int) -> dict[Place, list[Grow]]:
         """What each place takes, and when."""
@@ -424,18 +465,9 @@ class _Walk:
     def _share(self, op: Share) -> None:
         place, number = op.place, op.place.region.owner
         job, tokens = self._jobs.get(number), len(op.pages) * self._page.tokens
-        if job is None or job.training is not None:
-            raise ContractError(Rule.SHARE, "pages are shared for a job that is not there", number)
-        if self._computed_of(job) or number not in self._sliced:
+        if job is None or self._computed_of(job) or number not in self._sliced:
             raise ContractError(
                 Rule.SHARE, "a job shares pages where it begins, with a slice behind them", number
-            )
-        if tokens >= job.known_tokens:
-            raise ContractError(Rule.SHARE, "its last token must be computed", number)
-        wrong = self._ledger.sharing[place.pool].cache.wrong(job, op.pages)
-        if wrong:
-            raise ContractError(
-                Rule.SHARE, f"it would start on pages {wrong}, which hold other tokens", number
             )
         self._computed[number] = tokens
         self._tokens[place], self._pages[place] = None, len(op.pages)
@@ -530,10 +562,6 @@ def _check_form(plan: Plan) -> None:
     for name in ("ops", "restart", "refuse", "later"):
         if type(getattr(plan, name)) is not tuple:
             raise ContractError(Rule.ANSWER, f"{name} of a plan is a tuple")
-    if type(plan.repeats) is not int or plan.repeats < 1:
-        raise ContractError(
-            Rule.REPEATS, f"repeats is {plan.repeats!r}: a plan holds for 1 or more"
-        )
     if plan.wake_ns is not None and type(plan.wake_ns) is not int:
         raise ContractError(Rule.ANSWER, f"wake_ns is {plan.wake_ns!r}: whole nanoseconds, or None")
     for op in plan.ops:

@@ -15,8 +15,8 @@ def advance_serving(piece: Slice) -> bool:
     assert tokens > 0 and left >= 0, f"job {job.job_id}: {tokens} tokens, {left + tokens} remain"
     if piece.record:
         assert job.recorded_tokens == job.computed_tokens, "a record is a gapless prefix"
-        job.record(tokens)
-    job.advance(tokens, not left)
+        job._record(tokens)
+    job._advance(tokens, not left)
     return not left
 
 
@@ -24,11 +24,11 @@ def start_behind(job: Job, tokens: int) -> None:
     """A job starts behind tokens that were found computed (prefix caching)."""
     assert not job.computed_tokens, f"job {job.job_id} has begun already"
     assert tokens < job.known_tokens, f"job {job.job_id}: its last token must be computed"
-    job.compute_from(tokens)
+    job._compute_from(tokens)
 
 
 def restart(job: Job) -> None:
     """Forgets what was computed. What was generated is known and counts as prompt now."""
-    job.compute_from(0)
+    job._compute_from(0)
     if job.training is not None:
         job.training.forget()

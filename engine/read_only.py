@@ -10,6 +10,17 @@ from typing import Any, NoReturn, TypeVar
 from engine.contract import ContractError, Rule
 
 Item = TypeVar("Item")
+# What Python says of a write to a proxy, a named tuple, a tuple, or a frozen class with slots.
+WRITES = (
+    "'mappingproxy' object",
+    "can't set attribute",
+    "can't delete attribute",
+    "has no setter",
+    "is read-only",
+    "does not support item assignment",
+    "does not support item deletion",
+    "super(type, obj): obj must be",
+)
 GUARDS = (
     "engine.read_only",
     "engine.job",
@@ -29,10 +40,8 @@ def refuse_write(what: str) -> NoReturn:
 def as_write(error: Exception) -> ContractError | None:
     """The error of a policy as a breach of READ_ONLY, if it is that of a write to frozen data."""
     text = str(error)
-    is_write = isinstance(error, FrozenInstanceError) or (
-        isinstance(error, TypeError | AttributeError) and text.startswith("'mappingproxy' object")
-    )
-    if not is_write:
+    is_write = isinstance(error, TypeError | AttributeError) and any(w in text for w in WRITES)
+    if not is_write and not isinstance(error, FrozenInstanceError):
         return None
     return ContractError(Rule.READ_ONLY, f"{_last_line(error.__traceback__)}: {text}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
-from operator import itemgetter
+from operator import is_, itemgetter
 
 from engine.cohort import Cohort
 from engine.contract import ContractError, Rule
@@ -109,9 +109,14 @@ class Standing:
         return is_own and not job.is_prefilling
 
     def leads(self, launch: Compute) -> bool:
-        """Whether the decodes of the last plan, in its order, are the first of a launch."""
+        """Whether the decodes of the last plan, in its order, are the first of a launch, which has
+        as many slices as writes."""
         cohort = self.cohort
-        if cohort is None or not cohort.jobs or not _leads(cohort, launch):
+        if cohort is None or not 0 < len(cohort.jobs) <= len(launch.writes):
+            return False
+        if not all(map(is_, cohort.slices, launch.slices)):
+            return False
+        if not all(map(is_, cohort.places, launch.writes)):
             return False
         self._led = launch
         return True

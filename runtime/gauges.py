@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ NAMES = {
     "preemptions": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
 }
 SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+([^\s]+)")
-LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+MAX_COUNT = 2**40  # of anything; more is no count
+LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*+)"')  # from the beginning of a word alone
 CACHE = "vllm:cache_config_info"  # its labels say how many blocks there are, and of how many tokens
 
 
@@ -46,10 +48,10 @@ def read_gauges(text: str, at_ns: int) -> Gauges:
                 labels = dict(LABEL.findall(inside))
     said = {ours: _first(values, theirs) for ours, theirs in NAMES.items()}
     usage = said.pop("kv_usage")
-    counts: dict[str, Any] = {k: None if v is None else round(sum(v)) for k, v in said.items()}
+    counts: dict[str, Any] = {name: _count(values) for name, values in said.items()}
     return Gauges(
         at_ns,
-        None if usage is None else sum(usage) / len(usage),
+        _share(usage),
         **counts,
         kv_blocks=_whole(labels.get("num_gpu_blocks")),
         block_tokens=_whole(labels.get("block_size")),
@@ -65,5 +67,18 @@ def _number(text: str) -> float:
     return number if number == number else 0.0
 
 
+def _share(values: list[float] | None) -> float | None:
+    """Their mean; None where that is no share."""
+    mean = math.nan if values is None else sum(values) / len(values)
+    return mean if 0 <= mean <= 1 else None
+
+
+def _count(values: list[float] | None) -> int | None:
+    """Their sum; None where that is no count."""
+    total = math.nan if values is None else sum(values)
+    return round(total) if 0 <= total <= MAX_COUNT else None
+
+
 def _whole(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None
+    is_count = text is not None and re.fullmatch(r"\d{1,9}", text, re.ASCII)
+    return int(text) if text is not None and is_count else None

@@ -12,7 +12,8 @@ from torch.autograd.graph import GradientEdge
 def saved_storages(edge: GradientEdge) -> Iterator[UntypedStorage]:
     """Storages of all tensors that the graph below an edge has saved, some of them repeatedly.
 
-    Not for graphs with hooks on what they save: looking would call these.
+    Not for graphs with hooks on what they save: looking would call these. Nor for graphs that a
+    backward may be running: it frees on its thread what is read here.
     """
     seen, waiting = set[Any](), [edge.node]
     while waiting:
@@ -23,7 +24,7 @@ def saved_storages(edge: GradientEdge) -> Iterator[UntypedStorage]:
         for name in _names(node):
             try:
                 value = getattr(node, name)
-            except RuntimeError:  # a backward on another thread has used it up
+            except RuntimeError:  # used up by an earlier backward
                 continue
             for tensor in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(tensor, Tensor):

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.answer import Answer, Spoilt
+from runtime.answer import Answer, Spoilt, read_json
 from runtime.gauges import Gauges, read_gauges
-from runtime.sse import Address, Exchange, Refused, fetch
+from runtime.sse import Address, Broken, Exchange, Limits, Refused, fetch
 from traces.request import Request
 
 Prompt = Sequence[int] | str
 CONNECT_AHEAD_S = 0.1  # so that making a connection delays no request
 LEAD_S = 0.2  # from the start of the replay to its time 0
 CHECK_S = 10.0  # for an answer of /v1/models and /metrics
+OPTIONAL = ("temperature", "ignore_eos", "stream_options")  # of a body: an answer comes without
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A server and how to ask it. `timeout_s` is for one request, from its sending.
+    """A server and how to ask it. `timeout_s` is for one request, from its sending; `limits` are
+    for what it answers.
 
     `extra` goes into every body (and wins over what we put there; None leaves a key out), `headers`
     into every request. The endpoint `chat` takes prompts as text: one message of the user.
@@ -36,6 +39,7 @@ class Server:
     endpoint: str = "completions"  # or chat
     extra: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:
@@ -64,8 +68,9 @@ def replay(
 ) -> Replay:
     """Sends every request at its absolute time and waits for all; `progress` is told each end.
 
-    Nothing here waits without a limit: a request ends within `timeout_s` of its time, whatever
-    the server does, and a session's next turn follows its end.
+    Nothing here waits without a limit, or takes memory without one: a request ends within
+    `timeout_s` of its time and within the `limits`, whatever the server does, and a session's next
+    turn follows its end.
     """
     return asyncio.run(_Client(server, prompt_of, progress).replay(requests))
 
@@ -74,10 +79,13 @@ def model_served(url: str, headers: Mapping[str, str]) -> str:
     """The first model that the server names. ValueError in one line where there is none."""
     address = Address.of(url)
     try:
-        listed = json.loads(asyncio.run(fetch(address, "/v1/models", headers, CHECK_S)))
-        return str(listed["data"][0]["id"])
-    except (OSError, TimeoutError, EOFError, Refused) as error:
-        reason = str(error) or type(error).__name__
+        listed = read_json(asyncio.run(fetch(address, "/v1/models", headers, CHECK_S)))
+        name = listed["data"][0]["id"]
+        if not isinstance(name, str):
+            raise TypeError("a name that is none")
+        return name
+    except (OSError, TimeoutError, EOFError, Refused, Broken) as error:
+        reason = printable(str(error)) or type(error).__name__
         raise ValueError(f"no OpenAI-compatible server answers at {url} ({reason})") from error
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{url}/v1/models names no model; set backend.model") from error
@@ -123,7 +131,8 @@ class _Client:
             due_ns = request.arrival_ns
             if answers:
                 due_ns = max(due_ns, (answers[-1].finish_ns or 0) + request.think_ns)
-            answer = Answer(request.request_id, due_ns)
+            depth = self._server.limits.depth
+            answer = Answer(request.request_id, due_ns, request.output_tokens, depth)
             await self._until(due_ns - CONNECT_AHEAD_S * 1e9)
             await self._attempt(request, answer)
             answer.finish_ns = self._now_ns() if answer.finish_ns is None else answer.finish_ns
@@ -134,18 +143,23 @@ class _Client:
     async def _attempt(self, request: Request, answer: Answer) -> None:
         """Fills the answer; every way of failing becomes its error."""
         headers = {"x-request-id": f"tandem-{request.request_id}", **self._server.headers}
-        exchange = Exchange(self._address, headers)
+        exchange = Exchange(self._address, headers, self._server.limits)
         try:
             async with asyncio.timeout(self._server.timeout_s + CONNECT_AHEAD_S):
                 await self._converse(exchange, request, answer)
         except TimeoutError:
-            answer.error = f"no end within {self._server.timeout_s:g} s"
+            begun = f"HTTP {exchange.status}, and " if exchange.status not in (None, 200) else ""
+            answer.error = f"{begun}no end within {self._server.timeout_s:g} s"
         except Refused as refusal:
-            answer.error, answer.is_refused = str(refusal), 400 <= refusal.status < 500
-        except (Spoilt, OSError, EOFError, ValueError) as error:
+            answer.error = f"{refusal}{remedy(self._server, str(refusal))}"
+        except (Spoilt, Broken) as error:
+            answer.error = str(error)
+        except (OSError, EOFError, ValueError) as error:
             answer.error = f"{type(error).__name__}: {error}"
         finally:
             await exchange.close()
+        answer.error = printable(answer.error)
+        answer.is_refused = exchange.status is not None and 300 <= exchange.status < 500
 
     async def _converse(self, exchange: Exchange, request: Request, answer: Answer) -> None:
         body = self._body(request)
@@ -153,11 +167,16 @@ class _Client:
         await self._until(answer.due_ns)
         answer.sent_ns = self._now_ns()
         await exchange.ask(ENDPOINTS[self._server.endpoint], body)
-        async for line in exchange.lines():
-            answer.take(line, self._now_ns())
+        async with aclosing(exchange.lines()) as lines:
+            async for line in lines:
+                answer.take(line, self._now_ns())
+                if answer.is_done:
+                    break
+        if not answer.received_chars:
+            raise Spoilt(f"the answer ({exchange.content_type or 'of no type'}) holds no events")
         if not answer.has_ended:
             raise Spoilt("the stream broke off")
-        if not answer.chunk_ns:
+        if not answer.token_ns:
             raise Spoilt("the answer holds no token")
         answer.finish_ns = answer.chunk_ns[-1]
 
@@ -187,6 +206,21 @@ class _Client:
             try:
                 text = await fetch(self._address, "/metrics", headers, CHECK_S)
                 gauges.append(read_gauges(text, self._now_ns()))
-            except (OSError, TimeoutError, Refused, EOFError, ValueError):
+            except (OSError, TimeoutError, Refused, Broken, EOFError, ValueError):
                 pass
             await asyncio.sleep(self._server.scrape_s)
+
+
+def remedy(server: Server, refusal: str) -> str:
+    """The settings that leave out what a refusal names of a body, for behind its words. Empty where
+    it names nothing: a body that is quoted whole, `"key": value`, names none."""
+    extra = {**dict.fromkeys(OPTIONAL, True), **server.extra}
+    sent = [key for key, value in extra.items() if value is not None]
+    named = [key for key in sent if re.search(rf"\b{re.escape(key)}\b(?![\"']\s*:)", refusal)]
+    words = [f"+backend.extra.{key}=null" for key in named]
+    return f" (left out by {' '.join(words)})" if words else ""
+
+
+def printable(text: str) -> str:
+    """What a server said, in one line that neither a terminal nor a file takes amiss."""
+    return "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))

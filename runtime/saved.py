@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from runtime.graph_memory import saved_storages
 
 
 class Packed(NamedTuple):
@@ -75,11 +78,17 @@ class Stash:
 
 @dataclass(slots=True, eq=False)
 class Graph:
-    """One recorded forward. Holds no output: that may be given back before the backward."""
+    """One recorded forward. Holds no output: that may be given back before the backward.
+
+    A backward frees what a graph has saved while it runs, and autograd lets no other thread look
+    meanwhile. So a look and the begin of a backward exclude each other.
+    """
 
     edge: GradientEdge  # of the output
     input: Tensor | None  # the leaf that stands for the unit's input
     stash: Stash | None = None
+    _looked_at: Lock = field(default_factory=Lock)
+    _is_used: bool = False  # by a backward, which may be running
 
     @classmethod
     def of(cls, output: Tensor, input: Tensor | None, stash: Stash | None) -> Graph:
@@ -88,4 +97,12 @@ class Graph:
     def gradients(self, wanted: list[Tensor], flow: Tensor | None) -> tuple[Tensor, ...]:
         """The gradients of what is wanted, new tensors; `flow` is that of the output."""
         flows = None if flow is None else [flow]
+        with self._looked_at:
+            self._is_used = True
         return torch.autograd.grad([self.edge], wanted, flows)
+
+    def saved(self) -> list[UntypedStorage]:
+        """Storages of all that it has saved, some of them repeatedly; none once a backward has
+        begun. From any thread. Not for graphs with a stash: its owner has their storages."""
+        with self._looked_at:
+            return [] if self._is_used else [*saved_storages(self.edge)]

@@ -9,7 +9,6 @@ from torch import Tensor, UntypedStorage
 
 from engine.executor import Launch
 from engine.plan import HOST_LANE, Compute, Copy, Kind, Place, Pool, Slice, Tier, Work
-from runtime.graph_memory import saved_storages
 from runtime.saved import Graph
 from runtime.store import Store
 from runtime.trainer import Trainer
@@ -90,10 +89,9 @@ class TrainingMachine:
         known = {table.untyped_storage()._cdata for table in tables}
         for stay in self.store.stays(tier):
             yield from stay.storages_held()
-            if isinstance(stay.graph, Graph):
-                for storage in saved_storages(stay.graph.edge):
-                    if storage._cdata not in known:
-                        yield storage
+            graph = stay.graph  # a lane may take it at any time
+            if isinstance(graph, Graph):
+                yield from (s for s in graph.saved() if s._cdata not in known)
 
     def release(self, pool: Pool, pages: Sequence[int]) -> None:
         """No KV."""

@@ -105,7 +105,7 @@ class Units:
 
     def tables(self) -> list[Tensor]:
         """What belongs to the model for good beside its parameters: buffers, positions, angles."""
-        angles = (tensor for turns in self._angles.values() for tensor in turns)
+        angles = (tensor for turns in list(self._angles.values()) for tensor in turns)
         return [*self._model.buffers(), *self._counted.values(), *angles]
 
     def _modules(self, unit: int) -> list[nn.Module]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.conform import arguments, did_you_mean
+from tandem.errors import exits_fail
 
 OWN = ("traces", "engine", "policies", "sim", "runtime", "analysis")
 
@@ -44,7 +45,9 @@ class Builder:
             for key, value in node.items()
             if not key.startswith("_")
         }
-        return target(**arguments(target, {**given, **extra}, where))
+        made = arguments(target, {**given, **extra}, where)
+        with exits_fail():
+            return target(**made)
 
     def _value(self, value: Any, where: str) -> Any:
         if isinstance(value, Mapping) and "_target_" in value:
@@ -62,7 +65,8 @@ class Builder:
             )
         module_name, _, name = path.rpartition(".")
         try:
-            module = importlib.import_module(module_name)
+            with exits_fail():
+                module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name and module_name.startswith(error.name):
                 raise ValueError(f"{where}: no module {module_name} for target {path}") from error

@@ -1,7 +1,7 @@
 """The command line: verbs by argparse, settings by Hydra overrides. Start-up imports nothing else.
 
-Exit codes: 0 done, 1 a run failed or served nobody, or the system refused a file, 2 the command or
-its settings are wrong.
+Exit codes: 0 done, 1 a run failed, served nobody or lost requests at a server, or the system
+refused a file, 2 the command or its settings are wrong.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def guarded(verb: Callable[[], int]) -> int:
         return 1 if isinstance(error, RunFailed) else 2
     except KeyboardInterrupt as error:
         print("tandem: interrupted", file=sys.stderr)
-        return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+        return 128 + (error.number if isinstance(error, Terminated) else signal.SIGINT)
     except BrokenPipeError:  # `tandem list | head` is no error
         sys.stderr.close()
         return 0
@@ -92,24 +92,38 @@ def guarded(verb: Callable[[], int]) -> int:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: `kill`, `timeout` or a cluster wants the command to end."""
+    """SIGTERM: `kill`, `timeout` or a cluster wants the command to end. SIGHUP: its terminal has
+    gone. `number`: which of the two."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)  # simpy makes another one of its arguments
+        self.number = number
 
 
 @contextmanager
 def _told_to_end() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does: workers end, and what is done is told and kept."""
+    """SIGTERM and SIGHUP end the block as Ctrl-C does: workers end, and what is done is told and
+    kept. A signal that is ignored (nohup) stays so."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
+    screens = [fd for fd in (1, 2) if os.isatty(fd)]
 
-    def end(*_: object) -> None:
-        raise Terminated
+    def end(number: int, _: object) -> None:
+        for fd in screens:
+            if not os.isatty(fd):  # hung up: what is told there would be an error of its own
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, fd)
+                os.close(nowhere)
+        raise Terminated(number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    told = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in told}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _parser() -> argparse.ArgumentParser:

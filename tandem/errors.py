@@ -1,9 +1,37 @@
 """The two ways in which a command ends badly. A ValueError from anywhere counts as Usage."""
 
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class Usage(ValueError):
     """The command or its settings are wrong; the message is one line for the user."""
 
 
 class RunFailed(RuntimeError):
-    """A run failed, and its folder has the traceback; or it served nobody: the line says why."""
+    """A run failed, and its folder has the traceback; or it served nobody, or a server lost
+    requests: the line says why."""
+
+
+class Exited(RunFailed):
+    """A policy, or other code that a configuration names, has called sys.exit."""
+
+
+@contextmanager
+def exits_fail() -> Iterator[None]:
+    """Around code that a configuration names: sys.exit there is no end of a command, least of all a
+    good one. Raises Exited, with the place of the call."""
+    try:
+        yield
+    except SystemExit as error:
+        first: BaseException = error
+        while isinstance(first.__cause__, SystemExit):  # raised again, by simpy or a lane's mark
+            first = first.__cause__
+        place = traceback.extract_tb(first.__traceback__)[-1]
+        raise Exited(
+            f"sys.exit({error.code!r}) was called in {place.filename}, line {place.lineno}; "
+            f"a policy returns or raises an error"
+        ) from error

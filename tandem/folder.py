@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import RunFailed, Usage
+from tandem.errors import RunFailed, Usage, exits_fail
 
 STARTING, RUNNING, OK = "starting", "running", "ok"
 REJECTED, INTERRUPTED, FAILED = "rejected", "interrupted", "failed"
@@ -42,7 +42,8 @@ def run_folder(folder: Path, keeps_rejected: bool = True) -> Iterator[Path]:
         ) from None
     write_status(aside, STARTING)
     try:
-        yield aside
+        with exits_fail():
+            yield aside
     except BaseException as error:
         state = _ending(aside, error)
         if state == REJECTED and not keeps_rejected:

@@ -17,7 +17,8 @@ from engine.record import SCHEMA_VERSION, TABLES
 from runtime.answer import Answer
 from runtime.gauges import Gauges
 from runtime.openai import Prompt, Replay, Server, model_served, replay
-from tandem.conform import conform
+from runtime.sse import Limits
+from tandem.conform import arguments, conform
 from tandem.errors import RunFailed
 from tandem.folder import RUNNING, write_status
 from tandem.setting import Setting
@@ -26,6 +27,7 @@ from traces.prompts import prompt_of
 from traces.request import Request
 
 NAME = "openai"
+MAX_BYTES = 2**62  # of a pool that a server tells of; a table holds no more
 KEY = "OPENAI_API_KEY"  # of the environment; it is written nowhere
 CLIENT = pa.schema(
     [
@@ -90,6 +92,7 @@ def server_of(backend: Mapping[str, Any]) -> Server:
         endpoint=conform(backend["endpoint"], str, f"{where}.endpoint"),
         extra=dict(backend["extra"]),
         headers=headers,
+        limits=Limits(**arguments(Limits, backend["limits"], f"{where}.limits")),
     )
 
 
@@ -126,6 +129,8 @@ def notes(requests: Sequence[Request], answers: Sequence[Answer]) -> dict[str, A
         "output_tokens_differ": sum(
             not a.error and len(a.token_ns) != r.output_tokens for r, a in pairs
         ),
+        "output_tokens_too_few": sum(not a.error and a.counts_too_few for a in answers),
+        "output_tokens_uncounted": sum(not a.error and a.output_tokens is None for a in answers),
     }
 
 
@@ -192,6 +197,8 @@ def _memory_rows(setting: Setting, gauges: Gauges) -> Iterator[dict[str, Any]]:
     if gauges.kv_usage is None or not gauges.kv_blocks or not gauges.block_tokens:
         return
     block_bytes = gauges.block_tokens * setting.spec.kv_token_bytes
+    if gauges.kv_blocks * block_bytes > MAX_BYTES:
+        return
     held = round(gauges.kv_usage * gauges.kv_blocks)
     none = dict.fromkeys(("coming", "weight", "gradient", "optimizer", "activation"), 0)
     yield {

@@ -1,4 +1,4 @@
-"""Why a run has served nobody, and what to turn."""
+"""Why a run has served nobody, or a server has lost requests, and what to turn."""
 
 from __future__ import annotations
 
@@ -10,16 +10,35 @@ from tandem.folder import provenance_in
 
 
 def refusal(folder: Path, metrics: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """One line where every request of a finished run was refused, None where one was not."""
+    """One line where every request of a finished run was refused, or a server has not served
+    all; None elsewhere."""
     count = metrics.get("num_requests")
+    if count and config["backend"]["name"] == "openai":
+        return _lost(folder, metrics)
     if not count or metrics["num_refused"] < count:
         return None
     told = f"all {count} requests were refused"
-    if config["backend"]["name"] == "openai":
-        return f"{told} by the server: its answers are in {folder}/client.parquet"
     if config.get("replayed") is not None:
         return f"{told}, as they were in the run that is replayed: {config['replayed']}"
     return f"{told}: {_reason(folder, config)}"
+
+
+def num_lost(metrics: Mapping[str, Any]) -> int:
+    """How many requests a server has refused or not finished; 0 in other backends, whose policies
+    may refuse."""
+    if metrics.get("backend") != "openai":
+        return 0
+    return int(metrics["num_refused"] + metrics["num_unfinished"])
+
+
+def _lost(folder: Path, metrics: Mapping[str, Any]) -> str | None:
+    if not (lost := num_lost(metrics)):
+        return None
+    refused, unfinished = metrics["num_refused"], metrics["num_unfinished"]
+    return (
+        f"the server lost {lost} of {metrics['num_requests']} requests ({refused} refused, "
+        f"{unfinished} unfinished): what became of each is in {folder}/client.parquet"
+    )
 
 
 def _reason(folder: Path, config: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ _failed: list[Exception] = []  # of a single run, for `_run_app` to raise withou
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs what the words say; 0 if all runs served somebody. Raises what `guarded` tells."""
+    """Runs what the words say; 0 if all runs served as they should. Raises what `guarded` tells."""
     with composing(words):
         (_run_app if _is_for_app(words) else _run_once)(words)
     return 0
@@ -85,7 +85,8 @@ def _run_job(cfg: DictConfig) -> None:
 
 
 def _carry_out(point: Composed, folder: Path, is_single: bool) -> None:
-    """Also raises RunFailed, with the results in place, where every request was refused."""
+    """Also raises RunFailed, with the results in place, where every request was refused, or a
+    server has lost some."""
     from tandem.experiment import run_experiment
     from tandem.refusal import refusal
     from tandem.screen import brief, told

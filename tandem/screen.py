@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from analysis.classes import OF, classes_in
@@ -11,6 +11,7 @@ from analysis.training_time import percents, shares_in
 from analysis.usage import PARTS, PENDING
 
 LATENCIES = ("ttft", "tpot", "e2e")
+ERRORS, WIDTH = 5, 400  # of a server: so many kinds are told, in so many characters
 STATISTICS = ("mean", *(f"p{q}" for q in PERCENTILES))
 
 
@@ -31,6 +32,8 @@ def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
         lines.append(f"KV peak {peak:.1%} of its room, mean {metrics.get('mean_kv_usage', 0):.1%}")
     if metrics["backend"] != "openai":  # a server's memory is not ours to plan
         lines.append(_memory(provenance))
+    else:
+        lines += [*_counted(provenance), *_errors(provenance)]
     if "replicas" in metrics:
         lines.append(_balance(metrics))
     lines += _training(metrics)
@@ -151,6 +154,28 @@ def _memory(provenance: Mapping[str, Any]) -> str:
     parts = [("weights", "weight"), ("activations", "activation"), ("reserve", "reserve")]
     shown = [f"{name} {shown_bytes(plan[f'{key}_bytes'])}" for name, key in (*parts, ("KV", "kv"))]
     return f"memory of a device: {', '.join(shown)} ({provenance['kv_pages']:,} pages)"
+
+
+def _counted(provenance: Mapping[str, Any]) -> Iterator[str]:
+    """Where the server's counts of tokens are not those of the trace, or of its own stream."""
+    words = {
+        "prompt_tokens_differ": "prompt tokens differ in {}",
+        "output_tokens_differ": "output tokens differ from what was asked for in {}",
+        "output_tokens_too_few": "tokens are fewer than came in {}",
+        "output_tokens_uncounted": "tokens are counted by chunks in {}, without usage",
+    }
+    parts = [text.format(provenance[key]) for key, text in words.items() if provenance.get(key)]
+    if parts:
+        yield f"the server's counts, in requests: {'; '.join(parts)}"
+
+
+def _errors(provenance: Mapping[str, Any]) -> Iterator[str]:
+    """What became of lost requests, the most frequent first."""
+    found = sorted(provenance.get("errors", {}).items(), key=lambda item: -item[1])
+    for error, count in found[:ERRORS]:
+        yield f"lost: {count} x {error if len(error) <= WIDTH else f'{error[:WIDTH]}...'}"
+    if rest := sum(count for _, count in found[ERRORS:]):
+        yield f"lost: {rest} otherwise, see client.parquet"
 
 
 def _balance(metrics: Mapping[str, Any]) -> str:

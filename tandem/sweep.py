@@ -43,7 +43,8 @@ LOCK = ".lock"  # in the folder of a sweep, held while it runs
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the grid; 0 if every point came to an answer, be it that it does not fit, else 1."""
+    """Runs the grid; 0 if every point came to an answer, be it that it does not fit, and no server
+    lost requests, else 1."""
     chosen = _parser().parse_intermixed_args(words)
     options = _options(chosen.option)
     grid = grid_of(with_axes(chosen.overrides, chosen.config_dir), chosen.config_dir)
@@ -61,8 +62,8 @@ def main(words: Sequence[str]) -> int:
         try:
             carry_out(left, jobs, chosen.engine, options)
         finally:
-            num_failed = _say_end(root, tasks, words)
-    return 1 if num_failed else 0
+            num_wrong = _say_end(root, tasks, words)
+    return 1 if num_wrong else 0
 
 
 def carry_out(tasks: Sequence[Task], jobs: int, engine: str, options: Mapping[str, Any]) -> None:
@@ -119,8 +120,10 @@ def _say_start(grid: Grid, total: int, left: int, jobs: int, engine: str, root: 
 
 
 def _say_end(root: Path, tasks: Sequence[Task], words: Sequence[str]) -> int:
-    """Collects and tells what there is, also after Ctrl-C; returns how many cannot be."""
+    """Collects and tells what there is, also after Ctrl-C; returns how many points cannot be, or
+    have lost requests."""
     from tandem.collect import collect, run_folders
+    from tandem.refusal import num_lost
     from tandem.screen import best
 
     if run_folders(root):
@@ -129,18 +132,21 @@ def _say_end(root: Path, tasks: Sequence[Task], words: Sequence[str]) -> int:
     finished = [task for task in tasks if states[task.key] == OK]
     counted = [list(states.values()).count(s) for s in (DOES_NOT_FIT, FAILED, REJECTED)]
     num_unfit, num_failed, num_rejected = counted
+    metrics = {task.key: metrics_of(task.folder) for task in finished}
+    lost = [count for found in metrics.values() if (count := num_lost(found))]
     common = set.intersection(*(set(task.point.overrides) for task in tasks))
-    print(best({" ".join(_apart(task, common)): metrics_of(task.folder) for task in finished}))
+    print(best({" ".join(_apart(task, common)): metrics[task.key] for task in finished}))
     print(*_largest(tasks, states, common), sep="", end="")
     where = os.path.relpath(root)
     told = f"{len(finished)} of {len(tasks)} points finished, {num_failed} failed"
     told += f", {num_unfit} do not fit" if num_unfit else ""
     told += f", {num_rejected} rejected" if num_rejected else ""
+    told += f"; the server lost {sum(lost)} requests at {len(lost)} of them" if lost else ""
     print(f"{told}: {where}")
     if len(finished) + num_unfit < len(tasks):
         print(f"to go on: tandem sweep {shlex.join(_without_out(words))} --out {where}")
     print(f"report:   tandem report {where}")
-    return num_failed + num_rejected
+    return num_failed + num_rejected + len(lost)
 
 
 def _apart(task: Task, common: set[str]) -> Words:

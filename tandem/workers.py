@@ -24,7 +24,7 @@ class Worker:
         context = get_context("spawn")  # a fork would copy threads' locks, torch's among them
         self.here, there = context.Pipe()
         self.process = context.Process(target=_serve, args=(there,), daemon=True)
-        with _ignoring_interrupts():  # inherited: Ctrl-C is for the sweep alone to answer
+        with _ignoring_interrupts():  # inherited: these are for the sweep alone to answer
             self.process.start()
         there.close()
         self.task: Task | None = None
@@ -125,11 +125,14 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
+    """Ctrl-C, and the end of the terminal, reach all processes in it."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    told = (signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in told}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

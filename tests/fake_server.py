@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.server_modes import FINISHED, MODES, UNFINISHED, Talk
+
 METRICS = """# HELP vllm:kv_cache_usage_perc share of KV blocks in use
 vllm:kv_cache_usage_perc{engine="0",model_name="fake"} 0.25
 vllm:num_requests_running{engine="0"} 3.0
@@ -26,7 +28,9 @@ class FakeServer:
 
     `faults` maps a request's number (of x-request-id) to what goes wrong with it: an HTTP status,
     "stall" (after the first token), "silence" (no answer at all), "cut", "garbage", "error",
-    "empty", "short" (half the tokens). `seen` holds bodies, headers and times by number.
+    "empty", "short" (half the tokens), or a mode of tests/server_modes.py. `seen` holds bodies,
+    headers and times by number, `counted` what the server has made of a request (finished, refused,
+    unfinished), and how many tokens it counts.
     `knows_chat_only` has no /v1/completions; `refuses` names keys of a body that are an error.
     """
 
@@ -37,8 +41,11 @@ class FakeServer:
     has_metrics: bool = True
     knows_chat_only: bool = False
     refuses: tuple[str, ...] = ()
+    models: str = json.dumps({"data": [{"id": "fake-model"}]})
+    metrics: str = METRICS
     faults: Mapping[int, int | str] = field(default_factory=dict)
     seen: dict[int, dict[str, Any]] = field(default_factory=dict)
+    counted: dict[int, tuple[str, int]] = field(default_factory=dict)
     url: str = ""
 
     @contextmanager
@@ -85,9 +92,9 @@ class FakeServer:
             headers[name.lower()] = value.strip()
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         if path == "/v1/models":
-            await _answer(writer, 200, json.dumps({"data": [{"id": "fake-model"}]}))
+            await _answer(writer, 200, self.models)
         elif path == "/metrics":
-            await _answer(writer, 200 if self.has_metrics else 404, METRICS)
+            await _answer(writer, 200 if self.has_metrics else 404, self.metrics)
         elif path == "/v1/completions" and self.knows_chat_only:
             await _answer(writer, 404, json.dumps({"error": "Not Found"}))
         else:
@@ -103,7 +110,16 @@ class FakeServer:
     ) -> None:
         number = int(headers["x-request-id"].rsplit("-", 1)[1])
         self.seen[number] = {"body": body, "headers": headers}
+        self.counted[number] = (UNFINISHED, 0)
         fault = self.faults.get(number)
+        if fault in MODES:
+            outcome, wanted = MODES[fault].outcome, body["max_tokens"]
+
+            def settle(tokens: int) -> None:
+                self.counted[number] = (outcome, tokens)
+
+            await MODES[fault].answer(Talk(writer, wanted, len(body["prompt"]), settle))
+            return
         if fault == "silence":
             await asyncio.sleep(3600)
         if isinstance(fault, int):
@@ -142,6 +158,7 @@ class FakeServer:
         _piece(writer, b"NE]\n\n")  # lines come in pieces too
         writer.write(b"0\r\n\r\n")
         await writer.drain()
+        self.counted[number] = (FINISHED, tokens)
 
 
 def _event(writer: asyncio.StreamWriter, content: dict[str, Any]) -> None:

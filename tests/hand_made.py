@@ -98,7 +98,7 @@ class HandMade:
             slices.append(Slice(job, tokens, layers=layers))
             pieces.append(Piece(job_id, tokens, context, samples, self.pages[job_id]))
             if last:
-                job.advance(reach - job.computed_tokens, int(samples))
+                job._advance(reach - job.computed_tokens, int(samples))
         return Launch(Compute(tuple(slices)), pieces=tuple(pieces))
 
     def run(self, *wanted: tuple[int, int], layers: range | None = None) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ class HandMade:
         """Takes a job's memory; its tokens must be computed again."""
         self._give(GPU, self.pages[job_id])
         self.pages[job_id] = []
-        self.jobs[job_id].compute_from(0)
+        self.jobs[job_id]._compute_from(0)
 
     def swap(self, job_id: int, src: Tier, dst: Tier) -> None:
         """Copies a job's pages to the other tier and leaves rubbish where they were."""

@@ -98,7 +98,7 @@ def test_times_are_those_of_the_server() -> None:
         assert len(tokens) == 6 and answer.prompt_tokens == request.prompt_tokens
         # no machine makes a sleep shorter; how much longer it makes it is its own affair
         assert tokens[0] - answer.sent_ns >= 30 * MS
-        assert tokens[-1] - tokens[0] >= 5 * 4 * MS
+        assert tokens[-1] - answer.sent_ns >= (30 + 5 * 4) * MS
         assert answer.finish_ns == tokens[-1]
     sent = [answer.sent_ns for answer in found.answers]
     assert sent == sorted(sent)
@@ -175,9 +175,9 @@ def test_every_fault_is_one_requests_own() -> None:
     assert [i for i, error in errors.items() if not error] == [0, 9, 10]
     assert errors[1] == 'HTTP 500: {"error": "as told"}' and errors[2].startswith("HTTP 400")
     assert errors[3] == errors[4] == "no end within 0.6 s"
-    assert errors[5] == "Spoilt: the stream broke off"
+    assert errors[5] == "the answer broke off"
     assert "not JSON" in errors[6] and "out of memory" in errors[7]
-    assert errors[8] == "Spoilt: the answer holds no token"
+    assert errors[8] == "the answer holds no token"
     assert [a.request_id for a in found.answers if a.is_refused] == [2]
     assert len(found.answers[9].token_ns) == 3  # a short answer is an answer
 

@@ -65,7 +65,7 @@ def test_least_outstanding_counts_requests_or_tokens_until_they_have_left() -> N
     state = fleet(2, (0, long), (1, short[0]), (1, short[1]))
     assert LeastOutstanding().route(job(9), state) == 0
     assert LeastOutstanding("tokens").route(job(9), state) == 1
-    long.advance(100, 5)
+    long._advance(100, 5)
     assert state.outstanding_tokens(0) == 105, "generated tokens count"
     state.left(short[0])
     state.left(short[1])

@@ -92,7 +92,7 @@ def test_launches_may_be_prepared_before_the_tokens_they_read_exist(family: str)
         if wanted := made.wanted(lengths, 1 << 30):
             ahead.append(made.machine.prepare(made.launch(*wanted)))
             if made.jobs[victim].known_tokens == made.jobs[victim].prompt_tokens + 6:
-                made.jobs[victim].compute_from(0)  # restarts behind two tokens in flight
+                made.jobs[victim]._compute_from(0)  # restarts behind two tokens in flight
                 ahead.append(made.machine.prepare(made.launch(*made.wanted(lengths, 1 << 30))))
         for prepared in ahead:
             made.machine.execute(prepared)

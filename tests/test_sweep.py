@@ -258,7 +258,12 @@ def test_a_killed_workers_point_is_tried_again_a_few_times(
 
 @pytest.mark.parametrize(
     "how",
-    [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    [
+        signal.SIGTERM,
+        signal.SIGKILL,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_an_interrupted_sweep_leaves_finished_points_and_goes_on(
