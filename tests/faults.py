@@ -182,7 +182,9 @@ NOTHING = object()  # stands for the answer None
 def with_launch(scene: Scene, plan: Plan | None = None, **fields: Any) -> Plan | None:
     """The honest answer, its serving launch with other fields."""
     launch, plan = scene.launch, plan or scene.plan
-    if launch is None or launch not in plan.ops:
+    if launch is None:
+        return None
+    if launch not in plan.ops:
         launch = next((op for op in reversed(plan.ops) if isinstance(op, Compute)), None)
         if launch is None:
             return None
@@ -353,10 +355,10 @@ writes("sets what a job knows", lambda v: _first(v.serving), _assign("known_toke
 writes("sets a hidden count of a job", lambda v: _first(v.serving), _assign("_computed", 1))
 writes("deletes a field of a job", _any_job, lambda j: delattr(j, "slo"))
 writes("gives a job a new field", _any_job, _assign("rank", 1))
-writes("moves a job on", lambda v: _first(v.serving), lambda j: j.advance(1, 1))
-writes("says what a job has computed", lambda v: _first(v.serving), lambda j: j.compute_from(0))
-writes("routes a job", _any_job, lambda j: j.route(0))
-writes("records for a job", lambda v: _first(v.serving), lambda j: j.record(1))
+writes("sets a job's pace", lambda v: _first(v.serving), _assign("_pace", None))
+writes("sets what is recorded of a job", lambda v: _first(v.serving), _assign("recorded_tokens", 9))
+writes("sets a job's training", _any_job, _assign("training", None))
+writes("gives the view a new field", lambda v: v, _assign("colour", 1))
 writes("changes a launch in flight", lambda v: _first(v.in_flight), _assign("device", 1))
 writes("changes a launch's lane", lambda v: _first(v.in_flight), _assign("on", "other"))
 writes("changes the layout", lambda v: v.layout.places, lambda x: x.update({kv_place(7): 1}))
@@ -1349,6 +1351,9 @@ def _without_one(name: str) -> Callable[[Scene, Compute], Any]:
         if not places:
             return None
         i = scene.rng.randrange(len(places))
+        piece, own = op.slices[0], places[i].region
+        if piece.work is Work.UPDATE and piece.layers != range(own.part, own.part + 1):
+            return None  # others' are named to be waited for
         left = (*places[:i], *places[i + 1 :])
         if places[i] in left or (name == "reads" and places[i] in op.writes):
             return None
@@ -1381,7 +1386,7 @@ _trains(
 _trains("a task without tokens", lambda s, op: _piece(op, tokens=0), ORDER)
 _trains("a task of a token more", lambda s, op: _piece(op, tokens=op.slices[0].tokens + 1), ORDER)
 _trains("a task of all units", lambda s, op: _piece(op, layers=None), ORDER, Rule.ANSWER)
-_trains("a task of a later version", lambda s, op: _piece(op, version=1), ORDER)
+_trains("a task of a later version", lambda s, op: _piece(op, version=1000), ORDER)
 _trains("a backward for a forward", lambda s, op: _piece(op, work=Work.BACKWARD), ORDER,
         of=(Work.FORWARD,))  # fmt: skip
 _trains("an update for a forward", lambda s, op: _piece(op, work=Work.UPDATE, tokens=1), ORDER,
