@@ -60,7 +60,7 @@ def test_an_accepted_lie_may_change_no_table() -> None:
 
 
 def test_a_lie_that_is_believed_is_seen() -> None:
-    """An honest plan told later is no lie that a rule knows: tables differ, and the judge says so."""
+    """An honest plan told later breaks no rule: tables differ, and the judge says so."""
     late = Fault("an empty plan", (Rule.ANSWER,), lambda scene: type(scene.plan)())
     engine = SWAP.engine(SWAP.policy())
     engine.replay(SWAP.work)
