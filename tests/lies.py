@@ -142,7 +142,7 @@ TRAINING = ("policy=zero3_offload", "training.num_steps=2")
 
 @fault("wakes for ever")
 def _(scene: Any) -> Plan:
-    return Plan(wake_ns=scene.view.now_ns + 1000)
+    return Plan(wake_ns=scene.view.now_ns + 500_000)
 
 
 @dataclass(frozen=True)
