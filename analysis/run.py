@@ -12,7 +12,9 @@ import pandas as pd
 import pyarrow as pa
 
 from analysis.yaml_text import yaml_value
-from engine.record import SCHEMA_VERSION, TABLES, read_table
+from engine.record import SCHEMA_VERSION, TABLES, read_table, read_text
+
+STATUS = "status.json"  # says itself how far a run is: it changes until the end
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +93,10 @@ def _check_finished(folder: Path) -> None:
 def _json(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}: the run is incomplete, run it again")
+    text = read_text(path) if path.name != STATUS else path.read_bytes()
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}): run it again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds no JSON object: run it again")
@@ -103,7 +106,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 def _config(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}: the run is incomplete, run it again")
-    value = yaml_value(path.read_text(encoding="utf-8"), path)
+    value = yaml_value(read_text(path), path)
     return value if isinstance(value, dict) else {}
 
 

@@ -43,7 +43,8 @@ ATTEMPTS = 6  # measured runs per accepted one, at the most
 METRICS = ("ttft", "tpot", "e2e")
 STATS = ("mean", "p50", "p90", "p99")
 COLUMNS = ["case", "figure", "measured", "error", "worst_rerun", "rerun_iqr"]
-GRID = ("profile.json", "steps.parquet", "holdout.parquet")  # of a profile, without its replays
+# Of a profile, without its replays.
+GRID = ("profile.json", "steps.parquet", "holdout.parquet", "hashes.json")
 PACE = "backend.reference_ns="
 # Rows that are 1 where something holds of all reruns; else the claim fails, whatever the errors.
 MUST_HOLD = ("kv_peak_replayed_equal", "swapped_in_every_run", "bytes_copied_replayed_equal")

@@ -30,7 +30,7 @@ def differences(golden: dict[str, Any], ours: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     data = Path(os.environ.get("TANDEM_SHARED", "../shared")) / "data"
-    golden = json.loads((data / "sharegpt" / "expected_rule_counts_dev.json").read_text())
+    golden = json.loads((data / "sharegpt" / "expected_rule_counts_dev.json").read_text("utf-8"))
     held = read_sharegpt(data / "sharegpt" / "sharegpt_v3_sample_dev.json.gz")
     assert not held.dropped, held.dropped
     wrong = 0

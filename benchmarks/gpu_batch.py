@@ -24,7 +24,7 @@ Wanted = Sequence[tuple[Job, int]]  # jobs, and at most so many tokens of each
 
 def spec_8b() -> ModelSpec:
     """The 8B shape in bf16."""
-    fields = yaml.safe_load(MODEL.read_text())
+    fields = yaml.safe_load(MODEL.read_text(encoding="utf-8"))
     del fields["_target_"]
     return ModelSpec(**fields)
 

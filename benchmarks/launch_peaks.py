@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 
+from engine.footprint import launches_of
 from engine.plan import Compute, Tier, Work
 from engine.recorder import Recorder
-from policies.launching import launches_of
 from runtime.tracker import StorageTracker
 from tandem.composed import Composed
 from tandem.experiment import engine_of

@@ -91,7 +91,9 @@ def read_log(data: Path, case: Case, folder: Path) -> Log:
     """A log, with its requests as a trace in `folder`: arrivals at the engine, lengths, prompts."""
     name = f"{case.device}_Llama-3.1-8B"
     measured = pd.read_parquet(data / "measured" / f"vllm_{name}_requests.parquet")
-    with gzip.open(data / "sharegpt" / "sharegpt_gpt4_llama3_ids_300.jsonl.gz", "rt") as lines:
+    with gzip.open(
+        data / "sharegpt" / "sharegpt_gpt4_llama3_ids_300.jsonl.gz", "rt", encoding="utf-8"
+    ) as lines:
         prompts = [tuple(json.loads(line)["input_tok_ids"]) for line in lines]
     at_s = measured["queued_ts"] - measured["queued_ts"].min()
     rows = zip(at_s, measured["input_toks"], measured["output_toks"], prompts, strict=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from engine.checks import STATES
 from engine.contract import ContractError, Rule
 from engine.plan import (
     Collective,
@@ -54,7 +53,6 @@ class Balance:
         self._trials, self._page_nbytes = trials, page_nbytes
         self._held = held_bytes
         self._known: dict[Place, int | None] = {}  # by now, of places that were looked at
-        self.gives_states = False  # model states were given back: see check_spares
 
     def held(self, place: Place) -> int | None:
         """Bytes at a place, None where nothing is."""
@@ -118,8 +116,6 @@ class Balance:
             nbytes = trial.free(place) * self._page_nbytes
         self.room_bytes[place.pool] += nbytes
         self._known[place] = None
-        if place.region.kind in STATES:
-            self.gives_states = True
 
     def copy(self, op: Copy) -> None:
         """Books a new destination. An existing one must have the size of the source."""

@@ -12,11 +12,8 @@ from engine.journal import Life
 from engine.outcome import Outcome
 from engine.plan import (
     SHARED_OWNER,
-    Collective,
     Compute,
     Copy,
-    Free,
-    Grow,
     Kind,
     Lane,
     Op,
@@ -28,7 +25,7 @@ from traces.request import TrainingJob
 
 FOREVER_NS = 1 << 62
 STATES = (Kind.WEIGHT, Kind.OPTIMIZER)
-NOT_THERE, ISSUED = -1, 1 << 62  # stamps: of what is not held; above all that were issued
+ISSUED = 1 << 62  # a stamp above all that were issued
 _Part = tuple[int, int, int]  # from when, until when, bytes
 
 
@@ -209,30 +206,3 @@ def _outputs(op: Op) -> tuple[Place, ...]:
 
 def _stamp(op: Op, index: int, seen: tuple[int, ...], place: Place) -> int:
     return seen[0] if isinstance(op, Copy) else hash((index, seen, place))
-
-
-def check_spares(
-    plan: Plan, pools: Collection[Pool], written: Mapping[Place, int], ended: Collection[int]
-) -> None:
-    """Model states that a plan gives back are in another place by then, too, and as new there.
-
-    But for those of owners that have `ended`, which nobody needs any more.
-    """
-    changed: dict[Place, int] = {}  # stamps as the plan moves them on
-
-    def stamp(place: Place) -> int:
-        return changed[place] if place in changed else written.get(place, NOT_THERE)
-
-    for number, op in enumerate(plan.ops):
-        if isinstance(op, Free):
-            if op.place.region.kind in STATES and op.place.region.owner not in ended:
-                others = [Place(op.place.region, *pool) for pool in pools if pool != op.place.pool]
-                newest = max(map(stamp, others), default=NOT_THERE)
-                assert newest >= stamp(op.place), f"free of {op.place}, the only copy as new"
-            changed[op.place] = NOT_THERE
-        elif isinstance(op, Copy):
-            changed[op.dst] = stamp(op.src)
-        elif isinstance(op, Compute | Collective):
-            changed.update(dict.fromkeys(op.writes, ISSUED + number))
-        elif isinstance(op, Grow) and stamp(op.place) == NOT_THERE:
-            changed[op.place] = 0

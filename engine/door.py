@@ -28,6 +28,7 @@ class Door:
             recorded = engine.launcher.recorded_tokens(item.record_of)
             layout = engine.layout.training.get(item.job_id)
             job = Job.trains(Training(item, layout, recorded), arrival_ns)
+            engine.training.admit(job)
         engine.standing.drop()
         engine.roster.wait(job)
         if min(engine.flights.level) < engine.depth:  # else an end will tell
@@ -63,7 +64,9 @@ class Door:
 
     def _leave(self, job: Job, now_ns: int, status: str) -> None:
         engine = self._engine
-        if job.training is None:
+        if job.training is not None:
+            engine.training.leave(job.job_id)
+        else:
             engine.check.left(job)
             engine.recorder.ended(job.job_id, now_ns, status)
             if engine.fleet is not None:

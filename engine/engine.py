@@ -34,6 +34,7 @@ from engine.repeat import Repeat
 from engine.reuse import Reuse
 from engine.roster import Roster
 from engine.standing import Standing
+from engine.training_contract import TrainingContract
 from engine.view import Cost
 from traces.request import Request, TrainingJob
 
@@ -101,6 +102,9 @@ class Engine:
             lambda job: self.ends.tokens_left(job),
         )
         self.ends = Ends(self.roster, self.standing, self.ledger.open)
+        self.training = TrainingContract(
+            self.layout, self.ledger.marks, self.ledger.held_bytes, self.ledger.capacity_bytes
+        )
         self.leftovers = Leftovers(self.give_all, self.recorder, devices)
         self.launcher = Launcher(self)
         self._door = Door(self, returns_memory)
@@ -112,6 +116,7 @@ class Engine:
             self.standing,
             self.ends.tokens_left,
             lanes,
+            self.training,
             is_routed=router is not None,
         )
         self.questions = Questions(self, policy, fast_forward and devices == 1, self.check)

@@ -8,7 +8,6 @@ from itertools import repeat
 
 from engine.balance import Balance
 from engine.booking import NO_STATES, Beside, Booking
-from engine.checks import check_spares
 from engine.contract import BrokenLaw
 from engine.figures import Figures
 from engine.holdings import Holdings
@@ -53,6 +52,7 @@ class Ledger:
         self._booked: dict[Place, int] = {}  # bytes that are no pages
         self.held_bytes = Holdings(self.pages, self._booked, page.nbytes)
         self._board = Scoreboard(journal)
+        self.marks = self._board.marks
         self.written, self.used, self.open = self._board.written, self._board.used, self._board.open
         self.places_of: dict[int, dict[Place, None]] = defaultdict(dict)  # by owner
         self.ended: set[int] = set()  # owners whose states a plan may give back for good
@@ -166,13 +166,17 @@ class Ledger:
         needs no dry run."""
         self._expected = plan
 
+    def expects(self, plan: Plan) -> bool:
+        """Whether it is that plan."""
+        return plan is self._expected
+
     def book(self, plan: Plan, lead: int = 0) -> dict[Op, Booking]:
         """Books a plan and returns what each operation waits for, in issue order.
 
         The first `lead` places that its launch writes are known to be held. Raises Shortage, with
         nothing changed, where the plan does not fit; so it is where a plan breaks a promise.
         """
-        if plan is not self._expected:
+        if not self.expects(plan):
             self.dry_run(plan, lead)
         self._expected = None
         booked: dict[Op, Booking] = {}
@@ -193,8 +197,6 @@ class Ledger:
         trials = {pool: sharing.trial() for pool, sharing in self.sharing.items()}
         balance = Balance(self.room_bytes(), self.held_bytes, trials, self.page.nbytes)
         balance.run(plan, lead)
-        if balance.gives_states:
-            check_spares(plan, self.capacity_bytes, self.written, self.ended)
 
     def _run(self, op: Op) -> Booking:
         if isinstance(op, Compute):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 from typing import Any
 
 from engine import workspace
@@ -49,6 +50,8 @@ SIZES = (
     "vocab_size",
     "max_positions",
 )
+CONSTANTS = ("rope_theta", "norm_eps")
+LARGEST = 1e300  # number of a config.json
 MISTRAL_WINDOW = 4096  # of a Mistral config that names none
 
 
@@ -85,6 +88,9 @@ class ModelSpec:
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"model {self.name}: {name} is {getattr(self, name)}, not above 0")
+        for name in CONSTANTS:
+            if not 0 < (value := getattr(self, name)) < inf:  # NaN is neither
+                raise ValueError(f"model {self.name}: {name} is {value}, not above 0")
         if self.num_heads % self.num_kv_heads:
             shared = f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads"
             raise ValueError(f"model {self.name}: {shared}")
@@ -177,7 +183,7 @@ class ModelSpec:
         keys = KEYS[family]
         if missing := [key for key in keys.values() if config.get(key) is None]:
             raise ValueError(f"model {label}: config lacks {', '.join(missing)}")
-        sizes = {field: int(config[key]) for field, key in keys.items()}
+        sizes = {field: _whole(config, key) for field, key in keys.items()}
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         dtype = dtype.removeprefix("torch.")
         read = _llama_fields if family in GATED else _plain_fields
@@ -207,33 +213,49 @@ def _check_supported(config: Mapping[str, Any], label: str) -> None:
         )
 
 
+def _number(config: Mapping[str, Any], key: str, default: float = 0.0) -> float:
+    """A number of a config; the default where it has none. ValueError for text and the like."""
+    value = config.get(key)
+    if value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or abs(value) > LARGEST or not isfinite(value):
+        raise ValueError(f"{key} is {str(value)[:30]!r}: give a finite number")
+    return float(value)
+
+
+def _whole(config: Mapping[str, Any], key: str, default: int = 0) -> int:
+    """A count of a config; the default where it has none, or 0."""
+    value = _number(config, key, default) or default
+    if value != int(value):
+        raise ValueError(f"{key} is {value}: give a whole number")
+    return int(value)
+
+
 def _llama_fields(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
     family, heads = config["model_type"], sizes["num_heads"]
     rope = config.get("rope_parameters") or {}
     # Defaults are those of the Hugging Face config classes.
-    head_dim = config.get("head_dim") or (
-        128 if family == "qwen3" else sizes["hidden_size"] // heads
-    )
+    head_dim = 128 if family == "qwen3" else sizes["hidden_size"] // max(heads, 1)
     bias = family == "qwen2" or (family != "mistral" and bool(config.get("attention_bias")))
     return {
-        "num_kv_heads": int(config.get("num_key_value_heads") or heads),
-        "head_dim": int(head_dim),
+        "num_kv_heads": _whole(config, "num_key_value_heads", heads),
+        "head_dim": _whole(config, "head_dim", head_dim),
         "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rope_theta": _number(rope, "rope_theta", _number(config, "rope_theta", 10000.0)),
+        "norm_eps": _number(config, "rms_norm_eps", 1e-6),
         "attention_bias": bias,
     }
 
 
 def _plain_fields(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
     """Of GPT-2 and OPT, which has no setting for the epsilon of its norms."""
+    hidden = sizes["hidden_size"]
     return {
         "num_kv_heads": sizes["num_heads"],
-        "head_dim": sizes["hidden_size"] // sizes["num_heads"],
-        "intermediate_size": int(
-            config.get("ffn_dim") or config.get("n_inner") or 4 * sizes["hidden_size"]
-        ),
+        "head_dim": sizes["hidden_size"] // max(sizes["num_heads"], 1),
+        "intermediate_size": _whole(config, "ffn_dim", _whole(config, "n_inner", 4 * hidden)),
         "tie_embeddings": bool(config.get("tie_word_embeddings", True)),
-        "norm_eps": float(config.get("layer_norm_epsilon", 1e-5)),
+        "norm_eps": _number(config, "layer_norm_epsilon", 1e-5),
         "attention_bias": True,
     }

@@ -36,6 +36,7 @@ from engine.plan import (
 from engine.roster import Roster
 from engine.standing import Standing
 from engine.stretch import base_of
+from engine.training_contract import TrainingContract
 from engine.view import View
 
 WHOLE = (Work.FORWARD, None, 0, 0, False)  # a slice of serving, but for its job and tokens
@@ -62,10 +63,12 @@ class PlanCheck:
         standing: Standing,
         tokens_left: Callable[[Job], int],
         lanes: Collection[str],
+        training: TrainingContract,
         is_routed: bool,
     ) -> None:
         self._ledger, self._roster, self._standing = ledger, roster, standing
         self._tokens_left, self._lanes, self._is_routed = tokens_left, lanes, is_routed
+        self._training = training
         self._page, self._tables, self._open = ledger.page, ledger.pages, ledger.open
         self._jobs = roster.jobs
         self._filled: dict[Place, int] = {}
@@ -183,6 +186,7 @@ class PlanCheck:
         for op in plan.ops:
             self._check_operation(op, seen, device)
             seen.add(op)
+        self._training.check(plan, device)
         self._ledger.dry_run(plan)
         _Walk(self, plan, device).walk()
         self._ledger.expect(plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from engine.plan import (
     Work,
 )
 from engine.record import read_table
+from traces.files import is_sealed
 
 AnyOp = Op | Grow | Share | Free
 
@@ -47,9 +48,72 @@ class LoggedPlan(NamedTuple):
 
 
 def read_plans(path: Path) -> tuple[LoggedPlan, ...]:
-    """The plan log of a run folder's plans.parquet."""
-    rows = read_table(path, ["device", "returned", "body"]).to_pylist()
+    """The plan log of a run folder's plans.parquet.
+
+    ValueError in one line with file and step for a row that holds no plan. A log that has its hash
+    is as it was written, so that its rows are looked at where they are played back alone.
+    """
+    try:
+        rows = read_table(path, ["step", "device", "returned", "body"]).to_pylist()
+    except KeyError as error:
+        raise ValueError(f"{path} lacks a column of a plan log ({error})") from error
+    if not is_sealed(path.parent):
+        for row in rows:
+            _check_row(path, row)
     return tuple(LoggedPlan(row["device"], tuple(row["returned"]), row["body"]) for row in rows)
+
+
+def check_jobs(path: Path, log: Iterable[LoggedPlan], known: Container[int]) -> None:
+    """ValueError with the number of the first plan that names a job which will never come."""
+    for number, logged in enumerate(log):
+        if odd := sorted(job_id for job_id in logged.job_ids if job_id not in known):
+            raise ValueError(
+                f"{path}, plan {number}: job {odd[0]} is none of this run; play it back on the "
+                "trace, limit and training that it was made with"
+            )
+
+
+class _AnyJob(dict[int, Job]):
+    """A job for every number, to see whether a row holds a plan at all."""
+
+    def __missing__(self, job_id: object) -> Job:
+        if not isinstance(job_id, int) or isinstance(job_id, bool):
+            raise TypeError(f"{job_id!r} is no job")
+        return Job(job_id, 0)
+
+
+def _check_row(path: Path, row: Mapping[str, Any]) -> None:
+    try:
+        if not isinstance(row["device"], int):
+            raise TypeError(f"{row['device']!r} is no device")
+        tuple(row["returned"])
+        _check_plan(decode(row["body"], _AnyJob()))
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(
+            f"{path}, step {row.get('step')}: the row holds no plan ({reason}); take the log of a "
+            "run of tandem"
+        ) from error
+
+
+def _check_plan(plan: Plan) -> None:
+    """TypeError for what is no whole number where one belongs."""
+    numbers: list[object] = [plan.repeats]
+    for op in plan.ops:
+        match op:
+            case Compute():
+                numbers += [op.device, *(piece.tokens for piece in op.slices)]
+            case Grow():
+                numbers += [op.nbytes, op.first, op.every]
+            case Collective():
+                numbers += [op.device, op.nbytes]
+            case Share():
+                numbers += op.pages
+            case _:
+                continue
+    for number in numbers:
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"{number!r} is no whole number")
 
 
 def encode(plan: Plan) -> str:
@@ -164,4 +228,4 @@ def _decode_op(row: list[Any], jobs: Mapping[int, Job]) -> AnyOp:
             return Share(_decode_place(place), tuple(pages))
         case ["free", place]:
             return Free(_decode_place(place))
-    raise ValueError(f"plan log: unknown operation {row[0]!r}")
+    raise ValueError(f"plan log: unknown operation {row[:1]!r}")

@@ -31,4 +31,4 @@ def restart(job: Job) -> None:
     """Forgets what was computed. What was generated is known and counts as prompt now."""
     job._compute_from(0)
     if job.training is not None:
-        job.training.forget()
+        job.training._forget()

@@ -21,11 +21,8 @@ WRITES = (
     "does not support item deletion",
     "super(type, obj): obj must be",
 )
-GUARDS = (
-    "engine.read_only",
-    "engine.job",
-    "engine.profile",
-)  # modules whose frames lie between write and refusal
+# Modules whose frames lie between a write and its refusal.
+GUARDS = ("engine.read_only", "engine.job", "engine.profile", "engine.training")
 
 
 def refuse_write(what: str) -> NoReturn:

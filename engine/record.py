@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from traces.files import checked_bytes, checked_text, seal, whole
 
 SCHEMA_VERSION = 4
 
@@ -115,10 +117,29 @@ TABLES = {
 }
 
 
+def write_tables(folder: Path, tables: Mapping[str, pa.Table]) -> None:
+    """Writes NAME.parquet for each table, whole or not at all, and keeps their hashes.
+
+    OSError names the file, also where the disk is full.
+    """
+    for name, table in tables.items():
+        with whole(folder / f"{name}.parquet") as aside:
+            pq.write_table(table, aside, compression="zstd")
+    seal(folder, *(f"{name}.parquet" for name in tables))
+
+
+def read_text(path: Path) -> str:
+    """A text file of a run. ValueError where it is not UTF-8, or not as it was written."""
+    return checked_text(path)
+
+
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """A table of a run, or some of its columns. ValueError where bytes are missing or damaged."""
+    """A table of a run, or some of its columns.
+
+    ValueError where bytes are missing or damaged, or not those that were written.
+    """
     try:
-        return pq.read_table(path, columns=columns)
+        return pq.read_table(pa.BufferReader(checked_bytes(path)), columns=columns)
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} is damaged ({reason}): run it again") from error

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from engine.deliveries import Deliveries
 from engine.executor import Launch, Meter, Piece, Pieces, Span
@@ -18,7 +17,7 @@ from engine.job import Job
 from engine.outcome import Outcome
 from engine.plan import Copy, Kind, Plan, Tier
 from engine.planlog import encode
-from engine.record import TABLES
+from engine.record import TABLES, write_tables
 from engine.rows import (
     MemoryRow,
     PlanRow,
@@ -225,8 +224,5 @@ class Recorder:
     def write(
         self, folder: Path, outputs: Outputs | None = None, loss_of: LossOf | None = None
     ) -> None:
-        """Writes the tables into a folder, each aside and renamed."""
-        for name, table in self.tables(outputs, loss_of).items():
-            aside = folder / f".{name}.parquet.tmp"
-            pq.write_table(table, aside, compression="zstd")
-            aside.rename(folder / f"{name}.parquet")
+        """Writes the tables into a folder, see `write_tables`."""
+        write_tables(folder, self.tables(outputs, loss_of))

@@ -104,3 +104,29 @@ def gathered(job_id: int, chunk: int, device: int = 0) -> Place:
 def unreduced(job_id: int, chunk: int, device: int = 0) -> Place:
     """A chunk's gradients of this device's microbatch alone, whole, until all are added up."""
     return Place(Region(job_id, Kind.BUFFER, chunk, UNREDUCED), Tier.GPU, device)
+
+
+# ---- for messages
+_BUFFERS = {
+    WORKSPACE: "workspace",
+    FLOW: "gradient of the input of unit",
+    ASIDE: "tied gradient",
+    NORM: "norm of all gradients",
+    GATHERED: "gathered weights of chunk",
+    UNREDUCED: "unreduced gradients of chunk",
+}
+
+
+def told(place: Place) -> str:
+    """A place in words."""
+    (owner, kind, part, slot), tier, device = place
+    if kind is Kind.BUFFER:
+        name = _BUFFERS.get(slot, f"buffer {slot}")
+        what = name if slot in (WORKSPACE, ASIDE, NORM) else f"{name} {part}"
+    elif kind is Kind.ACTIVATION:
+        what = f"activation {part} of microbatch {slot}"
+    elif kind is Kind.KV:
+        what = "KV"
+    else:
+        what = f"{kind} chunk {part}"
+    return f"{what} of job {owner} on {tier}:{device}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from engine.plan import Work
+from engine.read_only import ReadOnlyList, refuse_write
 from engine.training_layout import TrainingLayout
 from traces.request import TrainingJob
 
@@ -31,6 +33,7 @@ class Training:
         "_backward",
         "_forward",
         "_tasks",
+        "_updated",
         "first",
         "layout",
         "recorded_tokens",
@@ -39,21 +42,42 @@ class Training:
         "trained_by",
         "updated",
     )
+    spec: TrainingJob
+    layout: TrainingLayout | None
+    first: int
+    trained_by: Mapping[int, Sequence[int]]  # chunk -> units that add to its gradients
+    recorded_tokens: int  # serving has gone forward so far already
+    step: int  # steps completed
+    updated: Mapping[int, int]  # updates issued per chunk
+    _updated: dict[int, int]  # the same, for the engine to count in
+    _forward: dict[int, list[int]]  # microbatch -> tokens per unit
+    _backward: dict[int, list[int]]
+    _tasks: tuple[Task, ...]
 
     def __init__(
         self, spec: TrainingJob, layout: TrainingLayout | None = None, recorded_tokens: int = 0
     ) -> None:
-        self.spec, self.layout = spec, layout
-        self.first = 0 if layout is None else layout.first
+        first = 0 if layout is None else layout.first
         units = range(spec.num_units)
-        self.trained_by: Mapping[int, Sequence[int]]  # chunk -> units that add to its gradients
-        self.trained_by = {u: (u,) for u in units} if layout is None else layout.trained_by
-        self.recorded_tokens = recorded_tokens  # serving has gone forward so far already
-        self.step = 0  # steps completed
-        self.updated = dict.fromkeys(self.trained_by, 0)  # updates issued per chunk
-        self._forward: dict[int, list[int]] = {}  # microbatch -> tokens per unit
-        self._backward: dict[int, list[int]] = {}
-        self._tasks = self._of_one_step()
+        trained_by = {u: (u,) for u in units} if layout is None else layout.trained_by
+        updated = dict.fromkeys(trained_by, 0)
+        object.__setattr__(self, "spec", spec)
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "first", first)
+        object.__setattr__(self, "trained_by", MappingProxyType(trained_by))
+        object.__setattr__(self, "recorded_tokens", recorded_tokens)
+        object.__setattr__(self, "step", 0)
+        object.__setattr__(self, "_updated", updated)
+        object.__setattr__(self, "updated", MappingProxyType(updated))
+        object.__setattr__(self, "_forward", {})
+        object.__setattr__(self, "_backward", {})
+        object.__setattr__(self, "_tasks", self._of_one_step())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_write(f"{name} of training job {self.spec.job_id}")
+
+    def __delattr__(self, name: str) -> None:
+        refuse_write(f"{name} of training job {self.spec.job_id}")
 
     def _of_one_step(self) -> tuple[Task, ...]:
         spec, tasks = self.spec, list[Task]()
@@ -67,10 +91,15 @@ class Training:
         return tuple(tasks)
 
     @property
+    def first_microbatch(self) -> int:
+        """Of the step that is under way."""
+        return self.step * self.spec.microbatches
+
+    @property
     def microbatches(self) -> range:
         """Those of the step that is under way."""
-        each = self.spec.microbatches
-        return range(self.step * each, (self.step + 1) * each)
+        first = self.first_microbatch
+        return range(first, first + self.spec.microbatches)
 
     @property
     def begins_step(self) -> bool:
@@ -89,17 +118,38 @@ class Training:
         forward = self._forward.get(microbatch) or [self.recorded_tokens] * units
         return forward, self._backward.get(microbatch) or [0] * units
 
-    def progress(self, microbatch: int) -> tuple[list[int], list[int]]:
-        """The same lists, to be moved on."""
+    def _progress(self, microbatch: int) -> tuple[list[int], list[int]]:
+        """The same lists, which the engine moves on."""
         forward, backward = self.frontier(microbatch)
         return (
-            self._forward.setdefault(microbatch, list(forward)),
-            self._backward.setdefault(microbatch, list(backward)),
+            self._forward.setdefault(microbatch, ReadOnlyList(forward)),
+            self._backward.setdefault(microbatch, ReadOnlyList(backward)),
         )
 
-    def forget(self) -> None:
+    def draft(self) -> Training:
+        """Another that is as far, to be moved on instead."""
+        other, updated = Training.__new__(Training), dict(self._updated)
+        own = {
+            "updated": MappingProxyType(updated),
+            "_updated": updated,
+            "_forward": {k: ReadOnlyList(done) for k, done in self._forward.items()},
+            "_backward": {k: ReadOnlyList(done) for k, done in self._backward.items()},
+        }
+        for name in Training.__slots__:
+            object.__setattr__(other, name, own.get(name, getattr(self, name)))
+        return other
+
+    def _count_update(self, chunk: int) -> None:
+        self._updated[chunk] += 1
+
+    def _move(self, microbatch: int, is_forward: bool, units: Iterable[int], tokens: int) -> None:
+        done = self._progress(microbatch)[0 if is_forward else 1]
+        for unit in units:
+            list.__setitem__(done, unit, done[unit] + tokens)
+
+    def _forget(self) -> None:
         """Starts the microbatches under way anew, without what serving had recorded."""
-        self.recorded_tokens = 0
+        object.__setattr__(self, "recorded_tokens", 0)
         self._forward.clear()
         self._backward.clear()
 
@@ -112,14 +162,14 @@ class Training:
         """Whether its backward is complete."""
         return self.frontier(microbatch)[1][self.first] >= self.spec.microbatch_tokens
 
-    def complete_steps(self) -> bool:
+    def _complete_steps(self) -> bool:
         """Counts what is complete now; returns whether that has grown."""
         before = self.step
         while not self.is_complete and self._is_done():
             for microbatch in self.microbatches:
                 self._forward.pop(microbatch, None)
                 self._backward.pop(microbatch, None)
-            self.step += 1
+            object.__setattr__(self, "step", self.step + 1)
         return self.step > before
 
     def _is_done(self) -> bool:
@@ -157,3 +207,13 @@ class Training:
     def tasks(self) -> tuple[Task, ...]:
         """All of one step, with microbatches from 0."""
         return self._tasks
+
+
+def layout_of(training: Training) -> TrainingLayout:
+    """What the planner laid out for a job. ValueError where there was none."""
+    if training.layout is None:
+        raise ValueError(
+            f"training job {training.spec.job_id}: nothing is laid out for it; "
+            "choose a planner that makes chunks, such as planner=unit_chunks"
+        )
+    return training.layout

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from engine.footprint import launches_of
 from engine.plan import Plan, Slice, Tier
 from engine.view import View
 from policies.eviction import LastIn
-from policies.launching import launches_of
 from policies.out_of_memory import patient
 from policies.residency import Residency
 

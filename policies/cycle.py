@@ -9,7 +9,7 @@ from typing import NamedTuple
 from engine.job import Job
 from engine.plan import Place, Work
 from engine.regions import gradient, optimizer, weight
-from engine.training import Training
+from engine.training import Training, layout_of
 from engine.training_layout import Mode, TrainingLayout
 from engine.view import View
 
@@ -29,16 +29,6 @@ def training_jobs(view: View) -> Iterator[Job]:
     """All that train or are to, in the order of their coming."""
     yield from view.training
     yield from (job for job in view.waiting if job.training is not None)
-
-
-def layout_of(training: Training) -> TrainingLayout:
-    """What the planner laid out for a job. ValueError where there was none."""
-    if training.layout is None:
-        raise ValueError(
-            f"training job {training.spec.job_id}: nothing is laid out for it; "
-            "choose a planner that makes chunks, such as planner=unit_chunks"
-        )
-    return training.layout
 
 
 @lru_cache(maxsize=CYCLES)

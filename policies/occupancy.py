@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from engine.draft import Draft
+from engine.footprint import Launching, goes_out
 from engine.job import Job
 from engine.plan import Kind, Place, Plan, Pool, Tier
+from engine.training import layout_of
 from engine.view import View
 from policies.candidates import Candidates
-from policies.cycle import layout_of, training_jobs
+from policies.cycle import training_jobs
 from policies.eviction import Order
-from policies.launching import Launching, goes_out
 from policies.out_of_memory import OutOfMemory, knobs_of_launch
 
 STATES = (Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER)

@@ -6,13 +6,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
+from engine.footprint import Launching
 from engine.job import Job
 from engine.plan import COMPUTE_LANE, HOST_LANE, Place, Plan, Slice, Tier, Work
 from engine.regions import weight
+from engine.training import layout_of
 from engine.view import View
-from policies.cycle import layout_of, training_jobs
+from policies.cycle import training_jobs
 from policies.eviction import FarthestUse, Future
-from policies.launching import Launching
 from policies.out_of_memory import patient
 from policies.residency import Residency
 from policies.tide import WARMUP_SHARE, Budget, Tide, device_updates, tide_of

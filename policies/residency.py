@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
+from engine.exchange import Exchange
+from engine.footprint import Launching, launches_of
 from engine.plan import (
     COMPUTE_LANE,
     HOST_LANE,
@@ -16,8 +18,6 @@ from engine.plan import (
 from engine.regions import GATHERED
 from engine.view import View
 from policies.eviction import NOW, Order
-from policies.exchange import Exchange
-from policies.launching import Launching, launches_of
 from policies.occupancy import STATES, Occupancy
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.exchange import gather, gathers
+from engine.footprint import goes_out, launches_of
 from engine.plan import HOST_LANE, Kind, Place, Plan, Slice, Tier, Work
 from engine.regions import gathered, gradient, hidden, saved, weight
-from engine.training import Training
+from engine.training import Training, layout_of
 from engine.training_layout import TrainingLayout
 from engine.view import View
-from policies.cycle import Ahead, Link, cycle_of, horizon, layout_of, trained_before
+from policies.cycle import Ahead, Link, cycle_of, horizon, trained_before
 from policies.eviction import LastIn
-from policies.exchange import gather, gathers
-from policies.launching import goes_out, launches_of
 from policies.occupancy import STATES
 from policies.out_of_memory import patient
 from policies.residency import Residency

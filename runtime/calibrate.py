@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import simpy
 import torch
 
 from engine.executor import Executor
+from engine.record import write_tables
 from engine.rows import step_row, table_of
 from runtime.driver import Driver, Run, driving
 from runtime.machine import Machine
 from runtime.probe import probe, ratios
 from runtime.shapes import Rows, Shape, grid, holdout
+from traces.files import seal, write_text
 
 FEW_TOKENS, MANY_TOKENS = 16, 256  # up to here launches are short and noisy; beyond, long
 BEFORE = Shape("decode", (Rows(1, 256),) * 8)  # what runs before a launch with prompts in replays
@@ -79,11 +80,9 @@ def _shapes(driver: Driver, seed: int, held_out: int) -> list[tuple[str, list[Sh
 
 def _write(folder: Path, tables: Mapping[str, pa.Table], about: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, table in tables.items():
-        aside = folder / f".{name}.parquet.tmp"
-        pq.write_table(table, aside, compression="zstd")
-        aside.rename(folder / f"{name}.parquet")
-    (folder / "profile.json").write_text(json.dumps(about, indent=2) + "\n")
+    write_tables(folder, tables)
+    write_text(folder / "profile.json", json.dumps(about, indent=2) + "\n")
+    seal(folder, "profile.json")
 
 
 def repeats(shape: Shape) -> int:
@@ -143,7 +142,7 @@ def _about(machine: Machine) -> dict[str, Any]:
 def cpu_name() -> str:
     """What the kernel calls this processor."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

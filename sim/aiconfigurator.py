@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from engine.model import ModelSpec
 from sim.cost import ShapePriced
 from sim.device import Device
+from sim.measured import read_times
 from sim.ragged import Ragged, Watch
 from sim.roofline import Roofline
 from sim.table import Lookup, Table, hats
@@ -163,11 +163,11 @@ def product_table(rows: Any, outputs: int, inputs: int) -> Table:
 
 
 def _rows(folder: Path, table: str) -> Any:
-    """The table whose file's name begins so. ValueError where there is none."""
+    """The table whose file's name begins so. ValueError where there is none, or no times in it."""
     found = sorted(folder.glob(f"{table}*.parquet"))
     if not found:
         raise ValueError(f"{folder} has no {table}*.parquet; add that table of AIConfigurator's")
-    return pd.read_parquet(found[0])
+    return read_times(found[0], (), ("latency",))
 
 
 def _gemm_work(rows: Any) -> Any:

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from engine.executor import Launch
 from engine.model import ModelSpec
 from sim.cost import ShapePriced
 from sim.load import Load, load_of, sizes
+from sim.measured import read_times
 from sim.ragged import Ragged, Watch
-from sim.skew import Mix, Skew, fit_skew
-from sim.table import Lookup, Table, check_times
+from sim.skew import MIXES, TIMES, Mix, Skew, fit_skew
+from sim.table import Lookup, Table
 
 PER_LAYER = {
     "layernorm": 2,
@@ -31,6 +31,7 @@ PER_LAYER = {
 PER_STEP = ("embedding", "final_layernorm")
 PER_SEQUENCE = ("lm_head", "sampler")
 SKEWS = ("none", "default", "per_bucket")
+ATTENTION = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")  # columns of it
 AXES = ("prompt tokens", "their context", "decodes", "context")  # of attention
 FEW = 4  # steps that are sooner priced one by one than as arrays
 GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))  # vLLM's CUDA graphs, default
@@ -74,17 +75,21 @@ class KernelProfileCost(ShapePriced):
         """Reads dense.csv, per_sequence.csv, attention.csv and, for skew, skew.csv.gz."""
         if skew not in SKEWS:
             raise ValueError(f"skew is {skew!r}, must be one of {SKEWS}")
-        dense = pd.read_csv(folder / "dense.csv")
+        dense = read_times(folder / "dense.csv", ("layer", "tokens"), ("time_us",))
         counts = {name: n * model.num_layers for name, n in PER_LAYER.items()}
         counts |= dict.fromkeys(PER_STEP, 1)
-        attention = Ragged.of(pd.read_csv(folder / "attention.csv").to_numpy().tolist())
+        points = read_times(folder / "attention.csv", ATTENTION, (*ATTENTION, "time_us"))
+        attention = Ragged.of(points[[*ATTENTION, "time_us"]].to_numpy().tolist())
         fitted = Skew()
         if skew != "none":
-            fitted = fit_skew(pd.read_csv(folder / "skew.csv.gz"), skew == "per_bucket")
-        heads = pd.read_csv(folder / "per_sequence.csv")
+            unequal = read_times(folder / "skew.csv.gz", MIXES, (*MIXES, *TIMES))
+            fitted = fit_skew(unequal, skew == "per_bucket")
+        heads = read_times(folder / "per_sequence.csv", ("layer", "sequences"), ("time_us",))
         return cls(
-            _summed(dense, "tokens", counts),
-            _summed(heads, "sequences", dict.fromkeys(PER_SEQUENCE, 1)),
+            _summed(folder / "dense.csv", dense, "tokens", counts),
+            _summed(
+                folder / "per_sequence.csv", heads, "sequences", dict.fromkeys(PER_SEQUENCE, 1)
+            ),
             attention,
             fitted,
             model,
@@ -194,11 +199,17 @@ def _weighted(rows: list[tuple[Ragged, float]], points: Any) -> Any:
     return sum([weight * row.values(points) for row, weight in rows])
 
 
-def _summed(rows: Any, axis: str, counts: dict[str, int]) -> Table:
-    """One table in ns of all layers named, each so many times. ValueError where one is missing."""
-    check_times(rows["time_us"])
-    times = rows.pivot(index=axis, columns="layer", values="time_us")
+def _summed(path: Path, rows: Any, axis: str, counts: dict[str, int]) -> Table:
+    """One table in ns of all layers named, each so many times. ValueError where one is missing, or
+    has no time where others have one."""
+    try:
+        times = rows.pivot(index=axis, columns="layer", values="time_us")
+    except ValueError as error:
+        raise ValueError(f"{path}: a layer has two times for one of {axis} ({error})") from error
     if missing := counts.keys() - set(times.columns):
-        raise ValueError(f"kernel profile lacks {', '.join(sorted(missing))}; profile them too")
-    total = sum([times[name] * count for name, count in counts.items()]).dropna() * 1e3
+        raise ValueError(f"{path} lacks layer {', '.join(sorted(missing))}; profile them too")
+    for name in counts:
+        if len(empty := times.index[times[name].isna()]):
+            raise ValueError(f"{path}: no time of {name} at {axis}={empty[0]}; profile it too")
+    total = sum([times[name] * count for name, count in counts.items()]) * 1e3
     return Table((tuple(int(x) for x in total.index),), tuple(float(y) for y in total))

@@ -17,6 +17,7 @@ EDGES = (  # upper ends of the classes; the profile's own nodes lie at or below 
     (0.05, 0.15, 0.4, 0.7),  # shape: (mean - least) / (most - least) of their contexts
     (1024, 4096, 16384),  # their longest context
 )
+MIXES = ("pc", "kp", "n", "nb", "kv_big")
 TIMES = ("t_mean_us", "t_max_us", "t_skew_us")  # columns of skew.csv.gz
 
 

@@ -6,7 +6,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import isfinite
 
 Nodes = tuple[int, ...]
@@ -26,20 +26,30 @@ def hats(nodes: Nodes, x: float) -> list[tuple[int, float]]:
 
 
 def check_finite(values: Iterable[float]) -> None:
-    """ValueError for a value that is no finite number."""
-    for value in values:
+    """ValueError, with its row from 1 on, for a value that is no finite number."""
+    for row, value in enumerate(values, 1):
         if not isfinite(value):
             raise ValueError(
-                f"a cost is {value}, no finite number; measure it again or leave it out"
+                f"row {row}: a cost is {value}, no finite number; measure it again or leave it out"
             )
 
 
 def check_times(values: Iterable[float]) -> None:
-    """ValueError for a measured time that is no finite number, or below zero."""
+    """ValueError, with its row, for a measured time that is no finite number, or below zero."""
     times = list(values)
     check_finite(times)
-    if (least := min(times, default=0.0)) < 0:
-        raise ValueError(f"a cost is {least}, below zero; measure it again or leave it out")
+    for row, time in enumerate(times, 1):
+        if time < 0:
+            raise ValueError(
+                f"row {row}: a cost is {time}, below zero; measure it again or leave it out"
+            )
+
+
+def check_nodes(axes: Iterable[Nodes]) -> None:
+    """ValueError for an axis whose nodes do not rise, or begin below zero."""
+    for number, nodes in enumerate(axes, 1):
+        if not nodes or min(nodes) < 0 or any(a >= b for a, b in pairwise(nodes)):
+            raise ValueError(f"axis {number} does not rise from 0 or above; run tandem calibrate")
 
 
 def warn_beyond(table: str, first: object) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
@@ -13,9 +12,10 @@ from typing import Any
 from engine.model import ModelSpec
 from engine.plan import PageSize
 from sim.cost import ShapePriced
-from sim.table import Lookup, Table
+from sim.table import Lookup, Table, check_nodes, check_times
 from sim.trained import Trained
 from sim.training_terms import is_of_training, likenesses, training_terms
+from traces.files import checked_text, seal, write_text
 
 FORMAT = 1
 LINEAR, HEAD, FIRST, CHUNK, DECODE = "linear", "head", "first", "chunk", "decode"
@@ -139,7 +139,7 @@ class TableCost(ShapePriced):
         return TableCost(self.tables, named, self.page, self.source)
 
     def save(self, path: Path) -> None:
-        """Writes one JSON file, aside and renamed."""
+        """Writes one JSON file, whole or not at all, and keeps its hash."""
         content = {
             "format": FORMAT,
             "source": self.source,
@@ -147,16 +147,15 @@ class TableCost(ShapePriced):
             "page": self.page._asdict(),
             "tables": {name: asdict(table) for name, table in self.tables.items()},
         }
-        aside = path.with_name(f".{path.name}.tmp")
-        aside.write_text(json.dumps(content, indent=1))
-        os.replace(aside, path)
+        write_text(path, json.dumps(content, indent=1))
+        seal(path.parent, path.name)
 
     @classmethod
     def load(cls, path: Path) -> TableCost:
         """Reads what `save` wrote. ValueError for anything else."""
         try:
-            content: Any = json.loads(path.read_text())
-        except (OSError, json.JSONDecodeError) as error:
+            content: Any = json.loads(checked_text(path))
+        except (OSError, json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{path} is no cost table ({error}); run tandem calibrate") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"{path} is no cost table of format {FORMAT}; run tandem calibrate")
@@ -175,6 +174,8 @@ class TableCost(ShapePriced):
 def _read(path: Path, name: str, table: Mapping[str, Any]) -> Table:
     try:
         found = Table(tuple(tuple(nodes) for nodes in table["axes"]), tuple(table["values"]))
+        check_times(found.values)
+        check_nodes(found.axes)
     except ValueError as error:
         raise ValueError(f"{path}, table {name}: {error}") from None
     if len(found.values) != prod(len(nodes) for nodes in found.axes):

@@ -16,7 +16,8 @@ from engine.executor import Launch, Pieces
 from engine.model import ModelSpec
 from engine.plan import Compute
 from sim.cost import ShapePriced, forward_shape, shifted
-from sim.table import check_times, warn_beyond
+from sim.measured import check_measured
+from sim.table import warn_beyond
 
 ONCE = ("attn_pre_proj", "attn_post_proj", "attn_rope", "mlp_up_proj", "mlp_act", "mlp_down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm", "add")
@@ -72,10 +73,7 @@ class VidurCost(ShapePriced):
         if missing := {f"{name}_ms" for name in (*ONCE, *NORMS, *BY_SHAPE)} - tables.keys():
             raise ValueError(f"{path} lacks {', '.join(sorted(missing))}; give a Vidur table")
         for name in filter(lambda name: name.endswith("_ms"), tables):
-            try:
-                check_times(np.ravel(tables[name]))
-            except ValueError as error:
-                raise ValueError(f"{path}, table {name}: {error}") from None
+            check_measured(tables[name], f"{path}, table {name}")
         return cls(tables, model, str(path))
 
     @property

@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from analysis.yaml_text import yaml_value
+from tandem.outside import check_outside
 
 CHOICE = "experiment="
 
@@ -34,6 +35,8 @@ def axes_of(name: str, config_dir: str | None = None) -> Mapping[str, str]:
     for root in (*roots, Path(str(files("conf")))):
         path = root / "experiment" / f"{name}.yaml"
         if path.is_file():
+            if root in roots:
+                check_outside(path, path.relative_to(root))
             node = yaml_value(path.read_text(encoding="utf-8"), path)
             for key in ("hydra", "sweeper", "params"):
                 node = (node or {}).get(key)

@@ -6,13 +6,21 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.conform import arguments, did_you_mean
+from tandem.conform import arguments, did_you_mean, hints_of
 from tandem.errors import exits_fail
+from tandem.kinds import OWN, check_kind, item_hint
 
-OWN = ("traces", "engine", "policies", "sim", "runtime", "analysis")
+
+@dataclass(frozen=True)
+class Found:
+    """A target whose kind has been checked, and what it is to be called with."""
+
+    target: Any
+    given: Mapping[str, Any]
 
 
 class Builder:
@@ -35,25 +43,31 @@ class Builder:
         """What the node describes, its nested targets built first.
 
         `extra` are arguments that no yaml can hold. ValueError in one line for a wrong target,
-        key or value.
+        key or value, or a target of another kind than its place wants: before any is called.
         """
+        return _made(self._found(node, where), where, extra)
+
+    def _found(self, node: Mapping[str, Any], where: str, hint: Any = None) -> Found:
+        """The target of a node and what it is given, nested ones alike; nothing is called."""
         if "_target_" not in node:
             raise ValueError(f"{where}: no _target_ says what to build")
-        target = self._follow(str(node["_target_"]), where)
+        path = str(node["_target_"])
+        target = self._follow(path, where)
+        check_kind(target, path, where, hint)
+        hints = hints_of(target)
         given = {
-            key: self._value(value, f"{where}.{key}")
+            key: self._value(value, f"{where}.{key}", hints.get(key))
             for key, value in node.items()
             if not key.startswith("_")
         }
-        made = arguments(target, {**given, **extra}, where)
-        with exits_fail():
-            return target(**made)
+        return Found(target, given)
 
-    def _value(self, value: Any, where: str) -> Any:
+    def _value(self, value: Any, where: str, hint: Any) -> Any:
         if isinstance(value, Mapping) and "_target_" in value:
-            return self.build(value, where)
+            return self._found(value, where, Any if hint is None else hint)
         if isinstance(value, list):
-            return [self._value(item, f"{where}[{i}]") for i, item in enumerate(value)]
+            inner = item_hint(hint)
+            return [self._value(item, f"{where}[{i}]", inner) for i, item in enumerate(value)]
         return value
 
     def _follow(self, path: str, where: str) -> Any:
@@ -64,6 +78,8 @@ class Builder:
                 f"add it with 'trusted=[{top}]'"
             )
         module_name, _, name = path.rpartition(".")
+        if not module_name or not name:
+            raise ValueError(f"{where}: target {path} is no MODULE.CLASS")
         try:
             with exits_fail():
                 module = importlib.import_module(module_name)
@@ -86,3 +102,15 @@ class Builder:
         origin = Path(spec.origin).resolve()
         home = origin.parent.parent if origin.name == "__init__.py" else origin.parent
         return home in self.folders
+
+
+def _made(found: Any, where: str, extra: Mapping[str, Any] | None = None) -> Any:
+    """Calls what was found, nested ones first."""
+    if isinstance(found, list):
+        return [_made(item, f"{where}[{i}]") for i, item in enumerate(found)]
+    if not isinstance(found, Found):
+        return found
+    given = {key: _made(value, f"{where}.{key}") for key, value in found.given.items()}
+    made = arguments(found.target, {**given, **(extra or {})}, where)
+    with exits_fail():
+        return found.target(**made)

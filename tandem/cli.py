@@ -41,6 +41,8 @@ EXAMPLES = """examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit code."""
+    if argv is None:
+        _in_utf8()
     words = list(sys.argv[1:] if argv is None else argv)
     warnings_are_ours()
     if words and words[0] in VERBS:
@@ -48,6 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return guarded(lambda: import_module(module).main(words[1:]))
     _parser().parse_args(words)  # help, version, or a usage error
     return 2
+
+
+def _in_utf8() -> None:
+    """Begins again in Python's UTF-8 mode where the locale names files otherwise: else a folder
+    with an umlaut is no text that Hydra's grammar, yaml or a report could hold."""
+    if sys.getfilesystemencoding().lower() != "utf-8":
+        words = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, words, {**os.environ, "PYTHONUTF8": "1"})
 
 
 def warnings_are_ours() -> None:

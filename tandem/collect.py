@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml  # type: ignore[import-untyped]
-
-from analysis.yaml_text import LOADER
-from tandem.folder import status_of
+from analysis.yaml_text import yaml_value
+from tandem.folder import OK, status_of
 from tandem.manifest import points_in, superseded_in
+from traces.files import checked_text, is_sealed, whole
 
 if TYPE_CHECKING:
     import pandas as pd
 
+log = logging.getLogger(__name__)
 Points = Mapping[str, Sequence[str]]  # overrides by key
 TABLE = "runs.parquet"
+DAMAGED = "damaged"  # a finished run whose files are not as they were written
+READ = ("config.yaml", "provenance.json", "metrics.json")
+UNSEALED = (
+    "%d of %d runs keep no hashes of their files, %s for one: made by an earlier version, they are "
+    "taken as they are"
+)
 SUPERSEDED = "superseded"  # a status of the table alone: see tandem.manifest
 FACTS = ("commit", "dirty", "trace_hash", "model", "device", "cost_form", "depth", "seed")
 FACTS += ("parameters", "chunks", "state_bytes")  # of what is trained
@@ -41,7 +48,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def collect(root: Path) -> pd.DataFrame:
-    """Reads every run below the folder and writes the table, aside and renamed.
+    """Reads every run below the folder and writes the table, whole or not at all.
 
     Columns: run (its folder), status (that of the run, damaged, or superseded: its overrides have
     been run anew since, by other code or on another trace), error, overrides (JSON), policy; other
@@ -57,14 +64,15 @@ def collect(root: Path) -> pd.DataFrame:
     places = {folder.parent for folder in folders}
     sweeps = {place: (points_in(place), superseded_in(place)) for place in places}
     rows = [_row(root, folder, *sweeps[folder.parent]) for folder in folders]
+    if old := [f for f in folders if status_of(f) == OK and not is_sealed(f)]:
+        log.warning(UNSEALED, len(old), len(folders), old[0])
     if not rows:
         raise ValueError(f"{root}: no run lies there")
     table = pd.DataFrame(rows)
     for name in filter(lambda name: pd.api.types.is_object_dtype(table[name]), table):
         table[name] = _one_type(table[name])
-    aside = root / f".{TABLE}.{os.getpid()}"
-    table.to_parquet(aside, index=False)
-    aside.rename(root / TABLE)
+    with whole(root / TABLE) as aside:
+        table.to_parquet(aside, index=False)
     return table
 
 
@@ -86,17 +94,21 @@ def policy_name(config: Mapping[str, Any], overrides: Sequence[str]) -> str:
 
 
 def _row(root: Path, folder: Path, points: Points, superseded: Points) -> dict[str, Any]:
-    status = _json(folder / "status.json")
-    config, facts = _yaml(folder / "config.yaml"), _json(folder / "provenance.json")
-    metrics = _json(folder / "metrics.json")
-    state = status_of(folder) or "damaged"
-    if state == "ok" and not metrics:
-        state = "damaged"
+    status, state = _json(folder / "status.json"), status_of(folder) or DAMAGED
+    error, is_ok = status.get("error"), state == OK
+    try:
+        config, facts, metrics = (_parsed(folder / name, is_ok) for name in READ)
+    except ValueError as fault:
+        config, facts, metrics = {}, {}, {}
+        state, error = DAMAGED, str(fault)
+        log.warning("left out: %s", error)
+    if state == OK and not metrics:
+        state = DAMAGED
     words = list(facts.get("overrides") or {**superseded, **points}.get(folder.name, ()))
     row: dict[str, Any] = {
         "run": str(folder.relative_to(root)),
         "status": SUPERSEDED if folder.name in superseded else state,
-        "error": status.get("error"),
+        "error": error,
         "overrides": json.dumps(words),
         "policy": policy_name(config, words),
     }
@@ -133,16 +145,18 @@ def _one_type(column: pd.Series) -> pd.Series:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return _parsed(path, is_checked=False)
 
 
-def _yaml(path: Path) -> dict[str, Any]:
+def _parsed(path: Path, is_checked: bool) -> dict[str, Any]:
+    """What a file of a run holds, nothing where there is none. ValueError where it is checked, and
+    not as it was written."""
+    is_checked = is_checked and is_sealed(path.parent)
     try:
-        found = yaml.load(path.read_text(encoding="utf-8"), LOADER)
-    except (OSError, ValueError, yaml.YAMLError):
+        text = checked_text(path) if is_checked else path.read_text(encoding="utf-8")
+        found = yaml_value(text, path) if path.suffix == ".yaml" else json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        if is_checked and isinstance(error, ValueError):
+            raise
         return {}
     return found if isinstance(found, dict) else {}

@@ -25,6 +25,10 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, help="folder of the report; default: beside the runs")
     parser.add_argument("--no-replay", action="store_true", help="leave the replay out")
+    about = "a folder of your own yaml files that the predicted run was given, for the replay"
+    parser.add_argument("--config-dir", type=Path, action="append", default=[], help=about)
+    about = "an installed package that it was told to trust, again for the replay"
+    parser.add_argument("--trusted", action="append", default=[], metavar="PACKAGE", help=about)
     chosen = parser.parse_args(words)
     if len(chosen.runs) > 2:
         raise Usage(f"{len(chosen.runs)} runs given: compare takes two, or one for its own report")
@@ -32,7 +36,10 @@ def main(words: Sequence[str]) -> int:
         page = report_of(chosen.runs[0], chosen.out)
     else:
         first, second = chosen.runs
-        comparison, page = compare_folders(first, second, chosen.out, not chosen.no_replay)
+        replays, folders = not chosen.no_replay, tuple(chosen.config_dir)
+        comparison, page = compare_folders(
+            first, second, chosen.out, replays, folders, chosen.trusted
+        )
         from analysis.words import table
 
         print(table(comparison))
@@ -52,7 +59,12 @@ def report_of(folder: Path, out: Path | None = None) -> Path:
 
 
 def compare_folders(
-    first: Path, second: Path, out: Path | None = None, replays: bool = True
+    first: Path,
+    second: Path,
+    out: Path | None = None,
+    replays: bool = True,
+    folders: Sequence[Path] = (),
+    trusted: Sequence[str] = (),
 ) -> tuple[Comparison, Path]:
     """Compares and writes the report; the measured run is the yardstick whatever the order."""
     from analysis.report import write_report
@@ -65,7 +77,8 @@ def compare_folders(
     replay = None
     # a server shows no plans, so there is nothing of it to replay
     if replays and b.is_measured and not a.is_measured and len(b.plans):
-        replay = load(replay_of(a, b, out.with_name(f"{out.name}-replay")))
+        beside = out.with_name(f"{out.name}-replay")
+        replay = load(replay_of(a, b, beside, folders, trusted))
     comparison = compare(a, b, replay)
     page = write_report(comparison, out)
     _export(out, {"prediction": a, "measurement": b})
@@ -84,15 +97,23 @@ def _export(out: Path, runs: dict[str, Run]) -> None:
         write_vllm_json(run.folder, out / f"{name}.vllm.json", limits_in(run.config))
 
 
-def replay_of(prediction: Run, measurement: Run, folder: Path) -> Path:
+def replay_of(
+    prediction: Run,
+    measurement: Run,
+    folder: Path,
+    folders: Sequence[Path] = (),
+    trusted: Sequence[str] = (),
+) -> Path:
     """Simulates the measured run's plan log in the predicted run's configuration.
 
     The memory is the measured run's to the page: what a plan log holds fits there. Replaces an
     earlier replay, and nothing else. Usage where another run is in the way, or where what the
-    predicted run was made of is no longer there.
+    predicted run was made of is no longer there. Of what is neither ours nor in or beside `folders`
+    only `trusted` packages are built.
     """
     from tandem.composed import Composed
     from tandem.experiment import run_experiment
+    from tandem.foreign import profile_hash
 
     if status_of(folder) is not None:
         _remove_replay(folder)
@@ -108,14 +129,23 @@ def replay_of(prediction: Run, measurement: Run, folder: Path) -> Path:
         "kv_bytes": None,
         "may_refuse": True,  # whoever was refused is in the log
     }
-    folders = [Path(name) for name in prediction.provenance.get("config_folders", ())]
-    config = {**prediction.config, **recorded, "budget": budget}
+    priced_by = prediction.provenance.get("profile_hash")
+    if priced_by not in (None, profile_hash(prediction.config.get("profile"))):
+        raise Usage(
+            f"the measured plans cannot be replayed: profile={prediction.config['profile']} is not "
+            f"what {prediction.name} was predicted with, its files have changed; try --no-replay"
+        )
+    # What a run's folder says adds no trust: who compares says again what may be built.
+    config = {**prediction.config, **recorded, "budget": budget, "trusted": [*trusted]}
     asked = prediction.provenance.get("overrides", ())
     words = (*(word for word in asked if not word.startswith("policy=")), "policy=recorded")
     try:
         run_experiment(Composed(config, words, tuple(folders)), folder)
     except ValueError as error:  # such as a trace or profile that is gone
-        raise Usage(f"the measured plans cannot be replayed ({error}); try --no-replay") from error
+        raise Usage(
+            f"the measured plans cannot be replayed ({error}); try --no-replay, or --config-dir "
+            "and --trusted where the run was given such"
+        ) from error
     return folder
 
 

@@ -119,7 +119,7 @@ def form() -> str:
     if engine.__file__.endswith(".py"):
         return "interpreted"
     stamp = Path(engine.__file__).resolve().parent.parent / STAMP
-    if not stamp.is_file() or stamp.read_text() != sources():
+    if not stamp.is_file() or stamp.read_text(encoding="utf-8") != sources():
         raise ValueError(f"{stamp.parent} was built of other sources; run make compiled")
     return "compiled"
 
@@ -145,12 +145,12 @@ def build() -> None:
     import fcntl
 
     BUILD.parent.mkdir(parents=True, exist_ok=True)
-    with BUILD.with_suffix(".lock").open("w") as lock:
+    with BUILD.with_suffix(".lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         stamp, made_of = BUILD / STAMP, sources()
-        if not stamp.is_file() or stamp.read_text() != made_of:
+        if not stamp.is_file() or stamp.read_text(encoding="utf-8") != made_of:
             _build()
-            stamp.write_text(made_of)
+            stamp.write_text(made_of, encoding="utf-8")
 
 
 def _build() -> None:
@@ -160,8 +160,8 @@ def _build() -> None:
         (BUILD / name).parent.mkdir(parents=True, exist_ok=True)
         (BUILD / name).write_text(prepared(name, path.read_text(encoding="utf-8")), "utf-8")
     paths = [f"{package}/{name}.py" for package, names in MODULES.items() for name in names.split()]
-    (BUILD / "mypy.ini").write_text(CONFIG.format(root=ROOT))
-    (BUILD / "setup.py").write_text(SETUP.format(paths=paths))
+    (BUILD / "mypy.ini").write_text(CONFIG.format(root=ROOT), encoding="utf-8")
+    (BUILD / "setup.py").write_text(SETUP.format(paths=paths), encoding="utf-8")
     print(f"compiled: {len(paths)} modules into {BUILD}; some minutes", file=sys.stderr, flush=True)
     words = [sys.executable, "setup.py", "build_ext", "--inplace", "--build-temp", "c"]
     done = subprocess.run(words, cwd=BUILD, capture_output=True, text=True)

@@ -23,6 +23,8 @@ from tandem.composed import Composed
 from tandem.conform import did_you_mean
 from tandem.errors import Usage
 from tandem.keys import check_keys
+from tandem.kinds import OWN
+from tandem.outside import check_sources, check_trust, own_package
 
 COMPOSING = (CompactHydraException, OmegaConfBaseException, YAMLError)  # what it raises
 NO_NAME = "Config group override must be a string"  # what Hydra says
@@ -30,11 +32,15 @@ WRONG_KEY = re.compile(r"(?:Could not (?:override|append|delete)[^']*|Key )'([^'
 
 
 def register_resolvers() -> None:
-    """`${run_id:}` makes folders unique, `${package:traces}` is where a package of ours lies."""
+    """`${run_id:}` makes folders unique, `${package:traces}` is where a package of ours lies. And
+    what lies in folders of others is checked, see tandem/outside.py."""
     OmegaConf.register_new_resolver(
         "run_id", lambda: secrets.token_hex(3), use_cache=True, replace=True
     )
-    OmegaConf.register_new_resolver("package", lambda name: str(files(name)), replace=True)
+    OmegaConf.register_new_resolver(
+        "package", lambda name: str(files(own_package(name, OWN))), replace=True
+    )
+    check_sources()
 
 
 def composed(overrides: Sequence[str], config_dir: str | None = None) -> Composed:
@@ -49,12 +55,18 @@ def config_of(overrides: Sequence[str], config_dir: str | None = None) -> DictCo
     register_resolvers()
     if config_dir and not Path(config_dir).is_dir():
         raise Usage(f"--config-dir {config_dir}: no such folder")
-    search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+    search = [f"hydra.searchpath=[{_quoted(config_dir)}]"] if config_dir else []
     words = [*search, *overrides]
     with composing(overrides):
         with suppress(YAMLError), libyaml():
             return _hydras(words)
         return _hydras(words)  # again, since libyaml names other places
+
+
+def _quoted(folder: str) -> str:
+    """A folder as a word of Hydra's grammar, which takes no umlauts, spaces or brackets bare."""
+    path = str(Path(folder).resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'file://{path}'"
 
 
 @contextmanager
@@ -64,6 +76,8 @@ def composing(overrides: Sequence[str]) -> Iterator[None]:
         yield
     except COMPOSING as error:
         raise Usage(one_line(error, overrides)) from error
+    except RecursionError as error:
+        raise Usage("the settings are nested too deeply to be read; make them flat") from error
     except ValueError as error:
         if str(error).startswith(NO_NAME) and (word := _nameless(overrides)):
             raise Usage(f"{word}: the name of an option is wanted; see `tandem list`") from error
@@ -92,6 +106,7 @@ def plain(cfg: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
     assert isinstance(node, dict)
     config = {str(key): value for key, value in node.items()}
     check_keys(config, overrides)
+    check_trust(config, overrides)
     return config
 
 
@@ -103,7 +118,8 @@ def one_line(error: Exception, overrides: Sequence[str] = ()) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         options = [str(option) for option in error.options or ()]
-        return f"{group}={name}: no such option{did_you_mean(name, options)}"
+        meant = did_you_mean(name, options) or f"; there are {', '.join(options)}"
+        return f"{group}={name}: no such option{meant}"
     cause = error.__cause__
     if found := WRONG_KEY.search(text):
         key = found.group(1).partition("@")[0]

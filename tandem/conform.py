@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from enum import Enum
+from math import isfinite
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tandem.wanted import choices, given, is_sequence, is_union, shown, wanted
@@ -17,6 +18,10 @@ UNITS = {  # by the end of a key
     r"_ns$": "nanoseconds",
     r"(?<!_per)_s$": "seconds",
 }
+
+
+class Boundless(ValueError):
+    """A number that is none, or that no float holds: right for no annotation of a number."""
 
 
 def arguments(target: Any, given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -37,7 +42,7 @@ def arguments(target: Any, given: Mapping[str, Any], where: str) -> dict[str, An
         )
         if needed and name not in given:
             raise ValueError(f"{where}.{name}: {name_of(target)} needs a value here")
-    hints = _hints(target)
+    hints = hints_of(target)
     return {
         key: conform(value, hints.get(key, Any), f"{where}.{key}") for key, value in given.items()
     }
@@ -58,7 +63,8 @@ def name_of(target: Any) -> str:
     return f"{target.__module__}.{target.__qualname__}"
 
 
-def _hints(target: Any) -> dict[str, Any]:
+def hints_of(target: Any) -> dict[str, Any]:
+    """The annotations of what a target is called with, by name; none where they are unknown."""
     # an annotation that exists for the type checker only cannot be resolved; then it is not checked
     try:
         return get_type_hints(target.__init__ if inspect.isclass(target) else target)
@@ -78,7 +84,7 @@ def conform(value: Any, hint: Any, where: str) -> Any:
     if is_sequence(hint):
         return _sequence(value, hint, where)
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return value if isinstance(value, Mapping) else _refuse(value, hint, where)
+        return _mapping(value, hint, where)
     return _plain(value, hint, where)
 
 
@@ -88,6 +94,8 @@ def _any_of(value: Any, hint: Any, options: Sequence[Any], where: str) -> Any:
     for option in options:
         try:
             return conform(value, option, where)
+        except Boundless:
+            raise
         except ValueError:
             continue
     return _refuse(value, hint, where)
@@ -101,6 +109,13 @@ def _sequence(value: Any, hint: Any, where: str) -> Any:
         return _fixed(value, inner, where)
     items = [conform(v, inner[0] if inner else Any, f"{where}[{i}]") for i, v in enumerate(value)]
     return items if get_origin(hint) is list else tuple(items)
+
+
+def _mapping(value: Any, hint: Any, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        return _refuse(value, hint, where)
+    inner = get_args(hint)[1] if len(get_args(hint)) == 2 else Any
+    return {key: conform(item, inner, f"{where}.{key}") for key, item in value.items()}
 
 
 def _fixed(value: Sequence[Any], inner: Sequence[Any], where: str) -> tuple[Any, ...]:
@@ -128,6 +143,12 @@ def _number(value: Any, hint: Any, where: str) -> Any:
     """Whole floats are integers (yaml reads 1e9 as a float); true and false are no numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return _refuse(value, hint, where)
+    try:
+        is_finite = isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        raise Boundless(f"{where}: that number is beyond all bounds; give a smaller one") from None
+    if not is_finite:
+        raise Boundless(f"{where}={value}: that is no finite number; give {wanted(hint)}")
     if hint is int and isinstance(value, float) and not value.is_integer():
         return _refuse(value, hint, where)
     return hint(value)

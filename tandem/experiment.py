@@ -18,6 +18,7 @@ from tandem.budget import GPU
 from tandem.compiled import form
 from tandem.composed import Composed
 from tandem.folder import OK, RUNNING, run_folder, write_json, write_status
+from tandem.foreign import profile_hash
 from tandem.machines import pages_of
 from tandem.pace import resolved
 from tandem.paths import with_absolute_paths
@@ -28,6 +29,7 @@ from tandem.setting import Setting, setting_of
 from tandem.slo import limits_of
 from tandem.workload import trace_hash
 from tandem.worlds import World, world_of
+from traces.files import seal, write_text
 
 
 def run_experiment(
@@ -48,7 +50,9 @@ def run_experiment(
         write_json(aside / "provenance.json", provenance)
         provenance |= _carried_out(setting, point.config, aside, shows_progress)
         write_json(aside / "provenance.json", provenance)
+        seal(aside, "provenance.json")
         metrics = _write_metrics(aside, limits)
+        seal(aside, "metrics.json")
         write_status(aside, OK)  # the last: a run killed before it has not finished
         return metrics
 
@@ -155,6 +159,7 @@ def provenance_of(point: Composed, setting: Setting) -> dict[str, Any]:
         "cost_form": setting.cost.form if is_predicted else "measured",
         "quoted_cost_form": setting.cost.form,  # what policies are told that operations take
         "cost_provenance": setting.cost.provenance,
+        "profile_hash": profile_hash(point.config["profile"]),
         "replicas": setting.replicas,
         "depth": setting.depth,
         "seed": setting.seed,
@@ -202,7 +207,8 @@ def _memory_plan(setting: Setting) -> dict[str, int]:
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """config.yaml of a run folder: what it takes to run it again."""
     text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-    (folder / "config.yaml").write_text(text, encoding="utf-8")
+    write_text(folder / "config.yaml", text)
+    seal(folder, "config.yaml")
 
 
 def _write_metrics(folder: Path, limits: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import RunFailed, Usage, exits_fail
+from traces.files import checked_text, write_text
 
 STARTING, RUNNING, OK = "starting", "running", "ok"
 REJECTED, INTERRUPTED, FAILED = "rejected", "interrupted", "failed"
 DOES_NOT_FIT = "does_not_fit"
+STATES = (STARTING, RUNNING, OK, REJECTED, INTERRUPTED, FAILED, DOES_NOT_FIT)
 ANSWERED = (OK, DOES_NOT_FIT)  # nothing else would come of it if it were run again
 
 
@@ -68,7 +70,7 @@ def sole_user(lock: Path, others: str) -> Iterator[None]:
     import fcntl
 
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as file:
+    with lock.open("w", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -85,24 +87,30 @@ def aside_of(folder: Path) -> Path:
 
 
 def status_of(folder: Path) -> str | None:
-    """What status.json says (see `run_folder`); None where there is none to read."""
+    """What status.json says (see `run_folder`); None where there is none to read, or no status."""
     try:
         found = json.loads((folder / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return str(found["status"]) if isinstance(found, dict) and "status" in found else None
+    status = found.get("status") if isinstance(found, dict) else None
+    return status if status in STATES else None
 
 
 def provenance_in(folder: Path) -> dict[str, Any]:
     """What a run of ours says of itself."""
-    found = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+    return checked_json(folder / "provenance.json")
+
+
+def checked_json(path: Path) -> dict[str, Any]:
+    """What a JSON file of a finished run holds. ValueError where it is not as it was written."""
+    found = json.loads(checked_text(path))
     assert isinstance(found, dict)
     return found
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """One JSON file, readable by people."""
-    path.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
 def write_status(folder: Path, status: str, **more: str) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from itertools import product
+from itertools import islice, product
+from math import prod
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -18,6 +19,8 @@ from tandem.catalog import options
 from tandem.compose import config_of, one_line
 from tandem.composed import Composed
 from tandem.errors import Usage
+
+MOST = 100_000  # points of a sweep
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,23 @@ def grid_of(words: Sequence[str], config_dir: str | None = None) -> Grid:
     for key, taken in swept:
         is_group = "@" in key or any((root / key).is_dir() for root in roots)
         axes.append(Axis(key, taken, is_group or any(_overlap(key, other) for other in merged)))
+    if (points := prod(len(axis.words) for axis in axes)) > MOST:
+        raise Usage(f"{points:,} points: a sweep has {MOST:,} at most; take fewer values")
     fixed = [w for w, o in zip(words, overrides, strict=True) if not o.is_sweep_override()]
     return Grid(tuple(fixed), tuple(axes), config_dir)
+
+
+def check_ranges(words: Sequence[str]) -> None:
+    """Usage for a range() of more values than a sweep has points, before they are counted out."""
+    for word in words:
+        if "range(" not in word or word.startswith("-"):
+            continue
+        try:
+            override = _parsed(word)
+        except Usage:
+            continue  # Hydra says what is wrong with it
+        if override.is_range_sweep():
+            _values(override, None)
 
 
 @cache
@@ -95,10 +113,12 @@ def _values(override: Override, config_dir: str | None) -> list[str]:
         if isinstance(value, Glob):
             values = value.filter(list(options(override.key_or_group, config_dir)))
         else:
-            values = list(override.sweep_string_iterator())
+            values = list(islice(override.sweep_string_iterator(), MOST + 1))
     except (HydraException, ValueError) as error:
         how = "a sweep takes a list, choice(), range() or glob()"
         raise Usage(f"{word}: {how} ({one_line(error)})") from error
+    if len(values) > MOST:
+        raise Usage(f"{word}: more than {MOST:,} values; a sweep has {MOST:,} points at most")
     if not values:
         raise Usage(f"{word}: there is no value in it")
     return values

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from engine.record import SCHEMA_VERSION, TABLES
+from engine.record import SCHEMA_VERSION, TABLES, write_tables
 from runtime.answer import Answer
 from runtime.gauges import Gauges
 from runtime.openai import Prompt, Replay, Server, model_served, replay
@@ -139,18 +138,15 @@ def _write(folder: Path, setting: Setting, found: Replay) -> None:
     pairs = sorted(zip(setting.requests, found.answers, strict=True), key=lambda p: p[0].request_id)
     rows["requests"] = [_request_row(request, answer) for request, answer in pairs]
     rows["memory"] = [row for gauges in found.gauges for row in _memory_rows(setting, gauges)]
+    tables: dict[str, pa.Table] = {}
     for name, schema in TABLES.items():
         marked = schema.with_metadata({"schema_version": str(SCHEMA_VERSION)})
-        _write_table(folder, name, rows[name], marked)
-    _write_table(folder, "client", [_client_row(*pair) for pair in pairs], CLIENT)
+        tables[name] = pa.Table.from_pylist(rows[name], schema=marked)
+    client = [_client_row(*pair) for pair in pairs]
+    tables["client"] = pa.Table.from_pylist(client, schema=CLIENT)
     gauges = [{name: getattr(g, name) for name in SERVER.names} for g in found.gauges]
-    _write_table(folder, "server", gauges, SERVER)
-
-
-def _write_table(folder: Path, name: str, rows: list[dict[str, Any]], schema: pa.Schema) -> None:
-    aside = folder / f".{name}.parquet.tmp"
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), aside, compression="zstd")
-    aside.rename(folder / f"{name}.parquet")
+    tables["server"] = pa.Table.from_pylist(gauges, schema=SERVER)
+    write_tables(folder, tables)
 
 
 def _request_row(request: Request, answer: Answer) -> dict[str, Any]:

@@ -35,7 +35,11 @@ def origin_of(path: Path) -> Origin:
     if found := NAMED.fullmatch(path.name):
         return Origin(*found.groups())
     if (meta := path / META).is_file():
-        facts = yaml_value(meta.read_text(encoding="utf-8"), meta)
+        try:
+            text = meta.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{meta}: no text in UTF-8 (byte {error.start})") from error
+        facts = yaml_value(text, meta)
         facts = facts if isinstance(facts, dict) else {}
         model, device = (facts.get(key) for key in ("model", "hardware"))
         return Origin(model and str(model).rpartition("/")[2], device and str(device))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.model import ModelSpec
+from traces.files import checked_text
 from traces.recipe import Recipe
 
 AUTO = "auto"
@@ -53,8 +54,9 @@ def about(profile: Path) -> dict[str, Any]:
     path = profile / "profile.json"
     if not path.is_file():
         return {}
+    text = checked_text(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); run tandem calibrate") from error
     if not isinstance(found, dict):

@@ -15,7 +15,7 @@ from typing import Any
 from tandem.composed import Composed
 from tandem.errors import RunFailed
 from tandem.experiment import run_experiment, write_config
-from tandem.folder import ANSWERED, OK, aside_of, run_folder, status_of
+from tandem.folder import ANSWERED, OK, aside_of, checked_json, run_folder, status_of
 from tandem.paths import with_absolute_paths, with_paths
 from tandem.provenance import ROOT, versions
 from traces.fingerprint import content_hash
@@ -128,9 +128,7 @@ def clear(folder: Path) -> None:
 
 def metrics_of(folder: Path) -> dict[str, Any]:
     """The metrics of a finished run."""
-    found = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-    assert isinstance(found, dict)
-    return found
+    return checked_json(folder / "metrics.json")
 
 
 @cache

@@ -79,7 +79,7 @@ def _measured(point: Composed, folder: Path, replays: int, streams: bool) -> pd.
     for number in range(half):
         _replay(point, aside, f"{HELD_OUT}-{number}", 2 * number + 1, REQUESTS, streams)
     table = judged(refitted(aside), aside)
-    table.to_csv(aside / "errors.csv")
+    table.to_csv(aside / "errors.csv", encoding="utf-8")
     if folder.is_dir():
         folder.rmdir()
     aside.rename(folder)

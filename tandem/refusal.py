@@ -66,7 +66,7 @@ def _reason(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def _shortest_prompt_tokens(folder: Path) -> int:
-    from pyarrow.parquet import read_table
+    from engine.record import read_table
 
     tokens = read_table(folder / "requests.parquet", columns=["prompt_tokens"])
     return min(tokens["prompt_tokens"].to_pylist())

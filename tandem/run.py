@@ -20,16 +20,22 @@ from tandem.compose import composing, config_folders, plain, register_resolvers
 from tandem.composed import Composed
 from tandem.errors import RunFailed
 from tandem.folder import provenance_in, remove_empty
+from tandem.outside import check_trust
 
 SHORT_FLAGS = ("-c", "-p", "-i", "-cp", "-cn", "-cd")  # Hydra's, that a value follows
 
 log = logging.getLogger(__name__)
 register_resolvers()
+_given: list[str] = []  # the words of the command line
 _failed: list[Exception] = []  # of a single run, for `_run_app` to raise without Hydra's own words
 
 
 def main(words: Sequence[str]) -> int:
     """Runs what the words say; 0 if all runs served as they should. Raises what `guarded` tells."""
+    if any("range(" in word for word in words):
+        from tandem.grid import check_ranges
+
+        check_ranges(words)
     with composing(words):
         (_run_app if _is_for_app(words) else _run_once)(words)
     return 0
@@ -60,6 +66,7 @@ def _run_once(words: Sequence[str]) -> None:
 def _run_app(words: Sequence[str]) -> None:
     """Sweeps, the user's own folders, `--cfg`, `--help`: whatever Hydra can do."""
     _failed.clear()
+    _given[:] = words
     app = hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
     with _raising_hydra(["tandem run", *options_first(words)]):
         app(_run_job)()
@@ -76,6 +83,7 @@ def _run_job(cfg: DictConfig) -> None:
     overrides = tuple(map(str, OmegaConf.to_container(of_hydra.overrides.task)))  # as given
     try:
         point = Composed(plain(cfg, overrides), overrides, folders)
+        check_trust(point.config, _given)  # a sweep's own words may be of a yaml
         _carry_out(point, folder, is_single)
     except (ValueError, RunFailed) as error:
         if not is_single:

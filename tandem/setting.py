@@ -9,9 +9,10 @@ from typing import Any
 
 from engine.model import ModelSpec
 from engine.plan import Place, Pool
-from engine.planlog import read_plans
+from engine.planlog import check_jobs, read_plans
 from engine.policy import Composed as ComposedPolicy
 from engine.policy import Policy, Router
+from policies.recorded import Recorded, RecordedRouter
 from sim.cost import LaunchCost, PolicyCost
 from sim.device import Device
 from sim.group import Group, check_links, rank_device
@@ -27,6 +28,8 @@ from tandem.workload import requests_of
 from traces.request import Request, TrainingJob
 
 ENDLESS_BYTES = 1 << 60
+MOST_REPLICAS = 10_000
+MOST_DEPTH = 1_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +69,7 @@ def setting_of(point: Composed, spec: ModelSpec | None = None) -> Setting:
     requests = requests_of(config, builder, spec, point.overrides)
     policy = policy_of(config, builder)
     page_tokens = _at_least(1, config, "page_tokens")
-    replicas = _at_least(1, config, "replicas")
+    replicas = _within(1, MOST_REPLICAS, config, "replicas")
     trainees = trainees_of(config, builder, spec, requests, group.ranks)
     if group.ranks > 1 and (requests or not trainees):
         raise ValueError(
@@ -75,6 +78,9 @@ def setting_of(point: Composed, spec: ModelSpec | None = None) -> Setting:
         )
     if trainees and not requests:
         spec = trainees[0].spec  # in the dtype that it trains in
+    if isinstance(policy, Recorded):
+        ids = {r.request_id for r in requests} | {t.job.job_id for t in trainees}
+        check_jobs(log_path(config), policy.log, ids)
     cost = cost_of(config, device, spec, page_tokens, group)
     if requests and config["backend"]["name"] == "sim" and not getattr(cost, "serves", True):
         raise ValueError(
@@ -94,7 +100,7 @@ def setting_of(point: Composed, spec: ModelSpec | None = None) -> Setting:
         replace(room, layout=replace(planned, places=places)),
         replicas,
         router_of(config, builder, policy, replicas),
-        _at_least(1, config, "depth"),
+        _within(1, MOST_DEPTH, config, "depth"),
         seed,
         decoding_of(config, spec),
         is_replay=config.get("replayed") is not None,
@@ -163,9 +169,7 @@ def builder_of(point: Composed) -> Builder:
 def policy_of(config: Mapping[str, Any], builder: Builder) -> Policy:
     """The named stack of scheduling and memory, or another run's plan log."""
     if config.get("replayed") is not None:
-        from policies.recorded import Recorded
-
-        path = Path(str(config.get("replayed"))) / "plans.parquet"
+        path = log_path(config)
         if not path.is_file():
             raise ValueError(f"replayed={path.parent}: no plan log there; give a run's folder")
         return Recorded(read_plans(path))
@@ -182,12 +186,15 @@ def policy_of(config: Mapping[str, Any], builder: Builder) -> Policy:
     return ComposedPolicy(*halves)
 
 
+def log_path(config: Mapping[str, Any]) -> Path:
+    """Where the plan log lies that a configuration plays back."""
+    return Path(str(config["replayed"])) / "plans.parquet"
+
+
 def router_of(
     config: Mapping[str, Any], builder: Builder, policy: Policy, replicas: int
 ) -> Router | None:
     """Who sends requests to replicas; with another run's plan log, to those that served them."""
-    from policies.recorded import Recorded, RecordedRouter
-
     if isinstance(policy, Recorded):
         return RecordedRouter(policy.log) if replicas > 1 else None
     node = config["router"]
@@ -222,7 +229,8 @@ def cost_of(
             check_links(device, group)
         return Roofline(device, spec, page_tokens, group)
     may_differ = conform(config.get("profile_may_differ", False), bool, "profile_may_differ")
-    if (foreign := foreign_cost(path, device, spec, how, may_differ)) is not None:
+    cache = Path(str(config["cache"]))
+    if (foreign := foreign_cost(path, device, spec, how, may_differ, cache)) is not None:
         if pace != 1:
             raise ValueError(f"pace={pace}: only a profile of `tandem calibrate` has a pace")
         return foreign
@@ -253,3 +261,9 @@ def _at_least(least: int, config: Mapping[str, Any], name: str) -> int:
     if value < least:
         raise ValueError(f"{name}={value}: it must be at least {least}")
     return int(value)
+
+
+def _within(least: int, most: int, config: Mapping[str, Any], name: str) -> int:
+    if (value := _at_least(least, config, name)) > most:
+        raise ValueError(f"{name}={value}: at most {most:,} are possible")
+    return value

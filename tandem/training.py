@@ -20,6 +20,7 @@ from policies.laying_out import STARTS
 from policies.out_of_memory import OutOfMemory
 from tandem.build import Builder
 from traces.batches import ROWS_DROPPED, Batches
+from traces.files import checked_text
 from traces.request import Request, TrainingJob
 from traces.training import Training
 
@@ -110,9 +111,9 @@ def _warn_of_ids(account: Mapping[str, int], job: TrainingJob, own: ModelSpec) -
         )
 
 
-def planner_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def planner_of(config: Mapping[str, Any], behind: tuple[Path, ...] = ()) -> Mapping[str, Any]:
     """The config node of whoever lays out; of a replay, that of the run whose plans it plays back:
-    they name its chunks. ValueError where the two would differ."""
+    they name its chunks, through replays `behind`. ValueError where the two would differ."""
     own: Mapping[str, Any] = config.get("planner") or {}  # runs of before have none
     if config.get("replayed") is None:
         return own
@@ -121,7 +122,11 @@ def planner_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
             "planner: plans are played back on the chunks of the run that made them; leave it out"
         )
     path = Path(str(config["replayed"])) / "config.yaml"
-    return planner_of(yaml_value(path.read_text(encoding="utf-8"), path)) if path.exists() else own
+    if not path.exists():
+        return own
+    if path in behind:
+        raise ValueError(f"{path}: the run plays back itself; give the folder of the run it was of")
+    return planner_of(yaml_value(checked_text(path), path) or {}, (*behind, path))
 
 
 def laid_out(

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml  # type: ignore[import-untyped]
 
+from analysis.yaml_text import yaml_value
 from engine.plan import PageSize
 from engine.record import read_table
 from sim.errors import errors_of, operator_errors
@@ -28,6 +28,7 @@ from tandem.profile import COST, device_facts
 from tandem.provenance import commit
 from tandem.setting import Setting, setting_of
 from tandem.worlds import MEASURED
+from traces.files import checked_text, seal, write_text
 
 FITTED, HELD_OUT = "fitted-training", "held-out-training"  # folders of runs, followed by a number
 # Updates on either tier, forwards that keep and others that are repeated.
@@ -93,7 +94,8 @@ def _measure(point: Composed, setting: Setting, folder: Path) -> None:
     for kind, wanted in ((FITTED, fitted), (HELD_OUT, judged)):
         for number, (shape, stack) in enumerate(wanted):
             run_experiment(_shaped(point, *shape, *stack), folder / f"{kind}-{number}")
-    (folder / "profile.json").write_text(json.dumps(_facts(point, setting), indent=2) + "\n")
+    write_text(folder / "profile.json", json.dumps(_facts(point, setting), indent=2) + "\n")
+    seal(folder, "profile.json")
 
 
 def _shaped(point: Composed, sequences: int, tokens: int, policy: str, modes: str) -> Composed:
@@ -137,7 +139,7 @@ def _fitted(setting: Setting, folder: Path) -> pd.DataFrame:
     cost: TableCost = fit_training(recorded(folder, FITTED), spec, page, source)
     cost.save(folder / COST)
     table = judged(cost, recorded(folder, HELD_OUT))
-    table.to_csv(folder / "errors.csv")
+    table.to_csv(folder / "errors.csv", encoding="utf-8")
     return table
 
 
@@ -150,8 +152,8 @@ def judged(cost: TableCost, runs: Sequence[Recorded] | Iterator[Recorded]) -> pd
 def recorded(folder: Path, kind: str) -> Iterator[Recorded]:
     """The runs of a profile of one kind, without the first step of each."""
     for run in sorted(folder.glob(f"{kind}-*")):
-        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-        setting = setting_of(Composed(config, ()))
+        config = yaml_value(checked_text(run / "config.yaml"), run / "config.yaml")
+        setting = setting_of(Composed({**config, "trusted": []}, ()))
         layouts = setting.room.layout.training
         jobs = {t.job.job_id: (t.job, layouts[t.job.job_id]) for t in setting.trainees}
         steps = read_table(run / "steps.parquet").to_pandas()

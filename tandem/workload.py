@@ -17,6 +17,7 @@ from tandem.slo import check_classes, shares_of
 from traces.arrivals import assign, num_arrivals
 from traces.cached import cached_import
 from traces.classes import with_shares
+from traces.files import absent
 from traces.request import Request
 from traces.store import read_trace
 
@@ -78,7 +79,7 @@ def trace_file(trace: Mapping[str, Any], cache: Path) -> Path:
     if path.suffix == ".parquet" and not options:
         return path
     if not path.is_file():
-        raise ValueError(f"trace.path={path}: no such file")
+        raise ValueError(f"trace.path={path}: {absent(path)}")
     from traces.options import Options
 
     return cached_import(path, arguments(Options, options, "trace"), cache)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,6 +218,22 @@ def test_a_trace_that_is_gone_is_told_with_the_way_round(
     run = replace(make("a", TWO), config={"budget": {}}, provenance={"kv_pages": 9})
     with pytest.raises(Usage, match=r"\(trace\.path=there: no such file\); try --no-replay"):
         replay_of(run, run, tmp_path / "replay")
+
+
+def test_a_runs_folder_adds_no_trust_to_its_replay(
+    make: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What may be built is said again by who compares, whatever the folder says of itself."""
+    points: list[Any] = []
+    monkeypatch.setattr("tandem.experiment.run_experiment", lambda point, _: points.append(point))
+    theirs: dict[str, Any] = {"kv_pages": 9, "config_folders": [str(tmp_path / "evil")]}
+    run = replace(make("a", TWO), config={"budget": {}, "trusted": ["os"]}, provenance=theirs)
+    replay_of(run, run, tmp_path / "replay")
+    replay_of(run, run, tmp_path / "replay", [tmp_path], ["fractions"])
+    assert [(p.config["trusted"], p.folders) for p in points] == [
+        ([], ()),
+        (["fractions"], (tmp_path,)),
+    ]
 
 
 def test_a_replay_replaces_replays_only(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from analysis.run import load
+from benchmarks.bit_flips import write_kernels
 from engine.engine import Engine
 from engine.plan import PageSize, Tier
 from engine.planlog import read_plans
@@ -37,6 +40,7 @@ from tandem.folder import sole_user, status_of
 from tandem.setting import setting_of
 from tests.short_trace import PRESSED, SHORT, write_short
 from tests.synthetic import write
+from traces.files import seal
 from traces.request import Request
 from traces.store import read_trace, write_trace
 
@@ -225,9 +229,78 @@ def test_a_cost_table_that_is_not_finite_is_refused(
     content = json.loads(path.read_text())
     content["tables"][DECODE]["values"][1] = value
     path.write_text(json.dumps(content))
+    seal(path.parent, path.name)
     assert main(["run", *SMALL, f"profile={path.parent}"]) == 2
     told = line(capsys)
-    assert f"{path}, table decode: a cost is {value}" in told and "measure it again" in told
+    assert f"{path}, table decode: row 2: a cost is {value}" in told and "measure it again" in told
+
+
+@pytest.mark.parametrize(
+    ("axes", "values", "told"),
+    [
+        ([[1, 2]], [1.0, -0.5], "table decode: row 2: a cost is -0.5, below zero"),
+        ([[2, 1]], [1.0, 2.0], "table decode: axis 1 does not rise from 0 or above"),
+        ([[-1, 1]], [1.0, 2.0], "table decode: axis 1 does not rise from 0 or above"),
+        ([[1, 1]], [1.0, 2.0], "table decode: axis 1 does not rise from 0 or above"),
+    ],
+)
+def test_a_profile_with_no_times_or_no_axis_is_refused(
+    axes: Any, values: Any, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = profiled(tmp_path / "profile") / "cost.json"
+    content = json.loads(path.read_text())
+    content["tables"][DECODE] = {"axes": axes, "values": values}
+    path.write_text(json.dumps(content))
+    seal(path.parent, path.name)
+    assert main(["run", *SMALL, f"profile={path.parent}"]) == 2
+    assert f"{path}, {told}" in line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "told"),
+    [
+        (
+            "dense",
+            "o_proj,16,7.5",
+            "o_proj,16,",
+            "dense.csv, column time_us, row 11: a cost",
+        ),
+        ("dense", "o_proj,16,7.5", "o_proj,16,-1", "row 11: a cost is -1.0, below zero"),
+        ("dense", "o_proj,16,7.5\n", "", "dense.csv: no time of o_proj at tokens=16; profile it"),
+        ("dense", "o_proj,16,7.5", "o_proj,1,7.5", "dense.csv: a layer has two times"),
+        ("dense", "o_proj,16,7.5", "o_proj,16,x", "column time_us: not all are numbers"),
+        ("dense", "time_us", "time", "dense.csv lacks column time_us"),
+        ("dense", "sampler", "s", None),
+        ("per_sequence", "sampler", "s", "per_sequence.csv lacks layer sampler"),
+        ("attention", "1,0,0,0,1.5", "1,0,0,0,inf", "attention.csv, column time_us, row 1: a cost"),
+        ("attention", "1,0,0,0,1.5", "-1,0,0,0,1.5", "column prefill_chunk, row 1: a cost is -1.0"),
+        ("attention", "1,0,0,0,1.5", "1,0,0,0,1.5,9,9", "attention.csv is damaged"),
+    ],
+)
+def test_a_kernel_profile_is_refused_by_file_and_row(
+    name: str, before: str, after: str, told: str | None, tmp_path: Path
+) -> None:
+    folder = write_kernels(tmp_path / "kernels")
+    spec = setting_of(composed(SMALL)).spec
+    path = folder / f"{name}.csv"
+    text = path.read_text()
+    assert told is None or before in text
+    path.write_text(text.replace(before, after))
+    if told is None:
+        assert KernelProfileCost.load(folder, spec, "none").attention
+        return
+    with pytest.raises(ValueError, match=re.escape(told)) as caught:
+        KernelProfileCost.load(folder, spec, "none")
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_table_of_aiconfigurators_with_no_time_is_refused_by_its_row(tmp_path: Path) -> None:
+    for wrong in (float("nan"), float("inf"), -1.0):
+        path = tmp_path / "gemm.parquet"
+        pd.DataFrame({"gemm_dtype": "bfloat16", "latency": [1.0, wrong]}).to_parquet(path)
+        setting = setting_of(composed(SMALL))
+        with pytest.raises(ValueError, match=r"gemm\.parquet, column latency, row 2: a cost is"):
+            AiConfiguratorCost.load(tmp_path, setting.device, setting.spec)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +353,7 @@ def test_a_damaged_cost_table_is_told_with_its_path(
     content = json.loads(path.read_text())
     damage(content)
     path.write_text(json.dumps(content))
+    seal(path.parent, path.name)
     assert main(["run", *SMALL, f"profile={path.parent}"]) == 2
     assert told in line(capsys)
 
@@ -291,6 +365,7 @@ def test_a_damaged_profile_is_told_with_its_path(
 ) -> None:
     folder = profiled(tmp_path / "profile")
     (folder / "profile.json").write_text(content)
+    seal(folder, "profile.json")
     assert main(["run", *SMALL, *words, f"profile={folder}"]) == 2
     assert f"{folder / 'profile.json'} is damaged" in line(capsys)
 
@@ -312,7 +387,7 @@ def test_a_foreign_profile_that_is_not_finite_is_refused(shared: Path, tmp_path:
         tables = {name: arrays[name] for name in arrays.files}
     tables["attn_decode_ms"][5, 3] = np.nan
     np.savez(tmp_path / "vidur.npz", **tables)
-    with pytest.raises(ValueError, match=r"vidur\.npz, table attn_decode_ms: a cost is nan"):
+    with pytest.raises(ValueError, match=r"vidur\.npz, table attn_decode_ms, row 6, 4: a cost"):
         VidurCost.load(tmp_path / "vidur.npz", spec)
 
 
@@ -322,7 +397,7 @@ def test_a_foreign_profile_with_a_time_below_zero_is_refused(shared: Path, tmp_p
         tables = {name: arrays[name] for name in arrays.files}
     tables["add_ms"][3] = -0.5
     np.savez(tmp_path / "vidur.npz", **tables)
-    with pytest.raises(ValueError, match=r"vidur\.npz, table add_ms: a cost is -0\.5, below zero"):
+    with pytest.raises(ValueError, match=r"vidur\.npz, table add_ms, row 4: a cost is -0\.5"):
         VidurCost.load(tmp_path / "vidur.npz", spec)
     with pytest.raises(ValueError, match=r"a cost is -1\.0, below zero"):
         Ragged.of([(1, 1, 5.0), (1, 2, -1.0)])

@@ -64,6 +64,12 @@ def test_tables_that_name_nothing_are_taken_at_the_users_word(shared: Path, tmp_
     assert cost.provenance == f"Vidur's tables in {mine}, taken for tiny_llama"
 
 
+def test_a_meta_yaml_that_is_no_utf_8_is_told_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "meta.yaml").write_bytes(b"model: \xff\n")
+    with pytest.raises(ValueError, match=r"meta\.yaml: no text in UTF-8 \(byte 7\)"):
+        setting_of(composed(["limit=2", f"profile={tmp_path}"]))
+
+
 @pytest.mark.parametrize(
     ("named", "mine", "alike"),
     [

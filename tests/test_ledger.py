@@ -150,12 +150,6 @@ BROKEN = {  # promises, and how each looks at the end of a plan
     "-300 bytes: below zero": (Grow(kv_place(5), -300),),
     "-1 bytes: below zero": (Grow(STATE, -1),),
     "copy of .* onto None at": (Copy(STATE, kv_place(5, Tier.HOST)),),
-    "the only copy as new": (Free(STATE),),
-    "gpu.*the only copy as new": (
-        Copy(STATE, weight(9, 0, Tier.HOST)),
-        Compute((), writes=(STATE,)),  # an update: the copy is old now
-        Free(STATE),
-    ),
 }
 
 
@@ -170,15 +164,6 @@ def test_a_plan_that_breaks_a_promise_books_nothing(why: str, first: list, rows:
     with pytest.raises((ContractError, AssertionError), match=why):
         books.book(Plan((*legal(books, rows), *BROKEN[why])))
     assert figures(books) == before
-
-
-def test_states_may_go_where_a_copy_is_as_new() -> None:
-    books = Ledger({GPU: 100, HOST: 100}, PAGE, {STATE: 50})
-    away = weight(9, 0, Tier.HOST)
-    books.book(Plan((Compute((), writes=(STATE,)), Copy(STATE, away), Free(STATE))))
-    books.book(Plan((Copy(away, STATE), Free(away))))
-    with pytest.raises(AssertionError, match="only copy"):
-        books.book(Plan((Free(STATE),)))
 
 
 def test_bytes_that_only_wait_behind_others_are_nobodys() -> None:

@@ -227,7 +227,15 @@ def test_a_run_takes_a_model_by_its_config_file(named: str, tmp_path: Path) -> N
         ("{", "not JSON"),
         ("[]", "no JSON object"),
         (json.dumps(LLAMA31_8B | {"model_type": "mamba"}), "model_type 'mamba'"),
-        (json.dumps(LLAMA31_8B | {"hidden_size": [1]}), "int"),
+        (json.dumps(LLAMA31_8B | {"hidden_size": [1]}), "hidden_size is '\\[1\\]': give a finite"),
+        (json.dumps(LLAMA31_8B | {"vocab_size": "32"}), "vocab_size is '32': give a finite number"),
+        (json.dumps(LLAMA31_8B | {"hidden_size": 10**400}), "hidden_size is '10+': give a finite"),
+        (json.dumps(LLAMA31_8B | {"hidden_size": 0.5}), "hidden_size is 0.5: give a whole number"),
+        (json.dumps(LLAMA31_8B | {"hidden_size": -8}), "hidden_size is -8, not above 0"),
+        (json.dumps(LLAMA31_8B | {"num_attention_heads": 0}), "num_heads is 0, not above 0"),
+        (json.dumps(LLAMA31_8B | {"rope_theta": float("nan")}), "rope_theta is 'nan': give a fin"),
+        (json.dumps(LLAMA31_8B | {"rope_theta": -1.0}), "rope_theta is -1.0, not above 0"),
+        (json.dumps(LLAMA31_8B | {"rms_norm_eps": "1e-5"}), "rms_norm_eps is '1e-5': give a fini"),
     ],
 )
 def test_a_config_file_that_is_none_is_told_with_its_path(

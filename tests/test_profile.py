@@ -34,6 +34,7 @@ from tandem.profile import (
 )
 from tandem.setting import setting_of
 from tests.hand_made import TINY
+from traces.files import seal
 
 PAGE = PageSize(16, 65536)
 
@@ -122,6 +123,7 @@ def test_a_profile_of_something_else_is_refused_in_one_line(tmp_path: Path) -> N
     tables["chunk"] = Table(((1,), (1,)), (0.0,))
     TableCost(tables, TINY, PAGE, "by hand").save(tmp_path / COST)
     (tmp_path / "profile.json").write_text(json.dumps(device_facts(cpu)))
+    seal(tmp_path, "profile.json")
     assert read_cost(tmp_path, TINY, cpu, PAGE.tokens).tables
     other = replace(TINY, name="other", hidden_size=128)
     for spec, device, page_tokens, words in (

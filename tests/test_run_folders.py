@@ -34,7 +34,10 @@ def test_a_run_writes_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.splitlines()[-1] == str(folder.relative_to(tmp_path))
     names = {path.name for path in folder.iterdir()}
     tables = {f"{name}.parquet" for name in TABLES}
-    assert names == tables | {"config.yaml", "provenance.json", "status.json", "metrics.json"}
+    others = {"config.yaml", "provenance.json", "metrics.json"}
+    assert names == tables | others | {"status.json", "hashes.json"}
+    sealed = json.loads((folder / "hashes.json").read_text())
+    assert sealed.keys() == tables | others, "the status changes until the end"
     provenance = json.loads((folder / "provenance.json").read_text())
     for key in ("commit", "dirty", "versions", "host", "backend", "seed", "trace_hash", "depth"):
         assert key in provenance

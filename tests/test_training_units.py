@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from engine.contract import ContractError
 from engine.executor import Launch
 from engine.job import Job
 from engine.layout import Layout
@@ -194,5 +195,5 @@ def test_work_out_of_order_is_refused_by_the_engine() -> None:
             job = next(iter((*view.training, *view.waiting)))
             return Plan((Compute((Slice(job, 8, B, range(1, 2)),)),))
 
-    with pytest.raises(AssertionError, match="backward before the forward"):
+    with pytest.raises(ContractError, match="backward before the forward"):
         replay(Backwards(), [TrainingJob(0, 0, 2, 8)], page=UNIT)

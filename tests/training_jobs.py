@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import yaml
 
 from engine.engine import Engine
 from engine.executor import Launch, Piece
+from engine.footprint import launches_of
 from engine.job import Job
 from engine.journal import Journal
 from engine.layout import Layout
@@ -24,7 +25,6 @@ from engine.plan import (
     Free,
     Grow,
     PageSize,
-    Place,
     Plan,
     Slice,
     Tier,
@@ -32,7 +32,7 @@ from engine.plan import (
 )
 from engine.recorder import Recorder
 from engine.regions import gradient, hidden, optimizer, saved, weight
-from engine.training import Task, Training
+from engine.training import Training
 from engine.training_layout import Mode, TrainingLayout, lay_out
 from engine.training_shape import training_shape
 from engine.view import View
@@ -118,82 +118,27 @@ class HostStates:
         job = next(iter((*view.training, *view.waiting)))
         training = job.training
         assert training is not None and training.layout is not None
-        (task,) = training.ahead(1)
-        do = {Work.FORWARD: _forward, Work.BACKWARD: _backward}.get(task.work)
-        if do is None:
-            return Plan(tuple(self._update(job, task)))
-        return Plan(tuple(do(job, training.layout, task, view)))
-
-    def _update(self, job: Job, task: Task) -> Iterable[Any]:
-        c = task.part
-        owner, piece = job.job_id, Slice(job, 1, Work.UPDATE, range(c, c + 1), task.microbatch)
-        if self.updates_there:
-            here = (weight(owner, c), optimizer(owner, c))
-            yield Compute((piece,), (gradient(owner, c),), here)
-            yield Free(gradient(owner, c))
-            return
-        there = [place(owner, c, Tier.HOST) for place in (weight, gradient, optimizer)]
-        yield Copy(gradient(owner, c), there[1])
-        yield Free(gradient(owner, c))
-        yield Copy(weight(owner, c), there[0])
-        yield Compute((piece,), (there[1],), (there[0], there[2]), on=HOST_LANE)
-        yield Free(there[1])
-        yield Free(weight(owner, c))
-        yield Copy(there[0], weight(owner, c))
-        yield Free(there[0])
+        ((work, part, k),) = training.ahead(1)
+        tokens = 1 if work is Work.UPDATE else training.spec.microbatch_tokens
+        piece = Slice(job, tokens, work, range(part, part + 1), k)
+        if work is Work.UPDATE and not self.updates_there:
+            here, there = weight(job.job_id, part), weight(job.job_id, part, Tier.HOST)
+            added = gradient(job.job_id, part)
+            out = (Copy(added, added._replace(tier=Tier.HOST)), Free(added), Copy(here, there))
+            back = (Free(here), Copy(there, here), Free(there))
+            return Plan((*out, *_launched(piece, view, HOST_LANE), *back))
+        return Plan((*_launched(piece, view),))
 
 
-def _grow(place: Place, nbytes: int) -> list[Grow]:
-    return [Grow(place, nbytes)] if nbytes else []
-
-
-def _forward(job: Job, layout: TrainingLayout, task: Task, view: View) -> Iterable[Any]:
-    u, k, units = task.part, task.microbatch, layout.num_units
-    keeps = layout.units[u].mode is not Mode.RECOMPUTE and u >= layout.first
-    grows: list[Grow] = []
-    if u + 1 < units:
-        grows += _grow(hidden(job.job_id, u + 1, units, k), layout.units[u + 1].input_bytes)
-    if keeps:
-        grows += _grow(saved(job.job_id, u, k), layout.units[u].saved_bytes)
-    yield from grows
-    yield _compute(job, layout, task, Work.FORWARD, tuple(g.place for g in grows))
-    if u and u < layout.first:
-        yield Free(hidden(job.job_id, u, units, k))
-
-
-def _backward(job: Job, layout: TrainingLayout, task: Task, view: View) -> Iterable[Any]:
-    u, k, unit, owner = task.part, task.microbatch, layout.units[task.part], job.job_id
-    kept = _grow(saved(owner, u, k), unit.saved_bytes)
-    if unit.mode is Mode.RECOMPUTE:
-        yield from kept
-        places = tuple(g.place for g in kept)
-        yield _compute(job, layout, task, Work.FORWARD, places, again=True)
-    sums = tuple(gradient(owner, c) for c in unit.trained)
-    for place, c in zip(sums, unit.trained, strict=True):
-        if place not in view.held_bytes:
-            yield Grow(place, layout.chunks[c].gradient_bytes)
-    yield _compute(job, layout, task, Work.BACKWARD, sums)
-    for grown in kept:
-        yield Free(grown.place)
-    if u:
-        yield Free(hidden(owner, u, layout.num_units, k))
-
-
-def _compute(
-    job: Job,
-    layout: TrainingLayout,
-    task: Task,
-    work: Work,
-    writes: tuple[Place, ...],
-    again: bool = False,
-) -> Compute:
-    assert job.training is not None
-    u, k = task.part, task.microbatch
-    tokens = job.training.spec.microbatch_tokens
-    piece = Slice(job, tokens, work, range(u, u + 1), k)
-    reads = [weight(job.job_id, c) for c in layout.units[u].chunks]
-    reads += [hidden(job.job_id, u, layout.num_units, k)] if u else []
-    return Compute((piece,), tuple(reads), writes, again=again)
+def _launched(piece: Slice, view: View, on: str = COMPUTE_LANE) -> Iterator[Any]:
+    """The launches of a task with what begins before and ends behind each."""
+    for launch in launches_of(piece, 0, on):
+        if on == COMPUTE_LANE:
+            begun = [Grow(*pair) for pair in launch.brought if pair[0] not in view.held_bytes]
+            yield from begun
+        yield from launch.grows
+        yield Compute((launch.piece,), launch.reads, launch.writes, on=on, again=launch.again)
+        yield from map(Free, launch.frees)
 
 
 def train(

@@ -10,6 +10,7 @@ from typing import Any
 
 from traces.drops import Drops
 from traces.figures import spread
+from traces.files import absent
 from traces.kinds import READERS, Imported, recorded_kind
 from traces.lengths import Limits, read_lengths, sample
 from traces.options import Options
@@ -35,7 +36,7 @@ def import_trace(source: str | Path, out: str | Path, **options: Any) -> dict[st
     """
     source, out, chosen = Path(source), Path(out), Options(**options)
     if not source.is_file():
-        raise ValueError(f"{source}: no such file")
+        raise ValueError(f"{source}: {absent(source)}")
     if out.suffix != ".parquet" or out.resolve() == source.resolve():
         raise ValueError(f"{out}: the trace to write must be another .parquet file")
     kind = _kind_of(source) if chosen.kind == "auto" else chosen.kind

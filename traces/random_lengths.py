@@ -12,6 +12,9 @@ from traces.request import Request
 STREAM = 1  # of a seed: arrivals draw from the seed itself
 
 
+MOST_REQUESTS = 10_000_000
+
+
 @dataclass(frozen=True, kw_only=True)
 class RandomLengths:
     """Lengths even over [n (1 - range_ratio), n (1 + range_ratio)], ends included and at least 1.
@@ -30,6 +33,8 @@ class RandomLengths:
         for name in ("requests", "input_tokens", "output_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"trace.{name}={getattr(self, name)}: it must be at least 1")
+        if self.requests > MOST_REQUESTS:
+            raise ValueError(f"trace.requests={self.requests}: at most {MOST_REQUESTS:,} are drawn")
         if self.prefix_tokens < 0:
             raise ValueError(f"trace.prefix_tokens={self.prefix_tokens}: it must be at least 0")
         if not 0 <= self.range_ratio < 1:

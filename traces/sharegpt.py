@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from traces.dataset import opened_dataset
+from traces.files import absent
 from traces.json_value import NOT_JSON, is_unicode
 from traces.plain_json import is_beyond_datasets, plain_rows
 
@@ -56,7 +57,7 @@ def read_sharegpt(path: str | Path, max_message_chars: int = MAX_MESSAGE_CHARS) 
     """Reads and checks every row; raises ValueError only where the whole file is unreadable."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; give a ShareGPT .json, .jsonl or .json.gz")
+        raise ValueError(f"{path}: {absent(path)}; give a ShareGPT .json, .jsonl or .json.gz")
     rows = read_rows(path)
     if not rows:
         raise ValueError(f"{path}: it holds no conversation; expected a list of them")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from traces.files import absent, naming
 from traces.request import Request
 from traces.tables import read_table
 
@@ -65,7 +66,8 @@ def write_table(path: str | Path, table: Any, facts: Mapping[str, Any]) -> dict[
     aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
     aside_sidecar = sidecar_path(aside)
     try:
-        pyarrow.parquet.write_table(table, aside, compression="zstd")
+        with naming(path):
+            pyarrow.parquet.write_table(table, aside, compression="zstd")
         sidecar = {
             "schema_version": SCHEMA_VERSION,
             "trace": path.name,
@@ -85,7 +87,7 @@ def read_sidecar(path: str | Path) -> dict[str, Any]:
     """The sidecar of a trace, checked against the schema version and the trace's bytes."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such trace; make one with `tandem trace import`")
+        raise ValueError(f"{path}: {absent(path, 'trace')}; make one with `tandem trace import`")
     beside = sidecar_path(path)
     if not beside.is_file():
         raise ValueError(f"{path}: its sidecar {beside.name} is missing; import the source again")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from traces.files import absent
 from traces.records import header, records
 
 
@@ -25,7 +26,7 @@ class Columns:
 def read_columns(path: Path, names: Iterable[str]) -> Columns:
     """The named columns, as far as the file has them. ValueError where it is none of a table."""
     if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+        raise ValueError(f"{path}: {absent(path)}")
     wanted = tuple(dict.fromkeys(names))
     lines, rows, malformed = list[int](), list[tuple[Any, ...]](), list[int]()
     for line, record in records(path, (), [(name,) for name in wanted]):

@@ -14,6 +14,7 @@ from typing import Any
 from traces.cells import Unusable
 from traces.dataset import opened_dataset
 from traces.drops import Drops
+from traces.files import absent
 from traces.json_value import NOT_JSON, is_unicode
 from traces.plain_json import count_rows, is_beyond_datasets, plain_rows
 from traces.records import header, opened
@@ -41,7 +42,7 @@ def read_texts(
     """
     path, texts = Path(path), Texts()
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; give a local .json, .jsonl, .parquet or .txt")
+        raise ValueError(f"{path}: {absent(path)}; give a local .json, .jsonl, .parquet or .txt")
     for number, row in enumerate(_rows(path, text_field, sample_by), start=1):
         texts.rows_read += 1
         try:

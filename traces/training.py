@@ -8,6 +8,7 @@ from typing import Protocol
 
 from traces.batches import Batches, PackedBatches, RandomBatches
 from traces.cached import cached_import
+from traces.files import absent
 from traces.packing import pack
 from traces.recipe import Recipe
 from traces.request import TrainingJob
@@ -79,8 +80,7 @@ class Text:
             self._check_is_tokenised(path)
             return path
         if not path.is_file():
-            what = "that is a folder; name a file in it" if path.is_dir() else "no such file"
-            raise ValueError(f"training.data.path={path}: {what}")
+            raise ValueError(f"training.data.path={path}: {absent(path)}")
         return cached_import(path, {"kind": "text", **options}, cache)
 
     def _check_is_tokenised(self, path: Path) -> None:

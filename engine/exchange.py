@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.plan import Collective, Grow, Pattern, Place, Work
 from engine.regions import gathered, gradient, unreduced, weight
-from engine.training import Training
+from engine.training import Training, layout_of
 from engine.training_layout import TrainingLayout
-from policies.cycle import layout_of
 
 if TYPE_CHECKING:
-    from policies.launching import Launching
+    from engine.footprint import Launching
 
 
 class Exchange(NamedTuple):

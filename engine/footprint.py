@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from engine.exchange import Exchange, in_group
 from engine.plan import COMPUTE_LANE, HOST_LANE, Grow, Place, Slice, Tier, Work
-from engine.regions import aside, flow, gradient, hidden, optimizer, saved, weight, workspace
+from engine.regions import (
+    NORM_BYTES,
+    aside,
+    flow,
+    gradient,
+    hidden,
+    norm,
+    optimizer,
+    saved,
+    weight,
+    workspace,
+)
+from engine.training import Training, layout_of
 from engine.training_layout import Mode, TrainingLayout, Unit
-from policies.clipping import ended_norm, made_norm, wanted_norm
-from policies.cycle import layout_of
-from policies.exchange import Exchange, in_group
 from traces.request import TrainingJob
 
 
@@ -137,7 +147,7 @@ class _Maker:
         trained, kept = unit.trained, self._saved()
         waiting = self._aside(unit.aside_bytes)
         is_lowest = u == self.layout.first
-        passed = (*(made_norm(self.piece, self.device) if is_lowest else self._flow(u)), *waiting)
+        passed = (*(_made_norm(self.piece, self.device) if is_lowest else self._flow(u)), *waiting)
         came = _places(self._flow(u + 1))
         if is_lowest:
             came += _places(self._aside(sum([above.aside_bytes for above in self.layout.units])))
@@ -173,9 +183,9 @@ class _Maker:
         work, at = _places(grows), (tier, device)
         writes = (*[place for place, _ in states], *work)
         added = () if self.reuses else ((gradient(self._id, c, *at), chunk.gradient_bytes),)
-        summed = (*added, *wanted_norm(self.piece, *at))
+        summed = (*added, *_wanted_norm(self.piece, *at))
         reads = tuple([place for place, _ in summed])
-        frees = (*reads[: len(added)], *work, *ended_norm(self.piece, *at))
+        frees = (*reads[: len(added)], *work, *_ended_norm(self.piece, *at))
         return Launching(self.piece, (*states, *summed), grows, reads, writes, frees, on=on)
 
     # ---- places of a unit
@@ -235,3 +245,41 @@ def _brought(grows: tuple[Grow, ...]) -> tuple[tuple[Place, int], ...]:
 
 def _places(grows: tuple[Grow, ...]) -> tuple[Place, ...]:
     return tuple([op.place for op in grows])
+
+
+# ---- the norm by which a step's gradients are clipped
+# The last backward makes it, every update reads it, the last one gives it back. So no update begins
+# before all backwards have ended, whichever lane it runs on (PatrickStar's specification, pitfall
+# 9); without clipping each waits for its own.
+def _made_norm(piece: Slice, device: int) -> tuple[Grow, ...]:
+    """What a backward of the lowest unit that trains puts out, if it is the last one of its step
+    and gradients are clipped."""
+    training = _training(piece)
+    if not _clips(training) or (piece.microbatch + 1) % training.spec.microbatches:
+        return ()
+    return (Grow(norm(piece.job.job_id, device=device), NORM_BYTES),)
+
+
+def _wanted_norm(piece: Slice, tier: Tier, device: int) -> tuple[tuple[Place, int], ...]:
+    """What an update wants beside states and gradients of its chunk."""
+    place = norm(piece.job.job_id, tier, device)
+    return ((place, NORM_BYTES),) if _clips(_training(piece)) else ()
+
+
+def _ended_norm(piece: Slice, tier: Tier, device: int) -> tuple[Place, ...]:
+    """What is of no use behind an update: the same, behind the last one of its step."""
+    found = _wanted_norm(piece, tier, device)
+    assert piece.layers is not None, "an update is of one chunk"
+    if not found or piece.layers.start != max(_training(piece).trained_by):
+        return ()
+    return tuple([place for place, _ in found])
+
+
+def _clips(training: Training) -> bool:
+    return training.spec.has_update and training.spec.recipe.clip_norm is not None
+
+
+def _training(piece: Slice) -> Training:
+    training = piece.job.training
+    assert training is not None, "a task of a training job"
+    return training
