@@ -44,7 +44,7 @@ WHERE: dict[Rule, tuple[str, ...]] = {  # kinds of replays that have what a rule
     Rule.SHARE: ("prefix", "prefix", "prefix", "serving"),
     Rule.KV_CONTENTS: ("swap", "prefix", "playback"),
     Rule.COPY: ("swap", "serving", "training"),
-    Rule.TIER: ("swap", "serving"),
+    Rule.TIER: ("swap", "training", "group"),
     Rule.TRAINING_ORDER: TRAINS,
     Rule.TRAINING_PLACES: TRAINS,
     Rule.TRAINING_CONTENTS: TRAINS,
@@ -103,7 +103,7 @@ def lies(count: int, seed: int = 0) -> Sheet:
     rng, sheet, total = random.Random(seed), Sheet(), 0
     misses: Counter[str] = Counter()
     while total < count and sum(misses.values()) < 40 * count:
-        rule = min(BY_RULE, key=lambda r: (sheet.done(r) + misses[r] / 20, rng.random()))
+        rule = min(BY_RULE, key=lambda r: (sheet.done(r) + misses[r] / 60, rng.random()))
         kind = rng.choice(WHERE.get(rule, KINDS))
         case = random_case(rng.randrange(1 << 30), kind)
         engine = case.engine(case.policy())
@@ -112,7 +112,7 @@ def lies(count: int, seed: int = 0) -> Sheet:
         honest: dict[str, Any] = {}
         for _ in range(LIES_A_CASE):
             fits = [r for r in BY_RULE if kind in WHERE.get(r, KINDS)]
-            rule = min(fits, key=lambda r: (sheet.done(r) + misses[r] / 20, rng.random()))
+            rule = min(fits, key=lambda r: (sheet.done(r) + misses[r] / 60, rng.random()))
             fault = rng.choice(BY_RULE[rule])
             told = lie(
                 case, fault, rng.randrange(max(1, engine.asked * 3 // 4)), rng.getrandbits(30)

@@ -310,6 +310,8 @@ def lie(case: Case, fault: Fault, at: int, seed: int, **how: Any) -> Told:
             engine.replay(case.work)
     except BaseException as caught:
         error = caught
+    if error is not None and not liar.lies:
+        raise error  # not of a lie
     differs = ""
     if liar.lies:
         after = books_of(engine)

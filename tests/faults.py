@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.contract import Rule
 from engine.job import Job
 from engine.plan import (
-    COMPUTE_LANE,
     HOST_LANE,
     SHARED_OWNER,
     Collective,
@@ -1403,6 +1402,18 @@ _trains("training on a lane of its own", lambda s, op: (changed(op, on="compute2
 _trains("training on another device", lambda s, op: (changed(op, device=1),), Rule.DEVICE)
 
 
+@fault("a task that reads what lies on the host", Rule.TIER)
+def _(scene: Scene) -> Any:
+    op, moved = _task(scene, Work.FORWARD, Work.BACKWARD), set[Place]()
+    for other in scene.plan.ops:
+        moved |= {other.place} if isinstance(other, Free) else set()
+    there = [p for p in scene.view.held_bytes if p.tier is Tier.HOST and p not in moved]
+    place = pick(scene, there)
+    if op is None or place is None:
+        return None
+    return swapped(scene.plan, op, changed(op, reads=(*op.reads, place)))
+
+
 @fault("a training job restarted", Rule.RESTART)
 def _(scene: Scene) -> Any:
     job = pick(scene, scene.view.training)
@@ -1557,6 +1568,12 @@ def _other(op: Collective, **fields: Any) -> tuple[Collective]:
     return (Collective(**({name: getattr(op, name) for name in names} | fields)),)
 
 
+def _is_awaited(scene: Scene, op: Collective) -> bool:
+    """Whether the plan itself needs it: what is gathered for a later one is no duty of this one."""
+    read = {p for other in scene.plan.ops if isinstance(other, Compute) for p in other.reads}
+    return op.pattern is not Pattern.ALL_GATHER or not read.isdisjoint(op.writes)
+
+
 _exchanged("an exchange of a byte less", lambda s, op: _other(op, nbytes=op.nbytes - 1))
 _exchanged("an exchange of twice the bytes", lambda s, op: _other(op, nbytes=2 * op.nbytes))
 _exchanged("an exchange of no bytes", lambda s, op: _other(op, nbytes=0))
@@ -1570,7 +1587,12 @@ _exchanged("an exchange on another device", lambda s, op: _other(op, device=1), 
 _exchanged("a reduction twice", lambda s, op: (
     None if op.pattern is Pattern.ALL_GATHER else (op, *_other(op))
 ))  # fmt: skip
-_exchanged("an exchange left out", lambda s, op: (), Rule.TRAINING_CONTENTS, Rule.TRAINING_PLACES)
+_exchanged(
+    "an exchange left out",
+    lambda s, op: () if _is_awaited(s, op) else None,
+    Rule.TRAINING_CONTENTS,
+    Rule.TRAINING_PLACES,
+)
 
 
 @fault("an exchange without a group", Rule.EXCHANGE)
@@ -1599,6 +1621,3 @@ def ops_of(plan: Plan) -> Iterator[Op]:
 def asleep(view: View) -> Plan:
     """Asks for a moment, and never for anything else."""
     return Plan(wake_ns=view.now_ns + 1000)
-
-
-__all__ = ["COMPUTE_LANE", "FAULTS", "Fault", "Legal", "Liar", "Scene", "asleep", "field"]
