@@ -21,6 +21,7 @@ from engine.plan import (
     Share,
     Tier,
 )
+from engine.regions import told
 from engine.trial import Trial
 
 UNKNOWN = -1  # bytes of a place that was not looked at
@@ -31,7 +32,9 @@ class Shortage(MemoryError):
     """A plan takes more than a pool has; says how much is missing."""
 
     def __init__(self, place: Place, deficit_bytes: int) -> None:
-        super().__init__(f"{place.tier}:{place.device} is {deficit_bytes} bytes short for {place}")
+        super().__init__(
+            f"{place.tier}:{place.device} is {deficit_bytes} bytes short for {told(place)}"
+        )
         self.place = place
         self.deficit_bytes = deficit_bytes
 
@@ -97,9 +100,11 @@ class Balance:
         """Starts a place on pages; those that nobody holds take room. Shortage as in `grow`."""
         place, trial = op.place, self._trial(op.place)
         if trial is None:
-            raise ContractError(Rule.SHARE, f"pages for {place}: the policy has no prefix caching")
+            raise ContractError(
+                Rule.SHARE, f"pages for {told(place)}: the policy has no prefix caching"
+            )
         if self.held(place) is not None:
-            raise ContractError(Rule.SHARE, f"pages for {place}, which holds some")
+            raise ContractError(Rule.SHARE, f"pages for {told(place)}, which holds some")
         left = self.room_bytes[place.pool] - trial.idle(op.pages) * self._page_nbytes
         if left < 0:
             raise Shortage(place, -left)
@@ -111,7 +116,7 @@ class Balance:
         """Gives a place back."""
         nbytes = self.held(place)
         if nbytes is None:
-            raise ContractError(Rule.HELD, f"free of {place}, which is not held")
+            raise ContractError(Rule.HELD, f"free of {told(place)}, which is not held")
         if self._trials and (trial := self._trial(place)):
             nbytes = trial.free(place) * self._page_nbytes
         self.room_bytes[place.pool] += nbytes
@@ -121,10 +126,10 @@ class Balance:
         """Books a new destination. An existing one must have the size of the source."""
         nbytes = self.held(op.src)
         if nbytes is None:
-            raise ContractError(Rule.HELD, f"copy of {op.src}, which is not held")
+            raise ContractError(Rule.HELD, f"copy of {told(op.src)}, which is not held")
         there = self.held(op.dst)
         if there not in (None, nbytes) or op.src.region != op.dst.region:
-            raise ContractError(Rule.COPY, f"copy of {nbytes} bytes onto {there} at {op.dst}")
+            raise ContractError(Rule.COPY, f"copy of {nbytes} bytes onto {there} at {told(op.dst)}")
         if there is None:
             self.grow(op.dst, nbytes)
 
@@ -137,20 +142,22 @@ class Balance:
             nbytes = known.get(place, UNKNOWN)
             is_held = place in held if nbytes == UNKNOWN else nbytes is not None
             if not is_held:
-                raise ContractError(Rule.HELD, f"launch touches {place}, which is not held")
+                raise ContractError(Rule.HELD, f"launch touches {told(place)}, which is not held")
             if place[1] is not tier or (tier is Tier.GPU and place[2] != device):
-                raise ContractError(Rule.TIER, f"launch on {op.lane} touches {place}")
+                raise ContractError(Rule.TIER, f"launch on {op.lane} touches {told(place)}")
         for place in op.after:
             if self.held(place) is None:
-                raise ContractError(Rule.HELD, f"launch waits for {place}, which is not held")
+                raise ContractError(Rule.HELD, f"launch waits for {told(place)}, which is not held")
 
     def collective(self, op: Collective) -> None:
         """Checks that all it reads and writes is on its device."""
         for place in (*op.reads, *op.writes):
             if self.held(place) is None:
-                raise ContractError(Rule.HELD, f"{op.pattern} touches {place}, which is not held")
+                raise ContractError(
+                    Rule.HELD, f"{op.pattern} touches {told(place)}, which is not held"
+                )
             if place.pool != (Tier.GPU, op.device):
-                raise ContractError(Rule.TIER, f"{op.pattern} on {op.lane} touches {place}")
+                raise ContractError(Rule.TIER, f"{op.pattern} on {op.lane} touches {told(place)}")
 
     def _trial(self, place: Place) -> Trial | None:
         return self._trials.get(place.pool) if place.region.kind is Kind.KV else None
@@ -163,7 +170,7 @@ class Balance:
             is_kv = op.place.region.kind is Kind.KV
             is_whole = op.nbytes >= 0 and not (is_kv and op.nbytes % self._page_nbytes)
             if not is_whole:
-                what = f"{op.place} takes {op.nbytes} bytes: below zero, or no whole pages"
+                what = f"{told(op.place)} takes {op.nbytes} bytes: below zero, or no whole pages"
                 raise ContractError(Rule.BYTES, what)
             self.grow(op.place, op.nbytes)
         elif isinstance(op, Compute):

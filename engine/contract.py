@@ -58,7 +58,7 @@ class ContractError(RuntimeError):
         where = [f"policy {policy}"] if policy else []
         where += [f"step {step}"] if step is not None else []
         where += [f"device {device}"] if device is not None else []
-        where += [f"job {job_id}"] if job_id is not None else []
+        where += [f"job {job_id}"] if job_id is not None and job_id >= 0 else []  # -1: nobody's
         super().__init__(f"{', '.join(where)}{': ' if where else ''}{what} (rule: {rule})")
 
     def located(self, policy: str, step: int, device: int) -> ContractError:

@@ -6,7 +6,7 @@ before. All others are walked in their order. Neither looks at decodes that go o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from engine.balance import Shortage
@@ -33,6 +33,7 @@ from engine.plan import (
     Work,
     kv_place,
 )
+from engine.regions import told
 from engine.roster import Roster
 from engine.standing import Standing
 from engine.stretch import base_of
@@ -42,10 +43,7 @@ from engine.view import View
 WHOLE = (Work.FORWARD, None, 0, 0, False)  # a slice of serving, but for its job and tokens
 OPERATIONS = (Compute, Copy, Collective, Grow, GrowCycle, Share, Free)
 GONE = -1  # tokens of a place that is not held
-TABLES: Mapping[type, tuple[str, ...]] = {
-    Compute: ("reads", "writes", "after"),
-    Collective: ("reads", "writes"),
-}
+LAUNCHED = frozenset((Compute, Copy, Collective))  # what runs on a lane
 
 
 class PlanCheck:
@@ -182,10 +180,9 @@ class PlanCheck:
         if plan.repeats > 1 or plan.later:
             self._check_repeated(plan, device)
             return
-        seen = set[Any]()
+        seen = set[Op]()
         for op in plan.ops:
             self._check_operation(op, seen, device)
-            seen.add(op)
         self._training.check(plan, device)
         self._ledger.dry_run(plan)
         _Walk(self, plan, device).walk()
@@ -193,6 +190,8 @@ class PlanCheck:
 
     def _check_jobs(self, plan: Plan) -> None:
         """Rules RESTART and REFUSE."""
+        if not plan.restart and not plan.refuse:
+            return
         sliced = {s.job.job_id for op in plan.ops if isinstance(op, Compute) for s in op.slices}
         named = set[int]()
         for rule, jobs in ((Rule.RESTART, plan.restart), (Rule.REFUSE, plan.refuse)):
@@ -208,42 +207,36 @@ class PlanCheck:
                     raise ContractError(rule, "restart of a job that waits", number)
                 named.add(number)
 
-    def _check_operation(self, op: Any, seen: Collection[Any], device: int) -> None:
-        """What can be said of an operation by itself; `seen` are those before it in the plan."""
-        if isinstance(op, Op):
-            if op in self._ledger.open:
+    def _check_operation(self, op: Any, seen: set[Op], device: int) -> None:
+        """What can be said of an operation by itself, and `seen`, those before it in the plan."""
+        kind = type(op)
+        if kind is Free:
+            if op.place.region.owner == SHARED_OWNER:
+                raise ContractError(Rule.JOB, f"free of {told(op.place)}, which belongs to no job")
+            self._check_own(op.place, device)
+        elif kind is Grow:
+            self._check_grow(op, device)
+        elif kind is Copy:
+            self._check_place(op.dst, device)
+            self._check_own(op.src, device)
+            if op.src[0] != op.dst[0] or op.src == op.dst:
+                raise ContractError(
+                    Rule.COPY,
+                    f"copy of {told(op.src)} onto {told(op.dst)}: a copy keeps its region",
+                )
+        elif kind is Share:
+            self._check_place(op.place, device)
+            self._check_share(op)
+        elif kind is GrowCycle:
+            raise ContractError(Rule.REPEATS, "a GrowCycle stands in a repeated plan only")
+        else:
+            self._check_launch(op, device)
+        if kind in LAUNCHED:
+            if op in self._open:
                 raise ContractError(Rule.OPERATION, f"{_named(op)} is in flight already")
             if op in seen:
                 raise ContractError(Rule.OPERATION, f"{_named(op)} is twice in the plan")
-        if isinstance(op, Compute | Collective):
-            if op.device != device:
-                raise ContractError(
-                    Rule.DEVICE, f"{_named(op)} of device {op.device} in a plan for {device}"
-                )
-            for name in TABLES[type(op)]:
-                if type(getattr(op, name)) is not tuple:
-                    raise ContractError(Rule.ANSWER, f"{name} of a launch is a tuple of places")
-            if isinstance(op, Compute):
-                self._check_launch(op, device)
-            elif type(op.nbytes) is not int or op.nbytes < 0:
-                raise ContractError(Rule.BYTES, f"an exchange of {op.nbytes!r} bytes")
-        elif isinstance(op, Copy):
-            self._check_place(op.src, device)
-            self._check_place(op.dst, device)
-            if op.src == op.dst or op.src.region != op.dst.region:
-                raise ContractError(
-                    Rule.COPY, f"copy of {op.src} onto {op.dst}: a copy keeps its region"
-                )
-        elif isinstance(op, GrowCycle):
-            raise ContractError(Rule.REPEATS, "a GrowCycle stands in a repeated plan only")
-        else:
-            self._check_place(op.place, device)
-            if isinstance(op, Grow):
-                self._check_grow(op)
-            elif isinstance(op, Share):
-                self._check_share(op)
-            elif op.place.region.owner == SHARED_OWNER:
-                raise ContractError(Rule.JOB, f"free of {op.place}, which belongs to no job")
+            seen.add(op)
 
     def _check_share(self, op: Share) -> None:
         """Rule SHARE, as far as it can be said before the dry run."""
@@ -262,43 +255,60 @@ class PlanCheck:
                 Rule.SHARE, f"it would start on pages {wrong}, which hold other tokens", number
             )
 
-    def _check_grow(self, op: Grow) -> None:
+    def _check_grow(self, op: Grow, device: int) -> None:
+        """Rules PLACE and BYTES."""
         nbytes, is_kv = op.nbytes, op.place.region.kind is Kind.KV
+        self._check_place(op.place, device)
         if type(nbytes) is not int or nbytes < 0:
             raise ContractError(
-                Rule.BYTES, f"{op.place} takes {nbytes!r} bytes: not whole, or below zero"
+                Rule.BYTES, f"{told(op.place)} takes {nbytes!r} bytes: not whole, or below zero"
             )
         if is_kv and nbytes % self._page.nbytes:
             raise ContractError(
                 Rule.BYTES,
-                f"{op.place} takes {nbytes} bytes: no whole pages of {self._page.nbytes}",
+                f"{told(op.place)} takes {nbytes} bytes: no whole pages of {self._page.nbytes}",
             )
         if is_kv and op.place.region.owner not in self._roster.jobs:
             raise ContractError(
-                Rule.JOB, f"{op.place} takes KV for a job that is not there", op.place.region.owner
+                Rule.JOB,
+                f"{told(op.place)} takes KV for a job that is not there",
+                op.place.region.owner,
             )
         if op.first or op.every:
-            raise ContractError(Rule.REPEATS, f"{op.place} grows by steps in a plan of one step")
+            raise ContractError(
+                Rule.REPEATS, f"{told(op.place)} grows by steps in a plan of one step"
+            )
 
-    def _check_place(self, place: Any, device: int) -> None:
-        """Rule PLACE. What a launch touches is held, so these are the places where bytes begin."""
-        if not isinstance(place, Place):
-            raise ContractError(Rule.ANSWER, f"{_named(place)} is no place")
-        if place.pool not in self._ledger.capacity_bytes:
-            raise ContractError(Rule.PLACE, f"{place} lies in no pool of this machine")
+    def _check_place(self, place: Place, device: int) -> None:
+        """Rule PLACE, where bytes begin: what is touched, copied or freed must be held anyway."""
+        if place[1:] not in self._ledger.capacity_bytes:
+            raise ContractError(Rule.PLACE, f"{told(place)} lies in no pool of this machine")
+        self._check_own(place, device)
+
+    def _check_own(self, place: Place, device: int) -> None:
         if self._is_routed and place.device != device:
-            raise ContractError(Rule.PLACE, f"{place} is another replica's")
+            raise ContractError(Rule.PLACE, f"{told(place)} is another replica's")
 
-    def _check_launch(self, op: Compute, device: int) -> None:
-        """Rules JOB, ONCE and LANE."""
-        if type(op.slices) is not tuple or not op.slices:
+    def _check_launch(self, op: Compute | Collective, device: int) -> None:
+        """Rules DEVICE, JOB, ONCE and LANE."""
+        if op.device != device:
+            raise ContractError(
+                Rule.DEVICE, f"{_named(op)} of device {op.device} in a plan for {device}"
+            )
+        if type(op.reads) is not tuple or type(op.writes) is not tuple:
+            raise ContractError(Rule.ANSWER, "reads and writes are tuples of places")
+        if isinstance(op, Collective):
+            if type(op.nbytes) is not int or op.nbytes < 0:
+                raise ContractError(Rule.BYTES, f"an exchange of {op.nbytes!r} bytes")
+            return
+        if type(op.slices) is not tuple or not op.slices or type(op.after) is not tuple:
             raise ContractError(Rule.ANSWER, "a launch has a tuple of slices, and at least one")
         serves, seen = False, set[int]()
         for piece in op.slices:
             if type(piece) is not Slice or not isinstance(piece.job, Job):
                 raise ContractError(Rule.ANSWER, f"{_named(piece)} is no slice of a job")
             job, number = piece.job, piece.job.job_id
-            if self._roster.jobs.get(number) is not job:
+            if self._jobs.get(number) is not job:
                 raise ContractError(Rule.JOB, "a slice of a job that is not there", number)
             if self._is_routed and job.device not in (None, device):
                 raise ContractError(Rule.JOB, f"a slice of a job of device {job.device}", number)
@@ -307,9 +317,8 @@ class PlanCheck:
                     raise ContractError(Rule.ONCE, "two slices of one job in a launch", number)
                 seen.add(number)
                 serves = True
-        lanes = self._lanes if serves else (*self._lanes, HOST_LANE)
-        if op.on not in lanes:
-            known = ", ".join(map(str, lanes))
+        if op.on not in self._lanes and (serves or op.on != HOST_LANE):
+            known = ", ".join(map(str, self._lanes))
             raise ContractError(Rule.LANE, f"a launch on lane {op.on!r}; the device has {known}")
         if serves and op.again:
             raise ContractError(Rule.TOKENS, "a launch that serves is no recompute: restart jobs")
@@ -321,7 +330,7 @@ class PlanCheck:
             raise ContractError(Rule.REPEATS, "a repeated plan is growth and then one launch")
         if plan.restart or plan.refuse:
             raise ContractError(Rule.REPEATS, "a repeated plan restarts and refuses nobody")
-        self._check_operation(launch, (), device)
+        self._check_operation(launch, set(), device)
         if launch.reads or launch.after or len(launch.writes) != len(launch.slices):
             raise ContractError(Rule.REPEATS, "a repeated launch names the KV of its jobs alone")
         if not _is_course(plan, 0):
@@ -332,14 +341,16 @@ class PlanCheck:
             number = piece.job.job_id
             self._check_slice(piece, piece.job.remaining_tokens)
             if place != kv_place(number, Tier.GPU, device):
-                raise ContractError(Rule.OWN_KV, f"{place} is written in its stead", number)
+                raise ContractError(Rule.OWN_KV, f"{told(place)} is written in its stead", number)
             own = grows.pop(place, [])
             if turns is not None:
                 self._check_turn(piece.job, place, own, turns)
             if (lack := self._lack(plan, i, own)) is not None:
                 raise ContractError(*lack, number)
         for place in grows:
-            raise ContractError(Rule.REPEATS, f"{place} grows without a slice", place.region.owner)
+            raise ContractError(
+                Rule.REPEATS, f"{told(place)} grows without a slice", place.region.owner
+            )
         _Walk(self, plan.at(0), device).walk()
 
     def _check_turn(self, job: Job, place: Place, own: list[Grow], turns: GrowCycle) -> None:
@@ -372,7 +383,7 @@ class PlanCheck:
                 self._check_place(one.place, device)
                 if not self._is_growth(one):
                     raise ContractError(
-                        Rule.BYTES, f"{one.place} takes {one.nbytes!r} bytes: no whole pages"
+                        Rule.BYTES, f"{told(one.place)} takes {one.nbytes!r} bytes: no whole pages"
                     )
                 found.setdefault(one.place, []).append(one)
         return found
@@ -538,9 +549,9 @@ class _Walk:
         self._check._check_slice(piece, known - computed)
         pages = self._pages_of(place)
         if pages is None:
-            raise ContractError(Rule.OWN_KV, f"{place} is not held", number)
+            raise ContractError(Rule.OWN_KV, f"{told(place)} is not held", number)
         if place not in written:
-            raise ContractError(Rule.OWN_KV, f"{place} is not among the writes", number)
+            raise ContractError(Rule.OWN_KV, f"{told(place)} is not among the writes", number)
         if computed + piece.tokens > pages * self._page.tokens:
             raise ContractError(
                 Rule.KV_PAGES,
@@ -550,7 +561,7 @@ class _Walk:
         there = self._tokens_of(place, job)
         if there < computed:
             raise ContractError(
-                Rule.KV_CONTENTS, f"{place} holds {there} of its {computed} tokens", number
+                Rule.KV_CONTENTS, f"{told(place)} holds {there} of its {computed} tokens", number
             )
         if self._tokens.get(place, self._check._filled.get(place)) is not None:
             for other in self._others(place):  # those that followed the job do so no more

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from engine.plan import Kind, Place, Region, Tier
+from engine.plan import SHARED_OWNER, Kind, Place, Region, Tier
 
 NAMES = 1 << 16  # remembered: policies ask for the same ones at every step
 WORKSPACE, FLOW, ASIDE, NORM = 0, 1, 2, 3  # slots of Kind.BUFFER
@@ -129,4 +129,5 @@ def told(place: Place) -> str:
         what = "KV"
     else:
         what = f"{kind} chunk {part}"
-    return f"{what} of job {owner} on {tier}:{device}"
+    of = "" if owner == SHARED_OWNER else f" of job {owner}"
+    return f"{what}{of} on {tier}:{device}"

@@ -63,6 +63,7 @@ class Standing:
         """A plan was decided; it stands for as many steps as it holds."""
         self._last = self.repeat = self._stand(plan) if self._is_allowed and plan.ops else None
         self.cohort = None if self._last is None else self._last.cohort
+        self._led = None
 
     def _stand(self, plan: Plan) -> Repeat | None:
         launch, cycle = plan.ops[-1], plan.ops[0]

@@ -734,7 +734,7 @@ def test_what_others_hold_stays_too() -> None:
         env, Composed(TrainingOrder(), AllOnDevice()), ToyExecutor(env), {(GPU, 0): 100},
         NO_PAGES, layout=Layout({place: 50}),
     )  # fmt: skip
-    with pytest.raises(ContractError, match="weight chunk 0 of job -1 on gpu:0, the only copy"):
+    with pytest.raises(ContractError, match="weight chunk 0 on gpu:0, the only copy"):
         engine.training.check(Plan((Free(place),)))
 
 
@@ -765,7 +765,7 @@ def faulty(
     world = World(memory, mode, rng.random() < 0.4, ranks, rng.random() < 0.7, tasks, job=job)
     engine, lying, one = world.engine(lambda plan, view: None)
     policy = Faulty(lying.policy, rng, 0.1 if tasks == 1 else 0.6)
-    engine.questions = Questions(engine, policy, may_recur=False)
+    engine.questions = Questions(engine, policy, may_recur=False, check=engine.check)
     return engine, policy, one
 
 
