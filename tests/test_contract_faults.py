@@ -18,10 +18,10 @@ def test_every_rule_has_lies() -> None:
 
 
 def test_lies_are_refused_or_mean_nothing() -> None:
-    sheet = lies(81, seed=7)
+    sheet = lies(54, seed=7)
     assert sheet.wrong == []
     assert {rule for rule in Rule if sheet.done(rule)} == {*Rule}
-    assert sum(sheet.counts[rule]["meant nothing"] for rule in Rule) < 8
+    assert sum(sheet.counts[rule]["meant nothing"] for rule in Rule) < 6
 
 
 def test_legal_replays_finish_with_equal_tables() -> None:
