@@ -190,11 +190,15 @@ class DropsAnEnd(Recorder):
             super().ended(job_id, now_ns, status)
 
 
-class AsksOnce(Composed):
+class AsksOnce:
     """A prompt that finds no room keeps running jobs from decoding."""
 
+    def __init__(self, both: Composed) -> None:
+        self._both = both
+
     def plan(self, view: View) -> Plan:
-        return self._stretched(self.memory.fit(self.scheduling.batch(view), view), view)
+        both = self._both
+        return both._stretched(both.memory.fit(both.scheduling.batch(view), view), view)
 
 
 class ByTheClock:
@@ -311,9 +315,8 @@ def _unseeded() -> str:
 
 
 def _idles() -> str:
-    scheduling, memory = composed("continuous", "restart").scheduling, CHUNKED.memory
     for seed in range(6):
-        watched = Watched(AsksOnce(scheduling, memory))
+        watched = Watched(AsksOnce(composed("continuous", "restart")))
         found = caught(lambda: run(watched, random_requests(seed, 30, rate=1500), pages=40))  # noqa: B023
         if not found and not watched.idle_without_a_plan:
             return ""
@@ -336,10 +339,6 @@ def _by_the_clock() -> str:
     return "law 11: other plans" if logs[0] != logs[1] else ""
 
 
-def _past(name: str, value: Any) -> Callable[[View], Any]:
-    return lambda shown: object.__setattr__(shown.serving[0], name, value)
-
-
 FAULTS: dict[str, Callable[[], str]] = {
     "a lost request": _state(lose_a_job),
     "a lost request, unwatched": _state(lose_a_job, is_watched=False),
@@ -355,7 +354,7 @@ FAULTS: dict[str, Callable[[], str]] = {
     "two operations at once": _checked(AtOnce, random_requests(3, 10)),
     "an end before its beginning": _checked(Backward, random_requests(3, 10)),
     "a clock that runs back": _clock,
-    "a job changed": _watched(_past("slo", "mine")),
+    "a job changed": _watched(lambda v: v.serving[0]._advance(1, 1)),
     "the order of jobs changed": _watched(lambda v: list.append(v.serving, v.serving[0])),  # type: ignore[arg-type]
     "capacity changed": _watched(lambda v: v.capacity_bytes.update({POOL: 1})),  # type: ignore[attr-defined]
     "bytes changed": _watched(lambda v: v.free_bytes.update({POOL: 1})),  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import engine.plan as vocabulary
 from engine.contract import Rule
 from engine.job import Job
 from engine.plan import (
@@ -32,6 +33,7 @@ from engine.plan import (
 )
 from engine.view import View
 
+IS_COMPILED = not str(vocabulary.__file__).endswith(".py")
 FOREIGN = 1_000_003  # no job has this number
 
 
@@ -143,7 +145,7 @@ class Liar:
         self._policy, self._lie, self._at = policy, lie, at
         self._rng, self.notes = random.Random(seed), dict[str, Any]()
         self._before, self._is_stubborn = before, is_stubborn
-        self.asked = self.lies = 0
+        self.asked = self.lies = self.unbuilt = 0
 
     def plan(self, view: View) -> Any:
         number, self.asked = self.asked, self.asked + 1
@@ -154,7 +156,13 @@ class Liar:
         if self._lie.is_written:
             self._before()
             self.lies += 1  # taken back where there is nothing to write to
-        found = self._lie.make(Scene(view, honest, self._rng, self.notes))
+        try:
+            found = self._lie.make(Scene(view, honest, self._rng, self.notes))
+        except TypeError:
+            if self._lie.is_written or not IS_COMPILED:
+                raise
+            self.unbuilt += 1  # records of the compiled form take no wrong types
+            return honest
         if self._lie.is_written:
             if found is None:
                 self.lies -= 1
