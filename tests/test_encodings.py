@@ -28,7 +28,7 @@ def unnamed(path: Path) -> list[int]:
             continue
         given = [a.value for a in node.args if isinstance(a, ast.Constant)]
         is_method_of_ours = name == "open" and not node.keywords and not given
-        is_function_of_ours = name == "write_text" and isinstance(node.func, ast.Name)
+        is_function_of_ours = name != "open" and isinstance(node.func, ast.Name)
         if is_method_of_ours or is_function_of_ours or "utf-8" in given:
             continue
         modes = [mode for mode in given if isinstance(mode, str)]

@@ -37,7 +37,10 @@ class Quits(ChunkedPrefill):
     def batch(self, view):
         sys.exit({code})
 """
-INIT = "import sys\nclass Quits:\n    def __init__(self):\n        sys.exit({code})\n"
+INIT = (
+    "import sys\nclass Quits:\n    def __init__(self):\n        sys.exit({code})\n"
+    "    def batch(self, view):\n        return ()\n"
+)
 IMPORT = "raise SystemExit({code})\n"
 
 
