@@ -89,8 +89,8 @@ class PlanCheck:
                 self._walk(plan, device)
             elif base is plan:
                 self._ledger.expect(plan)
-        except Shortage as error:
-            raise ContractError(Rule.ROOM, str(error), error.place.region.owner) from error
+        except Shortage as short:  # a name of its own: compiled, a variable has one type
+            raise ContractError(Rule.ROOM, str(short), short.place.region.owner) from short
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             raise ContractError(Rule.ANSWER, f"a plan that cannot be read: {error}") from error
 
