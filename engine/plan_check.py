@@ -131,7 +131,8 @@ class PlanCheck:
         if room < 0 or (lead + 1 < n and not _are_distinct(slices, lead)):
             return False
         for i in range(lead, n):
-            piece, place = slices[i], writes[i]
+            piece: Any = slices[i]  # compiled, what is known to be an int is one: also True
+            place = writes[i]
             if type(piece) is not Slice or piece[2:] != WHOLE or place in self._filled:
                 return False
             job, tokens = piece[0], piece[1]
@@ -390,7 +391,8 @@ class PlanCheck:
 
     def _check_slice(self, piece: Slice, remaining_tokens: int) -> None:
         """Rule TOKENS."""
-        number, tokens = piece.job.job_id, piece.tokens
+        told: Any = piece  # compiled, what is known to be an int is one: also True
+        number, tokens = piece.job.job_id, told[1]
         if piece[2:-1] != WHOLE[:-1]:
             raise ContractError(
                 Rule.TOKENS, "a served slice goes forward through all layers, and no more", number
