@@ -474,6 +474,37 @@ def _(scene: Scene) -> Any:
     return with_launch(scene, scene.single(), slices=slices, writes=writes)
 
 
+def _bytes_of(owner: int) -> Make:
+    """A byte for an owner that is no job."""
+
+    def make(scene: Scene) -> Any:
+        place = Place(Region(owner, Kind.BUFFER, 7), Tier.GPU, scene.view.device)
+        return ahead(scene.single(), Grow(place, 1))
+
+    return make
+
+
+fault("bytes for a stranger", Rule.JOB)(_bytes_of(FOREIGN))
+fault("bytes for nobody", Rule.JOB)(_bytes_of(SHARED_OWNER))
+
+
+@fault("a slice behind a last token", Rule.ONCE)
+def _(scene: Scene) -> Any:
+    """A second launch of the plan goes on with jobs that may have ended with the first."""
+    plan, launch = scene.single(), scene.launch
+    if launch is None or not isinstance(plan.ops[-1], Compute):
+        return None
+    if any(piece.tokens != piece.job.remaining_tokens for piece in launch.slices):
+        return None
+    room = scene.view.room((Tier.GPU, scene.view.device)) // scene.page.nbytes
+    taken = sum(op.nbytes for op in plan.ops if isinstance(op, Grow)) // scene.page.nbytes
+    if any(isinstance(op, Copy | Share) for op in plan.ops) or room < taken + len(launch.slices):
+        return None
+    more = [Grow(scene.own(piece.job), scene.page.nbytes) for piece in launch.slices]
+    again = tuple(Slice(piece.job, 1) for piece in launch.slices)
+    return behind(plan, *more, changed(launch, slices=again))
+
+
 # ---- rules RESTART and REFUSE
 @fault("restart of a waiting job", Rule.RESTART)
 def _(scene: Scene) -> Any:
@@ -598,6 +629,14 @@ fault("KV in a tier that is not there", Rule.PLACE)(
 )
 fault("a buffer on a disk that is not there", Rule.PLACE)(
     _grows(lambda s, j: Place(Region(j.job_id, Kind.BUFFER), Tier.DISK), _one)
+)
+
+
+fault("KV in another part", Rule.PLACE)(
+    _grows(
+        lambda s, j: Place(Region(j.job_id, Kind.KV, 3), Tier.GPU, s.view.device),
+        lambda s: s.page.nbytes,
+    )
 )
 
 
