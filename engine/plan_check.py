@@ -89,8 +89,8 @@ class PlanCheck:
                 self._walk(plan, device)
             elif base is plan:
                 self._ledger.expect(plan)
-        except Shortage as error:
-            raise ContractError(Rule.ROOM, str(error), error.place.region.owner) from error
+        except Shortage as short:  # a name of its own: compiled, a variable has one type
+            raise ContractError(Rule.ROOM, str(short), short.place.region.owner) from short
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             raise ContractError(Rule.ANSWER, f"a plan that cannot be read: {error}") from error
 
@@ -131,7 +131,8 @@ class PlanCheck:
         if room < 0 or (lead + 1 < n and not _are_distinct(slices, lead)):
             return False
         for i in range(lead, n):
-            piece, place = slices[i], writes[i]
+            piece: Any = slices[i]  # compiled, what is known to be an int is one: also True
+            place = writes[i]
             if type(piece) is not Slice or piece[2:] != WHOLE or place in self._filled:
                 return False
             job, tokens = piece[0], piece[1]
@@ -395,7 +396,8 @@ class PlanCheck:
 
     def _check_slice(self, piece: Slice, remaining_tokens: int) -> None:
         """Rule TOKENS."""
-        number, tokens = piece.job.job_id, piece.tokens
+        told: Any = piece  # compiled, what is known to be an int is one: also True
+        number, tokens = piece.job.job_id, told[1]
         if piece[2:-1] != WHOLE[:-1]:
             raise ContractError(
                 Rule.TOKENS, "a served slice goes forward through all layers, and no more", number

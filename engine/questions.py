@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.contract import ContractError
 from engine.job import Job
@@ -60,9 +60,10 @@ class Questions:
 
     def _ask(self, device: int) -> Plan:
         self.asked += 1
+        policy: Any = self._policy  # that its answer is a plan is checked, not known
         view = self._view(device)
         try:
-            plan = self._policy.plan(view)
+            plan = policy.plan(view)
             self._check.check(plan, device, view)
         except ContractError as error:
             raise self._located(error, device) from error.__cause__
@@ -70,6 +71,7 @@ class Questions:
             if (write := as_write(error)) is None:
                 raise
             raise self._located(write, device) from error
+        assert isinstance(plan, Plan), "the check has seen that it is one"
         return plan
 
     def _located(self, error: ContractError, device: int) -> ContractError:

@@ -19,7 +19,8 @@ from engine.view import View
 ANSWERS = ("cost", "trial")  # functions: there is nothing in them to write to
 SHOWN = [field.name for field in dataclasses.fields(View) if field.name not in ANSWERS]
 TOKENS = ("known_tokens", "computed_tokens")
-FIELDS = attrgetter(*TOKENS, *(name for name in Job.__slots__ if not name.startswith("_")))
+SLOTS = getattr(Job, "__slots__", None) or Job.__mypyc_attrs__  # type: ignore[attr-defined]
+FIELDS = attrgetter(*TOKENS, *(name for name in SLOTS if not name.startswith("_")))
 MUTABLE = (dict, list)
 
 
