@@ -30,9 +30,9 @@ from engine.plan import (
     Share,
     Slice,
     Tier,
-    Work,
     kv_place,
 )
+from engine.plan_walk import WHOLE, PlanWalk, check_slice
 from engine.regions import told
 from engine.roster import Roster
 from engine.standing import Standing
@@ -40,18 +40,14 @@ from engine.stretch import base_of
 from engine.training_contract import TrainingContract
 from engine.view import View
 
-WHOLE = (Work.FORWARD, None, 0, 0, False)  # a slice of serving, but for its job and tokens
 OPERATIONS = (Compute, Copy, Collective, Grow, GrowCycle, Share, Free)
-GONE = -1  # tokens of a place that is not held
 LAUNCHED = frozenset((Compute, Copy, Collective))  # what runs on a lane
 
 
 class PlanCheck:
     """Raises ContractError where a plan breaks a rule; changes no books.
 
-    `filled` says of KV places which do not follow their job how many of its tokens they hold: a
-    place that was grown and not written, or a copy. Every other KV place of a job holds all that
-    the job has computed.
+    Of contents it keeps exceptions alone: see PlanWalk.
     """
 
     def __init__(
@@ -186,8 +182,11 @@ class PlanCheck:
             self._check_operation(op, seen, device)
         self._training.check(plan, device)
         self._ledger.dry_run(plan)
-        _Walk(self, plan, device).walk()
+        self._follow(plan, device)
         self._ledger.expect(plan)
+
+    def _follow(self, plan: Plan, device: int) -> None:
+        PlanWalk(self._ledger, self._jobs, self._standing, self._filled, plan, device).walk()
 
     def _check_jobs(self, plan: Plan) -> None:
         """Rules RESTART and REFUSE."""
@@ -343,7 +342,7 @@ class PlanCheck:
         turns = plan.ops[0] if isinstance(plan.ops[0], GrowCycle) else None
         for i, (piece, place) in enumerate(zip(launch.slices, launch.writes, strict=True)):
             number = piece.job.job_id
-            self._check_slice(piece, piece.job.remaining_tokens)
+            check_slice(piece, piece.job.remaining_tokens)
             if place != kv_place(number, Tier.GPU, device):
                 raise ContractError(Rule.OWN_KV, f"{told(place)} is written in its stead", number)
             own = grows.pop(place, [])
@@ -357,7 +356,7 @@ class PlanCheck:
             )
         first = plan.at(0)
         self._ledger.dry_run(first)
-        _Walk(self, first, device).walk()
+        self._follow(first, device)
 
     def _check_turn(self, job: Job, place: Place, own: list[Grow], turns: GrowCycle) -> None:
         """A cycle has all decodes that lead, each a page whenever its last one is full."""
@@ -393,194 +392,6 @@ class PlanCheck:
                     )
                 found.setdefault(one.place, []).append(one)
         return found
-
-    def _check_slice(self, piece: Slice, remaining_tokens: int) -> None:
-        """Rule TOKENS."""
-        told: Any = piece  # compiled, what is known to be an int is one: also True
-        number, tokens = piece.job.job_id, told[1]
-        if piece[2:-1] != WHOLE[:-1]:
-            raise ContractError(
-                Rule.TOKENS, "a served slice goes forward through all layers, and no more", number
-            )
-        if type(tokens) is not int or not 0 < tokens <= remaining_tokens:
-            raise ContractError(
-                Rule.TOKENS, f"{tokens!r} tokens, {remaining_tokens} remain", number
-            )
-        if piece.record and piece.job.recorded_tokens != piece.job.computed_tokens:
-            raise ContractError(Rule.TOKENS, "a record is a gapless prefix", number)
-
-
-class _Walk:
-    """One walk over the operations of a plan, with what it moves on laid over the books."""
-
-    def __init__(self, check: PlanCheck, plan: Plan, device: int) -> None:
-        self._check, self._plan, self._device = check, plan, device
-        self._ledger, self._page = check._ledger, check._page
-        self._jobs = check._roster.jobs
-        self._computed: dict[int, int] = {}  # tokens of jobs that the plan moves on
-        self._known: dict[int, int] = {}
-        self._tokens: dict[Place, int | None] = {}  # as `filled`; None where a place follows
-        self._pages: dict[Place, int] = {}
-        self._sliced = {
-            s.job.job_id for op in plan.ops if isinstance(op, Compute) for s in op.slices
-        }
-        gone = [job.job_id for job in (*plan.restart, *plan.refuse)]
-        self._given_up = {*gone}
-
-    def walk(self) -> None:
-        """Raises ContractError where the order of the plan breaks a rule."""
-        launches = [op for op in self._plan.ops if isinstance(op, Compute)]
-        for op in self._plan.ops:
-            if isinstance(op, Compute):
-                self._compute(op, is_only=len(launches) == 1)
-            elif isinstance(op, Copy):
-                if op.src.region.kind is Kind.KV:
-                    self._copy(op)
-            elif isinstance(op, Grow | Share | Free) and op.place.region.kind is Kind.KV:
-                if isinstance(op, Grow):
-                    self._grow(op)
-                elif isinstance(op, Share):
-                    self._share(op)
-                else:
-                    self._free(op)
-        for place, tokens in self._tokens.items():
-            if tokens is None or tokens == GONE:
-                self._check._filled.pop(place, None)
-            else:
-                self._check._filled[place] = tokens
-
-    # ---- what is where
-    def _pages_of(self, place: Place) -> int | None:
-        """Pages of a place; None where it is not held."""
-        if place in self._pages:
-            found = self._pages[place]
-            return None if found == GONE else found
-        table = self._ledger.pages.get(place)
-        return None if table is None else len(table)
-
-    def _computed_of(self, job: Job) -> int:
-        return self._computed.get(job.job_id, job.computed_tokens)
-
-    def _tokens_of(self, place: Place, job: Job) -> int:
-        """Tokens of its job whose keys and values a place holds."""
-        if self._pages_of(place) is None:
-            return GONE
-        found = self._tokens.get(place, self._check._filled.get(place))
-        return self._computed_of(job) if found is None else found
-
-    def _others(self, place: Place) -> list[Place]:
-        """Other places that hold this KV."""
-        booked = self._ledger.places_of.get(place.region.owner, ())
-        return [
-            other
-            for other in dict.fromkeys((*booked, *self._pages))
-            if other != place and other.region == place.region and self._pages_of(other) is not None
-        ]
-
-    # ---- operations
-    def _grow(self, op: Grow) -> None:
-        place, pages = op.place, self._pages_of(op.place)
-        if pages is None:
-            self._tokens[place] = 0
-        self._pages[place] = (pages or 0) + op.nbytes // self._page.nbytes
-
-    def _share(self, op: Share) -> None:
-        place, number = op.place, op.place.region.owner
-        job, tokens = self._jobs.get(number), len(op.pages) * self._page.tokens
-        if job is None or self._computed_of(job) or number not in self._sliced:
-            raise ContractError(
-                Rule.SHARE, "a job shares pages where it begins, with a slice behind them", number
-            )
-        self._computed[number] = tokens
-        self._tokens[place], self._pages[place] = None, len(op.pages)
-
-    def _copy(self, op: Copy) -> None:
-        src, dst, job = op.src, op.dst, self._jobs.get(op.src.region.owner)
-        pages = self._pages_of(src)
-        assert pages is not None, "the dry run has seen that it is held"
-        if job is None or job.training is not None:
-            return
-        tokens, there = self._tokens_of(src, job), self._tokens_of(dst, job)
-        if there > tokens:
-            raise ContractError(
-                Rule.COPY,
-                f"copy of {tokens} tokens from {src.tier} over {there} newer ones on {dst.tier}",
-                job.job_id,
-            )
-        if there < tokens:
-            self._tokens[dst] = tokens
-        self._pages[dst] = pages
-
-    def _free(self, op: Free) -> None:
-        place, number = op.place, op.place.region.owner
-        job = self._jobs.get(number)
-        if job is not None and job.training is None and number not in self._given_up:
-            computed = self._computed_of(job)
-            rest = [self._tokens_of(other, job) for other in self._others(place)]
-            if computed and max(rest, default=GONE) < computed:
-                raise ContractError(
-                    Rule.KV_FREED, "its only KV is freed: name the job in `restart`", number
-                )
-        self._pages[place] = self._tokens[place] = GONE
-
-    def _compute(self, op: Compute, is_only: bool) -> None:
-        served = [piece for piece in op.slices if piece.job.training is None]
-        own = {kv_place(piece.job.job_id, Tier.GPU, self._device) for piece in served}
-        for place in op.writes:
-            if place.region.kind is Kind.KV and place not in own:
-                owner = self._jobs.get(place.region.owner)
-                if owner is None or owner.training is None:
-                    raise ContractError(
-                        Rule.OWN_KV, "its KV is written without a slice", place.region.owner
-                    )
-        written = set(op.writes)
-        for piece in self._to_look_at(op, served) if is_only else served:
-            self._serve(piece, written)
-
-    def _to_look_at(self, op: Compute, served: Sequence[Slice]) -> Sequence[Slice]:
-        """All but the decodes that go on as they were: they have room in their last pages."""
-        cohort = self._check._standing.cohort
-        if cohort is None or cohort.turns is None or not self._check._standing.leads(op):
-            return served
-        moved = {place.region.owner for place in self._pages}
-        full = cohort.turns[cohort.clock % self._page.tokens]
-        moved.update([due.place.region.owner for due in full])
-        moved &= {*cohort.ids}
-        looked = [op.slices[cohort.ids.index(number)] for number in moved]
-        return [*looked, *[s for s in op.slices[len(cohort.jobs) :] if s.job.training is None]]
-
-    def _serve(self, piece: Slice, written: Collection[Place]) -> None:
-        job, number = piece.job, piece.job.job_id
-        computed, place = self._computed_of(job), kv_place(number, Tier.GPU, self._device)
-        known = self._known.get(number, job.known_tokens)
-        if number in self._known:
-            raise ContractError(
-                Rule.ONCE, "a slice behind its next token, with which it may have ended", number
-            )
-        self._check._check_slice(piece, known - computed)
-        pages = self._pages_of(place)
-        if pages is None:
-            raise ContractError(Rule.OWN_KV, f"{told(place)} is not held", number)
-        if place not in written:
-            raise ContractError(Rule.OWN_KV, f"{told(place)} is not among the writes", number)
-        if computed + piece.tokens > pages * self._page.tokens:
-            raise ContractError(
-                Rule.KV_PAGES,
-                f"{pages} pages of {self._page.tokens} for {computed} + {piece.tokens} tokens",
-                number,
-            )
-        there = self._tokens_of(place, job)
-        if there < computed:
-            raise ContractError(
-                Rule.KV_CONTENTS, f"{told(place)} holds {there} of its {computed} tokens", number
-            )
-        if self._tokens.get(place, self._check._filled.get(place)) is not None:
-            for other in self._others(place):  # those that followed the job do so no more
-                self._tokens[other] = self._tokens_of(other, job)
-        self._tokens[place] = None
-        if piece.tokens == known - computed:
-            self._known[number] = known + 1
-        self._computed[number] = computed + piece.tokens
 
 
 def _check_form(plan: Plan) -> None:

@@ -31,8 +31,8 @@ MODULES = {
     "engine": (
         "arrivals balance booking cohort course deliveries door draft ends engine executor flights "
         "growth holdings jump lanes launcher ledger leftovers leg news pages plan policy prefix "
-        "page_need plan_check progress questions recorder repeat returns reuse roster run "
-        "scoreboard sharing standing stretch trial job view"
+        "page_need plan_check plan_walk progress questions recorder repeat returns reuse roster "
+        "run scoreboard sharing standing stretch trial job view"
     ),
     "policies": "order seating",
     "sim": "executor kernel_profile load ragged skew table vidur",
