@@ -18,12 +18,14 @@ def yaml_value(text: str, where: object) -> Any:
     ValueError with line and column, or where it is too deep or too large, see `check_size`.
     """
     check_size(text, where)
-    with suppress(yaml.YAMLError):
+    with suppress(yaml.YAMLError, ValueError):
         return yaml.load(text, LOADER)
     try:  # again, since libyaml names other places
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: {fault(error)}") from error
+    except ValueError as error:  # a date that is none, a number of thousands of digits
+        raise ValueError(f"{where}: {error}") from error
 
 
 def check_size(text: str, where: object) -> None:

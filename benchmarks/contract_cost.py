@@ -2,7 +2,7 @@
 
 Two checkouts in turns, this one and BEFORE (from git, into a temporary folder), a process each, by
 pairs whose order alternates; the value is the largest median ratio of three workloads: the
-simulator (Sarathi on Vidur's tables, 1,500 requests, metrics included), an iteration of GPT-2 20B
+simulator (Sarathi on Vidur's tables, 1,000 requests, metrics included), an iteration of GPT-2 20B
 under PatrickStar, and what the CPU runtime takes outside of forwards. Beside, without a bar, are
 iterations for which the policy is asked each time, as only in the first steps of a job.
 Instructions beside, as valgrind counts them (start-up taken off; no neighbour changes them), where
@@ -67,10 +67,10 @@ print(turn.host * turn.took_s)
 """
 UNBARRED = "20B iteration, asked each time"  # as in a job's first steps: told, without a bar
 WORKLOADS = {  # program, how much, and how much where instructions are counted
-    "simulator": (SIMULATOR, 1500, 300),
-    "20B iteration": (ITERATION, 4, 1),
-    "CPU runtime's bookkeeping": (RUNTIME, 24, 0),
-    UNBARRED: (ASKED, 2, 0),
+    "simulator": (SIMULATOR, 1000, 300),
+    "20B iteration": (ITERATION, 2, 1),
+    "CPU runtime's bookkeeping": (RUNTIME, 16, 0),
+    UNBARRED: (ASKED, 1, 0),
 }
 
 

@@ -48,24 +48,27 @@ class ContractError(RuntimeError):
         rule: Rule,
         what: str,
         job_id: int | None = None,
-        *,
         policy: str = "",
         step: int | None = None,
         device: int | None = None,
     ) -> None:
+        super().__init__(rule, what, job_id, policy, step, device)  # so that it can be copied
         self.rule, self.what, self.job_id = rule, what, job_id
         self.policy, self.step, self.device = policy, step, device
-        where = [f"policy {policy}"] if policy else []
-        where += [f"step {step}"] if step is not None else []
-        where += [f"device {device}"] if device is not None else []
-        where += [f"job {job_id}"] if job_id is not None and job_id >= 0 else []  # -1: nobody's
-        super().__init__(f"{', '.join(where)}{': ' if where else ''}{what} (rule: {rule})")
 
-    def located(self, policy: str, step: int, device: int) -> ContractError:
+    def __str__(self) -> str:
+        where = [f"policy {self.policy}"] if self.policy else []
+        where += [f"step {self.step}"] if self.step is not None else []
+        where += [f"device {self.device}"] if self.device is not None else []
+        is_of_job = self.job_id is not None and self.job_id >= 0  # -1 owns what belongs to no job
+        where += [f"job {self.job_id}"] if is_of_job else []
+        return f"{', '.join(where)}{': ' if where else ''}{self.what} (rule: {self.rule})"
+
+    def located(
+        self, policy: str, step: int | None = None, device: int | None = None
+    ) -> ContractError:
         """The same, with the policy that broke the rule, the step and the device of its plan."""
-        return ContractError(
-            self.rule, self.what, self.job_id, policy=policy, step=step, device=device
-        )
+        return ContractError(self.rule, self.what, self.job_id, policy, step, device)
 
 
 class BrokenLaw(RuntimeError):

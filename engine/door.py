@@ -30,6 +30,7 @@ class Door:
             job = Job.trains(Training(item, layout, recorded), arrival_ns)
             engine.training.admit(job)
         engine.standing.drop()
+        engine.moments = 0
         engine.roster.wait(job)
         if min(engine.flights.level) < engine.depth:  # else an end will tell
             engine.news.tell()

@@ -121,7 +121,7 @@ class Engine:
         )
         self.questions = Questions(self, policy, fast_forward and devices == 1, self.check)
         self._fruitless = 0  # plans in a row that launched and refused nothing
-        self._moments = 0  # that were waited for in a row, with nothing else to come
+        self.moments = 0  # asked for in a row, while nothing was issued, came or ended
         self.jump: Jump | None = None
         if fast_forward and devices == 1 and offers_jumps(self):
             self.jump = Jump(self, cast(Repeater, executor))
@@ -162,21 +162,23 @@ class Engine:
                 continue
             if not self.roster:
                 self.questions.give_all_back()
-            comes = self.arrivals.next_ns is not None
+            comes = self.arrivals.next_ns is not None or self.news.will_come
             if not (self.ledger.open or comes):  # turns that only answers release never come
-                self._wait_for_a_moment()
+                raise self._stalled("the policy wants nothing although nothing is in flight")
             self._rest()
             yield self.news.next
         self.questions.give_all_back()
         self._rest()
 
-    def _wait_for_a_moment(self) -> None:
-        """Only a moment that the policy has asked for can change anything: not for ever."""
-        if not self.news.will_come:
-            raise self._stalled("the policy wants nothing although nothing is in flight")
-        self._moments += 1
-        if self._moments >= FRUITLESS:
-            raise self._stalled(f"the policy has asked for {FRUITLESS:,} moments and does nothing")
+    def _wake_at(self, wake_ns: int) -> None:
+        """A moment for which the policy wants to wait, though not for ever."""
+        self.moments += 1
+        is_last = self.arrivals.next_ns is None and not self.ledger.open
+        if self.moments >= FRUITLESS * (1 if is_last else 10):
+            raise self._stalled(
+                f"the policy has asked for {self.moments:,} moments and does nothing"
+            )
+        self.news.wake_at(wake_ns)
 
     def _rest(self) -> None:
         if self.recorder.lacks_return:
@@ -191,9 +193,9 @@ class Engine:
                     continue
                 plan = self.questions.decide(device)
                 if plan.wake_ns is not None:
-                    self.news.wake_at(plan.wake_ns)
+                    self._wake_at(plan.wake_ns)
                 if plan:
-                    self._moments = 0
+                    self.moments = 0
                     yield from self._carry_out(plan, device)
                     asked = True
         return asked
@@ -264,6 +266,7 @@ class Engine:
     # ---- settle: measurements and tokens arrive
     def settle(self, span: Span) -> None:
         """An operation has ended: what it sampled and held is there."""
+        self.moments = 0
         flight = self.flights.pop(span.op)
         self.profile.settled(span)
         self.recorder.delivered(flight.device, flight.launch.pieces, span.end_ns)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from operator import index
 from typing import TYPE_CHECKING
 
+from engine.contract import ContractError
 from engine.job import Job
-from engine.read_only import ReadOnlyList
+from engine.read_only import ReadOnlyList, as_write
 
 if TYPE_CHECKING:
     from engine.policy import Router
@@ -47,11 +49,19 @@ class Fleet:
 
     def assign(self, job: Job) -> None:
         """Routes a job that has just arrived. ValueError where the router names no replica."""
-        replica = self._router.route(job, self)
-        if type(replica) is not int or not 0 <= replica < len(self):
-            name = type(self._router).__name__
+        name = type(self._router).__name__
+        try:
+            answer = self._router.route(job, self)
+        except ContractError as error:
+            raise error.located(name) from None
+        except (TypeError, AttributeError) as error:
+            if (write := as_write(error)) is None:
+                raise
+            raise write.located(name) from error
+        replica = index(answer) if hasattr(answer, "__index__") else -1
+        if not 0 <= replica < len(self):
             raise ValueError(
-                f"router {name} sends request {job.job_id} to replica {replica!r}, but there are "
+                f"router {name} sends request {job.job_id} to replica {answer!r}, but there are "
                 f"{len(self)}: it must name one of 0 to {len(self) - 1}"
             )
         job._route(replica)

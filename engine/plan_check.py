@@ -99,13 +99,13 @@ class PlanCheck:
         launch = ops[-1]
         if type(launch) is not Compute or launch.on not in self._lanes:
             return False
-        if launch.reads or launch.after or launch.again or launch.device != device:
+        if launch.reads or launch.after or launch.again or launch.device is not device:
             return False
         slices, writes, page_nbytes = launch.slices, launch.writes, self._page.nbytes
         n, cohort, lead, taken = len(slices), self._standing.cohort, 0, 0
         if type(slices) is not tuple or type(writes) is not tuple or len(writes) != n or not n:
             return False
-        if launch in self._open or self._is_routed:
+        if launch in self._open or type(ops) is not tuple:
             return False
         if cohort is not None and self._standing.leads(launch):
             if cohort.turns is None:
@@ -122,7 +122,9 @@ class PlanCheck:
             place, nbytes, first, every = op
             if first or every or type(nbytes) is not int or nbytes <= 0 or nbytes % page_nbytes:
                 return False
-            grown[place] = grown.get(place, 0) + nbytes
+            if place in grown:
+                return False
+            grown[place] = nbytes
             room -= nbytes
         if room < 0 or (lead + 1 < n and not _are_distinct(slices, lead)):
             return False
@@ -134,6 +136,8 @@ class PlanCheck:
             job, tokens = piece[0], piece[1]
             number, table = job.job_id, self._tables.get(place)
             if self._jobs.get(number) is not job or job.training is not None:
+                return False
+            if self._is_routed and job.device != device:
                 return False
             if place != kv_place(number, Tier.GPU, device) or job._moves_with(cohort):
                 return False
@@ -219,6 +223,11 @@ class PlanCheck:
         elif kind is Copy:
             self._check_place(op.dst, device)
             self._check_own(op.src, device)
+            ends = [p.device for p in (op.src, op.dst) if p.tier is Tier.GPU]
+            if ends and device not in ends:
+                raise ContractError(
+                    Rule.DEVICE, f"copy of {told(op.src)} in a plan for device {device}"
+                )
             if op.src[0] != op.dst[0] or op.src == op.dst:
                 raise ContractError(
                     Rule.COPY,
@@ -259,6 +268,10 @@ class PlanCheck:
         """Rules PLACE and BYTES."""
         nbytes, is_kv = op.nbytes, op.place.region.kind is Kind.KV
         self._check_place(op.place, device)
+        if op.place.tier is Tier.GPU and op.place.device != device:
+            raise ContractError(
+                Rule.DEVICE, f"{told(op.place)} grows in a plan for device {device}"
+            )
         if type(nbytes) is not int or nbytes < 0:
             raise ContractError(
                 Rule.BYTES, f"{told(op.place)} takes {nbytes!r} bytes: not whole, or below zero"
@@ -294,7 +307,7 @@ class PlanCheck:
 
     def _check_launch(self, op: Compute | Collective, device: int) -> None:
         """Rules DEVICE, JOB, ONCE and LANE."""
-        if op.device != device:
+        if type(op.device) is not int or op.device != device:
             raise ContractError(
                 Rule.DEVICE, f"{_named(op)} of device {op.device} in a plan for {device}"
             )
@@ -339,15 +352,18 @@ class PlanCheck:
         if not _is_course(plan, 0):
             raise ContractError(Rule.REPEATS, "`later` names the last slices at growing steps")
         grows = self._growth(plan, device)
-        turns = plan.ops[0] if isinstance(plan.ops[0], GrowCycle) else None
+        turns, leads = plan.ops[0] if isinstance(plan.ops[0], GrowCycle) else None, True
         for i, (piece, place) in enumerate(zip(launch.slices, launch.writes, strict=True)):
             number = piece.job.job_id
-            check_slice(piece, piece.job.remaining_tokens)
+            job = piece.job
+            is_gapless = job.recorded_tokens == job.computed_tokens
+            check_slice(piece, job.remaining_tokens, is_gapless)
             if place != kv_place(number, Tier.GPU, device):
                 raise ContractError(Rule.OWN_KV, f"{told(place)} is written in its stead", number)
             own = grows.pop(place, [])
+            leads = leads and not piece.job.is_prefilling and place in self._tables
             if turns is not None:
-                self._check_turn(piece.job, place, own, turns)
+                self._check_turn(piece.job, place, own, turns, leads)
             if (lack := self._lack(plan, i, own)) is not None:
                 raise ContractError(*lack, number)
         for place in grows:
@@ -358,12 +374,15 @@ class PlanCheck:
         self._ledger.dry_run(first)
         self._follow(first, device)
 
-    def _check_turn(self, job: Job, place: Place, own: list[Grow], turns: GrowCycle) -> None:
-        """A cycle has all decodes that lead, each a page whenever its last one is full."""
+    def _check_turn(
+        self, job: Job, place: Place, own: list[Grow], turns: GrowCycle, leads: bool
+    ) -> None:
+        """A cycle has the decodes that lead, each a page whenever its last one is full."""
         held = len(self._tables.get(place, ())) * self._page.tokens
         full = Grow(place, self._page.nbytes, held - job.computed_tokens, self._page.tokens)
         in_turns = [op for due in turns.by_step for op in due if op.place == place]
-        if in_turns and (len(in_turns) > 1 or own[0] != full or job.is_prefilling):
+        is_right = [*own[:1]] == [full] and len(in_turns) == 1 if leads else not in_turns
+        if not is_right or len(turns.by_step) != self._page.tokens:
             raise ContractError(
                 Rule.REPEATS, "a GrowCycle grows decodes as their pages are full", job.job_id
             )
@@ -388,7 +407,9 @@ class PlanCheck:
                 self._check_place(one.place, device)
                 if not self._is_growth(one):
                     raise ContractError(
-                        Rule.BYTES, f"{told(one.place)} takes {one.nbytes!r} bytes: no whole pages"
+                        Rule.BYTES,
+                        f"{told(one.place)} takes {one.nbytes!r} bytes at step {one.first!r}: "
+                        "whole pages, from step 0 on",
                     )
                 found.setdefault(one.place, []).append(one)
         return found

@@ -53,6 +53,7 @@ class PlanWalk:
         self._plan, self._device = plan, device
         self._computed: dict[int, int] = {}  # tokens of jobs that the plan moves on
         self._known: dict[int, int] = {}
+        self._recorded: dict[int, int] = {}
         self._tokens: dict[Place, int | None] = {}  # as `filled`; None where a place follows
         self._pages: dict[Place, int] = {}
         self._sliced = {
@@ -191,7 +192,10 @@ class PlanWalk:
             raise ContractError(
                 Rule.ONCE, "a slice behind its next token, with which it may have ended", number
             )
-        check_slice(piece, known - computed)
+        recorded = self._recorded.get(number, job.recorded_tokens)
+        check_slice(piece, known - computed, is_gapless=recorded == computed)
+        if piece.record:
+            self._recorded[number] = recorded + piece.tokens
         pages = self._pages_of(place)
         if pages is None:
             raise ContractError(Rule.OWN_KV, f"{told(place)} is not held", number)
@@ -217,7 +221,7 @@ class PlanWalk:
         self._computed[number] = computed + piece.tokens
 
 
-def check_slice(piece: Slice, remaining_tokens: int) -> None:
+def check_slice(piece: Slice, remaining_tokens: int, is_gapless: bool) -> None:
     """Raises ContractError where a slice breaks rule TOKENS."""
     given: Any = piece  # compiled, what is known to be an int is one: also True
     number, tokens = piece.job.job_id, given[1]
@@ -227,5 +231,5 @@ def check_slice(piece: Slice, remaining_tokens: int) -> None:
         )
     if type(tokens) is not int or not 0 < tokens <= remaining_tokens:
         raise ContractError(Rule.TOKENS, f"{tokens!r} tokens, {remaining_tokens} remain", number)
-    if piece.record and piece.job.recorded_tokens != piece.job.computed_tokens:
+    if piece.record and not is_gapless:
         raise ContractError(Rule.TOKENS, "a record is a gapless prefix", number)

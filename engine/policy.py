@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from engine.contract import ContractError, Rule
 from engine.course import course
 from engine.fleet import Fleet
 from engine.job import Job
@@ -84,6 +85,10 @@ def name_of(policy: object) -> str:
     return " with ".join(names) or type(policy).__name__
 
 
+def _named(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 @dataclass(frozen=True)
 class Composed:
     """A policy in two halves.
@@ -112,11 +117,26 @@ class Composed:
         return all(getattr(half, "recurs", False) for half in (self.scheduling, self.memory))
 
     def plan(self, view: View) -> Plan:
-        plan = self.memory.fit(self.scheduling.batch(view), view)
+        plan = self._fitted(view)
         if not plan and view.waiting and view.serving:
-            alone = replace(view, waiting=())
-            plan = self.memory.fit(self.scheduling.batch(alone), alone)
+            plan = self._fitted(replace(view, waiting=()))
         return self._stretched(plan, view)
+
+    def _fitted(self, view: View) -> Plan:
+        """What the memory half makes of the batch. ContractError where that is none."""
+        batch = self.scheduling.batch(view)
+        if type(batch) is not tuple and not isinstance(batch, list):
+            raise ContractError(Rule.ANSWER, f"batch returns {_named(batch)}: a tuple of Slices")
+        try:
+            plan = self.memory.fit(batch, view)
+        except (AttributeError, TypeError) as error:
+            if wrong := [item for item in batch if not isinstance(item, Slice)]:
+                what = f"batch returns a tuple with {_named(wrong[0])}: only Slices belong in it"
+                raise ContractError(Rule.ANSWER, what) from error
+            raise
+        if not isinstance(plan, Plan):
+            raise ContractError(Rule.ANSWER, f"fit returns {_named(plan)}: a Plan is wanted")
+        return plan
 
     def _stretched(self, plan: Plan, view: View) -> Plan:
         stretch: Stretch | None = getattr(self.memory, "stretch", None)

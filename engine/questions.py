@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from engine.contract import ContractError
+from engine.contract import ContractError, Rule
 from engine.job import Job
 from engine.plan import Plan
 from engine.plan_check import PlanCheck
@@ -64,6 +64,8 @@ class Questions:
         view = self._view(device)
         try:
             plan = policy.plan(view)
+            if not self._engine.roster.is_whole:
+                raise ContractError(Rule.READ_ONLY, "the policy has changed a list of the view")
             self._check.check(plan, device, view)
         except ContractError as error:
             raise self._located(error, device) from error.__cause__

@@ -87,7 +87,7 @@ class Repeat:
         """The launch of a step, with its part behind the cohort; the plan's own is the first."""
         if not step:
             return self._first
-        return Compute(self.cohort.slices + part, (), self._writes, self.device)
+        return Compute(self.cohort.slices + part, (), self._writes, self.device, self._first.on)
 
     def due(self, count: int) -> tuple[list[tuple[Grow, ...]], list[int]]:
         """What grows in each of the next steps, in the order of booking, and how many pages."""

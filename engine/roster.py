@@ -33,6 +33,11 @@ class Roster:
         lists = (("waiting", self.waiting), ("serving", self.serving), ("training", self.training))
         return ", ".join(f"{name} {[j.job_id for j in jobs]}" for name, jobs in lists if jobs)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether each job is in one of the lists: C code writes to a list past its class."""
+        return len(self.waiting) + len(self.serving) + len(self.training) == len(self.jobs)
+
     def has_started(self, job: Job) -> bool:
         return job.job_id in self._started
 

@@ -22,7 +22,11 @@ def stretched(plan: Plan, view: View, count: int, spare_pages: int) -> Plan:
     """
     launch, page = plan.ops[-1], view.page
     assert isinstance(launch, Compute)
-    grown = {op.place.region.owner: op.nbytes for op in plan.ops if isinstance(op, Grow)}
+    grown: dict[int, int] = {}
+    for op in plan.ops:
+        if isinstance(op, Grow):
+            owner = op.place.region.owner
+            grown[owner] = grown.get(owner, 0) + op.nbytes
     lead = view.lead(launch.slices)
     num_decodes = decodes_before_prompts(launch.slices, lead)
     grows: list[Grow | GrowCycle]
@@ -56,9 +60,11 @@ def base_of(plan: Plan, view: View) -> Plan | None:
 
     If that keeps the rules, so does the repeated one. None where it was made otherwise.
     """
-    if _made is None or _made[0] is not plan or _made[2] is not view:
+    global _made
+    made, _made = _made, None  # the state that it was made in is not kept longer
+    if made is None or made[0] is not plan or made[2] is not view:
         return None
-    return _made[1]
+    return made[1]
 
 
 def _steps(grows: Sequence[Grow | GrowCycle], free: int, page: PageSize) -> int:

@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _in_utf8() -> None:
     """Begins again in Python's UTF-8 mode where the locale names files otherwise: else a folder
     with an umlaut is no text that Hydra's grammar, yaml or a report could hold."""
-    if sys.getfilesystemencoding().lower() != "utf-8":
+    is_first = os.environ.get("PYTHONUTF8") != "1"  # an option -X utf8=0 would win again
+    if sys.getfilesystemencoding().lower() != "utf-8" and is_first:
         words = [sys.executable, *sys.orig_argv[1:]]
         os.execve(sys.executable, words, {**os.environ, "PYTHONUTF8": "1"})
 

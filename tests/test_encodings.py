@@ -32,7 +32,7 @@ def unnamed(path: Path) -> list[int]:
         if is_method_of_ours or is_function_of_ours or "utf-8" in given:
             continue
         modes = [mode for mode in given if isinstance(mode, str)]
-        if not any(mode.endswith("b") or ":" in mode for mode in modes):  # w:gz is tarfile's
+        if not any("b" in mode or ":" in mode for mode in modes):  # w:gz is tarfile's
             found.append(node.lineno)
     return found
 
