@@ -50,8 +50,8 @@ def check_end(
     ended: Container[int],
     is_forced: bool,
 ) -> None:
-    """Laws 1 and 2 at the end of a replay: nobody is unfinished, each request has exactly its
-    output tokens, and nothing is held but what nobody owns, and what was `resident` at the start.
+    """Laws 1 and 2 at the end of a replay: no request is unfinished, each has exactly its output
+    tokens, and nothing is held but what was `resident` at the start and belongs to no job.
 
     `training`: jobs, and how many of their steps have ended. `ended`: jobs whose memory the policy
     gives back. Without `is_forced` lengths sampling may end a request early.
@@ -82,7 +82,7 @@ def check_end(
 
 
 def _may_stay(place: Place, resident: Container[Place]) -> bool:
-    """Whether a place belongs to nobody, and was there from the start."""
+    """Whether a place belongs to no job, and was there from the start."""
     return place.region.owner == SHARED_OWNER and place in resident
 
 

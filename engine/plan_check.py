@@ -1,7 +1,8 @@
 """The check of a plan before it is booked: the rules of engine/contract for all that serves.
 
 Plans of the usual form (growth, then one launch) are looked at where they differ from the plan
-before. All others are walked in their order. Neither looks at decodes that go on as they were.
+before. All others are walked in their order. Neither looks again at decodes that go on as they
+were, where fast-forward keeps them in a cohort.
 """
 
 from __future__ import annotations
@@ -345,7 +346,7 @@ class PlanCheck:
         if not isinstance(launch, Compute) or {*map(type, before)} - {Grow, GrowCycle}:
             raise ContractError(Rule.REPEATS, "a repeated plan is growth and then one launch")
         if plan.restart or plan.refuse:
-            raise ContractError(Rule.REPEATS, "a repeated plan restarts and refuses nobody")
+            raise ContractError(Rule.REPEATS, "a repeated plan restarts and refuses no job")
         self._check_operation(launch, set(), device)
         if launch.reads or launch.after or len(launch.writes) != len(launch.slices):
             raise ContractError(Rule.REPEATS, "a repeated launch names the KV of its jobs alone")

@@ -64,7 +64,7 @@ def _last_line(traceback: TracebackType | None) -> str:
 
 
 class ReadOnlyList(list[Item]):
-    """A list for those who read it, as fast as any. Its owner writes by `list.append(it, item)`."""
+    """A list that policies read, as fast as any. The engine writes by `list.append(it, item)`."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         refuse_write("a list of the view")

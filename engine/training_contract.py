@@ -60,7 +60,7 @@ class TrainingContract:
         self.pools = tuple(pools)
         self.resident = {place.region for place in layout.places}
         self.jobs: dict[int, Job] = {}  # that have come, and have not ended
-        self.ended: set[int] = set()  # their memory is nobody's
+        self.ended: set[int] = set()  # their memory belongs to no job
         self._trains = bool(layout.training)
         self._needs: dict[Key, Needs] = {}
         self.elsewhere = lru_cache(maxsize=NAMES)(self._elsewhere)
@@ -208,7 +208,7 @@ class _Reading:
         return found
 
     def _is_left(self, owner: int) -> bool:
-        """Whether an owner's memory is nobody's."""
+        """Whether an owner's memory belongs to no job."""
         return owner in self._contract.ended or any(
             [job.job_id == owner for job in self._plan.refuse]
         )
