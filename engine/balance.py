@@ -55,10 +55,13 @@ class Balance:
         self.room_bytes = dict(room_bytes)
         self._trials, self._page_nbytes = trials, page_nbytes
         self._held = held_bytes
+        self._late: Sequence[Grow] = ()  # growth of held places that is not in `_known` yet
         self._known: dict[Place, int | None] = {}  # by now, of places that were looked at
 
     def held(self, place: Place) -> int | None:
         """Bytes at a place, None where nothing is."""
+        if self._late:
+            self._catch_up()
         found = self._known.get(place, UNKNOWN)
         if found == UNKNOWN:
             found = self._known[place] = self._held.get(place)
@@ -73,28 +76,27 @@ class Balance:
             raise Shortage(place, -left)
         self.room_bytes[pool] = left
         before = self._known.get(place, UNKNOWN)
-        if before == UNKNOWN:
-            before = self._held.get(place)
+        if before == UNKNOWN and (before := self._held.get(place)) is not None and self._late:
+            self._catch_up()
+            before = self._known.get(place, before)
         self._known[place] = (before or 0) + nbytes
         if self._trials and (trial := self._trial(place)):
             trial.take(place, nbytes // self._page_nbytes)
 
-    def grow_all(self, grows: Sequence[Grow]) -> None:
-        """Takes bytes for each of these, in their order. Raises Shortage as `grow`."""
+    def grow_held(self, pool: Pool, grows: Sequence[Grow], nbytes: int) -> None:
+        """Takes so many bytes in all for places of a pool that are held; the caller has seen that
+        there is room. What each holds is reckoned when it is asked for."""
         if self._trials:
             for op in grows:
                 self.grow(op.place, op.nbytes)
             return
-        room, known, held = self.room_bytes, self._known, self._held
+        self.room_bytes[pool] -= nbytes
+        self._late = grows
+
+    def _catch_up(self) -> None:
+        grows, self._late = self._late, ()
         for place, nbytes, _, _ in grows:
-            pool = place[1:]
-            if (left := room[pool] - nbytes) < 0:
-                raise Shortage(place, -left)
-            room[pool] = left
-            before = known.get(place, UNKNOWN)
-            if before == UNKNOWN:
-                before = held.get(place)
-            known[place] = (before or 0) + nbytes
+            self._known[place] = self._held[place] + nbytes
 
     def share(self, op: Share) -> None:
         """Starts a place on pages; those that nobody holds take room. Shortage as in `grow`."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
+from engine.job import Job
 from engine.plan import Compute, Grow, Plan, Slice, one_token
 from engine.view import View
 
@@ -20,9 +21,21 @@ class Course(NamedTuple):
     later: tuple[tuple[int, tuple[Slice, ...]], ...] = ()
 
 
-ONCE = Course(1)
-Said = tuple[tuple[object, ...], View, int, tuple[tuple[int, tuple[Slice, ...]], ...], Plan]
-_said: Said | None = None  # the last answer of `course`
+ONCE, ENDLESS = Course(1), Course(FOREVER)
+
+
+class Said(NamedTuple):
+    """An answer of `course`, of which plan and in which state, and how many of its slices are
+    known decodes, and decodes at all."""
+
+    plan: Plan
+    view: View
+    course: Course
+    lead: int
+    num_decodes: int
+
+
+_said: Said | None = None  # the last one
 
 
 def decodes_before_prompts(slices: Sequence[Slice], known: int) -> int:
@@ -34,26 +47,20 @@ def decodes_before_prompts(slices: Sequence[Slice], known: int) -> int:
 
 
 def last_said() -> Said | None:
-    """What `course` has said last: operations, state, steps, later slices, plan."""
+    """The last answer of `course` but for ONCE."""
     return _said
 
 
 def course(plan: Plan, view: View, appends: bool) -> Course:
-    """For how many steps a plan holds, and how it goes on: see `_course`."""
-    global _said
-    found = _course(plan, view, appends)
-    _said = (plan.ops, view, found[0], found[1], plan)
-    return found
-
-
-def _course(plan: Plan, view: View, appends: bool) -> Course:
-    """How a plan goes on if nobody arrives, ends or comes in.
+    """For how many steps a plan holds if no job arrives, ends or comes in, and how it goes on.
 
     All in service must have a slice: single tokens, and behind them prompts, the last perhaps cut
     by the budget. Where the scheduling `appends` what it has begun last to its decodes, their rest
-    follows, and then their decodes if nobody waits for what the prompts leave of the budget.
+    follows, and then their decodes if no job waits for what the prompts leave of the budget.
     Anything else than growth and one launch is not repeated.
     """
+    global _said
+    _said = None
     if not plan.ops or plan.restart or plan.refuse or view.training:
         return ONCE
     *before, launch = plan.ops
@@ -68,20 +75,27 @@ def _course(plan: Plan, view: View, appends: bool) -> Course:
         return ONCE
     if lead < num_decodes and any([s.job.is_prefilling for s in slices[lead:num_decodes]]):
         return ONCE
-    if not prompts:
-        return Course(FOREVER)
+    found = _of_prompts(slices, num_decodes, prompts, view, appends) if prompts else ENDLESS
+    _said = Said(plan, view, found, lead, num_decodes)
+    return found
+
+
+def _of_prompts(
+    slices: Sequence[Slice], num_decodes: int, prompts: list[Job], view: View, appends: bool
+) -> Course:
+    """The course of decodes with prompts behind them."""
     queue = [*view.serving[num_decodes:], *view.waiting]
     if appends and queue[: len(prompts)] == prompts:
-        return _through(slices, num_decodes, somebody_waits=len(queue) > len(prompts))
+        return _through(slices, num_decodes, others_wait=len(queue) > len(prompts))
     last = slices[-1]
     cut = (last.job.remaining_tokens - 1) // last.tokens  # slices like this that leave a rest
     return Course(cut) if cut and len(prompts) == 1 else ONCE
 
 
-def _through(slices: Sequence[Slice], num_decodes: int, somebody_waits: bool) -> Course:
+def _through(slices: Sequence[Slice], num_decodes: int, others_wait: bool) -> Course:
     """The way of prompts into decodes: all but the last end now, the last may take more steps.
 
-    If somebody waits, only while the last of them takes all that the budget leaves.
+    If others wait, only while the last of them takes all that the budget leaves.
     """
     *ended, last = slices[num_decodes:]
     ones: tuple[Slice, ...] = ()
@@ -99,10 +113,10 @@ def _through(slices: Sequence[Slice], num_decodes: int, somebody_waits: bool) ->
         if full and tokens > last.tokens:
             later.append((step, (*ones, Slice(job, tokens))))
         step += full
-        if somebody_waits:
+        if others_wait:
             return Course(step, tuple(later))
         later.append((step, (*ones, Slice(job, left - full * tokens))))
         step += 1
-    if somebody_waits:
+    if others_wait:
         return ONCE
     return Course(FOREVER, (*later, (step, (*ones, one_token(job)))))

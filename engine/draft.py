@@ -39,7 +39,7 @@ class Draft:
         self._ops: list[Op | Grow | Share | Free] = []
         self._restart: list[Job] = []
         self._refuse: list[Job] = []
-        self._device = view.device
+        self._device, self._page_nbytes = view.device, view.page.nbytes
 
     def room(self, pool: Pool) -> int:
         """Bytes left after what was drafted so far."""
@@ -73,8 +73,19 @@ class Draft:
 
     def grow_all(self, grows: Sequence[Grow]) -> None:
         """Adds bytes to places."""
-        self._balance.grow_all(grows)
+        for op in grows:
+            self._balance.grow(op.place, op.nbytes)
         self._ops += grows
+
+    def grow_decodes(self, grows: Sequence[Grow]) -> bool:
+        """Adds a page to each of these places of the device, which are held (View.decodes), if
+        there is room for all; whether there was."""
+        pool, nbytes = (Tier.GPU, self._device), len(grows) * self._page_nbytes
+        if self._balance.room_bytes[pool] < nbytes:
+            return False
+        self._balance.grow_held(pool, grows, nbytes)
+        self._ops += grows
+        return True
 
     def free(self, place: Place) -> None:
         """Gives a place back."""

@@ -151,10 +151,6 @@ class Job:
         object.__setattr__(self, "_computed", self._computed + clock)
         object.__setattr__(self, "_pace", pace)
 
-    def _moves_with(self, pace: Pace | None) -> bool:
-        """Whether it gets a token whenever they do."""
-        return self._pace is pace
-
     def _record(self, tokens: int) -> None:
         """Activations of so many more are kept."""
         object.__setattr__(self, "recorded_tokens", self.recorded_tokens + tokens)

@@ -27,7 +27,7 @@ class Outcome:
     @property
     def tokens(self) -> int:
         """Output tokens delivered."""
-        return sum(map(len, self.stretches))
+        return sum([len(s) if s.end is None else s.end - s.first for s in self.stretches])
 
     @property
     def first_token_ns(self) -> int | None:

@@ -116,6 +116,8 @@ class PlanCheck:
             if full and ops[:taken] != full:
                 return False
         room = self._ledger.room_of((Tier.GPU, device)) - taken * page_nbytes
+        if lead == n:  # decodes alone, that go on as they were
+            return room >= 0 and taken + 1 == len(ops)
         grown: dict[Place, int] = {}
         for op in ops[taken:-1]:
             if type(op) is not Grow:
@@ -140,7 +142,7 @@ class PlanCheck:
                 return False
             if self._is_routed and job.device != device:
                 return False
-            if place != kv_place(number, Tier.GPU, device) or job._moves_with(cohort):
+            if place != kv_place(number, Tier.GPU, device) or job._pace is cohort:
                 return False
             context, pages = job.computed_tokens, grown.pop(place, 0) // page_nbytes
             if table is not None:

@@ -20,19 +20,24 @@ def stretched(plan: Plan, view: View, count: int, spare_pages: int) -> Plan:
     It ends when pages run out: perhaps early where there are prompts, never late. `spare_pages`
     stay free, as a decode wants to find them.
     """
-    launch, page = plan.ops[-1], view.page
+    global _made
+    launch, page, said = plan.ops[-1], view.page, last_said()
     assert isinstance(launch, Compute)
+    if said is not None and (said.plan.ops is not plan.ops or said.view is not view):
+        said = None
+    if said is not None:
+        lead, num_decodes = said.lead, said.num_decodes
+    else:
+        lead = view.lead(launch.slices)
+        num_decodes = decodes_before_prompts(launch.slices, lead)
     grown: dict[int, int] = {}
-    for op in plan.ops:
-        if isinstance(op, Grow):
-            owner = op.place.region.owner
-            grown[owner] = grown.get(owner, 0) + op.nbytes
-    lead = view.lead(launch.slices)
-    num_decodes = decodes_before_prompts(launch.slices, lead)
     grows: list[Grow | GrowCycle]
     if view.decodes is not None and 0 < lead == num_decodes:
+        due = view.decodes.growth.by_step[0]
         grows = [view.decodes.growth]
+        _add(grown, plan.ops[len(due) : -1] if plan.ops[: len(due)] == due else plan.ops)
     else:
+        _add(grown, plan.ops)
         grows = _of_decodes(launch, num_decodes, view, grown)
     for i in range(num_decodes, len(launch.slices)):
         grows += _of_prompt(plan, i, view, count, grown)
@@ -41,18 +46,17 @@ def stretched(plan: Plan, view: View, count: int, spare_pages: int) -> Plan:
     if steps < 2:
         return replace(plan, later=())
     made = Plan((*grows, launch), repeats=steps, later=plan.later)
-    _vouch(made, plan, view, count)
+    is_said = said is not None and plan.later is said.course.later and count <= said.course.steps
+    _made = (made, said.plan, view) if said is not None and is_said else None
     return made
 
 
-def _vouch(made: Plan, plan: Plan, view: View, count: int) -> None:
-    """Remembers what a repeated plan was made of, if for no more than `course` has said of it."""
-    global _made
-    _made, said = None, last_said()
-    if said is not None:
-        ops, seen, steps, later, base = said
-        if ops is plan.ops and seen is view and plan.later is later and count <= steps:
-            _made = (made, base, view)
+def _add(grown: dict[int, int], ops: Sequence[object]) -> None:
+    """What operations take, by owner."""
+    for op in ops:
+        if isinstance(op, Grow):
+            owner = op.place.region.owner
+            grown[owner] = grown.get(owner, 0) + op.nbytes
 
 
 def base_of(plan: Plan, view: View) -> Plan | None:

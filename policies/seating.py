@@ -135,7 +135,7 @@ class Seating:
         full = decodes.growth.by_step[0]
         if self._draft.room(self._pool) < len(full) * self._view.page.nbytes + self._spare_bytes:
             return 0
-        self._draft.grow_all(full)
+        self._draft.grow_decodes(full)
         self._seated += decodes.slices
         self._places += decodes.places
         return known

@@ -135,7 +135,7 @@ def replay_of(
             f"the measured plans cannot be replayed: profile={prediction.config['profile']} is not "
             f"what {prediction.name} was predicted with, its files have changed; try --no-replay"
         )
-    # What a run's folder says adds no trust: the words of the comparison say again what may be built.
+    # What a run's folder says adds no trust: the comparison's own words say what may be built.
     config = {**prediction.config, **recorded, "budget": budget, "trusted": [*trusted]}
     asked = prediction.provenance.get("overrides", ())
     words = (*(word for word in asked if not word.startswith("policy=")), "policy=recorded")

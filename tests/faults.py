@@ -1408,6 +1408,18 @@ def _without_one(name: str) -> Callable[[Scene, Compute], Any]:
     return change
 
 
+def _is_followed(plan: Plan, op: Compute) -> bool:
+    """Whether a task of the same work on the same microbatch comes behind it in its plan: to leave
+    out the last one, or an update, is to do less, which is legal."""
+    tasks = [o for o in plan.ops if isinstance(o, Compute) and o.slices[0].job.training is not None]
+    behind = tasks[tasks.index(op) + 1 :] if op in tasks else []
+    own = op.slices[0]
+    if not behind:
+        return False
+    following = behind[0].slices[0]
+    return following.work is own.work and following.microbatch == own.microbatch
+
+
 ORDER, PLACES = Rule.TRAINING_ORDER, Rule.TRAINING_PLACES
 _trains("a bare training launch", lambda s, op: (changed(op, reads=(), writes=()),), PLACES)
 _trains("a training launch that reads nothing", lambda s, op: (
@@ -1440,9 +1452,8 @@ _trains("an update for a forward", lambda s, op: _piece(op, work=Work.UPDATE, to
 _trains("a forward for a backward", lambda s, op: _piece(op, work=Work.FORWARD), ORDER,
         of=(Work.BACKWARD,))  # fmt: skip
 _trains("an update again", lambda s, op: (changed(op, again=True),), ORDER, of=(Work.UPDATE,))
-_trains("a task left out", lambda s, op: () if len(
-    [o for o in s.plan.ops if isinstance(o, Compute)]) > 1 else None, *TRAINS,
-    Rule.TRAINING_FREED, Rule.HELD, Rule.EXCHANGE)  # fmt: skip
+_trains("a task left out", lambda s, op: () if _is_followed(s.plan, op) else None, *TRAINS,
+        Rule.TRAINING_FREED, Rule.HELD, Rule.EXCHANGE, of=(Work.FORWARD, Work.BACKWARD))  # fmt: skip
 _trains("a forward on the host", lambda s, op: (changed(op, on=HOST_LANE),), Rule.LANE, Rule.TIER,
         of=(Work.FORWARD, Work.BACKWARD))  # fmt: skip
 _trains("training on a lane of its own", lambda s, op: (changed(op, on="compute2"),), Rule.LANE)
