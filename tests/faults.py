@@ -1453,7 +1453,8 @@ _trains("a forward for a backward", lambda s, op: _piece(op, work=Work.FORWARD),
         of=(Work.BACKWARD,))  # fmt: skip
 _trains("an update again", lambda s, op: (changed(op, again=True),), ORDER, of=(Work.UPDATE,))
 _trains("a task left out", lambda s, op: () if _is_followed(s.plan, op) else None, *TRAINS,
-        Rule.TRAINING_FREED, Rule.HELD, Rule.EXCHANGE, of=(Work.FORWARD, Work.BACKWARD))  # fmt: skip
+        Rule.TRAINING_FREED, Rule.HELD, Rule.EXCHANGE,
+        of=(Work.FORWARD, Work.BACKWARD))  # fmt: skip
 _trains("a forward on the host", lambda s, op: (changed(op, on=HOST_LANE),), Rule.LANE, Rule.TIER,
         of=(Work.FORWARD, Work.BACKWARD))  # fmt: skip
 _trains("training on a lane of its own", lambda s, op: (changed(op, on="compute2"),), Rule.LANE)
