@@ -184,12 +184,15 @@ class PlanCheck:
         if plan.repeats > 1 or plan.later:
             self._check_repeated(plan, device)
             return
+        for op in plan.ops:
+            if type(op) in (Compute, Collective):
+                self._check_launch(op, device)  # type: ignore[arg-type]
         seen = set[Op]()
         for op in plan.ops:
             self._check_operation(op, seen, device)
         self._training.check(plan, device)
-        self._ledger.dry_run(plan)
         self._follow(plan, device)
+        self._ledger.dry_run(plan)
         self._ledger.expect(plan)
 
     def _follow(self, plan: Plan, device: int) -> None:
@@ -241,11 +244,10 @@ class PlanCheck:
             self._check_share(op)
         elif kind is GrowCycle:
             raise ContractError(Rule.REPEATS, "a GrowCycle stands in a repeated plan only")
-        else:
-            self._check_launch(op, device)
         if kind in LAUNCHED:
             if op in self._open:
-                raise ContractError(Rule.OPERATION, f"{_named(op)} is in flight already")
+                what = f"{_named(op)} is in flight already: make a new one for each plan"
+                raise ContractError(Rule.OPERATION, what)
             if op in seen:
                 raise ContractError(Rule.OPERATION, f"{_named(op)} is twice in the plan")
             seen.add(op)
@@ -332,6 +334,10 @@ class PlanCheck:
             if self._is_routed and job.device not in (None, device):
                 raise ContractError(Rule.JOB, f"a slice of a job of device {job.device}", number)
             if job.training is None:
+                given: Any = piece  # compiled, what is known to be an int is one: also True
+                if type(given[1]) is not int or given[1] < 1:
+                    what = f"a slice of {given[1]!r} tokens: whole, and 1 or more"
+                    raise ContractError(Rule.TOKENS, what, number)
                 if number in seen:
                     raise ContractError(Rule.ONCE, "two slices of one job in a launch", number)
                 seen.add(number)
@@ -349,6 +355,7 @@ class PlanCheck:
             raise ContractError(Rule.REPEATS, "a repeated plan is growth and then one launch")
         if plan.restart or plan.refuse:
             raise ContractError(Rule.REPEATS, "a repeated plan restarts and refuses no job")
+        self._check_launch(launch, device)
         self._check_operation(launch, set(), device)
         if launch.reads or launch.after or len(launch.writes) != len(launch.slices):
             raise ContractError(Rule.REPEATS, "a repeated launch names the KV of its jobs alone")
@@ -374,8 +381,8 @@ class PlanCheck:
                 Rule.REPEATS, f"{told(place)} grows without a slice", place.region.owner
             )
         first = plan.at(0)
-        self._ledger.dry_run(first)
         self._follow(first, device)
+        self._ledger.dry_run(first)
 
     def _check_turn(
         self, job: Job, place: Place, own: list[Grow], turns: GrowCycle, leads: bool
@@ -422,7 +429,8 @@ def _check_form(plan: Plan) -> None:
     """Rule ANSWER."""
     for name in ("ops", "restart", "refuse", "later"):
         if type(getattr(plan, name)) is not tuple:
-            raise ContractError(Rule.ANSWER, f"{name} of a plan is a tuple")
+            what = f"{name} of a plan is {_named(getattr(plan, name))}: a tuple is wanted"
+            raise ContractError(Rule.ANSWER, what)
     if plan.wake_ns is not None and type(plan.wake_ns) is not int:
         raise ContractError(Rule.ANSWER, f"wake_ns is {plan.wake_ns!r}: whole nanoseconds, or None")
     for op in plan.ops:

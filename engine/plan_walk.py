@@ -132,7 +132,8 @@ class PlanWalk:
     def _copy(self, op: Copy) -> None:
         src, dst, job = op.src, op.dst, self._jobs.get(op.src.region.owner)
         pages = self._pages_of(src)
-        assert pages is not None, "the dry run has seen that it is held"
+        if pages is None:
+            raise ContractError(Rule.HELD, f"copy of {told(src)}, which is not held")
         if job is None or job.training is not None:
             return
         tokens, there = self._tokens_of(src, job), self._tokens_of(dst, job)
@@ -230,6 +231,8 @@ def check_slice(piece: Slice, remaining_tokens: int, is_gapless: bool) -> None:
             Rule.TOKENS, "a served slice goes forward through all layers, and no more", number
         )
     if type(tokens) is not int or not 0 < tokens <= remaining_tokens:
-        raise ContractError(Rule.TOKENS, f"{tokens!r} tokens, {remaining_tokens} remain", number)
+        raise ContractError(
+            Rule.TOKENS, f"a slice of {tokens!r} tokens, but {remaining_tokens} remain", number
+        )
     if piece.record and not is_gapless:
         raise ContractError(Rule.TOKENS, "a record is a gapless prefix", number)

@@ -8,6 +8,8 @@ from itertools import chain
 from engine.job import Job
 from engine.read_only import ReadOnlyList
 
+NAMED = 8  # jobs of a list that a message names
+
 
 class Roster:
     """Three lists of jobs, in the order of their coming; each job is in one of them or has left.
@@ -31,7 +33,7 @@ class Roster:
 
     def __str__(self) -> str:
         lists = (("waiting", self.waiting), ("serving", self.serving), ("training", self.training))
-        return ", ".join(f"{name} {[j.job_id for j in jobs]}" for name, jobs in lists if jobs)
+        return ", ".join(f"{name} {_some(jobs)}" for name, jobs in lists if jobs)
 
     @property
     def is_whole(self) -> bool:
@@ -70,3 +72,10 @@ class Roster:
         for jobs in (self.waiting, self.serving, self.training):
             if job in jobs:
                 list.remove(jobs, job)
+
+
+def _some(jobs: list[Job]) -> str:
+    """The first of them, for messages."""
+    more = len(jobs) - NAMED
+    named = str([job.job_id for job in jobs[:NAMED]])
+    return f"{named} and {more} more" if more > 0 else named

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,6 +15,9 @@ from typing import Any
 from tandem.errors import RunFailed, Usage, exits_fail
 from traces.files import checked_text, write_text
 
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("traces", "engine", "policies", "sim", "runtime", "tandem", "analysis", "conf")
+OURS = [ROOT / name for name in PACKAGES] + [ROOT / "build"]
 STARTING, RUNNING, OK = "starting", "running", "ok"
 REJECTED, INTERRUPTED, FAILED = "rejected", "interrupted", "failed"
 DOES_NOT_FIT = "does_not_fit"
@@ -58,7 +62,7 @@ def run_folder(folder: Path, keeps_rejected: bool = True) -> Iterator[Path]:
         if state == DOES_NOT_FIT:
             raise RunFailed(f"does not fit: {error} (told in {folder}/status.json)") from error
         raise RunFailed(
-            f"{type(error).__name__}: {error} (traceback in {folder}/status.json)"
+            f"{type(error).__name__}: {error}{_place(error)} (traceback in {folder}/status.json)"
         ) from error
     _rename(aside, folder)
 
@@ -134,6 +138,15 @@ def _ending(aside: Path, error: BaseException) -> str:
         return DOES_NOT_FIT
     is_wrong = isinstance(error, ValueError) and status_of(aside) == STARTING
     return REJECTED if is_wrong else FAILED
+
+
+def _place(error: BaseException) -> str:
+    """Where code of the user's own has raised, if that is in the traceback: its deepest line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [*map(str, OURS), sysconfig.get_path("stdlib")]
+    own = [f for f in frames if Path(f.filename).is_file() and not f.filename.startswith((*ours,))]
+    own = [f for f in own if "site-packages" not in f.filename]
+    return f", in {own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
 def _write_failure(aside: Path, state: str, error: BaseException) -> None:

@@ -68,6 +68,7 @@ def test_of_some_flips_none_gives_other_figures_in_silence(tmp_path: Path) -> No
     assert sum(found.values()) >= QUICK
 
 
+@pytest.mark.slow
 def test_a_flip_that_nothing_checks_would_be_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

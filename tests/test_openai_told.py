@@ -61,6 +61,7 @@ def test_many_kinds_of_losses_are_told_in_short(run: Callable[..., Told]) -> Non
     assert out.count("lost: 1 x HTTP 4") == 5 and "lost: 2 otherwise, see client.parquet" in out
 
 
+@pytest.mark.slow
 def test_a_sweep_that_lost_requests_is_no_success(run: Callable[..., Told]) -> None:
     words = ("seed=0,1", "--engine", "serial")
     code, out, _ = run(FakeServer(faults={1: 429}), *words, verb="sweep")
