@@ -250,6 +250,7 @@ def test_a_run_of_other_settings_makes_room_where_it_may(tmp_path: Path) -> None
 
 
 # ---- training
+@pytest.mark.slow
 def test_the_training_claim_runs_whole_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

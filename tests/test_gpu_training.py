@@ -10,6 +10,7 @@ import pytest
 from benchmarks import gpu_training
 
 
+@pytest.mark.slow
 def test_rates_are_of_all_microbatches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ours and of the loop beside them alike."""
     monkeypatch.setattr(gpu_training, "LINK_BYTES", 1 << 20)

@@ -137,6 +137,7 @@ def test_a_list_of_models_that_is_none(models: str) -> None:
         ('block_size="16"', "a" * 300_000),
     ],
 )
+@pytest.mark.broad(8)
 def test_gauges_that_no_table_holds_cost_no_request(
     old: str, new: str, run: Callable[..., Told]
 ) -> None:
