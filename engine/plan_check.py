@@ -359,21 +359,20 @@ class PlanCheck:
         self._check_operation(launch, set(), device)
         if launch.reads or launch.after or len(launch.writes) != len(launch.slices):
             raise ContractError(Rule.REPEATS, "a repeated launch names the KV of its jobs alone")
-        if not _is_course(plan, 0):
+        if not _is_course(plan):
             raise ContractError(Rule.REPEATS, "`later` names the last slices at growing steps")
         grows = self._growth(plan, device)
         turns, leads = plan.ops[0] if isinstance(plan.ops[0], GrowCycle) else None, True
         for i, (piece, place) in enumerate(zip(launch.slices, launch.writes, strict=True)):
-            number = piece.job.job_id
-            job = piece.job
+            job, number = piece.job, piece.job.job_id
             is_gapless = job.recorded_tokens == job.computed_tokens
             check_slice(piece, job.remaining_tokens, is_gapless)
             if place != kv_place(number, Tier.GPU, device):
                 raise ContractError(Rule.OWN_KV, f"{told(place)} is written in its stead", number)
             own = grows.pop(place, [])
-            leads = leads and not piece.job.is_prefilling and place in self._tables
+            leads = leads and not job.is_prefilling and place in self._tables
             if turns is not None:
-                self._check_turn(piece.job, place, own, turns, leads)
+                self._check_turn(job, place, own, turns, leads)
             if (lack := self._lack(plan, i, own)) is not None:
                 raise ContractError(*lack, number)
         for place in grows:
@@ -445,12 +444,10 @@ def _check_form(plan: Plan) -> None:
             raise ContractError(Rule.ANSWER, f"{_named(job)} is no job")
 
 
-def _is_course(plan: Plan, lead: int) -> bool:
+def _is_course(plan: Plan) -> bool:
     """Whether `later` says of the last slices, at growing steps, how many tokens they have then."""
-    before, launch, repeats = 0, plan.ops[-1], plan.repeats
+    before, launch = 0, plan.ops[-1]
     assert isinstance(launch, Compute)
-    if type(repeats) is not int or type(plan.later) is not tuple:
-        return False
     slices = launch.slices
     for entry in plan.later:
         if type(entry) is not tuple or len(entry) != 2:
@@ -459,7 +456,7 @@ def _is_course(plan: Plan, lead: int) -> bool:
         if type(step) is not int or step <= before or type(last) is not tuple:
             return False
         before = step
-        if not 0 < len(last) <= len(slices) - lead:
+        if not 0 < len(last) <= len(slices):
             return False
         for piece, first in zip(last, slices[-len(last) :], strict=True):
             if type(piece) is not Slice or piece[0] is not first[0] or piece[2:] != WHOLE:
