@@ -86,7 +86,7 @@ def _decision(row: Row) -> tuple[Any, ...]:
     """What was decided, whether finished memory was given back by the engine or by the plan.
 
     Where a log is played back, the plan begins by freeing what the engine had returned
-    (policies/recorded.py), so that its body differs from that of the plan it repeats.
+    (policies/scheduling/recorded.py), so that its body differs from that of the plan it repeats.
     """
     content = json.loads(row[1])
     ops = content.pop("ops", [])

@@ -13,8 +13,14 @@ from analysis.causes import matched_steps, settings, shares, split, step_errors
 from analysis.distance import ks, relative_error, wasserstein
 from analysis.metrics import LATENCIES, THROUGHPUTS, per_request, samples, statistics, throughput
 from analysis.run import Run
-from analysis.training import UNITS, training_summary
-from analysis.training_pairs import Losses, check_same_training, losses, paired_steps
+from analysis.training import (
+    UNITS,
+    Losses,
+    check_same_training,
+    losses,
+    paired_steps,
+    training_summary,
+)
 from analysis.usage import memory_use
 from analysis.workspace import workspace_rows
 

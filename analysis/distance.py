@@ -1,9 +1,11 @@
-"""How far two numbers or two samples are apart."""
+"""How far two numbers or two samples are apart, and how much the machine drifted."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+
+from analysis.run import Run
 
 Floats = NDArray[np.float64]
 
@@ -34,3 +36,18 @@ def wasserstein(a: Floats, b: Floats) -> float:
 
 def _cdf(values: Floats, at: Floats) -> Floats:
     return np.searchsorted(np.sort(values), at, side="right") / len(values)
+
+
+STEADY = 0.03  # most that a machine may change by to count as the same
+
+
+def drift(run: Run) -> float | None:
+    """Largest departure of the drift probes from 1 around a measured run; None without probes.
+
+    A probe ratio is the time of a fixed piece of work after the run over that before it.
+    """
+    ratios = run.provenance.get("probe_ratios")
+    values = list(ratios.values()) if isinstance(ratios, dict) else ratios
+    if not values:
+        return None
+    return max(abs(float(value) - 1.0) for value in np.atleast_1d(values))

@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 
 from analysis.yaml_text import yaml_value
-from engine.record import SCHEMA_VERSION, TABLES, read_table, read_text
+from engine.results.schema import SCHEMA_VERSION, TABLES, read_table, read_text
 
 STATUS = "status.json"  # says itself how far a run is: it changes until the end
 

@@ -1,11 +1,14 @@
-"""How training went: steps, tokens per second, losses, copies."""
+"""How training went: steps, tokens per second, losses, copies, where its time goes, and two runs of it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
 import pandas as pd
 
 from analysis.run import Run
-from analysis.training_time import time_shares
 
 STEP = "mean_train_step_s"
 MEAN_STEP = "mean step after the first"
@@ -72,3 +75,113 @@ def _settled_moves(run: Run, num_steps: int) -> dict[str, float]:
     if len(updates):
         out["device_update_share"] = float(updates.eq("compute").mean())
     return out
+
+
+KEYS = ["job_id", "step"]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of steps that both runs have: how many have two losses, how many of them are not equal to the
+    bit, and the largest difference."""
+
+    compared: int
+    differ: int
+    largest: float
+
+    @property
+    def told(self) -> str:
+        """In words: an ending of "the losses ..."."""
+        if not self.compared:
+            return "are not compared (a simulation computes none)"
+        if not self.differ:
+            return f"of {self.compared} steps are equal to the bit"
+        return f"differ in {self.differ} of {self.compared} steps, by {self.largest:.3g} at most"
+
+
+def check_same_training(a: Run, b: Run) -> None:
+    """ValueError unless both runs trained the same steps of the same size."""
+    left, right = (run.training.set_index(KEYS)["tokens"] for run in (a, b))
+    if odd := sorted(set(left.index) ^ set(right.index)):
+        job_id, step = odd[0]
+        where = a.name if odd[0] in left.index else b.name
+        raise ValueError(
+            f"{a.name} and {b.name} train different jobs: {len(odd)} steps are in one only "
+            f"(step {step} of job {job_id} in {where})"
+        )
+    if differ := [at for at in left.index if left[at] != right[at]]:
+        job_id, step = differ[0]
+        raise ValueError(
+            f"{a.name} and {b.name} train different jobs: step {step} of job {job_id} has "
+            f"{left[differ[0]]} tokens in one, {right[differ[0]]} in the other"
+        )
+
+
+def paired_steps(prediction: Run, measurement: Run) -> pd.DataFrame:
+    """Per job and step: tokens, and of each run step_s and loss, such as `loss_prediction`."""
+    left, right = (training_steps(run) for run in (prediction, measurement))
+    keys = [*KEYS, "tokens"]
+    return left.merge(right, on=keys, suffixes=("_prediction", "_measurement"))
+
+
+def losses(steps: pd.DataFrame) -> Losses:
+    """Of the rows of `paired_steps`. None where a run computes no losses; a loss that is no number
+    equals only another."""
+    left, right = steps["loss_prediction"], steps["loss_measurement"]
+    if left.isna().all() or right.isna().all():
+        return Losses(0, 0, 0.0)
+    equal = left.eq(right) | (left.isna() & right.isna())
+    apart = (left - right).abs()[~equal]
+    return Losses(len(steps), int((~equal).sum()), float(apart.max()) if len(apart) else 0.0)
+
+
+WORKS = ("forward", "again", "backward", "update")
+WAITING = "waiting"  # nothing is computed: copies or collectives are on their way, or plans made
+TIMES = (*WORKS, "mixed", "serving", WAITING)
+SERVED = {"serve": "serving"}  # what the table calls it
+
+
+def time_shares(run: Run) -> dict[str, float]:
+    """Shares of the time from the first issue to the last end of training, by TIMES; their sum is
+    one.
+
+    What the compute lane does counts as that. While it rests, what the host updates is `update`:
+    its updates beside the device take no time of a step.
+    """
+    start, end = run.training["start_ns"].min(), run.training["end_ns"].max()
+    rows = run.steps[run.steps["lane"].isin(("compute", "cpu"))]
+    rows = rows[rows["end_ns"].gt(start) & rows["start_ns"].lt(end)]
+    rows = rows.assign(**{name: rows[name].clip(start, end) for name in ("start_ns", "end_ns")})
+    device = rows[rows["lane"].eq("compute")]
+    busy_ns = alone_ns(device).groupby(device["work"]).sum()
+    parts_ns = {SERVED.get(str(work), str(work)): float(ns) for work, ns in busy_ns.items()}
+    host_ns = float(alone_ns(rows).sum() - alone_ns(device).sum())
+    parts_ns["update"] = parts_ns.get("update", 0.0) + host_ns
+    parts_ns[WAITING] = float(end - start) - sum(parts_ns.values())
+    return {part: parts_ns[part] / float(end - start) for part in TIMES if parts_ns.get(part)}
+
+
+def alone_ns(rows: pd.DataFrame) -> pd.Series:
+    """Per operation, how long it ran behind all that began before it: a device's clock may let one
+    begin a little before the other's end."""
+    rows = rows.sort_values("start_ns")
+    starts, ends = rows["start_ns"].to_numpy(float), rows["end_ns"].to_numpy(float)
+    reached = np.maximum.accumulate(np.concatenate([[-np.inf], ends]))[:-1]
+    return pd.Series(np.maximum(ends - np.maximum(starts, reached), 0.0), index=rows.index)
+
+
+def shares_in(metrics: Mapping[str, float | int | str]) -> dict[str, float]:
+    """The same from the figures of a run; nothing where it trained nothing."""
+    names = {part: f"train_{part}_share" for part in TIMES}
+    return {part: float(metrics[name]) for part, name in names.items() if name in metrics}
+
+
+def percents(shares: Mapping[str, float], decimals: int = 0) -> dict[str, str]:
+    """Shares as text, such as 27 %, rounded so that they still add up: what is left goes to those
+    that lost most."""
+    units = {part: share * 10 ** (2 + decimals) for part, share in shares.items()}
+    whole = {part: int(value) for part, value in units.items()}
+    left = round(sum(units.values())) - sum(whole.values())
+    for part in sorted(units, key=lambda part: whole[part] - units[part])[:left]:
+        whole[part] += 1
+    return {part: f"{value / 10**decimals:.{decimals}f}" for part, value in whole.items()}

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tandem.compiled import missing
-from tandem.provenance import commit, host
+from tandem.wiring.folder import commit, host
 
 HERE = Path(__file__).resolve().parent
 TABLE = HERE / "CLAIMS.csv"

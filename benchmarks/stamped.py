@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from engine.job import Job
-from engine.recorder import Recorder
+from engine.contract.job import Job
+from engine.results.recorder import Recorder
 
 
 class Stamped(Recorder):

@@ -8,9 +8,9 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from analysis.compare import compare
-from analysis.plots import parity_data, plot_parity
+from analysis.figures.plots import parity_data, plot_parity
+from analysis.figures.style import RC
 from analysis.run import load
-from analysis.style import RC
 
 METRICS = ("ttft", "tpot", "e2e")
 

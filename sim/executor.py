@@ -8,11 +8,11 @@ from functools import lru_cache
 
 import simpy
 
-from engine.executor import Launch, Span
-from engine.lanes import Lanes
-from engine.plan import HOST_LANE, Collective, Compute, Copy, Lane, Op, Pool
-from sim.cost import LaunchCost
-from sim.host_memory import HostMemory
+from engine.contract.executor import Lanes, Launch, Span
+from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Lane, Op
+from engine.contract.regions import Pool
+from sim.cost.contract import LaunchCost
+from sim.devices.host_memory import HostMemory
 
 
 class SimExecutor:

@@ -2,7 +2,7 @@
 
 `python -m tandem.compiled` builds, where the sources have changed since; `python -m tandem.compiled
 WORDS` does that and runs `python WORDS` on the build. Results are those of the interpreted form,
-byte for byte (tests/test_compiled.py). What is compiled is a copy in build/compiled: nothing lies
+byte for byte (tests/laws/test_compiled.py). What is compiled is a copy in build/compiled: nothing lies
 beside the sources that could shadow them, and a build of other sources is refused.
 """
 
@@ -42,25 +42,26 @@ MODULES = {
 NOT_NATIVE = "native_class=False"  # of bases that mypyc cannot inherit
 OPEN = "allow_interpreted_subclasses=True"
 MARKS = {
-    "engine/balance.py": {"Shortage": NOT_NATIVE},
-    "engine/engine.py": {"Stalled": NOT_NATIVE},
-    "engine/recorder.py": {"Recorder": OPEN},
-    "policies/seating.py": {"SeatingRules": OPEN},
-    "sim/kernel_profile.py": {"KernelProfileCost": NOT_NATIVE},
-    "sim/ragged.py": {"Ragged": NOT_NATIVE},
-    "sim/table.py": {"Lookup": NOT_NATIVE},
-    "sim/vidur.py": {"VidurCost": NOT_NATIVE},
+    "engine/memory/dry_run.py": {"Shortage": NOT_NATIVE},
+    "engine/loop/engine.py": {"Stalled": NOT_NATIVE},
+    "engine/results/recorder.py": {"Recorder": OPEN},
+    "policies/kv/paged_allocation.py": {"SeatingRules": OPEN},
+    "sim/foreign/kernel_profile.py": {"KernelProfileCost": NOT_NATIVE},
+    "sim/cost/piecewise.py": {"Ragged": NOT_NATIVE, "Lookup": NOT_NATIVE},
+    "sim/foreign/vidur.py": {"VidurCost": NOT_NATIVE},
 }
 RECORDS = {  # dataclasses made so often that the `__init__` which dataclass makes would tell
-    "engine/executor.py": ("Launch",),
-    "engine/leg.py": ("Leg",),
-    "engine/pages.py": ("Returned",),
-    "engine/plan.py": ("Compute", "Copy", "Free", "Plan"),
-    "engine/returns.py": ("Owed",),
-    "engine/run.py": ("Run",),
-    "engine/view.py": ("View",),
+    "engine/contract/executor.py": ("Launch",),
+    "engine/fast_forward/segments.py": ("Leg",),
+    "engine/memory/pool.py": ("Returned",),
+    "engine/contract/plan.py": ("Compute", "Copy", "Free", "Plan"),
+    "engine/memory/pool.py": ("Owed",),
+    "engine/fast_forward/segments.py": ("Run",),
+    "engine/contract/view.py": ("View",),
 }
-LATE = {"engine/plan.py": ("Job",)}  # types of fields that are imported for the type checker only
+LATE = {
+    "engine/contract/plan.py": ("Job",)
+}  # types of fields that are imported for the type checker only
 
 CONFIG = """[mypy]
 mypy_path = {root}
@@ -114,7 +115,7 @@ def form() -> str:
 
     ValueError for a build of other sources than those that lie here now.
     """
-    from engine import engine
+    from engine.loop import engine
 
     if engine.__file__.endswith(".py"):
         return "interpreted"

@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.cli import guarded
-from tandem.compare import compare_folders
-from tandem.compose import composed
-from tandem.errors import Usage
+from tandem.cli.__main__ import guarded
+from tandem.cli.compare import compare_folders
+from tandem.cli.errors import Usage
+from tandem.config.compose import composed
 
 REQUESTS, SHORT = 120, 30
 # Time in reference works: a laptop's or shared machine's speed wanders between two minutes.
@@ -48,7 +48,7 @@ def _demo(chosen: argparse.Namespace) -> int:
     _run(settings, profile, folder / "cpu", *MEASURED)
     say("comparing, with the measured decisions replayed in the simulator")
     comparison, page = compare_folders(folder / "sim", folder / "cpu", folder / "report")
-    from analysis.words import table
+    from analysis.verdicts import table
 
     print(table(comparison))
     print(f"\nreport: {page}")
@@ -57,9 +57,9 @@ def _demo(chosen: argparse.Namespace) -> int:
 
 
 def _run(settings: Sequence[str], profile: Path, folder: Path, *more: str) -> None:
-    from tandem.experiment import run_experiment
-    from tandem.folder import provenance_in
-    from tandem.screen import told
+    from tandem.cli.terminal import told
+    from tandem.wiring.experiment import run_experiment
+    from tandem.wiring.folder import provenance_in
 
     point = composed([*settings, f"profile={profile}", *more])
     metrics = run_experiment(point, folder, sys.stderr.isatty())
@@ -76,8 +76,8 @@ def _trace(chosen: argparse.Namespace) -> list[str]:
     found = ["trace=sharegpt", f"trace.path='{chosen.trace.resolve()}'", f"trace.rule={RULE}"]
     if chosen.tokenizer:
         found.append(f"trace.tokenizer='{Path(chosen.tokenizer).resolve()}'")
-    from tandem.trace import accounts
-    from tandem.workload import trace_file
+    from tandem.cli.trace import accounts
+    from tandem.wiring.workload import trace_file
     from traces.store import read_trace, sidecar_path
 
     say(f"importing {chosen.trace}")
@@ -91,7 +91,8 @@ def _trace(chosen: argparse.Namespace) -> list[str]:
 
 def _profile(settings: Sequence[str], is_new: bool) -> Path:
     """This CPU's profile: measured at the first demo, then kept."""
-    from tandem.profile import COST, calibrate
+    from tandem.wiring.cost import COST
+    from tandem.wiring.profile import calibrate
 
     point = composed([*settings, *MEASURED])
     name = f"demo-{point.config['model']['name']}"

@@ -20,7 +20,9 @@ except ImportError:  # on a GPU machine, whose tests draw no cases
     settings = None  # type: ignore[assignment, misc]
 else:
     settings.register_profile("full", max_examples=100)
-    settings.register_profile("fast", max_examples=10)  # percent: see tests.strategies.cases
+    settings.register_profile(
+        "fast", max_examples=10
+    )  # percent: see tests.support.strategies.cases
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,7 +64,7 @@ def shared() -> Path:
 @pytest.fixture(autouse=True, scope="session")
 def _compositions_are_remembered() -> Iterator[None]:
     """Tests compose some four hundred times, mostly what others composed before them."""
-    from tests.compositions import remember
+    from tests.support.compositions import remember
 
     with pytest.MonkeyPatch.context() as patch:
         remember(patch)
@@ -84,8 +86,8 @@ def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Nor do they begin with a full garbage collection: what pytest holds takes as long as a run.
     """
-    from runtime import probe
-    from tandem.quiet import no_full_collections
+    from runtime.measure import reference as probe
+    from tandem.wiring.backends import no_full_collections
 
     whole = probe.probe
 
@@ -96,7 +98,7 @@ def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
         return no_full_collections(False)
 
     monkeypatch.setattr(probe, "probe", short)
-    monkeypatch.setattr("tandem.experiment.no_full_collections", quiet)
+    monkeypatch.setattr("tandem.wiring.experiment.no_full_collections", quiet)
 
 
 @pytest.fixture

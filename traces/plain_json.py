@@ -10,8 +10,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from traces.json_value import NOT_JSON, json_line, json_value
-from traces.records import opened
+from traces.records import NOT_JSON, json_line, json_value, opened
 
 # a high half without a low one after it, or a low half without a high one before it; one common
 # prefix, because the search then skips from one escape to the next

@@ -4,13 +4,156 @@ from __future__ import annotations
 
 import csv
 import gzip
+import json
+import math
+import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import IO, Any
 
-from traces.json_value import json_line
+NOT_JSON = object()  # stands for a line that cannot be read
+
+
+def json_value(text: str) -> Any:
+    """The value of a text. Also raises RecursionError; no other error than these two.
+
+    Python reads no integer of more than 4,300 digits: it is infinite here, so that whoever wants a
+    number of it says which row is wrong.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        return json.loads(text, parse_int=_integer)
+
+
+def json_line(line: str) -> Any:
+    """The value of a line, NOT_JSON where it is spoilt."""
+    try:
+        return json_value(line)
+    except (json.JSONDecodeError, RecursionError):
+        return NOT_JSON
+
+
+def is_unicode(text: str) -> bool:
+    """JSON can spell half of a surrogate pair, which no encoder takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _integer(digits: str) -> float:
+    try:
+        return int(digits)
+    except ValueError:
+        return float(digits)
+
+
+NS_PER_S = 1_000_000_000
+MAX_NS = 2**62  # of a time: the difference of two is an int64
+EPOCH = datetime(1970, 1, 1)
+# up to nine digits of a second (Azure's files of 2023 have seven), in those of 2024 an offset
+DATE = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|([+-])(\d\d):?(\d\d))?")
+
+
+class Unusable(Exception):
+    """Why a cell, and with it its row, says nothing."""
+
+
+def number_in(cell: Any) -> float | None:
+    """The finite number in a cell, also as text; whole ones exactly. None where there is none."""
+    if type(cell) is int:
+        return cell
+    if isinstance(cell, str):
+        with suppress(ValueError):
+            return int(cell)
+    try:
+        number = math.nan if isinstance(cell, bool) else float(cell)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def whole(name: str, cell: Any) -> int:
+    """A count of tokens. Unusable with the `name` where it is none."""
+    number: float = cell if type(cell) is int else _checked(name, cell, "a whole number")
+    if number != number // 1:
+        raise Unusable(f"{name} is not a whole number")
+    return int(number)
+
+
+def nanoseconds(cell: Any, unit_ns: int) -> int:
+    """A time stamp that counts units of `unit_ns`."""
+    number: float = cell if type(cell) is int else _checked("timestamp", cell, "a number")
+    if not abs(number) < MAX_NS / unit_ns:
+        raise Unusable("timestamp out of range")
+    return round(number * unit_ns)
+
+
+def at_ns(cell: Any) -> int:
+    """Nanoseconds since 1970 of a date and time; whole numbers are that already, floats seconds."""
+    if isinstance(cell, str) and (found := DATE.fullmatch(cell.strip())):
+        return _date_ns(*found.groups())
+    return nanoseconds(cell, 1 if isinstance(cell, int) else NS_PER_S)
+
+
+def _date_ns(
+    date: str, fraction: str | None, sign: str | None, hours: str | None, minutes: str | None
+) -> int:
+    try:
+        seconds = (datetime.fromisoformat(date) - EPOCH) // timedelta(seconds=1)
+    except ValueError as error:
+        raise Unusable("timestamp is no date and time") from error
+    if sign is not None:
+        ahead = int(hours or 0) * 3600 + int(minutes or 0) * 60
+        seconds -= ahead if sign == "+" else -ahead
+    return seconds * NS_PER_S + int((fraction or "0").ljust(9, "0"))
+
+
+def _checked(name: str, cell: Any, kind: str) -> float:
+    if cell is None or cell == "":
+        raise Unusable(f"{name} missing")
+    number = number_in(cell)
+    if number is None:
+        raise Unusable(f"{name} is not {kind}")
+    return number
+
+
+NAMED_LINES = 5  # of each reason
+
+
+@dataclass
+class Drops:
+    """How many rows are dropped for which reason; the first lines of each are remembered."""
+
+    rows_read: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    named: dict[str, list[int]] = field(default_factory=dict)
+
+    def drop(self, reason: str, *lines: int) -> None:
+        """Lines (or rows, from 1) that will be nothing."""
+        self.dropped[reason] += len(lines)
+        first = self.named.setdefault(reason, [])
+        first.extend(lines[: NAMED_LINES - len(first)])
+
+    def account(self, num_kept: int) -> dict[str, Any]:
+        """The part of the sidecar that says what became of the rows."""
+        assert self.rows_read == num_kept + self.dropped.total()
+        return {
+            "rows_read": self.rows_read,
+            "rows_kept": num_kept,
+            "rows_dropped": dict(self.dropped),
+            "first_lines_dropped": self.named,
+        }
+
 
 Record = tuple[Any, ...]  # the wanted values of a line, None where it has none
 Records = Iterator[tuple[int, Record | None]]  # the line's number, and None where it is spoilt

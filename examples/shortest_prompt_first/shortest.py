@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.plan import Slice
-from engine.view import View
+from engine.contract.plan import Slice
+from engine.contract.view import View
 
 
 @dataclass(frozen=True)

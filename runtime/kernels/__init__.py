@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-from engine.model import ModelSpec
+from models.spec import ModelSpec
 
 ATTENTIONS = ("triton", "sdpa")
 LARGEST = 256  # numbers of a head: with longer ones no program fits a multiprocessor

@@ -5,22 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runtime.attention import Rows
-from runtime.kernels.decode import decode
-from runtime.kernels.prefill import prefill
+from runtime.kernels.paged_attention import decode, prefill
 from runtime.kernels.rotate import store
+from runtime.serving.paged import AttentionRows
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, meta: Rows, layer: int, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    meta: AttentionRows,
+    layer: int,
+    scale: float | None = None,
 ) -> Tensor:
-    """Writes keys and values into their pages, then attends; shapes as in runtime/attention.py."""
+    """Writes keys and values into their pages, then attends; shapes as in runtime/serving/attention.py."""
     keys, values = (t[0].transpose(0, 1) for t in (key, value))  # [T, kv_heads, D]
     store(keys, values, meta.arena.rows(layer), meta.slots)
     return attend_stored(query[0].transpose(0, 1), meta, layer, scale).unsqueeze(0)
 
 
-def attend_stored(q: Tensor, meta: Rows, layer: int, scale: float | None = None) -> Tensor:
+def attend_stored(q: Tensor, meta: AttentionRows, layer: int, scale: float | None = None) -> Tensor:
     """[T, heads, D] of as many queries, over pages that hold the rows' own tokens already."""
     paged, pages = meta.paged, meta.arena.layer(layer)
     assert paged is not None, "packed for another attention"

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.attention import Rows, Scratch
 from runtime.kernels.shapes import WAVES, num_programs, num_splits, rows_per_tile
-from runtime.kv import Arena
-from runtime.model import Decoder
-from runtime.paged import paged_of
+from runtime.serving.kv import Arena
+from runtime.serving.model import Decoder
+from runtime.serving.paged import AttentionRows, Scratch, paged_of
 
 
 def warm_up(decoder: Decoder, arena: Arena, shared: int, device: str) -> None:
@@ -31,7 +30,7 @@ def warm_up(decoder: Decoder, arena: Arena, shared: int, device: str) -> None:
         tables = [[0]] * (len(slices) + decodes)
         paged = paged_of(tables, slices, [-1] * decodes, tile_rows, send)
         nowhere = torch.full((count,), -1, dtype=torch.int64, device=device)
-        rows = Rows(arena, nowhere, (), (), (), Scratch(), paged)
+        rows = AttentionRows(arena, nowhere, (), (), (), Scratch(), paged)
         zeros = torch.zeros((1, count), dtype=torch.int64, device=device)
         hidden = decoder.embed(zeros, zeros)
         decoder.layer(0, hidden, decoder.angles(hidden, zeros), rows)

@@ -20,8 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from tandem.compose import composed
-from tandem.setting import spec_of
+from tandem.config.compose import composed
+from tandem.wiring.run_spec import spec_of
 
 MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
 
@@ -121,10 +121,8 @@ def shapes() -> list[Shape]:
 
 def calls(shape: Shape, page: int = 16) -> list[Any]:
     """Launches of every kernel at one shape. Nothing is read: tensors are of no content."""
-    from runtime.kernels.activate import silu_product
-    from runtime.kernels.decode import decode
-    from runtime.kernels.norm import layer_norm, rms_norm
-    from runtime.kernels.prefill import prefill
+    from runtime.kernels.norm import layer_norm, rms_norm, silu_product
+    from runtime.kernels.paged_attention import decode, prefill
     from runtime.kernels.rotate import rotate_and_store, store
 
     size, shared, _, hidden, inner = shape

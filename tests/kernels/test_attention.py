@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runtime.kernels.shapes import rows_per_tile
-from runtime.paged import tiles_of
+from runtime.serving.paged import tiles_of
 from tests.kernels.plain import Store, assert_close, attention, stored
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +27,7 @@ def queries(store: Store, rows: int, shared: int, seed: int) -> torch.Tensor:
 
 def decoded(store: Store, lengths: list[int], shared: int, splits: int | None) -> None:
     """Runs the kernel and compares every row."""
-    from runtime.kernels.decode import decode
+    from runtime.kernels.paged_attention import decode
 
     q = queries(store, len(lengths), shared, 0)
     out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
@@ -73,7 +73,7 @@ def test_splits_depend_on_nothing_that_changes_between_steps() -> None:
 @pytest.mark.parametrize("seed", range(9))
 def test_prefill_equals_plain_attention_in_hybrid_batches(seed: int, device: str) -> None:
     """Prompts, slices behind a past and single rows, in one launch."""
-    from runtime.kernels.prefill import prefill
+    from runtime.kernels.paged_attention import prefill
 
     rng = random.Random(100 + seed)
     slices = [(rng.randint(2, 90), 0), (rng.randint(2, 40), rng.randint(1, 300)), (1, 77), (1, 0)]

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from engine.plan import Tier
-from runtime.merge import Merged
-from runtime.sampling import Sampling
-from runtime.tracker import StorageTracker, storage_bytes
-from tests.hand_made import FAMILIES, HandMade, make_prompts
-from tests.reference import compare, greedy
+from engine.contract.regions import Tier
+from models.workspace import workspace_bytes
+from runtime.measure.tracker import StorageTracker, storage_bytes
+from runtime.serving.gated import Merged
+from runtime.serving.sampling import Sampling
+from tests.support.hand_made import FAMILIES, HandMade, make_prompts
+from tests.support.reference import compare, greedy
 
 LENGTHS = (1, 9, 21)
 OUTPUT_TOKENS = 5
@@ -108,7 +109,10 @@ def test_a_launch_takes_no_more_than_the_formula_that_room_is_left_by(
 ) -> None:
     """2,048 tokens of an 8B shape took 100 MB more. Kernels are left out: only memory is looked
     at."""
-    from runtime.kernels import activate, decode, norm, prefill, rotate
+    from runtime.kernels import norm, rotate
+    from runtime.kernels import norm as activate
+    from runtime.kernels import paged_attention as decode
+    from runtime.kernels import paged_attention as prefill
 
     for module, name in ((decode, "_split"), (decode, "_join"), (prefill, "_tile")):
         monkeypatch.setattr(module, name, defaultdict(lambda: lambda *_, **__: None))
@@ -120,5 +124,5 @@ def test_a_launch_takes_no_more_than_the_formula_that_room_is_left_by(
     prepared = made.machine.prepare(made.launch((0, 512)))
     with StorageTracker() as tracker:
         made.machine.start(prepared)
-    told = spec.workspace_bytes([512], page_tokens=made.page_tokens)
+    told = workspace_bytes(spec, [512], page_tokens=made.page_tokens)
     assert told * 0.8 < tracker.peak_bytes <= told * 1.02

@@ -51,7 +51,7 @@ def test_layer_norm(dtype: torch.dtype, adds: bool, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_product(dtype: torch.dtype, device: str) -> None:
-    from runtime.kernels.activate import silu_product
+    from runtime.kernels.norm import silu_product
 
     both = drawn(3, 2 * 1300, dtype=dtype, device=device)
     gate, up = both.chunk(2, -1)

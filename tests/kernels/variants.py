@@ -16,10 +16,11 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-import runtime.machine
-from runtime.kernels import decode, shapes, warm
-from tests.hand_made import TINY, HandMade
+import runtime.serving.machine
+from runtime.kernels import paged_attention as decode
+from runtime.kernels import shapes, warm
 from tests.kernels.compiled import Compiler
+from tests.support.hand_made import TINY, HandMade
 
 LAUNCHES, JOBS, MULTIPROCESSORS = 400, 160, 132
 SPEC = replace(TINY, num_layers=2, max_positions=2048, dtype="bfloat16")

@@ -1,0 +1,40 @@
+"""Which figure belongs to which experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pandas as pd
+
+from analysis.figures.experiments import (
+    adam_placement,
+    chunk_size,
+    eviction,
+    link_bandwidth,
+    max_scale,
+    memory_tide,
+    model_size,
+)
+from analysis.figures.experiments.lines import finished
+from analysis.figures.run_figures import Shown
+
+Draw = Callable[[pd.DataFrame, Path, Path], Shown]  # all runs, their folder, that of the figure
+FIGURES: Mapping[str, Draw] = {
+    "adam_placement": adam_placement.drawn,
+    "chunk_size": chunk_size.drawn,
+    "eviction": eviction.drawn,
+    "link_bandwidth": link_bandwidth.drawn,
+    "max_scale": max_scale.drawn,
+    "memory_tide": memory_tide.drawn,
+    "model_size": model_size.drawn,
+}
+
+
+def training_figures(runs: pd.DataFrame, root: Path, folder: Path) -> list[Shown]:
+    """Draws and saves the figure of each experiment among the runs; none of other sweeps."""
+    if "experiment" not in runs:
+        return []
+    kinds = runs.groupby("experiment", sort=True)
+    known = {str(name): part for name, part in kinds if name in FIGURES and len(finished(part))}
+    return [FIGURES[name](part, root, folder) for name, part in known.items()]

@@ -1,0 +1,202 @@
+"""The figures of a report: which there are, what they show, and their files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis.compare import Comparison
+from analysis.figures import plots, timelines, training_plots
+from analysis.figures.style import MEASUREMENT, PREDICTION, RC, legend, save
+from analysis.run import Run
+from analysis.usage import devices
+
+CDFS = ("ttft", "tpot", "itl", "e2e")
+PARITY = ("ttft", "tpot", "e2e")
+TEXTS = {
+    "latencies": (
+        "Latencies",
+        "Distribution functions over requests; inter-token latency over all gaps.",
+    ),
+    "parity": (
+        "Request by request",
+        "One point per request. On the line: predicted exactly; bands of 10 and 20 %.",
+    ),
+    "steps": (
+        "Step by step",
+        "Durations of the same operations in both runs (all of them with a replay of the measured "
+        "plans, else those of the plans in common). Left: against one another; right: the error "
+        "over time, where drift is a slope.",
+    ),
+    "memory": (
+        "Memory over time",
+        "The GPU tier of each device by kind, as booked; pending bytes are freed but still in use "
+        "by an operation. Dotted: the capacity; black: what the meter read.",
+    ),
+    "requests": (
+        "Running and waiting",
+        "Requests in service, and those that wait for their first step. One that was preempted "
+        "counts as running.",
+    ),
+    "lanes": (
+        "Lanes",
+        "What each lane did in one window of time: around the first copy, else mid-run.",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A figure on file: its SVG has its CSV beside it."""
+
+    name: str
+    title: str
+    caption: str
+    svg: Path
+
+
+def compared(comparison: Comparison, folder: Path) -> list[Shown]:
+    """Draws and saves every figure of a comparison."""
+    a, b = comparison.prediction, comparison.measurement
+    runs = {PREDICTION: a, MEASUREMENT: b}
+    drawn = _training(runs, folder)
+    if _is_served(runs):
+        drawn.append(_latencies(runs, folder))
+        parity = [plots.parity_data(comparison.requests, metric) for metric in PARITY]
+        drawn.append(panel("parity", parity, _parity, (10.5, 3.6), folder))
+    steps = plots.step_data(comparison.replay or a, b)
+    if len(steps):
+        drawn.append(panel("steps", [steps, steps], _step, (11, 3.4), folder, widths=(1, 2.2)))
+    return drawn + _timelines(runs, timelines.window_s(b), folder)
+
+
+def single(run: Run, folder: Path) -> list[Shown]:
+    """Draws and saves the figures of one run."""
+    runs = {MEASUREMENT if run.is_measured else PREDICTION: run}
+    drawn = _training(runs, folder)
+    if _is_served(runs):
+        drawn.append(_latencies(runs, folder))
+    return drawn + _timelines(runs, timelines.window_s(run), folder)
+
+
+def _is_served(runs: Mapping[str, Run]) -> bool:
+    """Whether there are requests to show: where nothing was trained, also if there are none."""
+    return any(len(run.requests) or run.training.empty for run in runs.values())
+
+
+def _training(runs: Mapping[str, Run], folder: Path) -> list[Shown]:
+    """Losses and step times; nothing where nothing was trained."""
+    data = training_plots.training_data(runs)
+    columns = training_plots.shown(data)
+    if not columns:
+        return []
+
+    def draw(part: pd.DataFrame, ax: Any) -> None:
+        training_plots.plot_training(part, ax, columns[ax.get_subplotspec().colspan.start])
+
+    size, text = (5.25 * len(columns), 3.0), training_plots.TEXT
+    return [panel("training", [data] * len(columns), draw, size, folder, text=text)]
+
+
+def _latencies(runs: Mapping[str, Run], folder: Path) -> Shown:
+    parts = [plots.ecdf_data(runs, metric) for metric in CDFS]
+    return panel("latencies", parts, _ecdf, (12, 2.8), folder)
+
+
+def _timelines(runs: Mapping[str, Run], window: tuple[float, float], folder: Path) -> list[Shown]:
+    def frames(make: Callable[[Run], pd.DataFrame]) -> list[pd.DataFrame]:
+        return [make(run).assign(run=name) for name, run in runs.items()]
+
+    def lanes(data: pd.DataFrame, ax: Any) -> None:
+        timelines.plot_gantt(data, ax)
+        if window[0] < window[1]:
+            ax.set_xlim(*window)
+
+    memory = [part for name, run in runs.items() for part in _memory(name, run)]
+    busy = pd.concat(frames(timelines.occupancy_data))
+    gantt = frames(lambda run: timelines.gantt_data(run, window))
+    lanes_shown = max(part["lane"].nunique() for part in gantt)
+    rows, height = (len(runs), 1), 0.3 + max(1.5, 0.37 * lanes_shown) * len(runs)
+    plot, count = _titled(timelines.plot_memory), len(memory)
+    drawn = [panel("memory", memory, plot, (10.5, 2.4 * count), folder, (count, 1))]
+    if _is_served(runs):
+        drawn.append(panel("requests", [busy, busy], _busy, (10.5, 2.6), folder))
+    return [*drawn, panel("lanes", gantt, _titled(lanes), (10.5, height), folder, rows)]
+
+
+def _memory(name: str, run: Run) -> list[pd.DataFrame]:
+    """The memory of each device over time; a run without any has one empty frame."""
+    found = devices(run) or [0]
+    names = [name] if len(found) == 1 else [f"{name}, device {device}" for device in found]
+    return [
+        timelines.memory_data(run, f"gpu:{device}").assign(run=title)
+        for device, title in zip(found, names, strict=True)
+    ]
+
+
+def _is_first(ax: Any) -> bool:
+    return bool(ax.get_subplotspec().is_first_col())
+
+
+def _ecdf(data: pd.DataFrame, ax: Any) -> None:
+    plots.plot_ecdf(data, ax)
+    if not _is_first(ax) and ax.get_legend():
+        ax.get_legend().remove()
+
+
+def _parity(data: pd.DataFrame, ax: Any) -> None:
+    plots.plot_parity(data, ax)
+    if len(data):
+        ax.set_title(plots.NAMES[str(data["metric"].iloc[0])])
+
+
+def _step(data: pd.DataFrame, ax: Any) -> None:
+    if _is_first(ax):
+        legend(plots.plot_parity(data, ax), loc="upper left", markerscale=2, handletextpad=0.2)
+    else:
+        plots.plot_step_time(data, ax)
+
+
+def _busy(data: pd.DataFrame, ax: Any) -> None:
+    timelines.plot_occupancy(data, ax, "running" if _is_first(ax) else "waiting")
+
+
+def _titled(plot: Callable[[pd.DataFrame, Any], Any]) -> Callable[[pd.DataFrame, Any], None]:
+    def draw(data: pd.DataFrame, ax: Any) -> None:
+        plot(data, ax)
+        if len(data):
+            ax.set_title(str(data["run"].iloc[0]))
+
+    return draw
+
+
+def panel(
+    name: str,
+    parts: Sequence[pd.DataFrame],
+    draw: Callable[[pd.DataFrame, Any], Any],
+    size: tuple[float, float],
+    folder: Path,
+    grid: tuple[int, int] | None = None,
+    widths: Sequence[float] | None = None,
+    text: tuple[str, str] | None = None,
+) -> Shown:
+    """One figure with axes per frame, in a row unless told; its CSV is the frames, each once.
+
+    `text`: title and caption, where TEXTS has none of that name.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(RC):
+        fig = Figure(figsize=size)
+        rows, columns = grid or (1, len(parts))
+        cells = fig.subplots(rows, columns, squeeze=False, width_ratios=widths)
+        for ax, data in zip(cells.flat, parts, strict=True):
+            draw(data, ax)
+        once = {id(part): part for part in parts if len(part)}
+        svg = save(fig, pd.concat(list(once.values()) or [parts[0]]), folder, name)
+    return Shown(name, *(text or TEXTS[name]), svg)

@@ -1,0 +1,135 @@
+"""How figures look, and how they are saved with the numbers behind them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+# Okabe and Ito's eight where policies are often seen together; paler kin for their relatives.
+COLORS = {
+    "static_reservation": "#E69F00",
+    "static_restart": "#F2C46D",
+    "static_swap": "#9C6B00",
+    "continuous_reservation": "#7FCDB5",
+    "continuous_restart": "#009E73",
+    "continuous_swap": "#005C43",
+    "chunked_reservation": "#8FBCE0",
+    "chunked_restart": "#0072B2",
+    "chunked_swap": "#00416B",
+    "sarathi": "#56B4E9",
+    "vllm_v0": "#D55E00",
+    "vllm_v1": "#7A3600",
+    "orca": "#CC79A7",
+    "deadline_restart": "#8E44AD",
+    "shortest_restart": "#222222",
+    "recorded": "#B5B5B5",
+    # of training; seen with one another, seldom with those above
+    "train_on_device": "#4D4D4D",
+    "zero_offload": "#E08214",
+    "zero3_offload": "#B35806",
+    "fsdp2_offload": "#FDB863",
+    "train_lru": "#8073AC",
+    "train_fifo": "#B2ABD2",
+    "train_opt": "#542788",
+    "patrickstar": "#1A9850",
+    "time_shared": "#D6604D",
+}
+OTHERS = ("#1B9E77", "#B15928", "#6A3D9A", "#A6761D", "#E7298A", "#66A61E", "#4C72B0", "#937860")
+MARKERS = {"swap": "s", "reservation": "^", "restart": "o"}
+
+
+def policy_color(policy: str) -> str:
+    """The colour of a policy; an unknown one's follows from its name, so it never changes."""
+    if policy in COLORS:
+        return COLORS[policy]
+    return OTHERS[hashlib.sha256(policy.encode()).digest()[0] % len(OTHERS)]
+
+
+def policy_marker(policy: str) -> str:
+    """The marker of a policy: what it does when memory is short."""
+    return next((mark for end, mark in MARKERS.items() if policy.endswith(end)), "D")
+
+
+# Okabe and Ito's colours, told apart by all common kinds of colour vision.
+BLACK, ORANGE, SKY, GREEN = "#222222", "#E69F00", "#56B4E9", "#009E73"
+BLUE, RED, PINK, GREY = "#0072B2", "#D55E00", "#CC79A7", "#B5B5B5"
+YELLOW = "#F0E442"
+
+PREDICTION, MEASUREMENT = "prediction", "measurement"
+PREDICTION_S, MEASUREMENT_S = f"{PREDICTION}_s", f"{MEASUREMENT}_s"  # columns of durations
+RUNS: dict[str, dict[str, Any]] = {
+    PREDICTION: {"color": RED, "linestyle": (0, (4, 1.5)), "linewidth": 1.6, "zorder": 3},
+    MEASUREMENT: {"color": BLUE, "linestyle": "-", "linewidth": 1.6},
+}
+KINDS = {
+    "weight": GREY,
+    "kv": SKY,
+    "activation": GREEN,
+    "gradient": ORANGE,
+    "optimizer": PINK,
+    "buffer": YELLOW,
+}
+GROUPS = {"prefill": BLUE, "decode": SKY, "mixed": GREEN, "other": GREY, "host": ORANGE}
+GROUPS |= {"forward": BLUE, "again": SKY, "backward": GREEN, "update": YELLOW}
+COPY = PINK
+
+RC: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 8.5,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E6E6E6",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "svg.hashsalt": "tandem",  # equal figures are equal files
+}
+
+
+def line(run: str) -> dict[str, Any]:
+    """How a run's curves are drawn: predictions dashed, measurements solid."""
+    return RUNS.get(run, RUNS[MEASUREMENT])
+
+
+def group_color(group: str) -> str:
+    """The colour of a class of operations; all copies share one."""
+    return GROUPS.get(group, COPY)
+
+
+def axes(ax: Any = None) -> Any:
+    """The axes given, or new ones in a figure of their own (no pyplot, no display)."""
+    if ax is not None:
+        return ax
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(4.5, 3)).subplots()
+
+
+def legend(ax: Any, **placing: Any) -> None:
+    """A legend, if there is anything to name."""
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend(**placing)
+
+
+def save(fig: Any, data: pd.DataFrame, folder: Path, name: str) -> Path:
+    """Writes name.svg (dense parts as pixels in it) and name.csv, the numbers that it shows.
+
+    Laid out here: a figure that lays itself out whenever it is drawn is drawn twice to be saved.
+    """
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    ConstrainedLayoutEngine().execute(fig)
+    folder.mkdir(parents=True, exist_ok=True)
+    data.to_csv(folder / f"{name}.csv", index=False, float_format="%.9g")
+    path = folder / f"{name}.svg"
+    fig.savefig(path, format="svg", dpi=130, metadata={"Date": None})
+    return path

@@ -1,0 +1,258 @@
+"""The tables of a report page: what is in them, as text, numbers to sort by and marks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from analysis import verdicts as words
+from analysis.classes import OF, classes_in
+from analysis.compare import Comparison
+from analysis.distance import drift
+from analysis.metrics import LATENCIES, PERCENTILES, THROUGHPUTS, samples, statistics
+from analysis.pages.cells import KEPT, Cell, HtmlTable, amount_cell, kept_cell
+from analysis.pages.training_tables import compared_training, training_table
+from analysis.replicas import replicas
+from analysis.run import Run
+from analysis.usage import memory_use
+
+CLASS_LATENCIES = (("ttft", "p50"), ("ttft", "p99"), ("tpot", "p50"), ("tpot", "p99"))
+CLASS_COLUMNS = ("class", "requests", *KEPT, *(f"{stat} {name}" for name, stat in CLASS_LATENCIES))
+NOTE = "Each by the limits of its class; the share is of all its requests."
+
+
+def class_table(metrics: Mapping[str, Any]) -> HtmlTable:
+    """A row per class of a run's metrics; without rows where it has none."""
+    rows = [class_cells(metrics, name) for name in classes_in(metrics)]
+    return HtmlTable("SLO classes", NOTE, CLASS_COLUMNS, rows)
+
+
+def class_cells(metrics: Mapping[str, Any], name: str) -> list[Cell]:
+    """What CLASS_COLUMNS head, of one class; n/a where it is not known."""
+    count, unknown = float(metrics[f"num_requests{OF}{name}"]), float("nan")
+    cells = [Cell(name), Cell(f"{count:,.0f}", count)]
+    kept = {metric: float(metrics.get(f"{metric}{OF}{name}", unknown)) for metric in KEPT}
+    cells += [kept_cell(metric, value) for metric, value in kept.items()]
+    known = (f"{stat}_{latency}_s{OF}{name}" for latency, stat in CLASS_LATENCIES)
+    return cells + [amount_cell(metrics.get(key, unknown), "s") for key in known]
+
+
+STATS = ("peak", "mean", "fullest")
+HELD = (
+    "Means are over time. Fullest: what lies there when the pool is fullest, which adds up to the "
+    "peak of `used`. Pending: freed, and in use until an operation ends."
+)
+
+
+def compared_tables(comparison: Comparison) -> list[HtmlTable]:
+    """What a comparison has to say in tables; those without rows are left out."""
+    found = [
+        _runs(comparison),
+        compared_training(comparison),
+        _errors(comparison),
+        _split(comparison),
+        _memory(comparison),
+        _steps(comparison),
+        _requests(comparison),
+        _shares(comparison),
+        _replicas({"predicted": comparison.prediction, "measured": comparison.measurement}),
+        _settings(comparison),
+    ]
+    return [table for table in found if table.rows]
+
+
+def single_tables(run: Run, metrics: Mapping[str, float | int | str]) -> list[HtmlTable]:
+    """Training, latencies, throughput and counts, memory of one run."""
+    rows = []
+    for metric, values in samples(run).items():
+        if stats := statistics(values):
+            rows.append([Cell(metric), *(amount_cell(value, "s") for value in stats.values())])
+    known = [name for name in THROUGHPUTS if name in metrics]
+    figures = [[Cell(n), amount_cell(float(metrics[n]), words.unit_of(n))] for n in known]
+    figures += [[Cell(n), kept_cell(n, float(metrics[n]))] for n in KEPT if n in metrics]
+    if len(run.requests):
+        done = [(f"{n} requests", f"num_{n}") for n in ("finished", "refused", "unfinished")]
+        done += [(n.replace("_", " "), n) for n in ("restarts", "swaps", "cached_tokens")]
+        figures += [[Cell(name), Cell(str(metrics[key]))] for name, key in done]
+    held = [
+        [Cell(f"{row['kind']} on {row['pool']}"), *(amount_cell(row[s], "bytes") for s in STATS)]
+        for row in memory_use(run).to_dict("records")
+    ]
+    found = [
+        training_table(metrics),
+        HtmlTable("Latencies", "", ["metric", "mean", *(f"p{q}" for q in PERCENTILES)], rows),
+        HtmlTable("Throughput and counts", "", ["metric", "value"], figures),
+        class_table(metrics),
+        HtmlTable("Memory", HELD, ["what", *STATS], held),
+        _workspace(metrics),
+        _replicas({"": run}),
+    ]
+    return [table for table in found if table.rows]
+
+
+def _workspace(metrics: Mapping[str, float | int | str]) -> HtmlTable:
+    """What launches take and give back; without rows where nothing is known of it."""
+    rows = [
+        [Cell(f"largest launch, {name}"), amount_cell(metrics[key], "bytes")]
+        for name in ("predicted", "measured")
+        if (key := f"workspace_{name}_bytes") in metrics
+    ]
+    if "workspace_p90_error" in metrics:
+        launches, p90 = metrics["workspace_launches"], float(metrics["workspace_p90_error"])
+        rows.append([Cell("launches measured"), Cell(f"{launches:,}", float(launches))])
+        rows.append([Cell("p90 of their absolute errors"), Cell(f"{100 * p90:.1f} %", p90)])
+    return HtmlTable(
+        "Workspace", "Of sampled launches, where it is measured.", ["what", "value"], rows
+    )
+
+
+def _error(metric: str, value: float) -> Cell:
+    mark = words.verdict(metric, value)
+    return Cell(words.percent(value), abs(value), "" if mark == "undefined" else mark)
+
+
+def _share(value: float) -> Cell:
+    return Cell(words.percent(value), abs(value))
+
+
+def _runs(comparison: Comparison) -> HtmlTable:
+    rows = []
+    named = {"prediction": comparison.prediction, "measurement": comparison.measurement}
+    if comparison.replay:
+        named["replay of the measured plans"] = comparison.replay
+    for role, run in named.items():
+        done = int(run.requests["status"].eq("finished").sum())
+        moved = drift(run)
+        texts = [role, run.name, run.backend, str(run.provenance.get("device", "-"))]
+        ended = f"{done} of {len(run.requests)}" if len(run.requests) else ""
+        steps = f"{len(run.training)} steps" if len(run.training) else ""
+        texts += [run.cost_form, ", ".join(filter(None, (ended, steps)))]
+        texts += [str(len(run.plans)), "-" if moved is None else f"{100 * moved:.1f} %"]
+        rows.append([Cell(text) for text in texts])
+    columns = ["role", "run", "backend", "device", "durations", "finished", "plans", "drift"]
+    plans = comparison.plans
+    note = f"{plans.common} plans in common from the start ({100 * plans.share:.0f} %)."
+    if plans.divergence:
+        note += f" First difference {plans.divergence}."
+    return HtmlTable("Runs", note, columns, rows)
+
+
+def _errors(comparison: Comparison) -> HtmlTable:
+    rows = []
+    apart = {row["metric"]: row for row in comparison.distances.to_dict("records")}
+    for metric in (*LATENCIES, *THROUGHPUTS):
+        part = comparison.errors[comparison.errors["metric"].eq(metric)]
+        for row in part.to_dict("records"):
+            cells = [Cell(metric), Cell(str(row["stat"]))]
+            cells += [
+                amount_cell(row[run], str(row["unit"])) for run in ("prediction", "measurement")
+            ]
+            cells.append(_error(metric, float(row["error"])))
+            for name in ("ks", "wasserstein"):
+                value = float(apart[metric][name]) if row["stat"] == "mean" else None
+                cells.append(Cell("" if value is None else f"{value:.3f}", value))
+            rows.append(cells)
+    note = (
+        f"Errors are signed and relative to the measurement; {words.LEGEND}. KS is the largest gap "
+        "between the two distribution functions, W1 the Wasserstein distance over the measured "
+        "mean. TTFT near or above capacity amplifies small errors of step times."
+    )
+    columns = ["metric", "statistic", "predicted", "measured", "error", "KS", "W1"]
+    return HtmlTable("Errors", note, columns, rows)
+
+
+def _split(comparison: Comparison) -> HtmlTable:
+    rows = []
+    for row in comparison.split.to_dict("records"):
+        metric = str(row["metric"])
+        values = [
+            amount_cell(row[name], words.unit_of(metric))
+            for name in ("prediction", "replay", "measurement")
+        ]
+        shares = [float(row[f"{name}_share"]) for name in ("timing", "decisions")]
+        rows.append([Cell(metric), *values, *map(_share, shares), _share(sum(shares))])
+    note = (
+        "The measured plan log, replayed in the simulator, makes the same decisions with predicted "
+        "durations. Timing = replay - measurement; decisions = prediction - replay; they add up. "
+        "A plan is replayed once its requests have arrived: where steps are predicted too short, "
+        "the replay waits, and part of the timing error shows as decisions."
+    )
+    columns = ["metric", "predicted", "replayed", "measured", "timing", "decisions", "total"]
+    return HtmlTable("Timing or decisions", note, columns, rows)
+
+
+def _memory(comparison: Comparison) -> HtmlTable:
+    rows = [
+        [Cell(f"{row['kind']} on {row['pool']}"), Cell(str(row["stat"]))]
+        + [amount_cell(row[run], "bytes") for run in ("prediction", "measurement")]
+        + [_error("memory", float(row["error"]))]
+        for row in comparison.memory.to_dict("records")
+    ]
+    note = (
+        "As booked by the ledger of each run; means are over time. Measured: what the meter read, "
+        "beside what the prediction held. "
+        "Workspace: of sampled launches in both runs; its p90 is of their absolute errors."
+    )
+    return HtmlTable("Memory", note, ["what", "statistic", "predicted", "measured", "error"], rows)
+
+
+def _steps(comparison: Comparison) -> HtmlTable:
+    rows = [
+        [Cell(str(row["group"])), Cell(str(row["count"]), float(row["count"]))]
+        + [amount_cell(row[f"mean_{run}_s"], "s") for run in ("prediction", "measurement")]
+        + [
+            _error("step", float(row["sum_error"])),
+            Cell(f"{100 * row['mean_abs']:.1f} %", row["mean_abs"]),
+        ]
+        for row in comparison.steps.to_dict("records")
+    ]
+    note = "The same operations in both runs; `host` is the time between plans."
+    columns = ["class", "count", "mean predicted", "mean measured", "error of sum", "mean |error|"]
+    return HtmlTable("Step times", note, columns, rows)
+
+
+def _requests(comparison: Comparison) -> HtmlTable:
+    rows = [
+        [Cell(str(row["metric"])), *(_share(float(row[q])) for q in ("p10", "p50", "p90"))]
+        + [Cell(f"{100 * row[name]:.1f} %", float(row[name])) for name in ("mean_abs", "within_10")]
+        for row in comparison.request_errors.to_dict("records")
+    ]
+    columns = ["metric", "p10", "p50", "p90", "mean |error|", "within 10 %"]
+    return HtmlTable("Errors of single requests", "Signed, over requests.", columns, rows)
+
+
+def _shares(comparison: Comparison) -> HtmlTable:
+    names = ("prediction", "measurement")
+    rows = [
+        [Cell(str(row["lane"])), *(Cell(f"{100 * row[n]:.1f} %", float(row[n])) for n in names)]
+        for row in comparison.shares.to_dict("records")
+    ]
+    note = "Share of the run that each lane, and the host between plans, was busy."
+    return HtmlTable("Device and host", note, ["lane", "predicted", "measured"], rows)
+
+
+def _replicas(runs: Mapping[str, Run]) -> HtmlTable:
+    """Who served how much; without rows where there is one device."""
+    rows = []
+    for name, run in runs.items():
+        for row in replicas(run).to_dict("records"):
+            cells = [Cell(f"{name} {int(row['replica'])}".strip())]
+            counts = ("requests", "prompt_tokens", "output_tokens", "restarts")
+            cells += [Cell(f"{row[key]:,}", float(row[key])) for key in counts]
+            shares = ("busy", "peak_kv", "mean_kv")
+            cells += [Cell(f"{100 * row[key]:.1f} %", float(row[key])) for key in shares]
+            rows.append(cells)
+    note = "What the router gave to each; busy is the compute lane's share of the run."
+    counts_shown = ["requests", "prompt tokens", "output tokens", "restarts"]
+    return HtmlTable(
+        "Replicas", note, ["replica", *counts_shown, "busy", "peak KV", "mean KV"], rows
+    )
+
+
+def _settings(comparison: Comparison) -> HtmlTable:
+    frame: pd.DataFrame = comparison.settings
+    rows = [[Cell(str(value)) for value in row.values()] for row in frame.to_dict("records")]
+    note = "Only the backend should differ between a prediction and its measurement."
+    return HtmlTable("Settings that differ", note, ["key", "prediction", "measurement"], rows)

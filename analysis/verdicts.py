@@ -1,0 +1,213 @@
+"""What a comparison says, in words: a verdict per figure, a paragraph, a table for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from analysis.compare import Comparison
+from analysis.distance import STEADY, drift
+from analysis.training import MEAN_STEP, STEP
+from analysis.training import SAID as TRAINED
+from analysis.workspace import KIND, P90
+
+# Relative errors up to which a prediction is good or fair. Throughput and latencies: the bars
+# that Tandem's own fidelity is held to (2 %; 5 % and never above 10 %); memory: 3 % free-running.
+LIMITS = {"throughput": (0.02, 0.05), "memory": (0.03, 0.10), "latency": (0.05, 0.10)}
+MARKS = {"good": "+", "fair": "o", "poor": "-", "undefined": "?"}
+LEGEND = "; ".join(
+    f"{family}: good to {100 * good:.0f} %, fair to {100 * fair:.0f} %"
+    for family, (good, fair) in LIMITS.items()
+)
+SAID = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end-to-end latency"}
+
+
+def family(metric: str) -> str:
+    """Which limits a metric is judged by."""
+    if "throughput" in metric or "tokens_per_s" in metric or metric == "duration":
+        return "throughput"
+    return "memory" if metric in ("memory", "peak kv") else "latency"
+
+
+def verdict(metric: str, error: float) -> str:
+    """good, fair, poor or undefined."""
+    if math.isnan(error):
+        return "undefined"
+    good, fair = LIMITS[family(metric)]
+    return "good" if abs(error) <= good else "fair" if abs(error) <= fair else "poor"
+
+
+def percent(value: float) -> str:
+    """A signed error such as +3.2 %."""
+    return "n/a" if math.isnan(value) else f"{100 * value:+.1f} %"
+
+
+def amount(value: float, unit: str) -> str:
+    """A number with a unit that suits its size."""
+    if math.isnan(value):
+        return "n/a"
+    if unit == "bytes":
+        power = 3 if abs(value) >= 2**30 else 2 if abs(value) >= 2**20 else 1
+        return f"{value / 1024**power:.4g} {('KiB', 'MiB', 'GiB')[power - 1]}"
+    if unit == "s" and abs(value) < 1:
+        return f"{value * 1e3:.4g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.4g} us"
+    return f"{value:,.0f} {unit}" if abs(value) >= 1000 else f"{value:.4g} {unit}"
+
+
+def unit_of(metric: str) -> str:
+    """The unit of a row of the split."""
+    if metric == "peak kv":
+        return "bytes"
+    if metric == "request_throughput":
+        return "req/s"
+    return "tok/s" if "throughput" in metric or "tokens_per_s" in metric else "s"
+
+
+def peak_error(comparison: Comparison, kind: str = "kv") -> float:
+    """Signed error of the peak bytes of a kind on the GPU tier, the largest of all; NaN if none."""
+    rows = comparison.memory
+    is_gpu = rows["pool"].str.startswith("gpu")
+    errors = rows[is_gpu & rows["kind"].eq(kind) & rows["stat"].eq("peak")]["error"].dropna()
+    return float(errors.iloc[errors.abs().argmax()]) if len(errors) else math.nan
+
+
+def headline(comparison: Comparison) -> str:
+    """How far apart the runs are, and why."""
+    said = [] if comparison.training.empty else [_trained(comparison)]
+    if len(comparison.measurement.requests) or not said:
+        said.append(_served(comparison))
+    said += [_decisions(comparison), _why(comparison), _ground(comparison)]
+    return " ".join(said).strip()
+
+
+def _trained(comparison: Comparison) -> str:
+    off = _off(comparison.error(STEP, "run"))
+    text = f"The prediction puts a training step, in the mean of those after the first, {off}; "
+    text += f"peak memory is {_equal_or_off(peak_error(comparison, 'used'))}; "
+    return f"{text}the losses {comparison.losses.told}."
+
+
+def _served(comparison: Comparison) -> str:
+    parts = [f"mean {SAID[m]} {_off(comparison.error(m, 'mean'))}" for m in ("tpot", "e2e", "ttft")]
+    throughput = _off(comparison.error("output_throughput", "run"))
+    text = f"The prediction puts the throughput {throughput}, " + ", ".join(parts[:-1])
+    return f"{text} and {parts[-1]}; peak KV memory is {_equal_or_off(peak_error(comparison))}."
+
+
+def _equal_or_off(error: float) -> str:
+    return "equal to the byte" if error == 0 else _off(error)
+
+
+def _off(error: float) -> str:
+    if math.isnan(error):
+        return "(undefined)"
+    if abs(error) < 0.0005:
+        return "right (within 0.05 %)"
+    return f"{abs(error) * 100:.1f} % too {'high' if error > 0 else 'low'}"
+
+
+def _decisions(comparison: Comparison) -> str:
+    plans = comparison.plans
+    if not (plans.prediction and plans.measurement):
+        return "Their decisions are not compared: one of them, as a server does, shows none."
+    if plans.divergence is None:
+        return f"Both runs made the same {plans.common} decisions."
+    if not plans.common:
+        return (
+            "They have no plan in common: whether timing or decisions part them, nobody can tell."
+        )
+    longer = max(plans.prediction, plans.measurement)
+    return f"Their decisions are the same for the first {plans.common} of {longer} plans."
+
+
+def _why(comparison: Comparison) -> str:
+    rows = comparison.split[comparison.split["metric"].eq("mean e2e")]
+    if rows.empty:
+        return ""
+    decisions, timing = float(rows["decisions_share"].iloc[0]), float(rows["timing_share"].iloc[0])
+    text = (
+        f"With the measured plans replayed, the mean end-to-end latency is off by "
+        f"{percent(timing)} (timing alone); diverged decisions add {percent(decisions)}: "
+    )
+    if timing * decisions < 0 and min(abs(timing), abs(decisions)) > abs(timing + decisions):
+        # plans made for other durations wait for arrivals that those did not
+        return (
+            text + "the two cancel, so the replay does not tell which it is; see the steps' times."
+        )
+    if abs(timing) >= abs(decisions):
+        return text + "most of the difference comes from durations of steps."
+    text += "most of the difference comes from decisions that diverged."
+    if comparison.busy_error < -STEADY:  # such a replay has to wait for arrivals
+        off = percent(comparison.busy_error)
+        text += f" Part of it is timing, too: its steps are off by {off} in all."
+    return text
+
+
+def _ground(comparison: Comparison) -> str:
+    run = comparison.prediction
+    is_known = run.cost_form != "-" and not run.is_measured
+    text = f"The prediction rests on the cost form {run.cost_form}." if is_known else ""
+    moved = drift(comparison.measurement)
+    if moved is not None:
+        text += f" The machine drifted by {moved * 100:.1f} % around the measurement."
+    return text
+
+
+def table(comparison: Comparison) -> str:
+    """Fixed-width text for a terminal, at most 80 columns."""
+    lines = [f"{'':27}{'predicted':>15}{'measured':>15}{'error':>11}  "]
+    for row in comparison.errors.to_dict("records"):
+        metric, stat = str(row["metric"]), str(row["stat"])
+        if stat in ("mean", "p99", "run") and metric != "norm_latency":
+            name = TRAINED.get(metric, metric) if stat == "run" else f"{stat} {metric}"
+            lines.append(_line(name, metric, row, str(row["unit"])))
+    for row in comparison.memory.to_dict("records"):
+        if row["stat"] == "peak" and row["kind"] in ("kv", "used", KIND):
+            name = f"peak {row['kind']} {row['pool']}"
+            lines.append(_line(name, "memory", row, "bytes"))
+        if row["stat"] == P90:
+            lines.append(f"{'  of single launches, p90':<57}{100 * row['error']:>9.1f} %")
+    lines += ["", "+ good  o fair  - poor, by the size of the error:"]
+    lines += [f"  {limits}" for limits in LEGEND.split("; ")]
+    lines.append("")
+    for row in comparison.split.to_dict("records"):
+        if row["metric"] in ("mean e2e", "mean tpot", "output_throughput", MEAN_STEP):
+            shares = percent(row["timing_share"]), percent(row["decisions_share"])
+            lines.append(f"{row['metric']:<27}timing {shares[0]:>8}   decisions {shares[1]:>8}")
+    if len(comparison.training):
+        lines.append(f"{'losses':<27} {comparison.losses.told}")
+    if comparison.replay is not None:
+        off = percent(comparison.busy_error)
+        lines.append(f"operations, same plans      {off} of their time in all, copies too")
+        lines += _doubt(comparison.busy_error)
+    plans = comparison.plans
+    forms = [run.cost_form for run in (comparison.prediction, comparison.measurement)]
+    lines.append(f"{'durations rest on':<27}{forms[0]:>15}{forms[1]:>15}")
+    apart = ": then each run decides for itself" if plans.divergence else ""
+    common = f"{plans.common} of {plans.measurement} ({100 * plans.share:.0f} %){apart}"
+    if plans.divergence and not plans.common:
+        common = f"none of {plans.measurement}: timing or decisions, nobody can tell"
+    lines.append(f"plans in common             {common}")
+    moved = drift(comparison.measurement)
+    if moved is not None:
+        told = "" if moved <= STEADY else ": errors of that size say nothing of the model"
+        lines.append(f"drift of the machine        {percent(moved)}{told}")
+    return "\n".join(lines)
+
+
+def _doubt(busy_error: float) -> list[str]:
+    """Where durations are so far off that the split says little."""
+    if not abs(busy_error) > LIMITS["latency"][1]:  # neither where nobody knows: NaN
+        return []
+    return [
+        "  so far off that the split is rough: plans made for other durations queue or",
+        "  wait where they did not; mend the durations first (tandem calibrate)",
+    ]
+
+
+def _line(name: str, metric: str, row: Mapping[Hashable, Any], unit: str) -> str:
+    """`metric` is what the error is judged as."""
+    amounts = [amount(row[run], unit) for run in ("prediction", "measurement")]
+    mark = MARKS[verdict(metric, row["error"])]
+    return f"{name:<27}{amounts[0]:>15}{amounts[1]:>15}{percent(row['error']):>11} {mark}"

@@ -1,0 +1,116 @@
+"""What the launches of a training run really take beside what lies there, by torch's own storages.
+
+Nothing of the ledger takes part: a tracker sees every storage that torch makes in a launch, and
+weak references say which of those that lay on the device before it are still alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import pandas as pd
+import torch
+
+from engine.contract.footprint import launches_of
+from engine.contract.plan import Compute
+from engine.contract.regions import Tier, Work
+from engine.results.recorder import Recorder
+from runtime.measure.tracker import StorageTracker
+from tandem.config.compose import ComposedConfig
+from tandem.wiring.backends import world_of
+from tandem.wiring.experiment import engine_of
+from tandem.wiring.run_spec import setting_of
+
+ID_BYTES = 8  # of a token id, and of the loss's count of them
+
+
+class Watched(NamedTuple):
+    """A run whose launches were watched: bytes that each took at its peak, and the MEMORY rows."""
+
+    launches: pd.DataFrame  # columns work, unit, predicted, measured
+    memory: pd.DataFrame
+    ids_bytes: int  # of a microbatch's tokens, which no ledger books
+
+    @property
+    def transient_errors(self) -> pd.Series:
+        """Signed, relative to what was measured."""
+        return self.launches["predicted"] / self.launches["measured"] - 1
+
+    @property
+    def off_bytes(self) -> pd.Series:
+        """What the meter found beyond the ledger, at each reading, in either tier. Both are read
+        at least once in ten rows, when nothing is on its way."""
+        rows = self.memory.dropna(subset=["measured_bytes"])
+        for tier, all_of_it in self.memory.groupby("tier"):
+            read = int(rows["tier"].eq(tier).sum())
+            assert 10 * read >= len(all_of_it), f"{read} of {len(all_of_it)} rows read: {tier}"
+        booked = rows["capacity_bytes"] - rows["free_bytes"] - rows["coming_bytes"]
+        return rows["measured_bytes"] - booked
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether that is nothing, or a microbatch's token ids."""
+        return bool(self.off_bytes.between(0, self.ids_bytes).all())
+
+
+def watched(point: ComposedConfig) -> Watched:
+    """Carries a training job out in lockstep, which does the real work in issue order."""
+    setting = setting_of(point)
+    torch.set_num_threads(1)
+    with world_of(setting, point.config["backend"]) as world:
+        machine = PeakWatchedMachine(world.machine)
+        world.executor.machine = machine
+        recorder = Recorder(world.meter)
+        engine_of(setting, world, recorder).replay(setting.work)
+    launches = pd.DataFrame(machine.rows, columns=["work", "unit", "predicted", "measured"])
+    ids_bytes = ID_BYTES * (setting.trainees[0].job.microbatch_tokens + 1)
+    return Watched(launches, recorder.tables()["memory"].to_pandas(), ids_bytes)
+
+
+class PeakWatchedMachine:
+    """A machine whose launches of units are measured; in all else the machine itself."""
+
+    def __init__(self, machine: Any) -> None:
+        self._machine = machine
+        self.rows: list[tuple[str, int, int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._machine, name)
+
+    def execute(self, prepared: Any) -> Any:
+        """See runtime.executors.streams.Machine."""
+        op = prepared.launch.op
+        if not isinstance(op, Compute) or op.slices[0].work is Work.UPDATE:
+            return self._machine.execute(prepared)
+        with PeakTracker(self._machine.held(Tier.GPU)) as tracker:
+            done = self._machine.execute(prepared)
+        (piece,) = op.slices
+        work = "again" if op.again else str(piece.work)
+        self.rows.append((work, piece.layers.start, _predicted(op), tracker.most - tracker.begun))
+        return done
+
+
+class PeakTracker(StorageTracker):
+    """Also counts what lay there before and is gone, or has shrunk, when the peak comes."""
+
+    def __init__(self, before: Any) -> None:
+        super().__init__()
+        self._before = [weakref.ref(s) for s in {s._cdata: s for s in before}.values()]
+        self.begun = self.most = self._left_bytes()
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        super()._add(storage)
+        self.most = max(self.most, self.live_bytes + self._left_bytes())
+
+    def _left_bytes(self) -> int:
+        alive = (ref() for ref in self._before)
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+
+def _predicted(op: Compute) -> int:
+    """What policies book for a launch: all that begins with it."""
+    (piece,) = op.slices
+    task = piece._replace(work=Work.BACKWARD) if op.again else piece
+    found = [launch for launch in launches_of(task, op.device) if launch.again is op.again]
+    return sum(grow.nbytes for grow in found[0].grows)

@@ -1,0 +1,384 @@
+"""A request in service or a training job in progress. Only the engine changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from engine.contract.layout import TrainingLayout
+from engine.contract.regions import Work
+from engine.contract.rules import ReadOnlyList, refuse_write
+from traces.serving.request import Request, TrainingJob
+
+
+class TrainingTask(NamedTuple):
+    """A link of a training job's chain: what is done, to which unit (an update: to which chunk of
+    the model), and for which microbatch, counted through the job."""
+
+    work: Work
+    part: int
+    microbatch: int
+
+
+class TrainingProgress:
+    """Progress of a training job: a frontier per microbatch, and updates per chunk.
+
+    A microbatch goes forward through all units and backward down to `first`; a step is complete
+    when all its microbatches are, and all chunks that train have been updated. Without a layout
+    each unit is a chunk of its own.
+    """
+
+    __slots__ = (
+        "_backward",
+        "_forward",
+        "_tasks",
+        "_updated",
+        "first",
+        "layout",
+        "recorded_tokens",
+        "spec",
+        "step",
+        "trained_by",
+        "updated",
+    )
+    spec: TrainingJob
+    layout: TrainingLayout | None
+    first: int
+    trained_by: Mapping[int, Sequence[int]]  # chunk -> units that add to its gradients
+    recorded_tokens: int  # serving has gone forward so far already
+    step: int  # steps completed
+    updated: Mapping[int, int]  # updates issued per chunk
+    _updated: dict[int, int]  # the same, for the engine to count in
+    _forward: dict[int, list[int]]  # microbatch -> tokens per unit
+    _backward: dict[int, list[int]]
+    _tasks: tuple[TrainingTask, ...]
+
+    def __init__(
+        self, spec: TrainingJob, layout: TrainingLayout | None = None, recorded_tokens: int = 0
+    ) -> None:
+        first = 0 if layout is None else layout.first
+        units = range(spec.num_units)
+        trained_by = {u: (u,) for u in units} if layout is None else layout.trained_by
+        updated = dict.fromkeys(trained_by, 0)
+        object.__setattr__(self, "spec", spec)
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "first", first)
+        object.__setattr__(self, "trained_by", MappingProxyType(trained_by))
+        object.__setattr__(self, "recorded_tokens", recorded_tokens)
+        object.__setattr__(self, "step", 0)
+        object.__setattr__(self, "_updated", updated)
+        object.__setattr__(self, "updated", MappingProxyType(updated))
+        object.__setattr__(self, "_forward", {})
+        object.__setattr__(self, "_backward", {})
+        object.__setattr__(self, "_tasks", self._of_one_step())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_write(f"{name} of training job {self.spec.job_id}")
+
+    def __delattr__(self, name: str) -> None:
+        refuse_write(f"{name} of training job {self.spec.job_id}")
+
+    def _of_one_step(self) -> tuple[TrainingTask, ...]:
+        spec, tasks = self.spec, list[TrainingTask]()
+        for k in range(spec.microbatches):
+            tasks += [TrainingTask(Work.FORWARD, u, k) for u in range(spec.num_units)]
+            backward = range(spec.num_units - 1, self.first - 1, -1)
+            tasks += [TrainingTask(Work.BACKWARD, u, k) for u in backward]
+        if spec.has_update:
+            last = spec.microbatches - 1
+            tasks += [TrainingTask(Work.UPDATE, c, last) for c in sorted(self.trained_by)]
+        return tuple(tasks)
+
+    @property
+    def first_microbatch(self) -> int:
+        """Of the step that is under way."""
+        return self.step * self.spec.microbatches
+
+    @property
+    def microbatches(self) -> range:
+        """Those of the step that is under way."""
+        first = self.first_microbatch
+        return range(first, first + self.spec.microbatches)
+
+    @property
+    def begins_step(self) -> bool:
+        """Whether nothing of the step that comes is issued."""
+        return not self._forward
+
+    @property
+    def is_complete(self) -> bool:
+        return self.step >= self.spec.num_steps
+
+    def frontier(self, microbatch: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Tokens done per unit, forward and backward."""
+        units, total = self.spec.num_units, self.spec.microbatch_tokens
+        if microbatch < self.microbatches.start:
+            return [total] * units, [total] * units
+        forward = self._forward.get(microbatch) or [self.recorded_tokens] * units
+        return forward, self._backward.get(microbatch) or [0] * units
+
+    def _progress(self, microbatch: int) -> tuple[list[int], list[int]]:
+        """The same lists, which the engine moves on."""
+        forward, backward = self.frontier(microbatch)
+        return (
+            self._forward.setdefault(microbatch, ReadOnlyList(forward)),
+            self._backward.setdefault(microbatch, ReadOnlyList(backward)),
+        )
+
+    def draft(self) -> TrainingProgress:
+        """Another that is as far, to be moved on instead."""
+        other, updated = TrainingProgress.__new__(TrainingProgress), dict(self._updated)
+        own = {
+            "updated": MappingProxyType(updated),
+            "_updated": updated,
+            "_forward": {k: ReadOnlyList(done) for k, done in self._forward.items()},
+            "_backward": {k: ReadOnlyList(done) for k, done in self._backward.items()},
+        }
+        for name in TrainingProgress.__slots__:
+            object.__setattr__(other, name, own.get(name, getattr(self, name)))
+        return other
+
+    def _count_update(self, chunk: int) -> None:
+        self._updated[chunk] += 1
+
+    def _move(self, microbatch: int, is_forward: bool, units: Iterable[int], tokens: int) -> None:
+        done = self._progress(microbatch)[0 if is_forward else 1]
+        for unit in units:
+            list.__setitem__(done, unit, done[unit] + tokens)
+
+    def _forget(self) -> None:
+        """Starts the microbatches under way anew, without what serving had recorded."""
+        object.__setattr__(self, "recorded_tokens", 0)
+        self._forward.clear()
+        self._backward.clear()
+
+    def version(self, unit: int) -> int:
+        """Updates issued of a unit's weights; frozen ones are as new as any."""
+        own = [self.updated[c] for c, units in self.trained_by.items() if unit in units]
+        return min(own, default=self.step)
+
+    def is_trained(self, microbatch: int) -> bool:
+        """Whether its backward is complete."""
+        return self.frontier(microbatch)[1][self.first] >= self.spec.microbatch_tokens
+
+    def _complete_steps(self) -> bool:
+        """Counts what is complete now; returns whether that has grown."""
+        before = self.step
+        while not self.is_complete and self._is_done():
+            for microbatch in self.microbatches:
+                self._forward.pop(microbatch, None)
+                self._backward.pop(microbatch, None)
+            object.__setattr__(self, "step", self.step + 1)
+        return self.step > before
+
+    def _is_done(self) -> bool:
+        if self.spec.has_update:
+            return min(self.updated.values()) > self.step
+        return all(self.is_trained(microbatch) for microbatch in self.microbatches)
+
+    # ---- what comes
+    @property
+    def position(self) -> int:
+        """Tasks of this step that are issued, where they go in the order of `ahead`."""
+        total, units, at = self.spec.microbatch_tokens, self.spec.num_units, 0
+        for microbatch in self.microbatches:
+            forward, backward = self.frontier(microbatch)
+            if forward[-1] < total:
+                return at + sum([done >= total for done in forward])
+            done = sum([backward[u] >= total for u in range(self.first, units)])
+            at += units + done
+            if done < units - self.first:
+                return at
+        return at + sum([count > self.step for count in self.updated.values()])
+
+    def ahead(self, n: int) -> Sequence[TrainingTask]:
+        """The next n tasks, one microbatch behind the other, cyclically: what a memory policy may
+        look forward to."""
+        at, tasks, each = self.position, self._tasks, self.spec.microbatches
+        found = []
+        for i in range(at, at + n):
+            rounds, place = divmod(i, len(tasks))
+            task = tasks[place]
+            found.append(task._replace(microbatch=task.microbatch + (self.step + rounds) * each))
+        return found
+
+    @property
+    def tasks(self) -> tuple[TrainingTask, ...]:
+        """All of one step, with microbatches from 0."""
+        return self._tasks
+
+
+def layout_of(training: TrainingProgress) -> TrainingLayout:
+    """What the planner laid out for a job. ValueError where there was none."""
+    if training.layout is None:
+        raise ValueError(
+            f"training job {training.spec.job_id}: nothing is laid out for it; "
+            "choose a planner that makes chunks, such as planner=unit_chunks"
+        )
+    return training.layout
+
+
+class TokenClock:
+    """Of jobs that move together: how often each of them has got a token."""
+
+    __slots__ = ("clock",)
+
+    def __init__(self) -> None:
+        self.clock = 0
+
+
+ALONE = TokenClock()  # of whoever moves by himself: it stands still
+
+
+class Job:
+    """Progress as *issued*: what is in flight counts as done.
+
+    A serving job has `known_tokens` (prompt and generated so far) and `computed_tokens` of them
+    in the KV pages; both grow with its pace. How far a training job is, says its `training`.
+    `recorded_tokens` are a gapless prefix whose activations are kept, `prefix_ids` names of the
+    prompt's blocks (see Request), `device` the replica it was routed to (None: any).
+    The methods that change a job are the engine's; an assignment raises ContractError.
+    """
+
+    __slots__ = (
+        "_computed",
+        "_known",
+        "_pace",
+        "arrival_ns",
+        "device",
+        "job_id",
+        "prefix_ids",
+        "prompt_tokens",
+        "recorded_tokens",
+        "session",
+        "slo",
+        "training",
+        "turn",
+    )
+    job_id: int
+    arrival_ns: int
+    prompt_tokens: int
+    recorded_tokens: int
+    slo: str
+    session: int | None
+    turn: int
+    prefix_ids: tuple[int, ...]
+    device: int | None
+    training: TrainingProgress | None
+    _known: int
+    _computed: int
+    _pace: TokenClock
+
+    def __init__(
+        self,
+        job_id: int,
+        arrival_ns: int,
+        prompt_tokens: int = 0,
+        known_tokens: int = 0,
+        computed_tokens: int = 0,
+        recorded_tokens: int = 0,
+        *,
+        slo: str = "",
+        session: int | None = None,
+        turn: int = 0,
+        prefix_ids: tuple[int, ...] = (),
+        training: TrainingProgress | None = None,
+    ) -> None:
+        object.__setattr__(self, "job_id", job_id)
+        object.__setattr__(self, "arrival_ns", arrival_ns)
+        object.__setattr__(self, "prompt_tokens", prompt_tokens)
+        object.__setattr__(self, "recorded_tokens", recorded_tokens)
+        object.__setattr__(self, "slo", slo)
+        object.__setattr__(self, "session", session)
+        object.__setattr__(self, "turn", turn)
+        object.__setattr__(self, "prefix_ids", prefix_ids)
+        object.__setattr__(self, "device", None)
+        object.__setattr__(self, "training", training)
+        object.__setattr__(self, "_known", known_tokens)
+        object.__setattr__(self, "_computed", computed_tokens)
+        object.__setattr__(self, "_pace", ALONE)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_write(f"{name} of job {self.job_id}")
+
+    def __setstate__(self, state: tuple[Any, dict[str, Any]]) -> None:
+        """Of a copy."""
+        for name, value in state[1].items():
+            object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        refuse_write(f"{name} of job {self.job_id}")
+
+    def __repr__(self) -> str:
+        if self.training is not None:
+            return f"Job({self.job_id}: {self.training.step} training steps done)"
+        return f"Job({self.job_id}: {self.computed_tokens} of {self.known_tokens} tokens)"
+
+    @classmethod
+    def serving(cls, request: Request, arrival_ns: int) -> Job:
+        """A request as it starts its service. Its output length stays behind (oracle boundary)."""
+        return cls(
+            request.request_id,
+            arrival_ns,
+            request.prompt_tokens,
+            request.prompt_tokens,
+            slo=request.slo,
+            session=request.session,
+            turn=request.turn,
+            prefix_ids=request.prefix_ids or (),
+        )
+
+    @classmethod
+    def trains(cls, training: TrainingProgress, arrival_ns: int) -> Job:
+        """A training job at its first step."""
+        return cls(training.spec.job_id, arrival_ns, training=training)
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens of the prompt and generated ones."""
+        return self._known + self._pace.clock
+
+    @property
+    def computed_tokens(self) -> int:
+        """Known tokens in the KV pages."""
+        return self._computed + self._pace.clock
+
+    def _compute_from(self, tokens: int) -> None:
+        """So many are in the KV pages: those that were found there, or none after a restart."""
+        object.__setattr__(self, "_computed", tokens - self._pace.clock)
+
+    def _advance(self, computed_tokens: int, new_tokens: int) -> None:
+        """So many more are in the KV pages, and so many more are known."""
+        object.__setattr__(self, "_computed", self._computed + computed_tokens)
+        if new_tokens:
+            object.__setattr__(self, "_known", self._known + new_tokens)
+
+    def _move_with(self, pace: TokenClock) -> None:
+        """From now on it gets a token whenever they do."""
+        clock = self._pace.clock - pace.clock
+        object.__setattr__(self, "_known", self._known + clock)
+        object.__setattr__(self, "_computed", self._computed + clock)
+        object.__setattr__(self, "_pace", pace)
+
+    def _record(self, tokens: int) -> None:
+        """Activations of so many more are kept."""
+        object.__setattr__(self, "recorded_tokens", self.recorded_tokens + tokens)
+
+    def _route(self, device: int) -> None:
+        """A replica is to serve it."""
+        object.__setattr__(self, "device", device)
+
+    def _name_prefix(self, prefix_ids: tuple[int, ...]) -> None:
+        """What its prompt begins with is known by these names."""
+        object.__setattr__(self, "prefix_ids", prefix_ids)
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Known tokens that are not computed: a prompt's rest while prefilling, one in decode."""
+        return self._known - self._computed
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether more than the newest token is missing."""
+        return self._known - self._computed > 1 or not self._computed + self._pace.clock

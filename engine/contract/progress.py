@@ -1,0 +1,216 @@
+"""Where a job moves on: the one place where the order of its work is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+from engine.contract.job import Job, TrainingProgress
+from engine.contract.layout import Mode
+from engine.contract.plan import Slice
+from engine.contract.regions import Work
+from engine.contract.rules import ContractError, Rule
+
+
+def advance_serving(piece: Slice) -> bool:
+    """Moves a serving job's frontier; returns whether the slice yields the next token."""
+    job, tokens = piece.job, piece.tokens
+    left = job.remaining_tokens - tokens
+    assert piece.work is Work.FORWARD, f"job {job.job_id} is served, it has no {piece.work}"
+    assert piece.layers is None, f"job {job.job_id}: serving slices run through all layers"
+    assert tokens > 0 and left >= 0, f"job {job.job_id}: {tokens} tokens, {left + tokens} remain"
+    if piece.record:
+        assert job.recorded_tokens == job.computed_tokens, "a record is a gapless prefix"
+        job._record(tokens)
+    job._advance(tokens, not left)
+    return not left
+
+
+def start_behind(job: Job, tokens: int) -> None:
+    """A job starts behind tokens that were found computed (prefix caching)."""
+    assert not job.computed_tokens, f"job {job.job_id} has begun already"
+    assert tokens < job.known_tokens, f"job {job.job_id}: its last token must be computed"
+    job._compute_from(tokens)
+
+
+def restart(job: Job) -> None:
+    """Forgets what was computed. What was generated is known and counts as prompt now."""
+    job._compute_from(0)
+    if job.training is not None:
+        job.training._forget()
+
+
+def advance_training(piece: Slice, training: TrainingProgress | None = None) -> bool:
+    """Moves a training job's frontier, or that of a draft, by a slice that is in order; returns
+    whether a step is complete with it."""
+    if training is None:
+        training = piece.job.training
+        assert training is not None, f"job {piece.job.job_id} does not train"
+    if piece.work is Work.UPDATE:
+        for chunk in piece.layers or training.trained_by:
+            training._count_update(chunk)
+        return training._complete_steps()
+    is_forward = piece.work is Work.FORWARD
+    units = piece.layers or range(training.spec.num_units)
+    training._move(piece.microbatch, is_forward, units, piece.tokens)
+    return not is_forward and training._complete_steps()
+
+
+def check_order(piece: Slice, training: TrainingProgress, again: bool = False) -> None:
+    """Raises ContractError unless the slice may be issued now.
+
+    `again`: a forward that is repeated for its backward, which moves nothing on. Where chunks are
+    laid out a slice is one unit of a whole microbatch, or one chunk's update.
+    """
+    job, tokens, work, _, microbatch, version, _ = piece
+    job_id = job.job_id
+    if not isinstance(work, Work):
+        _refuse(job_id, f"{work!r} is no work: take Work.FORWARD, BACKWARD or UPDATE")
+    whole = 1 if work is Work.UPDATE else training.spec.microbatch_tokens
+    if type(tokens) is not int or tokens < 1:
+        _refuse(job_id, f"a slice of {tokens!r} tokens: a whole number from 1 on")
+    if training.layout is not None and tokens != whole:
+        _refuse(job_id, f"{work} of {tokens} tokens: always {whole} where chunks are laid out")
+    if training.is_complete:
+        _refuse(job_id, f"{work} behind the last of its {training.spec.num_steps} steps")
+    if type(version) is not int or type(microbatch) is not int:
+        _refuse(job_id, f"microbatch {microbatch!r} on version {version!r}: whole numbers")
+    parts = _parts(piece, training)
+    if version:
+        _check_version(job_id, parts, version, training, work is Work.UPDATE)
+    own = training.microbatches
+    if microbatch not in own:
+        _refuse(job_id, f"microbatch {microbatch}: the step has {own.start} to {own.stop - 1}")
+    if again and work is not Work.FORWARD:
+        _refuse(job_id, f"{work} again: only a forward is repeated")
+    if again:
+        _check_again(job_id, parts, microbatch, training)
+    elif work is Work.FORWARD:
+        _check_forward(job_id, parts, tokens, microbatch, training)
+    elif work is Work.BACKWARD:
+        _check_backward(job_id, parts, tokens, microbatch, training)
+    else:
+        _check_update(job_id, parts, training)
+
+
+def _refuse(job_id: int, what: str) -> NoReturn:
+    raise ContractError(Rule.TRAINING_ORDER, what, job_id)
+
+
+def _check_version(
+    job_id: int, parts: Iterable[int], version: int, training: TrainingProgress, is_update: bool
+) -> None:
+    for part in parts:
+        newest = training.updated[part] if is_update else training.version(part)
+        if not 0 <= version <= newest:
+            name = "chunk" if is_update else "unit"
+            _refuse(job_id, f"weight version {version} of {name} {part} does not exist")
+
+
+def _parts(piece: Slice, training: TrainingProgress) -> range | tuple[int, ...]:
+    """Units of a slice, or chunks of an update."""
+    job_id, layers, work = piece.job.job_id, piece.layers, piece.work
+    if layers is None and training.layout is None:
+        if work is Work.UPDATE:
+            return tuple(training.trained_by)
+        return range(training.spec.num_units)
+    if not isinstance(layers, range) or layers.step != 1 or not layers:
+        _refuse(job_id, f"{work} of layers {layers!r}: a range of units, or of chunks to update")
+    if training.layout is not None and len(layers) != 1:
+        _refuse(job_id, f"{work} of {len(layers)} units: one, where chunks are laid out")
+    if work is Work.UPDATE:
+        for chunk in layers:
+            if chunk not in training.trained_by:
+                _refuse(job_id, f"update of {chunk}, which is no chunk that trains")
+    elif layers.start < 0 or layers.stop > training.spec.num_units:
+        _refuse(job_id, f"{work} of {layers}: there are {training.spec.num_units} units")
+    return layers
+
+
+def _check_forward(
+    job_id: int,
+    units: range | tuple[int, ...],
+    tokens: int,
+    microbatch: int,
+    training: TrainingProgress,
+) -> None:
+    total, done = training.spec.microbatch_tokens, training.frontier(microbatch)[0]
+    below = total if units[0] == 0 else done[units[0] - 1]
+    for unit in units:
+        after = done[unit] + tokens
+        if after > below:
+            _refuse(job_id, f"forward of unit {unit} out of order in microbatch {microbatch}")
+        below = after
+    if training.layout is not None:
+        _check_updated(job_id, units[0], training)
+        recipe, is_first = training.spec.recipe, microbatch == training.microbatches.start
+        draws = (recipe.dropout or recipe.lora_dropout) and not is_first
+        if draws and training.frontier(microbatch - 1)[0][-1] < total:
+            _refuse(job_id, f"forward of microbatch {microbatch}: dropout draws in their order")
+
+
+def _check_updated(job_id: int, unit: int, training: TrainingProgress) -> None:
+    """A unit computes with weights that all steps before have updated."""
+    assert training.layout is not None
+    if not training.spec.has_update:
+        return
+    for chunk in training.layout.units[unit].chunks:
+        if training.updated.get(chunk, training.step) != training.step:
+            _refuse(job_id, f"unit {unit}: chunk {chunk} has its update of this step already")
+
+
+def _check_backward(
+    job_id: int,
+    units: range | tuple[int, ...],
+    tokens: int,
+    microbatch: int,
+    training: TrainingProgress,
+) -> None:
+    total, last = training.spec.microbatch_tokens, training.spec.num_units - 1
+    forward, done = training.frontier(microbatch)
+    if forward[-1] != total:
+        _refuse(job_id, f"backward before the forward is complete in microbatch {microbatch}")
+    if units[0] < training.first:
+        _refuse(job_id, f"nothing below unit {training.first} trains")
+    above = total if units[-1] == last else done[units[-1] + 1]
+    for unit in reversed(units):
+        after = done[unit] + tokens
+        if after > above:
+            _refuse(job_id, f"backward of unit {unit} out of order in microbatch {microbatch}")
+        above = after
+    if training.layout is None:
+        return
+    for other in range(training.microbatches.start, microbatch):
+        if not training.is_trained(other):  # they share the gradients that flow down
+            _refuse(job_id, f"backward of microbatch {microbatch} before that of {other} is done")
+
+
+def _check_again(
+    job_id: int, units: range | tuple[int, ...], microbatch: int, training: TrainingProgress
+) -> None:
+    total, layout = training.spec.microbatch_tokens, training.layout
+    if layout is None:
+        return
+    forward, backward = training.frontier(microbatch)
+    unit = units[0]
+    if layout.units[unit].mode is not Mode.RECOMPUTE or unit < training.first:
+        _refuse(job_id, f"forward of unit {unit} again, which keeps what its backward needs")
+    if forward[unit] < total or backward[unit] >= total:
+        _refuse(job_id, f"forward of unit {unit} again, but not between forward and backward")
+
+
+def _check_update(job_id: int, chunks: range | tuple[int, ...], training: TrainingProgress) -> None:
+    spec, step = training.spec, training.step
+    total = spec.microbatch_tokens
+    if not spec.has_update:
+        _refuse(job_id, "an update of a job that has none")
+    for chunk in chunks:
+        if training.updated[chunk] != step:
+            _refuse(job_id, f"update of {chunk} out of order: it has one in this step")
+        # clipped by the norm of all gradients
+        clips = spec.recipe.clip_norm is not None
+        units = (training.first,) if clips else training.trained_by[chunk]
+        for microbatch in training.microbatches:
+            done = training.frontier(microbatch)[1]
+            if not all([done[u] == total for u in units]):
+                _refuse(job_id, f"chunk {chunk} updated too early: microbatch {microbatch} is left")

@@ -1,0 +1,177 @@
+"""The rules that every plan must keep, the error that a breach raises, and what makes data read-only.
+
+The engine checks a plan before it books anything, so after a breach all books are as before it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import FrozenInstanceError, fields
+from enum import StrEnum
+from pathlib import Path
+from types import FunctionType, TracebackType
+from typing import Any, NoReturn, TypeVar
+
+
+class Rule(StrEnum):
+    """What a plan is held to. The value is the name that an error tells."""
+
+    ANSWER = "answer"  # a policy answers with a Plan whose fields have the types of the contract
+    READ_ONLY = "read only"  # a policy changes nothing that it is shown
+    JOB = "job"  # slices and KV are those of jobs that wait or are in service on the device
+    ONCE = "once"  # a launch serves each job once
+    RESTART = "restart"  # names jobs in service, none twice, none with a slice in the plan
+    REFUSE = "refuse"  # names unfinished jobs, none twice, none with a slice in the plan
+    TOKENS = "tokens"  # a served slice is whole tokens, 1 to those that remain, in all layers
+    LANE = "lane"  # serving launches run on compute lanes that the device declares
+    DEVICE = "device"  # operations run on the plan's device, or between it and another pool
+    PLACE = "place"  # places lie in pools that the machine has
+    BYTES = "bytes"  # byte counts are whole and not below zero, those of KV whole pages
+    ROOM = "room"  # what a plan takes fits into the pools
+    HELD = "held"  # what is touched, copied, freed or waited for is held
+    TIER = "tier"  # a launch touches what lies where it runs
+    OWN_KV = "own KV"  # a serving launch writes the KV place of each of its jobs and of no other
+    KV_PAGES = "KV pages"  # these hold context and new tokens
+    KV_CONTENTS = "KV contents"  # and the keys and values of the context are in them
+    KV_FREED = "KV freed"  # the only KV of an unfinished job is freed only with a restart
+    SHARE = "share"  # shared pages hold the beginning of a job that has not begun
+    COPY = "copy"  # keeps region and size, and never puts older contents over newer ones
+    OPERATION = "operation"  # an operation is a new object: not in flight, not twice in a plan
+    REPEATS = "repeats"  # a repeated plan is growth and one launch, within prompts and pages
+    TRAINING_ORDER = "training order"  # forward, backward and update go in the order of the chain
+    TRAINING_PLACES = "training places"  # a launch names what engine/regions says, in its bytes
+    TRAINING_CONTENTS = "training contents"  # what it reads is there, and the newest there is
+    TRAINING_FREED = "training freed"  # nothing is freed before its last use
+    EXCHANGE = "exchange"  # a collective exchanges what the group's layout says, in its bytes
+
+
+class ContractError(RuntimeError):
+    """A plan breaks a rule. The message is one line: policy, step, device, job, rule, and what."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        what: str,
+        job_id: int | None = None,
+        policy: str = "",
+        step: int | None = None,
+        device: int | None = None,
+    ) -> None:
+        super().__init__(rule, what, job_id, policy, step, device)  # so that it can be copied
+        self.rule, self.what, self.job_id = rule, what, job_id
+        self.policy, self.step, self.device = policy, step, device
+
+    def __str__(self) -> str:
+        where = [f"policy {self.policy}"] if self.policy else []
+        where += [f"step {self.step}"] if self.step is not None else []
+        where += [f"device {self.device}"] if self.device is not None else []
+        is_of_job = self.job_id is not None and self.job_id >= 0  # -1 owns what belongs to no job
+        where += [f"job {self.job_id}"] if is_of_job else []
+        return f"{', '.join(where)}{': ' if where else ''}{self.what} (rule: {self.rule})"
+
+    def located(
+        self, policy: str, step: int | None = None, device: int | None = None
+    ) -> ContractError:
+        """The same, with the policy that broke the rule, the step and the device of its plan."""
+        return ContractError(self.rule, self.what, self.job_id, policy, step, device)
+
+
+class BrokenLaw(RuntimeError):
+    """A replay that has ended, or the books of one, break a law of the engine."""
+
+
+Item = TypeVar("Item")
+# What Python says of a write to a proxy, a named tuple, a tuple, or a frozen class with slots.
+WRITES = (
+    "'mappingproxy' object",
+    "can't set attribute",
+    "can't delete attribute",
+    "has no setter",
+    "is read-only",
+    "does not support item assignment",
+    "does not support item deletion",
+    "super(type, obj): obj must be",
+)
+# Modules whose frames lie between a write and its refusal.
+PYTHON = str(Path(os.__file__).parent)
+GUARDS = (
+    "engine.contract.rules.rules",
+    "engine.contract.rules.job",
+    "engine.loop.profile",
+    "engine.contract.rules.job",
+)
+
+
+def refuse_write(what: str) -> NoReturn:
+    """Raises ContractError for a write, with the line that wrote."""
+    frame = sys._getframe(1)
+    while _is_between(frame.f_code.co_filename, frame.f_globals) and frame.f_back is not None:
+        frame = frame.f_back
+    where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    raise ContractError(Rule.READ_ONLY, f"{where} writes to {what}, which is read-only")
+
+
+def _is_between(filename: str, names: dict[str, Any]) -> bool:
+    """Whether a frame only passes a write on: ours, or Python's own (`random.shuffle`)."""
+    is_pythons = filename.startswith(PYTHON) and "site-packages" not in filename
+    return is_pythons or names.get("__name__") in GUARDS
+
+
+def as_write(error: Exception) -> ContractError | None:
+    """The error of a policy as a breach of READ_ONLY, if it is that of a write to frozen data."""
+    text = str(error)
+    is_write = isinstance(error, TypeError | AttributeError) and any(w in text for w in WRITES)
+    if not is_write and not isinstance(error, FrozenInstanceError):
+        return None
+    return ContractError(Rule.READ_ONLY, f"{_last_line(error.__traceback__)}: {text}")
+
+
+def _last_line(traceback: TracebackType | None) -> str:
+    """Where an error was raised: the last line that lies in a file."""
+    found = "a line that is not known"
+    while traceback is not None:
+        name = traceback.tb_frame.f_code.co_filename
+        if not name.startswith("<"):
+            found = f"{name}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return found
+
+
+class ReadOnlyList(list[Item]):
+    """A list that policies read, as fast as any. The engine writes by `list.append(it, item)`."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        refuse_write("a list of the view")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is a list like any other."""
+        return list, (list(self),)
+
+    append = extend = insert = remove = pop = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+
+def plain(*enums: type[StrEnum]) -> None:
+    """Makes members plain attributes, as from Python 3.12 on: 3.11 calls Python for each."""
+    for words in enums:
+        for member in words:
+            type.__setattr__(words, member.name, member)
+
+
+def stored_by_slot(*records: type) -> None:
+    """Gives frozen dataclasses an `__init__` that stores by their slots' own setters.
+
+    The one that dataclass writes looks each field up by its name: a third of the time of a record.
+    """
+    for record in records:
+        before = record.__init__  # type: ignore[misc]
+        if not isinstance(before, FunctionType):
+            continue  # compiled: stores by itself
+        names = [field.name for field in fields(record)]
+        setters = {f"set_{name}": getattr(record, name).__set__ for name in names}
+        lines = [f"    set_{name}(self, {name})" for name in names]
+        exec("\n".join([f"def __init__(self, {', '.join(names)}):", *lines]), setters)
+        after = setters["__init__"]
+        after.__defaults__, after.__annotations__ = before.__defaults__, before.__annotations__
+        after.__qualname__, after.__module__ = before.__qualname__, record.__module__
+        record.__init__ = after  # type: ignore[misc]

@@ -1,0 +1,239 @@
+"""What the launch of a training task must name and find, and what of a job's memory is wanted yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.contract.footprint import Exchange, Launching, launches_of
+from engine.contract.job import TrainingProgress, layout_of
+from engine.contract.plan import HOST_LANE, Compute, Slice
+from engine.contract.regions import (
+    ASIDE,
+    FLOW,
+    GATHERED,
+    NORM,
+    UNREDUCED,
+    Kind,
+    Place,
+    Tier,
+    Work,
+    gradient,
+    later,
+    optimizer,
+    unreduced,
+    weight,
+)
+
+Key = tuple[int, Work, int, int, bool, str, int, bool]
+
+
+class Needs(NamedTuple):
+    """Places of a launch, for the microbatch of a step that they were asked for."""
+
+    reads: tuple[Place, ...]  # hold the newest contents
+    writes: tuple[Place, ...]  # all that is written
+    changes: tuple[Place, ...]  # of these, what is read first
+    begins: tuple[Place, ...]  # gradients that must be empty: nothing of the step is in them
+    sums: tuple[Place, ...]  # gradients that hold what was added before
+    sizes: tuple[tuple[Place, int], ...]  # bytes at least, where nothing is written yet
+    kept: tuple[tuple[int, int], ...]  # the same of activations that it writes, by their index
+    moving: tuple[int, ...]  # which of those read are activations
+    gathered: tuple[tuple[Place, Place], ...]  # weights of other devices, and the own ones
+    state: Place | None  # of the optimizer: may begin with the first update
+    due: tuple[Exchange, ...]  # follows at once
+
+    def reads_later(self, microbatches: int) -> tuple[Place, ...]:
+        """What it reads so many microbatches later."""
+        return _later(self.reads, self.moving, microbatches)
+
+    def writes_later(self, microbatches: int) -> tuple[Place, ...]:
+        """What it writes then."""
+        return _later(self.writes, [i for i, _ in self.kept], microbatches)
+
+
+def _later(places: tuple[Place, ...], moving: Sequence[int], count: int) -> tuple[Place, ...]:
+    if not (count and moving):
+        return places
+    found = [*places]
+    for i in moving:
+        found[i] = later(found[i], count)
+    return tuple(found)
+
+
+def reuses_weights(op: Compute, piece: Slice, training: TrainingProgress) -> bool:
+    """Whether a backward puts gradients over their weights: it names these, and no gradients."""
+    layout, job_id = layout_of(training), piece.job.job_id
+    if piece.work is not Work.BACKWARD or piece.layers is None:
+        return False
+    trained = layout.units[piece.layers.start].trained
+    if not trained or weight(job_id, trained[0], device=op.device) not in op.writes:
+        return False
+    apart = {place(job_id, c, device=op.device) for c in trained for place in (gradient, unreduced)}
+    return apart.isdisjoint(op.writes)
+
+
+def needs_of(piece: Slice, training: TrainingProgress, op: Compute, reuses: bool) -> Needs:
+    """What one launch of a task needs. ValueError where its job cannot reuse weights."""
+    task = piece._replace(work=Work.BACKWARD) if op.again else piece
+    launch = next(x for x in launches_of(task, op.device, op.on, reuses) if x.again == op.again)
+    layout, job_id, at = layout_of(training), piece.job.job_id, op.device
+    sizes = {**dict(launch.brought), **{grow.place: grow.nbytes for grow in launch.grows}}
+    assert piece.layers is not None, "a task has one part"
+    part, reads = piece.layers.start, launch.reads
+    changes, begins, sums = tuple[Place, ...](), tuple[Place, ...](), tuple[Place, ...]()
+    state: Place | None = None
+    if piece.work is Work.UPDATE:
+        tier, device = (Tier.HOST, 0) if op.on == HOST_LANE else (Tier.GPU, at)
+        changes = (weight(job_id, part, tier, device),)
+        if layout.chunks[part].optimizer_bytes:
+            state = optimizer(job_id, part, tier, device)
+    elif piece.work is Work.BACKWARD:
+        begins, sums, changes = _added(launch, piece, training, reuses, at)
+    for exchange in launch.reduces:  # into a sum, which is there
+        for place in () if reuses else exchange.writes:
+            sizes.setdefault(place, layout.chunks[place.region.part].gradient_bytes)
+    gathered = [(p, weight(job_id, p.region.part, device=at)) for p in reads if is_gathered(p)]
+    for place, own in gathered:
+        sizes[place] = layout.chunks[own.region.part].remote_bytes
+    return Needs(
+        reads,
+        launch.writes,
+        changes,
+        begins,
+        sums,
+        tuple([pair for pair in sizes.items() if not _moves(pair[0])]),
+        tuple([(i, sizes[p]) for i, p in enumerate(launch.writes) if _moves(p)]),
+        tuple([i for i, place in enumerate(reads) if _moves(place)]),
+        tuple(gathered),
+        state,
+        launch.reduces,
+    )
+
+
+def _moves(place: Place) -> bool:
+    """Whether a place is another one in each microbatch."""
+    return place.region.kind is Kind.ACTIVATION
+
+
+def _added(
+    launch: Launching, piece: Slice, training: TrainingProgress, reuses: bool, device: int
+) -> tuple[tuple[Place, ...], ...]:
+    """Of a backward: gradients that begin with it, those that it adds to, and weights under its
+    gradients."""
+    layout, job_id = layout_of(training), piece.job.job_id
+    assert piece.layers is not None, "a task has one part"
+    u, k = piece.layers.start, piece.microbatch % training.spec.microbatches
+    own = layout.units[u].trained
+    if reuses:
+        return (), (), tuple([weight(job_id, c, device=device) for c in own])
+    begins, sums = list[Place](), list[Place]()
+    for c in own:
+        is_top, is_apart = u == max(training.trained_by[c]), bool(layout.chunks[c].remote_bytes)
+        place = (unreduced if is_apart else gradient)(job_id, c, device=device)
+        (begins if is_top and (is_apart or not k) else sums).append(place)
+    for exchange in launch.reduces:  # what a microbatch adds up to goes to the sum of the step
+        if exchange.reads != exchange.writes:
+            (sums if k else begins).extend(exchange.writes)
+    return tuple(begins), tuple(sums), ()
+
+
+def is_gathered(place: Place) -> bool:
+    """Whether a place holds weights of other devices."""
+    return place.region.kind is Kind.BUFFER and place.region.slot == GATHERED
+
+
+def last_use(place: Place, training: TrainingProgress) -> str:
+    """What wants the contents of a place of a job under way, in words; "" where nothing does.
+
+    Weights and optimizer states are always wanted, and gathered weights can be gathered again:
+    neither is told here.
+    """
+    _, kind, part, slot = place.region
+    if kind is Kind.GRADIENT:
+        return _of_gradient(part, training)
+    if kind is Kind.ACTIVATION:
+        return _of_activation(part, slot, training)
+    if kind is not Kind.BUFFER:
+        return ""
+    if slot == FLOW:
+        return _of_flow(part, training)
+    if slot == ASIDE:
+        return _of_aside(training)
+    if slot == NORM:
+        return _of_norm(training)
+    if slot == UNREDUCED:
+        return _of_unreduced(part, training)
+    return ""
+
+
+def _of_gradient(chunk: int, training: TrainingProgress) -> str:
+    """From the first backward that adds to it until its update, or the end of the step's last."""
+    spec, step = training.spec, training.step
+    if chunk not in training.trained_by or training.updated[chunk] > step:
+        return ""
+    done = [
+        training.frontier(k)[1][u] for k in training.microbatches for u in _adders(chunk, training)
+    ]
+    if not any(done) or (not spec.has_update and min(done) >= spec.microbatch_tokens):
+        return ""
+    return f"before the update of chunk {chunk}" if spec.has_update else "before its last backward"
+
+
+def _adders(chunk: int, training: TrainingProgress) -> tuple[int, ...]:
+    return tuple(training.trained_by[chunk])
+
+
+def _of_activation(part: int, microbatch: int, training: TrainingProgress) -> str:
+    """A unit's input, or what its forward kept: until its backward, or its only forward."""
+    units, total = training.spec.num_units, training.spec.microbatch_tokens
+    unit = part - units if part >= units else part
+    if microbatch not in training.microbatches or unit >= units:
+        return ""
+    forward, backward = training.frontier(microbatch)
+    has_backward = unit >= training.first
+    if (backward if has_backward else forward)[unit] >= total:
+        return ""
+    work = "backward" if has_backward else "forward"
+    return f"before the {work} of unit {unit}"
+
+
+def _of_flow(unit: int, training: TrainingProgress) -> str:
+    below = unit - 1
+    for microbatch in training.microbatches:
+        done = training.frontier(microbatch)[1]
+        if below >= training.first and done[unit] > done[below]:
+            return f"before the backward of unit {below}"
+    return ""
+
+
+def _of_aside(training: TrainingProgress) -> str:
+    """Between the backward of the upper unit of a tied table and that of the lowest unit."""
+    first = training.first
+    uppers = [
+        u for u, unit in enumerate(layout_of(training).units) if unit.aside_bytes and u > first
+    ]
+    for microbatch in training.microbatches:
+        done = training.frontier(microbatch)[1]
+        if any([done[u] > done[first] for u in uppers]):
+            return f"before the backward of unit {first}"
+    return ""
+
+
+def _of_norm(training: TrainingProgress) -> str:
+    """Between a step's last backward and its last update."""
+    clips = training.spec.has_update and training.spec.recipe.clip_norm is not None
+    if not clips or training.is_complete or not training.is_trained(training.microbatches[-1]):
+        return ""
+    return "before the last update of the step"
+
+
+def _of_unreduced(chunk: int, training: TrainingProgress) -> str:
+    """Between the first and the last backward of a microbatch that adds to it."""
+    total = training.spec.microbatch_tokens
+    for microbatch in training.microbatches:
+        backward = training.frontier(microbatch)[1]
+        done = [backward[u] for u in training.trained_by.get(chunk, ())]
+        if any(done) and min(done) < total:
+            return f"before gradients of chunk {chunk} are complete"
+    return ""

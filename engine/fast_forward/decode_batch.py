@@ -1,0 +1,200 @@
+"""Decodes that move on together: looked at when they come and go, not at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from engine.contract.job import ALONE, Job, TokenClock
+from engine.contract.plan import Grow, GrowCycle, Slice, one_token
+from engine.contract.regions import PageSize, Place
+
+Tables = tuple[list[int], ...]
+
+
+class DecodeBatch(TokenClock):
+    """Jobs of which each gets one token at every step, column by column, in order of admission.
+
+    `clock` counts its steps, and the jobs move with it. Columns are as at clock 0 and never changed
+    in place: launches and runs keep them. `turns[i]`: whose pages are full at clocks i, i + n, ...,
+    of n tokens a page; None where somebody holds pages to spare. `growing[i]`: their page tables.
+    """
+
+    __slots__ = (
+        "contexts",
+        "growing",
+        "ids",
+        "jobs",
+        "left",
+        "page",
+        "past",
+        "places",
+        "slices",
+        "soonest",
+        "tables",
+        "turns",
+        "young_until",
+    )
+
+    def __init__(self, page: PageSize) -> None:
+        super().__init__()
+        self.page = page
+        self.jobs: list[Job] = []
+        self.ids: tuple[int, ...] = ()
+        self.slices: tuple[Slice, ...] = ()
+        self.places: tuple[Place, ...] = ()
+        self.tables: Tables = ()  # pages of each: they only ever grow
+        self.contexts: tuple[int, ...] = ()  # tokens in KV
+        self.left: tuple[int, ...] = ()  # tokens to the end, which no policy may see
+        self.soonest = 0  # the clock at which the first of them ends
+        self.turns: list[tuple[Grow, ...]] | None = [()] * page.tokens
+        self.growing: list[Tables] = [()] * page.tokens
+        self.past = 0  # sum of contexts
+        self.young_until = 0  # from this clock on all are behind their prompts
+
+    def join(
+        self,
+        jobs: Iterable[tuple[Job, Place]],
+        tables: Mapping[Place, list[int]],
+        tokens_left: Callable[[Job], int],
+    ) -> None:
+        """They have come behind all others, each with the place that it writes."""
+        clock, (tokens, nbytes) = self.clock, self.page
+        for job, place in jobs:
+            context, table = job.computed_tokens, tables[place]
+            job._move_with(self)
+            self.jobs = [*self.jobs, job]
+            self.ids += (job.job_id,)
+            self.slices += (one_token(job),)
+            self.places += (place,)
+            self.tables += (table,)
+            self.contexts += (context - clock,)
+            end = tokens_left(job) + clock
+            self.soonest = min(self.soonest, end) if self.left else end
+            self.left += (end,)
+            self.past += context - clock
+            self.young_until = max(self.young_until, clock + job.prompt_tokens - context)
+            spare = len(table) * tokens - context
+            if not 0 <= spare < tokens:
+                self.turns = None
+            if self.turns is not None:
+                turn = (clock + spare) % tokens
+                self.turns[turn] += (Grow(place, nbytes),)
+                self.growing[turn] += (table,)
+
+    def leave(self, i: int) -> None:
+        """The one at that place is in it no more."""
+        if self.turns is not None:
+            turn, place = -self.contexts[i] % self.page.tokens, self.places[i]
+            at = [op.place for op in self.turns[turn]].index(place)
+            self.turns[turn] = self.turns[turn][:at] + self.turns[turn][at + 1 :]
+            self.growing[turn] = self.growing[turn][:at] + self.growing[turn][at + 1 :]
+        self.jobs[i]._move_with(ALONE)
+        self.past -= self.contexts[i]
+        self.jobs = self.jobs[:i] + self.jobs[i + 1 :]
+        self.ids = self.ids[:i] + self.ids[i + 1 :]
+        self.slices = self.slices[:i] + self.slices[i + 1 :]
+        self.places = self.places[:i] + self.places[i + 1 :]
+        self.tables = self.tables[:i] + self.tables[i + 1 :]
+        self.contexts = self.contexts[:i] + self.contexts[i + 1 :]
+        self.left = self.left[:i] + self.left[i + 1 :]
+        self.soonest = min(self.left, default=0)
+
+    def fewest_left(self, otherwise: int) -> int:
+        """Tokens until the first of them is complete; `otherwise` where nobody is in it."""
+        return self.soonest - self.clock if self.left else otherwise
+
+    def complete(self) -> list[Job]:
+        """Those that have got their last token now."""
+        clock, left, at = self.clock, self.left, -1
+        done: list[Job] = []
+        if clock < self.soonest:
+            return done
+        for _ in range(left.count(clock)):
+            at = left.index(clock, at + 1)
+            done.append(self.jobs[at])
+        return done
+
+    def filled(self, steps: int) -> Iterator[tuple[Job, int]]:
+        """Who may have filled a page in the last steps, with the tokens that he held before."""
+        n, turns = self.page.tokens, self.turns
+        found: Iterable[int] = range(len(self.jobs))
+        if turns is not None and steps < n:
+            last = [turns[clock % n] for clock in range(self.clock - steps + 1, self.clock + 1)]
+            owners = [op.place.region.owner for op in chain.from_iterable(last)]
+            found = sorted(map(self.ids.index, owners))
+        return ((self.jobs[i], self.contexts[i] + self.clock - steps) for i in found)
+
+    def cycle(self) -> GrowCycle | None:
+        """Whose pages are full from now on, step by step."""
+        if self.turns is None:
+            return None
+        now = self.clock % self.page.tokens
+        return GrowCycle((*self.turns[now:], *self.turns[:now]))
+
+    def due(self, count: int) -> list[tuple[Grow, ...]]:
+        """Whose pages are full at each of the next steps."""
+        assert self.turns is not None
+        now, n = self.clock % self.page.tokens, self.page.tokens
+        return (self.turns * ((now + count) // n + 1))[now : now + count]
+
+    def takers(self, count: int) -> list[Tables]:
+        """The page tables of the same."""
+        now, n = self.clock % self.page.tokens, self.page.tokens
+        return (self.growing * ((now + count) // n + 1))[now : now + count]
+
+    def ahead(self, steps: int, tail: Sequence[int]) -> Behind:
+        """Contexts so many steps from now, and behind them those of other slices."""
+        return Behind(self.contexts, self.past, self.clock + steps, self.young_until, tail)
+
+
+class Behind(Sequence[int]):
+    """Contexts of a cohort at some clock, and behind them those of other slices."""
+
+    __slots__ = (
+        "_clock",
+        "_contexts",
+        "_past",
+        "_young_until",
+        "are_generated",
+        "lead",
+        "tail",
+        "total",
+    )
+
+    def __init__(
+        self,
+        contexts: tuple[int, ...],
+        past: int,
+        clock: int,
+        young_until: int,
+        tail: Sequence[int],
+    ) -> None:
+        self._contexts, self._past, self._clock = contexts, past, clock
+        self._young_until, self.tail = young_until, tail
+        self.lead = len(contexts)  # how many are of the cohort
+        self.total = past + clock * self.lead  # the sum of theirs
+        self.are_generated = clock >= young_until  # whether these are behind their prompts
+
+    def after(self, steps: int, tokens: Sequence[int]) -> Behind:
+        """The same so many steps later, of so many tokens each."""
+        tail = [c + steps * n for c, n in zip(self.tail, tokens[self.lead :], strict=True)]
+        clock = self._clock + steps
+        return Behind(self._contexts, self._past, clock, self._young_until, tail)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The least and the largest of the cohort's; nothing where there is nobody."""
+        ends = (min(self._contexts), max(self._contexts)) if self._contexts else ()
+        return tuple([context + self._clock for context in ends])
+
+    def __len__(self) -> int:
+        return len(self._contexts) + len(self.tail)
+
+    def __iter__(self) -> Iterator[int]:
+        clock = self._clock
+        return chain([context + clock for context in self._contexts], self.tail)
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]

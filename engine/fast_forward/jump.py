@@ -1,0 +1,251 @@
+"""Fast-forward on a virtual clock: many steps of a repeated plan are issued and settled at once."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
+
+import simpy
+
+from engine.contract.executor import Launch, Span, skipped_to
+from engine.contract.plan import Compute, Op
+from engine.contract.regions import Tier
+from engine.fast_forward.repeated_plan import RepeatedPlan
+from engine.fast_forward.segments import RepeatedSteps, Segment
+from engine.fast_forward.segments import segments as legs
+from engine.loop.in_flight import IssuedOp
+from engine.results.deliveries import Times
+
+if TYPE_CHECKING:
+    from engine.loop.engine import Engine
+
+MOST = 1024  # steps of one jump
+Moments = tuple[Times, Times, Times]  # when steps are issued, start and end
+
+
+class Repeater(Protocol):
+    """An executor that knows beforehand when its launches will run."""
+
+    def repeat(self, launch: Launch, count: int) -> tuple[Sequence[int], int] | None:
+        """Durations of `count` launches, each behind the tokens of the one before, and the host's
+        time of each. None where durations may not be asked for before they pass."""
+
+    def ends_ns(self, ops: Sequence[Op]) -> list[int]:
+        """When operations in flight will end."""
+
+    def hold(self, launch: Launch, span: Span, done: Callable[[Span], None]) -> None:
+        """Occupies the launch's lane until the span ends, then calls `done`."""
+
+
+def offers_jumps(engine: Engine) -> bool:
+    """Whether steps may be taken at once: nothing is watched while they pass."""
+    is_watched = engine.is_watched or engine.recorder.is_metered
+    return engine.forced and not is_watched and hasattr(engine.executor, "repeat")
+
+
+class Jump:
+    """Steps up to the next arrival (at a tie the arrival comes first) or end.
+
+    Same as issuing them one by one, to the nanosecond and the page: at run-ahead d, issue[i] =
+    max(issue[i-1] + host, end[i-d]), start[i] = max(end[i-1], issue[i] + host). The last d - 1 are
+    in flight when the engine asks next, and settle alone; at run-ahead 1 what stands goes on.
+    """
+
+    def __init__(self, engine: Engine, executor: Repeater) -> None:
+        self._engine, self._executor = engine, executor
+        self._pace_ns = 1  # of decodes alone when last looked at: how far to look ahead
+        self._seen_ns = 0  # about when the steps looked at will have ended
+        self._until_ns: int | None = None  # the next arrival: nothing is issued from then on
+        self._run: RepeatedSteps | None = None  # the last one
+        self._least = 1 if engine.depth == 1 else engine.depth + 1  # steps of a jump
+        self.steps = 0
+
+    def carry_out(self, repeat: RepeatedPlan, device: int) -> Generator[simpy.Event, Any, bool]:
+        """Issues what can be issued at once; False where the next step must go alone."""
+        run = self._plan(repeat, device) if repeat.is_plain and self._is_calm(device) else None
+        if run is None:
+            return False
+        while run is not None:
+            self._run = run
+            self.steps += run.count
+            self._issue(run, repeat)
+            yield from self._pass(run)
+            run = self._plan(repeat, device) if self._stands(repeat, device) else None
+        return True
+
+    def _stands(self, repeat: RepeatedPlan, device: int) -> bool:
+        """Whether a plan goes on behind a run that has settled: it was calm, and is so still."""
+        engine = self._engine
+        if engine.depth > 1:
+            return False
+        engine.questions.give_back(device)
+        return engine.standing.repeat is repeat
+
+    def _pass(self, run: RepeatedSteps) -> Generator[simpy.Event, Any, None]:
+        """Lets its time pass; only the host's where somebody may be asked meanwhile."""
+        engine, env, end_ns = self._engine, self._engine.env, run.end_ns[run.settled - 1]
+        if engine.depth == 1:  # in flight for nobody but who arrives meanwhile
+            engine.flights.level[run.device] += 1
+            if not skipped_to(env, end_ns):
+                yield env.timeout(end_ns - int(env.now))
+            engine.flights.level[run.device] -= 1
+            engine.recorder.run_settled(run)
+            engine.finish(run.op, end_ns, run.device, run.number + run.count - 1)
+            if engine.arrivals.next_ns == end_ns:  # turns that an answer brings at once
+                yield env.timeout(0)
+            return
+        span = Span(run.op, run.start_ns[0], end_ns)
+        self._executor.hold(run.legs[0].launch, span, lambda span: self._tell(run, span))
+        for step in range(run.settled, run.count):
+            self._issue_alone(run, step)
+        if (host_left_ns := run.issue_ns[-1] + run.host_ns - int(env.now)) > 0:
+            yield env.timeout(host_left_ns)
+
+    def unissued_bytes(self, now_ns: int) -> int:
+        """KV that is booked for steps which are issued only at `now_ns` or later."""
+        run = self._run
+        return 0 if run is None or now_ns > run.issue_ns[-1] else run.unissued_bytes(now_ns)
+
+    # ---- planning: nothing is changed
+    def _plan(self, repeat: RepeatedPlan, device: int) -> RepeatedSteps | None:
+        limit, least, host_ns, lead = self._limit(repeat), self._least, 0, len(repeat.cohort.jobs)
+        now_ns = self._seen_ns = int(self._engine.env.now)
+        until_ns = self._until_ns = self._engine.arrivals.next_ns
+        if limit < least or (least > 1 and self._steps_wanted() < least):
+            return None
+        ahead: list[Segment] = []
+        durations: list[int] = []
+        for leg in legs(repeat, limit, self._steps_wanted):
+            found = self._executor.repeat(leg.launch, leg.steps)
+            if found is None:
+                return None
+            if leg.first and found[1] != host_ns:  # behind a prompt's end the host takes less
+                break
+            ahead.append(leg)
+            durations += found[0]
+            host_ns = found[1]
+            self._seen_ns += sum(found[0]) + leg.steps * host_ns
+            if sum(tokens := leg.pieces.tokens[lead:]) == len(tokens):  # decodes alone
+                self._pace_ns = max(1, durations[-1] + host_ns)
+        limit = len(durations)
+        if limit < least:
+            return None
+        issue, start, end = self._times(now_ns, durations, host_ns)
+        if until_ns is not None and issue[-1] >= until_ns:
+            limit = bisect_left(issue, until_ns)
+            if limit < least:
+                return None
+            issue, start, end = issue[:limit], start[:limit], end[:limit]
+            ahead = [leg for leg in ahead if leg.first < limit]
+            ahead[-1].cut(limit)
+        return self._made(repeat, device, ahead, (issue, start, end), host_ns)
+
+    def _steps_wanted(self) -> int:
+        """How many more steps will be issued up to the next arrival: rather some more, for too few
+        cost another leg."""
+        if self._until_ns is None:
+            return MOST
+        left_ns = self._until_ns - self._seen_ns
+        return 1 + left_ns * 33 // (32 * self._pace_ns) if left_ns > 0 else 0
+
+    def _limit(self, repeat: RepeatedPlan) -> int:
+        """How many steps there are to the first end (with run-ahead, exclusive)."""
+        engine, tail, left = self._engine, repeat.tail, repeat.cohort.fewest_left(otherwise=MOST)
+        if tail:
+            tokens_left = engine.ends.tokens_left
+            left = min(left, tokens_left(tail[-1]) + repeat.silent)
+            for job in tail[:-1]:
+                left = min(left, tokens_left(job))
+        return min(repeat.plan.repeats - repeat.done, MOST, left - (engine.depth > 1))
+
+    def _is_calm(self, device: int) -> bool:
+        """Whether no memory is on its way back, nobody's end is in flight, and the policy has asked
+        for no moment to be woken at."""
+        engine = self._engine
+        if engine.ends or engine.news.will_come or engine.leftovers.oldest(device) is not None:
+            return False
+        return engine.ledger.is_calm
+
+    def _times(self, now_ns: int, durations: Sequence[int], host_ns: int) -> Moments:
+        depth = self._engine.depth
+        if depth == 1:
+            steps = (host_ns + duration_ns for duration_ns in durations) if host_ns else durations
+            end = array("q", [*accumulate(steps, initial=now_ns)])
+            issue = end[:-1]
+            return issue, array("q", [at + host_ns for at in issue]) if host_ns else issue, end[1:]
+        before = self._executor.ends_ns(self._engine.flights.tails)
+        ends = [0] * (depth - len(before)) + sorted(before)
+        issues, starts, at_ns = [], [], now_ns
+        for duration_ns in durations:
+            at_ns = max(at_ns, ends[-depth])
+            issues.append(at_ns)
+            at_ns += host_ns
+            starts.append(max(ends[-1], at_ns))
+            ends.append(starts[-1] + duration_ns)
+        return array("q", issues), array("q", starts), array("q", ends[depth:])
+
+    def _made(
+        self,
+        repeat: RepeatedPlan,
+        device: int,
+        ahead: Sequence[Segment],
+        times: Moments,
+        host_ns: int,
+    ) -> RepeatedSteps | None:
+        engine, count = self._engine, len(times[0])
+        due, pages = repeat.due(count)
+        grown = array("q", [*accumulate(pages)])
+        pool = (Tier.GPU, device)
+        if grown[-1] * engine.page.nbytes > engine.ledger.room_of(pool):
+            return None
+        return RepeatedSteps(
+            engine.flights.steps,
+            engine.flights.issued[device],
+            device,
+            pool,
+            engine.recorder.take_returned(device),
+            ahead,
+            *times,
+            host_ns,
+            count,
+            count - engine.depth + 1,
+            engine.ledger.figures(),
+            grown,
+            engine.page.nbytes,
+            due,
+        )
+
+    # ---- issue and settle
+    def _issue(self, run: RepeatedSteps, repeat: RepeatedPlan) -> None:
+        """What settles together is issued."""
+        engine, ledger, op = self._engine, self._engine.ledger, run.op
+        ledger.hold(repeat.places)
+        ledger.grow(run.pool, run.grown[-1], repeat.takers(run.count, ledger.pages))
+        engine.flights.number(run.device, run.count)
+        engine.recorder.ran(run)
+        engine.launcher.repeat(run, repeat)
+        ledger.touch_again(op, run.settled, is_open=engine.depth > 1)
+        if engine.depth > 1:
+            engine.flights.last_compute((op,), run.device)
+
+    def _issue_alone(self, run: RepeatedSteps, step: int) -> None:
+        """A step that is still in flight when the engine asks next."""
+        engine, launch = self._engine, run.launch_at(step)
+        op = launch.op
+        assert isinstance(op, Compute)
+        engine.ledger.touch_again(op, 1, is_open=True)
+        engine.flights.last_compute((op,), run.device)
+        numbers, issue_ns = (run.step + step, run.device, run.number + step), run.issue_ns[step]
+        engine.flights.start(IssuedOp(*numbers, issue_ns, run.host_ns, launch))
+        span = Span(op, run.start_ns[step], run.end_ns[step])
+        self._executor.hold(launch, span, engine.settle)
+
+    def _tell(self, run: RepeatedSteps, span: Span) -> None:
+        engine = self._engine
+        engine.recorder.run_settled(run)
+        engine.land(span.op, span.end_ns, run.device, run.number + run.count - 1)
+        engine.release_idle()
+        engine.news.tell()

@@ -1,0 +1,185 @@
+"""A step of training that begins like the one before is planned like it, without a question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.contract.job import Job, TrainingProgress
+from engine.contract.plan import (
+    Collective,
+    Compute,
+    Copy,
+    Free,
+    Grow,
+    GrowCycle,
+    Op,
+    Plan,
+    Share,
+    Slice,
+)
+from engine.contract.regions import Kind, Place, Pool, later
+from engine.loop.job_lists import JobLists
+from engine.loop.profile import EngineProfile
+from engine.memory.ledger import Ledger
+from engine.memory.scoreboard import Ranks
+from engine.results.plan_log import encode
+
+AnyOp = Op | Grow | GrowCycle | Share | Free
+
+
+class Situation(NamedTuple):
+    """What a policy that recurs may go by at the beginning of a step, but for what the plan before
+    it says: that of the steps before is compared by itself."""
+
+    held_bytes: tuple[tuple[Place, int], ...]  # in the order of booking
+    room_bytes: tuple[tuple[Pool, int], ...]
+    written: Ranks
+    used: Ranks
+    other_bytes: tuple[int, ...]  # beside the launches of the step before
+
+
+@dataclass(eq=False, slots=True)
+class RecurringStep:
+    """A step as it was planned, part by part. `is_again`: as the step before it, unasked."""
+
+    training: TrainingProgress
+    number: int
+    begins: Situation
+    is_again: bool = False
+    plans: list[Plan] = field(default_factory=list)
+    moving: Sequence[Sequence[int]] = ()  # where each plan is another a step later: if again
+
+    def follows(self, other: RecurringStep) -> bool:
+        """Whether it is the next one of the same job, and begins alike."""
+        is_next = self.training is other.training and self.number == other.number + 1
+        return is_next and self.begins == other.begins
+
+
+class Recurrence:
+    """Remembers the last steps of a training job that is alone on its device.
+
+    Where two steps began alike and were planned alike, a third that begins so is planned so, too,
+    as long as the job stays alone: all that a policy with `recurs` decides by is equal then, or a
+    step later.
+    """
+
+    def __init__(self, ledger: Ledger, roster: JobLists, profile: EngineProfile) -> None:
+        self._ledger, self._roster, self._profile = ledger, roster, profile
+        self._before: RecurringStep | None = None  # the one before
+        self._now: RecurringStep | None = None  # the one under way
+
+    def plan(self, ask: Callable[[], Plan]) -> Plan:
+        """The next plan: that of the step before, a step later, or what the policy says."""
+        if (job := self._alone()) is not None and job.training is not None:
+            if job.training.begins_step:
+                self._begin(job.job_id, job.training)
+            if self._now is not None:
+                return self._next(self._now, ask)
+        self.forget()
+        return ask()
+
+    def forget(self) -> None:
+        """Something else happens than in the step before."""
+        self._before = self._now = None
+
+    def _next(self, now: RecurringStep, ask: Callable[[], Plan]) -> Plan:
+        if now.is_again:
+            assert self._before is not None, "a step comes again behind another"
+            number, each = len(now.plans), now.training.spec.microbatches
+            plan = a_step_later(self._before.plans[number], each, now.moving[number])
+            self._ledger.expect(plan)
+            now.plans.append(plan)
+            return plan
+        plan = ask()
+        now.plans.append(plan)
+        if not _is_program(plan):
+            self.forget()
+        return plan
+
+    def _begin(self, job_id: int, training: TrainingProgress) -> None:
+        before, self._before = self._before, self._now
+        self._now = RecurringStep(training, training.step, self._situation(job_id))
+        last = self._before
+        if last is not None and self._now.follows(last):
+            self._now.is_again = last.is_again or (before is not None and _is_like(last, before))
+            if self._now.is_again:
+                self._now.moving = last.moving or [_moving(plan) for plan in last.plans]
+
+    def _alone(self) -> Job | None:
+        """The job that trains, if there is nobody else."""
+        roster = self._roster
+        if roster.waiting or roster.serving or len(roster.training) != 1:
+            return None
+        return roster.training[0]
+
+    def _situation(self, job_id: int) -> Situation:
+        ledger = self._ledger
+        return Situation(
+            ledger.held_bytes.rows(),
+            tuple(ledger.room_bytes().items()),
+            ledger.written.ranks(),
+            ledger.used.ranks(),
+            tuple([moment.other_bytes for moment in self._profile.moments(job_id)]),
+        )
+
+
+def _is_like(step: RecurringStep, before: RecurringStep) -> bool:
+    """Whether it began and was planned like the one before it."""
+    each = step.training.spec.microbatches
+    return step.follows(before) and [encode(plan) for plan in step.plans] == [
+        encode(a_step_later(plan, each)) for plan in before.plans
+    ]
+
+
+def _is_program(plan: Plan) -> bool:
+    return (
+        bool(plan.ops) and plan.repeats == 1 and not (plan.restart or plan.refuse or plan.wake_ns)
+    )
+
+
+def a_step_later(plan: Plan, microbatches: int, moving: Sequence[int] | None = None) -> Plan:
+    """The same program for the microbatches of the next step; `moving`: which of its operations
+    are others then, if that is known."""
+    ops = [*plan.ops]
+    for i in _moving(plan) if moving is None else moving:
+        ops[i] = _later(ops[i], microbatches)
+    return Plan(tuple(ops))
+
+
+def _moving(plan: Plan) -> list[int]:
+    """Which of a plan's operations are others a step later: what runs on a lane is new each time,
+    and activations have other places. The same ones of the plan a step later."""
+    return [
+        i
+        for i, op in enumerate(plan.ops)
+        if not isinstance(op, Free | Grow) or op.place.region.kind is Kind.ACTIVATION
+    ]
+
+
+def _later(op: AnyOp, count: int) -> AnyOp:
+    if isinstance(op, Compute):
+        reads, writes = _all_later(op.reads, count), _all_later(op.writes, count)
+        slices = tuple([_slice_later(piece, count) for piece in op.slices])
+        after = _all_later(op.after, count)
+        return Compute(slices, reads, writes, op.device, op.on, op.again, after)
+    if isinstance(op, Free):
+        return Free(later(op.place, count))
+    if isinstance(op, Grow):
+        return Grow(later(op.place, count), op.nbytes)
+    if isinstance(op, Copy):
+        return Copy(later(op.src, count), later(op.dst, count))
+    assert isinstance(op, Collective), "whoever trains alone shares no pages"
+    reads, writes = _all_later(op.reads, count), _all_later(op.writes, count)
+    return Collective(op.pattern, reads, writes, op.nbytes, op.device)
+
+
+def _all_later(places: tuple[Place, ...], count: int) -> tuple[Place, ...]:
+    kind = Kind.ACTIVATION  # looked at here: most places are the same at every step
+    return places and tuple([later(p, count) if p.region.kind is kind else p for p in places])
+
+
+def _slice_later(piece: Slice, count: int) -> Slice:
+    job, tokens, work, layers, microbatch, version, record = piece
+    return Slice(job, tokens, work, layers, microbatch + count, version, record)

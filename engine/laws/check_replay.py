@@ -1,0 +1,264 @@
+"""The laws of a finished replay, checked from what was issued and when it ran."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
+
+from engine.contract.executor import Launch, Span
+from engine.contract.job import Job
+from engine.contract.plan import Compute, Copy, Lane, Op, Plan
+from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Pool, Tier
+from engine.contract.rules import BrokenLaw
+from engine.memory.scoreboard import Life
+from engine.results.deliveries import Outcome
+from traces.serving.request import TrainingJob
+
+FOREVER_NS = 1 << 62
+STATES = (Kind.WEIGHT, Kind.OPTIMIZER)
+ISSUED = 1 << 62  # a stamp above all that were issued
+_Part = tuple[int, int, int]  # from when, until when, bytes
+
+
+def operations(plans: Iterable[Plan]) -> list[Op]:
+    """All that took time, in issue order."""
+    return [op for plan in plans for op in plan.ops if isinstance(op, Op)]
+
+
+def check_requests(outcomes: Collection[Outcome], inside: Iterable[Job]) -> None:
+    """Law 1: who has come is inside or has ended."""
+    serving = sum(job.training is None for job in inside)
+    ended = sum(outcome.status != "unfinished" for outcome in outcomes)
+    if len(outcomes) != serving + ended:
+        raise BrokenLaw("law 1: requests do not add up")
+
+
+def check_end(
+    outcomes: Iterable[Outcome],
+    training: Iterable[tuple[TrainingJob, int]],
+    held: Iterable[Place],
+    resident: Container[Place],
+    ended: Container[int],
+    is_forced: bool,
+) -> None:
+    """Laws 1 and 2 at the end of a replay: no request is unfinished, each has exactly its output
+    tokens, and nothing is held but what was `resident` at the start and belongs to no job.
+
+    `training`: jobs, and how many of their steps have ended. `ended`: jobs whose memory the policy
+    gives back. Without `is_forced` lengths sampling may end a request early.
+    """
+    unfinished, lengths = list[int](), list[str]()
+    for outcome in outcomes:
+        request, tokens = outcome.request, outcome.tokens
+        if outcome.status == "unfinished":
+            unfinished.append(request.request_id)
+        elif outcome.status == "finished" and (
+            tokens != request.output_tokens
+            if is_forced
+            else not 0 < tokens <= request.output_tokens
+        ):
+            lengths.append(f"{request.request_id} ({tokens} of {request.output_tokens})")
+    if unfinished:
+        raise BrokenLaw(f"law 1: the replay ends with requests {_some(unfinished)} unfinished")
+    if lengths:
+        raise BrokenLaw(f"law 1: requests end with other lengths than theirs: {_some(lengths)}")
+    for job, steps in training:
+        if steps != job.num_steps:
+            raise BrokenLaw(
+                f"law 1: training job {job.job_id} ends after {steps} of {job.num_steps} steps"
+            )
+    left = [p for p in held if not _may_stay(p, resident) and p.region.owner not in ended]
+    if left:
+        raise BrokenLaw(f"law 2: the replay ends and {_some(left)} is held")
+
+
+def _may_stay(place: Place, resident: Container[Place]) -> bool:
+    """Whether a place belongs to no job, and was there from the start."""
+    return place.region.owner == SHARED_OWNER and place in resident
+
+
+def _some(items: Sequence[object]) -> str:
+    """The first of them, for messages."""
+    more = len(items) - 3
+    return ", ".join(map(str, items[:3])) + (f" and {more} more" if more > 0 else "")
+
+
+def check_lanes(plans: Iterable[Plan], spans: Mapping[Op, Span]) -> None:
+    """Law 5: a lane runs one operation at a time, in issue order."""
+    end_ns: dict[Lane, int] = defaultdict(int)
+    for op in operations(plans):
+        span = spans[op]
+        if span.start_ns < end_ns[op.lane]:
+            raise BrokenLaw(f"law 5: lane {op.lane} runs two operations at once")
+        if span.end_ns < span.start_ns:
+            raise BrokenLaw(f"law 5: an operation on {op.lane} ends before it starts")
+        end_ns[op.lane] = span.end_ns
+
+
+def check_capacity(
+    lives: Iterable[Life], spans: Mapping[Op, Span], capacity_bytes: Mapping[Pool, int]
+) -> dict[Pool, int]:
+    """Law 11b: no pool overflows in span time. Returns the peak of each pool.
+
+    Bytes live from the start of their first user (from the beginning, if they were resident) to
+    the end of their last one, or to their Free where that came later. Lives that share a page with
+    the same contents count once.
+    """
+    marks: dict[Pool, list[tuple[int, int, int]]] = defaultdict(list)
+    everyone = [life for life in lives if life.users or life.freed_ns is None]
+    shared = {(life.place.pool, p) for life in everyone if life.is_shared for p in life.pages}
+    episodes: dict[tuple[Pool, int], list[list[_Part]]] = defaultdict(list)
+    for life in everyone:
+        pool, (start_ns, end_ns) = life.place.pool, _span(life, spans)
+        pages = [page for page in life.pages if (pool, page) in shared]
+        page_nbytes = life.nbytes // len(life.pages) if pages else 0
+        marks[pool] += _marks((start_ns, end_ns, life.nbytes - len(pages) * page_nbytes))
+        for page in pages:
+            found = episodes[pool, page]
+            if not (life.is_shared and found):
+                found.append([])  # new contents
+            found[-1].append((start_ns, end_ns, page_nbytes))
+    for (pool, _), found in episodes.items():
+        marks[pool] += [mark for parts in found for part in _joined(parts) for mark in _marks(part)]
+    return {pool: _peak(pool, rows, capacity_bytes[pool]) for pool, rows in marks.items()}
+
+
+def _span(life: Life, spans: Mapping[Op, Span]) -> tuple[int, int]:
+    start_ns = spans[life.users[0]].start_ns if life.users else life.taken_ns
+    if life.freed_ns is None:
+        return start_ns, FOREVER_NS
+    return start_ns, max(life.freed_ns, *(spans[op].end_ns for op in life.users))
+
+
+def _joined(parts: Iterable[_Part]) -> list[_Part]:
+    """Stretches in which at least one of the parts lives."""
+    found: list[_Part] = []
+    for start_ns, end_ns, nbytes in sorted(parts):
+        if found and start_ns <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end_ns), nbytes)
+        else:
+            found.append((start_ns, end_ns, nbytes))
+    return found
+
+
+def _marks(part: _Part) -> list[tuple[int, int, int]]:
+    start_ns, end_ns, nbytes = part
+    return [(start_ns, 1, nbytes), (end_ns, 0, -nbytes)]
+
+
+def _peak(pool: Pool, marks: list[tuple[int, int, int]], capacity_bytes: int) -> int:
+    level = peak = 0
+    for _, _, nbytes in sorted(marks):  # at equal times, what ends makes room first
+        level += nbytes
+        peak = max(peak, level)
+    if peak > capacity_bytes:
+        raise BrokenLaw(f"law 11b: {pool} held {peak} bytes of {capacity_bytes} in span time")
+    return peak
+
+
+def check_inputs(plans: Iterable[Plan], spans: Mapping[Op, Span]) -> int:
+    """Law 11b: every operation reads what it would read if all ran in issue order.
+
+    Each write leaves a stamp made of the operation and all it read; the stamps seen in span time
+    must be those of issue order. Returns the number of operations compared.
+    """
+    order = operations(plans)
+    index = {op: i for i, op in enumerate(order)}
+    expected = _stamps_in_order(order, index)
+    memory: dict[Place, int] = {}
+    seen: dict[Op, tuple[int, ...]] = {}
+    events = [(spans[op].start_ns, 1, index[op], op) for op in order]
+    events += [(spans[op].end_ns, 0, index[op], op) for op in order]
+    for _, starts, i, op in sorted(events, key=lambda event: event[:3]):
+        if starts:
+            seen[op] = tuple(memory.get(p, 0) for p in _inputs(op))
+        else:
+            memory.update((p, _stamp(op, i, seen[op], p)) for p in _outputs(op))
+    wrong = [index[op] for op in order if seen[op] != expected[op]]
+    if wrong:
+        raise BrokenLaw(
+            f"law 11b: {len(wrong)} operations read stale data, the first is number {wrong[0]}"
+        )
+    return len(order)
+
+
+def _stamps_in_order(order: Sequence[Op], index: Mapping[Op, int]) -> dict[Op, tuple[int, ...]]:
+    memory: dict[Place, int] = {}
+    expected = {}
+    for op in order:
+        expected[op] = tuple(memory.get(p, 0) for p in _inputs(op))
+        memory.update((p, _stamp(op, index[op], expected[op], p)) for p in _outputs(op))
+    return expected
+
+
+def _inputs(op: Op) -> tuple[Place, ...]:
+    if isinstance(op, Copy):
+        return (op.src,)
+    return (*op.reads, *op.writes, *(op.after if isinstance(op, Compute) else ()))
+
+
+def _outputs(op: Op) -> tuple[Place, ...]:
+    return (op.dst,) if isinstance(op, Copy) else op.writes
+
+
+def _stamp(op: Op, index: int, seen: tuple[int, ...], place: Place) -> int:
+    return seen[0] if isinstance(op, Copy) else hash((index, seen, place))
+
+
+Token = Callable[[int, int], Hashable]  # what a job has at a position, with all before it
+Slots = dict[int, Hashable]  # of a pool: room for one token each, and what lies there
+
+
+class Contents:
+    """Carries launches out in span time, on slots that hold names instead of numbers.
+
+    What a launch reads must be there at its start and still at its end; from its start on, what
+    it writes holds nothing for anybody else. `read_tokens` counts what was looked at.
+    """
+
+    def __init__(self, page: PageSize, token: Token) -> None:
+        self.read_tokens = 0
+        self._page, self._token = page, token
+        self._memory: defaultdict[Pool, Slots] = defaultdict(dict)
+        self._moving: dict[Launch, list[Hashable]] = {}
+
+    def carry_out(self, runs: Iterable[tuple[Launch, Span]]) -> Contents:
+        """All launches of a run. AssertionError where one reads what it must not."""
+        events = []
+        for number, (launch, span) in enumerate(runs):
+            events += [(span.start_ns, 1, number, launch), (span.end_ns, 0, number, launch)]
+        for _, starts, _, launch in sorted(events, key=lambda event: event[:3]):
+            (self._copy if isinstance(launch.op, Copy) else self._compute)(launch, bool(starts))
+        return self
+
+    def _compute(self, launch: Launch, starts: bool) -> None:
+        memory = self._memory[Tier.GPU, launch.op.lane[0]]
+        for piece in launch.pieces:
+            job_id, context = piece.job_id, piece.context_tokens
+            slots = self._slots(piece.pages, context + piece.tokens)
+            names = [self._token(job_id, at) for at in range(len(slots))]
+            wrong = [at for at in range(context) if memory.get(slots[at]) != names[at]]
+            if wrong:
+                raise BrokenLaw(f"law 11b: job {job_id} reads foreign KV at {wrong[0]}")
+            left: Sequence[Hashable] = [None] * piece.tokens if starts else names[context:]
+            memory.update(zip(slots[context:], left, strict=True))
+            self.read_tokens += context
+
+    def _copy(self, launch: Launch, starts: bool) -> None:
+        op = launch.op
+        assert isinstance(op, Copy)
+        tokens = launch.nbytes // self._page.nbytes * self._page.tokens
+        source, target = self._memory[op.src.pool], self._memory[op.dst.pool]
+        found = [source.get(slot) for slot in self._slots(launch.src_pages, tokens)]
+        slots = self._slots(launch.dst_pages, tokens)
+        if starts:
+            self._moving[launch] = found
+            target.update(dict.fromkeys(slots))
+        else:
+            if found != self._moving.pop(launch):
+                raise BrokenLaw(f"law 11b: {op.src} has changed under its copy")
+            target.update(zip(slots, found, strict=True))
+
+    def _slots(self, pages: Sequence[int], tokens: int) -> list[int]:
+        size = self._page.tokens
+        return [pages[at // size] * size + at % size for at in range(tokens)]

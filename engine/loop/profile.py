@@ -1,0 +1,107 @@
+"""What was measured so far, kept by the engine and read by policies."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.contract.executor import Span
+from engine.contract.plan import Compute
+from engine.contract.regions import Place
+from engine.contract.rules import refuse_write
+from engine.contract.view import LaunchKey, Moment
+from engine.memory.ledger import Beside
+
+
+def launch_key(op: Compute) -> LaunchKey:
+    """The unit of measurement is a whole launch: fused work cannot be told apart."""
+    if len(op.slices) == 1:  # training's, but beside serving
+        (piece,) = op.slices
+        return ((piece.work, piece.layers, piece.tokens),)
+    return tuple([(s.work, s.layers, s.tokens) for s in op.slices])
+
+
+@dataclass(slots=True)
+class ProfiledStep:
+    """The launches of a step, and which of them touched each place: found when asked for."""
+
+    moments: tuple[Moment, ...]
+    _uses: Mapping[Place, Sequence[int]] | None = field(default=None, compare=False)
+
+    def uses(self) -> Mapping[Place, Sequence[int]]:
+        """Numbers of launches by place."""
+        if self._uses is None:
+            found = dict[Place, list[int]]()
+            for number, moment in enumerate(self.moments):
+                for place in moment.places:
+                    found.setdefault(place, []).append(number)
+            self._uses = found
+        return self._uses
+
+
+class EngineProfile:
+    """Durations at settle, moments at issue; only launches with training work are kept."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, LaunchKey], list[int]] = {}  # of durations, and how many
+        self._steps: dict[int, ProfiledStep] = {}  # the last complete ones
+        self._recent: dict[int, list[Moment]] = defaultdict(list)
+        self._trains = False  # whether any launch had training work
+
+    def moments(self, job_id: int) -> Sequence[Moment]:
+        """The launches of a training job's last complete step, in issue order."""
+        return self._steps[job_id].moments if job_id in self._steps else ()
+
+    def uses(self, job_id: int) -> Mapping[Place, Sequence[int]]:
+        """Which of these launches, by number, touched each place."""
+        return self._steps[job_id].uses() if job_id in self._steps else {}
+
+    def mean_ns(self, job_id: int, unit: LaunchKey) -> int | None:
+        """Mean duration of a launch of one job, None before its first settle."""
+        found = self._sums.get((job_id, unit))
+        return found[0] // found[1] if found else None
+
+    def moment(self, job_id: int) -> int:
+        """Launches of a training job's step that have been issued: the next one's number."""
+        return len(self._recent.get(job_id, ()))
+
+    def issued(self, op: Compute, job_id: int, beside: Beside) -> None:
+        """A launch of a training job was issued."""
+        self._trains = True
+        moment = Moment(launch_key(op), (*op.reads, *op.writes), *beside)
+        self._recent[job_id].append(moment)
+
+    def completed_step(self, job_id: int) -> None:
+        """The launches since the last call were one whole step."""
+        self._steps[job_id] = ProfiledStep(tuple(self._recent.pop(job_id, ())))
+
+    def settled(self, span: Span) -> None:
+        """A duration was measured."""
+        op, sums = span.op, self._sums
+        if not self._trains or not isinstance(op, Compute):
+            return
+        trained = [piece.job.job_id for piece in op.slices if piece.job.training is not None]
+        for job_id in trained:
+            key = (job_id, launch_key(op))
+            if (found := sums.get(key)) is None:
+                found = sums[key] = [0, 0]
+            found[0] += span.end_ns - span.start_ns
+            found[1] += 1
+
+
+class ShownProfile:
+    """A profile as policies see it: its answers, and nothing that could be written to."""
+
+    __slots__ = ("mean_ns", "moment", "moments", "uses")
+    mean_ns: Callable[[int, LaunchKey], int | None]
+    moment: Callable[[int], int]
+    moments: Callable[[int], Sequence[Moment]]
+    uses: Callable[[int], Mapping[Place, Sequence[int]]]
+
+    def __init__(self, profile: EngineProfile) -> None:
+        for name in self.__slots__:
+            object.__setattr__(self, name, getattr(profile, name))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        refuse_write(f"{name} of the profile")

@@ -1,0 +1,260 @@
+"""The dry run of a plan: what would be held and what would be left, without booking anything."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import filterfalse, islice
+from types import MappingProxyType
+
+from engine.contract.job import Job
+from engine.contract.plan import Collective, Compute, Copy, Free, Grow, GrowCycle, Op, Plan, Share
+from engine.contract.regions import Kind, Place, Pool, Tier, told
+from engine.contract.rules import ContractError, Rule
+from engine.memory.pool import PagePool
+from engine.memory.prefix import PrefixCache
+
+UNKNOWN = -1  # a page that this plan takes: it holds nothing that could be found
+
+
+class PageDryRun:
+    """Changes nothing. Pages are taken oldest first, so what a plan takes may be what a job of
+    the same plan would have started on: ask in the order of the plan.
+    """
+
+    def __init__(
+        self, pool: PagePool, tables: Mapping[Place, Sequence[int]], cache: PrefixCache
+    ) -> None:
+        self._pool, self._tables, self._cache = pool, tables, cache
+        self._holders: dict[int, int] = {}  # where the plan has changed them
+        self._shared: dict[Place, Sequence[int]] = {}
+        self._grown: dict[Place, int] = defaultdict(int)
+        self._freed: set[Place] = set()
+        self._oldest: Iterator[int] | None = None
+        self._tail: deque[int] = deque()  # freed by the plan
+        self._due = 0  # pages taken that are not in `gone` yet
+        self._gone: set[int] = set()
+
+    def found(self, job: Job) -> tuple[int, ...]:
+        """Pages that a job would start on now."""
+        self._walk()
+        return tuple(self._cache.find(job, self._gone))
+
+    def idle(self, pages: Sequence[int]) -> int:
+        """How many of these pages nobody holds: to share them takes room."""
+        if self._holders.keys().isdisjoint(pages):
+            return self._pool.num_idle(pages)
+        return self._holders_of(pages).count(0)
+
+    def take(self, place: Place, count: int) -> None:
+        """A place grows by so many pages."""
+        self._due += count
+        self._grown[place] += count
+
+    def share(self, place: Place, pages: Sequence[int]) -> None:
+        """A place begins with pages that are there."""
+        self._walk()
+        if not self._gone.isdisjoint(pages):
+            raise ContractError(Rule.SHARE, "a page is shared that the plan has taken")
+        for page in set(pages).intersection(self._tail):
+            self._tail.remove(page)
+        more = [holders + 1 for holders in self._holders_of(pages)]
+        self._holders.update(zip(pages, more, strict=True))
+        self._shared[place] = pages
+
+    def free(self, place: Place) -> int:
+        """A place is given back, its last page first; returns how many pages nobody holds now."""
+        fresh = self._grown.pop(place, 0)
+        self._tail.extend([UNKNOWN] * fresh)
+        had = () if place in self._freed else self._tables.get(place, ())
+        pages = self._shared.pop(place, had)
+        self._freed.add(place)
+        last_first = pages[::-1]
+        left = [holders - 1 for holders in self._holders_of(last_first)]
+        self._holders.update(zip(last_first, left, strict=True))
+        back = [page for page, holders in zip(last_first, left, strict=True) if not holders]
+        self._tail.extend(back)
+        return fresh + len(back)
+
+    def _holders_of(self, pages: Sequence[int]) -> list[int]:
+        found = self._pool.holders(pages)
+        if self._holders.keys().isdisjoint(pages):
+            return found
+        changed = self._holders.get
+        return [changed(page, holders) for page, holders in zip(pages, found, strict=True)]
+
+    def _walk(self) -> None:
+        """Finds out which pages are gone."""
+        if self._oldest is None:
+            self._oldest = filterfalse(self._holders.__contains__, self._pool.oldest())
+        taken = [*islice(self._oldest, self._due)]
+        while self._tail and len(taken) < self._due:  # if not, such a plan will not be booked
+            taken.append(self._tail.popleft())
+        self._gone.update(taken)
+        self._due -= len(taken)
+
+
+NO_TRIALS: Mapping[Pool, PageDryRun] = MappingProxyType({})
+
+
+class Shortage(MemoryError):
+    """A plan takes more than a pool has; says how much is missing."""
+
+    def __init__(self, place: Place, deficit_bytes: int) -> None:
+        super().__init__(
+            f"{place.tier}:{place.device} is {deficit_bytes} bytes short for {told(place)}"
+        )
+        self.place = place
+        self.deficit_bytes = deficit_bytes
+
+
+class DryRun:
+    """Running figures over the ledger's, used by the ledger itself and by policies' drafts.
+
+    `trials`: dry runs on pages, for pools where jobs share them.
+    """
+
+    def __init__(
+        self,
+        room_bytes: Mapping[Pool, int],
+        held_bytes: Mapping[Place, int],
+        trials: Mapping[Pool, PageDryRun] = NO_TRIALS,
+        page_nbytes: int = 0,
+    ) -> None:
+        self.room_bytes = dict(room_bytes)
+        self._trials, self._page_nbytes = trials, page_nbytes
+        self._held = held_bytes
+        self._late: Sequence[Grow] = ()  # growth of held places that is not in `_known` yet
+        self._known: dict[Place, int | None] = {}  # by now, of places that were looked at
+
+    def held(self, place: Place) -> int | None:
+        """Bytes at a place, None where nothing is."""
+        if self._late:
+            self._catch_up()
+        found = self._known.get(place, UNKNOWN)
+        if found == UNKNOWN:
+            found = self._known[place] = self._held.get(place)
+        return found
+
+    def grow(self, place: Place, nbytes: int) -> None:
+        """Takes bytes. Raises Shortage and changes nothing where they are not there."""
+        _, tier, device = place
+        pool = (tier, device)
+        left = self.room_bytes[pool] - nbytes
+        if left < 0:
+            raise Shortage(place, -left)
+        self.room_bytes[pool] = left
+        before = self._known.get(place, UNKNOWN)
+        if before == UNKNOWN and (before := self._held.get(place)) is not None and self._late:
+            self._catch_up()
+            before = self._known.get(place, before)
+        self._known[place] = (before or 0) + nbytes
+        if self._trials and (trial := self._trial(place)):
+            trial.take(place, nbytes // self._page_nbytes)
+
+    def grow_held(self, pool: Pool, grows: Sequence[Grow], nbytes: int) -> None:
+        """Takes so many bytes in all for places of a pool that are held; the caller has seen that
+        there is room. What each holds is reckoned when it is asked for."""
+        if self._trials:
+            for op in grows:
+                self.grow(op.place, op.nbytes)
+            return
+        self.room_bytes[pool] -= nbytes
+        self._late = grows
+
+    def _catch_up(self) -> None:
+        grows, self._late = self._late, ()
+        for place, nbytes, _, _ in grows:
+            self._known[place] = self._held[place] + nbytes
+
+    def share(self, op: Share) -> None:
+        """Starts a place on pages; those that nobody holds take room. Shortage as in `grow`."""
+        place, trial = op.place, self._trial(op.place)
+        if trial is None:
+            raise ContractError(
+                Rule.SHARE, f"pages for {told(place)}: the policy has no prefix caching"
+            )
+        if self.held(place) is not None:
+            raise ContractError(Rule.SHARE, f"pages for {told(place)}, which holds some")
+        left = self.room_bytes[place.pool] - trial.idle(op.pages) * self._page_nbytes
+        if left < 0:
+            raise Shortage(place, -left)
+        trial.share(place, op.pages)
+        self.room_bytes[place.pool] = left
+        self._known[place] = len(op.pages) * self._page_nbytes
+
+    def free(self, place: Place) -> None:
+        """Gives a place back."""
+        nbytes = self.held(place)
+        if nbytes is None:
+            raise ContractError(Rule.HELD, f"free of {told(place)}, which is not held")
+        if self._trials and (trial := self._trial(place)):
+            nbytes = trial.free(place) * self._page_nbytes
+        self.room_bytes[place.pool] += nbytes
+        self._known[place] = None
+
+    def copy(self, op: Copy) -> None:
+        """Books a new destination. An existing one must have the size of the source."""
+        nbytes = self.held(op.src)
+        if nbytes is None:
+            raise ContractError(Rule.HELD, f"copy of {told(op.src)}, which is not held")
+        there = self.held(op.dst)
+        if there not in (None, nbytes) or op.src.region != op.dst.region:
+            raise ContractError(Rule.COPY, f"copy of {nbytes} bytes onto {there} at {told(op.dst)}")
+        if there is None:
+            self.grow(op.dst, nbytes)
+
+    def compute(self, op: Compute, lead: int = 0) -> None:
+        """Checks that all it reads and writes is where the launch runs; of what it writes the first
+        `lead` places are known to be."""
+        tier, device = (Tier.HOST, 0) if op.on == "cpu" else (Tier.GPU, op.device)
+        held, known = self._held, self._known
+        for place in (*op.reads, *op.writes[lead:]):
+            nbytes = known.get(place, UNKNOWN)
+            is_held = place in held if nbytes == UNKNOWN else nbytes is not None
+            if not is_held:
+                raise ContractError(Rule.HELD, f"launch touches {told(place)}, which is not held")
+            if place[1] is not tier or (tier is Tier.GPU and place[2] != device):
+                raise ContractError(Rule.TIER, f"launch on {op.lane} touches {told(place)}")
+        for place in op.after:
+            if self.held(place) is None:
+                raise ContractError(Rule.HELD, f"launch waits for {told(place)}, which is not held")
+
+    def collective(self, op: Collective) -> None:
+        """Checks that all it reads and writes is on its device."""
+        for place in (*op.reads, *op.writes):
+            if self.held(place) is None:
+                raise ContractError(
+                    Rule.HELD, f"{op.pattern} touches {told(place)}, which is not held"
+                )
+            if place.pool != (Tier.GPU, op.device):
+                raise ContractError(Rule.TIER, f"{op.pattern} on {op.lane} touches {told(place)}")
+
+    def _trial(self, place: Place) -> PageDryRun | None:
+        return self._trials.get(place.pool) if place.region.kind is Kind.KV else None
+
+    def apply(self, op: Op | Grow | GrowCycle | Share | Free, lead: int = 0) -> None:
+        """One operation of a plan, in order."""
+        if isinstance(op, Free):
+            self.free(op.place)
+        elif isinstance(op, Grow):
+            is_kv = op.place.region.kind is Kind.KV
+            is_whole = op.nbytes >= 0 and not (is_kv and op.nbytes % self._page_nbytes)
+            if not is_whole:
+                what = f"{told(op.place)} takes {op.nbytes} bytes: below zero, or no whole pages"
+                raise ContractError(Rule.BYTES, what)
+            self.grow(op.place, op.nbytes)
+        elif isinstance(op, Compute):
+            self.compute(op, lead)
+        elif isinstance(op, Copy):
+            self.copy(op)
+        elif isinstance(op, Collective):
+            self.collective(op)
+        else:
+            assert isinstance(op, Share), "a repeated plan is booked step by step"
+            self.share(op)
+
+    def run(self, plan: Plan, lead: int = 0) -> None:
+        """The whole plan. Raises Shortage where it does not fit. For `lead` see `compute`."""
+        for op in plan.ops:
+            self.apply(op, lead)

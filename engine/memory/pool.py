@@ -1,0 +1,277 @@
+"""The memory pool: bytes on their way back, pages by holder, and what each place holds."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from engine.contract.plan import Op
+from engine.contract.regions import Place
+from engine.contract.rules import BrokenLaw
+from engine.memory.prefix import PrefixCache
+
+
+class Holdings(Mapping[Place, int]):
+    """Bytes by place, to read: those of its pages, or what was booked of anything else."""
+
+    def __init__(
+        self, tables: Mapping[Place, Sequence[int]], booked: Mapping[Place, int], page_nbytes: int
+    ) -> None:
+        self._tables, self._booked, self._page_nbytes = tables, booked, page_nbytes
+
+    def __getitem__(self, place: Place) -> int:
+        table = self._tables.get(place)
+        return self._booked[place] if table is None else len(table) * self._page_nbytes
+
+    def get(self, place: Place, default: Any = None) -> Any:
+        table = self._tables.get(place)
+        return self._booked.get(place, default) if table is None else len(table) * self._page_nbytes
+
+    def __contains__(self, place: object) -> bool:
+        return place in self._tables or place in self._booked
+
+    def __iter__(self) -> Iterator[Place]:
+        return chain(self._tables, self._booked)
+
+    def rows(self) -> tuple[tuple[Place, int], ...]:
+        """All places with their bytes, in the order of `iter`."""
+        size = self._page_nbytes
+        return (*[(p, len(t) * size) for p, t in self._tables.items()], *self._booked.items())
+
+    def __len__(self) -> int:
+        return len(self._tables) + len(self._booked)
+
+
+@dataclass(slots=True, eq=False)
+class Owed:
+    """Bytes on their way back, and the operations that still use them."""
+
+    nbytes: int
+    users: set[Op]
+
+
+class FreeQueue:
+    """The bytes of a pool that nobody holds, oldest first; some still have a last user running.
+
+    Taken from the head only, so who takes which bytes depends on the order of issue and never on
+    when a copy ended. `free_bytes` is the head whose users have all ended, `coming_bytes` the rest;
+    `busy_bytes` of these are still used, the others only wait for those before them.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.free_bytes = nbytes
+        self.coming_bytes = self.busy_bytes = 0
+        self._entries: deque[Owed] = deque()
+        self.waiting: dict[Op, list[Owed]] = defaultdict(list)  # by user
+
+    @property
+    def room_bytes(self) -> int:
+        return self.free_bytes + self.coming_bytes
+
+    def give(self, nbytes: int, users: Iterable[Op]) -> Owed:
+        """Adds bytes that are free once their users have ended."""
+        owed = Owed(nbytes, set(users))
+        self._entries.append(owed)
+        for op in owed.users:
+            self.waiting[op].append(owed)
+        self.coming_bytes += nbytes
+        if owed.users:
+            self.busy_bytes += nbytes
+        else:
+            self._advance()
+        return owed
+
+    def reclaim(self, owed: Owed, nbytes: int) -> set[Op]:
+        """Takes bytes back whose contents are still wanted: nobody has to end first, unless they
+        have been taken for something else and others must do."""
+        part = min(owed.nbytes, nbytes)
+        owed.nbytes -= part
+        self.coming_bytes -= part
+        if owed.users:
+            self.busy_bytes -= part
+        return self.take(nbytes - part)
+
+    def take(self, nbytes: int) -> set[Op]:
+        """Removes bytes from the head; returns the operations that have to end first."""
+        if nbytes <= self.free_bytes:
+            self.free_bytes -= nbytes
+            return set()
+        if nbytes > self.room_bytes:
+            raise BrokenLaw("law 3: bytes are taken that are not there: check before you take")
+        now, self.free_bytes = self.free_bytes, 0
+        givers: set[Op] = set()
+        while now < nbytes:
+            owed = self._entries[0]
+            part = min(owed.nbytes, nbytes - now)
+            owed.nbytes -= part
+            if not owed.nbytes:
+                self._entries.popleft()
+            givers |= owed.users
+            now += part
+            self.coming_bytes -= part
+            if owed.users:
+                self.busy_bytes -= part
+        self._advance()
+        return givers
+
+    def settle(self, op: Op) -> None:
+        """An operation has ended: what waited only for it becomes free, in order."""
+        for owed in self.waiting.pop(op, ()):
+            owed.users.discard(op)
+            if not owed.users:
+                self.busy_bytes -= owed.nbytes
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._entries and not self._entries[0].users:
+            owed = self._entries.popleft()
+            self.coming_bytes -= owed.nbytes
+            self.free_bytes += owed.nbytes
+            owed.nbytes = 0  # free bytes are nobody's
+
+
+@dataclass(slots=True, eq=False)
+class Returned:
+    """Pages that nobody holds, and the operations that still use them."""
+
+    ids: list[int]
+    users: set[Op]
+
+
+class PagePool:
+    """Page ids with reference counts, handed out oldest first.
+
+    Ids come back in issue order, beside the bytes of the ReturnQueue: an id taken again never has
+    to wait longer than the bytes it stands for. With a prefix cache a job's last page comes back
+    first, so that its beginning is kept longest, and pages that nobody holds can be shared.
+    """
+
+    def __init__(self, num_pages: int, cache: PrefixCache | None = None) -> None:
+        self.num_pages, self._cache = num_pages, cache
+        self.held_pages = 0  # with at least one holder; a shared page counts once
+        self._more: Counter[int] = Counter()  # holders of a shared page beside the first
+        self._returned: deque[Returned] = deque()
+        self.waiting: dict[Op, list[Returned]] = defaultdict(list)  # by user
+        self.idle: list[Returned] = []  # fallen out of all use since the last call of `drain_idle`
+        self._next = 0  # ids from here on were never handed out
+        self._where: dict[int, Returned] = {}  # with a cache: pages that nobody holds
+
+    def take(self, count: int) -> tuple[list[int], set[Op]]:
+        """Hands out pages, and the operations that must end before they are written."""
+        ids: list[int] = []
+        givers: set[Op] = set()
+        if self._next < self.num_pages:
+            end = min(self.num_pages, self._next + count)
+            ids += range(self._next, end)
+            self._next = end
+        while len(ids) < count:
+            if not self._returned:
+                raise BrokenLaw(f"law 3: {count} pages asked for, but the pool has no more")
+            oldest, want = self._returned[0], count - len(ids)
+            ids += oldest.ids[:want]
+            del oldest.ids[:want]
+            givers |= oldest.users
+            if not oldest.ids:
+                self._returned.popleft()
+        self.held_pages += count
+        if self._cache is not None:
+            self._cache.forget(ids)
+            for page in self._where.keys() & ids:
+                del self._where[page]
+        return ids, givers
+
+    def holders(self, pages: Iterable[int]) -> list[int]:
+        """How many hold each of these pages (with a cache)."""
+        end, where, more = self._next, self._where, self._more.get
+        return [0 if page in where or page >= end else 1 + more(page, 0) for page in pages]
+
+    def num_idle(self, pages: Iterable[int]) -> int:
+        """How many of these pages, all handed out before, nobody holds (with a cache)."""
+        return sum(map(self._where.__contains__, pages))
+
+    def _is_held(self, page: int) -> bool:
+        return page < self._next and page not in self._where
+
+    def oldest(self) -> Iterator[int]:
+        """Pages that nobody holds, in the order in which they will be handed out."""
+        yield from range(self._next, self.num_pages)
+        for returned in self._returned:
+            yield from returned.ids
+
+    def share(self, ids: Iterable[int]) -> list[int]:
+        """One more holder for pages; returns those that nobody has held since they came back."""
+        idle = []
+        for page in ids:
+            if self._is_held(page):
+                self._more[page] += 1
+            else:
+                idle.append(page)
+                self._withdraw(page)
+        self.held_pages += len(idle)
+        return idle
+
+    def _withdraw(self, page: int) -> None:
+        returned = self._where.pop(page)
+        assert page in returned.ids, f"page {page} is shared twice by one job, or lost"
+        returned.ids.remove(page)
+        if not returned.ids:
+            self._returned.remove(returned)
+
+    def give(self, ids: Iterable[int], users: Iterable[Op]) -> list[int]:
+        """One holder less; returns the pages that nobody holds now."""
+        back = list(ids)
+        # Seen with a cache only. Without one a place gives its table once, and `check` counts.
+        assert not self._where or self._where.keys().isdisjoint(back), "a page is held by nobody"
+        if shared := self._more.keys() & back:
+            back = [page for page in back if page not in shared]
+            self._more.subtract(shared)
+            for page in shared:
+                if not self._more[page]:
+                    del self._more[page]  # one holder again
+        self.held_pages -= len(back)
+        if self._cache is not None:
+            back.reverse()
+        if back:
+            self._return(Returned(back.copy(), set(users)))
+        return back
+
+    def settle(self, op: Op) -> None:
+        """An operation has ended: nobody has to wait for it any more."""
+        for returned in self.waiting.pop(op, ()):
+            returned.users.discard(op)
+            if not returned.users:
+                self.idle.append(returned)
+
+    def drain_idle(self) -> list[int]:
+        """Pages that have fallen out of all use since the last call and were not taken again.
+
+        Kept pages are not among them: their contents may be wanted.
+        """
+        ids = list(chain.from_iterable([returned.ids for returned in self.idle]))
+        self.idle.clear()
+        if self._cache is not None:
+            ids = self._cache.unknown(ids)
+        return ids
+
+    def check(self, holders: Counter[int]) -> None:
+        """Law 2: pages are held by exactly so many, and every other page can be handed out."""
+        free = list(self.oldest())
+        held = set(range(self.num_pages)).difference(free)
+        if len(free) + self.held_pages != self.num_pages:
+            raise BrokenLaw("law 2: a page is lost")
+        if len(held) != self.held_pages:
+            raise BrokenLaw("law 2: a page comes back twice")
+        if dict(holders) != {page: 1 + self._more[page] for page in held}:
+            raise BrokenLaw("law 2: the holders of pages do not add up")
+
+    def _return(self, returned: Returned) -> None:
+        self._returned.append(returned)
+        if self._cache is not None:
+            self._where.update(dict.fromkeys(returned.ids, returned))
+        for op in returned.users:
+            self.waiting[op].append(returned)
+        if not returned.users:
+            self.idle.append(returned)

@@ -1,0 +1,227 @@
+"""Plans as text and back: what makes a run repeatable on another backend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.contract.job import Job
+from engine.contract.plan import (
+    Collective,
+    Compute,
+    Copy,
+    Free,
+    Grow,
+    GrowCycle,
+    Op,
+    Pattern,
+    Plan,
+    Share,
+    Slice,
+)
+from engine.contract.regions import Kind, Place, Region, Tier, Work
+from engine.results.schema import read_table
+from traces.files import is_sealed
+
+AnyOp = Op | Grow | Share | Free
+
+
+class LoggedPlan(NamedTuple):
+    """A plan of a log, and the finished jobs whose memory had come back before it was issued."""
+
+    device: int
+    returned: tuple[int, ...]
+    body: str
+
+    @property
+    def job_ids(self) -> frozenset[int]:
+        """The jobs that must have arrived before the plan can be issued."""
+        content = json.loads(self.body)
+        computed = (s[0] for op in content["ops"] if op[0] == "compute" for s in op[4])
+        return frozenset((*computed, *content["restart"], *content["refuse"]))
+
+
+def read_plans(path: Path) -> tuple[LoggedPlan, ...]:
+    """The plan log of a run folder's plans.parquet.
+
+    ValueError in one line with file and step for a row that holds no plan. A log that has its hash
+    is as it was written, so that its rows are looked at where they are played back alone.
+    """
+    try:
+        rows = read_table(path, ["step", "device", "returned", "body"]).to_pylist()
+    except KeyError as error:
+        raise ValueError(f"{path} lacks a column of a plan log ({error})") from error
+    if not is_sealed(path.parent):
+        for row in rows:
+            _check_row(path, row)
+    return tuple(LoggedPlan(row["device"], tuple(row["returned"]), row["body"]) for row in rows)
+
+
+def check_jobs(path: Path, log: Iterable[LoggedPlan], known: Container[int]) -> None:
+    """ValueError with the number of the first plan that names a job which will never come."""
+    for number, logged in enumerate(log):
+        if odd := sorted(job_id for job_id in logged.job_ids if job_id not in known):
+            raise ValueError(
+                f"{path}, plan {number}: job {odd[0]} is none of this run; play it back on the "
+                "trace, limit and training that it was made with"
+            )
+
+
+class _AnyJob(dict[int, Job]):
+    """A job for every number, to see whether a row holds a plan at all."""
+
+    def __missing__(self, job_id: object) -> Job:
+        if not isinstance(job_id, int) or isinstance(job_id, bool):
+            raise TypeError(f"{job_id!r} is no job")
+        return Job(job_id, 0)
+
+
+def _check_row(path: Path, row: Mapping[str, Any]) -> None:
+    try:
+        if not isinstance(row["device"], int):
+            raise TypeError(f"{row['device']!r} is no device")
+        tuple(row["returned"])
+        _check_plan(decode(row["body"], _AnyJob()))
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(
+            f"{path}, step {row.get('step')}: the row holds no plan ({reason}); take the log of a "
+            "run of tandem"
+        ) from error
+
+
+def _check_plan(plan: Plan) -> None:
+    """TypeError for what is no whole number where one belongs."""
+    numbers: list[object] = [plan.repeats]
+    for op in plan.ops:
+        match op:
+            case Compute():
+                numbers += [op.device, *(piece.tokens for piece in op.slices)]
+            case Grow():
+                numbers += [op.nbytes, op.first, op.every]
+            case Collective():
+                numbers += [op.device, op.nbytes]
+            case Share():
+                numbers += op.pages
+            case _:
+                continue
+    for number in numbers:
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"{number!r} is no whole number")
+
+
+def encode(plan: Plan) -> str:
+    """JSON that decodes to an equal plan; equal plans give equal text."""
+    content: dict[str, Any] = {
+        "ops": [_encode_op(op) for any_op in plan.ops for op in _single(any_op)],
+        "restart": [job.job_id for job in plan.restart],
+        "refuse": [job.job_id for job in plan.refuse],
+    }
+    if plan.repeats > 1:
+        content["repeats"] = plan.repeats
+        content["later"] = [[step, [_encode_slice(s) for s in tail]] for step, tail in plan.later]
+    return json.dumps(content, separators=(",", ":"))
+
+
+def decode(body: str, jobs: Mapping[int, Job]) -> Plan:
+    """The plan of a log over the jobs of this run. Raises KeyError for a job that is not there."""
+    content = json.loads(body)
+    return Plan(
+        tuple(_decode_op(op, jobs) for op in content["ops"]),
+        tuple(jobs[i] for i in content["restart"]),
+        tuple(jobs[i] for i in content["refuse"]),
+        content.get("repeats", 1),
+        tuple((step, _decode_slices(rows, jobs)) for step, rows in content.get("later", ())),
+    )
+
+
+def _single(op: AnyOp | GrowCycle) -> Iterable[AnyOp]:
+    """A log has no cycles: each place's growth for itself."""
+    if not isinstance(op, GrowCycle):
+        return (op,)
+    steps, every = enumerate(op.by_step), len(op.by_step)
+    return [Grow(one.place, one.nbytes, step, every) for step, ops in steps for one in ops]
+
+
+def _encode_place(place: Place) -> list[Any]:
+    region = place.region
+    return [region.owner, region.kind, region.part, region.slot, place.tier, place.device]
+
+
+def _encode_slice(piece: Slice) -> list[Any]:
+    layers = None if piece.layers is None else [piece.layers.start, piece.layers.stop]
+    return [
+        piece.job.job_id,
+        piece.tokens,
+        piece.work,
+        layers,
+        piece.microbatch,
+        piece.version,
+        piece.record,
+    ]
+
+
+def _encode_op(op: AnyOp) -> list[Any]:
+    match op:
+        case Compute():
+            sides = (op.reads, op.writes, op.after) if op.after else (op.reads, op.writes)
+            return [
+                "compute",
+                op.device,
+                op.on,
+                op.again,
+                [_encode_slice(s) for s in op.slices],
+                *([_encode_place(p) for p in side] for side in sides),
+            ]
+        case Copy():
+            return ["copy", _encode_place(op.src), _encode_place(op.dst)]
+        case Collective():
+            places = ([_encode_place(p) for p in side] for side in (op.reads, op.writes))
+            return ["collective", op.pattern, op.device, op.nbytes, *places]
+        case Grow():
+            return ["grow", _encode_place(op.place), op.nbytes, op.first, op.every]
+        case Share():
+            return ["share", _encode_place(op.place), list(op.pages)]
+        case Free():
+            return ["free", _encode_place(op.place)]
+
+
+def _decode_place(row: list[Any]) -> Place:
+    owner, kind, part, slot, tier, device = row
+    return Place(Region(owner, Kind(kind), part, slot), Tier(tier), device)
+
+
+def _decode_slice(row: list[Any], jobs: Mapping[int, Job]) -> Slice:
+    job_id, tokens, work, layers, microbatch, version, record = row
+    span = None if layers is None else range(*layers)
+    return Slice(jobs[job_id], tokens, Work(work), span, microbatch, version, record)
+
+
+def _decode_slices(rows: Iterable[list[Any]], jobs: Mapping[int, Job]) -> tuple[Slice, ...]:
+    return tuple(_decode_slice(row, jobs) for row in rows)
+
+
+def _decode_places(rows: Iterable[list[Any]]) -> tuple[Place, ...]:
+    return tuple(_decode_place(row) for row in rows)
+
+
+def _decode_op(row: list[Any], jobs: Mapping[int, Job]) -> AnyOp:
+    match row:
+        case ["compute", device, on, again, slices, reads, writes, *rest]:
+            pieces, after = _decode_slices(slices, jobs), _decode_places(rest[0]) if rest else ()
+            sides = _decode_places(reads), _decode_places(writes)
+            return Compute(pieces, *sides, device, on, again, after)
+        case ["copy", src, dst]:
+            return Copy(_decode_place(src), _decode_place(dst))
+        case ["collective", pattern, device, nbytes, reads, writes]:
+            sides = _decode_places(reads), _decode_places(writes)
+            return Collective(Pattern(pattern), *sides, nbytes, device)
+        case ["grow", place, nbytes, first, every]:
+            return Grow(_decode_place(place), nbytes, first, every)
+        case ["share", place, pages]:
+            return Share(_decode_place(place), tuple(pages))
+        case ["free", place]:
+            return Free(_decode_place(place))
+    raise ValueError(f"plan log: unknown operation {row[:1]!r}")

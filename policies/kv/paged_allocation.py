@@ -1,0 +1,250 @@
+"""What all paged memory policies share: seating wanted slices in the pages of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.contract.job import Job
+from engine.contract.plan import Plan, Slice
+from engine.contract.regions import Kind, Place, Tier, kv_place
+from engine.contract.view import View
+from engine.fast_forward.horizon import has_prompt, stretched
+from engine.memory.plan_builder import PlanBuilder
+
+Demand = Callable[[Slice], int]  # bytes of KV that a job must hold to run a slice
+Preempt = Callable[[PlanBuilder, Job], None]  # takes all of a job's KV off the device
+PROMPTS = ("as_computed", "must_fit", "reserved")
+
+
+@dataclass(frozen=True)
+class SeatingRules:
+    """How engines differ in handing out pages.
+
+    watermark    share of the KV pool, in whole pages, that admissions leave free
+    prompts      when a prompt's pages are asked for: `as_computed`, slice by slice; `must_fit`,
+                 the same, but the whole prompt must find room to come in; `reserved`, all of them
+                 are taken when it comes in
+    spare_pages  pages that must be free for a decode, whether it needs one or not
+    gives_way    a running job that finds nobody to preempt is preempted itself, else it waits
+    prefix_caching  full pages are kept when nobody holds them; jobs that come in start on those
+                 that hold their beginning
+    """
+
+    watermark: float = 0.01
+    prompts: str = "as_computed"
+    spare_pages: int = 0
+    gives_way: bool = False
+    prefix_caching: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"paged memory: watermark is {self.watermark}, must be in [0, 1)")
+        if self.prompts not in PROMPTS:
+            raise ValueError(f"paged memory: prompts is {self.prompts!r}, not of {PROMPTS}")
+        if self.spare_pages < 0:
+            raise ValueError(
+                f"paged memory: spare_pages is {self.spare_pages}, must not be below 0"
+            )
+
+    def stretch(self, plan: Plan, view: View, count: int) -> Plan:
+        """See Memory: room only shrinks in a run, so whoever was kept out stays out.
+
+        Not so if a prompt fills pages meanwhile that whoever waits could share. Pages taken from
+        what somebody would find cost him as much room as they leave him: the end goes first.
+        """
+        if self.prefix_caching and view.waiting and has_prompt(plan):
+            return plan
+        return stretched(plan, view, count, self.spare_pages)
+
+    def paged_demand(self, view: View) -> Demand:
+        """Bytes of the pages that a job must hold to run a slice."""
+        (page_tokens, page_nbytes), is_reserved = view.page, self.prompts == "reserved"
+
+        def demand(piece: Slice) -> int:  # called for every slice: PageSize.bytes_for in line
+            job = piece.job
+            tokens = job.known_tokens if is_reserved else job.computed_tokens + piece.tokens
+            return -(-tokens // page_tokens) * page_nbytes
+
+        return demand
+
+
+NO_RULES = SeatingRules(watermark=0.0)
+
+
+class Seating:
+    """Walks the wanted slices in order and drafts a plan for as many as fit.
+
+    A running job may preempt less wanted ones (later in the batch, or not in it). A job that holds
+    nothing on the device, because it waits or was swapped out, takes only free room, leaves the
+    watermark free unless nobody is there, and stays out after any preemption; who waits also stays
+    behind those swapped out. Rests on coming bytes, so it may wait for a copy but decides the same
+    in every backend.
+    """
+
+    def __init__(
+        self,
+        batch: tuple[Slice, ...],
+        view: View,
+        demand: Demand,
+        preempt: Preempt | None = None,
+        rules: SeatingRules = NO_RULES,
+    ) -> None:
+        self._batch, self._view, self._demand, self._preempt = batch, view, demand, preempt
+        self._draft, self._rules = PlanBuilder(view), rules
+        self._pool = (Tier.GPU, view.device)
+        self._spare_bytes = rules.spare_pages * view.page.nbytes
+        self._known = view.lead(batch)  # decodes that the plan before had, at the head of the batch
+        self._seated: list[Slice] = []
+        self._places: list[Place] = []
+        self._preempted: set[int] = set()
+        self._closed = False  # nobody new comes in
+        # Found when they are asked for first, which most plans never do.
+        self._away: set[int] | None = None
+        self._victims: list[Job] | None = None
+        self._fixed_bytes: int | None = None
+
+    def plan(self) -> Plan:
+        """The drafted plan; empty where nothing fits."""
+        held_before, device = self._view.held_bytes.get, self._view.device
+        demand, preempted = self._demand, self._preempted
+        known = self._seat_decodes()
+        lacks_spare = self._lacks_spare
+        for piece in self._batch[known:]:
+            job_id = piece.job.job_id
+            if job_id in preempted:
+                continue
+            here = kv_place(job_id, Tier.GPU, device)
+            held = held_before(here, 0)  # each job has one slice, so nothing was drafted for it
+            if not held or demand(piece) > held or lacks_spare:  # else: most decodes of most steps
+                seated = self._seat(piece, here, held)
+                if seated is None:
+                    continue
+                piece, lacks_spare = seated, self._lacks_spare
+            self._seated.append(piece)
+            self._places.append(here)
+        if self._seated:
+            self._draft.compute(self._seated, self._places)
+        return self._draft.plan()
+
+    def _seat_decodes(self) -> int:
+        """Seats at once the decodes that the plan before had, if all find their pages with room to
+        spare, so that nobody would be preempted; returns how many."""
+        known, decodes = self._known, self._view.decodes
+        if not known or decodes is None:
+            return 0
+        full = decodes.growth.by_step[0]
+        if self._draft.room(self._pool) < len(full) * self._view.page.nbytes + self._spare_bytes:
+            return 0
+        self._draft.grow_decodes(full)
+        self._seated += decodes.slices
+        self._places += decodes.places
+        return known
+
+    def _jobs_away(self) -> set[int]:
+        """Jobs in service whose KV is not on the device."""
+        if self._away is None:
+            jobs = self._view.serving[self._known :]
+            self._away = {job.job_id for job in jobs if not self._draft.held(self._here(job))}
+        return self._away
+
+    def _here(self, job: Job) -> Place:
+        return kv_place(job.job_id, Tier.GPU, self._view.device)
+
+    def _bytes_beside_kv(self) -> int:
+        """What is on the device beside KV."""
+        if self._fixed_bytes is None:
+            held = self._view.held_bytes
+            others = [place for place in held if place.region.kind is not Kind.KV]
+            self._fixed_bytes = sum([held[place] for place in others if place.pool == self._pool])
+        return self._fixed_bytes
+
+    def _victims_left(self) -> list[Job]:
+        """Jobs in service, most wanted first: in the order of the batch, then all others."""
+        if self._victims is None:
+            batch = {piece.job.job_id: piece.job for piece in self._batch}
+            others = [job for job in self._view.serving if job.job_id not in batch]
+            self._victims = [*batch.values(), *others]
+        return self._victims
+
+    @property
+    def _lacks_spare(self) -> bool:
+        return self._spare_bytes > self._draft.room(self._pool)
+
+    def _seat(self, piece: Slice, here: Place, held: int) -> Slice | None:
+        """The slice that fits, None where none does."""
+        return self._seat_running(piece, here, held) if held else self._seat_new(piece, here)
+
+    def _seat_running(self, piece: Slice, here: Place, held: int) -> Slice | None:
+        need = max(0, self._demand(piece) - held)
+        ask = max(need, self._spare_bytes) if self._spare_bytes and piece.tokens == 1 else need
+        while ask > self._draft.room(self._pool) and self._take_from_victim(piece.job):
+            self._closed = True
+        if ask <= self._draft.room(self._pool):
+            self._draft.grow(here, need)
+            return piece
+        self._closed = True
+        is_hopeless = self._refuse_if_hopeless(piece, held + ask)
+        if self._rules.gives_way and self._preempt is not None and not is_hopeless:
+            self._preempt(self._draft, piece.job)
+        return None
+
+    def _take_from_victim(self, taker: Job) -> bool:
+        preempt, victims = self._preempt, self._victims_left()
+        while preempt is not None and victims and victims[-1] is not taker:
+            victim = victims.pop()
+            if self._draft.held(self._here(victim)):
+                preempt(self._draft, victim)
+                self._preempted.add(victim.job_id)
+                return True
+        return False
+
+    def _seat_new(self, piece: Slice, here: Place) -> Slice | None:
+        job, page = piece.job, self._view.page
+        if self._closed:
+            self._refuse_if_hopeless(piece, self._whole_bytes(job, self._demand(piece)))
+            return None
+        away = kv_place(job.job_id, Tier.HOST, self._view.device) if job.computed_tokens else None
+        swapped = self._draft.held(away) if away else 0
+        found = () if away else self._draft.found(job)
+        need = self._demand(piece)
+        if found:
+            behind = len(found) * page.tokens
+            piece = piece._replace(tokens=min(piece.tokens, job.known_tokens - behind))
+            need = self._demand(piece._replace(tokens=behind + piece.tokens))
+        whole = self._whole_bytes(job, need)
+        shared = (len(found) - self._draft.idle(found)) * page.nbytes
+        full = whole - shared + self._left_free_bytes() > self._draft.room(self._pool)
+        if full or (self._jobs_away() and not swapped):
+            if full:
+                self._refuse_if_hopeless(piece, whole)
+            self._closed = True
+            return None
+        if away and swapped:
+            self._draft.move(away, here)
+            self._jobs_away().discard(job.job_id)
+        self._draft.share(here, found)
+        self._draft.grow(here, need - swapped - len(found) * page.nbytes)
+        return piece
+
+    def _left_free_bytes(self) -> int:
+        """The watermark: nothing where nobody in service is on the device."""
+        share = self._rules.watermark
+        if not share or len(self._view.serving) == len(self._jobs_away()):
+            return 0
+        resident = self._view.layout.places.items()
+        weights = sum([nbytes for place, nbytes in resident if place.pool == self._pool])
+        page, pool_bytes = self._view.page.nbytes, self._view.capacity_bytes[self._pool] - weights
+        return int(share * pool_bytes / page) * page
+
+    def _whole_bytes(self, job: Job, need: int) -> int:
+        """What must find room for a job to come in."""
+        is_whole = self._rules.prompts == "must_fit"
+        return max(need, self._view.page.bytes_for(job.known_tokens)) if is_whole else need
+
+    def _refuse_if_hopeless(self, piece: Slice, nbytes: int) -> bool:
+        """Refuses a job that would not find its bytes in the pool even if it were alone."""
+        if nbytes <= self._view.capacity_bytes[self._pool] - self._bytes_beside_kv():
+            return False
+        self._draft.refuse(piece.job)
+        return True

@@ -1,0 +1,209 @@
+"""Chunks of one size, filled in module order, as PatrickStar lays them out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from engine.contract.layout import (
+    ALL,
+    Layout,
+    Mode,
+    TrainingLayout,
+    equal_share,
+    lay_out,
+    owners_share,
+)
+from engine.contract.regions import Pool, Tier
+from engine.contract.view import Cost
+from models.training.shape import TrainingShape
+from policies.planners.placement import Start, States, apart, modes_of, prepared
+from policies.training.out_of_memory import DoesNotFit, OutOfMemory
+from policies.training.patrickstar import WARMUP_SHARE
+from traces.serving.request import TrainingJob
+
+MEBI = 1 << 20
+SIZES = tuple(mebi * MEBI for mebi in range(312, 56, -32))  # 312 to 88 Mi, those of the original
+
+# PatrickStar's memory has the shares, and its planner takes them from there; others' have none.
+WARMUP_KNOB = "memory.warmup_share (planner.warmup_share if the policy's memory has none)"
+DEVICE_KNOB = "memory.device_share (or planner.device_share)"
+
+
+class OversizeModule(ValueError):
+    """A module that is larger than a chunk, where chunks of their own are not allowed."""
+
+
+@dataclass(frozen=True)
+class FixedChunks:
+    """Parameters of a module come together or not at all, into the last chunk if they find room
+    there, else into a new one. Frozen and trained ones fill chunks of their own.
+
+    chunk_elements  numbers in a chunk; 0: the size of `sizes` with the smallest footprint among
+                    those that fit (of equals the first)
+    padded          chunks take their full size, as the original's buffers; false: what is in them
+    oversize        a module larger than a chunk is an `error`, or a chunk of its own (`alone`)
+    device_share    of the device that the memory policy uses at all, for the search of a size
+    warmup_share    of that, for chunks in warm-up: two must fit for a size to be taken
+    modes, start, shards, offloads_inputs  as those of UnitChunks; a chunk is that of the group
+    owned           whose devices have whole chunks in turn, as in the original: what is planned is
+                    the one that has most, ceil(chunks / devices); false: all have equal parts
+    states          of the optimizer: `given` at the start, or made at the `first_update`, as in the
+                    original: they take nothing before it
+    """
+
+    chunk_elements: int = 0
+    sizes: tuple[int, ...] = SIZES
+    padded: bool = True
+    oversize: Literal["error", "alone"] = "error"
+    device_share: float = 1.0
+    warmup_share: float = WARMUP_SHARE
+    modes: Mode | tuple[Mode, ...] = Mode.KEEP
+    start: Start = "host"
+    shards: bool = True
+    owned: bool = True
+    states: States = "given"
+    offloads_inputs: bool = False
+
+    def prepare(
+        self,
+        shapes: Mapping[int, TrainingShape],
+        jobs: Sequence[TrainingJob],
+        capacity_bytes: Mapping[Pool, int],
+        cost: Cost | None = None,
+    ) -> Layout:
+        """See Planner. ValueError for wrong modes, OversizeModule, DoesNotFit if nothing fits."""
+
+        def fixed(shape: TrainingShape, modes: Sequence[Mode], ranks: int) -> TrainingLayout:
+            size = self.chunk_elements or self.searched(shape, capacity_bytes, ranks)
+            return self.laid_out(shape, size, modes, ranks)
+
+        how = (self.states, self.offloads_inputs)
+        return prepared(shapes, jobs, self.modes, self.start, capacity_bytes, fixed, *how)
+
+    def laid_out(
+        self, shape: TrainingShape, size: int, modes: Sequence[Mode], ranks: int = 1
+    ) -> TrainingLayout:
+        """The layout by chunks of a size. OversizeModule where a module is larger."""
+        chunks = list[list[int]]()
+        for part in apart(shape, _in_order_of_use(shape)):
+            chunks += self._filled(shape, part, size)
+        share = ALL
+        if self.shards:
+            share = owners_share(ranks, len(chunks)) if self.owned else equal_share(ranks)
+        return lay_out(shape, chunks, modes, size if self.padded else 0, ranks, share)
+
+    def _filled(
+        self, shape: TrainingShape, parameters: Sequence[int], size: int
+    ) -> list[list[int]]:
+        chunks, room = list[list[int]](), 0
+        for name, group in groupby(parameters, key=lambda p: _module(shape.parameters[p].name)):
+            module = [*group]
+            elements = sum([shape.parameters[p].elements for p in module])
+            if elements > size and self.oversize == "error":
+                raise OversizeModule(
+                    f"planner.chunk_elements={size:,}: module {name} has {elements:,} parameters; "
+                    "take larger chunks, or planner.oversize=alone"
+                )
+            if not chunks or elements > room:
+                chunks.append([])
+                room = max(size, elements)
+            chunks[-1] += module
+            room -= elements
+        return chunks
+
+    def searched(
+        self, shape: TrainingShape, capacity_bytes: Mapping[Pool, int], ranks: int = 1
+    ) -> int:
+        """The chunk size with the smallest footprint; of equals the first.
+
+        Two chunks must fit what warm-up leaves them of the device, and all states into device and
+        host together. (The original compares bytes with twice the number of elements.) A device
+        whose warm-up leaves no two chunks of any size is smaller than those that `sizes` are for:
+        there all sizes are halved together, until one fits it.
+
+        OutOfMemory of the device where no size leaves warm-up two chunks, of the tier of `start`
+        where no size leaves room for the states; DoesNotFit where more memory would not help.
+        """
+        whole = capacity_bytes.get((Tier.GPU, 0), 0)
+        device = int(whole * self.device_share)
+        most = int(device * self.warmup_share) // (2 * shape.item_bytes)
+        modes = modes_of(Mode.KEEP, len(shape.units), 0)
+        footprints = dict[int, int]()
+        for size in [size for size in _halved(self.sizes, most) if size <= most]:
+            with suppress(OversizeModule):
+                footprints[size] = footprint_bytes(self.laid_out(shape, size, modes, ranks))
+        if not footprints:
+            raise self._too_small(shape, most, whole)
+        best = min(footprints, key=footprints.__getitem__)
+        lacks = footprints[best] - device - capacity_bytes.get((Tier.HOST, 0), 0)
+        if lacks > 0:
+            pool = (Tier.GPU if self.start == "device" else Tier.HOST, 0)
+            what = f"the model states in chunks of {best:,} numbers, on device and host together"
+            raise OutOfMemory(pool, lacks, what, ("take a smaller model",))
+        return best
+
+    def _too_small(self, shape: TrainingShape, most: int, device_bytes: int) -> DoesNotFit:
+        """Why warm-up, with so many numbers at most in a chunk, has room for no size."""
+        name, largest = _largest_module(shape) if self.oversize == "error" else ("", 1)
+        sizes = [n for size in self.sizes for n in _halvings(size) if n >= max(largest, most + 1)]
+        if not sizes:
+            return DoesNotFit(
+                f"planner.sizes: module {name} has {largest:,} parameters, more than a chunk of "
+                "any size; take larger sizes, or planner.oversize=alone"
+            )
+        if not (share := self.warmup_share * self.device_share):
+            return DoesNotFit(
+                "planner.chunk_elements: no size can be searched where warm-up has no share of the "
+                f"device; take larger {WARMUP_KNOB} and {DEVICE_KNOB}, or name a size"
+            )
+        needs = 2 * shape.item_bytes * min(sizes)
+        lacks = max(1, int(needs / share) - device_bytes)
+        what = f"two chunks of {min(sizes):,} numbers in warm-up, in {share:.0%} of it"
+        what += f" (module {name} has {largest:,})" if name else ""
+        room = int(device_bytes * self.device_share)  # for chunks, if warm-up had all of it
+        knobs = {
+            f"take a larger {WARMUP_KNOB}": needs <= room,
+            "name a size (planner.chunk_elements)": needs <= room,
+            "take planner.oversize=alone": bool(name) and largest * shape.item_bytes <= room,
+        }
+        found = [knob for knob, helps in knobs.items() if helps]
+        return OutOfMemory((Tier.GPU, 0), lacks, what, found)
+
+
+def footprint_bytes(layout: TrainingLayout) -> int:
+    """All states of a layout."""
+    return sum([c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in layout.chunks])
+
+
+def _in_order_of_use(shape: TrainingShape) -> list[int]:
+    """As units come; OPT's last norm is registered before its layers, and the head uses it."""
+    first = {p: u for u in reversed(range(len(shape.units))) for p in shape.units[u].parameters}
+    return sorted(range(len(shape.parameters)), key=first.__getitem__)
+
+
+def _halved(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    while most and min(sizes) > most:
+        sizes = tuple([size // 2 for size in sizes])
+    return sizes
+
+
+def _halvings(size: int) -> list[int]:
+    return [size >> times for times in range(size.bit_length())]
+
+
+def _largest_module(shape: TrainingShape) -> tuple[str, int]:
+    """The largest and its numbers, frozen and trained ones apart."""
+    numbers = Counter[tuple[str, bool]]()
+    for parameter in shape.parameters:
+        numbers[_module(parameter.name), parameter.trains] += parameter.elements
+    ((name, _), largest) = max(numbers.items(), key=lambda item: item[1])
+    return name, largest
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0]

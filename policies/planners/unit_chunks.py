@@ -1,0 +1,59 @@
+"""A chunk for each unit: what a unit needs comes and goes as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.contract.layout import ALL, Layout, Mode, TrainingLayout, equal_share, lay_out
+from engine.contract.regions import Pool
+from engine.contract.view import Cost
+from models.training.shape import TrainingShape
+from policies.planners.placement import Start, apart, prepared
+from traces.serving.request import TrainingJob
+
+
+@dataclass(frozen=True)
+class UnitChunks:
+    """Parameters of a unit in one chunk, frozen and trained ones apart; a tied table lies with the
+    first unit that uses it.
+
+    modes   of activations: keep, recompute or offload, for all layers or one for each
+    start   where states lie before the first step: host, device or host_first
+    shards  in a group: each device has a part of every chunk; false: all of it
+    offloads_inputs  of layers that recompute or offload, too (DeepSpeed's cpu_checkpointing)
+    """
+
+    modes: Mode | tuple[Mode, ...] = Mode.KEEP
+    start: Start = "host"
+    shards: bool = True
+    offloads_inputs: bool = False
+
+    def prepare(
+        self,
+        shapes: Mapping[int, TrainingShape],
+        jobs: Sequence[TrainingJob],
+        capacity_bytes: Mapping[Pool, int],
+        cost: Cost | None = None,
+    ) -> Layout:
+        """See Planner. ValueError for wrong modes, OutOfMemory where states do not fit."""
+
+        def by_unit(shape: TrainingShape, modes: Sequence[Mode], ranks: int) -> TrainingLayout:
+            share = equal_share(ranks) if self.shards else ALL
+            return lay_out(shape, unit_chunks(shape), modes, ranks=ranks, share=share)
+
+        sends = self.offloads_inputs
+        return prepared(
+            shapes, jobs, self.modes, self.start, capacity_bytes, by_unit, offloads_inputs=sends
+        )
+
+
+def unit_chunks(shape: TrainingShape) -> list[list[int]]:
+    """Parameters of each unit that no unit before it has, frozen and trained ones apart."""
+    seen: set[int] = set()
+    chunks: list[list[int]] = []
+    for unit in shape.units:
+        new = [p for p in unit.parameters if p not in seen]
+        seen.update(new)
+        chunks += apart(shape, new)
+    return chunks

@@ -1,0 +1,40 @@
+"""Requests to the replica that has seen most of their prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from engine.contract.job import Job
+from engine.contract.policy import Fleet
+from policies.routing.least_outstanding import check_load, least_loaded
+
+
+@dataclass(frozen=True)
+class PrefixAffinity:
+    """The replica that last got the longest common chain of blocks, unless it has too much to do.
+
+    It may have, with this request, up to `load_bound` times the mean number of outstanding
+    requests, rounded up (bounded loads: Mirrokni, Thorup, Zadimoghaddam, SODA'18); a hot prefix
+    then spreads. Else, and for a prompt that nobody has seen, the least loaded by `load`.
+    """
+
+    load_bound: float = 1.5
+    load: str = "requests"
+
+    def __post_init__(self) -> None:
+        check_load("prefix affinity", self.load)
+        if not self.load_bound >= 1:
+            raise ValueError(
+                f"prefix affinity: load_bound is {self.load_bound}, must be at least 1"
+            )
+
+    def route(self, job: Job, fleet: Fleet) -> int:
+        seen = fleet.last_with(job)
+        return (
+            least_loaded(fleet, self.load) if seen is None or self._is_full(seen, fleet) else seen
+        )
+
+    def _is_full(self, replica: int, fleet: Fleet) -> bool:
+        total = 1 + sum(fleet.outstanding(i) for i in range(len(fleet)))
+        return fleet.outstanding(replica) + 1 > ceil(self.load_bound * total / len(fleet))

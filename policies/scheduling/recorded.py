@@ -1,0 +1,66 @@
+"""Plays back a plan log: the same decisions on another backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from engine.contract.job import Job
+from engine.contract.plan import Free, Plan
+from engine.contract.policy import Fleet
+from engine.contract.view import View
+from engine.results.plan_log import LoggedPlan, decode
+
+
+@dataclass(frozen=True)
+class RecordedPlans:
+    """Issues the plans of a log in their order, each as soon as its jobs have arrived.
+
+    Also gives back what finished jobs held, where the recorded run did: with an engine that leaves
+    this to the policy (`returns_memory=False`), bytes and pages go through the same states.
+    """
+
+    log: tuple[LoggedPlan, ...]
+
+    @cached_property
+    def prefix_caching(self) -> bool:
+        """Whether jobs of the log started on shared pages: it says on which."""
+        return any('["share"' in logged.body for logged in self.log)
+
+    @cached_property
+    def _by_device(self) -> dict[int, list[LoggedPlan]]:
+        devices: dict[int, list[LoggedPlan]] = {}
+        for logged in self.log:
+            devices.setdefault(logged.device, []).append(logged)
+        return devices
+
+    def plan(self, view: View) -> Plan:
+        log = self._by_device.get(view.device, [])
+        if view.issued >= len(log):
+            return Plan()
+        logged = log[view.issued]
+        jobs = {j.job_id: j for j in (*view.serving, *view.training, *view.waiting)}
+        if not logged.job_ids <= jobs.keys():
+            return Plan()
+        plan = decode(logged.body, jobs)
+        order = {job_id: i for i, job_id in enumerate(logged.returned)}
+        back = [place for place in view.held_bytes if place.region.owner in order]
+        back.sort(key=lambda place: order[place.region.owner])
+        return Plan((*map(Free, back), *plan.ops), plan.restart, plan.refuse)
+
+
+@dataclass(frozen=True)
+class RecordedRouter:
+    """Sends each request to the replica that served it in a plan log.
+
+    One that no plan names (the log ends before it) goes to the first: nothing will ask for it.
+    """
+
+    log: tuple[LoggedPlan, ...]
+
+    @cached_property
+    def _devices(self) -> dict[int, int]:
+        return {job_id: logged.device for logged in self.log for job_id in logged.job_ids}
+
+    def route(self, job: Job, fleet: Fleet) -> int:
+        return self._devices.get(job.job_id, 0)

@@ -1,0 +1,144 @@
+"""Serving and training in turn on one device: every n-th plan trains."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from engine.contract.plan import Plan, Slice
+from engine.contract.policy import Memory, Scheduling
+from engine.contract.regions import SHARED_OWNER, Kind, Place, Pool, Tier
+from engine.contract.view import LaunchKey, Moment, Profile, View
+from policies.training.cycle import training_jobs
+
+
+@dataclass(frozen=True)
+class TakeTurns:
+    """Of `every` plans the last one trains and the others serve, each side by its own scheduling.
+
+    The other side's slices come behind, for when the first wants nothing or finds no room.
+    """
+
+    serving: Scheduling
+    training: Scheduling
+    every: int = 4
+
+    def __post_init__(self) -> None:
+        if self.every < 2:
+            raise ValueError(f"time shared: every is {self.every}, must be at least 2")
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        serves = self.serving.batch(side_of(view, trains=False))
+        trains = self.training.batch(side_of(view, trains=True))
+        is_training = view.issued % self.every == self.every - 1
+        return (*trains, *serves) if is_training else (*serves, *trains)
+
+
+@dataclass(frozen=True)
+class DividedMemory:
+    """Each side has a share of memory and its own policy for it, which sees no other jobs.
+
+    A plan is for the side whose slices come first, or for the other if none of them fits. Memory
+    is divided once and for all: neither side takes what the other has left.
+    """
+
+    serving: Memory
+    training: Memory
+    device_share: float = 0.5  # of the device, for training
+    host_share: float = 0.5  # of the host, for training
+
+    def __post_init__(self) -> None:
+        for name in ("device_share", "host_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"time shared: {name} is {getattr(self, name)}, not in [0, 1]")
+
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether serving keeps pages: then the engine does."""
+        return bool(getattr(self.serving, "prefix_caching", False))
+
+    @property
+    def states_in(self) -> tuple[Tier, ...]:
+        """Where states of training need room: as its policy says."""
+        return getattr(self.training, "states_in", tuple(Tier))
+
+    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+        for trains in dict.fromkeys([_trains(piece) for piece in batch]):
+            own = tuple([piece for piece in batch if _trains(piece) is trains])
+            memory = self.training if trains else self.serving
+            plan = memory.fit(own, self._divided(side_of(view, trains), view, trains))
+            if plan:
+                return plan
+        return Plan()
+
+    def _divided(self, side: View, view: View, trains: bool) -> View:
+        """What one side holds and may take."""
+        trained, held = Counter[Pool](), dict[Place, int]()
+        served = {SHARED_OWNER, *(job.job_id for job in (*view.serving, *view.waiting))}
+        served -= {job.job_id for job in training_jobs(view)}
+        for place, nbytes in view.held_bytes.items():
+            owner, kind, *_ = place.region
+            is_trained = owner not in served and kind is not Kind.KV  # also left by who has ended
+            if is_trained:
+                trained[place.pool] += nbytes
+            if is_trained is trains:
+                held[place] = nbytes
+        free, coming, capacity = dict[Pool, int](), dict[Pool, int](), dict[Pool, int]()
+        for pool, nbytes in view.capacity_bytes.items():
+            share = self.device_share if pool[0] is Tier.GPU else self.host_share
+            own = int(nbytes * share)
+            left = own - trained[pool]  # of training's share
+            room = max(0, min(left, view.room(pool)) if trains else view.room(pool) - left)
+            capacity[pool] = own if trains else nbytes - own
+            free[pool] = min(room, view.free_bytes[pool])
+            coming[pool] = room - free[pool]
+        return replace(
+            side,
+            free_bytes=free,
+            coming_bytes=coming,
+            held_bytes=held,
+            capacity_bytes=capacity,
+            profile=WithoutKv(view.profile),
+        )
+
+
+@dataclass(frozen=True)
+class WithoutKv:
+    """A profile whose moments leave KV out: it lies in serving's share, not in training's."""
+
+    whole: Profile
+
+    def moments(self, job_id: int) -> Sequence[Moment]:
+        """See Profile."""
+        return [
+            moment._replace(other_bytes=moment.other_bytes - moment.kv_bytes, kv_bytes=0)
+            for moment in self.whole.moments(job_id)
+        ]
+
+    def uses(self, job_id: int) -> Mapping[Place, Sequence[int]]:
+        """See Profile."""
+        return self.whole.uses(job_id)
+
+    def moment(self, job_id: int) -> int:
+        """See Profile."""
+        return self.whole.moment(job_id)
+
+    def mean_ns(self, job_id: int, unit: LaunchKey) -> int | None:
+        """See Profile."""
+        return self.whole.mean_ns(job_id, unit)
+
+
+def side_of(view: View, trains: bool) -> View:
+    """A view of the jobs that train, or of those that are served."""
+    return replace(
+        view,
+        serving=() if trains else view.serving,
+        training=view.training if trains else (),
+        waiting=[job for job in view.waiting if (job.training is not None) is trains],
+        decodes=None if trains else view.decodes,
+    )
+
+
+def _trains(piece: Slice) -> bool:
+    return piece.job.training is not None

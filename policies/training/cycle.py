@@ -1,0 +1,120 @@
+"""One step of a training job, launch by launch: the future that its chain makes certain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from engine.contract.job import Job, TrainingProgress, layout_of
+from engine.contract.layout import Mode, TrainingLayout
+from engine.contract.regions import Place, Work, gradient, optimizer, weight
+from engine.contract.view import View
+
+CYCLES = 64  # training jobs whose cycle is remembered; an object each, compared by identity
+
+
+class CycleLaunch(NamedTuple):
+    """A launch of a step: a task, or the forward that is repeated before a backward."""
+
+    work: Work
+    part: int  # a unit; of an update, a chunk
+    microbatch: int  # of the step, from 0
+    again: bool = False
+
+
+def training_jobs(view: View) -> Iterator[Job]:
+    """All that train or are to, in the order of their coming."""
+    yield from view.training
+    yield from (job for job in view.waiting if job.training is not None)
+
+
+@lru_cache(maxsize=CYCLES)
+def cycle_of(training: TrainingProgress) -> tuple[CycleLaunch, ...]:
+    """The launches of one step in the order of the job's tasks, recomputation included."""
+    units, links = layout_of(training).units, list[CycleLaunch]()
+    for work, part, microbatch in training.tasks:
+        if work is Work.BACKWARD and units[part].mode is Mode.RECOMPUTE:
+            links.append(CycleLaunch(Work.FORWARD, part, microbatch, again=True))
+        links.append(CycleLaunch(work, part, microbatch))
+    return tuple(links)
+
+
+@lru_cache(maxsize=CYCLES)
+def uses_of(
+    training: TrainingProgress, device: int, updates_here: bool
+) -> tuple[Mapping[Place, Sequence[int]], int]:
+    """When launches of a step use each place of model states on a device, and how many there are.
+
+    Updates on the host's lane use nothing of the device.
+    """
+    layout, job_id = layout_of(training), training.spec.job_id
+    uses: dict[Place, list[int]] = {}
+    links = cycle_of(training)
+    for moment, (work, part, _, _) in enumerate(links):
+        if work is Work.UPDATE:
+            kinds = (weight, gradient, optimizer) if updates_here else ()
+            places = [kind(job_id, part, device=device) for kind in kinds]
+        else:
+            places = [weight(job_id, c, device=device) for c in layout.units[part].chunks]
+            if work is Work.BACKWARD:
+                trained = layout.units[part].trained
+                places += [gradient(job_id, c, device=device) for c in trained]
+        for place in places:
+            uses.setdefault(place, []).append(moment)
+    return uses, len(links)
+
+
+Turn = tuple[Work, int, int]  # of a unit: forward or backward, unit, microbatch of the step
+
+
+class Ahead(NamedTuple):
+    """What comes behind a launch: turns of units, and the chunks and gradients that they use."""
+
+    turns: tuple[Turn, ...]
+    chunks: frozenset[int]
+    trained: frozenset[int]
+
+
+@lru_cache(maxsize=CYCLES)
+def horizon(training: TrainingProgress, turns: int) -> tuple[Ahead, ...]:
+    """Per launch of a step, what the next so many turns behind it use, up to the updates."""
+    links, found = cycle_of(training), list[Ahead]()
+    for moment, link in enumerate(links):
+        coming = list[Turn]()
+        for later in links[moment + 1 :]:
+            if Work.UPDATE in (link.work, later.work):
+                break
+            turn = _turn(later)
+            if turn != _turn(link) and turn not in coming:
+                if len(coming) == turns:
+                    break
+                coming.append(turn)
+        rest = [_turn(link)] if link.again else []  # its backward follows at once
+        found.append(_ahead(layout_of(training), coming, rest))
+    return tuple(found)
+
+
+@lru_cache(maxsize=CYCLES)
+def trained_before(training: TrainingProgress, turns: int) -> tuple[tuple[int, ...], ...]:
+    """Per launch of a step, the chunks to whose gradients so many backwards before it have added;
+    none where the launch is no backward, or there are fewer. Backwards that train nothing do not
+    count."""
+    units, found, behind = layout_of(training).units, list[tuple[int, ...]](), list[Sequence[int]]()
+    for work, part, _, _ in cycle_of(training):
+        is_backward = work is Work.BACKWARD
+        found.append(tuple(behind[-turns]) if is_backward and len(behind) >= turns else ())
+        if is_backward and units[part].trained:
+            behind.append(units[part].trained)
+    return tuple(found)
+
+
+def _turn(link: CycleLaunch) -> Turn:
+    return (Work.BACKWARD if link.again else link.work), link.part, link.microbatch
+
+
+def _ahead(layout: TrainingLayout, coming: Sequence[Turn], rest: Sequence[Turn]) -> Ahead:
+    units, turns = layout.units, (*rest, *coming)
+    chunks = {c for _, unit, _ in turns for c in units[unit].chunks}
+    trained = {c for work, u, _ in turns if work is Work.BACKWARD for c in units[u].trained}
+    return Ahead(tuple(coming), frozenset(chunks), frozenset(trained))

@@ -1,0 +1,35 @@
+"""FSDP2 with CPU offloading: all or nothing, one unit ahead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from engine.contract.layout import TrainingLayout
+from engine.contract.plan import Plan, Slice
+from engine.contract.regions import Tier, Work
+from engine.contract.view import View
+from policies.training.cycle import CycleLaunch
+from policies.training.streaming import Streaming
+
+
+@dataclass(frozen=True)
+class Fsdp2Offload:
+    """As `fully_shard` with CPUOffloadPolicy on one device: each unit is fetched while the one
+    before it runs, gradients go out, and the host updates behind the whole backward.
+
+    `keeps_root`: weights of the embedding and the head stay from forward to backward, since the
+    root module is not resharded behind its forward. Rests on coming bytes.
+    """
+
+    recurs: ClassVar[bool] = True
+    states_in: ClassVar[tuple[Tier, ...]] = (Tier.HOST,)
+    keeps_root: bool = True
+
+    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+        return Streaming(1, self._stays).fit(batch, view)
+
+    def _stays(self, layout: TrainingLayout, chunk: int, link: CycleLaunch) -> bool:
+        if not self.keeps_root or link.work is not Work.FORWARD or link.again:
+            return False
+        return chunk in layout.units[0].chunks or chunk in layout.units[-1].chunks

@@ -1,0 +1,156 @@
+"""Launches of training in a plan in the making, seated within the memory of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from engine.contract.footprint import Exchange, Launching, launches_of
+from engine.contract.plan import COMPUTE_LANE, HOST_LANE, Compute, Slice
+from engine.contract.regions import GATHERED, Kind, Place, Work
+from engine.contract.view import View
+from policies.training.eviction import NOW, Order
+from policies.training.occupancy import STATES, Occupancy
+
+
+class Residency(Occupancy):
+    """Seats launches, with what other devices of a group have of their weights."""
+
+    def __init__(
+        self,
+        view: View,
+        order: Order,
+        kinds: Collection[Kind] = STATES,
+        is_exclusive: bool = False,
+        keeps_gathered: bool = False,
+    ) -> None:
+        """See Occupancy. Weights that other devices of a group have are given back behind their
+        launch, unless the policy `keeps_gathered` ones and says itself when they go."""
+        super().__init__(view, order, kinds, is_exclusive)
+        self._keeps_gathered = keeps_gathered
+        self._gathered: dict[Place, None] = {}  # in this draft, latest last
+
+    # ---- a launch
+    def launches(self, piece: Slice, on: str, reuses: bool = False) -> Iterator[Launching]:
+        """Those of a task; an update for which the host has no room runs on the device."""
+        self.lacks_bytes = 0
+        if on == HOST_LANE and piece.work is Work.UPDATE:
+            (update,) = launches_of(piece, self._view.device, on, reuses)
+            missing = [nbytes for place, nbytes in update.brought if not self._draft.held(place)]
+            missing += [op.nbytes for op in update.grows]
+            if self._host_has(sum(missing)):
+                yield update
+                return
+            self.lacks_bytes = sum(missing) - self._draft.room(self._home)
+        yield from launches_of(piece, self._view.device, COMPUTE_LANE, reuses)
+
+    def seat(self, launch: Launching) -> None:
+        """Brings and grows what a launch needs. OutOfMemory where that can never fit."""
+        self._begin(launch)
+        for place, nbytes in launch.brought:
+            self.bring(place, nbytes)
+        for exchange in launch.gathers:
+            self.gather(exchange)
+        where = self._home if launch.on == HOST_LANE else self._here
+        self.make_room(where, sum([op.nbytes for op in launch.grows]))
+        self._draft.grow_all(launch.grows)
+
+    def seat_within(self, launch: Launching, limit_bytes: int, strict: bool = False) -> None:
+        """Seats a launch, and evicts until states, with those that it brings, take no more than a
+        limit, or nothing can go. `strict`: OutOfMemory where that is for want of room on the host.
+
+        A launch on the host has its room there first: what is evicted might take it.
+        """
+        if launch.on == HOST_LANE:
+            self.seat(launch)
+            self.shrink(limit_bytes, strict)
+            return
+        self._begin(launch)
+        brought = [nbytes for place, nbytes in launch.brought if not self._draft.held(place)]
+        self.shrink(limit_bytes - sum(brought), strict)
+        self.seat(launch)
+
+    def drop_old(self, launch: Launching) -> None:
+        """Gives back what a launch on the host has made old on the device."""
+        for place in launch.writes if launch.on == HOST_LANE else ():
+            if self._draft.held(here := self.elsewhere(place)):
+                self.free(here)
+
+    def run(
+        self,
+        launch: Launching,
+        also_writes: tuple[Place, ...] = (),
+        after: tuple[Place, ...] = (),
+    ) -> None:
+        """The launch, and behind it what goes out and what ends."""
+        pieces, device, writes = (launch.piece,), self._view.device, (*launch.writes, *also_writes)
+        op = Compute(pieces, launch.reads, writes, device, launch.on, launch.again, after)
+        self._draft.launch(op)
+        self.clock += 1
+        self._stamps.update(dict.fromkeys(writes, NOW + self.clock))
+        for exchange in launch.reduces:
+            self.exchange(exchange)
+        for place in launch.sends:
+            if not self.evict(place):  # it stays until there is room on the host
+                self._touch(place, self.clock - 1)
+        for place in launch.frees:
+            for copy in (place, self.elsewhere(place)):
+                if self._draft.holds(copy):
+                    self.free(copy)
+        if not self._keeps_gathered:
+            self.drop(launch.drops)
+
+    def _begin(self, launch: Launching) -> None:
+        if launch is not self._launch:
+            self._launch = launch
+            buffers = [place for exchange in launch.gathers for place in exchange.writes]
+            self._pinned = frozenset([*[place for place, _ in launch.brought], *buffers])
+
+    # ---- a group
+    def gather(self, exchange: Exchange) -> None:
+        """Brings what other devices have of a chunk's weights, unless it is here."""
+        begins = exchange.begins
+        assert begins is not None, "what is gathered has a place"
+        if not self._draft.holds(begins.place):
+            self.make_room(begins.place.pool, begins.nbytes)
+            self._draft.grow_all((begins,))
+            self._gathered.pop(begins.place, None)
+            self._gathered[begins.place] = None
+            self.exchange(exchange)
+
+    def offer_gather(self, exchange: Exchange) -> None:
+        """The same if that takes nothing from anybody, and the own part is here."""
+        begins = exchange.begins
+        assert begins is not None, "what is gathered has a place"
+        if self._draft.room(self._here) >= begins.nbytes and self.is_new(exchange.reads[0]):
+            self.gather(exchange)
+
+    def drop(self, places: Iterable[Place]) -> None:
+        """Gives back what of these is here."""
+        for place in places:
+            if self._draft.holds(place):
+                self.free(place)
+
+    def exchange(self, exchange: Exchange) -> None:
+        """A collective between places that are here."""
+        self._draft.exchange(exchange.op(self._view.device))
+        self._stamps.update(dict.fromkeys(exchange.writes, NOW + self.clock))
+
+    def _makes_room(self) -> bool:
+        return super()._makes_room() or self._drop_gathered()
+
+    def _drop_gathered(self) -> bool:
+        """What came latest, and not for this launch: it was gathered ahead of time."""
+        if not self._keeps_gathered:
+            return False
+        held = [place for place in self._view.held_bytes if place not in self._gathered]
+        here = [*held, *self._gathered]
+        mine = [p for p in here if _is_gathered(p) and p.device == self._view.device]
+        for place in reversed(mine):
+            if place not in self._pinned and self._draft.holds(place):
+                self.free(place)
+                return True
+        return False
+
+
+def _is_gathered(place: Place) -> bool:
+    return place.region.kind is Kind.BUFFER and place.region.slot == GATHERED

@@ -1,0 +1,149 @@
+"""What offloading in a known order has in common: fetch ahead, give back, update on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.contract.footprint import gather, gathers, goes_out, launches_of
+from engine.contract.job import TrainingProgress, layout_of
+from engine.contract.layout import TrainingLayout
+from engine.contract.plan import HOST_LANE, Plan, Slice
+from engine.contract.regions import (
+    Kind,
+    Place,
+    Tier,
+    Work,
+    gathered,
+    gradient,
+    hidden,
+    saved,
+    weight,
+)
+from engine.contract.view import View
+from policies.training.cycle import Ahead, CycleLaunch, cycle_of, horizon, trained_before
+from policies.training.eviction import LastIn
+from policies.training.occupancy import STATES
+from policies.training.out_of_memory import patient
+from policies.training.residency import Residency
+
+GRADIENTS_OUT = 2  # as DeepSpeed's stage 3 allows reduce events, and FSDP2 one reduce beside a copy
+Stays = Callable[[TrainingLayout, int, CycleLaunch], bool]  # a chunk's weights, behind a launch
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """How a policy streams. Tiers are inclusive: the host has all weights, and optimizer states.
+
+    prefetch          turns of units (a forward, or a backward) to fetch for, while one runs
+    stays             whether a chunk's weights stay on the device behind a launch
+    may_leave         whether they leave all the same where room is needed
+    overlaps_updates  whether the next forward may begin before the last chunk is updated
+    gradients_out     units whose gradients may still be on their way out when another backward
+                      begins: where the link is slower than computing, they would pile up
+    """
+
+    prefetch: int
+    stays: Stays
+    may_leave: bool = True
+    overlaps_updates: bool = False
+    gradients_out: int = GRADIENTS_OUT
+
+    @patient
+    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+        """A plan for all of the batch. OutOfMemory where a launch can never fit."""
+        kinds = STATES if self.may_leave else (Kind.GRADIENT,)
+        stream = _Stream(self, view, Residency(view, LastIn(), kinds, keeps_gathered=True))
+        for piece in batch:
+            stream.carry_out(piece)
+        return stream.plan()
+
+
+class _Stream:
+    """A plan of a streaming policy in the making."""
+
+    def __init__(self, how: Streaming, view: View, device: Residency) -> None:
+        self._how, self._view, self._device = how, view, device
+        self.plan = device.plan
+
+    def carry_out(self, piece: Slice) -> None:
+        """One task: seat, fetch what comes next, launch, give back what is not wanted soon."""
+        training, view, device = piece.job.training, self._view, self._device
+        assert training is not None
+        first = view.profile.moment(piece.job.job_id)
+        links, ahead = cycle_of(training), horizon(training, max(1, self._how.prefetch))
+        for launch in launches_of(piece, view.device, HOST_LANE):
+            moment = first + device.clock
+            device.seat(launch)
+            if self._how.prefetch:
+                self._fetch(training, ahead[moment])
+            if piece.work is Work.UPDATE:
+                device.run(launch, self._barrier(training, links[moment]))
+                self._renew(training, links[moment])
+            else:
+                device.run(launch, after=self._on_their_way(training, moment))
+                self._give_back(training, links[moment], ahead[moment])
+
+    # ---- forward and backward
+    def _fetch(self, training: TrainingProgress, ahead: Ahead) -> None:
+        """What the next turns use comes in their order, as far as there is room."""
+        layout, job_id, here = layout_of(training), training.spec.job_id, self._view.device
+        first = training.step * training.spec.microbatches
+        for work, u, k in ahead.turns:
+            unit = layout.units[u]
+            for c in unit.chunks:
+                self._device.offer(weight(job_id, c, device=here), layout.chunks[c].weight_bytes)
+            for exchange in gathers(layout, job_id, u, here):
+                self._device.offer_gather(exchange)
+            if work is Work.BACKWARD:
+                for c in unit.trained:
+                    place = gradient(job_id, c, device=here)
+                    self._device.offer(place, layout.chunks[c].gradient_bytes)
+                if goes_out(unit):
+                    self._device.offer(saved(job_id, u, first + k, device=here), unit.saved_bytes)
+                if unit.sends_input:
+                    place = hidden(job_id, u, layout.num_units, first + k, device=here)
+                    self._device.offer(place, unit.input_bytes)
+
+    def _give_back(self, training: TrainingProgress, link: CycleLaunch, ahead: Ahead) -> None:
+        """Weights and gradients that the next turns do not use, as far as the host has room."""
+        layout, job_id, here = layout_of(training), training.spec.job_id, self._view.device
+        unit = layout.units[link.part]
+        for c in unit.chunks:
+            if c not in ahead.chunks and not self._how.stays(layout, c, link):
+                self._device.evict(weight(job_id, c, device=here))
+                self._device.drop((gathered(job_id, c, here),))
+        if link.work is Work.BACKWARD:
+            for c in unit.trained:
+                place = gradient(job_id, c, device=here)
+                if c not in ahead.trained and self._device.holds(place):
+                    self._device.evict(place)
+
+    def _on_their_way(self, training: TrainingProgress, moment: int) -> tuple[Place, ...]:
+        """Gradients on the host that must have come before a backward may begin."""
+        chunks = trained_before(training, self._how.gradients_out + 1)[moment]
+        places = [gradient(training.spec.job_id, c, Tier.HOST) for c in chunks]
+        return tuple([place for place in places if self._device.holds(place)])
+
+    # ---- updates
+    def _barrier(self, training: TrainingProgress, link: CycleLaunch) -> tuple[Place, ...]:
+        """The last update of a step writes all weights, so that whoever fetches waits for it."""
+        chunks = [*training.trained_by]
+        if self._how.overlaps_updates or link.part != chunks[-1]:
+            return ()
+        return tuple([weight(training.spec.job_id, c, Tier.HOST) for c in chunks[:-1]])
+
+    def _renew(self, training: TrainingProgress, link: CycleLaunch) -> None:
+        """Weights on the device are old now: those that stay are copied, the others given back."""
+        chunks, last = [link.part], [*training.trained_by][-1]
+        layout, job_id, here = layout_of(training), training.spec.job_id, self._view.device
+        if not self._how.overlaps_updates:
+            chunks = [*training.trained_by] if link.part == last else []
+        for c in chunks:
+            place, away = weight(job_id, c, device=here), gathered(job_id, c, here)
+            if not (self._device.holds(place) and self._how.stays(layout, c, link)):
+                self._device.drop((place, away))
+                continue
+            self._device.copy(self._device.elsewhere(place), place)
+            if self._device.holds(away):
+                self._device.exchange(gather(layout, job_id, c, here))

@@ -1,0 +1,33 @@
+"""ZeRO-Offload: weights on the device, gradients and optimizer on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from engine.contract.layout import TrainingLayout
+from engine.contract.plan import Plan, Slice
+from engine.contract.regions import Tier
+from engine.contract.view import View
+from policies.training.cycle import CycleLaunch
+from policies.training.streaming import Streaming
+
+
+@dataclass(frozen=True)
+class ZeroOffload:
+    """Gradients go out while backward goes on, the host updates, weights come back (Ren, ATC'21).
+
+    Accumulated gradients come in again for the next microbatch. With `overlaps_updates` the next
+    forward may begin before the last chunk is updated; the original waits. Rests on coming bytes.
+    """
+
+    recurs: ClassVar[bool] = True
+    states_in: ClassVar[tuple[Tier, ...]] = (Tier.HOST,)
+    overlaps_updates: bool = False
+
+    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+        return Streaming(0, _always, False, self.overlaps_updates).fit(batch, view)
+
+
+def _always(layout: TrainingLayout, chunk: int, link: CycleLaunch) -> bool:
+    return True

@@ -1,0 +1,130 @@
+"""Executors on a virtual clock that do the real work: in predicted time, or measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import simpy
+import torch
+
+from engine.contract.executor import Executor, Lanes, Launch, Span
+from engine.contract.plan import Compute, Op, Slice
+from engine.contract.regions import Pool
+from runtime.executors.wall import Link
+from runtime.measure.reference import ClockPace
+from runtime.measure.tracker import Workspace
+from runtime.serving.machine import Prepared, ServingMachine
+
+
+class Predicted(Executor, Protocol):
+    """An executor that only keeps time: the simulator's."""
+
+    def peak_bytes(self, launch: Launch) -> int | None: ...
+
+
+class LockstepExecutor:
+    """Carries every operation out in issue order; its time is that of an executor beside it."""
+
+    def __init__(self, machine: ServingMachine, predicted: Predicted) -> None:
+        self.machine, self.store = machine, getattr(machine, "store", None)
+        self._predicted, self.peak_bytes = predicted, predicted.peak_bytes
+        self._prepared: dict[Op, Prepared] = {}
+
+    def prepare(self, launches: Sequence[Launch]) -> int:
+        """See Executor: packs the launches; the host's time is predicted."""
+        self._prepared.update((launch.op, self.machine.prepare(launch)) for launch in launches)
+        return self._predicted.prepare(launches)
+
+    def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
+        """See Executor: the work is done now, its span is the predicted one."""
+        ended = self.machine.execute(self._prepared.pop(launch.op))
+        self._predicted.run(launch, lambda span: done(span._replace(ended=ended)))
+
+    def release(self, pool: Pool, pages: Sequence[int]) -> None:
+        """See Executor."""
+        self.machine.release(pool, pages)
+
+
+class CpuExecutor:
+    """The service clock: a compute takes the thread's CPU time, a copy the link's time.
+
+    Work is done in issue order on one thread, so a busy machine cannot spoil a duration. What the
+    thread spends between operations (policy, ledger, packing, settling) is the host's time.
+    `links` gives copy lanes their speed by name ("gpu->host"); one without takes what its memcpy
+    took. `workspace` samples what launches peak at, on nobody's time. `pace` counts all times in
+    those of reference works, so that a machine whose speed wanders keeps one clock.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        machine: ServingMachine,
+        links: Mapping[str, Link] | None = None,
+        workspace: Workspace | None = None,
+        pace: ClockPace | None = None,
+    ) -> None:
+        torch.set_num_threads(1)
+        torch.set_flush_denormal(True)  # denormals made a matmul 30 times slower
+        self.machine, self.store = machine, getattr(machine, "store", None)
+        self._links = dict(links or {})
+        self._workspace, self._pace = workspace, pace
+        self._lanes = Lanes(env)
+        self._prepared: dict[Op, Prepared] = {}
+        self._since_ns: int | None = None  # from here on the host's time is not reported yet
+        self._host_ns = 0
+
+    def prepare(self, launches: Sequence[Launch]) -> int:
+        """See Executor: packs the launches; returns the host's CPU time since the last call."""
+        if self._since_ns is None:
+            self._since_ns = time.thread_time_ns()  # what came before the first plan is set-up
+        for launch in launches:
+            self._prepared[launch.op] = self.machine.prepare(launch)
+        self._charge_host()
+        spent, self._host_ns = self._host_ns, 0
+        return self._paced(spent, ())
+
+    def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
+        """See Executor: the work is done now, its span is placed by the measured duration."""
+        prepared = self._prepared.pop(launch.op)
+        start = self._charge_host()
+        ended = self.machine.execute(prepared)
+        self._since_ns = time.thread_time_ns()
+        worked, link = self._since_ns - start, self._links.get(launch.op.lane[1])
+        slices = launch.op.slices if isinstance(launch.op, Compute) else ()
+        took = self._paced(worked, slices) if link is None else link.duration_ns(launch.nbytes)
+        self._lanes.place(launch, took, done, self._peak_bytes(launch.op, prepared), ended)
+        if self._pace is not None and self._pace.is_due(worked):
+            with self.paused():
+                self._pace.measure()
+
+    def _paced(self, thread_ns: int, slices: Sequence[Slice]) -> int:
+        return thread_ns if self._pace is None else round(thread_ns * self._pace.factor_of(slices))
+
+    def _peak_bytes(self, op: Op, prepared: Prepared) -> int | None:
+        if self._workspace is None or not self._workspace.is_due(op):
+            return None
+        with self.paused():
+            return self._workspace.peak_bytes(prepared)
+
+    def release(self, pool: Pool, pages: Sequence[int]) -> None:
+        """See Executor."""
+        self.machine.release(pool, pages)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside is nobody's time: meters and probes. Also what fails there."""
+        self._charge_host()
+        try:
+            yield
+        finally:
+            self._since_ns = time.thread_time_ns()
+
+    def _charge_host(self) -> int:
+        now = time.thread_time_ns()
+        if self._since_ns is not None:
+            self._host_ns += now - self._since_ns
+        self._since_ns = now
+        return now

@@ -1,0 +1,200 @@
+"""Measured memory: what torch's storages, the kernel and the driver say, never our own counters."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from engine.contract.executor import Reading
+from engine.contract.regions import Pool, Tier
+from runtime.measure.tracker import census
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class ProcessResidency:
+    """How much of some memory the kernel holds in RAM, by mincore: 20-40 us per 64 MiB."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor  # keeps the memory mapped
+        self.address = tensor.untyped_storage().data_ptr()
+        first, nbytes = self.address, tensor.untyped_storage().nbytes()
+        self._start = first & ~(mmap.PAGESIZE - 1)
+        self._nbytes = first + nbytes - self._start
+        self._present = bytearray(max(1, -(-self._nbytes // mmap.PAGESIZE)))
+        self._vector = (ctypes.c_ubyte * len(self._present)).from_buffer(self._present)
+
+    def read_bytes(self) -> int:
+        """Whole system pages that are resident now."""
+        if not self._nbytes:
+            return 0
+        address, length = ctypes.c_void_p(self._start), ctypes.c_size_t(self._nbytes)
+        if _LIBC.mincore(address, length, self._vector):
+            raise OSError(ctypes.get_errno(), "mincore failed")
+        return self._present.count(1) * mmap.PAGESIZE
+
+
+class Alive:
+    """Bytes of the distinct storages of some tensors, as long as they live."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+        self._storages = [weakref.ref(storage) for storage in storages.values()]
+
+    def read_bytes(self) -> int:
+        """Bytes of those that somebody still holds."""
+        alive = (ref() for ref in self._storages)
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+    def addresses(self) -> set[int]:
+        """Where those lie."""
+        alive = (ref() for ref in self._storages)
+        return {storage.data_ptr() for storage in alive if storage is not None}
+
+
+def process_bytes() -> int:
+    """Resident memory of this process (RSS), by the kernel."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+class CpuMeter:
+    """Reads both tiers of the CPU stand-in; an engine.contract.executor.Meter.
+
+    persistent_bytes of a pool = its weights' storages that are alive + the pages of its KV arena
+    that the kernel holds (an arena is one tensor per pool). Weights that replicas share count for
+    each. process_bytes, of the first GPU pool only, is the RSS of the process, all pools together.
+    A reading costs ~50 us for 64 MiB of arena; with `every` > 1 only each every-th call
+    reads, and the calls between return nothing (a null in the table, not an old figure).
+    `paused` wraps each reading, so that a service clock can leave its time out; `spent_ns` is its
+    sum in thread CPU time.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[Pool, Iterable[Tensor]],
+        arenas: Mapping[Pool, Tensor],
+        every: int = 1,
+        paused: Callable[[], AbstractContextManager[object]] = nullcontext,
+        held: Callable[[Tier], Iterable[UntypedStorage]] | None = None,
+    ) -> None:
+        """`held`: what training holds in a tier of device 0, its graphs' tensors too."""
+        if every < 1:
+            raise ValueError(f"meter: every is {every}; it must be at least 1")
+        pools = {*weights, *arenas}
+        if held is not None:
+            pools |= {(Tier.GPU, 0), (Tier.HOST, 0)}
+        self._held = held
+        self._weights = {pool: Alive(weights.get(pool, ())) for pool in pools}
+        self._arenas = {pool: ProcessResidency(tensor) for pool, tensor in arenas.items()}
+        self._every, self._paused = every, paused
+        self._calls = 0
+        self.spent_ns = 0
+
+    def read(self) -> Mapping[Pool, Reading]:
+        """One reading per pool, or nothing at a call that is left out."""
+        with self._paused():
+            self._calls += 1
+            if (self._calls - 1) % self._every:
+                return {}
+            begin_ns = time.thread_time_ns()
+            readings = {pool: self._reading(pool) for pool in self._weights}
+            self.spent_ns += time.thread_time_ns() - begin_ns
+        return readings
+
+    def unclaimed_bytes(self) -> int:
+        """Bytes of all CPU storages that Python can reach and that nobody accounts for: neither
+        weights nor arena, nor what training holds in a tier.
+
+        Small change if nobody holds memory behind the ledger's back. Takes ~0.1 s: see census().
+        """
+        claimed = {arena.address for arena in self._arenas.values()}
+        for alive in self._weights.values():
+            claimed |= alive.addresses()
+        if self._held is not None:
+            held = (storage for tier in (Tier.GPU, Tier.HOST) for storage in self._held(tier))
+            claimed |= {storage.data_ptr() for storage in held}
+        return sum(nbytes for address, nbytes in census().items() if address not in claimed)
+
+    def _reading(self, pool: Pool) -> Reading:
+        arena = self._arenas.get(pool)
+        persistent = self._weights[pool].read_bytes() + (arena.read_bytes() if arena else 0)
+        if not pool[1]:
+            persistent += _distinct_bytes(self._held, pool[0])
+        return Reading(persistent, process_bytes() if pool == (Tier.GPU, 0) else None)
+
+
+class CudaMeter:
+    """Reads torch's CUDA allocator and the driver; an engine.contract.executor.Meter.
+
+    persistent_bytes of the GPU pool = bytes that clients of the caching allocator asked for and
+    hold (`requested_bytes`; the allocator rounds each to 512). An arena is taken whole at the
+    start, so this is weights + arena whatever is booked; a launch in flight adds the few
+    index tensors it keeps. process_bytes = what the driver says is in use on the device, by
+    anybody. The HOST pool is its pinned arena (it cannot leave RAM: the size of its storage), what
+    training holds there by torch's own sizes, and the RSS. `every`, `paused` and `held` as in
+    CpuMeter. `graph_bytes` is what graphs keep beside that (the allocator calls it reserved, not
+    requested).
+    """
+
+    def __init__(
+        self,
+        device: int = 0,
+        host_arenas: Sequence[Tensor] = (),
+        every: int = 1,
+        paused: Callable[[], AbstractContextManager[object]] = nullcontext,
+        graph_bytes: int = 0,
+        held: Callable[[Tier], Iterable[UntypedStorage]] | None = None,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"meter: every is {every}; it must be at least 1")
+        self._device, self._every, self._calls, self._paused = device, every, 0, paused
+        self._graph_bytes = graph_bytes
+        pinned = [tensor.untyped_storage().nbytes() for tensor in host_arenas]
+        self._pinned_bytes = sum(pinned) if pinned or held is not None else None
+        self._held = held
+
+    def read(self) -> Mapping[Pool, Reading]:
+        """One reading per pool, or nothing at a call that is left out."""
+        self._calls += 1
+        if (self._calls - 1) % self._every:
+            return {}
+        with self._paused():
+            return self._readings()
+
+    def _readings(self) -> Mapping[Pool, Reading]:
+        requested = torch.cuda.memory_stats_as_nested_dict(self._device)["requested_bytes"]["all"]
+        free, total = torch.cuda.mem_get_info(self._device)
+        persistent = int(requested["current"]) + self._graph_bytes
+        readings = {(Tier.GPU, self._device): Reading(persistent, total - free)}
+        if self._pinned_bytes is not None:
+            host_bytes = self._pinned_bytes + _distinct_bytes(self._held, Tier.HOST)
+            readings[(Tier.HOST, self._device)] = Reading(host_bytes, process_bytes())
+        return readings
+
+
+def _distinct_bytes(held: Callable[[Tier], Iterable[UntypedStorage]] | None, tier: Tier) -> int:
+    """Of what training holds in a tier, by torch's own sizes, each storage once."""
+    storages = () if held is None else held(tier)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def page_slack_bytes(num_pages: int, page_bytes: int) -> int:
+    """Most by which kernel residency may exceed the KV pages held, in an arena of `num_pages`.
+
+    0 where KV pages are whole system pages: then residency is exact. Elsewhere a system page that
+    two KV pages share may be resident for either, or stay behind both.
+    """
+    shared = sum(1 for i in range(1, num_pages + 1) if i * page_bytes % mmap.PAGESIZE)
+    return shared * mmap.PAGESIZE
+
+
+assert os.name == "posix", "residency is asked of a POSIX kernel"

@@ -1,0 +1,213 @@
+"""A training job's weights, gradients and optimizer states: how they lie in their chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from engine.contract import regions
+from engine.contract.regions import Region
+from runtime.training.store import (
+    LostContents,
+    RegionStore,
+    State,
+    flat_parts,
+    named,
+    present,
+    typed,
+)
+
+MASTER = torch.float32
+
+
+Part = TypeVar("Part")
+
+
+class Own(NamedTuple, Generic[Part]):
+    """The one storage of a region on the device, and views of its parts: making them takes longer
+    than a small update."""
+
+    home: UntypedStorage
+    parts: Sequence[Part]
+
+
+class ModelStates:
+    """Binds a model's parameters to chunks, and chunks to regions of a store.
+
+    From now on each parameter is a view of its chunk's storage on the device, which is empty while
+    the chunk is not there; so optimizer states have one storage there for good. In a region the
+    parameters of a chunk lie behind each other in the order given; what is behind them fills it up.
+    Optimizer states are sections, each of the same order: master weights where `has_master`, then
+    moments. Gradients have a storage per parameter, so that what autograd has made can take its
+    place there.
+    Until a chunk's regions are first grown its initial contents stay where the model was built, in
+    neither tier, as on a disk. When the job has ended the last copy of a chunk's weights may
+    go: it is kept as a result, in neither tier again.
+    """
+
+    def __init__(
+        self,
+        job_id: int,
+        model: Any,
+        chunks: Sequence[Sequence[int]],
+        store: RegionStore,
+        dtype: torch.dtype,
+        num_sections: int,
+    ) -> None:
+        self.job_id, self.chunks, self._store = job_id, tuple(map(tuple, chunks)), store
+        self.parameters = list(model.parameters())
+        self.dtype, self._num_sections = dtype, num_sections
+        self.trains = _whether_chunks_train(self.chunks, self.parameters)
+        self.chunk_of = {p: c for c, own in enumerate(self.chunks) for p in own}
+        self._sizes = [[self.parameters[p].numel() for p in own] for own in self.chunks]
+        self.pending: set[int] = set()  # chunks with gradients that no update has used
+        self.has_ended = False
+        self._names = _names(model, self.parameters)
+        self._first: dict[int, Tensor] = {}  # initial contents that are still to be read
+        self._readers: dict[int, int] = {}  # per chunk: how many regions have yet to read them
+        self._results: dict[int, Tensor] = {}
+        self._home_weights: list[Own[Tensor]] = []  # weights by chunk
+        self._home_states: dict[int, Own[Sequence[Tensor]]] = {}  # optimizer states by chunk
+        for chunk in range(len(self.chunks)):
+            self._bind(chunk)
+
+    # ---- regions
+    def weight(self, chunk: int) -> Region:
+        return regions.weight(self.job_id, chunk).region
+
+    def gradient(self, chunk: int) -> Region:
+        return regions.gradient(self.job_id, chunk).region
+
+    def optimizer(self, chunk: int) -> Region:
+        return regions.optimizer(self.job_id, chunk).region
+
+    # ---- views
+    def numbers(self, chunk: int, storage: UntypedStorage) -> Sequence[Tensor]:
+        """The flat parts of a weight region, one per parameter of the chunk."""
+        home, parts = self._home_weights[chunk]
+        return parts if storage is home else flat_parts(storage, self.dtype, self._sizes[chunk])
+
+    def gradients(self, chunk: int, storages: Sequence[UntypedStorage | None]) -> list[Tensor]:
+        """What a gradient region holds, flat, one per parameter of the chunk."""
+        own = zip(self._sizes[chunk], storages, strict=False)  # behind them what fills it up
+        return [typed(present(storage), self.dtype, (size,)) for size, storage in own]
+
+    def sections(self, chunk: int, storage: UntypedStorage) -> list[Sequence[Tensor]]:
+        """The flat parts of an optimizer region: per section, one per parameter of the chunk."""
+        home, parts = self._home_states[chunk]
+        if storage is home and parts:
+            return parts
+        count = storage.nbytes() // (self._num_sections * MASTER.itemsize)
+        starts = range(0, count * self._num_sections, count)
+        found = [flat_parts(storage, MASTER, self._sizes[chunk], at) for at in starts]
+        if storage is home:  # it has its size now, and will have no other
+            self._home_states[chunk] = Own(home, found)
+        return found
+
+    @property
+    def has_master(self) -> bool:
+        return self.dtype != MASTER
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Copies of the newest weights by the model's names, tied ones under each of theirs."""
+        found = dict(self._results)
+        for chunk, own in enumerate(self.chunks):
+            storage = self._store.newest(self.weight(chunk))
+            if storage is not None:
+                found.update(zip(own, self._copies(chunk, storage), strict=True))
+        found = {**self._first, **found}
+        return {name: found[p].view(self.parameters[p].shape) for name, p in self._names.items()}
+
+    # ---- binding
+    def _bind(self, chunk: int) -> None:
+        """Makes parameters views of a storage that is empty until the chunk is grown."""
+        sizes = self._sizes[chunk]
+        flat = torch.empty(sum(sizes), dtype=self.dtype, device=self._store.device)
+        parts = flat.split(sizes)
+        for p, part in zip(self.chunks[chunk], parts, strict=True):
+            parameter = self.parameters[p]
+            self._first[p] = parameter.data
+            parameter.data = part.view(parameter.shape)
+        home = flat.untyped_storage()
+        home.resize_(0)
+        self._home_weights.append(Own(home, parts))
+        self._readers[chunk] = 1 + (self.trains[chunk] and self.has_master)
+        self._declare_weights(chunk, home)
+        if not self.trains[chunk]:
+            return
+        self._declare_gradients(chunk)
+        if self._num_sections:
+            self._declare_optimizer(chunk)
+
+    def _declare_weights(self, chunk: int, home: UntypedStorage) -> None:
+        def fill(storage: UntypedStorage) -> None:
+            self._read_first(chunk, self.numbers(chunk, storage))
+
+        def farewell(storage: UntypedStorage) -> None:
+            if not self.has_ended:
+                raise LostContents(f"{named(self.weight(chunk))} has no other copy as new")
+            own = zip(self.chunks[chunk], self._copies(chunk, storage), strict=True)
+            self._results.update(own)
+
+        self._store.declare(self.weight(chunk), State(farewell, fill, home))
+
+    def _declare_gradients(self, chunk: int) -> None:
+        def farewell(_: UntypedStorage) -> None:
+            if chunk in self.pending:
+                raise LostContents(f"{named(self.gradient(chunk))} has not been used for an update")
+
+        sizes = [size * self.dtype.itemsize for size in self._sizes[chunk]]
+        self._store.declare(self.gradient(chunk), State(farewell, sizes=sizes))
+
+    def _declare_optimizer(self, chunk: int) -> None:
+        def fill(storage: UntypedStorage) -> None:
+            sections = self.sections(chunk, storage)
+            for part in (part for section in sections for part in section):
+                part.zero_()
+            if self.has_master:
+                self._read_first(chunk, sections[0])
+
+        def farewell(_: UntypedStorage) -> None:
+            if not self.has_ended:
+                raise LostContents(f"{named(self.optimizer(chunk))} has no other copy as new")
+
+        home = UntypedStorage(0, device=self._store.device)
+        self._home_states[chunk] = Own(home, ())
+        self._store.declare(self.optimizer(chunk), State(farewell, fill, home))
+
+    def _read_first(self, chunk: int, parts: Sequence[Tensor]) -> None:
+        """Writes initial contents; gives them up once weights and master weights have them."""
+        for p, part in zip(self.chunks[chunk], parts, strict=True):
+            part.copy_(self._first[p].reshape(-1))
+        self._readers[chunk] -= 1
+        if not self._readers[chunk]:
+            for p in self.chunks[chunk]:
+                del self._first[p]
+
+    def _copies(self, chunk: int, storage: UntypedStorage) -> list[Tensor]:
+        return [part.to("cpu", copy=True) for part in self.numbers(chunk, storage)]
+
+
+def _whether_chunks_train(
+    chunks: Sequence[Sequence[int]], parameters: Sequence[torch.nn.Parameter]
+) -> list[bool]:
+    """Per chunk. ValueError unless each parameter is in one chunk, frozen ones among their like."""
+    if sorted(p for own in chunks for p in own) != list(range(len(parameters))):
+        raise ValueError(f"chunks must hold each of the {len(parameters)} parameters once")
+    kinds = [{parameters[p].requires_grad for p in own} for own in chunks]
+    for chunk, kind in enumerate(kinds):
+        if len(kind) != 1:
+            raise ValueError(
+                f"chunk {chunk} must hold parameters, either frozen or trained ones: an update "
+                "would move both"
+            )
+    return [kind.pop() for kind in kinds]
+
+
+def _names(model: Any, parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
+    number = {id(parameter): i for i, parameter in enumerate(parameters)}
+    named_ones = model.named_parameters(remove_duplicate=False)
+    return {name: number[id(parameter)] for name, parameter in named_ones}

@@ -1,0 +1,212 @@
+"""Piecewise linear tables over integers, and their memory of answers."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, product
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+Nodes = tuple[int, ...]
+log = logging.getLogger(__name__)
+
+
+def hats(nodes: Nodes, x: float) -> list[tuple[int, float]]:
+    """The (node, weight) pairs of a point: straight between nodes, extended beyond both ends.
+
+    Weights sum to one.
+    """
+    if len(nodes) == 1:
+        return [(0, 1.0)]
+    high = min(max(bisect_right(nodes, x), 1), len(nodes) - 1)
+    part = (x - nodes[high - 1]) / (nodes[high] - nodes[high - 1])
+    return [(high - 1, 1.0 - part), (high, part)]
+
+
+def check_finite(values: Iterable[float]) -> None:
+    """ValueError, with its row from 1 on, for a value that is no finite number."""
+    for row, value in enumerate(values, 1):
+        if not isfinite(value):
+            raise ValueError(
+                f"row {row}: a cost is {value}, no finite number; measure it again or leave it out"
+            )
+
+
+def check_times(values: Iterable[float]) -> None:
+    """ValueError, with its row, for a measured time that is no finite number, or below zero."""
+    times = list(values)
+    check_finite(times)
+    for row, time in enumerate(times, 1):
+        if time < 0:
+            raise ValueError(
+                f"row {row}: a cost is {time}, below zero; measure it again or leave it out"
+            )
+
+
+def check_nodes(axes: Iterable[Nodes]) -> None:
+    """ValueError for an axis whose nodes do not rise, or begin below zero."""
+    for number, nodes in enumerate(axes, 1):
+        if not nodes or min(nodes) < 0 or any(a >= b for a, b in pairwise(nodes)):
+            raise ValueError(f"axis {number} does not rise from 0 or above; run tandem calibrate")
+
+
+def warn_beyond(table: str, first: object) -> None:
+    """Says in the log, for the first look-up outside a table, what that means and what helps."""
+    log.warning(
+        "cost table %s is extrapolated, first at %s: there predictions are guesses "
+        "(provenance.json counts them, cost_extrapolated); where they matter, take a profile that "
+        "reaches as far, or ask for less: shorter requests (`tandem trace import "
+        "--max-total-tokens`), or units of training as large as the profile's",
+        table,
+        first,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Values (ns) at the product of the axes' nodes, the last axis fastest.
+
+    ValueError for a value that is no finite number: predictions would be none either.
+    """
+
+    axes: tuple[Nodes, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_finite(self.values)
+
+    def times(self, factor: float) -> Table:
+        """The same with all values times a factor."""
+        return Table(self.axes, tuple([value * factor for value in self.values]))
+
+    def weights(self, point: Sequence[float]) -> list[tuple[int, float]]:
+        """The (index of value, weight) pairs of a point."""
+        sides = [hats(nodes, x) for nodes, x in zip(self.axes, point, strict=True)]
+        found = []
+        for corner in product(*sides):
+            index, weight = 0, 1.0
+            for nodes, (node, part) in zip(self.axes, corner, strict=True):
+                index, weight = index * len(nodes) + node, weight * part
+            found.append((index, weight))
+        return found
+
+    def value(self, point: Sequence[float]) -> float:
+        """Nanoseconds at a point; never below zero, also far outside."""
+        return max(0.0, sum([self.values[i] * weight for i, weight in self.weights(point)]))
+
+    def covers(self, point: Sequence[float]) -> bool:
+        """Whether the point lies between the first and the last node of each axis."""
+        return all(n[0] <= x <= n[-1] for n, x in zip(self.axes, point, strict=True))
+
+
+class Lookup(dict[int | tuple[int, int], float]):
+    """Answers of a table by whole numbers, computed on first use.
+
+    Outside the grid it extrapolates, counts the point once and says so once in the log.
+    """
+
+    def __init__(self, name: str, table: Table, units: Sequence[str] = ()) -> None:
+        """`units`: what each axis counts, for the log."""
+        super().__init__()
+        self.name, self.table, self.units = name, table, units
+        self.outside = 0  # distinct points asked for that the grid does not cover
+
+    def __missing__(self, key: int | tuple[int, int]) -> float:
+        point = key if isinstance(key, tuple) else (key,)
+        if not self.table.covers(point):
+            if not self.outside:
+                warn_beyond(self.name, self._told(point))
+            self.outside += 1
+        value = self[key] = self.table.value(point)
+        return value
+
+    def _told(self, point: Sequence[int]) -> str:
+        """The point, and where the grid ends."""
+        units = self.units or ("",) * len(point)
+        shown = [f"{x} {unit}".strip() for x, unit in zip(point, units, strict=True)]
+        ends = [f"{nodes[0]} to {nodes[-1]}" for nodes in self.table.axes]
+        return f"{', '.join(shown)} (it was fitted to {', '.join(ends)})"
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Nodes of the first axis, and for each a value or the table of the axes after it."""
+
+    nodes: Nodes
+    parts: tuple[float | Ragged, ...]
+    _arrays: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def value(self, point: Sequence[float]) -> float:
+        """Straight between nodes and beyond the last; before the first, its value."""
+        return sum([weight * part for part, weight in self._cut(point) if isinstance(part, float)])
+
+    def values(self, points: Any) -> Any:
+        """The same of a table with one axis, at an array of points."""
+        if not self._arrays:
+            self._arrays.extend((np.asarray(self.nodes), np.asarray(self.parts, float)))
+        nodes, parts = self._arrays
+        if len(nodes) == 1:
+            return np.full(len(points), parts[0])
+        points = np.maximum(points, nodes[0])
+        high = np.searchsorted(nodes, points, side="right")
+        high = np.minimum(np.maximum(high, 1), len(nodes) - 1)
+        share = (points - nodes[high - 1]) / (nodes[high] - nodes[high - 1])
+        return (1.0 - share) * parts[high - 1] + share * parts[high]
+
+    def rows(self, point: Sequence[float]) -> list[tuple[Ragged, float]]:
+        """The tables that are left when all axes but the last are fixed, with their weights."""
+        return [(part, weight) for part, weight in self._cut(point) if isinstance(part, Ragged)]
+
+    def ends(self) -> tuple[int, ...]:
+        """The last node of each axis, over all tables."""
+        inner = zip(*(part.ends() for part in self.parts if isinstance(part, Ragged)), strict=True)
+        return (self.nodes[-1], *map(max, inner))
+
+    def _cut(self, point: Sequence[float]) -> list[tuple[float | Ragged, float]]:
+        first, rest = point[0], point[1:]
+        found: list[tuple[float | Ragged, float]] = []
+        for index, weight in hats(self.nodes, max(first, self.nodes[0])):
+            if not weight:
+                continue
+            part = self.parts[index]
+            if rest and isinstance(part, Ragged):
+                found += [(leaf, weight * inner) for leaf, inner in part._cut(rest)]
+            else:
+                found.append((part, weight))
+        return found
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[float]]) -> Ragged:
+        """From rows of coordinates with the value last; the last of equal ones counts.
+
+        ValueError for a value that is no time.
+        """
+        groups: dict[int, list[Sequence[float]]] = {}
+        for row in rows:
+            groups.setdefault(int(row[0]), []).append(row[1:])
+        nodes = tuple(sorted(groups))
+        parts = [groups[node] for node in nodes]
+        check_times(part[-1][0] for part in parts if len(part[0]) == 1)
+        return cls(nodes, tuple(p[-1][0] if len(p[0]) == 1 else cls.of(p) for p in parts))
+
+
+class Watch:
+    """Counts, per axis, the points beyond a table's last node, and says so once in the log."""
+
+    def __init__(self, name: str, table: Ragged, axes: Sequence[str]) -> None:
+        self.outside: dict[str, int] = {}
+        ends = zip(axes, table.ends(), strict=True)
+        self._ends = [(f"{name} by {axis}", end) for axis, end in ends]
+
+    def look(self, point: Sequence[float]) -> None:
+        """A point is asked for."""
+        for (name, end), x in zip(self._ends, point, strict=True):
+            if x > end:
+                if name not in self.outside:
+                    warn_beyond(name, x)
+                self.outside[name] = self.outside.get(name, 0) + 1

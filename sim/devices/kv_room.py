@@ -1,0 +1,82 @@
+"""KV pages that an engine finds room for: weights, activation peak and a reserve, by formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from models.spec import ModelSpec
+from models.workspace import workspace_bytes
+
+GRAPH_RESERVE_BYTES = 64 << 20  # cuBLAS's workspace (32 MiB on Hopper), segments not filled
+SPLIT_ROWS = 1024  # rows times KV heads up to which a decode may split keys (132 x 4, rounded up)
+LOGIT_BYTES = 12  # float32 logits, their probabilities and the draws they are divided by
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What lies in a share of a device's memory. All in bytes.
+
+    weights     all parameters, embeddings and head included
+    activation  the larger of a forward over `step_tokens` and of sampling for `sequences`: logits
+                in the model's dtype and LOGIT_BYTES for each of sequences x vocabulary
+    reserve     what no formula gives: context and library workspaces outside the allocator, graphs
+    """
+
+    usable: int
+    weights: int
+    activation: int
+    reserve: int
+    page: int
+
+    @property
+    def left(self) -> int:
+        """What KV may take; below 0 where the rest does not fit."""
+        return self.usable - self.weights - self.activation - self.reserve
+
+    @property
+    def pages(self) -> int:
+        """KV pages in what is left. ValueError where nothing is."""
+        if self.left < self.page:
+            raise ValueError(
+                f"memory: {self.weights} bytes of weights, {self.activation} of activations and a "
+                f"reserve of {self.reserve} leave no page of {self.page} in {self.usable}; "
+                "take a larger share, a smaller model or a smaller step"
+            )
+        return self.left // self.page
+
+
+def plan_memory(
+    model: ModelSpec,
+    device_bytes: int,
+    share: float,
+    step_tokens: int,
+    sequences: int,
+    reserve_bytes: int,
+    page_tokens: int = 16,
+) -> MemoryPlan:
+    """The plan of an engine that profiles itself at its largest step, as vLLM does."""
+    forward = workspace_bytes(model, [step_tokens], samples=0)
+    sampling = sequences * model.vocab_size * (model.item_bytes + LOGIT_BYTES)
+    return MemoryPlan(
+        usable=int(share * device_bytes),
+        weights=model.weight_bytes,
+        activation=max(forward, sampling),
+        reserve=reserve_bytes,
+        page=page_tokens * model.kv_token_bytes,
+    )
+
+
+def graph_bytes(model: ModelSpec, rows: int, page_tokens: int) -> int:
+    """What graphs of up to so many decodes keep for themselves, whatever runs; 0 without graphs.
+
+    Their buffers (seven numbers and a page table per row, as long as the model's positions), the
+    workspace of the largest one in which the others lie too, the float32 outputs and sums of split
+    keys, and GRAPH_RESERVE_BYTES. An upper estimate: never compared with a GPU.
+    """
+    if not rows:
+        return 0
+    table = 4 * 16 * -(-model.max_positions // (16 * page_tokens))  # rows of 16 page ids
+    shared = model.num_heads // model.num_kv_heads
+    split = max(rows * model.num_kv_heads, SPLIT_ROWS) * shared * 4 * (model.head_dim + 1)
+    workspace = workspace_bytes(model, [1] * rows, samples=rows, page_tokens=page_tokens)
+    return rows * (7 * 8 + table) + workspace + split + GRAPH_RESERVE_BYTES

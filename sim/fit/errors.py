@@ -1,0 +1,92 @@
+"""How far a cost model is from recorded steps, by class of shapes and by table."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import pandas as pd
+
+from sim.cost.contract import ShapeCost
+from sim.cost.tables import TableCost
+from sim.cost.training_launch import Trained
+from sim.fit.fit_tables import terms
+from sim.fit.recorded_shapes import Copied, Observed, Planned, Shape, observed
+
+ALL = "all launches"  # the class that sums all launches up
+OPERATOR = "operator "  # before the name of a table, where errors are told by these
+
+
+def errors(cost: ShapeCost, *tables: Any) -> pd.DataFrame:
+    """How far a cost model is from recorded steps: one row per class of shapes, and all launches.
+
+    Each of `tables` is of one run: a STEPS table (Arrow or pandas).
+
+    Columns: rows, mape, p90 (of the absolute error), bias (mean signed error), total (of the sum),
+    all relative to the measurement.
+    """
+    return errors_of(cost, chain.from_iterable(map(observed, tables)))
+
+
+def errors_of(cost: ShapeCost, found: Iterable[Observed]) -> pd.DataFrame:
+    """The same of shapes with durations."""
+    frame = _frame((shape.group, _predict(cost, shape), ns) for shape, ns in found)
+    launches = frame[~frame["class"].str.match("copy|host")].assign(**{"class": ALL})
+    return _summary(pd.concat([frame, launches]))
+
+
+def operator_errors(cost: TableCost, found: Iterable[Observed]) -> pd.DataFrame:
+    """The same with one row per table of a cost model, over the shapes that this table rules.
+
+    Nobody times an operator alone, so its error is that of whole launches which are mostly its own.
+    A table that rules none has no rows, and NaN for errors.
+    """
+    ruled = ((ruling(cost, shape), _predict(cost, shape), ns) for shape, ns in found)
+    table = _summary(_frame((OPERATOR + name, *times) for name, *times in ruled if name))
+    table = table.reindex(pd.Index([OPERATOR + name for name in cost.tables], name="class"))
+    return table.assign(rows=table["rows"].fillna(0).astype(int))
+
+
+def ruling(cost: TableCost, shape: Shape) -> str | None:
+    """The table that makes up half or more of a shape's predicted time; None where none does.
+
+    Nor does any where a shape is priced by the table of something like it.
+    """
+    shares: dict[str, float] = defaultdict(float)
+    for name, point in terms(shape):
+        if name in cost.tables:
+            shares[name] += cost.tables[name].value(point)
+    name, ns = max(shares.items(), key=lambda share: share[1], default=("", 0.0))
+    return name if 2 * ns >= sum(shares.values()) > 0 else None
+
+
+def _predict(cost: ShapeCost, shape: Shape) -> int:
+    if isinstance(shape, Planned):
+        return cost.plan_ns(*shape)
+    if isinstance(shape, Copied):
+        return cost.transfer_ns(*shape)
+    if isinstance(shape, Trained):
+        return cost.trained_ns(shape)
+    tokens, contexts = [n for n, _ in shape.slices], [context for _, context in shape.slices]
+    return cost.shape_ns(tokens, contexts, shape.samples)
+
+
+def _frame(judged: Iterable[tuple[Any, ...]]) -> pd.DataFrame:
+    frame = pd.DataFrame(judged, columns=["class", "predicted", "measured"])
+    frame = frame[frame["measured"] > 0]
+    return frame.assign(error=frame["predicted"] / frame["measured"] - 1.0)
+
+
+def _summary(frame: pd.DataFrame) -> pd.DataFrame:
+    groups = frame.groupby("class", sort=True)
+    return pd.DataFrame(
+        {
+            "rows": groups.size(),
+            "mape": groups["error"].apply(lambda e: float(e.abs().mean())),
+            "p90": groups["error"].apply(lambda e: float(e.abs().quantile(0.9))),
+            "bias": groups["error"].mean(),
+            "total": groups["predicted"].sum() / groups["measured"].sum() - 1.0,
+        }
+    )

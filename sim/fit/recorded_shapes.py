@@ -1,0 +1,145 @@
+"""Recorded steps as shapes with durations: what cost tables are fitted to and judged by."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from statistics import median
+from typing import Any, NamedTuple
+
+from engine.contract.plan import COMPUTE_LANE
+from sim.cost.training_launch import Trained
+
+TRAINING_WORKS = ("forward", "again", "backward", "update", "mixed")  # in STEPS
+DECODE_ONLY, PREFILL_ONLY, WITH_PAST, MIXED, HOST = (
+    "decode only",
+    "prefill only",
+    "prefill with past",
+    "mixed",
+    "host",
+)
+
+
+class Launched(NamedTuple):
+    """The shape of a compute launch: slices as sorted (tokens, context), rows of the head."""
+
+    slices: tuple[tuple[int, int], ...]
+    samples: int
+
+    @property
+    def group(self) -> str:
+        """The class under which errors are reported."""
+        decodes = sum(1 for n, context in self.slices if n == 1 and context)
+        if decodes == len(self.slices):
+            return DECODE_ONLY
+        if decodes:
+            return MIXED
+        return WITH_PAST if any(context for _, context in self.slices) else PREFILL_ONLY
+
+
+class Copied(NamedTuple):
+    """The shape of a copy."""
+
+    direction: str
+    nbytes: int
+    contended: bool
+
+    @property
+    def group(self) -> str:
+        return f"copy {self.direction}" + (" contended" if self.contended else "")
+
+
+class Planned(NamedTuple):
+    """The host's part of a plan: its slices and copies, and those of several tokens."""
+
+    items: int
+    prompts: int = 0
+
+    @property
+    def group(self) -> str:
+        return HOST
+
+
+Shape = Launched | Copied | Planned | Trained
+Observed = tuple[Shape, int]  # with its duration in ns
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """All repeats of a shape: their median and how many there were."""
+
+    shape: Shape
+    ns: float
+    repeats: int
+
+
+def observed(steps: Any) -> list[Observed]:
+    """Every duration in a STEPS table (Arrow or pandas): launches, copies, host parts of plans.
+
+    Launches that train are left out: sim.fit.fit_tables knows them by their job. Host parts count
+    where any is above zero: a step table from elsewhere may have none.
+    """
+    rows = rows_of(steps)
+    found: list[Observed] = []
+    plans: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for row in rows:
+        is_training = trains(row)
+        if row["lane"] == COMPUTE_LANE and not is_training:
+            pairs = zip(map(int, row["tokens"]), map(int, row["contexts"]), strict=True)
+            shape = Launched(tuple(sorted(pairs)), int(row["samples"]))
+            found.append((shape, int(row["end_ns"] - row["start_ns"])))
+        plan = plans[int(row["device"]), int(row["step"])]
+        tokens = () if row["tokens"] is None else row["tokens"]
+        plan[0] += len(tokens) or 1
+        plan[1] += 0 if is_training else sum(n > 1 for n in tokens)
+        plan[2] += int(row["host_ns"])
+    found += _copied([row for row in rows if "->" in row["lane"]])
+    if any(host_ns for *_, host_ns in plans.values()):
+        found += [(Planned(items, prompts), host_ns) for items, prompts, host_ns in plans.values()]
+    return found
+
+
+def rows_of(steps: Any) -> list[dict[str, Any]]:
+    """The rows of a table, Arrow or pandas."""
+    found: list[dict[str, Any]]
+    found = steps.to_pylist() if hasattr(steps, "to_pylist") else steps.to_dict("records")
+    return found
+
+
+def trains(row: Mapping[str, Any]) -> bool:
+    """Whether a row of STEPS is a launch of training; tables of before say nothing of it."""
+    return row.get("work") in TRAINING_WORKS
+
+
+def points(found: Iterable[Observed]) -> list[Point]:
+    """One point per distinct shape, in order of first sight: the median forgives single spikes."""
+    times: dict[Shape, list[int]] = defaultdict(list)
+    for shape, ns in found:
+        times[shape].append(ns)
+    return [Point(shape, float(median(ns)), len(ns)) for shape, ns in times.items()]
+
+
+def _copied(rows: Sequence[dict[str, Any]]) -> list[Observed]:
+    """Copies, contended where the other direction ran for at least half of their time."""
+    runs: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
+    for row in rows:
+        runs[row["device"], row["lane"]].append((int(row["start_ns"]), int(row["end_ns"])))
+    for spans in runs.values():
+        spans.sort()  # a lane runs one copy at a time, so ends rise too
+    found: list[Observed] = []
+    for row in rows:
+        start, end = int(row["start_ns"]), int(row["end_ns"])
+        opposite = "->".join(reversed(row["lane"].split("->")))
+        shared = _shared_ns(runs[row["device"], opposite], start, end)
+        shape = Copied(row["lane"], int(row["nbytes"]), 2 * shared >= end - start > 0)
+        found.append((shape, end - start))
+    return found
+
+
+def _shared_ns(spans: Sequence[tuple[int, int]], start: int, end: int) -> int:
+    first = bisect_right(spans, start, key=lambda span: span[1])
+    within = takewhile(lambda span: span[0] < end, spans[first:])
+    return sum(min(end, high) - max(start, low) for low, high in within)

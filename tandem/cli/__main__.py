@@ -1,0 +1,161 @@
+"""The command line: verbs by argparse, settings by Hydra overrides. Start-up imports nothing else.
+
+Exit codes: 0 done, 1 a run failed, served nobody or lost requests at a server, or the system
+refused a file, 2 the command or its settings are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+
+from tandem.cli.errors import RunFailed
+
+VERBS = {
+    "run": ("tandem.cli.run", "one run or a sweep (-m): predicted or measured, by backend=..."),
+    "plan": (
+        "tandem.cli.plan_command",
+        "training foreseen: does it fit, how long is a step, and why",
+    ),
+    "sweep": ("tandem.cli.sweep", "a grid of runs in parallel; resumes, survives failing points"),
+    "collect": ("tandem.cli.collect", "one table of all runs in a folder"),
+    "report": ("tandem.cli.report", "the page of a run or of a sweep: figures and their numbers"),
+    "compare": ("tandem.cli.compare", "two run folders: how far apart and why; writes a report"),
+    "calibrate": (
+        "tandem.cli.calibrate",
+        "profile a device through the executor and fit its costs",
+    ),
+    "trace": ("tandem.cli.trace", "import ShareGPT, Azure, BurstGPT, Mooncake, ...; export; show"),
+    "list": ("tandem.cli.catalog", "what can be chosen: policies, traces, models, devices, ..."),
+    "doctor": ("tandem.cli.doctor", "this machine and installation, to paste into a bug report"),
+}
+EXAMPLES = """examples:
+  tandem run                                      the sample trace, simulated
+  tandem run backend=cpu                          the same, measured on this CPU
+  tandem sweep policy=chunked_restart,static_restart arrival.rate=2,4,8
+  tandem compare outputs/.../SIM outputs/.../CPU  both together, with a report
+  tandem trace import ShareGPT_V3.json --tokenizer path/to/tokenizer --out sharegpt.parquet
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit code."""
+    if argv is None:
+        _in_utf8()
+    words = list(sys.argv[1:] if argv is None else argv)
+    warnings_are_ours()
+    if words and words[0] in VERBS:
+        module, _ = VERBS[words[0]]
+        return guarded(lambda: import_module(module).main(words[1:]))
+    _parser().parse_args(words)  # help, version, or a usage error
+    return 2
+
+
+def _in_utf8() -> None:
+    """Begins again in Python's UTF-8 mode where the locale names files otherwise: else a folder
+    with an umlaut is no text that Hydra's grammar, yaml or a report could hold."""
+    is_first = os.environ.get("PYTHONUTF8") != "1"  # an option -X utf8=0 would win again
+    if sys.getfilesystemencoding().lower() != "utf-8" and is_first:
+        words = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, words, {**os.environ, "PYTHONUTF8": "1"})
+
+
+def warnings_are_ours() -> None:
+    """Whatever is logged and not handled elsewhere is told as errors are, on stderr, and once: a
+    search looks at the same model many times."""
+    told = set[str]()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        is_first = text not in told
+        told.add(text)
+        return is_first
+
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(logging.Formatter("tandem: %(message)s"))
+        logging.lastResort.filters = [is_new]
+
+
+def guarded(verb: Callable[[], int]) -> int:
+    """The verb's exit code, its errors told in one line (all of them with HYDRA_FULL_ERROR=1)."""
+    try:
+        with _told_to_end():
+            return verb()
+    except (ValueError, RunFailed) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(f"tandem: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1 if isinstance(error, RunFailed) else 2
+    except KeyboardInterrupt as error:
+        print("tandem: interrupted", file=sys.stderr)
+        return 128 + (error.number if isinstance(error, Terminated) else signal.SIGINT)
+    except BrokenPipeError:  # `tandem list | head` is no error
+        sys.stderr.close()
+        return 0
+    except OSError as error:  # no rights, no room, a folder where a file should be
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        where = error.filename2 or error.filename
+        told = f"{where}: {error.strerror}" if where else str(error)
+        print(f"tandem: {' '.join(told.split())}", file=sys.stderr)
+        return 1
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: `kill`, `timeout` or a cluster wants the command to end. SIGHUP: its terminal has
+    gone. `number`: which of the two."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)  # simpy makes another one of its arguments
+        self.number = number
+
+
+@contextmanager
+def _told_to_end() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does: workers end, and what is done is told and
+    kept. A signal that is ignored (nohup) stays so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    screens = [fd for fd in (1, 2) if os.isatty(fd)]
+
+    def end(number: int, _: object) -> None:
+        for fd in screens:
+            if not os.isatty(fd):  # hung up: what is told there would be an error of its own
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, fd)
+                os.close(nowhere)
+        raise Terminated(number)
+
+    told = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in told}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, VERBS)) + 2
+    verbs = "\n".join(f"  {name:<{width}}{line}" for name, (_, line) in VERBS.items())
+    parser = argparse.ArgumentParser(
+        prog="tandem",
+        usage="tandem VERB ...",
+        description=f"One policy object, simulated and measured.\n\nverbs:\n{verbs}",
+        epilog=EXAMPLES + "\n`tandem VERB --help` says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("verb", choices=tuple(VERBS), help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""`tandem collect`: one table of all runs in a folder, from whatever is on disk."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from analysis.yaml_text import yaml_value
+from tandem.sweeps.point import points_in, superseded_in
+from tandem.wiring.folder import OK, status_of
+from traces.files import checked_text, is_sealed, whole
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+log = logging.getLogger(__name__)
+Points = Mapping[str, Sequence[str]]  # overrides by key
+TABLE = "runs.parquet"
+DAMAGED = "damaged"  # a finished run whose files are not as they were written
+READ = ("config.yaml", "provenance.json", "metrics.json")
+UNSEALED = (
+    "%d of %d runs keep no hashes of their files, %s for one: made by an earlier version, they are "
+    "taken as they are"
+)
+SUPERSEDED = "superseded"  # a status of the table alone: see tandem.sweeps.point
+FACTS = ("commit", "dirty", "trace_hash", "model", "device", "cost_form", "depth", "seed")
+FACTS += ("parameters", "chunks", "state_bytes")  # of what is trained
+
+
+def main(words: Sequence[str]) -> int:
+    """Writes runs.parquet and says how many runs of which status are in it."""
+    parser = argparse.ArgumentParser(
+        prog="tandem collect",
+        description="Writes DIR/runs.parquet, a row per run below DIR: settings and metrics. "
+        "It can be called at any time, any number of times, also while runs go on.",
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    folder = parser.parse_args(words).folder
+    rows = collect(folder)
+    counts = ", ".join(f"{n} {status}" for status, n in rows["status"].value_counts().items())
+    print(f"{os.path.relpath(folder / TABLE)}: {len(rows)} runs ({counts})")
+    return 0
+
+
+def collect(root: Path) -> pd.DataFrame:
+    """Reads every run below the folder and writes the table, whole or not at all.
+
+    Columns: run (its folder), status (that of the run, damaged, or superseded: its overrides have
+    been run anew since, by other code or on another trace), error, overrides (JSON), policy; other
+    choices of groups by their names; settings as `config.KEY`, provenance as `made.KEY`, metrics
+    by their own names.
+    ValueError where there is no run at all.
+    """
+    import pandas as pd
+
+    if not root.is_dir():
+        raise ValueError(f"{root} is no folder: give that of a sweep, or one with runs in it")
+    folders = run_folders(root)
+    places = {folder.parent for folder in folders}
+    sweeps = {place: (points_in(place), superseded_in(place)) for place in places}
+    rows = [_row(root, folder, *sweeps[folder.parent]) for folder in folders]
+    if old := [f for f in folders if status_of(f) == OK and not is_sealed(f)]:
+        log.warning(UNSEALED, len(old), len(folders), old[0])
+    if not rows:
+        raise ValueError(f"{root}: no run lies there")
+    table = pd.DataFrame(rows)
+    for name in filter(lambda name: pd.api.types.is_object_dtype(table[name]), table):
+        table[name] = _one_type(table[name])
+    with whole(root / TABLE) as aside:
+        table.to_parquet(aside, index=False)
+    return table
+
+
+def run_folders(root: Path) -> list[Path]:
+    """Folders of runs that have ended, in the order of their paths."""
+    found = sorted(path.parent for path in root.rglob("status.json"))
+    return [folder for folder in found if not folder.name.endswith(".running")]
+
+
+def policy_name(config: Mapping[str, Any], overrides: Sequence[str]) -> str:
+    """The stack as it was named on the command line, else the classes of its halves."""
+    for word in overrides:
+        if word.startswith("policy="):
+            return word.partition("=")[2]
+    if config.get("replayed"):
+        return "recorded"
+    halves = [config.get(name) or {} for name in ("scheduling", "memory")]
+    return "+".join(str(half.get("_target_", "?")).rpartition(".")[2] for half in halves)
+
+
+def _row(root: Path, folder: Path, points: Points, superseded: Points) -> dict[str, Any]:
+    status, state = _json(folder / "status.json"), status_of(folder) or DAMAGED
+    error, is_ok = status.get("error"), state == OK
+    try:
+        config, facts, metrics = (_parsed(folder / name, is_ok) for name in READ)
+    except ValueError as fault:
+        config, facts, metrics = {}, {}, {}
+        state, error = DAMAGED, str(fault)
+        log.warning("left out: %s", error)
+    if state == OK and not metrics:
+        state = DAMAGED
+    words = list(facts.get("overrides") or {**superseded, **points}.get(folder.name, ()))
+    row: dict[str, Any] = {
+        "run": str(folder.relative_to(root)),
+        "status": SUPERSEDED if folder.name in superseded else state,
+        "error": error,
+        "overrides": json.dumps(words),
+        "policy": policy_name(config, words),
+    }
+    flat = dict(_scalars(config))
+    for word in words:  # choices of groups are names that the configuration no longer holds
+        key, _, value = word.lstrip("+~").partition("=")
+        if key not in flat:
+            row.setdefault(key, value)
+    row |= {f"config.{key}": value for key, value in flat.items()}
+    row |= {f"made.{key}": facts[key] for key in FACTS if key in facts}
+    return row | {key: value for key, value in metrics.items() if key not in row}
+
+
+def _scalars(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            yield f"{prefix}{key}", json.dumps(value)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _one_type(column: pd.Series) -> pd.Series:
+    """Parquet wants one type per column: mixed ones (10 and 'auto') become text."""
+    import pandas as pd
+
+    kinds = {type(value) for value in column if value is not None and not pd.isna(value)}
+    if kinds <= {bool} or kinds <= {str}:
+        return column
+    if kinds <= {int, float}:
+        return pd.to_numeric(column)
+    return column.map(lambda value: None if value is None or value != value else str(value))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return _parsed(path, is_checked=False)
+
+
+def _parsed(path: Path, is_checked: bool) -> dict[str, Any]:
+    """What a file of a run holds, nothing where there is none. ValueError where it is checked, and
+    not as it was written."""
+    is_checked = is_checked and is_sealed(path.parent)
+    try:
+        text = checked_text(path) if is_checked else path.read_text(encoding="utf-8")
+        found = yaml_value(text, path) if path.suffix == ".yaml" else json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        if is_checked and isinstance(error, ValueError):
+            raise
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,160 @@
+"""`tandem compare`: two runs of one trace, how far apart they are and why."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from analysis.compare import Comparison, check_same_work, compare
+from analysis.run import Run, load
+from analysis.yaml_text import yaml_value
+from tandem.cli.errors import Usage
+from tandem.wiring.folder import status_of
+
+
+def main(words: Sequence[str]) -> int:
+    """Prints the table and the path of the report."""
+    parser = argparse.ArgumentParser(
+        prog="tandem compare",
+        description="Compares a predicted run with a measured one (or any two runs of one trace). "
+        "The measured plan log is replayed in the simulator to tell errors of time from decisions "
+        "that diverged. Given one run, writes its own report.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--out", type=Path, help="folder of the report; default: beside the runs")
+    parser.add_argument("--no-replay", action="store_true", help="leave the replay out")
+    about = "a folder of your own yaml files that the predicted run was given, for the replay"
+    parser.add_argument("--config-dir", type=Path, action="append", default=[], help=about)
+    about = "an installed package that it was told to trust, again for the replay"
+    parser.add_argument("--trusted", action="append", default=[], metavar="PACKAGE", help=about)
+    chosen = parser.parse_args(words)
+    if len(chosen.runs) > 2:
+        raise Usage(f"{len(chosen.runs)} runs given: compare takes two, or one for its own report")
+    if len(chosen.runs) == 1:
+        page = report_of(chosen.runs[0], chosen.out)
+    else:
+        first, second = chosen.runs
+        replays, folders = not chosen.no_replay, tuple(chosen.config_dir)
+        comparison, page = compare_folders(
+            first, second, chosen.out, replays, folders, chosen.trusted
+        )
+        from analysis.verdicts import table
+
+        print(table(comparison))
+    print(f"report: {page}")
+    return 0
+
+
+def report_of(folder: Path, out: Path | None = None) -> Path:
+    """The report of a single run, by default beside its folder."""
+    from analysis.pages.report import write_run_report
+
+    run = load(folder)
+    out = out or run.folder.with_name(f"{run.name}-report")
+    page = write_run_report(run, out)
+    _export(out, {"run": run})
+    return page
+
+
+def compare_folders(
+    first: Path,
+    second: Path,
+    out: Path | None = None,
+    replays: bool = True,
+    folders: Sequence[Path] = (),
+    trusted: Sequence[str] = (),
+) -> tuple[Comparison, Path]:
+    """Compares and writes the report; the measured run is the yardstick whatever the order."""
+    from analysis.pages.report import write_report
+
+    a, b = load(first), load(second)
+    if a.is_measured and not b.is_measured:
+        a, b = b, a
+    check_same_work(a, b)
+    out = out or b.folder.with_name(f"{a.name}-against-{b.name}")
+    replay = None
+    # a server shows no plans, so there is nothing of it to replay
+    if replays and b.is_measured and not a.is_measured and len(b.plans):
+        beside = out.with_name(f"{out.name}-replay")
+        replay = load(replay_of(a, b, beside, folders, trusted))
+    comparison = compare(a, b, replay)
+    page = write_report(comparison, out)
+    _export(out, {"prediction": a, "measurement": b})
+    return comparison, page
+
+
+def _export(out: Path, runs: dict[str, Run]) -> None:
+    """For other tools: one timeline for Perfetto, and each run as a vLLM benchmark's result."""
+    from analysis.classes import limits_in
+    from analysis.perfetto import write_perfetto
+    from analysis.vllm_json import write_vllm_json
+
+    write_perfetto(out / "timeline.json.gz", list(runs.items()))
+    served = {name: run for name, run in runs.items() if len(run.requests)}
+    for name, run in served.items():
+        write_vllm_json(run.folder, out / f"{name}.vllm.json", limits_in(run.config))
+
+
+def replay_of(
+    prediction: Run,
+    measurement: Run,
+    folder: Path,
+    folders: Sequence[Path] = (),
+    trusted: Sequence[str] = (),
+) -> Path:
+    """Simulates the measured run's plan log in the predicted run's configuration.
+
+    The memory is the measured run's to the page: what a plan log holds fits there. Replaces an
+    earlier replay, and nothing else. Usage where another run is in the way, or where what the
+    predicted run was made of is no longer there. Of what is neither ours nor in or beside `folders`
+    only `trusted` packages are built.
+    """
+    from tandem.config.compose import ComposedConfig
+    from tandem.wiring.cost import profile_hash
+    from tandem.wiring.experiment import run_experiment
+
+    if status_of(folder) is not None:
+        _remove_replay(folder)
+    recorded = {
+        "scheduling": None,
+        "memory": None,
+        "planner": {"_target_": None},
+        "replayed": str(measurement.folder),
+    }
+    budget = {
+        **prediction.config["budget"],
+        "kv_pages": measurement.provenance["kv_pages"],
+        "kv_bytes": None,
+        "may_refuse": True,  # whoever was refused is in the log
+    }
+    priced_by = prediction.provenance.get("profile_hash")
+    if priced_by not in (None, profile_hash(prediction.config.get("profile"))):
+        raise Usage(
+            f"the measured plans cannot be replayed: profile={prediction.config['profile']} is not "
+            f"what {prediction.name} was predicted with, its files have changed; try --no-replay"
+        )
+    # What a run's folder says adds no trust: the comparison's own words say what may be built.
+    config = {**prediction.config, **recorded, "budget": budget, "trusted": [*trusted]}
+    asked = prediction.provenance.get("overrides", ())
+    words = (*(word for word in asked if not word.startswith("policy=")), "policy=recorded")
+    try:
+        run_experiment(ComposedConfig(config, words, tuple(folders)), folder)
+    except ValueError as error:  # such as a trace or profile that is gone
+        raise Usage(
+            f"the measured plans cannot be replayed ({error}); try --no-replay, or --config-dir "
+            "and --trusted where the run was given such"
+        ) from error
+    return folder
+
+
+def _remove_replay(folder: Path) -> None:
+    path = folder / "config.yaml"
+    config = yaml_value(path.read_text(encoding="utf-8"), path) if path.is_file() else None
+    if not isinstance(config, dict) or config.get("replayed") is None:
+        raise Usage(
+            f"{folder}: the replay belongs there, and a run that is none is in it; results are "
+            "never overwritten: take another --out, or --no-replay"
+        )
+    shutil.rmtree(folder)

@@ -1,0 +1,461 @@
+"""`tandem plan`: before anything is trained, whether it fits, how long a step takes, and why; the least memory, the largest model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import simpy
+
+from analysis.run import Run
+from analysis.training import training_steps, training_summary
+from analysis.usage import fullest, lane_shares, pools
+from engine.contract.regions import Tier
+from engine.results.recorder import Recorder
+from policies.training.out_of_memory import DoesNotFit, OutOfMemory
+from sim.cost.contract import LaunchCost
+from sim.cost.tie_sensitivity import Late
+from sim.executor import SimExecutor
+from tandem.cli.terminal import search_bar, shown_bytes, shown_parts, shown_seconds, shown_times
+from tandem.config.compose import ComposedConfig
+from tandem.sweeps.grid import Grid, grid_of, with_axes
+from tandem.wiring.backends import World
+from tandem.wiring.experiment import engine_of
+from tandem.wiring.run_spec import Setting, builder_of, setting_of, spec_of, training_space
+from tandem.wiring.training import Trainee, planner_of
+from tandem.wiring.workload import is_nothing
+
+LATE = 0.03  # as far as a steady machine moves
+STEPS = 3  # simulated: a warm-up, one that finds memory as it left it, and one that has settled
+MOST_LAYERS = 512  # beyond any model that is trained; a plan of so many takes seconds
+BEYOND = 3  # layers: chunks are rounded, so a deeper model may fit where one in between does not
+EXAMPLES = """examples:
+  tandem plan trace=none training=sample policy=zero3_offload budget.device_bytes=70000000
+  tandem plan trace=none training=sample policy=zero_offload,zero3_offload model=tiny_llama,gpt2
+  tandem plan experiment=max_scale policy=patrickstar   (the models that its yaml sweeps)
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Foresight:
+    """What the simulator says of a few steps."""
+
+    setting: Setting
+    run: Run
+
+    @cached_property
+    def late(self) -> Run:
+        """The same with copies to the host a little slower than foreseen."""
+        return _simulated(self.setting, Late(self.setting.cost, LATE))
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a settled step: the last."""
+        return float(training_steps(self.run)["step_s"].iloc[-1])
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of a settled step."""
+        return float(training_steps(self.run)["tokens"].iloc[-1]) / self.step_s
+
+    def peak_bytes(self, pool: str) -> dict[str, int]:
+        """What lies in a pool such as gpu:0 when it is fullest, by part; `used` is the sum."""
+        return fullest(pools(self.run)[pool])
+
+    def most_bytes(self, pool: str) -> int:
+        """The peak of a pool, or that where copies to the host are late, if it is higher."""
+        return max(fullest(pools(run)[pool])["used"] for run in (self.run, self.late))
+
+
+def foresee(point: ComposedConfig, num_layers: int | None = None) -> Foresight:
+    """Simulates a few steps of what the point trains, on a model of so many layers.
+
+    ValueError where the configuration is wrong, DoesNotFit where it is right and too large.
+    """
+    spec = spec_of(point)
+    if num_layers is not None:
+        spec = replace(spec, name=f"{spec.name} x {num_layers} layers", num_layers=num_layers)
+    setting = _short(setting_of(point, spec))
+    if not setting.trainees:
+        raise ValueError("tandem plan foresees training: choose what to train, training=...")
+    return Foresight(setting, _simulated(setting, setting.cost))
+
+
+def largest(point: ComposedConfig) -> int:
+    """The most layers of the point's model that fit, MOST_LAYERS if all do; 0 where the least that
+    its recipe trains do not.
+
+    By doubling and halving, as if depth alone decided; then a few layers beyond.
+    """
+    with search_bar("looking for the largest") as tried:
+
+        @cache
+        def fits(count: int) -> bool:
+            tried()
+            try:
+                foresee(point, count)
+            except DoesNotFit:
+                return False
+            return True
+
+        return _largest(fits, least_layers(point))
+
+
+def _largest(fits: Callable[[int], bool], least: int) -> int:
+    low, high = least - 1, least
+    while fits(high):
+        low, high = high, min(2 * high, MOST_LAYERS)
+        if low == high:
+            return low
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    if low < least:
+        return 0
+    count = low + 2
+    while count <= low + BEYOND:
+        low, count = (count if fits(count) else low), count + 1
+    return low
+
+
+def least_layers(point: ComposedConfig) -> int:
+    """Layers of the shallowest model in which the point's recipe trains something."""
+    asked = builder_of(point).build(point.config["training"], "training")
+    return max(1, int(asked.recipe.least_units) - 2)  # embedding and head
+
+
+def _simulated(setting: Setting, cost: LaunchCost) -> Run:
+    env, recorder = simpy.Environment(), Recorder()
+    engine = engine_of(setting, World(env, SimExecutor(env, cost)), recorder)
+    engine.replay(setting.work)
+    tables = {name: table.to_pandas() for name, table in recorder.tables().items()}
+    return Run(Path(), **tables, provenance={}, config={})
+
+
+def _short(setting: Setting) -> Setting:
+    def few(trainee: Trainee) -> Trainee:
+        job = trainee.job
+        return replace(trainee, job=replace(job, num_steps=min(job.num_steps, STEPS)))
+
+    return replace(setting, trainees=tuple(few(trainee) for trainee in setting.trainees))
+
+
+# ---- the command
+def main(words: Sequence[str]) -> int:
+    """Prints the foresight; 0 if it fits, 1 if not (then what is missing, and what would fit).
+
+    Of several points, which of them fit, and the largest model among those that do.
+    """
+    parser = argparse.ArgumentParser(
+        prog="tandem plan",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--no-largest", action="store_true", help="do not look for larger models")
+    about = "as for tandem run, or KEY=a,b,c as for tandem sweep"
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=about)
+    chosen = parser.parse_args(words)
+    grid = grid_of([*with_axes(chosen.overrides), "backend=sim"])
+    if grid.axes:
+        pass
+
+        return tell(grid)
+    (point,) = grid.points()
+    try:
+        found = foresee(point)
+    except DoesNotFit as error:
+        pass
+
+        print(f"does not fit: {error}")
+        if least := told_least(point, error):
+            print(least)
+        _tell_largest(point, chosen.no_largest)
+        return 1
+    print(told(found))
+    _tell_largest(point, chosen.no_largest)
+    return 0
+
+
+def told(found: Foresight) -> str:
+    """Step time and where it goes, peak per tier and what makes it."""
+    run, metrics = found.run, training_summary(found.run)
+    (trainee, *_), room = found.setting.trainees, found.setting.room
+    lanes = [f"{lane.partition(':')[2]} {share:.0%}" for lane, share in lane_shares(run).items()]
+    lines = [
+        f"fits: {trainee.spec.name}, {trainee.spec.parameters / 1e6:,.1f} M parameters, "
+        f"{trainee.job.sequences} x {trainee.job.sequence_tokens} tokens, "
+        f"{trainee.job.microbatches} to a step{_shared(trainee.job.ranks)}",
+        f"step: {shown_seconds(found.step_s)} ({found.tokens_per_s:.4g} tokens/s; "
+        f"{found.setting.cost.form}); the first {shown_seconds(metrics['first_train_step_s'])}",
+        f"time: {shown_times(metrics)}; lanes busy: {', '.join(lanes)}",
+    ]
+    for (tier, device), capacity in room.capacity_bytes.items():
+        peak, most = found.peak_bytes(pool := f"{tier}:{device}"), found.most_bytes(pool)
+        used = peak.pop("used")
+        late = f" (or {shown_bytes(most)}, if copies out are {LATE:.0%} slower)" * (most > used)
+        shown = f"{shown_bytes(used)} of {shown_bytes(capacity)}{late}"
+        name = "device" if tier is Tier.GPU else tier  # as in `budget`
+        lines.append(f"{name} peak: {shown}: {shown_parts(peak)}")
+    return "\n".join(lines)
+
+
+def _shared(ranks: int) -> str:
+    """Memory and lanes below are those of one device."""
+    return f", on {ranks} devices each" if ranks > 1 else ""
+
+
+def _tell_largest(point: ComposedConfig, is_silent: bool) -> None:
+    if is_silent:
+        return
+    if isinstance(planner_of(point.config).get("modes"), list):
+        print("largest: not sought, since planner.modes names layers one by one")
+        return
+    count = largest(point)
+    if not count:
+        least = least_layers(point)
+        few = "one layer of this width fits" if least == 1 else f"{least} layers of this width fit"
+        print(f"largest: not even {few}")
+        return
+    spec = replace(spec_of(point), num_layers=count)
+    layers = f"{'at least ' if count == MOST_LAYERS else ''}{count} layer{'s' * (count > 1)}"
+    print(f"largest of this width: {layers}, {spec.parameters / 1e6:,.1f} M parameters")
+
+
+Need = dict[Tier, int]  # bytes
+Try = Callable[[Need], DoesNotFit | None]  # why so much is too little; None: it fits
+
+KEYS = {Tier.GPU: "device_bytes", Tier.HOST: "host_bytes"}  # of the config node `budget`
+TRIES = 64  # until it fits
+PRECISION = 1000  # the answer is known to a part in so many at least,
+CLOSE_TRIES = 4  # and then tried to the byte so often
+
+
+def least_memory(tried: Try, start: Need, refused: DoesNotFit) -> Need | None:
+    """What fits instead of `start`, and the least of each tier beside the others; None where
+    nothing did after TRIES.
+
+    As if more never hurt. What a launch lacks is mostly a lower bound, which the last one meets: so
+    the answer is mostly exact, and always tried; and so is a byte less.
+    """
+    low, high = dict(start), dict(start)
+    for _ in range(TRIES):
+        for tier in high:
+            if lacks := _lacking(refused, tier):
+                if isinstance(refused, OutOfMemory):
+                    low[tier] = high[tier] + lacks
+                high[tier] += max(lacks, high[tier] - start[tier])
+        if (found := tried(high)) is None:
+            break
+        refused = found
+    else:
+        return None
+    for tier in high:
+        high[tier] = _lowered(tried, high, tier, start[tier], low[tier])
+    return high
+
+
+def _lacking(refused: DoesNotFit, tier: Tier) -> int:
+    """At least so much of a tier; one byte of each where nobody says how much of which."""
+    if isinstance(refused, OutOfMemory):
+        return refused.deficit_bytes if refused.pool[0] is tier else 0
+    return 1
+
+
+def _lowered(tried: Try, fitting: Need, tier: Tier, floor: int, low: int) -> int:
+    """The least of one tier that fits, from a floor on: by turns what may be the answer, and
+    halving.
+
+    Where it is met a byte less is tried: a launch tells what it lacks as things lie, and with less
+    than that they may have come to lie otherwise. If that fits, what is told is not believed again.
+    """
+    high, is_low, close_tries, believes = fitting[tier], True, 0, True
+    while floor < high and close_tries < CLOSE_TRIES:
+        is_met, is_close = low == high, high - low <= high // PRECISION
+        close_tries += is_close and not is_met
+        at = high - 1 if is_met else low if is_low or is_close else (low + high) // 2
+        refused = tried({**fitting, tier: at})
+        if refused is None:
+            believes &= not is_met
+            high, low = at, floor if is_met else low
+        else:
+            lacks = _lacking(refused, tier) if believes else 1
+            floor, low = at + 1, min(high, at + max(1, lacks))
+        is_low = not is_low
+    return high
+
+
+def least_of(point: ComposedConfig, refused: DoesNotFit) -> Need | None:
+    """The budget with which a point that was refused, and only trains, fits; None if none does."""
+
+    with search_bar("looking for the least budget") as count:
+
+        def tried(need: Need) -> DoesNotFit | None:
+            count()
+            try:
+                foresee(_with_budget(point, need))
+            except DoesNotFit as error:
+                return error
+            return None
+
+        return least_memory(tried, _space(point), refused)
+
+
+def told_least(point: ComposedConfig, refused: DoesNotFit) -> str:
+    """One line: the budget with which the point fits; nothing beside what is served, or of plans
+    that are played back."""
+    if not is_nothing(point.config["trace"]) or point.config.get("replayed") is not None:
+        return ""
+    start, need = _space(point), least_of(point, refused)
+    if need is None:
+        return "fits from: no budget was found that is enough"
+    words = [
+        f"budget.{KEYS[tier]}={nbytes} ({shown_bytes(nbytes)})"
+        for tier, nbytes in need.items()
+        if nbytes > start[tier]
+    ]
+    if not words:  # the simulation, which is shorter than a run, finds room as it is
+        return ""
+    return f"fits from: {' '.join(words)}{_beyond(point, need[Tier.GPU])}"
+
+
+def _space(point: ComposedConfig) -> Need:
+    space = training_space(point)
+    return {tier: space[tier, 0] for tier in KEYS}
+
+
+def _with_budget(point: ComposedConfig, need: Need) -> ComposedConfig:
+    """The point with so much memory, on a device that has it."""
+    config = point.config
+    budget = {**config["budget"], **{KEYS[tier]: nbytes for tier, nbytes in need.items()}}
+    has = max(config["device"]["memory_bytes"], need[Tier.GPU])
+    device = {**config["device"], "memory_bytes": has}
+    return replace(point, config={**config, "budget": budget, "device": device})
+
+
+def _beyond(point: ComposedConfig, nbytes: int) -> str:
+    device = point.config["device"]
+    if nbytes <= device["memory_bytes"]:
+        return ""
+    has = shown_bytes(device["memory_bytes"])
+    return f"; that is more than the {has} of {device['name']}: take a larger device, device=..."
+
+
+Words = tuple[str, ...]
+
+
+class Sized(Protocol):
+    """A point by what tells it from the others, and how large a model it trains, if it fits."""
+
+    @property
+    def words(self) -> Words: ...
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def fits(self) -> bool: ...
+
+
+Row = TypeVar("Row", bound=Sized)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A point that was run."""
+
+    words: Words
+    parameters: int
+    fits: bool
+
+
+def largest_of(rows: Iterable[Row]) -> Mapping[Words, Row | None]:
+    """Per choice of all but the model the largest that fits; None where none does."""
+    best: dict[Words, Row | None] = {}
+    for row in rows:
+        others = tuple(word for word in row.words if not _is_of_model(word))
+        other = best.setdefault(others, None)
+        if row.fits and (other is None or row.parameters > other.parameters):
+            best[others] = row
+    return best
+
+
+def told_largest(rows: Iterable[Sized], verb: str) -> list[str]:
+    """A line per choice of all else, such as: largest that fits with ..."""
+    return [
+        f"largest that {verb}{_with_words(others)}: {_size(best)}"
+        for others, best in largest_of(rows).items()
+    ]
+
+
+def model_of(words: Words) -> Words:
+    """Those of the words that choose the model."""
+    return tuple(word for word in words if _is_of_model(word))
+
+
+def _size(row: Sized | None) -> str:
+    if row is None:
+        return "none"
+    return f"{row.parameters / 1e6:,.1f} M parameters ({' '.join(model_of(row.words))})"
+
+
+def _is_of_model(word: str) -> bool:
+    return word.lstrip("+~").partition("=")[0].partition(".")[0] == "model"
+
+
+def _with_words(others: Words) -> str:
+    return f" with {' '.join(others)}" if others else ""
+
+
+@dataclass(frozen=True, eq=False)
+class Foreseen:
+    """A point by what tells it from the others; `found` is None where it does not fit."""
+
+    words: Words
+    parameters: int
+    found: Foresight | None
+    refusal: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for it."""
+        return self.found is not None
+
+
+def foreseen(points: Iterable[ComposedConfig], common: Sequence[str] = ()) -> Iterator[Foreseen]:
+    """Foresees point by point; words of `common` tell none from another.
+
+    ValueError where a configuration is wrong.
+    """
+    for point in points:
+        words = tuple(word for word in point.overrides if word not in common)
+        found, refusal = None, ""
+        try:
+            found = foresee(point)
+        except DoesNotFit as error:
+            refusal = str(error)
+        yield Foreseen(words, spec_of(point).parameters, found, refusal)
+
+
+def tell(grid: Grid) -> int:
+    """Prints a line per point, and the largest models; 0 if any fits."""
+    rows = []
+    for row in foreseen(grid.points(), grid.fixed):
+        print(told_many(row), flush=True)
+        rows.append(row)
+    print("\n".join(told_largest(rows, "fits")))
+    return 0 if any(row.found for row in rows) else 1
+
+
+def told_many(row: Foreseen) -> str:
+    """One line: step time and peaks, or what is missing."""
+    head = f"{' '.join(row.words)}: {row.parameters / 1e6:,.1f} M parameters"
+    if row.found is None:
+        return f"{head}, does not fit: {row.refusal.partition(';')[0]}"
+    peaks = [
+        f"{tier} {shown_bytes(row.found.peak_bytes(f'{tier}:{device}')['used'])}"
+        for tier, device in row.found.setting.room.capacity_bytes
+    ]
+    return f"{head}, fits: step {shown_seconds(row.found.step_s)}, peaks {', '.join(peaks)}"

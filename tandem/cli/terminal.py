@@ -1,0 +1,348 @@
+"""The few figures of a run for the terminal, why it has served no request, and progress bars."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from analysis.classes import OF, classes_in
+from analysis.metrics import BEST, PERCENTILES, ties
+from analysis.training import percents, shares_in
+from analysis.usage import PARTS, PENDING
+from engine.loop.engine import Engine
+from engine.results.recorder import Recorder
+from tandem.wiring.folder import provenance_in
+from traces.serving.request import Request, TrainingJob
+
+INTERVAL_S = 0.5
+
+
+@contextmanager
+def progress_bar(
+    engine: Engine, work: Sequence[Request | TrainingJob], is_shown: bool
+) -> Iterator[None]:
+    """Shows how much of the work has left the engine, while the block runs: see `amount`."""
+    if not is_shown:
+        yield
+        return
+    from tqdm import tqdm
+
+    over = threading.Event()
+    total, unit = amount(work)
+
+    def watch() -> None:
+        with tqdm(total=total, unit=unit, file=sys.stderr, leave=False) as bar:
+            while not over.wait(INTERVAL_S):
+                bar.n = done(engine.recorder)
+                bar.refresh()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def search_bar(what: str) -> Iterator[Callable[[], object]]:
+    """Counts, while the block runs, the points that are tried in a search: to be called for each.
+    What cost tables say of those is not told, since nobody asked for them."""
+    from tqdm import tqdm
+
+    tables, was_disabled = (
+        logging.getLogger("sim.cost.contract.piecewise"),
+        logging.getLogger("sim.cost.contract.piecewise").disabled,
+    )
+    tables.disabled = True
+    try:
+        with tqdm(desc=what, unit=" tried", leave=False, disable=None) as bar:  # None: no terminal
+            yield bar.update
+    finally:
+        tables.disabled = was_disabled
+
+
+def amount(work: Sequence[Request | TrainingJob]) -> tuple[int, str]:
+    """How much there is to do, and its unit: requests, steps of training, or both as items."""
+    steps = [item.num_steps for item in work if isinstance(item, TrainingJob)]
+    requests = len(work) - len(steps)
+    return requests + sum(steps), "step" if not requests else "item" if steps else "req"
+
+
+def done(recorder: Recorder) -> int:
+    """How much of it is."""
+    outcomes = list(recorder.outcomes.values())
+    return recorder.trained_steps + sum(o.finish_ns is not None for o in outcomes)
+
+
+def refusal(folder: Path, metrics: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """One line where every request of a finished run was refused, or a server has not served
+    all; None elsewhere."""
+    count = metrics.get("num_requests")
+    if count and config["backend"]["name"] == "openai":
+        return _lost(folder, metrics)
+    if not count or metrics["num_refused"] < count:
+        return None
+    told = f"all {count} requests were refused"
+    if config.get("replayed") is not None:
+        return f"{told}, as they were in the run that is replayed: {config['replayed']}"
+    return f"{told}: {_reason(folder, config)}"
+
+
+def num_lost(metrics: Mapping[str, Any]) -> int:
+    """How many requests a server has refused or not finished; 0 in other backends, whose policies
+    may refuse."""
+    if metrics.get("backend") != "openai":
+        return 0
+    return int(metrics["num_refused"] + metrics["num_unfinished"])
+
+
+def _lost(folder: Path, metrics: Mapping[str, Any]) -> str | None:
+    if not (lost := num_lost(metrics)):
+        return None
+    refused, unfinished = metrics["num_refused"], metrics["num_unfinished"]
+    return (
+        f"the server lost {lost} of {metrics['num_requests']} requests ({refused} refused, "
+        f"{unfinished} unfinished): what became of each is in {folder}/client.parquet"
+    )
+
+
+def _reason(folder: Path, config: Mapping[str, Any]) -> str:
+    """The need against what there is. A reservation is taken whole, pages as a job grows."""
+    pages, page_tokens = int(provenance_in(folder)["kv_pages"]), config["page_tokens"]
+    shortest = _shortest_prompt_tokens(folder)
+    there = f"a device has {pages} pages of {page_tokens} tokens"
+    more = f"raise budget.kv_pages (it is {pages}) or budget.fraction"
+    reserved = config["memory"].get("max_tokens")
+    if reserved is None:
+        return (
+            f"the shortest has a prompt of {shortest} tokens, {-(-shortest // page_tokens)} pages "
+            f"of KV, and grows from there; {there}; {more}, or import a trace of shorter requests"
+        )
+    needed = -(-reserved // page_tokens)
+    if needed > pages:
+        return (
+            f"each reserves {needed} pages of KV (memory.max_tokens={reserved}), {needed - pages} "
+            f"more than there are; {there}; {more}, or lower memory.max_tokens"
+        )
+    return (
+        f"none stays within its reservation of memory.max_tokens={reserved} (the shortest has a "
+        f"prompt of {shortest} tokens); raise it, or take memory=paged_restart"
+    )
+
+
+def _shortest_prompt_tokens(folder: Path) -> int:
+    from engine.results.schema import read_table
+
+    tokens = read_table(folder / "requests.parquet", columns=["prompt_tokens"])
+    return min(tokens["prompt_tokens"].to_pylist())
+
+
+LATENCIES = ("ttft", "tpot", "e2e")
+ERRORS, WIDTH = 5, 400  # of a server: so many kinds are told, in so many characters
+STATISTICS = ("mean", *(f"p{q}" for q in PERCENTILES))
+
+
+def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
+    """Counts, throughput, latencies and memory of a run, in ten lines."""
+    if not metrics.get("num_requests"):
+        return "\n".join([_counts(metrics), *_training(metrics)])
+    lines = [_counts(metrics), _throughput(metrics)]
+    lines.append(f"{'':8}" + "".join(f"{name:>12}" for name in STATISTICS))
+    for name in LATENCIES:
+        cells = (shown_seconds(metrics.get(f"{stat}_{name}_s")) for stat in STATISTICS)
+        lines.append(f"{name:8}" + "".join(f"{cell:>12}" for cell in cells))
+    if "slo_attainment" in metrics:
+        lines.append(_kept(metrics))
+    lines += [_class(metrics, name) for name in classes_in(metrics)]
+    peak = metrics.get("peak_kv_usage")
+    if peak is not None:
+        lines.append(f"KV peak {peak:.1%} of its room, mean {metrics.get('mean_kv_usage', 0):.1%}")
+    if metrics["backend"] != "openai":  # a server's memory is not ours to plan
+        lines.append(_memory(provenance))
+    else:
+        lines += [*_counted(provenance), *_errors(provenance)]
+    if "replicas" in metrics:
+        lines.append(_balance(metrics))
+    lines += _training(metrics)
+    return "\n".join(lines)
+
+
+def brief(metrics: Mapping[str, Any]) -> str:
+    """One line for a point of a sweep."""
+    if not metrics.get("num_requests"):
+        return (
+            f"{_steps(metrics)}, {_rate(metrics)}"
+            if "train_steps" in metrics
+            else "nothing finished"
+        )
+    if not metrics["num_finished"]:
+        return _counts(metrics)
+    parts = [f"{metrics.get('output_throughput', 0):.4g} tokens/s"]
+    parts += [f"{name} p50 {shown_seconds(metrics.get(f'p50_{name}_s'))}" for name in LATENCIES]
+    return ", ".join(parts)
+
+
+def best(points: Mapping[str, Mapping[str, Any]]) -> str:
+    """The best point per metric, of points by name, and how many others are as good; empty where
+    none has metrics."""
+    lines = []
+    for metric, is_more_better in BEST.items():
+        found = {name: m[metric] for name, m in points.items() if metric in m}
+        if found:
+            name = (max if is_more_better else min)(found, key=lambda key: found[key])
+            value = found[name]
+            name += ties(found.values(), value)
+            is_time = metric.endswith("_s") and not metric.endswith("_per_s")
+            shown = shown_seconds(value) if is_time else f"{value:.4g}"
+            lines.append(f"{metric:20}{shown:>12}  {name}")
+    return "\n".join(["best of each metric:", *lines] if lines else [])
+
+
+def _counts(metrics: Mapping[str, Any]) -> str:
+    parts = []
+    if metrics.get("num_requests"):
+        parts.append(f"{metrics['num_finished']} of {metrics['num_requests']} requests finished")
+    if "train_steps" in metrics:
+        parts.append(f"{_steps(metrics)} trained")
+    for name in ("refused", "unfinished"):
+        if metrics.get(f"num_{name}"):
+            parts.append(f"{metrics[f'num_{name}']} {name}")
+    parts += [f"{metrics[name]} {name}" for name in ("restarts", "swaps") if metrics.get(name)]
+    if "prefix_hit_rate" in metrics:
+        parts.append(f"{metrics['prefix_hit_rate']:.0%} of prompt tokens found in the prefix cache")
+    form = metrics.get("cost_form")  # runs of before have none
+    return f"{metrics['backend']}{f' ({form})' if form else ''}: " + ", ".join(parts)
+
+
+def _training(metrics: Mapping[str, Any]) -> list[str]:
+    """Steps, rate and losses of what was trained, what its time and its memory went to."""
+    if "train_steps" not in metrics:
+        return []
+    lanes = [
+        f"{name.removeprefix('busy_share_')} {share:.0%}"
+        for name, share in metrics.items()
+        if name.startswith("busy_share_")
+    ]
+    told = [
+        f"training: {_rate(metrics)}, the first {shown_seconds(metrics['first_train_step_s'])}",
+        f"time: {shown_times(metrics)}; lanes busy: {', '.join(lanes)}",
+    ]
+    if "peak_gpu0_used_bytes" in metrics:
+        there = {part: metrics.get(f"fullest_gpu0_{part}_bytes", 0) for part in PARTS}
+        used = shown_bytes(metrics["peak_gpu0_used_bytes"])
+        told.append(f"device peak: {used}: {shown_parts(there)}")
+    return told
+
+
+def _steps(metrics: Mapping[str, Any]) -> str:
+    steps = metrics["train_steps"]
+    return f"{steps} of {metrics.get('train_steps_asked', steps)} steps"
+
+
+def _rate(metrics: Mapping[str, Any]) -> str:
+    """How long a step takes, tokens per second, and what became of the loss."""
+    taken, rate = shown_seconds(metrics["mean_train_step_s"]), metrics["train_tokens_per_s"]
+    loss = "loss is no number in some step"
+    if "last_loss" in metrics:
+        loss = f"loss {metrics['first_loss']:.4f} -> {metrics['last_loss']:.4f}"
+    elif metrics["backend"] == "sim":
+        loss = "no loss, since nothing is computed"
+    return f"{taken} a step, {rate:.4g} tokens/s, {loss}"
+
+
+def _throughput(metrics: Mapping[str, Any]) -> str:
+    return (
+        f"{metrics.get('duration_s', 0):.3g} s, "
+        f"{metrics.get('request_throughput', 0):.3g} requests/s, "
+        f"{metrics.get('output_throughput', 0):.4g} output tokens/s"
+    )
+
+
+def _kept(metrics: Mapping[str, Any], of: str = "") -> str:
+    """Who kept the SLO."""
+    share, goodput = metrics[f"slo_attainment{of}"], metrics.get(f"goodput{of}", 0)
+    return f"{share:.1%} within the SLO, goodput {goodput:.3g} requests/s"
+
+
+def _class(metrics: Mapping[str, Any], name: str) -> str:
+    """One SLO class."""
+    of = f"{OF}{name}"
+    parts = [f"{metrics[f'num_requests{of}']} requests"]
+    parts += [_kept(metrics, of)] if f"slo_attainment{of}" in metrics else []
+    for latency in ("ttft", "tpot"):
+        p50, p99 = (metrics.get(f"{stat}_{latency}_s{of}") for stat in ("p50", "p99"))
+        parts.append(f"{latency} p50 {shown_seconds(p50)}, p99 {shown_seconds(p99)}")
+    return f"class {name}: {', '.join(parts)}"
+
+
+def _memory(provenance: Mapping[str, Any]) -> str:
+    """What a device's memory was for."""
+    plan = provenance["memory_plan"]
+    parts = [("weights", "weight"), ("activations", "activation"), ("reserve", "reserve")]
+    shown = [f"{name} {shown_bytes(plan[f'{key}_bytes'])}" for name, key in (*parts, ("KV", "kv"))]
+    return f"memory of a device: {', '.join(shown)} ({provenance['kv_pages']:,} pages)"
+
+
+def _counted(provenance: Mapping[str, Any]) -> Iterator[str]:
+    """Where the server's counts of tokens are not those of the trace, or of its own stream."""
+    words = {
+        "prompt_tokens_differ": "prompt tokens differ in {}",
+        "output_tokens_differ": "output tokens differ from what was asked for in {}",
+        "output_tokens_too_few": "tokens are fewer than came in {}",
+        "output_tokens_uncounted": "tokens are counted by chunks in {}, without usage",
+    }
+    parts = [text.format(provenance[key]) for key, text in words.items() if provenance.get(key)]
+    if parts:
+        yield f"the server's counts, in requests: {'; '.join(parts)}"
+
+
+def _errors(provenance: Mapping[str, Any]) -> Iterator[str]:
+    """What became of lost requests, the most frequent first."""
+    found = sorted(provenance.get("errors", {}).items(), key=lambda item: -item[1])
+    for error, count in found[:ERRORS]:
+        yield f"lost: {count} x {error if len(error) <= WIDTH else f'{error[:WIDTH]}...'}"
+    if rest := sum(count for _, count in found[ERRORS:]):
+        yield f"lost: {rest} otherwise, see client.parquet"
+
+
+def _balance(metrics: Mapping[str, Any]) -> str:
+    """How far the fullest replica lies above the mean."""
+    parts = [
+        f"{name} {metrics[key] - 1:+.1%}"
+        for name, key in (("requests", "request_imbalance"), ("busy time", "busy_imbalance"))
+        if key in metrics
+    ]
+    return f"{metrics['replicas']} replicas, the fullest against their mean: {', '.join(parts)}"
+
+
+def shown_bytes(value: int) -> str:
+    """In MiB or GiB."""
+    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
+
+
+def shown_parts(parts: Mapping[str, int]) -> str:
+    """What a pool is filled with; parts of nothing are left out."""
+    told = [f"{part} {shown_bytes(nbytes)}" for part, nbytes in parts.items() if nbytes]
+    if parts.get(PENDING):
+        told[-1] += " (freed, in use until an operation ends)"
+    return ", ".join(told) or "nothing"
+
+
+def shown_times(metrics: Mapping[str, Any]) -> str:
+    """What the time of training went to; the parts add up to all of it."""
+    parts = percents(shares_in(metrics))
+    return ", ".join([f"{part} {share}%" for part, share in parts.items() if share != "0"])
+
+
+def shown_seconds(value: Any) -> str:
+    """In ms or s; a dash for nothing."""
+    if value is None:
+        return "-"
+    return f"{value * 1e3:.2f} ms" if value < 1 else f"{value:.3f} s"

@@ -1,0 +1,208 @@
+"""Composes configurations outside `tandem run`, and puts Hydra's errors into one line."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import CompactHydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from analysis.yaml_text import fault_in_file, libyaml, yaml_value
+from tandem.cli.errors import Usage
+from tandem.config.build import OWN
+from tandem.config.check import check_keys, did_you_mean
+from tandem.config.outside import check_sources, check_trust, own_package
+
+
+@dataclass(frozen=True)
+class ComposedConfig:
+    """A resolved configuration as plain values, and the folders of the user's own yaml files."""
+
+    config: dict[str, Any]
+    overrides: tuple[str, ...]
+    folders: tuple[Path, ...] = ()
+
+
+COMPOSING = (CompactHydraException, OmegaConfBaseException, YAMLError)  # what it raises
+NO_NAME = "Config group override must be a string"  # what Hydra says
+WRONG_KEY = re.compile(r"(?:Could not (?:override|append|delete)[^']*|Key )'([^']+)'")
+
+
+def register_resolvers() -> None:
+    """`${run_id:}` makes folders unique, `${package:traces}` is where a package of ours lies. And
+    what lies in folders of others is checked, see tandem/config/outside.py."""
+    OmegaConf.register_new_resolver(
+        "run_id", lambda: secrets.token_hex(3), use_cache=True, replace=True
+    )
+    OmegaConf.register_new_resolver(
+        "package", lambda name: str(files(own_package(name, OWN))), replace=True
+    )
+    check_sources()
+
+
+def composed(overrides: Sequence[str], config_dir: str | None = None) -> ComposedConfig:
+    """The configuration that `tandem run OVERRIDES` would run. Usage in one line if it is wrong."""
+    folders = (Path(config_dir),) if config_dir else ()
+    config = plain(config_of(overrides, config_dir), overrides)
+    return ComposedConfig(config, tuple(overrides), folders)
+
+
+def config_of(overrides: Sequence[str], config_dir: str | None = None) -> DictConfig:
+    """The same before it is resolved, for those that change values in it."""
+    register_resolvers()
+    if config_dir and not Path(config_dir).is_dir():
+        raise Usage(f"--config-dir {config_dir}: no such folder")
+    search = [f"hydra.searchpath=[{_quoted(config_dir)}]"] if config_dir else []
+    words = [*search, *overrides]
+    with composing(overrides):
+        with suppress(YAMLError), libyaml():
+            return _hydras(words)
+        return _hydras(words)  # again, since libyaml names other places
+
+
+def _quoted(folder: str) -> str:
+    """A folder as a word of Hydra's grammar, which takes no umlauts, spaces or brackets bare."""
+    path = str(Path(folder).resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'file://{path}'"
+
+
+@contextmanager
+def composing(overrides: Sequence[str]) -> Iterator[None]:
+    """What goes wrong in composing is a Usage of one line."""
+    try:
+        yield
+    except COMPOSING as error:
+        raise Usage(one_line(error, overrides)) from error
+    except RecursionError as error:
+        raise Usage("the settings are nested too deeply to be read; make them flat") from error
+    except ValueError as error:
+        if str(error).startswith(NO_NAME) and (word := _nameless(overrides)):
+            raise Usage(f"{word}: the name of an option is wanted; see `tandem list`") from error
+        raise
+
+
+def _hydras(overrides: list[str]) -> DictConfig:
+    with initialize_config_module("conf", version_base="1.3"):
+        return compose("config", overrides)
+
+
+def config_folders(sources: Iterable[Any]) -> tuple[Path, ...]:
+    """The folders of yaml files that the user gave, of Hydra's configuration sources."""
+    return tuple(Path(source.path) for source in sources if source.schema == "file")
+
+
+def plain(cfg: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The configuration as plain dicts and lists: past here there is no DictConfig."""
+    try:
+        node = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        key = error.full_key or "a value"
+        raise Usage(f"{key} has no value; give one with {key}=...") from error
+    except OmegaConfBaseException as error:
+        raise Usage(f"{error.full_key or 'configuration'}: {error.msg or error}") from error
+    assert isinstance(node, dict)
+    config = {str(key): value for key, value in node.items()}
+    check_keys(config, overrides)
+    check_trust(config, overrides)
+    return config
+
+
+def one_line(error: Exception, overrides: Sequence[str] = ()) -> str:
+    """What is wrong with a configuration, and what was probably meant."""
+    if isinstance(error, YAMLError):
+        return fault_in_file(error)
+    text = " ".join(str(error).split())
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        options = [str(option) for option in error.options or ()]
+        meant = did_you_mean(name, options) or f"; there are {', '.join(options)}"
+        return f"{group}={name}: no such option{meant}"
+    cause = error.__cause__
+    if found := WRONG_KEY.search(text):
+        key = found.group(1).partition("@")[0]
+        inner = str(getattr(cause, "full_key", None) or "")
+        if inner.startswith(f"{key}."):  # Hydra merges mappings, and adds nothing
+            return (
+                f"{key}: the {key.partition('.')[0]} that is chosen has a mapping there without "
+                f"{inner.removeprefix(f'{key}.')}; replace it: ~{key} '+{key}={{...}}'"
+            )
+        if key in (known := _known_keys(key)):  # arrival.rate where arrival=trace
+            return f"{key}: no setting of the {key.partition('.')[0]} that is chosen"
+        return f"{key}: no such setting{did_you_mean(key, known)}"
+    return f"{text} {' '.join(str(cause).split())}" if cause else text
+
+
+def _nameless(overrides: Sequence[str]) -> str | None:
+    """The override that chooses by what is no name: nothing, a number or a truth value."""
+    groups = {path.name for path in _groups()}
+    for word in overrides:
+        key, _, value = word.lstrip("+").partition("=")
+        chosen = yaml_value(value, word) if key in groups else ""
+        if chosen is None or isinstance(chosen, int | float):
+            return word
+    return None
+
+
+def _known_keys(wrong: str) -> list[str]:
+    """Names at the level of the wrong key in the default configuration, groups included.
+
+    And those that end alike, at any depth of any option of its group: who writes training.path
+    looks for training.data.path, and who writes training.steps for training.num_steps.
+    """
+    try:
+        config = default_config()
+    except COMPOSING:
+        return []
+    everything = list(_keys(config)) + [path.name for path in _groups()]
+    depth, (group, _, last) = wrong.count("."), wrong.rpartition(".")
+    found = [key for key in everything if key.count(".") == depth]
+    return [*found, *(key for key in _keys_of_options(group) if last in key.rpartition(".")[2])]
+
+
+def _keys_of_options(group: str) -> Iterator[str]:
+    """The keys of all options of a group, nested ones too; none where it is no group."""
+    for path in sorted((Path(str(files("conf"))) / group).glob("*.yaml")) if group else ():
+        yield from _keys(yaml_value(path.read_text(encoding="utf-8"), path) or {}, f"{group}.")
+
+
+@cache
+def default_config() -> dict[str, Any]:
+    """The default configuration, unresolved; safe to call while another app is being composed.
+
+    ComposedConfig once, and not to be changed.
+    """
+    register_resolvers()
+    before = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module("conf", version_base="1.3"):
+            node = OmegaConf.to_container(compose("config"), resolve=False)
+    finally:
+        GlobalHydra.instance().hydra = before
+    assert isinstance(node, dict)
+    return {str(key): value for key, value in node.items()}
+
+
+def _keys(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in node.items():
+        if not key.startswith("_"):
+            yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{prefix}{key}.")
+
+
+def _groups() -> list[Path]:
+    root = Path(str(files("conf")))
+    return [path for path in sorted(root.iterdir()) if path.is_dir() and any(path.glob("*.yaml"))]

@@ -1,0 +1,214 @@
+"""One point of a sweep: what identifies its result, how it is run, and the list of all points."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tandem.cli.errors import RunFailed
+from tandem.config.compose import ComposedConfig
+from tandem.config.outside import with_absolute_paths, with_paths
+from tandem.wiring.experiment import run_experiment, write_config
+from tandem.wiring.folder import (
+    ANSWERED,
+    OK,
+    ROOT,
+    aside_of,
+    checked_json,
+    run_folder,
+    status_of,
+    versions,
+)
+from traces.store import content_hash
+
+NAME = "sweep.json"
+
+
+def check_points(root: Path, points: Mapping[str, Sequence[str]]) -> None:
+    """ValueError where a folder's points and these are two sweeps: neither holds all of the other.
+
+    A part of a sweep may be run again, and a sweep may grow.
+    """
+    before, now = ({tuple(sorted(w)) for w in part.values()} for part in (points_in(root), points))
+    if not (before <= now or now <= before):
+        raise ValueError(
+            f"--out {root}: another sweep is in it, of {len(before)} points such as "
+            f"{' '.join(min(before - now))}; take another folder, or a grid that has them all"
+        )
+
+
+def add_points(root: Path, points: Mapping[str, Sequence[str]]) -> None:
+    """Adds points (key: overrides) to those of earlier calls; written aside and renamed.
+
+    Overrides that come again under another key, since code, trace or yaml have changed, supersede
+    the earlier one: its folder stays, and it is no point of the sweep any more.
+    """
+    now = {key: list(words) for key, words in points.items()}
+    named = {tuple(sorted(words)) for words in now.values()}
+    before, superseded = ({k: w for k, w in part.items() if k not in now} for part in _read(root))
+    kept = {key: words for key, words in before.items() if tuple(sorted(words)) not in named}
+    superseded |= {key: words for key, words in before.items() if key not in kept}
+    aside = root / f".{NAME}.{os.getpid()}"
+    text = json.dumps({"points": kept | now, "superseded": superseded}, indent=1)
+    aside.write_text(text + "\n", encoding="utf-8")
+    aside.rename(root / NAME)
+
+
+def points_in(root: Path) -> dict[str, list[str]]:
+    """The points of a sweep's folder, by key; none where it is not a sweep's."""
+    return _read(root)[0]
+
+
+def superseded_in(root: Path) -> dict[str, list[str]]:
+    """The points whose overrides have a newer key by now."""
+    return _read(root)[1]
+
+
+def _read(root: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    path = root / NAME
+    if not path.is_file():
+        return {}, {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return dict(found["points"]), dict(found.get("superseded", {}))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): remove it, points are kept") from error
+
+
+KEY_DIGITS = 16
+CODE = ("traces", "engine", "policies", "sim", "runtime", "tandem")
+# of analysis: what metrics.json is made by
+MEASURES = (
+    "classes.py",
+    "distance.py",
+    "metrics.py",
+    "replicas.py",
+    "run.py",
+    "training.py",
+    "training_time.py",
+    "usage.py",
+    "workspace.py",
+    "yaml_text.py",
+)
+
+
+@dataclass(frozen=True)
+class PointTask:
+    """A point and the folder that its run gets. Goes to workers, so it can be pickled."""
+
+    key: str
+    point: ComposedConfig
+    folder: Path
+
+
+@dataclass(frozen=True)
+class PointOutcome:
+    """What became of a point: its metrics, none where it does not fit, or what went wrong."""
+
+    key: str
+    error: str | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    wall_s: float = 0.0
+
+
+def task_of(point: ComposedConfig, root: Path) -> PointTask:
+    """The point with absolute paths, in the folder named by what its result depends on."""
+    config = with_absolute_paths(point.config)
+    folders = tuple(Path(folder).resolve() for folder in point.folders)
+    key = point_key(config, folders)
+    return PointTask(key, replace(point, config=config, folders=folders), root / key)
+
+
+def point_key(config: Mapping[str, Any], folders: tuple[Path, ...] = ()) -> str:
+    """The hash of a point: configuration, contents of the files it names, and code version.
+
+    Code is ours, the modules in or beside the user's config folders, and the versions of the
+    libraries; packages under `trusted` count by name only.
+    """
+    beside = [content_hash(path) for folder in folders for path in _modules(folder)]
+    known = {name: node for name, node in config.items() if name != "cache"}  # changes no result
+    made_of = [with_paths(known, content_hash), beside, code_version()]
+    text = json.dumps(made_of, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
+
+
+def run_point(task: PointTask) -> PointOutcome:
+    """Runs the point unless its result is there; leaves a run folder, also where it failed."""
+    began = time.perf_counter()
+    if (known := answer_of(task)) is not None:
+        return known
+    clear(task.folder)
+    try:
+        metrics = run_experiment(task.point, task.folder)
+    except (ValueError, RunFailed) as error:
+        found = answer_of(task) or PointOutcome(task.key, " ".join(str(error).split()))
+        return replace(found, wall_s=time.perf_counter() - began)
+    return PointOutcome(task.key, None, metrics, time.perf_counter() - began)
+
+
+def answer_of(task: PointTask) -> PointOutcome | None:
+    """What a run of the point has found: metrics, or that it does not fit. None where it has not
+    come to an answer."""
+    status = status_of(task.folder)
+    if status not in ANSWERED:
+        return None
+    return PointOutcome(task.key, None, metrics_of(task.folder) if status == OK else {})
+
+
+def run_points(tasks: list[PointTask]) -> list[PointOutcome]:
+    """Several, one after the other: engines whose jobs are slow to start take them so."""
+    return [run_point(task) for task in tasks]
+
+
+def lost(task: PointTask, reason: str) -> PointOutcome:
+    """Records a point whose worker was lost on every attempt."""
+    if (known := answer_of(task)) is not None:  # lost after its last byte was written
+        return known
+    clear(task.folder)
+    try:
+        with run_folder(task.folder) as aside:
+            write_config(aside, task.point.config)
+            raise RunFailed(reason)
+    except RunFailed:
+        return PointOutcome(task.key, reason)
+
+
+def clear(folder: Path) -> None:
+    """Removes what a failed or killed attempt left; a finished run is never touched."""
+    assert status_of(folder) not in ANSWERED
+    for left in (folder, aside_of(folder)):
+        if left.exists():
+            shutil.rmtree(left)
+
+
+def metrics_of(folder: Path) -> dict[str, Any]:
+    """The metrics of a finished run."""
+    return checked_json(folder / "metrics.json")
+
+
+@cache
+def code_version() -> str:
+    """One hash of the sources that a result depends on, and of the versions of libraries.
+
+    Of the sources also where they run compiled: both forms give the same results.
+    """
+    paths = [path for name in CODE for path in sorted((ROOT / name).rglob("*.py"))]
+    paths += [ROOT / "analysis" / name for name in MEASURES]
+    digest = hashlib.sha256(json.dumps(versions(), sort_keys=True).encode())
+    for path in paths:
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _modules(folder: Path) -> list[Path]:
+    """Python files that a `_target_` may reach from a config folder: in it and beside it."""
+    places = (folder, folder.parent)
+    return [path for f in places for glob in ("*.py", "*/*.py") for path in sorted(f.glob(glob))]

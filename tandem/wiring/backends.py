@@ -1,0 +1,326 @@
+"""The four backends: a clock and its pace, an executor and, where there is memory to measure, a meter."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import simpy
+
+from engine.contract.executor import Executor, Meter
+from models.spec import ModelSpec
+from tandem.config.check import conform
+from tandem.wiring.cost import about
+from tandem.wiring.machines import (
+    check_here,
+    cpu_meter,
+    device_bytes_of,
+    gpu_meter,
+    links_of,
+    on_cpu,
+    on_gpus,
+    warn_of_pinned,
+)
+from tandem.wiring.run_spec import Setting
+from traces.training.recipe import Recipe
+
+NEVER = 1_000_000  # collections of the middle generation before one of the oldest
+
+
+@contextmanager
+def no_full_collections(begins_with_one: bool = True) -> Iterator[None]:
+    """Young garbage is still collected; what is old is looked at again after the block.
+
+    A full collection walks all that transformers has loaded: 0.4 s inside one launch of 8 ms was
+    seen (2026-11-21), and no cost model can know when it comes. One at the beginning gives back
+    what an earlier run has left; where no memory is measured that may take longer than the run.
+    """
+    young, middle, old = gc.get_threshold()
+    if begins_with_one:
+        gc.collect()
+    gc.freeze()
+    gc.set_threshold(young, middle, NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)
+        gc.unfreeze()
+
+
+AUTO = "auto"
+KEY = "reference_ns"
+
+
+def is_auto(config: Mapping[str, Any]) -> bool:
+    """Whether the nominal times of the reference works are still to be found."""
+    return config["backend"].get(KEY) == AUTO
+
+
+def with_reference(config: Mapping[str, Any], nominal_ns: Sequence[int]) -> dict[str, Any]:
+    """The configuration with these nominal times of the reference works."""
+    return {**config, "backend": {**config["backend"], KEY: [*nominal_ns]}}
+
+
+def resolved(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with `auto` replaced by what the profile was measured with.
+
+    ValueError without a profile, or where that was measured in real time or by an older clock.
+    """
+    if not is_auto(config):
+        return dict(config)
+    profile = config["profile"]
+    if profile is None:
+        raise ValueError(f"backend.{KEY}={AUTO} is that of a profile; name one with profile=")
+    nominal = about(Path(str(profile))).get(KEY)
+    if nominal is None:
+        raise ValueError(
+            f"backend.{KEY}={AUTO}: profile={profile} was measured in real time; "
+            f"calibrate with backend.{KEY}={AUTO} too"
+        )
+    if not isinstance(nominal, list):
+        raise ValueError(
+            f"profile={profile} was measured with an older clock, of one reference work; "
+            "calibrate anew"
+        )
+    return with_reference(config, nominal)
+
+
+def trained_ns(spec: ModelSpec, recipe: Recipe) -> tuple[int, ...]:
+    """What the reference works of training take on this machine just now: a unit, an update."""
+    import torch
+
+    from runtime.measure.reference import settled_ns, training_references
+
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    return settled_ns(training_references(spec, recipe))
+
+
+def measured_ns(spec: ModelSpec, seed: int) -> tuple[int, ...]:
+    """What the reference works take on this machine just now: decodes, prompt."""
+    import torch
+
+    from runtime.measure.reference import references, settled_ns
+    from runtime.serving.model import build_model
+
+    torch.set_num_threads(1)
+    return settled_ns(references(build_model(spec, seed), spec))
+
+
+CLOCKS = {
+    "sim": ("virtual",),
+    "lockstep": ("virtual",),
+    "cpu": ("service", "wall"),
+    "cuda": ("wall",),
+}
+MEASURED = ("cpu", "cuda")
+SAMPLED_EVERY = 20  # launches per sample of workspace, where a sample takes nobody's time
+READ_EVERY = 16  # settles per reading of memory, where a reading takes the run's own time
+
+
+class Opened(NamedTuple):
+    """An executor on a clock of its own, and what reads the memory beside its launches."""
+
+    env: simpy.Environment
+    executor: Executor
+    meter: Meter | None
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """Where a run happens: in a simulation no machine, else one that executors share, or Replicas.
+
+    `fresh` opens another executor over the same machine on a clock of its own, for probes and
+    calibration.
+    """
+
+    env: simpy.Environment
+    executor: Executor
+    machine: Any = None
+    meter: Meter | None = None
+    fresh: Callable[[], AbstractContextManager[Opened]] | None = None
+    probe_look_s: float | None = None  # how long each look for drift takes
+
+    @property
+    def outputs(self) -> Callable[[int], Sequence[int]] | None:
+        """Gives the generated token ids of a request, where tokens are generated."""
+        return None if self.machine is None else self.machine.outputs
+
+    @property
+    def loss_of(self) -> Callable[[int, int], float] | None:
+        """Gives the loss of a training job's microbatch, where one is really trained."""
+        return getattr(self.machine, "loss", None)
+
+    @property
+    def first(self) -> Any:
+        """The machine of the first device: what is probed and calibrated."""
+        return getattr(self.machine, "machines", [self.machine])[0]
+
+    def probe(self) -> dict[str, float]:
+        """Seconds of fixed pieces of work; nothing in a simulation, and where none is wanted."""
+        if self.fresh is None or self.probe_look_s is None:
+            return {}
+        from runtime.measure.reference import probe, probe_plainly
+
+        if not self.first.arenas:
+            return probe_plainly(self.probe_look_s)
+        with self.fresh() as opened:
+            return probe(opened.env, opened.executor, self.first, self.probe_look_s)
+
+
+@contextmanager
+def world_of(setting: Setting, backend: Mapping[str, Any]) -> Iterator[World]:
+    """The world that the config node `backend` names; its threads and memory end with the block."""
+    name, clock = backend["name"], backend["clock"]
+    every = conform(backend.get("workspace_every"), int | None, "backend.workspace_every")
+    reference_ns = conform(
+        backend.get("reference_ns"), tuple[int, int] | None, "backend.reference_ns"
+    )
+    if name not in CLOCKS:
+        raise ValueError(f"backend.name={name}: there are {', '.join(CLOCKS)}")
+    if clock not in CLOCKS[name]:
+        raise ValueError(f"backend {name} has no clock {clock!r}; take {' or '.join(CLOCKS[name])}")
+    ranks = max((trainee.job.ranks for trainee in setting.trainees), default=1)
+    if ranks > 1 and name != "sim":
+        raise ValueError(
+            f"group: backend {name} trains on one device, not {ranks}; take backend=sim or "
+            "group.devices=1"
+        )
+    opened: dict[str, Callable[[Setting], AbstractContextManager[World]]] = {
+        "sim": _sim,
+        "lockstep": _lockstep,
+        "cpu": partial(
+            _wall if clock == "wall" else _service, every=every, reference_ns=reference_ns
+        ),
+        "cuda": partial(_cuda, attention=backend.get("attention")),
+    }
+    probe_look_s = conform(backend.get("probe_look_s"), float | None, "backend.probe_look_s")
+    if name in ("lockstep", "cpu"):
+        check_here(setting)  # before torch is imported, and weights are drawn
+    with opened[name](setting) as world:
+        yield replace(world, probe_look_s=probe_look_s)
+
+
+@contextmanager
+def _sim(setting: Setting) -> Iterator[World]:
+    from sim.executor import SimExecutor
+
+    env = simpy.Environment()
+    yield World(env, SimExecutor(env, setting.cost))
+
+
+@contextmanager
+def _lockstep(setting: Setting) -> Iterator[World]:
+    from runtime.executors.lockstep import LockstepExecutor
+    from sim.executor import SimExecutor
+
+    env, machine = simpy.Environment(), on_cpu(setting)
+    executor = LockstepExecutor(machine, SimExecutor(env, setting.cost))
+    yield World(env, executor, machine, cpu_meter(machine))
+
+
+@contextmanager
+def _service(
+    setting: Setting, every: int | None = None, reference_ns: tuple[int, int] | None = None
+) -> Iterator[World]:
+    from runtime.executors.lockstep import CpuExecutor
+    from runtime.measure.tracker import Workspace
+
+    machine, links = on_cpu(setting), links_of(setting)
+
+    # One for probes and replay: its readings are then taken between launches from the start.
+    pace = _pace(machine, setting, reference_ns)
+
+    @contextmanager
+    def fresh(workspace: Workspace | None = None) -> Iterator[Opened]:
+        env = simpy.Environment()
+        executor = CpuExecutor(env, machine, links, workspace, pace)
+        yield Opened(env, executor, cpu_meter(machine, executor.paused))
+
+    with fresh(Workspace(machine, SAMPLED_EVERY if every is None else every)) as main:
+        yield World(main.env, main.executor, machine, main.meter, fresh)
+
+
+def _pace(machine: Any, setting: Setting, reference_ns: tuple[int, int] | None) -> Any:
+    """The yardsticks of a clock, over the weights that are served, or by the width of what is
+    trained where nothing is served; None where time is real."""
+    if reference_ns is None:
+        return None
+    if not setting.requests:
+        from runtime.measure.reference import TrainingPace, training_references
+
+        trainee = setting.trainees[0]
+        return TrainingPace(reference_ns, training_references(trainee.spec, trainee.job.recipe))
+    from runtime.measure.reference import ClockPace, references
+
+    first = getattr(machine, "machines", [machine])[0]
+    return ClockPace(reference_ns, references(first.decoder.model, setting.spec))
+
+
+@contextmanager
+def _wall(
+    setting: Setting, every: int | None = None, reference_ns: tuple[int, int] | None = None
+) -> Iterator[World]:
+    from runtime.executors.clock import WallClock
+    from runtime.executors.wall import WallExecutor
+    from runtime.measure.tracker import Workspace
+
+    machine, links = on_cpu(setting), links_of(setting)
+    pace = _pace(machine, setting, reference_ns)
+
+    def new_clock() -> WallClock:
+        return WallClock() if pace is None else WallClock(pace=lambda: pace.factor)
+
+    @contextmanager
+    def fresh(workspace: Workspace | None = None) -> Iterator[Opened]:
+        clock = new_clock()
+        with WallExecutor(clock, machine, links, workspace, pace) as executor:
+            yield Opened(clock, executor, cpu_meter(machine, executor.paused, READ_EVERY))
+
+    with fresh(Workspace(machine, every or 0)) as main:
+        yield World(main.env, main.executor, machine, main.meter, fresh)
+
+
+@contextmanager
+def _cuda(setting: Setting, attention: Any = None) -> Iterator[World]:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("backend=cuda: torch sees no GPU here; measure with backend=cpu")
+    count = torch.cuda.device_count()
+    if count < setting.replicas:
+        raise ValueError(f"replicas={setting.replicas}: each takes a GPU, and torch sees {count}")
+    from runtime.executors.clock import WallClock
+    from runtime.executors.cuda import CudaExecutor
+    from runtime.executors.device import budgets, without_cudnn_attention
+    from runtime.executors.several import Meters
+    from runtime.kernels import are_chosen, check_shape
+
+    warn_of_pinned(setting)
+    without_cudnn_attention()
+    kernels = bool(setting.requests) and are_chosen(attention)
+    if kernels:
+        check_shape(setting.spec)
+    gc.collect()  # an earlier run of this process may still hold the memory
+    numbers = range(setting.replicas)
+    with budgets(dict.fromkeys(numbers, device_bytes_of(setting))):
+        machine = on_gpus(setting, [f"cuda:{number}" for number in numbers], kernels)
+
+        @contextmanager
+        def fresh() -> Iterator[Opened]:
+            clock = WallClock()
+            with CudaExecutor(clock, machine, setting.replicas) as executor:
+                meters = [gpu_meter(machine, i, executor.paused, READ_EVERY) for i in numbers]
+                yield Opened(clock, executor, Meters(meters))
+
+        try:
+            with fresh() as main:
+                yield World(main.env, main.executor, machine, main.meter, fresh)
+        finally:
+            if (store := getattr(machine, "store", None)) is not None:
+                store.close()

@@ -1,0 +1,276 @@
+"""How many bytes a run may use, what lies in them before it starts, and what to say where they are too few."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from engine.contract.layout import Layout
+from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Pool, Region, Tier
+from models.spec import ModelSpec
+from models.workspace import workspace_bytes
+from sim.devices.device import Device
+from sim.devices.kv_room import MemoryPlan, graph_bytes, plan_memory
+from traces.serving.request import Request
+
+MIB = 2**20
+
+
+class Short(NamedTuple):
+    """What a job needs of KV at most, and what is missing."""
+
+    who: str
+    less: str  # what makes it need less
+    pages: int
+    nbytes: int
+    missing_bytes: int
+
+
+def deficit(budget: Budget, device: Device, memory: MemoryPlan, short: Short) -> str:
+    """One line on KV that the longest request does not find. Only what can help is named."""
+    if budget.kv_bytes is not None or budget.kv_pages is not None:
+        wanted = f"kv_pages to {short.pages}"
+        if budget.kv_bytes is not None:
+            wanted = f"kv_bytes to {short.nbytes}"
+        return (
+            f"budget: {short.who} needs {short.pages} pages of KV, "
+            f"{_mib(short.missing_bytes)} more than the budget has; raise budget.{wanted}, "
+            f"or {short.less}, or allow refusals with budget.may_refuse=true"
+        )
+    parts = f"{_parts(memory)}, {short.who} {_mib(short.nbytes)}"
+    helps = "take a larger device (device=...; `tandem list devices`), or a smaller model"
+    if memory.weights + memory.reserve + memory.page <= device.memory_bytes:
+        helps += (
+            ", raise budget.fraction, lower the scheduling's token_budget or max_jobs "
+            f"(activations) or page_tokens, or {short.less}"
+        )
+    stand_in = ", a stand-in for a GPU" if device.is_cpu else ""
+    return (
+        f"budget: {_mib(short.missing_bytes)} short: {parts} do not fit into "
+        f"{budget.fraction:g} of the {_mib(device.memory_bytes)} of device={device.name}"
+        f"{stand_in}; {helps}"
+    )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:,.1f} MiB"
+
+
+def check_whole(budget: Budget, device: Device, memory: MemoryPlan, kv: int) -> None:
+    """ValueError where KV of a given size has no room beside all else on the whole device."""
+    room = device.memory_bytes - memory.usable + memory.left  # for KV, whatever the fraction
+    if kv <= room:
+        return
+    key, pages = "kv_pages", max(0, room) // memory.page
+    most = f"budget.kv_pages={budget.kv_pages}; at most {pages} fit"
+    if budget.kv_bytes is not None:
+        key, most = "kv_bytes", f"budget.kv_bytes; at most {pages * memory.page} fit"
+    raise ValueError(
+        f"budget: {_mib(kv - room)} short: {_parts(memory)}, KV {_mib(kv)} ({most}) do not fit "
+        f"into the {_mib(device.memory_bytes)} of {device.name}; lower budget.{key} or the "
+        "scheduling's token_budget or max_jobs (activations), or take a smaller model or another "
+        "device"
+    )
+
+
+def _parts(memory: MemoryPlan) -> str:
+    """What lies on a device beside the KV."""
+    parts = f"weights {_mib(memory.weights)}, activations {_mib(memory.activation)}"
+    return f"{parts}, reserve {_mib(memory.reserve)}" if memory.reserve else parts
+
+
+def asks(longest: int, reserved: int | None) -> tuple[str, str]:
+    """Whose need decides, in words, and what lowers it."""
+    if reserved is not None:
+        return f"a reservation of memory.max_tokens={reserved}", "lower memory.max_tokens"
+    words = "import the trace with a smaller max_total_tokens"
+    return f"the longest request ({longest} tokens)", words
+
+
+def check_reservation(reserved: int, longest: int) -> None:
+    """ValueError if the longest request outgrows it: its last token is given, never kept."""
+    if longest - 1 > reserved:
+        raise ValueError(
+            f"memory.max_tokens={reserved}: the longest request needs {longest - 1}; raise it, or "
+            "take memory=paged_restart, or import the trace with a smaller max_total_tokens, or "
+            "allow refusals with budget.may_refuse=true"
+        )
+
+
+GPU: Pool = (Tier.GPU, 0)
+HOST: Pool = (Tier.HOST, 0)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The config node `budget`: memory of a replica. At most one of kv_bytes and kv_pages;
+    device_bytes only where nothing is served."""
+
+    fraction: float = 0.9
+    device_bytes: int | None = None
+    kv_bytes: int | None = None
+    kv_pages: int | None = None
+    host_bytes: int | None = None
+    graph_rows: int = 0
+    step_tokens: int | None = None
+    may_refuse: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"budget.fraction={self.fraction}: it must be above 0 and at most 1")
+        if self.kv_bytes is not None and self.kv_pages is not None:
+            raise ValueError("budget: give kv_bytes or kv_pages, not both")
+        for name in ("device_bytes", "kv_bytes", "kv_pages", "step_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"budget.{name}={value}: it must be at least 1")
+        for name in ("host_bytes", "graph_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"budget.{name}={value}: it must be at least 0")
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the engine is given: capacities per pool, the page, and what is resident."""
+
+    capacity_bytes: dict[Pool, int]
+    page: PageSize
+    layout: Layout
+    memory: MemoryPlan  # of a device: what is set aside beside the KV; graphs are in the reserve
+    graph_rows: int = 0  # decodes of the largest CUDA graph
+
+
+def room_for(
+    budget: Budget,
+    device: Device,
+    spec: ModelSpec,
+    page_tokens: int,
+    requests: Sequence[Request],
+    policy: Any,
+    replicas: int = 1,
+) -> Room:
+    """Weights, KV and workspace inside the budget. ValueError where they cannot fit.
+
+    Each replica has a device and host memory of its own, both as large as the budget says.
+    """
+    page = PageSize(page_tokens, page_tokens * spec.kv_token_bytes)
+    memory = memory_plan(budget, spec, device, page_tokens, requests, policy)
+    given = _kv_bytes(budget, page)
+    if given is not None and not _is_replay(policy):
+        check_whole(budget, device, memory, given)
+    kv = memory.left if given is None else given
+    longest = max(r.prompt_tokens + r.output_tokens for r in requests)
+    reserved = getattr(_serving(policy, "memory"), "max_tokens", None)  # by each job, whole
+    if reserved is not None and not budget.may_refuse:
+        check_reservation(reserved, longest)
+    needed = page.bytes_for(reserved or longest) + _spare_pages(policy) * page.nbytes
+    if kv < (page.nbytes if budget.may_refuse else needed):
+        short = Short(*asks(longest, reserved), needed // page.nbytes, needed, needed - kv)
+        raise ValueError(deficit(budget, device, memory, short))
+    host = device.host_bytes if budget.host_bytes is None else budget.host_bytes
+    capacity, weights = dict[Pool, int](), dict[Place, int]()
+    for i in range(replicas):
+        capacity[Tier.GPU, i] = spec.weight_bytes + kv // page.nbytes * page.nbytes
+        capacity[Tier.HOST, i] = host
+        weights[Place(Region(SHARED_OWNER, Kind.WEIGHT), Tier.GPU, i)] = spec.weight_bytes
+    return Room(capacity, page, Layout(weights), memory, budget.graph_rows)
+
+
+def training_room(budget: Budget, device: Device, spec: ModelSpec, page_tokens: int) -> Room:
+    """All of the device for whoever trains on it, where nothing is served."""
+    page = PageSize(page_tokens, page_tokens * spec.kv_token_bytes)
+    usable = int(budget.fraction * device.memory_bytes)
+    capacity = budget.device_bytes or usable - device.reserve_bytes
+    if capacity > device.memory_bytes:
+        raise ValueError(
+            f"budget.device_bytes={capacity}: {device.name} has {device.memory_bytes}; lower it"
+        )
+    host = device.host_bytes if budget.host_bytes is None else budget.host_bytes
+    memory = MemoryPlan(usable, 0, 0, device.reserve_bytes, page.nbytes)
+    return Room({GPU: capacity, HOST: host}, page, Layout(), memory)
+
+
+def memory_plan(
+    budget: Budget,
+    spec: ModelSpec,
+    device: Device,
+    page_tokens: int,
+    requests: Sequence[Request],
+    policy: Any,
+) -> MemoryPlan:
+    """What a device's memory is for: on a GPU as an engine plans that profiles itself.
+
+    The CPU stand-in sets aside what its own largest step is measured to allocate.
+    """
+    reserve = device.reserve_bytes + graph_bytes(spec, budget.graph_rows, page_tokens)
+    if not device.is_cpu:
+        tokens, jobs = _largest_step(budget, requests, policy)
+        given = (device.memory_bytes, budget.fraction, tokens, jobs, reserve, page_tokens)
+        return plan_memory(spec, *given)
+    return MemoryPlan(
+        usable=int(budget.fraction * device.memory_bytes),
+        weights=spec.weight_bytes,
+        activation=_workspace_bytes(budget, spec, page_tokens, requests, policy),
+        reserve=reserve,
+        page=page_tokens * spec.kv_token_bytes,
+    )
+
+
+def _largest_step(budget: Budget, requests: Sequence[Request], policy: Any) -> tuple[int, int]:
+    """Tokens and sequences of the largest step: of the policy, not of the trace, where it has one.
+
+    A scheduling that does not cut prompts may have to compute the longest request whole.
+    """
+    scheduling = _serving(policy, "scheduling")
+    jobs = getattr(scheduling, "max_jobs", len(requests))
+    limit = budget.step_tokens or getattr(scheduling, "token_budget", None)
+    if limit and (budget.step_tokens or getattr(scheduling, "cuts", False)):
+        return limit, min(jobs, limit)
+    longest = max(r.prompt_tokens + r.output_tokens for r in requests)
+    prompts = sorted((r.prompt_tokens for r in requests), reverse=True)
+    return max(limit or sum(prompts[:jobs]), longest), jobs
+
+
+def _kv_bytes(budget: Budget, page: PageSize) -> int | None:
+    return budget.kv_bytes if budget.kv_pages is None else budget.kv_pages * page.nbytes
+
+
+def _is_replay(policy: Any) -> bool:
+    """Whether a plan log is played back: its steps are given, and fitted where they were made."""
+    return getattr(policy, "scheduling", None) is None
+
+
+def _spare_pages(policy: Any) -> int:
+    """Pages that must be free beside those of a job, for the memory policies that ask for some."""
+    return int(getattr(_serving(policy, "memory"), "spare_pages", 0))
+
+
+def _serving(policy: Any, half: str) -> Any:
+    """The half of a policy that serves: of one that serves and trains by turns, that side of it."""
+    whole = getattr(policy, half, None)
+    return getattr(whole, "serving", whole)
+
+
+def _workspace_bytes(
+    budget: Budget, spec: ModelSpec, page_tokens: int, requests: Sequence[Request], policy: Any
+) -> int:
+    """Of the largest step: prompts that start together up to the policy's token budget.
+
+    One of them is the longest request computed whole after a restart or, under a token budget, the
+    end of it: a slice behind a context, which takes a mask.
+    """
+    scheduling = _serving(policy, "scheduling")
+    longest = max(r.prompt_tokens + r.output_tokens for r in requests)
+    limit = budget.step_tokens or getattr(scheduling, "token_budget", None) or 0
+    jobs = min(len(requests), getattr(scheduling, "max_jobs", len(requests)))
+    prompts = sorted((r.prompt_tokens for r in requests), reverse=True)
+    wanted = limit or sum(prompts[:jobs])  # all that may start together where nothing limits a step
+    sizes = []
+    for first in {longest, min(limit, longest - 1)} - {0}:
+        tokens = [first, *([wanted - first] if wanted > first else [])]
+        contexts = [longest - first, 0][: len(tokens)]
+        samples = min(jobs, sum(tokens))
+        sizes.append(workspace_bytes(spec, tokens, contexts, samples, page_tokens))
+    return max(sizes)

@@ -1,0 +1,227 @@
+"""One run: from a configuration to a folder of results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from engine.contract.executor import Launch
+from engine.contract.plan import Compute
+from engine.contract.regions import Place
+from engine.loop.engine import Engine
+from engine.results.recorder import Recorder
+from sim.cost.contract import PolicyCost
+from tandem.cli.terminal import progress_bar
+from tandem.compiled import form
+from tandem.config.compose import ComposedConfig
+from tandem.config.outside import with_absolute_paths
+from tandem.config.slo import limits_of
+from tandem.wiring.backends import World, no_full_collections, resolved, world_of
+from tandem.wiring.budget import GPU
+from tandem.wiring.cost import profile_hash
+from tandem.wiring.folder import (
+    OK,
+    RUNNING,
+    commit,
+    host,
+    run_folder,
+    versions,
+    write_json,
+    write_status,
+)
+from tandem.wiring.machines import pages_of
+from tandem.wiring.run_spec import Setting, setting_of
+from tandem.wiring.workload import trace_hash
+from traces.files import seal, write_text
+
+
+def run_experiment(
+    point: ComposedConfig, folder: Path, shows_progress: bool = False, keeps_rejected: bool = True
+) -> dict[str, Any]:
+    """Runs one point and writes its folder; returns the metrics.
+
+    ValueError where the configuration is wrong, RunFailed where the run was; the folder then says
+    so in status.json. `keeps_rejected`: also where nothing had begun yet.
+    """
+    point = replace(point, config=with_absolute_paths(point.config))
+    with run_folder(folder, keeps_rejected) as aside:
+        write_config(aside, point.config)
+        point = replace(point, config=resolved(point.config))
+        limits = limits_of(point.config["slo"])
+        setting = setting_of(point)
+        provenance = provenance_of(point, setting)
+        write_json(aside / "provenance.json", provenance)
+        provenance |= _carried_out(setting, point.config, aside, shows_progress)
+        write_json(aside / "provenance.json", provenance)
+        seal(aside, "provenance.json")
+        metrics = _write_metrics(aside, limits)
+        seal(aside, "metrics.json")
+        write_status(aside, OK)  # the last: a run killed before it has not finished
+        return metrics
+
+
+def _carried_out(
+    setting: Setting, config: Mapping[str, Any], folder: Path, shows_progress: bool
+) -> dict[str, Any]:
+    """The run itself: through the engine, or against a server, which has an engine of its own."""
+    if config["backend"]["name"] == "openai":
+        from tandem.wiring.openai import replay_server
+
+        return replay_server(setting, config["backend"], folder, shows_progress)
+    with world_of(setting, config["backend"]) as world:
+        return replay(setting, world, folder, shows_progress)
+
+
+def replay(
+    setting: Setting, world: World, folder: Path, shows_progress: bool = False
+) -> dict[str, Any]:
+    """Replays the trace through the engine and writes the tables; returns notes on the run."""
+    engine = engine_of(setting, world)
+    before = world.probe()
+    write_status(folder, RUNNING)
+    shown = progress_bar(engine, setting.work, shows_progress)
+    with no_full_collections(begins_with_one=world.meter is not None), shown:
+        engine.replay(setting.work)
+    drift = drift_of(before, world.probe())
+    engine.recorder.write(folder, world.outputs, world.loss_of)
+    beyond = dict(getattr(setting.cost, "extrapolated", {}))  # look-ups outside a profile, by table
+    notes: dict[str, Any] = {"plans": engine.steps, "questions": engine.asked}
+    notes["cost_extrapolated"] = beyond
+    if world.fresh is not None:  # a simulation's rows are predictions themselves
+        notes["workspace"] = _sampled(engine.recorder, setting)
+    return notes | drift
+
+
+def _sampled(recorder: Recorder, setting: Setting) -> dict[str, float | int]:
+    """The workspace of measured launches beside what a simulation predicts for the very same."""
+    import pandas as pd
+
+    from analysis.workspace import workspace_errors
+
+    rows = [(setting.cost.peak_bytes(launch), nbytes) for launch, nbytes in _measured(recorder)]
+    return workspace_errors(pd.DataFrame(rows, columns=["predicted", "measured"]))
+
+
+def _measured(recorder: Recorder) -> Iterator[tuple[Launch, int]]:
+    """Launches over all layers whose workspace was measured."""
+    for *_, span, launch in recorder.steps:
+        op = launch.op
+        is_whole = isinstance(op, Compute) and all(piece.layers is None for piece in op.slices)
+        if is_whole and span.peak_bytes is not None:
+            yield launch, span.peak_bytes
+
+
+def engine_of(setting: Setting, world: World, recorder: Recorder | None = None) -> Engine:
+    """The one engine, in the world of a backend. Policies are quoted the same costs in all."""
+
+    def held_bytes(place: Place) -> int:
+        return engine.ledger.held_bytes[place]
+
+    engine = Engine(
+        world.env,
+        setting.policy,
+        world.executor,
+        setting.room.capacity_bytes,
+        setting.room.page,
+        devices=setting.replicas,
+        router=setting.router,
+        depth=setting.depth,
+        forced=setting.decoding.forced,
+        layout=setting.room.layout,
+        cost=PolicyCost(setting.cost, held_bytes),
+        recorder=recorder or Recorder(world.meter),
+        returns_memory=not setting.is_replay,
+    )
+    return engine
+
+
+def drift_of(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+    """What the drift probes took before and after a measured run, and by what factor more."""
+    if not before:
+        return {}
+    from runtime.measure.reference import ratios
+
+    change = ratios(before, after)
+    return {"probe_before": dict(before), "probe_after": dict(after), "probe_ratios": change}
+
+
+def provenance_of(point: ComposedConfig, setting: Setting) -> dict[str, Any]:
+    """Where the result comes from, whatever becomes of the run."""
+    backend = point.config["backend"]
+    is_predicted = backend["name"] in ("sim", "lockstep")
+    has_kv = bool(setting.requests) and backend["name"] != "openai"  # a server's is its own affair
+    return {
+        **commit(),
+        "versions": versions(),
+        "form": form(),
+        "host": host(),
+        "backend": backend["name"],
+        "clock": backend["clock"],
+        "model": setting.spec.name,
+        "device": setting.device.name,
+        "cost_form": setting.cost.form if is_predicted else "measured",
+        "quoted_cost_form": setting.cost.form,  # what policies are told that operations take
+        "cost_provenance": setting.cost.provenance,
+        "profile_hash": profile_hash(point.config["profile"]),
+        "replicas": setting.replicas,
+        "depth": setting.depth,
+        "seed": setting.seed,
+        "trace_hash": trace_hash(setting.requests),
+        "requests": len(setting.requests),
+        "has_prompt_ids": all(r.prompt_ids is not None for r in setting.requests),
+        **_trained(setting),
+        "memory_plan": _memory_plan(setting) if has_kv else None,  # of a replica
+        "kv_pages": pages_of(setting)[GPU] if has_kv else None,
+        "overrides": list(point.overrides),
+        "config_folders": [str(Path(folder).resolve()) for folder in point.folders],
+    }
+
+
+def _trained(setting: Setting) -> dict[str, Any]:
+    """How large what is trained is, in how many chunks it lies, how many steps it is to do, and in
+    what memory; nothing where nobody trains."""
+    if not setting.trainees:
+        return {}
+    numbers = [p.elements for trainee in setting.trainees for p in trainee.shape.parameters]
+    chunks = [c for layout in setting.room.layout.training.values() for c in layout.chunks]
+    states = [c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in chunks]
+    capacity = setting.room.capacity_bytes.items()
+    return {
+        "parameters": sum(numbers),
+        "chunks": len(chunks),
+        "state_bytes": sum(states),
+        "train_steps_asked": sum(trainee.job.num_steps for trainee in setting.trainees),
+        "capacity_bytes": {f"{tier}:{device}": nbytes for (tier, device), nbytes in capacity},
+    }
+
+
+def _memory_plan(setting: Setting) -> dict[str, int]:
+    """What a device's memory is for, in bytes; its KV may have been given instead."""
+    memory = setting.room.memory
+    return {
+        "usable_bytes": memory.usable,
+        "weight_bytes": memory.weights,
+        "activation_bytes": memory.activation,
+        "reserve_bytes": memory.reserve,
+        "kv_bytes": pages_of(setting)[GPU] * memory.page,
+    }
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """config.yaml of a run folder: what it takes to run it again."""
+    text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+    write_text(folder / "config.yaml", text)
+    seal(folder, "config.yaml")
+
+
+def _write_metrics(folder: Path, limits: Mapping[str, Any]) -> dict[str, Any]:
+    from analysis.metrics import summary
+    from analysis.run import read_run
+
+    metrics = dict(summary(read_run(folder), limits or None))
+    write_json(folder / "metrics.json", metrics)
+    return metrics

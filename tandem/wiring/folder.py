@@ -1,0 +1,223 @@
+"""The folder of one run: written aside and renamed, so that a killed run never looks finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from tandem.cli.errors import RunFailed, Usage, exits_fail
+from traces.files import checked_text, write_text
+
+ROOT = Path(__file__).resolve().parent.parent
+# What claims write about the code, as pathspecs; no run depends on it.
+RESULTS = (":(top,exclude)benchmarks/results", ":(top,exclude)benchmarks/CLAIMS.*")
+LIBRARIES = ("tandem", "simpy", "torch", "transformers", "hydra-core", "numpy", "pandas", "pyarrow")
+
+
+@cache  # of the code that is loaded: it does not change under a process
+def commit() -> dict[str, Any]:
+    """The commit of the checkout, and whether tracked files differ from it, results aside."""
+    head = _git("rev-parse", "HEAD")
+    changed = _git("status", "--porcelain", "-uno", "--", ":/", *RESULTS)
+    return {"commit": head, "dirty": bool(changed) if head else None}
+
+
+@cache
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the libraries that a result may depend on."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+@cache
+def host() -> dict[str, Any]:
+    """The machine that the process ran on, without its name."""
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "executable": sys.executable,
+    }
+
+
+def _git(*words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True, timeout=20
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+PACKAGES = ("traces", "engine", "policies", "sim", "runtime", "tandem", "analysis", "conf")
+OURS = [ROOT / name for name in PACKAGES] + [ROOT / "build"]
+STARTING, RUNNING, OK = "starting", "running", "ok"
+REJECTED, INTERRUPTED, FAILED = "rejected", "interrupted", "failed"
+DOES_NOT_FIT = "does_not_fit"
+STATES = (STARTING, RUNNING, OK, REJECTED, INTERRUPTED, FAILED, DOES_NOT_FIT)
+ANSWERED = (OK, DOES_NOT_FIT)  # nothing else would come of it if it were run again
+
+
+@contextmanager
+def run_folder(folder: Path, keeps_rejected: bool = True) -> Iterator[Path]:
+    """Yields the folder to write into, and renames it in the end.
+
+    status.json says starting, and running once somebody has written so. While that is so (or if it
+    was killed) all lies in `<folder>.running`. Afterwards it says ok, as the block writes last, or
+    with the traceback: rejected (a ValueError at the start: its settings are wrong, and nothing
+    remains unless `keeps_rejected`), does_not_fit, interrupted, or failed. ValueError if the folder
+    holds something already, or if a run that never ended was left there.
+    """
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(
+            f"{folder}: there is something in it already; results are never overwritten"
+        )
+    aside = aside_of(folder)
+    try:
+        aside.mkdir(parents=True)
+    except FileExistsError:
+        raise ValueError(
+            f"{aside}: a run is going on there, or was killed; remove it or take another folder"
+        ) from None
+    write_status(aside, STARTING)
+    try:
+        with exits_fail():
+            yield aside
+    except BaseException as error:
+        state = _ending(aside, error)
+        if state == REJECTED and not keeps_rejected:
+            shutil.rmtree(aside)
+        else:
+            _write_failure(aside, state, error)
+            _rename(aside, folder)
+        if state in (REJECTED, INTERRUPTED) or isinstance(error, Usage):
+            raise
+        if state == DOES_NOT_FIT:
+            raise RunFailed(f"does not fit: {error} (told in {folder}/status.json)") from error
+        raise RunFailed(
+            f"{type(error).__name__}: {error}{_place(error)} (traceback in {folder}/status.json)"
+        ) from error
+    _rename(aside, folder)
+
+
+@contextmanager
+def sole_user(lock: Path, others: str) -> Iterator[None]:
+    """Holds a lock file for the block, then removes it; Usage, with what `others` are doing, where
+    they hold it."""
+    import fcntl
+
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise Usage(others) from error
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)  # while it is still held
+
+
+def aside_of(folder: Path) -> Path:
+    """Where a run is written until it ends, and where a killed one stays."""
+    return folder.with_name(f"{folder.name}.running")
+
+
+def status_of(folder: Path) -> str | None:
+    """What status.json says (see `run_folder`); None where there is none to read, or no status."""
+    try:
+        found = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    status = found.get("status") if isinstance(found, dict) else None
+    return status if status in STATES else None
+
+
+def provenance_in(folder: Path) -> dict[str, Any]:
+    """What a run of ours says of itself."""
+    return checked_json(folder / "provenance.json")
+
+
+def checked_json(path: Path) -> dict[str, Any]:
+    """What a JSON file of a finished run holds. ValueError where it is not as it was written."""
+    found = json.loads(checked_text(path))
+    assert isinstance(found, dict)
+    return found
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """One JSON file, readable by people."""
+    write_text(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def write_status(folder: Path, status: str, **more: str) -> None:
+    """How far the run is, or what became of it."""
+    write_json(folder / "status.json", {"status": status, **more})
+
+
+def remove_empty(folder: Path) -> None:
+    """Removes the folder if it is empty, and those around it, up to the current one."""
+    near = Path(os.path.relpath(folder))
+    with suppress(OSError):
+        folder.rmdir() if ".." in near.parts else os.removedirs(near)
+
+
+def _ending(aside: Path, error: BaseException) -> str:
+    if not isinstance(error, Exception):
+        return INTERRUPTED
+    from policies.training.out_of_memory import (
+        DoesNotFit,  # where something has failed, not at every start
+    )
+
+    if isinstance(error, DoesNotFit):
+        return DOES_NOT_FIT
+    is_wrong = isinstance(error, ValueError) and status_of(aside) == STARTING
+    return REJECTED if is_wrong else FAILED
+
+
+def _place(error: BaseException) -> str:
+    """Where code of the user's own has raised, if that is in the traceback: its deepest line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [*map(str, OURS), sysconfig.get_path("stdlib")]
+    own = [f for f in frames if Path(f.filename).is_file() and not f.filename.startswith((*ours,))]
+    own = [f for f in own if "site-packages" not in f.filename]
+    return f", in {own[-1].filename}, line {own[-1].lineno}" if own else ""
+
+
+def _write_failure(aside: Path, state: str, error: BaseException) -> None:
+    reason = f"{type(error).__name__}: {error}"
+    lines = "".join(traceback.format_exception(error))
+    write_status(aside, state, error=reason, traceback=lines)
+
+
+def _rename(aside: Path, folder: Path) -> None:
+    if folder.is_dir():
+        folder.rmdir()  # Hydra made it, empty
+    aside.rename(folder)

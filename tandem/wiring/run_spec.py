@@ -1,0 +1,269 @@
+"""Everything that a run is made of before a backend comes in: built once from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engine.contract.policy import Policy, Router
+from engine.contract.regions import Place, Pool
+from engine.results.plan_log import check_jobs, read_plans
+from models.spec import ModelSpec
+from policies.composed import Composed as ComposedPolicy
+from policies.scheduling.recorded import RecordedPlans, RecordedRouter
+from sim.cost.contract import LaunchCost, PolicyCost
+from sim.cost.roofline import Roofline
+from sim.devices.device import Device
+from sim.devices.group import Group, check_links, rank_device
+from tandem.config.build import Builder
+from tandem.config.check import arguments, conform
+from tandem.config.compose import ComposedConfig
+from tandem.config.slo import Decoding, decoding_of
+from tandem.wiring.budget import Budget, Room, room_for, training_room
+from tandem.wiring.cost import KernelProfile, foreign_cost, is_kernel_profile
+from tandem.wiring.training import Trainee, laid_out, trainees_of
+from tandem.wiring.workload import requests_of
+from traces.serving.request import Request, TrainingJob
+
+ENDLESS_BYTES = 1 << 60
+MOST_REPLICAS = 10_000
+MOST_DEPTH = 1_000
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """The same for every backend: prediction and measurement differ in nothing here."""
+
+    requests: Sequence[Request]
+    spec: ModelSpec
+    device: Device
+    cost: LaunchCost
+    policy: Policy
+    room: Room
+    replicas: int  # devices with weights and KV of their own
+    router: Router | None
+    depth: int
+    seed: int
+    decoding: Decoding
+    is_replay: bool  # of another run's plan log
+    trainees: Sequence[Trainee] = ()
+
+    @property
+    def work(self) -> list[Request | TrainingJob]:
+        """All that the engine replays."""
+        return [*self.requests, *(trainee.job for trainee in self.trainees)]
+
+
+def setting_of(point: ComposedConfig, spec: ModelSpec | None = None) -> Setting:
+    """Builds what the configuration names; `spec` may replace its model.
+
+    ValueError in one line for whatever is wrong.
+    """
+    config = point.config
+    seed = _at_least(0, config, "seed")
+    builder = builder_of(point)
+    spec = spec or _built(builder, config, "model", ModelSpec)
+    device, group = _device(config, builder)
+    requests = requests_of(config, builder, spec, point.overrides)
+    policy = policy_of(config, builder)
+    page_tokens = _at_least(1, config, "page_tokens")
+    replicas = _within(1, MOST_REPLICAS, config, "replicas")
+    trainees = trainees_of(config, builder, spec, requests, group.ranks)
+    if group.ranks > 1 and (requests or not trainees):
+        raise ValueError(
+            f"group: {group.ranks} devices train one model and serve nothing; choose trace=none "
+            "and what to train, training=..."
+        )
+    if trainees and not requests:
+        spec = trainees[0].spec  # in the dtype that it trains in
+    if isinstance(policy, RecordedPlans):
+        ids = {r.request_id for r in requests} | {t.job.job_id for t in trainees}
+        check_jobs(log_path(config), policy.log, ids)
+    cost = cost_of(config, device, spec, page_tokens, group)
+    if requests and config["backend"]["name"] == "sim" and not getattr(cost, "serves", True):
+        raise ValueError(
+            f"profile={config['profile']} was calibrated with training alone: it has no prices for "
+            "what is served; take another, or none (profile=null)"
+        )
+    room = _room(config, device, spec, page_tokens, requests, trainees, policy, replicas)
+    quoted = PolicyCost(cost, _nothing)
+    planned = laid_out(config, builder, trainees, room.capacity_bytes, quoted, policy)
+    places = {**room.layout.places, **planned.places}
+    return Setting(
+        requests,
+        spec,
+        device,
+        cost,
+        policy,
+        replace(room, layout=replace(planned, places=places)),
+        replicas,
+        router_of(config, builder, policy, replicas),
+        _within(1, MOST_DEPTH, config, "depth"),
+        seed,
+        decoding_of(config, spec),
+        is_replay=config.get("replayed") is not None,
+        trainees=trainees,
+    )
+
+
+def _room(
+    config: Mapping[str, Any],
+    device: Device,
+    spec: ModelSpec,
+    page_tokens: int,
+    requests: Sequence[Request],
+    trainees: Sequence[Trainee],
+    policy: Policy,
+    replicas: int,
+) -> Room:
+    """Memory for what is served, which training shares; or for training alone."""
+    budget, device = _space(config, device)
+    if not requests and not trainees:
+        raise ValueError("there is nothing to do: choose a trace, or what to train, training=...")
+    if trainees and replicas > 1:
+        raise ValueError(f"replicas={replicas}: training runs on one device; set replicas=1")
+    if requests and getattr(getattr(policy, "scheduling", None), "trains_only", False):
+        raise ValueError(
+            "this policy trains and serves nothing: set trace=none, or take one that does both, "
+            "policy=time_shared"
+        )
+    if requests and budget.device_bytes is not None:
+        raise ValueError("budget.device_bytes is for training alone; take budget.fraction")
+    if requests:
+        return room_for(budget, device, spec, page_tokens, requests, policy, replicas)
+    return training_room(budget, device, spec, page_tokens)
+
+
+def training_space(point: ComposedConfig) -> dict[Pool, int]:
+    """The bytes of each tier for whoever trains alone."""
+    device, _ = _device(point.config, builder_of(point))
+    budget, device = _space(point.config, device)
+    page_tokens = _at_least(1, point.config, "page_tokens")
+    return training_room(budget, device, spec_of(point), page_tokens).capacity_bytes
+
+
+def _device(config: Mapping[str, Any], builder: Builder) -> tuple[Device, Group]:
+    """A device, as what its group leaves it, and the group."""
+    group = Group(**arguments(Group, config.get("group") or {}, "group"))
+    return rank_device(_built(builder, config, "device", Device), group), group
+
+
+def _nothing(place: Place) -> int:
+    """Bytes held before anything is laid out."""
+    return 0
+
+
+def spec_of(point: ComposedConfig) -> ModelSpec:
+    """The model alone."""
+    spec: ModelSpec = _built(builder_of(point), point.config, "model", ModelSpec)
+    return spec
+
+
+def builder_of(point: ComposedConfig) -> Builder:
+    """Who builds what the point names."""
+    return Builder(conform(point.config["trusted"], list[str], "trusted"), point.folders)
+
+
+def policy_of(config: Mapping[str, Any], builder: Builder) -> Policy:
+    """The named stack of scheduling and memory, or another run's plan log."""
+    if config.get("replayed") is not None:
+        path = log_path(config)
+        if not path.is_file():
+            raise ValueError(f"replayed={path.parent}: no plan log there; give a run's folder")
+        return RecordedPlans(read_plans(path))
+    if not config.get("scheduling") and not config.get("memory"):
+        raise ValueError(
+            "neither scheduling nor memory is set: choose a stack with policy=..., or play back "
+            "the plans of a run with policy=recorded replayed=FOLDER"
+        )
+    halves = []
+    for name in ("scheduling", "memory"):
+        if not config.get(name):
+            raise ValueError(f"{name} is not set: choose one, or a stack with policy=...")
+        halves.append(builder.build(config[name], name))
+    return ComposedPolicy(*halves)
+
+
+def log_path(config: Mapping[str, Any]) -> Path:
+    """Where the plan log lies that a configuration plays back."""
+    return Path(str(config["replayed"])) / "plans.parquet"
+
+
+def router_of(
+    config: Mapping[str, Any], builder: Builder, policy: Policy, replicas: int
+) -> Router | None:
+    """Who sends requests to replicas; with another run's plan log, to those that served them."""
+    if isinstance(policy, RecordedPlans):
+        return RecordedRouter(policy.log) if replicas > 1 else None
+    node = config["router"]
+    if node.get("_target_") is not None:
+        router: Router = builder.build(node, "router")
+        return router
+    if replicas > 1:
+        raise ValueError(f"replicas={replicas}: nobody routes; choose one with router=round_robin")
+    return None
+
+
+def cost_of(
+    config: Mapping[str, Any],
+    device: Device,
+    spec: ModelSpec,
+    page_tokens: int,
+    group: Group,
+) -> LaunchCost:
+    """Tables of a profile, calibrated or foreign, if one is named, else the device's roofline."""
+    pace = conform(config["pace"], float, "pace")
+    if pace <= 0:
+        raise ValueError(f"pace={pace}: it must be above 0")
+    node = config.get("kernel_profile", {})  # runs of before have none, and are replayed
+    how = KernelProfile(**arguments(KernelProfile, node, "kernel_profile"))
+    path = None if config["profile"] is None else Path(str(config["profile"]))
+    if how != KernelProfile() and (path is None or not is_kernel_profile(path)):
+        raise ValueError(f"kernel_profile: profile={path} is none of LLMServingSim; leave it alone")
+    if path is None:
+        if pace != 1:
+            raise ValueError(f"pace={pace}: only a profile has a pace; set profile=")
+        if config["backend"]["name"] == "sim":  # the others know no groups, and say so
+            check_links(device, group)
+        return Roofline(device, spec, page_tokens, group)
+    may_differ = conform(config.get("profile_may_differ", False), bool, "profile_may_differ")
+    cache = Path(str(config["cache"]))
+    if (foreign := foreign_cost(path, device, spec, how, may_differ, cache)) is not None:
+        if pace != 1:
+            raise ValueError(f"pace={pace}: only a profile of `tandem calibrate` has a pace")
+        return foreign
+    from tandem.wiring.cost import read_cost
+
+    cost = read_cost(path, spec, device, page_tokens)
+    return cost if pace == 1 else cost.scaled(pace, "pace")
+
+
+def _space(config: Mapping[str, Any], device: Device) -> tuple[Budget, Device]:
+    """Budget and device of the config; without an end where a server has memory of its own."""
+    budget = Budget(**arguments(Budget, config["budget"], "budget"))
+    if config["backend"]["name"] != "openai":
+        return budget, device
+    free = replace(budget, kv_bytes=None, kv_pages=None, may_refuse=True)
+    return free, replace(device, memory_bytes=ENDLESS_BYTES)
+
+
+def _built(builder: Builder, config: Mapping[str, Any], name: str, kind: type) -> Any:
+    built = builder.build(config[name], name)
+    if not isinstance(built, kind):
+        raise ValueError(f"{name}: {config[name]['_target_']} does not make a {kind.__name__}")
+    return built
+
+
+def _at_least(least: int, config: Mapping[str, Any], name: str) -> int:
+    value = conform(config[name], int, name)
+    if value < least:
+        raise ValueError(f"{name}={value}: it must be at least {least}")
+    return int(value)
+
+
+def _within(least: int, most: int, config: Mapping[str, Any], name: str) -> int:
+    if (value := _at_least(least, config, name)) > most:
+        raise ValueError(f"{name}={value}: at most {most:,} are possible")
+    return value

@@ -1,0 +1,174 @@
+"""From the training group to what a run trains: the job, its model's shape and its data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from analysis.yaml_text import yaml_value
+from engine.contract.layout import Layout
+from engine.contract.policy import Planner, Policy
+from engine.contract.regions import Pool, Tier
+from engine.contract.view import Cost
+from models.spec import ModelSpec
+from models.training.shape import TrainingShape, training_shape
+from policies.planners.placement import STARTS
+from policies.training.out_of_memory import OutOfMemory
+from tandem.config.build import Builder
+from traces.files import checked_text
+from traces.serving.request import Request, TrainingJob
+from traces.training.batches import ROWS_DROPPED, Batches
+from traces.training.job import Training
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Trainee:
+    """A training job with the model that it trains, in the dtype of its recipe."""
+
+    job: TrainingJob
+    spec: ModelSpec
+    shape: TrainingShape
+    batches: Batches
+
+
+def trainees_of(
+    config: Mapping[str, Any],
+    builder: Builder,
+    spec: ModelSpec,
+    requests: Sequence[Request],
+    ranks: int = 1,
+) -> tuple[Trainee, ...]:
+    """What the config node `training` asks for, on so many devices; nothing where it names nothing.
+
+    ValueError in one line for what is wrong, also where the policy is not of that kind.
+    """
+    node = config.get("training") or {}  # runs of before have none, and are replayed
+    has_planner = planner_of(config).get("_target_") is not None
+    if node.get("_target_") is None:
+        if has_planner:
+            raise ValueError(
+                "this policy trains, and there is nothing to train: choose it, such as "
+                "training=sample, and trace=none where nothing is served; or a policy that serves"
+            )
+        return ()
+    if not has_planner:
+        raise ValueError(
+            "training needs a policy that trains: choose one, such as policy=zero3_offload"
+        )
+    asked = builder.build(node, "training")
+    if not isinstance(asked, Training):
+        raise ValueError(f"training: {node['_target_']} does not make a Training")
+    own = replace(spec, dtype=asked.recipe.dtype)
+    if asked.sequence_tokens > own.max_positions:
+        raise ValueError(
+            f"training.sequence_tokens={asked.sequence_tokens}: model {own.name} knows "
+            f"{own.max_positions} positions"
+        )
+    number = 1 + max((request.request_id for request in requests), default=-1)
+    job = replace(asked.job(number, own.num_layers + 2, own.name), ranks=ranks)
+    batches = asked.batches(job, own.vocab_size, Path(config["cache"]))
+    _warn_of_warmup(job)
+    if getattr(asked.data, "tokenizer", None) is not None:  # else it was told at the import
+        _warn_of_rows(batches.account(), job)
+    _warn_of_ids(batches.account(), job, own)
+    return (Trainee(job, own, training_shape(own, job), batches),)
+
+
+def _warn_of_warmup(job: TrainingJob) -> None:
+    """Its last step is one of warm-up still: so a short job is tried that should have been long."""
+    if job.has_update and job.recipe.warmup_steps >= job.num_steps:
+        log.warning(
+            "training.recipe.warmup_steps=%s, and training.num_steps=%s: the learning rate never "
+            "comes to %g, it is %g at most; take a shorter warm-up or more steps",
+            job.recipe.warmup_steps,
+            job.num_steps,
+            job.recipe.learning_rate,
+            job.recipe.learning_rate_at(job.num_steps - 1, job.num_steps),
+        )
+
+
+def _warn_of_rows(account: Mapping[str, int], job: TrainingJob) -> None:
+    for what, count in account.items():
+        if what.startswith(ROWS_DROPPED):
+            why = what.removeprefix(ROWS_DROPPED)
+            log.warning("%s: not trained on, of its rows: %s (%s)", job.dataset, f"{count:,}", why)
+
+
+def _warn_of_ids(account: Mapping[str, int], job: TrainingJob, own: ModelSpec) -> None:
+    if beyond := account.get("tokens_beyond_vocabulary", 0):
+        log.warning(
+            "%s tokens of %s are beyond the %s that model %s knows: they are taken modulo that",
+            f"{beyond:,}",
+            job.dataset,
+            f"{own.vocab_size:,}",
+            own.name,
+        )
+
+
+def planner_of(config: Mapping[str, Any], behind: tuple[Path, ...] = ()) -> Mapping[str, Any]:
+    """The config node of whoever lays out; of a replay, that of the run whose plans it plays back:
+    they name its chunks, through replays `behind`. ValueError where the two would differ."""
+    own: Mapping[str, Any] = config.get("planner") or {}  # runs of before have none
+    if config.get("replayed") is None:
+        return own
+    if own.get("_target_") is not None:
+        raise ValueError(
+            "planner: plans are played back on the chunks of the run that made them; leave it out"
+        )
+    path = Path(str(config["replayed"])) / "config.yaml"
+    if not path.exists():
+        return own
+    if path in behind:
+        raise ValueError(f"{path}: the run plays back itself; give the folder of the run it was of")
+    return planner_of(yaml_value(checked_text(path), path) or {}, (*behind, path))
+
+
+def laid_out(
+    config: Mapping[str, Any],
+    builder: Builder,
+    trainees: Sequence[Trainee],
+    capacity_bytes: Mapping[Pool, int],
+    cost: Cost,
+    policy: Policy,
+) -> Layout:
+    """What the planner decides for these jobs. OutOfMemory where their states do not fit: the line
+    names another planner.start where that lays them out, and the policy leaves them there."""
+    if not trainees:
+        return Layout()
+    shapes = {trainee.job.job_id: trainee.shape for trainee in trainees}
+    jobs = [trainee.job for trainee in trainees]
+
+    def prepared(node: Mapping[str, Any]) -> Layout:
+        planner: Planner = builder.build(node, "planner")
+        return planner.prepare(shapes, jobs, capacity_bytes, cost)
+
+    node = planner_of(config)
+    try:
+        return prepared(node)
+    except OutOfMemory as error:
+        tiers = getattr(policy, "states_in", ())  # none of a replay: its plans know where all lies
+        if (start := _other_start(node, tiers, prepared)) is None:
+            raise
+        raise error.beside(f"take planner.start={start}") from None
+
+
+def _other_start(
+    node: Mapping[str, Any],
+    tiers: Collection[Tier],
+    prepared: Callable[[Mapping[str, Any]], Layout],
+) -> str | None:
+    """Where states may begin instead, and fit."""
+    if node.get("start") not in STARTS:
+        return None
+    for start, wanted in STARTS.items():
+        if start != node["start"] and wanted <= {*tiers}:
+            with suppress(OutOfMemory):
+                prepared({**node, "start": start})
+                return start
+    return None

@@ -1,0 +1,106 @@
+"""What the fidelity claims judge: a run that proves nothing must fail them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis.run import Run, load
+from benchmarks.fidelity import cases as fidelity
+from benchmarks.fidelity.cases import GRID, Case, Pair, finish, judged, table_of
+from benchmarks.fidelity.swap_fidelity import swapped
+from tests.support.synthetic import TWO, write
+
+CASE = Case("swap", (), Path("nowhere"), Path("nowhere"))
+PROBED = {"probe_ratios": {"decode": 1.0}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run whose memory is told at issues, too, and that has copied something for one request."""
+    found = load(write(tmp_path / "run", replace(TWO, backend="cpu", provenance=PROBED)))
+    memory = pd.concat([found.memory, found.memory.assign(cause="issue")])
+    copy = found.steps.iloc[[0]].assign(lane="gpu->host", nbytes=1000)
+    return replace(found, memory=memory, steps=pd.concat([found.steps, copy]))
+
+
+def with_swaps(run: Run, count: int) -> Run:
+    return replace(run, requests=run.requests.assign(swaps=[count, 0]))
+
+
+def used(pairs: list[Pair], wanted: int = 1) -> pd.Series:
+    """How much of its bar each row uses."""
+    rows = pd.concat([table_of(CASE, pairs, wanted), swapped(CASE, pairs)])
+    return judged(rows, judges_ttft=False).set_index("figure")["used"]
+
+
+def test_equal_runs_that_swapped_pass(run: Run) -> None:
+    swap = with_swaps(run, 3)
+    found = used([Pair(swap, swap, swap)])
+    assert found.max() == 0
+
+
+@pytest.mark.parametrize("role", ["measured", "predicted"])
+def test_a_run_without_any_swap_fails_whatever_its_errors(run: Run, role: str) -> None:
+    swap = with_swaps(run, 3)
+    pair = replace(Pair(swap, swap, swap), **{role: with_swaps(run, 0)})
+    assert used([pair])["swapped_in_every_run"] == np.inf
+    assert used([Pair(swap, swap, swap), pair], 2)["swapped_in_every_run"] == np.inf
+
+
+def test_a_replay_that_copies_other_bytes_fails(run: Run) -> None:
+    swap = with_swaps(run, 3)
+    pair = Pair(swap, swap, replace(swap, steps=run.steps.assign(nbytes=0)))
+    assert used([pair])["bytes_copied_replayed_equal"] == np.inf
+
+
+def test_no_steady_rerun_is_a_failure_and_no_crash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = judged(pd.concat([table_of(CASE, [], 5), swapped(CASE, [])]), judges_ttft=False)
+    assert finish("swap_fidelity_worst", table, tmp_path / "table.csv") == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "swap_fidelity_worst inf of_bar 1 fail"
+
+
+def test_both_sides_are_measured_in_turns_and_only_the_made_up_side_is_fitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay of made-up requests before and behind every run, thrown away or not."""
+    done: list[str] = []
+    drifts = iter([0.0, 0.05, 0.01])
+    for name in GRID:
+        (tmp_path / "calibrated" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "calibrated" / name).write_text(name)
+
+    def measured(settings: Sequence[str], folder: Path) -> str:
+        done.append(folder.parent.name)
+        assert "profile" not in " ".join(settings), "a measurement knows no prediction"
+        return "a run"
+
+    def made_up(point: object, profile: Path, number: int, *, streams: bool) -> None:
+        assert streams
+        assert sorted(path.name for path in profile.iterdir()) == sorted(GRID)
+        done.append(f"made up {number}")
+
+    monkeypatch.setattr(fidelity, "run", measured)
+    monkeypatch.setattr(fidelity, "drift", lambda run: next(drifts))
+    monkeypatch.setattr(fidelity, "composed", lambda words: words)
+    monkeypatch.setattr(fidelity, "fitted_replay", made_up)
+    monkeypatch.setattr(fidelity, "refitted", lambda profile: done.append("fit"))
+    monkeypatch.setattr(fidelity, "pair", lambda case, folder: folder.name)
+    case = Case("some", ("limit=2",), tmp_path / "case", tmp_path / "calibrated")
+    assert fidelity.reruns(case, ("backend=cpu",), 2) == ["run0", "run2"]
+    turns = [word for i in range(3) for word in (f"made up {i}", f"run{i}")]
+    assert done == [*turns, "made up 3", "fit"]
+
+
+def test_the_peak_of_kv_is_held_to_three_percent() -> None:
+    """Also where steps 2 % slower would move it by more."""
+    rows = [("kv_peak_pages", 0.04), ("kv_peak_pages_at_pace_1.02", 0.08)]
+    table = pd.DataFrame(rows, columns=["figure", "error"]).assign(measured=1.0, rerun_iqr=0.0)
+    assert judged(table, judges_ttft=False)["used"].iloc[0] == pytest.approx(4 / 3)

@@ -1,0 +1,150 @@
+"""Every experiment and every option composes, is built, and runs ten requests in simulation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product, zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.contract.plan import Plan
+from engine.contract.policy import Policy
+from engine.contract.view import View
+from tandem.cli.catalog import PLURALS, options
+from tandem.config.build import Builder
+from tandem.config.compose import composed
+from tandem.sweeps.grid import axes_of
+from tandem.wiring.backends import world_of
+from tandem.wiring.experiment import engine_of, run_experiment
+from tandem.wiring.run_spec import Setting, policy_of, setting_of
+from tests.policies.test_offload_configs import TRAINING
+from tests.support.short_trace import write_short
+from tests.support.watched import Watched
+
+TEN = ["limit=10", "backend=sim"]
+SIM = {"name": "sim", "clock": "virtual"}
+NEEDS_A_PATH = {"trace": {"file", "sharegpt", "lengths", "recorded"}, "arrival": {"recorded"}}
+POLICIES = [name for name in options("policy") if name not in ("recorded", *TRAINING)]
+SERVING = [name for name in options("experiment") if not axes_of(name)]  # others train
+TRAINS = {"training_order", "training_together", "all_on_device", "demand_paging", "patrickstar"}
+TRAINS |= {"zero_offload", "zero3_offload", "fsdp2_offload"}  # halves that serve nobody
+
+
+def ten(tmp_path: Path, *overrides: str) -> dict[str, object]:
+    """The metrics of ten simulated requests; imported traces are kept for the next test."""
+    cache = f"cache={tmp_path.parent / 'cache'}"
+    return run_experiment(composed([*overrides, *TEN, cache]), tmp_path / "run")
+
+
+def fates(setting: Setting) -> list[str]:
+    """What became of each request in simulation; nothing is written."""
+    with world_of(setting, SIM) as world:
+        engine = engine_of(setting, world)
+        engine.replay(setting.requests)
+    return [outcome.status for outcome in engine.recorder.outcomes.values()]
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_experiment(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    text = (Path(__file__).parent.parent / "conf" / "experiment" / f"{name}.yaml").read_text()
+    if "TANDEM_SHARED" in text:
+        shared = request.getfixturevalue("shared")
+        request.getfixturevalue("monkeypatch").setenv("TANDEM_SHARED", str(shared.resolve()))
+    assert ten(tmp_path, f"experiment={name}")["num_finished"] == 10
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy(name: str, tmp_path: Path) -> None:
+    """It serves ten requests, and law 8 is watched at every question."""
+    short = ["trace=file", f"trace.path={write_short(tmp_path)}"]
+    setting = setting_of(composed([f"policy={name}", *TEN, *short]))
+    watched = Watched(setting.policy)
+    assert fates(replace(setting, policy=watched)) == ["finished"] * 10
+    assert watched.questions > 0
+
+
+def test_sessions_find_what_they_repeat(tmp_path: Path) -> None:
+    metrics = ten(tmp_path, "policy=vllm_v1", "trace=sessions")
+    assert 0 < metrics["prefix_hit_rate"] < 1  # type: ignore[operator]
+    apart = tmp_path.with_name(f"{tmp_path.name}-plain")
+    plain = ten(apart, "policy=vllm_v1", "trace=sessions", "memory.prefix_caching=false")
+    assert (plain["cached_tokens"], "prefix_hit_rate" in plain) == (0, False)
+
+
+def test_options_compose() -> None:
+    """Each of every group at least once, an option of each group at a time."""
+    groups = ["arrival", "trace", "backend", "slo", "planner", "router"]
+    found = [sorted(options(group).keys() - NEEDS_A_PATH.get(group, set())) for group in groups]
+    for number in range(max(map(len, found))):
+        chosen = [names[number % len(names)] for names in found]
+        words = [f"{group}={name}" for group, name in zip(groups, chosen, strict=True)]
+        config = composed(words).config
+        assert all(config[group] is not None for group in groups), words
+
+
+def test_every_group_and_option_has_a_line_on_it() -> None:
+    for group in PLURALS.values():
+        found = options(group)
+        assert found, f"conf/{group} is empty"
+        broken = [name for name, line in found.items() if not line.endswith((".", "..."))]
+        assert not broken, f"conf/{group}: of these no sentence is told"
+
+
+@pytest.mark.slow
+def test_any_scheduling_goes_with_any_memory(tmp_path: Path) -> None:
+    small = ["trace=file", f"trace.path={write_short(tmp_path)}", "limit=4", "backend=sim"]
+    setting = setting_of(composed(small))
+    groups = ("scheduling", "memory")
+    halves: dict[str, dict[str, Any]] = {group: {} for group in groups}
+    serving = [[name for name in options(group) if name not in TRAINS] for group in groups]
+    for names in zip_longest(*serving, fillvalue=""):
+        chosen = {group: name for group, name in zip(groups, names, strict=True) if name}
+        config = composed([f"{group}={name}" for group, name in chosen.items()]).config
+        for group, name in chosen.items():
+            halves[group][name] = config[group]
+    for pair in product(*(halves[group].items() for group in groups)):
+        nodes = {group: node for group, (_, node) in zip(groups, pair, strict=True)}
+        found = fates(replace(setting, policy=policy_of(nodes, Builder())))
+        assert found == ["finished"] * 4, [name for name, _ in pair]
+
+
+class Quoting:
+    """Asks what each of its launches will take."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self.quotes = policy, list[int]()
+
+    def plan(self, view: View) -> Plan:
+        plan = self._policy.plan(view)
+        if plan:
+            assert view.cost is not None
+            self.quotes.append(view.cost.op_ns(plan.ops[-1]))
+        return plan
+
+
+@pytest.mark.parametrize("backend", ["sim", "lockstep"])
+def test_a_policy_is_quoted_what_its_launch_will_take(backend: str) -> None:
+    setting = setting_of(composed(["model=micro_llama", "limit=2", "arrival=all_at_once"]))
+    policy = Quoting(setting.policy)
+    with world_of(setting, {"name": backend, "clock": "virtual"}) as world:
+        engine = engine_of(replace(setting, policy=policy), world)
+        engine.replay(setting.requests)
+    first = engine.recorder.spans[0]
+    assert policy.quotes[0] == first.end_ns - first.start_ns
+
+
+def test_a_planner_without_anything_to_train_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to train: choose it, such as training=sample"):
+        setting_of(composed(["limit=2", "planner=unit_chunks"]))
+
+
+def test_training_without_a_planner_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a policy that trains: choose one"):
+        setting_of(composed(["trace=none", "training=random"]))
+
+
+def test_nothing_to_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to do"):
+        setting_of(composed(["trace=none"]))

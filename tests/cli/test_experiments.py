@@ -1,0 +1,191 @@
+"""The training experiments of conf/experiment in a tiny form: what must hold of their figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isnan
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from analysis.figures.experiments.drawn import FIGURES
+from analysis.figures.experiments.link_bandwidth import crossover
+from tandem.cli.__main__ import main
+from tandem.cli.catalog import options
+from tandem.cli.plan_command import foreseen, largest_of
+from tandem.config.compose import composed
+from tandem.sweeps.grid import axes_of, grid_of, with_axes
+from tandem.wiring.run_spec import setting_of
+
+SWEEPS = [name for name in options("experiment") if axes_of(name)]
+# Half a million numbers in two layers, 16 bytes of states for each; 64 tokens in a microbatch.
+TINY = ("model=micro_llama", "device=cpu", "training.sequence_tokens=32", "training.sequences=2")
+TINY += ("model.hidden_size=128",)  # some experiments set it
+LAYERS = "model.num_layers=2"
+CHUNKS = "planner.chunk_elements=66000"  # more than any module has
+STATE_BYTES = 16
+WARMUP_SHARE = 0.1  # conf/memory/patrickstar.yaml
+
+
+def swept(name: str, folder: Path, *words: str) -> pd.DataFrame:
+    """The CSV behind an experiment's figure, of a tiny form of its sweep."""
+    out = ["--engine", "serial", "--out", str(folder / "sweep")]
+    assert main(["sweep", f"experiment={name}", *TINY, *words, *out]) == 0
+    assert main(["report", str(folder / "sweep")]) == 0
+    figures = folder / "sweep" / "report" / "figures"
+    assert [path.stem for path in figures.glob("*.svg")] == [name]
+    return pd.read_csv(figures / f"{name}.csv")
+
+
+def test_every_sweep_has_its_figure_and_every_figure_its_sweep() -> None:
+    assert set(SWEEPS) == set(FIGURES)
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_the_ends_of_each_axis_compose(name: str) -> None:
+    grid = grid_of(with_axes([f"experiment={name}"]))
+    assert grid.axes
+    for end in (0, -1):
+        axes = tuple(replace(axis, words=(axis.words[end],)) for axis in grid.axes)
+        (point,) = replace(grid, axes=axes).points()
+        assert point.config["training"]["_target_"]
+
+
+def test_what_the_words_set_is_not_swept() -> None:
+    words = ["experiment=eviction", "policy=train_lru", "+x=1"]
+    added = with_axes(words)[len(words) :]
+    assert [word.partition("=")[0] for word in added] == ["budget.device_bytes"]
+    assert with_axes(["policy=train_lru"]) == ["policy=train_lru"]
+    assert with_axes(["experiment=pressure"]) == ["experiment=pressure"]
+
+
+def test_a_users_own_experiment_may_sweep(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\nhydra:\n  sweeper:\n    params:\n      seed: 1,2\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    grid = grid_of(with_axes(["experiment=mine"], str(tmp_path)), str(tmp_path))
+    assert [point.config["seed"] for point in grid.points()] == [1, 2]
+
+
+@pytest.mark.slow
+def test_hydra_sweeps_the_same_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*TINY, LAYERS, CHUNKS, "budget.device_bytes=3000000", "hydra.sweep.dir=out"]
+    assert main(["run", "-m", "experiment=memory_tide", *words]) == 0
+    assert len([*(tmp_path / "out").glob("*/metrics.json")]) == 2
+
+
+def test_more_memory_never_trains_a_smaller_model(
+    tmp_path: Path, unrendered: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And `tandem plan` finds the same largest ones. What does not fit is an answer: the sweep ends
+    well, and tries it no more."""
+    words = ["policy=zero_offload,zero3_offload", "budget.device_bytes=2500000"]
+    words += ["budget.host_bytes=10000000,30000000", "model.num_layers=2,4,8"]
+    found = swept("max_scale", tmp_path, *words).set_index(["policy", "host_bytes"])
+    out = ["--engine", "serial", "--out", str(tmp_path / "sweep")]
+    assert main(["sweep", "experiment=max_scale", *TINY, *words, *out]) == 0
+    told = capsys.readouterr()
+    assert "0 to run" in told.err and ", 0 failed, " in told.out and "do not fit" in told.out
+    by_policy = found["parameters"].unstack("policy")
+    assert by_policy.diff().dropna().ge(0).all(axis=None) and by_policy.gt(0).all(axis=None)
+    streamed, whole = by_policy["zero3_offload"], by_policy["zero_offload"]
+    assert (streamed >= whole).all() and (streamed > whole).any(), "weights need not all be there"
+    assert found["is_bound"].sum() == 1, "with the most memory all were trained by zero3"
+    grid = grid_of([*with_axes(["experiment=max_scale", *TINY, *words])])
+    for others, best in largest_of(foreseen(grid.points(), grid.fixed)).items():
+        chosen = dict(word.split("=") for word in others)
+        at = (chosen["policy"], int(chosen["budget.host_bytes"]))
+        assert best is not None and best.parameters == found["parameters"][at]
+
+
+def test_throughput_is_told_in_operations_of_the_model(tmp_path: Path, unrendered: None) -> None:
+    words = ["policy=zero3_offload,train_lru", "model.num_layers=2,4"]
+    found = swept("model_size", tmp_path, *words, "budget.device_bytes=3000000")
+    assert len(found) == 4
+    passed = found["tokens_per_s"] * found["step_s"]
+    assert passed.tolist() == pytest.approx([64] * 4), "a step's tokens"
+    wanted = 8 * found["parameters"] * found["tokens_per_s"]
+    assert found["flops_per_s"].tolist() == pytest.approx(wanted.tolist())
+    for _, part in found.groupby("policy"):
+        assert part.sort_values("parameters")["copied_bytes"].is_monotonic_increasing
+
+
+def test_the_tide_rises_behind_warm_up_and_never_where_the_share_is_fixed(tmp_path: Path) -> None:
+    words = (LAYERS, CHUNKS, "budget.device_bytes=3000000")
+    found = swept("memory_tide", tmp_path, *words)
+    runs = {"static" if "static" in name else "tide": part for name, part in found.groupby("run")}
+    assert set(runs) == {"static", "tide"}
+    share = WARMUP_SHARE * 3_000_000 + launch_bytes("experiment=memory_tide", *TINY, *words)
+    most = {name: part.groupby("step")["states"].max()[:3] for name, part in runs.items()}
+    assert most["static"].max() <= share and most["tide"][0] <= share
+    assert most["tide"][1:].min() > share, "behind warm-up chunks have what activations leave"
+    ends = {name: part["at_s"].max() for name, part in runs.items()}
+    assert ends["tide"] < ends["static"], "and is faster"
+
+
+def launch_bytes(*words: str) -> int:
+    """Most that a launch needs of states: a unit's weights and gradients."""
+    (layout,) = setting_of(composed(words)).room.layout.training.values()
+    chunks = layout.chunks
+    return max(
+        sum(chunks[c].weight_bytes for c in unit.chunks)
+        + sum(chunks[c].gradient_bytes for c in unit.trained)
+        for unit in layout.units
+    )
+
+
+def test_who_knows_the_future_moves_least(tmp_path: Path, unrendered: None) -> None:
+    words = ["model.num_layers=8", "budget.device_bytes=10000000,18000000"]
+    found = swept("eviction", tmp_path, *words)
+    moved = found.pivot_table(index="device_bytes", columns="order", values="copied_bytes")
+    assert (moved["opt"] <= moved[["lru", "fifo"]].min(axis=1)).all()
+    assert (moved["opt"] < moved["lru"]).any(), "the third sweep tells them apart"
+    assert moved["opt"].is_monotonic_decreasing
+
+
+def test_larger_chunks_are_fewer_and_all_are_counted(tmp_path: Path, unrendered: None) -> None:
+    words = ["planner.chunk_elements=66000,100000,200000", "budget.device_bytes=12000000", LAYERS]
+    found = swept("chunk_size", tmp_path, *words)
+    assert found["chunks"].is_monotonic_decreasing and found["chunk_elements"].is_unique
+    whole = STATE_BYTES * found["chunks"] * found["chunk_elements"]
+    assert (found["state_bytes"] == whole).all()
+    assert (whole >= STATE_BYTES * found["parameters"]).all()
+
+
+@pytest.mark.slow
+def test_the_margin_lies_between_host_and_device(tmp_path: Path, unrendered: None) -> None:
+    words = [LAYERS, CHUNKS, "budget.device_bytes=4000000,8000000,60000000"]
+    found = swept("adam_placement", tmp_path, *words)
+    share = found.pivot_table(index="device_bytes", columns="updates", values="device_share")
+    assert share["host"].eq(0).all() and share["device"].eq(100).all()
+    assert share["margin"].is_monotonic_increasing
+    assert share["margin"].iloc[0] < share["margin"].iloc[-1] == 100
+
+
+@pytest.mark.slow
+def test_a_faster_link_never_makes_a_step_longer(tmp_path: Path, unrendered: None) -> None:
+    words = ["device.to_device_bytes_per_s=1e8,1e9,1e11", "device.link_ns=0", LAYERS]
+    found = swept("link_bandwidth", tmp_path, *words)
+    times = found.pivot_table(index="link_bytes_per_s", columns="modes", values="step_s")
+    assert times.diff().dropna().le(1e-9).all(axis=None)
+    assert (times["keep"] <= times[["recompute", "offload"]].min(axis=1)).all()
+    assert (times["keep"] < times["recompute"]).iloc[-1], "where the link does not decide"
+    late = times["offload"] - times["recompute"]
+    assert late.iloc[0] > 0 > late.iloc[-1], "they cross"
+    at = float(found["crossover_bytes_per_s"].iloc[0])
+    assert late[late.index > at].le(0).all() and late[late.index < at].iloc[-1] > 0
+
+
+def test_a_crossing_is_where_the_last_disadvantage_ends() -> None:
+    def frame(offload: list[float]) -> pd.DataFrame:
+        rows = [("offload", 10.0**i, t) for i, t in enumerate(offload)]
+        rows += [("recompute", 10.0**i, 2.0) for i in range(len(offload))]
+        return pd.DataFrame(rows, columns=["modes", "link_bytes_per_s", "step_s"])
+
+    assert crossover(frame([9, 3, 1, 1]), "offload", "recompute") == pytest.approx(10**1.5)
+    assert crossover(frame([1, 3, 1]), "offload", "recompute") == pytest.approx(10**1.5)
+    assert isnan(crossover(frame([9, 3]), "offload", "recompute")), "never faster"
+    assert isnan(crossover(frame([1, 1]), "offload", "recompute")), "never slower"
+    assert isnan(crossover(frame([1, 1]), "offload", "keep")), "not tried"

@@ -1,0 +1,233 @@
+"""`tandem plan`: what fits, what does not and why, and the largest model that would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from analysis.training import training_steps
+from engine.contract.regions import Tier
+from policies.training.out_of_memory import DoesNotFit, OutOfMemory
+from tandem.cli import plan_command as foresight
+from tandem.cli.__main__ import main
+from tandem.cli.plan_command import (
+    PRECISION,
+    Foreseen,
+    Need,
+    foresee,
+    foreseen,
+    largest,
+    largest_of,
+    least_memory,
+    told_least,
+)
+from tandem.config.compose import ComposedConfig, composed
+from tandem.sweeps.grid import grid_of
+
+SMALL = ("trace=none", "training=random", "model=micro_llama", "training.sequence_tokens=32")
+ZERO3 = (*SMALL, "policy=zero3_offload", "budget.device_bytes=4000000")
+
+
+def test_it_tells_step_peaks_and_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *ZERO3, "budget.host_bytes=20000000"]) == 0
+    told = capsys.readouterr().out
+    heads = [line.partition(":")[0] for line in told.splitlines()]
+    assert heads == ["fits", "step", "time", "device peak", "host peak", "largest of this width"]
+
+
+@pytest.mark.parametrize("policy", ["patrickstar", "train_lru", "zero_offload"])
+def test_the_step_that_is_told_is_that_of_a_long_run(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PatrickStar's second step still moves what its warm-up left on the host."""
+    words = ["trace=none", "training=random", "model=tiny_llama", "training.sequence_tokens=64"]
+    words += [f"policy={policy}", "budget.device_bytes=60000000", "budget.host_bytes=1000000000"]
+    point = composed([*words, "training.num_steps=8", "backend=sim"])
+    found = foresee(point)
+    monkeypatch.setattr(foresight, "STEPS", 8)
+    steps_s = training_steps(foresee(point).run)["step_s"]
+    assert found.step_s == steps_s.iloc[-1]
+    assert found.tokens_per_s == 64 / steps_s.iloc[-1]
+
+
+def test_what_does_not_fit_is_told_with_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *ZERO3, "budget.host_bytes=1000000"]) == 1
+    told = capsys.readouterr().out
+    assert "does not fit: host:0 is" in told and "bytes short" in told
+    assert "fits from: budget.host_bytes=" in told and "device_bytes" not in told
+    assert "not even one layer" in told
+
+
+def test_the_least_budget_fits_and_a_byte_less_does_not() -> None:
+    words = (*SMALL, "policy=train_on_device", "backend=sim", "training.num_steps=1")
+    with pytest.raises(DoesNotFit) as short:
+        foresee(composed([*words, "budget.device_bytes=2000000"]))
+    told = told_least(composed([*words, "budget.device_bytes=2000000"]), short.value)
+    least = int(told.partition("device_bytes=")[2].split()[0])
+    foresee(composed([*words, f"budget.device_bytes={least}"]))
+    with pytest.raises(DoesNotFit):
+        foresee(composed([*words, f"budget.device_bytes={least - 1}"]))
+
+
+@pytest.mark.parametrize("step", [1, 1000, 10_000])
+def test_the_least_is_found_though_each_launch_tells_its_own_deficit(step: int) -> None:
+    wanted, tries = {Tier.GPU: 1_000_000, Tier.HOST: 77_777}, list[Need]()
+
+    def tried(need: Need) -> DoesNotFit | None:
+        tries.append(need)
+        for tier, most in wanted.items():
+            if need[tier] < most:
+                return OutOfMemory((tier, 0), min(step, most - need[tier]), "a launch")
+        return None
+
+    start = {Tier.GPU: 500_000, Tier.HOST: 70_000}
+    found = least_memory(tried, start, DoesNotFit("of a planner"))
+    assert found is not None and len(tries) < 100
+    for tier, most in wanted.items():
+        assert most <= found[tier] <= most + (most // PRECISION if step == 1 else 0)
+
+
+@pytest.mark.parametrize("surplus", [1, 1000, 40_000])
+def test_the_least_is_found_though_a_launch_tells_of_more_than_its_deficit(surplus: int) -> None:
+    most = 1_000_000
+
+    def tried(need: Need) -> DoesNotFit | None:
+        lacks = most - need[Tier.GPU]
+        return OutOfMemory((Tier.GPU, 0), lacks + surplus, "a launch") if lacks > 0 else None
+
+    start = {Tier.GPU: 500_000, Tier.HOST: 70_000}
+    found = least_memory(tried, start, DoesNotFit("of a planner"))
+    assert found is not None
+    assert most <= found[Tier.GPU] <= most + most // PRECISION
+    assert found[Tier.HOST] == start[Tier.HOST]
+
+
+@pytest.mark.parametrize("policy", ["zero3_offload", "zero_offload", "train_on_device"])
+def test_the_largest_fits_and_the_next_does_not(policy: str) -> None:
+    words = (*SMALL, f"policy={policy}", "budget.device_bytes=12000000")
+    point = composed([*words, "budget.host_bytes=20000000", "backend=sim"])
+    count = largest(point)
+    assert count > 0
+    foresee(point, count)
+    with pytest.raises(DoesNotFit):
+        foresee(point, count + 1)
+
+
+FROZEN3 = "training.recipe.frozen_units=3"  # embedding and two layers: one more trains
+FROZEN9 = "training.recipe.frozen_units=9"
+LORA2 = ("training.recipe.frozen_units=2", "training.recipe.lora_rank=4")
+
+
+@pytest.mark.parametrize(
+    "recipe", [(FROZEN3,), (FROZEN9,), LORA2], ids=["frozen 3", "frozen 9", "adapters"]
+)
+def test_the_largest_is_sought_among_depths_that_train(
+    recipe: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*ZERO3, "budget.host_bytes=40000000", "model.num_layers=8", *recipe]
+    assert main(["plan", *words]) == 0
+    *_, told = capsys.readouterr().out.splitlines()
+    assert told.startswith("largest of this width: ")
+    count, point = int(told.split()[4]), composed([*words, "backend=sim"])
+    assert count >= 8
+    foresee(point, count)
+    with pytest.raises(DoesNotFit):
+        foresee(point, count + 1)
+    least = foresight.least_layers(point)
+    with pytest.raises(ValueError, match="leaves nothing to train"):
+        foresee(point, least - 1)
+
+
+def test_the_least_that_trains_may_be_too_large(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*ZERO3, "budget.host_bytes=1000000", "model.num_layers=8", FROZEN3]
+    assert main(["plan", *words]) == 1
+    assert capsys.readouterr().out.endswith("largest: not even 2 layers of this width fit\n")
+
+
+def test_no_other_depth_is_sought_where_modes_name_layers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*ZERO3, "budget.host_bytes=20000000", "planner.modes=[keep,recompute]"]
+    assert main(["plan", *words, "model.num_layers=2"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("fits: ") and "largest: not sought, since planner.modes" in told
+
+
+@pytest.mark.parametrize(
+    ("fitting", "wanted", "words"),
+    [
+        (range(1, 1), 0, ()),
+        (range(1, 2), 1, ()),
+        (range(1, 38), 37, ()),
+        ([*range(1, 20), 21, 23], 23, ()),  # chunks were rounded
+        (range(1, 10_000), foresight.MOST_LAYERS, ()),
+        (range(8), 0, (FROZEN9,)),
+        (range(8, 9), 8, (FROZEN9,)),
+        (range(8, 38), 37, (FROZEN9,)),
+    ],
+)
+def test_the_search(
+    fitting: object, wanted: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def pretend(point: ComposedConfig, num_layers: int) -> None:
+        asked.append(num_layers)
+        if num_layers not in fitting:  # type: ignore[operator]
+            raise DoesNotFit("no")
+
+    monkeypatch.setattr(foresight, "foresee", pretend)
+    assert largest(composed([*ZERO3, *words])) == wanted
+    assert len(asked) == len(set(asked)) < 30, "each is simulated once, and few are"
+
+
+def test_a_family_is_told_row_by_row(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", *SMALL, "budget.device_bytes=4000000", "budget.host_bytes=20000000"]
+    assert main([*words, "policy=train_on_device,zero3_offload", "model.num_layers=2,4,16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8 and sum("does not fit: " in line for line in lines) == 4
+    assert lines[-2] == "largest that fits with policy=train_on_device: none"
+    assert lines[-1].startswith("largest that fits with policy=zero3_offload: ")
+    assert lines[-1].endswith("(model.num_layers=4)")
+
+
+def test_the_largest_is_found_among_whatever_order() -> None:
+    fits: Any = object()
+    rows = [
+        Foreseen(("policy=a", f"model.num_layers={n}"), n, fits if n < 5 else None)
+        for n in (4, 8, 2)
+    ]
+    assert largest_of(rows) == {("policy=a",): rows[0]}
+
+
+def test_a_search_that_is_told_nonsense_ends_all_the_same() -> None:
+    """Whatever is tried is told to lack all that is missing to what has fitted last."""
+    tried, fits = list[int](), {Tier.GPU: 1 << 20}
+
+    def lacking(need: Need) -> DoesNotFit | None:
+        tried.append(need[Tier.GPU])
+        if need[Tier.GPU] >= 3000:
+            fits[Tier.GPU] = need[Tier.GPU]
+            return None
+        return OutOfMemory((Tier.GPU, 0), fits[Tier.GPU] - need[Tier.GPU], "a launch")
+
+    refused = lacking({Tier.GPU: 10})
+    assert refused is not None
+    assert least_memory(lacking, {Tier.GPU: 10}, refused) == {Tier.GPU: 3000}
+    assert len(tried) < 64
+
+
+def test_a_mistake_is_told_before_anything_is_foreseen() -> None:
+    with pytest.raises(ValueError, match="did you mean"):
+        [*foreseen(grid_of([*ZERO3, "model.num_layer=1,2"]).points())]
+
+
+def test_where_warm_up_has_no_room_for_chunks_the_least_is_of_the_device() -> None:
+    words = (*SMALL, "policy=patrickstar", "backend=sim", "training.num_steps=1")
+    point = composed([*words, "budget.device_bytes=100000", "budget.host_bytes=20000000"])
+    with pytest.raises(OutOfMemory, match="two chunks of") as refused:
+        foresee(point)
+    assert refused.value.pool == (Tier.GPU, 0)
+    told = told_least(point, refused.value)
+    assert told.startswith("fits from: budget.device_bytes=") and told.count("budget.") == 1

@@ -1,0 +1,220 @@
+"""Plans that look right and are not: what a review has found, each refused in its words."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.contract.job import Job
+from engine.contract.plan import Compute, Copy, Grow, GrowCycle, Plan, Slice
+from engine.contract.policy import Fleet
+from engine.contract.regions import Tier, kv_place
+from engine.contract.rules import ContractError, Rule
+from engine.contract.view import View
+from engine.loop.engine import Stalled
+from policies.composed import Composed
+from policies.kv.paged_restart import PagedRestart
+from tests.support.replays import PAGE, composed, random_requests, replay
+from traces.serving.request import Request
+
+HONEST = composed("chunked", "restart")
+Lie = Callable[[View, Plan], Plan | None]
+
+
+class Liar:
+    """Answers as an honest policy, but for one lie."""
+
+    def __init__(self, lie: Lie, asked: int = 3) -> None:
+        self._lie, self._left, self._told = lie, asked, False
+
+    def plan(self, view: View) -> Plan:
+        plan, self._left = HONEST.plan(view), self._left - 1
+        if self._told or self._left >= 0 or not plan.ops:
+            return plan
+        lie = self._lie(view, plan)
+        self._told = lie is not None
+        return plan if lie is None else lie
+
+
+def refused(lie: Lie, **given: Any) -> ContractError:
+    with pytest.raises(ContractError) as caught:
+        replay(Liar(lie), random_requests(3, 8), **given)
+    error = caught.value
+    assert error.policy == "Liar" and error.step is not None and "\n" not in str(error)
+    return error
+
+
+def relaunched(plan: Plan, **fields: Any) -> Plan:
+    launch = plan.ops[-1]
+    assert isinstance(launch, Compute)
+    names = ("slices", "reads", "writes", "device", "on", "again", "after")
+    given = {name: getattr(launch, name) for name in names} | fields
+    return replace(plan, ops=(*plan.ops[:-1], Compute(**given)))
+
+
+# ---- plans
+def test_two_launches_may_not_both_record_what_the_first_has_not() -> None:
+    def lie(view: View, plan: Plan) -> Plan | None:
+        jobs = [job for job in view.waiting if job.prompt_tokens > 2]
+        if not jobs:
+            return None
+        place = kv_place(jobs[0].job_id)
+        one = Compute((Slice(jobs[0], 1),), writes=(place,))
+        two = Compute((Slice(jobs[0], 1, record=True),), writes=(place,))
+        return Plan((Grow(place, PAGE.nbytes), one, two))
+
+    assert refused(lie).rule is Rule.TOKENS
+
+
+@pytest.mark.parametrize("wrong", [["no tuple"], "device"])
+def test_types_are_looked_at_in_plans_of_the_usual_form(wrong: Any) -> None:
+    def lie(view: View, plan: Plan) -> Plan:
+        if wrong == "device":
+            return relaunched(plan, device=0.0)
+        return replace(plan, ops=list(plan.ops))
+
+    assert refused(lie).rule in (Rule.ANSWER, Rule.DEVICE)
+
+
+def test_a_cycle_of_nobody_is_told_with_policy_and_step() -> None:
+    def lie(view: View, plan: Plan) -> Plan | None:
+        if not isinstance(plan.ops[0], GrowCycle):
+            return None
+        grows = [
+            Grow(op.place, op.nbytes, i, PAGE.tokens)
+            for i, ops in enumerate(plan.ops[0].by_step)
+            for op in ops
+        ]
+        empty = GrowCycle(((),) * PAGE.tokens)
+        return replace(plan, ops=(empty, *grows, *plan.ops[1:])) if grows else None
+
+    assert refused(lie, depth=1).rule is Rule.REPEATS
+
+
+def test_a_plan_moves_nothing_between_other_devices() -> None:
+    class Meddles:
+        def __init__(self, copies: bool) -> None:
+            self._copies = copies
+
+        def plan(self, view: View) -> Plan:
+            if view.device == 0:
+                return HONEST.plan(view)
+            held = [p for p in view.held_bytes if p.tier is Tier.GPU and p.device == 0]
+            if not held:
+                return Plan()
+            if not self._copies:
+                return Plan((Grow(held[0], PAGE.nbytes),))
+            return Plan((Copy(held[0], kv_place(held[0].region.owner, Tier.HOST)),))
+
+    for copies in (True, False):
+        with pytest.raises(ContractError) as caught:
+            replay(Meddles(copies), random_requests(3, 8), devices=2)
+        assert caught.value.rule is Rule.DEVICE
+
+
+class GrowsTwice:
+    """A memory policy that splits what it takes for a place into two."""
+
+    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+        plan = PagedRestart().fit(batch, view)
+        ops: list[Any] = []
+        for op in plan.ops:
+            more = isinstance(op, Grow) and op.nbytes > PAGE.nbytes
+            first = [Grow(op.place, op.nbytes - PAGE.nbytes)] if more else []  # type: ignore
+            ops += [*first, Grow(op.place, PAGE.nbytes) if more else op]  # type: ignore
+        return replace(plan, ops=tuple(ops))
+
+    def stretch(self, plan: Plan, view: View, count: int) -> Plan:
+        return PagedRestart().stretch(plan, view, count)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_pages_that_are_taken_in_two_parts_are_counted(depth: int) -> None:
+    policy = Composed(HONEST.scheduling, GrowsTwice())
+    run = replay(policy, random_requests(3, 8), depth=depth).check()
+    assert run.rows("requests") == replay(HONEST, random_requests(3, 8), depth=depth).rows(
+        "requests"
+    )
+
+
+# ---- halves
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (lambda view: None, "batch returns None"),
+        (lambda view: (s for s in ()), "batch returns a generator"),
+        (lambda view: tuple(view.waiting), "a tuple with a Job: only Slices belong in it"),
+    ],
+)
+def test_a_batch_that_is_none_is_told(answer: Callable[[View], Any], told: str) -> None:
+    class Scheduling:
+        def batch(self, view: View) -> Any:
+            return answer(view)
+
+    with pytest.raises(ContractError, match=f"Scheduling with PagedRestart.*{told}"):
+        replay(Composed(Scheduling(), PagedRestart()), random_requests(3, 3))
+
+
+def test_a_memory_that_makes_no_plan_is_told() -> None:
+    class Memory:
+        def fit(self, batch: tuple[Slice, ...], view: View) -> Any:
+            return None
+
+    with pytest.raises(ContractError, match="fit returns None"):
+        replay(Composed(HONEST.scheduling, Memory()), random_requests(3, 3))
+
+
+# ---- writes
+def test_a_write_is_told_with_the_line_of_the_policy() -> None:
+    def shuffles(view: View, plan: Plan) -> Plan:
+        random.Random(0).shuffle(view.serving)  # type: ignore[arg-type]
+        return plan
+
+    assert "test_plan_check.py" in str(refused(shuffles, depth=1))
+
+
+def test_a_write_past_the_class_of_a_list_is_told() -> None:
+    def pops(view: View, plan: Plan) -> Plan | None:
+        if not view.waiting:
+            return None
+        list.pop(view.waiting)  # type: ignore[arg-type]
+        return plan
+
+    assert refused(pops).rule is Rule.READ_ONLY
+
+
+def test_a_router_that_writes_is_told_by_its_name() -> None:
+    class Writes:
+        def route(self, job: Job, fleet: Fleet) -> int:
+            fleet.assigned[0] = 7
+            return 0
+
+    with pytest.raises(ContractError, match=r"policy Writes: .*test_plan_check.py"):
+        replay(HONEST, random_requests(3, 3), devices=2, router=Writes())
+
+
+def test_an_error_can_be_copied_and_sent() -> None:
+    error = ContractError(Rule.JOB, "what", 3).located("P", 4, 0)
+    for other in (copy.copy(error), pickle.loads(pickle.dumps(error)), type(error)(*error.args)):
+        assert str(other) == str(error) == "policy P, step 4, device 0, job 3: what (rule: job)"
+
+
+# ---- moments
+def test_moments_before_a_far_arrival_are_not_asked_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.loop.engine.FRUITLESS", 100)
+
+    class Waits:
+        def plan(self, view: View) -> Plan:
+            return Plan(wake_ns=view.now_ns + 1)
+
+    far = [Request(0, 0, 5, 5), Request(1, 10_000_000_000, 5, 5)]
+    with pytest.raises(Stalled, match="1,000 moments"):
+        replay(Waits(), far)

@@ -1,0 +1,185 @@
+"""The ledger on shared pages: bytes count once, and whoever must wait does."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.contract.job import Job
+from engine.contract.plan import Compute, Copy, Free, Grow, Op, Plan, Share, Slice
+from engine.contract.regions import PageSize, Tier, kv_place
+from engine.contract.rules import ContractError
+from engine.memory.dry_run import PageDryRun, Shortage
+from engine.memory.ledger import Ledger
+from engine.memory.prefix import Chain
+from tests.support.strategies import cases
+from traces.serving.request import Request
+
+PAGE = PageSize(tokens=4, nbytes=100)
+GPU, HOST = (Tier.GPU, 0), (Tier.HOST, 0)
+PROMPT = tuple(range(16))
+
+
+def ledger(pages: int = 10, jobs: int = 9) -> Ledger:
+    chains = {i: Chain(Request(i, 0, 16, 1, prompt_ids=PROMPT), PAGE.tokens) for i in range(jobs)}
+    return Ledger({GPU: 100 * pages, HOST: 100 * pages}, PAGE, chains=chains)
+
+
+def launch(*job_ids: int) -> Compute:
+    slices = tuple(Slice(Job(i, 0, known_tokens=16), 1) for i in job_ids)
+    return Compute(slices, writes=tuple(kv_place(i) for i in job_ids))
+
+
+def filled(books: Ledger, job_id: int, pages: int = 3) -> Compute:
+    """A job has full pages, and the launch that fills them is in flight."""
+    op, place = launch(job_id), kv_place(job_id)
+    books.book(Plan((Grow(place, 100 * pages), op)))
+    job = Job(job_id, 0, known_tokens=16, computed_tokens=4 * pages)
+    books.sharing[GPU].cache.keep(job, 0, books.pages[place])
+    return op
+
+
+def test_pages_of_two_count_once_and_come_back_with_the_last() -> None:
+    books = ledger()
+    books.settle(filled(books, 0))
+    books.book(Plan((Share(kv_place(1), (0, 1)), Grow(kv_place(1), 100))))
+    assert books.pages[kv_place(1)] == [0, 1, 3]
+    assert books.held_bytes[kv_place(1)] == 300
+    assert (books.room_bytes()[GPU], books.held_pages(GPU)) == (600, 4)
+    books.conserved()
+    books.book(Plan((Free(kv_place(0)),)))
+    assert books.room_bytes()[GPU] == 700
+    books.conserved()
+    books.book(Plan((Free(kv_place(1)),)))
+    assert books.free_bytes()[GPU] == 1000
+    books.conserved()
+
+
+def test_a_kept_page_is_free_room_and_takes_room_when_it_is_shared() -> None:
+    books = ledger(pages=4)
+    books.settle(filled(books, 0))
+    books.book(Plan((Free(kv_place(0)),)))
+    assert books.free_bytes()[GPU] == 400, "nobody holds what is kept"
+    with pytest.raises(Shortage, match="100 bytes short"):
+        books.book(Plan((Share(kv_place(1), (0, 1, 2)), Grow(kv_place(1), 200))))
+    books.conserved()
+    assert books.held_bytes == {}
+    books.book(Plan((Share(kv_place(1), (0, 1)), Grow(kv_place(1), 200))))
+    assert books.pages[kv_place(1)] == [0, 1, 3, 2], "never used first, then the end of a job"
+    assert books.sharing[GPU].cache.find(Job(2, 0, known_tokens=16)) == [0, 1]
+    books.conserved()
+
+
+def test_a_plan_may_not_share_what_it_has_taken() -> None:
+    books = ledger(pages=4)
+    books.settle(filled(books, 0))
+    books.book(Plan((Free(kv_place(0)),)))
+    taken_first = Plan((Grow(kv_place(2), 200), Share(kv_place(1), (2,))))
+    with pytest.raises(ContractError, match="the plan has taken"):
+        books.book(taken_first)
+    books.conserved()
+    assert books.held_bytes == {}, "law 3"
+
+
+def test_whoever_takes_a_shared_page_waits_for_all_its_users() -> None:
+    """Job 0 goes to the host while job 1 holds its pages, too: the copy still reads them."""
+    books = ledger(pages=4)
+    books.settle(filled(books, 0))
+    second = launch(1)
+    books.book(Plan((Share(kv_place(1), (0, 1, 2)), Grow(kv_place(1), 100), second)))
+    out = Copy(kv_place(0), kv_place(0, Tier.HOST))
+    books.book(Plan((out, Free(kv_place(0)))))
+    books.settle(second)
+    books.book(Plan((Free(kv_place(1)),)))
+    assert books.coming_bytes()[GPU] == 400
+    taker = launch(2)
+    booked = books.book(Plan((Grow(kv_place(2), 400), taker)))
+    assert booked[taker].waits == (out,)
+
+
+def test_whoever_shares_waits_for_the_writer_on_another_lane() -> None:
+    books = ledger()
+    here, away = kv_place(0), kv_place(0, Tier.HOST)
+    first = filled(books, 0)
+    out = Copy(here, away)
+    books.book(Plan((out, Free(here))))
+    reader = launch(1)
+    shared = books.book(Plan((Share(kv_place(1), (0, 1, 2)), Grow(kv_place(1), 100), reader)))
+    assert shared[reader].waits == (), "its own lane is in order, and the copy only reads"
+    leaves = Copy(kv_place(1), kv_place(1, Tier.HOST))
+    booked = books.book(Plan((leaves,)))
+    assert reader.lane == first.lane, "so whoever waits for the reader waits for the first writer"
+    assert set(booked[leaves].waits) == {reader}
+    back = Copy(away, here)
+    booked = books.book(Plan((back,)))
+    assert booked[back].waits == (out,)
+    late, landing = launch(3), tuple(books.pages[here][:2])
+    booked = books.book(Plan((Share(kv_place(3), landing), Grow(kv_place(3), 100), late)))
+    assert booked[late].waits == (back,), "what a copy still writes may not be read"
+    books.conserved()
+
+
+letters = st.tuples(st.sampled_from("gsfxrk"), st.integers(0, 4), st.integers(1, 5))
+programs = st.lists(st.lists(letters, max_size=8), max_size=10)
+
+
+@given(programs, st.randoms(use_true_random=False))
+@cases(150)
+def test_the_dry_run_says_what_booking_does(plans: list, rng) -> None:
+    """Law 2 and 3 on programs nobody wrote, with shares of whatever can be found at that point."""
+    books, running = ledger(pages=12), list[Op]()
+    for rows in plans:
+        for letter, number, count in rows:
+            ops = program(books, letter, number, count)
+            before = dict(books.held_bytes), books.room_bytes()
+            try:
+                running += list(books.book(Plan(tuple(ops))))
+            except Shortage:
+                assert before == (books.held_bytes, books.room_bytes())
+            books.conserved()
+            if letter == "k" and kv_place(number) in books.held_bytes:
+                table = books.pages[kv_place(number)]
+                done = Job(number, 0, known_tokens=16, computed_tokens=4 * min(4, len(table)))
+                books.sharing[GPU].cache.keep(done, 0, table)
+        while running and rng.random() < 0.6:
+            lanes = {op.lane: op for op in reversed(running)}
+            op = rng.choice(list(lanes.values()))
+            running.remove(op)
+            books.settle(op)
+            books.conserved()
+    for op in running:
+        books.settle(op)
+    assert all(n == 0 for n in books.coming_bytes().values()), "all users have ended"
+
+
+def program(books: Ledger, letter: str, number: int, count: int) -> list:
+    """One or two legal operations; a share behind a growth that may have taken what it wants."""
+    here, away = kv_place(number), kv_place(number, Tier.HOST)
+    if letter == "g":
+        return [Grow(here, 100 * count)]
+    if letter == "s" and here not in books.held_bytes:
+        return behind(books, number, count)
+    if letter == "f" and here in books.held_bytes:
+        return [Free(here)]
+    if letter == "x" and (here in books.held_bytes) != (away in books.held_bytes):
+        src, dst = (here, away) if here in books.held_bytes else (away, here)
+        return [Copy(src, dst), Free(src)]
+    if letter == "r" and here in books.held_bytes:
+        return [launch(number)]
+    return []
+
+
+def behind(books: Ledger, number: int, count: int) -> list:
+    """Frees somebody, grows somebody, then shares what a dry run finds after both."""
+    trial: PageDryRun = books.sharing[GPU].trial()
+    ops: list = []
+    other = next((p for p in books.held_bytes if p.tier is Tier.GPU), None)
+    if other is not None and count % 2:
+        ops.append(Free(other))
+        trial.free(other)
+    if books.room_bytes()[GPU] >= 100 * count:
+        ops.append(Grow(kv_place(8), 100 * count))
+        trial.take(kv_place(8), count)
+    found = trial.found(Job(number, 0, known_tokens=16))
+    return [*ops, Share(kv_place(number), found)] if found else ops

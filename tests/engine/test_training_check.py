@@ -1,0 +1,836 @@
+"""Hostile plans of training: each breaks one rule, is refused in one line, and changes nothing."""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import simpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.contract.job import Job, TrainingProgress
+from engine.contract.layout import Layout, Mode
+from engine.contract.plan import (
+    HOST_LANE,
+    Collective,
+    Compute,
+    Copy,
+    Free,
+    Grow,
+    Pattern,
+    Plan,
+    Slice,
+)
+from engine.contract.progress import advance_training, check_order
+from engine.contract.regions import (
+    ASIDE,
+    FLOW,
+    GATHERED,
+    NORM,
+    UNREDUCED,
+    WORKSPACE,
+    Kind,
+    Place,
+    Region,
+    Tier,
+    Work,
+    aside,
+    flow,
+    gathered,
+    gradient,
+    hidden,
+    kv_place,
+    norm,
+    optimizer,
+    saved,
+    unreduced,
+    weight,
+)
+from engine.contract.rules import ContractError, Rule
+from engine.contract.training_check import TrainingContract, _Reading
+from engine.contract.view import View
+from engine.loop.asking import Asking
+from engine.loop.engine import Engine
+from engine.memory.scoreboard import Journal
+from engine.results.recorder import Recorder
+from policies.composed import Composed
+from policies.planners.unit_chunks import UnitChunks
+from policies.training.all_on_device import AllOnDevice
+from policies.training.patrickstar import PatrickStar
+from policies.training.training_order import TrainingOrder
+from policies.training.zero3_offload import Zero3Offload
+from policies.training.zero_offload import ZeroOffload
+from tandem.config.compose import composed
+from tandem.wiring.backends import world_of
+from tandem.wiring.experiment import engine_of
+from tandem.wiring.run_spec import setting_of
+from tests.support.offload import MEMORIES, NO_PAGES, ROOMY, job_of, shape_of
+from tests.support.replays import Replay, ToyExecutor
+from tests.support.strategies import cases
+from tests.training.training_faults import Faulty, check_meaning
+from tests.training.trainings import SMALL
+from traces.serving.request import TrainingJob
+from traces.training.recipe import Recipe
+
+F, B, U = Work.FORWARD, Work.BACKWARD, Work.UPDATE
+GPU, HOST = Tier.GPU, Tier.HOST
+UNITS = 5
+CLIPS = Recipe(clip_norm=1.0)
+Ops = list[Any]
+Fault = Callable[[Plan, View], Ops | Plan | None]  # None: the plan is left as it is
+
+
+@dataclass
+class Lying:
+    """A policy whose plans are those of another, but for a fault."""
+
+    policy: Any
+    fault: Fault
+    books: tuple[Any, ...] = ()  # before the last plan
+    told: int = 0  # plans that were changed
+
+    def plan(self, view: View) -> Plan:
+        plan = self.policy.plan(view)
+        self.books = books(view)
+        wrong = self.fault(plan, view)
+        if wrong is None:
+            return plan
+        self.told += 1
+        return wrong if isinstance(wrong, Plan) else Plan(tuple(wrong))
+
+
+def books(view: View) -> tuple[Any, ...]:
+    """All that a refused plan must leave as it is."""
+    jobs = [job for job in (*view.training, *view.waiting) if job.training is not None]
+    return (
+        dict(view.held_bytes),
+        dict(view.written),
+        dict(view.free_bytes),
+        [progress(job.training) for job in jobs if job.training is not None],
+        view.issued,
+    )
+
+
+def progress(training: TrainingProgress) -> tuple[Any, ...]:
+    done = [[*map(list, training.frontier(k))] for k in training.microbatches]
+    return training.step, dict(training.updated), done
+
+
+def books_of(engine: Engine, issued: int) -> tuple[Any, ...]:
+    jobs = [job for job in (*engine.roster.training, *engine.roster.waiting)]
+    return (
+        dict(engine.ledger.held_bytes),
+        dict(engine.ledger.written),
+        engine.ledger.free_bytes(),
+        [progress(job.training) for job in jobs if job.training is not None],
+        issued,
+    )
+
+
+@dataclass(frozen=True)
+class World:
+    """A small job under a policy, in memory that has room for all."""
+
+    memory: Any = field(default_factory=Zero3Offload)
+    mode: Mode = Mode.KEEP
+    tied: bool = False
+    ranks: int = 1
+    shards: bool = True
+    tasks: int = 1
+    adapters: bool = False
+    job: dict[str, Any] = field(default_factory=dict)
+
+    def engine(self, fault: Fault) -> tuple[Engine, Lying, TrainingJob]:
+        shape = shape_of(random.Random(7), tied=self.tied, adapters=self.adapters)
+        job = job_of(shape, ranks=self.ranks, **self.job)
+        capacity = {(GPU, 0): ROOMY, (HOST, 0): ROOMY}
+        planner = UnitChunks(self.mode, shards=self.shards)
+        layout = planner.prepare({0: shape}, [job], capacity)
+        env = simpy.Environment()
+        policy = Lying(Composed(TrainingOrder(self.tasks), self.memory), fault)
+        engine = Engine(
+            env, policy, ToyExecutor(env), capacity, NO_PAGES, layout=layout, recorder=Recorder()
+        )
+        return engine, policy, job
+
+
+def refused(world: World, fault: Fault) -> ContractError:
+    """The error that a fault ends with; nothing has changed by then."""
+    engine, policy, job = world.engine(fault)
+    with pytest.raises(ContractError) as caught:
+        engine.replay([job])
+    assert policy.told, "the plan was changed"
+    assert policy.books == books_of(engine, policy.books[-1])
+    engine.ledger.conserved()
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+# ---- faults
+def is_task(op: Any, work: Work, part: int, again: bool = False) -> bool:
+    if not isinstance(op, Compute) or op.again is not again:
+        return False
+    piece = op.slices[0]
+    return piece.work is work and piece.layers == range(part, part + 1)
+
+
+def at(
+    work: Work,
+    part: int,
+    change: Callable[[Compute], Sequence[Any]],
+    again: bool = False,
+    k: int = 0,
+) -> Fault:
+    """A fault that puts other operations where a launch of microbatch k or later was."""
+
+    def fault(plan: Plan, view: View) -> Ops | None:
+        for i, op in enumerate(plan.ops):
+            if is_task(op, work, part, again) and op.slices[0].microbatch >= k:
+                return [*plan.ops[:i], *change(op), *plan.ops[i + 1 :]]
+        return None
+
+    return fault
+
+
+def other(op: Compute, **fields: Any) -> Compute:
+    given = {
+        "slices": op.slices,
+        "reads": op.reads,
+        "writes": op.writes,
+        "device": op.device,
+        "on": op.on,
+        "again": op.again,
+        "after": op.after,
+    }
+    return Compute(**{**given, **fields})
+
+
+def piece(op: Compute, **fields: Any) -> Sequence[Any]:
+    """The same launch of another slice."""
+    return (other(op, slices=(op.slices[0]._replace(**fields),)),)
+
+
+def without(kind: Kind, slot: int | None = None, low: int = 0, high: int = 99) -> Any:
+    """The same launch, which does not name places of a kind."""
+
+    def change(op: Compute) -> Sequence[Any]:
+        def is_named(place: Place) -> bool:
+            _, own, part, number = place.region
+            is_meant = own is kind and (slot is None or number == slot) and low <= part < high
+            return not is_meant
+
+        found = other(
+            op, reads=tuple(filter(is_named, op.reads)), writes=tuple(filter(is_named, op.writes))
+        )
+        assert (found.reads, found.writes) != (op.reads, op.writes), "it names some"
+        return (found,)
+
+    return change
+
+
+def before(*ops: Any) -> Callable[[Compute], Sequence[Any]]:
+    return lambda op: (*ops, op)
+
+
+def behind(*ops: Any) -> Callable[[Compute], Sequence[Any]]:
+    return lambda op: (op, *ops)
+
+
+def less(place: Place) -> Fault:
+    """A place begins with a byte less than it needs."""
+
+    def fault(plan: Plan, view: View) -> Ops | None:
+        ops = [
+            Grow(op.place, op.nbytes - 1) if isinstance(op, Grow) and op.place == place else op
+            for op in plan.ops
+        ]
+        return ops if ops != [*plan.ops] else None
+
+    return fault
+
+
+def never(is_meant: Callable[[Any], bool]) -> Fault:
+    """Operations that are left out of all plans."""
+
+    def fault(plan: Plan, view: View) -> Ops | None:
+        ops = [op for op in plan.ops if not is_meant(op)]
+        return ops if len(ops) < len(plan.ops) else None
+
+    return fault
+
+
+DEVICE = World(AllOnDevice())
+CLIPPED = World(AllOnDevice(), job={"recipe": CLIPS})
+OFFLOADING = World(Zero3Offload(), Mode.OFFLOAD)
+RECOMPUTING = World(Zero3Offload(), Mode.RECOMPUTE)
+TWICE = World(AllOnDevice(), tied=True, job={"microbatches": 2})
+GROUP = World(Zero3Offload(), ranks=4)
+COPIES = World(ZeroOffload(), ranks=4, shards=False)
+REUSING = World(PatrickStar(reuses_gradients=True), job={"recipe": Recipe(dtype="bfloat16")})
+REUSING_GROUP = replace(REUSING, ranks=4)
+ACT, BUF = Kind.ACTIVATION, Kind.BUFFER
+
+NAMELESS: dict[str, tuple[World, Fault]] = {
+    "bare forward": (DEVICE, at(F, 0, lambda op: (other(op, reads=(), writes=()),))),
+    "bare update": (DEVICE, at(U, 0, lambda op: (other(op, reads=(), writes=()),))),
+    "forward, weights": (DEVICE, at(F, 1, without(Kind.WEIGHT))),
+    "forward, input": (DEVICE, at(F, 2, without(ACT, low=UNITS + 2, high=UNITS + 3))),
+    "forward, output": (DEVICE, at(F, 2, without(ACT, low=UNITS + 3, high=UNITS + 4))),
+    "forward, saved": (DEVICE, at(F, 2, without(ACT, high=UNITS))),
+    "forward, workspace": (DEVICE, at(F, 1, without(BUF, WORKSPACE))),
+    "again, saved": (RECOMPUTING, at(F, 2, without(ACT, high=UNITS), again=True)),
+    "backward, weights": (DEVICE, at(B, 2, without(Kind.WEIGHT))),
+    "backward, gradients": (DEVICE, at(B, 2, without(Kind.GRADIENT))),
+    "backward, saved": (OFFLOADING, at(B, 2, without(ACT, high=UNITS))),
+    "backward, input": (DEVICE, at(B, 2, without(ACT, low=UNITS))),
+    "backward, incoming": (DEVICE, at(B, 2, without(BUF, FLOW, 3, 4))),
+    "backward, outgoing": (DEVICE, at(B, 2, without(BUF, FLOW, 2, 3))),
+    "backward, tied, made": (TWICE, at(B, UNITS - 1, without(BUF, ASIDE), k=1)),
+    "backward, tied, read": (TWICE, at(B, 0, without(BUF, ASIDE), k=1)),
+    "backward, norm": (CLIPPED, at(B, 0, without(BUF, NORM))),
+    "update, gradients": (World(), at(U, 1, without(Kind.GRADIENT))),
+    "update, optimizer": (World(), at(U, 1, without(Kind.OPTIMIZER))),
+    "update, weights": (World(), at(U, 1, without(Kind.WEIGHT))),
+    "update, norm": (CLIPPED, at(U, 1, without(BUF, NORM))),
+    "group, gathered": (GROUP, at(F, 1, without(BUF, GATHERED))),
+    "group, unreduced": (GROUP, at(B, 1, without(BUF, UNREDUCED))),
+    "reused, weights": (REUSING, at(B, 2, without(Kind.WEIGHT))),
+    "reused, gathered": (REUSING_GROUP, at(B, 2, without(BUF, GATHERED))),
+    "too few bytes, input": (DEVICE, less(hidden(0, 2, UNITS, 0))),
+    "too few bytes, gradients": (DEVICE, less(gradient(0, 2))),
+    "too few bytes, flow": (DEVICE, less(flow(0, 2))),
+    "another's KV": (DEVICE, at(F, 1, lambda op: (Grow(kv_place(5), 0), _also(op, kv_place(5))))),
+    "two tasks": (DEVICE, at(F, 1, lambda op: (other(op, slices=op.slices * 2),))),
+    "no slice of its own": (DEVICE, at(F, 1, behind(Compute((), writes=(weight(0, 1),))))),
+}
+
+
+# Told by a rule of its own, before the layout is asked.
+NAMELESS_OTHERWISE = {"another's KV": Rule.JOB, "no slice of its own": Rule.ANSWER}
+
+
+def _also(op: Compute, *places: Place) -> Compute:
+    return other(op, writes=(*op.writes, *places))
+
+
+@pytest.mark.parametrize("name", NAMELESS)
+def test_a_launch_names_what_its_task_needs(name: str) -> None:
+    error = refused(*NAMELESS[name])
+    assert error.rule is NAMELESS_OTHERWISE.get(name, Rule.TRAINING_PLACES), error
+    assert name in NAMELESS_OTHERWISE or error.job_id == 0
+
+
+def frozen(op: Compute) -> Sequence[Any]:
+    """An update of a chunk that does not train."""
+    job = op.slices[0].job
+    assert job.training is not None and job.training.layout is not None
+    chunks = job.training.layout.chunks
+    c = next(c for c, chunk in enumerate(chunks) if not chunk.trains)
+    return piece(op, layers=range(c, c + 1))
+
+
+def ahead_of_time(work: Work, part: int, now: Work, at_part: int) -> Fault:
+    """A task's slice where another was due."""
+    return at(now, at_part, lambda op: piece(op, work=work, layers=range(part, part + 1)))
+
+
+def _update_of(op: Compute, chunk: int) -> Sequence[Any]:
+    task = op.slices[0]._replace(work=U, tokens=1, layers=range(chunk, chunk + 1))
+    return (Compute((task,), (), (weight(0, chunk),)), op)
+
+
+ORDERLESS: dict[str, tuple[World, Fault]] = {
+    "forward before that below": (DEVICE, at(F, 1, lambda op: piece(op, layers=range(2, 3)))),
+    "forward twice": (DEVICE, at(F, 1, lambda op: (op, other(op)))),
+    "backward before forward": (DEVICE, ahead_of_time(B, 4, F, 3)),
+    "backward before that above": (DEVICE, at(B, 3, lambda op: piece(op, layers=range(2, 3)))),
+    "backward twice": (DEVICE, at(B, 3, lambda op: (op, other(op)))),
+    "backward of the second first": (TWICE, at(B, 4, lambda op: piece(op, microbatch=1))),
+    "update too early": (DEVICE, at(B, 1, lambda op: _update_of(op, 1))),
+    "update twice": (DEVICE, at(U, 1, lambda op: (op, other(op)))),
+    "update of what is frozen": (World(AllOnDevice(), adapters=True), at(U, 2, frozen)),
+    "update before all, clipped": (CLIPPED, at(B, 0, lambda op: _update_of(op, 3))),
+    "the next step's microbatch": (DEVICE, at(F, 1, lambda op: piece(op, microbatch=1))),
+    "no microbatch": (DEVICE, at(F, 1, lambda op: piece(op, microbatch=-1))),
+    "a later version": (DEVICE, at(F, 1, lambda op: piece(op, version=1))),
+    "an update of a later version": (DEVICE, at(U, 1, lambda op: piece(op, version=1))),
+    "half a microbatch": (DEVICE, at(F, 1, lambda op: piece(op, tokens=4))),
+    "no token": (DEVICE, at(F, 1, lambda op: piece(op, tokens=0))),
+    "tokens of a kind": (DEVICE, at(F, 1, lambda op: piece(op, tokens=8.0))),
+    "an update of many tokens": (DEVICE, at(U, 1, lambda op: piece(op, tokens=8))),
+    "all units": (DEVICE, at(F, 1, lambda op: piece(op, layers=None))),
+    "two units": (DEVICE, at(F, 1, lambda op: piece(op, layers=range(1, 3)))),
+    "no unit": (DEVICE, at(F, 1, lambda op: piece(op, layers=range(UNITS, UNITS + 1)))),
+    "a unit by number": (DEVICE, at(F, 1, lambda op: piece(op, layers=1))),
+    "unknown work": (DEVICE, at(F, 1, lambda op: piece(op, work="sideways"))),
+    "work by name": (DEVICE, at(F, 1, lambda op: piece(op, work="forward"))),
+    "again, what is kept": (DEVICE, at(F, 1, lambda op: (op, other(op, again=True)))),
+    "again, before it was": (RECOMPUTING, at(F, 1, lambda op: (other(op, again=True), op))),
+    "again, an update": (DEVICE, at(U, 1, lambda op: (other(op, again=True),))),
+}
+
+
+@pytest.mark.parametrize("name", ORDERLESS)
+def test_work_goes_in_the_order_of_the_chain(name: str) -> None:
+    error = refused(*ORDERLESS[name])
+    assert error.rule is Rule.TRAINING_ORDER, error
+
+
+FREED: dict[str, tuple[World, Fault]] = {
+    "weights": (World(), at(F, 0, before(Free(weight(0, 3, HOST))))),
+    "frozen weights": (
+        World(Zero3Offload(), adapters=True),
+        at(F, 0, before(Free(weight(0, 0, HOST)))),
+    ),
+    "optimizer states": (World(), at(F, 0, before(Free(optimizer(0, 3, HOST))))),
+    "new weights on the device": (DEVICE, at(U, 1, behind(Free(weight(0, 1))))),
+    "new weights on the host": (
+        World(ZeroOffload()),
+        lambda plan, view: _freed_behind_update(plan, weight(0, 1, HOST)),
+    ),
+    "gradients": (DEVICE, at(B, 2, behind(Free(gradient(0, 2))))),
+    "gradients between microbatches": (TWICE, at(F, 1, before(Free(gradient(0, 2))), k=1)),
+    "saved": (DEVICE, at(F, 2, behind(Free(saved(0, 2, 0))))),
+    "saved, sent": (OFFLOADING, at(F, 3, before(Free(saved(0, 2, 0, HOST))))),
+    "saved again": (RECOMPUTING, at(F, 2, behind(Free(saved(0, 2, 0))), again=True)),
+    "input": (DEVICE, at(F, 2, behind(Free(hidden(0, 2, UNITS, 0))))),
+    "output": (DEVICE, at(F, 2, behind(Free(hidden(0, 3, UNITS, 0))))),
+    "flow": (DEVICE, at(B, 2, behind(Free(flow(0, 2))))),
+    "tied gradient": (TWICE, at(B, 4, behind(Free(aside(0))), k=1)),
+    "norm": (CLIPPED, at(B, 0, behind(Free(norm(0))))),
+    "unreduced": (
+        World(Zero3Offload(), tied=True, ranks=4),
+        at(B, 4, behind(Free(unreduced(0, 0)))),
+    ),
+}
+
+
+def _freed_behind_update(plan: Plan, place: Place) -> Ops | None:
+    """An update on the host is not fetched before the host's own copy goes."""
+    for i, op in enumerate(plan.ops):
+        if is_task(op, U, place.region.part):
+            return [*plan.ops[: i + 1], Free(place)]
+    return None
+
+
+@pytest.mark.parametrize("name", FREED)
+def test_nothing_goes_before_its_last_use(name: str) -> None:
+    error = refused(*FREED[name])
+    assert error.rule is Rule.TRAINING_FREED, error
+    assert "the only copy as new" in error.what
+
+
+def held(plan: Plan, view: View, place: Place, is_meant: Callable[[Any], bool]) -> Ops | None:
+    """A plan without some operations, once a place is held."""
+    return never(is_meant)(plan, view) if place in view.held_bytes else None
+
+
+def fetches(op: Any, chunk: int) -> bool:
+    return isinstance(op, Copy) and op.src == weight(0, chunk, HOST)
+
+
+def gathers(op: Any) -> bool:
+    return isinstance(op, Collective) and op.pattern is Pattern.ALL_GATHER
+
+
+def reduces(op: Any) -> bool:
+    return isinstance(op, Collective) and not gathers(op)
+
+
+def begins_instead(plan: Plan, view: View) -> Ops | None:
+    """The norm on the host begins there, but is not copied there."""
+    away = norm(0, HOST)
+    ops = [Grow(away, 4) if isinstance(op, Copy) and op.dst == away else op for op in plan.ops]
+    return ops if ops != [*plan.ops] else None
+
+
+def out(place: Place) -> Copy:
+    return Copy(place, place._replace(tier=HOST))
+
+
+def begun_anew(place: Place) -> Callable[[Compute], Sequence[Any]]:
+    """What another tier has as new is not copied from there."""
+    return before(Free(place), Grow(place, 999))
+
+
+STAYING = World(Zero3Offload(persistent_bytes=1 << 20), ranks=4)
+CONTENTS: dict[str, tuple[World, Fault]] = {
+    "old weights": (
+        World(ZeroOffload()),
+        lambda plan, view: held(plan, view, weight(0, 1), lambda op: fetches(op, 1)),
+    ),
+    "weights of nothing": (World(), at(F, 1, begun_anew(weight(0, 1)))),
+    "weights that only begin": (World(), at(F, 1, behind(Grow(weight(0, 4), 999)))),
+    "saved of nothing": (RECOMPUTING, never(lambda op: is_task(op, F, 2, again=True))),
+    "saved, made up by another": (
+        RECOMPUTING,
+        at(F, 2, lambda op: (Grow(saved(0, 1, 0), 99), _also(op, saved(0, 1, 0)))),
+    ),
+    "saved, not fetched": (OFFLOADING, at(B, 2, begun_anew(saved(0, 2, 0)))),
+    "gradients of the step before": (
+        DEVICE,
+        never(lambda op: isinstance(op, Free) and op.place == gradient(0, 2)),
+    ),
+    "sums left on the host": (
+        TWICE,
+        at(B, 2, lambda op: (out(gradient(0, 2)), *begun_anew(gradient(0, 2))(op)), k=1),
+    ),
+    "optimizer states left elsewhere": (
+        World(),
+        at(
+            U,
+            1,
+            lambda op: (
+                Copy(optimizer(0, 1, HOST), optimizer(0, 1)),
+                *begun_anew(optimizer(0, 1, HOST))(op),
+            ),
+        ),
+    ),
+    "norm of nothing": (World(job={"recipe": CLIPS}), begins_instead),
+    "old gathered weights": (
+        STAYING,
+        lambda plan, view: held(
+            plan, view, gathered(0, 2), lambda op: gathers(op) and op.writes == (gathered(0, 2),)
+        ),
+    ),
+    "unreduced of the microbatch before": (
+        replace(GROUP, job={"microbatches": 2}),
+        never(lambda op: isinstance(op, Free) and op.place == unreduced(0, 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_what_is_read_is_there_and_the_newest(name: str) -> None:
+    error = refused(*CONTENTS[name])
+    assert error.rule is Rule.TRAINING_CONTENTS, error
+
+
+COPIED: dict[str, tuple[World, Fault]] = {
+    "old weights over new ones": (World(ZeroOffload()), at(U, 1, behind(out(weight(0, 1))))),
+    "onto another chunk": (DEVICE, at(F, 1, behind(Copy(weight(0, 1), weight(0, 2, HOST))))),
+    "onto another job's": (DEVICE, at(F, 1, behind(Copy(weight(0, 1), weight(5, 1, HOST))))),
+    "onto another kind": (DEVICE, at(F, 1, behind(Copy(weight(0, 1), gradient(0, 1))))),
+    "onto itself": (DEVICE, at(F, 1, behind(Copy(weight(0, 1), weight(0, 1))))),
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_a_copy_keeps_its_region_and_replaces_nothing_newer(name: str) -> None:
+    error = refused(*COPIED[name])
+    assert error.rule is Rule.COPY, error
+
+
+# ---- groups
+def changed(is_meant: Callable[[Any], bool], **fields: Any) -> Fault:
+    """A collective with other fields."""
+
+    def fault(plan: Plan, view: View) -> Ops | None:
+        for i, op in enumerate(plan.ops):
+            if is_meant(op):
+                given = {"pattern": op.pattern, "reads": op.reads, "writes": op.writes}
+                given |= {"nbytes": op.nbytes, "device": op.device, **fields}
+                return [*plan.ops[:i], Collective(**given), *plan.ops[i + 1 :]]
+        return None
+
+    return fault
+
+
+def last(is_meant: Callable[[Any], bool]) -> Fault:
+    """Collectives at the end of their plans."""
+
+    def fault(plan: Plan, view: View) -> Ops | None:
+        rest, moved = [x for x in plan.ops if not is_meant(x)], [*filter(is_meant, plan.ops)]
+        return [*rest, *moved] if [*rest, *moved] != [*plan.ops] else None
+
+    return fault
+
+
+def twice(is_meant: Callable[[Any], bool]) -> Fault:
+    def fault(plan: Plan, view: View) -> Ops | None:
+        for i, op in enumerate(plan.ops):
+            if is_meant(op):
+                again = Collective(op.pattern, op.reads, op.writes, op.nbytes, op.device)
+                return [*plan.ops[: i + 1], again, *plan.ops[i + 1 :]]
+        return None
+
+    return fault
+
+
+def first_gathers(plan: Plan, view: View) -> Ops | None:
+    """Weights that stay are gathered before the new ones have come from the host."""
+    found = sorted(plan.ops, key=lambda op: 0 if not _renews(op) else 1 if gathers(op) else 2)
+    is_renewing = any(map(gathers, plan.ops)) and any(is_task(op, U, 4) for op in plan.ops)
+    return found if is_renewing else None
+
+
+def _renews(op: Any) -> bool:
+    return gathers(op) or (isinstance(op, Copy) and op.src.region.kind is Kind.WEIGHT)
+
+
+ALONE = Collective(Pattern.ALL_GATHER, (weight(0, 1),), (weight(0, 1),), 40)
+EARLY = Collective(Pattern.REDUCE_SCATTER, (unreduced(0, 0),), (gradient(0, 0),), 40)
+EXCHANGED: dict[str, tuple[World, Fault]] = {
+    "fewer bytes gathered": (GROUP, changed(gathers, nbytes=4)),
+    "fewer bytes reduced": (GROUP, changed(reduces, nbytes=4)),
+    "another pattern": (GROUP, changed(reduces, pattern=Pattern.ALL_REDUCE)),
+    "no pattern": (GROUP, changed(reduces, pattern="reduce")),
+    "a gather that reduces": (GROUP, changed(gathers, pattern=Pattern.ALL_REDUCE)),
+    "a reduction that gathers": (GROUP, changed(reduces, pattern=Pattern.ALL_GATHER)),
+    "of another chunk": (GROUP, changed(gathers, reads=(weight(0, 3),))),
+    "into the weights": (GROUP, changed(reduces, writes=(weight(0, 4),))),
+    "of nothing": (GROUP, changed(reduces, reads=(), writes=())),
+    "no reduction": (GROUP, never(reduces)),
+    "no sum of copies": (COPIES, never(reduces)),
+    "reduced twice": (GROUP, twice(reduces)),
+    "summed twice": (COPIES, twice(reduces)),
+    "reduced too early": (
+        replace(GROUP, tied=True),
+        at(B, 1, lambda op: (op, Grow(gradient(0, 0), 999), EARLY)),
+    ),
+    "summed behind its copy": (COPIES, last(reduces)),
+    "reduced behind its gradients' end": (GROUP, last(reduces)),
+    "old weights gathered": (STAYING, first_gathers),
+    "too little room": (GROUP, less(gathered(0, 2))),
+    "reused, no reduction": (REUSING_GROUP, never(reduces)),
+    "reused, gathered over": (
+        REUSING_GROUP,
+        at(B, 2, behind(Collective(Pattern.ALL_GATHER, (weight(0, 2),), (gathered(0, 2),), 40))),
+    ),
+    "alone": (DEVICE, at(F, 1, before(ALONE))),
+    "of a job that is none": (
+        DEVICE,
+        at(F, 1, before(Collective(Pattern.ALL_GATHER, (weight(7, 1),), (weight(7, 1),), 40))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_a_collective_is_what_the_group_says_and_when(name: str) -> None:
+    error = refused(*EXCHANGED[name])
+    assert error.rule is Rule.EXCHANGE, error
+
+
+# ---- the rest
+def forged(op: Compute) -> Sequence[Any]:
+    job = op.slices[0].job
+    assert job.training is not None
+    return piece(op, job=Job.trains(job.training, 0))
+
+
+REST: dict[str, tuple[World, Rule, Fault]] = {
+    "a backward on the host": (
+        DEVICE,
+        Rule.LANE,
+        at(B, 2, lambda op: (other(op, on=HOST_LANE),)),
+    ),
+    "an invented lane": (DEVICE, Rule.LANE, at(F, 2, lambda op: (other(op, on="second"),))),
+    "another device": (DEVICE, Rule.DEVICE, at(F, 2, lambda op: (other(op, device=1),))),
+    "a collective elsewhere": (GROUP, Rule.DEVICE, changed(gathers, device=1)),
+    "a job made up": (DEVICE, Rule.JOB, at(F, 1, forged)),
+    "no slice": (DEVICE, Rule.ANSWER, at(F, 1, lambda op: (other(op, slices=(None,)),))),
+    "a restart": (
+        DEVICE,
+        Rule.RESTART,
+        lambda plan, view: Plan(plan.ops, (view.training[0],)) if view.training else None,
+    ),
+    "a copy of what is not there": (
+        DEVICE,
+        Rule.HELD,
+        at(F, 1, behind(Copy(optimizer(0, 99), optimizer(0, 99, HOST)))),
+    ),
+    "a free of what is not there": (DEVICE, Rule.HELD, at(F, 1, behind(Free(gradient(0, 99))))),
+}
+
+
+@pytest.mark.parametrize("name", REST)
+def test_other_rules_hold_for_training_too(name: str) -> None:
+    world, rule, fault = REST[name]
+    assert refused(world, fault).rule is rule
+
+
+def test_microbatches_go_backward_in_their_order() -> None:
+    """Forwards may all come first, but for dropout; gradients flow down one by one."""
+    shape = shape_of(random.Random(7))
+    layout = UnitChunks().prepare({0: shape}, [job_of(shape)], {(GPU, 0): ROOMY, (HOST, 0): ROOMY})
+    drops = job_of(shape, microbatches=2, recipe=Recipe(dropout=0.1))
+    job, other = (
+        Job.trains(TrainingProgress(x, layout.training[0]), 0)
+        for x in (replace(drops, recipe=Recipe()), drops)
+    )
+
+    def slices(work: Work, k: int, units: Sequence[int], of: Job = job) -> list[Slice]:
+        return [Slice(of, 8, work, range(u, u + 1), k) for u in units]
+
+    up, down = range(UNITS), range(UNITS - 1, -1, -1)
+    for pieces in zip(slices(F, 0, up), slices(F, 1, up), strict=True):
+        for one in pieces:
+            check_order(one, training_of(job))
+            advance_training(one)
+    with pytest.raises(ContractError, match="backward of microbatch 1 before that of 0 is done"):
+        check_order(*slices(B, 1, [UNITS - 1]), training_of(job))
+    for one in (*slices(B, 0, down), *slices(B, 1, down)):
+        check_order(one, training_of(job))
+        advance_training(one)
+    advance_training(Slice(job, 1, U, range(1, 2), 1))
+    with pytest.raises(ContractError, match="microbatch 2: the step has 0 to 1"):
+        check_order(*slices(F, 2, [0]), training_of(job))
+    advance_training(*slices(F, 0, [0], other))
+    with pytest.raises(ContractError, match="dropout draws in their order"):
+        check_order(*slices(F, 1, [0], other), training_of(other))
+
+
+def training_of(job: Job) -> TrainingProgress:
+    assert job.training is not None
+    return job.training
+
+
+@pytest.mark.parametrize("tasks", [0, 4])
+@pytest.mark.parametrize(
+    "case",
+    [
+        NAMELESS["backward, saved"],
+        ORDERLESS["backward twice"],
+        FREED["saved"],
+        CONTENTS["saved of nothing"],
+        COPIED["old weights over new ones"],
+        EXCHANGED["reduced twice"],
+    ],
+)
+def test_a_plan_of_many_tasks_is_read_to_its_fault(case: tuple[World, Fault], tasks: int) -> None:
+    """What stands before the fault is not booked either."""
+    world, fault = case
+    refused(replace(world, tasks=tasks), fault)
+
+
+def test_what_an_ended_job_holds_may_go() -> None:
+    """And before it has ended, or come at all, not."""
+    engine, _, job = DEVICE.engine(lambda plan, view: None)
+    contract = engine.training
+    plan = Plan((Free(weight(0, 1, HOST)),))
+    for come in (False, True):
+        if come:
+            contract.admit(Job.trains(TrainingProgress(job, engine.layout.training[0]), 0))
+        with pytest.raises(ContractError, match="training freed"):
+            contract.check(plan)
+    refusing = Plan(plan.ops, refuse=(contract.jobs[0],))
+    contract.check(refusing)
+    contract.leave(0)
+    contract.check(plan)
+
+
+def test_what_others_hold_stays_too() -> None:
+    """Resident weights that belong to no training job."""
+    place = Place(Region(-1, Kind.WEIGHT), GPU)
+    env = simpy.Environment()
+    engine = Engine(
+        env, Composed(TrainingOrder(), AllOnDevice()), ToyExecutor(env), {(GPU, 0): 100},
+        NO_PAGES, layout=Layout({place: 50}),
+    )  # fmt: skip
+    with pytest.raises(ContractError, match="weight chunk 0 on gpu:0, the only copy"):
+        engine.training.check(Plan((Free(place),)))
+
+
+def test_serving_is_no_concern() -> None:
+    """Where nothing trains, launches, pages and swaps are not looked at."""
+    contract = TrainingContract(Layout(), dict, {}, [(GPU, 0), (HOST, 0)])
+    job = Job(1, 0, 8, 8)
+    places = (kv_place(1), kv_place(1, HOST))
+    launch = Compute((Slice(job, 8),), (), places[:1])
+    ops = (Grow(places[0], 4000), launch, Copy(*places), Free(places[0]))
+    assert not contract.concerns(Plan(ops))
+    contract.check(Plan(ops))
+    contract.admit(Job.trains(TrainingProgress(TrainingJob(7, 0, 3, 8)), 0))
+    assert not contract.concerns(Plan(ops)), "beside training neither"
+    assert contract.concerns(Plan((Compute((Slice(contract.jobs[7], 8),)),)))
+
+
+def faulty(
+    seed: int, name: str, mode: Mode, ranks: int, microbatches: int, tasks: int
+) -> tuple[Engine, Faulty, TrainingJob]:
+    """A small job under a policy that errs once."""
+    rng = random.Random(seed)
+    job: dict[str, Any] = {"microbatches": microbatches, "num_steps": 2}
+    job["recipe"] = CLIPS if rng.random() < 0.4 else Recipe()
+    memory: Any = MEMORIES.get(name)
+    if memory is None:
+        memory, job = REUSING.memory, REUSING.job | {"num_steps": 2}
+    world = World(memory, mode, rng.random() < 0.4, ranks, rng.random() < 0.7, tasks, job=job)
+    engine, lying, one = world.engine(lambda plan, view: None)
+    policy = Faulty(lying.policy, rng, 0.1 if tasks == 1 else 0.6)
+    engine.questions = Asking(engine, policy, may_recur=False, check=engine.check)
+    return engine, policy, one
+
+
+def is_harmless(engine: Engine) -> bool:
+    try:
+        check_meaning(Replay(engine, engine.recorder, Journal(lambda: 0)))
+    except AssertionError:
+        return False
+    return True
+
+
+@cases(300)
+@given(
+    seed=st.integers(0, 1 << 20),
+    name=st.sampled_from([*MEMORIES, "reusing"]),
+    mode=st.sampled_from([*Mode]),
+    ranks=st.sampled_from([1, 1, 4]),
+    microbatches=st.sampled_from([1, 2]),
+    tasks=st.sampled_from([0, 1, 3]),
+)
+def test_a_random_fault_is_refused_or_does_no_harm(
+    seed: int, name: str, mode: Mode, ranks: int, microbatches: int, tasks: int
+) -> None:
+    engine, policy, job = faulty(seed, name, mode, ranks, microbatches, tasks)
+    try:
+        engine.replay([job])
+    except ContractError as error:
+        assert policy.told and "\n" not in str(error)
+        engine.ledger.conserved()
+    except AssertionError as error:  # of the dry run, behind the contract
+        assert "balance.py" in str(traceback.extract_tb(error.__traceback__)[-1].filename)
+    else:
+        assert is_harmless(engine)
+
+
+def test_the_oracle_knows_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where contents and frees are not looked at, harm is done, and found."""
+    nothing = {"_check_read": None, "_use_of": ""}
+    for name, found in nothing.items():
+        monkeypatch.setattr(_Reading, name, lambda self, *given, found=found: found)
+    fault = CONTENTS["old weights"][1]
+    engine, policy, job = World(ZeroOffload()).engine(fault)
+    engine.replay([job])
+    assert policy.told and not is_harmless(engine)
+
+
+# ---- in every world
+WORLDS: dict[str, tuple[str, Rule, Fault]] = {
+    "bare": ("train_on_device", Rule.TRAINING_PLACES, NAMELESS["bare forward"][1]),
+    "old weights": ("zero_offload", Rule.TRAINING_CONTENTS, CONTENTS["old weights"][1]),
+    "freed early": ("train_on_device", Rule.TRAINING_FREED, at(F, 2, behind(Free(saved(0, 2, 0))))),
+    "updated twice": ("train_on_device", Rule.TRAINING_ORDER, ORDERLESS["update twice"][1]),
+    "copied over": ("zero_offload", Rule.COPY, COPIED["old weights over new ones"][1]),
+}
+
+
+@pytest.mark.parametrize("backend", ["sim", "lockstep", "cpu"])
+@pytest.mark.parametrize("name", WORLDS)
+def test_no_world_carries_it_out(name: str, backend: str) -> None:
+    policy, rule, fault = WORLDS[name]
+    point = composed([*SMALL, f"policy={policy}", f"backend={backend}"])
+    found = setting_of(point)
+    lying = Lying(found.policy, fault)
+    with world_of(found, point.config["backend"]) as world:
+        engine = engine_of(replace(found, policy=lying), world, Recorder(world.meter))
+        with pytest.raises(ContractError) as caught:
+            engine.replay(found.work)
+        assert lying.books == books_of(engine, lying.books[-1])
+        engine.ledger.conserved()
+    assert caught.value.rule is rule, caught.value

@@ -1,0 +1,62 @@
+"""`Plan.wake_ns`: the policy is asked again at a moment that it has named, whatever stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from engine.contract.plan import Plan
+from engine.contract.view import View
+from engine.loop.engine import Stalled
+from tests.support.jumps import Shaped, both_replayed, both_simulated
+from tests.support.replays import composed, replay
+from traces.serving.request import Request
+
+MS = 1_000_000
+CHUNKED = composed("chunked", "restart")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Lets request 0 in at once, all others at a moment that it names at every question before."""
+
+    opens_ns: int
+
+    def plan(self, view: View) -> Plan:
+        if view.now_ns >= self.opens_ns:
+            return CHUNKED.plan(view)
+        early = [job for job in view.waiting if job.job_id == 0]
+        return replace(CHUNKED.plan(replace(view, waiting=early)), wake_ns=self.opens_ns)
+
+
+def test_who_wants_nothing_is_asked_again_at_its_moment() -> None:
+    run = replay(Gate(5 * MS), [Request(1, 0, 10, 4), Request(2, 0, 10, 4)]).check()
+    assert [outcome.scheduled_ns for outcome in run.recorder.outcomes.values()] == [5 * MS] * 2
+    assert run.engine.asked < 20
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_moment_is_kept_while_a_plan_stands(depth: int) -> None:
+    """The decodes of request 0 hold for 200 steps, some 10 ms; the gate opens in their midst."""
+    requests = [Request(0, 0, 10, 200), Request(1, 0, 10, 4)]
+    fast, _ = both_replayed(Gate(5 * MS), requests, pages=80, depth=depth)  # type: ignore[arg-type]
+    setting = {"pages": 80, "host_pages": 0, "depth": depth}
+    jumping, _ = both_simulated(Gate(5 * MS), requests, Shaped(700), **setting)  # type: ignore[arg-type]
+    for engine in (fast.engine, jumping):
+        scheduled_ns = engine.recorder.outcomes[1].scheduled_ns
+        assert scheduled_ns is not None and 5 * MS <= scheduled_ns < 5.2 * MS, "two steps"
+        assert engine.asked < 60, "it stands between"
+    assert jumping.jump is not None and jumping.jump.steps > 0, "behind its last moment it jumps"
+
+
+def test_a_moment_that_has_passed_wakes_nobody() -> None:
+    with pytest.raises(Stalled, match=r"waiting \[1\]"):
+        replay(Late(), [Request(1, 0, 10, 4)])
+
+
+class Late:
+    """Names the present."""
+
+    def plan(self, view: View) -> Plan:
+        return Plan(wake_ns=view.now_ns)

@@ -1,0 +1,109 @@
+"""Law 15: a plan that holds for many steps gives what asking at every step gives, byte for byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.composed import Composed
+from policies.kv.max_reservation import MaxReservation
+from policies.kv.paged_restart import PagedRestart
+from policies.kv.paged_swap import PagedSwap
+from policies.scheduling.chunked_prefill import ChunkedPrefill
+from policies.scheduling.continuous_batching import ContinuousBatching
+from policies.scheduling.earliest_deadline import EarliestDeadline
+from policies.scheduling.orca import Orca
+from policies.scheduling.static_batching import StaticBatching
+from policies.scheduling.vllm_v1 import VllmV1
+from tests.support.jumps import Shaped, both_replayed, both_simulated, simulated
+from tests.support.strategies import TIMING, cases, room, sessions, traces
+from traces.serving.request import Request
+
+SCHEDULING = {
+    "static": StaticBatching(max_jobs=6),
+    "continuous": ContinuousBatching(token_budget=128, max_jobs=12),
+    "vllm_v0": ContinuousBatching(token_budget=200, max_jobs=12, padded=True, by_arrival=True),
+    "chunked": ChunkedPrefill(token_budget=24, max_jobs=12),
+    "orca": Orca(max_jobs=8),
+    "v1": VllmV1(token_budget=24, max_jobs=12),
+    "deadline": EarliestDeadline(token_budget=24, max_jobs=12),
+}
+MEMORY = {
+    "restart": PagedRestart(),
+    "reserved": PagedRestart(prompts="reserved", spare_pages=1, gives_way=True),
+    "must_fit": PagedRestart(0.0, prompts="must_fit", gives_way=True),
+    "swap": PagedSwap(),
+    "reservation": MaxReservation(max_tokens=120),
+}
+
+
+@pytest.mark.broad(2)
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("scheduling", SCHEDULING)
+@given(requests=traces(12, 60), **room(160), **TIMING)
+@cases(30)
+def test_repeated_plans_are_what_would_be_decided(
+    scheduling: str, memory: str, requests: list[Request], **setting: Any
+) -> None:
+    """Any executor: each step is issued without a question, and nothing recorded differs."""
+    policy = Composed(SCHEDULING[scheduling], MEMORY[memory])
+    fast, slow = both_replayed(policy, requests, **setting)
+    assert fast.engine.asked <= slow.engine.asked
+    fast.check()
+
+
+@pytest.mark.broad(2)
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("scheduling", SCHEDULING)
+@given(
+    requests=st.one_of(traces(12, 60), sessions()),
+    host_ns=st.sampled_from([0, 900, 9_000]),
+    **room(400),
+)
+@cases(30)
+def test_a_jump_is_the_steps_it_stands_for(
+    scheduling: str, memory: str, requests: list[Request], host_ns: int, **setting: Any
+) -> None:
+    """In simulation many steps pass at once; not a byte of the tables differs, nor a stamp."""
+    policy = Composed(SCHEDULING[scheduling], MEMORY[memory])
+    fast, slow = both_simulated(policy, requests, Shaped(host_ns), **setting)
+    assert fast.ledger._board.stamp == slow.ledger._board.stamp
+    for i, outcome in fast.recorder.outcomes.items():
+        other = slow.recorder.outcomes[i]
+        assert outcome.tokens == other.tokens
+        assert outcome.first_token_ns == other.first_token_ns
+        assert outcome.last_token_ns == other.last_token_ns
+
+
+def test_most_steps_are_jumped_and_files_are_equal(tmp_path: Path) -> None:
+    """The property above is not about nothing: few questions, and identical Parquet files."""
+    requests = [Request(i, i * 9_000_000, 30 + i, 120) for i in range(12)]
+    policy = Composed(SCHEDULING["chunked"], MEMORY["restart"])
+    for depth in (1, 2, 3):
+        runs = {f: simulated(policy, requests, f, Shaped(700), 900, 0, depth) for f in (1, 0)}
+        assert runs[1].asked < 0.2 * runs[0].asked
+        assert runs[1].asked <= 1.5 * len(requests), "a prompt and all its decodes are one answer"
+        assert runs[1].jump is not None and runs[1].jump.steps > 0.6 * runs[1].steps
+        for name, run in runs.items():
+            (tmp_path / f"{depth}{name}").mkdir()
+            run.recorder.write(tmp_path / f"{depth}{name}")
+        for path in (tmp_path / f"{depth}0").iterdir():
+            assert path.read_bytes() == (tmp_path / f"{depth}1" / path.name).read_bytes()
+
+
+def test_ends_that_nobody_waits_for_take_no_event() -> None:
+    """At run-ahead 1 a plan goes on behind them: as many events and questions as for one end."""
+    policy, told = Composed(SCHEDULING["continuous"], MEMORY["restart"]), []
+    for more in (0, 5):
+        requests = [Request(i, 0, 10, 20 + more * i) for i in range(12)]
+        run = simulated(policy, requests, True, Shaped(700), 900, 0, depth=1)
+        told.append((run.asked, next(run.env._eid)))
+        runs = run.recorder._runs
+        assert len(runs) == (13 if more else 2)
+        contexts = [leg.pieces.contexts for later in runs[2:] for leg in later.legs]
+        assert not any([c.tail for c in contexts]), "who decodes moves with all others"
+    assert told[0] == told[1]

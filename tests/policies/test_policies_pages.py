@@ -1,0 +1,68 @@
+"""The rules by which engines hand out pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.contract.regions import Tier, kv_place
+from policies.kv.paged_restart import PagedRestart
+from policies.kv.paged_swap import PagedSwap
+from policies.scheduling.continuous_batching import ContinuousBatching
+from policies.scheduling.vllm_v1 import VllmV1
+from tests.support.states import PAGE, V0, decoding, fitted, ids, job, seated, view
+
+
+@pytest.mark.parametrize(
+    ("memory", "pages", "comes_in"),
+    [
+        (PagedRestart(watermark=0.0), 4, True),  # 2 held, the slice of 7 tokens needs 2
+        (PagedRestart(watermark=0.0, prompts="must_fit"), 11, False),  # 40 tokens need 10
+        (PagedRestart(watermark=0.0, prompts="must_fit"), 12, True),
+        (PagedRestart(watermark=0.0, prompts="reserved"), 11, False),
+        (PagedRestart(watermark=0.0, prompts="reserved"), 12, True),
+        (PagedRestart(watermark=0.25), 4, False),  # a quarter of 4 is one page
+        (PagedRestart(watermark=0.19), 5, True),  # 0.95 of a page is none
+    ],
+)
+def test_admission_by_the_rules(memory: PagedRestart, pages: int, comes_in: bool) -> None:
+    state = view([decoding(0, 6)], [job(1, 40)], pages=pages)
+    plan = fitted(VllmV1(8, 8), memory, state)
+    assert seated(plan) == [(0, 1), (1, 7)][: 1 + comes_in]
+    grown = [op.nbytes // PAGE.nbytes for op in plan.ops if hasattr(op, "nbytes")]
+    assert grown == ([10 if memory.prompts == "reserved" else 2] if comes_in else [])
+
+
+def test_the_watermark_is_a_share_of_what_is_left_beside_the_weights() -> None:
+    """As engines count it that know blocks only; weights may be ten times the KV."""
+    for weight_bytes in (0, 10 * 5 * PAGE.nbytes):
+        state = view([decoding(0, 6)], [job(1, 40)], pages=5, weight_bytes=weight_bytes)
+        plan = fitted(VllmV1(8, 8), PagedRestart(watermark=0.2), state)
+        assert seated(plan) == [(0, 1), (1, 7)], "2 held, 2 wanted, 1 left free"
+
+
+def test_who_was_swapped_out_finds_the_whole_pool_once_nobody_is_there() -> None:
+    """It is in service itself, so to leave the watermark for those in service would be for ever."""
+    away = {kv_place(0, Tier.HOST): 2 * PAGE.nbytes}
+    state = replace(view([decoding(0, 6)], [], pages=2, held={}), held_bytes=away)
+    assert seated(fitted(ContinuousBatching(), PagedSwap(watermark=0.5), state)) == [(0, 1)]
+
+
+def test_a_spare_page_must_be_free_for_a_decode_that_needs_none() -> None:
+    running = [decoding(0, 6), decoding(1, 6)]  # both fit into their second page
+    state = view(running, [], pages=4)
+    easy = fitted(ContinuousBatching(), PagedRestart(), state)
+    assert seated(easy) == [(0, 1), (1, 1)]
+    strict = fitted(ContinuousBatching(), V0, state)
+    assert (seated(strict), ids(strict.restart)) == ([(0, 1)], [1])
+
+
+@pytest.mark.parametrize(
+    "given", [{"watermark": 1.0}, {"prompts": "sometimes"}, {"spare_pages": -1}]
+)
+def test_impossible_rules_are_refused(given: dict[str, Any]) -> None:
+    for memory in (PagedRestart, PagedSwap):
+        with pytest.raises(ValueError, match=next(iter(given))):
+            memory(**given)

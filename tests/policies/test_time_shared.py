@@ -1,0 +1,72 @@
+"""Training in turn with serving on one device, carried out: it loses nothing, and law 11 holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.run import Run, load
+from tandem.config.compose import composed
+from tandem.wiring.experiment import run_experiment
+from tests.training.test_training_replays import booked, copies
+
+BOTH = ("policy=time_shared", "limit=4")
+JOB = ("training=random", "model=micro_llama", "training.sequence_tokens=16")
+JOB += ("training.num_steps=3",)
+
+
+def carried_out(folder: Path, *words: str) -> Run:
+    run_experiment(composed([*JOB, *words]), folder)
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    return carried_out(folder, "policy=zero3_offload", "trace=none", "backend=lockstep")
+
+
+@pytest.mark.broad(3)
+@pytest.mark.parametrize(
+    "backend", [("lockstep",), ("cpu",), ("cpu", "backend.clock=wall")], ids="-".join
+)
+def test_training_beside_serving_is_training_alone(
+    backend: tuple[str, ...], alone: Run, tmp_path: Path
+) -> None:
+    name, *words = backend
+    run = carried_out(tmp_path / "run", *BOTH, f"backend={name}", *words)
+    assert len(alone.training) == 3
+    assert run.training["loss"].tolist() == alone.training["loss"].tolist()
+    assert (run.requests["status"] == "finished").all() and len(run.requests) == 4
+
+
+@pytest.mark.slow
+def test_lockstep_decides_as_the_simulator(tmp_path: Path) -> None:
+    """Serving's plans and training's, in one log."""
+    logs = [
+        carried_out(tmp_path / name, *BOTH, f"backend={name}").plans["body"].tolist()
+        for name in ("sim", "lockstep")
+    ]
+    assert logs[0] == logs[1]
+    assert any("update" in body for body in logs[0]) and any("kv" in body for body in logs[0])
+
+
+@pytest.mark.slow
+def test_a_measured_log_is_played_back(alone: Run, tmp_path: Path, short_probes: None) -> None:
+    """To the same bytes, copies and losses. Training ends long before serving, whose plans then
+    give its states back. (Capacities differ: what steps of a log take at most nobody knows before,
+    and more is left for KV.)"""
+    measured = carried_out(tmp_path / "a", *BOTH, "backend=cpu")
+    replay = ("policy=recorded", "limit=4", f"replayed={tmp_path / 'a'}")
+    played = carried_out(tmp_path / "b", *replay, "backend=lockstep")
+    assert filled(played) == filled(measured)
+    assert copies(played) == copies(measured) != []
+    assert played.training["loss"].tolist() == alone.training["loss"].tolist()
+    assert (played.requests["status"] == "finished").all()
+
+
+def filled(run: Run) -> list[tuple[Any, ...]]:
+    """Of what is booked all but the capacity."""
+    return [(step, tier, *nbytes) for step, tier, _, *nbytes in booked(run)]

@@ -1,0 +1,81 @@
+"""The virtual executor: spans from the cost model, in lane order, copies contended or alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import simpy
+
+from engine.contract.executor import Executor, Launch, Span
+from engine.contract.plan import Compute, Copy
+from engine.contract.regions import Tier, kv_place
+from sim.cost.contract import LaunchCost
+from sim.executor import SimExecutor
+
+
+class Flat:
+    """Compute 100 ns, copies a ns per byte (double when contended), 7 ns of host a plan."""
+
+    form, provenance = "table", "a test"
+
+    def compute_ns(self, launch: Launch) -> int:
+        return 100
+
+    def copy_ns(self, launch: Launch, contended: bool = False) -> int:
+        return launch.nbytes * (2 if contended else 1)
+
+    def host_ns(self, launches: Sequence[Launch]) -> int:
+        return 7 * len(launches)
+
+    def peak_bytes(self, launch: Launch) -> int | None:
+        return 4096
+
+
+def copies() -> tuple[Copy, Copy]:
+    one, two = kv_place(1), kv_place(2)
+    host = (kv_place(1, Tier.HOST), kv_place(2, Tier.HOST))
+    return Copy(one, host[0]), Copy(host[1], two)
+
+
+def spans(cost: LaunchCost, launches: Sequence[Launch]) -> list[Span]:
+    env, done = simpy.Environment(), list[Span]()
+    executor: Executor = SimExecutor(env, cost)
+    executor.prepare(launches)
+    for launch in launches:
+        executor.run(launch, done.append)
+    executor.release((Tier.GPU, 0), [1, 2])
+    env.run()
+    return done
+
+
+def test_workspace_is_predicted_of_launches_only() -> None:
+    executor = SimExecutor(simpy.Environment(), Flat())
+    launches = [Launch(Compute(())), Launch(copies()[0], nbytes=5)]
+    assert [executor.peak_bytes(launch) for launch in launches] == [4096, None]
+
+
+def test_preparing_takes_the_predicted_host_time() -> None:
+    assert SimExecutor(simpy.Environment(), Flat()).prepare([Launch(Compute(()))] * 3) == 21
+
+
+def test_launches_of_a_lane_run_one_after_the_other() -> None:
+    first, second = Compute(()), Compute(())
+    done = spans(Flat(), [Launch(first), Launch(second)])
+    assert [(s.op, s.start_ns, s.end_ns) for s in done] == [(first, 0, 100), (second, 100, 200)]
+
+
+def test_a_copy_waits_for_what_it_reads_and_overlaps_the_rest() -> None:
+    out, _ = copies()
+    before, after = Compute(()), Compute(())
+    launches = [Launch(before), Launch(out, waits=(before,), nbytes=30), Launch(after)]
+    at = {s.op: (s.start_ns, s.end_ns) for s in spans(Flat(), launches)}
+    assert at == {before: (0, 100), out: (100, 130), after: (100, 200)}
+
+
+def test_a_copy_is_contended_while_the_other_direction_runs() -> None:
+    out, back = copies()
+    at = {s.op: s.end_ns for s in spans(Flat(), [Launch(out, nbytes=50), Launch(back, nbytes=50)])}
+    assert at == {out: 50, back: 100}
+    late, later = copies()
+    launches = [Launch(late, nbytes=50), Launch(later, waits=(late,), nbytes=50)]
+    assert {s.op: s.end_ns for s in spans(Flat(), launches)} == {late: 50, later: 100}

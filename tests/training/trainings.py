@@ -1,0 +1,149 @@
+"""Training through the whole engine, as a configuration names it, beside plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.contract.regions import Tier
+from engine.results.recorder import Recorder
+from tandem.config.compose import ComposedConfig, composed
+from tandem.wiring.backends import world_of
+from tandem.wiring.experiment import engine_of
+from tandem.wiring.run_spec import Setting, setting_of
+from tandem.wiring.training import Trainee
+from tests.training.training_runs import Result, plainly
+
+GPU = (Tier.GPU, 0)
+SMALL = (
+    "trace=none",
+    "training=random",
+    "model=tiny_llama",
+    "model.num_layers=3",
+    "model.hidden_size=64",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.head_dim=16",
+    "model.intermediate_size=96",
+    "model.vocab_size=211",
+    "model.max_positions=64",
+    "training.sequence_tokens=24",
+    "training.sequences=2",
+    "training.num_steps=3",
+    "budget.host_bytes=200000000",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What a run has left."""
+
+    setting: Setting
+    recorder: Recorder
+    losses: list[float]
+    weights: Mapping[str, torch.Tensor]
+    plans: int  # that were carried out
+    asked: int  # of the policy
+
+    @property
+    def result(self) -> Result:
+        return self.losses, dict(self.weights)
+
+    @property
+    def log(self) -> list[str]:
+        """The plans, without when."""
+        return [row["body"] for row in self.recorder.tables()["plans"].to_pylist()]
+
+
+def setting(*overrides: str) -> Setting:
+    """The setting of a small training run."""
+    return setting_of(composed([*SMALL, *overrides]))
+
+
+def state_bytes(found: Setting) -> int:
+    """Weights, gradients and optimizer states of the job."""
+    chunks = found.room.layout.training[found.trainees[0].job.job_id].chunks
+    return sum(c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in chunks)
+
+
+def train(backend: str, *overrides: str) -> Trained:
+    """Carries a small training run out; `backend` is its override, such as lockstep."""
+    return train_at(composed([*SMALL, f"backend={backend}", *overrides]))
+
+
+def train_at(point: ComposedConfig) -> Trained:
+    """The same of a whole configuration."""
+    found = setting_of(point)
+    with _one_thread(), world_of(found, point.config["backend"]) as world:
+        recorder = Recorder(world.meter)
+        engine = engine_of(found, world, recorder)
+        engine.replay(found.work)
+        asked = (engine.steps, engine.asked)
+        job = found.trainees[0].job
+        if world.machine is None:
+            return Trained(found, recorder, [], {}, *asked)
+        count = range(job.num_steps * job.microbatches)
+        losses = [world.machine.loss(job.job_id, k) for k in count]
+        weights = world.machine.weights(job.job_id)
+        return Trained(found, recorder, losses, weights, *asked)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A job as tests.training.training_runs.plainly takes it."""
+
+    trainee: Trainee
+    seed: int
+
+    @property
+    def recipe(self) -> Any:
+        return self.trainee.job.recipe
+
+    @property
+    def num_steps(self) -> int:
+        return self.trainee.job.num_steps
+
+    @property
+    def microbatches(self) -> int:
+        return self.trainee.job.microbatches
+
+    def ids(self, microbatch: int) -> np.ndarray:
+        return self.trainee.batches.ids(microbatch)
+
+    def build(self) -> Any:
+        from runtime.training.trainer import build_trainee
+
+        return build_trainee(self.trainee.spec, self.recipe, self.seed)
+
+
+@lru_cache
+def plain(*overrides: str, device: str = "cpu") -> Result:
+    """Losses and weights of plain torch training of the same job."""
+    found = setting(*overrides)
+    with _one_thread():
+        return plainly(_Task(found.trainees[0], found.seed), device)  # type: ignore[arg-type]
+
+
+def differing(ours: Result, other: Result) -> Sequence[str]:
+    """Where two results are not equal to the bit."""
+    wrong = [
+        f"loss {k}"
+        for k, pair in enumerate(zip(*(r[0] for r in (ours, other)), strict=True))
+        if len({*pair}) > 1
+    ]
+    assert ours[1].keys() == other[1].keys()
+    return wrong + [name for name in other[1] if not torch.equal(ours[1][name], other[1][name])]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,131 @@
+"""The rows of a trace: the only types that every layer knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from traces.training.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One line of a trace: what a client asked for, and when.
+
+    `output_tokens` is the ground truth: the engine enforces it and no View shows it.
+    In a closed loop (`session` set, `turn` > 0) the request is released `think_ns` after the
+    answer to the turn before it, and not before `arrival_ns`.
+    `prefix_ids` names the prompt's content in blocks of `prefix_block_tokens`, first block first:
+    requests whose ids begin alike begin with the same tokens. The last block may be partial.
+    """
+
+    request_id: int
+    arrival_ns: int
+    prompt_tokens: int
+    output_tokens: int
+    session: int | None = None
+    turn: int = 0
+    think_ns: int = 0
+    slo: str = ""
+    prompt_ids: tuple[int, ...] | None = None
+    prefix_ids: tuple[int, ...] | None = None
+    prefix_block_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("request_id", "arrival_ns", "think_ns", "turn"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"request {self.request_id}: {name} must be at least 0")
+        for name in ("prompt_tokens", "output_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"request {self.request_id}: {name} must be at least 1")
+        if self.prompt_ids is not None and len(self.prompt_ids) != self.prompt_tokens:
+            raise ValueError(
+                f"request {self.request_id}: {len(self.prompt_ids)} prompt ids, "
+                f"but prompt_tokens is {self.prompt_tokens}"
+            )
+        if self.prefix_ids is not None:
+            self._check_prefix(len(self.prefix_ids))
+
+    def _check_prefix(self, num_blocks: int) -> None:
+        if self.prefix_block_tokens < 1:
+            raise ValueError(f"request {self.request_id}: prefix_ids need prefix_block_tokens")
+        if (num_blocks - 1) * self.prefix_block_tokens >= self.prompt_tokens:
+            raise ValueError(
+                f"request {self.request_id}: {num_blocks} prefix blocks of "
+                f"{self.prefix_block_tokens} tokens are more than its {self.prompt_tokens} tokens"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingJob:
+    """One training job of a trace: what to train, on what, for how long, and by which recipe.
+
+    `num_units` counts the links of its chain: 0 is the embedding, then come the layers, and the
+    last is head and loss. A microbatch is `sequences` sequences of `sequence_tokens`; an update
+    follows the gradients of `microbatches` of them, unless `has_update` is False. With `ranks` so
+    many devices train on microbatches of their own and share the update. `model` and `dataset` are
+    names. `record_of` names the request whose recorded serving activations this job
+    may start from (Alchemist).
+    """
+
+    job_id: int
+    arrival_ns: int
+    num_units: int
+    sequence_tokens: int
+    sequences: int = 1
+    num_steps: int = 1
+    microbatches: int = 1
+    has_update: bool = True
+    model: str = ""
+    dataset: str = ""
+    recipe: Recipe = field(default_factory=Recipe)
+    record_of: int | None = None
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("job_id", "arrival_ns"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"training job {self.job_id}: {name} must be at least 0")
+        counts = ("num_units", "sequences", "num_steps", "microbatches", "ranks")
+        for name in counts:
+            if getattr(self, name) < 1:
+                told = f"{name}={getattr(self, name)}"
+                raise ValueError(f"training job {self.job_id}: {told}: it must be at least 1")
+        if self.sequence_tokens < 2:
+            raise ValueError(
+                f"training job {self.job_id}: sequence_tokens must be at least 2: the loss is over "
+                "tokens that have one before them"
+            )
+        if (lacking := self.recipe.least_units - self.num_units) > 0:
+            frozen = self.recipe.frozen_units
+            raise ValueError(
+                f"training job {self.job_id}: recipe.frozen_units={frozen} leaves nothing to "
+                f"train; freeze fewer than {frozen + 1 - lacking} of its {self.num_units} units"
+            )
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Tokens of a microbatch, all sequences together: what frontiers count."""
+        return self.sequences * self.sequence_tokens
+
+
+def prompt_of(request: Request, vocabulary: int, seed: int) -> Sequence[int]:
+    """The prompt's own ids, else drawn ones: equal prefix blocks give equal ids, by seed.
+
+    Own ids beyond the vocabulary are taken modulo it: what begins alike still does. A block's ids
+    depend on its name alone, so a shorter last block is the beginning of a longer one. Tokens that
+    no block names are the request's own.
+    """
+    if request.prompt_ids is not None:
+        return [token % vocabulary for token in request.prompt_ids]
+    ids: list[int] = []
+    for block in request.prefix_ids or ():
+        rng = np.random.default_rng((seed, 1, block, 1))  # seeds are padded with zeros: end in none
+        ids += rng.integers(vocabulary, size=request.prefix_block_tokens).tolist()
+    missing = request.prompt_tokens - len(ids)
+    if missing > 0:
+        rng = np.random.default_rng((seed, request.request_id))
+        ids += rng.integers(vocabulary, size=missing).tolist()
+    return ids[: request.prompt_tokens]

@@ -1,0 +1,144 @@
+"""The requests that a rule takes from conversations, and the account of all the others."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from traces.serving.request import Request
+from traces.serving.rules import (
+    Counted,
+    MessageRule,
+    Pick,
+    Picked,
+    messages_used,
+    pick,
+    shape_fault,
+)
+from traces.serving.sharegpt import Conversation
+from traces.tokenizer import LoadedTokenizer
+
+BATCH = 256  # conversations tokenized at once: enough for every core, few enough to hold
+KNOWN_ROLES = frozenset({"human", "gpt", "system"})
+Ids = list[list[int]]  # token ids per message, without BOS
+
+
+@dataclass
+class Selection:
+    """Requests and accounts: each conversation is kept, or has its fault by row.
+
+    Pairs are the candidates of the conversations that a rule looked at: pairs_read = len(requests)
+    + sum(pairs_dropped.values()). `noted` counts messages in requests that are kept though odd: of
+    an unknown role, or empty.
+    """
+
+    rows_kept: int = 0
+    faults: dict[int, str] = field(default_factory=dict)
+    noted: Counter[str] = field(default_factory=Counter)
+    pairs_read: int = 0
+    pairs_dropped: Counter[str] = field(default_factory=Counter)
+    requests: list[Request] = field(default_factory=list)
+
+
+def select(
+    conversations: Sequence[Conversation],
+    rule: MessageRule,
+    tokenizer: LoadedTokenizer,
+    *,
+    seed: int | None = None,
+    limit: int | None = None,
+    keep_ids: bool = True,
+) -> Selection:
+    """Applies a rule in file order, or shuffled by `seed` as the originals shuffle.
+
+    Stops at `limit` requests, as vLLM does; the conversations behind it are counted as dropped.
+    """
+    selection, looked = Selection(), 0
+    usable = _usable(conversations, rule, selection)
+    if seed is not None:
+        random.Random(seed).shuffle(usable)
+    limit = limit if limit is not None else sum(len(c.roles) for c in usable)
+    beyond = f"beyond the limit of {limit} requests"
+    for conversation, ids, picked in _picked(usable, rule, tokenizer):
+        room = limit - len(selection.requests)
+        if room == 0:
+            break
+        looked += 1
+        _count(selection, conversation, picked, room, beyond)
+        session = selection.rows_kept - 1 if rule.is_closed_loop else None
+        bos_ids = tokenizer.bos_ids if rule.counts_bos else ()
+        for turn, chosen in enumerate(picked.picks[:room]):
+            prompt_ids = (*bos_ids, *chain.from_iterable(ids[: chosen.last + 1]))
+            number = len(selection.requests)
+            made = _request(number, chosen, session, turn, prompt_ids if keep_ids else None)
+            selection.requests.append(made)
+    selection.faults |= {conversation.row: beyond for conversation in usable[looked:]}
+    assert len(conversations) == selection.rows_kept + len(selection.faults)
+    return selection
+
+
+def _usable(
+    conversations: Iterable[Conversation], rule: MessageRule, selection: Selection
+) -> list[Conversation]:
+    """What is shuffled: vLLM shuffles all that has two messages, and only then looks further."""
+    usable = []
+    for conversation in conversations:
+        fault = shape_fault(rule, conversation.roles)
+        if fault in (None, "does not start with human, gpt"):
+            usable.append(conversation)
+        else:
+            selection.faults[conversation.row] = str(fault)
+    return usable
+
+
+def _picked(
+    conversations: Sequence[Conversation], rule: MessageRule, tokenizer: LoadedTokenizer
+) -> Iterator[tuple[Conversation, Ids, Picked]]:
+    """Each conversation with what the rule picks from it, and the ids of the messages it needed."""
+    from tqdm import tqdm
+
+    bar = tqdm(total=len(conversations), desc="tokenizing", unit=" conversations", disable=None)
+    with bar:
+        for start in range(0, len(conversations), BATCH):
+            batch = conversations[start : start + BATCH]
+            used = [c.texts[: messages_used(rule, c.roles)] for c in batch]
+            ids = iter(tokenizer.encode(list(chain.from_iterable(used))))
+            for conversation, texts in zip(batch, used, strict=True):
+                own = [next(ids) for _ in texts]
+                counted = Counted(conversation.roles, tuple(map(len, own)))
+                yield conversation, own, pick(rule, counted, len(tokenizer.bos_ids))
+            bar.update(len(batch))
+
+
+def _count(
+    selection: Selection, conversation: Conversation, picked: Picked, room: int, beyond: str
+) -> None:
+    selection.pairs_read += len(picked.picks) + len(picked.reasons)
+    selection.pairs_dropped.update(picked.reasons)
+    if len(picked.picks) > room:
+        selection.pairs_dropped[beyond] += len(picked.picks) - room
+    if picked.reason is None:
+        selection.rows_kept += 1
+        used = slice(picked.picks[:room][-1].last + 2)  # prompts hold all that was said before
+        roles, texts = conversation.roles[used], conversation.texts[used]
+        odd = {"message of an unknown role": sum(role not in KNOWN_ROLES for role in roles)}
+        selection.noted += Counter(odd | {"empty message": sum(not text for text in texts)})
+    else:
+        selection.faults[conversation.row] = picked.reason
+
+
+def _request(
+    number: int, chosen: Pick, session: int | None, turn: int, prompt_ids: tuple[int, ...] | None
+) -> Request:
+    return Request(
+        request_id=number,
+        arrival_ns=0,
+        prompt_tokens=chosen.prompt_tokens,
+        output_tokens=chosen.output_tokens,
+        session=session,
+        turn=0 if session is None else turn,
+        prompt_ids=prompt_ids,
+    )

@@ -1,0 +1,94 @@
+"""Who sends: closed loops of clients, time to think between turns, SLO classes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+
+from traces.serving.request import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clients:
+    """At most `clients` requests are under way at once: the load of a fixed concurrency.
+
+    Requests are dealt out in order, as to a row of people. Unlike vLLM's `--max-concurrency` a
+    client never takes over what another one was dealt, so towards the end fewer are busy.
+    """
+
+    clients: int = 8
+    think_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.clients < 1:
+            raise ValueError(f"arrival.clients={self.clients}: it must be at least 1")
+
+    def seated(self, requests: Sequence[Request]) -> list[Request]:
+        """The same requests, each a turn of its client. ValueError for turns of other sessions."""
+        if any(request.session is not None for request in requests):
+            raise ValueError(
+                "arrival: the trace has sessions, a closed loop already; take arrival=all_at_once"
+            )
+        dealt = [
+            replace(r, arrival_ns=0, session=i % self.clients, turn=i // self.clients)
+            for i, r in enumerate(requests)
+        ]
+        return with_think(dealt, Think(mean_s=self.think_s))
+
+
+NS_PER_S = 1_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Think:
+    """Think times of one mean in seconds: all equal, or exponential by seed."""
+
+    mean_s: float = 0.0
+    is_exponential: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mean_s < float("inf"):
+            raise ValueError(f"think time is {self.mean_s} s; it must be at least 0")
+
+    def times_ns(self, n: int, seed: int = 0) -> list[int]:
+        """n think times in nanoseconds."""
+        drawn = np.random.default_rng(seed).exponential(1.0, n) if self.is_exponential else 1.0
+        return [int(t) for t in np.rint(np.broadcast_to(drawn, n) * self.mean_s * NS_PER_S)]
+
+
+def with_think(requests: Sequence[Request], think: Think, seed: int = 0) -> list[Request]:
+    """The same requests; every turn after the first gets a think time."""
+    times = iter(think.times_ns(sum(r.turn > 0 for r in requests), seed))
+    return [replace(r, think_ns=next(times)) if r.turn > 0 else r for r in requests]
+
+
+STREAM = 2  # of a seed: arrivals draw from the seed itself, lengths from its stream 1
+
+
+def with_shares(
+    requests: Sequence[Request], shares: Mapping[str, float], seed: int = 0
+) -> list[Request]:
+    """The requests, each in a class drawn by its share; all turns of a session are in one.
+
+    Equal seeds give equal classes, and more requests leave those of the first as they are.
+    ValueError where the shares do not make up 1.
+    """
+    if min(shares.values(), default=0) < 0 or abs(sum(shares.values()) - 1) > 1e-6:
+        told = ", ".join(f"{name}: {share:g}" for name, share in shares.items())
+        raise ValueError(f"slo.shares={{{told}}}: they must be at least 0 and make up 1")
+    rng, names = np.random.default_rng((seed, STREAM)), list(shares)
+    ends = list(accumulate(shares.values()))[:-1]
+    of_session: dict[int, str] = {}
+    classed = []
+    for request in requests:
+        slo = of_session.get(-1 if request.session is None else request.session)
+        if slo is None:
+            slo = names[bisect_right(ends, rng.random())]
+            if request.session is not None:
+                of_session[request.session] = slo
+        classed.append(replace(request, slo=slo))
+    return classed

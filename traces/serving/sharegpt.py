@@ -1,0 +1,143 @@
+"""ShareGPT conversations out of JSON, through the Hugging Face `datasets` library.
+
+The layout is the public file's: [{"id", "conversations": [{"from", "value"}]}], as .json, .jsonl
+or either with .gz. Every row comes out as a Conversation or as a named reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from traces.files import absent
+from traces.plain_json import is_beyond_datasets, plain_rows
+from traces.records import NOT_JSON, is_unicode
+from traces.tables import opened_dataset
+
+# The longest message of ShareGPT_V3 has 241,402 Llama-2 tokens, about a million characters; what
+# is longer than this is not a chat message, and tokenizing it could exhaust the memory.
+MAX_MESSAGE_CHARS = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One row, its number from 1: who said what, in order. Roles are as written in the file."""
+
+    row: int
+    conversation_id: str
+    roles: tuple[str, ...]
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ShareGPT:
+    """What a file held: rows_read = len(conversations) + len(faults).
+
+    `faults` says by row why it is no conversation.
+    """
+
+    conversations: list[Conversation]
+    faults: dict[int, str]
+
+    @property
+    def rows_read(self) -> int:
+        """Rows of the file."""
+        return len(self.conversations) + len(self.faults)
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Rows that are no conversation, by reason."""
+        return Counter(self.faults.values())
+
+
+def read_sharegpt(path: str | Path, max_message_chars: int = MAX_MESSAGE_CHARS) -> ShareGPT:
+    """Reads and checks every row; raises ValueError only where the whole file is unreadable."""
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: {absent(path)}; give a ShareGPT .json, .jsonl or .json.gz")
+    rows = read_rows(path)
+    if not rows:
+        raise ValueError(f"{path}: it holds no conversation; expected a list of them")
+    return checked_rows(rows, max_message_chars)
+
+
+def read_rows(path: Path) -> Sequence[Any]:
+    """The rows as Python objects, through `datasets`; plain JSON where that cannot do it exactly.
+
+    `datasets` types whole columns: it stops at a row that is no object and at a spoilt line, turns
+    texts that all look like dates into dates (see also is_beyond_datasets).
+    """
+    rows = None if is_beyond_datasets(path) else _through_datasets(path)
+    return plain_rows(path) if rows is None else rows
+
+
+def checked_rows(rows: Iterable[Any], max_message_chars: int = MAX_MESSAGE_CHARS) -> ShareGPT:
+    """Each row as a Conversation, or counted under the reason why it is not one."""
+    conversations, faults = list[Conversation](), dict[int, str]()
+    for number, row in enumerate(rows, 1):
+        checked = _checked(number, row, max_message_chars)
+        if isinstance(checked, str):
+            faults[number] = checked
+        else:
+            conversations.append(checked)
+    return ShareGPT(conversations, faults)
+
+
+def _checked(number: int, row: Any, max_message_chars: int) -> Conversation | str:
+    if row is NOT_JSON:
+        return "line is not JSON"
+    if not isinstance(row, dict):
+        return "row is not an object"
+    messages = row.get("conversations")
+    if messages is None:
+        return "no conversations field"
+    if not isinstance(messages, list):
+        return "conversations is not a list"
+    for message in messages:
+        reason = _fault(message, max_message_chars)
+        if reason:
+            return reason
+    return Conversation(
+        number,
+        str(row.get("id", "")),
+        tuple(message["from"] for message in messages),
+        tuple(message["value"] for message in messages),
+    )
+
+
+def _fault(message: Any, max_message_chars: int) -> str | None:
+    if not isinstance(message, dict):
+        return "message is not an object"
+    for name in ("from", "value"):
+        if message.get(name) is None:
+            return f"message without {name}"
+        if not isinstance(message[name], str):
+            return f"message {name} is not text"
+    if len(message["value"]) > max_message_chars:
+        return f"message longer than {max_message_chars} characters"
+    if not is_unicode(message["value"]):
+        return "message value is not valid Unicode"
+    return None
+
+
+def _through_datasets(path: Path) -> Sequence[Any] | None:
+    """The rows, or None where `datasets` fails on the file or would change its values."""
+    try:
+        with opened_dataset("json", path) as loaded:
+            return list(loaded) if _is_faithful(loaded.features) else None
+    except Exception:  # whatever it cannot type; plain_rows then finds and names the place
+        return None
+
+
+def _is_faithful(features: Any) -> bool:
+    """Whether texts came out as texts, not as dates."""
+    conversations = features.get("conversations")
+    if type(conversations).__name__ == "Json":
+        return True
+    messages = getattr(conversations, "feature", None)
+    if not isinstance(messages, dict):
+        return False
+    return all(getattr(messages.get(name), "dtype", "") == "string" for name in ("from", "value"))

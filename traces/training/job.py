@@ -1,0 +1,127 @@
+"""A training job as conf/training names it: its shape, its recipe, its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Protocol
+
+from traces.files import absent
+from traces.importing import cached_import
+from traces.serving.recorded_times import UNITS_NS
+from traces.serving.request import TrainingJob
+from traces.store import read_sidecar, sidecar_path
+from traces.training.batches import Batches, PackedBatches, RandomBatches, pack
+from traces.training.recipe import Recipe
+from traces.training.text_store import read_documents
+
+
+class Data(Protocol):
+    """Where the tokens of a training job come from."""
+
+    @property
+    def name(self) -> str:
+        """What results call it."""
+        ...
+
+    def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> Batches:
+        """The microbatches of the job; `cache` keeps what is imported."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomTokens:
+    """Tokens drawn by the recipe's seed."""
+
+    @property
+    def name(self) -> str:
+        """Theirs."""
+        return "random"
+
+    def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> RandomBatches:
+        """Ids below `vocabulary`; nothing is kept."""
+        return RandomBatches(job.sequence_tokens, job.sequences, vocabulary, job.recipe.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Text in a local file: tokenised already (no `tokenizer`), or imported once and kept.
+
+    The fields beside `path` are options of `tandem trace import --kind text` (traces.import_options).
+    """
+
+    path: str
+    tokenizer: str | None = None
+    text_field: str = "text"
+    sample_by: str = "line"
+    bos_token: str | None = None
+    eos_token: str | None = None
+    limit: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        return Path(self.path).name
+
+    def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> PackedBatches:
+        """Documents joined, cut into sequences and shuffled by the recipe's seed."""
+        tokens, _ = read_documents(file := self.file(cache))
+        blocks = pack(tokens, job.sequence_tokens)
+        rest_tokens, dropped = len(tokens) - blocks.size, read_sidecar(file)["rows_dropped"]
+        seed = job.recipe.seed
+        return PackedBatches(blocks, job.sequences, vocabulary, seed, rest_tokens, dropped)
+
+    def file(self, cache: Path) -> Path:
+        """The tokenised text: the file itself, or what importing it gave."""
+        path = Path(self.path).expanduser()
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "path"}
+        if self.tokenizer is None:
+            self._check_is_tokenised(path)
+            return path
+        if not path.is_file():
+            raise ValueError(f"training.data.path={path}: {absent(path)}")
+        return cached_import(path, {"kind": "text", **options}, cache)
+
+    def _check_is_tokenised(self, path: Path) -> None:
+        if self != Text(path=self.path) or (path.is_file() and not sidecar_path(path).is_file()):
+            raise ValueError(
+                f"training.data.path={path}: to import text, name its tokenizer with "
+                "training.data.tokenizer"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a configuration says of a training job; the model it trains is chosen apart.
+
+    An update follows `microbatches` microbatches of `sequences` sequences of `sequence_tokens`.
+    """
+
+    data: Data
+    recipe: Recipe
+    sequence_tokens: int
+    sequences: int = 1
+    microbatches: int = 1
+    num_steps: int = 1
+    has_update: bool = True
+    arrival_s: float = 0.0
+
+    def job(self, job_id: int, num_units: int, model: str = "") -> TrainingJob:
+        """The job for a model of `num_units` units. ValueError in one line for what is wrong."""
+        return TrainingJob(
+            job_id,
+            round(self.arrival_s * UNITS_NS["s"]),
+            num_units,
+            self.sequence_tokens,
+            self.sequences,
+            self.num_steps,
+            self.microbatches,
+            self.has_update,
+            model,
+            self.data.name,
+            self.recipe,
+        )
+
+    def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> Batches:
+        """The tokens of each of its microbatches, all below `vocabulary`."""
+        return self.data.batches(job, vocabulary, cache)
