@@ -1,4 +1,4 @@
-"""How training went: steps, tokens per second, losses, copies, where its time goes, and two runs of it."""
+"""How training went: steps, losses, copies, where its time goes; one run, or two side by side."""
 
 from __future__ import annotations
 

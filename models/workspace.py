@@ -39,11 +39,11 @@ def workspace_bytes(
 
     `tokens` and `contexts` (tokens in KV before) are per slice. The largest of four moments of
     runtime/serving/gated.py, or of the modules of transformers 5 for GPT-2 and OPT, around
-    runtime/serving/attention.py, where T rows run together. Beside each but the head lie what all layers
-    share: cosines and sines of the T rows (where positions are rotated), the place for gathered
-    pages of decodes and, per slice of several tokens behind a context, a mask of the size of a
-    number. Equal to what runtime/measure/tracker.py counts (tests/models/test_workspace.py), but for a few numbers
-    per row.
+    runtime/serving/attention.py, where T rows run together. Beside each but the head lie what all
+    layers share: cosines and sines of the T rows (where positions are rotated), the place for
+    gathered pages of decodes and, per slice of several tokens behind a context, a mask of the size
+    of a number. Equal to what runtime/measure/tracker.py counts (tests/models/test_workspace.py),
+    but for a few numbers per row.
     """
     pairs = list(zip(tokens, contexts or [0] * len(tokens), strict=True))
     slices, decodes = [s for s in pairs if s[0] > 1], [c for n, c in pairs if n == 1]

@@ -2,8 +2,8 @@
 
 `python -m tandem.compiled` builds, where the sources have changed since; `python -m tandem.compiled
 WORDS` does that and runs `python WORDS` on the build. Results are those of the interpreted form,
-byte for byte (tests/laws/test_compiled.py). What is compiled is a copy in build/compiled: nothing lies
-beside the sources that could shadow them, and a build of other sources is refused.
+byte for byte (tests/laws/test_compiled.py). What is compiled is a copy in build/compiled: nothing
+lies beside the sources that could shadow them, and a build of other sources is refused.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "compiled"
 STAMP = "sources.sha256"  # in a build that is whole: what it was made of
-PACKAGES = ("engine", "policies", "sim")
+PACKAGES = ("models", "engine", "policies", "sim")
 
 # Not what Hydra builds: its arguments are checked by annotations, of which mypyc keeps little. And
 # not what adds floats up by sum(... for ...): mypyc adds plainly, Python 3.12 with compensation.
 MODULES = {
-    "engine": (
-        "arrivals balance booking cohort course deliveries door draft ends engine executor flights "
-        "growth holdings jump lanes launcher ledger leftovers leg news pages plan policy prefix "
-        "page_need plan_check plan_walk progress questions recorder repeat returns reuse roster "
-        "run scoreboard sharing standing stretch trial job view"
-    ),
-    "policies": "order seating",
-    "sim": "executor kernel_profile load ragged skew table vidur",
+    "engine/contract": "executor job kv_check plan plan_check policy progress regions view",
+    "engine/memory": "dry_run ledger plan_builder pool scoreboard",
+    "engine/loop": "admission asking completions engine in_flight issuing job_lists",
+    "engine/fast_forward": "decode_batch horizon jump repeated_plan segments standing_plan",
+    "engine/results": "deliveries recorder",
+    "policies": "composed",
+    "policies/kv": "paged_allocation",
+    "policies/scheduling": "order",
+    "sim": "executor",
+    "sim/cost": "piecewise tables",
+    "sim/foreign": "kernel_profile vidur",
 }
 
 # What mypyc must be told about a source; written into the copy alone.
@@ -52,11 +55,9 @@ MARKS = {
 }
 RECORDS = {  # dataclasses made so often that the `__init__` which dataclass makes would tell
     "engine/contract/executor.py": ("Launch",),
-    "engine/fast_forward/segments.py": ("Leg",),
-    "engine/memory/pool.py": ("Returned",),
     "engine/contract/plan.py": ("Compute", "Copy", "Free", "Plan"),
-    "engine/memory/pool.py": ("Owed",),
-    "engine/fast_forward/segments.py": ("Run",),
+    "engine/memory/pool.py": ("Owed", "Returned"),
+    "engine/fast_forward/segments.py": ("Segment", "RepeatedSteps"),
     "engine/contract/view.py": ("View",),
 }
 LATE = {
@@ -119,7 +120,7 @@ def form() -> str:
 
     if engine.__file__.endswith(".py"):
         return "interpreted"
-    stamp = Path(engine.__file__).resolve().parent.parent / STAMP
+    stamp = Path(engine.__file__).resolve().parents[2] / STAMP
     if not stamp.is_file() or stamp.read_text(encoding="utf-8") != sources():
         raise ValueError(f"{stamp.parent} was built of other sources; run make compiled")
     return "compiled"
@@ -128,7 +129,7 @@ def form() -> str:
 def sources() -> str:
     """The hash of all that a build depends on."""
     found = hashlib.sha256(f"{sys.version} {version('mypy')}".encode())
-    for path in [Path(__file__).resolve(), ROOT / "traces" / "request.py", *copied()]:
+    for path in [Path(__file__).resolve(), ROOT / "traces" / "serving" / "request.py", *copied()]:
         found.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
     return found.hexdigest()
 

@@ -3,14 +3,14 @@
 3,000 random small replays (scheduling x memory, prefix sharing, swaps, replicas with routers,
 serving beside training, training under all policies, groups, plan logs played back; depths 1 to 3,
 fast-forward on and off, noise, host time) with one lie in each: at a random question a change to
-the plan, or to what is shown, that belongs to one of the rules of engine.contract.rules. Each must end
-in a ContractError of one line that names policy, step and rule, with all books as before the plan;
-or, if the change meant nothing, leave all five tables as they are without it. 3,000 legal replays
-must all finish; of every second one fast-forward and step by step must give equal tables. Then the
-faults of tests/support/broken_books.py: each is caught by the check of its law.
+the plan, or to what is shown, that belongs to one of the rules of engine.contract.rules. Each must
+end in a ContractError of one line that names policy, step and rule, with all books as before the
+plan; or, if the change meant nothing, leave all five tables as they are without it. 3,000 legal
+replays must all finish; of every second one fast-forward and step by step must give equal tables.
+Then the faults of tests/support/broken_books.py: each is caught by the check of its law.
 
-`python -m benchmarks.correctness.contract_faults [--quick] [--mutations]`: the latter are those faults alone.
-Needs no pytest, and says the same under `python -O` and compiled.
+`python -m benchmarks.correctness.contract_faults [--quick] [--mutations]`: the latter are those
+faults alone. Needs no pytest, and says the same under `python -O` and compiled.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Cloned from the last commit into a temporary folder; the set-up (downloads) is timed beside them and
 has no bar. Both must succeed, and the demo must leave a report. Run it alone: it is wall time, on
-all cores. `python -m benchmarks.correctness.fresh_clone [--quick]`; --quick takes CI's short demo, no tests.
+all cores. `python -m benchmarks.correctness.fresh_clone [--quick]`; --quick takes CI's short demo,
+no tests.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("TANDEM_SHARED", "../shared")).resolve()
 BARS_S = {"demo": 300.0, "test": 180.0}
 OURS = ("PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS", "MAKEFLAGS")  # a newcomer has none of them

@@ -1,8 +1,8 @@
 """CPU fidelity: 200 ShareGPT requests at 50, 80 and 120 % of the measured capacity, two policies.
 
-The bars are those of benchmarks/fidelity/cases.py; the effect of +-2 % step time on TTFT and on the peak
-of KV is published beside them, because near saturation a queue amplifies that small an error. The
-capacity is the throughput of all requests at once, drain included, which is less than a steady
+The bars are those of benchmarks/fidelity/cases.py; the effect of +-2 % step time on TTFT and on the
+peak of KV is published beside them, because near saturation a queue amplifies that small an error.
+The capacity is the throughput of all requests at once, drain included, which is less than a steady
 stream can be served at: at 120 % of it nobody queues for long here.
 """
 

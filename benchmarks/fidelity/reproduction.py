@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1]
 RESULTS = HERE / "results"
 PAGE = HERE.parent / "analysis" / "REPRODUCTION.md"
 NAMES = {"v100_yard": "V100", "a100_superpod": "A100"}
@@ -15,8 +15,8 @@ Line = Mapping[str, str]
 
 HEAD = """# Published tables, reproduced by simulation
 
-Made by `python -m benchmarks.scale.patrickstar_tables` and `benchmarks.scale.patrickstar_scale` from
-[patrickstar_tables.csv](../benchmarks/results/patrickstar_tables.csv) and
+Made by `python -m benchmarks.scale.patrickstar_tables` and `benchmarks.scale.patrickstar_scale`
+from [patrickstar_tables.csv](../benchmarks/results/patrickstar_tables.csv) and
 [patrickstar_scale.csv](../benchmarks/results/patrickstar_scale.csv); do not edit. Published:
 figures of Tencent/PatrickStar, read off its plots (../shared/papers/patrickstar_protrain.md, 6.1
 and 6.2), those of DeepSpeed and DDP by eye. Ours: one rank of the group, simulated (DESIGN.md,

@@ -2,8 +2,8 @@
 
 Too little KV for the load, so jobs are copied to the host and back while others compute. Measured
 with a thread per lane in real time (backend=cpu, clock=wall) at 80 % of the measured capacity;
-the bars are those of benchmarks/fidelity/cases.py. Needs an otherwise idle machine: the wall clock sees
-every neighbour. Its rate is that of the reference work, since the machine's speed wanders.
+the bars are those of benchmarks/fidelity/cases.py. Needs an otherwise idle machine: the wall clock
+sees every neighbour. Its rate is that of the reference work, since the machine's speed wanders.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from runtime.serving.machine import GPU, ServingMachine
 
 PAGE_TOKENS = 16
 TRIED = "tried"  # instead of a verdict, on a CPU: that it ran is all there is to tell
-MODELS, NAME = Path(__file__).resolve().parent.parent / "conf" / "model", "llama3_8b"
+MODELS, NAME = Path(__file__).resolve().parents[2] / "conf" / "model", "llama3_8b"
 Wanted = Sequence[tuple[Job, int]]  # jobs, and at most so many tokens of each
 
 

@@ -32,7 +32,7 @@ from runtime.serving.model import build_model
 
 ROWS, CONTEXT, STEPS, WARM_STEPS = 32, 1000, 20, 5
 BAR = 60.0  # % of the floor
-H200 = Path(__file__).resolve().parent.parent / "conf" / "device" / "h200.yaml"
+H200 = Path(__file__).resolve().parents[2] / "conf" / "device" / "h200.yaml"
 
 
 class DecodeShape(NamedTuple):

@@ -203,7 +203,7 @@ def _training(work: Path, *words: str) -> list[str]:
 def _compared(root: Path, out: Path) -> list[str]:
     """The report of two runs, a prediction and its measurement."""
     runs = [str(root / name) for name in ("predicted", "measured")]
-    return _python("tandem.cli.__main__", "compare", *runs, "--out", str(out))
+    return _python("tandem.cli", "compare", *runs, "--out", str(out))
 
 
 def _done(name: str, step: GpuStep, work: Path, out: Path, until_s: float) -> bool:

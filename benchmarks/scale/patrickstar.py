@@ -53,7 +53,7 @@ from sim.executor import SimExecutor
 from traces.serving.request import TrainingJob
 from traces.training.recipe import Recipe
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
+CONF = Path(__file__).resolve().parents[2] / "conf"
 VOCABULARY = 50_304  # of the baseline's GPT-2, filled up to a multiple of 128
 STEPS = 3  # a warm-up, one that finds the memory as it was left, and the one that counts
 NO_PAGES = PageSize(tokens=16, nbytes=1 << 50)

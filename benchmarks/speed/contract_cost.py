@@ -6,7 +6,8 @@ simulator (Sarathi on Vidur's tables, 1,000 requests, metrics included), an iter
 under PatrickStar, and what the CPU runtime takes outside of forwards. Beside, without a bar, are
 iterations for which the policy is asked each time, as only in the first steps of a job.
 Instructions beside, as valgrind counts them (start-up taken off; no neighbour changes them), where
-valgrind is installed. `python -m benchmarks.speed.contract_cost [--quick] [--pairs N] [--before COMMIT]`.
+valgrind is installed. `python -m benchmarks.speed.contract_cost [--quick] [--pairs N] [--before
+COMMIT]`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from statistics import median
 
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("TANDEM_SHARED", ROOT.parent / "shared")).resolve()
 BEFORE = "7f42b6e"  # the last commit that booked plans unchecked
 BAR = 1.03

@@ -30,7 +30,7 @@ from tandem.cli import sweep
 from tandem.sweeps.point import points_in
 from tandem.wiring.folder import status_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ROOT / ".venv-engines" / "bin" / "python"  # has Ray and submitit, see the Makefile
 SHARED = Path(os.environ.get("TANDEM_SHARED", "../shared")).resolve()
 BAR_MS = 20.0
@@ -73,7 +73,7 @@ def repeated(grid: list[str], engine: str, root: Path) -> bool:
         print(f"{engine}: not installed, not tried; `make claims` installs it")
         return False
     began, out = time.perf_counter(), root / engine
-    words = [python, "-m", "tandem.cli.__main__", "sweep", *grid, "--engine", engine, "--jobs", "2"]
+    words = [python, "-m", "tandem.cli", "sweep", *grid, "--engine", engine, "--jobs", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [*words, "--out", str(out)]
     done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL)
@@ -100,7 +100,7 @@ def hurt(grid: list[str], out: Path) -> int:
     words = [
         sys.executable,
         "-m",
-        "tandem.cli.__main__",
+        "tandem.cli",
         "sweep",
         *grid,
         "--jobs",

@@ -4,9 +4,9 @@
 of 80 GB beside 1 TB. A plan carries a whole iteration. Counted is all that one takes behind the
 first two: policy, ledger, prices, events and facts, from the end of a step to that of the next; no
 table is written. Once two iterations began alike and were planned alike, those that follow are
-planned like them, unasked (engine/fast_forward/recurrence.py); what an iteration takes for which the policy is
-asked is printed beside. A simulation is deterministic, so the least of all is the work and the rest
-is the machine; medians of whole runs are told, too.
+planned like them, unasked (engine/fast_forward/recurrence.py); what an iteration takes for which
+the policy is asked is printed beside. A simulation is deterministic, so the least of all is the
+work and the rest is the machine; medians of whole runs are told, too.
 """
 
 from __future__ import annotations

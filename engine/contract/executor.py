@@ -1,4 +1,4 @@
-"""The seam between deciding and doing: what an executor is given, what it reports, and its lanes."""
+"""The seam between deciding and doing: what executors are given and report, and their lanes."""
 
 from __future__ import annotations
 

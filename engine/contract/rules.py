@@ -1,4 +1,4 @@
-"""The rules that every plan must keep, the error that a breach raises, and what makes data read-only.
+"""The rules that every plan must keep, the error of a breach, and what makes data read-only.
 
 The engine checks a plan before it books anything, so after a breach all books are as before it."""
 
@@ -95,10 +95,10 @@ WRITES = (
 # Modules whose frames lie between a write and its refusal.
 PYTHON = str(Path(os.__file__).parent)
 GUARDS = (
-    "engine.contract.rules.rules",
-    "engine.contract.rules.job",
+    "engine.contract.rules",
+    "engine.contract.job",
     "engine.loop.profile",
-    "engine.contract.rules.job",
+    "engine.contract.job",
 )
 
 

@@ -1,4 +1,4 @@
-"""What the launch of a training task must name and find, and what of a job's memory is wanted yet."""
+"""What a training launch must name and find, and what of a job's memory is wanted yet."""
 
 from __future__ import annotations
 

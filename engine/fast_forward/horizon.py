@@ -161,7 +161,7 @@ def stretched(plan: Plan, view: View, count: int, spare_pages: int) -> Plan:
     if steps < 2:
         return replace(plan, later=())
     made = Plan((*grows, launch), repeats=steps, later=plan.later)
-    is_said = said is not None and plan.later is said.course.later and count <= said.course.steps
+    is_said = said is not None and plan.later is said.horizon.later and count <= said.horizon.steps
     _made = (made, said.plan, view) if said is not None and is_said else None
     return made
 

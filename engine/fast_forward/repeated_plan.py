@@ -1,4 +1,4 @@
-"""A repeated plan under way: how far it got, what it takes, and what is left of it when jobs have ended."""
+"""A repeated plan under way: its progress, its growth, and what is left when jobs have ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of a repeated plan in which all slices stay as long as they are, and many of them as one record."""
+"""Steps of a repeated plan with equal slices, and many steps as one record."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A storage counts from the operator that makes it until nobody holds it, by Python's own count of
 references, as in torch. So a layer written down with the variables of its Hugging Face module
-(models/training/tape_layers.py) peaks where that peaks. Operators are in models/training/tape_operators.py.
+(models/training/tape_layers.py) peaks where that peaks. Operators are in
+models/training/tape_operators.py.
 """
 
 from __future__ import annotations
@@ -176,7 +177,8 @@ class Tape:
 
     def _add(self, node: Node, slot: int, gradient: Storage) -> None:
         """Gradients of one value add up in a new tensor: so torch does while it is watched by a
-        TorchDispatchMode (runtime/measure/tracker.py); unwatched it often adds in place, and takes less."""
+        TorchDispatchMode (runtime/measure/tracker.py); unwatched it often adds in place, and takes
+        less."""
         if node.gradients[slot] is not None:
             gradient = self.storage(node.slot_bytes)
         node.gradients[slot] = gradient

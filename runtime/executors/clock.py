@@ -108,7 +108,7 @@ class WallClock(simpy.Environment):
     nominal one, whose time is then counted.
     """
 
-    is_live = True  # a host's time passes by itself: see engine.contract.rules.executor.due_ns
+    is_live = True  # a host's time passes by itself: see engine.contract.executor.due_ns
 
     def __init__(self, poll_ns: int = 50_000, pace: Callable[[], float] = lambda: 1.0) -> None:
         super().__init__(initial_time=0)

@@ -76,10 +76,10 @@ class StreamExecutor:
     """An engine.contract.executor.Executor in real time over lanes of one kind.
 
     `chunk_bytes`: copies of KV pages longer than this are handed over in parts (None: whole).
-    `uploading` surrounds the preparation of a launch and gives LaneWork.uploaded. Places in the tiers
-    `late` begin when their first launch opens them: see LaneStore.
-    A failed launch raises in the engine, at the poll that finds its mark. Use it as a context
-    manager: its lanes end with the block, whatever happened.
+    `uploading` surrounds the preparation of a launch and gives LaneWork.uploaded. Places in the
+    tiers `late` begin when their first launch opens them: see LaneStore. A failed launch raises in
+    the engine, at the poll that finds its mark. Use it as a context manager: its lanes end with the
+    block, whatever happened.
     """
 
     def __init__(

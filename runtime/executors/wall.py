@@ -97,9 +97,9 @@ class ThreadLane:
     """A worker thread that carries out one lane's launches in order.
 
     A launch starts when its lane is free, it is issued and what it waits for is past: as on a
-    virtual lane (engine/contract/executor.py), and as a CUDA event before a kernel is reached. So the time in
-    which threads hand over is the launch's: left between launches, it was 4 % of a replay and in no
-    prediction.
+    virtual lane (engine/contract/executor.py), and as a CUDA event before a kernel is reached. So
+    the time in which threads hand over is the launch's: left between launches, it was 4 % of a
+    replay and in no prediction.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Fixed pieces of work that tell how fast the machine is just now: the drift probe and the yardsticks of paced clocks."""
+"""Fixed work that tells the machine's speed: the drift probe and the yardsticks of paced clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch shapes to be measured: the calibration grids of serving and training, and what is held out."""
+"""Launch shapes to be measured: the calibration grids, and what is held out from them."""
 
 from __future__ import annotations
 

@@ -102,8 +102,8 @@ class Decoder:
     """One face for all families: embed, layers, norm and head of a Hugging Face model.
 
     Rows are packed: hidden states are [1, T, hidden], whatever jobs the T rows belong to. Layers
-    like Llama's run merged (runtime/serving/gated.py), others as the modules they are. The model keeps all
-    weights; those of merged products lie next to each other from now on.
+    like Llama's run merged (runtime/serving/gated.py), others as the modules they are. The model
+    keeps all weights; those of merged products lie next to each other from now on.
     """
 
     def __init__(self, model: Any) -> None:

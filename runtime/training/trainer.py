@@ -108,7 +108,8 @@ class Trainer:
         reuses_weights: bool = False,
         has_update: bool = True,
     ) -> None:
-        """`model`: see runtime.training.trainer. `chunks`: indices into model.parameters(), each once.
+        """`model`: see runtime.training.trainer. `chunks`: indices into model.parameters(), each
+        once.
 
         `reuses_weights`: gradients take the place of their weights until the update (PatrickStar).
         `has_update`: else a step ends with its last backward, and its gradients are nobody's.

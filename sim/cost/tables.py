@@ -43,7 +43,8 @@ class TableCost(ShapePriced):
     host    by slices and copies of a plan
     prompts by slices of several tokens among these: what admitting them costs the host on top
     A direction such as gpu->host, alone and contended: by bytes.
-    Training has tables of its own (sim/cost/training_operators.py); a profile has these, those, or both.
+    Training has tables of its own (sim/cost/training_operators.py); a profile has these, those, or
+    both.
     """
 
     tables: Mapping[str, Table]

@@ -1,4 +1,4 @@
-"""`tandem plan`: before anything is trained, whether it fits, how long a step takes, and why; the least memory, the largest model."""
+"""`tandem plan`: whether training fits, the time of a step, the least memory, the largest model."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ METHODS = {
 CLASSES = {
     "model": "models.spec.ModelSpec",
     "device": "sim.devices.device.Device",
-    "training": "traces.training.job.job.Training",
+    "training": "traces.training.job.Training",
 }
-OWN = ("traces", "engine", "policies", "sim", "runtime", "analysis")
+OWN = ("traces", "models", "engine", "policies", "sim", "runtime", "analysis")
 TARGET = re.compile(r"_target_:\s*([\w.]+)")
 
 

@@ -1,4 +1,4 @@
-"""Checks the values of a config against the annotations of what they are meant for, and finds unused keys."""
+"""Checks the values of a config against annotations of arguments, and finds unused keys."""
 
 from __future__ import annotations
 

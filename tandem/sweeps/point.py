@@ -84,7 +84,7 @@ def _read(root: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
 
 KEY_DIGITS = 16
-CODE = ("traces", "engine", "policies", "sim", "runtime", "tandem")
+CODE = ("traces", "models", "engine", "policies", "sim", "runtime", "tandem")
 # of analysis: what metrics.json is made by
 MEASURES = (
     "classes.py",

@@ -1,4 +1,4 @@
-"""The four backends: a clock and its pace, an executor and, where there is memory to measure, a meter."""
+"""The four backends: a clock and its pace, an executor and, where memory is measured, a meter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes a run may use, what lies in them before it starts, and what to say where they are too few."""
+"""How many bytes a run may use, what lies in them at its start, and what to say of too few."""
 
 from __future__ import annotations
 

@@ -137,8 +137,8 @@ SKEW = "skew.csv.gz"
 class KernelProfile:
     """The config node `kernel_profile`: how a profile of LLMServingSim becomes costs.
 
-    `skew` None is the form that is held against vLLM's logs (benchmarks/fidelity/vllm_logs.py): "default"
-    where the profile has skew.csv.gz, else "none".
+    `skew` None is the form that is held against vLLM's logs (benchmarks/fidelity/vllm_logs.py):
+    "default" where the profile has skew.csv.gz, else "none".
     """
 
     skew: Literal["none", "default", "per_bucket"] | None = None

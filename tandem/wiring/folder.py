@@ -20,7 +20,7 @@ from typing import Any
 from tandem.cli.errors import RunFailed, Usage, exits_fail
 from traces.files import checked_text, write_text
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # What claims write about the code, as pathspecs; no run depends on it.
 RESULTS = (":(top,exclude)benchmarks/results", ":(top,exclude)benchmarks/CLAIMS.*")
 LIBRARIES = ("tandem", "simpy", "torch", "transformers", "hydra-core", "numpy", "pandas", "pyarrow")
@@ -76,7 +76,17 @@ def _processor() -> str:
     return next(names, platform.processor())
 
 
-PACKAGES = ("traces", "engine", "policies", "sim", "runtime", "tandem", "analysis", "conf")
+PACKAGES = (
+    "traces",
+    "models",
+    "engine",
+    "policies",
+    "sim",
+    "runtime",
+    "tandem",
+    "analysis",
+    "conf",
+)
 OURS = [ROOT / name for name in PACKAGES] + [ROOT / "build"]
 STARTING, RUNNING, OK = "starting", "running", "ok"
 REJECTED, INTERRUPTED, FAILED = "rejected", "interrupted", "failed"

@@ -1,4 +1,4 @@
-"""Device profiles of serving and training: measured once through the replay's own executor, then read by simulations."""
+"""Device profiles of serving and training: measured once through the replay's own executor."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from analysis.run import load
 from analysis.vllm_json import vllm_result, write_vllm_json
 from tests.support.synthetic import write
 
-# The toy run (tests/analysis/test_metrics.py): tokens of request 0, arrived at 0, at 10, 25, 30 ms; of
-# request 1, arrived at 5, at 20, 25 ms. Ten prompt tokens each.
+# The toy run (tests/analysis/test_metrics.py): tokens of request 0, arrived at 0, at 10, 25, 30 ms;
+# of request 1, arrived at 5, at 20, 25 ms. Ten prompt tokens each.
 
 # what vllm/benchmarks/serve.py of 2026 puts into its file
 KEYS = {

@@ -28,7 +28,7 @@ from tandem.cli.errors import Usage
 from traces import files
 from traces.files import NAME, checked_bytes, is_sealed, naming, seal, whole, write_text
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["model=micro_llama", "limit=4", "arrival=all_at_once"]
 
 

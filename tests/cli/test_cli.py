@@ -12,7 +12,7 @@ import pytest
 from tandem.cli.__main__ import main, warnings_are_ours
 from tandem.cli.run import options_first
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["model=micro_llama", "limit=4", "arrival=all_at_once"]
 
 
@@ -24,8 +24,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys, tandem.cli.__main__\n"
-        "try: tandem.cli.__main__.main(['--help'])\n"
+        "import sys; from tandem.cli.__main__ import main\n"
+        "try: main(['--help'])\n"
         "except SystemExit as end: assert end.code == 0\n"
         "heavy = {'torch', 'hydra', 'pandas', 'simpy', 'transformers', 'pyarrow', 'matplotlib'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
@@ -37,9 +37,9 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_warnings_look_like_errors() -> None:
     code = (
-        "import sys, tandem.cli.__main__\n"
+        "import sys; from tandem.cli.__main__ import main\n"
         "from sim.cost.piecewise import Lookup, Table\n"
-        "tandem.cli.__main__.main(['list', 'policies'])\n"
+        "main(['list', 'policies'])\n"
         "from sim.cost.tables import UNITS\n"
         "Lookup('chunk', Table(((1, 64), (1, 2048)), (1.0,) * 4), UNITS['chunk'])[73, 3879]\n"
     )

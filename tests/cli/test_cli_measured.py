@@ -15,7 +15,7 @@ from analysis.workspace import workspace_figures
 from tandem.cli.__main__ import main
 from tests.support.short_trace import PRESSED, SHORT, write_short
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 README, EXAMPLE = ROOT / "README.md", ROOT / "examples" / "shortest_prompt_first"
 SMALL = ["model=micro_llama", "limit=6", "arrival=all_at_once", *SHORT]
 

@@ -48,7 +48,7 @@ def fates(setting: Setting) -> list[str]:
 
 @pytest.mark.parametrize("name", SERVING)
 def test_experiment(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    text = (Path(__file__).parent.parent / "conf" / "experiment" / f"{name}.yaml").read_text()
+    text = (Path(__file__).parents[2] / "conf" / "experiment" / f"{name}.yaml").read_text()
     if "TANDEM_SHARED" in text:
         shared = request.getfixturevalue("shared")
         request.getfixturevalue("monkeypatch").setenv("TANDEM_SHARED", str(shared.resolve()))

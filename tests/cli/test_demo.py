@@ -14,7 +14,7 @@ from tandem.config.compose import composed
 from tandem.wiring import profile
 from tandem.wiring.run_spec import setting_of
 
-SAMPLES = Path(__file__).resolve().parent.parent / "traces" / "samples"
+SAMPLES = Path(__file__).resolve().parents[2] / "traces" / "samples"
 SETTINGS = ["experiment=demo"]
 
 

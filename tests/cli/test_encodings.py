@@ -11,8 +11,18 @@ from pathlib import Path
 
 from tandem.config.compose import composed
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("analysis", "engine", "policies", "runtime", "sim", "tandem", "traces", "benchmarks")
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = (
+    "analysis",
+    "engine",
+    "models",
+    "policies",
+    "runtime",
+    "sim",
+    "tandem",
+    "traces",
+    "benchmarks",
+)
 SMALL = ["model=micro_llama", "limit=3", "arrival=all_at_once"]
 MODES = {"open": 1, "read_text": 0, "write_text": 1}  # where the mode or encoding may stand
 
@@ -65,7 +75,7 @@ def test_a_folder_with_umlauts_works_where_the_locale_has_none(tmp_path: Path) -
 
     def tandem(*words: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "tandem.cli.__main__", *words],
+            [sys.executable, "-P", "-m", "tandem.cli", *words],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": path, **asked},
             capture_output=True,

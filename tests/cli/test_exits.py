@@ -20,7 +20,7 @@ from runtime.serving.machine import ServingMachine
 from tandem.cli.__main__ import main
 from tandem.wiring.folder import status_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["model=micro_llama", "limit=4", "arrival=all_at_once"]
 OWN = ["--config-dir", "conf", "scheduling=quits"]
 WORLDS = {

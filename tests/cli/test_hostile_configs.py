@@ -67,7 +67,10 @@ FOLDERS = {
         (SCHEDULING, WRITER),
         (SCHEDULING, "_target_: tandem.wiring.folder.write_json\npath: written\nvalue: {}\n"),
         (SCHEDULING, f"{BATCH}token_budget: {WRITER}\n"),
-        (SCHEDULING, f"_target_: policies.scheduling.shortest_job.ShortestJob\npredictor: {WRITER}\n"),
+        (
+            SCHEDULING,
+            "_target_: policies.scheduling.shortest_job.ShortestJob\n" f"predictor: {WRITER}\n",
+        ),
         (SCHEDULING, "_target_: os.mkdir\npath: written\n"),
         (SCHEDULING, "_target_: builtins.eval\n"),
         (SCHEDULING, "_target_: sim.cost.tables.TableCost\n"),

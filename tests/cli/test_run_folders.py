@@ -13,7 +13,7 @@ from tandem.cli.__main__ import main
 from tandem.cli.errors import RunFailed
 from tandem.wiring.folder import run_folder, write_status
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["model=micro_llama", "limit=4", "arrival=all_at_once"]
 
 

@@ -339,5 +339,5 @@ def test_a_finished_run_is_never_cleared(tmp_path: Path) -> None:
 
 
 def _env() -> dict[str, str]:
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[2])
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}

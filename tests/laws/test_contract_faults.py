@@ -1,4 +1,4 @@
-"""A sample of the claim in benchmarks/correctness/contract_faults.py, and that its judge is strict."""
+"""A sample of the claim benchmarks/correctness/contract_faults.py, and that its judge is strict."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """What befalls a run: each fault is noticed at once, told in a line, and spoils nothing else.
 
-A foreign `_target_` is refused in tests/cli/test_build.py; a killed worker is in tests/cli/test_sweep.py.
+A foreign `_target_` is refused in tests/cli/test_build.py; a killed worker is in
+tests/cli/test_sweep.py.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from traces.files import seal
 from traces.serving.request import Request
 from traces.store import read_trace, write_trace
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["model=micro_llama", "limit=12", "arrival=all_at_once"]
 TIGHT = [*SMALL, *SHORT, PRESSED, "policy=chunked_swap"]
 KILLED = """

@@ -8,21 +8,23 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-OURS = ("traces", "engine", "policies", "sim", "runtime", "analysis", "tandem", "conf")
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("traces", "models", "engine", "policies", "sim", "runtime", "analysis", "tandem", "conf")
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 MAY_IMPORT = {
     "traces": set(),
-    "engine": {"traces"},
-    "policies": {"engine", "traces"},
-    "sim": {"engine", "traces"},
-    "runtime": {"engine", "traces"},
+    "models": {"traces"},
+    "engine": {"models", "traces"},
+    "policies": {"engine", "models", "traces"},
+    "sim": {"engine", "models", "traces"},
+    "runtime": {"engine", "models", "traces"},
     "analysis": {"engine.results.schema"},
-    "tandem": {"traces", "engine", "policies", "sim", "runtime", "analysis", "conf"},
+    "tandem": {"traces", "models", "engine", "policies", "sim", "runtime", "analysis", "conf"},
     "conf": set(),
 }
 MUST_NOT_IMPORT = {
     "traces": {"torch", "simpy", "hydra", "omegaconf"},
+    "models": {"torch", "simpy", "hydra", "omegaconf", "transformers", "datasets"},
     "engine": {"torch", "hydra", "omegaconf", "transformers", "datasets"},
     "sim": {"torch", "hydra", "omegaconf", "datasets"},
     "policies": {"torch", "simpy", "time", "random", "os", "io", "pathlib", "hydra", "omegaconf"},

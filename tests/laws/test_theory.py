@@ -31,7 +31,8 @@ def test_every_wait_follows_lindleys_recursion_to_the_nanosecond(depth: int) -> 
     [(0.3, 2500), (0.6, 2500), pytest.param(0.8, 12_000, marks=pytest.mark.slow)],
 )
 def test_mean_wait_is_that_of_m_d_1(load: float, count: int) -> None:
-    """Within its own error, over 20 batch means. benchmarks/correctness/theory.py has more requests and seeds.
+    """Within its own error, over 20 batch means. benchmarks/correctness/theory.py has more requests
+    and seeds.
 
     The queue forgets within about 1 / (1 - sqrt(load))^2 services (relaxation time of M/G/1): 5,
     20 and 90 here. The batches span 375, 187 and 670 services, so their means are nearly

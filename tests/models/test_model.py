@@ -153,7 +153,7 @@ PUBLISHED = {
     "opt_125m": OPT_125M,
     "opt_13b": OPT_13B,
 }
-CONF = Path(__file__).parent.parent / "conf" / "model"
+CONF = Path(__file__).parents[2] / "conf" / "model"
 ARGUED = ("hf", "gpt2_shape")  # made of arguments: the user's own file, a width and a depth
 SHIPPED = sorted(path for path in CONF.glob("*.yaml") if path.stem not in ARGUED)
 

@@ -132,7 +132,8 @@ def test_inclusive_tiers_run_in_the_least_memory_and_only_there(
     tasks: int,
 ) -> None:
     """Out of memory if and only if the device has less than a launch needs at once, or the host
-    less than all states and all that is sent to it; reckoned by hand in tests/support/offload.py."""
+    less than all states and all that is sent to it; reckoned by hand in
+    tests/support/offload.py."""
     shape = shape_of(random.Random(seed), layers, **TRAINED[trained])
     layout, job = laid_out(shape, mode), job_of(shape, microbatches=microbatches)
     training, on_device = layout.training[0], name in ON_DEVICE

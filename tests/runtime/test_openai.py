@@ -333,7 +333,7 @@ def test_mistakes_are_one_line(tmp_path: Path, overrides: list[str], what: str) 
 
 def test_a_chat_server_is_measured_whatever_the_memory_of_this_machine(tmp_path: Path) -> None:
     fake = FakeServer(gap_s=0.0005, first_s=0.005, knows_chat_only=True)
-    tokenizer = Path(__file__).parent.parent / "traces" / "samples" / "tokenizer"
+    tokenizer = Path(__file__).parents[2] / "traces" / "samples" / "tokenizer"
     text = ["backend.prompt=text", f"backend.tokenizer={tokenizer}", "backend.endpoint=chat"]
     extra = ["+backend.extra.ignore_eos=null", "+backend.extra.seed=1"]
     folder = measured(tmp_path, fake, *text, *extra, "model=llama3_8b")  # on a CPU of 256 MiB
@@ -346,6 +346,6 @@ def test_a_chat_server_is_measured_whatever_the_memory_of_this_machine(tmp_path:
 
 def test_prompts_as_text(tmp_path: Path) -> None:
     fake = FakeServer(gap_s=0.0005)
-    tokenizer = Path(__file__).parent.parent / "traces" / "samples" / "tokenizer"
+    tokenizer = Path(__file__).parents[2] / "traces" / "samples" / "tokenizer"
     measured(tmp_path, fake, "backend.prompt=text", f"backend.tokenizer={tokenizer}")
     assert all(isinstance(seen["body"]["prompt"], str) for seen in fake.seen.values())

@@ -23,7 +23,7 @@ from sim.cost.contract import PolicyCost
 from sim.cost.roofline import Roofline
 from sim.devices.device import Device, share
 
-CONF = Path(__file__).parent.parent / "conf"
+CONF = Path(__file__).parents[2] / "conf"
 DEVICES = sorted(path.stem for path in (CONF / "device").glob("*.yaml"))
 
 

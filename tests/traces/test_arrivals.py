@@ -75,7 +75,8 @@ def test_all_at_once_is_all_at_zero() -> None:
     [(Poisson(rate=7), 1.0), (Gamma(rate=7, burstiness=4), 0.5), (Gamma(rate=7), 1.0)],
 )
 def test_rate_and_variation_are_those_asked_for(process: Arrivals, cv: float) -> None:
-    # 20 seeds of 5,000: five standard errors of both means (benchmarks/correctness/arrivals.py derives them)
+    # 20 seeds of 5,000: five standard errors of both means (benchmarks/correctness/arrivals.py
+    # derives them)
     gaps = [np.diff(process.times_ns(5000, seed), prepend=0) for seed in range(20)]
     rate_error = np.mean([1 / g.mean() for g in gaps]) * S / 7 - 1
     cv_error = np.mean([g.std() / g.mean() for g in gaps]) - cv

@@ -214,7 +214,10 @@ def test_reading_leaves_nothing_in_the_home(tmp_path: Path) -> None:
     home, temporary = tmp_path / "home", tmp_path / "tmp"
     home.mkdir()
     temporary.mkdir()
-    code = "import sys; from traces.serving.sharegpt import *; print(read_sharegpt(sys.argv[1]).rows_read)"
+    code = (
+        "import sys; from traces.serving.sharegpt import *; "
+        "print(read_sharegpt(sys.argv[1]).rows_read)"
+    )
     unset = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "XDG_"))}
     ran = subprocess.run(
         [sys.executable, "-c", code, str(path)],

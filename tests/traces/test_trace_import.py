@@ -17,7 +17,7 @@ from traces.serving.sharegpt import read_sharegpt
 from traces.store import read_trace, sha256_of
 from traces.tokenizer import LoadedTokenizer, load_tokenizer
 
-SAMPLES = Path(__file__).parent.parent / "traces" / "samples"
+SAMPLES = Path(__file__).parents[2] / "traces" / "samples"
 SAMPLE = SAMPLES / "sharegpt_sample.json"
 TOKENIZER = SAMPLES / "tokenizer"
 encode, read_once = LoadedTokenizer.encode, cache(read_sharegpt)
@@ -29,7 +29,7 @@ ids_once: dict[tuple[str, str], list[int]] = {}  # by tokenizer and text
 
 @pytest.fixture(autouse=True)
 def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All import the same file; tests/traces/test_sharegpt.py and test_trace_sample.py do read it."""
+    """All import one file; test_sharegpt.py and test_trace_sample.py do read it."""
     monkeypatch.setattr("traces.importing.read_sharegpt", read_once)
     monkeypatch.setattr("traces.tokenizer.load_tokenizer", load_once)
     monkeypatch.setattr(LoadedTokenizer, "encode", encoded_once)

@@ -29,7 +29,7 @@ from tests.support.replays import Replay
 from traces.serving.request import TrainingJob
 from traces.training.recipe import Recipe
 
-CONF = Path(__file__).parent.parent / "conf"
+CONF = Path(__file__).parents[2] / "conf"
 GIB = 1 << 30
 TINY = ModelSpec("toy", "llama", 4, 256, 8, 4, 32, 704, 2048, 4096, dtype="float32")
 

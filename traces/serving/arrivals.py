@@ -79,9 +79,9 @@ class Poisson:
 class RecordedArrivals:
     """The first n recorded arrivals, moved so that the first is at 0, if wanted at another rate.
 
-    Give a `path` (see traces/serving/recorded_times.py for the layouts) or `times_s` in seconds. With a
-    `rate`, "stretch" scales time so that the n arrivals have exactly n - 1 gaps of mean 1/rate:
-    it keeps the burstiness and changes durations. "thin" keeps each recorded arrival with
+    Give a `path` (see traces/serving/recorded_times.py for the layouts) or `times_s` in seconds.
+    With a `rate`, "stretch" scales time so that the n arrivals have exactly n - 1 gaps of mean
+    1/rate: it keeps the burstiness and changes durations. "thin" keeps each recorded arrival with
     probability rate / recorded rate, drawn by seed: it keeps the clock, and cannot raise the rate.
     """
 

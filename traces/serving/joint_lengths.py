@@ -125,9 +125,9 @@ def _later_pairs(path: Path) -> list[tuple[int, int]]:
 
 
 def main() -> None:
-    """`python -m traces.serving.joint_lengths SHARED/data` writes samples/sharegpt_lengths.json again."""
+    """`python -m traces.serving.joint_lengths SHARED/data` writes samples/sharegpt_lengths.json."""
     entries = {name: asdict(summary) for name, summary in summaries(Path(sys.argv[1])).items()}
-    path = Path(__file__).parent / "samples" / "sharegpt_lengths.json"
+    path = Path(__file__).parents[1] / "samples" / "sharegpt_lengths.json"
     path.write_text(json.dumps(entries) + "\n", encoding="utf-8")
 
 

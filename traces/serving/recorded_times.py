@@ -1,4 +1,4 @@
-"""Recorded arrival times: their layouts, their units, and stamps of coarse clocks drawn apart again."""
+"""Recorded arrival times: layouts, units, and stamps of coarse clocks drawn apart again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The project's own ShareGPT-shaped sample: seeded pseudo-text with ShareGPT's token lengths.
 
-`python -m traces.serving.sample` writes traces/samples again, the same bytes each time. No word of it is
-anybody's: the words are made of random syllables. Only the lengths are taken from ShareGPT, through
-the quantiles in sharegpt_lengths.json.
+`python -m traces.serving.sample` writes traces/samples again, the same bytes each time. No word of
+it is anybody's: the words are made of random syllables. Only the lengths are taken from ShareGPT,
+through the quantiles in sharegpt_lengths.json.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def train(told: list[dict[str, Any]]) -> str:
     return text + "\n"
 
 
-SAMPLES = Path(__file__).parent / "samples"
+SAMPLES = Path(__file__).parents[1] / "samples"
 SEED = 20261121
 REGULAR = 280
 # share of conversations with 1, 2, ... human-gpt pairs; shallower than the 3.5 pairs a chunk of

@@ -47,7 +47,8 @@ class RandomTokens:
 class Text:
     """Text in a local file: tokenised already (no `tokenizer`), or imported once and kept.
 
-    The fields beside `path` are options of `tandem trace import --kind text` (traces.import_options).
+    The fields beside `path` are options of `tandem trace import --kind text`
+    (traces.import_options).
     """
 
     path: str

@@ -1,7 +1,7 @@
 """The project's own text to train on: seeded pseudo-text of the words of traces.serving.sample.
 
-`python -m traces.training.text_sample` writes samples/text_sample.* again, the same text each time. No word
-of it is anybody's. What readers stumble over is in it: every import must count these rows.
+`python -m traces.training.text_sample` writes samples/text_sample.* again, the same text each time.
+No word of it is anybody's. What readers stumble over is in it: every import must count these rows.
 """
 
 from __future__ import annotations
