@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
+
+from models import workspace
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GATED = ("llama", "mistral", "qwen2", "qwen3")  # Llama's layer: RMSNorm, rotation, a gated MLP
@@ -156,6 +158,19 @@ class ModelSpec:
     def kv_token_bytes(self) -> int:
         """Bytes of keys and values of one token, all layers."""
         return 2 * self.num_layers * self.kv_size * self.item_bytes
+
+    def workspace_bytes(
+        self,
+        tokens: Sequence[int],
+        contexts: Sequence[int] = (),
+        samples: int = 0,
+        page_tokens: int = 16,
+    ) -> int:
+        """Peak of what a launch allocates and gives back on a CPU.
+
+        `tokens` and `contexts` (tokens in KV before) are per slice: see models/workspace.py.
+        """
+        return workspace.peak_bytes(self, tokens, contexts, samples, page_tokens)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], name: str = "") -> ModelSpec:

@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from models.spec import ModelSpec
+
+class Sizes(Protocol):
+    """The sizes of a model that its workspaces follow from: a ModelSpec has them."""
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def is_gated(self) -> bool: ...
+    @property
+    def item_bytes(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def query_size(self) -> int: ...
+    @property
+    def kv_size(self) -> int: ...
 
 
 # Keys and values gathered at once. Less costs more calls; 4 MiB and more, beyond a core's caches,
@@ -28,12 +52,12 @@ def gathers(counts: Sequence[int], page_bytes: int) -> list[slice]:
     return [*found, slice(start, len(counts))] if counts else found
 
 
-def workspace_bytes(
-    spec: ModelSpec,
+def peak_bytes(
+    spec: Sizes,
     tokens: Sequence[int],
-    contexts: Sequence[int] = (),
-    samples: int = 0,
-    page_tokens: int = 16,
+    contexts: Sequence[int],
+    samples: int,
+    page_tokens: int,
 ) -> int:
     """Peak of what a greedy launch without autograd allocates and gives back on a CPU.
 
@@ -66,7 +90,7 @@ def workspace_bytes(
     return shared + max(layers + masks + gathered * page_bytes, head)
 
 
-def _projection_row_bytes(spec: ModelSpec) -> int:
+def _projection_row_bytes(spec: Sizes) -> int:
     """Before attention: the layer's input and q, k, v, with either of three beside them.
 
     The normed input; q and k with their halves swapped; and, where heads are normed (Qwen3), the
@@ -82,13 +106,13 @@ def _projection_row_bytes(spec: ModelSpec) -> int:
     return (spec.hidden_size + spec.query_size + 2 * spec.kv_size) * spec.item_bytes + beside
 
 
-def _held_row_bytes(spec: ModelSpec) -> int:
+def _held_row_bytes(spec: Sizes) -> int:
     """While jobs are attended: the layer's input, q, k, v and the output; GPT-2's normed input."""
     inputs = 1 if spec.is_gated else 2
     return (inputs * spec.hidden_size + 2 * spec.query_size + 2 * spec.kv_size) * spec.item_bytes
 
 
-def _mlp_row_bytes(spec: ModelSpec) -> int:
+def _mlp_row_bytes(spec: Sizes) -> int:
     """The layer's input, its sum with attention's output, the normed sum, and the inner rows.
 
     Inner rows: gate and up, of which the product takes the place. GPT-2 keeps attention's output
@@ -103,7 +127,7 @@ def _mlp_row_bytes(spec: ModelSpec) -> int:
 
 
 def _attended_bytes(
-    spec: ModelSpec, slices: Sequence[tuple[int, int]], decodes: int, page_tokens: int
+    spec: Sizes, slices: Sequence[tuple[int, int]], decodes: int, page_tokens: int
 ) -> int:
     """What attending job by job takes at its peak, beside the rows of all.
 

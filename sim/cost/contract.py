@@ -12,7 +12,6 @@ from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Op, Patte
 from engine.contract.regions import Place, Tier, Work
 from engine.fast_forward.decode_batch import Behind
 from models.spec import ModelSpec
-from models.workspace import workspace_bytes
 from sim.cost.training_launch import Trained, is_light, trained_of, workspace_of
 from sim.cost.training_operators import training_operators
 
@@ -239,7 +238,7 @@ class ShapePriced:
         nbytes = [workspace_of(op, piece) for piece in training]
         if not training or len(training) < len(op.slices):
             shape = forward_shape(served_part(launch) if training else launch)
-            nbytes.append(workspace_bytes(self.model, *shape, self.page_tokens))
+            nbytes.append(self.model.workspace_bytes(*shape, self.page_tokens))
         known = [n for n in nbytes if n is not None]
         return sum(known) if len(known) == len(nbytes) else None
 

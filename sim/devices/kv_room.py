@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from models.spec import ModelSpec
-from models.workspace import workspace_bytes
 
 GRAPH_RESERVE_BYTES = 64 << 20  # cuBLAS's workspace (32 MiB on Hopper), segments not filled
 SPLIT_ROWS = 1024  # rows times KV heads up to which a decode may split keys (132 x 4, rounded up)
@@ -55,7 +54,7 @@ def plan_memory(
     page_tokens: int = 16,
 ) -> MemoryPlan:
     """The plan of an engine that profiles itself at its largest step, as vLLM does."""
-    forward = workspace_bytes(model, [step_tokens], samples=0)
+    forward = model.workspace_bytes([step_tokens], samples=0)
     sampling = sequences * model.vocab_size * (model.item_bytes + LOGIT_BYTES)
     return MemoryPlan(
         usable=int(share * device_bytes),
@@ -78,5 +77,5 @@ def graph_bytes(model: ModelSpec, rows: int, page_tokens: int) -> int:
     table = 4 * 16 * -(-model.max_positions // (16 * page_tokens))  # rows of 16 page ids
     shared = model.num_heads // model.num_kv_heads
     split = max(rows * model.num_kv_heads, SPLIT_ROWS) * shared * 4 * (model.head_dim + 1)
-    workspace = workspace_bytes(model, [1] * rows, samples=rows, page_tokens=page_tokens)
+    workspace = model.workspace_bytes([1] * rows, samples=rows, page_tokens=page_tokens)
     return rows * (7 * 8 + table) + workspace + split + GRAPH_RESERVE_BYTES

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from engine.contract.layout import Layout
 from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Pool, Region, Tier
 from models.spec import ModelSpec
-from models.workspace import workspace_bytes
 from sim.devices.device import Device
 from sim.devices.kv_room import MemoryPlan, graph_bytes, plan_memory
 from traces.serving.request import Request
@@ -272,5 +271,5 @@ def _workspace_bytes(
         tokens = [first, *([wanted - first] if wanted > first else [])]
         contexts = [longest - first, 0][: len(tokens)]
         samples = min(jobs, sum(tokens))
-        sizes.append(workspace_bytes(spec, tokens, contexts, samples, page_tokens))
+        sizes.append(spec.workspace_bytes(tokens, contexts, samples, page_tokens))
     return max(sizes)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from engine.contract.regions import Tier
-from models.workspace import workspace_bytes
 from runtime.measure.tracker import StorageTracker, storage_bytes
 from runtime.serving.gated import Merged
 from runtime.serving.sampling import Sampling
@@ -124,5 +123,5 @@ def test_a_launch_takes_no_more_than_the_formula_that_room_is_left_by(
     prepared = made.machine.prepare(made.launch((0, 512)))
     with StorageTracker() as tracker:
         made.machine.start(prepared)
-    told = workspace_bytes(spec, [512], page_tokens=made.page_tokens)
+    told = spec.workspace_bytes([512], page_tokens=made.page_tokens)
     assert told * 0.8 < tracker.peak_bytes <= told * 1.02

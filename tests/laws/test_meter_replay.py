@@ -17,7 +17,6 @@ from engine.contract.policy import Policy
 from engine.contract.regions import PageSize
 from engine.loop.engine import Engine
 from engine.results.recorder import Recorder
-from models.workspace import workspace_bytes
 from policies.composed import Composed
 from runtime.executors.clock import WallClock
 from runtime.executors.lockstep import CpuExecutor
@@ -156,7 +155,7 @@ def test_sampled_workspace_changes_no_token_and_is_of_the_predicted_size() -> No
     for row in rows.itertuples():
         shape = [*map(int, row.tokens)], [*map(int, row.contexts)], int(row.samples)
         # but for a few numbers per row: see tests/models/test_workspace.py
-        assert row.peak_bytes == pytest.approx(workspace_bytes(TINY, *shape, 16), rel=0.05)
+        assert row.peak_bytes == pytest.approx(TINY.workspace_bytes(*shape, 16), rel=0.05)
 
 
 def test_workspace_is_sampled_every_nth_launch_on_any_clock() -> None:

@@ -12,7 +12,6 @@ import yaml
 
 from models.hf_config import read_model
 from models.spec import ModelSpec
-from models.workspace import workspace_bytes
 from tandem.config.compose import composed
 from tandem.wiring.run_spec import spec_of
 
@@ -305,12 +304,12 @@ def test_parameters_equal_published_counts() -> None:
 
 def test_workspace_is_the_largest_of_its_moments() -> None:
     """By hand; tests/models/test_workspace.py measures the same on the runtime."""
-    head = workspace_bytes(yaml_spec("gpt2"), [1] * 8, [10] * 8, samples=8)
+    head = yaml_spec("gpt2").workspace_bytes([1] * 8, [10] * 8, samples=8)
     assert head == 8 * 4 * (768 + 768 + 50257)  # eight decodes: the logits are the peak
     spec = yaml_spec("tiny_llama")
-    mlp = workspace_bytes(spec, [512], [0], samples=0)
+    mlp = spec.workspace_bytes([512], [0], samples=0)
     assert mlp == 512 * 4 * (3 * 256 + 2 * 704 + 2 * 32)
-    gather = workspace_bytes(spec, [2], [4000], samples=0, page_tokens=32)
+    gather = spec.workspace_bytes([2], [4000], samples=0, page_tokens=32)
     # Input, q, k, v and the outputs of all; the slice's own output, its sums; cosines and sines.
     rows, mask = 2 * (256 + 256 + 2 * 128 + 256 + 256 + 8 + 2 * 32), 2 * 4002
     assert gather == 4 * (rows + mask + 2 * 128 * 4032)  # 4002 tokens lie in 126 pages of 32

@@ -9,7 +9,6 @@ import pytest
 
 from analysis.run import load
 from models.spec import ModelSpec
-from models.workspace import workspace_bytes
 from runtime.measure.tracker import StorageTracker
 from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
@@ -55,7 +54,7 @@ def measured_bytes(spec: ModelSpec, shape: list[tuple[int, int]]) -> tuple[int, 
     tokens, contexts = zip(*shape, strict=True)
     assert [(p.tokens, p.context_tokens) for p in launch.pieces] == shape
     samples = sum(piece.samples for piece in launch.pieces)
-    return tracker.peak_bytes, workspace_bytes(spec, tokens, contexts, samples, PAGE_TOKENS)
+    return tracker.peak_bytes, spec.workspace_bytes(tokens, contexts, samples, PAGE_TOKENS)
 
 
 @pytest.mark.broad(2)

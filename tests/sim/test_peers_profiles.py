@@ -16,7 +16,6 @@ from engine.contract.plan import Compute, Slice
 from engine.contract.regions import PageSize, kv_place
 from engine.fast_forward.decode_batch import DecodeBatch
 from models.spec import ModelSpec
-from models.workspace import workspace_bytes
 from sim.cost.contract import ShapePriced
 from sim.cost.piecewise import Ragged
 from sim.devices.device import Device
@@ -247,7 +246,7 @@ def test_memory_adds_up_and_says_when_nothing_is_left() -> None:
     used = plan.weights + plan.activation + plan.reserve + plan.pages * plan.page
     assert 0 <= plan.usable - used < plan.page
     forward = plan_memory(LLAMA31_8B, RTX4090_BYTES, 0.9, 8192, 1, 2**30)
-    assert forward.activation == workspace_bytes(LLAMA31_8B, [8192])
+    assert forward.activation == LLAMA31_8B.workspace_bytes([8192])
     small = plan_memory(LLAMA31_8B, 16 * 2**30, 0.9, 2048, 256, 2**30)
     with pytest.raises(ValueError, match="leave no page"):
         _ = small.pages
