@@ -111,7 +111,7 @@ gpu-site: .gpu-site/.ready ## what a GPU machine without network lacks: pure whe
 	@touch $@ && du -sh .gpu-site
 
 gpu: ## on a GPU machine, from a bare checkout, into $$OUT (ARGS=fidelity: one part; ARGS=--dry-run: on a CPU)
-	@PYTHONPATH=.gpu-site:. OUT='$(OUT)' $${PYTHON:-python3} -m benchmarks.gpu.run_all $(ARGS)
+	@PYTHONPATH=.gpu-site:. OUT='$(OUT)' $${PYTHON:-python3} -m benchmarks.gpu_parts $(ARGS)
 
 clean: ## remove the environment, caches and results
 	rm -rf $(VENV) $(KERNELS_VENV) $(ENGINES_VENV) $(SERVE_VENV) .gpu-site .pytest_cache .mypy_cache .ruff_cache .hypothesis outputs multirun

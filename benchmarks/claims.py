@@ -1,6 +1,6 @@
 """Runs every claim's script and writes the table that README cites, and all that each one prints.
 
-A claim is a script beside this one whose last line is `name value unit bar verdict` and whose exit
+A claim is a script in a folder beside this one whose last line is `name value unit bar verdict` and whose exit
 status is the verdict. Its whole output goes to results/SCRIPT.txt; a dry run shows it instead. A
 script that says in which form it ran is run in both: as it is, and on the build of tandem.compiled
 (a row SCRIPT.compiled), where this machine can make one.
@@ -30,7 +30,7 @@ COMPILED = ".compiled"  # behind a script's name: judged on the build
 TIMEOUT_S = 7200  # cpu_fidelity throws runs away while the machine drifts
 HEAD = """# Claims
 
-Each row is the last line of `python -m benchmarks.SCRIPT`; `make claims` runs them all and puts the
+Each row is the last line of a script of benchmarks/; `make claims` runs them all and puts the
 whole output of each into results/SCRIPT.txt, under its commit and machine. A claim that could not
 run says so instead of a verdict; one that has no row was not run yet.
 
@@ -80,8 +80,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def scripts(needs_gpu: bool = False) -> list[Path]:
-    """The claims' scripts: every module here but this one; GPU ones are named gpu_*."""
-    found = sorted(path for path in HERE.glob("*.py") if path.stem not in ("claims", "__init__"))
+    """The claims' scripts: every module in a folder here; those that need a GPU are named gpu_*."""
+    found = sorted(HERE.glob("*/*.py"), key=lambda path: path.stem)
     return [path for path in found if _is_claim(path) and path.stem.startswith("gpu_") == needs_gpu]
 
 
@@ -103,7 +103,7 @@ def carried_out(
     """Runs one script; its last line, and all that it said, under the command that it was."""
     text, name = script.read_text(encoding="utf-8"), f"{script.stem}{form}"
     words = [sys.executable, *(["-m", "tandem.compiled"] if form else [])]
-    words += ["-m", f"benchmarks.{script.stem}"]
+    words += ["-m", f"benchmarks.{script.parent.name}.{script.stem}"]
     words += ["--quick"] if is_quick and "--quick" in text else []
     words += ["--keep", str(keep / script.stem)] if keep and '"--keep"' in text else []
     began = time.perf_counter()

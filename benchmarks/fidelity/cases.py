@@ -7,8 +7,8 @@ the machine was not steady; neither looks at the error of a judged run. An error
 reruns, whose signs may cancel: the worst rerun is published beside it. A shared machine's speed
 changes by a third within seconds: both clocks therefore count time in reference works
 (runtime/measure/reference.py), in calibration and run alike. What these do not follow lasts for
-minutes (large batches took 8 % longer half an hour after their calibration), so the two sides are measured
-in turns: before and behind every judged run a replay of made-up requests that arrive at the case's
+minutes (large batches took 8 % longer half an hour after their calibration), so the two sides are
+measured in turns: before and behind every judged run a replay of made-up requests that arrive at the case's
 rate, to which the tables of a case are fitted. Run it alone: with the other core busy, launches
 moved against the reference work by 4 %.
 """

@@ -26,7 +26,7 @@ from analysis.metrics import summary
 from analysis.run import Run, load
 from benchmarks.fidelity.cases import capacity, cleared, keep, kv_peak_pages, run, say
 from benchmarks.gpu.gpu_batch import TRIED
-from benchmarks.gpu.run_all import CARRIED
+from benchmarks.gpu_parts import CARRIED
 from tandem.cli.calibrate import main as calibrate
 from tandem.cli.compare import replay_of
 from tandem.wiring.cost import COST

@@ -13,7 +13,7 @@ from benchmarks import claims
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A benchmarks folder of our own."""
     folder = tmp_path / "benchmarks"
-    folder.mkdir()
+    (folder / "kind").mkdir(parents=True)
     monkeypatch.setattr(claims, "HERE", folder)
     monkeypatch.setattr(claims, "TABLE", folder / "CLAIMS.csv")
     monkeypatch.setattr(claims, "PAGE", folder / "CLAIMS.md")
@@ -22,7 +22,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def script(folder: Path, name: str, line: str, code: int) -> None:
     body = f"    print('first')\n    print({line!r})\n    raise SystemExit({code})\n"
-    (folder / f"{name}.py").write_text(f'if __name__ == "__main__":\n{body}')
+    (folder / "kind" / f"{name}.py").write_text(f'if __name__ == "__main__":\n{body}')
 
 
 def test_a_table_is_written_from_last_lines(here: Path) -> None:
@@ -39,10 +39,12 @@ def test_a_table_is_written_from_last_lines(here: Path) -> None:
 
 def test_all_that_a_claim_prints_is_kept_with_where_it_ran(here: Path) -> None:
     script(here, "good", "error 0.5 % 2 pass", 0)
-    (here / "odd.py").write_text('if __name__ == "__main__":\n    raise SystemExit("no data")\n')
+    (here / "kind" / "odd.py").write_text(
+        'if __name__ == "__main__":\n    raise SystemExit("no data")\n'
+    )
     assert claims.main([]) == 1
     head, _, output = (here / "results" / "good.txt").read_text().partition("\n\n")
-    assert output == "$ python -m benchmarks.good\nfirst\nerror 0.5 % 2 pass\n"
+    assert output == "$ python -m benchmarks.kind.good\nfirst\nerror 0.5 % 2 pass\n"
     assert head.startswith("commit ") and "cores" in head and "took" in head
     assert "no data" in (here / "results" / "odd.txt").read_text(), "and why one could not run"
 
@@ -62,8 +64,8 @@ def test_a_dry_run_shows_all_and_writes_nothing(
 ) -> None:
     script(here, "good", "error 0.5 % 2 pass", 0)
     assert claims.main(["--dry-run"]) == 0
-    assert "$ python -m benchmarks.good\nfirst\n" in capsys.readouterr().out
-    assert {path.name for path in here.iterdir()} <= {"good.py", "__pycache__"}
+    assert "$ python -m benchmarks.kind.good\nfirst\n" in capsys.readouterr().out
+    assert {path.name for path in here.iterdir()} <= {"kind", "__pycache__"}
 
 
 @pytest.mark.parametrize(("dirty", "told"), [(True, "57fefd0+"), (False, "57fefd0")])

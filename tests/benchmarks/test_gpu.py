@@ -21,6 +21,7 @@ import pytest
 
 from analysis.agreement import agreement
 from analysis.run import Run, load
+from benchmarks import gpu_parts as gpu
 from benchmarks.fidelity import cases as fidelity
 from benchmarks.gpu import (
     gpu_aiconfigurator,
@@ -29,7 +30,6 @@ from benchmarks.gpu import (
     gpu_hybrid,
     gpu_training,
 )
-from benchmarks.gpu import run_all as gpu
 from runtime.serving.model import build_model
 from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment

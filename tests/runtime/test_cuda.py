@@ -102,7 +102,7 @@ class StandIn:
 
     def take_over(self, monkeypatch: pytest.MonkeyPatch) -> StandIn:
         """torch.cuda from here on, for what drives streams."""
-        for module in (runtime.cuda, runtime.device):
+        for module in (runtime.executors.cuda, runtime.executors.device):
             monkeypatch.setattr(module, "cuda", self)
         return self
 
@@ -287,7 +287,7 @@ def test_a_budget_beyond_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_a_budget_has_a_floor_and_ends_with_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.7 MiB, a sixth of some states, are less than one of torch's segments."""
     stand_in, cleared = StandIn().take_over(monkeypatch), list[bool]()
-    monkeypatch.setattr(runtime.device, "clear_workspaces", lambda: cleared.append(True))
+    monkeypatch.setattr(runtime.executors.device, "clear_workspaces", lambda: cleared.append(True))
     for wanted in (700_000, 3 << 30):
         with pytest.raises(KeyError), budgets({0: wanted, 1: wanted}):
             assert stand_in.shares == dict.fromkeys((0, 1), max(wanted, 1 << 30) / TOTAL)

@@ -130,9 +130,11 @@ def test_captures_share_a_stream_and_keep_no_librarys_workspace(
 ) -> None:
     """cuBLAS's lies in the pool while a step is captured. What lives there is counted once."""
     stand_in = Capturing()
-    for module in (runtime.graphs, runtime.device):
+    for module in (runtime.serving.graphs, runtime.executors.device):
         monkeypatch.setattr(module, "cuda", stand_in)
-    monkeypatch.setattr(runtime.graphs, "clear_workspaces", lambda: stand_in.log.append("clear"))
+    monkeypatch.setattr(
+        runtime.serving.graphs, "clear_workspaces", lambda: stand_in.log.append("clear")
+    )
     for _ in range(2):
         capture = Capture("cuda:0")
         for tokens in (torch.ones(1), torch.zeros(1)):

@@ -71,7 +71,7 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     requested = {"requested_bytes": {"all": {"current": 0}}}
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: requested)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 2))
-    made, update = tandem.machines.training_machine, Trainer.update
+    made, update = tandem.wiring.machines.training_machine, Trainer.update
 
     def machine(setting: Any, device: str) -> Any:
         noted["devices"].append(device)
@@ -81,7 +81,7 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         noted[f"updates on {tier}"].append(threading.current_thread().name)
         update(self, chunk, step, tier)
 
-    monkeypatch.setattr(tandem.machines, "training_machine", machine)
+    monkeypatch.setattr(tandem.wiring.machines, "training_machine", machine)
     monkeypatch.setattr(Trainer, "update", updated)
     return noted
 
@@ -116,7 +116,7 @@ def test_little_free_memory_is_told_and_refuses_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Machines that are rented say that little is free, and grow."""
-    monkeypatch.setattr(tandem.machines, "available_bytes", lambda: 1 << 10)
+    monkeypatch.setattr(tandem.wiring.machines, "available_bytes", lambda: 1 << 10)
     warn_of_pinned(setting("policy=zero3_offload", "device=h200"))
     warn_of_pinned(setting_of(composed(["model=micro_llama", "limit=2", "budget.kv_pages=99"])))
     states, swapped = [record.getMessage() for record in caplog.records]
