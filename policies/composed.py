@@ -2,81 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from engine.contract.plan import Plan, Slice
-from engine.contract.policy import Memory, Scheduling
-from engine.contract.regions import Tier
+from engine.contract.policy import Memory, Scheduling, Traits, named, traits_of
 from engine.contract.rules import ContractError, Rule
 from engine.contract.view import View
-from engine.fast_forward.horizon import horizon as course
-
-Stretch = Callable[[Plan, View, int], Plan]
-
-
-def _named(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+from engine.memory.plan_builder import DryRunBuilder
 
 
 @dataclass(frozen=True)
 class Composed:
     """A policy in two halves.
 
-    Where no wanted slice fits, it is asked once more as if nobody waited: a prompt that finds no
-    room must not keep running jobs from decoding (law 9). Where both halves allow it, one answer
-    holds for many steps.
+    Where no wanted slice fits, the scheduling is asked once more as if no job waited: a prompt that
+    finds no room must not keep running jobs from decoding (law 9).
     """
 
     scheduling: Scheduling
     memory: Memory
 
     @property
-    def prefix_caching(self) -> bool:
-        """Whether the memory half shares pages that are kept: then the engine keeps them."""
-        return bool(getattr(self.memory, "prefix_caching", False))
-
-    @property
-    def states_in(self) -> tuple[Tier, ...]:
-        """The tiers in which states that train may lie for good: see Memory."""
-        return getattr(self.memory, "states_in", tuple(Tier))
-
-    @property
-    def recurs(self) -> bool:
-        """Whether equal beginnings of steps are planned alike: see Memory."""
-        return all(getattr(half, "recurs", False) for half in (self.scheduling, self.memory))
+    def traits(self) -> Traits:
+        """What both halves promise."""
+        return traits_of(self.scheduling).with_memory(traits_of(self.memory))
 
     def plan(self, view: View) -> Plan:
         plan = self._fitted(view)
         if not plan and view.waiting and view.serving:
             plan = self._fitted(replace(view, waiting=()))
-        return self._stretched(plan, view)
+        return plan
 
     def _fitted(self, view: View) -> Plan:
         """What the memory half makes of the batch. ContractError where that is none."""
-        batch = self.scheduling.batch(view)
+        batch: Any = self.scheduling.batch(view if view.reads is None else view.reads.shown(view))
         if type(batch) is not tuple and not isinstance(batch, list):
-            raise ContractError(Rule.ANSWER, f"batch returns {_named(batch)}: a tuple of Slices")
+            raise ContractError(Rule.ANSWER, f"batch returns {named(batch)}: a tuple of Slices")
+        if view.reads is not None:
+            batch = view.reads.slices(batch)
+        plan, fit = DryRunBuilder(view), self.memory.fit
         try:
-            plan = self.memory.fit(batch, view)
+            answer: object = fit(batch, view, plan)
         except (AttributeError, TypeError) as error:
-            if wrong := [item for item in batch if not isinstance(item, Slice)]:
-                what = f"batch returns a tuple with {_named(wrong[0])}: only Slices belong in it"
+            if wrong := _no_slices(batch):
+                what = f"batch returns a tuple with {named(wrong[0])}: only Slices belong in it"
                 raise ContractError(Rule.ANSWER, what) from error
             raise
-        if not isinstance(plan, Plan):
-            raise ContractError(Rule.ANSWER, f"fit returns {_named(plan)}: a Plan is wanted")
-        return plan
+        if answer is not None:
+            what = f"fit returns {named(answer)}: it writes to the plan that it is given"
+            raise ContractError(Rule.ANSWER, what)
+        return plan.plan()
 
-    def _stretched(self, plan: Plan, view: View) -> Plan:
-        stretch: Stretch | None = getattr(self.memory, "stretch", None)
-        if (
-            stretch is None
-            or plan.wake_ns is not None
-            or not getattr(self.scheduling, "repeats", False)
-        ):
-            return plan
-        steps, later = course(plan, view, getattr(self.scheduling, "appends", False))
-        if steps < 2:
-            return plan
-        return stretch(Plan(plan.ops, later=later) if later else plan, view, steps)
+
+def _no_slices(batch: Sequence[object]) -> list[object]:
+    return [item for item in batch if not isinstance(item, Slice)]

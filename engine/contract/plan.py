@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -111,24 +110,10 @@ class Collective:
 
 
 class Grow(NamedTuple):
-    """Adds bytes to a place. In a repeated plan: at step `first`, then every `every` (0: once)."""
+    """Adds bytes to a place."""
 
     place: Place
     nbytes: int
-    first: int = 0
-    every: int = 0
-
-    def steps(self, count: int) -> range:
-        """At which of the first `count` steps of a repeated plan."""
-        stop = count if self.every else min(count, self.first + 1)
-        return range(self.first, stop, self.every or 1)
-
-
-class GrowCycle(NamedTuple):
-    """What grows in turn in a repeated plan, as its decodes fill their pages and no sooner:
-    `by_step[i]` at steps i, i + n, ..., of n tokens a page. Comes first in its plan."""
-
-    by_step: tuple[tuple[Grow, ...], ...]
 
 
 class Share(NamedTuple):
@@ -154,17 +139,16 @@ Op = Compute | Copy | Collective  # what takes time and runs on a lane
 class Plan:
     """A sequential program for one device. Lanes overlap it; its meaning is its order.
 
-    A repeated plan (Grows, then one Compute) is issued `repeats` times without a question, unless
-    something arrives, ends or comes back meanwhile; each step is a plan of its own. `later` says
-    what its last slices become, and at which step: a prompt's rest, then its decodes.
+    ops      in the order of booking; an operation waits for what the ones before it have written
+    restart  jobs in service that lose their KV: their tokens must be computed again
+    refuse   jobs that will never fit
+    wake_ns  the engine asks again at this moment at the latest
     """
 
-    ops: tuple[Op | Grow | GrowCycle | Share | Free, ...] = ()
-    restart: tuple[Job, ...] = ()  # their tokens must be computed again
-    refuse: tuple[Job, ...] = ()  # will never fit
-    repeats: int = 1
-    later: tuple[tuple[int, tuple[Slice, ...]], ...] = ()
-    wake_ns: int | None = None  # ask again at this moment at the latest; nothing stands beyond it
+    ops: tuple[Op | Grow | Share | Free, ...] = ()
+    restart: tuple[Job, ...] = ()
+    refuse: tuple[Job, ...] = ()
+    wake_ns: int | None = None
 
     def __repr__(self) -> str:
         return f"Plan({len(self.ops)} operations)"
@@ -172,44 +156,6 @@ class Plan:
     def __bool__(self) -> bool:
         """Whether the plan does anything at all."""
         return bool(self.ops or self.refuse or self.restart)
-
-    def at(self, step: int) -> Plan:
-        """One step of a repeated plan: what grows then, and a launch of its own."""
-        grows = list[Grow]()
-        for op in self.ops:
-            if isinstance(op, GrowCycle):
-                grows += op.by_step[step % len(op.by_step)]
-            elif isinstance(op, Grow) and step in op.steps(step + 1):
-                grows.append(op)
-        return self.one_step(step, grows)
-
-    def one_step(self, step: int, grows: Iterable[Grow]) -> Plan:
-        """The same where it is known what grows at that step."""
-        due = (Grow(op.place, op.nbytes) for op in grows)
-        return Plan((*due, self.launch(step)), self.restart, self.refuse)
-
-    @property
-    def slices(self) -> tuple[Slice, ...]:
-        """Of a repeated plan's first step."""
-        launch = self.ops[-1]
-        assert isinstance(launch, Compute)
-        return launch.slices
-
-    def launch(self, step: int) -> Compute:
-        """A new launch for one step of a repeated plan, or for all until `until(step)`."""
-        launch = self.ops[-1]
-        assert isinstance(launch, Compute)
-        return launch.again_as(self.slices_at(step))
-
-    def slices_at(self, step: int) -> tuple[Slice, ...]:
-        """The slices of one step of a repeated plan."""
-        slices = self.slices
-        now = next((tail for first, tail in reversed(self.later) if first <= step), ())
-        return (*slices[: -len(now)], *now) if now else slices
-
-    def until(self, step: int) -> int:
-        """The step at which the last slices become others or the plan ends."""
-        return min([self.repeats, *(first for first, _ in self.later if first > step)])
 
 
 stored_by_slot(Compute, Copy, Free, Plan)

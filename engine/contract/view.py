@@ -8,22 +8,9 @@ from typing import NamedTuple, Protocol
 
 from engine.contract.job import Job
 from engine.contract.layout import Layout
-from engine.contract.plan import GrowCycle, Op, Slice
+from engine.contract.plan import Grow, Op, Slice, one_token
 from engine.contract.regions import PageSize, Place, Pool, Work
 from engine.contract.rules import stored_by_slot
-from engine.memory.dry_run import PageDryRun
-
-
-class Decodes(NamedTuple):
-    """Spares a policy to look at each decode at each question; says nothing that a View does not.
-
-    The rest of those in service have begun their prompts.
-    """
-
-    slices: tuple[Slice, ...]  # one token each, in the order of admission
-    places: tuple[Place, ...]  # what each writes
-    growth: GrowCycle  # whose pages are full: at step 0 now, and so on, a token at each step
-
 
 LaunchKey = tuple[tuple[Work, range | None, int], ...]  # (work, layers, tokens) of each slice
 
@@ -60,6 +47,47 @@ class Cost(Protocol):
         """Predicted duration of an operation that has not been issued yet."""
 
 
+class KeptPages(Protocol):
+    """A dry run on a device's pages, where prefix caching keeps full ones. Changes nothing.
+
+    Pages are taken oldest first, so what a plan takes may be what a later job of the plan would
+    have started on: ask in the order of the plan.
+    """
+
+    def found(self, job: Job) -> tuple[int, ...]:
+        """Pages that hold the longest beginning of a job that is kept."""
+
+    def idle(self, pages: Sequence[int]) -> int:
+        """How many of these pages no job holds: sharing them takes room."""
+
+    def take(self, place: Place, count: int) -> None:
+        """A place grows by so many pages."""
+
+    def share(self, place: Place, pages: Sequence[int]) -> None:
+        """A place begins with pages that are there."""
+
+    def free(self, place: Place) -> int:
+        """A place is given back; returns how many pages no job holds then."""
+
+
+class RunningDecodes(NamedTuple):
+    """The decodes of the plan before, which head `View.serving` in the order of their admission."""
+
+    slices: tuple[Slice, ...]  # one token each
+    places: tuple[Place, ...]  # the KV that each writes
+    full: tuple[Grow, ...]  # a page for each decode whose pages are full
+
+
+class Reads(Protocol):
+    """Notes what a scheduling reads of a view, where the engine may spare it later questions."""
+
+    def shown(self, view: View) -> View:
+        """A view that answers as this one does, and notes each read that may come out otherwise."""
+
+    def slices(self, batch: Sequence[Slice]) -> tuple[Slice, ...]:
+        """A batch of the jobs of `shown` as one of the jobs themselves."""
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """The state at one question, for one device.
@@ -86,24 +114,40 @@ class View:
     profile: Profile
     layout: Layout
     cost: Cost | None = None
-    trial: Callable[[], PageDryRun] | None = (
-        None  # dry runs on the device's pages; prefix caching only
-    )
-    decodes: Decodes | None = None  # of all in service, where the plan before had them
+    kept_pages: Callable[[], KeptPages] | None = None  # begins a dry run; prefix caching only
+    running: RunningDecodes | None = None  # None where the plan before had not all in service
+
+    reads: Reads | None = None  # of the scheduling
 
     def __repr__(self) -> str:
         return f"View(device {self.device} at {self.now_ns} ns, {self.issued} plans issued)"
 
-    def lead(self, slices: tuple[Slice, ...]) -> int:
-        """How many slices at the beginning of a batch are those of `decodes`: all of them or 0."""
-        known = () if self.decodes is None else self.decodes.slices
-        return len(known) if slices[: len(known)] == known else 0
+    def in_service(self) -> tuple[tuple[Slice, ...], Sequence[Job]]:
+        """A slice of one token for each decode, and the jobs whose prompts have begun.
+
+        Both are in the order of admission.
+        """
+        if self.running is not None:
+            return self.running.slices, self.serving[len(self.running.slices) :]
+        begun = [job for job in self.serving if job.is_prefilling]
+        return tuple([one_token(job) for job in self.serving if not job.is_prefilling]), begun
+
+    def running_decodes(self) -> tuple[Slice, ...]:
+        """Decodes of the plan before that head `serving`: a slice each, perhaps none."""
+        return () if self.running is None else self.running.slices
+
+    def leading_decodes(self, slices: tuple[Slice, ...]) -> RunningDecodes | None:
+        """The running decodes if a batch begins with all of them, in their order."""
+        running = self.running
+        if running is None or not running.slices:
+            return None
+        return running if slices[: len(running.slices)] == running.slices else None
 
     def found_tokens(self, job: Job) -> int:
-        """Tokens of a waiting job that it would find computed if it came in now, before others."""
-        if self.trial is None or job.computed_tokens:
+        """Tokens of a waiting job that it would find computed if it were admitted now, alone."""
+        if self.kept_pages is None or job.computed_tokens:
             return 0
-        return len(self.trial().found(job)) * self.page.tokens
+        return len(self.kept_pages().found(job)) * self.page.tokens
 
     def room(self, pool: Pool) -> int:
         """Bytes that can be taken, some of them only after a wait."""

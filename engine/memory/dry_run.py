@@ -8,9 +8,10 @@ from itertools import filterfalse, islice
 from types import MappingProxyType
 
 from engine.contract.job import Job
-from engine.contract.plan import Collective, Compute, Copy, Free, Grow, GrowCycle, Op, Plan, Share
+from engine.contract.plan import Collective, Compute, Copy, Free, Grow, Op, Plan, Share
 from engine.contract.regions import Kind, Place, Pool, Tier, told
 from engine.contract.rules import ContractError, Rule
+from engine.contract.view import KeptPages
 from engine.memory.pool import PagePool
 from engine.memory.prefix import PrefixCache
 
@@ -94,7 +95,7 @@ class PageDryRun:
         self._due -= len(taken)
 
 
-NO_TRIALS: Mapping[Pool, PageDryRun] = MappingProxyType({})
+NO_PAGES: Mapping[Pool, KeptPages] = MappingProxyType({})
 
 
 class Shortage(MemoryError):
@@ -111,18 +112,18 @@ class Shortage(MemoryError):
 class DryRun:
     """Running figures over the ledger's, used by the ledger itself and by policies' drafts.
 
-    `trials`: dry runs on pages, for pools where jobs share them.
+    `page_runs`: dry runs on pages, for pools where jobs share them.
     """
 
     def __init__(
         self,
         room_bytes: Mapping[Pool, int],
         held_bytes: Mapping[Place, int],
-        trials: Mapping[Pool, PageDryRun] = NO_TRIALS,
+        page_runs: Mapping[Pool, KeptPages] = NO_PAGES,
         page_nbytes: int = 0,
     ) -> None:
         self.room_bytes = dict(room_bytes)
-        self._trials, self._page_nbytes = trials, page_nbytes
+        self._page_runs, self._page_nbytes = page_runs, page_nbytes
         self._held = held_bytes
         self._late: Sequence[Grow] = ()  # growth of held places that is not in `_known` yet
         self._known: dict[Place, int | None] = {}  # by now, of places that were looked at
@@ -149,13 +150,13 @@ class DryRun:
             self._catch_up()
             before = self._known.get(place, before)
         self._known[place] = (before or 0) + nbytes
-        if self._trials and (trial := self._trial(place)):
-            trial.take(place, nbytes // self._page_nbytes)
+        if self._page_runs and (pages := self._page_run(place)):
+            pages.take(place, nbytes // self._page_nbytes)
 
     def grow_held(self, pool: Pool, grows: Sequence[Grow], nbytes: int) -> None:
         """Takes so many bytes in all for places of a pool that are held; the caller has seen that
         there is room. What each holds is reckoned when it is asked for."""
-        if self._trials:
+        if self._page_runs:
             for op in grows:
                 self.grow(op.place, op.nbytes)
             return
@@ -164,22 +165,22 @@ class DryRun:
 
     def _catch_up(self) -> None:
         grows, self._late = self._late, ()
-        for place, nbytes, _, _ in grows:
+        for place, nbytes in grows:
             self._known[place] = self._held[place] + nbytes
 
     def share(self, op: Share) -> None:
         """Starts a place on pages; those that nobody holds take room. Shortage as in `grow`."""
-        place, trial = op.place, self._trial(op.place)
-        if trial is None:
+        place, pages = op.place, self._page_run(op.place)
+        if pages is None:
             raise ContractError(
                 Rule.SHARE, f"pages for {told(place)}: the policy has no prefix caching"
             )
         if self.held(place) is not None:
             raise ContractError(Rule.SHARE, f"pages for {told(place)}, which holds some")
-        left = self.room_bytes[place.pool] - trial.idle(op.pages) * self._page_nbytes
+        left = self.room_bytes[place.pool] - pages.idle(op.pages) * self._page_nbytes
         if left < 0:
             raise Shortage(place, -left)
-        trial.share(place, op.pages)
+        pages.share(place, op.pages)
         self.room_bytes[place.pool] = left
         self._known[place] = len(op.pages) * self._page_nbytes
 
@@ -188,8 +189,8 @@ class DryRun:
         nbytes = self.held(place)
         if nbytes is None:
             raise ContractError(Rule.HELD, f"free of {told(place)}, which is not held")
-        if self._trials and (trial := self._trial(place)):
-            nbytes = trial.free(place) * self._page_nbytes
+        if self._page_runs and (pages := self._page_run(place)):
+            nbytes = pages.free(place) * self._page_nbytes
         self.room_bytes[place.pool] += nbytes
         self._known[place] = None
 
@@ -230,10 +231,10 @@ class DryRun:
             if place.pool != (Tier.GPU, op.device):
                 raise ContractError(Rule.TIER, f"{op.pattern} on {op.lane} touches {told(place)}")
 
-    def _trial(self, place: Place) -> PageDryRun | None:
-        return self._trials.get(place.pool) if place.region.kind is Kind.KV else None
+    def _page_run(self, place: Place) -> KeptPages | None:
+        return self._page_runs.get(place.pool) if place.region.kind is Kind.KV else None
 
-    def apply(self, op: Op | Grow | GrowCycle | Share | Free, lead: int = 0) -> None:
+    def apply(self, op: Op | Grow | Share | Free, lead: int = 0) -> None:
         """One operation of a plan, in order."""
         if isinstance(op, Free):
             self.free(op.place)
@@ -251,7 +252,7 @@ class DryRun:
         elif isinstance(op, Collective):
             self.collective(op)
         else:
-            assert isinstance(op, Share), "a repeated plan is booked step by step"
+            assert isinstance(op, Share)
             self.share(op)
 
     def run(self, plan: Plan, lead: int = 0) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
-from engine.contract.plan import Collective, Compute, Copy, Free, Grow, GrowCycle, Op, Plan, Share
+from engine.contract.plan import Collective, Compute, Copy, Free, Grow, Op, Plan, Share
 from engine.contract.regions import Kind, PageSize, Place, Pool, Tier
 from engine.contract.rules import BrokenLaw
 from engine.memory.dry_run import DryRun, PageDryRun
@@ -61,7 +61,7 @@ class Sharing:
         self._passed_on: set[int] = set()  # pages that had several holders, or one after another
         self._landing: dict[Copy, Sequence[int]] = {}  # pages that copies write
 
-    def trial(self) -> PageDryRun:
+    def dry_run(self) -> PageDryRun:
         """A dry run over the state as it is now."""
         return PageDryRun(self._pool, self._tables, self.cache)
 
@@ -260,14 +260,13 @@ class Ledger:
             elif isinstance(op, Share):
                 self._share(op)
             else:
-                assert not isinstance(op, GrowCycle), "a repeated plan is booked step by step"
                 booked[op] = self._run(op)
         return booked
 
     def dry_run(self, plan: Plan, lead: int = 0) -> None:
         """Raises Shortage or ContractError where a plan cannot be booked; changes nothing."""
-        trials = {pool: sharing.trial() for pool, sharing in self.sharing.items()}
-        balance = DryRun(self.room_bytes(), self.held_bytes, trials, self.page.nbytes)
+        page_runs = {pool: sharing.dry_run() for pool, sharing in self.sharing.items()}
+        balance = DryRun(self.room_bytes(), self.held_bytes, page_runs, self.page.nbytes)
         balance.run(plan, lead)
 
     def _run(self, op: Op) -> Booking:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.contract.plan import Compute, Plan, Slice
+from engine.contract.plan import Slice
+from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.view import View
-from policies.kv.paged_allocation import Seating
+from policies.kv.paged_allocation import PagedAllocation
 
 
 @dataclass(frozen=True)
@@ -29,19 +30,17 @@ class MaxReservation:
         if self.max_tokens < 1:
             raise ValueError(f"reservation: max_tokens is {self.max_tokens}, must be at least 1")
 
-    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+    @property
+    def traits(self) -> Traits:
+        """No KV grows behind a job's first slice, until it outgrows its reservation."""
+        return Traits(kv_growth="reserved", reserved_tokens=self.max_tokens)
+
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
         reserved = view.page.bytes_for(self.max_tokens)
         never = 1 + max(view.capacity_bytes.values())
 
         def demand(piece: Slice) -> int:
             return reserved if piece.job.known_tokens <= self.max_tokens else never
 
-        alone = replace(view, decodes=None)  # no job takes a page when its pages are full
-        return Seating(batch, alone, demand).plan()
-
-    def stretch(self, plan: Plan, view: View, count: int) -> Plan:
-        """See Memory: nothing grows after the first step; ends where a job outgrows its place."""
-        launch = plan.ops[-1]
-        assert isinstance(launch, Compute)
-        longest = max(piece.job.known_tokens for piece in launch.slices)
-        return replace(plan, repeats=min(count, self.max_tokens - longest + 1))
+        alone = replace(view, running=None)  # no job takes a page when its pages are full
+        PagedAllocation(batch, alone, plan, demand).write()

@@ -6,19 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.contract.job import Job
-from engine.contract.plan import Plan, Slice
+from engine.contract.plan import Slice
+from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.regions import Kind, Place, Tier, kv_place
 from engine.contract.view import View
-from engine.fast_forward.horizon import has_prompt, stretched
-from engine.memory.plan_builder import PlanBuilder
 
 Demand = Callable[[Slice], int]  # bytes of KV that a job must hold to run a slice
-Preempt = Callable[[PlanBuilder, Job], None]  # takes all of a job's KV off the device
+Preempt = Callable[[Job], None]  # takes all of a job's KV off the device
 PROMPTS = ("as_computed", "must_fit", "reserved")
 
 
 @dataclass(frozen=True)
-class SeatingRules:
+class PagedRules:
     """How engines differ in handing out pages.
 
     watermark    share of the KV pool, in whole pages, that admissions leave free
@@ -47,15 +46,12 @@ class SeatingRules:
                 f"paged memory: spare_pages is {self.spare_pages}, must not be below 0"
             )
 
-    def stretch(self, plan: Plan, view: View, count: int) -> Plan:
-        """See Memory: room only shrinks in a run, so whoever was kept out stays out.
-
-        Not so if a prompt fills pages meanwhile that whoever waits could share. Pages taken from
-        what somebody would find cost him as much room as they leave him: the end goes first.
-        """
-        if self.prefix_caching and view.waiting and has_prompt(plan):
-            return plan
-        return stretched(plan, view, count, self.spare_pages)
+    @property
+    def traits(self) -> Traits:
+        """Running jobs take a page whenever their last one is full, and nothing else."""
+        return Traits(
+            kv_growth="page", spare_pages=self.spare_pages, prefix_caching=self.prefix_caching
+        )
 
     def paged_demand(self, view: View) -> Demand:
         """Bytes of the pages that a job must hold to run a slice."""
@@ -69,11 +65,11 @@ class SeatingRules:
         return demand
 
 
-NO_RULES = SeatingRules(watermark=0.0)
+NO_RULES = PagedRules(watermark=0.0)
 
 
-class Seating:
-    """Walks the wanted slices in order and drafts a plan for as many as fit.
+class PagedAllocation:
+    """Walks the wanted slices in order and writes a plan for as many as find their pages.
 
     A running job may preempt less wanted ones (later in the batch, or not in it). A job that holds
     nothing on the device, because it waits or was swapped out, takes only free room, leaves the
@@ -86,16 +82,18 @@ class Seating:
         self,
         batch: tuple[Slice, ...],
         view: View,
+        plan: PlanBuilder,
         demand: Demand,
         preempt: Preempt | None = None,
-        rules: SeatingRules = NO_RULES,
+        rules: PagedRules = NO_RULES,
     ) -> None:
         self._batch, self._view, self._demand, self._preempt = batch, view, demand, preempt
-        self._draft, self._rules = PlanBuilder(view), rules
+        self._plan, self._rules = plan, rules
         self._pool = (Tier.GPU, view.device)
         self._spare_bytes = rules.spare_pages * view.page.nbytes
-        self._known = view.lead(batch)  # decodes that the plan before had, at the head of the batch
-        self._seated: list[Slice] = []
+        self._running = view.leading_decodes(batch)
+        self._known = 0 if self._running is None else len(self._running.slices)
+        self._slices: list[Slice] = []
         self._places: list[Place] = []
         self._preempted: set[int] = set()
         self._closed = False  # nobody new comes in
@@ -104,11 +102,11 @@ class Seating:
         self._victims: list[Job] | None = None
         self._fixed_bytes: int | None = None
 
-    def plan(self) -> Plan:
-        """The drafted plan; empty where nothing fits."""
+    def write(self) -> None:
+        """Writes the plan: none where nothing fits."""
         held_before, device = self._view.held_bytes.get, self._view.device
         demand, preempted = self._demand, self._preempted
-        known = self._seat_decodes()
+        known = self._place_running()
         lacks_spare = self._lacks_spare
         for piece in self._batch[known:]:
             job_id = piece.job.job_id
@@ -117,35 +115,35 @@ class Seating:
             here = kv_place(job_id, Tier.GPU, device)
             held = held_before(here, 0)  # each job has one slice, so nothing was drafted for it
             if not held or demand(piece) > held or lacks_spare:  # else: most decodes of most steps
-                seated = self._seat(piece, here, held)
-                if seated is None:
+                placed = self._placed(piece, here, held)
+                if placed is None:
                     continue
-                piece, lacks_spare = seated, self._lacks_spare
-            self._seated.append(piece)
+                piece, lacks_spare = placed, self._lacks_spare
+            self._slices.append(piece)
             self._places.append(here)
-        if self._seated:
-            self._draft.compute(self._seated, self._places)
-        return self._draft.plan()
+        if self._slices:
+            self._plan.compute(self._slices, self._places)
 
-    def _seat_decodes(self) -> int:
-        """Seats at once the decodes that the plan before had, if all find their pages with room to
-        spare, so that nobody would be preempted; returns how many."""
-        known, decodes = self._known, self._view.decodes
-        if not known or decodes is None:
+    def _place_running(self) -> int:
+        """Places the running decodes at once if all find pages, with room to spare; how many.
+
+        Else the decodes are placed one by one, since some may preempt others."""
+        running = self._running
+        if running is None:
             return 0
-        full = decodes.growth.by_step[0]
-        if self._draft.room(self._pool) < len(full) * self._view.page.nbytes + self._spare_bytes:
+        need = len(running.full) * self._view.page.nbytes + self._spare_bytes
+        if self._plan.room(self._pool) < need:
             return 0
-        self._draft.grow_decodes(full)
-        self._seated += decodes.slices
-        self._places += decodes.places
-        return known
+        self._plan.grow_running(running)
+        self._slices += running.slices
+        self._places += running.places
+        return self._known
 
     def _jobs_away(self) -> set[int]:
         """Jobs in service whose KV is not on the device."""
         if self._away is None:
             jobs = self._view.serving[self._known :]
-            self._away = {job.job_id for job in jobs if not self._draft.held(self._here(job))}
+            self._away = {job.job_id for job in jobs if not self._plan.held(self._here(job))}
         return self._away
 
     def _here(self, job: Job) -> Place:
@@ -169,62 +167,62 @@ class Seating:
 
     @property
     def _lacks_spare(self) -> bool:
-        return self._spare_bytes > self._draft.room(self._pool)
+        return self._spare_bytes > self._plan.room(self._pool)
 
-    def _seat(self, piece: Slice, here: Place, held: int) -> Slice | None:
+    def _placed(self, piece: Slice, here: Place, held: int) -> Slice | None:
         """The slice that fits, None where none does."""
-        return self._seat_running(piece, here, held) if held else self._seat_new(piece, here)
+        return self._place_held(piece, here, held) if held else self._admit(piece, here)
 
-    def _seat_running(self, piece: Slice, here: Place, held: int) -> Slice | None:
+    def _place_held(self, piece: Slice, here: Place, held: int) -> Slice | None:
         need = max(0, self._demand(piece) - held)
         ask = max(need, self._spare_bytes) if self._spare_bytes and piece.tokens == 1 else need
-        while ask > self._draft.room(self._pool) and self._take_from_victim(piece.job):
+        while ask > self._plan.room(self._pool) and self._take_from_victim(piece.job):
             self._closed = True
-        if ask <= self._draft.room(self._pool):
-            self._draft.grow(here, need)
+        if ask <= self._plan.room(self._pool):
+            self._plan.grow(here, need)
             return piece
         self._closed = True
         is_hopeless = self._refuse_if_hopeless(piece, held + ask)
         if self._rules.gives_way and self._preempt is not None and not is_hopeless:
-            self._preempt(self._draft, piece.job)
+            self._preempt(piece.job)
         return None
 
     def _take_from_victim(self, taker: Job) -> bool:
         preempt, victims = self._preempt, self._victims_left()
         while preempt is not None and victims and victims[-1] is not taker:
             victim = victims.pop()
-            if self._draft.held(self._here(victim)):
-                preempt(self._draft, victim)
+            if self._plan.held(self._here(victim)):
+                preempt(victim)
                 self._preempted.add(victim.job_id)
                 return True
         return False
 
-    def _seat_new(self, piece: Slice, here: Place) -> Slice | None:
+    def _admit(self, piece: Slice, here: Place) -> Slice | None:
         job, page = piece.job, self._view.page
         if self._closed:
             self._refuse_if_hopeless(piece, self._whole_bytes(job, self._demand(piece)))
             return None
         away = kv_place(job.job_id, Tier.HOST, self._view.device) if job.computed_tokens else None
-        swapped = self._draft.held(away) if away else 0
-        found = () if away else self._draft.found(job)
+        swapped = self._plan.held(away) if away else 0
+        found = () if away else self._plan.found(job)
         need = self._demand(piece)
         if found:
             behind = len(found) * page.tokens
             piece = piece._replace(tokens=min(piece.tokens, job.known_tokens - behind))
             need = self._demand(piece._replace(tokens=behind + piece.tokens))
         whole = self._whole_bytes(job, need)
-        shared = (len(found) - self._draft.idle(found)) * page.nbytes
-        full = whole - shared + self._left_free_bytes() > self._draft.room(self._pool)
+        shared = (len(found) - self._plan.idle(found)) * page.nbytes
+        full = whole - shared + self._left_free_bytes() > self._plan.room(self._pool)
         if full or (self._jobs_away() and not swapped):
             if full:
                 self._refuse_if_hopeless(piece, whole)
             self._closed = True
             return None
         if away and swapped:
-            self._draft.move(away, here)
+            self._plan.move(away, here)
             self._jobs_away().discard(job.job_id)
-        self._draft.share(here, found)
-        self._draft.grow(here, need - swapped - len(found) * page.nbytes)
+        self._plan.share(here, found)
+        self._plan.grow(here, need - swapped - len(found) * page.nbytes)
         return piece
 
     def _left_free_bytes(self) -> int:
@@ -246,5 +244,5 @@ class Seating:
         """Refuses a job that would not find its bytes in the pool even if it were alone."""
         if nbytes <= self._view.capacity_bytes[self._pool] - self._bytes_beside_kv():
             return False
-        self._draft.refuse(piece.job)
+        self._plan.refuse(piece.job)
         return True

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from engine.contract.plan import Slice
+from engine.contract.policy import Traits
 from engine.contract.view import View
-from policies.scheduling.order import arrivals, check_limits, fill, in_service
+from policies.scheduling.order import arrivals, check_limits, fill
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,16 @@ class ChunkedPrefill:
 
     token_budget: int = 512
     max_jobs: int = 256
-    repeats: ClassVar[bool] = True
-    cuts: ClassVar[bool] = True
-    appends: ClassVar[bool] = True
+
+    @property
+    def traits(self) -> Traits:
+        """The promises of this scheduling."""
+        return Traits(repeats=True, appends=True, step_tokens=self.token_budget)
 
     def __post_init__(self) -> None:
         check_limits("chunked prefill", token_budget=self.token_budget, max_jobs=self.max_jobs)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
-        decodes, begun = in_service(view)
+        decodes, begun = view.in_service()
         prompts = [*begun, *arrivals(view, self.max_jobs)]
         return fill(prompts, self.token_budget, view, decodes)

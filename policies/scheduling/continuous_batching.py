@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from engine.contract.job import Job
 from engine.contract.plan import Slice
+from engine.contract.policy import Traits
 from engine.contract.view import View
 from policies.scheduling.order import arrivals, check_limits
 
@@ -26,7 +27,7 @@ class ContinuousBatching:
     max_jobs: int = 256
     padded: bool = False
     by_arrival: bool = False
-    repeats: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(repeats=True)
 
     def __post_init__(self) -> None:
         check_limits("continuous batching", token_budget=self.token_budget, max_jobs=self.max_jobs)

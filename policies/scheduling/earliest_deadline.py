@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from engine.contract.job import Job
 from engine.contract.plan import Slice
+from engine.contract.policy import Traits
 from engine.contract.view import View
 from policies.scheduling.order import by_rank, check_limits, fill
 
@@ -30,8 +30,11 @@ class EarliestDeadline:
     default_deadline_s: float = 10.0
     token_budget: int = 2048
     max_jobs: int = 256
-    repeats: ClassVar[bool] = True
-    cuts: ClassVar[bool] = True
+
+    @property
+    def traits(self) -> Traits:
+        """The promises of this scheduling."""
+        return Traits(step_tokens=self.token_budget)
 
     def __post_init__(self) -> None:
         check_limits("earliest deadline", token_budget=self.token_budget, max_jobs=self.max_jobs)

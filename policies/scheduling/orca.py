@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.contract.plan import Slice
+from engine.contract.policy import Traits
 from engine.contract.view import View
 from policies.scheduling.order import check_limits
 
@@ -19,7 +20,7 @@ class Orca:
     """
 
     max_jobs: int = 16
-    repeats: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(repeats=True)
 
     def __post_init__(self) -> None:
         check_limits("Orca", max_jobs=self.max_jobs)

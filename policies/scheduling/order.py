@@ -8,8 +8,7 @@ from itertools import chain
 from engine.contract.job import Job
 from engine.contract.plan import Slice, one_token
 from engine.contract.regions import Kind, Tier, kv_place
-from engine.contract.view import View
-from engine.memory.dry_run import PageDryRun
+from engine.contract.view import KeptPages, View
 
 Rank = Callable[[Job], tuple[float, ...]]  # lowest first
 
@@ -21,20 +20,6 @@ def check_limits(name: str, **limits: int) -> None:
             raise ValueError(f"{name}: {limit} is {value}, must be at least 1")
 
 
-def in_service(view: View) -> tuple[tuple[Slice, ...], Sequence[Job]]:
-    """All decodes, a token each, and all prompts that have begun; by order of admission."""
-    if view.decodes is not None:
-        return known_decodes(view)
-    begun = [job for job in view.serving if job.is_prefilling]
-    return tuple([one_token(job) for job in view.serving if not job.is_prefilling]), begun
-
-
-def known_decodes(view: View) -> tuple[tuple[Slice, ...], Sequence[Job]]:
-    """The decodes that the plan before had, and all others in service behind them."""
-    slices = () if view.decodes is None else view.decodes.slices
-    return slices, view.serving[len(slices) :]
-
-
 def fill(
     jobs: Iterable[Job], token_budget: int, view: View, decodes: tuple[Slice, ...] = ()
 ) -> tuple[Slice, ...]:
@@ -42,8 +27,8 @@ def fill(
 
     Before them, as many `decodes` as it allows.
     """
-    if view.trial is not None and view.waiting:
-        return _fill_behind(jobs, token_budget, view, view.trial(), decodes)
+    if view.kept_pages is not None and view.waiting:
+        return _fill_behind(jobs, token_budget, view, view.kept_pages(), decodes)
     slices: list[Slice] = []
     token_budget -= len(decodes)
     for job in jobs if token_budget > 0 else ():
@@ -60,32 +45,33 @@ def _fill_behind(
     jobs: Iterable[Job],
     token_budget: int,
     view: View,
-    trial: PageDryRun,
+    pages: KeptPages,
     decodes: tuple[Slice, ...],
 ) -> tuple[Slice, ...]:
-    """The same where who comes in starts behind what it finds (prefix caching).
+    """`fill` with prefix caching: an admitted job starts behind the pages that it finds.
 
-    What jobs before it take may be what it would have found, so the pages are counted along.
+    Jobs before it may take the pages that it would have found, so they are counted along.
     """
     slices: list[Slice] = []
     page, device = view.page, view.device
-    if view.decodes is not None and 0 < view.lead(decodes) <= token_budget:
-        for op in view.decodes.growth.by_step[0]:
-            trial.take(op.place, op.nbytes // page.nbytes)
-        slices += view.decodes.slices
+    running = view.leading_decodes(decodes)
+    if running is not None and len(running.slices) <= token_budget:
+        for op in running.full:
+            pages.take(op.place, op.nbytes // page.nbytes)
+        slices += running.slices
         token_budget -= len(slices)
     for job in chain([piece.job for piece in decodes[len(slices) :]], jobs):
         if not token_budget:
             break
         done = job.computed_tokens
-        if not done and (found := trial.found(job)):
-            trial.share(kv_place(job.job_id, Tier.GPU, device), found)
+        if not done and (found := pages.found(job)):
+            pages.share(kv_place(job.job_id, Tier.GPU, device), found)
             done = len(found) * page.tokens
         left = job.known_tokens - done
         tokens = left if left <= token_budget else token_budget
         if tokens > 1 or not done % page.tokens:  # else there is room in its last page
             here = kv_place(job.job_id, Tier.GPU, device)
-            trial.take(here, page.count(done + tokens) - page.count(done))
+            pages.take(here, page.count(done + tokens) - page.count(done))
         slices.append(one_token(job) if tokens == 1 else Slice(job, tokens))
         token_budget -= tokens
     return tuple(slices)

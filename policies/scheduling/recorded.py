@@ -7,7 +7,7 @@ from functools import cached_property
 
 from engine.contract.job import Job
 from engine.contract.plan import Free, Plan
-from engine.contract.policy import Fleet
+from engine.contract.policy import Fleet, Traits
 from engine.contract.view import View
 from engine.results.plan_log import LoggedPlan, decode
 
@@ -23,9 +23,13 @@ class RecordedPlans:
     log: tuple[LoggedPlan, ...]
 
     @cached_property
-    def prefix_caching(self) -> bool:
-        """Whether jobs of the log started on shared pages: it says on which."""
-        return any('["share"' in logged.body for logged in self.log)
+    def traits(self) -> Traits:
+        """Prefix caching where jobs of the log started on shared pages: it says on which.
+
+        States lie where its plans say, so they need room in no tier beforehand.
+        """
+        shares = any('["share"' in logged.body for logged in self.log)
+        return Traits(prefix_caching=shares, states_in=())
 
     @cached_property
     def _by_device(self) -> dict[int, list[LoggedPlan]]:

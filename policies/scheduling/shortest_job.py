@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from engine.contract.job import Job
 from engine.contract.plan import Slice
+from engine.contract.policy import Traits
 from engine.contract.view import View
 from policies.scheduling.order import by_rank, check_limits, fill
 
@@ -51,7 +52,11 @@ class ShortestJob:
     predictor: LengthPredictor
     token_budget: int = 2048
     max_jobs: int = 256
-    cuts: ClassVar[bool] = True
+
+    @property
+    def traits(self) -> Traits:
+        """The promises of this scheduling."""
+        return Traits(step_tokens=self.token_budget)
 
     def __post_init__(self) -> None:
         check_limits("shortest job", token_budget=self.token_budget, max_jobs=self.max_jobs)

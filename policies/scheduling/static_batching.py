@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.contract.plan import Slice
+from engine.contract.policy import Traits
 from engine.contract.view import View
 
 
@@ -18,7 +19,7 @@ class StaticBatching:
     """
 
     max_jobs: int = 16
-    repeats: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(repeats=True)
 
     def __post_init__(self) -> None:
         if self.max_jobs < 1:

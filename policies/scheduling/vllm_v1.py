@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import ClassVar
 
 from engine.contract.plan import Slice
+from engine.contract.policy import Traits
 from engine.contract.view import View
-from policies.scheduling.order import check_limits, fill, known_decodes, num_holders
+from policies.scheduling.order import check_limits, fill, num_holders
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,18 @@ class VllmV1:
 
     token_budget: int = 2048
     max_jobs: int = 256
-    repeats: ClassVar[bool] = True
-    cuts: ClassVar[bool] = True
-    appends: ClassVar[bool] = True
+
+    @property
+    def traits(self) -> Traits:
+        """The promises of this scheduling."""
+        return Traits(repeats=True, appends=True, step_tokens=self.token_budget)
 
     def __post_init__(self) -> None:
         check_limits("vLLM v1", token_budget=self.token_budget, max_jobs=self.max_jobs)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
-        decodes, others = known_decodes(view)
+        decodes = view.running_decodes()
+        others = view.serving[len(decodes) :]
         coming = view.waiting[: max(0, self.max_jobs - self._seats_taken(view))]
         return fill(chain(others, coming), self.token_budget, view, decodes)
 

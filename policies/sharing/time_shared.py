@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engine.contract.plan import Plan, Slice
-from engine.contract.policy import Memory, Scheduling
+from engine.contract.plan import Slice
+from engine.contract.policy import Memory, PlanBuilder, Scheduling, Traits, traits_of
 from engine.contract.regions import SHARED_OWNER, Kind, Place, Pool, Tier
 from engine.contract.view import LaunchKey, Moment, Profile, View
 from policies.training.cycle import training_jobs
@@ -54,23 +54,21 @@ class DividedMemory:
                 raise ValueError(f"time shared: {name} is {getattr(self, name)}, not in [0, 1]")
 
     @property
-    def prefix_caching(self) -> bool:
-        """Whether serving keeps pages: then the engine does."""
-        return bool(getattr(self.serving, "prefix_caching", False))
+    def traits(self) -> Traits:
+        """Pages are kept as serving says; states of training lie where its policy says."""
+        return Traits(
+            prefix_caching=traits_of(self.serving).prefix_caching,
+            states_in=traits_of(self.training).states_in,
+        )
 
-    @property
-    def states_in(self) -> tuple[Tier, ...]:
-        """Where states of training need room: as its policy says."""
-        return getattr(self.training, "states_in", tuple(Tier))
-
-    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
         for trains in dict.fromkeys([_trains(piece) for piece in batch]):
             own = tuple([piece for piece in batch if _trains(piece) is trains])
+            side = self._divided(side_of(view, trains), view, trains)
             memory = self.training if trains else self.serving
-            plan = memory.fit(own, self._divided(side_of(view, trains), view, trains))
+            memory.fit(own, side, plan.within({pool: side.room(pool) for pool in side.free_bytes}))
             if plan:
-                return plan
-        return Plan()
+                return
 
     def _divided(self, side: View, view: View, trains: bool) -> View:
         """What one side holds and may take."""
@@ -136,7 +134,7 @@ def side_of(view: View, trains: bool) -> View:
         serving=() if trains else view.serving,
         training=view.training if trains else (),
         waiting=[job for job in view.waiting if (job.training is not None) is trains],
-        decodes=None if trains else view.decodes,
+        running=None if trains else view.running,
     )
 
 

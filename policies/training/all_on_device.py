@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.contract.footprint import launches_of
-from engine.contract.plan import Plan, Slice
+from engine.contract.plan import Slice
+from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.regions import Tier
 from engine.contract.view import View
 from policies.training.eviction import LastIn
@@ -21,14 +22,12 @@ class AllOnDevice:
     States that lie on the host at the start come at their first use. Rests on coming bytes.
     """
 
-    recurs: ClassVar[bool] = True
-    states_in: ClassVar[tuple[Tier, ...]] = (Tier.GPU,)
+    traits: ClassVar[Traits] = Traits(recurs=True, states_in=(Tier.GPU,))
 
     @patient
-    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
-        device = Residency(view, LastIn(), kinds=(), is_exclusive=True)
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+        device = Residency(view, plan, LastIn(), kinds=(), is_exclusive=True)
         for piece in batch:
             for launch in launches_of(piece, view.device):
                 device.seat(launch)
                 device.run(launch)
-        return device.plan()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from engine.contract.plan import COMPUTE_LANE, HOST_LANE, Plan, Slice
+from engine.contract.plan import COMPUTE_LANE, HOST_LANE, Slice
+from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.view import View
 from policies.training.cycle import training_jobs, uses_of
 from policies.training.eviction import FarthestUse, FirstIn, Future, LeastRecent, Order
@@ -28,22 +29,21 @@ class DemandPaging:
     bytes.
     """
 
-    recurs: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(recurs=True)
     order: Literal["lru", "fifo", "opt"] = "lru"
     tiers: Literal["exclusive", "inclusive"] = "exclusive"
     updates: Literal["host", "device"] = "host"
     reuses_gradients: bool = False
 
     @patient
-    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
-        device = Residency(view, self._order(view), is_exclusive=self.tiers == "exclusive")
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+        device = Residency(view, plan, self._order(view), is_exclusive=self.tiers == "exclusive")
         on = HOST_LANE if self.updates == "host" else COMPUTE_LANE
         for piece in batch:
             for launch in device.launches(piece, on, self.reuses_gradients):
                 device.seat(launch)
                 device.run(launch)
                 device.drop_old(launch)
-        return device.plan()
 
     def _order(self, view: View) -> Order:
         if self.order == "lru":

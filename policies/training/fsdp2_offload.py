@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.contract.layout import TrainingLayout
-from engine.contract.plan import Plan, Slice
+from engine.contract.plan import Slice
+from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.regions import Tier, Work
 from engine.contract.view import View
 from policies.training.cycle import CycleLaunch
@@ -22,12 +23,11 @@ class Fsdp2Offload:
     root module is not resharded behind its forward. Rests on coming bytes.
     """
 
-    recurs: ClassVar[bool] = True
-    states_in: ClassVar[tuple[Tier, ...]] = (Tier.HOST,)
+    traits: ClassVar[Traits] = Traits(recurs=True, states_in=(Tier.HOST,))
     keeps_root: bool = True
 
-    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
-        return Streaming(1, self._stays).fit(batch, view)
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+        Streaming(1, self._stays).fit(batch, view, plan)
 
     def _stays(self, layout: TrainingLayout, chunk: int, link: CycleLaunch) -> bool:
         if not self.keeps_root or link.work is not Work.FORWARD or link.again:

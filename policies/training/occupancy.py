@@ -6,10 +6,9 @@ from collections.abc import Collection, Iterator
 
 from engine.contract.footprint import Launching, goes_out
 from engine.contract.job import Job, layout_of
-from engine.contract.plan import Plan
+from engine.contract.policy import PlanBuilder
 from engine.contract.regions import Kind, Place, Pool, Tier
 from engine.contract.view import View
-from engine.memory.plan_builder import PlanBuilder
 from policies.training.cycle import training_jobs
 from policies.training.eviction import Candidates, Order
 from policies.training.out_of_memory import OutOfMemory, knobs_of_launch
@@ -29,13 +28,14 @@ class Occupancy:
     def __init__(
         self,
         view: View,
+        plan: PlanBuilder,
         order: Order,
         kinds: Collection[Kind] = STATES,
         is_exclusive: bool = False,
     ) -> None:
         """`kinds` of states may leave the device when room is needed; what units save for the host
         always may."""
-        self._view, self._draft, self._order = view, PlanBuilder(view), order
+        self._view, self._plan, self._order = view, plan, order
         self._kinds, self._is_exclusive = kinds, is_exclusive
         self._here: Pool = (Tier.GPU, view.device)
         self._home: Pool = (Tier.HOST, 0)
@@ -60,10 +60,6 @@ class Occupancy:
             if kind in self._kinds or _is_on_its_way(jobs[owner], kind, part):
                 yield place
 
-    def plan(self) -> Plan:
-        """The finished plan."""
-        return self._draft.plan()
-
     # ---- places
     def elsewhere(self, place: Place) -> Place:
         """The same region in the other tier."""
@@ -71,28 +67,28 @@ class Occupancy:
 
     def holds(self, place: Place) -> bool:
         """Whether something is there."""
-        return bool(self._draft.held(place))
+        return bool(self._plan.held(place))
 
     def is_new(self, place: Place) -> bool:
         """Whether what a place holds is as new as what the other tier has."""
-        if not self._draft.held(place):
+        if not self._plan.held(place):
             return False
         other = self.elsewhere(place)
-        return not self._draft.held(other) or self._stamp(place) >= self._stamp(other)
+        return not self._plan.held(other) or self._stamp(place) >= self._stamp(other)
 
     def bring(self, place: Place, nbytes: int) -> None:
         """Makes a place hold what is new of its region; one that is nowhere begins there."""
         if not self.is_new(place):
             other = self.elsewhere(place)
-            if size := self._draft.held(other):
-                if not self._draft.held(place):
+            if size := self._plan.held(other):
+                if not self._plan.held(place):
                     self.make_room(place.pool, size)
                 self.copy(other, place)
                 if self._moves(place):
                     self.free(other)
             else:
                 self.make_room(place.pool, nbytes)
-                self._draft.grow(place, nbytes)
+                self._plan.grow(place, nbytes)
                 self._stamps[place] = 0
         if place.tier is Tier.GPU and self._may_leave(place):
             self._touch(place, self.clock)
@@ -106,28 +102,28 @@ class Occupancy:
     def offer(self, place: Place, nbytes: int) -> None:
         """Brings a place from the host if that takes nothing from anybody."""
         other = self.elsewhere(place)
-        is_away = self._draft.held(other) and not self._draft.held(place)
-        if is_away and self._draft.room(place.pool) >= nbytes:
+        is_away = self._plan.held(other) and not self._plan.held(place)
+        if is_away and self._plan.room(place.pool) >= nbytes:
             self.bring(place, nbytes)
 
     def copy(self, src: Place, dst: Place) -> None:
         """Copies a region whole; the destination is as new as the source then."""
-        self._draft.copy(src, dst)
+        self._plan.copy(src, dst)
         self._stamps[dst] = self._stamp(src)
 
     def free(self, place: Place) -> None:
         """Gives a place back."""
         if self._leaving.drop(place) and place.region.kind in STATES:
-            self.state_bytes -= self._draft.held(place)
-        self._draft.free(place)
+            self.state_bytes -= self._plan.held(place)
+        self._plan.free(place)
 
     def evict(self, place: Place) -> bool:
         """Takes a place off the device, copied out unless the host has it as new; whether there was
         room for that."""
         away = self.elsewhere(place)
-        has_copy = self._draft.held(away)
+        has_copy = self._plan.held(away)
         if not has_copy or self._stamp(away) < self._stamp(place):
-            if not has_copy and not self._host_has(self._draft.held(place)):
+            if not has_copy and not self._host_has(self._plan.held(place)):
                 return False
             self.copy(place, away)
         self.free(place)
@@ -136,7 +132,7 @@ class Occupancy:
     # ---- room
     def make_room(self, pool: Pool, nbytes: int) -> None:
         """Evicts until so many bytes are left. OutOfMemory where nothing more can go."""
-        while (room := self._draft.room(pool)) < nbytes:
+        while (room := self._plan.room(pool)) < nbytes:
             if pool == self._here and self._makes_room():
                 continue
             if pool == self._here and self._is_stuck():
@@ -160,7 +156,7 @@ class Occupancy:
         return any([place not in self._pinned for place in self._leaving])
 
     def _host_has(self, nbytes: int) -> bool:
-        if (lacks := nbytes - self._draft.room(self._home)) <= 0:
+        if (lacks := nbytes - self._plan.room(self._home)) <= 0:
             return True
         self._host_lacks = lacks if self._host_lacks is None else min(lacks, self._host_lacks)
         return False
@@ -203,7 +199,7 @@ class Occupancy:
 
     def _count(self, place: Place) -> None:
         if place.region.kind in STATES:
-            self.state_bytes += self._draft.held(place)
+            self.state_bytes += self._plan.held(place)
 
 
 def _is_weight(place: Place) -> bool:

@@ -8,13 +8,14 @@ from functools import wraps
 from typing import TypeVar
 
 from engine.contract.layout import Mode, TrainingLayout
-from engine.contract.plan import Plan, Slice
+from engine.contract.plan import Slice
+from engine.contract.policy import PlanBuilder
 from engine.contract.regions import SHARED_OWNER, Pool, Tier, Work
 from engine.contract.view import View
 from traces.serving.request import TrainingJob
 
 Half = TypeVar("Half")
-Fit = Callable[[Half, tuple[Slice, ...], View], Plan]
+Fit = Callable[[Half, tuple[Slice, ...], View, PlanBuilder], None]
 
 ADAPTERS = "train adapters (training/recipe=lora)"
 SMALLER_CHUNKS = "take smaller chunks (planner.chunk_elements)"
@@ -91,17 +92,18 @@ def knobs_of_states(jobs: Iterable[TrainingJob]) -> tuple[str, ...]:
 
 
 def patient(fit: Fit[Half]) -> Fit[Half]:
-    """A memory policy's `fit` that wants nothing where memory of jobs that have ended is still to
-    come back: the engine then shows it, and asks again."""
+    """A memory policy's `fit` that plans nothing while memory of ended jobs is still to come back:
+    the engine then shows that memory, and asks again."""
 
     @wraps(fit)
-    def waiting(half: Half, batch: tuple[Slice, ...], view: View) -> Plan:
+    def waiting(half: Half, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
         try:
-            return fit(half, batch, view) if batch else Plan()
+            if batch:
+                fit(half, batch, view, plan)
         except OutOfMemory:
-            if _is_left_behind(view):
-                return Plan()
-            raise
+            if not _is_left_behind(view):
+                raise
+            plan.discard()
 
     return waiting
 

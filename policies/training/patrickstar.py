@@ -8,7 +8,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 from engine.contract.footprint import Launching
 from engine.contract.job import Job, layout_of
-from engine.contract.plan import COMPUTE_LANE, HOST_LANE, Plan, Slice
+from engine.contract.plan import COMPUTE_LANE, HOST_LANE, Slice
+from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.regions import Place, Tier, Work, weight
 from engine.contract.view import Profile, View
 from policies.training.cycle import training_jobs
@@ -108,7 +109,7 @@ class PatrickStar:
     coming bytes.
     """
 
-    recurs: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(recurs=True)
     device_share: float = 1.0
     warmup_share: float = WARMUP_SHARE
     margin_share: float = 0.8
@@ -129,15 +130,14 @@ class PatrickStar:
                 raise ValueError(f"patrickstar: {name} is {getattr(self, name)}, not at least 0")
 
     @patient
-    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
         tides = {job.job_id: tide_of(view.profile, job.job_id) for job in training_jobs(view)}
-        device = Residency(view, _order(view, tides), is_exclusive=True)
+        device = Residency(view, plan, _order(view, tides), is_exclusive=True)
         jobs = {piece.job.job_id: piece.job for piece in batch}
         updates = any([piece.work is Work.UPDATE for piece in batch])
         courses = {i: self._course(job, view, tides[i], updates) for i, job in jobs.items()}
         for piece in batch:
             self._carry_out(piece, device, courses[piece.job.job_id])
-        return device.plan()
 
     def _carry_out(self, piece: Slice, device: Residency, course: _Course) -> None:
         first, budget, others, updated_here = course

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from engine.contract.footprint import Exchange, Launching, launches_of
 from engine.contract.plan import COMPUTE_LANE, HOST_LANE, Compute, Slice
+from engine.contract.policy import PlanBuilder
 from engine.contract.regions import GATHERED, Kind, Place, Work
 from engine.contract.view import View
 from policies.training.eviction import NOW, Order
@@ -18,6 +19,7 @@ class Residency(Occupancy):
     def __init__(
         self,
         view: View,
+        plan: PlanBuilder,
         order: Order,
         kinds: Collection[Kind] = STATES,
         is_exclusive: bool = False,
@@ -25,9 +27,9 @@ class Residency(Occupancy):
     ) -> None:
         """See Occupancy. Weights that other devices of a group have are given back behind their
         launch, unless the policy `keeps_gathered` ones and says itself when they go."""
-        super().__init__(view, order, kinds, is_exclusive)
+        super().__init__(view, plan, order, kinds, is_exclusive)
         self._keeps_gathered = keeps_gathered
-        self._gathered: dict[Place, None] = {}  # in this draft, latest last
+        self._gathered: dict[Place, None] = {}  # in this plan, latest last
 
     # ---- a launch
     def launches(self, piece: Slice, on: str, reuses: bool = False) -> Iterator[Launching]:
@@ -35,12 +37,12 @@ class Residency(Occupancy):
         self.lacks_bytes = 0
         if on == HOST_LANE and piece.work is Work.UPDATE:
             (update,) = launches_of(piece, self._view.device, on, reuses)
-            missing = [nbytes for place, nbytes in update.brought if not self._draft.held(place)]
+            missing = [nbytes for place, nbytes in update.brought if not self._plan.held(place)]
             missing += [op.nbytes for op in update.grows]
             if self._host_has(sum(missing)):
                 yield update
                 return
-            self.lacks_bytes = sum(missing) - self._draft.room(self._home)
+            self.lacks_bytes = sum(missing) - self._plan.room(self._home)
         yield from launches_of(piece, self._view.device, COMPUTE_LANE, reuses)
 
     def seat(self, launch: Launching) -> None:
@@ -52,7 +54,7 @@ class Residency(Occupancy):
             self.gather(exchange)
         where = self._home if launch.on == HOST_LANE else self._here
         self.make_room(where, sum([op.nbytes for op in launch.grows]))
-        self._draft.grow_all(launch.grows)
+        self._plan.grow_all(launch.grows)
 
     def seat_within(self, launch: Launching, limit_bytes: int, strict: bool = False) -> None:
         """Seats a launch, and evicts until states, with those that it brings, take no more than a
@@ -65,14 +67,14 @@ class Residency(Occupancy):
             self.shrink(limit_bytes, strict)
             return
         self._begin(launch)
-        brought = [nbytes for place, nbytes in launch.brought if not self._draft.held(place)]
+        brought = [nbytes for place, nbytes in launch.brought if not self._plan.held(place)]
         self.shrink(limit_bytes - sum(brought), strict)
         self.seat(launch)
 
     def drop_old(self, launch: Launching) -> None:
         """Gives back what a launch on the host has made old on the device."""
         for place in launch.writes if launch.on == HOST_LANE else ():
-            if self._draft.held(here := self.elsewhere(place)):
+            if self._plan.held(here := self.elsewhere(place)):
                 self.free(here)
 
     def run(
@@ -84,7 +86,7 @@ class Residency(Occupancy):
         """The launch, and behind it what goes out and what ends."""
         pieces, device, writes = (launch.piece,), self._view.device, (*launch.writes, *also_writes)
         op = Compute(pieces, launch.reads, writes, device, launch.on, launch.again, after)
-        self._draft.launch(op)
+        self._plan.launch(op)
         self.clock += 1
         self._stamps.update(dict.fromkeys(writes, NOW + self.clock))
         for exchange in launch.reduces:
@@ -94,7 +96,7 @@ class Residency(Occupancy):
                 self._touch(place, self.clock - 1)
         for place in launch.frees:
             for copy in (place, self.elsewhere(place)):
-                if self._draft.holds(copy):
+                if self._plan.holds(copy):
                     self.free(copy)
         if not self._keeps_gathered:
             self.drop(launch.drops)
@@ -110,9 +112,9 @@ class Residency(Occupancy):
         """Brings what other devices have of a chunk's weights, unless it is here."""
         begins = exchange.begins
         assert begins is not None, "what is gathered has a place"
-        if not self._draft.holds(begins.place):
+        if not self._plan.holds(begins.place):
             self.make_room(begins.place.pool, begins.nbytes)
-            self._draft.grow_all((begins,))
+            self._plan.grow_all((begins,))
             self._gathered.pop(begins.place, None)
             self._gathered[begins.place] = None
             self.exchange(exchange)
@@ -121,18 +123,18 @@ class Residency(Occupancy):
         """The same if that takes nothing from anybody, and the own part is here."""
         begins = exchange.begins
         assert begins is not None, "what is gathered has a place"
-        if self._draft.room(self._here) >= begins.nbytes and self.is_new(exchange.reads[0]):
+        if self._plan.room(self._here) >= begins.nbytes and self.is_new(exchange.reads[0]):
             self.gather(exchange)
 
     def drop(self, places: Iterable[Place]) -> None:
         """Gives back what of these is here."""
         for place in places:
-            if self._draft.holds(place):
+            if self._plan.holds(place):
                 self.free(place)
 
     def exchange(self, exchange: Exchange) -> None:
         """A collective between places that are here."""
-        self._draft.exchange(exchange.op(self._view.device))
+        self._plan.exchange(exchange.op(self._view.device))
         self._stamps.update(dict.fromkeys(exchange.writes, NOW + self.clock))
 
     def _makes_room(self) -> bool:
@@ -146,7 +148,7 @@ class Residency(Occupancy):
         here = [*held, *self._gathered]
         mine = [p for p in here if _is_gathered(p) and p.device == self._view.device]
         for place in reversed(mine):
-            if place not in self._pinned and self._draft.holds(place):
+            if place not in self._pinned and self._plan.holds(place):
                 self.free(place)
                 return True
         return False

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from engine.contract.footprint import gather, gathers, goes_out, launches_of
 from engine.contract.job import TrainingProgress, layout_of
 from engine.contract.layout import TrainingLayout
-from engine.contract.plan import HOST_LANE, Plan, Slice
+from engine.contract.plan import HOST_LANE, Slice
+from engine.contract.policy import PlanBuilder
 from engine.contract.regions import (
     Kind,
     Place,
@@ -50,13 +51,12 @@ class Streaming:
     gradients_out: int = GRADIENTS_OUT
 
     @patient
-    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
-        """A plan for all of the batch. OutOfMemory where a launch can never fit."""
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+        """Writes a plan for all of the batch. OutOfMemory where a launch can never fit."""
         kinds = STATES if self.may_leave else (Kind.GRADIENT,)
-        stream = _Stream(self, view, Residency(view, LastIn(), kinds, keeps_gathered=True))
+        stream = _Stream(self, view, Residency(view, plan, LastIn(), kinds, keeps_gathered=True))
         for piece in batch:
             stream.carry_out(piece)
-        return stream.plan()
 
 
 class _Stream:
@@ -64,7 +64,6 @@ class _Stream:
 
     def __init__(self, how: Streaming, view: View, device: Residency) -> None:
         self._how, self._view, self._device = how, view, device
-        self.plan = device.plan
 
     def carry_out(self, piece: Slice) -> None:
         """One task: seat, fetch what comes next, launch, give back what is not wanted soon."""

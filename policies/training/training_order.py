@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from engine.contract.job import Job, TrainingTask
 from engine.contract.plan import Slice
+from engine.contract.policy import Traits
 from engine.contract.regions import Work
 from engine.contract.view import View
 from policies.training.cycle import training_jobs
@@ -26,8 +27,7 @@ class TrainingOrder:
            a configuration makes one job, so all three are alike there
     """
 
-    recurs: ClassVar[bool] = True
-    trains_only: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(recurs=True, trains_only=True)
     tasks: int = 1
     updates: Literal["in_turn", "together"] = "in_turn"
     turns: Literal["job", "step", "task"] = "job"

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.contract.layout import TrainingLayout
-from engine.contract.plan import Plan, Slice
+from engine.contract.plan import Slice
+from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.regions import Tier
 from engine.contract.view import View
 from policies.training.cycle import CycleLaunch
@@ -26,8 +27,7 @@ class Zero3Offload:
     Rests on coming bytes.
     """
 
-    recurs: ClassVar[bool] = True
-    states_in: ClassVar[tuple[Tier, ...]] = (Tier.HOST,)
+    traits: ClassVar[Traits] = Traits(recurs=True, states_in=(Tier.HOST,))
     prefetch: int = 1
     persistent_bytes: int = 0
     overlaps_updates: bool = False
@@ -38,14 +38,14 @@ class Zero3Offload:
             if getattr(self, name) < 0:
                 raise ValueError(f"zero3_offload: {name} is {getattr(self, name)}, not at least 0")
 
-    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
         how = Streaming(
             self.prefetch,
             self._stays,
             overlaps_updates=self.overlaps_updates,
             gradients_out=self.gradients_out,
         )
-        return how.fit(batch, view)
+        how.fit(batch, view, plan)
 
     def _stays(self, layout: TrainingLayout, chunk: int, link: CycleLaunch) -> bool:
         return layout.chunks[chunk].weight_bytes < self.persistent_bytes

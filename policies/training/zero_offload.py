@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.contract.layout import TrainingLayout
-from engine.contract.plan import Plan, Slice
+from engine.contract.plan import Slice
+from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.regions import Tier
 from engine.contract.view import View
 from policies.training.cycle import CycleLaunch
@@ -21,12 +22,11 @@ class ZeroOffload:
     forward may begin before the last chunk is updated; the original waits. Rests on coming bytes.
     """
 
-    recurs: ClassVar[bool] = True
-    states_in: ClassVar[tuple[Tier, ...]] = (Tier.HOST,)
+    traits: ClassVar[Traits] = Traits(recurs=True, states_in=(Tier.HOST,))
     overlaps_updates: bool = False
 
-    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
-        return Streaming(0, _always, False, self.overlaps_updates).fit(batch, view)
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+        Streaming(0, _always, False, self.overlaps_updates).fit(batch, view, plan)
 
 
 def _always(layout: TrainingLayout, chunk: int, link: CycleLaunch) -> bool:
