@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
 from typing import Any, NamedTuple, Protocol
 
 import simpy
@@ -27,6 +27,61 @@ class Piece(NamedTuple):
     context_tokens: int
     samples: bool  # the slice reaches the last known token, so it yields the next one
     pages: Sequence[int]
+
+
+class Contexts(Sequence[int]):
+    """Context tokens of each slice: of decodes that move together, then of a tail of slices.
+
+    The decodes' are kept as at clock 0, so that a launch some steps later shares them: `lead` of
+    them, `total` tokens in all, `are_generated` where all are behind their prompts.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_contexts",
+        "_past",
+        "_young_until",
+        "are_generated",
+        "lead",
+        "tail",
+        "total",
+    )
+
+    def __init__(
+        self,
+        contexts: tuple[int, ...],
+        past: int,
+        clock: int,
+        young_until: int,
+        tail: Sequence[int],
+    ) -> None:
+        self._contexts, self._past, self._clock = contexts, past, clock
+        self._young_until, self.tail = young_until, tail
+        self.lead = len(contexts)  # decodes
+        self.total = past + clock * self.lead
+        self.are_generated = clock >= young_until
+
+    def after(self, steps: int, tokens: Sequence[int]) -> Contexts:
+        """Contexts so many steps later, with slices of so many tokens each."""
+        tail = [c + steps * n for c, n in zip(self.tail, tokens[self.lead :], strict=True)]
+        clock = self._clock + steps
+        return Contexts(self._contexts, self._past, clock, self._young_until, tail)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The least and the largest context of the decodes; none where there are none."""
+        ends = (min(self._contexts), max(self._contexts)) if self._contexts else ()
+        return tuple([context + self._clock for context in ends])
+
+    def __len__(self) -> int:
+        return len(self._contexts) + len(self.tail)
+
+    def __iter__(self) -> Iterator[int]:
+        clock = self._clock
+        return chain([context + clock for context in self._contexts], self.tail)
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
 
 
 class Pieces(Sequence[Piece]):

@@ -41,6 +41,7 @@ class Work(StrEnum):
     __hash__ = str.__hash__
 
 
+STATES = (Kind.WEIGHT, Kind.OPTIMIZER)  # of a model that trains: they outlive its steps
 plain(Tier, Kind)
 plain(Work)
 Pool = tuple[Tier, int]  # a tier of a device; where devices share a HOST or DISK it is device 0's

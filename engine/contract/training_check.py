@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from engine.contract.footprint import Exchange, gather
 from engine.contract.job import Job, TrainingProgress
@@ -27,6 +27,7 @@ from engine.contract.progress import advance_training, check_order
 from engine.contract.regions import (
     NAMES,
     SHARED_OWNER,
+    STATES,
     Kind,
     Place,
     Pool,
@@ -44,11 +45,18 @@ from engine.contract.training_needs import (
     needs_of,
     reuses_weights,
 )
-from engine.laws.check_replay import ISSUED, STATES
-from engine.memory.scoreboard import Mark
 
 EMPTY = -1  # a stamp: of what a plan begins, and has written nothing to
 GONE = -2  # of what is not held
+
+
+ISSUED = 1 << 62  # a stamp above all that were issued
+
+
+class Stamp(Protocol):
+    """What the books know of the contents of a place."""
+
+    written: int  # equal stamps, equal contents
 
 
 class TrainingContract:
@@ -61,7 +69,7 @@ class TrainingContract:
     def __init__(
         self,
         layout: Layout,
-        marks: Callable[[], Mapping[Place, Mark]],
+        marks: Callable[[], Mapping[Place, Stamp]],
         held_bytes: Mapping[Place, int],
         pools: Iterable[Pool],
     ) -> None:
@@ -139,7 +147,7 @@ def _trains_any(slices: Iterable[Slice]) -> bool:
 class _Stamps(dict[Place, int]):
     """Stamps of contents as a plan moves them; of other places as they are in the books."""
 
-    def __init__(self, marks: Mapping[Place, Mark]) -> None:
+    def __init__(self, marks: Mapping[Place, Stamp]) -> None:
         self._marks = marks
 
     def __missing__(self, place: Place) -> int:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import NamedTuple
 
+from engine.contract.executor import Contexts
 from engine.contract.job import ALONE, Job, TokenClock
-from engine.contract.plan import Grow, GrowCycle, Slice, one_token
+from engine.contract.plan import Grow, Slice, one_token
 from engine.contract.regions import PageSize, Place
 
 Tables = tuple[list[int], ...]
+
+
+class GrowCycle(NamedTuple):
+    """What decodes take in turn, each a page whenever its last one is full.
+
+    `by_step[i]` at steps i, i + n, ..., of n tokens a page.
+    """
+
+    by_step: tuple[tuple[Grow, ...], ...]
 
 
 class DecodeBatch(TokenClock):
@@ -144,57 +154,6 @@ class DecodeBatch(TokenClock):
         now, n = self.clock % self.page.tokens, self.page.tokens
         return (self.growing * ((now + count) // n + 1))[now : now + count]
 
-    def ahead(self, steps: int, tail: Sequence[int]) -> Behind:
+    def ahead(self, steps: int, tail: Sequence[int]) -> Contexts:
         """Contexts so many steps from now, and behind them those of other slices."""
-        return Behind(self.contexts, self.past, self.clock + steps, self.young_until, tail)
-
-
-class Behind(Sequence[int]):
-    """Contexts of a cohort at some clock, and behind them those of other slices."""
-
-    __slots__ = (
-        "_clock",
-        "_contexts",
-        "_past",
-        "_young_until",
-        "are_generated",
-        "lead",
-        "tail",
-        "total",
-    )
-
-    def __init__(
-        self,
-        contexts: tuple[int, ...],
-        past: int,
-        clock: int,
-        young_until: int,
-        tail: Sequence[int],
-    ) -> None:
-        self._contexts, self._past, self._clock = contexts, past, clock
-        self._young_until, self.tail = young_until, tail
-        self.lead = len(contexts)  # how many are of the cohort
-        self.total = past + clock * self.lead  # the sum of theirs
-        self.are_generated = clock >= young_until  # whether these are behind their prompts
-
-    def after(self, steps: int, tokens: Sequence[int]) -> Behind:
-        """The same so many steps later, of so many tokens each."""
-        tail = [c + steps * n for c, n in zip(self.tail, tokens[self.lead :], strict=True)]
-        clock = self._clock + steps
-        return Behind(self._contexts, self._past, clock, self._young_until, tail)
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """The least and the largest of the cohort's; nothing where there is nobody."""
-        ends = (min(self._contexts), max(self._contexts)) if self._contexts else ()
-        return tuple([context + self._clock for context in ends])
-
-    def __len__(self) -> int:
-        return len(self._contexts) + len(self.tail)
-
-    def __iter__(self) -> Iterator[int]:
-        clock = self._clock
-        return chain([context + clock for context in self._contexts], self.tail)
-
-    def __getitem__(self, index: Any) -> Any:
-        return tuple(self)[index]
+        return Contexts(self.contexts, self.past, self.clock + steps, self.young_until, tail)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import accumulate, chain
+from typing import Any, Protocol
 
 import simpy
 
@@ -15,12 +15,11 @@ from engine.contract.plan import Compute, Op
 from engine.contract.regions import Tier
 from engine.fast_forward.repeated_plan import RepeatedPlan
 from engine.fast_forward.segments import RepeatedSteps, Segment
-from engine.fast_forward.segments import segments as legs
+from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.in_flight import IssuedOp
+from engine.loop.issuing import Issuing
+from engine.loop.state import EngineState, Lifecycle, Turn
 from engine.results.deliveries import Times
-
-if TYPE_CHECKING:
-    from engine.loop.engine import Engine
 
 MOST = 1024  # steps of one jump
 Moments = tuple[Times, Times, Times]  # when steps are issued, start and end
@@ -40,31 +39,41 @@ class Repeater(Protocol):
         """Occupies the launch's lane until the span ends, then calls `done`."""
 
 
-def offers_jumps(engine: Engine) -> bool:
-    """Whether steps may be taken at once: nothing is watched while they pass."""
-    is_watched = engine.is_watched or engine.recorder.is_metered
-    return engine.forced and not is_watched and hasattr(engine.executor, "repeat")
-
-
 class Jump:
     """Steps up to the next arrival (at a tie the arrival comes first) or end.
 
-    Same as issuing them one by one, to the nanosecond and the page: at run-ahead d, issue[i] =
+    Equal to issuing them one by one, to the nanosecond and the page: at run-ahead d, issue[i] =
     max(issue[i-1] + host, end[i-d]), start[i] = max(end[i-1], issue[i] + host). The last d - 1 are
     in flight when the engine asks next, and settle alone; at run-ahead 1 what stands goes on.
     """
 
-    def __init__(self, engine: Engine, executor: Repeater) -> None:
-        self._engine, self._executor = engine, executor
+    def __init__(
+        self,
+        state: EngineState,
+        completions: Completions,
+        frees: DeferredFrees,
+        issuing: Issuing,
+        lifecycle: Lifecycle,
+        next_arrival_ns: Callable[[], int | None],
+        executor: Repeater,
+    ) -> None:
+        self._state, self._completions, self._frees = state, completions, frees
+        self._issuing, self._lifecycle, self._executor = issuing, lifecycle, executor
+        self._next_arrival_ns, self._prefix = next_arrival_ns, issuing.prefix
         self._pace_ns = 1  # of decodes alone when last looked at: how far to look ahead
         self._seen_ns = 0  # about when the steps looked at will have ended
         self._until_ns: int | None = None  # the next arrival: nothing is issued from then on
         self._run: RepeatedSteps | None = None  # the last one
-        self._least = 1 if engine.depth == 1 else engine.depth + 1  # steps of a jump
+        self._least = 1 if state.depth == 1 else state.depth + 1  # steps of a jump
         self.steps = 0
 
-    def carry_out(self, repeat: RepeatedPlan, device: int) -> Generator[simpy.Event, Any, bool]:
-        """Issues what can be issued at once; False where the next step must go alone."""
+    def carry_out(
+        self, repeat: RepeatedPlan, device: int, stands: Callable[[], bool]
+    ) -> Generator[simpy.Event, Any, bool]:
+        """Issues what can be issued at once; False where the next step must go alone.
+
+        `stands` says whether the plan goes on behind a run that has settled.
+        """
         run = self._plan(repeat, device) if repeat.is_plain and self._is_calm(device) else None
         if run is None:
             return False
@@ -73,35 +82,28 @@ class Jump:
             self.steps += run.count
             self._issue(run, repeat)
             yield from self._pass(run)
-            run = self._plan(repeat, device) if self._stands(repeat, device) else None
+            goes_on = self._state.depth == 1 and stands()
+            run = self._plan(repeat, device) if goes_on else None
         return True
 
-    def _stands(self, repeat: RepeatedPlan, device: int) -> bool:
-        """Whether a plan goes on behind a run that has settled: it was calm, and is so still."""
-        engine = self._engine
-        if engine.depth > 1:
-            return False
-        engine.questions.give_back(device)
-        return engine.standing.repeat is repeat
-
-    def _pass(self, run: RepeatedSteps) -> Generator[simpy.Event, Any, None]:
-        """Lets its time pass; only the host's where somebody may be asked meanwhile."""
-        engine, env, end_ns = self._engine, self._engine.env, run.end_ns[run.settled - 1]
-        if engine.depth == 1:  # in flight for nobody but who arrives meanwhile
-            engine.flights.level[run.device] += 1
+    def _pass(self, run: RepeatedSteps) -> Turn:
+        """Lets its time pass; only the host's where the policy may be asked meanwhile."""
+        state, env, end_ns = self._state, self._state.env, run.end_ns[run.settled - 1]
+        if state.depth == 1:  # in flight for jobs that arrive meanwhile, and nothing else
+            state.in_flight.level[run.device] += 1
             if not skipped_to(env, end_ns):
-                yield env.timeout(end_ns - int(env.now))
-            engine.flights.level[run.device] -= 1
-            engine.recorder.run_settled(run)
-            engine.finish(run.op, end_ns, run.device, run.number + run.count - 1)
-            if engine.arrivals.next_ns == end_ns:  # turns that an answer brings at once
+                yield env.timeout(end_ns - state.now_ns)
+            state.in_flight.level[run.device] -= 1
+            state.recorder.run_settled(run)
+            self._lifecycle.finish(run.op, end_ns, run.device, run.number + run.count - 1)
+            if self._next_arrival_ns() == end_ns:  # turns that an answer brings at once
                 yield env.timeout(0)
             return
         span = Span(run.op, run.start_ns[0], end_ns)
         self._executor.hold(run.legs[0].launch, span, lambda span: self._tell(run, span))
         for step in range(run.settled, run.count):
             self._issue_alone(run, step)
-        if (host_left_ns := run.issue_ns[-1] + run.host_ns - int(env.now)) > 0:
+        if (host_left_ns := run.issue_ns[-1] + run.host_ns - state.now_ns) > 0:
             yield env.timeout(host_left_ns)
 
     def unissued_bytes(self, now_ns: int) -> int:
@@ -112,8 +114,8 @@ class Jump:
     # ---- planning: nothing is changed
     def _plan(self, repeat: RepeatedPlan, device: int) -> RepeatedSteps | None:
         limit, least, host_ns, lead = self._limit(repeat), self._least, 0, len(repeat.cohort.jobs)
-        now_ns = self._seen_ns = int(self._engine.env.now)
-        until_ns = self._until_ns = self._engine.arrivals.next_ns
+        now_ns = self._seen_ns = self._state.now_ns
+        until_ns = self._until_ns = self._next_arrival_ns()
         if limit < least or (least > 1 and self._steps_wanted() < least):
             return None
         ahead: list[Segment] = []
@@ -153,30 +155,30 @@ class Jump:
 
     def _limit(self, repeat: RepeatedPlan) -> int:
         """How many steps there are to the first end (with run-ahead, exclusive)."""
-        engine, tail, left = self._engine, repeat.tail, repeat.cohort.fewest_left(otherwise=MOST)
+        state, tail, left = self._state, repeat.tail, repeat.cohort.fewest_left(otherwise=MOST)
         if tail:
-            tokens_left = engine.ends.tokens_left
+            tokens_left = self._completions.tokens_left
             left = min(left, tokens_left(tail[-1]) + repeat.silent)
             for job in tail[:-1]:
                 left = min(left, tokens_left(job))
-        return min(repeat.plan.repeats - repeat.done, MOST, left - (engine.depth > 1))
+        return min(repeat.left, MOST, left - (state.depth > 1))
 
     def _is_calm(self, device: int) -> bool:
-        """Whether no memory is on its way back, nobody's end is in flight, and the policy has asked
+        """Whether no memory is on its way back, no job's end is in flight, and the policy has asked
         for no moment to be woken at."""
-        engine = self._engine
-        if engine.ends or engine.news.will_come or engine.leftovers.oldest(device) is not None:
+        state = self._state
+        if self._completions or state.wakeup.will_come or self._frees.oldest(device) is not None:
             return False
-        return engine.ledger.is_calm
+        return state.ledger.is_calm
 
     def _times(self, now_ns: int, durations: Sequence[int], host_ns: int) -> Moments:
-        depth = self._engine.depth
+        depth = self._state.depth
         if depth == 1:
             steps = (host_ns + duration_ns for duration_ns in durations) if host_ns else durations
             end = array("q", [*accumulate(steps, initial=now_ns)])
             issue = end[:-1]
             return issue, array("q", [at + host_ns for at in issue]) if host_ns else issue, end[1:]
-        before = self._executor.ends_ns(self._engine.flights.tails)
+        before = self._executor.ends_ns(self._state.in_flight.tails)
         ends = [0] * (depth - len(before)) + sorted(before)
         issues, starts, at_ns = [], [], now_ns
         for duration_ns in durations:
@@ -195,57 +197,76 @@ class Jump:
         times: Moments,
         host_ns: int,
     ) -> RepeatedSteps | None:
-        engine, count = self._engine, len(times[0])
+        state, count = self._state, len(times[0])
         due, pages = repeat.due(count)
         grown = array("q", [*accumulate(pages)])
         pool = (Tier.GPU, device)
-        if grown[-1] * engine.page.nbytes > engine.ledger.room_of(pool):
+        if grown[-1] * state.page.nbytes > state.ledger.room_of(pool):
             return None
         return RepeatedSteps(
-            engine.flights.steps,
-            engine.flights.issued[device],
+            state.in_flight.steps,
+            state.in_flight.issued[device],
             device,
             pool,
-            engine.recorder.take_returned(device),
+            state.recorder.take_returned(device),
             ahead,
             *times,
             host_ns,
             count,
-            count - engine.depth + 1,
-            engine.ledger.figures(),
+            count - state.depth + 1,
+            state.ledger.figures(),
             grown,
-            engine.page.nbytes,
+            state.page.nbytes,
             due,
         )
 
     # ---- issue and settle
     def _issue(self, run: RepeatedSteps, repeat: RepeatedPlan) -> None:
         """What settles together is issued."""
-        engine, ledger, op = self._engine, self._engine.ledger, run.op
+        state, ledger, op = self._state, self._state.ledger, run.op
         ledger.hold(repeat.places)
         ledger.grow(run.pool, run.grown[-1], repeat.takers(run.count, ledger.pages))
-        engine.flights.number(run.device, run.count)
-        engine.recorder.ran(run)
-        engine.launcher.repeat(run, repeat)
-        ledger.touch_again(op, run.settled, is_open=engine.depth > 1)
-        if engine.depth > 1:
-            engine.flights.last_compute((op,), run.device)
+        state.in_flight.number(run.device, run.count)
+        state.recorder.ran(run)
+        self._move_on(run, repeat)
+        ledger.touch_again(op, run.settled, is_open=state.depth > 1)
+        if state.depth > 1:
+            state.in_flight.last_compute((op,), run.device)
 
     def _issue_alone(self, run: RepeatedSteps, step: int) -> None:
         """A step that is still in flight when the engine asks next."""
-        engine, launch = self._engine, run.launch_at(step)
+        state, launch = self._state, run.launch_at(step)
         op = launch.op
         assert isinstance(op, Compute)
-        engine.ledger.touch_again(op, 1, is_open=True)
-        engine.flights.last_compute((op,), run.device)
+        state.ledger.touch_again(op, 1, is_open=True)
+        state.in_flight.last_compute((op,), run.device)
         numbers, issue_ns = (run.step + step, run.device, run.number + step), run.issue_ns[step]
-        engine.flights.start(IssuedOp(*numbers, issue_ns, run.host_ns, launch))
+        state.in_flight.start(IssuedOp(*numbers, issue_ns, run.host_ns, launch))
         span = Span(op, run.start_ns[step], run.end_ns[step])
-        self._executor.hold(launch, span, engine.settle)
+        self._executor.hold(launch, span, self._lifecycle.settle)
+
+    def _move_on(self, run: RepeatedSteps, plan: RepeatedPlan) -> None:
+        """The jobs of a run move on by all its steps; a job that is admitted is in the tail."""
+        cohort, tail, lead, prefix = plan.cohort, plan.tail, len(plan.cohort.jobs), self._prefix
+        behind = [] if prefix is None else [(job, job.computed_tokens) for job in tail]
+        plan.advance(run.count)
+        done = cohort.complete()
+        for i, job in enumerate(tail, lead):
+            self._issuing.begin(job)
+            for leg in run.legs:
+                job._advance(leg.steps * leg.pieces.tokens[i], leg.steps * leg.pieces.samples[i])
+            if self._completions.tokens_left(job) <= 0:
+                done.append(job)
+        if prefix is not None:
+            prefix.keep(run.device, chain(cohort.filled(run.count), behind))
+        if done:
+            self._completions.end_with(run.op, done)
+        if plan.tail:
+            plan.gather(self._state.ledger.pages, self._completions.tokens_left)
 
     def _tell(self, run: RepeatedSteps, span: Span) -> None:
-        engine = self._engine
-        engine.recorder.run_settled(run)
-        engine.land(span.op, span.end_ns, run.device, run.number + run.count - 1)
-        engine.release_idle()
-        engine.news.tell()
+        state = self._state
+        state.recorder.run_settled(run)
+        self._lifecycle.land(span.op, span.end_ns, run.device, run.number + run.count - 1)
+        state.release_idle()
+        state.wakeup.tell()

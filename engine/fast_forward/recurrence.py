@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +13,6 @@ from engine.contract.plan import (
     Copy,
     Free,
     Grow,
-    GrowCycle,
     Op,
     Plan,
     Share,
@@ -26,7 +25,7 @@ from engine.memory.ledger import Ledger
 from engine.memory.scoreboard import Ranks
 from engine.results.plan_log import encode
 
-AnyOp = Op | Grow | GrowCycle | Share | Free
+AnyOp = Op | Grow | Share | Free
 
 
 class Situation(NamedTuple):
@@ -70,32 +69,35 @@ class Recurrence:
         self._before: RecurringStep | None = None  # the one before
         self._now: RecurringStep | None = None  # the one under way
 
-    def plan(self, ask: Callable[[], Plan]) -> Plan:
-        """The next plan: that of the step before, a step later, or what the policy says."""
+    def next(self) -> Plan | None:
+        """The plan of the step before, a step later; None where the policy has to be asked."""
         if (job := self._alone()) is not None and job.training is not None:
             if job.training.begins_step:
                 self._begin(job.job_id, job.training)
             if self._now is not None:
-                return self._next(self._now, ask)
+                return self._again(self._now)
         self.forget()
-        return ask()
+        return None
+
+    def answered(self, plan: Plan) -> None:
+        """The policy has answered."""
+        if self._now is not None:
+            self._now.plans.append(plan)
+            if not _is_program(plan):
+                self.forget()
 
     def forget(self) -> None:
         """Something else happens than in the step before."""
         self._before = self._now = None
 
-    def _next(self, now: RecurringStep, ask: Callable[[], Plan]) -> Plan:
-        if now.is_again:
-            assert self._before is not None, "a step comes again behind another"
-            number, each = len(now.plans), now.training.spec.microbatches
-            plan = a_step_later(self._before.plans[number], each, now.moving[number])
-            self._ledger.expect(plan)
-            now.plans.append(plan)
-            return plan
-        plan = ask()
+    def _again(self, now: RecurringStep) -> Plan | None:
+        if not now.is_again:
+            return None
+        assert self._before is not None, "a step comes again behind another"
+        number, each = len(now.plans), now.training.spec.microbatches
+        plan = a_step_later(self._before.plans[number], each, now.moving[number])
+        self._ledger.expect(plan)
         now.plans.append(plan)
-        if not _is_program(plan):
-            self.forget()
         return plan
 
     def _begin(self, job_id: int, training: TrainingProgress) -> None:
@@ -134,9 +136,7 @@ def _is_like(step: RecurringStep, before: RecurringStep) -> bool:
 
 
 def _is_program(plan: Plan) -> bool:
-    return (
-        bool(plan.ops) and plan.repeats == 1 and not (plan.restart or plan.refuse or plan.wake_ns)
-    )
+    return bool(plan.ops) and not (plan.restart or plan.refuse or plan.wake_ns)
 
 
 def a_step_later(plan: Plan, microbatches: int, moving: Sequence[int] | None = None) -> Plan:
@@ -170,7 +170,7 @@ def _later(op: AnyOp, count: int) -> AnyOp:
         return Grow(later(op.place, count), op.nbytes)
     if isinstance(op, Copy):
         return Copy(later(op.src, count), later(op.dst, count))
-    assert isinstance(op, Collective), "whoever trains alone shares no pages"
+    assert isinstance(op, Collective), "a job that trains alone shares no pages"
     reads, writes = _all_later(op.reads, count), _all_later(op.writes, count)
     return Collective(op.pattern, reads, writes, op.nbytes, op.device)
 

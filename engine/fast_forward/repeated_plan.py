@@ -6,29 +6,62 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
 from operator import attrgetter, itemgetter
+from typing import NamedTuple
 
 from engine.contract.job import Job
-from engine.contract.plan import Compute, Grow, GrowCycle, Plan, Slice
+from engine.contract.plan import Compute, Grow, Plan, Slice
 from engine.contract.regions import PageSize, Place, Pool
-from engine.fast_forward.decode_batch import DecodeBatch, Tables
+from engine.fast_forward.decode_batch import DecodeBatch, GrowCycle, Tables
 
-Due = tuple[int, Grow]  # with its step
+Due = tuple[int, "TimedGrow"]  # with its step
+Later = tuple[tuple[int, tuple[Slice, ...]], ...]  # from a step on, the last slices are these
 FAR = 1 << 62
 _step = itemgetter(0)
+
+
+class TimedGrow(NamedTuple):
+    """Adds bytes to a place at step `first` of a plan, then every `every` steps (0: once)."""
+
+    place: Place
+    nbytes: int
+    first: int = 0
+    every: int = 0
+
+
+class StretchedPlan(NamedTuple):
+    """A plan that holds for `steps` steps, each of them a plan of its own.
+
+    `later` says what the last slices of its launch become, and at which step: the rest of a prompt,
+    then its decodes. A plan of one step may hold any operations; one of several is growth, maybe
+    the decodes' `cycle` before it, and one launch.
+    """
+
+    plan: Plan  # its first step, as the policy has decided
+    launch: Compute
+    grows: tuple[TimedGrow, ...]
+    cycle: GrowCycle | None = None
+    steps: int = 1
+    later: Later = ()
+
+    @classmethod
+    def once(cls, plan: Plan, launch: Compute) -> StretchedPlan:
+        """A plan for a single step, which ends in a launch."""
+        grows = [TimedGrow(op.place, op.nbytes) for op in plan.ops if isinstance(op, Grow)]
+        return cls(plan, launch, tuple(grows))
 
 
 class Growth:
     """All that is still to grow: by step, within a step in the plan's order. Never changed."""
 
-    def __init__(self, queue: list[tuple[int, int, Grow]]) -> None:
+    def __init__(self, queue: list[tuple[int, int, TimedGrow]]) -> None:
         self._queue = queue  # a heap: each operation with its next step and where it is in the plan
         self.first = queue[0][0] if queue else FAR  # the next step at which something grows
         self._told: tuple[int, list[Due], Growth] | None = None  # the last answer of `before`
 
     @classmethod
-    def of(cls, plan: Plan) -> Growth:
-        """All that a repeated plan takes."""
-        queue = [(op.first, i, op) for i, op in enumerate(plan.ops) if isinstance(op, Grow)]
+    def of(cls, grows: Sequence[TimedGrow]) -> Growth:
+        """All that a repeated plan takes beside its cycle."""
+        queue = [(op.first, i, op) for i, op in enumerate(grows)]
         heapify(queue)
         return cls(queue)
 
@@ -66,34 +99,38 @@ Part = tuple[tuple[Slice, ...], int]
 _job, _is_prefilling = itemgetter(0), attrgetter("is_prefilling")
 
 
-def _parts(plan: Plan, lead: int) -> list[Part]:
+def _parts(plan: StretchedPlan, lead: int) -> list[Part]:
     """What follows the first slices of a repeated plan, and up to which step."""
-    part = plan.slices[lead:]
+    part = plan.launch.slices[lead:]
     if not plan.later:
-        return [(part, plan.repeats)]
+        return [(part, plan.steps)]
     found, now = list[Part](), part
     for step, last in plan.later:
         found.append((now, step))
         now = part[: -len(last)] + last
-    return [*found, (now, plan.repeats)]
+    return [*found, (now, plan.steps)]
 
 
 class RepeatedPlan:
-    """A repeated plan under way: a cohort of decodes, and prompts behind it."""
+    """A repeated plan under way: a batch of decodes, and a tail of prompts behind it."""
 
-    def __init__(self, plan: Plan, cohort: DecodeBatch) -> None:
-        launch, lead = plan.ops[-1], len(cohort.jobs)
-        assert isinstance(launch, Compute)
-        self.plan, self.cohort, self.device = plan, cohort, launch.device
+    def __init__(self, plan: StretchedPlan, cohort: DecodeBatch) -> None:
+        launch, lead = plan.launch, len(cohort.jobs)
+        self.plan, self.steps, self.cohort, self.device = (
+            plan.plan,
+            plan.steps,
+            cohort,
+            launch.device,
+        )
         self.done = 0  # steps issued
-        self.growth = Growth.of(plan)  # beside the cohort's
-        self._has_cycle = isinstance(plan.ops[0], GrowCycle)
+        self.growth = Growth.of(plan.grows)  # beside the decodes'
+        self._has_cycle = plan.cycle is not None
         self.places = launch.writes[lead:]  # of the tail
         self._writes, self._first = launch.writes, launch
-        self._parts = _parts(plan, lead)  # what follows the cohort, and up to which step
+        self._parts = _parts(plan, lead)  # what follows the decodes, and up to which step
         self.tail: list[Job] = list(map(_job, launch.slices[lead:]))
         self._silent = self._steps_to_a_token() if self.tail else 0
-        self.is_plain = plan.repeats > 1 or self._is_plain()
+        self.is_plain = plan.steps > 1 or self._is_plain()
 
     def _is_plain(self) -> bool:
         """Whether a single step is nothing but growth and a launch of decodes and then prompts."""
@@ -110,7 +147,7 @@ class RepeatedPlan:
     @property
     def left(self) -> int:
         """Steps that are not issued yet."""
-        return self.plan.repeats - self.done
+        return self.steps - self.done
 
     @property
     def silent(self) -> int:
@@ -174,7 +211,7 @@ class RepeatedPlan:
     def gather(self, tables: Mapping[Place, list[int]], tokens_left: Callable[[Job], int]) -> None:
         """Where its tail decodes from now on, it moves with the cohort: nothing else changes."""
         page, done, tail = self.cohort.page, self.done, self.tail
-        is_last = self.part(done)[1] == self.plan.repeats
+        is_last = self.part(done)[1] == self.steps
         if not (is_last and self._has_cycle) or any(map(_is_prefilling, tail)):
             return
         pairs = [*zip(tail, self.places, strict=True)]
@@ -184,11 +221,11 @@ class RepeatedPlan:
         if self.growth.is_in_turn({place: done + tokens for place, tokens in spare.items()}, page):
             self.cohort.join(pairs, tables, tokens_left)
             self.tail, self.places, self.growth = [], (), Growth([])
-            self._parts = [((), self.plan.repeats)]
+            self._parts = [((), self.steps)]
 
     def next(self) -> Plan:
         """The next step as a plan of its own."""
-        if self.plan.repeats == 1:
+        if self.steps == 1:
             return self.plan
         grows = [Grow(op.place, op.nbytes) for op in self.due(1)[0][0]]
         return Plan((*grows, self.launch(self.part(self.done)[0], self.done)))

@@ -10,10 +10,9 @@ from functools import cache
 from operator import add, attrgetter, eq, itemgetter, mul
 from typing import Any
 
-from engine.contract.executor import Launch, Pieces, Span
+from engine.contract.executor import Contexts, Launch, Pieces, Span
 from engine.contract.plan import Compute, Grow, Plan
 from engine.contract.regions import Pool
-from engine.fast_forward.decode_batch import Behind
 from engine.fast_forward.repeated_plan import RepeatedPlan
 from engine.results.deliveries import Times
 from engine.results.schema import Figures
@@ -43,7 +42,7 @@ class Segment:
         if not behind:
             return self.launch
         contexts = of.contexts
-        assert isinstance(contexts, Behind)
+        assert isinstance(contexts, Contexts)
         later = contexts.after(behind, of.tokens)
         pieces = Pieces(of.job_ids, of.tokens, later, of.samples, of.tables)
         return Launch(self.op.again_as(self.op.slices), (), pieces)

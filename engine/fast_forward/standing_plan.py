@@ -7,15 +7,18 @@ from itertools import takewhile
 from operator import is_, itemgetter
 
 from engine.contract.job import Job
-from engine.contract.plan import COMPUTE_LANE, Compute, Free, Grow, GrowCycle, Plan
-from engine.contract.regions import PageSize, Place, Pool, Work
-from engine.contract.rules import ContractError, Rule
-from engine.contract.view import Decodes
-from engine.fast_forward.decode_batch import DecodeBatch
-from engine.fast_forward.repeated_plan import RepeatedPlan
+from engine.contract.plan import COMPUTE_LANE, Compute, Free, Grow, Plan
+from engine.contract.plan_check import WHOLE
+from engine.contract.policy import Traits
+from engine.contract.regions import PageSize, Place, Pool
+from engine.contract.rules import BrokenLaw
+from engine.contract.view import RunningDecodes, View
+from engine.fast_forward.decode_batch import DecodeBatch, GrowCycle
+from engine.fast_forward.horizon import has_prompt, horizon, stretched
+from engine.fast_forward.reads import SeenReads
+from engine.fast_forward.repeated_plan import RepeatedPlan, StretchedPlan
 
 _job = itemgetter(0)  # of a slice
-WHOLE = (Work.FORWARD, None, 0, 0, False)  # a slice of serving, but for its job and tokens
 
 
 def _serves(plan: Plan, launch: Compute, cohort: DecodeBatch) -> bool:
@@ -39,11 +42,15 @@ class StandingPlan:
     def __init__(
         self,
         is_allowed: bool,
+        traits: Traits,
+        reads: SeenReads | None,
         page: PageSize,
         tables: Mapping[Place, list[int]],
         tokens_left: Callable[[Job], int],
     ) -> None:
         self._is_allowed, self._page = is_allowed, page
+        self._traits, self._reads = traits, reads
+        self._holds = False  # also behind an end: the scheduling promises it
         self._tables, self._tokens_left = tables, tokens_left
         self._last: RepeatedPlan | None = None  # also when it does not hold any more
         self.cohort: DecodeBatch | None = None  # of the last plan
@@ -51,18 +58,39 @@ class StandingPlan:
         self.shown: GrowCycle | None = None  # of the cohort, as a View has it
         self.repeat: RepeatedPlan | None = None
 
-    def keep(self, plan: Plan) -> None:
+    def decided(self, plan: Plan, view: View) -> None:
         """A plan was decided; it stands for as many steps as it holds."""
-        self._last = self.repeat = self._stand(plan) if self._is_allowed and plan.ops else None
+        self._last = self.repeat = None
+        if self._is_allowed and plan.ops:
+            launch = plan.ops[-1]
+            if isinstance(launch, Compute):
+                made = self._stretched(plan, view) or StretchedPlan.once(plan, launch)
+                self._last = self.repeat = self._stand(made)
         self.cohort = None if self._last is None else self._last.cohort
         self._led = None
 
-    def _stand(self, plan: Plan) -> RepeatedPlan | None:
-        launch, cycle = plan.ops[-1], plan.ops[0]
-        if not isinstance(launch, Compute):
+    def _stretched(self, plan: Plan, view: View) -> StretchedPlan | None:
+        """The plan for more steps than one, if it holds for more."""
+        traits = self._traits
+        self._holds = traits.repeats
+        if traits.kv_growth == "asked" or plan.wake_ns is not None:
             return None
-        cohort, has_cycle = self.cohort, isinstance(cycle, GrowCycle)
-        if cohort is not None and plan.repeats == 1:  # else it takes from nobody
+        if not traits.repeats and (self._reads is None or not self._reads.hold(plan)):
+            return None
+        found = horizon(plan, view, traits.appends)
+        if found.steps < 2:
+            return None
+        # Room only shrinks while a plan stands, so a job that was kept out stays out. With prefix
+        # caching that needs more: no prompt may fill pages which a waiting job could share, and no
+        # copies come back, which are not kept: their beginning could be taken before its end.
+        if traits.prefix_caching and view.waiting and (traits.swaps or has_prompt(plan)):
+            return None
+        return stretched(plan, view, found, traits, self.shown)
+
+    def _stand(self, made: StretchedPlan) -> RepeatedPlan | None:
+        plan, launch, cycle = made.plan, made.launch, made.cycle
+        cohort, has_cycle = self.cohort, cycle is not None
+        if cohort is not None and made.steps == 1:  # else it takes memory from no job
             self._part(cohort, plan)
         is_led = launch is self._led or (cohort is not None and _leads(cohort, launch))
         if cohort is None or not is_led or (has_cycle and cohort.turns is None):
@@ -71,14 +99,13 @@ class StandingPlan:
         jobs = list(map(_job, launch.slices[lead:]))
         if self._join(cohort, jobs, launch.writes[lead:]) and not _leads(cohort, launch):
             return None
-        is_known = not isinstance(cycle, GrowCycle) or cycle is self.shown
-        if not (is_known or _is_same(cycle, cohort.cycle())):
-            raise ContractError(Rule.REPEATS, "a cycle grows as decodes fill their pages")
-        if plan.repeats == 1 and not _serves(plan, launch, cohort):
+        if cycle is not None and cycle is not self.shown and not _is_same(cycle, cohort.cycle()):
+            raise BrokenLaw("law 15: a plan that stands grows otherwise than its decodes")
+        if made.steps == 1 and not _serves(plan, launch, cohort):
             return None
-        if not has_cycle and cohort.jobs and not _grows_in_turn(plan, cohort):
+        if not has_cycle and cohort.jobs and not (made.steps == 1 and _grows_in_turn(plan, cohort)):
             cohort.turns = None
-        return RepeatedPlan(plan, cohort)
+        return RepeatedPlan(made, cohort)
 
     def _part(self, cohort: DecodeBatch, plan: Plan) -> None:
         """A job that loses its memory or is refused is in the cohort no more."""
@@ -114,17 +141,21 @@ class StandingPlan:
         self._led = launch
         return True
 
+    def clear(self) -> None:
+        """Nothing is known of the plan before."""
+        self._last = self.repeat = self.cohort = self._led = None
+
     def drop(self) -> None:
         """Something happened: the policy has to be asked."""
         self.repeat = None
 
-    def lose(self, jobs: Sequence[Job], somebody_waits: bool) -> None:
+    def lose(self, jobs: Sequence[Job], others_wait: bool) -> None:
         """Jobs have ended: without them, unless somebody may come in for them, or a prompt would
         take more of the budget now."""
         last = self._last
         if last is None:
             return
-        if somebody_waits or last.is_cut:
+        if others_wait or last.is_cut or not self._holds:
             self.repeat = None
         last.lose(jobs)
         if not last.jobs:
@@ -138,8 +169,8 @@ class StandingPlan:
         self.repeat = None
         return None
 
-    def decodes(self, serving: Sequence[Job]) -> Decodes | None:
-        """The decodes of the last plan; None where it did not have all that are in service."""
+    def running(self, serving: Sequence[Job]) -> RunningDecodes | None:
+        """The decodes of the last plan; None where it did not have all jobs in service."""
         last, cohort = self._last, self.cohort
         if last is None or cohort is None or last.jobs != serving:
             return None
@@ -149,12 +180,12 @@ class StandingPlan:
         rest = serving[len(cohort.jobs) :]
         if self.shown is None or not all([job.is_prefilling for job in rest]):
             return None
-        return Decodes(cohort.slices, cohort.places, self.shown)
+        return RunningDecodes(cohort.slices, cohort.places, self.shown.by_step[0])
 
 
 def _grows_in_turn(plan: Plan, cohort: DecodeBatch) -> bool:
     """Whether a single step takes what its decodes need now, and no more."""
-    if plan.repeats > 1 or cohort.turns is None:
+    if cohort.turns is None:
         return False
     taken, ids = [op for op in plan.ops[:-1] if isinstance(op, Grow)], {*cohort.ids}
     own = {op.place: op.nbytes for op in taken if op.place.region.owner in ids}
@@ -166,8 +197,8 @@ def _leads(cohort: DecodeBatch, launch: Compute) -> bool:
     return launch.slices[:n] == cohort.slices and launch.writes[:n] == cohort.places
 
 
-def _is_same(cycle: object, other: GrowCycle | None) -> bool:
-    if not isinstance(cycle, GrowCycle) or other is None:
+def _is_same(cycle: GrowCycle, other: GrowCycle | None) -> bool:
+    if other is None:
         return False
     places = [[[op.place for op in ops] for ops in c.by_step] for c in (cycle, other)]
     return places[0] == places[1]

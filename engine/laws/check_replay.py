@@ -8,15 +8,13 @@ from collections.abc import Callable, Collection, Container, Hashable, Iterable,
 from engine.contract.executor import Launch, Span
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Copy, Lane, Op, Plan
-from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Pool, Tier
+from engine.contract.regions import SHARED_OWNER, PageSize, Place, Pool, Tier
 from engine.contract.rules import BrokenLaw
 from engine.memory.scoreboard import Life
 from engine.results.deliveries import Outcome
 from traces.serving.request import TrainingJob
 
 FOREVER_NS = 1 << 62
-STATES = (Kind.WEIGHT, Kind.OPTIMIZER)
-ISSUED = 1 << 62  # a stamp above all that were issued
 _Part = tuple[int, int, int]  # from when, until when, bytes
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import simpy
 
 from engine.contract.job import Job, TrainingProgress
+from engine.contract.training_check import TrainingContract
+from engine.loop.completions import Completions, DeferredFrees
+from engine.loop.issuing import Issuing
+from engine.loop.state import EngineState
 from engine.memory.prefix import Chain
 from traces.serving.request import Request, TrainingJob
 
-if TYPE_CHECKING:
-    from engine.loop.engine import Engine
-
-
 Item = Request | TrainingJob
+Release = Callable[[Job], None]  # lets the next turn of a session come
 
 
 class ArrivalQueue:
@@ -91,64 +92,74 @@ class ArrivalQueue:
 
 
 class Admission:
-    """Makes a job of what arrives; says goodbye to what is served or refused."""
+    """Makes a job of each item that arrives, and takes jobs out that are served or refused."""
 
-    def __init__(self, engine: Engine, returns_memory: bool) -> None:
-        self._engine, self._returns_memory = engine, returns_memory
+    def __init__(
+        self,
+        state: EngineState,
+        completions: Completions,
+        frees: DeferredFrees | None,
+        issuing: Issuing,
+        training: TrainingContract,
+        left: Callable[[Job], None],
+    ) -> None:
+        """`frees` gets what finished jobs held; None leaves it to the policy. `left` is told of
+        requests that leave."""
+        self._state, self._completions, self._frees = state, completions, frees
+        self._issuing, self._training, self._left = issuing, training, left
 
-    def admit(self, item: Request | TrainingJob, arrival_ns: int) -> None:
+    def admit(self, item: Item, arrival_ns: int) -> None:
         """A request or training job has arrived: it waits."""
-        engine = self._engine
+        state = self._state
         if isinstance(item, Request):
             job = self._serving(item, arrival_ns)
         else:
-            recorded = engine.launcher.recorded_tokens(item.record_of)
-            layout = engine.layout.training.get(item.job_id)
+            recorded = self._issuing.recorded_tokens(item.record_of)
+            layout = state.layout.training.get(item.job_id)
             job = Job.trains(TrainingProgress(item, layout, recorded), arrival_ns)
-            engine.training.admit(job)
-        engine.standing.drop()
-        engine.moments = 0
-        engine.roster.wait(job)
-        if min(engine.flights.level) < engine.depth:  # else an end will tell
-            engine.news.tell()
+            self._training.admit(job)
+        state.jobs.wait(job)
+        if min(state.in_flight.level) < state.depth:  # else an end will tell
+            state.wakeup.tell()
 
     def _serving(self, item: Request, arrival_ns: int) -> Job:
-        engine, job = self._engine, Job.serving(item, arrival_ns)
-        if engine.fleet is not None:
+        state, prefix, job = self._state, self._issuing.prefix, Job.serving(item, arrival_ns)
+        if state.fleet is not None:
             if item.prompt_ids is not None:
-                job._name_prefix(Chain(item, engine.page.tokens).of_prompt())
-            engine.fleet.assign(job)
-        elif engine.devices == 1:
+                job._name_prefix(Chain(item, state.page.tokens).of_prompt())
+            state.fleet.assign(job)
+        elif state.devices == 1:
             job._route(0)
-        engine.ends.expect(job, item.output_tokens)
-        engine.recorder.arrived(item, arrival_ns, job.device)
-        if engine.reuse is not None:
-            engine.reuse.arrived(item)
+        self._completions.expect(job, item.output_tokens)
+        state.recorder.arrived(item, arrival_ns, job.device)
+        if prefix is not None:
+            prefix.arrived(item)
         return job
 
-    def refuse(self, job: Job) -> None:
-        """It will never fit."""
-        self._engine.roster.refuse(job)
-        self._engine.give_all(job.job_id)
-        self._leave(job, int(self._engine.env.now), "refused")
+    def refuse(self, job: Job, release_turn: Release) -> None:
+        """A job will never fit: it leaves."""
+        self._state.jobs.refuse(job)
+        self._state.give_all(job.job_id)
+        self._leave(job, self._state.now_ns, "refused", release_turn)
 
-    def finish(self, job: Job, now_ns: int, device: int, number: int) -> None:
-        """It is complete with the device's plan of that number."""
-        if self._returns_memory:
-            self._engine.leftovers.leave(device, number, job)
+    def finish(
+        self, job: Job, now_ns: int, device: int, number: int, release_turn: Release
+    ) -> None:
+        """A job is complete with the device's plan of that number."""
+        if self._frees is not None:
+            self._frees.leave(device, number, job)
         else:
-            self._engine.ledger.ended.add(job.job_id)
-        self._leave(job, now_ns, "finished")
+            self._state.ledger.ended.add(job.job_id)
+        self._leave(job, now_ns, "finished", release_turn)
 
-    def _leave(self, job: Job, now_ns: int, status: str) -> None:
-        engine = self._engine
+    def _leave(self, job: Job, now_ns: int, status: str, release_turn: Release) -> None:
         if job.training is not None:
-            engine.training.leave(job.job_id)
-        else:
-            engine.check.left(job)
-            engine.recorder.ended(job.job_id, now_ns, status)
-            if engine.fleet is not None:
-                engine.fleet.left(job)
-            if engine.reuse is not None:
-                engine.reuse.left(job)
-            engine.arrivals.release_turn(job)
+            self._training.leave(job.job_id)
+            return
+        self._left(job)
+        self._state.recorder.ended(job.job_id, now_ns, status)
+        if self._state.fleet is not None:
+            self._state.fleet.left(job)
+        if self._issuing.prefix is not None:
+            self._issuing.prefix.left(job)
+        release_turn(job)

@@ -3,34 +3,83 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, Protocol
 
 from engine.contract.job import Job
 from engine.contract.plan import Plan
 from engine.contract.plan_check import PlanCheck
 from engine.contract.policy import Policy, name_of
 from engine.contract.rules import ContractError, ReadOnlyList, Rule, as_write
-from engine.contract.view import View
-from engine.fast_forward.recurrence import Recurrence
+from engine.contract.view import Reads, RunningDecodes, View
+from engine.loop.completions import DeferredFrees
+from engine.loop.issuing import PrefixReuse
 from engine.loop.profile import ShownProfile
+from engine.loop.state import EngineState, Turn
 
-if TYPE_CHECKING:
-    from engine.loop.engine import Engine
+
+class Answer(NamedTuple):
+    """A plan that keeps the rules, and the view that the policy was asked with."""
+
+    plan: Plan
+    view: View
+
+
+class PlanReuse(Protocol):
+    """Which questions the policy is spared. Results are those of asking at each step (law 15)."""
+
+    def next(self) -> Plan | None:
+        """A plan that needs no question, because the one before still holds."""
+
+    def recurring(self) -> Plan | None:
+        """A plan of a training step that is planned as the step before it."""
+
+    def answered(self, plan: Plan) -> None:
+        """The policy has answered; the engine may ask again at once."""
+
+    def decided(self, answer: Answer) -> None:
+        """The last answer is carried out."""
+
+    def changed(self) -> None:
+        """A job has arrived or left, or a moment has come: ask again."""
+
+    def returned(self) -> None:
+        """Memory of finished jobs has come back."""
+
+    def ended(self, jobs: list[Job]) -> None:
+        """Jobs leave service at issue."""
+
+    def advance(self, plan: Plan, device: int) -> Turn:
+        """Issues a plan, and with it as many steps as can be issued at once."""
+
+    def running(self) -> RunningDecodes | None:
+        """Decodes of the plan before, for a View."""
+
+    def reads(self) -> Reads | None:
+        """What notes the reads of a scheduling that promises nothing."""
+
+    def unissued_bytes(self, now_ns: int) -> int:
+        """KV that is booked for steps which are issued only at `now_ns` or later."""
 
 
 class Asking:
     """Asks the policy unless a plan stands; shows it the memory of finished jobs in good time."""
 
-    def __init__(self, engine: Engine, policy: Policy, may_recur: bool, check: PlanCheck) -> None:
-        self._engine, self._policy, self._check = engine, policy, check
-        ledger = engine.ledger  # whose own books nobody may write into
+    def __init__(
+        self,
+        state: EngineState,
+        policy: Policy,
+        check: PlanCheck,
+        reuse: PlanReuse,
+        frees: DeferredFrees,
+        prefix: PrefixReuse | None,
+    ) -> None:
+        self._state, self._policy, self._check, self._reuse = state, policy, check, reuse
+        self._frees, self._prefix = frees, prefix
+        ledger = state.ledger  # whose own books only the engine writes
         self._held_bytes = MappingProxyType(ledger.held_bytes)
         self._written, self._used = MappingProxyType(ledger.written), MappingProxyType(ledger.used)
         self._capacity_bytes = MappingProxyType(ledger.capacity_bytes)
-        self._profile = ShownProfile(engine.profile)
-        self._recurrence: Recurrence | None = None
-        if may_recur and getattr(policy, "recurs", False):
-            self._recurrence = Recurrence(ledger, engine.roster, engine.profile)
+        self._profile = ShownProfile(state.profile)
         self.asked = 0
 
     def decide(self, device: int) -> Plan:
@@ -40,32 +89,29 @@ class Asking:
         before k has settled, or when the policy wants nothing without it: so decisions do not
         depend on how soon the engine noticed an end (law 11).
         """
-        engine = self._engine
         self.give_back(device)
-        if (again := engine.standing.next(engine.ledger.room_bytes)) is not None:
+        if (again := self._reuse.next()) is not None:
             return again
         while True:
-            plan = self._plan(device)
-            oldest = engine.leftovers.oldest(device)
-            if plan or oldest is None:
-                engine.standing.keep(plan)
-                return plan
+            if (recurring := self._reuse.recurring()) is not None:
+                return recurring
+            answer = self._ask(device)
+            self._reuse.answered(answer.plan)
+            oldest = self._frees.oldest(device)
+            if answer.plan or oldest is None:
+                self._reuse.decided(answer)
+                return answer.plan
             self._give_back(device, oldest)
 
-    def _plan(self, device: int) -> Plan:
-        if self._recurrence is None:
-            return self._ask(device)
-        return self._recurrence.plan(lambda: self._ask(device))
-
-    def _ask(self, device: int) -> Plan:
+    def _ask(self, device: int) -> Answer:
         self.asked += 1
         policy: Any = self._policy  # that its answer is a plan is checked, not known
         view = self._view(device)
         try:
             plan = policy.plan(view)
-            if not self._engine.roster.is_whole:
+            if not self._state.jobs.is_whole:
                 raise ContractError(Rule.READ_ONLY, "the policy has changed a list of the view")
-            self._check.check(plan, device, view)
+            self._check.check(plan, device)
         except ContractError as error:
             raise self._located(error, device) from error.__cause__
         except Exception as error:
@@ -73,39 +119,35 @@ class Asking:
                 raise
             raise self._located(write, device) from error
         assert isinstance(plan, Plan), "the check has seen that it is one"
-        return plan
+        return Answer(plan, view)
 
     def _located(self, error: ContractError, device: int) -> ContractError:
-        return error.located(name_of(self._policy), self._engine.steps, device)
+        return error.located(name_of(self._policy), self._state.in_flight.steps, device)
 
     def give_back(self, device: int) -> None:
         """Memory of finished jobs that may be shown by now comes back."""
-        self._give_back(device, self._engine.flights.issued[device] - self._engine.depth)
+        self._give_back(device, self._state.in_flight.issued[device] - self._state.depth)
 
     def give_all_back(self) -> None:
-        """Nobody is left to be asked for."""
-        for device, number in enumerate(self._engine.flights.issued):
+        """Memory of all finished jobs comes back: no job is left to be asked for."""
+        for device, number in enumerate(self._state.in_flight.issued):
             self._give_back(device, number)
 
     def _give_back(self, device: int, number: int) -> None:
-        engine = self._engine
-        if engine.leftovers.give_back(device, number):
-            if self._recurrence is not None:
-                self._recurrence.forget()
-            if engine.roster.waiting:
-                engine.standing.drop()  # somebody may come in now
-            engine.release_idle()
+        if self._frees.give_back(device, number):
+            self._reuse.returned()
+            self._state.release_idle()
 
     def _view(self, device: int) -> View:
-        engine = self._engine
-        ledger, roster = engine.ledger, engine.roster
+        state = self._state
+        ledger, jobs = state.ledger, state.jobs
         return View(
-            int(engine.env.now),
+            state.now_ns,
             device,
-            engine.flights.issued[device],
-            self._shown(roster.serving, device),
-            roster.training,
-            self._shown(roster.waiting, device),
+            state.in_flight.issued[device],
+            self._shown(jobs.serving, device),
+            jobs.training,
+            self._shown(jobs.waiting, device),
             MappingProxyType(ledger.free_bytes()),
             MappingProxyType(ledger.coming_bytes()),
             self._held_bytes,
@@ -113,16 +155,17 @@ class Asking:
             self._used,
             tuple(ledger.open),
             self._capacity_bytes,
-            engine.page,
+            state.page,
             self._profile,
-            engine.layout,
-            engine.cost,
-            None if engine.reuse is None else engine.reuse.trial(device),
-            engine.standing.decodes(roster.serving),
+            state.layout,
+            state.cost,
+            None if self._prefix is None else self._prefix.dry_run(device),
+            self._reuse.running(),
+            self._reuse.reads(),
         )
 
     def _shown(self, jobs: list[Job], device: int) -> list[Job]:
-        """A replica sees its own requests; where nobody routes, every device sees all."""
-        if self._engine.fleet is None or self._engine.devices == 1:
+        """A replica sees its own requests; without a router every device sees all."""
+        if self._state.fleet is None or self._state.devices == 1:
             return jobs
         return ReadOnlyList([job for job in jobs if job.device in (None, device)])

@@ -10,7 +10,6 @@ from itertools import chain
 from engine.contract.executor import Launch, Span
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Lane, Op
-from engine.fast_forward.standing_plan import StandingPlan
 from engine.loop.job_lists import JobLists
 from engine.results.recorder import Recorder
 
@@ -74,8 +73,16 @@ class Completions:
     `in_flight`: operations that are issued and not settled, in the order of issue.
     """
 
-    def __init__(self, roster: JobLists, standing: StandingPlan, in_flight: Collection[Op]) -> None:
-        self._roster, self._standing, self._in_flight = roster, standing, in_flight
+    def __init__(
+        self,
+        jobs: JobLists,
+        in_flight: Collection[Op],
+        ended: Callable[[Sequence[Job]], None],
+        changed: Callable[[], None],
+    ) -> None:
+        """`ended` is told of jobs that leave service at issue, `changed` that one left later."""
+        self._jobs, self._in_flight = jobs, in_flight
+        self._ended, self._changed = ended, changed
         self._target: dict[int, int] = {}  # known tokens at which a request is complete
         self._with: dict[Op, list[Job]] = {}
         self._steps: dict[Op, list[StepEnd]] = {}  # of training, by launches that they wait for
@@ -107,18 +114,18 @@ class Completions:
             self._with.setdefault(op, []).append(job)
 
     def _leave(self, jobs: Sequence[Job]) -> None:
-        self._standing.lose(jobs, somebody_waits=bool(self._roster.waiting))
+        self._ended(jobs)
         for job in jobs:
-            self._roster.leave(job)
+            self._jobs.leave(job)
 
     def sampled(self, span: Span, launch: Launch) -> list[Job]:
-        """Who sampled an end of sequence, or reached the length of the trace as its limit: out."""
+        """Jobs that sampled an end of sequence, or reached the length of the trace: they leave."""
         ids = {piece.job_id for piece in launch.pieces if piece.samples}
-        jobs = [job for job in self._roster.serving if job.job_id in ids]
+        jobs = [job for job in self._jobs.serving if job.job_id in ids]
         done = [job for job in jobs if job.job_id in span.ended or self.tokens_left(job) <= 0]
         for job in done:
-            self._standing.drop()
-            self._roster.leave(job)
+            self._changed()
+            self._jobs.leave(job)
         return done
 
     def step_with(self, op: Compute, job: Job, step: int) -> None:

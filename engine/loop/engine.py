@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import simpy
 
-from engine.contract.executor import Executor, Span, Store, due_ns, skipped_to
+from engine.contract.executor import Executor, Launch, Span, due_ns, skipped_to
+from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import COMPUTE_LANE, Op, Plan
 from engine.contract.plan_check import PlanCheck
-from engine.contract.policy import Fleet, Policy, Router
+from engine.contract.policy import Fleet, Policy, Router, traits_of
 from engine.contract.progress import restart
-from engine.contract.regions import Kind, PageSize, Pool, Tier
+from engine.contract.regions import PageSize, Pool, Tier
 from engine.contract.training_check import TrainingContract
 from engine.contract.view import Cost
-from engine.fast_forward.jump import Jump, Repeater, offers_jumps
-from engine.fast_forward.repeated_plan import RepeatedPlan
-from engine.fast_forward.standing_plan import StandingPlan
+from engine.fast_forward.fast_forward import FastForward, LoopParts
 from engine.laws.check_replay import check_end, check_requests
 from engine.loop.admission import Admission, ArrivalQueue
 from engine.loop.asking import Asking
 from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.in_flight import InFlight, IssuedOp, Wakeup
-from engine.loop.issuing import Issuing, Reuse
+from engine.loop.issuing import Issuing, Moves, PrefixReuse
 from engine.loop.job_lists import JobLists
 from engine.loop.profile import EngineProfile
+from engine.loop.state import EngineState, Turn
 from engine.memory.ledger import Ledger
 from engine.memory.prefix import Chain
 from engine.memory.scoreboard import Journal
@@ -72,7 +72,7 @@ class Engine:
     training is like the one before; same results.
     With a `router` each device is a replica: it is shown only the requests that were routed to it.
     `lanes` are the compute lanes that a device has: launches that serve run on no others.
-    A policy with `prefix_caching` has full pages kept, which jobs that begin alike then share.
+    What a policy promises (Traits) decides what it is spared, and whether full pages are kept.
     """
 
     def __init__(
@@ -99,223 +99,261 @@ class Engine:
             raise ValueError(f"depth is {depth}: at least one plan must be in flight")
         if not forced and depth > 1:
             raise ValueError(f"depth is {depth}: sampled lengths need depth 1 (set depth=1)")
-        self.env, self.executor = env, executor
-        self.page, self.devices, self.depth, self.forced = page, devices, depth, forced
-        self.layout, self.cost = (layout or Layout()).shown(), cost
-        self.is_watched = journal is not None
-        self.recorder = recorder or Recorder()
-        self.recorder.predicted_bytes = getattr(executor, "peak_bytes", None)
-        self.store: Store | None = getattr(executor, "store", None)
-        chains: dict[int, Chain] | None = {} if getattr(policy, "prefix_caching", False) else None
-        self.ledger = Ledger(capacity_bytes, page, self.layout.places, journal, chains)
-        self.reuse = None if chains is None else Reuse(chains, self.ledger, self.recorder)
-        self.fleet = None if router is None else Fleet(devices, router)
-        self.profile = EngineProfile()
-        self.roster, self.flights = JobLists(), InFlight(devices)
-        self.standing = StandingPlan(
-            fast_forward and devices == 1,
+        traits, recorder = traits_of(policy), recorder or Recorder()
+        recorder.predicted_bytes = getattr(executor, "peak_bytes", None)
+        shown = (layout or Layout()).shown()
+        chains: dict[int, Chain] | None = {} if traits.prefix_caching else None
+        ledger = Ledger(capacity_bytes, page, shown.places, journal, chains)
+        self.state = state = EngineState(
+            env,
+            executor,
             page,
-            self.ledger.pages,
-            lambda job: self.ends.tokens_left(job),
+            devices,
+            depth,
+            forced,
+            shown,
+            cost,
+            journal is not None,
+            recorder,
+            getattr(executor, "store", None),
+            ledger,
+            None if router is None else Fleet(devices, router),
+            JobLists(),
+            InFlight(devices),
+            EngineProfile(),
+            Wakeup(env, self._changed),
         )
-        self.ends = Completions(self.roster, self.standing, self.ledger.open)
-        self.training = TrainingContract(
-            self.layout, self.ledger.marks, self.ledger.held_bytes, self.ledger.capacity_bytes
+        self.reuse = FastForward(
+            fast_forward and devices == 1,
+            traits,
+            state,
+            lambda job: self._completions.tokens_left(job),
         )
-        self.leftovers = DeferredFrees(self.give_all, self.recorder, devices)
-        self.launcher = Issuing(self)
-        self._door = Admission(self, returns_memory)
-        self.arrivals = ArrivalQueue(env, (), self._door.admit)
-        self.news = Wakeup(env, self.standing.drop)
-        self.check = PlanCheck(
-            self.ledger,
-            self.roster,
-            self.standing,
-            self.ends.tokens_left,
-            lanes,
-            self.training,
-            is_routed=router is not None,
+        self._completions = Completions(
+            state.jobs, ledger.open, self.reuse.ended, self.reuse.changed
         )
-        self.questions = Asking(self, policy, fast_forward and devices == 1, self.check)
+        self._training = TrainingContract(
+            shown, ledger.marks, ledger.held_bytes, ledger.capacity_bytes
+        )
+        frees = DeferredFrees(state.give_all, recorder, devices)
+        prefix = None if chains is None else PrefixReuse(chains, ledger, recorder)
+        self._issuing = Issuing(state, self._completions, prefix)
+        check = PlanCheck(
+            ledger, state.jobs, self.reuse.leading, lanes, self._training, router is not None
+        )
+        self._admission = Admission(
+            state,
+            self._completions,
+            frees if returns_memory else None,
+            self._issuing,
+            self._training,
+            check.left,
+        )
+        self._arrivals = ArrivalQueue(env, (), self._admit)
+        self._asking = Asking(state, policy, check, self.reuse, frees, prefix)
+        self.reuse.carried_out_by(
+            LoopParts(
+                self._completions,
+                frees,
+                self._issuing,
+                self,
+                self._issue,
+                lambda: self._arrivals.next_ns,
+            )
+        )
         self._fruitless = 0  # plans in a row that launched and refused nothing
-        self.moments = 0  # asked for in a row, while nothing was issued, came or ended
-        self.jump: Jump | None = None
-        if fast_forward and devices == 1 and offers_jumps(self):
-            self.jump = Jump(self, cast(Repeater, executor))
+        self._moments = 0  # asked for in a row, while nothing was issued, came or ended
 
     @property
     def steps(self) -> int:
         """Plans issued."""
-        return self.flights.steps
+        return self.state.in_flight.steps
 
     @property
     def asked(self) -> int:
         """Questions to the policy."""
-        return self.questions.asked
+        return self._asking.asked
 
     def replay(self, work: Iterable[Request | TrainingJob]) -> None:
         """Runs a trace to its end.
 
-        Raises Stalled where it cannot end, ContractError where a plan breaks a rule, BrokenLaw
-        where the end does: a request unfinished or of another length, memory that is held.
+        Raises:
+            Stalled: the replay cannot end.
+            ContractError: a plan breaks a rule.
+            BrokenLaw: the end does: a request is unfinished or of another length, memory is held.
         """
-        items = list(work)
-        self.arrivals = ArrivalQueue(self.env, items, self._door.admit)
-        self.env.process(self.arrivals.run())
+        items, state = list(work), self.state
+        self._arrivals = ArrivalQueue(state.env, items, self._admit)
+        state.env.process(self._arrivals.run())
         with few_collections():
-            self.env.run(self.env.process(self._serve()))
-        recorder = self.recorder
+            state.env.run(state.env.process(self._serve()))
+        recorder, ledger = state.recorder, state.ledger
         training = [(i, recorder.steps_of(i.job_id)) for i in items if isinstance(i, TrainingJob)]
-        outcomes, held = recorder.outcomes.values(), self.ledger.held_bytes
-        resident = self.layout.places
-        check_end(outcomes, training, held, resident, self.ledger.ended, self.forced)
-        self.ledger.conserved()
+        outcomes, held = recorder.outcomes.values(), ledger.held_bytes
+        check_end(outcomes, training, held, state.layout.places, ledger.ended, state.forced)
+        ledger.conserved()
 
     # ---- the loop
-    def _serve(self) -> Generator[simpy.Event, Any, None]:
-        while self.arrivals.pending or self.roster or self.ledger.open:
+    def _serve(self) -> Turn:
+        state, asking = self.state, self._asking
+        while self._arrivals.pending or state.jobs or state.ledger.open:
             asked = yield from self._ask_devices()
             if asked:
                 continue
-            if not self.roster:
-                self.questions.give_all_back()
-            comes = self.arrivals.next_ns is not None or self.news.will_come
-            if not (self.ledger.open or comes):  # turns that only answers release never come
+            if not state.jobs:
+                asking.give_all_back()
+            comes = self._arrivals.next_ns is not None or state.wakeup.will_come
+            if not (state.ledger.open or comes):  # turns that only answers release never come
                 raise self._stalled("the policy wants nothing although nothing is in flight")
             self._rest()
-            yield self.news.next
-        self.questions.give_all_back()
+            yield state.wakeup.next
+        asking.give_all_back()
         self._rest()
-
-    def _wake_at(self, wake_ns: int) -> None:
-        """A moment for which the policy wants to wait, though not for ever."""
-        self.moments += 1
-        is_last = self.arrivals.next_ns is None and not self.ledger.open
-        if self.moments >= FRUITLESS * (1 if is_last else 10):
-            raise self._stalled(
-                f"the policy has asked for {self.moments:,} moments and does nothing"
-            )
-        self.news.wake_at(wake_ns)
-
-    def _rest(self) -> None:
-        if self.recorder.lacks_return:
-            self.recorder.rested(int(self.env.now), self.steps - 1, self.ledger.figures())
 
     def _ask_devices(self) -> Generator[simpy.Event, Any, bool]:
         """Idle devices first, then those with one plan in flight, and so on."""
-        asked, levels = False, self.flights.level
-        for level in range(self.depth):
-            for device in range(self.devices):
-                if levels[device] != level or not self.roster:
+        asked, state = False, self.state
+        levels = state.in_flight.level
+        for level in range(state.depth):
+            for device in range(state.devices):
+                if levels[device] != level or not state.jobs:
                     continue
-                plan = self.questions.decide(device)
+                plan = self._asking.decide(device)
                 if plan.wake_ns is not None:
                     self._wake_at(plan.wake_ns)
                 if plan:
-                    self.moments = 0
-                    yield from self._carry_out(plan, device)
+                    self._moments = 0
+                    yield from self.reuse.advance(plan, device)
                     asked = True
         return asked
 
-    def _carry_out(self, plan: Plan, device: int) -> Generator[simpy.Event, Any, None]:
-        """Issues a plan, or what can be issued of one that repeats."""
-        repeat = self.standing.repeat
-        if repeat is None:
-            yield from self._issue(plan if plan.repeats == 1 else plan.at(0), device)
-        elif self.jump is None or not (yield from self.jump.carry_out(repeat, device)):
-            yield from self._issue(repeat.next(), device, repeat)
+    def _wake_at(self, wake_ns: int) -> None:
+        """A moment for which the policy wants to wait, though not for ever."""
+        self._moments += 1
+        is_last = self._arrivals.next_ns is None and not self.state.ledger.open
+        if self._moments >= FRUITLESS * (1 if is_last else 10):
+            raise self._stalled(
+                f"the policy has asked for {self._moments:,} moments and does nothing"
+            )
+        self.state.wakeup.wake_at(wake_ns)
 
-    def give_all(self, owner: int) -> None:
-        """All that an owner holds comes back."""
-        for place in self.ledger.give_all(owner):
-            if self.store is not None and place.region.kind is not Kind.KV:
-                self.store.free(place)
+    def _rest(self) -> None:
+        recorder, state = self.state.recorder, self.state
+        if recorder.lacks_return:
+            recorder.rested(state.now_ns, self.steps - 1, state.ledger.figures())
 
-    def release_idle(self) -> None:
-        """Pages out of all use go back to the machine."""
-        for pool, pages in self.ledger.drain_idle():
-            self.executor.release(pool, pages)
+    def _admit(self, item: Request | TrainingJob, arrival_ns: int) -> None:
+        """A request or training job has arrived."""
+        self._changed()
+        self._moments = 0
+        self._admission.admit(item, arrival_ns)
+
+    def _changed(self) -> None:
+        self.reuse.changed()
 
     def _stalled(self, why: str) -> Stalled:
-        free = {f"{tier}:{device}": n for (tier, device), n in self.ledger.free_bytes().items()}
-        return Stalled(f"{why}: {self.roster}; free bytes {free}")
+        ledger, jobs = self.state.ledger, self.state.jobs
+        free = {f"{tier}:{device}": n for (tier, device), n in ledger.free_bytes().items()}
+        return Stalled(f"{why}: {jobs}; free bytes {free}")
 
     # ---- issue: state moves on
-    def _issue(
-        self, plan: Plan, device: int, repeat: RepeatedPlan | None = None
-    ) -> Generator[simpy.Event, Any, None]:
-        booked = self.ledger.book(plan, 0 if repeat is None else len(repeat.cohort.jobs))
+    def _issue(self, plan: Plan, device: int, moves: Moves | None = None) -> Turn:
+        """Books a plan, moves its jobs on, launches it and lets the host's time pass."""
+        launches = self._booked(plan, device, moves)
+        self._check_progress(plan, launches)
+        host_ns = self._prepared(plan, device, launches)
+        wait_ns, env = due_ns(self.state.env, host_ns), self.state.env
+        if wait_ns and not skipped_to(env, self.state.now_ns + wait_ns):
+            yield env.timeout(wait_ns)
+        self._issuing.start(plan, launches, self.settle)
+
+    def _booked(self, plan: Plan, device: int, moves: Moves | None) -> list[Launch]:
+        """Books a plan; jobs restart, leave and move on as it says."""
+        state = self.state
+        booked = state.ledger.book(plan, 0 if moves is None else moves.num_held)
         for job in plan.restart:
             restart(job)
-            self.roster.wait_again(job)
+            state.jobs.wait_again(job)
         for job in plan.refuse:
-            self._door.refuse(job)
-        if self.reuse is not None:
-            self.reuse.start(plan)
-        launches = [self.launcher.launch(op, b, device, repeat) for op, b in booked.items()]
-        now_ns = int(self.env.now)
-        step, number = self.flights.number(device)
-        self.flights.last_compute(booked, device)
+            self._admission.refuse(job, self._arrivals.release_turn)
+        if self._issuing.prefix is not None:
+            self._issuing.prefix.start(plan)
+        return [self._issuing.launch(op, b, device, moves) for op, b in booked.items()]
+
+    def _check_progress(self, plan: Plan, launches: Sequence[Launch]) -> None:
+        """Raises Stalled where the policy's plans do nothing for ever."""
         self._fruitless = 0 if launches or plan.refuse else self._fruitless + 1
         if self._fruitless >= FRUITLESS:
             raise self._stalled(f"the policy's last {FRUITLESS:,} plans hold no operation")
-        figures = self.ledger.figures(device=self._own(device) if step else None)
-        self.recorder.issued(step, device, now_ns, plan, figures)
+
+    def _prepared(self, plan: Plan, device: int, launches: Sequence[Launch]) -> int:
+        """Numbers and records a plan in flight; the host's time to prepare its launches."""
+        state, now_ns = self.state, self.state.now_ns
+        step, number = state.in_flight.number(device)
+        state.in_flight.last_compute([launch.op for launch in launches], device)
+        figures = state.ledger.figures(device=self._own(device) if step else None)
+        state.recorder.issued(step, device, now_ns, plan, figures)
         self._check_books()
-        host_ns = self.executor.prepare(launches)
+        host_ns = state.executor.prepare(launches)
         for i, launch in enumerate(launches):
-            self.flights.start(IssuedOp(step, device, number, now_ns, 0 if i else host_ns, launch))
-        wait_ns = due_ns(self.env, host_ns)
-        if wait_ns and not skipped_to(self.env, now_ns + wait_ns):
-            yield self.env.timeout(wait_ns)
-        self.launcher.start(plan, launches)
+            told_ns = 0 if i else host_ns
+            state.in_flight.start(IssuedOp(step, device, number, now_ns, told_ns, launch))
+        return host_ns
 
     def _own(self, device: int) -> int | None:
-        """Whose pools a plan can change: its replica's; without a router, anybody's."""
-        return None if self.fleet is None else device
+        """The device whose pools alone a plan can change: without a router, any device."""
+        return None if self.state.fleet is None else device
 
     def _check_books(self) -> None:
-        if not self.is_watched:
-            return
-        self.ledger.conserved()
-        check_requests(self.recorder.outcomes.values(), (*self.roster, *self.ends))
+        state = self.state
+        if state.is_watched:
+            state.ledger.conserved()
+            check_requests(state.recorder.outcomes.values(), (*state.jobs, *self._completions))
 
     # ---- settle: measurements and tokens arrive
     def settle(self, span: Span) -> None:
         """An operation has ended: what it sampled and held is there."""
-        self.moments = 0
-        flight = self.flights.pop(span.op)
-        self.profile.settled(span)
-        self.recorder.delivered(flight.device, flight.launch.pieces, span.end_ns)
-        self.land(span.op, span.end_ns, flight.device, flight.number)
-        if not self.forced:
-            for job in self.ends.sampled(span, flight.launch):
-                self._door.finish(job, span.end_ns, flight.device, flight.number)
-        self.release_idle()
+        self._moments, state = 0, self.state
+        issued = state.in_flight.pop(span.op)
+        device, number = issued.device, issued.number
+        state.profile.settled(span)
+        state.recorder.delivered(device, issued.launch.pieces, span.end_ns)
+        self.land(span.op, span.end_ns, device, number)
+        if not state.forced:
+            for job in self._completions.sampled(span, issued.launch):
+                self.finish_job(job, span.end_ns, device, number)
+        state.release_idle()
         self._check_books()
-        early_bytes = self.jump.unissued_bytes(span.end_ns) if self.jump else 0
-        self.recorder.settled(
-            flight.step,
-            flight.issue_ns,
-            flight.host_ns,
-            span,
-            flight.launch,
-            self.ledger.figures((Tier.GPU, flight.device), early_bytes, self._own(flight.device)),
+        early_bytes = self.reuse.unissued_bytes(span.end_ns)
+        figures = state.ledger.figures((Tier.GPU, device), early_bytes, self._own(device))
+        state.recorder.settled(
+            issued.step, issued.issue_ns, issued.host_ns, span, issued.launch, figures
         )
-        if not self.roster or min(self.flights.level) < self.depth:  # else nobody may be asked
-            self.news.tell()
+        if (
+            not state.jobs or min(state.in_flight.level) < state.depth
+        ):  # else no device may be asked
+            state.wakeup.tell()
 
     def land(self, op: Op, end_ns: int, device: int, number: int) -> None:
         """An operation has ended: what waited for it may go on."""
-        self.ledger.settle(op)
-        self.flights.land(op)
-        for end in self.ends.settle(op, end_ns, number):
-            self.recorder.trained(end.job, end.step, end.end_ns)
+        state = self.state
+        state.ledger.settle(op)
+        state.in_flight.land(op)
+        for end in self._completions.settle(op, end_ns, number):
+            state.recorder.trained(end.job, end.step, end.end_ns)
             if end.is_last:
-                self._door.finish(end.job, end.end_ns, device, end.number)
+                self.finish_job(end.job, end.end_ns, device, end.number)
         self.finish(op, end_ns, device, number)
 
     def finish(self, op: Op, end_ns: int, device: int, number: int) -> None:
-        """Who was to finish with an operation finishes."""
-        for job in self.ends.pop(op):
-            self._door.finish(job, end_ns, device, number)
+        """Jobs that end with an operation finish."""
+        for job in self._completions.pop(op):
+            self.finish_job(job, end_ns, device, number)
+
+    def finish_job(self, job: Job, now_ns: int, device: int, number: int) -> None:
+        """A job is complete with the device's plan of that number."""
+        self._admission.finish(job, now_ns, device, number, self._arrivals.release_turn)
+
+    def give_back(self, device: int) -> None:
+        """Memory of finished jobs that a device may be shown by now comes back."""
+        self._asking.give_back(device)

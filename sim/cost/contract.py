@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from engine.contract.executor import Launch, Piece, Pieces
 from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Op, Pattern, Slice
 from engine.contract.regions import Place, Tier, Work
-from engine.fast_forward.decode_batch import Behind
+from engine.contract.executor import Contexts
 from models.spec import ModelSpec
 from sim.cost.training_launch import Trained, is_light, trained_of, workspace_of
 from sim.cost.training_operators import training_operators
@@ -98,7 +98,7 @@ def sizes(launch: Launch) -> tuple[int, int]:
 def load_of(launch: Launch, steps: int) -> Load:
     """What a repeated launch loads attention with after so many steps."""
     pieces = launch.pieces
-    if isinstance(pieces, Pieces) and isinstance(pieces.contexts, Behind):
+    if isinstance(pieces, Pieces) and isinstance(pieces.contexts, Contexts):
         behind, lead, more = pieces.contexts, pieces.contexts.lead, 1 + steps
         tail = zip(pieces.tokens[lead:], behind.tail, strict=True)
         rest = [(n, context + steps * n) for n, context in tail]
@@ -263,7 +263,7 @@ def _op(launch: Launch) -> Compute:
 def training_slices(launch: Launch) -> Sequence[Slice]:
     """Those of training jobs. ValueError where serving is cut by layers: it has no price yet."""
     op, pieces, lead = _op(launch), launch.pieces, 0
-    if isinstance(pieces, Pieces) and isinstance(pieces.contexts, Behind):
+    if isinstance(pieces, Pieces) and isinstance(pieces.contexts, Contexts):
         lead = pieces.contexts.lead  # a cohort serves
     found = []
     for piece in op.slices[lead:]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.contract.executor import Launch, Pieces
 from engine.contract.plan import Compute
-from engine.fast_forward.decode_batch import Behind
+from engine.contract.executor import Contexts
 from models.spec import ModelSpec
 from sim.cost.contract import ShapePriced, forward_shape, shifted
 from sim.cost.piecewise import warn_beyond
@@ -202,7 +202,7 @@ def _mix(launch: Launch) -> Mix:
     """What a launch is made of."""
     pieces = launch.pieces
     assert isinstance(launch.op, Compute)
-    if isinstance(pieces, Pieces) and isinstance(pieces.contexts, Behind):
+    if isinstance(pieces, Pieces) and isinstance(pieces.contexts, Contexts):
         behind, lead = pieces.contexts, pieces.contexts.lead
         if behind.are_generated and not behind.tail:
             return lead, behind.total + lead, []

@@ -1,0 +1,190 @@
+"""Fast-forward: the questions that the policy is spared, and the steps that are issued at once.
+
+The loop knows `PlanReuse` (engine/loop/asking.py) and nothing else of this room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, cast
+
+import simpy
+
+from engine.contract.executor import Pieces
+from engine.contract.job import Job
+from engine.contract.plan import Compute, Plan
+from engine.contract.plan_check import Leading
+from engine.contract.policy import Traits
+from engine.contract.view import Reads, RunningDecodes
+from engine.fast_forward.jump import Jump, Repeater
+from engine.fast_forward.reads import SeenReads, can_be_seen
+from engine.fast_forward.recurrence import Recurrence
+from engine.fast_forward.repeated_plan import RepeatedPlan
+from engine.fast_forward.standing_plan import StandingPlan
+from engine.loop.asking import Answer
+from engine.loop.completions import Completions, DeferredFrees
+from engine.loop.issuing import Issuing, Moved, PrefixReuse
+from engine.loop.state import EngineState, Issue, Lifecycle, Turn
+
+
+class LoopParts(NamedTuple):
+    """The parts of the loop that carry out what fast-forward decides."""
+
+    completions: Completions
+    frees: DeferredFrees
+    issuing: Issuing
+    lifecycle: Lifecycle
+    issue: Issue
+    next_arrival_ns: Callable[[], int | None]
+
+
+class FastForward:
+    """The PlanReuse of an engine; `is_allowed=False` spares no question and takes single steps."""
+
+    def __init__(
+        self,
+        is_allowed: bool,
+        traits: Traits,
+        state: EngineState,
+        tokens_left: Callable[[Job], int],
+    ) -> None:
+        self._state, self._is_allowed = state, is_allowed
+        notes = is_allowed and not traits.repeats and traits.kv_growth != "asked" and can_be_seen()
+        self._reads = SeenReads() if notes else None
+        self._standing = StandingPlan(
+            is_allowed, traits, self._reads, state.page, state.ledger.pages, tokens_left
+        )
+        recurs = is_allowed and traits.recurs
+        self._recurrence = Recurrence(state.ledger, state.jobs, state.profile) if recurs else None
+        self._parts: LoopParts | None = None
+        self.jump: Jump | None = None
+
+    def carried_out_by(self, parts: LoopParts) -> None:
+        """Gives the parts of the loop, which are made behind this one."""
+        state, self._parts = self._state, parts
+        is_watched = state.is_watched or state.recorder.is_metered
+        knows_durations = hasattr(state.executor, "repeat")
+        if self._is_allowed and state.forced and not is_watched and knows_durations:
+            self.jump = Jump(
+                state,
+                parts.completions,
+                parts.frees,
+                parts.issuing,
+                parts.lifecycle,
+                parts.next_arrival_ns,
+                cast(Repeater, state.executor),
+            )
+
+    # ---- which questions are spared
+    def next(self) -> Plan | None:
+        """See PlanReuse."""
+        return self._standing.next(self._state.ledger.room_bytes)
+
+    def recurring(self) -> Plan | None:
+        """See PlanReuse."""
+        if self._recurrence is None or (plan := self._recurrence.next()) is None:
+            return None
+        self._standing.clear()
+        return plan
+
+    def answered(self, plan: Plan) -> None:
+        """See PlanReuse."""
+        if self._recurrence is not None:
+            self._recurrence.answered(plan)
+
+    def decided(self, answer: Answer) -> None:
+        """See PlanReuse."""
+        self._standing.decided(answer.plan, answer.view)
+
+    def changed(self) -> None:
+        """See PlanReuse."""
+        self._standing.drop()
+
+    def returned(self) -> None:
+        """See PlanReuse."""
+        if self._recurrence is not None:
+            self._recurrence.forget()
+        if self._state.jobs.waiting:
+            self._standing.drop()  # a waiting job may be admitted now
+
+    def ended(self, jobs: Sequence[Job]) -> None:
+        """See PlanReuse."""
+        self._standing.lose(jobs, others_wait=bool(self._state.jobs.waiting))
+
+    # ---- what is known of the plan before
+    def running(self) -> RunningDecodes | None:
+        """See PlanReuse."""
+        return self._standing.running(self._state.jobs.serving)
+
+    def reads(self) -> Reads | None:
+        """See PlanReuse."""
+        return self._reads
+
+    def leading(self, launch: Compute) -> Leading | None:
+        """Decodes of the plan before that head a launch in their order, for the check of plans."""
+        cohort = self._standing.cohort
+        if cohort is None or not self._standing.leads(launch):
+            return None
+        full = None
+        if cohort.turns is not None:
+            full = cohort.turns[cohort.clock % self._state.page.tokens]
+        return Leading(cohort.ids, full, cohort)
+
+    def unissued_bytes(self, now_ns: int) -> int:
+        """See PlanReuse."""
+        return self.jump.unissued_bytes(now_ns) if self.jump else 0
+
+    # ---- how plans are issued
+    def advance(self, plan: Plan, device: int) -> Turn:
+        """See PlanReuse."""
+        assert self._parts is not None, "the loop is whole before it runs"
+        repeat = self._standing.repeat
+        if repeat is None:
+            yield from self._parts.issue(plan, device)
+        elif self.jump is None or not (yield from self._jumped(self.jump, repeat, device)):
+            moves = StepMoves(
+                repeat, self._state, self._parts.completions, self._parts.issuing.prefix
+            )
+            yield from self._parts.issue(repeat.next(), device, moves)
+
+    def _jumped(
+        self, jump: Jump, repeat: RepeatedPlan, device: int
+    ) -> Generator[simpy.Event, Any, bool]:
+        assert self._parts is not None
+        lifecycle = self._parts.lifecycle
+
+        def stands() -> bool:
+            """Whether the plan still holds, with the memory that may be shown by now."""
+            lifecycle.give_back(device)
+            return self._standing.repeat is repeat
+
+        return (yield from jump.carry_out(repeat, device, stands))
+
+
+class StepMoves:
+    """One step of a repeated plan: its decodes move on by their clock, its tail slice by slice."""
+
+    def __init__(
+        self,
+        repeat: RepeatedPlan,
+        state: EngineState,
+        completions: Completions,
+        prefix: PrefixReuse | None,
+    ) -> None:
+        self._repeat, self._state = repeat, state
+        self._completions, self._prefix = completions, prefix
+        self.num_held = len(repeat.cohort.jobs)
+
+    def pieces(self, op: Compute, moved: Moved) -> Pieces:
+        """See Moves."""
+        cohort, lead = self._repeat.cohort, self.num_held
+        ids, tables, slices = cohort.ids, cohort.tables, op.slices[lead:]
+        contexts = cohort.ahead(0, [piece.job.computed_tokens for piece in slices])
+        self._repeat.advance(1)
+        if self._prefix is not None:
+            self._prefix.keep(op.device, cohort.filled(1))
+        if self._state.forced and (done := cohort.complete()):
+            self._completions.end_with(op, done)
+        rest = moved(op, slices)
+        tokens, samples = (*((1,) * lead), *rest.tokens), (*((True,) * lead), *rest.samples)
+        return Pieces((*ids, *rest.job_ids), tokens, contexts, samples, (*tables, *rest.tables))

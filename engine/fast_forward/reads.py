@@ -1,0 +1,173 @@
+"""What a scheduling reads of a view: where none of it moves while a plan stands, its answer stays.
+
+A scheduling is a pure function of its view. A plan that stands moves the jobs of its launch, memory
+and time, and nothing else. So a batch that was made without looking at any of these would be made
+again, until a job arrives, ends or is admitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from types import FunctionType
+from typing import Any
+
+from engine.contract.job import Job
+from engine.contract.plan import Compute, Op, Plan, Slice
+from engine.contract.regions import Place, Pool
+from engine.contract.rules import ReadOnlyList
+from engine.contract.view import Cost, KeptPages, Profile, View
+
+STEADY_IN_DECODE = frozenset(("remaining_tokens", "is_prefilling"))
+
+
+def can_be_seen() -> bool:
+    """Whether reads can be noted: compiled classes are read past the properties that note them."""
+    return isinstance(View.room, FunctionType)
+
+
+class SeenReads:
+    """The reads of one batch. Views of it are made at each question, jobs once for their life."""
+
+    def __init__(self) -> None:
+        self._of_view = False  # something was read that moves with any step
+        self._of_jobs: set[tuple[int, str]] = set()
+        self._jobs: dict[int, SeenJob] = {}
+
+    def shown(self, view: View) -> View:
+        """See Reads."""
+        self._of_view = False
+        self._of_jobs.clear()
+        here = {job.job_id: job for job in (*view.serving, *view.waiting)}
+        for job_id in self._jobs.keys() - here.keys():
+            del self._jobs[job_id]
+        return SeenView.of(view, self)
+
+    def slices(self, batch: Sequence[Any]) -> tuple[Slice, ...]:
+        """See Reads. What is no slice of a shown job stays as it is, for the checks."""
+        return tuple([self._real(piece) for piece in batch])
+
+    def hold(self, plan: Plan) -> bool:
+        """Whether steps of the plan change nothing that was read."""
+        if self._of_view:
+            return False
+        launches = [op for op in plan.ops if isinstance(op, Compute)]
+        moved = {piece.job.job_id: piece.job for op in launches for piece in op.slices}
+        for job_id, name in self._of_jobs:
+            job = moved.get(job_id)
+            if job is not None and (job.is_prefilling or name not in STEADY_IN_DECODE):
+                return False
+        return True
+
+    def read(self) -> None:
+        """A fact was read that moves with any step."""
+        self._of_view = True
+
+    def read_job(self, job: Job, name: str) -> None:
+        """A fact of a job was read that moves with it."""
+        self._of_jobs.add((job.job_id, name))
+
+    def job(self, job: Job) -> SeenJob:
+        """The job as a scheduling is shown it: one object for its life."""
+        seen = self._jobs.get(job.job_id)
+        if seen is None or seen.real is not job:
+            seen = self._jobs[job.job_id] = SeenJob(job, self)
+        return seen
+
+    def _real(self, piece: Any) -> Any:
+        if isinstance(piece, Slice) and isinstance(piece.job, SeenJob):
+            return piece._replace(job=piece.job.real)
+        return piece
+
+
+class SeenJob(Job):
+    """A job whose moving facts are noted when they are read."""
+
+    __slots__ = ("_reads", "real")
+    _reads: SeenReads
+    real: Job
+
+    def __init__(self, job: Job, reads: SeenReads) -> None:
+        super().__init__(
+            job.job_id,
+            job.arrival_ns,
+            job.prompt_tokens,
+            slo=job.slo,
+            session=job.session,
+            turn=job.turn,
+            prefix_ids=job.prefix_ids,
+            training=job.training,
+        )
+        object.__setattr__(self, "device", job.device)
+        object.__setattr__(self, "real", job)
+        object.__setattr__(self, "_reads", reads)
+
+    @property
+    def known_tokens(self) -> int:
+        self._reads.read_job(self.real, "known_tokens")
+        return self.real.known_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        self._reads.read_job(self.real, "computed_tokens")
+        return self.real.computed_tokens
+
+    @property
+    def remaining_tokens(self) -> int:
+        self._reads.read_job(self.real, "remaining_tokens")
+        return self.real.remaining_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        self._reads.read_job(self.real, "is_prefilling")
+        return self.real.is_prefilling
+
+    @property
+    def recorded_tokens(self) -> int:  # type: ignore[override]
+        self._reads.read_job(self.real, "recorded_tokens")
+        return self.real.recorded_tokens
+
+    @recorded_tokens.setter
+    def recorded_tokens(self, tokens: int) -> None:
+        """The job's own is read: none is kept here."""
+
+
+def _noted(name: str) -> Any:
+    """A property for a field of View that notes that it is read."""
+    stored = vars(View)[name]
+
+    def read(view: SeenView) -> Any:
+        reads = view.reads
+        assert isinstance(reads, SeenReads)
+        reads.read()
+        return stored.__get__(view)
+
+    return property(read)
+
+
+class SeenView(View):
+    """A view whose moving facts are noted when they are read; its jobs are SeenJobs."""
+
+    __slots__ = ()
+    if can_be_seen():
+        now_ns: int = _noted("now_ns")
+        issued: int = _noted("issued")
+        training: Sequence[Job] = _noted("training")
+        free_bytes: Mapping[Pool, int] = _noted("free_bytes")
+        coming_bytes: Mapping[Pool, int] = _noted("coming_bytes")
+        held_bytes: Mapping[Place, int] = _noted("held_bytes")
+        written: Mapping[Place, int] = _noted("written")
+        used: Mapping[Place, int] = _noted("used")
+        in_flight: Sequence[Op] = _noted("in_flight")
+        profile: Profile = _noted("profile")
+        cost: Cost | None = _noted("cost")
+        kept_pages: Callable[[], KeptPages] | None = _noted("kept_pages")
+
+    @classmethod
+    def of(cls, view: View, reads: SeenReads) -> SeenView:
+        """What a view shows, with jobs that note their reads and no decodes known beforehand."""
+        values = {field.name: getattr(view, field.name) for field in fields(View)}
+        values["serving"] = ReadOnlyList(map(reads.job, view.serving))
+        values["waiting"] = ReadOnlyList(map(reads.job, view.waiting))
+        values["running"] = None
+        return cls(**values)
