@@ -158,7 +158,7 @@ class PlanBuilder(Protocol):
         """Adds bytes to places."""
 
     def grow_running(self, running: RunningDecodes) -> bool:
-        """Adds a page for each running decode that needs one, if all find room; whether they did."""
+        """Adds the pages that running decodes need, if all find room; whether they did."""
 
     def free(self, place: Place) -> None:
         """Gives a place back."""

@@ -14,7 +14,7 @@ from engine.contract.executor import Launch, Span, skipped_to
 from engine.contract.plan import Compute, Op
 from engine.contract.regions import Tier
 from engine.fast_forward.repeated_plan import RepeatedPlan
-from engine.fast_forward.segments import RepeatedSteps, Segment
+from engine.fast_forward.segments import RepeatedSteps, Segment, segments
 from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.in_flight import IssuedOp
 from engine.loop.issuing import Issuing
@@ -120,7 +120,7 @@ class Jump:
             return None
         ahead: list[Segment] = []
         durations: list[int] = []
-        for leg in legs(repeat, limit, self._steps_wanted):
+        for leg in segments(repeat, limit, self._steps_wanted):
             found = self._executor.repeat(leg.launch, leg.steps)
             if found is None:
                 return None

@@ -123,7 +123,7 @@ class SeenJob(Job):
         return self.real.is_prefilling
 
     @property
-    def recorded_tokens(self) -> int:  # type: ignore[override]
+    def recorded_tokens(self) -> int:
         self._reads.read_job(self.real, "recorded_tokens")
         return self.real.recorded_tokens
 

@@ -95,6 +95,7 @@ class Growth:
         return Growth(queue)
 
 
+Taken = Grow | TimedGrow
 Part = tuple[tuple[Slice, ...], int]
 _job, _is_prefilling = itemgetter(0), attrgetter("is_prefilling")
 
@@ -177,10 +178,11 @@ class RepeatedPlan:
             return self._first
         return Compute(self.cohort.slices + part, (), self._writes, self.device, self._first.on)
 
-    def due(self, count: int) -> tuple[list[tuple[Grow, ...]], list[int]]:
+    def due(self, count: int) -> tuple[list[tuple[Taken, ...]], list[int]]:
         """What grows in each of the next steps, in the order of booking, and how many pages."""
-        found: list[tuple[Grow, ...]]
-        found = self.cohort.due(count) if self._has_cycle else [()] * count
+        found = list[tuple[Taken, ...]]([()] * count)
+        if self._has_cycle:
+            found = [*self.cohort.due(count)]
         pages, page_nbytes, done = list(map(len, found)), self.cohort.page.nbytes, self.done
         if self.growth.first < done + count:
             for step, op in self.growth.before(done + count)[0]:

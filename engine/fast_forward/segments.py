@@ -13,7 +13,7 @@ from typing import Any
 from engine.contract.executor import Contexts, Launch, Pieces, Span
 from engine.contract.plan import Compute, Grow, Plan
 from engine.contract.regions import Pool
-from engine.fast_forward.repeated_plan import RepeatedPlan
+from engine.fast_forward.repeated_plan import RepeatedPlan, Taken
 from engine.results.deliveries import Times
 from engine.results.schema import Figures
 
@@ -116,7 +116,7 @@ class RepeatedSteps:
     figures: tuple[Figures, ...]  # before the first step
     grown: Times  # KV pages taken up to and with each step
     page_nbytes: int
-    due: Sequence[Sequence[Grow]]  # what grows at each step, in the order of booking
+    due: Sequence[Sequence[Taken]]  # what grows at each step, in the order of booking
 
     @property
     def op(self) -> Compute:

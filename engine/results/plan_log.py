@@ -14,7 +14,6 @@ from engine.contract.plan import (
     Copy,
     Free,
     Grow,
-    GrowCycle,
     Op,
     Pattern,
     Plan,
@@ -92,15 +91,18 @@ def _check_row(path: Path, row: Mapping[str, Any]) -> None:
         ) from error
 
 
+ONE_STEP = (0, 0)  # behind each growth: the format tells when it comes, and again
+
+
 def _check_plan(plan: Plan) -> None:
     """TypeError for what is no whole number where one belongs."""
-    numbers: list[object] = [plan.repeats]
+    numbers: list[object] = []
     for op in plan.ops:
         match op:
             case Compute():
                 numbers += [op.device, *(piece.tokens for piece in op.slices)]
             case Grow():
-                numbers += [op.nbytes, op.first, op.every]
+                numbers += [op.nbytes]
             case Collective():
                 numbers += [op.device, op.nbytes]
             case Share():
@@ -115,13 +117,10 @@ def _check_plan(plan: Plan) -> None:
 def encode(plan: Plan) -> str:
     """JSON that decodes to an equal plan; equal plans give equal text."""
     content: dict[str, Any] = {
-        "ops": [_encode_op(op) for any_op in plan.ops for op in _single(any_op)],
+        "ops": [_encode_op(op) for op in plan.ops],
         "restart": [job.job_id for job in plan.restart],
         "refuse": [job.job_id for job in plan.refuse],
     }
-    if plan.repeats > 1:
-        content["repeats"] = plan.repeats
-        content["later"] = [[step, [_encode_slice(s) for s in tail]] for step, tail in plan.later]
     return json.dumps(content, separators=(",", ":"))
 
 
@@ -132,17 +131,7 @@ def decode(body: str, jobs: Mapping[int, Job]) -> Plan:
         tuple(_decode_op(op, jobs) for op in content["ops"]),
         tuple(jobs[i] for i in content["restart"]),
         tuple(jobs[i] for i in content["refuse"]),
-        content.get("repeats", 1),
-        tuple((step, _decode_slices(rows, jobs)) for step, rows in content.get("later", ())),
     )
-
-
-def _single(op: AnyOp | GrowCycle) -> Iterable[AnyOp]:
-    """A log has no cycles: each place's growth for itself."""
-    if not isinstance(op, GrowCycle):
-        return (op,)
-    steps, every = enumerate(op.by_step), len(op.by_step)
-    return [Grow(one.place, one.nbytes, step, every) for step, ops in steps for one in ops]
 
 
 def _encode_place(place: Place) -> list[Any]:
@@ -181,7 +170,7 @@ def _encode_op(op: AnyOp) -> list[Any]:
             places = ([_encode_place(p) for p in side] for side in (op.reads, op.writes))
             return ["collective", op.pattern, op.device, op.nbytes, *places]
         case Grow():
-            return ["grow", _encode_place(op.place), op.nbytes, op.first, op.every]
+            return ["grow", _encode_place(op.place), op.nbytes, *ONE_STEP]
         case Share():
             return ["share", _encode_place(op.place), list(op.pages)]
         case Free():
@@ -218,8 +207,10 @@ def _decode_op(row: list[Any], jobs: Mapping[int, Job]) -> AnyOp:
         case ["collective", pattern, device, nbytes, reads, writes]:
             sides = _decode_places(reads), _decode_places(writes)
             return Collective(Pattern(pattern), *sides, nbytes, device)
-        case ["grow", place, nbytes, first, every]:
-            return Grow(_decode_place(place), nbytes, first, every)
+        case ["grow", place, nbytes, *when]:
+            if tuple(when) != ONE_STEP:
+                raise ValueError(f"plan log: growth at {when}, but a row holds a plan of one step")
+            return Grow(_decode_place(place), nbytes)
         case ["share", place, pages]:
             return Share(_decode_place(place), tuple(pages))
         case ["free", place]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine.contract.layout import Layout
+from engine.contract.policy import traits_of
 from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Pool, Region, Tier
 from models.spec import ModelSpec
 from sim.devices.device import Device
@@ -224,9 +225,9 @@ def _largest_step(budget: Budget, requests: Sequence[Request], policy: Any) -> t
     """
     scheduling = _serving(policy, "scheduling")
     jobs = getattr(scheduling, "max_jobs", len(requests))
-    limit = budget.step_tokens or getattr(scheduling, "token_budget", None)
-    if limit and (budget.step_tokens or getattr(scheduling, "cuts", False)):
+    if limit := budget.step_tokens or traits_of(scheduling).step_tokens:
         return limit, min(jobs, limit)
+    limit = getattr(scheduling, "token_budget", None)
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
     prompts = sorted((r.prompt_tokens for r in requests), reverse=True)
     return max(limit or sum(prompts[:jobs]), longest), jobs

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.contract.policy import Policy, Router
+from engine.contract.policy import Policy, Router, traits_of
 from engine.contract.regions import Place, Pool
 from engine.results.plan_log import check_jobs, read_plans
 from models.spec import ModelSpec
@@ -124,7 +124,7 @@ def _room(
         raise ValueError("there is nothing to do: choose a trace, or what to train, training=...")
     if trainees and replicas > 1:
         raise ValueError(f"replicas={replicas}: training runs on one device; set replicas=1")
-    if requests and getattr(getattr(policy, "scheduling", None), "trains_only", False):
+    if requests and traits_of(policy).trains_only:
         raise ValueError(
             "this policy trains and serves nothing: set trace=none, or take one that does both, "
             "policy=time_shared"

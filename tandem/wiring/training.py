@@ -11,7 +11,7 @@ from typing import Any
 
 from analysis.yaml_text import yaml_value
 from engine.contract.layout import Layout
-from engine.contract.policy import Planner, Policy
+from engine.contract.policy import Planner, Policy, traits_of
 from engine.contract.regions import Pool, Tier
 from engine.contract.view import Cost
 from models.spec import ModelSpec
@@ -152,7 +152,7 @@ def laid_out(
     try:
         return prepared(node)
     except OutOfMemory as error:
-        tiers = getattr(policy, "states_in", ())  # none of a replay: its plans know where all lies
+        tiers = traits_of(policy).states_in
         if (start := _other_start(node, tiers, prepared)) is None:
             raise
         raise error.beside(f"take planner.start={start}") from None
