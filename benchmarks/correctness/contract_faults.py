@@ -153,7 +153,7 @@ def carried_out(case: Case, fast_forward: bool | None) -> Any:
     engine.replay(case.work)
     check_books(engine)
     unfinished = [i for i, o in engine.recorder.outcomes.items() if o.status == "unfinished"]
-    if unfinished or engine.roster:
+    if unfinished or engine.state.jobs:
         raise BrokenLaw(f"requests {unfinished} are unfinished")
     return engine
 

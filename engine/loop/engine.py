@@ -165,6 +165,16 @@ class Engine:
         self._moments = 0  # asked for in a row, while nothing was issued, came or ended
 
     @property
+    def recorder(self) -> Recorder:
+        """The facts of the run."""
+        return self.state.recorder
+
+    @property
+    def ledger(self) -> Ledger:
+        """The predicted memory."""
+        return self.state.ledger
+
+    @property
     def steps(self) -> int:
         """Plans issued."""
         return self.state.in_flight.steps

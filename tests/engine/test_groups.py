@@ -259,7 +259,7 @@ def test_a_unit_computes_behind_its_gather() -> None:
 
 def test_prefetch_gathers_while_a_unit_computes() -> None:
     ends = [
-        in_group(MEMORIES[name], 4, depth=1).engine.env.now
+        in_group(MEMORIES[name], 4, depth=1).engine.state.env.now
         for name in ("zero3_none_ahead", "zero3_offload")
     ]
     assert ends[0] > ends[1]
@@ -304,7 +304,7 @@ def test_patrickstar_makes_room_for_what_is_gathered() -> None:
     """Gathered weights are in the tide: other bytes of a launch that uses them."""
     found = in_group(PatrickStar(), 4)
     layout = layout_of(found)
-    moments = found.engine.profile.moments(0)
+    moments = found.engine.state.profile.moments(0)
     for moment in moments[: len(layout.units)]:
         ((_, units, _),) = moment.unit
         assert units is not None

@@ -60,7 +60,7 @@ def test_training_starts_behind_what_serving_has_recorded() -> None:
     ]
     policy = ServesThenTrains(Composed(Recording(), PagedRestart()))
     run = replay(policy, work, page=PAGE)
-    assert run.engine.launcher.recorded_tokens(0) == 8
+    assert run.engine._issuing.recorded_tokens(0) == 8
     slices = [piece for launch in run.plans for op in launch.ops for piece in _slices(op)]
     assert [(piece.work, piece.record) for piece in slices] == [(F, True), (B, False), (B, False)]
 
@@ -120,7 +120,7 @@ def test_what_is_computed_again_moves_no_frontier() -> None:
     spans = sorted(run.recorder.spans, key=lambda span: span.start_ns)
     launched = [(span.op.slices[0].work, span.op.again) for span in spans]
     assert launched == [(F, False), (F, False), (F, True), (B, False), (F, True), (B, False)]
-    assert len(run.engine.profile.moments(0)) == 6
+    assert len(run.engine.state.profile.moments(0)) == 6
 
 
 def test_idle_devices_are_asked_first() -> None:

@@ -122,7 +122,7 @@ def progress(training: TrainingProgress) -> tuple[Any, ...]:
 
 
 def books_of(engine: Engine, issued: int) -> tuple[Any, ...]:
-    jobs = [job for job in (*engine.roster.training, *engine.roster.waiting)]
+    jobs = [job for job in (*engine.state.jobs.training, *engine.state.jobs.waiting)]
     return (
         dict(engine.ledger.held_bytes),
         dict(engine.ledger.written),
@@ -763,7 +763,7 @@ def faulty(
     world = World(memory, mode, rng.random() < 0.4, ranks, rng.random() < 0.7, tasks, job=job)
     engine, lying, one = world.engine(lambda plan, view: None)
     policy = Faulty(lying.policy, rng, 0.1 if tasks == 1 else 0.6)
-    engine.questions = Asking(engine, policy, may_recur=False, check=engine.check)
+    engine._asking = Asking(engine, policy, may_recur=False, check=engine.check)
     return engine, policy, one
 
 

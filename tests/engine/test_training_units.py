@@ -85,7 +85,7 @@ def stream(depth: int, slots: int, noise: float = 0.0, seed: int = 0) -> Replay:
 def test_streamed_training_obeys_the_laws_and_repeats_its_plans(depth: int, slots: int) -> None:
     runs = [stream(depth, slots, noise=0.4 if seed else 0.0, seed=seed) for seed in range(4)]
     assert all(run.log() == runs[0].log() for run in runs[1:])
-    moments = runs[0].engine.profile.moments(0)
+    moments = runs[0].engine.state.profile.moments(0)
     assert len(moments) == 18, "6 layers forward, backward and updated"
 
 
@@ -97,7 +97,7 @@ def test_double_buffering_is_run_ahead_and_nothing_else() -> None:
     """
     one, two = stream(1, 2), stream(2, 2)
     assert one.log() == two.log()
-    assert two.engine.env.now < one.engine.env.now
+    assert two.engine.state.env.now < one.engine.state.env.now
 
 
 def test_lru_loads_of_a_sweep_are_those_of_the_paper() -> None:
@@ -173,7 +173,7 @@ def test_two_equal_stages_take_the_time_of_the_pipeline() -> None:
         return 1000 if launch.pieces else 1
 
     run = replay(TwoStages(4), [spec], pages=20, devices=2, page=UNIT, duration=duration)
-    assert abs(run.engine.env.now - 2 * (4 + 2 - 1) * 1000) <= 10 * 2, "plus 1 ns a transfer"
+    assert abs(run.engine.state.env.now - 2 * (4 + 2 - 1) * 1000) <= 10 * 2, "plus 1 ns a transfer"
 
 
 def test_work_out_of_order_is_refused_by_the_engine() -> None:

@@ -134,7 +134,7 @@ def test_chunks_keep_within_the_budget_of_each_moment() -> None:
     layout, job = laid_out(shape), job_of(shape)
     gpu = least_device_bytes(layout.training[0], job, False, False) * 2
     found = run(PatrickStar(updates="host"), layout, job, gpu=gpu)
-    moments = found.engine.profile.moments(0)
+    moments = found.engine.state.profile.moments(0)
     others = [moment.other_bytes for moment in moments]
     held: dict[object, int] = dict(layout.places)
     sizes = {place.region: nbytes for place, nbytes in layout.places.items()}
@@ -180,7 +180,7 @@ def test_statistics_count_what_launches_book_themselves() -> None:
     shape = shape_of(random.Random(14), layers=3)
     layout, job = laid_out(shape, Mode.RECOMPUTE), job_of(shape)
     alone, whole = (
-        run(PatrickStar(), layout, job, tasks=n).engine.profile.moments(0) for n in (1, 0)
+        run(PatrickStar(), layout, job, tasks=n).engine.state.profile.moments(0) for n in (1, 0)
     )
     assert [m.other_bytes for m in alone] == [m.other_bytes for m in whole]
     training = layout.training[0]
@@ -192,7 +192,7 @@ def test_statistics_count_what_launches_book_themselves() -> None:
 
 def test_a_profile_says_which_launches_touched_a_place() -> None:
     shape = shape_of(random.Random(16), layers=3)
-    profile = run(PatrickStar(), laid_out(shape), job_of(shape)).engine.profile
+    profile = run(PatrickStar(), laid_out(shape), job_of(shape)).engine.state.profile
     moments, uses = profile.moments(0), profile.uses(0)
     assert {place for moment in moments for place in moment.places} == {*uses}
     for place, numbers in uses.items():

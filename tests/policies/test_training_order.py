@@ -181,7 +181,7 @@ def test_kv_in_the_share_of_serving_takes_nothing_of_a_tide(share: float) -> Non
         beside(requests, PatrickStar(), share=share, pages=60)
         for requests in ([], random_requests(1, 20))
     ]
-    alone, served = [found.engine.profile.moments(1000) for found in watched]
+    alone, served = [found.engine.state.profile.moments(1000) for found in watched]
     assert not any(moment.kv_bytes for moment in alone)
     most = int(60 * PAGE.nbytes * share)
     assert max(moment.kv_bytes for moment in served) > most, "it would take the whole share"

@@ -105,7 +105,7 @@ def test_a_job_whose_host_is_slow_takes_longer_and_no_more_than_the_sum() -> Non
     spec = job_of(TINY, num_steps=3)
     layout = layout_of(TINY, spec)
     plenty, little = (
-        train(Roofline(d, TINY), spec, layout, depth=3).engine.env.now for d in (fast, tight)
+        train(Roofline(d, TINY), spec, layout, depth=3).engine.state.env.now for d in (fast, tight)
     )
     wanted = 40e9 + tight.to_host_bytes_per_s + tight.to_device_bytes_per_s
     assert plenty < little <= plenty * wanted / 44e9

@@ -84,12 +84,12 @@ def run(
 # ---- state
 def lose_a_job(engine: Engine) -> Any:
     """A request falls out of the lists, and nobody says that it has ended."""
-    jobs = engine.roster.waiting
+    jobs = engine.state.jobs.waiting
     if not jobs:
         return False
     found = jobs[-1]
     list.remove(jobs, found)
-    del engine.roster.jobs[found.job_id]
+    del engine.state.jobs.jobs[found.job_id]
     return True
 
 

@@ -244,7 +244,7 @@ def bounded(seconds: int = LIMIT_S) -> Iterator[None]:
 
 def books_of(engine: Engine) -> dict[str, Any]:
     """What a refused plan must not have changed."""
-    ledger, roster = engine.ledger, engine.roster
+    ledger, roster = engine.ledger, engine.state.jobs
     lists = {"waiting": roster.waiting, "serving": roster.serving, "training": roster.training}
     jobs = {j.job_id: (j.known_tokens, j.computed_tokens) for j in roster}
     trains = {
@@ -271,7 +271,7 @@ def books_of(engine: Engine) -> dict[str, Any]:
 def check_books(engine: Engine) -> None:
     """Laws 1 and 2, wherever a replay has ended."""
     engine.ledger.conserved()
-    check_requests(engine.recorder.outcomes.values(), (*engine.roster, *engine.ends))
+    check_requests(engine.recorder.outcomes.values(), (*engine.state.jobs, *engine._completions))
 
 
 @dataclass
@@ -294,11 +294,11 @@ def lie(case: Case, fault: Fault, at: int, seed: int, **how: Any) -> Told:
     engine = held["engine"] = case.engine(liar)
     notes = liar.notes
     notes["coming"] = [r.request_id for r in case.work if isinstance(r, Request)]
-    notes["left"] = engine.ends.tokens_left
+    notes["left"] = engine._completions.tokens_left
 
     def holds(share: Any, pages: Any) -> bool:
         cache = engine.ledger.sharing[share.place.pool].cache
-        job = engine.roster.jobs[share.place.region.owner]
+        job = engine.state.jobs.jobs[share.place.region.owner]
         keys = cache._chains[job.job_id].keys(0, len(pages))
         return all(cache._keys.get(p) == k for p, k in zip(pages, keys, strict=True))
 

@@ -88,7 +88,7 @@ def both_simulated(
     """In simulation, with many steps at once and one by one: not a byte differs, nor a page."""
     fast, slow = (simulated(policy, requests, f, cost, **setting) for f in (True, False))
     assert fast.recorder.tables() == slow.recorder.tables()
-    assert (fast.steps, fast.env.now) == (slow.steps, slow.env.now)
+    assert (fast.steps, fast.state.env.now) == (slow.steps, slow.state.env.now)
     theirs = page_tables(slow)
     assert all(tables == theirs[step] for step, tables in page_tables(fast).items())
     return fast, slow

@@ -235,7 +235,7 @@ def tell(name: str, backend: str, at: int = 3, seed: int = 0) -> Refusal:
     with (_trained if trains else _served)(name, backend, liar) as (engine, work):
         held["engine"] = engine
         liar.notes["coming"] = [r.request_id for r in work if isinstance(r, Request)]
-        liar.notes["left"] = engine.ends.tokens_left
+        liar.notes["left"] = engine._completions.tokens_left
         error: BaseException | None = None
         try:
             with bounded(60):
