@@ -13,8 +13,7 @@ import simpy
 from engine.contract.executor import Launch, Span, skipped_to
 from engine.contract.plan import Compute, Op
 from engine.contract.regions import Tier
-from engine.fast_forward.repeated_plan import RepeatedPlan
-from engine.fast_forward.segments import RepeatedSteps, Segment, segments
+from engine.fast_forward.repeated_plan import RepeatedPlan, RepeatedSteps, Segment, segments
 from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.in_flight import IssuedOp
 from engine.loop.issuing import Issuing

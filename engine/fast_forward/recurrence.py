@@ -19,8 +19,8 @@ from engine.contract.plan import (
     Slice,
 )
 from engine.contract.regions import Kind, Place, Pool, later
-from engine.loop.job_lists import JobLists
 from engine.loop.profile import EngineProfile
+from engine.loop.state import JobLists
 from engine.memory.ledger import Ledger
 from engine.memory.scoreboard import Ranks
 from engine.results.plan_log import encode

@@ -13,7 +13,7 @@ from engine.contract.training_check import TrainingContract
 from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.issuing import Issuing
 from engine.loop.state import EngineState
-from engine.memory.prefix import Chain
+from engine.memory.pool import Chain
 from traces.serving.request import Request, TrainingJob
 
 Item = Request | TrainingJob

@@ -10,7 +10,7 @@ from itertools import chain
 from engine.contract.executor import Launch, Span
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Lane, Op
-from engine.loop.job_lists import JobLists
+from engine.loop.state import JobLists
 from engine.results.recorder import Recorder
 
 

@@ -26,11 +26,10 @@ from engine.loop.asking import Asking
 from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.in_flight import InFlight, IssuedOp, Wakeup
 from engine.loop.issuing import Issuing, Moves, PrefixReuse
-from engine.loop.job_lists import JobLists
 from engine.loop.profile import EngineProfile
-from engine.loop.state import EngineState, Turn
+from engine.loop.state import EngineState, JobLists, Turn
 from engine.memory.ledger import Ledger
-from engine.memory.prefix import Chain
+from engine.memory.pool import Chain
 from engine.memory.scoreboard import Journal
 from engine.results.recorder import Recorder
 from traces.serving.request import Request, TrainingJob

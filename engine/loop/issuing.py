@@ -15,7 +15,7 @@ from engine.loop.completions import Completions
 from engine.loop.state import EngineState
 from engine.memory.dry_run import PageDryRun
 from engine.memory.ledger import NOTHING, Beside, Booking, Ledger
-from engine.memory.prefix import Chain
+from engine.memory.pool import Chain
 from engine.results.recorder import Recorder
 from traces.serving.request import Request
 

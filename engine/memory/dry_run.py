@@ -12,8 +12,7 @@ from engine.contract.plan import Collective, Compute, Copy, Free, Grow, Op, Plan
 from engine.contract.regions import Kind, Place, Pool, Tier, told
 from engine.contract.rules import ContractError, Rule
 from engine.contract.view import KeptPages
-from engine.memory.pool import PagePool
-from engine.memory.prefix import PrefixCache
+from engine.memory.pool import PagePool, PrefixCache
 
 UNKNOWN = -1  # a page that this plan takes: it holds nothing that could be found
 

@@ -11,8 +11,7 @@ from engine.contract.plan import Collective, Compute, Copy, Free, Grow, Op, Plan
 from engine.contract.regions import Kind, PageSize, Place, Pool, Tier
 from engine.contract.rules import BrokenLaw
 from engine.memory.dry_run import DryRun, PageDryRun
-from engine.memory.pool import FreeQueue, Holdings, Owed, PagePool
-from engine.memory.prefix import Chain, PrefixCache
+from engine.memory.pool import Chain, FreeQueue, Holdings, Owed, PagePool, PrefixCache
 from engine.memory.scoreboard import Journal, Scoreboard
 from engine.results.schema import Figures
 

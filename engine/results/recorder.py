@@ -14,7 +14,7 @@ from engine.contract.executor import Launch, Meter, Piece, Pieces, Reading, Span
 from engine.contract.job import Job
 from engine.contract.plan import Collective, Copy, Op, Plan
 from engine.contract.regions import Kind, Pool, Tier
-from engine.fast_forward.segments import RepeatedSteps
+from engine.fast_forward.repeated_plan import RepeatedSteps
 from engine.results.deliveries import Deliveries, Outcome
 from engine.results.plan_log import encode
 from engine.results.schema import SCHEMA_VERSION, TABLES, Figures, write_tables

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, cast
 
-from engine.contract.executor import Launch, Piece, Pieces
+from engine.contract.executor import Contexts, Launch, Piece, Pieces
 from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Op, Pattern, Slice
 from engine.contract.regions import Place, Tier, Work
-from engine.contract.executor import Contexts
 from models.spec import ModelSpec
 from sim.cost.training_launch import Trained, is_light, trained_of, workspace_of
 from sim.cost.training_operators import training_operators

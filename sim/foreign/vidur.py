@@ -11,9 +11,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from engine.contract.executor import Launch, Pieces
+from engine.contract.executor import Contexts, Launch, Pieces
 from engine.contract.plan import Compute
-from engine.contract.executor import Contexts
 from models.spec import ModelSpec
 from sim.cost.contract import ShapePriced, forward_shape, shifted
 from sim.cost.piecewise import warn_beyond

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from engine.contract.kv_check import RepeatedPart, first_lack, parts_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.job import Job
-from engine.contract.kv_check import RepeatedPart, first_lack, parts_of
 from engine.contract.plan import Compute, Grow, Plan, Slice
 from engine.contract.regions import PageSize, kv_place
 from engine.contract.rules import Rule

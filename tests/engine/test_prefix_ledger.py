@@ -12,7 +12,7 @@ from engine.contract.regions import PageSize, Tier, kv_place
 from engine.contract.rules import ContractError
 from engine.memory.dry_run import PageDryRun, Shortage
 from engine.memory.ledger import Ledger
-from engine.memory.prefix import Chain
+from engine.memory.pool import Chain
 from tests.support.strategies import cases
 from traces.serving.request import Request
 

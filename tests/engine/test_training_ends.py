@@ -12,7 +12,7 @@ from engine.contract.plan import HOST_LANE, Compute, Op, Slice
 from engine.contract.regions import PageSize, Work
 from engine.fast_forward.standing_plan import StandingPlan
 from engine.loop.completions import Completions
-from engine.loop.job_lists import JobLists
+from engine.loop.state import JobLists
 from tests.training.trainings import differing, plain, train
 from traces.serving.request import TrainingJob
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from engine.contract.plan import Share
 from engine.contract.rules import BrokenLaw, ContractError
 from engine.memory.ledger import Sharing
-from engine.memory.pool import PagePool
-from engine.memory.prefix import Chain, PrefixCache
+from engine.memory.pool import Chain, PagePool, PrefixCache
 from policies.routing.prefix_affinity import PrefixAffinity
 from policies.routing.round_robin import RoundRobin
 from policies.scheduling.recorded import RecordedPlans

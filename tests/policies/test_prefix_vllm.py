@@ -11,7 +11,7 @@ from hypothesis import assume, given
 
 from engine.contract.job import Job
 from engine.contract.regions import Kind, PageSize
-from engine.memory.prefix import Chain, PrefixCache
+from engine.memory.pool import Chain, PrefixCache
 from policies.composed import Composed
 from policies.kv.max_reservation import MaxReservation
 from policies.kv.paged_restart import PagedRestart
