@@ -122,13 +122,13 @@ class FastForward:
 
     def leading(self, launch: Compute) -> Leading | None:
         """Decodes of the plan before that head a launch in their order, for the check of plans."""
-        cohort = self._standing.cohort
-        if cohort is None or not self._standing.leads(launch):
+        decodes = self._standing.decodes
+        if decodes is None or not self._standing.leads(launch):
             return None
         full = None
-        if cohort.turns is not None:
-            full = cohort.turns[cohort.clock % self._state.page.tokens]
-        return Leading(cohort.ids, full, cohort)
+        if decodes.turns is not None:
+            full = decodes.turns[decodes.clock % self._state.page.tokens]
+        return Leading(decodes.ids, full, decodes)
 
     def unissued_bytes(self, now_ns: int) -> int:
         """See PlanReuse."""
@@ -173,17 +173,17 @@ class StepMoves:
     ) -> None:
         self._repeat, self._state = repeat, state
         self._completions, self._prefix = completions, prefix
-        self.num_held = len(repeat.cohort.jobs)
+        self.num_held = len(repeat.decodes.jobs)
 
     def pieces(self, op: Compute, moved: Moved) -> Pieces:
         """See Moves."""
-        cohort, lead = self._repeat.cohort, self.num_held
-        ids, tables, slices = cohort.ids, cohort.tables, op.slices[lead:]
-        contexts = cohort.ahead(0, [piece.job.computed_tokens for piece in slices])
+        decodes, lead = self._repeat.decodes, self.num_held
+        ids, tables, slices = decodes.ids, decodes.tables, op.slices[lead:]
+        contexts = decodes.ahead(0, [piece.job.computed_tokens for piece in slices])
         self._repeat.advance(1)
         if self._prefix is not None:
-            self._prefix.keep(op.device, cohort.filled(1))
-        if self._state.forced and (done := cohort.complete()):
+            self._prefix.keep(op.device, decodes.filled(1))
+        if self._state.forced and (done := decodes.complete()):
             self._completions.end_with(op, done)
         rest = moved(op, slices)
         tokens, samples = (*((1,) * lead), *rest.tokens), (*((True,) * lead), *rest.samples)

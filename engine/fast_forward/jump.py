@@ -99,7 +99,7 @@ class Jump:
                 yield env.timeout(0)
             return
         span = Span(run.op, run.start_ns[0], end_ns)
-        self._executor.hold(run.legs[0].launch, span, lambda span: self._tell(run, span))
+        self._executor.hold(run.segments[0].launch, span, lambda span: self._tell(run, span))
         for step in range(run.settled, run.count):
             self._issue_alone(run, step)
         if (host_left_ns := run.issue_ns[-1] + run.host_ns - state.now_ns) > 0:
@@ -112,24 +112,24 @@ class Jump:
 
     # ---- planning: nothing is changed
     def _plan(self, repeat: RepeatedPlan, device: int) -> RepeatedSteps | None:
-        limit, least, host_ns, lead = self._limit(repeat), self._least, 0, len(repeat.cohort.jobs)
+        limit, least, host_ns, lead = self._limit(repeat), self._least, 0, len(repeat.decodes.jobs)
         now_ns = self._seen_ns = self._state.now_ns
         until_ns = self._until_ns = self._next_arrival_ns()
         if limit < least or (least > 1 and self._steps_wanted() < least):
             return None
         ahead: list[Segment] = []
         durations: list[int] = []
-        for leg in segments(repeat, limit, self._steps_wanted):
-            found = self._executor.repeat(leg.launch, leg.steps)
+        for segment in segments(repeat, limit, self._steps_wanted):
+            found = self._executor.repeat(segment.launch, segment.steps)
             if found is None:
                 return None
-            if leg.first and found[1] != host_ns:  # behind a prompt's end the host takes less
+            if segment.first and found[1] != host_ns:  # behind a prompt's end the host takes less
                 break
-            ahead.append(leg)
+            ahead.append(segment)
             durations += found[0]
             host_ns = found[1]
-            self._seen_ns += sum(found[0]) + leg.steps * host_ns
-            if sum(tokens := leg.pieces.tokens[lead:]) == len(tokens):  # decodes alone
+            self._seen_ns += sum(found[0]) + segment.steps * host_ns
+            if sum(tokens := segment.pieces.tokens[lead:]) == len(tokens):  # decodes alone
                 self._pace_ns = max(1, durations[-1] + host_ns)
         limit = len(durations)
         if limit < least:
@@ -140,13 +140,13 @@ class Jump:
             if limit < least:
                 return None
             issue, start, end = issue[:limit], start[:limit], end[:limit]
-            ahead = [leg for leg in ahead if leg.first < limit]
+            ahead = [segment for segment in ahead if segment.first < limit]
             ahead[-1].cut(limit)
         return self._made(repeat, device, ahead, (issue, start, end), host_ns)
 
     def _steps_wanted(self) -> int:
         """How many more steps will be issued up to the next arrival: rather some more, for too few
-        cost another leg."""
+        cost another segment."""
         if self._until_ns is None:
             return MOST
         left_ns = self._until_ns - self._seen_ns
@@ -154,7 +154,7 @@ class Jump:
 
     def _limit(self, repeat: RepeatedPlan) -> int:
         """How many steps there are to the first end (with run-ahead, exclusive)."""
-        state, tail, left = self._state, repeat.tail, repeat.cohort.fewest_left(otherwise=MOST)
+        state, tail, left = self._state, repeat.tail, repeat.decodes.fewest_left(otherwise=MOST)
         if tail:
             tokens_left = self._completions.tokens_left
             left = min(left, tokens_left(tail[-1]) + repeat.silent)
@@ -246,18 +246,21 @@ class Jump:
 
     def _move_on(self, run: RepeatedSteps, plan: RepeatedPlan) -> None:
         """The jobs of a run move on by all its steps; a job that is admitted is in the tail."""
-        cohort, tail, lead, prefix = plan.cohort, plan.tail, len(plan.cohort.jobs), self._prefix
+        decodes, tail, lead, prefix = plan.decodes, plan.tail, len(plan.decodes.jobs), self._prefix
         behind = [] if prefix is None else [(job, job.computed_tokens) for job in tail]
         plan.advance(run.count)
-        done = cohort.complete()
+        done = decodes.complete()
         for i, job in enumerate(tail, lead):
             self._issuing.begin(job)
-            for leg in run.legs:
-                job._advance(leg.steps * leg.pieces.tokens[i], leg.steps * leg.pieces.samples[i])
+            for segment in run.segments:
+                job._advance(
+                    segment.steps * segment.pieces.tokens[i],
+                    segment.steps * segment.pieces.samples[i],
+                )
             if self._completions.tokens_left(job) <= 0:
                 done.append(job)
         if prefix is not None:
-            prefix.keep(run.device, chain(cohort.filled(run.count), behind))
+            prefix.keep(run.device, chain(decodes.filled(run.count), behind))
         if done:
             self._completions.end_with(run.op, done)
         if plan.tail:

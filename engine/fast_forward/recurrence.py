@@ -64,8 +64,8 @@ class Recurrence:
     step later.
     """
 
-    def __init__(self, ledger: Ledger, roster: JobLists, profile: EngineProfile) -> None:
-        self._ledger, self._roster, self._profile = ledger, roster, profile
+    def __init__(self, ledger: Ledger, jobs: JobLists, profile: EngineProfile) -> None:
+        self._ledger, self._jobs, self._profile = ledger, jobs, profile
         self._before: RecurringStep | None = None  # the one before
         self._now: RecurringStep | None = None  # the one under way
 
@@ -111,10 +111,10 @@ class Recurrence:
 
     def _alone(self) -> Job | None:
         """The job that trains, if there is nobody else."""
-        roster = self._roster
-        if roster.waiting or roster.serving or len(roster.training) != 1:
+        jobs = self._jobs
+        if jobs.waiting or jobs.serving or len(jobs.training) != 1:
             return None
-        return roster.training[0]
+        return jobs.training[0]
 
     def _situation(self, job_id: int) -> Situation:
         ledger = self._ledger

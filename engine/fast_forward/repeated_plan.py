@@ -122,12 +122,12 @@ def _parts(plan: StretchedPlan, lead: int) -> list[Part]:
 class RepeatedPlan:
     """A repeated plan under way: a batch of decodes, and a tail of prompts behind it."""
 
-    def __init__(self, plan: StretchedPlan, cohort: DecodeBatch) -> None:
-        launch, lead = plan.launch, len(cohort.jobs)
-        self.plan, self.steps, self.cohort, self.device = (
+    def __init__(self, plan: StretchedPlan, decodes: DecodeBatch) -> None:
+        launch, lead = plan.launch, len(decodes.jobs)
+        self.plan, self.steps, self.decodes, self.device = (
             plan.plan,
             plan.steps,
-            cohort,
+            decodes,
             launch.device,
         )
         self.done = 0  # steps issued
@@ -150,7 +150,7 @@ class RepeatedPlan:
     @property
     def jobs(self) -> list[Job]:
         """All that are in it."""
-        return [*self.cohort.jobs, *self.tail]
+        return [*self.decodes.jobs, *self.tail]
 
     @property
     def left(self) -> int:
@@ -180,17 +180,17 @@ class RepeatedPlan:
         return part
 
     def launch(self, part: tuple[Slice, ...], step: int) -> Compute:
-        """The launch of a step, with its part behind the cohort; the plan's own is the first."""
+        """The launch of a step, with its part behind the decodes; the plan's own is the first."""
         if not step:
             return self._first
-        return Compute(self.cohort.slices + part, (), self._writes, self.device, self._first.on)
+        return Compute(self.decodes.slices + part, (), self._writes, self.device, self._first.on)
 
     def due(self, count: int) -> tuple[list[tuple[Taken, ...]], list[int]]:
         """What grows in each of the next steps, in the order of booking, and how many pages."""
         found = list[tuple[Taken, ...]]([()] * count)
         if self._has_cycle:
-            found = [*self.cohort.due(count)]
-        pages, page_nbytes, done = list(map(len, found)), self.cohort.page.nbytes, self.done
+            found = [*self.decodes.due(count)]
+        pages, page_nbytes, done = list(map(len, found)), self.decodes.page.nbytes, self.done
         if self.growth.first < done + count:
             for step, op in self.growth.before(done + count)[0]:
                 found[step - done] += (op,)
@@ -203,9 +203,9 @@ class RepeatedPlan:
 
     def takers(self, count: int, tables: Mapping[Place, list[int]]) -> Iterator[list[int]]:
         """The page tables that grow in the next steps, once for each page, in the same order."""
-        found: list[Tables] = self.cohort.takers(count) if self._has_cycle else [()] * count
+        found: list[Tables] = self.decodes.takers(count) if self._has_cycle else [()] * count
         if self.growth.first < self.done + count:
-            page_nbytes = self.cohort.page.nbytes
+            page_nbytes = self.decodes.page.nbytes
             for step, op in self.growth.before(self.done + count)[0]:
                 found[step - self.done] += (tables[op.place],) * (op.nbytes // page_nbytes)
         return chain.from_iterable(found)
@@ -215,11 +215,11 @@ class RepeatedPlan:
         self.done += count
         if self.growth.first < self.done:
             self.growth = self.growth.before(self.done)[1]
-        self.cohort.clock += count
+        self.decodes.clock += count
 
     def gather(self, tables: Mapping[Place, list[int]], tokens_left: Callable[[Job], int]) -> None:
-        """Where its tail decodes from now on, it moves with the cohort: nothing else changes."""
-        page, done, tail = self.cohort.page, self.done, self.tail
+        """Where its tail decodes from now on, it moves with the decodes: nothing else changes."""
+        page, done, tail = self.decodes.page, self.done, self.tail
         is_last = self.part(done)[1] == self.steps
         if not (is_last and self._has_cycle) or any(map(_is_prefilling, tail)):
             return
@@ -228,7 +228,7 @@ class RepeatedPlan:
         if not all([0 <= tokens < page.tokens for tokens in spare.values()]):
             return
         if self.growth.is_in_turn({place: done + tokens for place, tokens in spare.items()}, page):
-            self.cohort.join(pairs, tables, tokens_left)
+            self.decodes.join(pairs, tables, tokens_left)
             self.tail, self.places, self.growth = [], (), Growth([])
             self._parts = [((), self.steps)]
 
@@ -242,7 +242,7 @@ class RepeatedPlan:
     def fits(self, room_bytes: Callable[[], dict[Pool, int]]) -> bool:
         """Whether what grows with the next step finds room."""
         (due,), (pages,) = self.due(1)
-        return not pages or pages * self.cohort.page.nbytes <= room_bytes()[due[0].place.pool]
+        return not pages or pages * self.decodes.page.nbytes <= room_bytes()[due[0].place.pool]
 
     @property
     def is_cut(self) -> bool:
@@ -254,10 +254,10 @@ class RepeatedPlan:
 
     def lose(self, jobs: Sequence[Job]) -> None:
         """Jobs have ended: they are in it no more."""
-        cohort, gone = self.cohort, {job.job_id for job in jobs}
+        decodes, gone = self.decodes, {job.job_id for job in jobs}
         for job in jobs:
-            if job in cohort.jobs:
-                cohort.leave(cohort.jobs.index(job))
+            if job in decodes.jobs:
+                decodes.leave(decodes.jobs.index(job))
                 continue
             i = self.tail.index(job)
             del self.tail[i]
@@ -266,7 +266,7 @@ class RepeatedPlan:
                 (tuple([piece for piece in part if piece.job is not job]), until)
                 for part, until in self._parts
             ]
-        self._writes = cohort.places + self.places
+        self._writes = decodes.places + self.places
         self.growth = self.growth.without(gone)
 
 
@@ -274,7 +274,7 @@ class RepeatedPlan:
 class Segment:
     """Steps of a run with one launch; `first` counts from the run's beginning.
 
-    A cohort of decodes leads its slices: one token each, and one more is sampled. Those in the tail
+    A batch of decodes leads its slices: one token each, and one more is sampled. Those in the tail
     may be parts of prompts, which yield nothing, their ends, which take one step, or decodes.
     """
 
@@ -318,10 +318,10 @@ def _no_tables(count: int) -> Sequence[Sequence[int]]:
 def segments(repeat: RepeatedPlan, count: int, reach: Callable[[], int]) -> Iterator[Segment]:
     """The next steps of a repeated plan, with all jobs as they are; `count` at most.
 
-    `reach` says before each leg how many are wanted at once: none ends it.
+    `reach` says before each segment how many are wanted at once: none ends it.
     """
-    cohort, tail, first = repeat.cohort, repeat.tail, 0
-    ids, (ones, trues) = cohort.ids, _decodes(len(cohort.ids))
+    decodes, tail, first = repeat.decodes, repeat.tail, 0
+    ids, (ones, trues) = decodes.ids, _decodes(len(decodes.ids))
     contexts: list[int] = []  # of the tail, and the same below
     known: list[int] = []
     if tail:
@@ -337,7 +337,7 @@ def segments(repeat: RepeatedPlan, count: int, reach: Callable[[], int]) -> Iter
             known = list(map(add, known, map(mul, itertools.repeat(steps), samples)))
         part, until = repeat.part(repeat.done + first)
         steps = min(wanted, min(count, until - repeat.done) - first)
-        now = cohort.ahead(first, contexts)
+        now = decodes.ahead(first, contexts)
         if part:
             tokens = tuple(map(_tokens, part))
             samples = tuple(map(eq, map(add, contexts, tokens), known))
@@ -358,7 +358,7 @@ class RepeatedSteps:
     device: int
     pool: Pool
     returned: tuple[int, ...]
-    legs: Sequence[Segment]
+    segments: Sequence[Segment]
     issue_ns: Times
     start_ns: Times
     end_ns: Times
@@ -373,22 +373,25 @@ class RepeatedSteps:
     @property
     def op(self) -> Compute:
         """What stands for all steps that settle together."""
-        return self.legs[0].op
+        return self.segments[0].op
 
     def launch_at(self, step: int) -> Launch:
         """The launch of a step."""
-        return self._leg(step).launch_at(step)
+        return self._segment(step).launch_at(step)
 
-    def _leg(self, step: int) -> Segment:
-        return next(leg for leg in reversed(self.legs) if leg.first <= step)
+    def _segment(self, step: int) -> Segment:
+        return next(segment for segment in reversed(self.segments) if segment.first <= step)
 
     def tokens(self) -> list[tuple[tuple[int, ...], Times]]:
         """Whose tokens the steps that settle together yield, and when."""
         end_ns, settled = self.end_ns, self.settled
         return [
-            (leg.pieces.sampled_ids, end_ns[leg.first : min(leg.first + leg.steps, settled)])
-            for leg in self.legs
-            if leg.first < settled
+            (
+                segment.pieces.sampled_ids,
+                end_ns[segment.first : min(segment.first + segment.steps, settled)],
+            )
+            for segment in self.segments
+            if segment.first < settled
         ]
 
     def unissued_bytes(self, now_ns: int) -> int:
@@ -400,7 +403,7 @@ class RepeatedSteps:
     # ---- rows, as the recorder has them of single steps
     def plan_rows(self) -> Iterator[tuple[int, int, int, tuple[int, ...], Plan]]:
         for i, (at_ns, due) in enumerate(zip(self.issue_ns, self.due, strict=True)):
-            plan = Plan((*[Grow(op.place, op.nbytes) for op in due], self._leg(i).op))
+            plan = Plan((*[Grow(op.place, op.nbytes) for op in due], self._segment(i).op))
             yield self.step + i, self.device, at_ns, () if i else self.returned, plan
 
     def step_rows(self) -> Iterator[tuple[int, int, int, Span, Launch]]:

@@ -21,9 +21,9 @@ from engine.fast_forward.repeated_plan import RepeatedPlan, StretchedPlan
 _job = itemgetter(0)  # of a slice
 
 
-def _serves(plan: Plan, launch: Compute, cohort: DecodeBatch) -> bool:
+def _serves(plan: Plan, launch: Compute, decodes: DecodeBatch) -> bool:
     """Whether a single step ends in its only launch, and that serves each job once."""
-    slices, writes = launch.slices[len(cohort.jobs) :], launch.writes[len(cohort.jobs) :]
+    slices, writes = launch.slices[len(decodes.jobs) :], launch.writes[len(decodes.jobs) :]
     ids = [piece.job.job_id for piece in slices]
     grown = {op.place for op in plan.ops if isinstance(op, Grow)}
     return (
@@ -32,7 +32,7 @@ def _serves(plan: Plan, launch: Compute, cohort: DecodeBatch) -> bool:
         and not any([isinstance(op, Compute) for op in plan.ops[:-1]])
         and all([piece[2:] == WHOLE and piece.job.training is None for piece in slices])
         and [place.region.owner for place in writes] == ids
-        and len({*cohort.ids, *ids}) == len(launch.slices)
+        and len({*decodes.ids, *ids}) == len(launch.slices)
     )
 
 
@@ -53,9 +53,9 @@ class StandingPlan:
         self._holds = False  # also behind an end: the scheduling promises it
         self._tables, self._tokens_left = tables, tokens_left
         self._last: RepeatedPlan | None = None  # also when it does not hold any more
-        self.cohort: DecodeBatch | None = None  # of the last plan
-        self._led: Compute | None = None  # a launch that the cohort leads, as `leads` has seen
-        self.shown: GrowCycle | None = None  # of the cohort, as a View has it
+        self.decodes: DecodeBatch | None = None  # of the last plan
+        self._led: Compute | None = None  # a launch that the decodes leads, as `leads` has seen
+        self.shown: GrowCycle | None = None  # of the decodes, as a View has it
         self.repeat: RepeatedPlan | None = None
 
     def decided(self, plan: Plan, view: View) -> None:
@@ -66,7 +66,7 @@ class StandingPlan:
             if isinstance(launch, Compute):
                 made = self._stretched(plan, view) or StretchedPlan.once(plan, launch)
                 self._last = self.repeat = self._stand(made)
-        self.cohort = None if self._last is None else self._last.cohort
+        self.decodes = None if self._last is None else self._last.decodes
         self._led = None
 
     def _stretched(self, plan: Plan, view: View) -> StretchedPlan | None:
@@ -89,38 +89,42 @@ class StandingPlan:
 
     def _stand(self, made: StretchedPlan) -> RepeatedPlan | None:
         plan, launch, cycle = made.plan, made.launch, made.cycle
-        cohort, has_cycle = self.cohort, cycle is not None
-        if cohort is not None and made.steps == 1:  # else it takes memory from no job
-            self._part(cohort, plan)
-        is_led = launch is self._led or (cohort is not None and _leads(cohort, launch))
-        if cohort is None or not is_led or (has_cycle and cohort.turns is None):
-            cohort = DecodeBatch(self._page)
-        lead = len(cohort.jobs)
+        decodes, has_cycle = self.decodes, cycle is not None
+        if decodes is not None and made.steps == 1:  # else it takes memory from no job
+            self._part(decodes, plan)
+        is_led = launch is self._led or (decodes is not None and _leads(decodes, launch))
+        if decodes is None or not is_led or (has_cycle and decodes.turns is None):
+            decodes = DecodeBatch(self._page)
+        lead = len(decodes.jobs)
         jobs = list(map(_job, launch.slices[lead:]))
-        if self._join(cohort, jobs, launch.writes[lead:]) and not _leads(cohort, launch):
+        if self._join(decodes, jobs, launch.writes[lead:]) and not _leads(decodes, launch):
             return None
-        if cycle is not None and cycle is not self.shown and not _is_same(cycle, cohort.cycle()):
+        if cycle is not None and cycle is not self.shown and not _is_same(cycle, decodes.cycle()):
             raise BrokenLaw("law 15: a plan that stands grows otherwise than its decodes")
-        if made.steps == 1 and not _serves(plan, launch, cohort):
+        if made.steps == 1 and not _serves(plan, launch, decodes):
             return None
-        if not has_cycle and cohort.jobs and not (made.steps == 1 and _grows_in_turn(plan, cohort)):
-            cohort.turns = None
-        return RepeatedPlan(made, cohort)
+        if (
+            not has_cycle
+            and decodes.jobs
+            and not (made.steps == 1 and _grows_in_turn(plan, decodes))
+        ):
+            decodes.turns = None
+        return RepeatedPlan(made, decodes)
 
-    def _part(self, cohort: DecodeBatch, plan: Plan) -> None:
-        """A job that loses its memory or is refused is in the cohort no more."""
+    def _part(self, decodes: DecodeBatch, plan: Plan) -> None:
+        """A job that loses its memory or is refused is in the decodes no more."""
         gone = {job.job_id for job in (*plan.restart, *plan.refuse)}
         gone.update([op.place.region.owner for op in plan.ops if isinstance(op, Free)])
-        for owner in gone.intersection(cohort.ids):
-            cohort.leave(cohort.ids.index(owner))
+        for owner in gone.intersection(decodes.ids):
+            decodes.leave(decodes.ids.index(owner))
             self._led = None
 
-    def _join(self, cohort: DecodeBatch, jobs: Sequence[Job], places: Sequence[Place]) -> bool:
-        """Whoever decodes, up to the first who does not, comes into the cohort; if anybody does."""
+    def _join(self, decodes: DecodeBatch, jobs: Sequence[Job], places: Sequence[Place]) -> bool:
+        """Whoever decodes, up to the first who does not, comes into the decodes; if anybody does."""
         if not jobs or jobs[0].is_prefilling:
             return False
         pairs = takewhile(self._is_decode, zip(jobs, places, strict=False))
-        cohort.join(pairs, self._tables, self._tokens_left)
+        decodes.join(pairs, self._tables, self._tokens_left)
         return True
 
     def _is_decode(self, pair: tuple[Job, Place]) -> bool:
@@ -131,19 +135,19 @@ class StandingPlan:
     def leads(self, launch: Compute) -> bool:
         """Whether the decodes of the last plan, in its order, are the first of a launch, which has
         as many slices as writes."""
-        cohort = self.cohort
-        if cohort is None or not 0 < len(cohort.jobs) <= len(launch.writes):
+        decodes = self.decodes
+        if decodes is None or not 0 < len(decodes.jobs) <= len(launch.writes):
             return False
-        if not all(map(is_, cohort.slices, launch.slices)):
+        if not all(map(is_, decodes.slices, launch.slices)):
             return False
-        if not all(map(is_, cohort.places, launch.writes)):
+        if not all(map(is_, decodes.places, launch.writes)):
             return False
         self._led = launch
         return True
 
     def clear(self) -> None:
         """Nothing is known of the plan before."""
-        self._last = self.repeat = self.cohort = self._led = None
+        self._last = self.repeat = self.decodes = self._led = None
 
     def drop(self) -> None:
         """Something happened: the policy has to be asked."""
@@ -159,7 +163,7 @@ class StandingPlan:
             self.repeat = None
         last.lose(jobs)
         if not last.jobs:
-            self._last = self.repeat = self.cohort = None
+            self._last = self.repeat = self.decodes = None
 
     def next(self, room_bytes: Callable[[], dict[Pool, int]]) -> Plan | None:
         """The plan if it still holds; it ends where the growth of its next step finds no room."""
@@ -171,30 +175,30 @@ class StandingPlan:
 
     def running(self, serving: Sequence[Job]) -> RunningDecodes | None:
         """The decodes of the last plan; None where it did not have all jobs in service."""
-        last, cohort = self._last, self.cohort
-        if last is None or cohort is None or last.jobs != serving:
+        last, decodes = self._last, self.decodes
+        if last is None or decodes is None or last.jobs != serving:
             return None
-        self._last = None  # what it had may come into the cohort now
-        self._join(cohort, last.tail, last.places)
-        self.shown = cohort.cycle()
-        rest = serving[len(cohort.jobs) :]
+        self._last = None  # what it had may come into the decodes now
+        self._join(decodes, last.tail, last.places)
+        self.shown = decodes.cycle()
+        rest = serving[len(decodes.jobs) :]
         if self.shown is None or not all([job.is_prefilling for job in rest]):
             return None
-        return RunningDecodes(cohort.slices, cohort.places, self.shown.by_step[0])
+        return RunningDecodes(decodes.slices, decodes.places, self.shown.by_step[0])
 
 
-def _grows_in_turn(plan: Plan, cohort: DecodeBatch) -> bool:
+def _grows_in_turn(plan: Plan, decodes: DecodeBatch) -> bool:
     """Whether a single step takes what its decodes need now, and no more."""
-    if cohort.turns is None:
+    if decodes.turns is None:
         return False
-    taken, ids = [op for op in plan.ops[:-1] if isinstance(op, Grow)], {*cohort.ids}
+    taken, ids = [op for op in plan.ops[:-1] if isinstance(op, Grow)], {*decodes.ids}
     own = {op.place: op.nbytes for op in taken if op.place.region.owner in ids}
-    return own == {op.place: op.nbytes for op in cohort.due(1)[0]}
+    return own == {op.place: op.nbytes for op in decodes.due(1)[0]}
 
 
-def _leads(cohort: DecodeBatch, launch: Compute) -> bool:
-    n = len(cohort.jobs)
-    return launch.slices[:n] == cohort.slices and launch.writes[:n] == cohort.places
+def _leads(decodes: DecodeBatch, launch: Compute) -> bool:
+    n = len(decodes.jobs)
+    return launch.slices[:n] == decodes.slices and launch.writes[:n] == decodes.places
 
 
 def _is_same(cycle: GrowCycle, other: GrowCycle | None) -> bool:
