@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import simpy
 
+from engine.contract.executor import VirtualClock
 from engine.contract.regions import PageSize, Tier
 from engine.loop.engine import Engine
 from engine.results.recorder import Recorder
@@ -56,7 +56,7 @@ def read_requests(path: Path) -> list[Request]:
 
 def simulate(policy: Composed, requests: list[Request], cost: VidurCost) -> tuple[Engine, Recorder]:
     """One replay with run-ahead 1: Vidur forms a batch when the one before has ended."""
-    env, recorder = simpy.Environment(), Recorder()
+    env, recorder = VirtualClock(), Recorder()
     page = PageSize(PAGE_TOKENS, PAGE_TOKENS * LLAMA2_7B.kv_token_bytes)
     capacity = {(Tier.GPU, 0): BLOCKS * page.nbytes, (Tier.HOST, 0): 0}
     executor = SimExecutor(env, cost)

@@ -16,7 +16,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import simpy
 import yaml
 
 from benchmarks.scale.patrickstar_figures import (
@@ -29,6 +28,7 @@ from benchmarks.scale.patrickstar_figures import (
     WORDS,
     parameters,
 )
+from engine.contract.executor import VirtualClock
 from engine.contract.job import Job
 from engine.contract.layout import Mode
 from engine.contract.policy import Memory, Planner
@@ -175,7 +175,7 @@ def step_s(point: PublishedPoint, steps: int = STEPS, scales: Scales = AS_IT_IS)
         (Tier.GPU, 0): device.usable_bytes,
         (Tier.HOST, 0): int(system.host_share * device.host_bytes),
     }
-    env, recorder = simpy.Environment(), FigureEnds()
+    env, recorder = VirtualClock(), FigureEnds()
     cost: Any = Roofline(device, spec, group=point.group)
     try:
         layout = system.planner.prepare({0: shape}, [job], capacity, cost)

@@ -27,9 +27,9 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-import simpy
 
 from benchmarks.fidelity.vidur import BLOCKS, LLAMA2_7B, PAGE_TOKENS, POLICIES, read_requests
+from engine.contract.executor import VirtualClock
 from engine.contract.regions import PageSize, Tier
 from engine.loop.engine import Engine
 from engine.results.recorder import Recorder
@@ -50,7 +50,7 @@ def simulate(
     recorder: Recorder | None = None,
 ) -> Engine:
     """One replay."""
-    env = simpy.Environment()
+    env = VirtualClock()
     page = PageSize(PAGE_TOKENS, PAGE_TOKENS * LLAMA2_7B.kv_token_bytes)
     capacity = {(Tier.GPU, 0): BLOCKS * page.nbytes, (Tier.HOST, 0): 0}
     engine = Engine(

@@ -22,9 +22,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-import simpy
-
 from benchmarks.stamped import Stamped
+from engine.contract.executor import VirtualClock
 from engine.contract.plan import Compute, Copy, Plan
 from engine.contract.policy import Policy
 from engine.contract.view import View
@@ -70,7 +69,7 @@ class Asked:
 
 def simulate(setting: Setting) -> tuple[Engine, list[float]]:
     """One job; CPU seconds of each warm iteration."""
-    env, recorder = simpy.Environment(), Stamped()
+    env, recorder = VirtualClock(), Stamped()
     engine = engine_of(setting, World(env, SimExecutor(env, setting.cost)), recorder)
     gc.collect()
     engine.replay(setting.work)

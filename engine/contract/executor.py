@@ -189,15 +189,20 @@ def due_ns(env: simpy.Environment, host_ns: int) -> int:
     return 0 if getattr(env, "is_live", False) else host_ns
 
 
-def skipped_to(env: simpy.Environment, at_ns: int) -> bool:
-    """Sets a virtual clock, unless something happens up to that moment; whether it did.
+class VirtualClock(simpy.Environment):
+    """A clock that can pass over a stretch of time in which nothing happens, without an event."""
 
-    As simpy would for an event of its own, of which nobody but the caller would know.
-    """
-    if env.peek() <= at_ns:
-        return False
-    env._now = at_ns
-    return True
+    def passes_to(self, at_ns: int) -> bool:
+        """Sets the clock, unless an event lies up to that moment; whether it did."""
+        if self.peek() <= at_ns:
+            return False
+        self._now = at_ns
+        return True
+
+
+def passed_to(env: simpy.Environment, at_ns: int) -> bool:
+    """Whether a clock has passed to a moment by itself; if not, the caller waits for an event."""
+    return isinstance(env, VirtualClock) and env.passes_to(at_ns)
 
 
 class Reading(NamedTuple):

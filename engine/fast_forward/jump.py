@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import simpy
 
-from engine.contract.executor import Launch, Span, skipped_to
+from engine.contract.executor import Launch, Span, passed_to
 from engine.contract.plan import Compute, Op
 from engine.contract.regions import Tier
 from engine.fast_forward.repeated_plan import RepeatedPlan, RepeatedSteps, Segment, segments
@@ -90,7 +90,7 @@ class Jump:
         state, env, end_ns = self._state, self._state.env, run.end_ns[run.settled - 1]
         if state.depth == 1:  # in flight for jobs that arrive meanwhile, and nothing else
             state.in_flight.level[run.device] += 1
-            if not skipped_to(env, end_ns):
+            if not passed_to(env, end_ns):
                 yield env.timeout(end_ns - state.now_ns)
             state.in_flight.level[run.device] -= 1
             state.recorder.run_settled(run)

@@ -9,7 +9,7 @@ from typing import Any
 
 import simpy
 
-from engine.contract.executor import Executor, Launch, Span, due_ns, skipped_to
+from engine.contract.executor import Executor, Launch, Span, due_ns, passed_to
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import COMPUTE_LANE, Op, Plan
@@ -272,7 +272,7 @@ class Engine:
         self._check_progress(plan, launches)
         host_ns = self._prepared(plan, device, launches)
         wait_ns, env = due_ns(self.state.env, host_ns), self.state.env
-        if wait_ns and not skipped_to(env, self.state.now_ns + wait_ns):
+        if wait_ns and not passed_to(env, self.state.now_ns + wait_ns):
             yield env.timeout(wait_ns)
         self._issuing.start(plan, launches, self.settle)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -14,8 +14,7 @@ from engine.contract.executor import Launch, Meter, Piece, Pieces, Reading, Span
 from engine.contract.job import Job
 from engine.contract.plan import Collective, Copy, Op, Plan
 from engine.contract.regions import Kind, Pool, Tier
-from engine.fast_forward.repeated_plan import RepeatedSteps
-from engine.results.deliveries import Deliveries, Outcome
+from engine.results.deliveries import Deliveries, Outcome, Times
 from engine.results.plan_log import encode
 from engine.results.schema import SCHEMA_VERSION, TABLES, Figures, write_tables
 from traces.serving.request import Request
@@ -151,6 +150,24 @@ LossOf = Callable[[int, int], float]
 ROW_ORDER = ("settle", "return", "issue")  # of MEMORY at one moment
 
 
+class ManySteps(Protocol):
+    """Steps that were issued as one, told row by row when tables are written."""
+
+    device: int
+
+    def tokens(self) -> list[tuple[tuple[int, ...], Times]]:
+        """Requests that got tokens, and when."""
+
+    def plan_rows(self) -> Iterator[tuple[int, int, int, tuple[int, ...], Plan]]:
+        """Rows of `plans`."""
+
+    def step_rows(self) -> Iterator[tuple[int, int, int, Span, Launch]]:
+        """Rows of `steps`."""
+
+    def memory_rows(self) -> Iterator[tuple[int, str, int, Sequence[Figures], Any]]:
+        """Rows of `memory`."""
+
+
 class Recorder:
     """Facts only; every figure is derived later, in analysis/."""
 
@@ -161,7 +178,7 @@ class Recorder:
         self._memory: list[MemoryRow] = []
         self._trained: list[TrainedRow] = []
         self._begun: dict[tuple[int, int], int] = {}  # training job and step -> first issue
-        self._runs: list[RepeatedSteps] = []
+        self._runs: list[ManySteps] = []
         self._deliveries: dict[int, Deliveries] = {}  # by device
         self._returned: dict[int, list[int]] = defaultdict(list)  # by device
         self._unseen: set[int] = set()  # devices whose memory has come back; no row says so yet
@@ -241,12 +258,12 @@ class Recorder:
         """Whose memory has come back since the last plan of a device."""
         return tuple(self._returned.pop(device, ()))
 
-    def ran(self, run: RepeatedSteps) -> None:
+    def ran(self, run: ManySteps) -> None:
         """Steps were issued at once."""
         self._runs.append(run)
         self._unseen.discard(run.device)
 
-    def run_settled(self, run: RepeatedSteps) -> None:
+    def run_settled(self, run: ManySteps) -> None:
         """The steps of a run that settle together have ended."""
         for job_ids, times in run.tokens():
             self._delivered(run.device, job_ids, times)

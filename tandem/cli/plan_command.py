@@ -9,11 +9,10 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-import simpy
-
 from analysis.run import Run
 from analysis.training import training_steps, training_summary
 from analysis.usage import fullest, lane_shares, pools
+from engine.contract.executor import VirtualClock
 from engine.contract.regions import Tier
 from engine.results.recorder import Recorder
 from policies.training.out_of_memory import DoesNotFit, OutOfMemory
@@ -129,7 +128,7 @@ def least_layers(point: ComposedConfig) -> int:
 
 
 def _simulated(setting: Setting, cost: LaunchCost) -> Run:
-    env, recorder = simpy.Environment(), Recorder()
+    env, recorder = VirtualClock(), Recorder()
     engine = engine_of(setting, World(env, SimExecutor(env, cost)), recorder)
     engine.replay(setting.work)
     tables = {name: table.to_pandas() for name, table in recorder.tables().items()}

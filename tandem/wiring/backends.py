@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import simpy
 
-from engine.contract.executor import Executor, Meter
+from engine.contract.executor import Executor, Meter, VirtualClock
 from models.spec import ModelSpec
 from tandem.config.check import conform
 from tandem.wiring.cost import about
@@ -210,7 +210,7 @@ def world_of(setting: Setting, backend: Mapping[str, Any]) -> Iterator[World]:
 def _sim(setting: Setting) -> Iterator[World]:
     from sim.executor import SimExecutor
 
-    env = simpy.Environment()
+    env = VirtualClock()
     yield World(env, SimExecutor(env, setting.cost))
 
 
@@ -219,7 +219,7 @@ def _lockstep(setting: Setting) -> Iterator[World]:
     from runtime.executors.lockstep import LockstepExecutor
     from sim.executor import SimExecutor
 
-    env, machine = simpy.Environment(), on_cpu(setting)
+    env, machine = VirtualClock(), on_cpu(setting)
     executor = LockstepExecutor(machine, SimExecutor(env, setting.cost))
     yield World(env, executor, machine, cpu_meter(machine))
 
@@ -238,7 +238,7 @@ def _service(
 
     @contextmanager
     def fresh(workspace: Workspace | None = None) -> Iterator[Opened]:
-        env = simpy.Environment()
+        env = VirtualClock()
         executor = CpuExecutor(env, machine, links, workspace, pace)
         yield Opened(env, executor, cpu_meter(machine, executor.paused))
 

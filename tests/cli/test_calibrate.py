@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import simpy
 import torch
 
+from engine.contract.executor import VirtualClock
 from engine.contract.regions import PageSize, Tier
 from engine.results.schema import STEPS
 from models.spec import ModelSpec
@@ -96,7 +96,7 @@ def test_a_profile_holds_two_tables_and_says_what_it_measured(tmp_path: Path) ->
     torch.set_num_threads(1)
     box, env = (
         ServingMachine(build_model(MICRO), MICRO, 16, {GPU: 60, HOST: 8}, {}),
-        simpy.Environment(),
+        VirtualClock(),
     )
     links = {name: Link(500e6, 20_000) for name in ("gpu->host", "host->gpu")}
     executor = CpuExecutor(env, box, links)
@@ -136,7 +136,7 @@ def test_two_copies_of_one_plan_run_side_by_side(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     box, env = (
         ServingMachine(build_model(MICRO), MICRO, 16, {GPU: 60, HOST: 8}, {}),
-        simpy.Environment(),
+        VirtualClock(),
     )
     links = {name: Link(1e6) for name in ("gpu->host", "host->gpu")}
     with driving(env, CpuExecutor(env, box, links), box) as driver:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-import simpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.contract.executor import VirtualClock
 from engine.contract.job import Job, TrainingProgress
 from engine.contract.layout import Layout, Mode
 from engine.contract.plan import (
@@ -151,7 +151,7 @@ class World:
         capacity = {(GPU, 0): ROOMY, (HOST, 0): ROOMY}
         planner = UnitChunks(self.mode, shards=self.shards)
         layout = planner.prepare({0: shape}, [job], capacity)
-        env = simpy.Environment()
+        env = VirtualClock()
         policy = Lying(Composed(TrainingOrder(self.tasks), self.memory), fault)
         engine = Engine(
             env, policy, ToyExecutor(env), capacity, NO_PAGES, layout=layout, recorder=Recorder()
@@ -727,7 +727,7 @@ def test_what_an_ended_job_holds_may_go() -> None:
 def test_what_others_hold_stays_too() -> None:
     """Resident weights that belong to no training job."""
     place = Place(Region(-1, Kind.WEIGHT), GPU)
-    env = simpy.Environment()
+    env = VirtualClock()
     engine = Engine(
         env, Composed(TrainingOrder(), AllOnDevice()), ToyExecutor(env), {(GPU, 0): 100},
         NO_PAGES, layout=Layout({place: 50}),

@@ -8,11 +8,11 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import simpy
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.contract.executor import VirtualClock
 from engine.contract.policy import Policy
 from engine.contract.regions import PageSize
 from engine.loop.engine import Engine
@@ -50,7 +50,7 @@ def world(clock: str, box: ServingMachine, every: int) -> Iterator[tuple[Any, An
         with WallExecutor(env, box, workspace=workspace) as executor:
             yield env, executor
     else:
-        env = simpy.Environment()
+        env = VirtualClock()
         yield env, CpuExecutor(env, box, workspace=workspace)
 
 

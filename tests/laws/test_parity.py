@@ -12,6 +12,7 @@ import simpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.contract.executor import VirtualClock
 from engine.contract.policy import Policy
 from engine.contract.regions import Pool
 from engine.laws.check_replay import check_capacity, check_inputs, check_lanes
@@ -52,7 +53,7 @@ def world(
         with WallExecutor(clock, machine(requests, gpu_pages), LINKS) as executor:
             yield clock, executor
         return
-    env = simpy.Environment()
+    env = VirtualClock()
     yield (
         env,
         {
@@ -185,7 +186,7 @@ def test_real_ends_of_sequence_end_requests_early_and_keep_the_laws() -> None:
     """Sampled lengths need depth 1; whatever token ends a request is the last it delivers."""
     requests = short_requests(8, SPEC.vocab_size)
     free = machine(requests)
-    env, recorder = simpy.Environment(), Recorder()
+    env, recorder = VirtualClock(), Recorder()
     policy = Composed(SCHEDULING["chunked_prefill"], MEMORY["paged_restart"])
     executor = CpuExecutor(env, free)
     Engine(env, policy, executor, capacity(), PAGE, recorder=recorder).replay(requests)
@@ -193,7 +194,7 @@ def test_real_ends_of_sequence_end_requests_early_and_keep_the_laws() -> None:
     ends = first[len(first) // 2]  # a token that is known to be sampled
     again = machine(requests)
     again.eos_ids = frozenset((ends,))
-    env, recorder = simpy.Environment(), Recorder()
+    env, recorder = VirtualClock(), Recorder()
     Engine(
         env,
         policy,
@@ -213,4 +214,4 @@ def test_real_ends_of_sequence_end_requests_early_and_keep_the_laws() -> None:
 
 def test_sampled_lengths_refuse_run_ahead() -> None:
     with pytest.raises(ValueError, match="set depth=1"):
-        Engine(simpy.Environment(), RecordedPlans(()), None, {}, PAGE, depth=2, forced=False)  # type: ignore[arg-type]
+        Engine(VirtualClock(), RecordedPlans(()), None, {}, PAGE, depth=2, forced=False)  # type: ignore[arg-type]

@@ -133,7 +133,7 @@ def test_the_hosts_time_passes_as_with_an_event_of_its_own(
     found = []
     for skips in (True, False):
         if not skips:
-            monkeypatch.setattr("engine.loop.engine.skipped_to", lambda *_: False)
+            monkeypatch.setattr("engine.loop.engine.passed_to", lambda *_: False)
         jobs, policy, layout = two_jobs(ready_ns + beside_ns)
         found.append(trained(policy, jobs, layout, host_ns=300).recorder.tables())
     assert found[0] == found[1]

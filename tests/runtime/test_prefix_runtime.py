@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import simpy
 
+from engine.contract.executor import VirtualClock
 from engine.contract.regions import PageSize
 from engine.laws.check_replay import Contents
 from engine.loop.engine import Engine
@@ -105,7 +105,7 @@ def test_what_is_measured_above_the_ledger_is_kept() -> None:
     recorder = Noting(CpuMeter(weights, {pool: a.pages for pool, a in box.arenas.items()}))
     recorder.kept_bytes = []
     capacity = {pool: arena.num_pages * page.nbytes for pool, arena in box.arenas.items()}
-    env = simpy.Environment()
+    env = VirtualClock()
     policy = Composed(SCHEDULING["chunked_prefill"], KEEPING["paged_restart"])
     engine = Engine(env, policy, CpuExecutor(env, box), capacity, page, depth=1, recorder=recorder)
     recorder.engine = engine

@@ -6,9 +6,9 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
-import simpy
 import torch
 
+from engine.contract.executor import VirtualClock
 from engine.contract.regions import Tier
 from models.spec import ModelSpec
 from runtime.executors.clock import WallClock
@@ -29,7 +29,7 @@ def machine(pages: int = 256) -> ServingMachine:
 
 
 def test_probes_are_timed_and_leave_pages_and_transcripts_as_they_were() -> None:
-    box, env = machine(), simpy.Environment()
+    box, env = machine(), VirtualClock()
     meter = CpuMeter({}, {GPU: box.arenas[GPU].pages})
     times = probe(env, CpuExecutor(env, box), box, least=3)
     assert list(times) == ["decode_1", "decode_8", "prefill_128"]
@@ -39,7 +39,7 @@ def test_probes_are_timed_and_leave_pages_and_transcripts_as_they_were() -> None
 
 
 def test_an_arena_too_small_for_eight_jobs_gets_a_smaller_probe() -> None:
-    box, env = machine(pages=8), simpy.Environment()
+    box, env = machine(pages=8), VirtualClock()
     times = probe(env, CpuExecutor(env, box), box, least=1)
     assert list(times) == ["decode_1", "decode_2", "prefill_128"]
 
@@ -53,7 +53,7 @@ def test_a_probe_looks_for_its_time_and_some_rounds_at_least(
     monkeypatch.setattr(
         "runtime.measure.reference.time", SimpleNamespace(perf_counter=lambda: next(clock))
     )
-    env, box = simpy.Environment(), machine()
+    env, box = VirtualClock(), machine()
     executor, looks = CpuExecutor(env, box), list[int]()
     prepare = executor.prepare
     monkeypatch.setattr(executor, "prepare", lambda plan: looks.append(len(plan)) or prepare(plan))

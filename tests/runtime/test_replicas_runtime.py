@@ -13,6 +13,7 @@ import pytest
 import simpy
 import torch
 
+from engine.contract.executor import VirtualClock
 from engine.contract.plan import Compute
 from engine.contract.regions import Pool, Tier
 from engine.laws.check_replay import check_capacity, check_inputs, check_lanes
@@ -76,7 +77,7 @@ def world(backend: str, box: Replicas) -> Iterator[tuple[simpy.Environment, Any]
         with (wall if backend == "wall" else cuda)(clock, box) as executor:
             yield clock, executor
         return
-    env = simpy.Environment()
+    env = VirtualClock()
     made = {
         "sim": lambda: SimExecutor(env, MadeUp()),
         "lockstep": lambda: LockstepExecutor(box, SimExecutor(env, MadeUp())),

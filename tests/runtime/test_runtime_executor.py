@@ -10,7 +10,7 @@ import pytest
 import simpy
 import torch
 
-from engine.contract.executor import Executor, Launch, Span
+from engine.contract.executor import Executor, Launch, Span, VirtualClock
 from engine.contract.plan import Copy
 from engine.contract.regions import Tier, kv_place
 from runtime.executors.lockstep import CpuExecutor, LockstepExecutor
@@ -70,7 +70,7 @@ def test_lockstep_does_the_work_in_the_simulators_time(made: HandMade) -> None:
     """Also where copies contend: one rule, in one place."""
     first, second = made.launch((7, 5), (10, 30)), made.launch((7, 1), (10, 1))
     launches = [first, second, swap_out(made, 10), swap_in(made, 99)]
-    env, other = simpy.Environment(), simpy.Environment()
+    env, other = VirtualClock(), VirtualClock()
     predicted = SimExecutor(env, Fixed())
     found = spans(env, executor := LockstepExecutor(made.machine, predicted), launches)
     assert found == spans(other, SimExecutor(other, Fixed()), launches)
@@ -100,7 +100,7 @@ def test_a_launch_that_is_executed_has_ended(
 
 
 def test_cpu_measures_compute_and_charges_copies_at_the_speed_of_the_link(made: HandMade) -> None:
-    env, spans = simpy.Environment(), list[Span]()
+    env, spans = VirtualClock(), list[Span]()
     links = {"gpu->host": Link(1e6, 500)}
     executor = CpuExecutor(env, made.machine, links)
     compute = made.launch((7, 5), (10, 30))
@@ -120,7 +120,7 @@ def test_cpu_measures_compute_and_charges_copies_at_the_speed_of_the_link(made: 
 
 
 def test_host_time_is_what_the_thread_spends_between_operations(made: HandMade) -> None:
-    executor = CpuExecutor(simpy.Environment(), made.machine)
+    executor = CpuExecutor(VirtualClock(), made.machine)
     first = made.launch((7, 5))
     executor.prepare([first])
     executor.run(first, lambda span: None)

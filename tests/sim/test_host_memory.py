@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import simpy
 
-from engine.contract.executor import Launch, Span
+from engine.contract.executor import Launch, Span, VirtualClock
 from engine.contract.plan import HOST_LANE, Copy
 from engine.contract.regions import Tier, Work, weight
 from sim.cost.roofline import Roofline
@@ -70,7 +69,7 @@ def test_what_has_ended_is_forgotten_and_an_unknown_rate_slows_nobody() -> None:
 
 
 def ends(cost: Roofline, launches: Sequence[Launch]) -> list[int]:
-    env, done = simpy.Environment(), list[Span]()
+    env, done = VirtualClock(), list[Span]()
     executor = SimExecutor(env, cost)
     executor.prepare(launches)
     for one in launches:

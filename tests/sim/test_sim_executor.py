@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import simpy
-
-from engine.contract.executor import Executor, Launch, Span
+from engine.contract.executor import Executor, Launch, Span, VirtualClock
 from engine.contract.plan import Compute, Copy
 from engine.contract.regions import Tier, kv_place
 from sim.cost.contract import LaunchCost
@@ -38,7 +36,7 @@ def copies() -> tuple[Copy, Copy]:
 
 
 def spans(cost: LaunchCost, launches: Sequence[Launch]) -> list[Span]:
-    env, done = simpy.Environment(), list[Span]()
+    env, done = VirtualClock(), list[Span]()
     executor: Executor = SimExecutor(env, cost)
     executor.prepare(launches)
     for launch in launches:
@@ -49,13 +47,13 @@ def spans(cost: LaunchCost, launches: Sequence[Launch]) -> list[Span]:
 
 
 def test_workspace_is_predicted_of_launches_only() -> None:
-    executor = SimExecutor(simpy.Environment(), Flat())
+    executor = SimExecutor(VirtualClock(), Flat())
     launches = [Launch(Compute(())), Launch(copies()[0], nbytes=5)]
     assert [executor.peak_bytes(launch) for launch in launches] == [4096, None]
 
 
 def test_preparing_takes_the_predicted_host_time() -> None:
-    assert SimExecutor(simpy.Environment(), Flat()).prepare([Launch(Compute(()))] * 3) == 21
+    assert SimExecutor(VirtualClock(), Flat()).prepare([Launch(Compute(()))] * 3) == 21
 
 
 def test_launches_of_a_lane_run_one_after_the_other() -> None:

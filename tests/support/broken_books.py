@@ -13,9 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import simpy
-
-from engine.contract.executor import Launch, Span
+from engine.contract.executor import Launch, Span, VirtualClock
 from engine.contract.plan import Compute, Copy, Grow, Plan
 from engine.contract.regions import Tier, kv_place
 from engine.contract.rules import BrokenLaw, ContractError
@@ -62,7 +60,7 @@ def run(
     **how: Any,
 ) -> Replay:
     """A replay on toy hardware, with parts of the caller's."""
-    env, recorder = simpy.Environment(), recorder or Recorder()
+    env, recorder = VirtualClock(), recorder or Recorder()
     journal = Journal(lambda: int(env.now))
     capacity = {(Tier.GPU, 0): pages * PAGE.nbytes, (Tier.HOST, 0): 30 * PAGE.nbytes}
     engine = Engine(

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import simpy
-
+from engine.contract.executor import VirtualClock
 from engine.contract.layout import Layout, Mode
 from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Region, Tier
 from engine.laws.check_replay import check_requests
@@ -77,7 +76,7 @@ class Case:
         self, policy: Any, fast_forward: bool | None = None, watched: bool = False
     ) -> Engine:
         """An engine over this case, with a policy of the caller's."""
-        env, recorder = simpy.Environment(), Recorder()
+        env, recorder = VirtualClock(), Recorder()
         if self.is_toy:
             given = {} if self.duration is None else {"duration": self.duration}
             executor: Any = ToyExecutor(env, self.noise, self.seed, self.host_ns, **given)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import simpy
-
+from engine.contract.executor import VirtualClock
 from engine.contract.policy import Router
 from engine.contract.regions import PageSize, Tier
 from engine.loop.engine import Engine
@@ -54,7 +53,7 @@ def simulated(
     router: Router | None = None,
 ) -> Engine:
     """A run of the simulator; of each device so many pages, and of its host."""
-    env, recorder = simpy.Environment(), Recorder()
+    env, recorder = VirtualClock(), Recorder()
     capacity = {(Tier.GPU, d): pages * page.nbytes for d in range(devices)}
     capacity |= {(Tier.HOST, d): host_pages * page.nbytes for d in range(devices)}
     engine = Engine(

@@ -9,6 +9,7 @@ from typing import Any
 
 import simpy
 
+from engine.contract.executor import VirtualClock
 from engine.contract.plan import Plan
 from engine.contract.regions import PageSize
 from engine.loop.engine import Engine
@@ -195,7 +196,7 @@ def executor_for(backend: str, env: simpy.Environment, requests: list[Request]) 
 
 @contextmanager
 def _served(name: str, backend: str, liar: Any) -> Iterator[tuple[Engine, list[Any]]]:
-    env, requests = simpy.Environment(), requests_for(name)
+    env, requests = VirtualClock(), requests_for(name)
     capacity = {GPU: PAGES * PAGE.nbytes, HOST: 4 * PAGES * PAGE.nbytes}
     yield (
         Engine(

@@ -8,9 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import simpy
-
-from engine.contract.executor import Launch
+from engine.contract.executor import Launch, VirtualClock
 from engine.contract.layout import Chunk, Layout, Mode, TrainingLayout, Unit
 from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Free, Grow, Plan
 from engine.contract.policy import Memory, Policy
@@ -153,7 +151,7 @@ def trained(
     host_ns: int = 0,
 ) -> Replay:
     """Jobs under a policy, on toy hardware without a page of KV; all laws hold."""
-    env, recorder = simpy.Environment(), Recorder()
+    env, recorder = VirtualClock(), Recorder()
     journal = Journal(lambda: int(env.now))
     engine = Engine(
         env,

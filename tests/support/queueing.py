@@ -10,12 +10,11 @@ from math import factorial
 from typing import NamedTuple
 
 import numpy as np
-import simpy
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.stats import poisson
 
-from engine.contract.executor import Launch
+from engine.contract.executor import Launch, VirtualClock
 from engine.contract.policy import Router
 from engine.contract.regions import PageSize, Tier
 from engine.loop.engine import Engine
@@ -80,7 +79,7 @@ def run_queue(
     The token budget has room for all of them, so that a job in service is in every step. With
     `prompts` (tokens of each) a launch takes TOKEN_NS for each token instead of SERVICE_NS.
     """
-    env, recorder = simpy.Environment(), Recorder()
+    env, recorder = VirtualClock(), Recorder()
     longest = PAGE.tokens if prompts is None else int(prompts.max())
     scheduling = ChunkedPrefill(max_jobs * longest, max_jobs)
     policy = Composed(scheduling, PagedRestart(watermark=0.0))

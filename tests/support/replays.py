@@ -11,7 +11,7 @@ from typing import Any
 
 import simpy
 
-from engine.contract.executor import Lanes, Launch, Span
+from engine.contract.executor import Lanes, Launch, Span, VirtualClock
 from engine.contract.layout import Layout
 from engine.contract.plan import Op, Plan
 from engine.contract.policy import Policy, Router
@@ -176,7 +176,7 @@ def replay(
     router: Router | None = None,
 ) -> Replay:
     """Runs a policy over a trace on toy hardware."""
-    env, recorder = simpy.Environment(), Recorder()
+    env, recorder = VirtualClock(), Recorder()
     journal = Journal(lambda: int(env.now))
     capacity = {(Tier.GPU, d): pages * page.nbytes for d in range(devices)}
     hosts = 1 if router is None else devices  # each replica has its own

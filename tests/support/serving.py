@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import simpy
-
+from engine.contract.executor import VirtualClock
 from engine.contract.policy import Memory, Policy, Scheduling
 from engine.contract.regions import PageSize, Pool
 from engine.loop.engine import Engine
@@ -135,7 +134,7 @@ def replay(
     depth: int = 2,
 ) -> Recorder:
     """One run of the engine on the service clock."""
-    env, recorder = simpy.Environment(), Recorder()
+    env, recorder = VirtualClock(), Recorder()
     arena = machine.arenas[GPU]
     page = PageSize(arena.page_tokens, arena.page_nbytes)
     capacity = {pool: count * page.nbytes for pool, count in pages.items()}

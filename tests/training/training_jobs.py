@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import simpy
 import yaml
 
-from engine.contract.executor import Launch, Piece
+from engine.contract.executor import Launch, Piece, VirtualClock
 from engine.contract.footprint import launches_of
 from engine.contract.job import Job, TrainingProgress
 from engine.contract.layout import Layout, Mode, TrainingLayout, lay_out
@@ -135,7 +134,7 @@ def train(
     depth: int = 2,
 ) -> Replay:
     """Runs a job on the simulator's executor with a real cost; all laws hold."""
-    env, recorder = simpy.Environment(), Recorder()
+    env, recorder = VirtualClock(), Recorder()
     journal = Journal(lambda: int(env.now))
     policy = policy or HostStates()
     states = Tier.GPU if policy.updates_there else Tier.HOST

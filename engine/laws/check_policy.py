@@ -1,0 +1,213 @@
+"""Checks a policy by replays: it is pure, keeps the rules, and its traits hold.
+
+`check_policy(policy)` is what the author of a policy calls in a test. It needs no simulator:
+launches take made-up times on a virtual clock.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+
+import simpy
+
+from engine.contract.executor import Lanes, Launch, Pieces, Span, VirtualClock
+from engine.contract.job import Job
+from engine.contract.layout import Layout
+from engine.contract.plan import Compute, Op, Plan
+from engine.contract.policy import Policy, name_of, traits_of
+from engine.contract.regions import PageSize, Pool, Tier
+from engine.contract.rules import BrokenLaw
+from engine.contract.view import View
+from engine.loop.engine import Engine
+from engine.loop.profile import EngineProfile
+from engine.results.plan_log import encode
+from engine.results.recorder import Recorder
+from traces.serving.request import Request, TrainingJob
+
+ANSWERS = ("cost", "kept_pages", "reads")  # functions: there is nothing in them to write to
+SHOWN = [field.name for field in dataclasses.fields(View) if field.name not in ANSWERS]
+TOKENS = ("known_tokens", "computed_tokens")
+SLOTS = getattr(Job, "__slots__", None) or Job.__mypyc_attrs__  # type: ignore[attr-defined]
+FIELDS = attrgetter(*TOKENS, *(name for name in SLOTS if not name.startswith("_")))
+MUTABLE = (dict, list)
+PAGE = PageSize(tokens=16, nbytes=1 << 16)
+
+
+def check_policy(
+    policy: Policy,
+    work: Sequence[Request | TrainingJob] | None = None,
+    *,
+    capacity_bytes: Mapping[Pool, int] | None = None,
+    layout: Layout | None = None,
+    page: PageSize = PAGE,
+    depths: Sequence[int] = (1, 2),
+) -> int:
+    """Replays work under memory pressure, and raises where a policy breaks its contract.
+
+    Each question is asked twice, of views that are compared before and after. Each replay is run
+    step by step and again with the questions that the policy's traits spare.
+
+    Args:
+        policy: what would be given to an Engine.
+        work: requests and training jobs; by default 24 requests of up to 200 tokens.
+        capacity_bytes: bytes of each pool; by default a device of 48 pages and a host of 96, in
+            which the default requests do not fit at once.
+        layout: where training jobs lie, if there are any.
+        page: the page size of KV.
+        depths: the run-ahead of each replay.
+
+    Returns:
+        How many questions the policy was asked, without those that only check it.
+
+    Raises:
+        ContractError: a plan breaks a rule (engine/contract/rules.py).
+        BrokenLaw: the policy changes what it is shown, answers equal views differently, lets time
+            pass with nothing in flight, or promises traits that do not hold.
+        Stalled: work is left and the policy wants nothing.
+    """
+    items = [*(requests() if work is None else work)]
+    pools = capacity_bytes or {(Tier.GPU, 0): 48 * page.nbytes, (Tier.HOST, 0): 96 * page.nbytes}
+    asked = 0
+    for depth in depths:
+        told = list[object]()
+        for fast_forward in (False, True):
+            watched = WatchedPolicy(policy)
+            engine = _engine(watched, pools, page, depth, layout, fast_forward)
+            engine.replay(items)
+            if watched.idle_without_a_plan:
+                raise BrokenLaw(f"law 9: {name_of(policy)} let time pass with nothing in flight")
+            asked += watched.asked
+            told.append(engine.recorder.tables())
+        if told[0] != told[1]:
+            raise BrokenLaw(
+                f"law 15: the traits of {name_of(policy)} do not hold: with the questions that "
+                f"they spare, a replay at run-ahead {depth} differs"
+            )
+    return asked
+
+
+def requests(count: int = 24, seed: int = 0) -> list[Request]:
+    """Requests of 1 to 200 prompt tokens and 1 to 100 output tokens that arrive in bursts."""
+    rng, at_ns, found = random.Random(seed), 0, list[Request]()
+    for number in range(count):
+        at_ns += rng.choice((0, 0, 1_000_000, 20_000_000))
+        found.append(Request(number, at_ns, rng.randint(1, 200), rng.randint(1, 100)))
+    return found
+
+
+def _engine(
+    policy: Policy,
+    capacity_bytes: Mapping[Pool, int],
+    page: PageSize,
+    depth: int,
+    layout: Layout | None,
+    fast_forward: bool,
+) -> Engine:
+    env = VirtualClock()
+    return Engine(
+        env,
+        policy,
+        MadeUpTimes(env),
+        capacity_bytes,
+        page,
+        depth=depth,
+        layout=layout,
+        recorder=Recorder(),
+        fast_forward=fast_forward,
+    )
+
+
+class MadeUpTimes:
+    """An executor whose launches take 50 us, 1 us a token and 37 ns a token of context."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self._lanes = Lanes(env)
+
+    def prepare(self, launches: Sequence[Launch]) -> int:
+        """See Executor: deciding takes no time."""
+        return 0
+
+    def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
+        """See Executor."""
+        self._lanes.place(launch, self._duration_ns(launch, 0), done)
+
+    def release(self, pool: Pool, pages: Sequence[int]) -> None:
+        """See Executor: there is no memory behind pages."""
+
+    def repeat(self, launch: Launch, count: int) -> tuple[Sequence[int], int]:
+        """Durations of launches in a row, each behind the tokens of the one before."""
+        return [self._duration_ns(launch, step) for step in range(count)], 0
+
+    def ends_ns(self, ops: Sequence[Op]) -> list[int]:
+        """When operations in flight will end."""
+        return self._lanes.ends_ns(ops)
+
+    def hold(self, launch: Launch, span: Span, done: Callable[[Span], None]) -> None:
+        """Occupies a lane until a span's end."""
+        self._lanes.hold(launch.op.lane, span, done)
+
+    def _duration_ns(self, launch: Launch, step: int) -> int:
+        if not isinstance(launch.op, Compute):
+            return 20 * launch.nbytes
+        pieces = launch.pieces
+        assert isinstance(pieces, Pieces)
+        tokens = sum(pieces.tokens)
+        return 50_000 + 1_000 * tokens + 37 * (sum(pieces.contexts) + step * tokens)
+
+
+class WatchedPolicy:
+    """A policy that is asked twice at each question, and held to laws 6, 8 and 9."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.traits = traits_of(policy)
+        self._policy, self._now_ns = policy, 0
+        self._wants_nothing = False  # the last answer, while no launch was in flight
+        self.idle_without_a_plan = self.asked = 0
+
+    def plan(self, view: View) -> Plan:
+        """The policy's plan. BrokenLaw where it is impure, or the clock ran back."""
+        if view.now_ns < self._now_ns:
+            raise BrokenLaw("law 6: the clock ran back")
+        self.idle_without_a_plan += self._wants_nothing and view.now_ns > self._now_ns
+        self._now_ns = view.now_ns
+        self.asked += 1
+        before = snapshot(view)
+        plan = self._policy.plan(view)
+        if snapshot(view) != before:
+            raise BrokenLaw("law 8: the policy changed what it was shown")
+        if encode(plan) != encode(self._policy.plan(view)):
+            raise BrokenLaw("law 8: equal views, other plans")
+        self._wants_nothing = not (plan or any(isinstance(op, Compute) for op in view.in_flight))
+        return plan
+
+
+def snapshot(view: View) -> object:
+    """All that a view shows, by value: a new field is in it from the start."""
+    return {name: _shown(getattr(view, name)) for name in SHOWN}
+
+
+def _shown(value: object) -> object:
+    """What a field of a view holds now, whatever is written into it later."""
+    match value:
+        case Job():
+            return [_kept(field) for field in FIELDS(value)]
+        case Layout():
+            return [_shown(getattr(value, field.name)) for field in dataclasses.fields(value)]
+        case EngineProfile():
+            return copy.deepcopy(vars(value))
+        case Mapping():
+            return dict(value)
+        case list():
+            return [_shown(item) for item in value]
+    return value
+
+
+def _kept(value: object) -> object:
+    """What a field of a job holds now, whatever is written into it later."""
+    if isinstance(value, MUTABLE):
+        return copy.deepcopy(value) if value else type(value)()
+    return value
