@@ -10,7 +10,7 @@ from math import ceil
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from engine.contract.regions import Place, Work
+from engine.contract.regions import Place
 
 if TYPE_CHECKING:
     from models.training.shape import TrainingShape
@@ -184,10 +184,6 @@ class Layout:
 
     places: Mapping[Place, int] = field(default_factory=dict)  # bytes held before the first step
     training: Mapping[int, TrainingLayout] = field(default_factory=dict)  # by job
-    orders: tuple[tuple[tuple[Work, int], ...], ...] = ()  # per device: (work, microbatch)
-    cuts: tuple[range, ...] = ()  # shards or stages
-    persistent: frozenset[int] = frozenset()
-    buffers: int = 0
 
     def shown(self) -> Layout:
         """The same, read-only: what policies see of it."""

@@ -120,7 +120,7 @@ class StandingPlan:
             self._led = None
 
     def _join(self, decodes: DecodeBatch, jobs: Sequence[Job], places: Sequence[Place]) -> bool:
-        """Jobs that decode join, up to the first that does not; whether the first does."""Whoever decodes, up to the first who does not, comes into the decodes; if anybody does."""
+        """Jobs that decode join, up to the first that does not; whether the first does."""
         if not jobs or jobs[0].is_prefilling:
             return False
         pairs = takewhile(self._is_decode, zip(jobs, places, strict=False))

@@ -170,7 +170,7 @@ def test_a_policy_that_asks_only_once_idles_beside_runnable_work(
     """A prompt that finds no room keeps running jobs from decoding: what taught us to ask twice."""
 
     def plan(self: Composed, view: View) -> Plan:
-        return self._stretched(self.memory.fit(self.scheduling.batch(view), view), view)
+        return self._fitted(view)
 
     monkeypatch.setattr(Composed, "plan", plan)
     caught = 0

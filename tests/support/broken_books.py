@@ -15,6 +15,7 @@ from typing import Any
 
 from engine.contract.executor import Launch, Span, VirtualClock
 from engine.contract.plan import Compute, Copy, Grow, Plan
+from engine.contract.policy import traits_of
 from engine.contract.regions import Tier, kv_place
 from engine.contract.rules import BrokenLaw, ContractError
 from engine.contract.view import View
@@ -36,7 +37,7 @@ class Saboteur:
     """Answers as a policy does; at some question it corrupts the engine's state, once it can."""
 
     def __init__(self, policy: Any, corrupt: Corrupt, at: int = 5, often: bool = False) -> None:
-        self.prefix_caching = getattr(policy, "prefix_caching", False)
+        self.traits = traits_of(policy)
         self._policy, self._corrupt, self._at, self._often = policy, corrupt, at, often
         self.engine: Any = None
         self.done = self._asked = 0
@@ -197,7 +198,7 @@ class AsksOnce:
 
     def plan(self, view: View) -> Plan:
         both = self._both
-        return both._stretched(both.memory.fit(both.scheduling.batch(view), view), view)
+        return both._fitted(view)
 
 
 class ByTheClock:

@@ -16,13 +16,13 @@ from engine.contract.plan import (
     Copy,
     Free,
     Grow,
-    GrowCycle,
     Op,
     Pattern,
     Plan,
     Share,
     Slice,
 )
+from engine.contract.policy import traits_of
 from engine.contract.regions import SHARED_OWNER, Kind, Place, Region, Tier, Work, kv_place
 from engine.contract.rules import Rule
 from engine.contract.view import View
@@ -74,12 +74,6 @@ class Scene:
             for j in self.view.serving
             if j.computed_tokens and self.own(j) in held and j.job_id not in gone
         ]
-
-    def single(self) -> Plan:
-        """The honest answer as a plan of one step."""
-        if self.plan.repeats == 1 and not self.plan.later:
-            return self.plan
-        return self.plan.at(0)
 
     def sliced(self) -> list[Job]:
         return [] if self.launch is None else [s.job for s in self.launch.slices]
@@ -135,7 +129,7 @@ class Liar:
         before: Callable[[], None] = lambda: None,
         is_stubborn: bool = False,
     ) -> None:
-        self.prefix_caching = getattr(policy, "prefix_caching", False)
+        self.traits = traits_of(policy)
         self._policy, self._lie, self._at = policy, lie, at
         self._rng, self.notes = random.Random(seed), dict[str, Any]()
         self._before, self._is_stubborn = before, is_stubborn
@@ -221,13 +215,13 @@ def pick(scene: Scene, items: Any) -> Any:
 
 
 def with_slice(scene: Scene, **fields: Any) -> Plan | None:
-    """The honest answer with one slice changed; of a repeated plan its first step."""
+    """The honest answer with one slice changed."""
     launch, i = scene.launch, None
     if launch is not None and launch.slices:
         i = scene.rng.randrange(len(launch.slices))
     if i is None:
         return None
-    plan = scene.plan if scene.rng.random() < 0.5 else scene.single()
+    plan = scene.plan
     slices = launch.slices
     piece = slices[i]
     given = {k: v(piece) if callable(v) else v for k, v in fields.items()}
@@ -244,10 +238,10 @@ fault("operations in a list", Rule.ANSWER)(lambda s: replace(s.plan, ops=[*s.pla
 fault("restarts in a list", Rule.ANSWER)(
     lambda s: replace(s.plan, restart=[*s.view.serving[:1]]) if s.view.serving else None
 )
-fault("a plan in a plan", Rule.ANSWER)(lambda s: behind(s.single(), Plan()))
-fault("an operation that is none", Rule.ANSWER)(lambda s: ahead(s.single(), 5))
+fault("a plan in a plan", Rule.ANSWER)(lambda s: behind(s.plan, Plan()))
+fault("an operation that is none", Rule.ANSWER)(lambda s: ahead(s.plan, 5))
 fault("a job for an operation", Rule.ANSWER)(
-    lambda s: ahead(s.single(), s.view.waiting[0]) if s.view.waiting else None
+    lambda s: ahead(s.plan, s.view.waiting[0]) if s.view.waiting else None
 )
 fault("slices in a list", Rule.ANSWER)(
     lambda s: with_launch(s, slices=[*s.launch.slices]) if s.launch else None
@@ -266,15 +260,12 @@ fault("numbers for jobs", Rule.ANSWER)(
     )
 )
 fault("a text for a place", Rule.ANSWER, Rule.PLACE)(
-    lambda s: ahead(s.single(), Grow("gpu", s.page.nbytes))
+    lambda s: ahead(s.plan, Grow("gpu", s.page.nbytes))
 )
 fault("a number for a restart", Rule.ANSWER, Rule.RESTART)(lambda s: replace(s.plan, restart=(3,)))
 fault("a number for a refusal", Rule.ANSWER, Rule.REFUSE)(lambda s: replace(s.plan, refuse=(3,)))
 fault("a moment in seconds", Rule.ANSWER)(lambda s: replace(s.plan, wake_ns=s.view.now_ns + 1000.5))
 fault("a moment in words", Rule.ANSWER)(lambda s: replace(s.plan, wake_ns="soon"))
-fault("a moment in words, in a plan of one step", Rule.ANSWER)(
-    lambda s: replace(s.single(), wake_ns="soon") if s.launch else None
-)
 
 
 # ---- rule READ_ONLY
@@ -381,7 +372,7 @@ writes("sets the microbatches of a training job", _trained, lambda t: _assign("s
 
 # ---- rules JOB and ONCE
 def _slice_of(scene: Scene, job: Job) -> Plan | None:
-    launch, plan = scene.launch, scene.single()
+    launch, plan = scene.launch, scene.plan
     if launch is None:
         return None
     piece, place = Slice(job, 1), scene.own(job)
@@ -436,7 +427,7 @@ def _(scene: Scene) -> Any:
 @fault("KV for a stranger", Rule.JOB)
 def _(scene: Scene) -> Any:
     return ahead(
-        scene.single(), Grow(kv_place(FOREIGN, Tier.GPU, scene.view.device), scene.page.nbytes)
+        scene.plan, Grow(kv_place(FOREIGN, Tier.GPU, scene.view.device), scene.page.nbytes)
     )
 
 
@@ -448,7 +439,7 @@ def _(scene: Scene) -> Any:
     i = scene.rng.randrange(len(launch.slices))
     return with_launch(
         scene,
-        scene.plan if scene.rng.random() < 0.5 else scene.single(),
+        scene.plan,
         slices=(*launch.slices, launch.slices[i]),
         writes=(*launch.writes, launch.writes[i] if i < len(launch.writes) else launch.writes[0]),
     )
@@ -465,7 +456,7 @@ def _(scene: Scene) -> Any:
     halves = piece._replace(tokens=1), piece._replace(tokens=piece.tokens - 1)
     slices = (*launch.slices[:i], *halves, *launch.slices[i + 1 :])
     writes = (*launch.writes[: i + 1], *launch.writes[i:])
-    return with_launch(scene, scene.single(), slices=slices, writes=writes)
+    return with_launch(scene, scene.plan, slices=slices, writes=writes)
 
 
 def _bytes_of(owner: int) -> Make:
@@ -473,7 +464,7 @@ def _bytes_of(owner: int) -> Make:
 
     def make(scene: Scene) -> Any:
         place = Place(Region(owner, Kind.BUFFER, 7), Tier.GPU, scene.view.device)
-        return ahead(scene.single(), Grow(place, 1))
+        return ahead(scene.plan, Grow(place, 1))
 
     return make
 
@@ -485,7 +476,7 @@ fault("bytes for nobody", Rule.JOB)(_bytes_of(SHARED_OWNER))
 @fault("a slice behind a last token", Rule.ONCE)
 def _(scene: Scene) -> Any:
     """A second launch of the plan goes on with jobs that may have ended with the first."""
-    plan, launch = scene.single(), scene.launch
+    plan, launch = scene.plan, scene.launch
     if launch is None or not isinstance(plan.ops[-1], Compute):
         return None
     if any(piece.tokens != piece.job.remaining_tokens for piece in launch.slices):
@@ -505,33 +496,33 @@ def _(scene: Scene) -> Any:
     sliced = scene.sliced()
     waits = [j for j in scene.view.waiting if j not in sliced and j.training is None]
     job = pick(scene, [j for j in waits if j not in scene.plan.restart])
-    return None if job is None else replace(scene.single(), restart=(job,))
+    return None if job is None else replace(scene.plan, restart=(job,))
 
 
 @fault("restart twice", Rule.RESTART)
 def _(scene: Scene) -> Any:
     idle = [j for j in scene.view.serving if j not in scene.sliced()]
     job = pick(scene, idle)
-    return None if job is None else replace(scene.single(), restart=(job, job))
+    return None if job is None else replace(scene.plan, restart=(job, job))
 
 
 @fault("restart with a slice", Rule.RESTART)
 def _(scene: Scene) -> Any:
     job = pick(scene, [j for j in scene.sliced() if j in scene.view.serving])
-    return None if job is None else replace(scene.single(), restart=(*scene.plan.restart, job))
+    return None if job is None else replace(scene.plan, restart=(*scene.plan.restart, job))
 
 
 @fault("restart of a forged job", Rule.RESTART)
 def _(scene: Scene) -> Any:
     job = pick(scene, [j for j in scene.view.serving if j not in scene.sliced()])
-    return None if job is None else replace(scene.single(), restart=(_forged(job),))
+    return None if job is None else replace(scene.plan, restart=(_forged(job),))
 
 
 @fault("refuse twice", Rule.REFUSE)
 def _(scene: Scene) -> Any:
     jobs = [*scene.view.serving, *scene.view.waiting]
     job = pick(scene, [j for j in jobs if j not in scene.sliced()])
-    return None if job is None else replace(scene.single(), refuse=(job, job))
+    return None if job is None else replace(scene.plan, refuse=(job, job))
 
 
 @fault("refuse and restart", Rule.REFUSE, Rule.RESTART)
@@ -539,44 +530,44 @@ def _(scene: Scene) -> Any:
     job = pick(scene, [j for j in scene.view.serving if j not in scene.sliced()])
     if job is None or job.computed_tokens == 0:
         return None
-    return replace(scene.single(), refuse=(job,), restart=(job,))
+    return replace(scene.plan, refuse=(job,), restart=(job,))
 
 
 @fault("refuse with a slice", Rule.REFUSE)
 def _(scene: Scene) -> Any:
     job = pick(scene, scene.sliced())
-    return None if job is None else replace(scene.single(), refuse=(job,))
+    return None if job is None else replace(scene.plan, refuse=(job,))
 
 
 @fault("refuse a foreign job", Rule.REFUSE)
 def _(scene: Scene) -> Any:
-    return replace(scene.single(), refuse=(Job(FOREIGN, 0, 5, 5),))
+    return replace(scene.plan, refuse=(Job(FOREIGN, 0, 5, 5),))
 
 
 # ---- rule TOKENS
-fault("no tokens", Rule.TOKENS, Rule.REPEATS)(lambda s: with_slice(s, tokens=0))
-fault("tokens below zero", Rule.TOKENS, Rule.REPEATS)(lambda s: with_slice(s, tokens=-2))
-fault("half a token more", Rule.TOKENS, Rule.REPEATS)(
+fault("no tokens", Rule.TOKENS)(lambda s: with_slice(s, tokens=0))
+fault("tokens below zero", Rule.TOKENS)(lambda s: with_slice(s, tokens=-2))
+fault("half a token more", Rule.TOKENS)(
     lambda s: with_slice(s, tokens=lambda p: p.tokens + 0.5)
 )
-fault("one token as a float", Rule.TOKENS, Rule.REPEATS)(
+fault("one token as a float", Rule.TOKENS)(
     lambda s: with_slice(s, tokens=lambda p: float(p.tokens))
 )
-fault("True for a token", Rule.TOKENS, Rule.REPEATS)(lambda s: with_slice(s, tokens=True))
+fault("True for a token", Rule.TOKENS)(lambda s: with_slice(s, tokens=True))
 fault("more tokens than remain", Rule.TOKENS)(
     lambda s: with_slice(s, tokens=lambda p: p.job.remaining_tokens + 1)
 )
 fault("huge tokens", Rule.TOKENS)(lambda s: with_slice(s, tokens=10**30))
-fault("tokens in words", Rule.TOKENS, Rule.ANSWER, Rule.REPEATS)(
+fault("tokens in words", Rule.TOKENS, Rule.ANSWER)(
     lambda s: with_slice(s, tokens="all")
 )
-fault("layers on a served slice", Rule.TOKENS, Rule.REPEATS)(
+fault("layers on a served slice", Rule.TOKENS)(
     lambda s: with_slice(s, layers=range(0, 1))
 )
-fault("a served slice goes backward", Rule.TOKENS, Rule.REPEATS)(
+fault("a served slice goes backward", Rule.TOKENS)(
     lambda s: with_slice(s, work=Work.BACKWARD)
 )
-fault("a microbatch of a served slice", Rule.TOKENS, Rule.REPEATS)(
+fault("a microbatch of a served slice", Rule.TOKENS)(
     lambda s: with_slice(s, microbatch=1)
 )
 fault("again on a served slice", Rule.TOKENS)(lambda s: with_launch(s, again=True))
@@ -603,7 +594,7 @@ def _grows(where: Callable[[Scene, Job], Place], nbytes: Callable[[Scene], Any])
         job = _job(scene)
         if job is None or job.training is not None:
             return None
-        return ahead(scene.single(), Grow(where(scene, job), nbytes(scene)))
+        return ahead(scene.plan, Grow(where(scene, job), nbytes(scene)))
 
     return make
 
@@ -639,7 +630,7 @@ def _(scene: Scene) -> Any:
     job = pick(scene, scene.alive())
     if job is None:
         return None
-    return ahead(scene.single(), Copy(scene.own(job), kv_place(job.job_id, Tier.DISK)))
+    return ahead(scene.plan, Copy(scene.own(job), kv_place(job.job_id, Tier.DISK)))
 
 
 @fault("KV in another replica", Rule.PLACE)
@@ -650,7 +641,7 @@ def _(scene: Scene) -> Any:
         return None
     if job.device is None:
         return None
-    return ahead(scene.single(), Grow(kv_place(job.job_id, Tier.GPU, device), scene.page.nbytes))
+    return ahead(scene.plan, Grow(kv_place(job.job_id, Tier.GPU, device), scene.page.nbytes))
 
 
 _mine = lambda s, j: s.own(j)  # noqa: E731
@@ -665,7 +656,7 @@ fault("a buffer below zero", Rule.BYTES)(
 )
 
 
-@fault("an honest growth cut to half a page", Rule.BYTES, Rule.REPEATS)
+@fault("an honest growth cut to half a page", Rule.BYTES)
 def _(scene: Scene) -> Any:
     grow = pick(scene, [op for op in scene.plan.ops if isinstance(op, Grow)])
     if grow is None or grow.place.region.kind is not Kind.KV:
@@ -694,11 +685,7 @@ def _(scene: Scene) -> Any:
         return None
     pages = scene.view.room((Tier.GPU, scene.view.device)) // scene.page.nbytes + 1
     grow = Grow(scene.own(launch.slices[-1].job), pages * scene.page.nbytes)
-    if scene.plan.repeats > 1 and scene.rng.random() < 0.5:
-        if any(isinstance(op, GrowCycle) for op in scene.plan.ops):
-            return None
-        return ahead(scene.plan, grow)
-    return ahead(scene.single(), grow)
+    return ahead(scene.plan, grow)
 
 
 # ---- rules HELD and TIER
@@ -706,7 +693,7 @@ def _(scene: Scene) -> Any:
 def _(scene: Scene) -> Any:
     waits = [j for j in scene.view.waiting if scene.own(j) not in scene.view.held_bytes]
     job = pick(scene, [j for j in waits if j not in scene.sliced()])
-    return None if job is None else ahead(scene.single(), Free(scene.own(job)))
+    return None if job is None else ahead(scene.plan, Free(scene.own(job)))
 
 
 @fault("double free", Rule.HELD)
@@ -715,7 +702,7 @@ def _(scene: Scene) -> Any:
     job = pick(scene, idle)
     if job is None:
         return None
-    plan, place = scene.single(), scene.own(job)
+    plan, place = scene.plan, scene.own(job)
     plan = replace(plan, restart=(*plan.restart, job))
     return ahead(plan, Free(place), Free(place))
 
@@ -734,18 +721,18 @@ def _(scene: Scene) -> Any:
     job = pick(scene, [j for j in jobs if j.job_id not in moved])
     if job is None:
         return None
-    return ahead(scene.single(), Copy(scene.away(job), scene.own(job)))
+    return ahead(scene.plan, Copy(scene.away(job), scene.own(job)))
 
 
 @fault("reads what is not held", Rule.HELD)
 def _(scene: Scene) -> Any:
     place = kv_place(FOREIGN, Tier.GPU, scene.view.device)
-    return with_launch(scene, scene.single(), reads=(place,))
+    return with_launch(scene, scene.plan, reads=(place,))
 
 
 @fault("waits for what is not held", Rule.HELD)
 def _(scene: Scene) -> Any:
-    return with_launch(scene, scene.single(), after=(kv_place(FOREIGN, Tier.HOST),))
+    return with_launch(scene, scene.plan, after=(kv_place(FOREIGN, Tier.HOST),))
 
 
 @fault("reads what lies on the host", Rule.TIER)
@@ -753,13 +740,13 @@ def _(scene: Scene) -> Any:
     there = [p for p in scene.view.held_bytes if p.tier is Tier.HOST]
     moved = {op.place for op in scene.plan.ops if isinstance(op, Free)}
     place = pick(scene, [p for p in there if p not in moved])
-    return None if place is None else with_launch(scene, scene.single(), reads=(place,))
+    return None if place is None else with_launch(scene, scene.plan, reads=(place,))
 
 
 @fault("reads what has just gone to the host", Rule.TIER)
 def _(scene: Scene) -> Any:
     job = pick(scene, [j for j in scene.alive() if j not in scene.sliced()])
-    plan, away = scene.single(), None if job is None else scene.away(job)
+    plan, away = scene.plan, None if job is None else scene.away(job)
     if away is None or away in scene.view.held_bytes or scene.launch is None:
         return None
     nbytes = scene.view.held_bytes[scene.own(job)]
@@ -777,32 +764,32 @@ def _(scene: Scene) -> Any:
     place = pick(scene, [p for p in there if p not in moved])
     if place is None or scene.launch is None:
         return None
-    return with_launch(scene, scene.single(), writes=(*scene.launch.writes, place))
+    return with_launch(scene, scene.plan, writes=(*scene.launch.writes, place))
 
 
 # ---- rules of KV
-@fault("no KV", Rule.OWN_KV, Rule.REPEATS, Rule.KV_CONTENTS, Rule.KV_PAGES)
+@fault("no KV", Rule.OWN_KV, Rule.KV_CONTENTS, Rule.KV_PAGES)
 def _(scene: Scene) -> Any:
     """Takes no pages at all, and names none."""
     if scene.launch is None:
         return None
-    plan = scene.plan if scene.rng.random() < 0.5 else scene.single()
+    plan = scene.plan
     ops = tuple(
         changed(op, writes=()) if op is plan.ops[-1] and isinstance(op, Compute) else op
         for op in plan.ops
-        if not isinstance(op, Grow | GrowCycle)
+        if not isinstance(op, Grow)
     )
     found = replace(plan, ops=ops)
     return found if found.ops else None
 
 
-@fault("a write left out", Rule.OWN_KV, Rule.REPEATS)
+@fault("a write left out", Rule.OWN_KV)
 def _(scene: Scene) -> Any:
     launch = scene.launch
     if launch is None or not launch.writes:
         return None
     i = scene.rng.randrange(len(launch.writes))
-    plan = scene.plan if scene.rng.random() < 0.5 else scene.single()
+    plan = scene.plan
     return with_launch(scene, plan, writes=(*launch.writes[:i], *launch.writes[i + 1 :]))
 
 
@@ -813,7 +800,7 @@ def _(scene: Scene) -> Any:
     place = pick(scene, others)
     if launch is None or place is None:
         return None
-    return with_launch(scene, scene.single(), writes=(*launch.writes, place))
+    return with_launch(scene, scene.plan, writes=(*launch.writes, place))
 
 
 @fault("writes another job's KV in its stead", Rule.OWN_KV)
@@ -826,14 +813,14 @@ def _(scene: Scene) -> Any:
     place = pick(scene, [p for p in places if p not in launch.writes])
     if place is None:
         return None
-    plan = scene.plan if scene.rng.random() < 0.5 else scene.single()
+    plan = scene.plan
     return with_launch(scene, plan, writes=(*launch.writes[:i], place, *launch.writes[i + 1 :]))
 
 
-@fault("one page", Rule.KV_PAGES, Rule.REPEATS)
+@fault("one page", Rule.KV_PAGES)
 def _(scene: Scene) -> Any:
     """A prompt of several pages is computed into one."""
-    launch, plan = scene.launch, scene.single()
+    launch, plan = scene.launch, scene.plan
     if launch is None:
         return None
     held = scene.view.held_bytes
@@ -858,9 +845,9 @@ def _(scene: Scene) -> Any:
     return swapped(plan, grow, grow._replace(nbytes=scene.page.nbytes))
 
 
-@fault("a decode without its next page", Rule.KV_PAGES, Rule.REPEATS)
+@fault("a decode without its next page", Rule.KV_PAGES)
 def _(scene: Scene) -> Any:
-    launch, plan, size = scene.launch, scene.single(), scene.page.tokens
+    launch, plan, size = scene.launch, scene.plan, scene.page.tokens
     full = [
         op
         for op in plan.ops
@@ -879,24 +866,6 @@ def _(scene: Scene) -> Any:
     return None if grow is None else swapped(plan, grow)
 
 
-@fault("a repeated plan without a page", Rule.KV_PAGES, Rule.REPEATS)
-def _(scene: Scene) -> Any:
-    """One Grow of a plan for many steps is left out, and its pages are needed."""
-    plan, launch = scene.plan, scene.launch
-    if plan.repeats == 1 or launch is None:
-        return None
-    for op in plan.ops:
-        if not isinstance(op, Grow):
-            continue
-        piece = next((p for p in launch.slices if scene.own(p.job) == op.place), None)
-        if piece is None or op.first or op.every:
-            continue
-        pages = scene.view.held_bytes.get(op.place, 0) // scene.page.nbytes
-        if piece.job.computed_tokens + piece.tokens > pages * scene.page.tokens:
-            return swapped(plan, op)
-    return None
-
-
 @fault("swapped and lost", Rule.KV_CONTENTS, Rule.KV_FREED)
 def _(scene: Scene) -> Any:
     """What comes back from the host is never copied: new pages stand for it."""
@@ -911,7 +880,7 @@ def _(scene: Scene) -> Any:
 @fault("new pages for those on the host", Rule.KV_CONTENTS)
 def _(scene: Scene) -> Any:
     """A decode goes to the host, and goes on at once on empty pages."""
-    launch, plan = scene.launch, scene.single()
+    launch, plan = scene.launch, scene.plan
     moved = {op.place for op in plan.ops if isinstance(op, Grow | Free)}
     jobs = [j for j in scene.alive() if j in scene.sliced() and scene.own(j) not in moved]
     jobs = [j for j in jobs if scene.away(j) not in scene.view.held_bytes]
@@ -922,7 +891,7 @@ def _(scene: Scene) -> Any:
     nbytes = scene.view.held_bytes[own]
     if away.pool not in scene.view.free_bytes or scene.view.room(away.pool) < nbytes:
         return None
-    if scene.view.trial is not None:
+    if scene.view.kept_pages is not None:
         return None  # shared pages do not make room
     return ahead(plan, Copy(own, away), Free(own), Grow(own, nbytes))
 
@@ -930,23 +899,23 @@ def _(scene: Scene) -> Any:
 @fault("freed alive", Rule.KV_FREED)
 def _(scene: Scene) -> Any:
     job = pick(scene, [j for j in scene.alive() if j not in scene.sliced()])
-    return None if job is None else ahead(scene.single(), Free(scene.own(job)))
+    return None if job is None else ahead(scene.plan, Free(scene.own(job)))
 
 
 @fault("freed alive behind its decode", Rule.KV_FREED)
 def _(scene: Scene) -> Any:
     job = pick(scene, [j for j in scene.alive() if j in scene.sliced()])
-    return None if job is None else behind(scene.single(), Free(scene.own(job)))
+    return None if job is None else behind(scene.plan, Free(scene.own(job)))
 
 
 @fault("freed and taken anew", Rule.KV_FREED)
 def _(scene: Scene) -> Any:
     jobs = [j for j in scene.alive() if j in scene.sliced()]
     job = pick(scene, jobs)
-    if job is None or scene.view.trial is not None:
+    if job is None or scene.view.kept_pages is not None:
         return None
     own = scene.own(job)
-    return ahead(scene.single(), Free(own), Grow(own, scene.view.held_bytes[own]))
+    return ahead(scene.plan, Free(own), Grow(own, scene.view.held_bytes[own]))
 
 
 @fault("swapped and freed", Rule.KV_FREED)
@@ -1019,16 +988,16 @@ def _(scene: Scene) -> Any:
 @fault("shares for a job that has begun", Rule.SHARE)
 def _(scene: Scene) -> Any:
     job = pick(scene, [j for j in scene.alive() if j in scene.sliced()])
-    return None if job is None else ahead(scene.single(), Share(scene.own(job), (0,)))
+    return None if job is None else ahead(scene.plan, Share(scene.own(job), (0,)))
 
 
 @fault("shares without prefix caching", Rule.SHARE)
 def _(scene: Scene) -> Any:
-    if scene.view.trial is not None:
+    if scene.view.kept_pages is not None:
         return None
     waits = [j for j in scene.view.waiting if scene.own(j) not in scene.view.held_bytes]
     job = pick(scene, [j for j in waits if j not in scene.sliced() and j.training is None])
-    return None if job is None else ahead(scene.single(), Share(scene.own(job), (0,)))
+    return None if job is None else ahead(scene.plan, Share(scene.own(job), (0,)))
 
 
 @fault("shares without a slice", Rule.SHARE)
@@ -1053,7 +1022,7 @@ def _(scene: Scene) -> Any:
     if len(jobs) < 2:
         return None
     one, other = scene.rng.sample(jobs, 2)
-    return ahead(scene.single(), Copy(scene.own(one), scene.own(other)))
+    return ahead(scene.plan, Copy(scene.own(one), scene.own(other)))
 
 
 @fault("another job's KV copied to the host as one's own", Rule.COPY)
@@ -1062,19 +1031,19 @@ def _(scene: Scene) -> Any:
     if len(jobs) < 2:
         return None
     one, other = scene.rng.sample(jobs, 2)
-    return ahead(scene.single(), Copy(scene.own(one), scene.away(other)))
+    return ahead(scene.plan, Copy(scene.own(one), scene.away(other)))
 
 
 @fault("a copy onto itself", Rule.COPY)
 def _(scene: Scene) -> Any:
     job = pick(scene, scene.alive())
-    return None if job is None else ahead(scene.single(), Copy(scene.own(job), scene.own(job)))
+    return None if job is None else ahead(scene.plan, Copy(scene.own(job), scene.own(job)))
 
 
 @fault("a stale host copy over newer KV", Rule.COPY)
 def _(scene: Scene) -> Any:
     """First a copy to the host, which is legal; when the job has gone on, it is copied back."""
-    held, plan = scene.view.held_bytes, scene.single()
+    held, plan = scene.view.held_bytes, scene.plan
     kept: tuple[Job, int] | None = scene.notes.get("kept")
     if kept is None:
         jobs = [j for j in scene.alive() if scene.away(j) not in held]
@@ -1100,7 +1069,7 @@ def _(scene: Scene) -> Any:
 @fault("a stale host copy for freed KV", Rule.KV_FREED)
 def _(scene: Scene) -> Any:
     """The copy on the host is older; the KV on the device is given back for it."""
-    held, plan = scene.view.held_bytes, scene.single()
+    held, plan = scene.view.held_bytes, scene.plan
     kept: tuple[Job, int] | None = scene.notes.get("kept")
     if kept is None:
         return FAULTS["a stale host copy over newer KV"].make(scene)
@@ -1124,7 +1093,7 @@ def _(scene: Scene) -> Any:
     nbytes = scene.view.held_bytes[own] + scene.page.nbytes
     if away.pool not in scene.view.capacity_bytes or scene.view.room(away.pool) < nbytes:
         return None
-    return ahead(scene.single(), Grow(away, nbytes), Copy(own, away))
+    return ahead(scene.plan, Grow(away, nbytes), Copy(own, away))
 
 
 @fault("KV copied into a buffer", Rule.COPY)
@@ -1133,7 +1102,7 @@ def _(scene: Scene) -> Any:
     if job is None:
         return None
     buffer = Place(Region(job.job_id, Kind.BUFFER), Tier.HOST, scene.away(job).device)
-    return ahead(scene.single(), Copy(scene.own(job), buffer))
+    return ahead(scene.plan, Copy(scene.own(job), buffer))
 
 
 # ---- rule OPERATION
@@ -1150,13 +1119,13 @@ def _(scene: Scene) -> Any:
     old = [op for op in scene.view.in_flight if isinstance(op, Compute)]
     if not old or scene.launch is None or old[-1].device != scene.view.device:
         return None
-    plan = scene.single()
+    plan = scene.plan
     return replace(plan, ops=(*plan.ops[:-1], old[-1]))
 
 
 @fault("a launch twice in a plan", Rule.OPERATION)
 def _(scene: Scene) -> Any:
-    plan = scene.single()
+    plan = scene.plan
     launch = next((op for op in plan.ops if isinstance(op, Compute)), None)
     return None if launch is None else behind(plan, launch)
 
@@ -1170,181 +1139,7 @@ def _(scene: Scene) -> Any:
 @fault("a copy that is in flight", Rule.OPERATION)
 def _(scene: Scene) -> Any:
     old = pick(scene, [op for op in scene.view.in_flight if isinstance(op, Copy)])
-    return None if old is None else ahead(scene.single(), old)
-
-
-# ---- rule REPEATS
-for _count in (0, -1, 1.5, "2", None):
-    fault(f"repeats {_count!r}", Rule.REPEATS, Rule.ANSWER)(
-        lambda s, n=_count: replace(s.plan, repeats=n) if s.launch else None
-    )
-for _count in (1.0, True):
-    fault(f"repeats {_count!r}", Rule.REPEATS, Rule.ANSWER)(
-        lambda s, n=_count: replace(s.single(), repeats=n) if s.launch else None
-    )
-
-
-@fault("repeats beyond pages", Rule.KV_PAGES, Rule.REPEATS)
-def _(scene: Scene) -> Any:
-    """A decode is to go on for more steps than its pages have room for; it has that many to go."""
-    launch, plan, left = scene.launch, scene.single(), scene.notes.get("left")
-    if launch is None or plan.restart or plan.refuse or launch.reads or launch.after:
-        return None
-    if any(not isinstance(op, Grow | Compute) for op in plan.ops) or left is None:
-        return None
-    if any(p.tokens != 1 or p.job.remaining_tokens != 1 for p in launch.slices):
-        return None
-    need = scene.page.tokens + 2
-    if not any(left(p.job) > need for p in launch.slices):
-        return None
-    grown = {op.place: op.nbytes for op in plan.ops if isinstance(op, Grow)}
-    for piece in launch.slices:
-        place = scene.own(piece.job)
-        pages = (scene.view.held_bytes.get(place, 0) + grown.get(place, 0)) // scene.page.nbytes
-        spare = pages * scene.page.tokens - piece.job.computed_tokens
-        if spare < need < left(piece.job):
-            return replace(plan, repeats=need)
-    return None
-
-
-@fault("repeats a prompt beyond its end", Rule.TOKENS, Rule.REPEATS, Rule.KV_PAGES)
-def _(scene: Scene) -> Any:
-    launch, plan = scene.launch, scene.single()
-    if launch is None or plan.restart or plan.refuse:
-        return None
-    if any(not isinstance(op, Grow | Compute) for op in plan.ops):
-        return None
-    if not any(p.tokens > 1 for p in launch.slices):
-        return None
-    return replace(plan, repeats=10_000)
-
-
-@fault("`later` beyond the prompt", Rule.TOKENS, Rule.REPEATS, Rule.KV_PAGES)
-def _(scene: Scene) -> Any:
-    plan, launch = scene.plan, scene.launch
-    if launch is None or plan.restart or plan.refuse or launch.reads or launch.after:
-        return None
-    if plan.repeats == 1:
-        plan = scene.single()
-        if any(not isinstance(op, Grow | Compute) for op in plan.ops):
-            return None
-        plan = replace(plan, repeats=4)
-    last = launch.slices[-1]
-    tail = last._replace(tokens=last.job.remaining_tokens + 50)
-    return replace(plan, later=((1, (tail,)),))
-
-
-def _later(name: str, later: Callable[[Scene, Slice], Any], *rules: Rule) -> None:
-    def make(scene: Scene) -> Any:
-        plan, launch = scene.plan, scene.launch
-        if launch is None or plan.repeats < 2:
-            return None
-        return replace(plan, later=later(scene, launch.slices[-1]))
-
-    fault(name, Rule.REPEATS, Rule.ANSWER, *rules)(make)
-
-
-_later("`later` at step 0", lambda s, p: ((0, (p,)),))
-_later("`later` with steps that go back", lambda s, p: ((2, (p,)), (1, (p,))))
-_later("`later` of another job", lambda s, p: ((1, (p._replace(job=Job(FOREIGN, 0, 5, 5)),)),))
-_later("`later` of nobody", lambda s, p: ((1, ()),))
-_later("`later` in a list", lambda s, p: [(1, (p,))])
-_later("`later` without tokens", lambda s, p: ((1, (p._replace(tokens=0),)),), Rule.TOKENS)
-_later("`later` with half a token", lambda s, p: ((1, (p._replace(tokens=1.5),)),), Rule.TOKENS)
-_later("`later` of numbers", lambda s, p: (1, 2))
-_later("`later` of more slices than there are", lambda s, p: ((1, (*s.launch.slices, p)),))
-
-
-@fault("a cycle in a single step", Rule.REPEATS)
-def _(scene: Scene) -> Any:
-    launch, plan = scene.launch, scene.single()
-    if launch is None:
-        return None
-    return ahead(plan, GrowCycle(((Grow(scene.own(launch.slices[0].job), scene.page.nbytes),),)))
-
-
-@fault("growth by steps in a single step", Rule.REPEATS)
-def _(scene: Scene) -> Any:
-    plan = scene.single()
-    grow = pick(scene, [op for op in plan.ops if isinstance(op, Grow)])
-    if grow is None:
-        return None
-    how = {"first": 1} if scene.rng.random() < 0.5 else {"every": 2}
-    return swapped(plan, grow, grow._replace(**how))
-
-
-def _needed(scene: Scene, cycle: GrowCycle) -> list[tuple[int, Grow]]:
-    """What a cycle grows, and at which step, for jobs that will still be there then."""
-    left, jobs = scene.notes.get("left"), {j.job_id: j for j in scene.view.serving}
-    if left is None:
-        return []
-    return [
-        (i, op)
-        for i, ops in enumerate(cycle.by_step[: scene.plan.repeats])
-        for op in ops
-        if left(jobs[op.place.region.owner]) > i + 1
-    ]
-
-
-@fault("a cycle that lacks a page", Rule.REPEATS, Rule.KV_PAGES)
-def _(scene: Scene) -> Any:
-    cycle = next((op for op in scene.plan.ops if isinstance(op, GrowCycle)), None)
-    if cycle is None or (found := pick(scene, _needed(scene, cycle))) is None:
-        return None
-    i, lost = found
-    rest = tuple(op for op in cycle.by_step[i] if op is not lost)
-    by_step = (*cycle.by_step[:i], rest, *cycle.by_step[i + 1 :])
-    return swapped(scene.plan, cycle, GrowCycle(by_step))
-
-
-@fault("a cycle that comes a step late", Rule.REPEATS, Rule.KV_PAGES)
-def _(scene: Scene) -> Any:
-    cycle = next((op for op in scene.plan.ops if isinstance(op, GrowCycle)), None)
-    if cycle is None:
-        return None
-    last = len(cycle.by_step) - 1  # what comes there comes a step early
-    if all(i == last for i, _ in _needed(scene, cycle)):
-        return None
-    return swapped(scene.plan, cycle, GrowCycle((cycle.by_step[-1], *cycle.by_step[:-1])))
-
-
-@fault("a repeated plan with a copy", Rule.REPEATS)
-def _(scene: Scene) -> Any:
-    job = pick(scene, scene.alive())
-    if job is None or scene.plan.repeats < 2:
-        return None
-    return ahead(scene.plan, Copy(scene.own(job), scene.away(job)))
-
-
-@fault("a repeated plan that refuses", Rule.REPEATS)
-def _(scene: Scene) -> Any:
-    job = pick(scene, [j for j in scene.view.waiting if j not in scene.sliced()])
-    if job is None or scene.plan.repeats < 2:
-        return None
-    return replace(scene.plan, refuse=(job,))
-
-
-@fault("a repeated plan that frees", Rule.REPEATS)
-def _(scene: Scene) -> Any:
-    job = pick(scene, [j for j in scene.alive() if j not in scene.sliced()])
-    if job is None or scene.plan.repeats < 2:
-        return None
-    return ahead(scene.plan, Free(scene.own(job)))
-
-
-@fault("two launches in a repeated plan", Rule.REPEATS)
-def _(scene: Scene) -> Any:
-    if scene.launch is None or scene.plan.repeats < 2:
-        return None
-    return behind(scene.plan, changed(scene.launch))
-
-
-@fault("repeated growth in steps below zero", Rule.REPEATS, Rule.BYTES)
-def _(scene: Scene) -> Any:
-    grow = pick(scene, [op for op in scene.plan.ops if isinstance(op, Grow)])
-    if grow is None or scene.plan.repeats < 2:
-        return None
-    return swapped(scene.plan, grow, grow._replace(first=-1))
+    return None if old is None else ahead(scene.plan, old)
 
 
 # ---- training
@@ -1561,7 +1356,7 @@ _free_of("activations freed before their backward", lambda s, p: (
 def _(scene: Scene) -> Any:
     """Weights that outlive all jobs are given back by who serves with them."""
     place = pick(scene, [p for p in scene.view.held_bytes if p.region.owner == SHARED_OWNER])
-    return None if place is None else ahead(scene.single(), Free(place))
+    return None if place is None else ahead(scene.plan, Free(place))
 
 
 @fault("weights over others", Rule.COPY)
@@ -1603,7 +1398,7 @@ def _(scene: Scene) -> Any:
     return (
         None
         if place in moved
-        else with_launch(scene, scene.single(), writes=(*launch.writes, place))
+        else with_launch(scene, scene.plan, writes=(*launch.writes, place))
     )
 
 
@@ -1660,12 +1455,12 @@ def _(scene: Scene) -> Any:
     if job is not None and job.training is not None and job.training.spec.ranks > 1:
         return None
     op = Collective(Pattern.ALL_REDUCE, (place,), (place,), 8, scene.view.device)
-    return ahead(scene.single(), op)
+    return ahead(scene.plan, op)
 
 
 @fault("an exchange of nothing", Rule.EXCHANGE)
 def _(scene: Scene) -> Any:
-    return ahead(scene.single(), Collective(Pattern.ALL_REDUCE, (), (), 8, scene.view.device))
+    return ahead(scene.plan, Collective(Pattern.ALL_REDUCE, (), (), 8, scene.view.device))
 
 
 def ops_of(plan: Plan) -> Iterator[Op]:

@@ -10,13 +10,13 @@ from operator import attrgetter
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Compute, Plan
-from engine.contract.policy import Policy
+from engine.contract.policy import Policy, traits_of
 from engine.contract.rules import BrokenLaw
 from engine.contract.view import View
 from engine.loop.profile import EngineProfile
 from engine.results.plan_log import encode
 
-ANSWERS = ("cost", "trial")  # functions: there is nothing in them to write to
+ANSWERS = ("cost", "kept_pages", "reads")  # functions: there is nothing in them to write to
 SHOWN = [field.name for field in dataclasses.fields(View) if field.name not in ANSWERS]
 TOKENS = ("known_tokens", "computed_tokens")
 SLOTS = getattr(Job, "__slots__", None) or Job.__mypyc_attrs__  # type: ignore[attr-defined]
@@ -28,7 +28,7 @@ class Watched:
     """Checks laws 6 and 8 at each question, and counts for law 9."""
 
     def __init__(self, policy: Policy) -> None:
-        self.prefix_caching = getattr(policy, "prefix_caching", False)
+        self.traits = traits_of(policy)
         self._policy, self._now_ns = policy, 0
         self._wants_nothing = False  # the last answer, while no launch was in flight
         self.idle_without_a_plan = self.questions = 0
