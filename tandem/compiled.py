@@ -29,7 +29,7 @@ PACKAGES = ("models", "engine", "policies", "sim")
 # not what adds floats up by sum(... for ...): mypyc adds plainly, Python 3.12 with compensation.
 MODULES = {
     "engine/contract": "executor job kv_check plan plan_check policy progress regions view",
-    "engine/memory": "dry_run ledger plan_builder pool scoreboard",
+    "engine/memory": "dry_run ledger plan_builder pool prefix scoreboard",
     "engine/loop": "admission asking completions engine in_flight issuing job_lists",
     "engine/fast_forward": "decode_batch horizon jump repeated_plan segments standing_plan",
     "engine/results": "deliveries recorder",
@@ -45,6 +45,7 @@ MODULES = {
 NOT_NATIVE = "native_class=False"  # of bases that mypyc cannot inherit
 OPEN = "allow_interpreted_subclasses=True"
 MARKS = {
+    "engine/contract/job.py": {"TrainingProgress": NOT_NATIVE},
     "engine/memory/dry_run.py": {"Shortage": NOT_NATIVE},
     "engine/loop/engine.py": {"Stalled": NOT_NATIVE},
     "engine/results/recorder.py": {"Recorder": OPEN},
