@@ -77,7 +77,7 @@ def test_every_package_is_walked() -> None:
         ("policies", "import random", ["random"]),
         ("policies", "from sim.devices.device import Device", ["sim.devices.device"]),
         ("sim", "def f():\n    import torch.nn", ["torch.nn"]),
-        ("engine", "from policies.paged import Paged", ["policies.paged"]),
+        ("engine", "from policies.composed import Composed", ["policies.composed"]),
         ("analysis", "from engine.memory.ledger import Ledger", ["engine.memory.ledger"]),
         ("analysis", "from engine.results.schema import TABLES", []),
         ("tandem", "from runtime.executors.cuda import CudaExecutor", []),
