@@ -140,7 +140,7 @@ def training_row(row: TrainedRow, loss_of: Callable[[int, int], float] | None) -
     job_id, step, start_ns, end_ns, microbatches, tokens = row
     loss = None
     if loss_of is not None:
-        loss = sum(loss_of(job_id, k) for k in microbatches) / len(microbatches)
+        loss = sum([loss_of(job_id, k) for k in microbatches]) / len(microbatches)
     return job_id, step, start_ns, end_ns, tokens, loss
 
 

@@ -56,10 +56,8 @@ def search_bar(what: str) -> Iterator[Callable[[], object]]:
     What cost tables say of those is not told, since nobody asked for them."""
     from tqdm import tqdm
 
-    tables, was_disabled = (
-        logging.getLogger("sim.cost.contract.piecewise"),
-        logging.getLogger("sim.cost.contract.piecewise").disabled,
-    )
+    tables = logging.getLogger("sim.cost.piecewise")
+    was_disabled = tables.disabled
     tables.disabled = True
     try:
         with tqdm(desc=what, unit=" tried", leave=False, disable=None) as bar:  # None: no terminal

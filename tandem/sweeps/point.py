@@ -93,7 +93,6 @@ MEASURES = (
     "replicas.py",
     "run.py",
     "training.py",
-    "training_time.py",
     "usage.py",
     "workspace.py",
     "yaml_text.py",

@@ -794,7 +794,7 @@ def test_a_random_fault_is_refused_or_does_no_harm(
         assert policy.told and "\n" not in str(error)
         engine.ledger.conserved()
     except AssertionError as error:  # of the dry run, behind the contract
-        assert "balance.py" in str(traceback.extract_tb(error.__traceback__)[-1].filename)
+        assert "dry_run.py" in str(traceback.extract_tb(error.__traceback__)[-1].filename)
     else:
         assert is_harmless(engine)
 

@@ -133,8 +133,8 @@ def test_two_builds_at_once_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_build_of_other_sources_does_not_pass_for_the_compiled_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "engine").mkdir()
-    monkeypatch.setattr(engine, "__file__", str(tmp_path / "engine" / "engine.so"))
+    (tmp_path / "engine" / "loop").mkdir(parents=True)
+    monkeypatch.setattr(engine, "__file__", str(tmp_path / "engine" / "loop" / "engine.so"))
     with pytest.raises(ValueError, match="make compiled"):
         compiled.form()
     (tmp_path / compiled.STAMP).write_text(compiled.sources())

@@ -122,11 +122,13 @@ class Vllm:
         while any(len(s.token_ns) < s.request.output_tokens for s in everyone):
             while coming and coming[0].request.arrival_ns <= now_ns:
                 self.waiting.append(coming.pop(0))
+            before = self.restarts
             batch = self._schedule() if len(flights) < self._depth else []
             if batch:
                 lane_ns = max(lane_ns, now_ns) + self._launch(batch, flights)
                 flights[-1] = (lane_ns, flights[-1][1])
                 continue
+            self.steps += self.restarts > before  # one that only preempts
             events = [flights[0][0]] if flights else []
             events += [coming[0].request.arrival_ns] if coming else []
             now_ns = max(now_ns, min(events))
