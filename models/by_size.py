@@ -13,7 +13,25 @@ def gpt2_shape(
     max_positions: int = 1024,
     dtype: str = "bfloat16",
 ) -> ModelSpec:
-    """A GPT-2-like model, its MLP four times as wide. ValueError for heads that do not divide."""
+    """A GPT-2-like model of any width and depth, such as PatrickStar trains.
+
+    The MLP is four times as wide as the model, and the output projection is tied to the token
+    embedding, as in GPT-2.
+
+    Args:
+        hidden_size: Width of the hidden states, in numbers.
+        num_layers: Decoder layers.
+        num_heads: Attention heads; they must divide the width.
+        vocab_size: Tokens of the vocabulary; 50257 is GPT-2's own.
+        max_positions: Longest sequence, in tokens; 1024 is GPT-2's own.
+        dtype: "float32", "bfloat16" or "float16": the type of weights and activations.
+
+    Returns:
+        The spec, named "gpt2_<hidden_size>x<num_layers>".
+
+    Raises:
+        ValueError: The heads do not divide the width, or a size is below 1.
+    """
     name = f"gpt2_{hidden_size}x{num_layers}"
     if num_heads < 1 or hidden_size % num_heads:
         raise ValueError(f"model {name}: {num_heads} heads do not divide its width {hidden_size}")

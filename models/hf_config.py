@@ -14,10 +14,21 @@ log = logging.getLogger(__name__)
 
 
 def read_model(path: str, name: str | None = None, dtype: str | None = None) -> ModelSpec:
-    """The spec of a config.json, or of the folder that it lies in.
+    """The spec of a model whose config.json lies on this machine.
 
-    `name` is the folder's unless given, `dtype` the file's. ValueError in one line where it cannot
-    be read or is of a model that is not ours.
+    Rotary scaling changes no size and no time. The spec leaves it out, and the log warns of it.
+
+    Args:
+        path: A config.json, or the folder that holds one; "~" is the home.
+        name: What results call the model; None takes the name of the folder.
+        dtype: "float32", "bfloat16" or "float16"; None takes the dtype of the file.
+
+    Returns:
+        The spec that `ModelSpec.from_hf` makes of the file.
+
+    Raises:
+        ValueError: There is no such file, it cannot be read, or its model is not supported. The
+            message is one line and names the file.
     """
     file = Path(path).expanduser()
     file = file / "config.json" if file.is_dir() else file
@@ -46,6 +57,6 @@ def read_model(path: str, name: str | None = None, dtype: str | None = None) -> 
 
 
 def _rope_scaling(config: Mapping[str, Any]) -> Any:
-    """The name of what stretches rotary positions, as old and new configs have it."""
+    """The name of the rotary scaling, under its key of transformers 4 or 5."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return rope.get("rope_type") or rope.get("type")

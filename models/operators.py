@@ -1,4 +1,8 @@
-"""What one forward launch computes and moves, operator by operator. Arithmetic only."""
+"""What one forward launch computes and moves, operator by operator. Arithmetic only.
+
+A multiplication and an addition count as two FLOPs. Bytes are those of a kernel's operands, each
+read or written once. What a device makes of both is in sim/cost/roofline.py.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,25 @@ from typing import NamedTuple
 
 from models.spec import ModelSpec
 
-# Kernels per layer beside matrices and attention. Llama and Qwen3: 40 and 52 non-view aten
-# operations were counted in eager Hugging Face layers (2026-11), of which 7 matrix
-# products and 7 views; two KV writes are added. GPT-2 counted by hand: fused norms, 8 for GELU.
-# OPT has 1 for ReLU and 1 that scales the queries.
+# Kernels per layer beside matrix products and attention. Llama and Qwen3: 40 and 52 aten operations
+# of an eager Hugging Face layer, less 7 matrix products and 7 views, plus two KV writes. GPT-2:
+# counted by hand, with fused norms and 8 kernels for GELU. OPT: as GPT-2, with 1 for ReLU and 1
+# that scales the queries.
 ELEMENTWISE_KERNELS = {"llama": 28, "mistral": 28, "qwen2": 28, "qwen3": 40, "gpt2": 15, "opt": 9}
-KV_WRITES = 2  # of these
+KV_WRITES = 2  # of these kernels
 
 
 class Operator(NamedTuple):
-    """Equal kernels. `flops`, `nbytes` and `size`, which efficiency depends on, are of one.
+    """A group of equal kernels of one launch.
 
-    `kind` is linear, elementwise, prefill, decode, head or embed. `size` is rows for matrices and
-    the side of the square with as many query-key pairs for prefill attention.
+    Attributes:
+        kind: "linear", "elementwise", "prefill", "decode", "head" or "embed".
+        repeats: How many equal kernels the launch runs.
+        flops: Floating-point operations of one kernel; 0 where bytes alone decide.
+        nbytes: Bytes that one kernel moves.
+        size: What the efficiency of one kernel depends on. Rows of a matrix product or of an
+            elementwise kernel; keys that a decode reads; for prefill attention the side of a square
+            with as many query-key pairs.
     """
 
     kind: str
@@ -36,19 +46,33 @@ def operators(
     samples: int,
     fused_decode: bool = True,
 ) -> list[Operator]:
-    """All kernels of a launch over whole slices: `tokens` new ones behind `contexts` in KV each.
+    """All kernels of one launch over whole slices.
 
-    A slice of one token behind a context is a decode; `fused_decode` handles all decodes of a
-    layer in one kernel, else each sequence has its own.
+    A slice of one token behind a context is a decode; any other slice is prefill.
+
+    Args:
+        spec: The model.
+        tokens: New tokens of each slice.
+        contexts: Tokens that each slice has in KV before the launch; as long as `tokens`.
+        samples: Rows that the head computes logits of.
+        fused_decode: Whether one kernel per layer attends all decodes; else each decode has its
+            own.
+
+    Returns:
+        The kernels of the layers, grouped by kind and shape; then head and embedding.
+
+    Raises:
+        ValueError: `tokens` and `contexts` differ in length.
     """
     total = sum(tokens)
-    past = [c for n, c in zip(tokens, contexts, strict=True) if n == 1 and c]
-    chunks = [(n, c) for n, c in zip(tokens, contexts, strict=True) if n > 1 or not c]
+    pairs = list(zip(tokens, contexts, strict=True))
+    decodes = [c for n, c in pairs if n == 1 and c]
+    slices = [(n, c) for n, c in pairs if n > 1 or not c]
     layers = spec.num_layers
     ops = [product(spec, "linear", layers, total, *shape) for shape in _matrices(spec)]
     ops.append(elementwise(spec, layers, total))
-    ops += [prefill_operator(spec, layers, n, c) for n, c in chunks]
-    groups = [past] if fused_decode and past else [[c] for c in past]
+    ops += [prefill_operator(spec, layers, n, c) for n, c in slices]
+    groups = [decodes] if fused_decode and decodes else [[c] for c in decodes]
     ops += [decode_operator(spec, group) for group in groups]
     if samples:
         ops.append(product(spec, "head", 1, samples, spec.hidden_size, spec.vocab_size))
@@ -69,13 +93,37 @@ def _matrices(spec: ModelSpec) -> list[tuple[int, int]]:
 def product(
     spec: ModelSpec, kind: str, repeats: int, rows: int, inputs: int, outputs: int
 ) -> Operator:
-    """Rows times a matrix; with rows, inputs and outputs in any roles the same work."""
+    """Matrix products [rows, inputs] x [inputs, outputs].
+
+    The three sizes may trade places: a backward's products do the work of the forward's.
+
+    Args:
+        spec: The model; its dtype sizes the operands.
+        kind: "linear" or "head".
+        repeats: How many equal products there are.
+        rows: Tokens that are multiplied.
+        inputs: Numbers of a row before the product.
+        outputs: Numbers of a row behind it.
+
+    Returns:
+        2 * rows * inputs * outputs FLOPs; the bytes of matrix, input and output.
+    """
     moved = (inputs * outputs + rows * (inputs + outputs)) * spec.item_bytes
     return Operator(kind, repeats, 2 * rows * inputs * outputs, moved, rows)
 
 
 def elementwise(spec: ModelSpec, layers: int, total: int, writes_kv: bool = True) -> Operator:
-    """Norms, residuals, rotation, activation and KV writes, by passes over their rows."""
+    """Norms, residuals, rotation, activation and KV writes, as passes over their rows.
+
+    Args:
+        spec: The model; its family decides the kernels of a layer (ELEMENTWISE_KERNELS).
+        layers: Layers that the launch runs.
+        total: Tokens of the launch.
+        writes_kv: Whether keys and values are written to pages; a training forward writes none.
+
+    Returns:
+        layers * kernels equal kernels that share the bytes of a layer evenly, without FLOPs.
+    """
     hidden, inner, heads = spec.hidden_size, spec.intermediate_size, spec.query_size + spec.kv_size
     if spec.is_gated:
         passes = 2 * 7 * hidden + 6 * hidden + 11 * heads + 5 * inner
@@ -90,7 +138,18 @@ def elementwise(spec: ModelSpec, layers: int, total: int, writes_kv: bool = True
 
 
 def prefill_operator(spec: ModelSpec, layers: int, n: int, context: int) -> Operator:
-    """Causal attention of n new tokens over themselves and a context: pairs, not a square."""
+    """Causal attention of one prefill slice over its context and itself.
+
+    Args:
+        spec: The model.
+        layers: Layers that the launch runs; each has one such kernel.
+        n: New tokens of the slice.
+        context: Tokens of the slice's job in KV before it.
+
+    Returns:
+        4 * pairs * query_size FLOPs (scores, and their product with the values), where
+        pairs = n * context + n * (n + 1) / 2; the bytes of queries, keys, values and output.
+    """
     pairs = n * context + n * (n + 1) // 2
     nbytes = (2 * (context + n) * spec.kv_size + 2 * n * spec.query_size) * spec.item_bytes
     flops = 4 * pairs * spec.query_size
@@ -98,7 +157,16 @@ def prefill_operator(spec: ModelSpec, layers: int, n: int, context: int) -> Oper
 
 
 def decode_operator(spec: ModelSpec, contexts: Sequence[int]) -> Operator:
-    """Attention of one new token per sequence over its context and itself, one layer."""
+    """Attention of one new token per sequence over its context and itself.
+
+    Args:
+        spec: The model; each of its layers has one such kernel.
+        contexts: Tokens in KV before the launch, per sequence that the kernel attends.
+
+    Returns:
+        4 * keys * query_size FLOPs, where keys counts all contexts and the new tokens; the bytes of
+        keys, values, queries and output.
+    """
     keys = sum(contexts) + len(contexts)
     nbytes = (2 * keys * spec.kv_size + 2 * len(contexts) * spec.query_size) * spec.item_bytes
     return Operator("decode", spec.num_layers, 4 * keys * spec.query_size, nbytes, keys)

@@ -14,7 +14,13 @@ LORA_TARGETS = dict.fromkeys((*GATED, "opt"), ("q_proj", "v_proj")) | {"gpt2": (
 
 
 class Parameter(NamedTuple):
-    """A tensor of weights, named as in named_parameters(). Frozen ones do not train."""
+    """A tensor of weights.
+
+    Attributes:
+        name: As named_parameters() of torch has it.
+        shape: Sizes of its dimensions, in numbers.
+        trains: Whether an update changes it; a frozen one has no gradient.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -22,12 +28,19 @@ class Parameter(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Numbers in it."""
+        """Numbers in the tensor."""
         return math.prod(self.shape)
 
 
 class Module(NamedTuple):
-    """A module that owns parameters: a table, a norm, or a product (fan-out, fan-in)."""
+    """A module that owns parameters: an embedding table, a norm or a matrix product.
+
+    Attributes:
+        unit: The unit of the training chain that the module belongs to.
+        name: As named_modules() of torch has it.
+        sizes: (fan-out, fan-in) of a product, (rows, width) of a table, (width,) of a norm.
+        has_bias: Whether a bias of sizes[0] numbers stands beside the weight.
+    """
 
     unit: int
     name: str
@@ -36,20 +49,35 @@ class Module(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of its own parameters. GPT-2 keeps its products (Conv1D) transposed."""
+        """Shapes of "weight" and "bias". GPT-2's products (Conv1D) lie transposed."""
         is_transposed = self.name.rpartition(".")[2].startswith("c_")
         weight = {"weight": self.sizes[::-1] if is_transposed else self.sizes}
         return weight | {"bias": self.sizes[:1]} if self.has_bias else weight
 
     def adapters(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """What LoRA adds to a product: down to the rank, and up again."""
+        """Shapes of the LoRA matrices of a product: A [rank, fan-in] and B [fan-out, rank].
+
+        Args:
+            rank: The rank of the adapter, from the recipe.
+
+        Returns:
+            The shape of each, by the name that peft gives it within the module.
+        """
         fan_out, fan_in = self.sizes
         down, up = (rank, fan_in), (fan_out, rank)
         return {"lora_A.default.weight": down, "lora_B.default.weight": up}
 
 
 def layer_name(spec: ModelSpec, layer: int) -> str:
-    """Of a decoder layer, counted from 0, within the whole model."""
+    """The name of a decoder layer's module within the whole model, as Hugging Face has it.
+
+    Args:
+        spec: The model; its family decides the name.
+        layer: The layer, counted from 0.
+
+    Returns:
+        For example "model.layers.0", the prefix of the names of the layer's parameters.
+    """
     within = {"gpt2": "transformer.h", "opt": "model.decoder.layers"}
     return f"{within.get(spec.family, 'model.layers')}.{layer}"
 
@@ -57,11 +85,23 @@ def layer_name(spec: ModelSpec, layer: int) -> str:
 def model_parameters(
     spec: ModelSpec, recipe: Recipe
 ) -> tuple[tuple[Parameter, ...], tuple[tuple[int, ...], ...]]:
-    """All parameters in the order of named_parameters(), and per unit the indices of its own.
+    """All parameters of a model, and which unit of the training chain owns which.
 
-    Unit 0 is the embedding, the last one final norm and output projection; a tied table is in both
-    and counts once. With LoRA names and order are those after peft's inject_adapter_in_model;
-    get_peft_model puts "base_model.model." before each. ValueError for targets that no layer has.
+    Unit 0 is the embedding, units 1 to num_layers are the layers, and the last unit has the final
+    norm and the output projection. A tied table is one parameter of two units. With LoRA, names and
+    order are those behind peft's inject_adapter_in_model; get_peft_model puts "base_model.model."
+    before each name.
+
+    Args:
+        spec: The model.
+        recipe: Says what trains: `frozen_units`, `lora_rank` and `lora_targets`.
+
+    Returns:
+        The parameters in the order of named_parameters(); and per unit the indices of its
+        parameters among them, a tied table last.
+
+    Raises:
+        ValueError: No layer has a product that a LoRA target names.
     """
     parameters = list[Parameter]()
     units = [list[int]() for _ in range(spec.num_layers + 2)]
@@ -78,11 +118,22 @@ def model_parameters(
 
 
 def lora_targets(spec: ModelSpec, recipe: Recipe) -> Sequence[str]:
-    """Endings of the modules that get adapters; none without LoRA. ValueError for unknown ones."""
+    """Which modules of a layer get LoRA adapters.
+
+    Args:
+        spec: The model.
+        recipe: Its `lora_targets`; where they are empty, those that peft takes for the family.
+
+    Returns:
+        Endings of module names, such as "q_proj"; none where the recipe has no `lora_rank`.
+
+    Raises:
+        ValueError: A target is no product of a layer of this family.
+    """
     if recipe.lora_rank is None:
         return ()
     targets = recipe.lora_targets or LORA_TARGETS[spec.family]
-    # One layer says it for all; norms and tables have no adapters.
+    # All layers have equal products; norms and tables have no adapters.
     products = [m.name for m in _layer(spec, 0) if len(m.sizes) == 2]
     for target in targets:
         if not any(name.endswith(f".{target}") for name in products):
@@ -95,7 +146,7 @@ def lora_targets(spec: ModelSpec, recipe: Recipe) -> Sequence[str]:
 
 
 def _named(module: Module, recipe: Recipe, trains: bool, is_target: bool) -> list[Parameter]:
-    """A module's parameters as named_parameters() or, with LoRA, peft has them."""
+    """The parameters of a module, named as torch or, with LoRA, peft names them."""
     if recipe.lora_rank is None:
         return [Parameter(f"{module.name}.{n}", s, trains) for n, s in module.shapes.items()]
     base = f"{module.name}.base_layer" if is_target else module.name
@@ -107,7 +158,7 @@ def _named(module: Module, recipe: Recipe, trains: bool, is_target: bool) -> lis
 
 
 def _modules(spec: ModelSpec) -> Iterator[Module]:
-    """In the order in which Hugging Face builds them."""
+    """All modules with parameters, in the order in which Hugging Face builds them."""
     hidden, table, head = spec.hidden_size, (spec.vocab_size, spec.hidden_size), spec.num_layers + 1
     family = spec.family
     if family == "gpt2":

@@ -1,4 +1,4 @@
-"""What a decoder-only model is, in numbers: parameters and KV bytes by arithmetic."""
+"""The sizes of a decoder-only model; parameters and KV bytes follow by arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from models import workspace
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-GATED = ("llama", "mistral", "qwen2", "qwen3")  # Llama's layer: RMSNorm, rotation, a gated MLP
+GATED = ("llama", "mistral", "qwen2", "qwen3")  # RMSNorm, rotary positions, a gated MLP
 FAMILIES = (*GATED, "gpt2", "opt")
 ACTIVATIONS = dict.fromkeys(GATED, "silu") | {"gpt2": "gelu_new", "opt": "relu"}
 LLAMA_KEYS = {
@@ -30,7 +30,7 @@ GPT2_KEYS = {
 }
 OPT_KEYS = LLAMA_KEYS | {"intermediate_size": "ffn_dim"}
 KEYS = dict.fromkeys(GATED, LLAMA_KEYS) | {"gpt2": GPT2_KEYS, "opt": OPT_KEYS}
-# What a config may say only as here (the defaults of Hugging Face); OPT-350m says otherwise.
+# Switches that must have these values, the defaults of Hugging Face; OPT-350m has other ones.
 REQUIRED: Mapping[str, Any] = {
     "mlp_bias": False,
     "use_sliding_window": False,
@@ -51,17 +51,37 @@ SIZES = (
     "max_positions",
 )
 CONSTANTS = ("rope_theta", "norm_eps")
-LARGEST = 1e300  # number of a config.json
+MAX_NUMBER = 1e300  # of a config.json
 MISTRAL_WINDOW = 4096  # of a Mistral config that names none
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The shape of one model. Counts are exact; they equal what Hugging Face builds (tested).
+    """The sizes of one model. All counts equal those of the model that Hugging Face builds.
 
-    `attention_bias` is the config's flag: all four projections in Llama and Qwen3, q/k/v in Qwen2,
-    none in Mistral, always in GPT-2 and OPT. Scaling of rotary positions is left out: it changes
-    no size and no time (models/hf_config.py warns of it).
+    Rotary scaling is left out: it changes no size and no time (models/hf_config.py warns of it).
+
+    Attributes:
+        name: What results call the model.
+        family: The model_type of its config.json: one of FAMILIES.
+        num_layers: Decoder layers.
+        hidden_size: Width of the hidden states, in numbers.
+        num_heads: Attention heads of the queries.
+        num_kv_heads: Heads of keys and values; they divide `num_heads`.
+        head_dim: Numbers of one head.
+        intermediate_size: Inner width of the MLP, in numbers.
+        vocab_size: Tokens of the vocabulary.
+        max_positions: Longest sequence, in tokens.
+        tie_embeddings: Whether the output projection is the token embedding.
+        dtype: Type of weights, activations and KV: a key of DTYPE_BYTES.
+        rope_theta: Base of the rotary frequencies.
+        norm_eps: Epsilon of the norms.
+        attention_bias: Whether projections have biases: all four in Llama and Qwen3, q, k and v in
+            Qwen2. Mistral has none, GPT-2 and OPT always have all.
+
+    Raises:
+        ValueError: A size is below 1, a constant is not a finite number above 0, family or dtype is
+            unknown, or KV heads do not divide the heads.
     """
 
     name: str
@@ -97,27 +117,27 @@ class ModelSpec:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one number."""
+        """Bytes of one number in `dtype`."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def is_gated(self) -> bool:
-        """Whether layers are like Llama's; else they are like GPT-2's, with learned positions."""
+        """Whether layers are like Llama's. Those of GPT-2 and OPT have learned positions."""
         return self.family in GATED
 
     @property
     def query_size(self) -> int:
-        """Width of the queries (and of the attention's output)."""
+        """Width of the queries and of attention's output, in numbers."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of the keys, or of the values."""
+        """Width of the keys, and of the values, in numbers."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def layer_matrix_parameters(self) -> int:
-        """Entries of one layer's matrices: what a token is multiplied with."""
+        """Numbers in the matrices of one layer: a token is multiplied with each once."""
         attention = self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
         matrices = 3 if self.is_gated else 2
         return attention + matrices * self.hidden_size * self.intermediate_size
@@ -137,7 +157,7 @@ class ModelSpec:
 
     @property
     def embedding_parameters(self) -> int:
-        """Token embedding, learned positions, final norm and the head unless it is tied."""
+        """Parameters outside the layers: embeddings, final norm, the head unless it is tied."""
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         if self.is_gated:
             return tables + self.hidden_size
@@ -146,17 +166,17 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        """All parameters, tied ones counted once."""
+        """All parameters; a tied table counts once."""
         return self.num_layers * self.layer_parameters + self.embedding_parameters
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters."""
+        """Bytes of all parameters in `dtype`."""
         return self.parameters * self.item_bytes
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of keys and values of one token, all layers."""
+        """Bytes of the keys and values of one token, in all layers."""
         return 2 * self.num_layers * self.kv_size * self.item_bytes
 
     def workspace_bytes(
@@ -166,15 +186,35 @@ class ModelSpec:
         samples: int = 0,
         page_tokens: int = 16,
     ) -> int:
-        """Peak of what a launch allocates and gives back on a CPU.
+        """Peak of what a launch of this model allocates and frees on a CPU, in bytes.
 
-        `tokens` and `contexts` (tokens in KV before) are per slice: see models/workspace.py.
+        Args:
+            tokens: New tokens of each slice.
+            contexts: Tokens that each slice has in KV before; empty: none has any.
+            samples: Rows that the head computes logits of.
+            page_tokens: Tokens of a KV page.
+
+        Returns:
+            Bytes beside weights and KV, by models/workspace.py.
         """
         return workspace.peak_bytes(self, tokens, contexts, samples, page_tokens)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], name: str = "") -> ModelSpec:
-        """The spec of a Hugging Face config.json, given as a dict. ValueError if it is not ours."""
+        """The spec of a Hugging Face config.json.
+
+        Args:
+            config: The parsed file. Absent entries have the defaults of the Hugging Face config
+                class of the family; an absent dtype is float32.
+            name: What results call the model; empty: the config's own name or its model_type.
+
+        Returns:
+            The spec in the config's dtype.
+
+        Raises:
+            ValueError: The family is not in FAMILIES, an entry is missing or no number, or a switch
+                changes a layer in a way that is not supported.
+        """
         family = config.get("model_type")
         label = name or str(config.get("_name_or_path") or family)
         if family not in FAMILIES:
@@ -192,7 +232,7 @@ class ModelSpec:
 
 
 def _check_supported(config: Mapping[str, Any], label: str) -> None:
-    """ValueError for what changes a layer in a way that neither spec nor runtime knows."""
+    """Raises ValueError for a switch that spec and runtime do not know."""
     for switch, value in REQUIRED.items():
         if config.get(switch, value) not in (value, None):
             wanted = str(value).lower()
@@ -214,18 +254,18 @@ def _check_supported(config: Mapping[str, Any], label: str) -> None:
 
 
 def _number(config: Mapping[str, Any], key: str, default: float = 0.0) -> float:
-    """A number of a config; the default where it has none. ValueError for text and the like."""
+    """A finite number of a config, or the default where the entry is absent."""
     value = config.get(key)
     if value is None:
         return default
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or abs(value) > LARGEST or not isfinite(value):
+    if not is_number or abs(value) > MAX_NUMBER or not isfinite(value):
         raise ValueError(f"{key} is {str(value)[:30]!r}: give a finite number")
     return float(value)
 
 
 def _whole(config: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """A count of a config; the default where it has none, or 0."""
+    """A count of a config, or the default where the entry is absent or 0."""
     value = _number(config, key, default) or default
     if value != int(value):
         raise ValueError(f"{key} is {value}: give a whole number")
@@ -249,7 +289,7 @@ def _llama_fields(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[s
 
 
 def _plain_fields(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Of GPT-2 and OPT, which has no setting for the epsilon of its norms."""
+    """Fields of GPT-2 and OPT; OPT's config has no epsilon of the norms."""
     hidden = sizes["hidden_size"]
     return {
         "num_kv_heads": sizes["num_heads"],

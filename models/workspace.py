@@ -1,4 +1,4 @@
-"""What a launch allocates and gives back on a CPU, by arithmetic."""
+"""Temporary memory of a forward launch on a CPU, in bytes by arithmetic."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Sizes(Protocol):
-    """The sizes of a model that its workspaces follow from: a ModelSpec has them."""
+    """The sizes of a model that its workspaces follow from; see ModelSpec, which has them."""
 
     @property
     def family(self) -> str: ...
@@ -33,19 +33,26 @@ class Sizes(Protocol):
     def kv_size(self) -> int: ...
 
 
-# Keys and values gathered at once. Less costs more calls; 4 MiB and more, beyond a core's caches,
-# was slower for 64 decodes of mean 235 tokens (6.0 ms a layer at 64 MiB, 3.4 at 1, 4.1 one by one).
+# Keys and values gathered at once. Smaller gathers cost more calls, and larger ones leave the
+# caches of a core: 64 decodes of mean 235 tokens took 3.4 ms a layer at 1 MiB, 6.0 ms at 64 MiB,
+# and 4.1 ms with a gather per decode.
 GATHER_BYTES = 1 << 20
 
 
 def gathers(counts: Sequence[int], page_bytes: int) -> list[slice]:
-    """Runs of neighbouring decodes whose pages, so many each, are gathered at once.
+    """Groups of neighbouring decodes whose pages are gathered at once.
 
-    A run takes at most GATHER_BYTES, or is a single decode. `page_bytes` are of one layer.
+    Args:
+        counts: KV pages that each decode reads.
+        page_bytes: Bytes of keys and values of one page in one layer.
+
+    Returns:
+        Slices of `counts`, in order and without gaps. The pages of a group take at most
+        GATHER_BYTES; a decode that takes more is a group alone.
     """
-    most, found, start, total = GATHER_BYTES // page_bytes, list[slice](), 0, 0
+    max_pages, found, start, total = GATHER_BYTES // page_bytes, list[slice](), 0, 0
     for stop, count in enumerate(counts):
-        if total + count > most and stop > start:
+        if total + count > max_pages and stop > start:
             found.append(slice(start, stop))
             start, total = stop, 0
         total += count
@@ -59,15 +66,28 @@ def peak_bytes(
     samples: int,
     page_tokens: int,
 ) -> int:
-    """Peak of what a greedy launch without autograd allocates and gives back on a CPU.
+    """Peak of what a greedy launch without autograd allocates and frees on a CPU.
 
-    `tokens` and `contexts` (tokens in KV before) are per slice. The largest of four moments of
-    runtime/serving/gated.py, or of the modules of transformers 5 for GPT-2 and OPT, around
-    runtime/serving/attention.py, where T rows run together. Beside each but the head lie what all
-    layers share: cosines and sines of the T rows (where positions are rotated), the place for
-    gathered pages of decodes and, per slice of several tokens behind a context, a mask of the size
-    of a number. Equal to what runtime/measure/tracker.py counts (tests/models/test_workspace.py),
-    but for a few numbers per row.
+    The peak is the largest of four moments of runtime/serving/gated.py, or of the modules of
+    transformers 5 for GPT-2 and OPT, around runtime/serving/attention.py: the projections,
+    attention, the MLP, and the head. The cosines and sines of all rows stand beside each of them,
+    where positions are rotated. The buffer of gathered pages and a mask per slice of several tokens
+    behind a context, a number per query-key pair, stand beside the first three. The sum equals what
+    runtime/measure/tracker.py counts but for a few numbers per row
+    (tests/models/test_workspace.py).
+
+    Args:
+        spec: The model.
+        tokens: New tokens of each slice; a slice of one token is a decode.
+        contexts: Tokens that each slice has in KV before; empty: none has any.
+        samples: Rows that the head computes logits of.
+        page_tokens: Tokens of a KV page.
+
+    Returns:
+        Bytes beside weights and KV.
+
+    Raises:
+        ValueError: `contexts` is not empty and differs from `tokens` in length.
     """
     pairs = list(zip(tokens, contexts or [0] * len(tokens), strict=True))
     slices, decodes = [s for s in pairs if s[0] > 1], [c for n, c in pairs if n == 1]
@@ -85,17 +105,17 @@ def peak_bytes(
         rows * _held_row_bytes(spec) + attended,
         rows * _mlp_row_bytes(spec),
     )
-    # The last layer's rows; of the sampled ones the norm and the logits.
+    # The rows of the last layer; norm and logits of the sampled rows.
     head = (rows * spec.hidden_size + samples * (spec.hidden_size + spec.vocab_size)) * item
     return shared + max(layers + masks + gathered * page_bytes, head)
 
 
 def _projection_row_bytes(spec: Sizes) -> int:
-    """Before attention: the layer's input and q, k, v, with either of three beside them.
+    """Bytes per row before attention: the layer's input, q, k and v, and the largest of three.
 
-    The normed input; q and k with their halves swapped; and, where heads are normed (Qwen3), the
-    squares of q and k in float32, beside their float32 copies if they are not. GPT-2 and OPT hold
-    nothing here that attention and MLP do not exceed.
+    The three are the normed input; q and k with their halves swapped; and, where heads are normed
+    (Qwen3), the squares of q and k in float32, with float32 copies of q and k in other dtypes. In
+    GPT-2 and OPT attention or MLP takes more than this moment, so it counts 0.
     """
     if not spec.is_gated:
         return 0
@@ -107,16 +127,17 @@ def _projection_row_bytes(spec: Sizes) -> int:
 
 
 def _held_row_bytes(spec: Sizes) -> int:
-    """While jobs are attended: the layer's input, q, k, v and the output; GPT-2's normed input."""
+    """Bytes per row during attention: the layer's input, q, k, v, output; GPT-2's normed input."""
     inputs = 1 if spec.is_gated else 2
     return (inputs * spec.hidden_size + 2 * spec.query_size + 2 * spec.kv_size) * spec.item_bytes
 
 
 def _mlp_row_bytes(spec: Sizes) -> int:
-    """The layer's input, its sum with attention's output, the normed sum, and the inner rows.
+    """Bytes per row in the MLP: the layer's input, its sum with attention's output, the normed sum.
 
-    Inner rows: gate and up, of which the product takes the place. GPT-2 keeps attention's output
-    too, and its GELU holds four inner rows at once; OPT's ReLU two, without the normed sum.
+    Inner rows come on top: gate and up, whose product takes the place of one. GPT-2 keeps
+    attention's output too, and its GELU holds four inner rows at once; OPT's ReLU holds two,
+    without the normed sum.
     """
     hidden, inner = spec.hidden_size, spec.intermediate_size
     if spec.is_gated:
@@ -129,16 +150,16 @@ def _mlp_row_bytes(spec: Sizes) -> int:
 def _attended_bytes(
     spec: Sizes, slices: Sequence[tuple[int, int]], decodes: int, page_tokens: int
 ) -> int:
-    """What attending job by job takes at its peak, beside the rows of all.
+    """Peak bytes of attention, job by job, beside the rows of all jobs.
 
-    Slices (tokens, context) come first. Each takes its gathered pages (none where a prompt starts),
-    its own output and a float32 sum per row and head; the outputs of decodes are kept until the
-    last.
+    Slices (tokens, context) come before decodes. A slice takes its gathered pages (none where a
+    prompt starts), its output and a float32 sum per row and head. The outputs of decodes are kept
+    until the last decode.
     """
     output, sums = spec.query_size * spec.item_bytes, 4 * spec.num_heads
     page_bytes = 2 * spec.kv_size * spec.item_bytes * page_tokens
-    most = decodes * output + sums if decodes else 0
+    peak = decodes * output + sums if decodes else 0
     for n, c in slices:
         pages = -(-(n + c) // page_tokens) if c else 0
-        most = max(most, pages * page_bytes + n * (output + sums))
-    return most
+        peak = max(peak, pages * page_bytes + n * (output + sums))
+    return peak

@@ -1,4 +1,4 @@
-"""What a training job takes, in bytes by arithmetic: parameters, activations and workspaces."""
+"""Bytes of a training job by arithmetic: parameters, saved activations and workspaces per unit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from models.parameters import Parameter, layer_name, model_parameters
 from models.spec import DTYPE_BYTES, ModelSpec
 from models.training.tape import Tape, Value
-from models.training.tape_layers import Pass
+from models.training.tape_layers import UnitForward
 from traces.serving.request import TrainingJob
 from traces.training.recipe import Recipe
 
@@ -17,18 +17,24 @@ STATE_BYTES = 4  # optimizer states and master weights are float32
 
 @dataclass(frozen=True, slots=True)
 class UnitShape:
-    """One unit and one microbatch, on a CPU.
+    """Bytes of one unit for one microbatch, on a CPU.
 
-    Saved is what a forward keeps for the backward beside the unit's input, its parameters and its
-    output. Workspaces are peaks beside all that is booked then: `forward_bytes` of a forward that
-    keeps, beside input, output, saved and parameters; `light_bytes` of one under no_grad, beside
-    input, output and parameters; `backward_bytes` beside input, saved, parameters and the gradients
-    that come in and go out (not those of weights: fresh ones are in it). A forward that comes again
-    for a backward makes an output that nobody booked: add the bytes of the next unit's input.
+    The three workspaces are peaks beside what is booked at that time. A recomputed forward makes an
+    output that is booked nowhere: add the bytes of the next unit's input to its workspace.
+
+    Attributes:
+        parameters: Indices into TrainingShape.parameters; both units of a tied table have it.
+        input_bytes: Hidden states that come in; 0 for the embedding.
+        saved_bytes: What a forward keeps for its backward, beside input, parameters and output.
+        forward_bytes: Workspace of a forward that keeps, beside input, output, saved activations
+            and parameters.
+        light_bytes: Workspace of a forward under no_grad, beside input, output and parameters.
+        backward_bytes: Workspace of a backward, beside input, saved activations, parameters and the
+            gradients of output and input. Fresh gradients of weights are part of it.
     """
 
-    parameters: tuple[int, ...]  # of TrainingShape.parameters; a tied table is in both its units
-    input_bytes: int  # hidden states that come in; 0 of the embedding
+    parameters: tuple[int, ...]
+    input_bytes: int
     saved_bytes: int
     forward_bytes: int
     light_bytes: int
@@ -37,21 +43,39 @@ class UnitShape:
 
 @dataclass(frozen=True, slots=True)
 class TrainingShape:
-    """The parameters of a job in the order of named_parameters(), and its chain of units."""
+    """The parameters of a training job and its chain of units.
+
+    Attributes:
+        parameters: All parameters, in the order of named_parameters().
+        units: Embedding, layers, and head with loss.
+        item_bytes: Bytes of one number of a weight or a gradient.
+        optimizer_item_bytes: Bytes of optimizer states per number that trains.
+    """
 
     parameters: tuple[Parameter, ...]
     units: tuple[UnitShape, ...]
-    item_bytes: int  # of a weight or a gradient
-    optimizer_item_bytes: int  # per number that trains: moments, and master weights where needed
+    item_bytes: int
+    optimizer_item_bytes: int
 
 
 def training_shape(spec: ModelSpec, job: TrainingJob) -> TrainingShape:
-    """The shape of a job on a model, computed in the recipe's dtype.
+    """The bytes of a training job on a model, computed in the recipe's dtype.
 
     Attention is torch's SDPA without a mask: the CPU's flash kernel, or the math path where dropout
-    rules that out. Token ids, cosines and sines belong to no unit. Equal to the byte to what
-    autograd keeps and to what runtime/measure/tracker.py counts around Hugging Face's modules
-    (tests/models/test_training_shape.py). ValueError where the job does not fit the model.
+    rules that out. Token ids, cosines and sines belong to no unit. The result equals, to the byte,
+    what autograd keeps and what runtime/measure/tracker.py counts around Hugging Face's modules
+    (tests/models/test_training_shape.py).
+
+    Args:
+        spec: The model; its own dtype is not read.
+        job: Sequences and tokens of a microbatch, the number of units, and the recipe.
+
+    Returns:
+        Parameters and units of the job.
+
+    Raises:
+        ValueError: The job has another number of units than the model, its sequences exceed the
+            positions of the model, or a LoRA target is unknown.
     """
     _check(spec, job)
     parameters, owned = model_parameters(spec, job.recipe)
@@ -59,17 +83,25 @@ def training_shape(spec: ModelSpec, job: TrainingJob) -> TrainingShape:
     first = trains.index(True)
     known, units = dict[tuple[bool, bool, bool], _Sizes](), list[UnitShape]()
     for u, own in enumerate(owned):
-        is_layer, wanted = 0 < u <= spec.num_layers, u > first
-        key = (is_layer, trains[u], wanted)
+        is_layer, has_input_gradient = 0 < u <= spec.num_layers, u > first
+        key = (is_layer, trains[u], has_input_gradient)
         if not is_layer or key not in known:
-            known[key] = _sizes(spec, job, u, [parameters[p] for p in own], wanted)
+            known[key] = _sizes(spec, job, u, [parameters[p] for p in own], has_input_gradient)
         units.append(UnitShape(own, *known[key]))
     item_bytes = DTYPE_BYTES[job.recipe.dtype]
     return TrainingShape(parameters, tuple(units), item_bytes, optimizer_item_bytes(job.recipe))
 
 
 def optimizer_item_bytes(recipe: Recipe) -> int:
-    """Bytes of optimizer states per number that trains."""
+    """Bytes of optimizer states per number that trains.
+
+    Args:
+        recipe: Its optimizer, momentum and dtype are read.
+
+    Returns:
+        4 bytes per moment (two of AdamW, one of SGD with momentum, none of plain SGD), and 4 for a
+        float32 master weight where weights are bfloat16.
+    """
     moments = 2 if recipe.optimizer == "adamw" else int(recipe.momentum > 0)
     masters = int(recipe.dtype != "float32")
     return STATE_BYTES * (moments + masters)
@@ -79,27 +111,31 @@ _Sizes = tuple[int, int, int, int, int]
 
 
 def _sizes(
-    spec: ModelSpec, job: TrainingJob, unit: int, parameters: Sequence[Parameter], wanted: bool
+    spec: ModelSpec,
+    job: TrainingJob,
+    unit: int,
+    parameters: Sequence[Parameter],
+    has_input_gradient: bool,
 ) -> _Sizes:
-    """Those of a UnitShape. `wanted`: something below trains, so the input needs a gradient."""
+    """The bytes of a UnitShape, in its order; a unit below that trains needs an input gradient."""
     tape = Tape(keeps=False)
-    output, _ = _forward(tape, spec, job, unit, parameters, wanted)
+    output, _ = _forward(tape, spec, job, unit, parameters, has_input_gradient)
     light_bytes = tape.peak_bytes - output.nbytes
     tape = Tape()
-    output, leaves = _forward(tape, spec, job, unit, parameters, wanted)
+    output, leaves = _forward(tape, spec, job, unit, parameters, has_input_gradient)
     saved_bytes = tape.live_bytes - output.nbytes
     forward_bytes = tape.peak_bytes - tape.live_bytes
     is_head, trains = unit > spec.num_layers, output.edge is not None
-    del output  # what is above has freed it
+    del output  # the unit above has freed it before this backward
     input_bytes = job.microbatch_tokens * spec.hidden_size * DTYPE_BYTES[job.recipe.dtype]
     backward_bytes = 0
     if trains:
         tape.restart_peak()
-        seed = tape.storage(STATE_BYTES if is_head else 0)  # of the loss: nobody booked it
+        seed = tape.storage(STATE_BYTES if is_head else 0)  # the loss's is booked nowhere
         tape.backward(seed)
-        booked_bytes = saved_bytes + (input_bytes if wanted else 0)
+        booked_bytes = saved_bytes + (input_bytes if has_input_gradient else 0)
         backward_bytes = max(0, tape.peak_bytes - booked_bytes)
-    del leaves  # had the gradients
+    del leaves  # they hold the gradients up to the peak
     return input_bytes if unit else 0, saved_bytes, forward_bytes, light_bytes, backward_bytes
 
 
@@ -109,12 +145,12 @@ def _forward(
     job: TrainingJob,
     unit: int,
     parameters: Sequence[Parameter],
-    wanted: bool,
+    has_input_gradient: bool,
 ) -> tuple[Value, Sequence[Value]]:
-    """A unit's output, and the leaves of its graph."""
+    """The output of a unit, and the leaves of its graph."""
     prefix = layer_name(spec, unit - 1)
-    run = Pass(tape, spec, job, parameters, prefix)
-    hidden = tape.outside(run.rows * spec.hidden_size, run.item_bytes, wanted)
+    run = UnitForward(tape, spec, job, parameters, prefix)
+    hidden = tape.outside(run.rows * spec.hidden_size, run.item_bytes, has_input_gradient)
     if unit == 0:
         output = run.embedding()
     elif unit <= spec.num_layers:

@@ -1,8 +1,8 @@
-"""Tensors without numbers: what torch allocates, keeps for a backward and gives back, in bytes.
+"""Tensors without numbers: what torch allocates, saves for a backward and frees, in bytes.
 
-A storage counts from the operator that makes it until nobody holds it, by Python's own count of
-references, as in torch. So a layer written down with the variables of its Hugging Face module
-(models/training/tape_layers.py) peaks where that peaks. Operators are in
+A storage counts from the operator that makes it until its last reference goes, by Python's own
+count of references, as in torch. So a layer that is written down with the variables of its Hugging
+Face module (models/training/tape_layers.py) peaks where the module peaks. Operators are in
 models/training/tape_operators.py.
 """
 
@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# What a backward hands to an input without allocating:
-SAME = 0  # the gradient that came in, summed down where the input is smaller
-PART = -1  # a view of part of it
+# Gradients that a backward hands to an input without an allocation:
+SAME = 0  # the incoming gradient, summed down where the input is smaller
+PART = -1  # a view of part of the incoming gradient
 
 
 class TapeMeter:
-    """Bytes alive, now and at their peak."""
+    """Bytes of the live storages, now and at their peak."""
 
     __slots__ = ("live_bytes", "peak_bytes")
 
@@ -26,7 +26,12 @@ class TapeMeter:
 
 
 class Storage:
-    """Bytes of one allocation; they are alive as long as this is."""
+    """One allocation of `nbytes`; its bytes are live as long as this object.
+
+    Args:
+        meter: Counts the bytes.
+        nbytes: Size of the allocation; 0 for a tensor that is counted elsewhere.
+    """
 
     __slots__ = ("_meter", "nbytes")
 
@@ -41,17 +46,27 @@ class Storage:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """How the gradients of some values come from that of what was made of them.
+    """The backward of one operator.
 
-    A node with several slots has made several values (a split); a leaf has made none.
+    A node with several slots belongs to an operator of several results (a split). The node of a
+    leaf has no edges.
+
+    Attributes:
+        slot_bytes: Bytes of each result of the operator.
+        edges: Per input: where its gradient goes; None where it needs none.
+        makes: Per input: bytes allocated for its gradient, or SAME, or PART.
+        saved: Storages that the forward keeps for this backward.
+        scratch: Bytes of temporary tensors of this backward, all live together.
+        computes_all: Whether gradients are computed also for inputs that need none.
+        gradients: Per slot: the gradient that has arrived.
     """
 
-    slot_bytes: int  # of each value that it made
+    slot_bytes: int
     edges: tuple[Edge | None, ...] = ()
-    makes: tuple[int, ...] = ()  # per edge: bytes allocated for its gradient, SAME or PART
+    makes: tuple[int, ...] = ()
     saved: tuple[Storage, ...] = ()
-    scratch: tuple[int, ...] = ()  # allocated beside them, one after another
-    computes_all: bool = False  # also gradients that nobody wants
+    scratch: tuple[int, ...] = ()
+    computes_all: bool = False
     gradients: list[Storage | None] = field(default_factory=lambda: [None])
 
 
@@ -60,7 +75,14 @@ Edge = tuple[Node, int]  # a node and the slot of it that takes the gradient
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """A tensor: so many numbers in a storage, and who wants its gradient (None: nobody)."""
+    """A tensor.
+
+    Attributes:
+        storage: The allocation that its numbers lie in.
+        elements: How many numbers it has.
+        item_bytes: Bytes of one number.
+        edge: The node and slot that take its gradient; None where it needs none.
+    """
 
     storage: Storage
     elements: int
@@ -69,12 +91,16 @@ class Value:
 
     @property
     def nbytes(self) -> int:
-        """Of its numbers; the storage of a view may be larger."""
+        """Bytes of the tensor's numbers; the storage of a view may be larger."""
         return self.elements * self.item_bytes
 
 
 class Tape:
-    """One pass of a unit. `keeps` is False under no_grad: nothing is recorded then."""
+    """Records one forward of a unit and plays its backward.
+
+    Args:
+        keeps: Whether nodes are recorded; False is torch's no_grad.
+    """
 
     def __init__(self, keeps: bool = True) -> None:
         self._meter = TapeMeter()
@@ -83,25 +109,34 @@ class Tape:
 
     @property
     def live_bytes(self) -> int:
-        """Of all storages that somebody holds now."""
+        """Bytes of all storages that are live now."""
         return self._meter.live_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most alive at once, since the beginning or the last restart."""
+        """Most bytes live at once, from the beginning or the last restart on."""
         return self._meter.peak_bytes
 
     def restart_peak(self) -> None:
-        """Peaks count from now on."""
+        """Makes the present bytes the peak."""
         self._meter.peak_bytes = self._meter.live_bytes
 
     def storage(self, nbytes: int) -> Storage:
-        """A fresh allocation."""
+        """A fresh allocation of `nbytes`."""
         return Storage(self._meter, nbytes)
 
-    def outside(self, elements: int, item_bytes: int, wanted: bool = False) -> Value:
-        """A tensor that was there before and does not count: an input or a parameter."""
-        edge = (Node(elements * item_bytes), 0) if wanted and self._keeps else None
+    def outside(self, elements: int, item_bytes: int, requires_grad: bool = False) -> Value:
+        """A tensor that exists before the forward and does not count: an input or a parameter.
+
+        Args:
+            elements: Numbers of the tensor.
+            item_bytes: Bytes of one number.
+            requires_grad: Whether a backward computes its gradient.
+
+        Returns:
+            A leaf; its storage has 0 bytes.
+        """
+        edge = (Node(elements * item_bytes), 0) if requires_grad and self._keeps else None
         return Value(self.storage(0), elements, item_bytes, edge)
 
     def make(
@@ -116,9 +151,21 @@ class Tape:
         computes_all: bool = False,
         view_of: Value | None = None,
     ) -> Value:
-        """What one operator returns; with a node if somebody wants a gradient through it.
+        """The result of one operator, with a node where an input needs a gradient.
 
-        `saved` may name None for what this operator's backward does not need.
+        Args:
+            elements: Numbers of the result.
+            item_bytes: Bytes of one number.
+            inputs: Tensors that the operator reads.
+            makes: Per input: bytes allocated for its gradient, or SAME, or PART.
+            saved: Storages that the backward reads; None stands for one that it does not need.
+            scratch: Bytes of temporary tensors of the backward.
+            saves_result: Whether the backward reads the result.
+            computes_all: Whether the backward computes all gradients, needed or not.
+            view_of: The tensor whose storage the result shares; None allocates.
+
+        Returns:
+            The tensor that the operator makes.
         """
         storage = view_of.storage if view_of else self.storage(elements * item_bytes)
         made = Value(storage, elements, item_bytes)
@@ -131,7 +178,15 @@ class Tape:
         return made
 
     def split(self, value: Value, parts: int) -> list[Value]:
-        """Equal views of a tensor, whose gradients are copied together."""
+        """Equal views of a tensor, whose gradients a backward copies into one.
+
+        Args:
+            value: The tensor.
+            parts: How many views; they divide its elements.
+
+        Returns:
+            The views, in order.
+        """
         size = value.elements // parts
         views = [Value(value.storage, size, value.item_bytes) for _ in range(parts)]
         if value.edge:
@@ -143,7 +198,13 @@ class Tape:
         return views
 
     def backward(self, gradient: Storage) -> None:
-        """From the last value made down to the leaves, the youngest node first, as torch does."""
+        """Plays the backward from the last value made to the leaves, the youngest node first.
+
+        Torch runs nodes in this order. The tape is empty afterwards.
+
+        Args:
+            gradient: The gradient of the last value.
+        """
         self._nodes[-1].gradients = [gradient]
         del gradient
         while self._nodes:
@@ -160,7 +221,7 @@ class Tape:
                 self._add(*edge, gradient)
 
     def _gradients(self, node: Node) -> list[Storage | None]:
-        """One per edge; all of them before any is summed down to a smaller input."""
+        """A gradient per edge; all are computed before any is summed down to a smaller input."""
         scratch = [self.storage(nbytes) for nbytes in node.scratch]
         made: list[Storage | None] = []
         for edge, nbytes in zip(node.edges, node.makes, strict=True):
@@ -176,9 +237,11 @@ class Tape:
         return made
 
     def _add(self, node: Node, slot: int, gradient: Storage) -> None:
-        """Gradients of one value add up in a new tensor: so torch does while it is watched by a
-        TorchDispatchMode (runtime/measure/tracker.py); unwatched it often adds in place, and takes
-        less."""
+        """Adds up the gradients of one value, in a new tensor.
+
+        Torch does so under a TorchDispatchMode (runtime/measure/tracker.py). Without one it often
+        adds in place and takes less.
+        """
         if node.gradients[slot] is not None:
             gradient = self.storage(node.slot_bytes)
         node.gradients[slot] = gradient

@@ -1,6 +1,7 @@
 """The units of a model that trains, written down as Hugging Face's modules run them.
 
-Variables live as long here as there: that is what makes the peaks come out.
+A variable lives here as long as in the module, because a tensor's storage lives as long as its
+variables. So the peaks are equal, and a variable that looks superfluous is not.
 """
 
 from __future__ import annotations
@@ -14,11 +15,22 @@ from models.training.tape import Storage, Tape, Value
 from traces.serving.request import TrainingJob
 
 
-class Pass:
-    """One forward of one unit.
+class UnitForward:
+    """One forward of one unit for one microbatch.
 
-    `own` are the parameters of the unit by their names without peft's and without `prefix`.
-    Dropout is where the family has it. Token ids, cosines and sines are there before.
+    Dropout is where the family has it. Token ids, cosines and sines exist before the forward.
+
+    Args:
+        tape: Records the forward.
+        spec: The model.
+        job: Sequences and tokens of the microbatch, and the recipe.
+        parameters: The parameters of the unit.
+        prefix: The name of the unit's module, which is cut from the names of its parameters.
+
+    Attributes:
+        own: The parameters by their names within the module, without peft's additions.
+        rows: Tokens of the microbatch.
+        item_bytes: Bytes of one number of weights and activations.
     """
 
     def __init__(
@@ -38,7 +50,7 @@ class Pass:
         }
 
     def embedding(self) -> Value:
-        """Unit 0: from token ids to hidden states."""
+        """Unit 0: token ids to hidden states [rows, hidden_size]."""
         table, *positions = self.own.values()
         hidden = op.embedding(self.tape, table, self.rows * self.spec.hidden_size)
         if not positions:
@@ -49,19 +61,19 @@ class Pass:
         return op.dropout(self.tape, hidden, self.recipe.dropout) if is_dropped else hidden
 
     def _positions(self, table: Value, counted: Storage) -> Value:
-        """GPT-2's are the same for all sequences; OPT counts them for each, from 2."""
+        """Position embeddings: GPT-2 has one set for all sequences, OPT a set per sequence."""
         if self.spec.family == "gpt2":
             return op.embedding(self.tape, table, self.tokens * self.spec.hidden_size, counted)
         shifted = self.tape.storage(self.rows * op.INDEX_BYTES)
         return op.embedding(self.tape, table, self.rows * self.spec.hidden_size, shifted)
 
     def layer(self, hidden: Value) -> Value:
-        """Units 1 to N."""
+        """Units 1 to num_layers: hidden states to hidden states, both [rows, hidden_size]."""
         of_family = {"gpt2": self._gpt2_layer, "opt": self._opt_layer}
         return of_family.get(self.spec.family, self._gated_layer)(hidden)
 
     def head(self, hidden: Value) -> Value:
-        """The last unit: to the loss, divided by the number of microbatches."""
+        """The last unit: hidden states to the loss, divided by the number of microbatches."""
         return op.copy(self.tape, self._loss(hidden))
 
     def _loss(self, hidden: Value) -> Value:
@@ -102,7 +114,7 @@ class Pass:
         return self._linear("mlp.down_proj", inner)
 
     def _turned(self, q: Value, k: Value) -> tuple[Value, Value]:
-        """By cosines and sines, which all layers share."""
+        """Queries and keys, rotated by the cosines and sines that all layers share."""
         angles = self.tape.outside(self.tokens * self.spec.head_dim, self.item_bytes)
         return self._rotated(q, angles), self._rotated(k, angles)
 
@@ -115,7 +127,7 @@ class Pass:
         return op.concatenated(self.tape, op.copy(self.tape, second), first)
 
     def _heads(self, name: str, hidden: Value) -> Value:
-        """Queries or keys; Qwen3 norms each head by itself."""
+        """Queries or keys; Qwen3 has a norm over each head."""
         x = self._linear(f"self_attn.{name}_proj", hidden)
         if x.elements > self.rows * self.spec.head_dim:
             x = op.relaid(self.tape, x)  # gradients of several heads come in their order
@@ -167,9 +179,9 @@ class Pass:
         attended = self._attention(q, k, v)
         return self._linear("self_attn.out_proj", attended)
 
-    # ---- what they share
+    # ---- all families
     def _linear(self, name: str, x: Value) -> Value:
-        """With an adapter where the module has one, as peft adds it."""
+        """A matrix product, plus its LoRA adapter where the module has one, as peft adds it."""
         tape, rows = self.tape, self.rows
         bias = self.own.get(f"{name}.bias")
         result = op.linear(tape, x, self.own[f"{name}.weight"], bias, rows)

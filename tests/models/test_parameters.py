@@ -8,9 +8,9 @@ import pytest
 
 from models.parameters import model_parameters
 from models.spec import ModelSpec
-from tests.models.test_model import LLAMA_BIASED, PUBLISHED
 from tests.support.hand_made import FAMILIES
 from tests.support.plain_units import PlainUnits, adapter_config, build
+from tests.support.published_configs import LLAMA_BIASED, PUBLISHED
 from traces.serving.request import TrainingJob
 from traces.training.recipe import Recipe
 
@@ -32,7 +32,7 @@ SPECS = FAMILIES | {
 
 
 def check(spec: ModelSpec, recipe: Recipe) -> None:
-    """On the meta device: nothing is computed."""
+    """Compares names, shapes, order and units with a model on the meta device."""
     parameters, units = model_parameters(spec, recipe)
     model = build(spec, recipe, device="meta")
     named = [(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
@@ -52,14 +52,14 @@ def test_parameters_are_those_of_hugging_face(name: str, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_adapters_are_where_the_recipe_wants_them(name: str) -> None:
+def test_adapters_are_on_the_targets_of_the_recipe(name: str) -> None:
     spec = FAMILIES[name]
     targets = TARGETS.get(spec.family, GATED_TARGETS)
     check(spec, Recipe(lora_rank=3, lora_targets=targets))
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own call
-def test_a_peft_model_names_them_so_behind_its_prefix() -> None:
+def test_names_equal_those_of_a_peft_model_behind_its_prefix() -> None:
     from peft import get_peft_model
 
     spec, recipe = FAMILIES["llama"], Recipe(lora_rank=4)
@@ -70,7 +70,7 @@ def test_a_peft_model_names_them_so_behind_its_prefix() -> None:
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, "llama_biased"])
-def test_published_models_too(name: str) -> None:
+def test_parameters_of_published_models_are_those_of_hugging_face(name: str) -> None:
     spec = ModelSpec.from_hf((PUBLISHED | {"llama_biased": LLAMA_BIASED})[name])
     spec = replace(spec, num_layers=2)
     check(spec, Recipe())
@@ -79,7 +79,7 @@ def test_published_models_too(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_units_own_what_their_modules_own(name: str) -> None:
-    """By the tensors themselves: those of a unit's parameters are those of its modules."""
+    """The tensors of a unit's parameters are the tensors of its modules."""
     spec = FAMILIES[name]
     job = TrainingJob(0, 0, spec.num_layers + 2, sequence_tokens=4)
     plain = PlainUnits(spec, job)

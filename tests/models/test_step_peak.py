@@ -1,4 +1,4 @@
-"""The predicted peak of a whole step against the tracker around loops of plain torch."""
+"""The predicted peak of a whole training step against the tracker around loops of plain torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RECIPES = {
 
 
 class Step:
-    """Forwards and backwards of one step, driven by hand; sums of gradients made when needed."""
+    """Forwards and backwards of one step, unit by unit; gradient sums appear when needed."""
 
     def __init__(self, spec: ModelSpec, job: TrainingJob, recomputed: set[int]) -> None:
         self.plain, self.job, self.recomputed = PlainUnits(spec, job), job, recomputed
@@ -47,7 +47,7 @@ class Step:
             self._backward(self._forward())
 
     def _forward(self) -> dict[int, tuple[Tensor | None, GradientEdge | None]]:
-        """Per unit from which a backward comes: its input, and its graph where it was recorded."""
+        """Per unit that has a backward: its input, and its graph where the forward recorded one."""
         kept, hidden = dict[int, tuple[Tensor | None, GradientEdge | None]](), None
         for u in range(self.job.num_units):
             given = None if hidden is None else hidden.detach().requires_grad_(u > self.first)
@@ -65,19 +65,20 @@ class Step:
         return out.detach(), get_gradient_edge(out) if records else None
 
     def _backward(self, kept: dict[int, tuple[Tensor | None, GradientEdge | None]]) -> None:
-        flow = None
+        gradient = None
         for u in reversed(range(self.first, self.job.num_units)):
-            (given, edge), wanted = kept.pop(u), list(self.trained[u])
-            for p in wanted:
+            (given, edge), targets = kept.pop(u), list(self.trained[u])
+            for p in targets:
                 if p not in self.sums:
                     self.sums[p] = torch.zeros_like(p)
             if edge is None:
                 edge = self._run(u, given, records=True)[1]
             if u > self.first:
                 assert given is not None
-                wanted.append(given)
-            found = list(torch.autograd.grad([edge], wanted, None if flow is None else [flow]))
-            flow = found.pop() if u > self.first else None
+                targets.append(given)
+            outer = None if gradient is None else [gradient]
+            found = list(torch.autograd.grad([edge], targets, outer))
+            gradient = found.pop() if u > self.first else None
             for p in self.trained[u]:
                 self.sums[p].add_(found.pop(0))
 
@@ -132,7 +133,7 @@ def unit_gradient_bytes(shape: TrainingShape, own: tuple[int, ...]) -> int:
 
 
 def plain_peak_bytes(spec: ModelSpec, job: TrainingJob) -> int:
-    """Weights, optimizer states and the rest at the peak of a second step."""
+    """Bytes of weights, optimizer states and all else at the peak of a second step."""
     model, recipe = build(spec, job.recipe), job.recipe
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, fused=True)

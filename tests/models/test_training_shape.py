@@ -1,4 +1,4 @@
-"""Shapes of training against torch: what autograd saves exactly, workspaces by the tracker."""
+"""Training shapes against torch: saved bytes by autograd, workspaces by the tracker."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def job_of(spec: ModelSpec, recipe: Recipe, sequences: int, tokens: int) -> Trai
 @pytest.mark.broad(3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_shapes_are_what_torch_takes(name: str, recipe: str) -> None:
+def test_shapes_equal_what_torch_takes(name: str, recipe: str) -> None:
     for sequences, tokens in SHAPES:
         compare(FAMILIES[name], job_of(FAMILIES[name], RECIPES[recipe], sequences, tokens))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
-def test_one_head_is_a_batch_without_a_copy(family: str) -> None:
+def test_one_head_needs_no_copy_into_a_batch(family: str) -> None:
     spec = ModelSpec(
         name="one head",
         family=family,
@@ -91,9 +91,9 @@ def test_any_shape_of_any_model(data: st.DataObject) -> None:
     if family not in GATED:
         shared = 1
     heads, head_dim = kv_heads * shared, 2 * draw(st.integers(1, 12), "half a head")
-    # A model half as wide as its heads together (Qwen3's smallest) is the narrowest of any use.
-    least = max(2, head_dim // 2)
-    width = heads * (draw(st.integers(least, 30), "width") if family in GATED else head_dim)
+    # The narrowest model in use is half as wide as its heads together (the smallest Qwen3).
+    min_width = max(2, head_dim // 2)
+    width = heads * (draw(st.integers(min_width, 30), "width") if family in GATED else head_dim)
     spec = ModelSpec(
         name="random",
         family=family,
@@ -102,7 +102,7 @@ def test_any_shape_of_any_model(data: st.DataObject) -> None:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=draw(st.integers(2, 99), "inner"),  # of one no copy is ever needed
+        intermediate_size=draw(st.integers(2, 99), "inner"),  # at 1 no copy is needed
         vocab_size=draw(st.integers(2, 99), "vocabulary"),
         max_positions=40,
         tie_embeddings=draw(st.booleans(), "tied"),
@@ -129,35 +129,35 @@ SCALARS = 64  # bytes: autograd keeps numbers that tensors were multiplied with,
     [("llama", "full"), ("gpt2", "full"), ("llama", "dropout"), ("qwen3", "bf16"), ("opt", "lora")],
 )
 def test_peaks_are_those_of_the_allocator(name: str, recipe: str) -> None:
-    """Unwatched, and with what kernels take within themselves: as torch's profiler logs it."""
+    """The profiler logs allocations without a dispatch mode, and those inside kernels."""
     spec = FAMILIES[name]
     job = job_of(spec, RECIPES[recipe], sequences=2, tokens=128)
     plain, shape = PlainUnits(spec, job), training_shape(spec, job)
     for u in (1, job.num_units - 1):
-        unit, wanted = shape.units[u], [p for p in plain.parameters(u) if p.requires_grad]
+        unit, targets = shape.units[u], [p for p in plain.parameters(u) if p.requires_grad]
         hidden = torch.randn(plain.shape).to(plain.dtype).requires_grad_(plain.trains_below(u))
-        wanted += [hidden] if hidden.requires_grad else []
+        targets += [hidden] if hidden.requires_grad else []
         is_head = u == job.num_units - 1
-        flow = None if is_head else torch.randn_like(hidden)
+        gradient = None if is_head else torch.randn_like(hidden)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as log:
             output = plain.run(u, hidden)
             with record_function("backward"):
-                torch.autograd.grad(output, wanted, flow)
+                torch.autograd.grad(output, targets, gradient)
         forward, backward = peaks(log)
         output_bytes = output.untyped_storage().nbytes()
-        del output  # else it goes while the next unit is logged
-        flow_bytes = unit.input_bytes if hidden.requires_grad else 0
+        del output  # freed here, not while the next unit is logged
+        gradient_bytes = unit.input_bytes if hidden.requires_grad else 0
         ours = unit.saved_bytes + unit.forward_bytes + output_bytes
         assert ours == pytest.approx(forward, abs=SCALARS)
-        ours = unit.saved_bytes + unit.backward_bytes + flow_bytes + output_bytes
+        ours = unit.saved_bytes + unit.backward_bytes + gradient_bytes + output_bytes
         assert ours == pytest.approx(backward, abs=SCALARS)
 
 
 def packed(events: Sequence[Any]) -> set[int]:
-    """Numbers of the events by which a product takes memory and gives it back before it ends.
+    """Numbers of the events by which a matrix product takes memory and frees it before it ends.
 
-    Only on CPUs that compute in bfloat16 themselves: there oneDNN packs what it multiplies, by
-    rules of its own for each shape. No formula of ours counts that.
+    They occur on CPUs that compute in bfloat16 natively: oneDNN packs the operands there, by rules
+    of its own per shape, which the formulas do not count.
     """
     found, taken, end_ns = set[int](), dict[int, int](), 0
     for number, event in enumerate(events):
@@ -173,7 +173,7 @@ def packed(events: Sequence[Any]) -> set[int]:
 
 
 def peaks(log: profile) -> tuple[int, int]:
-    """Most bytes allocated since the log began: before "backward", and from there on."""
+    """Most bytes allocated from the start of the log on: before "backward", and behind it."""
     events = sorted(log.profiler.kineto_results.events(), key=lambda e: e.start_ns())
     within = packed(events)
     live, most = 0, [0]
@@ -187,7 +187,7 @@ def peaks(log: profile) -> tuple[int, int]:
     return forward, backward
 
 
-def test_what_a_layer_saves_by_hand() -> None:
+def test_saved_bytes_equal_a_count_by_hand() -> None:
     """Numbers per token of Llama's layer in float32, and of the head."""
     spec = FAMILIES["llama"]
     shape = training_shape(spec, job_of(spec, Recipe(), sequences=3, tokens=20))
@@ -195,7 +195,7 @@ def test_what_a_layer_saves_by_hand() -> None:
     norms = 2 * (hidden + hidden + 1)  # normed without and with its weight; 1 / deviation
     attention = hidden + 2 * kv + hidden + heads  # q, k, v, the result, a sum per head
     mlp = 4 * inner  # gate, its SiLU, up, their product
-    layer = norms + attention + hidden + mlp  # and the sum behind attention
+    layer = norms + attention + hidden + mlp  # and the sum after attention
     assert [unit.saved_bytes for unit in shape.units[1:4]] == [60 * 4 * layer] * 3
     head = 60 * (4 * (2 * hidden + 1 + 211) + 8) + 4  # log-probabilities; labels; their count
     assert shape.units[-1].saved_bytes == head
