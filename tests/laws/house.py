@@ -21,6 +21,7 @@ PACKAGES = (
     "conf",
 )
 PRODUCTION = (*PACKAGES, "benchmarks")
+EVERYWHERE = (*PRODUCTION, "tests")
 Tree = Mapping[str, str]  # a path below the root, and the text of that file
 
 # The left column of the table of words: names that no file, class, function or entry bears.

@@ -13,6 +13,7 @@ import yaml
 
 from tests.laws.house import (
     COINED,
+    EVERYWHERE,
     PRODUCTION,
     RETIRED,
     ROOT,
@@ -171,20 +172,20 @@ def spread_fast_forward(files: Tree) -> list[str]:
 
 def silent_packages(files: Tree) -> list[str]:
     """Folders of code whose `__init__` is missing or says nothing."""
-    folders = {PurePosixPath(path).parent for path in files}
+    folders = dict.fromkeys(PurePosixPath(path).parent for path in files)
     inits = {folder: files.get(str(folder / "__init__.py"), "") for folder in folders}
     return [str(folder) for folder, text in inits.items() if not ast.get_docstring(parsed(text))]
 
 
 BARS: dict[Callable[[Tree], list[str]], tuple[str, ...]] = {
-    full_folders: (*PRODUCTION, "tests"),
+    full_folders: EVERYWHERE,
     full_packages: PRODUCTION,
     long_files: PRODUCTION,
     circles: PRODUCTION,
     doubled_classes: PRODUCTION,
-    retired_names: (*PRODUCTION, "tests"),
+    retired_names: EVERYWHERE,
     spread_fast_forward: PRODUCTION,
-    silent_packages: (*PRODUCTION, "tests"),
+    silent_packages: EVERYWHERE,
 }
 
 
