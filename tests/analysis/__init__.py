@@ -1,0 +1,1 @@
+"""Tests of analysis: metrics, comparisons, reports and their figures."""

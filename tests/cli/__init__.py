@@ -1,0 +1,1 @@
+"""Tests of tandem: verbs, configurations, sweeps, and the messages of mistakes."""

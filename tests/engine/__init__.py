@@ -1,0 +1,1 @@
+"""Tests of engine: ledger, plan checks, progress and replicas, piece by piece."""

@@ -1,0 +1,1 @@
+"""Tests of the Triton kernels on Triton's interpreter, run by `make kernels`."""

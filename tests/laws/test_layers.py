@@ -1,25 +1,26 @@
-"""The arrows of DESIGN.md (Layers), read from the source with ast."""
+"""The import directions of DESIGN.md (Layers), read from the source with ast."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-OURS = ("traces", "models", "engine", "policies", "sim", "runtime", "analysis", "tandem", "conf")
+from tests.laws.house import PACKAGES, ROOT, Tree, imports, parsed, tree
+
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
+SCHEMA = "engine.results.schema"
+SHARED = {"engine", "models", "traces"}
 MAY_IMPORT = {
     "traces": set(),
     "models": {"traces"},
     "engine": {"models", "traces"},
-    "policies": {"engine", "models", "traces"},
-    "sim": {"engine", "models", "traces"},
-    "runtime": {"engine", "models", "traces"},
-    "analysis": {"engine.results.schema"},
-    "tandem": {"traces", "models", "engine", "policies", "sim", "runtime", "analysis", "conf"},
+    "policies": SHARED,
+    "sim": SHARED,
+    "runtime": SHARED,
+    "analysis": {SCHEMA},
+    "tandem": set(PACKAGES),
     "conf": set(),
 }
 MUST_NOT_IMPORT = {
@@ -31,73 +32,156 @@ MUST_NOT_IMPORT = {
     "runtime": {"hydra", "omegaconf"},
     "analysis": {"torch", "simpy", "hydra", "omegaconf"},
 }
+# The schema of results is a matter of engine, of analysis, and of tandem, which joins them.
+READERS_OF_THE_SCHEMA = {"engine", "analysis", "tandem"}
+# Inside engine: the folders from which each folder may import.
+ROOMS: dict[str, set[str]] = {
+    "contract": set(),
+    "results": {"contract"},
+    "memory": {"contract", "results"},
+    "loop": {"contract", "results", "memory"},
+    "fast_forward": {"contract", "results", "memory"},
+    "laws": {"contract", "results", "memory"},
+}
+# The loop reaches fast_forward by one module of it: the protocol between them.
+SEAM = ("loop", "fast_forward")
 
 
-def modules(tree: ast.AST) -> Iterator[str]:
-    """The modules that a file imports anywhere; `from a.b import c` counts as a.b."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "relative imports hide the arrows"
-            yield node.module or ""
+def named(text: str) -> Iterator[str]:
+    """The modules that a file imports anywhere.
+
+    `from a.b import c` counts as a.b, and as a.b.c as well where a.b is a folder of engine.
+    """
+    for module, names in imports(text):
+        if module == "engine" or (module.startswith("engine.") and module.count(".") == 1):
+            yield from (f"{module}.{name}" for name in names)
+        if module != "engine" or not names:
+            yield module
 
 
-def illegal(package: str, source: str) -> list[str]:
-    """The imports of a file of `package` that point the wrong way."""
-    wrong = []
-    for name in modules(ast.parse(source)):
+def room_of(module: str) -> str:
+    """The folder of engine in which a module lies, or "" outside of engine's folders."""
+    top, _, inner = module.partition(".")
+    return inner.split(".")[0] if top == "engine" else ""
+
+
+def wrong_packages(path: str, text: str) -> list[str]:
+    """The imports of a file that leave its package in a wrong direction."""
+    package, wrong = path.split("/")[0], []
+    for name in named(text):
         top = name.split(".")[0]
         allowed = {package, *MAY_IMPORT[package]}
-        if top in OURS and not ({top, name} & allowed):
+        if top in PACKAGES and not ({top, name} & allowed):
             wrong.append(name)
         if top in MUST_NOT_IMPORT.get(package, set()):
+            wrong.append(name)
+        if name.startswith(SCHEMA) and package not in READERS_OF_THE_SCHEMA:
             wrong.append(name)
     return wrong
 
 
-def sources() -> list[Path]:
-    return [path for package in OURS for path in sorted((ROOT / package).rglob("*.py"))]
+def wrong_rooms(path: str, text: str) -> list[str]:
+    """The imports of a file of engine that point against the directions of its folders."""
+    room = room_of(path.replace("/", "."))
+    if room not in ROOMS:
+        return []
+    return [
+        name
+        for name in dict.fromkeys(named(text))
+        if (other := room_of(name)) in ROOMS
+        and other not in {room, *ROOMS[room]}
+        and (room, other) != SEAM
+    ]
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_one_way(path: Path) -> None:
-    package = path.relative_to(ROOT).parts[0]
-    assert illegal(package, path.read_text(encoding="utf-8")) == []
+def seam(files: Tree) -> set[str]:
+    """The modules of fast_forward that the loop imports."""
+    room, other = SEAM
+    return {
+        name
+        for path, text in files.items()
+        if path.startswith(f"engine/{room}/")
+        for name in named(text)
+        if room_of(name) == other and name.count(".") > 1
+    }
 
 
-def test_every_package_is_walked() -> None:
-    walked = {path.relative_to(ROOT).parts[0] for path in sources()}
-    assert walked == set(OURS)
+FILES = tree(*PACKAGES)
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_imports_point_one_way(path: str) -> None:
+    assert wrong_packages(path, FILES[path]) == []
+    assert wrong_rooms(path, FILES[path]) == []
+
+
+def test_the_loop_reaches_fast_forward_by_one_module() -> None:
+    assert len(seam(FILES)) <= 1, seam(FILES)
+
+
+def test_every_package_and_every_folder_of_engine_is_walked() -> None:
+    assert {path.split("/")[0] for path in FILES} == set(PACKAGES)
+    folders = {path.split("/")[1] for path in FILES if path.startswith("engine/")}
+    assert folders - {"__init__.py"} == set(ROOMS)
 
 
 @pytest.mark.parametrize(
-    ("package", "line", "wrong"),
+    ("path", "line", "wrong"),
     [
-        ("policies", "import random", ["random"]),
-        ("policies", "from sim.devices.device import Device", ["sim.devices.device"]),
-        ("sim", "def f():\n    import torch.nn", ["torch.nn"]),
-        ("engine", "from policies.composed import Composed", ["policies.composed"]),
-        ("analysis", "from engine.memory.ledger import Ledger", ["engine.memory.ledger"]),
-        ("analysis", "from engine.results.schema import TABLES", []),
-        ("tandem", "from runtime.executors.cuda import CudaExecutor", []),
+        ("policies/kv/a.py", "import random", ["random"]),
+        ("policies/a.py", "from sim.devices.device import Device", ["sim.devices.device"]),
+        ("sim/cost/a.py", "def f():\n    import torch.nn", ["torch.nn"]),
+        ("engine/loop/a.py", "from policies.paged import Paged", ["policies.paged"]),
+        ("models/a.py", "if TYPE_CHECKING:\n    import engine.loop", ["engine.loop"]),
+        ("analysis/pages/a.py", "from engine.memory.ledger import A", ["engine.memory.ledger"]),
+        ("analysis/a.py", f"from {SCHEMA} import TABLES", []),
+        ("runtime/measure/a.py", f"from {SCHEMA} import TABLES", [SCHEMA]),
+        ("runtime/a.py", "from engine.results import schema", [SCHEMA]),
+        ("tandem/cli/a.py", "from runtime.executors.cuda import CudaExecutor", []),
     ],
 )
-def test_the_walk_sees_a_wrong_arrow(package: str, line: str, wrong: list[str]) -> None:
-    assert illegal(package, line) == wrong
+def test_a_wrong_direction_between_packages_is_seen(path: str, line: str, wrong: list[str]) -> None:
+    assert wrong_packages(path, line) == wrong
+
+
+@pytest.mark.parametrize(
+    ("room", "line", "wrong"),
+    [
+        ("contract", "from engine.memory.ledger import A", ["engine.memory.ledger"]),
+        ("contract", "from engine.contract.plan import Plan", []),
+        ("memory", "def f():\n    from engine.loop.engine import A", ["engine.loop.engine"]),
+        ("memory", "if TYPE_CHECKING:\n    import engine.loop.engine", ["engine.loop.engine"]),
+        ("results", "from engine.memory.ledger import A", ["engine.memory.ledger"]),
+        ("results", "from engine import loop", ["engine.loop"]),
+        ("loop", "from engine.laws.check_replay import A", ["engine.laws.check_replay"]),
+        ("loop", "from engine.memory.ledger import A", []),
+        ("loop", "from engine.fast_forward.jump import A", []),
+        ("fast_forward", "from engine.loop.engine import A", ["engine.loop.engine"]),
+        ("laws", "from engine.loop import engine", ["engine.loop.engine", "engine.loop"]),
+    ],
+)
+def test_a_wrong_direction_inside_engine_is_seen(room: str, line: str, wrong: list[str]) -> None:
+    assert wrong_rooms(f"engine/{room}/a.py", line) == wrong
+
+
+def test_a_second_way_to_fast_forward_is_seen() -> None:
+    files: Mapping[str, str] = {
+        "engine/loop/a.py": "from engine.fast_forward.a import A",
+        "engine/loop/b.py": "from engine.fast_forward import b",
+        "engine/memory/c.py": "from engine.fast_forward.c import C",
+    }
+    assert seam(files) == {"engine.fast_forward.a", "engine.fast_forward.b"}
 
 
 def test_triton_is_imported_by_the_kernels_only_and_those_where_they_were_chosen() -> None:
-    """Others import them inside functions; runtime.serving.fused is one of them."""
-    kernels = {path for path in (ROOT / "runtime" / "kernels").glob("*.py")}
-    needing = {path for path in kernels if "triton" in set(modules(ast.parse(path.read_text())))}
-    needing |= {
-        ROOT / "runtime" / "serving" / "fused.py",
-        ROOT / "runtime" / "kernels" / "attention.py",
-    }
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in needing}
-    assert len(names) == 5 and "runtime.kernels.shapes" not in names
-    for path in set(sources()) - needing:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        at_once = ast.Module([node for node in tree.body if not isinstance(node, DEFINITIONS)], [])
-        assert not {"triton", *names} & set(modules(at_once)), path
+    """Other modules import them inside functions; runtime.serving.fused is one of them."""
+    kernels = {path: text for path, text in FILES.items() if path.startswith("runtime/kernels/")}
+    needing = {path for path, text in kernels.items() if "triton" in set(named(text))}
+    needing |= {"runtime/serving/fused.py", "runtime/kernels/attention.py"}
+    assert len(needing) > 2 and all((ROOT / path).is_file() for path in needing)
+    names = {path.removesuffix(".py").replace("/", ".") for path in needing}
+    assert "runtime.kernels.shapes" not in names
+    for path in set(FILES) - needing:
+        body = [node for node in parsed(FILES[path]).body if not isinstance(node, DEFINITIONS)]
+        at_once = ast.unparse(ast.Module(body, []))
+        assert not {"triton", *names} & set(named(at_once)), path

@@ -1,0 +1,1 @@
+"""Tests of models: parameters, operators and workspace, against torch and transformers."""

@@ -1,0 +1,1 @@
+"""Tests of sim: cost models, fitting, devices, and foreign profiles."""

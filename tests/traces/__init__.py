@@ -1,0 +1,1 @@
+"""Tests of traces: readers, import rules, arrivals and stored tables."""

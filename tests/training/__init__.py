@@ -1,0 +1,1 @@
+"""Tests of training through the whole engine: numerics, memory, time and refusals."""
