@@ -110,7 +110,7 @@ def _off(error: float) -> str:
 def _decisions(comparison: Comparison) -> str:
     plans = comparison.plans
     if not (plans.prediction and plans.measurement):
-        return "Their decisions are not compared: one run, such as a server's, logs no plans."
+        return "Their decisions are not compared: one run, such as a server's, has no plan log."
     if plans.divergence is None:
         return f"Both runs made the same {plans.common} decisions."
     if not plans.common:

@@ -1,9 +1,9 @@
 """Runs every claim's script and writes the table that README cites, and all that each one prints.
 
-A claim is a script in a folder beside this one whose last line is `name value unit bar verdict` and whose exit
-status is the verdict. Its whole output goes to results/SCRIPT.txt; a dry run shows it instead. A
-script that says in which form it ran is run in both: as it is, and on the build of tandem.compiled
-(a row SCRIPT.compiled), where this machine can make one.
+A claim is a script in a folder beside this one whose last line is `name value unit bar verdict` and
+whose exit status is the verdict. Its whole output goes to results/SCRIPT.txt; a dry run shows it
+instead. A script that says in which form it ran is run in both: as it is, and on the build of
+tandem.compiled (a row SCRIPT.compiled), where this machine can make one.
 `python -m benchmarks.claims [--quick] [--dry-run] [name ...]`.
 """
 
@@ -158,7 +158,7 @@ def kept(claims: Iterable[Claim]) -> list[Claim]:
     """Rows of an earlier table whose scripts are still there and were not run now."""
     if not TABLE.is_file():
         return []
-    ran, there = {claim.script for claim in claims}, {path.stem for path in HERE.glob("*.py")}
+    ran, there = {claim.script for claim in claims}, {path.stem for path in HERE.glob("*/*.py")}
     with TABLE.open(newline="", encoding="utf-8") as file:
         rows = [Claim(**row) for row in csv.DictReader(file)]
     return [

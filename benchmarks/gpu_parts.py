@@ -192,7 +192,7 @@ def _fidelity(work: Path, *words: str) -> list[str]:
 
 
 def _steps_of(name: str, work: Path, *words: str) -> list[str]:
-    return _python(f"benchmarks.gpu_{name}", *words, "--out", str(work / f"gpu_{name}.csv"))
+    return _python(f"benchmarks.gpu.gpu_{name}", *words, "--out", str(work / f"gpu_{name}.csv"))
 
 
 def _training(work: Path, *words: str) -> list[str]:

@@ -8,9 +8,9 @@ reruns, whose signs may cancel: the worst rerun is published beside it. A shared
 changes by a third within seconds: both clocks therefore count time in reference works
 (runtime/measure/reference.py), in calibration and run alike. What these do not follow lasts for
 minutes (large batches took 8 % longer half an hour after their calibration), so the two sides are
-measured in turns: before and behind every judged run a replay of made-up requests that arrive at the case's
-rate, to which the tables of a case are fitted. Run it alone: with the other core busy, launches
-moved against the reference work by 4 %.
+measured in turns: before and behind every judged run a replay of made-up requests that arrive at
+the case's rate, to which the tables of a case are fitted. Run it alone: with the other core busy,
+launches moved against the reference work by 4 %.
 """
 
 from __future__ import annotations

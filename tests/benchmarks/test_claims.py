@@ -14,6 +14,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A benchmarks folder of our own."""
     folder = tmp_path / "benchmarks"
     (folder / "kind").mkdir(parents=True)
+    (folder / "__init__.py").touch()  # or the package of this checkout is found
     monkeypatch.setattr(claims, "HERE", folder)
     monkeypatch.setattr(claims, "TABLE", folder / "CLAIMS.csv")
     monkeypatch.setattr(claims, "PAGE", folder / "CLAIMS.md")
@@ -65,7 +66,7 @@ def test_a_dry_run_shows_all_and_writes_nothing(
     script(here, "good", "error 0.5 % 2 pass", 0)
     assert claims.main(["--dry-run"]) == 0
     assert "$ python -m benchmarks.kind.good\nfirst\n" in capsys.readouterr().out
-    assert {path.name for path in here.iterdir()} <= {"kind", "__pycache__"}
+    assert {path.name for path in here.iterdir()} <= {"kind", "__init__.py", "__pycache__"}
 
 
 @pytest.mark.parametrize(("dirty", "told"), [(True, "57fefd0+"), (False, "57fefd0")])
@@ -87,7 +88,7 @@ def test_a_line_that_contradicts_its_exit_status_is_broken(
 ) -> None:
     script(here, "odd", line, code)
     assert claims.main(["--dry-run"]) == 1
-    assert claims.carried_out(here / "odd.py", False)[0].verdict == f"broken({code})"
+    assert claims.carried_out(here / "kind" / "odd.py", False)[0].verdict == f"broken({code})"
     assert not (here / "CLAIMS.csv").exists()
 
 
@@ -95,7 +96,7 @@ def test_rows_that_were_not_run_again_stay_and_vanished_ones_go(here: Path) -> N
     for name in ("one", "two"):
         script(here, name, f"{name} 1 s 2 pass", 0)
     assert claims.main([]) == 0
-    (here / "two.py").unlink()
+    (here / "kind" / "two.py").unlink()
     script(here, "three", "three 1 s 2 pass", 0)
     assert claims.main(["three"]) == 0
     rows = (here / "CLAIMS.csv").read_text().splitlines()[1:]
@@ -113,7 +114,7 @@ def test_a_script_that_says_its_form_is_judged_in_both_forms(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script(here, "fidelity", "x 1 s 2 pass", 0)
-    (here / "speed.py").write_text('if __name__ == "__main__":\n    print(form())\n')
+    (here / "kind" / "speed.py").write_text('if __name__ == "__main__":\n    print(form())\n')
     monkeypatch.setattr(claims, "missing", lambda: None)
     found = [(path.stem, form) for path, form in claims.forms(claims.scripts())]
     assert found == [("fidelity", ""), ("speed", ""), ("speed", claims.COMPILED)]

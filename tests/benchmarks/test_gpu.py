@@ -43,13 +43,13 @@ TRAINED = "model=gpt2_shape model.num_layers=40"  # what benchmarks/gpu/gpu_trai
 
 
 # ---- make gpu
-def script(text: str, **more: Any) -> gpu.Step:
+def script(text: str, **more: Any) -> gpu.GpuStep:
     """A step of some lines of Python, in the folder of work."""
     lines = ["import pathlib, sys, time", f"work = pathlib.Path({str(gpu.WORK)!r})", text]
-    return gpu.Step([sys.executable, "-c", "\n".join(lines)], 1.0, **more)
+    return gpu.GpuStep([sys.executable, "-c", "\n".join(lines)], 1.0, **more)
 
 
-def writes(path: str) -> gpu.Step:
+def writes(path: str) -> gpu.GpuStep:
     return script(
         f"path = work / {path!r}; path.parent.mkdir(parents=True, exist_ok=True)\n"
         "path.write_text('made'); print('whole')"
@@ -66,7 +66,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def called(
-    monkeypatch: pytest.MonkeyPatch, parts: dict[str, dict[str, gpu.Step]], *words: str
+    monkeypatch: pytest.MonkeyPatch, parts: dict[str, dict[str, gpu.GpuStep]], *words: str
 ) -> int:
     """`make gpu` with these steps."""
     monkeypatch.setattr(gpu, "parts_of", lambda chosen: parts)
@@ -156,8 +156,9 @@ def test_what_tells_most_comes_first_and_each_part_fits_a_call() -> None:
 def test_the_steps_are_there() -> None:
     for steps in (*parts().values(), *parts("--dry-run").values()):
         for step in steps.values():
-            module = step.command[2].replace(".", "/")
-            assert step.command[2] == "pytest" or (gpu.ROOT / f"{module}.py").is_file()
+            found = gpu.ROOT / step.command[2].replace(".", "/")
+            files = found.with_suffix(".py"), found / "__main__.py"
+            assert step.command[2] == "pytest" or any(path.is_file() for path in files)
 
 
 def test_tests_of_a_gpu_are_all_named_and_no_warning_ends_them() -> None:
@@ -165,7 +166,7 @@ def test_tests_of_a_gpu_are_all_named_and_no_warning_ends_them() -> None:
     folder = gpu.ROOT / "tests"
     marked = {
         str(path.relative_to(gpu.ROOT))
-        for path in folder.glob("test_*.py")
+        for path in folder.rglob("test_*.py")
         if re.search(r"^(gpu = |@)pytest\.mark\.gpu|^@gpu$", path.read_text(), re.MULTILINE)
     }
     assert {*gpu.TESTS} == marked
@@ -286,7 +287,7 @@ def test_whatever_fails_beside_is_a_note(monkeypatch: pytest.MonkeyPatch) -> Non
     words = "--backend cpu --device cpu --model micro_llama --budget 6000000 --host 400000000"
     monkeypatch.setattr(gpu_training, "LINK_BYTES", 1 << 20)
     monkeypatch.setattr(gpu_training, "plain_loop", lambda *_: [].no_such_name)
-    noted = list[gpu_training.Row]()
+    noted = list[gpu_training.GpuTrainingRow]()
     monkeypatch.setattr(gpu_training, "say", lambda text: None)
     monkeypatch.setattr(
         gpu_training, "kept", lambda _, name, make: noted.append(make()) or noted[-1]
@@ -302,12 +303,14 @@ def test_what_the_allocator_reserved_and_how_often_it_had_to_try_again_is_told(
     """What copies free is not computing's: each stream has a pool."""
     stats = {"allocated_bytes.all.peak": 7, "reserved_bytes.all.peak": 9, "num_alloc_retries": 2}
     monkeypatch.setattr("torch.cuda.memory_stats", lambda: stats)
-    row = gpu_training.with_peaks(gpu_training.Row("x"))
+    row = gpu_training.with_peaks(gpu_training.GpuTrainingRow("x"))
     assert (row.peak_bytes, row.reserved_peak_bytes, row.retries) == (7, 9, 2)
 
 
 def test_a_system_that_leaves_its_budget_or_fails_is_counted() -> None:
-    fine = gpu_training.Row("x", peak_bytes=9, budget_bytes=10, first_loss=2, last_loss=1)
+    fine = gpu_training.GpuTrainingRow(
+        "x", peak_bytes=9, budget_bytes=10, first_loss=2, last_loss=1
+    )
     assert not fine.is_wrong and replace(fine, peak_bytes=11).is_wrong
     assert replace(fine, last_loss=2).is_wrong and replace(fine, last_loss=np.nan).is_wrong
     assert replace(fine, note="does not fit: x").is_wrong
