@@ -1,4 +1,4 @@
-"""How far two runs decided alike: their plan logs side by side."""
+"""Agreement of two runs' decisions: their plan logs side by side."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Row = tuple[Any, ...]  # device, body, returned
 
 @dataclass(frozen=True)
 class Agreement:
-    """Plans in common before the first that differs, and what differs there (None: nothing).
+    """Plans in common before the first that differs, and that difference in words (None: none).
 
-    Of several devices each has a log of its own, and `common` is their sum: whose plan came first
-    is a matter of time.
+    Each device has a log of its own, and `common` is the sum over devices: the order of plans
+    across devices depends on timing alone.
     """
 
     common: int
@@ -34,7 +34,7 @@ class Agreement:
 
 
 def common_plans(prediction: Run, measurement: Run) -> dict[int, int]:
-    """By device, with how many equal plans both logs begin; equal bodies are equal plans."""
+    """The number of equal plans at the start of both logs, by device; equal bodies, equal plans."""
     logs = _logs(prediction), _logs(measurement)
     devices = sorted(logs[0].keys() | logs[1].keys())
     return {d: _common(*(log.get(d, pd.DataFrame()) for log in logs)) for d in devices}
@@ -73,7 +73,7 @@ def _common(prediction: pd.DataFrame, measurement: pd.DataFrame) -> int:
 
 
 def _parted_ns(index: int, device: int, *logs: dict[int, pd.DataFrame]) -> int:
-    """When the first of two logs has a plan that the other has not."""
+    """The first time at which one of two logs has a plan that the other lacks."""
     found = [log[device]["at_ns"] for log in logs if len(log.get(device, ())) > index]
     return min(int(at_ns.iloc[index]) for at_ns in found)
 
@@ -83,10 +83,10 @@ def _is_same(a: Row, b: Row) -> bool:
 
 
 def _decision(row: Row) -> tuple[Any, ...]:
-    """What was decided, whether finished memory was given back by the engine or by the plan.
+    """The decision of a plan, whether the engine or the plan freed finished jobs' memory.
 
-    Where a log is played back, the plan begins by freeing what the engine had returned
-    (policies/scheduling/recorded.py), so that its body differs from that of the plan it repeats.
+    A replayed plan begins with the frees that the engine issued in the recorded run
+    (policies/scheduling/recorded.py), so its body differs from the body that it repeats.
     """
     content = json.loads(row[1])
     ops = content.pop("ops", [])
@@ -100,8 +100,8 @@ def _divergence(device: int, index: int, prediction: Run, measurement: Run) -> s
     plans = [_logs(run).get(device, run.plans.iloc[:0]) for _, run in runs]
     rows = [_rows(run, log, index) for (_, run), log in zip(runs, plans, strict=True)]
     found = [_batch(part) for part in rows]
-    said = [
-        f"{name} {_words(part, log, index)}"
+    sides = [
+        f"{name} {_plan_text(part, log, index)}"
         for (name, _), part, log in zip(runs, rows, plans, strict=True)
     ]
     only = [
@@ -109,7 +109,7 @@ def _divergence(device: int, index: int, prediction: Run, measurement: Run) -> s
         for (name, _), mine, other in zip(runs, found, reversed(found), strict=True)
         if mine - other
     ]
-    return "; ".join([f"at plan {index}, " + ", ".join(said), *only])
+    return "; ".join([f"at plan {index}, " + ", ".join(sides), *only])
 
 
 def _rows(run: Run, plans: pd.DataFrame, index: int) -> pd.DataFrame:
@@ -122,7 +122,7 @@ def _batch(rows: pd.DataFrame) -> set[int]:
     return {int(job) for jobs in rows["jobs"] if jobs is not None for job in jobs}
 
 
-def _words(rows: pd.DataFrame, plans: pd.DataFrame, index: int) -> str:
+def _plan_text(rows: pd.DataFrame, plans: pd.DataFrame, index: int) -> str:
     if index >= len(plans):
         return "has ended"
     at_s = float(plans["at_ns"].iloc[index]) / 1e9

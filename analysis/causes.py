@@ -1,4 +1,4 @@
-"""Why two runs differ: single operations, decisions against timing, lanes, settings."""
+"""Causes of a difference between two runs: operations, decisions against timing, lanes, keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPLIT = ("mean ttft", "mean tpot", "mean e2e", *THROUGHPUTS, MEAN_STEP, "peak kv
 
 
 def matched_steps(prediction: Run, measurement: Run) -> pd.DataFrame:
-    """Operations of the plans that both runs have in common (their prefix), side by side."""
+    """Operations of the plans that both logs begin with, side by side."""
     common = common_plans(prediction, measurement)
     keys = ["index", "device", "lane", "order"]
     parts = []
@@ -52,7 +52,7 @@ def step_errors(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def split(prediction: Run, replay: Run | None, measurement: Run) -> pd.DataFrame:
-    """Why the runs differ: total = decisions + timing, exactly, in the metric's unit.
+    """The difference of each metric in parts: total = decisions + timing, exactly, in its unit.
 
     decisions = prediction - replay (same cost model, other plans); timing = replay - measurement
     (same plans, other durations). `_share` columns are relative to the measurement.
@@ -88,8 +88,8 @@ def shares(prediction: Run, measurement: Run) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["lane", "prediction", "measurement"])
 
 
-def settings(prediction: Run, measurement: Run) -> pd.DataFrame:
-    """Configuration keys whose values differ: with one trace and policy, only the backend's."""
+def config_differences(prediction: Run, measurement: Run) -> pd.DataFrame:
+    """Configuration keys with different values: with one trace and policy, only the backend's."""
     a, b = (_flat(run.config) for run in (prediction, measurement))
     rows = [
         (key, str(a.get(key, "-")), str(b.get(key, "-")))

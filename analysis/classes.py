@@ -1,4 +1,4 @@
-"""Requests by SLO class: what limits each has, who kept them, and how long each waited."""
+"""Requests by SLO class: limits, attainment and latencies."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SLO_KEYS = ("ttft_s", "tpot_s", "e2e_s")
 OF = "_of_"  # before the class, in the names of figures
 CUTS = {"p50": 0.5, "p99": 0.99}
 
-Slo = Mapping[str, Any]  # limits in seconds by SLO_KEYS; `classes`: the same by class
+Slo = Mapping[str, Any]  # limits in seconds by SLO_KEYS; `classes`: such limits by class
 
 
 def limits_in(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The limits of a run's configuration; None where it sets none."""
+    """The limits of a run's configuration; None without any."""
     slo = config.get("slo") or {}
     limits = {key: slo[key] for key in (*SLO_KEYS, "classes") if slo.get(key) is not None}
     return limits if has_limits(limits) else None
@@ -31,9 +31,9 @@ def has_limits(slo: Slo | None) -> bool:
 
 
 def met(rows: pd.DataFrame, slo: Slo) -> pd.Series:
-    """Which requests finished within the limits of their class, those without one within all's.
+    """Whether each request finished within its class's limits, or the general ones without a class.
 
-    `rows` are those of `per_request`. A request of one token has a TPOT of 0, as in vLLM.
+    `rows` come from `per_request`. A request of one token has a TPOT of 0, as in vLLM.
     """
     kept = rows["status"].eq("finished")
     classes = slo.get("classes") or {}
@@ -47,7 +47,7 @@ def met(rows: pd.DataFrame, slo: Slo) -> pd.Series:
 
 
 def attained(rows: pd.DataFrame, kept: pd.Series, duration_s: float | None) -> dict[str, float]:
-    """The share of requests that kept their SLO, and how many per second, of each named class."""
+    """SLO attainment and goodput in requests per second of each named class."""
     out: dict[str, float] = {}
     for name in _named(rows):
         part = kept[rows["slo"].eq(name)]
@@ -56,8 +56,8 @@ def attained(rows: pd.DataFrame, kept: pd.Series, duration_s: float | None) -> d
     return out
 
 
-def of_classes(rows: pd.DataFrame) -> dict[str, float | int]:
-    """How many requests each named class has, and its latencies in seconds."""
+def class_figures(rows: pd.DataFrame) -> dict[str, float | int]:
+    """The number of requests of each named class, and its latencies in seconds."""
     out: dict[str, float | int] = {}
     for name in _named(rows):
         part = rows[rows["slo"].eq(name)]
@@ -72,11 +72,11 @@ def of_classes(rows: pd.DataFrame) -> dict[str, float | int]:
 
 
 def _named(rows: pd.DataFrame) -> list[str]:
-    """The classes that requests name, in order."""
+    """The classes that requests name, sorted."""
     return sorted({str(name) for name in rows["slo"]} - {""})
 
 
 def classes_in(names: Iterable[object]) -> list[str]:
-    """The classes that figures of these names are of."""
+    """The classes that appear in names of figures."""
     head = f"num_requests{OF}"
     return [name.removeprefix(head) for name in map(str, names) if name.startswith(head)]

@@ -1,4 +1,4 @@
-"""Two runs of one trace side by side: how far apart, and why."""
+"""Two runs of one trace side by side: the size of their differences, and the causes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.agreement import Agreement, agreement
-from analysis.causes import matched_steps, settings, shares, split, step_errors
+from analysis.causes import config_differences, matched_steps, shares, split, step_errors
 from analysis.distance import ks, relative_error, wasserstein
 from analysis.metrics import LATENCIES, THROUGHPUTS, per_request, samples, statistics, throughput
 from analysis.run import Run
@@ -32,13 +32,18 @@ PER_REQUEST = ("ttft", "tpot", "e2e", "norm_latency")
 class Comparison:
     """A prediction beside a measurement. Errors are signed and relative to the measurement.
 
-    errors: metric, stat, unit, prediction, measurement, error. distances: metric, ks,
-    wasserstein. requests: both values and the error per request finished in both runs.
-    request_errors: distribution of those. memory: pool, kind, stat, both values, error; then the
-    workspace of sampled launches. training: `paired_steps`.
-    steps: durations by group. split: empty without a replay of the measured plan log, and
-    where no plan is in common: then two policies differ, and no timing made them.
-    shares: host and lanes, as shares of each run.
+    errors              metric, stat, unit, prediction, measurement, error
+    distances           metric, ks, wasserstein
+    requests            both values and the error per request that finished in both runs
+    request_errors      distribution of these errors
+    memory              pool, kind, stat, both values, error; then the workspace of sampled launches
+    training            `paired_steps`
+    steps               durations by group
+    split               `split`; empty without a replay of the measured plan log, and without a plan
+                        in common: then two policies differ, and timing did not part them
+    shares              busy share of each lane and of the host, per run
+    config_differences  configuration keys with different values
+    plans               agreement of the plan logs
     """
 
     prediction: Run
@@ -53,7 +58,7 @@ class Comparison:
     steps: pd.DataFrame
     split: pd.DataFrame
     shares: pd.DataFrame
-    settings: pd.DataFrame
+    config_differences: pd.DataFrame
     plans: Agreement
 
     def error(self, metric: str, stat: str) -> float:
@@ -64,7 +69,7 @@ class Comparison:
 
     @property
     def losses(self) -> Losses:
-        """Whether what was trained came out the same."""
+        """Whether both runs computed equal losses."""
         return losses(self.training)
 
     @property
@@ -76,9 +81,18 @@ class Comparison:
 
 
 def compare(prediction: Run, measurement: Run, replay: Run | None = None) -> Comparison:
-    """Joins two runs of one trace; `replay` is a simulation of the measured plan log.
+    """Joins two runs of one trace.
 
-    ValueError where the runs did not serve the same requests, or train the same steps.
+    Args:
+        prediction: the simulated run.
+        measurement: the measured run.
+        replay: a simulation of the measured plan log.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        ValueError: the runs served different requests, or trained different steps.
     """
     for run in (prediction, replay):
         if run is not None:
@@ -99,13 +113,13 @@ def compare(prediction: Run, measurement: Run, replay: Run | None = None) -> Com
         steps=step_errors(steps),
         split=split(prediction, replay if plans.common else None, measurement),
         shares=shares(prediction, measurement),
-        settings=settings(prediction, measurement),
+        config_differences=config_differences(prediction, measurement),
         plans=plans,
     )
 
 
 def check_same_work(a: Run, b: Run) -> None:
-    """ValueError unless both runs were given the same requests, and the same to train."""
+    """ValueError unless both runs had the same requests and the same training steps."""
     check_same_training(a, b)
     hashes = [run.provenance.get("trace_hash") for run in (a, b)]
     if None not in hashes and hashes[0] != hashes[1]:
@@ -185,9 +199,8 @@ def request_errors(requests: pd.DataFrame) -> pd.DataFrame:
 def memory_errors(prediction: Run, measurement: Run) -> pd.DataFrame:
     """Peak and time-weighted mean bytes per pool and kind that both runs know.
 
-    A prediction has no meter: what it held stands beside the reading (kind `measured`), since a
-    meter finds nothing of what is pending; and nothing beside the operating system's figure (kind
-    `process`).
+    A prediction has no meter. Its held bytes stand beside the reading (kind `measured`), because a
+    meter sees no pending bytes. The operating system's figure (kind `process`) has no prediction.
     """
     a, b = memory_use(prediction), memory_use(measurement)
     if "measured" not in set(a["kind"]):
@@ -205,6 +218,6 @@ def memory_errors(prediction: Run, measurement: Run) -> pd.DataFrame:
 
 
 def workspace(steps: pd.DataFrame) -> pd.DataFrame:
-    """The same for the workspace of operations in both runs; their p90 error is of single ones."""
+    """Errors of the workspace of operations in both runs; the p90 error is over single launches."""
     columns = [*MEMORY_KEYS, "prediction", "measurement", "error"]
     return pd.DataFrame(workspace_rows(steps), columns=columns)

@@ -1,4 +1,4 @@
-"""How far two numbers or two samples are apart, and how much the machine drifted."""
+"""Distances of two numbers and of two samples, and the drift of a machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Floats = NDArray[np.float64]
 
 
 def relative_error(prediction: float, measurement: float) -> float:
-    """Signed: +0.05 is a prediction 5 % too high. Of a measurement of 0: NaN, or 0 if both are."""
+    """Signed: +0.05 is a prediction 5 % too high. For a measurement of 0: NaN, or 0 if both are."""
     if measurement == 0:
         return 0.0 if prediction == 0 else float("nan")
     return (prediction - measurement) / abs(measurement)
@@ -38,13 +38,13 @@ def _cdf(values: Floats, at: Floats) -> Floats:
     return np.searchsorted(np.sort(values), at, side="right") / len(values)
 
 
-STEADY = 0.03  # most that a machine may change by to count as the same
+STEADY = 0.03  # largest drift of a machine that counts as steady
 
 
 def drift(run: Run) -> float | None:
     """Largest departure of the drift probes from 1 around a measured run; None without probes.
 
-    A probe ratio is the time of a fixed piece of work after the run over that before it.
+    A probe ratio is the time of a fixed piece of work after the run over its time before the run.
     """
     ratios = run.provenance.get("probe_ratios")
     values = list(ratios.values()) if isinstance(ratios, dict) else ratios

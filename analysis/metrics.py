@@ -1,7 +1,7 @@
 """One definition of every latency and throughput, for predictions and measurements alike.
 
-Names and definitions are vLLM's (`vllm bench serve`), in seconds. Traps: TPOT elsewhere may mean
-e2e / output tokens (GuideLLM) or be called ITL (aiperf); here it leaves out the first token.
+Names and definitions are vLLM's (`vllm bench serve`), in seconds. Other tools differ: TPOT may mean
+e2e / output tokens (GuideLLM) or be called ITL (aiperf). Here TPOT leaves out the first token.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from analysis.classes import Slo, attained, has_limits, met, of_classes
-from analysis.replicas import balance
+from analysis.classes import Slo, attained, class_figures, has_limits, met
+from analysis.replicas import imbalance
 from analysis.run import Run
 from analysis.training import training_summary
 from analysis.usage import copied_bytes, host_share, kv_usage, lane_shares, memory_use, window_ns
@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e", "norm_latency")
 THROUGHPUTS = ("request_throughput", "output_throughput", "total_token_throughput")
-BEST = {  # of a sweep: whether more is better
+BEST = {  # metrics that rank the points of a sweep: whether more is better
     "goodput": True,
     "slo_attainment": True,
     "request_throughput": True,
@@ -41,7 +41,7 @@ _SAMPLES: WeakKeyDictionary[Run, dict[str, Floats]] = WeakKeyDictionary()
 
 
 def ties(values: Iterable[float], best: float) -> str:
-    """How many others are as good as the best, for behind its name; nothing where it is alone."""
+    """A suffix with the number of other values equal to the best; empty without any."""
     others = sum(value == best for value in values) - 1
     return f" (and {others} more)" if others > 0 else ""
 
@@ -81,7 +81,7 @@ def itl(run: Run) -> Floats:
 def samples(run: Run) -> dict[str, Floats]:
     """The defined values of each latency: one per request, ITL pooled. Seconds.
 
-    Looked up once for a run, as every figure and table asks for them: not to be changed.
+    Computed once per run, because every figure and table reads them. Callers must not change them.
     """
     if run not in _SAMPLES:
         rows = per_request(run)
@@ -118,8 +118,10 @@ def throughput(run: Run) -> dict[str, float]:
 
 
 def steady_throughput(run: Run, trim: float = TRIM) -> dict[str, float]:
-    """Throughput without warm-up and drain: between the times when the first and all but the
-    last `trim` of the requests had finished. Counts finishes and tokens that fall inside.
+    """Throughput without warm-up and drain.
+
+    The window leaves out the first and the last `trim` of the finishes. Finishes and tokens inside
+    it count.
     """
     done = run.requests[run.requests["status"].eq("finished")]
     finish = np.sort(done["finish_ns"].to_numpy(np.float64))
@@ -139,8 +141,8 @@ def steady_throughput(run: Run, trim: float = TRIM) -> dict[str, float]:
 def goodput(run: Run, slo: Slo) -> dict[str, float]:
     """Requests that meet all limits, per second (goodput) and as a share (slo_attainment).
 
-    Of all, and of each SLO class that the trace names. The share is of all requests: refused and
-    unfinished ones miss theirs. ValueError for a limit that is none of SLO_KEYS.
+    Both are given over all requests and per SLO class of the trace. The share is of all requests:
+    refused and unfinished ones miss their limits. ValueError for a limit outside SLO_KEYS.
     """
     has_limits(slo)
     rows, duration_s = per_request(run), throughput(run).get("duration_s")
@@ -160,19 +162,21 @@ def max_concurrency(run: Run) -> int:
 
 
 def prefix_hits(run: Run) -> dict[str, float]:
-    """Tokens found computed, of all that had to be: the others were prefilled. Restarts count
-    again. Left out where none was found."""
+    """Share of tokens found in the prefix cache, of those and all prefilled ones.
+
+    A restart counts its tokens again. Empty without hits.
+    """
     found = float(run.requests["cached_tokens"].sum())
     computed = float(run.steps["prefill_tokens"].sum())
     return {"prefix_hit_rate": found / (found + computed)} if found else {}
 
 
 def summary(run: Run, slo: Slo | None = None) -> dict[str, float | int | str]:
-    """All metrics of a run as flat scalars: metrics.json. What is undefined is left out.
+    """All metrics of a run as flat scalars, for metrics.json. Undefined metrics are left out.
 
-    Those of serving and of training are there where something was served and trained; goodput if
-    the SLO sets a limit (without one it would equal the throughput). `fullest_` bytes of a pool add
-    up to its peak, those of `used`.
+    Metrics of serving need requests, those of training need steps. Goodput needs a limit of the
+    SLO: without one it would equal the throughput. `fullest_` bytes of a pool's kinds add up to the
+    peak of its `used`.
     """
     out: dict[str, float | int | str] = {"backend": run.backend, "cost_form": run.cost_form}
     out |= {"num_plans": len(run.plans)}
@@ -189,15 +193,15 @@ def summary(run: Run, slo: Slo | None = None) -> dict[str, float | int | str]:
 
 
 def _served(run: Run, slo: Slo | None) -> dict[str, float | int]:
-    """What only requests have."""
+    """Metrics of requests."""
     out: dict[str, float | int] = {**_counts(run), **throughput(run), **steady_throughput(run)}
     out |= prefix_hits(run)
     if slo and has_limits(slo):
         out |= goodput(run, slo)
-    out |= of_classes(per_request(run))
+    out |= class_figures(per_request(run))
     for name, values in samples(run).items():
         out |= {f"{stat}_{name}_s": value for stat, value in statistics(values).items()}
-    return out | kv_usage(run) | balance(run)
+    return out | kv_usage(run) | imbalance(run)
 
 
 def _counts(run: Run) -> dict[str, int]:

@@ -22,11 +22,18 @@ HOST = "host"
 def write_perfetto(
     path: Path | str, runs: Sequence[tuple[str, Run]], window: Window | None = None
 ) -> int:
-    """Writes named runs, each a process, their first arrivals at 0; returns the number of events.
+    """Writes named runs, each as a process with its first arrival at 0.
 
-    A thread per lane (two where operations overlap, because a thread shows no overlap), a track
-    per request, counters of KV pages, running and waiting requests. `window` keeps what reaches
-    into those seconds. A name ending in .gz is compressed, which Perfetto opens as it is.
+    A process has a thread per lane (two for overlapping operations, because a thread shows no
+    overlap), a track per request, and counters of KV pages, running and waiting requests.
+
+    Args:
+        path: the file; Perfetto opens a gzipped one (.gz) as it is.
+        runs: (name, run) pairs.
+        window: seconds from the first arrival; only events that reach into it are kept.
+
+    Returns:
+        The number of events.
     """
     path = Path(path)
     events = [
@@ -84,9 +91,9 @@ def _lanes(run: Run, reach: tuple[float, ...]) -> Iterator[Event]:
 
 
 def _op_slices(run: Run) -> Iterator[tuple[str, Event]]:
-    wanted = ("step", "prefill_tokens", "decode_tokens", "samples", "nbytes")
+    shown = ("step", "prefill_tokens", "decode_tokens", "samples", "nbytes")
     for row in operations(run).to_dict("records"):
-        args = {key: int(row[key]) for key in wanted if pd.notna(row[key])}
+        args = {key: int(row[key]) for key in shown if pd.notna(row[key])}
         jobs = [] if row["jobs"] is None else [int(job) for job in row["jobs"]]
         start, end = int(row["start_ns"]), int(row["end_ns"])
         event = {"name": str(row["group"]), "cat": "operation", "ts": start, "dur": end - start}
@@ -94,7 +101,7 @@ def _op_slices(run: Run) -> Iterator[tuple[str, Event]]:
 
 
 def _host_slices(run: Run) -> Iterator[tuple[str, Event]]:
-    """What the host did for each plan, from its issue on."""
+    """The host's time for each plan, from its issue on."""
     for row in run.steps[run.steps["host_ns"] > 0].to_dict("records"):
         args = {"step": int(row["step"])}
         span = {"ts": int(row["issue_ns"]), "dur": int(row["host_ns"])}
@@ -102,7 +109,7 @@ def _host_slices(run: Run) -> Iterator[tuple[str, Event]]:
 
 
 def _without_overlap(slices: list[Event]) -> list[list[Event]]:
-    """The slices on as few rows as need be, none overlapping on its row."""
+    """The slices on as few rows as possible, without overlap in a row."""
     rows: list[list[Event]] = []
     ends: list[int] = []
     for event in sorted(slices, key=lambda e: (e["ts"], e["dur"])):
@@ -117,7 +124,7 @@ def _without_overlap(slices: list[Event]) -> list[list[Event]]:
 
 # ---- requests
 def _requests(run: Run, reach: tuple[float, ...]) -> Iterator[Event]:
-    """A track per request: the whole of it, and in it waiting, prefill and decode."""
+    """A track per request: the request, and in it waiting, prefill and decode."""
     last = max(_last_ns(run), 0)
     for row in run.requests.sort_values("arrival_ns", kind="stable").to_dict("records"):
         arrival, end = int(row["arrival_ns"]), _time(row["finish_ns"], last)
@@ -135,7 +142,7 @@ def _requests(run: Run, reach: tuple[float, ...]) -> Iterator[Event]:
 
 
 def _nested(spans: Sequence[tuple[str, int, int, Event]], of: Event) -> Iterator[Event]:
-    """The first span around the others, which follow one another; empty ones are left out."""
+    """The first span around the remaining ones, one after another; empty spans are left out."""
     (name, start, end, args), *parts = spans
     yield {"ph": "b", "name": name, "ts": start, "args": args, **of}
     for part, from_ns, to_ns, _ in parts:
@@ -180,7 +187,7 @@ def _occupancy(run: Run, reach: tuple[float, ...]) -> Iterator[Event]:
 
 
 def _counter(name: str, unit: str, values: pd.Series, reach: tuple[float, ...]) -> Iterator[Event]:
-    """A value at each change; at the window's start what holds there."""
+    """A value at each change, and at the window's start the value that holds there."""
     values = values.dropna().sort_index()
     before, inside = values[values.index < reach[0]], values[values.index >= reach[0]]
     inside = inside[inside.index <= reach[1]]

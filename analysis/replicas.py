@@ -1,4 +1,4 @@
-"""How the work was spread over the replicas of a run."""
+"""Distribution of work over the replicas of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from analysis.usage import devices, kv_usage_of, lane_shares
 def replicas(run: Run) -> pd.DataFrame:
     """One row per replica: requests routed to it, their tokens, busy share, KV usage.
 
-    Empty where a run has one device. `busy` is that of the compute lane over the run.
+    Empty for a run with one device. `busy` is the compute lane's share of the run.
     """
     found = devices(run)
     if len(found) < 2:
@@ -36,10 +36,10 @@ def replicas(run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def balance(run: Run) -> dict[str, float | int]:
-    """Most over mean of the replicas' requests and busy time: 1 is even, their number the worst.
+def imbalance(run: Run) -> dict[str, float | int]:
+    """Largest over mean of the replicas' requests and busy time: 1 is even, their number the worst.
 
-    Empty where a run has one device.
+    Empty for a run with one device.
     """
     rows = replicas(run)
     if rows.empty:

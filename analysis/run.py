@@ -1,4 +1,4 @@
-"""A finished run as read from its folder, checked against the schema."""
+"""A run as read from its folder, checked against the schema of results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pyarrow as pa
 from analysis.yaml_text import yaml_value
 from engine.results.schema import SCHEMA_VERSION, TABLES, read_table, read_text
 
-STATUS = "status.json"  # says itself how far a run is: it changes until the end
+STATUS = "status.json"  # has no hash: it changes until the run ends
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """The tables of a run and what it says about itself.
+    """The tables of a run, its provenance and its configuration.
 
-    Integer columns that hold nulls are float64, which is exact below 2**53 ns (104 days of run).
+    Integer columns with nulls are float64, which is exact below 2**53 ns (104 days of run).
     """
 
     folder: Path
@@ -35,34 +35,44 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Short name for tables: the folder's."""
+        """Name of the folder, for tables."""
         return self.folder.name
 
     @property
     def backend(self) -> str:
-        """What it ran on: sim, lockstep, cpu or cuda."""
+        """The backend: sim, lockstep, cpu or cuda."""
         return str(self.provenance.get("backend", "unknown backend"))
 
     @property
     def is_measured(self) -> bool:
-        """Whether its durations were measured rather than predicted."""
+        """Whether durations were measured rather than predicted."""
         return self.backend not in ("sim", "lockstep")
 
     @property
     def cost_form(self) -> str:
-        """What its durations rest on: measurement, or the form of the cost that priced them."""
+        """Source of durations: "measured", or the form of the cost model."""
         return "measured" if self.is_measured else str(self.provenance.get("cost_form") or "-")
 
 
 def load(folder: Path | str) -> Run:
-    """Reads a run folder. ValueError in one line: no run, failed run, damaged or foreign table."""
+    """Reads the folder of a finished run.
+
+    Args:
+        folder: the folder.
+
+    Returns:
+        The run.
+
+    Raises:
+        ValueError: in one line: no run, a failed run, a damaged table, or one of another version.
+    """
     folder = Path(folder).resolve()
     _check_finished(folder)
     return read_run(folder)
 
 
 def read_run(folder: Path) -> Run:
-    """The same whatever the run's status: of one that is being written."""
+    """Reads the folder of a run of any status, also of one that is still being written."""
     return Run(
         folder,
         **read_tables(folder),

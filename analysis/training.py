@@ -1,4 +1,4 @@
-"""How training went: steps, losses, copies, where its time goes; one run, or two side by side."""
+"""Training in one run, or in two side by side: steps, losses, copies and shares of time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from analysis.run import Run
 
 STEP = "mean_train_step_s"
 MEAN_STEP = "mean step after the first"
-UNITS = {STEP: "s", "first_train_step_s": "s", "train_tokens_per_s": "tok/s"}  # what is compared
-SAID = {  # what readers are told that such a figure is
+UNITS = {STEP: "s", "first_train_step_s": "s", "train_tokens_per_s": "tok/s"}  # compared metrics
+LABELS = {  # of these metrics, in tables
     STEP: MEAN_STEP,
     "first_train_step_s": "first step, which warms up",
     "train_tokens_per_s": "tokens/s after the first",
@@ -31,20 +31,21 @@ def training_steps(run: Run) -> pd.DataFrame:
 
 
 def settled_steps(run: Run) -> pd.DataFrame:
-    """The same without each job's first step, which warms up, where there are others."""
+    """`training_steps` without the first step of each job, which warms up, unless it is the only
+    one."""
     rows = training_steps(run)
     several = rows.groupby("job_id")["step"].transform("size") > 1
     return rows[~(several & rows["step"].eq(0))]
 
 
 def training_summary(run: Run) -> dict[str, float | int]:
-    """Flat scalars; empty where nothing was trained. Rates are those behind the first step."""
+    """Flat scalars; empty without training. Rates leave out each job's first step."""
     rows = training_steps(run)
     if rows.empty:
         return {}
     settled = settled_steps(run)
     by_job = settled.groupby("job_id")[["tokens", "step_s"]].sum()
-    asked = run.provenance.get("train_steps_asked")  # runs of before do not say
+    asked = run.provenance.get("train_steps_asked")  # absent in older runs
     out: dict[str, float | int] = {
         **({} if asked is None else {"train_steps_asked": int(asked)}),
         "train_steps": len(rows),
@@ -63,8 +64,7 @@ def training_summary(run: Run) -> dict[str, float | int]:
 
 
 def _settled_moves(run: Run, num_steps: int) -> dict[str, float]:
-    """Behind each job's first step, if there are others: bytes copied in a step, and the share of
-    the updates that ran on the device."""
+    """Bytes copied per settled step, and the share of updates on the device, after first steps."""
     ends = run.training.sort_values("step").groupby("job_id")["end_ns"]
     begins = ends.first().where(ends.size() > 1, -1)
     owner = run.steps["jobs"].map(lambda jobs: jobs[0] if len(jobs) else -1)
@@ -82,16 +82,16 @@ KEYS = ["job_id", "step"]
 
 @dataclass(frozen=True)
 class Losses:
-    """Of steps that both runs have: how many have two losses, how many of them are not equal to the
-    bit, and the largest difference."""
+    """Counts of steps with a loss in both runs and of those not equal to the bit, and the largest
+    difference."""
 
     compared: int
     differ: int
     largest: float
 
     @property
-    def told(self) -> str:
-        """In words: an ending of "the losses ..."."""
+    def text(self) -> str:
+        """A sentence's end behind "the losses"."""
         if not self.compared:
             return "are not compared (a simulation computes none)"
         if not self.differ:
@@ -118,15 +118,17 @@ def check_same_training(a: Run, b: Run) -> None:
 
 
 def paired_steps(prediction: Run, measurement: Run) -> pd.DataFrame:
-    """Per job and step: tokens, and of each run step_s and loss, such as `loss_prediction`."""
+    """Per job and step: tokens, and step_s and loss of each run, such as `loss_prediction`."""
     left, right = (training_steps(run) for run in (prediction, measurement))
     keys = [*KEYS, "tokens"]
     return left.merge(right, on=keys, suffixes=("_prediction", "_measurement"))
 
 
 def losses(steps: pd.DataFrame) -> Losses:
-    """Of the rows of `paired_steps`. None where a run computes no losses; a loss that is no number
-    equals only another."""
+    """Compares losses in rows of `paired_steps`.
+
+    Nothing is compared where a run computes no losses. NaN equals NaN.
+    """
     left, right = steps["loss_prediction"], steps["loss_measurement"]
     if left.isna().all() or right.isna().all():
         return Losses(0, 0, 0.0)
@@ -136,17 +138,16 @@ def losses(steps: pd.DataFrame) -> Losses:
 
 
 WORKS = ("forward", "again", "backward", "update")
-WAITING = "waiting"  # nothing is computed: copies or collectives are on their way, or plans made
+WAITING = "waiting"  # no lane computes: copies or collectives are in flight, or plans are made
 TIMES = (*WORKS, "mixed", "serving", WAITING)
-SERVED = {"serve": "serving"}  # what the table calls it
+SERVED = {"serve": "serving"}  # a work of STEPS, and its name in tables
 
 
 def time_shares(run: Run) -> dict[str, float]:
-    """Shares of the time from the first issue to the last end of training, by TIMES; their sum is
-    one.
+    """Shares of the time from the first issue to the last end of training, by TIMES; they sum to 1.
 
-    What the compute lane does counts as that. While it rests, what the host updates is `update`:
-    its updates beside the device take no time of a step.
+    Work on the compute lane counts as that work. Updates on the host count as `update` only while
+    the compute lane rests: updates beside it add nothing to a step.
     """
     start, end = run.training["start_ns"].min(), run.training["end_ns"].max()
     rows = run.steps[run.steps["lane"].isin(("compute", "cpu"))]
@@ -162,8 +163,10 @@ def time_shares(run: Run) -> dict[str, float]:
 
 
 def alone_ns(rows: pd.DataFrame) -> pd.Series:
-    """Per operation, how long it ran behind all that began before it: a device's clock may let one
-    begin a little before the other's end."""
+    """Per operation, the time in which no earlier operation ran.
+
+    By a device's clock an operation may begin a little before the previous one ends.
+    """
     rows = rows.sort_values("start_ns")
     starts, ends = rows["start_ns"].to_numpy(float), rows["end_ns"].to_numpy(float)
     reached = np.maximum.accumulate(np.concatenate([[-np.inf], ends]))[:-1]
@@ -171,14 +174,13 @@ def alone_ns(rows: pd.DataFrame) -> pd.Series:
 
 
 def shares_in(metrics: Mapping[str, float | int | str]) -> dict[str, float]:
-    """The same from the figures of a run; nothing where it trained nothing."""
+    """`time_shares` as they stand in the metrics of a run; empty without training."""
     names = {part: f"train_{part}_share" for part in TIMES}
     return {part: float(metrics[name]) for part, name in names.items() if name in metrics}
 
 
 def percents(shares: Mapping[str, float], decimals: int = 0) -> dict[str, str]:
-    """Shares as text, such as 27 %, rounded so that they still add up: what is left goes to those
-    that lost most."""
+    """Shares as percentages without a sign, rounded so that they add up (largest remainders)."""
     units = {part: share * 10 ** (2 + decimals) for part, share in shares.items()}
     whole = {part: int(value) for part, value in units.items()}
     left = round(sum(units.values())) - sum(whole.values())

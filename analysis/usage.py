@@ -1,4 +1,4 @@
-"""What a run held and kept busy: memory by kind, lanes, host, and steps by class."""
+"""Resources of a run: memory by kind, busy lanes and host, and operations by class."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from analysis.run import Run
 
 KINDS = ("kv", "weight", "gradient", "optimizer", "activation", "buffer")
 PENDING = "pending"  # freed, and still in use by an operation
-PARTS = (*KINDS, PENDING)  # of what is used: they add up to it
+PARTS = (*KINDS, PENDING)  # they add up to the used bytes
 OVERALL = ("used", "measured", "process")
 
 
 def pools(run: Run) -> dict[str, pd.DataFrame]:
     """Memory rows per pool, in time order, with `used_bytes`, `held_bytes` and `pending_bytes`.
 
-    Used is capacity - free: what is held, of all kinds, and what is pending.
+    Used is capacity - free: held bytes of all kinds, and pending ones.
     """
     used = run.memory["capacity_bytes"] - run.memory["free_bytes"]
     held = run.memory[[f"{kind}_bytes" for kind in KINDS]].sum(axis=1)
@@ -28,9 +28,9 @@ def pools(run: Run) -> dict[str, pd.DataFrame]:
 
 
 def fullest(rows: pd.DataFrame) -> dict[str, int]:
-    """What lies in a pool when it is first fullest: `used`, and the PARTS of it.
+    """Contents of a pool when it is first fullest: `used`, and its PARTS.
 
-    Nothing where nobody says what is used, as of a server's pool (backend=openai).
+    Empty for a pool without used bytes, such as a server's (backend=openai).
     """
     rows = rows[rows["used_bytes"].notna()]
     if rows.empty:
@@ -41,14 +41,14 @@ def fullest(rows: pd.DataFrame) -> dict[str, int]:
 
 
 def window_ns(run: Run) -> tuple[float, float]:
-    """First arrival and last finish of requests. The tail is in it: vLLM drains too. (nan, nan) if
-    none."""
+    """First arrival and last finish of requests, the drain included as in vLLM; (nan, nan) without
+    any."""
     finish = run.requests["finish_ns"].where(run.requests["status"].eq("finished"))
     return float(run.requests["arrival_ns"].min()), float(finish.max())
 
 
 def working_ns(run: Run) -> tuple[float, float]:
-    """What means over time are over: the same, and from the first to the last step of training."""
+    """The window of means over time: `window_ns`, extended to the first and last training step."""
     first, last = window_ns(run)
     starts = pd.Series([first, run.training["start_ns"].min()], dtype="float64")
     ends = pd.Series([last, run.training["end_ns"].max()], dtype="float64")
@@ -56,9 +56,9 @@ def working_ns(run: Run) -> tuple[float, float]:
 
 
 def time_mean(at_ns: pd.Series, values: pd.Series, start_ns: float, end_ns: float) -> float:
-    """Mean of a step function over a window; the last of several values at one time holds.
+    """Mean of a step function over a window, from its first known value on.
 
-    Only the part of the window behind the first known value counts.
+    Of several values at one time the last holds.
     """
     known = values.notna().to_numpy()
     at = np.clip(at_ns.to_numpy(float)[known], start_ns, end_ns)
@@ -71,11 +71,11 @@ def time_mean(at_ns: pd.Series, values: pd.Series, start_ns: float, end_ns: floa
 
 
 def memory_use(run: Run, kinds: Sequence[str] = (*PARTS, *OVERALL)) -> pd.DataFrame:
-    """Bytes per pool and kind: columns pool, kind, peak, mean (over time), fullest (what lies there
-    when the pool is fullest; of PARTS and `used`, its sum).
+    """Bytes per pool and kind: columns pool, kind, peak, mean, fullest.
 
-    Kinds the run never held are left out. `used` is the ledger's sum, `measured` the meter's
-    persistent bytes, `process` the operating system's figure.
+    `mean` is over time. `fullest` is the kind's bytes when the pool is fullest; those of PARTS add
+    up to those of `used`. Kinds that the run never held are left out. `used` is the ledger's sum,
+    `measured` the meter's persistent bytes, `process` the operating system's figure.
     """
     start, end = working_ns(run)
     rows = []
@@ -94,8 +94,8 @@ def memory_use(run: Run, kinds: Sequence[str] = (*PARTS, *OVERALL)) -> pd.DataFr
 def kv_usage(run: Run) -> dict[str, float]:
     """Share of the KV room in use on the GPU tier: peak and time-weighted mean, over all devices.
 
-    The room is what KV holds and what it could still take (free and coming): weights are out,
-    as in vLLM's kv_cache_usage.
+    The room is the bytes of KV, free bytes and coming ones. Weights do not count, as in vLLM's
+    kv_cache_usage.
     """
     found = [use for device in devices(run) if (use := kv_usage_of(run, device))]
     if not found:
@@ -107,12 +107,12 @@ def kv_usage(run: Run) -> dict[str, float]:
 
 
 def devices(run: Run) -> list[int]:
-    """The devices of a run: those with memory, whether they were used or not."""
+    """The devices of a run: all with memory, used or not."""
     return sorted(int(d) for d in run.memory.loc[run.memory["tier"].eq("gpu"), "device"].unique())
 
 
 def kv_usage_of(run: Run, device: int) -> tuple[float, float] | None:
-    """Peak and mean of one device; None where its room is unknown."""
+    """Peak and mean KV usage of one device; None without a known room."""
     part = pools(run)[f"gpu:{device}"]
     room = part["kv_bytes"] + part["free_bytes"] + part["coming_bytes"]
     share = part["kv_bytes"] / room.where(room > 0)
@@ -121,7 +121,7 @@ def kv_usage_of(run: Run, device: int) -> tuple[float, float] | None:
 
 
 def span_ns(run: Run) -> float:
-    """From the first issue to the last end: what shares of lanes and host are shares of."""
+    """Time from the first issue to the last end: the denominator of shares of lanes and host."""
     if run.steps.empty:
         return 0.0
     return float(run.steps["end_ns"].max() - run.steps["issue_ns"].min())
@@ -152,8 +152,9 @@ def copied_bytes(run: Run) -> int:
 def operations(run: Run) -> pd.DataFrame:
     """The steps table with `duration_s`, `host_s`, `order` within step and lane, `group`.
 
-    Groups: decode (only), prefill (only), mixed, other (compute without tokens); of training the
-    work: forward, again, backward, update; a copy's group is its lane, such as gpu->host.
+    Groups of serving: decode (only), prefill (only), mixed, other (compute without tokens). The
+    group of training is its work: forward, again, backward, update. A copy's group is its lane,
+    such as gpu->host.
     """
     rows = run.steps.assign(
         duration_s=(run.steps["end_ns"] - run.steps["start_ns"]) / 1e9,

@@ -1,4 +1,4 @@
-"""What a comparison says, in words: a verdict per figure, a paragraph, a table for a terminal."""
+"""A comparison in words: a verdict per figure, a paragraph, a table for a terminal."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from typing import Any
 
 from analysis.compare import Comparison
 from analysis.distance import STEADY, drift
-from analysis.training import MEAN_STEP, STEP
-from analysis.training import SAID as TRAINED
+from analysis.training import LABELS, MEAN_STEP, STEP
 from analysis.workspace import KIND, P90
 
-# Relative errors up to which a prediction is good or fair. Throughput and latencies: the bars
-# that Tandem's own fidelity is held to (2 %; 5 % and never above 10 %); memory: 3 % free-running.
+# Relative errors up to which a prediction is good or fair. Throughput and latencies take the bars
+# of Tandem's own fidelity claims (2 %; 5 % and never above 10 %), memory 3 % free-running.
 LIMITS = {"throughput": (0.02, 0.05), "memory": (0.03, 0.10), "latency": (0.05, 0.10)}
 MARKS = {"good": "+", "fair": "o", "poor": "-", "undefined": "?"}
 LEGEND = "; ".join(
-    f"{family}: good to {100 * good:.0f} %, fair to {100 * fair:.0f} %"
-    for family, (good, fair) in LIMITS.items()
+    f"{kind}: good to {100 * good:.0f} %, fair to {100 * fair:.0f} %"
+    for kind, (good, fair) in LIMITS.items()
 )
-SAID = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end-to-end latency"}
+LATENCY_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end-to-end latency"}
 
 
-def family(metric: str) -> str:
-    """Which limits a metric is judged by."""
+def limits_name(metric: str) -> str:
+    """The entry of LIMITS that judges a metric."""
     if "throughput" in metric or "tokens_per_s" in metric or metric == "duration":
         return "throughput"
     return "memory" if metric in ("memory", "peak kv") else "latency"
@@ -34,7 +33,7 @@ def verdict(metric: str, error: float) -> str:
     """good, fair, poor or undefined."""
     if math.isnan(error):
         return "undefined"
-    good, fair = LIMITS[family(metric)]
+    good, fair = LIMITS[limits_name(metric)]
     return "good" if abs(error) <= good else "fair" if abs(error) <= fair else "poor"
 
 
@@ -65,7 +64,7 @@ def unit_of(metric: str) -> str:
 
 
 def peak_error(comparison: Comparison, kind: str = "kv") -> float:
-    """Signed error of the peak bytes of a kind on the GPU tier, the largest of all; NaN if none."""
+    """Largest signed error of the peak bytes of a kind on the GPU tier; NaN without any."""
     rows = comparison.memory
     is_gpu = rows["pool"].str.startswith("gpu")
     errors = rows[is_gpu & rows["kind"].eq(kind) & rows["stat"].eq("peak")]["error"].dropna()
@@ -73,23 +72,24 @@ def peak_error(comparison: Comparison, kind: str = "kv") -> float:
 
 
 def headline(comparison: Comparison) -> str:
-    """How far apart the runs are, and why."""
-    said = [] if comparison.training.empty else [_trained(comparison)]
-    if len(comparison.measurement.requests) or not said:
-        said.append(_served(comparison))
-    said += [_decisions(comparison), _why(comparison), _ground(comparison)]
-    return " ".join(said).strip()
+    """A paragraph: the size of the differences, and their causes."""
+    sentences = [] if comparison.training.empty else [_trained(comparison)]
+    if len(comparison.measurement.requests) or not sentences:
+        sentences.append(_served(comparison))
+    sentences += [_decisions(comparison), _why(comparison), _ground(comparison)]
+    return " ".join(sentences).strip()
 
 
 def _trained(comparison: Comparison) -> str:
     off = _off(comparison.error(STEP, "run"))
     text = f"The prediction puts a training step, in the mean of those after the first, {off}; "
     text += f"peak memory is {_equal_or_off(peak_error(comparison, 'used'))}; "
-    return f"{text}the losses {comparison.losses.told}."
+    return f"{text}the losses {comparison.losses.text}."
 
 
 def _served(comparison: Comparison) -> str:
-    parts = [f"mean {SAID[m]} {_off(comparison.error(m, 'mean'))}" for m in ("tpot", "e2e", "ttft")]
+    latencies = ("tpot", "e2e", "ttft")
+    parts = [f"mean {LATENCY_NAMES[m]} {_off(comparison.error(m, 'mean'))}" for m in latencies]
     throughput = _off(comparison.error("output_throughput", "run"))
     text = f"The prediction puts the throughput {throughput}, " + ", ".join(parts[:-1])
     return f"{text} and {parts[-1]}; peak KV memory is {_equal_or_off(peak_error(comparison))}."
@@ -110,13 +110,11 @@ def _off(error: float) -> str:
 def _decisions(comparison: Comparison) -> str:
     plans = comparison.plans
     if not (plans.prediction and plans.measurement):
-        return "Their decisions are not compared: one of them, as a server does, shows none."
+        return "Their decisions are not compared: one run, such as a server's, has no plan log."
     if plans.divergence is None:
         return f"Both runs made the same {plans.common} decisions."
     if not plans.common:
-        return (
-            "They have no plan in common: whether timing or decisions part them, nobody can tell."
-        )
+        return "They have no plan in common: timing and decisions cannot be told apart."
     longer = max(plans.prediction, plans.measurement)
     return f"Their decisions are the same for the first {plans.common} of {longer} plans."
 
@@ -131,14 +129,12 @@ def _why(comparison: Comparison) -> str:
         f"{percent(timing)} (timing alone); diverged decisions add {percent(decisions)}: "
     )
     if timing * decisions < 0 and min(abs(timing), abs(decisions)) > abs(timing + decisions):
-        # plans made for other durations wait for arrivals that those did not
-        return (
-            text + "the two cancel, so the replay does not tell which it is; see the steps' times."
-        )
+        # plans made for other durations wait for arrivals that the measured run did not wait for
+        return text + "the two cancel, so the replay does not tell them apart; see the step times."
     if abs(timing) >= abs(decisions):
         return text + "most of the difference comes from durations of steps."
     text += "most of the difference comes from decisions that diverged."
-    if comparison.busy_error < -STEADY:  # such a replay has to wait for arrivals
+    if comparison.busy_error < -STEADY:  # steps that are too short make the replay wait
         off = percent(comparison.busy_error)
         text += f" Part of it is timing, too: its steps are off by {off} in all."
     return text
@@ -160,7 +156,7 @@ def table(comparison: Comparison) -> str:
     for row in comparison.errors.to_dict("records"):
         metric, stat = str(row["metric"]), str(row["stat"])
         if stat in ("mean", "p99", "run") and metric != "norm_latency":
-            name = TRAINED.get(metric, metric) if stat == "run" else f"{stat} {metric}"
+            name = LABELS.get(metric, metric) if stat == "run" else f"{stat} {metric}"
             lines.append(_line(name, metric, row, str(row["unit"])))
     for row in comparison.memory.to_dict("records"):
         if row["stat"] == "peak" and row["kind"] in ("kv", "used", KIND):
@@ -176,7 +172,7 @@ def table(comparison: Comparison) -> str:
             shares = percent(row["timing_share"]), percent(row["decisions_share"])
             lines.append(f"{row['metric']:<27}timing {shares[0]:>8}   decisions {shares[1]:>8}")
     if len(comparison.training):
-        lines.append(f"{'losses':<27} {comparison.losses.told}")
+        lines.append(f"{'losses':<27} {comparison.losses.text}")
     if comparison.replay is not None:
         off = percent(comparison.busy_error)
         lines.append(f"operations, same plans      {off} of their time in all, copies too")
@@ -187,18 +183,18 @@ def table(comparison: Comparison) -> str:
     apart = ": then each run decides for itself" if plans.divergence else ""
     common = f"{plans.common} of {plans.measurement} ({100 * plans.share:.0f} %){apart}"
     if plans.divergence and not plans.common:
-        common = f"none of {plans.measurement}: timing or decisions, nobody can tell"
+        common = f"none of {plans.measurement}: timing and decisions look alike"
     lines.append(f"plans in common             {common}")
     moved = drift(comparison.measurement)
     if moved is not None:
-        told = "" if moved <= STEADY else ": errors of that size say nothing of the model"
-        lines.append(f"drift of the machine        {percent(moved)}{told}")
+        note = "" if moved <= STEADY else ": errors of that size say nothing of the model"
+        lines.append(f"drift of the machine        {percent(moved)}{note}")
     return "\n".join(lines)
 
 
 def _doubt(busy_error: float) -> list[str]:
-    """Where durations are so far off that the split says little."""
-    if not abs(busy_error) > LIMITS["latency"][1]:  # neither where nobody knows: NaN
+    """A warning that durations are too far off for the split; empty if they are not."""
+    if not abs(busy_error) > LIMITS["latency"][1]:  # also for NaN: an unknown error warns of none
         return []
     return [
         "  so far off that the split is rough: plans made for other durations queue or",
@@ -207,7 +203,7 @@ def _doubt(busy_error: float) -> list[str]:
 
 
 def _line(name: str, metric: str, row: Mapping[Hashable, Any], unit: str) -> str:
-    """`metric` is what the error is judged as."""
+    """A row of the table; `metric` selects the limits of its verdict."""
     amounts = [amount(row[run], unit) for run in ("prediction", "measurement")]
     mark = MARKS[verdict(metric, row["error"])]
     return f"{name:<27}{amounts[0]:>15}{amounts[1]:>15}{percent(row['error']):>11} {mark}"

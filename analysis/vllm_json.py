@@ -1,4 +1,4 @@
-"""A run as the result file of `vllm bench serve`, so that scripts which read those read ours."""
+"""A run as the result file of `vllm bench serve`, for scripts that read such files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from analysis.run import Run, load
 from analysis.usage import window_ns
 
 Floats = NDArray[np.float64]
-NAMES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2e": "e2el"}  # ours -> vLLM's
+NAMES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2e": "e2el"}  # Tandem's -> vLLM's
 PERCENTILES = (50, 90, 95, 99)
 
 
@@ -26,8 +26,8 @@ def vllm_result(run: Run, slo: Slo | None = None) -> dict[str, Any]:
     """The keys of vLLM's `--save-result --save-detailed` file (vllm/benchmarks/serve.py).
 
     Latencies in its lists are seconds, in its statistics milliseconds; requests in order of id.
-    What differs: times run from the arrival, not from the sending; `max_concurrent_requests` is
-    the exact maximum, not one per second; there are no generated texts.
+    Three things differ: times run from the arrival, not from the sending; `max_concurrent_requests`
+    is the exact maximum, not one per second; generated texts are empty.
     """
     rows = per_request(run)
     done = rows["status"].eq("finished")
@@ -49,13 +49,13 @@ def vllm_result(run: Run, slo: Slo | None = None) -> dict[str, Any]:
         "max_concurrent_requests": max_concurrency(run),
         "rtfx": 0.0,
     }
-    for ours, theirs in NAMES.items():
-        result |= _statistics(theirs, samples(run)[ours] * 1e3)
+    for name, vllm_name in NAMES.items():
+        result |= _statistics(vllm_name, samples(run)[name] * 1e3)
     return result
 
 
 def write_vllm_json(folder: Path | str, out: Path | str, slo: Slo | None = None) -> dict[str, Any]:
-    """Reads a run folder and writes the file, aside and renamed; returns what was written."""
+    """Reads a run folder and writes the file whole or not at all; returns its content."""
     result, out = vllm_result(load(folder), slo), Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".{out.name}.tmp")
@@ -82,9 +82,9 @@ def _head(run: Run) -> dict[str, Any]:
 
 
 def _request_rate(run: Run, arrival: Mapping[str, Any]) -> float | str:
-    """As it was asked for: "inf" is vLLM's word for all at once, or as fast as the clients allow.
+    """The configured rate; "inf" is vLLM's word for all at once, or as fast as clients allow.
 
-    Times that somebody recorded have the mean rate at which they came.
+    Recorded arrivals have their mean rate.
     """
     if (rate := arrival.get("rate")) is not None:
         return float(rate)
@@ -112,7 +112,7 @@ def _lists(run: Run, rows: pd.DataFrame, done: pd.Series) -> dict[str, Any]:
 
 
 def _statistics(name: str, values: Floats) -> dict[str, float]:
-    """Mean, median, standard deviation of the population and percentiles; 0 of nothing, as vLLM."""
+    """Mean, median, population standard deviation and percentiles; 0 without values, as in vLLM."""
     held = values if len(values) else np.zeros(1)
     out = {f"mean_{name}_ms": float(held.mean()), f"median_{name}_ms": float(np.median(held))}
     out[f"std_{name}_ms"] = float(held.std())

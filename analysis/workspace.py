@@ -1,4 +1,4 @@
-"""The workspace of sampled launches: what was predicted beside what it took."""
+"""The workspace of sampled launches: predicted bytes beside measured ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ KIND, P90 = "workspace", "p90 |error|"  # in the memory table of a comparison
 
 
 def workspace_errors(pairs: pd.DataFrame) -> dict[str, float | int]:
-    """Figures of launches whose workspace is known twice; empty without any.
+    """Figures of launches with a predicted and a measured workspace; empty without any.
 
-    `pairs` has a row per launch, columns predicted and measured, in bytes. launches;
-    predicted_bytes and measured_bytes, the largest of each; p90_error, of the absolute errors of
-    single launches, relative to the measurement.
+    Args:
+        pairs: a row per launch, columns predicted and measured, in bytes.
+
+    Returns:
+        launches; predicted_bytes and measured_bytes, the largest of each; p90_error of the
+        absolute errors of single launches, relative to the measurement.
     """
     known = pairs[pairs["predicted"].notna() & (pairs["measured"] > 0)].astype(float)
     if known.empty:
@@ -32,7 +35,7 @@ def workspace_errors(pairs: pd.DataFrame) -> dict[str, float | int]:
 
 
 def workspace_figures(run: Run) -> dict[str, float | int]:
-    """A run's own, as metrics name them: of a simulation the largest launch's, as predicted."""
+    """Workspace figures of a run for its metrics; a simulation has the largest predicted launch."""
     if run.is_measured:
         found = run.provenance.get("workspace") or {}
         return {f"{KIND}_{name}": value for name, value in found.items()}
@@ -41,9 +44,9 @@ def workspace_figures(run: Run) -> dict[str, float | int]:
 
 
 def workspace_rows(matched: pd.DataFrame) -> list[tuple[Any, ...]]:
-    """Rows of a comparison's memory table from operations that both runs have, device by device.
+    """Rows of a comparison's memory table, from operations that both runs have, per device.
 
-    The largest of each run, and the p90 of the absolute errors of single launches.
+    They hold the largest workspace of each run, and the p90 of the absolute errors of launches.
     """
     rows: list[tuple[Any, ...]] = []
     for device, part in matched.groupby("device"):

@@ -1,4 +1,4 @@
-"""Values of YAML texts; what is none is told in one line."""
+"""Values of YAML texts, with one-line errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,17 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast wher
 
 
 def yaml_value(text: str, where: object) -> Any:
-    """The value of a text that comes from `where`.
+    """The value of a text.
 
-    ValueError with line and column, or where it is too deep or too large, see `check_size`.
+    Args:
+        text: the YAML text.
+        where: its origin, for messages.
+
+    Returns:
+        Plain Python values.
+
+    Raises:
+        ValueError: no YAML, with line and column; or too deep or too large, see `check_size`.
     """
     check_size(text, where)
     with suppress(yaml.YAMLError, ValueError):
@@ -29,12 +37,19 @@ def yaml_value(text: str, where: object) -> Any:
 
 
 def check_size(text: str, where: object) -> None:
-    """ValueError for a text of more levels than DEEPEST, of more than MOST values with all aliases
-    written out, or with an alias that holds itself. What is no YAML passes, and is told elsewhere.
+    """Refuses a text that would be too large once its aliases are written out.
 
-    Stops at the first breach: the time that it takes does not grow with what aliases would make.
+    The check stops at the first breach, so its time does not grow with the expanded size. A text
+    that is no YAML passes: `yaml_value` reports it.
+
+    Args:
+        text: the YAML text.
+        where: its origin, for messages.
+
+    Raises:
+        ValueError: more levels than DEEPEST, more values than MOST, or an alias within itself.
     """
-    sizes: dict[str, int] = {}  # of what anchors name
+    sizes: dict[str, int] = {}  # values under each anchor
     open_nodes: list[tuple[str | None, int]] = []  # anchor, and values before it
     count = 0
     with suppress(yaml.YAMLError):
@@ -62,7 +77,7 @@ def check_size(text: str, where: object) -> None:
 
 @contextmanager
 def libyaml() -> Iterator[None]:
-    """Has OmegaConf, which asks for `yaml.SafeLoader` at each file, read by LOADER meanwhile."""
+    """Makes OmegaConf, which reads `yaml.SafeLoader` at each file, use LOADER in this context."""
     before = yaml.SafeLoader
     yaml.SafeLoader = LOADER
     try:
@@ -72,7 +87,7 @@ def libyaml() -> Iterator[None]:
 
 
 def fault(error: Any) -> str:
-    """What a YAMLError says, in one line."""
+    """The message of a YAMLError, in one line."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:  # a character that no YAML may hold
         return f"not YAML: {' '.join(str(error).split())}"
@@ -80,6 +95,6 @@ def fault(error: Any) -> str:
 
 
 def fault_in_file(error: Any) -> str:
-    """The same of a file that somebody else has read: its path, too."""
+    """The message of a YAMLError with the path of its file, in one line."""
     mark = getattr(error, "problem_mark", None) or error
     return f"{getattr(mark, 'name', 'a yaml file')}: {fault(error)}"

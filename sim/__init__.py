@@ -1,1 +1,6 @@
-"""Time by model: virtual executor, devices, cost models and their fitting. Never imports torch."""
+"""Time by model: replays whose durations come from a cost model on a simulated clock.
+
+`executor` is the engine's Executor over SimPy; cost/ predicts durations, devices/ describes
+hardware, fit/ fits cost tables to recorded steps, foreign/ reads cost tables of other projects.
+May import engine, models and traces; never torch.
+"""

@@ -16,13 +16,20 @@ from sim.devices.host_memory import HostMemory
 
 
 class SimExecutor:
-    """Runs nothing: places each launch behind its lane and its waits for as long as it costs.
+    """The Executor of simulations: gives each launch a span behind its lane and its waits.
 
-    A copy is contended when the other direction of its link is busy at its start. The copy
-    already under way keeps its time. So it is with the memory of the host, see HostMemory.
+    A copy is contended if the other direction of its link is busy at its start; a copy in flight
+    keeps its duration. Contention for the host's memory follows that rule too, see HostMemory.
     """
 
     def __init__(self, env: simpy.Environment, cost: LaunchCost) -> None:
+        """An executor without launches.
+
+        Args:
+            env: the simulation's clock, in integer nanoseconds.
+            cost: the durations. Its optional `repeat_ns`, `host_bandwidth_bytes_per_s` and
+                `host_traffic` are used where it has them, see sim.cost.contract.
+        """
         self.cost = cost
         self._repeat_ns = getattr(cost, "repeat_ns", None)
         self._host_memory = HostMemory(getattr(cost, "host_bandwidth_bytes_per_s", None))
@@ -31,12 +38,27 @@ class SimExecutor:
         self._busy_until: dict[Lane, int] = defaultdict(int)
 
     def prepare(self, launches: Sequence[Launch]) -> int:
-        """Predicted host time of the plan."""
+        """Predicted host time of a plan.
+
+        Args:
+            launches: all launches of the plan.
+
+        Returns:
+            Nanoseconds.
+        """
         self._host_memory.forget(int(self._env.now))
         return self.cost.host_ns(launches)
 
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
-        """Gives the launch its span; nothing else happens."""
+        """Gives the launch its span on its lane.
+
+        Args:
+            launch: the launch, with the operations that it waits for.
+            done: called at the span's end.
+
+        Raises:
+            ValueError: the cost has no price for the launch.
+        """
         lane, is_copy = launch.op.lane, isinstance(launch.op, Copy)
         if isinstance(launch.op, Collective):
             self._lanes.place(launch, self.cost.collective_ns(launch), done)
@@ -56,9 +78,15 @@ class SimExecutor:
         self._lanes.hold(lane, Span(launch.op, start_ns, end_ns), done)
 
     def repeat(self, launch: Launch, count: int) -> tuple[Sequence[int], int] | None:
-        """Durations (ns) of a launch that is repeated, and the host's time of each.
+        """Prices of a launch that is repeated.
 
-        None where the cost does not say them beforehand: noise may not be drawn twice.
+        Args:
+            launch: the first launch.
+            count: number of launches.
+
+        Returns:
+            Durations in nanoseconds, and the host's nanoseconds per launch; None where the cost
+            has no `repeat_ns`: a cost that draws noise must not draw it twice.
         """
         if self._repeat_ns is None:
             return None
@@ -68,19 +96,26 @@ class SimExecutor:
         return durations, self.cost.host_ns((launch,))
 
     def peak_bytes(self, launch: Launch) -> int | None:
-        """Predicted workspace; spans say none, since it is wanted only where rows are written."""
+        """Predicted workspace.
+
+        Args:
+            launch: any launch.
+
+        Returns:
+            Bytes; None where they are unknown. Spans carry none: only the recorder asks for them.
+        """
         return self.cost.peak_bytes(launch) if isinstance(launch.op, Compute) else None
 
     def ends_ns(self, ops: Sequence[Op]) -> list[int]:
-        """When operations in flight will end."""
+        """Ends of operations in flight, in nanoseconds of the clock."""
         return self._lanes.ends_ns(ops)
 
     def hold(self, launch: Launch, span: Span, done: Callable[[Span], None]) -> None:
-        """Takes a lane for a span that is known already."""
+        """Occupies a lane for a known span; `done` is called at its end."""
         self._lanes.hold(launch.op.lane, span, done)
 
     def release(self, pool: Pool, pages: Sequence[int]) -> None:
-        """Nothing is held here."""
+        """A simulation holds no pages to release."""
 
 
 @lru_cache(maxsize=1 << 10)

@@ -1,0 +1,4 @@
+"""Figures as SVG with the numbers behind them as CSV: of one run, of a comparison, of a sweep.
+
+May import analysis and engine.results.schema; matplotlib is imported only where a figure is drawn.
+"""

@@ -30,7 +30,7 @@ NAMES = {
     "e2e": "end-to-end latency",
     "norm_latency": "normalised latency",
 }
-DENSE = 1500  # points of a scatter that are drawn as pixels rather than as paths
+DENSE = 1500  # a scatter of more points is drawn as pixels rather than as paths
 GRID = 201  # quantiles of a distribution function
 TICKS = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1,))  # of a decade, from a narrow range to a wide one
 MOST_TICKS = 6  # labels that an axis has room for
@@ -128,7 +128,7 @@ def plot_step_time(data: pd.DataFrame, ax: Any = None) -> Any:
 
 
 def plain_ticks(axis: Any, low: float, high: float) -> None:
-    """Ticks of a logarithmic axis as plain numbers: 0.02 rather than a power of ten."""
+    """Sets ticks of a logarithmic axis as plain numbers: 0.02 rather than a power of ten."""
     from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
     axis.set_major_locator(FixedLocator(round_values(low, high)))
@@ -138,9 +138,9 @@ def plain_ticks(axis: Any, low: float, high: float) -> None:
 
 
 def round_values(low: float, high: float) -> list[float]:
-    """Round numbers from low to high, evenly apart on a logarithmic axis: as many as it can name.
+    """At most MOST_TICKS round numbers from low to high, evenly apart on a logarithmic axis.
 
-    Matplotlib's own choice has no upper limit where the range is narrow, and its labels overlap.
+    Matplotlib's own locator has no upper limit on narrow ranges, so its labels overlap.
     """
     decades = range(floor(log10(low)), ceil(log10(high)) + 1)
     found: list[float] = []

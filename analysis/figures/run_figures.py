@@ -1,4 +1,4 @@
-"""The figures of a report: which there are, what they show, and their files."""
+"""The figures of a report: titles, captions, panels and files."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ TEXTS = {
     "memory": (
         "Memory over time",
         "The GPU tier of each device by kind, as booked; pending bytes are freed but still in use "
-        "by an operation. Dotted: the capacity; black: what the meter read.",
+        "by an operation. Dotted: the capacity; black: the meter's reading.",
     ),
     "requests": (
         "Running and waiting",
-        "Requests in service, and those that wait for their first step. One that was preempted "
+        "Requests in service, and requests that wait for their first step. A preempted request "
         "counts as running.",
     ),
     "lanes": (
         "Lanes",
-        "What each lane did in one window of time: around the first copy, else mid-run.",
+        "The operations of each lane in one window of time: around the first copy, else mid-run.",
     ),
 }
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A figure on file: its SVG has its CSV beside it."""
+    """A figure on disk; its CSV lies beside its SVG."""
 
     name: str
     title: str
@@ -84,12 +84,12 @@ def single(run: Run, folder: Path) -> list[Shown]:
 
 
 def _is_served(runs: Mapping[str, Run]) -> bool:
-    """Whether there are requests to show: where nothing was trained, also if there are none."""
+    """Whether a run has requests, or nothing else to show."""
     return any(len(run.requests) or run.training.empty for run in runs.values())
 
 
 def _training(runs: Mapping[str, Run], folder: Path) -> list[Shown]:
-    """Losses and step times; nothing where nothing was trained."""
+    """Losses and step times; empty without training."""
     data = training_plots.training_data(runs)
     columns = training_plots.shown(data)
     if not columns:
@@ -129,7 +129,7 @@ def _timelines(runs: Mapping[str, Run], window: tuple[float, float], folder: Pat
 
 
 def _memory(name: str, run: Run) -> list[pd.DataFrame]:
-    """The memory of each device over time; a run without any has one empty frame."""
+    """The memory of each device over time; one empty frame for a run without devices."""
     found = devices(run) or [0]
     names = [name] if len(found) == 1 else [f"{name}, device {device}" for device in found]
     return [
@@ -184,9 +184,20 @@ def panel(
     widths: Sequence[float] | None = None,
     text: tuple[str, str] | None = None,
 ) -> Shown:
-    """One figure with axes per frame, in a row unless told; its CSV is the frames, each once.
+    """Draws and saves one figure with axes per frame; its CSV has each distinct frame once.
 
-    `text`: title and caption, where TEXTS has none of that name.
+    Args:
+        name: name of the files.
+        parts: a frame per axes.
+        draw: draws a frame on axes.
+        size: width and height in inches.
+        folder: folder of the files.
+        grid: rows and columns of axes; one row by default.
+        widths: relative widths of columns.
+        text: title and caption; by default those of `name` in TEXTS.
+
+    Returns:
+        The figure.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

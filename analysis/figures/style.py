@@ -1,4 +1,4 @@
-"""How figures look, and how they are saved with the numbers behind them."""
+"""Colours and styles of figures, and their saving beside the numbers that they show."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-# Okabe and Ito's eight where policies are often seen together; paler kin for their relatives.
+# Okabe and Ito's eight colours for policies that are often shown together; shades for variants.
 COLORS = {
     "static_reservation": "#E69F00",
     "static_restart": "#F2C46D",
@@ -26,7 +26,7 @@ COLORS = {
     "deadline_restart": "#8E44AD",
     "shortest_restart": "#222222",
     "recorded": "#B5B5B5",
-    # of training; seen with one another, seldom with those above
+    # of training: seldom in one figure with the policies above
     "train_on_device": "#4D4D4D",
     "zero_offload": "#E08214",
     "zero3_offload": "#B35806",
@@ -42,18 +42,18 @@ MARKERS = {"swap": "s", "reservation": "^", "restart": "o"}
 
 
 def policy_color(policy: str) -> str:
-    """The colour of a policy; an unknown one's follows from its name, so it never changes."""
+    """The colour of a policy; for a policy outside COLORS it follows from the name."""
     if policy in COLORS:
         return COLORS[policy]
     return OTHERS[hashlib.sha256(policy.encode()).digest()[0] % len(OTHERS)]
 
 
 def policy_marker(policy: str) -> str:
-    """The marker of a policy: what it does when memory is short."""
+    """The marker of a policy, by its way of preemption."""
     return next((mark for end, mark in MARKERS.items() if policy.endswith(end)), "D")
 
 
-# Okabe and Ito's colours, told apart by all common kinds of colour vision.
+# Okabe and Ito's colours, distinct under all common kinds of colour vision.
 BLACK, ORANGE, SKY, GREEN = "#222222", "#E69F00", "#56B4E9", "#009E73"
 BLUE, RED, PINK, GREY = "#0072B2", "#D55E00", "#CC79A7", "#B5B5B5"
 YELLOW = "#F0E442"
@@ -96,7 +96,7 @@ RC: dict[Any, Any] = {
 
 
 def line(run: str) -> dict[str, Any]:
-    """How a run's curves are drawn: predictions dashed, measurements solid."""
+    """The style of a run's curves: predictions dashed, measurements solid."""
     return RUNS.get(run, RUNS[MEASUREMENT])
 
 
@@ -115,7 +115,7 @@ def axes(ax: Any = None) -> Any:
 
 
 def legend(ax: Any, **placing: Any) -> None:
-    """A legend, if there is anything to name."""
+    """Adds a legend if any artist has a label."""
     if ax.get_legend_handles_labels()[1]:
         ax.legend(**placing)
 
@@ -123,7 +123,7 @@ def legend(ax: Any, **placing: Any) -> None:
 def save(fig: Any, data: pd.DataFrame, folder: Path, name: str) -> Path:
     """Writes name.svg (dense parts as pixels in it) and name.csv, the numbers that it shows.
 
-    Laid out here: a figure that lays itself out whenever it is drawn is drawn twice to be saved.
+    The layout is computed here once: a figure with a layout engine of its own is drawn twice.
     """
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

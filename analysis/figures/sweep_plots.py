@@ -1,4 +1,4 @@
-"""The figures of a sweep: against the rate, latency for throughput, and a map of policies."""
+"""The figures of a sweep: metrics against rate, latency for throughput, and a heatmap."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TEXTS = {
 
 
 def drawn(points: pd.DataFrame, folder: Path) -> list[Shown]:
-    """Draws and saves every figure that the points have data for."""
+    """Draws and saves every figure for which the points have data."""
     useful = "goodput" if "goodput" in points else "request_throughput"
     found = []
     if points["rate"].notna().any():
@@ -83,7 +83,7 @@ def plot_rate(data: pd.DataFrame, ax: Any = None) -> Any:
 
 
 def plot_frontier(data: pd.DataFrame, ax: Any = None) -> Any:
-    """Latency over throughput; the points that none beats are ringed."""
+    """Latency over throughput; points of the Pareto frontier are ringed."""
     ax = axes(ax)
     if not len(data):
         return ax
@@ -146,7 +146,7 @@ def _cells(grid: pd.DataFrame) -> list[tuple[tuple[int, int], float]]:
 
 
 def _limited(points: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """By rate, with the SLO's limit where all runs have the same one."""
+    """By rate, with the SLO's limit if all runs have one and that one in common."""
     rows = by_rate(points, metric)
     column = f"config.slo.{metric.split('_')[1]}_s"
     limits = sorted(set(points[column].dropna())) if column in points else []
@@ -176,7 +176,7 @@ def _style(policy: str) -> dict[str, Any]:
 
 
 def _line(data: pd.DataFrame, series: str) -> str:
-    """A line style per series of one policy, which all share its colour."""
+    """A line style per series of one policy: all of them share its colour."""
     policy = data.loc[data["series"].eq(series), "policy"].iloc[0]
     kin = sorted(data.loc[data["policy"].eq(policy), "series"].unique())
     return LINES[kin.index(series) % len(LINES)]

@@ -7,20 +7,20 @@ import json
 import pandas as pd
 
 REPLICATES = ("seed",)  # keys that repeat a point rather than make another
-RATES = ("arrival.rate", "trace.rate")  # of made-up arrivals; of a recording that is stretched
+RATES = ("arrival.rate", "trace.rate")  # of synthetic arrivals; of a stretched recording
 
 
 def points_of(runs: pd.DataFrame) -> pd.DataFrame:
-    """The finished runs with `policy`, `series` and `rate` (NaN where no rate is swept).
+    """The finished runs with `policy`, `series` and `rate` (NaN unless the sweep varies it).
 
-    A series is the policy with whatever else the sweep changes, besides rate and replicates.
+    A series is the policy with all overrides that vary, but rate and replicates.
     """
     done = runs[runs["status"].eq("ok")].copy()
-    words = [list(json.loads(text)) for text in done["overrides"]]
-    varied = _varied(words)
+    overrides = [list(json.loads(text)) for text in done["overrides"]]
+    varied = _varied(overrides)
     done["series"] = [
-        " ".join([policy, *(w for w in own if _key(w) in varied)])
-        for policy, own in zip(done["policy"], words, strict=True)
+        " ".join([policy, *(text for text in own if _key(text) in varied)])
+        for policy, own in zip(done["policy"], overrides, strict=True)
     ]
     rates = pd.Series(float("nan"), done.index)
     for name in RATES:
@@ -41,7 +41,7 @@ def by_rate(points: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def capacity(points: pd.DataFrame, share: float) -> dict[str, float]:
-    """Per series the highest rate up to which every rate tried attains the SLO in that share."""
+    """Per series the highest rate such that it and all lower ones attain the SLO in that share."""
     found: dict[str, float] = {}
     for series, part in by_rate(points, "slo_attainment").groupby("series"):
         ordered = part.sort_values("rate")
@@ -51,9 +51,10 @@ def capacity(points: pd.DataFrame, share: float) -> dict[str, float]:
 
 
 def frontier(points: pd.DataFrame, gain: str, price: str) -> pd.DataFrame:
-    """Columns policy, series, rate, gain, price, price_metric, is_best: points that none beats.
+    """Points with columns policy, series, rate, gain, price, price_metric, is_best.
 
-    One beats another if it has at least the gain (more is better) and at most the price.
+    `is_best` marks the Pareto frontier: no other point has at least the gain (more is better) and
+    at most the price.
     """
     rows = points.dropna(subset=[gain, price]) if {gain, price} <= set(points) else points[:0]
     keys = ["policy", "series", "rate"]
@@ -67,12 +68,12 @@ def frontier(points: pd.DataFrame, gain: str, price: str) -> pd.DataFrame:
     return out.assign(is_best=out["price"] < cheapest)
 
 
-def _varied(words: list[list[str]]) -> set[str]:
-    """Keys of overrides that differ between runs, besides policy, rate and replicates."""
+def _varied(overrides: list[list[str]]) -> set[str]:
+    """Keys of overrides that differ between runs, but policy, rate and replicates."""
     apart = {"policy", *REPLICATES, *RATES}
-    everywhere = set.intersection(*map(set, words)) if words else set()
-    return {_key(w) for own in words for w in own if w not in everywhere} - apart
+    common = set.intersection(*map(set, overrides)) if overrides else set()
+    return {_key(text) for own in overrides for text in own if text not in common} - apart
 
 
-def _key(word: str) -> str:
-    return word.partition("=")[0]
+def _key(override: str) -> str:
+    return override.partition("=")[0]

@@ -1,4 +1,4 @@
-"""What happened when: memory, lanes, running and waiting requests."""
+"""Timelines of a run: memory, lanes, running and waiting requests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from analysis.figures.style import BLACK, KINDS, axes, group_color, legend, line
 from analysis.run import Run
 from analysis.usage import PARTS, PENDING, devices, operations, pools
 
-BINS = 300  # of a timeline: a picture has no more columns
+BINS = 300  # columns of a timeline
 WINDOW_OPS = 40  # operations in a Gantt chart
 MIB = 2**20
 
 
 def memory_data(run: Run, pool: str = "gpu:0") -> pd.DataFrame:
-    """Bytes by kind over time, at most one row per bin: the fullest, so that peaks stay.
+    """Bytes by kind over time, at most one row per bin: the fullest, so that peaks remain.
 
     Columns at_s, one per kind, pending (freed, still in use), capacity, measured (the meter's
     largest reading in the bin; it reads at settles only).
@@ -37,7 +37,7 @@ def memory_data(run: Run, pool: str = "gpu:0") -> pd.DataFrame:
 
 
 def plot_memory(data: pd.DataFrame, ax: Any = None) -> Any:
-    """Memory of one pool stacked by kind, with its capacity and what the meter read."""
+    """Memory of one pool stacked by kind, with its capacity and the meter's reading."""
     ax = axes(ax)
     colors = {**KINDS, PENDING: "#DDDDDD"}
     shown = [kind for kind in colors if kind in data and data[kind].max() > 0]
@@ -63,7 +63,7 @@ def plot_memory(data: pd.DataFrame, ax: Any = None) -> Any:
 def occupancy_data(run: Run) -> pd.DataFrame:
     """Requests running (issued, not finished) and waiting over time: at_s, running, waiting.
 
-    A request that was preempted counts as running.
+    A preempted request counts as running.
     """
     rows = run.requests[run.requests["status"].eq("finished")]
     if rows.empty:
@@ -91,7 +91,7 @@ def plot_occupancy(data: pd.DataFrame, ax: Any = None, count: str = "running") -
 
 
 def window_s(run: Run) -> tuple[float, float]:
-    """A stretch of WINDOW_OPS operations: around the first copy, or in the middle of the run."""
+    """The time of WINDOW_OPS operations: around the first copy, or in the middle of the run."""
     rows = run.steps.sort_values("start_ns", kind="stable")
     if rows.empty:
         return 0.0, 0.0
@@ -103,7 +103,7 @@ def window_s(run: Run) -> tuple[float, float]:
 
 
 def gantt_data(run: Run, window: tuple[float, float]) -> pd.DataFrame:
-    """What ran in a window, in seconds: columns lane, group, start_s, end_s, step.
+    """Operations in a window, in seconds: columns lane, group, start_s, end_s, step.
 
     With several devices a lane's name begins with its device's; one host serves them all.
     """

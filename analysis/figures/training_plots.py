@@ -1,4 +1,4 @@
-"""How training went, step by step: losses and step times."""
+"""Losses and step times of training, step by step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def training_data(runs: Mapping[str, Run]) -> pd.DataFrame:
 
 
 def shown(data: pd.DataFrame) -> list[str]:
-    """The columns of `training_data` that there is anything to draw of."""
+    """The columns of `training_data` with any value to draw."""
     return [name for name in SHOWN if data[name].notna().any()]
 
 

@@ -1,4 +1,4 @@
-"""What tables on a page are made of: text, numbers to sort by and marks."""
+"""Cells and tables of a page: text, numbers to sort by and marks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from analysis import verdicts as words
+from analysis import verdicts
 
 KEPT = ("slo_attainment", "goodput")
 
@@ -32,7 +32,7 @@ class HtmlTable:
 
 def amount_cell(value: Any, unit: str) -> Cell:
     """A number with a unit that suits its size."""
-    return Cell(words.amount(float(value), unit), float(value))
+    return Cell(verdicts.amount(float(value), unit), float(value))
 
 
 def kept_cell(metric: str, value: float) -> Cell:
@@ -40,4 +40,4 @@ def kept_cell(metric: str, value: float) -> Cell:
     if value != value:
         return Cell("n/a", 0.0)
     is_share = metric == "slo_attainment"
-    return Cell(f"{100 * value:.1f} %" if is_share else words.amount(value, "req/s"), value)
+    return Cell(f"{100 * value:.1f} %" if is_share else verdicts.amount(value, "req/s"), value)

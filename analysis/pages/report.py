@@ -1,4 +1,4 @@
-"""A folder to read: one self-contained HTML page, its figures, and the numbers behind them."""
+"""The report of a run or a comparison: one self-contained HTML page, figures, and their numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import verdicts as words
+from analysis import verdicts
 from analysis.classes import limits_in
 from analysis.compare import Comparison
 from analysis.figures.run_figures import Shown, compared, single
@@ -27,10 +27,17 @@ Facts = list[tuple[str, str]]
 
 
 def write_report(comparison: Comparison, folder: Path | str) -> Path:
-    """Writes report.html, comparison.json, two CSVs and figures/ into a folder of their own.
+    """Writes report.html, comparison.json, two CSVs and figures/.
 
-    An earlier report there is replaced, as a whole; ValueError if the folder holds other things.
-    Returns the path of the page.
+    Args:
+        comparison: the comparison.
+        folder: a new folder, or one with an earlier report, which is replaced as a whole.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ValueError: the folder holds something else.
     """
     a, b, r = comparison.prediction, comparison.measurement, comparison.replay
     runs = {"prediction": a, "measurement": b} | ({"replay": r} if r else {})
@@ -42,7 +49,7 @@ def write_report(comparison: Comparison, folder: Path | str) -> Path:
         _dump(as_dict(comparison), aside / "comparison.json")
         page = {
             "title": f"{a.name} against {b.name}",
-            "headline": words.headline(comparison),
+            "headline": verdicts.headline(comparison),
             "tables": compared_tables(comparison),
             "command": f"tandem compare {a.folder} {b.folder}",
         }
@@ -52,7 +59,7 @@ def write_report(comparison: Comparison, folder: Path | str) -> Path:
 
 
 def write_run_report(run: Run, folder: Path | str) -> Path:
-    """The same for one run: latencies, memory, lanes. Returns the path of the page."""
+    """Writes the report of one run: latencies, memory, lanes. See `write_report`."""
 
     def fill(aside: Path) -> None:
         figures = single(run, aside / "figures")
@@ -75,7 +82,7 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
     plans = comparison.plans
     out: dict[str, Any] = {
         "runs": [{"folder": str(r.folder), **r.provenance} for r in runs if r is not None],
-        "headline": words.headline(comparison),
+        "headline": verdicts.headline(comparison),
         "plans": {**plans.__dict__, "share": plans.share},
         "losses": comparison.losses.__dict__,
     }
@@ -92,7 +99,7 @@ def _dump(value: Any, path: Path) -> None:
 def write_page(
     aside: Path, page: Mapping[str, Any], figures: Sequence[Shown], facts: Mapping[str, Facts]
 ) -> None:
-    """report.html from title, headline, tables and command; figures are drawn into it."""
+    """Writes report.html from title, headline, tables and command, with figures inline."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -132,7 +139,7 @@ def written(folder: Path, fill: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def _aside(folder: Path) -> Iterator[Path]:
-    """A folder beside the wanted one, which takes its place only when all is written."""
+    """A folder beside the final one, which takes its place only when all is written."""
     if folder.exists() and not (folder / PAGE).is_file() and any(folder.iterdir()):
         raise ValueError(f"{folder} holds something other than a report: give a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)

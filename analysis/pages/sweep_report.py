@@ -1,4 +1,4 @@
-"""The page of a sweep: what is best, every point, and the figures with their numbers."""
+"""The report of a sweep: the best points, every point, and figures with their numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import verdicts as words
+from analysis import verdicts
 from analysis.classes import classes_in
 from analysis.figures.experiments.drawn import training_figures
 from analysis.figures.run_figures import Shown
@@ -27,9 +27,20 @@ MOST = (("goodput", "req/s"), ("request_throughput", "req/s"), ("train_tokens_pe
 def write_sweep_report(
     runs: pd.DataFrame, folder: Path, name: str, command: str, root: Path
 ) -> Path:
-    """Writes report.html, points.csv and figures/ from the table of `tandem collect` in `root`.
+    """Writes report.html, points.csv and figures/ from the table of `tandem collect`.
 
-    ValueError where no run has finished. An earlier report in the folder is replaced.
+    Args:
+        runs: the table, a row per run.
+        folder: a new folder, or one with an earlier report, which is replaced.
+        name: name of the sweep.
+        command: command that writes this page again.
+        root: folder of the runs.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ValueError: no run has finished.
     """
     points = points_of(runs)
     if not len(points):
@@ -52,14 +63,14 @@ def write_sweep_report(
 
 
 def _figures(runs: pd.DataFrame, points: pd.DataFrame, root: Path, folder: Path) -> list[Shown]:
-    """Those of what was served; where nothing was, of the experiment that trained."""
+    """Figures of serving; without serving, those of the training experiment."""
     if "train_steps" in points and "request_throughput" not in points:
         return training_figures(runs, root, folder)
     return drawn(points, folder)
 
 
 def headline(runs: pd.DataFrame, points: pd.DataFrame) -> str:
-    """How many runs, of how many commits, and who has the most goodput (or throughput)."""
+    """The number of runs and commits, and the point with the most goodput (or throughput)."""
     metric, unit = next((pair for pair in MOST if pair[0] in points), MOST[-1])
     text = f"{len(points)} of {len(runs)} runs finished."
     if "made.commit" in points and (commits := points["made.commit"].nunique()) > 1:
@@ -68,11 +79,11 @@ def headline(runs: pd.DataFrame, points: pd.DataFrame) -> str:
     if best is None:
         return text
     value, label = best
-    return f"{text} Most {metric.replace('_', ' ')}: {words.amount(value, unit)}, {label}."
+    return f"{text} Most {metric.replace('_', ' ')}: {verdicts.amount(value, unit)}, {label}."
 
 
 def _extreme(points: pd.DataFrame, metric: str, is_more_better: bool) -> tuple[float, str] | None:
-    """The best value of a metric and who has it; None where no row has it."""
+    """The best value of a metric and its point; None without any value."""
     if metric not in points:
         return None
     known = points.dropna(subset=[metric]).to_dict("records")
@@ -133,7 +144,7 @@ def _classes(points: pd.DataFrame) -> HtmlTable:
 def _failed(runs: pd.DataFrame) -> HtmlTable:
     left = runs[runs["status"].ne("ok")]
     rows = [
-        [Cell(_words(row["overrides"])), Cell(str(row["status"])), Cell(_short(row["error"]))]
+        [Cell(_point(row["overrides"])), Cell(str(row["status"])), Cell(_short(row["error"]))]
         for _, row in left.iterrows()
     ]
     return HtmlTable("Points without a result", "", ["point", "status", "why"], rows)
@@ -145,7 +156,7 @@ def _cell(metric: str, value: float) -> Cell:
         return Cell("n/a", 0.0)
     if metric in KEPT:
         return kept_cell(metric, number)
-    return Cell(words.amount(number, words.unit_of(metric)), number)
+    return Cell(verdicts.amount(number, verdicts.unit_of(metric)), number)
 
 
 def _label(row: Mapping[str, Any]) -> str:
@@ -153,7 +164,7 @@ def _label(row: Mapping[str, Any]) -> str:
     return str(row["series"]) + ("" if rate != rate else f" at {rate:g} requests/s")
 
 
-def _words(overrides: str) -> str:
+def _point(overrides: str) -> str:
     return " ".join(json.loads(overrides))
 
 

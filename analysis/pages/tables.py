@@ -1,4 +1,4 @@
-"""The tables of a report page: what is in them, as text, numbers to sort by and marks."""
+"""The tables of a report page, as text, numbers to sort by and marks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import verdicts as words
+from analysis import verdicts
 from analysis.classes import OF, classes_in
 from analysis.compare import Comparison
 from analysis.distance import drift
@@ -24,13 +24,13 @@ NOTE = "Each by the limits of its class; the share is of all its requests."
 
 
 def class_table(metrics: Mapping[str, Any]) -> HtmlTable:
-    """A row per class of a run's metrics; without rows where it has none."""
+    """A row per class of a run's metrics; without rows for a run without classes."""
     rows = [class_cells(metrics, name) for name in classes_in(metrics)]
     return HtmlTable("SLO classes", NOTE, CLASS_COLUMNS, rows)
 
 
 def class_cells(metrics: Mapping[str, Any], name: str) -> list[Cell]:
-    """What CLASS_COLUMNS head, of one class; n/a where it is not known."""
+    """The cells of one class under CLASS_COLUMNS; n/a for unknown ones."""
     count, unknown = float(metrics[f"num_requests{OF}{name}"]), float("nan")
     cells = [Cell(name), Cell(f"{count:,.0f}", count)]
     kept = {metric: float(metrics.get(f"{metric}{OF}{name}", unknown)) for metric in KEPT}
@@ -41,13 +41,13 @@ def class_cells(metrics: Mapping[str, Any], name: str) -> list[Cell]:
 
 STATS = ("peak", "mean", "fullest")
 HELD = (
-    "Means are over time. Fullest: what lies there when the pool is fullest, which adds up to the "
+    "Means are over time. Fullest: bytes of the kind when the pool is fullest, which add up to the "
     "peak of `used`. Pending: freed, and in use until an operation ends."
 )
 
 
 def compared_tables(comparison: Comparison) -> list[HtmlTable]:
-    """What a comparison has to say in tables; those without rows are left out."""
+    """The tables of a comparison; those without rows are left out."""
     found = [
         _runs(comparison),
         compared_training(comparison),
@@ -58,7 +58,7 @@ def compared_tables(comparison: Comparison) -> list[HtmlTable]:
         _requests(comparison),
         _shares(comparison),
         _replicas({"predicted": comparison.prediction, "measured": comparison.measurement}),
-        _settings(comparison),
+        _config_differences(comparison),
     ]
     return [table for table in found if table.rows]
 
@@ -70,7 +70,7 @@ def single_tables(run: Run, metrics: Mapping[str, float | int | str]) -> list[Ht
         if stats := statistics(values):
             rows.append([Cell(metric), *(amount_cell(value, "s") for value in stats.values())])
     known = [name for name in THROUGHPUTS if name in metrics]
-    figures = [[Cell(n), amount_cell(float(metrics[n]), words.unit_of(n))] for n in known]
+    figures = [[Cell(n), amount_cell(float(metrics[n]), verdicts.unit_of(n))] for n in known]
     figures += [[Cell(n), kept_cell(n, float(metrics[n]))] for n in KEPT if n in metrics]
     if len(run.requests):
         done = [(f"{n} requests", f"num_{n}") for n in ("finished", "refused", "unfinished")]
@@ -93,7 +93,7 @@ def single_tables(run: Run, metrics: Mapping[str, float | int | str]) -> list[Ht
 
 
 def _workspace(metrics: Mapping[str, float | int | str]) -> HtmlTable:
-    """What launches take and give back; without rows where nothing is known of it."""
+    """Workspace of launches; without rows if it is unknown."""
     rows = [
         [Cell(f"largest launch, {name}"), amount_cell(metrics[key], "bytes")]
         for name in ("predicted", "measured")
@@ -109,12 +109,12 @@ def _workspace(metrics: Mapping[str, float | int | str]) -> HtmlTable:
 
 
 def _error(metric: str, value: float) -> Cell:
-    mark = words.verdict(metric, value)
-    return Cell(words.percent(value), abs(value), "" if mark == "undefined" else mark)
+    mark = verdicts.verdict(metric, value)
+    return Cell(verdicts.percent(value), abs(value), "" if mark == "undefined" else mark)
 
 
 def _share(value: float) -> Cell:
-    return Cell(words.percent(value), abs(value))
+    return Cell(verdicts.percent(value), abs(value))
 
 
 def _runs(comparison: Comparison) -> HtmlTable:
@@ -155,8 +155,8 @@ def _errors(comparison: Comparison) -> HtmlTable:
                 cells.append(Cell("" if value is None else f"{value:.3f}", value))
             rows.append(cells)
     note = (
-        f"Errors are signed and relative to the measurement; {words.LEGEND}. KS is the largest gap "
-        "between the two distribution functions, W1 the Wasserstein distance over the measured "
+        f"Errors are signed and relative to the measurement; {verdicts.LEGEND}. KS is the largest "
+        "gap between the two distribution functions, W1 the Wasserstein distance over the measured "
         "mean. TTFT near or above capacity amplifies small errors of step times."
     )
     columns = ["metric", "statistic", "predicted", "measured", "error", "KS", "W1"]
@@ -168,7 +168,7 @@ def _split(comparison: Comparison) -> HtmlTable:
     for row in comparison.split.to_dict("records"):
         metric = str(row["metric"])
         values = [
-            amount_cell(row[name], words.unit_of(metric))
+            amount_cell(row[name], verdicts.unit_of(metric))
             for name in ("prediction", "replay", "measurement")
         ]
         shares = [float(row[f"{name}_share"]) for name in ("timing", "decisions")]
@@ -191,8 +191,8 @@ def _memory(comparison: Comparison) -> HtmlTable:
         for row in comparison.memory.to_dict("records")
     ]
     note = (
-        "As booked by the ledger of each run; means are over time. Measured: what the meter read, "
-        "beside what the prediction held. "
+        "As booked by the ledger of each run; means are over time. Measured: the meter's reading, "
+        "beside the bytes that the prediction held. "
         "Workspace: of sampled launches in both runs; its p90 is of their absolute errors."
     )
     return HtmlTable("Memory", note, ["what", "statistic", "predicted", "measured", "error"], rows)
@@ -234,7 +234,7 @@ def _shares(comparison: Comparison) -> HtmlTable:
 
 
 def _replicas(runs: Mapping[str, Run]) -> HtmlTable:
-    """Who served how much; without rows where there is one device."""
+    """The work of each replica; without rows for one device."""
     rows = []
     for name, run in runs.items():
         for row in replicas(run).to_dict("records"):
@@ -244,15 +244,15 @@ def _replicas(runs: Mapping[str, Run]) -> HtmlTable:
             shares = ("busy", "peak_kv", "mean_kv")
             cells += [Cell(f"{100 * row[key]:.1f} %", float(row[key])) for key in shares]
             rows.append(cells)
-    note = "What the router gave to each; busy is the compute lane's share of the run."
+    note = "Requests as the router placed them; busy is the compute lane's share of the run."
     counts_shown = ["requests", "prompt tokens", "output tokens", "restarts"]
     return HtmlTable(
         "Replicas", note, ["replica", *counts_shown, "busy", "peak KV", "mean KV"], rows
     )
 
 
-def _settings(comparison: Comparison) -> HtmlTable:
-    frame: pd.DataFrame = comparison.settings
+def _config_differences(comparison: Comparison) -> HtmlTable:
+    frame: pd.DataFrame = comparison.config_differences
     rows = [[Cell(str(value)) for value in row.values()] for row in frame.to_dict("records")]
     note = "Only the backend should differ between a prediction and its measurement."
     return HtmlTable("Settings that differ", note, ["key", "prediction", "measurement"], rows)

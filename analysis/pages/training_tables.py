@@ -1,24 +1,24 @@
-"""The tables of a report that tell of training."""
+"""The tables of a report about training."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from analysis import verdicts as words
+from analysis import verdicts
 from analysis.compare import Comparison
 from analysis.pages.cells import Cell, HtmlTable, amount_cell
-from analysis.training import SAID, UNITS, percents, shares_in
+from analysis.training import LABELS, UNITS, percents, shares_in
 
 TITLE = "Training"
-NOTE = "Rates are those behind each job's first step, which warms up."
+NOTE = "Rates leave out each job's first step, which warms up."
 TIMES_NOTE = (
-    "Times add up to the whole of training: what the device computes, what the host updates while "
-    "the device rests, and waiting (for copies, or for plans to be made)."
+    "Times add up to the whole of training: work of the device, updates on the host while the "
+    "device rests, and waiting (for copies, or for plans to be made)."
 )
 
 
 def training_table(metrics: Mapping[str, float | int | str]) -> HtmlTable:
-    """Steps, rate, losses and where the time of one run goes; no rows where nothing was trained."""
+    """Steps, rate, losses and shares of time of one run; no rows without training."""
     if "train_steps" not in metrics:
         return HtmlTable(TITLE, NOTE, [], [])
     steps = metrics["train_steps"]
@@ -26,7 +26,7 @@ def training_table(metrics: Mapping[str, float | int | str]) -> HtmlTable:
         [Cell("steps"), Cell(f"{steps} of {metrics.get('train_steps_asked', steps)}")],
         [Cell("tokens"), Cell(f"{metrics['train_tokens']:,}")],
     ]
-    rows += [[Cell(SAID[n]), amount_cell(metrics[n], unit)] for n, unit in UNITS.items()]
+    rows += [[Cell(LABELS[n]), amount_cell(metrics[n], unit)] for n, unit in UNITS.items()]
     for name in ("first_loss", "last_loss"):
         if name in metrics:
             rows.append([Cell(name.replace("_", " ")), Cell(f"{metrics[name]:.6f}")])
@@ -42,15 +42,15 @@ def training_table(metrics: Mapping[str, float | int | str]) -> HtmlTable:
 
 
 def compared_training(comparison: Comparison) -> HtmlTable:
-    """Step times and rate of both runs, and what their losses say; no rows without training."""
+    """Step times and rate of both runs, and a note on their losses; no rows without training."""
     errors = comparison.errors[comparison.errors["metric"].isin(UNITS)]
     rows = []
     for row in errors.to_dict("records"):
         metric, error = str(row["metric"]), float(row["error"])
-        cells = [Cell(SAID[metric])]
+        cells = [Cell(LABELS[metric])]
         cells += [amount_cell(row[r], str(row["unit"])) for r in ("prediction", "measurement")]
-        mark = words.verdict(metric, error)
-        cells.append(Cell(words.percent(error), abs(error), "" if mark == "undefined" else mark))
+        mark = verdicts.verdict(metric, error)
+        cells.append(Cell(verdicts.percent(error), abs(error), "" if mark == "undefined" else mark))
         rows.append(cells)
-    note = f"{NOTE} The losses {comparison.losses.told}."
+    note = f"{NOTE} The losses {comparison.losses.text}."
     return HtmlTable(TITLE, note, ["metric", "predicted", "measured", "error"], rows)

@@ -31,7 +31,7 @@ from engine.contract.regions import PageSize
 from engine.results.plan_log import read_plans
 from engine.results.schema import TABLES, read_table, write_tables
 from sim.cost.piecewise import Table
-from sim.cost.tables import CHUNK, DECODE, FIRST, HEAD, HOST, LINEAR, TableCost
+from sim.cost.tables import DECODE, FIRST, HEAD, HOST, LINEAR, PREFILL_SLICE, TableCost
 from sim.foreign.vidur import BY_SHAPE, NORMS, ONCE
 from tandem.cli.collect import DAMAGED, collect
 from tandem.config.compose import composed
@@ -159,7 +159,7 @@ def _write_profile(folder: Path, setting: Setting, run: Path) -> None:
     """A profile of `tandem calibrate` in all that is read of one, with prices made up."""
     line = Table(((1, 64, 4000), ), (1e5, 1.5e5, 4e6))  # fmt: skip
     names = (LINEAR, HEAD, FIRST, DECODE, HOST, "gpu->host", "host->gpu")
-    grid = {CHUNK: Table(((1, 4000), (1, 4000)), (1e4, 2e4, 3e4, 4e4))}
+    grid = {PREFILL_SLICE: Table(((1, 4000), (1, 4000)), (1e4, 2e4, 3e4, 4e4))}
     page = PageSize(16, 16 * setting.spec.kv_token_bytes)
     folder.mkdir()
     cost = TableCost({**dict.fromkeys(names, line), **grid}, setting.spec, page, "made up")

@@ -1,4 +1,4 @@
-"""What every cost model answers, whichever form it rests on."""
+"""The seam of every cost model: prices of launches, asked by launch or by shape."""
 
 from __future__ import annotations
 
@@ -17,100 +17,12 @@ from sim.cost.training_operators import training_operators
 Key = tuple[Any, ...]
 
 
-class Prices:
-    """What slices that train take, and what they move: one look-up after the first.
-
-    The key is all that a price depends on. The job is in it by its own progress: of another run
-    with the same id it is another.
-    """
-
-    def __init__(self, model: ModelSpec, price: Callable[[Trained], int]) -> None:
-        self._model, self._price = model, price
-        self._ns: dict[Key, int] = {}
-        self._moved: dict[Key, int] = {}
-
-    def ns(self, op: Compute, piece: Slice) -> int:
-        """Duration of a slice."""
-        key = _key(op, piece)
-        ns = self._ns.get(key)
-        if ns is None:
-            found = trained_of(op, piece, self._model)
-            ns = self._ns[key] = sum(self._price(trained) for trained in found)
-        return ns
-
-    def moved_bytes(self, op: Compute, piece: Slice) -> int:
-        """What it reads and writes."""
-        key = _key(op, piece)
-        nbytes = self._moved.get(key)
-        if nbytes is None:
-            found = trained_of(op, piece, self._model)
-            kernels = [k for trained in found for k in training_operators(self._model, trained)]
-            nbytes = self._moved[key] = sum(k.repeats * k.nbytes for k in kernels)
-        return nbytes
-
-
-def _key(op: Compute, piece: Slice) -> Key:
-    job, tokens, work, layers = piece[:4]
-    return job.training, tokens, work, layers, op.on, op.again, is_light(op, piece)
-
-
-class Load(NamedTuple):
-    """What attention costs by: prompt slices as one, and decodes with the token in hand."""
-
-    chunk: int  # prompt tokens
-    behind: int  # tokens in KV before them
-    decodes: int
-    past: int  # sum of their contexts
-    most: int
-    least: int
-
-    @classmethod
-    def of(
-        cls,
-        slices: Iterable[tuple[int, int]],
-        lead: int = 0,
-        total: int = 0,
-        ends: Sequence[int] = (),
-    ) -> Load:
-        """Of slices by tokens and context; before them decodes, of which sum and ends are known."""
-        past: list[int] = []
-        chunk = behind = 0
-        for n, context in slices:
-            if n == 1 and context:
-                past.append(context + 1)
-            else:
-                chunk += n
-                behind += context
-        seen = [*ends, *past]
-        most, least = max(seen, default=0), min(seen, default=0)
-        return cls(chunk, behind, lead + len(past), total + sum(past), most, least)
-
-
-def sizes(launch: Launch) -> tuple[int, int]:
-    """New tokens and sampled rows of a launch."""
-    pieces = launch.pieces
-    if isinstance(pieces, Pieces):
-        return sum(pieces.tokens), sum(pieces.samples)
-    return sum([piece.tokens for piece in pieces]), sum([piece.samples for piece in pieces])
-
-
-def load_of(launch: Launch, steps: int) -> Load:
-    """What a repeated launch loads attention with after so many steps."""
-    pieces = launch.pieces
-    if isinstance(pieces, Pieces) and isinstance(pieces.contexts, Contexts):
-        behind, lead, more = pieces.contexts, pieces.contexts.lead, 1 + steps
-        tail = zip(pieces.tokens[lead:], behind.tail, strict=True)
-        rest = [(n, context + steps * n) for n, context in tail]
-        return Load.of(rest, lead, behind.total + lead * more, [x + more for x in behind.ends])
-    tokens, contexts, _ = forward_shape(launch)
-    return Load.of(zip(tokens, shifted(tokens, contexts, steps), strict=True))
-
-
 class LaunchCost(Protocol):
-    """Predicted durations in integer ns. `form` is "table" or "roofline" and goes into results.
+    """Predicted durations of launches, in integer nanoseconds, as SimExecutor asks for them.
 
-    May have `host_bandwidth_bytes_per_s`, that of the host's memory, and `host_traffic(launch)`,
-    the bytes of it that a launch reads and writes: who runs at once then shares it.
+    `form` is "table" or "roofline" and goes into results. A cost may also have
+    `host_bandwidth_bytes_per_s`, the rate of the host's memory, and `host_traffic(launch)`, the
+    bytes that a launch reads and writes there: concurrent launches then share that rate.
     """
 
     @property
@@ -118,54 +30,156 @@ class LaunchCost(Protocol):
 
     @property
     def provenance(self) -> str:
-        """Where the numbers come from, in one line."""
+        """Source of the numbers, in one line for results."""
 
-    def compute_ns(self, launch: Launch) -> int: ...
+    def compute_ns(self, launch: Launch) -> int:
+        """Duration of a compute launch.
+
+        Args:
+            launch: a Compute with its pieces (new tokens, tokens in KV, sampled rows).
+
+        Returns:
+            Nanoseconds on the launch's lane.
+
+        Raises:
+            ValueError: the cost has no price for work of this kind.
+        """
 
     def copy_ns(self, launch: Launch, contended: bool = False) -> int:
-        """`contended`: the other direction of the same link is busy."""
+        """Duration of a copy.
+
+        Args:
+            launch: a Copy with its `nbytes`.
+            contended: the other direction of the link is busy.
+
+        Returns:
+            Nanoseconds on the copy's lane.
+
+        Raises:
+            ValueError: the cost has no copies in that direction.
+        """
 
     def collective_ns(self, launch: Launch) -> int:
-        """An exchange of the device's group."""
+        """Duration of a collective of the device's group.
+
+        Args:
+            launch: a Collective with its `nbytes`, the whole tensor's.
+
+        Returns:
+            Nanoseconds on the collective's lane.
+
+        Raises:
+            ValueError: the cost knows no groups, or the device no link to its peers.
+        """
 
     def host_ns(self, launches: Sequence[Launch]) -> int:
-        """Deciding and preparing one plan."""
+        """Host time of one plan: deciding and preparing it.
+
+        Args:
+            launches: all launches of the plan.
+
+        Returns:
+            Nanoseconds before the first launch is issued.
+        """
 
     def peak_bytes(self, launch: Launch) -> int | None:
-        """Workspace at the peak of a launch."""
+        """Workspace at the peak of a launch.
+
+        Args:
+            launch: any launch.
+
+        Returns:
+            Bytes; None where they are unknown.
+        """
 
 
 class ShapeCost(Protocol):
-    """The same in terms of shapes, as a table of steps records them."""
+    """Predicted durations by shape, as a table of steps records shapes."""
 
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
-        """One launch that serves: new tokens and tokens in KV per slice, rows of the head."""
+        """Duration of one serving launch.
+
+        Args:
+            tokens: new tokens per slice.
+            contexts: tokens in KV per slice, before the launch.
+            samples: rows of the head.
+
+        Returns:
+            Nanoseconds.
+
+        Raises:
+            ValueError: the cost was not made for serving.
+        """
 
     def trained_ns(self, trained: Trained) -> int:
-        """One launch that trains."""
+        """Duration of one unit's training work, or of the update of one chunk.
+
+        Args:
+            trained: the shape of the work.
+
+        Returns:
+            Nanoseconds.
+
+        Raises:
+            ValueError: the cost has no price for such work.
+        """
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
-        """One copy; `direction` is the lane's name, such as gpu->host."""
+        """Duration of one copy.
+
+        Args:
+            direction: name of the copy lane, such as gpu->host.
+            nbytes: bytes moved.
+            contended: the other direction of the link is busy.
+
+        Returns:
+            Nanoseconds.
+
+        Raises:
+            ValueError: the cost has no copies in that direction.
+        """
 
     def exchange_ns(self, pattern: Pattern, nbytes: int) -> int:
-        """One collective of the device's group over so many bytes."""
+        """Duration of one collective of the device's group.
+
+        Args:
+            pattern: all-gather, reduce-scatter or all-reduce.
+            nbytes: bytes of the whole tensor.
+
+        Returns:
+            Nanoseconds.
+
+        Raises:
+            ValueError: the cost knows no groups, or the device no link to its peers.
+        """
 
     def plan_ns(self, items: int, prompts: int = 0) -> int:
-        """The host's part of a plan of so many slices and copies, and prompts among them."""
+        """Host time of one plan.
+
+        Args:
+            items: slices and copies of the plan.
+            prompts: slices of several tokens among them.
+
+        Returns:
+            Nanoseconds.
+        """
 
 
 class ShapePriced:
-    """Prices launches by their shapes: how a ShapeCost becomes a LaunchCost."""
+    """Makes a LaunchCost of a ShapeCost: reads the shape of each launch and prices that."""
 
     model: ModelSpec
 
     @property
     def page_tokens(self) -> int:
-        """Tokens in a page of KV, where workspace depends on it."""
+        """Tokens in a page of KV, on which workspace depends."""
         return 16
 
     def compute_ns(self: _Shapes, launch: Launch) -> int:
-        """Duration of a launch. Slices that train cost their sum, also beside serving ones."""
+        """Duration of a launch: the sum of its training slices, then its serving slices as one.
+
+        See LaunchCost.compute_ns.
+        """
         training = training_slices(launch)
         if not training:
             return self.served_ns(launch)
@@ -174,11 +188,25 @@ class ShapePriced:
         return ns + (0 if len(training) == len(op.slices) else self.served_ns(served_part(launch)))
 
     def served_ns(self: _Shapes, launch: Launch) -> int:
-        """Duration of a launch that serves."""
+        """Duration of a launch that only serves.
+
+        Args:
+            launch: a Compute without training slices.
+
+        Returns:
+            Nanoseconds.
+
+        Raises:
+            ValueError: the cost was not made for serving.
+        """
         return self.shape_ns(*forward_shape(launch))
 
     def trained_ns(self, trained: Trained) -> int:
-        """ValueError: whoever knows nothing of training has no price for it."""
+        """No price by default. See ShapeCost.trained_ns.
+
+        Raises:
+            ValueError: always; a cost with training overrides this method.
+        """
         raise ValueError(
             f"{cast(LaunchCost, self).provenance} has no training; take the device's roofline "
             "(profile=null) or a profile that was calibrated with training"
@@ -186,34 +214,57 @@ class ShapePriced:
 
     @cached_property
     def prices(self) -> Prices:
-        """Of slices that train, remembered."""
+        """Remembered prices of training slices."""
         return Prices(self.model, cast(ShapeCost, self).trained_ns)
 
     def repeat_ns(self, launch: Launch, count: int) -> Any:
-        """Durations of a launch issued `count` times, each behind the tokens of the one before."""
+        """Durations of a serving launch that is repeated.
+
+        Args:
+            launch: the first launch. Each later one finds the tokens of all earlier ones in KV.
+            count: number of launches.
+
+        Returns:
+            `count` durations in nanoseconds: a list, or an int64 array.
+
+        Raises:
+            ValueError: the cost was not made for serving.
+        """
         tokens, contexts, samples = forward_shape(launch)
         price = cast(ShapeCost, self).shape_ns
         return [price(tokens, shifted(tokens, contexts, i), samples) for i in range(count)]
 
     def copy_ns(self: _Shapes, launch: Launch, contended: bool = False) -> int:
-        """Duration of a copy."""
+        """Duration of a copy by its lane and bytes. See LaunchCost.copy_ns."""
         return self.transfer_ns(launch.op.lane[1], launch.nbytes, contended)
 
     def collective_ns(self, launch: Launch) -> int:
-        """Duration of an exchange of the device's group."""
+        """Duration of a collective by its pattern and bytes. See LaunchCost.collective_ns."""
         op = launch.op
         assert isinstance(op, Collective)
         return self.exchange_ns(op.pattern, launch.nbytes)
 
     def exchange_ns(self, pattern: Pattern, nbytes: int) -> int:
-        """ValueError: whoever knows no groups has no price for it."""
+        """No price by default. See ShapeCost.exchange_ns.
+
+        Raises:
+            ValueError: always; a cost with groups overrides this method.
+        """
         raise ValueError(
             f"{cast(LaunchCost, self).provenance} knows no groups; take the device's roofline "
             "(profile=null), or group.devices=1"
         )
 
     def host_traffic(self, launch: Launch) -> int:
-        """Bytes of the host's memory that a copy or a launch on the host's lane goes through."""
+        """Traffic of a launch in the host's memory.
+
+        Args:
+            launch: any launch.
+
+        Returns:
+            Bytes read and written there by a copy from or to the host, or by a launch on the
+            host's lane; 0 for all other launches.
+        """
         op = launch.op
         if isinstance(op, Copy):
             return launch.nbytes if Tier.HOST in (op.src.tier, op.dst.tier) else 0
@@ -222,14 +273,20 @@ class ShapePriced:
         return sum([self.prices.moved_bytes(op, s) for s in op.slices])
 
     def host_ns(self: _Shapes, launches: Sequence[Launch]) -> int:
-        """Deciding and preparing one plan."""
+        """Host time of a plan by its slices, copies and prompts. See LaunchCost.host_ns."""
         items = sum([len(launch.pieces) or 1 for launch in launches])
         return self.plan_ns(items, sum([prompts_of(launch) for launch in launches]))
 
     def peak_bytes(self: _Shapes, launch: Launch) -> int | None:
-        """Workspace: the model's formula where it serves, and what was laid out where it trains.
+        """Workspace of a launch. See LaunchCost.peak_bytes.
 
-        None for copies and collectives, and for training that nobody laid out.
+        Serving slices take the model's formula, training slices what their layout says.
+
+        Args:
+            launch: any launch.
+
+        Returns:
+            Bytes; None for copies and collectives, and for training without a layout.
         """
         if not isinstance(launch.op, Compute):
             return None
@@ -254,16 +311,207 @@ class _Shapes(ShapeCost, Protocol):
     def served_ns(self, launch: Launch) -> int: ...
 
 
+class Prices:
+    """Durations and traffic of training slices, each looked up once.
+
+    The key holds all that a price depends on. It names the job by its own progress: a job of
+    another run may have an equal id.
+    """
+
+    def __init__(self, model: ModelSpec, price: Callable[[Trained], int]) -> None:
+        """A memory of one cost model.
+
+        Args:
+            model: the model that the jobs train.
+            price: nanoseconds of one unit's work or one chunk's update.
+        """
+        self._model, self._price = model, price
+        self._ns: dict[Key, int] = {}
+        self._moved: dict[Key, int] = {}
+
+    def ns(self, op: Compute, piece: Slice) -> int:
+        """Duration of a training slice.
+
+        Args:
+            op: the operation that holds the slice.
+            piece: the slice.
+
+        Returns:
+            Nanoseconds, summed over its units or chunks.
+
+        Raises:
+            ValueError: the slice has no price, see `trained_of` and the cost model.
+        """
+        key = _key(op, piece)
+        ns = self._ns.get(key)
+        if ns is None:
+            found = trained_of(op, piece, self._model)
+            ns = self._ns[key] = sum(self._price(trained) for trained in found)
+        return ns
+
+    def moved_bytes(self, op: Compute, piece: Slice) -> int:
+        """Memory traffic of a training slice.
+
+        Args:
+            op: the operation that holds the slice.
+            piece: the slice.
+
+        Returns:
+            Bytes that its kernels read and write.
+
+        Raises:
+            ValueError: the slice has no shape, see `trained_of`.
+        """
+        key = _key(op, piece)
+        nbytes = self._moved.get(key)
+        if nbytes is None:
+            found = trained_of(op, piece, self._model)
+            kernels = [k for trained in found for k in training_operators(self._model, trained)]
+            nbytes = self._moved[key] = sum(k.repeats * k.nbytes for k in kernels)
+        return nbytes
+
+
+def _key(op: Compute, piece: Slice) -> Key:
+    job, tokens, work, layers = piece[:4]
+    return job.training, tokens, work, layers, op.on, op.again, is_light(op, piece)
+
+
+class Load(NamedTuple):
+    """The tokens that attention's cost depends on: prompt slices in sum, decodes by their contexts.
+
+    prompt_tokens   new tokens of all prompt slices
+    prompt_context  tokens in KV before those slices
+    decodes         slices of one token behind a context
+    decode_context  sum of their contexts, each with the token in hand
+    longest         the longest of these contexts; 0 without decodes
+    shortest        the shortest of them; 0 without decodes
+    """
+
+    prompt_tokens: int
+    prompt_context: int
+    decodes: int
+    decode_context: int
+    longest: int
+    shortest: int
+
+    @classmethod
+    def of(
+        cls,
+        slices: Iterable[tuple[int, int]],
+        lead: int = 0,
+        total: int = 0,
+        ends: Sequence[int] = (),
+    ) -> Load:
+        """The load of slices, behind decodes of which only sums are known.
+
+        Args:
+            slices: (new tokens, tokens in KV) per slice.
+            lead: decodes before the slices.
+            total: sum of their contexts, each with the token in hand.
+            ends: their shortest and longest context; empty without such decodes.
+
+        Returns:
+            The load of all of them together.
+        """
+        past: list[int] = []
+        prompt_tokens = prompt_context = 0
+        for n, context in slices:
+            if n == 1 and context:
+                past.append(context + 1)
+            else:
+                prompt_tokens += n
+                prompt_context += context
+        seen = [*ends, *past]
+        longest, shortest = max(seen, default=0), min(seen, default=0)
+        decodes = lead + len(past)
+        return cls(prompt_tokens, prompt_context, decodes, total + sum(past), longest, shortest)
+
+
+def load_of(launch: Launch, steps: int) -> Load:
+    """The attention load of a repeated launch.
+
+    Args:
+        launch: the first launch.
+        steps: repeats before the one that is asked for; each adds its tokens to the contexts.
+
+    Returns:
+        The load of that repeat.
+    """
+    pieces = launch.pieces
+    if isinstance(pieces, Pieces) and isinstance(pieces.contexts, Contexts):
+        behind, lead, more = pieces.contexts, pieces.contexts.lead, 1 + steps
+        tail = zip(pieces.tokens[lead:], behind.tail, strict=True)
+        rest = [(n, context + steps * n) for n, context in tail]
+        return Load.of(rest, lead, behind.total + lead * more, [x + more for x in behind.ends])
+    tokens, contexts, _ = forward_shape(launch)
+    return Load.of(zip(tokens, shifted(tokens, contexts, steps), strict=True))
+
+
+def sizes(launch: Launch) -> tuple[int, int]:
+    """The two sums that dense operators depend on.
+
+    Args:
+        launch: a serving launch.
+
+    Returns:
+        New tokens and sampled rows.
+    """
+    pieces = launch.pieces
+    if isinstance(pieces, Pieces):
+        return sum(pieces.tokens), sum(pieces.samples)
+    return sum([piece.tokens for piece in pieces]), sum([piece.samples for piece in pieces])
+
+
+def forward_shape(launch: Launch) -> tuple[list[int], list[int], int]:
+    """The shape of a serving launch, as `ShapeCost.shape_ns` takes it.
+
+    Args:
+        launch: a Compute without training slices.
+
+    Returns:
+        New tokens per slice, tokens in KV per slice, and sampled rows.
+    """
+    pieces = launch.pieces
+    if isinstance(pieces, Pieces):
+        return list(pieces.tokens), list(pieces.contexts), sum(pieces.samples)
+    tokens = [piece.tokens for piece in pieces]
+    return tokens, [piece.context_tokens for piece in pieces], sum(p.samples for p in pieces)
+
+
+def shifted(tokens: Sequence[int], contexts: Sequence[int], steps: int) -> list[int]:
+    """Contexts of a repeated launch.
+
+    Args:
+        tokens: new tokens per slice.
+        contexts: tokens in KV per slice at the first launch.
+        steps: repeats before the one that is asked for.
+
+    Returns:
+        Tokens in KV per slice at that repeat.
+    """
+    return [context + steps * n for n, context in zip(tokens, contexts, strict=True)]
+
+
 def _op(launch: Launch) -> Compute:
     assert isinstance(launch.op, Compute)
     return launch.op
 
 
 def training_slices(launch: Launch) -> Sequence[Slice]:
-    """Those of training jobs. ValueError where serving is cut by layers: it has no price yet."""
+    """The slices of training jobs in a launch.
+
+    Args:
+        launch: a Compute.
+
+    Returns:
+        Its training slices, in their order.
+
+    Raises:
+        ValueError: a serving slice names layers or a work other than forward: no price is known.
+    """
     op, pieces, lead = _op(launch), launch.pieces, 0
     if isinstance(pieces, Pieces) and isinstance(pieces.contexts, Contexts):
-        lead = pieces.contexts.lead  # a cohort serves
+        lead = pieces.contexts.lead  # a decode batch serves
     found = []
     for piece in op.slices[lead:]:
         if piece.job.training is not None:
@@ -274,7 +522,14 @@ def training_slices(launch: Launch) -> Sequence[Slice]:
 
 
 def served_part(launch: Launch) -> Launch:
-    """The same without the slices of training jobs."""
+    """A launch without its training slices.
+
+    Args:
+        launch: a Compute with one piece per slice.
+
+    Returns:
+        A launch of the serving slices alone.
+    """
     op = _op(launch)
     rows = zip(op.slices, launch.pieces, strict=True)
     served = [(s, piece) for s, piece in rows if s.job.training is None]
@@ -282,40 +537,44 @@ def served_part(launch: Launch) -> Launch:
     return Launch(op.again_as(slices), pieces=tuple([piece for _, piece in served]))
 
 
-def shifted(tokens: Sequence[int], contexts: Sequence[int], steps: int) -> list[int]:
-    """Contexts after so many steps of a repeated launch."""
-    return [context + steps * n for n, context in zip(tokens, contexts, strict=True)]
-
-
 def prompts_of(launch: Launch) -> int:
-    """Slices of several tokens: whoever brings them was admitted, which keeps the host busy."""
+    """Serving slices of several tokens: admitting their requests keeps the host busy.
+
+    Args:
+        launch: any launch.
+
+    Returns:
+        The number of such slices.
+    """
     pieces = launch.pieces
     tokens = pieces.tokens if isinstance(pieces, Pieces) else [piece.tokens for piece in pieces]
     prompts = len(tokens) - tokens.count(1)
     return prompts - sum([s.tokens > 1 for s in training_slices(launch)]) if prompts else 0
 
 
-def forward_shape(launch: Launch) -> tuple[list[int], list[int], int]:
-    """Tokens and contexts per slice of a launch that serves, and sampled rows."""
-    pieces = launch.pieces
-    if isinstance(pieces, Pieces):
-        return list(pieces.tokens), list(pieces.contexts), sum(pieces.samples)
-    tokens = [piece.tokens for piece in pieces]
-    return tokens, [piece.context_tokens for piece in pieces], sum(p.samples for p in pieces)
-
-
 @dataclass(frozen=True)
 class PolicyCost:
-    """The engine's Cost for policies: prices an operation that has not been issued.
+    """The engine's Cost for policies: prices an operation before it is issued.
 
-    `nbytes` gives the bytes a place holds now (the ledger knows).
+    cost    the cost model of the device
+    nbytes  bytes that a place holds now, as the ledger books them
     """
 
     cost: LaunchCost
     nbytes: Callable[[Place], int]
 
     def op_ns(self, op: Op) -> int:
-        """Predicted duration, with the jobs as they are."""
+        """Predicted duration of an operation, with its jobs at their present progress.
+
+        Args:
+            op: a compute, copy or collective.
+
+        Returns:
+            Nanoseconds.
+
+        Raises:
+            ValueError: the cost has no price for it.
+        """
         if isinstance(op, Copy):
             return self.cost.copy_ns(Launch(op, nbytes=self.nbytes(op.src)))
         if isinstance(op, Collective):

@@ -1,4 +1,4 @@
-"""Piecewise linear tables over integers, and their memory of answers."""
+"""Piecewise linear tables over integers, and look-ups that remember their answers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ log = logging.getLogger(__name__)
 
 
 def hats(nodes: Nodes, x: float) -> list[tuple[int, float]]:
-    """The (node, weight) pairs of a point: straight between nodes, extended beyond both ends.
+    """Linear interpolation on one axis, extended beyond both ends.
 
-    Weights sum to one.
+    Args:
+        nodes: rising coordinates.
+        x: the point.
+
+    Returns:
+        (index of node, weight) pairs; weights sum to one.
     """
     if len(nodes) == 1:
         return [(0, 1.0)]
@@ -29,7 +34,14 @@ def hats(nodes: Nodes, x: float) -> list[tuple[int, float]]:
 
 
 def check_finite(values: Iterable[float]) -> None:
-    """ValueError, with its row from 1 on, for a value that is no finite number."""
+    """Checks that values are finite numbers.
+
+    Args:
+        values: costs, in any unit.
+
+    Raises:
+        ValueError: a value is not; the message names its row, from 1 on.
+    """
     for row, value in enumerate(values, 1):
         if not isfinite(value):
             raise ValueError(
@@ -38,7 +50,14 @@ def check_finite(values: Iterable[float]) -> None:
 
 
 def check_times(values: Iterable[float]) -> None:
-    """ValueError, with its row, for a measured time that is no finite number, or below zero."""
+    """Checks that measured times are finite and not below zero.
+
+    Args:
+        values: times, in any unit.
+
+    Raises:
+        ValueError: a value is not; the message names its row, from 1 on.
+    """
     times = list(values)
     check_finite(times)
     for row, time in enumerate(times, 1):
@@ -49,14 +68,26 @@ def check_times(values: Iterable[float]) -> None:
 
 
 def check_nodes(axes: Iterable[Nodes]) -> None:
-    """ValueError for an axis whose nodes do not rise, or begin below zero."""
+    """Checks that the nodes of each axis rise from 0 or above.
+
+    Args:
+        axes: the nodes of each axis.
+
+    Raises:
+        ValueError: an axis is empty, does not rise, or begins below zero.
+    """
     for number, nodes in enumerate(axes, 1):
         if not nodes or min(nodes) < 0 or any(a >= b for a, b in pairwise(nodes)):
             raise ValueError(f"axis {number} does not rise from 0 or above; run tandem calibrate")
 
 
 def warn_beyond(table: str, first: object) -> None:
-    """Says in the log, for the first look-up outside a table, what that means and what helps."""
+    """Warns in the log of the first look-up outside a table, with a remedy.
+
+    Args:
+        table: the table's name.
+        first: the point that was asked for.
+    """
     log.warning(
         "cost table %s is extrapolated, first at %s: there predictions are guesses "
         "(provenance.json counts them, cost_extrapolated); where they matter, take a profile that "
@@ -69,9 +100,13 @@ def warn_beyond(table: str, first: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Values (ns) at the product of the axes' nodes, the last axis fastest.
+    """A piecewise linear function: values at the product of the axes' nodes.
 
-    ValueError for a value that is no finite number: predictions would be none either.
+    axes    rising nodes per axis
+    values  nanoseconds per node, the last axis fastest
+
+    Raises:
+        ValueError: a value is no finite number: predictions would be none either.
     """
 
     axes: tuple[Nodes, ...]
@@ -81,11 +116,25 @@ class Table:
         check_finite(self.values)
 
     def times(self, factor: float) -> Table:
-        """The same with all values times a factor."""
+        """This table with all values multiplied.
+
+        Args:
+            factor: the multiplier.
+
+        Returns:
+            A new table on the same nodes.
+        """
         return Table(self.axes, tuple([value * factor for value in self.values]))
 
     def weights(self, point: Sequence[float]) -> list[tuple[int, float]]:
-        """The (index of value, weight) pairs of a point."""
+        """Multilinear interpolation at a point.
+
+        Args:
+            point: one coordinate per axis.
+
+        Returns:
+            (index of value, weight) pairs; weights sum to one.
+        """
         sides = [hats(nodes, x) for nodes, x in zip(self.axes, point, strict=True)]
         found = []
         for corner in product(*sides):
@@ -96,22 +145,42 @@ class Table:
         return found
 
     def value(self, point: Sequence[float]) -> float:
-        """Nanoseconds at a point; never below zero, also far outside."""
+        """The function's value.
+
+        Args:
+            point: one coordinate per axis; outside the nodes the table extrapolates.
+
+        Returns:
+            Nanoseconds, never below zero.
+        """
         return max(0.0, sum([self.values[i] * weight for i, weight in self.weights(point)]))
 
     def covers(self, point: Sequence[float]) -> bool:
-        """Whether the point lies between the first and the last node of each axis."""
+        """Whether a point lies between the first and the last node of each axis.
+
+        Args:
+            point: one coordinate per axis.
+
+        Returns:
+            False where `value` would extrapolate.
+        """
         return all(n[0] <= x <= n[-1] for n, x in zip(self.axes, point, strict=True))
 
 
 class Lookup(dict[int | tuple[int, int], float]):
-    """Answers of a table by whole numbers, computed on first use.
+    """Values of a table in nanoseconds by integer point, computed on first use.
 
-    Outside the grid it extrapolates, counts the point once and says so once in the log.
+    Outside the grid it extrapolates, counts each point once and warns once in the log.
     """
 
     def __init__(self, name: str, table: Table, units: Sequence[str] = ()) -> None:
-        """`units`: what each axis counts, for the log."""
+        """An empty memory of a table.
+
+        Args:
+            name: the table's name in the log.
+            table: the table.
+            units: unit of each axis in the log.
+        """
         super().__init__()
         self.name, self.table, self.units = name, table, units
         self.outside = 0  # distinct points asked for that the grid does not cover
@@ -135,18 +204,36 @@ class Lookup(dict[int | tuple[int, int], float]):
 
 @dataclass(frozen=True)
 class Ragged:
-    """Nodes of the first axis, and for each a value or the table of the axes after it."""
+    """A piecewise linear function whose inner axes have nodes of their own at each outer node.
+
+    nodes  rising nodes of the first axis
+    parts  for each node a value, or the function of the remaining axes
+    """
 
     nodes: Nodes
     parts: tuple[float | Ragged, ...]
     _arrays: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def value(self, point: Sequence[float]) -> float:
-        """Straight between nodes and beyond the last; before the first, its value."""
+        """The function's value: straight between nodes and beyond the last, flat before the first.
+
+        Args:
+            point: one coordinate per axis.
+
+        Returns:
+            The value in the unit of the parts.
+        """
         return sum([weight * part for part, weight in self._cut(point) if isinstance(part, float)])
 
     def values(self, points: Any) -> Any:
-        """The same of a table with one axis, at an array of points."""
+        """Values of a function of one axis.
+
+        Args:
+            points: array of coordinates, shape (n,).
+
+        Returns:
+            Array of values, shape (n,), equal to the bit to `value` at each.
+        """
         if not self._arrays:
             self._arrays.extend((np.asarray(self.nodes), np.asarray(self.parts, float)))
         nodes, parts = self._arrays
@@ -159,11 +246,22 @@ class Ragged:
         return (1.0 - share) * parts[high - 1] + share * parts[high]
 
     def rows(self, point: Sequence[float]) -> list[tuple[Ragged, float]]:
-        """The tables that are left when all axes but the last are fixed, with their weights."""
+        """The functions of the last axis that remain when all other axes are fixed.
+
+        Args:
+            point: one coordinate per axis but the last.
+
+        Returns:
+            (function, weight) pairs; the weighted sum of their values is `value`.
+        """
         return [(part, weight) for part, weight in self._cut(point) if isinstance(part, Ragged)]
 
     def ends(self) -> tuple[int, ...]:
-        """The last node of each axis, over all tables."""
+        """The last node of each axis, over all parts.
+
+        Returns:
+            One coordinate per axis.
+        """
         inner = zip(*(part.ends() for part in self.parts if isinstance(part, Ragged)), strict=True)
         return (self.nodes[-1], *map(max, inner))
 
@@ -182,9 +280,16 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[float]]) -> Ragged:
-        """From rows of coordinates with the value last; the last of equal ones counts.
+        """Builds the function from measured rows.
 
-        ValueError for a value that is no time.
+        Args:
+            rows: coordinates with the value last; of rows at one point the last counts.
+
+        Returns:
+            The function, in the unit of the values.
+
+        Raises:
+            ValueError: a value is no finite time.
         """
         groups: dict[int, list[Sequence[float]]] = {}
         for row in rows:
@@ -196,15 +301,26 @@ class Ragged:
 
 
 class Watch:
-    """Counts, per axis, the points beyond a table's last node, and says so once in the log."""
+    """Counts, per axis, look-ups beyond a table's last node, and warns once in the log."""
 
     def __init__(self, name: str, table: Ragged, axes: Sequence[str]) -> None:
+        """A watch without look-ups.
+
+        Args:
+            name: the table's name in the log.
+            table: the table.
+            axes: name of each axis.
+        """
         self.outside: dict[str, int] = {}
         ends = zip(axes, table.ends(), strict=True)
         self._ends = [(f"{name} by {axis}", end) for axis, end in ends]
 
     def look(self, point: Sequence[float]) -> None:
-        """A point is asked for."""
+        """Counts a look-up.
+
+        Args:
+            point: one coordinate per axis.
+        """
         for (name, end), x in zip(self._ends, point, strict=True):
             if x > end:
                 if name not in self.outside:

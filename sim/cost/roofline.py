@@ -17,9 +17,16 @@ from sim.devices.group import ALONE, Group, exchange_ns
 
 @dataclass(frozen=True)
 class Roofline(ShapePriced):
-    """Per kernel max(flops / reached rate, bytes / reached bandwidth) + overhead, summed.
+    """Sum over kernels of max(flops / reached rate, bytes / reached bandwidth) + overhead.
 
-    A launch never ends before the host has issued all its kernels.
+    A launch never ends before the host has issued all its kernels. The roofline model is Williams
+    et al., CACM 2009; the kernels of a launch are those of models.operators and
+    sim.cost.training_operators.
+
+    device       rates and overheads, as conf/device states them
+    model        the model that is served or trained
+    page_tokens  tokens in a page of KV
+    group        the devices that collectives run over
     """
 
     device: Device
@@ -30,31 +37,46 @@ class Roofline(ShapePriced):
 
     @property
     def provenance(self) -> str:
-        """Device and model; the sources of the rates stand in conf/device."""
+        """Device and model; conf/device names the sources of the rates."""
         return f"roofline of {self.device.name} for {self.model.name}, rates in conf/device"
 
     @property
     def host_bandwidth_bytes_per_s(self) -> float | None:
-        """Of the host's memory, which copies and updates there share; None: nobody is slowed."""
+        """Rate of the host's memory, which copies and updates there share; None: unlimited."""
         return self.device.host_bandwidth_bytes_per_s
 
     def split_ns(
         self, tokens: Sequence[int], contexts: Sequence[int], samples: int
     ) -> dict[str, float]:
-        """Nanoseconds by kind of operator, overheads included but not the dispatch floor."""
+        """Times of a serving launch by kind of operator.
+
+        Args:
+            tokens: new tokens per slice.
+            contexts: tokens in KV per slice.
+            samples: rows of the head.
+
+        Returns:
+            Nanoseconds by kind, overheads included, the dispatch floor not.
+        """
         totals: dict[str, float] = {}
         for op in self._operators(tokens, contexts, samples):
             totals[op.kind] = totals.get(op.kind, 0.0) + op.repeats * self.kernel_ns(op)
         return totals
 
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
-        """One launch by its shape: new tokens and tokens in KV per slice, rows of the head."""
+        """Duration of one serving launch by its operators. See ShapeCost.shape_ns."""
         ops = self._operators(tokens, contexts, samples)
         attention = len(tokens) * self.device.sequence_kernels * self.model.num_layers
         return self._launch_ns(ops, self.model.dtype, attention)
 
     def trained_ns(self, trained: Trained) -> int:
-        """One launch that trains. On the host's lane only bytes count: ValueError for products."""
+        """Duration of training work by its operators. See ShapeCost.trained_ns.
+
+        On the host's lane only bytes count, at the device's update rate.
+
+        Raises:
+            ValueError: matrix products on the host's lane, or a host memory without a rate.
+        """
         ops = training_operators(self.model, trained)
         if trained.lane != HOST_LANE:
             return self._launch_ns(ops, trained.dtype)
@@ -63,18 +85,18 @@ class Roofline(ShapePriced):
         return round(sum(op.repeats * op.nbytes for op in ops) / self.device.update_rate * 1e9)
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
-        """Latency and bytes over the link's rate that way. ValueError where there is no link."""
+        """Latency of a copy plus bytes over the link's rate. See ShapeCost.transfer_ns."""
         device = self.device
         rate = device.link_rate(direction)
         rate *= device.duplex if contended else 1.0
         return device.link_ns + round(nbytes / rate * 1e9)
 
     def exchange_ns(self, pattern: Pattern, nbytes: int) -> int:
-        """A collective of the device's group. ValueError where it has no link to others."""
+        """Duration of a collective round a ring of the group. See ShapeCost.exchange_ns."""
         return exchange_ns(self.device, self.group, pattern, nbytes)
 
     def plan_ns(self, items: int, prompts: int = 0) -> int:
-        """A constant for the plan and one for each of its slices and copies."""
+        """A constant per plan and one per slice and copy. See ShapeCost.plan_ns."""
         return self.device.host_plan_ns + items * self.device.host_slice_ns
 
     def _operators(
@@ -84,16 +106,28 @@ class Roofline(ShapePriced):
         return operators(self.model, tokens, contexts, samples, fused_decode=fused)
 
     def _launch_ns(self, ops: Sequence[Operator], dtype: str, more_kernels: int = 0) -> int:
-        """All kernels one behind the other; `more_kernels` take no time beside their overhead."""
+        """All kernels in sequence; `more_kernels` take no time beside their overhead."""
         kernels = sum(op.repeats for op in ops) + more_kernels
         busy = sum(op.repeats * self.kernel_ns(op, dtype) for op in ops)
         busy += more_kernels * self.device.kernel_ns
         return round(max(busy, kernels * self.device.dispatch_ns))
 
     def kernel_ns(self, op: Operator, dtype: str = "") -> float:
-        """One kernel: the lower roof and its overhead. `dtype`: the model's unless given."""
+        """Duration of one kernel: the lower roof and its overhead.
+
+        Args:
+            op: the kernel's flops, bytes, kind and size.
+            dtype: dtype of its products; the model's unless given.
+
+        Returns:
+            Nanoseconds.
+
+        Raises:
+            ValueError: the device has no rate for the dtype.
+        """
         device = self.device
-        # Rows alone stream at the best rate: the curve's lower points are latency of products.
+        # Elementwise kernels stream at the best rate: the curve's lower points are latency of
+        # products.
         compute, memory = 1.0, device.linear_memory[-1][1]
         if op.kind in ("linear", "head"):
             compute = share(device.linear_compute, op.size)

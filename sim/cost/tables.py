@@ -1,4 +1,4 @@
-"""The cost model of a profiled device: a launch is a sum over operator tables."""
+"""The cost model of a profiled device: a launch costs a sum over operator tables."""
 
 from __future__ import annotations
 
@@ -18,33 +18,40 @@ from sim.cost.training_operators import is_of_training, likenesses, training_ter
 from traces.files import checked_text, seal, write_text
 
 FORMAT = 1
-LINEAR, HEAD, FIRST, CHUNK, DECODE = "linear", "head", "first", "chunk", "decode"
+LINEAR, HEAD, FIRST, DECODE = "linear", "head", "first", "decode"
+PREFILL_SLICE = "chunk"  # the name that profiles on disk give this table
 HOST, PROMPTS = "host", "prompts"
-NEEDED = (LINEAR, HEAD, FIRST, CHUNK, DECODE, HOST)
+NEEDED = (LINEAR, HEAD, FIRST, PREFILL_SLICE, DECODE, HOST)
 CONTENDED = " contended"  # suffix of a direction
-UNITS = {  # of axes, as the log tells them
+UNITS = {  # of the axes, in the log
     LINEAR: ("tokens",),
     HEAD: ("sampled rows",),
     FIRST: ("tokens",),
-    CHUNK: ("new tokens", "tokens in KV"),
+    PREFILL_SLICE: ("new tokens", "tokens in KV"),
     DECODE: ("tokens in KV",),
 }
 
 
 @dataclass(frozen=True)
 class TableCost(ShapePriced):
-    """Tables by name, in ns for the whole model:
+    """Sums of tables that were fitted to a calibration, in ns for the whole model.
 
-    linear  by all new tokens of a launch: layers' products, norms, and what a launch always costs
+    linear  by all new tokens of a launch: products of layers, norms, and the cost of any launch
     head    by sampled rows
     first   by tokens: attention of a slice with nothing in KV yet
-    chunk   by (tokens, context): of a slice behind a context
-    decode  by context: of one token behind a context
+    chunk   by (tokens, context): attention of a prefill slice behind a context
+    decode  by context: attention of one token behind a context
     host    by slices and copies of a plan
-    prompts by slices of several tokens among these: what admitting them costs the host on top
-    A direction such as gpu->host, alone and contended: by bytes.
-    Training has tables of its own (sim/cost/training_operators.py); a profile has these, those, or
-    both.
+    prompts by slices of several tokens among these: the host's extra time to admit them
+
+    Copies have a table per direction such as gpu->host, alone and contended, by bytes. Training
+    has tables of its own (sim/cost/training_operators.py). A profile has tables of serving, of
+    training, or both.
+
+    tables  by name
+    model   the model that was calibrated
+    page    the KV page of the calibration
+    source  the profile, in words for results
     """
 
     tables: Mapping[str, Table]
@@ -66,25 +73,29 @@ class TableCost(ShapePriced):
 
     @property
     def provenance(self) -> str:
-        """The profile that the tables were fitted to."""
+        """The profile behind the tables."""
         return f"tables fitted to {self.source} for {self.model.name}"
 
     @property
     def serves(self) -> bool:
-        """Whether it was calibrated with what serves, and not with training alone."""
+        """Whether the profile was calibrated with serving, and not with training alone."""
         return LINEAR in self.tables
 
     @property
     def extrapolated(self) -> dict[str, int]:
-        """Distinct points outside the grid that were asked for, by table; empty is good."""
+        """Number of distinct points looked up outside the grid, by table; empty is good."""
         return {name: lookup.outside for name, lookup in self._lookups.items() if lookup.outside}
 
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
-        """One launch by its shape: new tokens and tokens in KV per slice, rows of the head."""
+        """Duration of one serving launch: a sum over tables. See ShapeCost.shape_ns.
+
+        Raises:
+            ValueError: the profile was calibrated with training alone.
+        """
         lookups = self._lookups
         if not self.serves:
             raise ValueError(f"{self.source} was calibrated with training alone; serve by another")
-        decode, first, chunk = lookups[DECODE], lookups[FIRST], lookups[CHUNK]
+        decode, first, later = lookups[DECODE], lookups[FIRST], lookups[PREFILL_SLICE]
         busy = lookups[LINEAR][sum(tokens)] + (lookups[HEAD][samples] if samples else 0.0)
         for n, context in zip(tokens, contexts, strict=True):
             if not context:
@@ -92,11 +103,17 @@ class TableCost(ShapePriced):
             elif n == 1:
                 busy += decode[context]
             else:
-                busy += chunk[n, context]
+                busy += later[n, context]
         return round(busy)
 
     def trained_ns(self, trained: Trained) -> int:
-        """One launch that trains. ValueError where the profile has none like it."""
+        """Duration of training work, by the nearest kind that was calibrated.
+
+        See ShapeCost.trained_ns and `likenesses`.
+
+        Raises:
+            ValueError: the profile has no such work.
+        """
         for like in likenesses(trained):
             terms = training_terms(like)
             if terms[0][0] in self._lookups:
@@ -107,7 +124,13 @@ class TableCost(ShapePriced):
         )
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
-        """One copy. ValueError where the profile has none in that direction."""
+        """Duration of one copy. See ShapeCost.transfer_ns.
+
+        A contended copy costs as one alone where the profile has no contended ones.
+
+        Raises:
+            ValueError: the profile has no copies in that direction.
+        """
         name = direction + CONTENDED if contended else direction
         lookup = self._lookups.get(name if name in self._lookups else direction)
         if lookup is None:
@@ -116,15 +139,25 @@ class TableCost(ShapePriced):
         return round(lookup[nbytes])
 
     def plan_ns(self, items: int, prompts: int = 0) -> int:
-        """The host's part of a plan."""
+        """Host time of one plan. See ShapeCost.plan_ns."""
         host_ns = self._lookups[HOST][items]
         if prompts and PROMPTS in self._lookups:
             host_ns += self._lookups[PROMPTS][prompts]
         return round(host_ns)
 
     def scaled(self, factor: float, why: str) -> TableCost:
-        """The same device running slower by a factor, as drift probes found it. Links keep their
-        pace: clocks and neighbours of a processor do not change what a bus carries."""
+        """This cost for a device that runs slower, as drift probes found it.
+
+        Copies keep their times: clocks and neighbours of a processor do not change the rate of a
+        bus.
+
+        Args:
+            factor: multiplier of all other times.
+            why: reason, for results.
+
+        Returns:
+            A new cost.
+        """
         tables = {
             name: table if "->" in name else table.times(factor)
             for name, table in self.tables.items()
@@ -133,14 +166,26 @@ class TableCost(ShapePriced):
         return TableCost(tables, self.model, self.page, source)
 
     def as_deep_as(self, model: ModelSpec) -> TableCost:
-        """The same for another number of layers, where tables are of single units: of training."""
+        """This cost for another number of layers.
+
+        Args:
+            model: a model that differs in its name and number of layers alone.
+
+        Returns:
+            A cost of that model where tables are of single units, as a profile of training alone
+            has them; this cost otherwise.
+        """
         if self.serves:
             return self
         named = replace(self.model, name=model.name, num_layers=model.num_layers)
         return TableCost(self.tables, named, self.page, self.source)
 
     def save(self, path: Path) -> None:
-        """Writes one JSON file, whole or not at all, and keeps its hash."""
+        """Writes one JSON file, whole or not at all, and seals its hash.
+
+        Args:
+            path: the file, in an existing folder.
+        """
         content = {
             "format": FORMAT,
             "source": self.source,
@@ -153,7 +198,17 @@ class TableCost(ShapePriced):
 
     @classmethod
     def load(cls, path: Path) -> TableCost:
-        """Reads what `save` wrote. ValueError for anything else."""
+        """Reads a file that `save` wrote.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The cost.
+
+        Raises:
+            ValueError: the file is missing, damaged, or lacks a table.
+        """
         try:
             content: Any = json.loads(checked_text(path))
         except (OSError, json.JSONDecodeError, RecursionError) as error:

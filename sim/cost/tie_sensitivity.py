@@ -1,4 +1,4 @@
-"""How far a prediction hangs on a tie: the same costs, and copies to the host a little later."""
+"""Sensitivity of a prediction to ties: a cost model with slower copies to the host."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ from engine.contract.plan import Copy
 from engine.contract.regions import Tier
 
 
-class Late:
-    """A cost model in all but one thing: copies to the host take a share longer.
+class SlowerCopies:
+    """Another cost model with slower copies to the host; all other prices pass through.
 
-    Where a link is what a step waits for, units of equal size are fetched and sent in equal time,
-    and whether the last one is gone when the next one comes is anybody's guess.
+    Where a step is bound by the link, units of equal size are fetched and sent in equal time. A
+    tie then decides whether the place of the last unit is free when the next one arrives. A
+    prediction that moves with slightly slower copies hangs on such a tie.
     """
 
     def __init__(self, cost: Any, share: float) -> None:
-        """`cost`: a sim.cost.contract.LaunchCost. `share`: 0.03 for 3 % longer."""
+        """A slower copy of a cost model.
+
+        Args:
+            cost: a sim.cost.contract.LaunchCost.
+            share: extra time of a copy to the host; 0.03 is 3 %.
+        """
         self._cost, self._share = cost, share
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cost, name)
 
     def copy_ns(self, launch: Launch, contended: bool = False) -> int:
-        """See LaunchCost."""
+        """Duration of a copy, longer where it goes to the host. See LaunchCost.copy_ns."""
         alone_ns: int = self._cost.copy_ns(launch, contended)
         is_out = isinstance(launch.op, Copy) and launch.op.dst.tier is Tier.HOST
         return alone_ns + int(self._share * alone_ns) if is_out else alone_ns

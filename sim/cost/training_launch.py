@@ -1,4 +1,4 @@
-"""What a training launch is in numbers: all that its duration depends on."""
+"""Shapes of training launches: all that their durations depend on."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from traces.training.recipe import Recipe
 FORWARD, LIGHT, AGAIN, BACKWARD, UPDATE = "forward", "light", "again", "backward", "update"
 EMBEDDING, LAYER, HEAD, CHUNK = "embedding", "layer", "head", "chunk"
 FULL, ADAPTERS, FROZEN = "full", "adapters", "frozen"
-READERS = ("q_proj", "k_proj", "v_proj", "c_attn")  # products of a layer's input, normed
-STATES = {"adamw": 2, "sgd": 0}  # of an optimizer per number that it updates; momentum adds one
+READERS = ("q_proj", "k_proj", "v_proj", "c_attn")  # products of a layer's normed input
+STATES = {"adamw": 2, "sgd": 0}  # optimizer states per trained number; momentum adds one
 
 
 class Product(NamedTuple):
-    """A matrix that rows are multiplied with, whether it trains, and whether it is the unit's input
-    (normed) that it is multiplied with."""
+    """A matrix of a unit, as rows are multiplied with it.
+
+    inputs       length of a row before the product
+    outputs      length of a row after it
+    trains       whether its weights get a gradient
+    reads_input  whether the rows are the unit's normed input
+    """
 
     inputs: int
     outputs: int
@@ -34,15 +39,18 @@ class Product(NamedTuple):
 class Trained(NamedTuple):
     """One unit's work on one microbatch, or the update of one chunk.
 
-    work      forward; light: a forward that keeps nothing; again: recompute; backward; update
-    kind      embedding, layer, head (with the loss), or chunk
-    dtype     of weights and gradients
-    sequences and `tokens` of each: the rows
-    products  the unit's matrices, adapters among them
-    elements  numbers that train: in the unit, or in the chunk
-    element_bytes  what an update reads and writes of each
-    is_lowest  a backward that adapters end: below it nothing trains, so its input wants no gradient
-               (where a layer trains itself, its first norm does, and wants nearly the same)
+    work           forward; light: a forward that keeps nothing; again: recompute; backward; update
+    kind           embedding, layer, head (with the loss), or chunk
+    dtype          of weights and gradients
+    sequences      sequences of the microbatch
+    tokens         tokens of each sequence
+    products       the unit's matrices, adapters among them
+    elements       trained numbers of the unit, or of the chunk
+    element_bytes  bytes that an update reads and writes per trained number
+    lane           the lane that it runs on
+    is_lowest      a backward of the lowest unit with adapters: nothing below it trains, so its
+                   input needs no gradient (a layer that trains itself trains its first norm too,
+                   which needs nearly that gradient)
     """
 
     work: str
@@ -63,12 +71,12 @@ class Trained(NamedTuple):
 
     @property
     def update_bytes(self) -> int:
-        """What an update reads and writes."""
+        """Bytes that an update reads and writes."""
         return self.elements * self.element_bytes
 
     @property
     def trains(self) -> str:
-        """What of the unit does: full, adapters (some of its products), or frozen."""
+        """The trained part of the unit: full, adapters (some of its products), or frozen."""
         found = {product.trains for product in self.products} or {self.elements > 0}
         return ADAPTERS if len(found) == 2 else FULL if found.pop() else FROZEN
 
@@ -79,9 +87,18 @@ class Trained(NamedTuple):
 
 
 def trained_of(op: Compute, piece: Slice, model: ModelSpec) -> list[Trained]:
-    """A training slice of a launch, unit by unit, or chunk by chunk.
+    """The shapes of a training slice: one per unit, or one per chunk of an update.
 
-    ValueError where the job is none of this model, and for part of a microbatch.
+    Args:
+        op: the operation that holds the slice.
+        piece: the slice.
+        model: the model that the job trains.
+
+    Returns:
+        Shapes in the order of units or chunks.
+
+    Raises:
+        ValueError: the job has other units than the model, or the slice is part of a microbatch.
     """
     training = piece.job.training
     assert training is not None, "a slice that serves"
@@ -105,7 +122,15 @@ def _work(op: Compute, piece: Slice) -> str:
 
 
 def is_light(op: Compute, piece: Slice) -> bool:
-    """Whether a forward keeps nothing for its backward: no place of the kind is written."""
+    """Whether a slice is a forward that keeps nothing for its backward.
+
+    Args:
+        op: the operation that holds the slice.
+        piece: a training slice.
+
+    Returns:
+        True where a forward writes no activations but inputs of units.
+    """
     assert piece.job.training is not None, "a slice that serves"
     if piece.work is not Work.FORWARD or op.again:
         return False
@@ -117,7 +142,21 @@ def is_light(op: Compute, piece: Slice) -> bool:
 def unit_of(
     model: ModelSpec, job: TrainingJob, unit: int, work: str, lane: str = COMPUTE_LANE
 ) -> Trained:
-    """A unit's work on a microbatch. ValueError where the model has other units than the job."""
+    """The shape of a unit's work on a microbatch.
+
+    Args:
+        model: the model that the job trains.
+        job: the training job.
+        unit: number of the unit: 0 is the embedding, the last is the head.
+        work: forward, light, again or backward.
+        lane: the lane that it runs on.
+
+    Returns:
+        The shape.
+
+    Raises:
+        ValueError: the model has other units than the job.
+    """
     parameters, units = _parameters(model, job.recipe)
     if len(units) != job.num_units:
         raise ValueError(
@@ -154,22 +193,40 @@ def _product(parameter: Parameter) -> Product:
 def update_of(
     model: ModelSpec, job: TrainingJob, layout: TrainingLayout | None, chunk: int, lane: str
 ) -> Trained:
-    """The update of a chunk; without a layout each unit is one."""
+    """The shape of a chunk's update.
+
+    Args:
+        model: the model that the job trains.
+        job: the training job.
+        layout: the job's chunks; without one each unit is a chunk.
+        chunk: number of the chunk.
+        lane: the lane that it runs on.
+
+    Returns:
+        The shape, of this device's part where the group shares the chunk.
+    """
     parameters, units = _parameters(model, job.recipe)
     own = units[chunk] if layout is None else layout.chunks[chunk].parameters
     elements = sum(parameters[p].elements for p in own if parameters[p].trains)
     if layout is not None:
-        of_chunk = layout.chunks[chunk]  # of which a device of a group may have a part
+        of_chunk = layout.chunks[chunk]  # a device of a group may hold a part of it
         elements = -(-elements * of_chunk.weight_bytes // of_chunk.whole_bytes)
     moved, dtype = element_bytes(job.recipe), job.recipe.dtype
     return Trained(UPDATE, CHUNK, dtype, elements=elements, element_bytes=moved, lane=lane)
 
 
 def element_bytes(recipe: Recipe) -> int:
-    """What an optimizer in one pass reads and writes of each number that trains.
+    """Memory traffic of an optimizer step in one pass.
 
-    Its gradient (in float32 scaled in place before, where it is clipped), its states in float32 and
-    the number: in float32 itself, else its master weight and, only written, itself.
+    It reads the gradient, reads and writes the float32 states, and reads and writes the float32
+    number. With another dtype that number is the master weight, and the weight is written too.
+    Float32 gradients that are clipped are scaled in place before.
+
+    Args:
+        recipe: optimizer, dtype, momentum and clipping.
+
+    Returns:
+        Bytes read and written per trained number.
     """
     item = DTYPE_BYTES[recipe.dtype]
     states = STATES[recipe.optimizer] + (recipe.momentum > 0)
@@ -179,7 +236,15 @@ def element_bytes(recipe: Recipe) -> int:
 
 
 def workspace_of(op: Compute, piece: Slice) -> int | None:
-    """Bytes a training slice takes and gives back, by its layout; None where nobody laid it out."""
+    """Workspace of a training slice by its job's layout.
+
+    Args:
+        op: the operation that holds the slice.
+        piece: a training slice.
+
+    Returns:
+        Bytes taken and given back, the largest over its units or chunks; None without a layout.
+    """
     training = piece.job.training
     assert training is not None, "a slice that serves"
     if (layout := training.layout) is None:
@@ -192,7 +257,7 @@ def workspace_of(op: Compute, piece: Slice) -> int | None:
 
 def _workspace(layout: TrainingLayout, number: int, work: str) -> int:
     unit = layout.units[number]
-    if work == AGAIN:  # its output is booked for nobody: the unit above is done with it
+    if work == AGAIN:  # the ledger books no output: the unit above is done with it
         output = layout.units[number + 1].input_bytes if number + 1 < layout.num_units else 0
         return unit.forward_bytes + output
     sizes = {FORWARD: unit.forward_bytes, LIGHT: unit.light_bytes, BACKWARD: unit.backward_bytes}

@@ -1,4 +1,4 @@
-"""What a training launch computes and moves, operator by operator, and the tables of its cost."""
+"""Operators of training launches, and the tables that a profile keeps for them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,23 @@ from sim.cost.training_launch import (
 # A fused backward of attention runs five products over the pairs where its forward runs two: the
 # scores again, and gradients of queries, keys, values and probabilities (FlashAttention's count).
 ATTENTION_BACKWARD = 2.5
-# An elementwise backward reads the gradient and what was saved and writes a gradient, three passes
-# for a forward's two, and where paths meet gradients are added: about twice as much in all.
+# An elementwise backward reads the gradient and the saved input and writes a gradient: three passes
+# for a forward's two. Where paths meet, gradients are added: about twice as much in all.
 ELEMENTWISE_BACKWARD = 2
 ACCUMULATION_PASSES = 3  # fresh gradients of weights are added to those of the step
-ADAPTER_PASSES = 5  # its output is scaled and added: two passes, and three
+ADAPTER_PASSES = 5  # an adapter's output is scaled (two passes) and added (three)
 
 
 def training_operators(model: ModelSpec, launch: Trained) -> list[Operator]:
-    """All kernels of a launch. Light forwards and recomputes are forwards; dropout is left out."""
+    """The kernels of training work: light forwards and recomputes are forwards, dropout is free.
+
+    Args:
+        model: the model; the dtype is the launch's.
+        launch: the shape of the work.
+
+    Returns:
+        Operators with repeats, flops, bytes and size, as models.operators counts them.
+    """
     spec = replace(model, dtype=launch.dtype)
     if launch.work == UPDATE:
         return [Operator("elementwise", 1, 0, launch.update_bytes, launch.elements)]
@@ -40,18 +48,18 @@ def training_operators(model: ModelSpec, launch: Trained) -> list[Operator]:
 
 
 def _products(spec: ModelSpec, launch: Trained) -> Iterator[Operator]:
-    """Forward once each; backward once for the inputs' gradient, if anything below wants it, and
-    once more where it trains."""
+    """One product each forward. Backward one for the gradient of the inputs, unless nothing below
+    trains, and one for the gradient of a matrix that trains."""
     is_backward = launch.work == BACKWARD
     kind = "linear" if launch.kind == LAYER else "head"
     for inputs, outputs, trains, reads_input in launch.products:
-        is_wanted = not (launch.is_lowest and reads_input)
-        if repeats := is_wanted + trains if is_backward else 1:
+        needs_gradient = not (launch.is_lowest and reads_input)
+        if repeats := needs_gradient + trains if is_backward else 1:
             yield product(spec, kind, repeats, launch.rows, inputs, outputs)
 
 
 def _beside(spec: ModelSpec, launch: Trained) -> Iterator[Operator]:
-    """What a layer or the head does beside products."""
+    """Operators of a layer or the head beside products."""
     rows, item = launch.rows, spec.item_bytes
     more = ELEMENTWISE_BACKWARD if launch.work == BACKWARD else 1
     if launch.kind == LAYER:
@@ -68,7 +76,7 @@ def _beside(spec: ModelSpec, launch: Trained) -> Iterator[Operator]:
 
 
 def _attention(spec: ModelSpec, launch: Trained) -> Operator:
-    """All sequences in one kernel: it fills a device as the square of as many pairs does."""
+    """Attention of all sequences in one kernel; its size is the side of a square of all pairs."""
     op, count = prefill_operator(spec, 1, launch.tokens, 0), launch.sequences
     work = count * (ATTENTION_BACKWARD if launch.work == BACKWARD else 1)
     return op._replace(
@@ -77,10 +85,10 @@ def _attention(spec: ModelSpec, launch: Trained) -> Operator:
 
 
 def _loss(spec: ModelSpec, launch: Trained) -> Operator:
-    """Cross-entropy over the logits in float32, as Hugging Face has it.
+    """Cross-entropy over the logits in float32, as Hugging Face computes it.
 
-    Forward a cast where they are narrower, and the logarithms of their softmax; backward zeros
-    with a gradient each, the softmax's gradient from both, and the cast back.
+    Forward: a cast of narrower logits, and the log-softmax. Backward: zeros with one gradient per
+    row, the softmax's gradient from both, and the cast back.
     """
     cast = 0 if spec.item_bytes == 4 else 4 + spec.item_bytes
     number = cast + (4 + 12 if launch.work == BACKWARD else 8)
@@ -111,17 +119,23 @@ def _accumulation(spec: ModelSpec, launch: Trained) -> Iterator[Operator]:
 
 
 ROWS, PAIRS = "by rows", "by pairs"
-ANY = "any"  # a forward is the same whatever of its unit trains, but for adapters
+ANY = "any"  # a forward without adapters costs the same whether its unit trains or not
 LIKE = {LIGHT: (FORWARD, AGAIN), AGAIN: (FORWARD, LIGHT), FORWARD: (AGAIN, LIGHT)}
 
 Terms = list[tuple[str, tuple[int, ...]]]
 
 
 def training_terms(launch: Trained) -> Terms:
-    """Tables with the points at which they add up to a launch's time.
+    """The tables whose values add up to a launch's duration, with the point in each.
 
-    A unit's work by its rows and, in a layer, by its pairs of queries and keys (sequences times
-    their length squared), where a straight line will do; an update by its bytes, straight as well.
+    A unit's work has a table by rows. A layer also has one by pairs of queries and keys (sequences
+    times their length squared), which is a straight line. An update has a straight line by bytes.
+
+    Args:
+        launch: the shape of the work.
+
+    Returns:
+        (name of table, point) pairs.
     """
     if launch.work == UPDATE:
         return [(f"{launch.dtype} {launch.group}", (launch.update_bytes,))]
@@ -135,18 +149,41 @@ def training_terms(launch: Trained) -> Terms:
 
 
 def is_straight(name: str) -> bool:
-    """Whether two values say all of a table: at nothing, and at the largest that was seen."""
+    """Whether a table is a straight line from 0 to the largest point that was seen.
+
+    Args:
+        name: name of a table, as `training_terms` gives it.
+
+    Returns:
+        True for tables by pairs and of updates.
+    """
     return name.endswith(PAIRS) or f" {UPDATE} " in name
 
 
 def is_of_training(name: str) -> bool:
-    """Whether a table is one of these."""
+    """Whether a table is one of training.
+
+    Args:
+        name: name of any table of a profile.
+
+    Returns:
+        True for names that `training_terms` gives.
+    """
     return name.endswith((ROWS, PAIRS)) or is_straight(name)
 
 
 def likenesses(launch: Trained) -> Iterator[Trained]:
-    """What may be taken for a launch, itself first: all forwards compute the same, and the lowest
-    adapters' backward lacks but a little of the others'."""
+    """Launches whose price may stand in for a launch that was not calibrated.
+
+    All forwards compute the same. The backward of the lowest unit with adapters lacks little of
+    that of the other units.
+
+    Args:
+        launch: the shape of the work.
+
+    Yields:
+        The launch itself, then its substitutes, the nearest first.
+    """
     yield launch
     if launch.work == BACKWARD and launch.trains == ADAPTERS:
         yield launch._replace(is_lowest=not launch.is_lowest)

@@ -1,4 +1,4 @@
-"""A device in numbers: rates, overheads and how much of each rate an operation reaches."""
+"""A device in numbers: rates, overheads and the share of each rate that an operation reaches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import chain
 from math import inf, log
 
 CURVES = ("linear_compute", "linear_memory", "prefill_compute", "decode_memory")
-CURVES_BY_DEVICES = ("peer_share", "link_share", "host_share")  # of a node that do the same at once
+CURVES_BY_DEVICES = ("peer_share", "link_share", "host_share")  # by busy devices of a node
 COUNTS = (
     "reserve_bytes",
     "host_bytes",
@@ -25,10 +25,17 @@ Curve = tuple[tuple[float, float], ...]  # (size, share of the peak rate), sizes
 
 
 def share(curve: Curve, size: float) -> float:
-    """The share at a size: a power law between two points, flat outside.
+    """The share of a peak rate at a size: a power law between two points, flat outside.
 
     Kernels too small to fill a device take a constant time, so their share rises with their size:
     a power law is exact there, and close where a share saturates.
+
+    Args:
+        curve: (size, share) points by rising size.
+        size: the size, in the curve's unit.
+
+    Returns:
+        A share above 0 and at most the curve's largest.
     """
     index = bisect_right(curve, (size, 2.0))
     if index == 0:
@@ -42,17 +49,20 @@ def share(curve: Curve, size: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Hardware and its launch overheads. Rates are peaks; shares say how much is reached.
+    """Hardware and its launch overheads. Rates are peaks; curves give the share that is reached.
 
-    `kernel_ns` is what each kernel costs beside its work. `dispatch_ns` is what the host needs to
-    issue one: a launch never ends before all its kernels are issued. `sequence_kernels` is how
-    many kernels attention needs per sequence and layer (0: one fused kernel for all decodes).
+    `kernel_ns` is each kernel's cost beside its work. `dispatch_ns` is the host's time to issue
+    one: a launch never ends before all its kernels are issued. `sequence_kernels` is the number of
+    kernels that attention needs per sequence and layer (0: one fused kernel for all decodes).
+
+    Raises:
+        ValueError: a rate, share, count or curve is out of its range.
     """
 
     name: str
     memory_bytes: int
-    reserve_bytes: int  # context, allocator and library workspaces: not for us
-    host_bytes: int  # host memory for what is swapped out
+    reserve_bytes: int  # context, allocator and library workspaces
+    host_bytes: int  # host memory for offloaded states and swapped KV
     bandwidth_bytes_per_s: float
     flops_per_s: Mapping[str, float]  # dense matrix rate by dtype
     to_device_bytes_per_s: float  # host link, alone
@@ -69,14 +79,15 @@ class Device:
     prefill_compute: Curve  # by the side of the square of query-key pairs
     decode_memory: Curve  # by KV bytes a kernel reads
     peer_bytes_per_s: float | None = None  # to another device, one direction; None: no link
-    # Of the DRAM of the host, which all devices, copies and updates there share; None: not stated.
+    # Rate of the host's DRAM, which all devices, copies and updates there share; None: not stated.
     host_bandwidth_bytes_per_s: float | None = None
-    update_share: float = 0.4  # of it that an update on the host reaches
-    # Of groups: to other nodes, one direction, all adapters of a node; what a hop of a ring takes.
+    update_share: float = 0.4  # of that rate, reached by an update on the host
+    # To other nodes, one direction, all adapters of a node together.
     network_bytes_per_s: float | None = None
-    hop_ns: int = 5000  # assumed
-    # By devices of a node that do the same at once: what rings reach of the peer rate, what each
-    # keeps of its link to the host, and of the rate of updates there (default: an equal part).
+    hop_ns: int = 5000  # latency of one hop of a ring; assumed
+    # By the number of devices of a node that are busy at once: the share of the peer rate that
+    # rings reach, of its host link that each device keeps, and of the rate of updates there
+    # (default: an equal part).
     peer_share: Curve = ((1, 1.0),)
     link_share: Curve = ((1, 1.0),)
     host_share: Curve = ((1, 1.0), (1024, 1 / 1024))
@@ -120,11 +131,21 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """What weights, KV and workspace may share."""
+        """Bytes for weights, KV and workspace together."""
         return self.memory_bytes - self.reserve_bytes
 
     def link_rate(self, direction: str) -> float:
-        """Bytes per second of a copy lane, such as gpu->host. ValueError where there is no link."""
+        """Rate of a link.
+
+        Args:
+            direction: name of a copy lane, such as gpu->host, or "peer".
+
+        Returns:
+            Bytes per second, one direction.
+
+        Raises:
+            ValueError: the device has no link to its peers.
+        """
         if not direction.startswith("peer"):
             inward = direction.endswith("->gpu")
             return self.to_device_bytes_per_s if inward else self.to_host_bytes_per_s
@@ -137,8 +158,11 @@ class Device:
 
     @property
     def update_rate(self) -> float:
-        """Bytes per second that an update on the host reads and writes. ValueError where its memory
-        has no rate."""
+        """Bytes per second that an update on the host reads and writes.
+
+        Raises:
+            ValueError: the host's memory has no rate.
+        """
         if self.host_bandwidth_bytes_per_s is None:
             raise ValueError(
                 f"device {self.name} says nothing of its host's memory; set "
@@ -147,7 +171,17 @@ class Device:
         return self.update_share * self.host_bandwidth_bytes_per_s
 
     def matrix_rate(self, dtype: str) -> float:
-        """Peak flops per second in a dtype. ValueError where the device names none."""
+        """Peak rate of dense products.
+
+        Args:
+            dtype: name of a dtype.
+
+        Returns:
+            Flops per second.
+
+        Raises:
+            ValueError: the device has no rate for that dtype.
+        """
         if dtype not in self.flops_per_s:
             raise ValueError(f"device {self.name} has no rate for {dtype}; add it to flops_per_s")
         return self.flops_per_s[dtype]

@@ -1,4 +1,4 @@
-"""Devices that train one model by data parallelism: what one of them has, what exchanges take."""
+"""Groups of devices that train one model by data parallelism: shares of a node, and collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ PASSES = {Pattern.ALL_GATHER: 1, Pattern.REDUCE_SCATTER: 1, Pattern.ALL_REDUCE: 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The config node `group`: so many devices in each of so many nodes."""
+    """The config node `group`: `devices` in each of `nodes`.
+
+    Raises:
+        ValueError: one of them is below 1.
+    """
 
     devices: int = 1
     nodes: int = 1
@@ -32,8 +36,16 @@ ALONE = Group()
 
 
 def rank_device(device: Device, group: Group) -> Device:
-    """What one device has of its node while all others do the same: an equal part of the host's
-    memory, of its bandwidth and of updates there, and what is left of its link."""
+    """One device's part of its node while all devices of the node are equally busy.
+
+    Args:
+        device: the device alone.
+        group: the group that it belongs to.
+
+    Returns:
+        The device with an equal part of the host's memory and bandwidth, its share of the rate of
+        updates there, and its share of its link to the host.
+    """
     count = group.devices
     if count == 1:
         return device
@@ -50,8 +62,23 @@ def rank_device(device: Device, group: Group) -> Device:
 
 
 def exchange_ns(device: Device, group: Group, pattern: Pattern, nbytes: int) -> int:
-    """A collective over `nbytes` round a ring of all devices (alpha-beta): each hop passes an equal
-    part on. ValueError where the device names no link for it."""
+    """Duration of a collective round a ring of all devices, by the alpha-beta model.
+
+    Each hop takes hop_ns + nbytes / ranks / rate. An all-gather or a reduce-scatter takes
+    ranks - 1 hops, an all-reduce twice as many.
+
+    Args:
+        device: the device, with its links.
+        group: the ring.
+        pattern: the collective.
+        nbytes: bytes of the whole tensor.
+
+    Returns:
+        Nanoseconds; 0 for a single device.
+
+    Raises:
+        ValueError: the device names no link that the ring needs.
+    """
     ranks = group.ranks
     if ranks == 1:
         return 0
@@ -60,14 +87,24 @@ def exchange_ns(device: Device, group: Group, pattern: Pattern, nbytes: int) -> 
 
 
 def check_links(device: Device, group: Group) -> None:
-    """ValueError where the device names no link that the group needs."""
+    """Checks that a device has the links of its group.
+
+    Raises:
+        ValueError: the device names no link that the group needs.
+    """
     if group.ranks > 1:
         ring_rate(device, group)
 
 
 def ring_rate(device: Device, group: Group) -> float:
-    """Bytes per second that a ring passes on: those of its slowest link. All adapters of a node
-    carry rings of their own. ValueError as above."""
+    """Rate of a ring: that of its slowest link. Every adapter of a node carries a ring of its own.
+
+    Returns:
+        Bytes per second.
+
+    Raises:
+        ValueError: the device names no link that the group needs.
+    """
     rates = []
     if group.devices > 1:
         rates.append(device.link_rate("peer") * share(device.peer_share, group.devices))

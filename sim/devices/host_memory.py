@@ -1,4 +1,4 @@
-"""The host's memory as one resource: copies of all devices and updates on the host share it."""
+"""The host's memory as one resource that copies of all devices and updates on the host share."""
 
 from __future__ import annotations
 
@@ -9,39 +9,48 @@ from engine.contract.plan import Lane
 
 
 class HostMemory:
-    """Slows what starts while others use the host's memory, as copies on a link are contended.
+    """Slows launches that start while other lanes use the host's memory.
 
-    Each wants bytes per ns: those that it moves over the time that it takes alone. Where all that
-    run want more than there is, the one that starts gets the same part of what it wants as the sum
-    does of all. It is decided once, at its start: those under way keep their time. So lanes that
-    are busy for long move together what there is, and not more; where the first launch beside a
-    lane that was busy alone begins, more is given out until that lane's next. Without a rate nobody
-    is slowed.
+    A launch demands its bytes over its duration alone. If the demands of all running launches
+    exceed the memory's rate, a starting launch is slowed by demand over rate. Its duration is fixed
+    at its start; launches in flight keep theirs. Lanes that stay busy therefore move the memory's
+    rate together. The first launch beside a lane that was busy alone exceeds it until that lane's
+    next launch. Without a rate no launch is slowed.
     """
 
     def __init__(self, bytes_per_s: float | None) -> None:
+        """A memory without traffic; `bytes_per_s` is its rate, None for an unlimited one."""
         self._bytes_per_ns = None if bytes_per_s is None else bytes_per_s / 1e9
         self._runs: dict[Lane, _Runs] = defaultdict(_Runs)
 
     def duration_ns(self, lane: Lane, start_ns: int, alone_ns: int, nbytes: int) -> int:
-        """How long a launch on a lane takes that moves so many bytes; it is counted from now on."""
+        """Duration of a launch, which counts as traffic until it ends.
+
+        Args:
+            lane: the launch's lane.
+            start_ns: its start.
+            alone_ns: its duration without other traffic.
+            nbytes: bytes that it reads and writes in the host's memory.
+
+        Returns:
+            Nanoseconds, at least `alone_ns`.
+        """
         if self._bytes_per_ns is None or not nbytes or not alone_ns:
             return alone_ns
         rate = nbytes / alone_ns
-        wanted = rate + sum([runs.rate_at(start_ns) for runs in self._runs.values()])
-        took_ns = round(alone_ns * max(1.0, wanted / self._bytes_per_ns))
+        demand = rate + sum([runs.rate_at(start_ns) for runs in self._runs.values()])
+        took_ns = round(alone_ns * max(1.0, demand / self._bytes_per_ns))
         self._runs[lane].add(start_ns, start_ns + took_ns, rate)
         return took_ns
 
     def forget(self, now_ns: int) -> None:
-        """Nothing starts before this moment: what has ended by then is of no interest."""
+        """Drops launches that have ended: none will start before `now_ns`."""
         for runs in self._runs.values():
             runs.forget(now_ns)
 
 
 class _Runs:
-    """What runs on one lane, one after the other: bytes per ns that are wanted from a start to an
-    end."""
+    """The launches of one lane, one after another: bytes per ns from a start to an end."""
 
     __slots__ = ("_ends", "_rates", "_starts")
 

@@ -1,4 +1,4 @@
-"""KV pages that an engine finds room for: weights, activation peak and a reserve, by formula."""
+"""Room for KV pages beside weights, the activation peak and a reserve, by formula."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from models.spec import ModelSpec
 
 GRAPH_RESERVE_BYTES = 64 << 20  # cuBLAS's workspace (32 MiB on Hopper), segments not filled
 SPLIT_ROWS = 1024  # rows times KV heads up to which a decode may split keys (132 x 4, rounded up)
-LOGIT_BYTES = 12  # float32 logits, their probabilities and the draws they are divided by
+LOGIT_BYTES = 12  # float32 logits, their probabilities, and the draws that divide them
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What lies in a share of a device's memory. All in bytes.
+    """Contents of a share of a device's memory. All in bytes.
 
+    usable      the share
     weights     all parameters, embeddings and head included
     activation  the larger of a forward over `step_tokens` and of sampling for `sequences`: logits
                 in the model's dtype and LOGIT_BYTES for each of sequences x vocabulary
-    reserve     what no formula gives: context and library workspaces outside the allocator, graphs
+    reserve     bytes without a formula: graphs, context and library workspaces
+    page        one page of KV
     """
 
     usable: int
@@ -29,12 +31,16 @@ class MemoryPlan:
 
     @property
     def left(self) -> int:
-        """What KV may take; below 0 where the rest does not fit."""
+        """Bytes left for KV; below 0 where the rest does not fit."""
         return self.usable - self.weights - self.activation - self.reserve
 
     @property
     def pages(self) -> int:
-        """KV pages in what is left. ValueError where nothing is."""
+        """KV pages that fit in the bytes left.
+
+        Raises:
+            ValueError: not one page fits.
+        """
         if self.left < self.page:
             raise ValueError(
                 f"memory: {self.weights} bytes of weights, {self.activation} of activations and a "
@@ -53,7 +59,20 @@ def plan_memory(
     reserve_bytes: int,
     page_tokens: int = 16,
 ) -> MemoryPlan:
-    """The plan of an engine that profiles itself at its largest step, as vLLM does."""
+    """The memory plan of an engine that profiles itself at its largest step, as vLLM does.
+
+    Args:
+        model: the model.
+        device_bytes: the device's memory.
+        share: part of it that the engine may use, 0 to 1.
+        step_tokens: tokens of the largest step.
+        sequences: most sequences of a step.
+        reserve_bytes: bytes without a formula.
+        page_tokens: tokens in a page of KV.
+
+    Returns:
+        The plan.
+    """
     forward = model.workspace_bytes([step_tokens], samples=0)
     sampling = sequences * model.vocab_size * (model.item_bytes + LOGIT_BYTES)
     return MemoryPlan(
@@ -66,11 +85,19 @@ def plan_memory(
 
 
 def graph_bytes(model: ModelSpec, rows: int, page_tokens: int) -> int:
-    """What graphs of up to so many decodes keep for themselves, whatever runs; 0 without graphs.
+    """Memory that CUDA graphs of decodes keep at all times.
 
-    Their buffers (seven numbers and a page table per row, as long as the model's positions), the
-    workspace of the largest one in which the others lie too, the float32 outputs and sums of split
-    keys, and GRAPH_RESERVE_BYTES. An upper estimate: never compared with a GPU.
+    They hold buffers (seven numbers and a page table per row, as long as the model's positions),
+    the workspace of the largest graph, which the smaller ones share, the float32 outputs and sums
+    of split keys, and GRAPH_RESERVE_BYTES. An upper estimate: never compared with a GPU.
+
+    Args:
+        model: the model.
+        rows: decodes of the largest graph; 0 without graphs.
+        page_tokens: tokens in a page of KV.
+
+    Returns:
+        Bytes; 0 without graphs.
     """
     if not rows:
         return 0

@@ -1,4 +1,4 @@
-"""How far a cost model is from recorded steps, by class of shapes and by table."""
+"""Errors of a cost model over recorded steps, by class of shapes and by table."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ from sim.fit.fit_tables import terms
 from sim.fit.recorded_shapes import Copied, Observed, Planned, Shape, observed
 
 ALL = "all launches"  # the class that sums all launches up
-OPERATOR = "operator "  # before the name of a table, where errors are told by these
+OPERATOR = "operator "  # before the name of a table, where errors are listed by table
 
 
 def errors(cost: ShapeCost, *tables: Any) -> pd.DataFrame:
-    """How far a cost model is from recorded steps: one row per class of shapes, and all launches.
+    """Errors of a cost model over recorded steps: a row per class of shapes, and all launches.
 
-    Each of `tables` is of one run: a STEPS table (Arrow or pandas).
+    Args:
+        cost: the cost model.
+        tables: a STEPS table per run (Arrow or pandas).
 
-    Columns: rows, mape, p90 (of the absolute error), bias (mean signed error), total (of the sum),
-    all relative to the measurement.
+    Returns:
+        Columns rows, mape, p90 (of the absolute error), bias (mean signed error) and total (of the
+        sum), all relative to the measurement.
     """
     return errors_of(cost, chain.from_iterable(map(observed, tables)))
 
 
 def errors_of(cost: ShapeCost, found: Iterable[Observed]) -> pd.DataFrame:
-    """The same of shapes with durations."""
+    """Errors of a cost model over shapes with durations, see `errors`."""
     frame = _frame((shape.group, _predict(cost, shape), ns) for shape, ns in found)
     launches = frame[~frame["class"].str.match("copy|host")].assign(**{"class": ALL})
     return _summary(pd.concat([frame, launches]))
 
 
 def operator_errors(cost: TableCost, found: Iterable[Observed]) -> pd.DataFrame:
-    """The same with one row per table of a cost model, over the shapes that this table rules.
+    """Errors with one row per table of a cost model, over the shapes that the table dominates.
 
-    Nobody times an operator alone, so its error is that of whole launches which are mostly its own.
-    A table that rules none has no rows, and NaN for errors.
+    An operator is never timed alone, so its error is that of whole launches which are mostly its
+    own. A table that dominates no shape has 0 rows and NaN for errors.
     """
     ruled = ((ruling(cost, shape), _predict(cost, shape), ns) for shape, ns in found)
     table = _summary(_frame((OPERATOR + name, *times) for name, *times in ruled if name))
@@ -50,9 +53,9 @@ def operator_errors(cost: TableCost, found: Iterable[Observed]) -> pd.DataFrame:
 
 
 def ruling(cost: TableCost, shape: Shape) -> str | None:
-    """The table that makes up half or more of a shape's predicted time; None where none does.
+    """The table that makes up half or more of a shape's predicted time.
 
-    Nor does any where a shape is priced by the table of something like it.
+    None without one, and for a shape that is priced by a table of a similar kind of work.
     """
     shares: dict[str, float] = defaultdict(float)
     for name, point in terms(shape):

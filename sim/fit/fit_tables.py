@@ -11,7 +11,17 @@ from engine.contract.layout import Mode, TrainingLayout
 from engine.contract.regions import PageSize
 from models.spec import ModelSpec
 from sim.cost.piecewise import Nodes, Table
-from sim.cost.tables import CHUNK, CONTENDED, DECODE, FIRST, HEAD, HOST, LINEAR, PROMPTS, TableCost
+from sim.cost.tables import (
+    CONTENDED,
+    DECODE,
+    FIRST,
+    HEAD,
+    HOST,
+    LINEAR,
+    PREFILL_SLICE,
+    PROMPTS,
+    TableCost,
+)
 from sim.cost.training_launch import FORWARD, LIGHT, UPDATE, Trained, unit_of, update_of
 from sim.cost.training_operators import Terms, is_of_training, is_straight, training_terms
 from sim.fit.recorded_shapes import (
@@ -33,7 +43,7 @@ MIXED = "mixed"
 
 
 class RecordedTraining(NamedTuple):
-    """The STEPS of a run (Arrow or pandas), and the jobs that it trained, as they were laid out."""
+    """The STEPS of a run (Arrow or pandas), and its training jobs with their layouts."""
 
     steps: Any
     jobs: Mapping[int, tuple[TrainingJob, TrainingLayout]]
@@ -42,8 +52,20 @@ class RecordedTraining(NamedTuple):
 def fit_training(
     runs: Iterable[RecordedTraining], model: ModelSpec, page: PageSize, source: str = "a profile"
 ) -> TableCost:
-    """Tables of all that these runs show: training, copies, the host, and serving where there is
-    some. ValueError without launches."""
+    """Fits tables to recorded runs of training: training, copies, the host, and serving if any.
+
+    Args:
+        runs: recorded runs.
+        model: the model that was trained.
+        page: the KV page of the profile.
+        source: name of the profile, for results.
+
+    Returns:
+        The cost.
+
+    Raises:
+        ValueError: the runs hold no launches.
+    """
     found = [one for run in runs for one in all_observed(run, model)]
     return fit_observed(found, model, page, source)
 
@@ -74,23 +96,43 @@ def _kept(work: str, unit: int, layout: TrainingLayout) -> str:
     return LIGHT if work == FORWARD and (recomputes or unit < layout.first) else work
 
 
-STEPS_PER_DOUBLING = {LINEAR: 4, HEAD: 2, FIRST: 4, DECODE: 2, CHUNK: 1, HOST: 2, PROMPTS: 1}
+STEPS_PER_DOUBLING = {
+    LINEAR: 4,
+    HEAD: 2,
+    FIRST: 4,
+    DECODE: 2,
+    PREFILL_SLICE: 1,
+    HOST: 2,
+    PROMPTS: 1,
+}
 MOST_REPEATS = 16  # more repeats of a shape add no weight: its bias stays
 # The weight of a launch measured apart from replays. It may be a tenth faster there, a bias that
 # repeats do not mend, where launches of a replay scatter by 3 to 4 % around what they take.
 APART = 0.3
-# Copies whose largest and smallest are nearer than that tell no slope of their own: noise of a few
-# percent would be carried beyond them many times over. Their line begins at what a copy always
-# takes, which is nothing beside the milliseconds of a chunk.
+# Copies of nearly one size tell no slope: their noise of a few percent would be extrapolated many
+# times over. Below this ratio of largest to smallest, the line begins at the latency of a copy,
+# which is nothing beside the milliseconds of a chunk.
 SPAN, LATENCY_NS = 4, 1000.0
-STALL = 2.0  # what took longer than so many times the expected is no scatter, and left out
+STALL = 2.0  # a duration of more than so many times the expected is a stall, not scatter
 
 
 def fit(rows: Any, model: ModelSpec, page: PageSize, source: str = "a profile") -> TableCost:
-    """Tables for a device and model from the STEPS rows of a calibration (Arrow or pandas).
+    """Fits tables to the steps of a calibration.
 
     A grid of shapes and a replay of another trace on the same engine can be given together: all
-    node values are unknowns of one least squares on whole launches. ValueError without launches.
+    node values are unknowns of one least squares on whole launches.
+
+    Args:
+        rows: STEPS rows (Arrow or pandas).
+        model: the model that was calibrated.
+        page: the KV page of the profile.
+        source: name of the profile, for results.
+
+    Returns:
+        The cost.
+
+    Raises:
+        ValueError: the rows hold no launches.
     """
     return fit_observed(observed(rows), model, page, source)
 
@@ -102,7 +144,7 @@ def fit_observed(
     source: str,
     apart: Sequence[Observed] = (),
 ) -> TableCost:
-    """The same from shapes with durations. Those seen `apart` from a replay weigh less."""
+    """Fits tables to shapes with durations; those seen `apart` from a replay weigh less."""
     groups: dict[str, list[Sample]] = {}
     for observations, weight in ((found, 1.0), (apart, APART)):
         for point in points(observations):
@@ -120,10 +162,10 @@ def fit_observed(
 
 
 def _levelled(tables: dict[str, Table], found: Sequence[Observed]) -> dict[str, Table]:
-    """The same tables times one factor, so that all that was found comes out right in sum.
+    """Multiplies tables by one factor, so that their predictions add up to the measured sum.
 
-    Times scatter upwards, so medians of repeats and trusted errors lie below the mean (the host's
-    part of eight replays among busy neighbours by 4 %), and the time of a replay is made of means.
+    Times scatter upwards, so medians of repeats and trusted errors lie below the mean (by 4 % for
+    the host's part of eight replays among busy neighbours). The time of a replay is a sum of means.
     """
     expected_ns = {shape: _expected_ns(tables, shape) for shape, _ in found}
     kept = [(expected_ns[shape], ns) for shape, ns in found if ns <= STALL * expected_ns[shape]]
@@ -151,7 +193,7 @@ def _sample(point: Point, weight: float) -> Sample:
 
 
 def terms(shape: Shape) -> Terms:
-    """The table entries that a duration is the sum of; as TableCost adds them."""
+    """The table entries that TableCost adds up to a shape's duration."""
     if isinstance(shape, Planned):
         admitted: Terms = [(PROMPTS, (shape.prompts,))] if shape.prompts else []
         return [(HOST, (shape.items,)), *admitted]
@@ -166,12 +208,12 @@ def terms(shape: Shape) -> Terms:
         if not context:
             found.append((FIRST, (n,)))
         else:
-            found.append((DECODE, (context,)) if n == 1 else (CHUNK, (n, context)))
+            found.append((DECODE, (context,)) if n == 1 else (PREFILL_SLICE, (n, context)))
     return found
 
 
 def anchored(samples: Sequence[Sample]) -> list[Sample]:
-    """With a copy of no bytes beside those of nearly one size."""
+    """The samples, and an empty copy in each direction whose copies have nearly one size."""
     sizes: dict[str, set[int]] = {}
     for sample in samples:
         for name, (nbytes, *_) in sample.terms:
@@ -210,13 +252,13 @@ def _nodes(values: set[int], steps: int) -> Nodes:
 
 
 def _complete(tables: dict[str, Table]) -> dict[str, Table]:
-    """Adds what no launch showed: tables that answer with the nearest kind that was seen."""
+    """Adds tables for kinds that no launch showed: each answers with the nearest kind seen."""
     zero = Table(((1,),), (0.0,))
     first = tables.setdefault(FIRST, zero)
     tables.setdefault(HEAD, zero)
     tables.setdefault(DECODE, Table(((1,),), (first.values[0],)))
-    if CHUNK not in tables:  # n tokens behind a context cost about as a whole slice of both
+    if PREFILL_SLICE not in tables:  # n tokens behind a context cost about as one slice of both
         sizes = (1, *(n for n in first.axes[0] if n > 1))
         grid = [first.value((n + context,)) for n in sizes for context in (0, *sizes)]
-        tables[CHUNK] = Table((sizes, (0, *sizes)), tuple(grid))
+        tables[PREFILL_SLICE] = Table((sizes, (0, *sizes)), tuple(grid))
     return tables

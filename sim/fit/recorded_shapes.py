@@ -1,4 +1,4 @@
-"""Recorded steps as shapes with durations: what cost tables are fitted to and judged by."""
+"""Recorded steps as shapes with durations, to which cost tables are fitted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Copied(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """The host's part of a plan: its slices and copies, and those of several tokens."""
+    """The host's part of a plan: its slices and copies, and the slices of several tokens."""
 
     items: int
     prompts: int = 0
@@ -79,8 +79,8 @@ class Point:
 def observed(steps: Any) -> list[Observed]:
     """Every duration in a STEPS table (Arrow or pandas): launches, copies, host parts of plans.
 
-    Launches that train are left out: sim.fit.fit_tables knows them by their job. Host parts count
-    where any is above zero: a step table from elsewhere may have none.
+    Training launches are left out: sim.fit.fit_tables reads them with their jobs. Host parts count
+    if any is above zero: a step table of another engine may have none.
     """
     rows = rows_of(steps)
     found: list[Observed] = []
@@ -110,12 +110,12 @@ def rows_of(steps: Any) -> list[dict[str, Any]]:
 
 
 def trains(row: Mapping[str, Any]) -> bool:
-    """Whether a row of STEPS is a launch of training; tables of before say nothing of it."""
+    """Whether a row of STEPS is a training launch; a table without the column has none."""
     return row.get("work") in TRAINING_WORKS
 
 
 def points(found: Iterable[Observed]) -> list[Point]:
-    """One point per distinct shape, in order of first sight: the median forgives single spikes."""
+    """One point per distinct shape, in order of appearance: the median ignores single spikes."""
     times: dict[Shape, list[int]] = defaultdict(list)
     for shape, ns in found:
         times[shape].append(ns)

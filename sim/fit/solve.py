@@ -15,25 +15,30 @@ NOTHING = 1e-12  # of the largest gradient at zero: no column is worth taking in
 
 
 def nonnegative(rows: Array, target: Array, most: int) -> Array:
-    """The x >= 0 with least |rows x - target|, by scipy where it is installed: it takes a tenth of
-    the time. RuntimeError if that is not found in `most` turns."""
+    """The x >= 0 with least |rows x - target|, by scipy where it is installed: ten times as fast.
+
+    RuntimeError if no solution is found in `most` turns.
+    """
     try:
         from scipy.optimize import nnls  # takes longer to import than a profile to read
-    except ImportError:  # on a GPU machine that has no more than torch brings along
+    except ImportError:  # a GPU machine may have nothing beside torch's own dependencies
         return active_set(rows, target, most)
     solution: Any = nnls(rows, target, maxiter=most)[0]
     return np.asarray(solution)
 
 
 def active_set(rows: Array, target: Array, most: int) -> Array:
-    """The same by Lawson and Hanson's active set: columns come in by their gradient, the best of
-    them first, and leave where the best fit of those inside would have them negative."""
+    """Non-negative least squares by Lawson and Hanson's active set.
+
+    The column with the best gradient enters; columns leave that the best fit of the set would make
+    negative.
+    """
     x, inside = np.zeros(rows.shape[1]), np.zeros(rows.shape[1], dtype=bool)
-    useless = inside.copy()  # came in and left at once: rounding alone made them look good
-    least = NOTHING * float(np.abs(rows.T @ target).max(initial=0.0))
+    useless = inside.copy()  # entered and left at once: rounding alone made them look good
+    threshold = NOTHING * float(np.abs(rows.T @ target).max(initial=0.0))
     for _ in range(most):
         gradient = np.where(inside | useless, -np.inf, rows.T @ (target - rows @ x))
-        if (inside | useless).all() or gradient.max() <= least:
+        if (inside | useless).all() or gradient.max() <= threshold:
             return x
         newest = int(gradient.argmax())
         inside[newest] = True
@@ -74,8 +79,8 @@ def solve(grids: Mapping[str, tuple[Nodes, ...]], samples: Sequence[Sample]) -> 
 
     Errors count relative to each sample's duration, so that short launches matter as much as long
     ones. Values are sums of non-negative increments. Where data leaves a node free, light pulls
-    decide: towards straight lines, and of constants to tables that all samples touch. Outliers
-    lose weight (Huber, iterated).
+    decide: towards straight lines, and for constants towards tables that all samples touch.
+    Outliers lose weight (Huber, iterated).
     """
     start, sizes = {}, 0
     for name, axes in grids.items():
@@ -87,7 +92,7 @@ def solve(grids: Mapping[str, tuple[Nodes, ...]], samples: Sequence[Sample]) -> 
     prior = _prior(grids, start, design, ns)
     expected, weights = ns, given
     for _ in range(ROUNDS):
-        # Errors relative to what is expected: relative to ns, its noise would bias the fit down.
+        # Errors are relative to the expected duration: noise in ns would bias the fit down.
         scale = weights / expected
         rows = np.vstack([design * scale[:, None], prior])
         target = np.concatenate([ns * scale, np.zeros(len(prior))])
@@ -126,7 +131,7 @@ def _prior(
 
 
 def _leverages(relative: Array) -> Array:
-    """What a ns at each node changes in a typical launch that touches it: the unit of kinks."""
+    """The relative change that 1 ns at a node makes in a typical launch that touches it."""
     touched = (relative > 0).sum(axis=0)
     leverages = np.sqrt((relative**2).sum(axis=0) / np.maximum(touched, 1))
     leverages[touched == 0] = leverages[touched > 0].min()
@@ -157,9 +162,9 @@ def _pulls(
 ) -> Array:
     """One row per table that not every sample touches, for its first value.
 
-    What every launch costs belongs to a table that every launch touches. Without this, launches
-    that all sample would leave it to chance whether the head has it, and one that samples nothing
-    would be priced without.
+    A cost that every launch has belongs to a table that every launch touches. Where all launches
+    sample, chance alone would otherwise put that cost in the head's table, and a launch without
+    sampled rows would be priced without it.
     """
     rows, size = [np.zeros(design.shape[1])], design.shape[1]
     for name, axes in grids.items():
@@ -183,7 +188,7 @@ def _rises(grids: Mapping[str, tuple[Nodes, ...]], size: int) -> Array:
 
 
 def _nonnegative(rows: Array, target: Array) -> Array:
-    """Least squares over x >= 0, on the triangle that has the same answer, columns normed."""
+    """Least squares over x >= 0, on the triangle of a QR decomposition, columns normed."""
     norms = np.linalg.norm(rows, axis=0)
     norms[norms == 0] = 1.0
     triangle: Any = np.linalg.qr(np.column_stack([rows / norms, target]), mode="r")

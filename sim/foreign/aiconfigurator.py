@@ -1,4 +1,4 @@
-"""The cost model of AIConfigurator's measured tables, after throwing out what cannot be true."""
+"""The cost model of AIConfigurator's measured tables, less cells that beat the device's peaks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AiConfiguratorCost(ShapePriced):
-    """Products by (rows, out, in), prompts one by one, decodes at their mean context; merged q/k/v
-    and gate/up as serving engines run them.
+    """Products by (rows, out, in), prompts one by one, decodes at their mean context.
 
-    Elementwise kernels are not in the tables: their bytes at the device's bandwidth, and its
-    kernel_ns for FUSED_KERNELS a layer. A prompt slice behind a context costs the prompt of as
-    many query-key pairs. Copies and the host are the device's.
+    Projections of q/k/v and of gate/up are merged, as in serving engines. The tables lack
+    elementwise kernels: these cost their bytes at the device's bandwidth, and its kernel_ns for
+    FUSED_KERNELS a layer. A prompt slice behind a context costs a prompt of as many query-key
+    pairs. Copies and the host cost what the device's roofline says.
     """
 
     products: tuple[Lookup, ...]  # of one layer, in ns by rows
@@ -117,9 +117,9 @@ class AiConfiguratorCost(ShapePriced):
 
 
 def keep_sane(rows: Any, device: Device, model: ModelSpec, name: str) -> Any:
-    """Rows whose latency is a finite time that the device's peaks allow; the log counts the rest.
+    """Rows with a finite latency that the device's peaks allow; the log counts the rest.
 
-    `rows` has latency (ms), flops and nbytes.
+    `rows` has latency (ms), flops and nbytes. ValueError where no row is left.
     """
     seconds = rows["latency"] / 1e3
     floor = np.maximum(
@@ -143,7 +143,7 @@ def keep_sane(rows: Any, device: Device, model: ModelSpec, name: str) -> Any:
 
 
 def product_table(rows: Any, outputs: int, inputs: int) -> Table:
-    """Nanoseconds by rows of a product that need not be on the (n, k) grid: straight between."""
+    """Nanoseconds by rows of a product, interpolated between the (n, k) of the grid."""
     nodes_n, nodes_k = (tuple(sorted(set(rows[axis].tolist()))) for axis in ("n", "k"))
     total: Any = 0.0
     for i, at_n in hats(nodes_n, outputs):
@@ -162,7 +162,7 @@ def product_table(rows: Any, outputs: int, inputs: int) -> Table:
 
 
 def _rows(folder: Path, table: str) -> Any:
-    """The table whose file's name begins so. ValueError where there is none, or no times in it."""
+    """The table in the file of that prefix. ValueError without such a file, or without times."""
     found = sorted(folder.glob(f"{table}*.parquet"))
     if not found:
         raise ValueError(f"{folder} has no {table}*.parquet; add that table of AIConfigurator's")
@@ -193,11 +193,11 @@ def _attention(folder: Path, device: Device, model: ModelSpec) -> tuple[Lookup, 
 
 
 def _heads(rows: Any, model: ModelSpec) -> Any:
-    wanted = {"num_heads": model.num_heads, "head_dim": model.head_dim, **PICKED}
+    picked = {"num_heads": model.num_heads, "head_dim": model.head_dim, **PICKED}
     grouped = {model.num_kv_heads}
     if model.num_kv_heads == model.num_heads:
-        grouped.add(0)  # some tables write plain heads so
-    for column, value in wanted.items():
+        grouped.add(0)  # some tables write 0 for heads that are not grouped
+    for column, value in picked.items():
         rows = rows[rows[column] == value]
     rows = rows[rows["num_key_value_heads"].isin(grouped)]
     if rows.empty:

@@ -1,4 +1,4 @@
-"""The cost model of foreign kernel profiles: vLLM's layers, timed one by one by LLMServingSim."""
+"""The cost model of LLMServingSim's kernel profiles, which time vLLM's layers one by one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from sim.foreign.measured import read_times
 Bucket = tuple[int, ...]  # the class on each axis
 EDGES = (  # upper ends of the classes; the profile's own nodes lie at or below them
     (0, 22, 45, 90, 181, 362, 724, 1448),  # prompt tokens: halfway between 16, 32, ... 2048
-    (0, 1024, 4096),  # tokens behind the prompt slices
+    (0, 1024, 4096),  # tokens in KV before the prompt slices
     (2, 4, 8, 16, 32, 64, 128),  # decodes
-    (0.05, 0.15, 0.4, 0.7),  # shape: (mean - least) / (most - least) of their contexts
+    (0.05, 0.15, 0.4, 0.7),  # shape: (mean - shortest) / (longest - shortest) of their contexts
     (1024, 4096, 16384),  # their longest context
 )
 MIXES = ("pc", "kp", "n", "nb", "kv_big")
@@ -29,10 +29,10 @@ TIMES = ("t_mean_us", "t_max_us", "t_skew_us")  # columns of skew.csv.gz
 
 
 class Mix(NamedTuple):
-    """What the cost of unequal contexts depends on."""
+    """The quantities that the cost of unequal contexts depends on."""
 
-    chunk: float  # prompt tokens in the launch
-    behind: float  # and tokens in KV before them
+    prompt_tokens: float  # in the launch
+    prompt_context: float  # tokens in KV before them
     decodes: float
     shape: float
     longest: float
@@ -56,12 +56,22 @@ class Skew:
 
 
 def fit_skew(rows: Any, per_bucket: bool) -> Skew:
-    """Least squares of measured times, all rows as one or each bucket for itself.
+    """Least squares of measured times, over all rows or per bucket.
 
-    `rows`: a frame of skew.csv.gz with pc, kp (prompt and context), n (decodes), nb (of them long),
-    kv_big (how long), t_mean_us, t_max_us, t_skew_us. Times are sums of three runs, which cancels
-    here. A batch of two lengths has the shape nb / n. Rows whose longest context takes as long as
-    the mean tell nothing. ValueError for what is no time.
+    Times are sums of three runs, which cancels here. A batch of two lengths has the shape nb / n.
+    Rows whose longest context takes as long as the mean add nothing.
+
+    Args:
+        rows: a frame of skew.csv.gz with pc and kp (prompt tokens and context), n (decodes), nb
+            (long ones among them), kv_big (context of the long ones), t_mean_us, t_max_us and
+            t_skew_us.
+        per_bucket: whether each bucket gets an alpha of its own.
+
+    Returns:
+        The fitted alphas.
+
+    Raises:
+        ValueError: a time is no finite number or below zero.
     """
     for name in TIMES:
         check_times(rows[name])
@@ -91,9 +101,9 @@ PER_LAYER = {
 PER_STEP = ("embedding", "final_layernorm")
 PER_SEQUENCE = ("lm_head", "sampler")
 SKEWS = ("none", "default", "per_bucket")
-ATTENTION = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")  # columns of it
+ATTENTION = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")  # columns of attention.csv
 AXES = ("prompt tokens", "their context", "decodes", "context")  # of attention
-FEW = 4  # steps that are sooner priced one by one than as arrays
+FEW = 4  # fewer steps are priced faster one by one than as arrays
 GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))  # vLLM's CUDA graphs, default
 
 
@@ -104,8 +114,9 @@ class KernelProfileCost(ShapePriced):
     dense         by new tokens of a launch, padded to the next of `padded_to` (CUDA graphs)
     head          by sampled rows
     attention     one kernel for all slices: prompt tokens, their context, decodes, mean context
-    skew          what unequal contexts of decodes add
-    step_ns       on the device per launch, `host_ns` on the host per plan: nothing was profiled
+    skew          extra time of decodes with unequal contexts
+    step_ns       on the device per launch; given, not profiled
+    host_ns_per_plan  on the host per plan; given, not profiled
     """
 
     dense: Table
@@ -159,7 +170,7 @@ class KernelProfileCost(ShapePriced):
 
     @property
     def provenance(self) -> str:
-        """The folder of the profile, and what was made of it."""
+        """The folder of the profile, and the options that it was read with."""
         skew = "per_bucket" if self.skew.by_bucket else "default" if self.skew.default else "none"
         parts = [f"kernel profile {self.source}, taken for {self.model.name}", f"skew {skew}"]
         parts += ["padded to graphs"] if self.padded_to else []
@@ -169,7 +180,7 @@ class KernelProfileCost(ShapePriced):
 
     @property
     def extrapolated(self) -> dict[str, int]:
-        """Look-ups outside the profile, by table and axis; empty is good."""
+        """Number of look-ups outside the profile, by table and axis; empty is good."""
         tables = {lookup.name: lookup.outside for lookup in (self._dense, self._head)}
         return {name: n for name, n in (tables | self._watch.outside).items() if n}
 
@@ -178,7 +189,7 @@ class KernelProfileCost(ShapePriced):
         return self._ns(sum(tokens), Load.of(zip(tokens, contexts, strict=True)), samples)
 
     def served_ns(self, launch: Launch) -> int:
-        """One launch; of a cohort's decodes nothing is looked at but their sums and ends."""
+        """Duration of a serving launch; a decode batch enters by its sums and extremes alone."""
         tokens, samples = sizes(launch)
         return self._ns(tokens, load_of(launch, 0), samples)
 
@@ -192,26 +203,26 @@ class KernelProfileCost(ShapePriced):
         return self._attention_us(Load.of(zip(tokens, contexts, strict=True)))
 
     def _attention_us(self, load: Load) -> float:
-        chunk, behind, decodes, past, most, least = load
-        self._watch.look((chunk, behind, decodes, most))
+        prompt_tokens, prompt_context, decodes, past, longest, shortest = load
+        self._watch.look((prompt_tokens, prompt_context, decodes, longest))
         if not decodes:
-            return self.attention.value((chunk, behind, 0, 0))
-        rows, mean = self._rows(chunk, behind, decodes), past / decodes
+            return self.attention.value((prompt_tokens, prompt_context, 0, 0))
+        rows, mean = self._rows(prompt_tokens, prompt_context, decodes), past / decodes
         at_mean = sum([weight * row.value((mean,)) for row, weight in rows])
-        if most == least:
+        if longest == shortest:
             return at_mean
-        mix = Mix(chunk, behind, decodes, (mean - least) / (most - least), most)
-        alpha = self.skew.alpha(mix)
+        shape = (mean - shortest) / (longest - shortest)
+        alpha = self.skew.alpha(Mix(prompt_tokens, prompt_context, decodes, shape, longest))
         if not alpha:
             return at_mean
-        reach = sum([weight * row.value((most,)) for row, weight in rows]) - at_mean
+        reach = sum([weight * row.value((longest,)) for row, weight in rows]) - at_mean
         return at_mean + alpha * max(0.0, reach)
 
     def repeat_ns(self, launch: Launch, count: int) -> Any:
-        """See ShapePriced: decodes in one pass over the table, equal to the bit."""
+        """See ShapePriced.repeat_ns. Decodes take one pass over the table, equal to the bit."""
         tokens, samples = sizes(launch)
-        chunk, _, decodes, past, longest, shortest = load_of(launch, 0)
-        if chunk or count < FEW:
+        prompt_tokens, _, decodes, past, longest, shortest = load_of(launch, 0)
+        if prompt_tokens or count < FEW:
             return [self._ns(tokens, load_of(launch, step), samples) for step in range(count)]
         steps = np.arange(count)
         most: Any = longest + steps
@@ -233,10 +244,12 @@ class KernelProfileCost(ShapePriced):
         mixes = zip(shapes.tolist(), most.tolist(), strict=True)
         return np.array([self.skew.alpha(Mix(0, 0, decodes, *mix)) for mix in mixes])
 
-    def _rows(self, chunk: int, behind: int, decodes: int) -> list[tuple[Ragged, float]]:
-        """Attention by context alone; kept where no prompt is in the launch."""
-        if chunk:
-            return self.attention.rows((chunk, behind, decodes))
+    def _rows(
+        self, prompt_tokens: int, prompt_context: int, decodes: int
+    ) -> list[tuple[Ragged, float]]:
+        """Attention by context alone; remembered for launches without prompts."""
+        if prompt_tokens:
+            return self.attention.rows((prompt_tokens, prompt_context, decodes))
         if decodes not in self._decode_rows:
             self._decode_rows[decodes] = self.attention.rows((0, 0, decodes))
         return self._decode_rows[decodes]
@@ -260,8 +273,8 @@ def _weighted(rows: list[tuple[Ragged, float]], points: Any) -> Any:
 
 
 def _summed(path: Path, rows: Any, axis: str, counts: dict[str, int]) -> Table:
-    """One table in ns of all layers named, each so many times. ValueError where one is missing, or
-    has no time where others have one."""
+    """One table in ns: the sum of the named layers, each times its count. ValueError where a layer
+    is missing, or lacks a time that another layer has."""
     try:
         times = rows.pivot(index=axis, columns="layer", values="time_us")
     except ValueError as error:

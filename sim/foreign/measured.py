@@ -1,4 +1,4 @@
-"""Tables of measured times as others keep them: each time is one, or the row of it is named."""
+"""Measured times in files of other projects: read and checked, with the row of a wrong one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ import pandas as pd
 
 
 def read_times(path: Path, columns: Sequence[str], times: Sequence[str]) -> Any:
-    """A frame of a .csv, .csv.gz or .parquet file that has these columns.
+    """A frame of a .csv, .csv.gz or .parquet file.
 
-    ValueError in one line with the file where it cannot be read, lacks a column, or has in a row
-    no time where one of `times` should be.
+    Args:
+        path: the file.
+        columns: columns that it must have.
+        times: columns that must hold times as well.
+
+    Returns:
+        The frame, in the file's units.
+
+    Raises:
+        ValueError: the file is damaged, lacks a column, or a cell of `times` is no time.
     """
     try:
         frame: Any = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
@@ -32,9 +40,14 @@ def read_times(path: Path, columns: Sequence[str], times: Sequence[str]) -> Any:
 
 
 def check_measured(values: Any, where: str) -> None:
-    """ValueError for the first time that is missing, no finite number or below zero, by its row.
+    """Checks that all values are finite and not below zero.
 
-    Rows count from 1; those of a table over two axes are told by both.
+    Args:
+        values: an array of one or two axes.
+        where: file and column, for the message.
+
+    Raises:
+        ValueError: a value is not; the message names its row from 1 on, by both axes of a table.
     """
     try:
         times = np.asarray(values, float)

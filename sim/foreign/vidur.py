@@ -1,4 +1,4 @@
-"""The cost model of Vidur, read from its own lookup tables: for comparison on equal costs."""
+"""The cost model of Vidur on its own lookup tables, for comparisons on equal costs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ REDUCE_LAUNCH_MS = 0.02
 class VidurCost(ShapePriced):
     """Milliseconds per layer by Vidur's rules (vidur@7d47513), times the layers of a model.
 
-    Dense operators by the launch's tokens padded to 8; decodes as one kernel at their mean
-    context; prompt slices as one whose square is the sum of squares. No embedding, head, sampler
-    or host time, as there. Outside a table the last node is scaled, and the log says so once.
+    Dense operators cost by the launch's tokens padded to 8. Decodes are one kernel at their mean
+    context. Prompt slices are one kernel whose square is the sum of their squares. As in Vidur,
+    embedding, head, sampler and host take no time. Outside a table the last node is scaled, and
+    the log says so once.
     """
 
     tables: Mapping[str, Any]  # arrays of an npz in ../shared/data/peers/cost_tables
@@ -44,7 +45,7 @@ class VidurCost(ShapePriced):
     _dense_ms: list[float] = field(init=False, repr=False, compare=False)
     _grouped: float = field(init=False, repr=False, compare=False)
     _once: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
-    # look-ups outside the tables, by table; empty is good
+    # number of look-ups outside each table; empty is good
     extrapolated: dict[str, int] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -62,7 +63,7 @@ class VidurCost(ShapePriced):
     def load(cls, path: Path, model: ModelSpec) -> VidurCost:
         """Reads one npz of lookup tables.
 
-        ValueError where it is none, where a table is missing, and for what is no time.
+        ValueError for a file of another kind, a missing table, and a cell that is no time.
         """
         try:
             with path.open("rb") as file, np.load(file) as arrays:
@@ -77,15 +78,15 @@ class VidurCost(ShapePriced):
 
     @property
     def provenance(self) -> str:
-        """The file the tables came from."""
+        """The file of the tables."""
         return f"Vidur's tables in {self.source}, taken for {self.model.name}"
 
     def served_ns(self, launch: Launch) -> int:
-        """One launch. Vidur asks the request, not the shape, whether one token is a decode."""
+        """Duration of a serving launch; as in Vidur, the request tells whether a token decodes."""
         return self._ns(self._mix_ms(*_mix(launch))[0])
 
     def repeat_ns(self, launch: Launch, count: int) -> list[int]:
-        """See ShapePriced: what changes from step to step alone is looked up again."""
+        """See ShapePriced.repeat_ns. Only entries that change from step to step are looked up."""
         decodes, past, cut = _mix(launch)
         if not cut:
             return self._decodes_ns(decodes, past, count)
@@ -98,7 +99,7 @@ class VidurCost(ShapePriced):
         return list(map(self._ns, self._mix_ms(decodes, past, cut, count)))
 
     def _decodes_ns(self, decodes: int, past: int, count: int) -> list[int]:
-        """Decodes alone: their mean context moves on by one a step, its node every KV_STEP."""
+        """Decodes alone: their mean context rises by one a step, its node every KV_STEP."""
         once, mean = self._once_ms(decodes), past // decodes
         found: list[int] = []
         while len(found) < count:
@@ -108,7 +109,7 @@ class VidurCost(ShapePriced):
         return found
 
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
-        """One launch where one token behind a context is a decode; rows of the head are free."""
+        """Duration of a launch in which one token behind a context decodes; the head is free."""
         return self._ns(self.layer_ms(tokens, contexts, [1] * len(tokens)))
 
     def _ns(self, layer_ms: float) -> int:
@@ -117,14 +118,16 @@ class VidurCost(ShapePriced):
     def layer_ms(
         self, tokens: Sequence[int], contexts: Sequence[int], prompts: Sequence[int]
     ) -> float:
-        """One layer: new tokens, tokens in KV and tokens of the whole prompt per slice."""
+        """Milliseconds of one layer by new tokens, tokens in KV and prompt tokens per slice."""
         return self._mix_ms(*_sorted(zip(tokens, contexts, prompts, strict=True)))[0]
 
     def _mix_ms(
         self, decodes: int, past: int, cut: Sequence[tuple[int, int]], count: int = 1
     ) -> list[float]:
-        """Decodes and their contexts' sum; tokens and context of each prompt slice; and so on, for
-        `count` steps."""
+        """Milliseconds of one layer at each of `count` steps.
+
+        `past` is the sum of the decodes' contexts; `cut` has tokens and context per prompt slice.
+        """
         tokens, squares = decodes, 0
         for n, _ in cut:
             tokens += n
@@ -152,7 +155,7 @@ class VidurCost(ShapePriced):
         return ms * self._grouped if decodes > 1 else ms
 
     def _once_ms(self, total: int) -> float:
-        """What depends on the tokens of a launch alone."""
+        """Operators that depend on the tokens of a launch alone."""
         ms = self._once.get(total)
         if ms is None:
             ms = self._at("attn_kv_cache_save_ms", self.tables["attn_kv_cache_save_ms"], total - 1)
@@ -169,7 +172,7 @@ class VidurCost(ShapePriced):
         return 0
 
     def plan_ns(self, items: int, prompts: int = 0) -> int:
-        """None, see `host_ns`."""
+        """No host time, see `host_ns`."""
         return 0
 
     def _at(self, name: str, values: Sequence[float], index: int) -> float:
@@ -198,7 +201,7 @@ Mix = tuple[int, int, list[tuple[int, int]]]  # see VidurCost._mix_ms
 
 
 def _mix(launch: Launch) -> Mix:
-    """What a launch is made of."""
+    """Decodes and prompt slices of a launch."""
     pieces = launch.pieces
     assert isinstance(launch.op, Compute)
     if isinstance(pieces, Pieces) and isinstance(pieces.contexts, Contexts):
@@ -215,9 +218,10 @@ def _mix(launch: Launch) -> Mix:
 
 
 def _sorted(rows: Iterable[tuple[int, int, int]], decodes: int = 0, behind: int = 0) -> Mix:
-    """Decodes and prompt slices among tokens, contexts and prompts' tokens; behind some decodes.
+    """Sorts rows of (tokens, context, prompt tokens) into decodes and prompt slices.
 
-    Vidur counts the token in hand to its context.
+    `decodes` and `behind`, the sum of their contexts, come before the rows. As in Vidur, a decode's
+    context includes the token in hand.
     """
     past = behind + decodes
     cut: list[tuple[int, int]] = []

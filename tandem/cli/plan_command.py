@@ -17,7 +17,7 @@ from engine.contract.regions import Tier
 from engine.results.recorder import Recorder
 from policies.training.out_of_memory import DoesNotFit, OutOfMemory
 from sim.cost.contract import LaunchCost
-from sim.cost.tie_sensitivity import Late
+from sim.cost.tie_sensitivity import SlowerCopies
 from sim.executor import SimExecutor
 from tandem.cli.terminal import search_bar, shown_bytes, shown_parts, shown_seconds, shown_times
 from tandem.config.compose import ComposedConfig
@@ -49,7 +49,7 @@ class Foresight:
     @cached_property
     def late(self) -> Run:
         """The same with copies to the host a little slower than foreseen."""
-        return _simulated(self.setting, Late(self.setting.cost, LATE))
+        return _simulated(self.setting, SlowerCopies(self.setting.cost, LATE))
 
     @property
     def step_s(self) -> float:

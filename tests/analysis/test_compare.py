@@ -43,7 +43,7 @@ def test_equal_runs_agree_in_everything(make: Maker) -> None:
     assert (found.split["total"] == 0).all() and len(found.split) == 7
     assert found.plans.share == 1.0 and found.plans.divergence is None
     assert (found.requests["e2e_error"] == 0).all() and len(found.requests) == 8
-    assert found.settings["key"].tolist() == ["backend.name"]
+    assert found.config_differences["key"].tolist() == ["backend.name"]
 
 
 def test_a_prediction_ten_percent_slow_shows_it_everywhere(make: Maker) -> None:

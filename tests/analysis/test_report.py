@@ -186,7 +186,7 @@ def test_a_server_that_shows_no_plans_is_not_said_to_decide_otherwise(
 @pytest.mark.parametrize(
     ("timing", "decisions", "why"),
     [
-        (0.09, -0.10, "does not tell which it is"),
+        (0.09, -0.10, "does not tell them apart"),
         (0.09, 0.10, "comes from decisions that diverged"),
         (0.09, -0.02, "comes from durations of steps"),
     ],

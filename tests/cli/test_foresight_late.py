@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.contract.executor import Launch
 from engine.contract.plan import Copy
 from engine.contract.regions import Kind, Place, Region, Tier
-from sim.cost.tie_sensitivity import Late
+from sim.cost.tie_sensitivity import SlowerCopies
 from tandem.cli.plan_command import LATE, foresee, told
 from tandem.config.compose import composed
 
@@ -29,7 +29,7 @@ class Flat:
 
 
 def test_only_copies_to_the_host_are_late() -> None:
-    late = Late(Flat(), 0.03)
+    late = SlowerCopies(Flat(), 0.03)
     here, away = (Place(Region(0, Kind.WEIGHT), tier) for tier in (Tier.GPU, Tier.HOST))
     assert late.copy_ns(Launch(Copy(here, away), nbytes=1)) == 1030
     assert late.copy_ns(Launch(Copy(away, here), nbytes=1)) == 1000

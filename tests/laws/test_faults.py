@@ -29,7 +29,7 @@ from engine.results.plan_log import read_plans
 from engine.results.schema import TABLES
 from runtime.serving.kv import Arena
 from sim.cost.piecewise import Ragged, Table
-from sim.cost.tables import CHUNK, DECODE, FIRST, HEAD, HOST, LINEAR, TableCost
+from sim.cost.tables import DECODE, FIRST, HEAD, HOST, LINEAR, PREFILL_SLICE, TableCost
 from sim.foreign.aiconfigurator import AiConfiguratorCost
 from sim.foreign.kernel_profile import KernelProfileCost
 from sim.foreign.vidur import VidurCost
@@ -216,7 +216,9 @@ def profiled(folder: Path, longest: int = 4000) -> Path:
     names = dict.fromkeys((LINEAR, HEAD, FIRST, DECODE, HOST, "gpu->host", "host->gpu"), line)
     spec = setting_of(composed(SMALL)).spec
     folder.mkdir()
-    cost = TableCost({**names, CHUNK: grid}, spec, PageSize(16, 16 * spec.kv_token_bytes), "a test")
+    cost = TableCost(
+        {**names, PREFILL_SLICE: grid}, spec, PageSize(16, 16 * spec.kv_token_bytes), "a test"
+    )
     cost.save(folder / "cost.json")
     return folder
 

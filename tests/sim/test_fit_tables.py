@@ -11,7 +11,7 @@ import pytest
 
 from engine.results.schema import STEPS
 from sim.cost.piecewise import Table
-from sim.cost.tables import CHUNK, DECODE, HEAD, HOST, TableCost
+from sim.cost.tables import DECODE, HEAD, HOST, PREFILL_SLICE, TableCost
 from sim.fit.errors import OPERATOR, errors, operator_errors, ruling
 from sim.fit.fit_tables import _grids, anchored, fit, fit_observed, terms
 from sim.fit.recorded_shapes import Launched, observed
@@ -171,7 +171,7 @@ def test_errors_by_operator_point_at_the_table_that_is_wrong(noisy: Log, cost: T
     frame = operator_errors(wrong, observed(noisy.table()))
     assert set(frame.index) == {OPERATOR + name for name in cost.tables}
     assert 0.25 < frame.loc[OPERATOR + DECODE, "bias"] < 0.5
-    for name in (CHUNK, HOST, "gpu->host", "host->gpu contended"):
+    for name in (PREFILL_SLICE, HOST, "gpu->host", "host->gpu contended"):
         assert abs(frame.loc[OPERATOR + name, "bias"]) < 0.02, name
     assert frame.loc[OPERATOR + HEAD, "rows"] == 0 and np.isnan(frame.loc[OPERATOR + HEAD, "mape"])
     for shape, _ in observed(noisy.table())[:50]:

@@ -1,1 +1,4 @@
-"""What the training experiments of conf/experiment show: a file each, named as theirs."""
+"""Figures of the training experiments in conf/experiment: a module for each, named after it.
+
+May import analysis and engine.results.schema.
+"""

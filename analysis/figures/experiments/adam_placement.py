@@ -1,4 +1,4 @@
-"""Where Adam runs: on the host, on the device, or there as far as the margin goes."""
+"""Placement of Adam: on the host, on the device, or on the device as far as the margin goes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXT = (
 
 
 def adam_placement_data(runs: pd.DataFrame) -> pd.DataFrame:
-    """Columns policy, updates (as asked for), device_bytes, device_share (of updates, in percent),
+    """Columns policy, updates (as configured), device_bytes, device_share (of updates, in percent),
     copied_bytes, step_s."""
     rows = finished(runs)
     out = pd.DataFrame({"policy": rows["policy"], "updates": rows["config.memory.updates"]})
@@ -40,7 +40,7 @@ def plot_adam_placement(data: pd.DataFrame, ax: Any) -> Any:
 
 
 def drawn(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
-    """Draws and saves it."""
+    """Draws and saves the figure."""
     data = adam_placement_data(runs)
     parts, size = [data, data], (10.5, 3.4)
     return panel("adam_placement", parts, plot_adam_placement, size, folder, text=TEXT)

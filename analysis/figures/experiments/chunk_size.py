@@ -1,4 +1,4 @@
-"""What the size of chunks does: footprint, copies and the step."""
+"""Footprint, copies and step time over the size of chunks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MEBI = 1 << 20
 TEXT = (
     "Chunk size",
     "Left: all states as they are laid out, the unused ends of chunks among them. Middle: bytes "
-    "copied between host and device in a settled step. Right: how long it takes. Sizes that are "
-    "missing do not fit.",
+    "copied between host and device in a settled step. Right: its duration. Missing sizes do not "
+    "fit.",
 )
 
 
@@ -43,6 +43,6 @@ def plot_chunk_size(data: pd.DataFrame, ax: Any) -> Any:
 
 
 def drawn(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
-    """Draws and saves it."""
+    """Draws and saves the figure."""
     data = chunk_size_data(runs)
     return panel("chunk_size", [data] * 3, plot_chunk_size, (12.5, 3.2), folder, text=TEXT)

@@ -1,4 +1,4 @@
-"""Which figure belongs to which experiment."""
+"""The figure of each training experiment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FIGURES: Mapping[str, Draw] = {
 
 
 def training_figures(runs: pd.DataFrame, root: Path, folder: Path) -> list[Shown]:
-    """Draws and saves the figure of each experiment among the runs; none of other sweeps."""
+    """Draws and saves the figure of each training experiment among the runs."""
     if "experiment" not in runs:
         return []
     kinds = runs.groupby("experiment", sort=True)

@@ -1,4 +1,4 @@
-"""Who leaves first: Belady's OPT, LRU and FIFO over the memory of the device."""
+"""Eviction orders over the memory of the device: Belady's OPT, LRU and FIFO."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from analysis.figures.run_figures import Shown, panel
 
 TEXT = (
     "Eviction",
-    "Bytes copied between host and device in a settled step (left), and how long it takes "
-    "(right), over the device's memory as a share of all model states. OPT knows the future.",
+    "Bytes copied between host and device in a settled step (left), and its duration (right), "
+    "over the device's memory as a share of all model states. OPT knows the future.",
 )
 
 
@@ -38,6 +38,6 @@ def plot_eviction(data: pd.DataFrame, ax: Any) -> Any:
 
 
 def drawn(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
-    """Draws and saves it."""
+    """Draws and saves the figure."""
     data = eviction_data(runs)
     return panel("eviction", [data, data], plot_eviction, (10.5, 3.4), folder, text=TEXT)

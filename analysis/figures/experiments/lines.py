@@ -1,4 +1,4 @@
-"""What figures of experiments have in common: finished runs, units, lines in policies' colours."""
+"""Shared parts of experiments' figures: finished runs, units, lines in policies' colours."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from analysis.figures.style import BLACK, BLUE, COLORS, GREEN, ORANGE, PINK, RED
 OTHERS = (BLUE, RED, GREEN, ORANGE, PINK, SKY, BLACK)
 STEPS = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 COUNTS = {"G": ", billions", "M": ", millions", "k": ", thousands", "": ""}
-FIRST = "train_steps"  # a metric that every run has that trained
+FIRST = "train_steps"  # a metric of every run with training
 
 
 class FigureAxis(NamedTuple):
-    """A column of a frame, and how it is shown: in units of so much each, on a log scale."""
+    """A column of a frame with its label, the size of its unit, and whether its scale is a log."""
 
     column: str
     label: str
@@ -29,7 +29,7 @@ def finished(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def scaled(values: pd.Series) -> tuple[float, str]:
-    """A unit that suits the largest of some numbers, and its prefix: 1e9 is G."""
+    """A unit that suits the largest value, and its prefix: 1e9 is G."""
     largest = float(values.max()) if len(values) else 0.0
     return next((step for step in STEPS if largest >= step[0]), STEPS[-1])
 
@@ -47,7 +47,7 @@ def numbers_axis(data: pd.DataFrame, column: str, label: str) -> FigureAxis:
 
 
 def plot_lines(data: pd.DataFrame, ax: Any, x: FigureAxis, y: FigureAxis, by: str) -> Any:
-    """A line per value of the column `by`: in its colour where that is a policy's name."""
+    """A line per value of the column `by`, in the policy's colour if the value is a policy."""
     ax = axes(ax)
     for number, (name, part) in enumerate(data.groupby(by, sort=True)):
         rows = part.dropna(subset=[x.column, y.column]).sort_values(x.column)

@@ -1,4 +1,4 @@
-"""From which link bandwidth on it pays to send activations out rather than compute them again."""
+"""The link bandwidth from which offloading activations is faster than recomputing them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TEXT = (
 
 
 def link_bandwidth_data(runs: pd.DataFrame) -> pd.DataFrame:
-    """Columns policy, modes, link_bytes_per_s, tokens_per_s, step_s, crossover_bytes_per_s (the
-    same in all rows; NaN where there is none)."""
+    """Columns policy, modes, link_bytes_per_s, tokens_per_s, step_s, crossover_bytes_per_s (one
+    value in all rows; NaN without a crossover)."""
     rows = finished(runs)
     out = pd.DataFrame({"policy": rows["policy"], "modes": rows["config.planner.modes"]})
     out["link_bytes_per_s"] = rows["config.device.to_device_bytes_per_s"].astype(float)
@@ -34,21 +34,21 @@ def link_bandwidth_data(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def crossover(data: pd.DataFrame, mode: str, other: str) -> float:
-    """The bandwidth from which on a mode's steps are no longer than another's, at all larger ones.
+    """The bandwidth from which a mode's steps are at most as long as another's.
 
-    Between two that were tried it is read off straight lines over the logarithm. NaN where the
-    mode is slower at the largest, or never was.
+    It is interpolated between two measured bandwidths, linearly over the logarithm. NaN if the mode
+    is slower at the largest bandwidth, or at none.
     """
     times = data.pivot_table(index="link_bytes_per_s", columns="modes", values="step_s")
     if mode not in times or other not in times:
         return nan
-    late = (times[mode] - times[other]).dropna().sort_index()
-    slower = late[late > 0]
-    if late.empty or slower.empty or slower.index[-1] == late.index[-1]:
+    excess_s = (times[mode] - times[other]).dropna().sort_index()
+    slower = excess_s[excess_s > 0]
+    if excess_s.empty or slower.empty or slower.index[-1] == excess_s.index[-1]:
         return nan
     low = float(slower.index[-1])
-    high = float(late.index[late.index > low][0])
-    part = float(late[low]) / float(late[low] - late[high])
+    high = float(excess_s.index[excess_s.index > low][0])
+    part = float(excess_s[low]) / float(excess_s[low] - excess_s[high])
     return exp(log(low) + part * (log(high) - log(low)))
 
 
@@ -67,6 +67,6 @@ def plot_link_bandwidth(data: pd.DataFrame, ax: Any = None) -> Any:
 
 
 def drawn(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
-    """Draws and saves it."""
+    """Draws and saves the figure."""
     parts = [link_bandwidth_data(runs)]
     return panel("link_bandwidth", parts, plot_link_bandwidth, (6.5, 3.6), folder, text=TEXT)

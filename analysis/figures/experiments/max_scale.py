@@ -15,9 +15,9 @@ HOST = "config.budget.host_bytes"
 REFUSED = "does_not_fit"  # a status of runs
 TEXT = (
     "Maximum scale",
-    "The largest model of those tried that trains inside the device, by the host memory beside "
-    "it. Hollow (is_bound): none was too large, so the true limit lies above. No parameters: not "
-    "even the smallest trained.",
+    "The largest tried model that trains inside the device, by the host memory beside it. Hollow "
+    "(is_bound): no model was too large, so the true limit lies above. No parameters: not even "
+    "the smallest model trained.",
 )
 
 
@@ -33,7 +33,7 @@ def max_scale_data(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def plot_max_scale(data: pd.DataFrame, ax: Any = None) -> Any:
-    """A line per policy; hollow where the limit was not reached."""
+    """A line per policy; hollow points did not reach the limit."""
     x = bytes_axis(data, "host_bytes", "host memory")
     y = numbers_axis(data, "parameters", "parameters of the largest model that trains")
     ax = plot_lines(data, ax, x, y, "policy")
@@ -46,6 +46,6 @@ def plot_max_scale(data: pd.DataFrame, ax: Any = None) -> Any:
 
 
 def drawn(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
-    """Draws and saves it."""
+    """Draws and saves the figure."""
     parts = [max_scale_data(runs)]
     return panel("max_scale", parts, plot_max_scale, (6.5, 3.6), folder, text=TEXT)

@@ -1,4 +1,4 @@
-"""The memory tide: chunks on the device while everything else rises and falls."""
+"""PatrickStar's memory tide: bytes left to chunks as activations and workspace rise and fall."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from analysis.usage import pools
 
 STATES = ("weight", "gradient", "optimizer")  # what chunks hold
 OTHERS = ("activation", "buffer")
-BINS = 600  # of a picture's width; the fullest row of each is kept
+BINS = 600  # columns of a figure; the fullest row of each is kept
 TEXT = (
     "The memory tide",
     "States on the device, stacked from below, and activations with workspace, hanging from "
-    "above; black: what they leave to chunks. In the first step, which warms up, chunks get a "
+    "above; black: the bytes left to chunks. In the first step, which warms up, chunks get a "
     "fixed share; then they follow the tide, or, under a static partition, never do. Dotted: the "
     "ends of steps.",
 )
 
 
-def tide_data(run: Run, name: str) -> pd.DataFrame:
+def memory_tide_data(run: Run, name: str) -> pd.DataFrame:
     """Columns run, at_s, step (of the job), a column of bytes per kind of STATES, states, others,
     available (the capacity less others), capacity. The fullest row of each of BINS."""
     rows = pools(run)["gpu:0"].reset_index(drop=True)
@@ -44,8 +44,8 @@ def tide_data(run: Run, name: str) -> pd.DataFrame:
     return out.assign(capacity=rows["capacity_bytes"]).reset_index(drop=True)
 
 
-def plot_tide(data: pd.DataFrame, ax: Any) -> Any:
-    """One run: its step time is in the title."""
+def plot_memory_tide(data: pd.DataFrame, ax: Any) -> Any:
+    """One run, with its step time in the title."""
     unit, prefix = scaled(data["capacity"])
     at, below = data["at_s"], np.zeros(len(data))
     for kind in STATES:
@@ -66,17 +66,17 @@ def plot_tide(data: pd.DataFrame, ax: Any) -> Any:
 
 
 def drawn(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
-    """Draws and saves it: a row of axes per run."""
+    """Draws and saves the figure: a row of axes per run."""
     parts = [
-        tide_data(load(root / str(row["run"])), _name(row))
+        memory_tide_data(load(root / str(row["run"])), _name(row))
         for row in finished(runs).sort_values("overrides").to_dict("records")
     ]
     size, grid = (11, 2.8 * len(parts)), (len(parts), 1)
-    return panel("memory_tide", parts, plot_tide, size, folder, grid, text=TEXT)
+    return panel("memory_tide", parts, plot_memory_tide, size, folder, grid, text=TEXT)
 
 
 def _name(row: dict[Any, Any]) -> str:
-    """A run by what sets it apart, and how long its steps are."""
-    is_static = str(row.get("config.memory.static_partition")) == "True"  # others have none
+    """A run by its policy and partition, with its step time."""
+    is_static = str(row.get("config.memory.static_partition")) == "True"  # absent elsewhere
     kind = "static partition" if is_static else "tide"
     return f"{row['policy']}, {kind}: {row['mean_train_step_s']:.3g} s a settled step"

@@ -1,4 +1,4 @@
-"""Throughput against model size, and what is copied for it."""
+"""Throughput and copied bytes against model size."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def plot_model_size(data: pd.DataFrame, ax: Any) -> Any:
 
 
 def drawn(runs: pd.DataFrame, root: Path, folder: Path) -> Shown:
-    """Draws and saves it."""
+    """Draws and saves the figure."""
     data = model_size_data(runs)
     return panel("model_size", [data, data], plot_model_size, (10.5, 3.6), folder, text=TEXT)
