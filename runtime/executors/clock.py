@@ -129,7 +129,7 @@ class WallClock(simpy.Environment):
     def _at(self, real_ns: int) -> int:
         rate = self._rate
         if rate is None:
-            return int(self._now)
+            return int(super().now)
         return rate.at_ns + int((real_ns - rate.since_ns) * rate.factor)
 
     def paced(self, real_ns: int) -> int:
@@ -139,7 +139,7 @@ class WallClock(simpy.Environment):
     def start(self) -> None:
         """Lets time begin (the first step does it too), after what takes long to set up."""
         if self._rate is None:
-            self._rate = _Rate(int(self._now), time.perf_counter_ns(), self._pace())
+            self._rate = _Rate(int(super().now), time.perf_counter_ns(), self._pace())
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -164,8 +164,8 @@ class WallClock(simpy.Environment):
 
     def schedule(self, event: simpy.Event, priority: Any = NORMAL, delay: float = 0) -> None:
         """Counts a delay from the moment of the call, not from the event being handled."""
-        self._now = self.now
-        super().schedule(event, priority, delay)
+        passed_ns = self.now - super().now  # of the event being handled
+        super().schedule(event, priority, passed_ns + delay)
 
     def timeout(self, delay: float = 0, value: Any = None) -> simpy.events.Timeout:
         """As in simpy; a moment that has just passed (time is live) comes at once."""

@@ -20,7 +20,8 @@ from engine.contract.plan import COMPUTE_LANE, HOST_LANE, Compute, Lane, Op
 from engine.contract.regions import Tier
 from runtime.executors.clock import Timeline, WallClock, anchored
 from runtime.executors.device import count_peak, peak_since, stream_of
-from runtime.executors.streams import LaneMark, LaneWork, Machine, StreamExecutor, StreamLane
+from runtime.executors.machine import Machine
+from runtime.executors.streams import LaneMark, LaneWork, StreamExecutor, StreamLane
 from runtime.executors.wall import LaneClosedError, ThreadLane, punctual
 
 DEEP = 2  # launches of training on a stream at a time
@@ -110,7 +111,7 @@ class CudaLane:
     """
 
     def __init__(
-        self, name: Lane, clock: WallClock, machine: Machine, timeline: Timeline, device: int
+        self, name: Lane, clock: WallClock, machine: Machine[Any], timeline: Timeline, device: int
     ) -> None:
         self._stream = stream_of(device, name[1])
         self._clock, self.machine, self.timeline = clock, machine, timeline
@@ -217,7 +218,7 @@ class CudaExecutor(StreamExecutor):
     launch and come down, pinned, at the end of theirs.
     """
 
-    def __init__(self, clock: WallClock, machine: Machine, devices: int = 1) -> None:
+    def __init__(self, clock: WallClock, machine: Machine[Any], devices: int = 1) -> None:
         """On the thread that is going to run the engine: it polls, and has to wake on time."""
         punctual()
         for device in range(devices):

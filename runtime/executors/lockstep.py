@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import simpy
 import torch
@@ -13,10 +13,10 @@ import torch
 from engine.contract.executor import Executor, Lanes, Launch, Span
 from engine.contract.plan import Compute, Op, Slice
 from engine.contract.regions import Pool
+from runtime.executors.machine import Machine
 from runtime.executors.wall import Link
 from runtime.measure.reference import ClockPace
 from runtime.measure.tracker import Workspace
-from runtime.serving.machine import Prepared, ServingMachine
 
 
 class Predicted(Executor, Protocol):
@@ -28,10 +28,10 @@ class Predicted(Executor, Protocol):
 class LockstepExecutor:
     """Carries every operation out in issue order; its time is that of an executor beside it."""
 
-    def __init__(self, machine: ServingMachine, predicted: Predicted) -> None:
-        self.machine, self.store = machine, getattr(machine, "store", None)
+    def __init__(self, machine: Machine[Any], predicted: Predicted) -> None:
+        self.machine, self.store = machine, machine.store
         self._predicted, self.peak_bytes = predicted, predicted.peak_bytes
-        self._prepared: dict[Op, Prepared] = {}
+        self._prepared: dict[Op, Any] = {}
 
     def prepare(self, launches: Sequence[Launch]) -> int:
         """See Executor: packs the launches; the host's time is predicted."""
@@ -61,18 +61,18 @@ class CpuExecutor:
     def __init__(
         self,
         env: simpy.Environment,
-        machine: ServingMachine,
+        machine: Machine[Any],
         links: Mapping[str, Link] | None = None,
         workspace: Workspace | None = None,
         pace: ClockPace | None = None,
     ) -> None:
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # denormals made a matmul 30 times slower
-        self.machine, self.store = machine, getattr(machine, "store", None)
+        self.machine, self.store = machine, machine.store
         self._links = dict(links or {})
         self._workspace, self._pace = workspace, pace
         self._lanes = Lanes(env)
-        self._prepared: dict[Op, Prepared] = {}
+        self._prepared: dict[Op, Any] = {}
         self._since_ns: int | None = None  # from here on the host's time is not reported yet
         self._host_ns = 0
 
@@ -103,7 +103,7 @@ class CpuExecutor:
     def _paced(self, thread_ns: int, slices: Sequence[Slice]) -> int:
         return thread_ns if self._pace is None else round(thread_ns * self._pace.factor_of(slices))
 
-    def _peak_bytes(self, op: Op, prepared: Prepared) -> int | None:
+    def _peak_bytes(self, op: Op, prepared: Any) -> int | None:
         if self._workspace is None or not self._workspace.is_due(op):
             return None
         with self.paused():

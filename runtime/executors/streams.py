@@ -18,19 +18,8 @@ from engine.contract.executor import Launch, Span
 from engine.contract.plan import Copy, Lane, Op
 from engine.contract.regions import Kind, Place, Pool, Tier, is_workspace
 from runtime.executors.clock import WallClock
+from runtime.executors.machine import Machine
 from runtime.training.store import LaneStore
-
-
-class Machine(Protocol):
-    """Carries out launches: runtime.serving.machine.ServingMachine, or a fake one in tests."""
-
-    def prepare(self, launch: Launch) -> Any: ...
-
-    def start(self, prepared: Any) -> Any: ...
-
-    def collect(self, prepared: Any, tokens: Any) -> tuple[int, ...]: ...
-
-    def release(self, pool: Pool, pages: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +74,7 @@ class StreamExecutor:
     def __init__(
         self,
         clock: WallClock,
-        machine: Machine,
+        machine: Machine[Any],
         open_lane: Callable[[Lane], StreamLane],
         chunk_bytes: int | None = None,
         uploading: Callable[[Launch], AbstractContextManager[Any]] = lambda _: nullcontext(),
@@ -93,8 +82,7 @@ class StreamExecutor:
     ) -> None:
         self.clock = clock
         self.machine = machine
-        store = getattr(machine, "store", None)
-        self.store = None if store is None else LaneStore(store, late)
+        self.store = None if machine.store is None else LaneStore(machine.store, late)
         self._open_lane = open_lane
         self._chunk_bytes = chunk_bytes
         self._uploading = uploading

@@ -16,7 +16,8 @@ import torch
 from engine.contract.executor import Span
 from engine.contract.plan import COMPUTE_LANE, Lane
 from runtime.executors.clock import WallClock
-from runtime.executors.streams import LaneWork, Machine, StreamExecutor
+from runtime.executors.machine import Machine
+from runtime.executors.streams import LaneWork, StreamExecutor
 from runtime.measure.reference import ClockPace
 from runtime.measure.tracker import Workspace
 
@@ -55,7 +56,7 @@ class ThreadMark:
 
     rings: ClassVar[bool] = True
     work: LaneWork
-    machine: Machine
+    machine: Machine[Any]
     issued_ns: int
     past: threading.Event = field(default_factory=threading.Event)
     start_ns: int = 0
@@ -106,7 +107,7 @@ class ThreadLane:
         self,
         name: Lane,
         clock: WallClock,
-        machine: Machine,
+        machine: Machine[Any],
         link: Link | None = None,
         workspace: Workspace | None = None,
         pace: ClockPace | None = None,
@@ -161,9 +162,8 @@ class ThreadLane:
             carried += nbytes
             self._throttle(begun_ns, carried)
         mark.end_ns = self._free_ns = self._clock.now
-        prepared = mark.work.parts[0][0]
-        if self._workspace is not None and self._workspace.is_due(prepared.launch.op):
-            mark.peak_bytes = self._workspace.peak_bytes(prepared)
+        if self._workspace is not None and self._workspace.is_due(mark.work.launch.op):
+            mark.peak_bytes = self._workspace.peak_bytes(mark.work.parts[0][0])
             self._free_ns = self._clock.now  # the look at it is no launch's time
         if self._pace is not None and self._pace.is_due(mark.end_ns - mark.start_ns):
             with self._clock.held():
@@ -190,7 +190,7 @@ class WallExecutor(StreamExecutor):
     def __init__(
         self,
         clock: WallClock,
-        machine: Machine,
+        machine: Machine[Any],
         links: Mapping[str, Link] | None = None,
         workspace: Workspace | None = None,
         pace: ClockPace | None = None,

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, UntypedStorage
 
-from engine.contract.executor import Reading
+from engine.contract.executor import Meter, Reading
 from engine.contract.regions import Pool, Tier
 from runtime.measure.tracker import census
 
@@ -179,6 +179,17 @@ class CudaMeter:
             host_bytes = self._pinned_bytes + _distinct_bytes(self._held, Tier.HOST)
             readings[(Tier.HOST, self._device)] = Reading(host_bytes, process_bytes())
         return readings
+
+
+class Meters:
+    """The meters of several devices as one engine.contract.executor.Meter."""
+
+    def __init__(self, meters: Sequence[Meter]) -> None:
+        self._meters = tuple(meters)
+
+    def read(self) -> Mapping[Pool, Reading]:
+        """The readings of all of them."""
+        return {pool: reading for m in self._meters for pool, reading in m.read().items()}
 
 
 def _distinct_bytes(held: Callable[[Tier], Iterable[UntypedStorage]] | None, tier: Tier) -> int:

@@ -36,7 +36,7 @@ def attend(
     AttentionRows packed for our kernels are left to those.
     """
     if meta.paged is not None:
-        from runtime.kernels.attention import attend as attend_paged  # Triton, where it was chosen
+        from runtime.kernels.paged_attention import attend as attend_paged  # imports Triton
 
         return attend_paged(query, key, value, meta, module.layer_idx, scaling), None
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))

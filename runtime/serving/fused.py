@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from runtime.kernels.attention import attend_stored
 from runtime.kernels.norm import layer_norm, rms_norm, silu_product
+from runtime.kernels.paged_attention import attend_stored
 from runtime.kernels.rotate import rotate_and_store, store
 from runtime.serving.gated import Merged
 from runtime.serving.model import Decoder

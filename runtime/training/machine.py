@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, UntypedStorage
 
 from engine.contract.executor import Launch
 from engine.contract.plan import HOST_LANE, Compute, Copy, Slice
 from engine.contract.regions import Kind, Place, Pool, Tier, Work
+from runtime.executors.machine import Machine, Tokens
+from runtime.serving.kv import Arena
 from runtime.training.saved import Graph
 from runtime.training.store import RegionStore
 from runtime.training.trainer import Trainer
@@ -21,14 +23,15 @@ class IssuedTraining(NamedTuple):
     launch: Launch
 
 
-class TrainingMachine:
-    """One device with its host, and what is trained on it: a runtime.executors.streams.Machine.
+class TrainingMachine(Machine[IssuedTraining]):
+    """One device with its host, and what is trained on it.
 
     `places` is what lies where before the first step, in bytes.
     """
 
-    arenas: Mapping[Pool, Any] = {}  # no KV
+    arenas: Mapping[Pool, Arena] = {}  # no KV
     graph_bytes: Mapping[int, int] = {}  # nor CUDA graphs
+    store: RegionStore
 
     def __init__(
         self, trainers: Mapping[int, Trainer], store: RegionStore, places: Mapping[Place, int]
@@ -79,7 +82,7 @@ class TrainingMachine:
             mode = piece.job.training.layout.units[part].mode
             trainer.forward(part, piece.microbatch, mode, op.again)
 
-    def collect(self, prepared: IssuedTraining, tokens: Sequence[Any]) -> tuple[int, ...]:
+    def collect(self, prepared: IssuedTraining, tokens: Tokens) -> tuple[int, ...]:
         """Nobody samples."""
         return ()
 

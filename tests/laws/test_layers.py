@@ -91,9 +91,9 @@ def test_triton_is_imported_by_the_kernels_only_and_those_where_they_were_chosen
     """Others import them inside functions; runtime.serving.fused is one of them."""
     kernels = {path for path in (ROOT / "runtime" / "kernels").glob("*.py")}
     needing = {path for path in kernels if "triton" in set(modules(ast.parse(path.read_text())))}
-    needing |= {ROOT / "runtime" / "fused.py", ROOT / "runtime" / "kernels" / "attention.py"}
+    needing |= {ROOT / "runtime" / "serving" / "fused.py"}
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in needing}
-    assert len(names) == 8 and "runtime.kernels.shapes" not in names
+    assert len(names) == 4 and "runtime.kernels.shapes" not in names
     for path in set(sources()) - needing:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         at_once = ast.Module([node for node in tree.body if not isinstance(node, DEFINITIONS)], [])
