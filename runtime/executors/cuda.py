@@ -56,7 +56,7 @@ class CudaMark:
 
     def span(self) -> Span:
         self.check()
-        work, ended = self.work, ()
+        work, ended = self.work, tuple[int, ...]()
         for (prepared, _), tokens in zip(work.parts, self.fetched, strict=True):
             ended += self.lane.machine.collect(prepared, tokens)
         start_ns, end_ns = self._times()

@@ -28,7 +28,10 @@ def attend(
     layer: int,
     scale: float | None = None,
 ) -> Tensor:
-    """Writes keys and values into their pages, then attends; shapes: runtime/serving/attention.py."""
+    """Writes keys and values into their pages, then attends.
+
+    Shapes as in runtime.serving.attention.attend.
+    """
     keys, values = (t[0].transpose(0, 1) for t in (key, value))  # [T, kv_heads, D]
     store(keys, values, meta.arena.rows(layer), meta.slots)
     return attend_stored(query[0].transpose(0, 1), meta, layer, scale).unsqueeze(0)

@@ -137,7 +137,7 @@ class Driver:
         return Launch(Copy(host, gpu), (), (), nbytes, host_pages, gpu_pages)
 
     def _take(self, pool: Pool, first: int, number: int) -> Sequence[int]:
-        pages = self._scattered[pool][first : first + number]
+        pages: list[int] = self._scattered[pool][first : first + number]
         assert len(pages) == number, f"a shape needs more pages than {pool} has"
         if first + number > (touched := self._touched[pool]):
             self.machine.arenas[pool].hold(pages[max(0, touched - first) :])

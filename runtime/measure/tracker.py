@@ -24,7 +24,7 @@ class StorageTracker(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self.live_bytes = 0
         self.peak_bytes = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -123,6 +123,7 @@ class Workspace:
 
         Call it on the thread that ran the launch, right after it.
         """
-        with StorageTracker() as tracker:
+        tracker = StorageTracker()
+        with tracker:
             self._machine.start(prepared)
         return tracker.peak_bytes

@@ -104,7 +104,8 @@ def _prefill(
 
 def _by_head(rows: Tensor, shared: int) -> Tensor:
     """[n, kv_heads * shared, D] as [kv_heads, shared, n, D], a view."""
-    return rows.unflatten(1, (-1, shared)).permute(1, 2, 0, 3)
+    heads: Tensor = rows.unflatten(1, (-1, shared))
+    return heads.permute(1, 2, 0, 3)
 
 
 def _mask(segment: Segment, dtype: torch.dtype, rows: AttentionRows) -> Tensor:

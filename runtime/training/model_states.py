@@ -95,7 +95,7 @@ class ModelStates:
         own = zip(self._sizes[chunk], storages, strict=False)  # behind them what fills it up
         return [typed(present(storage), self.dtype, (size,)) for size, storage in own]
 
-    def sections(self, chunk: int, storage: UntypedStorage) -> list[Sequence[Tensor]]:
+    def sections(self, chunk: int, storage: UntypedStorage) -> Sequence[Sequence[Tensor]]:
         """The flat parts of an optimizer region: per section, one per parameter of the chunk."""
         home, parts = self._home_states[chunk]
         if storage is home and parts:

@@ -78,7 +78,9 @@ class Gradients:
         """
         missing = self._uses.keys() - self._norms.keys()
         assert not missing, f"clipping waits for the gradients of {len(missing)} parameters"
-        return torch.linalg.vector_norm(torch.stack([self._norms[p] for p in sorted(self._uses)]))
+        norms = torch.stack([self._norms[p] for p in sorted(self._uses)])
+        whole: Tensor = torch.linalg.vector_norm(norms)
+        return whole
 
     def scale(self, norm: Tensor) -> Tensor:
         """What clipping by that norm multiplies gradients with, at most 1; as torch does it."""

@@ -19,7 +19,7 @@ def saved_storages(edge: GradientEdge) -> Iterator[UntypedStorage]:
     Not for graphs with hooks on what they save: looking would call these. Nor for graphs that a
     backward may be running: it frees on its thread what is read here.
     """
-    seen, waiting = set[Any](), [edge.node]
+    seen, waiting = set[Any](), list[Any]([edge.node])
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -50,7 +50,7 @@ def _names(node: Any) -> tuple[str, ...]:
 class PackedTensor(NamedTuple):
     """A saved tensor as a graph with a stash holds it: which storage, and how it lies there."""
 
-    index: int
+    number: int
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
@@ -91,16 +91,16 @@ class Stash:
             self._uses.append(0)
         self._uses[index] += 1
         shape, strides = tensor.size(), tensor.stride()
-        return PackedTensor(index, tensor.dtype, shape, strides, tensor.storage_offset())
+        return PackedTensor(index, tensor.dtype, shape, strides, int(tensor.storage_offset()))
 
     def _unpack(self, packed: Tensor | PackedTensor) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        storage = self.storages[packed.index]
+        storage = self.storages[packed.number]
         assert storage is not None, "a saved tensor is asked for more often than it was saved"
-        self._uses[packed.index] -= 1
-        if not self._uses[packed.index]:
-            self.storages[packed.index] = None
+        self._uses[packed.number] -= 1
+        if not self._uses[packed.number]:
+            self.storages[packed.number] = None
         empty = torch.empty(0, dtype=packed.dtype, device=storage.device)
         found = empty.set_(storage, packed.start, packed.shape, packed.strides)
         if found.is_cuda:  # a copy has made it on its stream, and nobody waits to let it go

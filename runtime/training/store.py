@@ -75,14 +75,17 @@ def as_bytes(storage: UntypedStorage) -> Tensor:
 
 def typed(storage: UntypedStorage, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """The first numbers of a storage as a contiguous tensor."""
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, shape)
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    found: Tensor = empty.set_(storage, 0, shape)  # type: ignore[call-overload]  # needs no strides
+    return found
 
 
 def flat_parts(
     storage: UntypedStorage, dtype: torch.dtype, sizes: Sequence[int], start: int = 0
 ) -> Sequence[Tensor]:
     """Flat tensors of so many numbers each, behind each other from number `start` on."""
-    flat = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, start, (sum(sizes),))
+    empty, shape = torch.empty(0, dtype=dtype, device=storage.device), (sum(sizes),)
+    flat: Tensor = empty.set_(storage, start, shape)  # type: ignore[call-overload]  # as above
     return torch.split_with_sizes(flat, sizes)
 
 
@@ -227,7 +230,7 @@ class RegionStore:
         if state is None:
             self._homes.pop(region, None)
 
-    def held(self, pool: Pool, kinds: Collection[Kind] = Kind) -> int:
+    def held(self, pool: Pool, kinds: Collection[Kind] = tuple(Kind)) -> int:
         """Bytes that really lie in a pool now; of graphs, what was booked for them."""
         stays = [stay for stay in self.stays(pool[0]) if stay.place.pool == pool]
         return sum(stay.nbytes for stay in stays if stay.place.region.kind in kinds)
@@ -240,7 +243,7 @@ class RegionStore:
     def put(
         self,
         region: Region,
-        storages: Sequence[UntypedStorage] = (),
+        storages: Sequence[UntypedStorage | None] = (),
         graph: object = None,
         is_home: bool = False,
     ) -> None:
@@ -249,7 +252,8 @@ class RegionStore:
         assert stay is not None, f"the plan has made no room for {named(region)}"
         stay.storages, stay.graph = list(storages), graph
         if is_home:
-            (self._homes[region],) = storages
+            (home,) = storages
+            self._homes[region] = present(home)
         self.wrote(region, Tier.GPU)
 
     def replace(self, region: Region, index: int, storage: UntypedStorage) -> None:

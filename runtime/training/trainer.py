@@ -73,17 +73,17 @@ def _with_adapters(model: Any, recipe: Recipe) -> Any:
     except ImportError as error:
         raise ValueError("recipe.lora_rank needs peft: pip install 'tandem[lora]'") from error
 
-    config = LoraConfig(
-        r=recipe.lora_rank,
-        lora_alpha=recipe.lora_alpha,
-        lora_dropout=recipe.lora_dropout,
-        target_modules=list(recipe.lora_targets) or None,
-        fan_in_fan_out=model.config.model_type == "gpt2",  # its projections are transposed
-    )
+    adapters: dict[str, Any] = {
+        "r": recipe.lora_rank,
+        "lora_alpha": recipe.lora_alpha,
+        "lora_dropout": recipe.lora_dropout,
+        "target_modules": list(recipe.lora_targets) or None,
+        "fan_in_fan_out": model.config.model_type == "gpt2",  # its projections are transposed
+    }
     with torch.random.fork_rng(devices=()), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers by an old name
         torch.manual_seed(recipe.seed)
-        return get_peft_model(model, config, autocast_adapter_dtype=False)
+        return get_peft_model(model, LoraConfig(**adapters), autocast_adapter_dtype=False)
 
 
 class Trainer:

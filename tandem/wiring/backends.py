@@ -133,7 +133,7 @@ class Opened(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """Where a run happens: in a simulation no machine, else one that executors share, or ReplicaMachines.
+    """Where a run happens: in a simulation no machine, else one that executors share.
 
     `fresh` opens another executor over the same machine on a clock of its own, for probes and
     calibration.
