@@ -2,6 +2,6 @@
 
 serving/ and training/ hold the machines that compute, kernels/ the Triton kernels of serving,
 executors/ what runs and times launches, measure/ the meters, probes and calibration, client/ the
-replay against a foreign server. Runtime imports engine, models and traces, never sim or tandem;
-torch is imported nowhere else but in the wiring that opens a machine.
+replay against a foreign server. Imports engine, models and traces; never sim, policies, analysis
+or tandem.
 """

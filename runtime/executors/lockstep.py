@@ -1,4 +1,4 @@
-"""Executors on a virtual clock that do the real work: in predicted time, or measured."""
+"""Executors on a virtual clock that do the real work, in predicted or in measured time."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from runtime.measure.tracker import Workspace
 class Predicted(Executor, Protocol):
     """An executor that only keeps time: the simulator's."""
 
-    def peak_bytes(self, launch: Launch) -> int | None: ...
+    def peak_bytes(self, launch: Launch) -> int | None:
+        """The predicted workspace of a launch; None where no prediction is made."""
+        ...
 
 
 class LockstepExecutor:
-    """Carries every operation out in issue order; its time is that of an executor beside it."""
+    """Carries every launch out in issue order; its span is that of a predicting executor."""
 
     def __init__(self, machine: Machine[Any], predicted: Predicted) -> None:
         self.machine, self.store = machine, machine.store
@@ -39,7 +41,7 @@ class LockstepExecutor:
         return self._predicted.prepare(launches)
 
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
-        """See Executor: the work is done now, its span is the predicted one."""
+        """See Executor: the work is done now, and the span is predicted."""
         ended = self.machine.execute(self._prepared.pop(launch.op))
         self._predicted.run(launch, lambda span: done(span._replace(ended=ended)))
 
@@ -51,11 +53,8 @@ class LockstepExecutor:
 class CpuExecutor:
     """The service clock: a compute takes the thread's CPU time, a copy the link's time.
 
-    Work is done in issue order on one thread, so a busy machine cannot spoil a duration. What the
-    thread spends between operations (policy, ledger, packing, settling) is the host's time.
-    `links` gives copy lanes their speed by name ("gpu->host"); one without takes what its memcpy
-    took. `workspace` samples what launches peak at, on nobody's time. `pace` counts all times in
-    those of reference works, so that a machine whose speed wanders keeps one clock.
+    Work is done in issue order on one thread, so a busy machine cannot spoil a duration. The
+    thread's time between launches (policy, ledger, packing, settling) is the host's time.
     """
 
     def __init__(
@@ -66,6 +65,16 @@ class CpuExecutor:
         workspace: Workspace | None = None,
         pace: ClockPace | None = None,
     ) -> None:
+        """
+        Args:
+            env: The virtual clock.
+            machine: Does the work, on this thread.
+            links: Speed of copy lanes by name ("gpu->host"); any other copy takes the time of its
+                memcpy.
+            workspace: Samples the workspace of launches, outside the time of launches and host.
+            pace: Counts all times in those of reference works, so that the clock keeps its rate
+                while the machine's speed wanders.
+        """
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # denormals made a matmul 30 times slower
         self.machine, self.store = machine, machine.store
@@ -73,13 +82,13 @@ class CpuExecutor:
         self._workspace, self._pace = workspace, pace
         self._lanes = Lanes(env)
         self._prepared: dict[Op, Any] = {}
-        self._since_ns: int | None = None  # from here on the host's time is not reported yet
+        self._since_ns: int | None = None  # the host's time is counted up to here
         self._host_ns = 0
 
     def prepare(self, launches: Sequence[Launch]) -> int:
         """See Executor: packs the launches; returns the host's CPU time since the last call."""
         if self._since_ns is None:
-            self._since_ns = time.thread_time_ns()  # what came before the first plan is set-up
+            self._since_ns = time.thread_time_ns()  # all before the first plan is set-up
         for launch in launches:
             self._prepared[launch.op] = self.machine.prepare(launch)
         self._charge_host()
@@ -87,7 +96,7 @@ class CpuExecutor:
         return self._paced(spent, ())
 
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
-        """See Executor: the work is done now, its span is placed by the measured duration."""
+        """See Executor: the work is done now, and its measured duration is placed on its lane."""
         prepared = self._prepared.pop(launch.op)
         start = self._charge_host()
         ended = self.machine.execute(prepared)
@@ -115,7 +124,7 @@ class CpuExecutor:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done inside is nobody's time: meters and probes. Also what fails there."""
+        """Leaves the block, such as a meter's reading, out of all times, also if it fails."""
         self._charge_host()
         try:
             yield
