@@ -92,7 +92,7 @@ def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = probe.probe
 
     def short(env: Any, executor: Any, machine: Any, look_s: float) -> dict[str, float]:
-        return whole(env, executor, machine, 0.0, least=3)
+        return whole(env, executor, machine, 0.0, min_rounds=3)
 
     def quiet(begins_with_one: bool) -> Any:
         return no_full_collections(False)

@@ -79,7 +79,7 @@ class PeakWatchedMachine:
         return getattr(self._machine, name)
 
     def execute(self, prepared: Any) -> Any:
-        """See runtime.executors.streams.Machine."""
+        """See runtime.executors.machine.Machine."""
         op = prepared.launch.op
         if not isinstance(op, Compute) or op.slices[0].work is Work.UPDATE:
             return self._machine.execute(prepared)

@@ -31,9 +31,11 @@ class Look(NamedTuple):
 
 
 def anchored(clock: WallClock, happen: Callable[[], Timed]) -> Timeline:
-    """A timeline whose anchor is the best known of ANCHORS events, which `happen` makes and waits
-    for. The host learns of an event 5 to 50 us after it: it lies in the middle of the shortest
-    stretch of time, at most half of that away."""
+    """A timeline whose anchor is the best known of ANCHORS events.
+
+    `happen` makes an event and waits for it. The host learns of an event 5 to 50 us after it. So
+    the event lies in the middle of the shortest stretch of time, at most half of it away.
+    """
     looks = []
     for _ in range(ANCHORS):
         from_ns = clock.now
@@ -51,7 +53,7 @@ class Timeline:
     """
 
     def __init__(self, clock: WallClock, anchor: Timed, anchor_ns: int | None = None) -> None:
-        """`anchor` happened at `anchor_ns`; None: now. `lock`: to be held by whoever asks."""
+        """`anchor` happened at `anchor_ns`; None: now. A call of `span_ns` needs the `lock`."""
         self.lock = threading.Lock()
         self._clock, self._anchor = clock, anchor
         self._anchor_ns = clock.now if anchor_ns is None else anchor_ns
@@ -60,8 +62,11 @@ class Timeline:
     def span_ns(
         self, begin: Timed, end: Timed, issued_ns: int, after_ns: int = 0
     ) -> tuple[int, int]:
-        """Start and end of what two past events enclose. What it followed ended at `after_ns`, or
-        on this device before its begin: a start before that is the anchor's error, and cut off."""
+        """Start and end of the launch between two past events.
+
+        The launch began behind `after_ns`, and behind the launches that the device had ended by
+        then. An earlier start is the anchor's error and is cut off.
+        """
         to_end_ms = self._anchor.elapsed_time(end)
         start_ns = self._anchor_ns + round(self._anchor.elapsed_time(begin) * 1e6)
         end_ns = self._anchor_ns + round(to_end_ms * 1e6)
@@ -101,11 +106,11 @@ class WallClock(simpy.Environment):
     """Runs the engine in real time: integer ns since the first step, 0 before it.
 
     `now` is live: it moves on while an event is handled, so the host's time passes by itself.
-    What other threads or a device complete is looked for between events. A thread rings when it
-    is done; what cannot ring (a device) is polled every `poll_ns`. Threads must not be polled:
-    50 us of it made their launches four times slower, as each look takes Python's lock from them.
-    `pace` says how many ns pass here in one of the system's: above one on a machine faster than a
-    nominal one, whose time is then counted.
+    The clock looks between events for what other threads or a device have completed. A thread rings
+    when it is done. A device cannot ring and is polled every `poll_ns`. Threads must not be polled:
+    each poll takes Python's lock from them, and polls every 50 us made their launches four times
+    slower. `pace` is the ns that pass here in one ns of the system: above one on a machine faster
+    than the nominal one, whose time the clock then counts.
     """
 
     is_live = True  # a host's time passes by itself: see engine.contract.executor.due_ns
@@ -115,7 +120,7 @@ class WallClock(simpy.Environment):
         self._pace = pace
         self._rate: _Rate | None = None
         self._turning = threading.Lock()  # else a time read under the old rate could lie ahead
-        self.idle_ns = 0  # thread time that step() spent on waiting: polls and the last moment
+        self.idle_ns = 0  # thread time that step() spent on waiting: polls and short sleeps
         self._poll_ns = poll_ns
         self._bell = threading.Event()
         self._watched: list[_Watched] = []
@@ -129,30 +134,30 @@ class WallClock(simpy.Environment):
     def _at(self, real_ns: int) -> int:
         rate = self._rate
         if rate is None:
-            return int(self._now)
+            return int(super().now)
         return rate.at_ns + int((real_ns - rate.since_ns) * rate.factor)
 
     def paced(self, real_ns: int) -> int:
-        """So much real time, measured just now, in this clock's."""
+        """A stretch of real time, measured just now, in the time of this clock."""
         return round(real_ns * self._pace())
 
     def start(self) -> None:
-        """Lets time begin (the first step does it too), after what takes long to set up."""
+        """Lets time begin, as the first step does; called after a long set-up."""
         if self._rate is None:
-            self._rate = _Rate(int(self._now), time.perf_counter_ns(), self._pace())
+            self._rate = _Rate(int(super().now), time.perf_counter_ns(), self._pace())
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Time stands still inside, and goes on at the pace of then; one thread at a time."""
+        """Stops time inside the block; it goes on at the pace of then. One thread at a time."""
         self._run_at(0.0)
         try:
             yield
         finally:
             self._run_at(self._pace())
-            self.ring()  # who slept while time stood still has to look again
+            self.ring()  # a sleep that began while time stood still lasts too long
 
     def seconds(self, wait_ns: float) -> float:
-        """Real seconds for which to sleep until this much has passed here."""
+        """Real seconds to sleep until `wait_ns` have passed here."""
         factor = 0.0 if self._rate is None else self._rate.factor
         return wait_ns / 1e9 / factor if factor else LOOK_S
 
@@ -164,32 +169,33 @@ class WallClock(simpy.Environment):
 
     def schedule(self, event: simpy.Event, priority: Any = NORMAL, delay: float = 0) -> None:
         """Counts a delay from the moment of the call, not from the event being handled."""
-        self._now = self.now
-        super().schedule(event, priority, delay)
+        passed_ns = self.now - super().now  # of the event being handled
+        super().schedule(event, priority, passed_ns + delay)
 
     def timeout(self, delay: float = 0, value: Any = None) -> simpy.events.Timeout:
-        """As in simpy; a moment that has just passed (time is live) comes at once."""
+        """As in simpy; a moment that has passed already, as time is live, comes at once."""
         return simpy.events.Timeout(self, max(delay, 0), value)
 
     def watch(
         self, ready: Callable[[], bool], result: Callable[[], Any], rings: bool = False
     ) -> simpy.Event:
-        """An event that succeeds with result() once ready(); what result() raises ends the run.
+        """An event that succeeds with result() once ready(); an error of result() ends the run.
 
-        `rings`: whoever makes it ready calls ring() afterwards, so it need not be polled.
+        `rings`: the thread that makes it ready calls ring() afterwards, so it need not be polled.
         """
         event = self.event()
         self._watched.append(_Watched(ready, result, event, rings))
         return event
 
     def ring(self) -> None:
-        """Wakes the clock to look at what is watched. Safe to call on any thread."""
+        """Wakes the clock to look at its watched events. Safe to call on any thread."""
         self._bell.set()
 
     def step(self) -> None:
         """Handles the next event that is due; sleeps until there is one.
 
-        Raises EmptySchedule where nothing is due, scheduled or watched, so nothing can happen.
+        Raises:
+            EmptySchedule: No event is scheduled or watched, so none can happen any more.
         """
         self.start()
         while True:
@@ -204,7 +210,7 @@ class WallClock(simpy.Environment):
             self.idle_ns += time.thread_time_ns() - looked_ns
 
     def _poll(self) -> None:
-        """Triggers what has completed, in the order in which it was watched."""
+        """Triggers the watched events that are ready, in the order in which they were watched."""
         self._bell.clear()  # before looking: a ring while we look is not lost
         done = [item for item in self._watched if item.ready()]
         for item in done:
@@ -212,7 +218,7 @@ class WallClock(simpy.Environment):
             item.event.succeed(item.result())
 
     def _sleep(self, wait_ns: float) -> None:
-        """Until the bell, the next poll or the next event; the last moment of idling is awake."""
+        """Sleeps until the bell, the next poll or SPIN_NS before the next event."""
         if self._watched:
             if not all(item.rings for item in self._watched):
                 wait_ns = min(wait_ns, self._poll_ns)

@@ -1,7 +1,6 @@
-"""CUDA: a stream per lane, events as marks, and for the host's updates a thread. The rest is
-streams.py, which CI runs on threads.
+"""CUDA: a stream per lane, events as marks, and a thread for updates on the host.
 
-What of this has never run on a GPU is listed in DESIGN.md.
+All else is streams.py, which tests run on threads. DESIGN.md lists what has never run on a GPU.
 """
 
 from __future__ import annotations
@@ -20,30 +19,31 @@ from engine.contract.plan import COMPUTE_LANE, HOST_LANE, Compute, Lane, Op
 from engine.contract.regions import Tier
 from runtime.executors.clock import Timeline, WallClock, anchored
 from runtime.executors.device import count_peak, peak_since, stream_of
-from runtime.executors.streams import LaneMark, LaneWork, Machine, StreamExecutor, StreamLane
-from runtime.executors.wall import LaneClosedError, ThreadLane, punctual
+from runtime.executors.machine import Machine
+from runtime.executors.streams import LaneMark, LaneWork, StreamExecutor, StreamLane
+from runtime.executors.wall import LaneClosedError, ThreadLane, wake_on_time
 
-DEEP = 2  # launches of training on a stream at a time
+MAX_ISSUED = 2  # launches of training on a stream at a time
 
 
 @dataclass(slots=True, eq=False)
 class CudaMark:
     """The end of a launch on a stream. Keeps all that its kernels use until it is past.
 
-    A launch that is held has no events yet; a thread of the host may wait for it all the same.
+    A launch that is held back has no events yet; a thread of the host may wait for it all the same.
     """
 
     rings: ClassVar[bool] = False  # a device is polled
     work: LaneWork
     lane: CudaLane
-    behind: Sequence[Any] = ()  # marks whose ends it follows; none once its own times are known
+    behind: Sequence[Any] = ()  # marks whose ends it follows; none once its times are known
     begin: Any = None
     end: Any = None
     tokens: tuple[Any, ...] = ()  # per part, on the device
-    fetched: tuple[Any, ...] = ()  # the same, on their way to pinned memory
+    fetched: tuple[Any, ...] = ()  # copies of the tokens, on their way to pinned memory
     issued_ns: int = 0
     peak_bytes: int | None = None
-    is_over: bool = False  # and its span was told, so what it leaves behind is free
+    is_over: bool = False  # past, and span() has freed the places that it leaves
     error: BaseException | None = None
     issued: threading.Event = field(default_factory=threading.Event)
     _times_ns: tuple[int, int] | None = None
@@ -55,38 +55,40 @@ class CudaMark:
 
     def span(self) -> Span:
         self.check()
-        work, ended = self.work, ()
+        work, ended = self.work, tuple[int, ...]()
         for (prepared, _), tokens in zip(work.parts, self.fetched, strict=True):
             ended += self.lane.machine.collect(prepared, tokens)
         start_ns, end_ns = self._times()
         if work.leave is not None:
             work.leave()
         self.is_over = True
-        self.tokens = self.fetched = ()  # the next one on the stream still asks when it ended
+        self.tokens = self.fetched = ()  # a next launch still needs the mark, for its end
         self.work = replace(work, parts=())
         return Span(work.launch.op, start_ns, end_ns, self.peak_bytes, ended)
 
     # ---- for threads of the host
     @property
     def end_ns(self) -> int:
-        """When it ended, on the run's clock. Only once past."""
+        """When the launch ended, on the run's clock. Only once past."""
         return self._times()[1]
 
     def check(self) -> None:
-        """Raises what kept it from being issued."""
+        """Raises the error that kept the launch from being issued."""
         if self.error is not None:
             raise self.error
 
     def wait(self) -> None:
-        """Blocks until past: the calling thread, neither a stream nor the engine's thread."""
+        """Blocks the calling thread until past; never to be called on the engine's thread."""
         self.issued.wait()
         self.check()
         self.end.synchronize()
 
     def _times(self) -> tuple[int, int]:
-        """Of two threads that ask, the first one fixes them. No start before the end of the launch
-        before it on the stream, nor of one that it has waited for: events know no better than
-        the timeline's anchor."""
+        """Start and end; the first call fixes them for all threads.
+
+        The launch starts behind the end of the launch before it on the stream and of each launch
+        that it has waited for: events are no more exact than the timeline's anchor.
+        """
         if self._times_ns is None:
             after_ns = max((other.end_ns for other in self.behind), default=0)
             timeline = self.lane.timeline
@@ -100,17 +102,17 @@ class CudaMark:
 
 
 class CudaLane:
-    """A stream; launches are put on it by the engine's thread, which never waits for them.
+    """A stream; the engine's thread puts launches on it and never waits for them.
 
-    Serving's at once, behind the events they wait for; if one of these has not been issued yet, or
-    is of a thread, they are held till then. Where memory is real (LaneWork.open), a launch is held
-    until what it waits for is over, so that the bytes it takes are really free, and until all but
-    one of such before it on the stream have ended: one is always behind the one that runs. The
-    engine's polls look whether its time has come.
+    A launch of serving is issued at once, behind the events that it waits for. It is held back
+    while one of its waits is not issued yet, or runs on a thread. A launch with places
+    (LaneWork.open) is held back until all its waits are over, so that the bytes it takes are really
+    free, and until fewer than MAX_ISSUED such launches are on the stream: one is always queued
+    behind the running one. The engine's polls issue held launches.
     """
 
     def __init__(
-        self, name: Lane, clock: WallClock, machine: Machine, timeline: Timeline, device: int
+        self, name: Lane, clock: WallClock, machine: Machine[Any], timeline: Timeline, device: int
     ) -> None:
         self._stream = stream_of(device, name[1])
         self._clock, self.machine, self.timeline = clock, machine, timeline
@@ -127,7 +129,7 @@ class CudaLane:
         return mark
 
     def advance(self) -> None:
-        """Issues what is held, as far as its time has come. On the engine's thread only."""
+        """Issues held launches in order, as far as they may be. On the engine's thread only."""
         while self._held:
             mark, waits = self._held[0]
             try:
@@ -137,13 +139,13 @@ class CudaLane:
             except BaseException as error:
                 mark.error = error
                 raise
-            finally:  # a thread of the host that waits for it learns of either
+            finally:  # a waiting thread of the host wakes in either case
                 if mark.end is not None or mark.error is not None:
                     self._held.popleft()
                     mark.issued.set()
 
     def stop(self) -> None:
-        """What is on a stream cannot be taken back; what is held never runs."""
+        """Fails held launches; a launch on the stream cannot be taken back."""
         while self._held:
             mark, _ = self._held.popleft()
             mark.error = LaneClosedError("the executor was closed before this launch could run")
@@ -157,9 +159,9 @@ class CudaLane:
             return all(map(_is_on_stream, waits))
         while self._running and self._running[0].end.query():
             self._running.popleft()
-        if len(self._running) == DEEP or not all(map(_is_over, waits)):
+        if len(self._running) == MAX_ISSUED or not all(map(_is_over, waits)):
             return False
-        with cuda.stream(self._stream):  # the allocator orders what begins by this stream
+        with cuda.stream(self._stream):  # the allocator orders new storages by this stream
             return mark.work.open()
 
     def _issue(self, mark: CudaMark, waits: Sequence[Any]) -> None:
@@ -183,9 +185,10 @@ class CudaLane:
 
     @contextmanager
     def _peak(self, op: Op) -> Iterator[list[int]]:
-        """Most bytes allocated above what was there.
+        """Most bytes allocated above what was there before.
 
-        Not of launches over some of the layers: what those leave is booked, and in that figure.
+        Launches over some of the layers are left out: they leave activations, which are booked and
+        would be in the figure.
         """
         peak: list[int] = []
         slices = op.slices if isinstance(op, Compute) else ()
@@ -199,27 +202,33 @@ class CudaLane:
 
 
 def _is_over(mark: Any) -> bool:
-    """Whether a launch has ended and given back what it held, as a thread's has once it is past."""
+    """Whether a launch has ended and freed its places; a thread's launch has, once it is past."""
     return bool(mark.is_over if isinstance(mark, CudaMark) else mark.is_past())
 
 
 def _is_on_stream(mark: LaneMark) -> bool:
-    """Whether a stream can wait for a launch: it has an event, or is past."""
+    """Whether a stream can wait for a launch: the launch has an event, or is past."""
     return mark.end is not None if isinstance(mark, CudaMark) else mark.is_past()
 
 
 class CudaExecutor(StreamExecutor):
-    """The executor of `backend=cuda`: waits are wait_event, one to one. A GPU per device.
+    """The executor of `backend=cuda`, with a GPU per device: each wait is one wait_event.
 
-    Where something trains, launches are held until what they wait for is over (see CudaLane), and
-    updates on the host run on a thread of their own, which waits for events itself.
-    Index tensors go up on a stream of their own. Sampled tokens stay on the device for the next
-    launch and come down, pinned, at the end of theirs.
+    Launches of training are held back until their waits are over (see CudaLane). Updates on the
+    host run on a thread, which waits for events itself. Index tensors go up on a stream of their
+    own. Sampled tokens stay on the device for the next launch, and are copied to pinned memory at
+    the end of their launch.
     """
 
-    def __init__(self, clock: WallClock, machine: Machine, devices: int = 1) -> None:
-        """On the thread that is going to run the engine: it polls, and has to wake on time."""
-        punctual()
+    def __init__(self, clock: WallClock, machine: Machine[Any], devices: int = 1) -> None:
+        """To be called on the engine's thread, which polls and has to wake on time.
+
+        Args:
+            clock: The run's clock.
+            machine: Does the work, on `devices` GPUs.
+            devices: How many GPUs, numbered from 0.
+        """
+        wake_on_time()
         for device in range(devices):
             cuda.synchronize(device)  # weights and arenas were made on the default stream
         self._uploads = [stream_of(device, "uploads") for device in range(devices)]
@@ -232,7 +241,7 @@ class CudaExecutor(StreamExecutor):
         return CudaLane(lane, self.clock, self.machine, self._times(lane[0]), lane[0])
 
     def _times(self, device: int) -> Timeline:
-        """Anchored at the device's first launch: before the run begins, its clock stands still."""
+        """Anchored at the device's first launch: before that the run's clock stands still."""
         if device not in self._timelines:
             self._timelines[device] = anchored(self.clock, lambda: self._past_event(device))
         return self._timelines[device]
@@ -253,5 +262,5 @@ class CudaExecutor(StreamExecutor):
 
 
 def _to_host(tokens: Any) -> Any:
-    """Sampled tokens of each part into pinned memory, without waiting."""
+    """Starts copies of sampled tokens to pinned memory, without waiting."""
     return tuple(t if t is None else t.to("cpu", non_blocking=True) for t in tokens)

@@ -1,4 +1,4 @@
-"""What a process has of a GPU once: streams by their use, libraries' workspaces, a budget."""
+"""What a process has of a GPU once: streams by use, library workspaces, a memory budget."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import cuda
 
-LEAST_BYTES = 1 << 30  # of a budget: torch's segments are of 2 to 20 MiB, cuBLAS takes 32 a stream
+MIN_BUDGET_BYTES = 1 << 30  # torch takes segments of 2 to 20 MiB, cuBLAS 32 MiB per stream
 
 
 class Peak(NamedTuple):
@@ -21,10 +21,10 @@ class Peak(NamedTuple):
 
 
 def stream_of(device: int, use: str) -> Any:
-    """The one stream of a device for this use, such as a lane's name or "uploads".
+    """The one stream of a device for a use, such as a lane's name or "uploads".
 
     cuBLAS keeps a workspace for every stream that it has seen, as long as the process lives: 32 MiB
-    on Hopper. So executors and captures that follow each other share theirs.
+    on Hopper. So all executors and captures of a process share their streams.
     """
     return _made(cuda.Stream, device, use)
 
@@ -37,7 +37,7 @@ def _made(kind: Any, device: int, use: str) -> Any:
 def clear_workspaces() -> None:
     """Gives the workspaces of cuBLAS back to torch's allocator; the next product takes a new one.
 
-    Nothing may be on its way that uses them.
+    No launch that uses them may be in flight.
     """
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # not in builds without CUDA
     if clear is not None:
@@ -45,10 +45,10 @@ def clear_workspaces() -> None:
 
 
 def without_cudnn_attention() -> None:
-    """torch's attention runs by FlashAttention or by plain kernels from here on.
+    """Makes torch's attention run by FlashAttention or by plain kernels, never by cuDNN.
 
-    On Hopper cuDNN's would come first, and it builds a plan for every new shape: shapes of serving
-    are new at almost every launch.
+    On Hopper cuDNN's attention would come first. It builds a plan for every new shape, and almost
+    every launch of serving has a new shape.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -56,23 +56,28 @@ def without_cudnn_attention() -> None:
 # ---- memory
 @contextmanager
 def budgets(nbytes: Mapping[int, int]) -> Iterator[None]:
-    """Inside, torch takes at most so many bytes of each GPU, so that a big one stands in for a
-    small one; behind it, all of it again.
+    """Limits the bytes that torch takes of each GPU, so that a big GPU stands in for a small one.
 
-    Covers weights, arenas and workspace; the CUDA context (a few hundred MB) comes on top. Less
-    than LEAST_BYTES is taken for these. What earlier runs have left in torch's cache is given
-    back first. ValueError if a device has less.
+    The budget covers weights, arenas and workspace; the CUDA context (a few hundred MB) comes on
+    top. A smaller budget than MIN_BUDGET_BYTES counts as that. What earlier runs have left in
+    torch's cache is given back first. The limit ends with the block.
+
+    Args:
+        nbytes: Budget in bytes by the number of the GPU.
+
+    Raises:
+        ValueError: A GPU has less memory than its budget.
     """
     clear_workspaces()
     cuda.empty_cache()
     try:
-        for device, wanted in nbytes.items():
+        for device, budget in nbytes.items():
             total = cuda.get_device_properties(device).total_memory
-            if wanted > total:
+            if budget > total:
                 raise ValueError(
-                    f"a budget of {wanted} bytes does not fit GPU {device}, which has {total}"
+                    f"a budget of {budget} bytes does not fit GPU {device}, which has {total}"
                 )
-            share = min(1.0, max(wanted, LEAST_BYTES) / total)
+            share = min(1.0, max(budget, MIN_BUDGET_BYTES) / total)
             cuda.set_per_process_memory_fraction(share, device)
         yield
     finally:
@@ -81,15 +86,15 @@ def budgets(nbytes: Mapping[int, int]) -> Iterator[None]:
 
 
 def count_peak(device: int) -> None:
-    """The next `peak_since` counts from here."""
+    """Begins a count for `peak_since`."""
     cuda.reset_peak_memory_stats(device)
     cuda.reset_accumulated_memory_stats(device)
 
 
 def peak_since(device: int) -> Peak:
-    """What torch's allocator has counted since `count_peak`; it counts in issue order.
+    """The bytes that torch's allocator has counted since `count_peak`, in issue order.
 
-    One reading, of the nested statistics: torch's flat ones take 0.4 ms to build.
+    Reads the nested statistics once: torch's flat ones take 0.4 ms to build.
     """
     held = cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
     return Peak(held["current"] - held["allocated"] + held["freed"], held["peak"])

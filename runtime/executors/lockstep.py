@@ -1,11 +1,11 @@
-"""Executors on a virtual clock that do the real work: in predicted time, or measured."""
+"""Executors on a virtual clock that do the real work, in predicted or in measured time."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import simpy
 import torch
@@ -13,25 +13,27 @@ import torch
 from engine.contract.executor import Executor, Lanes, Launch, Span
 from engine.contract.plan import Compute, Op, Slice
 from engine.contract.regions import Pool
+from runtime.executors.machine import Machine
 from runtime.executors.wall import Link
 from runtime.measure.reference import ClockPace
 from runtime.measure.tracker import Workspace
-from runtime.serving.machine import Prepared, ServingMachine
 
 
 class Predicted(Executor, Protocol):
     """An executor that only keeps time: the simulator's."""
 
-    def peak_bytes(self, launch: Launch) -> int | None: ...
+    def peak_bytes(self, launch: Launch) -> int | None:
+        """The predicted workspace of a launch; None where no prediction is made."""
+        ...
 
 
 class LockstepExecutor:
-    """Carries every operation out in issue order; its time is that of an executor beside it."""
+    """Carries every launch out in issue order; its span is that of a predicting executor."""
 
-    def __init__(self, machine: ServingMachine, predicted: Predicted) -> None:
-        self.machine, self.store = machine, getattr(machine, "store", None)
+    def __init__(self, machine: Machine[Any], predicted: Predicted) -> None:
+        self.machine, self.store = machine, machine.store
         self._predicted, self.peak_bytes = predicted, predicted.peak_bytes
-        self._prepared: dict[Op, Prepared] = {}
+        self._prepared: dict[Op, Any] = {}
 
     def prepare(self, launches: Sequence[Launch]) -> int:
         """See Executor: packs the launches; the host's time is predicted."""
@@ -39,7 +41,7 @@ class LockstepExecutor:
         return self._predicted.prepare(launches)
 
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
-        """See Executor: the work is done now, its span is the predicted one."""
+        """See Executor: the work is done now, and the span is predicted."""
         ended = self.machine.execute(self._prepared.pop(launch.op))
         self._predicted.run(launch, lambda span: done(span._replace(ended=ended)))
 
@@ -51,35 +53,42 @@ class LockstepExecutor:
 class CpuExecutor:
     """The service clock: a compute takes the thread's CPU time, a copy the link's time.
 
-    Work is done in issue order on one thread, so a busy machine cannot spoil a duration. What the
-    thread spends between operations (policy, ledger, packing, settling) is the host's time.
-    `links` gives copy lanes their speed by name ("gpu->host"); one without takes what its memcpy
-    took. `workspace` samples what launches peak at, on nobody's time. `pace` counts all times in
-    those of reference works, so that a machine whose speed wanders keeps one clock.
+    Work is done in issue order on one thread, so a busy machine cannot spoil a duration. The
+    thread's time between launches (policy, ledger, packing, settling) is the host's time.
     """
 
     def __init__(
         self,
         env: simpy.Environment,
-        machine: ServingMachine,
+        machine: Machine[Any],
         links: Mapping[str, Link] | None = None,
         workspace: Workspace | None = None,
         pace: ClockPace | None = None,
     ) -> None:
+        """
+        Args:
+            env: The virtual clock.
+            machine: Does the work, on this thread.
+            links: Speed of copy lanes by name ("gpu->host"); any other copy takes the time of its
+                memcpy.
+            workspace: Samples the workspace of launches, outside the time of launches and host.
+            pace: Counts all times in those of reference works, so that the clock keeps its rate
+                while the machine's speed wanders.
+        """
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # denormals made a matmul 30 times slower
-        self.machine, self.store = machine, getattr(machine, "store", None)
+        self.machine, self.store = machine, machine.store
         self._links = dict(links or {})
         self._workspace, self._pace = workspace, pace
         self._lanes = Lanes(env)
-        self._prepared: dict[Op, Prepared] = {}
-        self._since_ns: int | None = None  # from here on the host's time is not reported yet
+        self._prepared: dict[Op, Any] = {}
+        self._since_ns: int | None = None  # the host's time is counted up to here
         self._host_ns = 0
 
     def prepare(self, launches: Sequence[Launch]) -> int:
         """See Executor: packs the launches; returns the host's CPU time since the last call."""
         if self._since_ns is None:
-            self._since_ns = time.thread_time_ns()  # what came before the first plan is set-up
+            self._since_ns = time.thread_time_ns()  # all before the first plan is set-up
         for launch in launches:
             self._prepared[launch.op] = self.machine.prepare(launch)
         self._charge_host()
@@ -87,7 +96,7 @@ class CpuExecutor:
         return self._paced(spent, ())
 
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
-        """See Executor: the work is done now, its span is placed by the measured duration."""
+        """See Executor: the work is done now, and its measured duration is placed on its lane."""
         prepared = self._prepared.pop(launch.op)
         start = self._charge_host()
         ended = self.machine.execute(prepared)
@@ -103,7 +112,7 @@ class CpuExecutor:
     def _paced(self, thread_ns: int, slices: Sequence[Slice]) -> int:
         return thread_ns if self._pace is None else round(thread_ns * self._pace.factor_of(slices))
 
-    def _peak_bytes(self, op: Op, prepared: Prepared) -> int | None:
+    def _peak_bytes(self, op: Op, prepared: Any) -> int | None:
         if self._workspace is None or not self._workspace.is_due(op):
             return None
         with self.paused():
@@ -115,7 +124,7 @@ class CpuExecutor:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done inside is nobody's time: meters and probes. Also what fails there."""
+        """Leaves the block, such as a meter's reading, out of all times, also if it fails."""
         self._charge_host()
         try:
             yield

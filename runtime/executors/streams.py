@@ -1,7 +1,7 @@
-"""What every executor in real time shares: a lane per stream or thread, a mark per launch.
+"""Executors in real time: a lane per stream or thread, a mark per launch.
 
-Waits become waits of a lane for marks, one to one; a mark is polled by the clock; its span goes to
-the engine. Threads (wall.py) and CUDA streams (cuda.py) differ only in their lanes.
+Each wait of a launch becomes a wait of its lane for a mark. The clock polls the mark, and its span
+goes to the engine. Threads (wall.py) and CUDA streams (cuda.py) differ only in their lanes.
 """
 
 from __future__ import annotations
@@ -18,33 +18,22 @@ from engine.contract.executor import Launch, Span
 from engine.contract.plan import Copy, Lane, Op
 from engine.contract.regions import Kind, Place, Pool, Tier, is_workspace
 from runtime.executors.clock import WallClock
+from runtime.executors.machine import Machine
 from runtime.training.store import LaneStore
-
-
-class Machine(Protocol):
-    """Carries out launches: runtime.serving.machine.ServingMachine, or a fake one in tests."""
-
-    def prepare(self, launch: Launch) -> Any: ...
-
-    def start(self, prepared: Any) -> Any: ...
-
-    def collect(self, prepared: Any, tokens: Any) -> tuple[int, ...]: ...
-
-    def release(self, pool: Pool, pages: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaneWork:
     """A launch as its lane gets it: prepared, a long copy in several parts.
 
-    `uploaded` is what the lane has to wait for before the prepared tensors are there, if anything.
+    `uploaded`, if any, is an event that the lane waits for: then the prepared tensors are there.
     """
 
     launch: Launch
     parts: tuple[tuple[Any, int], ...]  # (prepared, bytes of the copy)
     uploaded: Any = None
-    leave: Callable[[], None] | None = None  # to be called when it has ended, before others go on
-    open: Callable[[], bool] | None = None  # begins its places, where memory is real, if it may
+    leave: Callable[[], None] | None = None  # called at the launch's end, before any waiting launch
+    open: Callable[[], bool] | None = None  # begins the launch's places, if it may; None: no places
 
 
 class LaneMark(Protocol):
@@ -57,11 +46,11 @@ class LaneMark(Protocol):
         """Whether the launch has ended (or failed). Never blocks."""
 
     def span(self) -> Span:
-        """When it ran, on the run's clock; raises what the launch raised. Only once past."""
+        """When the launch ran, on the run's clock; raises its error. Only once past."""
 
 
 class StreamLane(Protocol):
-    """Starts work first-in-first-out, each behind the marks it waits for."""
+    """Starts launches first-in-first-out, each behind the marks that it waits for."""
 
     def start(self, work: LaneWork, waits: Sequence[LaneMark]) -> LaneMark: ...
 
@@ -69,34 +58,39 @@ class StreamLane(Protocol):
         """Asks the lane to end early; does not wait."""
 
     def join(self) -> None:
-        """Returns when nothing of this lane runs any more."""
+        """Returns when no launch of this lane runs any more."""
 
 
 class StreamExecutor:
     """An engine.contract.executor.Executor in real time over lanes of one kind.
 
-    `chunk_bytes`: copies of KV pages longer than this are handed over in parts (None: whole).
-    `uploading` surrounds the preparation of a launch and gives LaneWork.uploaded. Places in the
-    tiers `late` begin when their first launch opens them: see LaneStore. A failed launch raises in
-    the engine, at the poll that finds its mark. Use it as a context manager: its lanes end with the
-    block, whatever happened.
+    A failed launch raises in the engine, at the poll that finds its mark. Use the executor as a
+    context manager: its lanes end with the block, also after an error.
     """
 
     def __init__(
         self,
         clock: WallClock,
-        machine: Machine,
+        machine: Machine[Any],
         open_lane: Callable[[Lane], StreamLane],
-        chunk_bytes: int | None = None,
+        part_bytes: int | None = None,
         uploading: Callable[[Launch], AbstractContextManager[Any]] = lambda _: nullcontext(),
-        late: Collection[Tier] = (),
+        on_open: Collection[Tier] = (),
     ) -> None:
+        """
+        Args:
+            clock: The run's clock, which polls marks.
+            machine: Does the work.
+            open_lane: Makes a lane at its first launch.
+            part_bytes: A longer copy of KV pages is carried out in parts; None: every copy whole.
+            uploading: Surrounds the preparation of a launch and yields LaneWork.uploaded.
+            on_open: Tiers whose places begin when their first launch opens them: see LaneStore.
+        """
         self.clock = clock
         self.machine = machine
-        store = getattr(machine, "store", None)
-        self.store = None if store is None else LaneStore(store, late)
+        self.store = None if machine.store is None else LaneStore(machine.store, on_open)
         self._open_lane = open_lane
-        self._chunk_bytes = chunk_bytes
+        self._part_bytes = part_bytes
         self._uploading = uploading
         self._lanes: dict[Lane, StreamLane] = {}
         self._work: dict[Op, LaneWork] = {}
@@ -107,13 +101,13 @@ class StreamExecutor:
     def prepare(self, launches: Sequence[Launch]) -> int:
         """Builds what the launches need; returns the engine thread's CPU time since the last call.
 
-        That is what deciding, booking, settling and preparing took, without the clock's polls and
-        waits between them and what was done in `paused`.
+        That is the time of deciding, booking, settling and preparing. The clock's polls and waits
+        and the blocks of `paused` are left out.
         """
         if self._since_ns is None:
-            self._since_ns = self._host_now_ns()  # what came before the first plan is set-up
+            self._since_ns = self._host_now_ns()  # all before the first plan is set-up
         for launch in launches:
-            parts = split_copy(launch, self._chunk_bytes)
+            parts = split_copy(launch, self._part_bytes)
             with self._uploading(launch) as uploaded:
                 prepared = tuple((self.machine.prepare(part), part.nbytes) for part in parts)
             self._work[launch.op] = LaneWork(launch, prepared, uploaded)
@@ -122,7 +116,7 @@ class StreamExecutor:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done inside is not the host's work: meters. It takes real time all the same."""
+        """Leaves the block, such as a meter's reading, out of the host's time; real time passes."""
         began_ns = time.thread_time_ns()
         try:
             yield
@@ -133,7 +127,7 @@ class StreamExecutor:
         return time.thread_time_ns() - self.clock.idle_ns - self._paused_ns
 
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
-        """Starts a prepared launch; what has settled is waited for no more."""
+        """See Executor. A settled launch needs no wait and has no mark any more."""
         op = launch.op
         waits = [self._marks[other] for other in launch.waits if other in self._marks]
         work = self._work.pop(op)
@@ -152,11 +146,11 @@ class StreamExecutor:
         event.callbacks.append(lambda event: settle(event.value))
 
     def release(self, pool: Pool, pages: Sequence[int]) -> None:
-        """Gives the memory of KV pages in nobody's use back to the system."""
+        """See Executor."""
         self.machine.release(pool, pages)
 
     def close(self) -> None:
-        """Ends all lanes; what has not started never runs."""
+        """Ends all lanes; a launch that has not started never runs."""
         for lane in self._lanes.values():
             lane.stop()
         for lane in self._lanes.values():
@@ -181,18 +175,21 @@ class StreamExecutor:
 
 
 def places_of(op: Op) -> tuple[Place, ...]:
-    """What an operation touches that is no KV."""
+    """The places that an operation touches, KV left out."""
     touched = (op.src, op.dst) if isinstance(op, Copy) else (*op.reads, *op.writes)
     return tuple(place for place in touched if place.region.kind is not Kind.KV)
 
 
-def split_copy(launch: Launch, chunk_bytes: int | None) -> list[Launch]:
-    """A copy of KV pages as copies of at most `chunk_bytes` (at least a page); else unchanged."""
+def split_copy(launch: Launch, part_bytes: int | None) -> list[Launch]:
+    """A copy of KV pages as copies of at most `part_bytes` (at least a page each).
+
+    Any other launch is returned as it is.
+    """
     count = len(launch.src_pages)
-    if chunk_bytes is None or count < 2 or launch.nbytes <= chunk_bytes:
+    if part_bytes is None or count < 2 or launch.nbytes <= part_bytes:
         return [launch]
     page_bytes = launch.nbytes // count
-    each = max(1, chunk_bytes // page_bytes)
+    each = max(1, part_bytes // page_bytes)
     return [
         replace(
             launch,

@@ -16,13 +16,14 @@ import torch
 from engine.contract.executor import Span
 from engine.contract.plan import COMPUTE_LANE, Lane
 from runtime.executors.clock import WallClock
-from runtime.executors.streams import LaneWork, Machine, StreamExecutor
+from runtime.executors.machine import Machine
+from runtime.executors.streams import LaneWork, StreamExecutor
 from runtime.measure.reference import ClockPace
 from runtime.measure.tracker import Workspace
 
 
 class Link(NamedTuple):
-    """One direction of one link. Its time counts from the start of a copy."""
+    """One direction of one link: `latency_ns` at the start of a copy, then its bytes."""
 
     bytes_per_s: float
     latency_ns: int = 0
@@ -32,13 +33,13 @@ class Link(NamedTuple):
         return self.latency_ns + round(nbytes * 1e9 / self.bytes_per_s)
 
 
-CHUNK_BYTES = 256 * 1024  # a throttled copy pauses between parts of this size
+COPY_PART_BYTES = 256 * 1024  # a throttled copy pauses between parts of this size
 PR_SET_TIMERSLACK = 29  # of prctl, in ns, per thread
 
 
-def punctual() -> None:
+def wake_on_time() -> None:
     """Lets the kernel wake this thread on time, not up to 50 us late (its default on Linux)."""
-    with suppress(AttributeError):  # no prctl: no Linux, and no such habit
+    with suppress(AttributeError):  # only Linux has prctl, and its slack
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
 
 
@@ -50,12 +51,12 @@ class LaneClosedError(RuntimeError):
 class ThreadMark:
     """The end of a launch on a thread; other lanes block on it as on a CUDA event.
 
-    Sampled tokens are written down by span(), on the engine's thread: the lane has gone on then.
+    span() collects the sampled tokens on the engine's thread, while the lane runs its next launch.
     """
 
     rings: ClassVar[bool] = True
     work: LaneWork
-    machine: Machine
+    machine: Machine[Any]
     issued_ns: int
     past: threading.Event = field(default_factory=threading.Event)
     start_ns: int = 0
@@ -75,20 +76,19 @@ class ThreadMark:
         return Span(self.work.launch.op, self.start_ns, self.end_ns, self.peak_bytes, ended)
 
     def attempt(self, part: Callable[[], None]) -> None:
-        """A part of the launch; whatever fails first is raised again on the engine's thread, which
-        waits for the launch to be past, as other lanes do."""
+        """Runs a part of the launch; span() raises its first error on the engine's thread."""
         try:
             part()
         except BaseException as error:
             self.error = self.error or error
 
     def check(self) -> None:
-        """Raises what the launch raised."""
+        """Raises the error of the launch."""
         if self.error is not None:
             raise self.error
 
     def wait(self) -> None:
-        """Blocks until past. A launch behind a failed one fails too: its input is garbage."""
+        """Blocks until past. A launch behind a failed launch fails too: its input is undefined."""
         self.past.wait()
         self.check()
 
@@ -96,17 +96,17 @@ class ThreadMark:
 class ThreadLane:
     """A worker thread that carries out one lane's launches in order.
 
-    A launch starts when its lane is free, it is issued and what it waits for is past: as on a
-    virtual lane (engine/contract/executor.py), and as a CUDA event before a kernel is reached. So
-    the time in which threads hand over is the launch's: left between launches, it was 4 % of a
-    replay and in no prediction.
+    A launch starts when its lane is free, the launch is issued and its waits are past: as on a
+    virtual lane (engine/contract/executor.py), and as with CUDA events. So the time in which
+    threads hand over is part of a launch. Left between launches, that time was 4 % of a replay and
+    in no prediction.
     """
 
     def __init__(
         self,
         name: Lane,
         clock: WallClock,
-        machine: Machine,
+        machine: Machine[Any],
         link: Link | None = None,
         workspace: Workspace | None = None,
         pace: ClockPace | None = None,
@@ -140,7 +140,7 @@ class ThreadLane:
     def _loop(self) -> None:
         torch.set_num_threads(self._threads)  # torch keeps these two per thread
         torch.set_flush_denormal(True)
-        punctual()
+        wake_on_time()
         while (item := self._inbox.get()) is not None:
             mark, waits = item
             mark.attempt(partial(self._carry_out, mark, waits))
@@ -161,45 +161,51 @@ class ThreadLane:
             carried += nbytes
             self._throttle(begun_ns, carried)
         mark.end_ns = self._free_ns = self._clock.now
-        prepared = mark.work.parts[0][0]
-        if self._workspace is not None and self._workspace.is_due(prepared.launch.op):
-            mark.peak_bytes = self._workspace.peak_bytes(prepared)
-            self._free_ns = self._clock.now  # the look at it is no launch's time
+        if self._workspace is not None and self._workspace.is_due(mark.work.launch.op):
+            mark.peak_bytes = self._workspace.peak_bytes(mark.work.parts[0][0])
+            self._free_ns = self._clock.now  # the repeat is no launch's time
         if self._pace is not None and self._pace.is_due(mark.end_ns - mark.start_ns):
             with self._clock.held():
                 self._pace.measure()
 
     def _throttle(self, start_ns: int, carried_bytes: int) -> None:
-        """Sleeps until the link would have carried so many bytes; overshoots do not add up."""
+        """Sleeps until the link would have carried the bytes; overshoots do not add up."""
         if self._link is None:
             return
         due_ns = start_ns + self._link.duration_ns(carried_bytes)
-        while (late_ns := due_ns - self._clock.now) > 0 and not self._closing.is_set():
-            self._closing.wait(self._clock.seconds(late_ns))
+        while (left_ns := due_ns - self._clock.now) > 0 and not self._closing.is_set():
+            self._closing.wait(self._clock.seconds(left_ns))
 
 
 class WallExecutor(StreamExecutor):
     """The executor of `backend=cpu clock=wall`.
 
-    `links` gives copy lanes their speed by name ("gpu->host", "host->gpu", "peer->1"); a lane
-    without one runs as fast as memory allows. `workspace` delays the launches behind a sample.
-    `pace` (of device 0) sets the clock's rate as the machine's speed wanders: all times are then
-    those of a machine on which the reference work takes its nominal time.
+    All times are those of the clock; with a `pace`, those of a machine on which the reference works
+    take their nominal time.
     """
 
     def __init__(
         self,
         clock: WallClock,
-        machine: Machine,
+        machine: Machine[Any],
         links: Mapping[str, Link] | None = None,
         workspace: Workspace | None = None,
         pace: ClockPace | None = None,
     ) -> None:
+        """
+        Args:
+            clock: The run's clock.
+            machine: Does the work, on this machine's memory.
+            links: Speed of copy lanes by name ("gpu->host", "host->gpu", "peer->1"); any other
+                lane runs as fast as memory allows.
+            workspace: Samples the workspace of launches; a sample delays the next launch.
+            pace: Sets the clock's rate as the machine's speed wanders, from device 0's launches.
+        """
         by_name = dict(links or {})
 
         def open_lane(lane: Lane) -> ThreadLane:
-            watched = workspace if lane[1] == COMPUTE_LANE else None
+            sampled = workspace if lane[1] == COMPUTE_LANE else None
             timed = pace if lane == (0, COMPUTE_LANE) else None  # one thread holds the clock
-            return ThreadLane(lane, clock, machine, by_name.get(lane[1]), watched, timed)
+            return ThreadLane(lane, clock, machine, by_name.get(lane[1]), sampled, timed)
 
-        super().__init__(clock, machine, open_lane, CHUNK_BYTES)
+        super().__init__(clock, machine, open_lane, COPY_PART_BYTES)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from runtime.kernels.rotate import store
 from runtime.kernels.shapes import (
     STAGES,
     WAVES,
@@ -16,6 +17,39 @@ from runtime.kernels.shapes import (
     rows_per_tile,
     warps,
 )
+from runtime.serving.paged import AttentionRows
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    meta: AttentionRows,
+    layer: int,
+    scale: float | None = None,
+) -> Tensor:
+    """Writes keys and values into their pages, then attends.
+
+    Shapes as in runtime.serving.attention.attend.
+    """
+    keys, values = (t[0].transpose(0, 1) for t in (key, value))  # [T, kv_heads, D]
+    store(keys, values, meta.arena.rows(layer), meta.slots)
+    return attend_stored(query[0].transpose(0, 1), meta, layer, scale).unsqueeze(0)
+
+
+def attend_stored(q: Tensor, meta: AttentionRows, layer: int, scale: float | None = None) -> Tensor:
+    """[T, heads, D] of as many queries, over pages that hold the rows' own tokens already."""
+    paged, pages = meta.paged, meta.arena.layer(layer)
+    assert paged is not None, "packed for another attention"
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    slices, first = len(paged.spans), paged.first_decode
+    if slices:
+        prefill(q, pages, paged.tables, paged.spans, paged.tiles, out, scale)
+    if len(paged.lengths):
+        decode(q[first:], pages, paged.tables[slices:], paged.lengths, out[first:], scale)
+    return out
+
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E), and exp2 is one instruction
 FLOOR = tl.constexpr(-1e30)  # instead of -inf: the difference of two is no NaN

@@ -27,9 +27,7 @@ from runtime.serving.machine import ServingMachine
 from traces.files import seal, write_text
 
 FEW_TOKENS, MANY_TOKENS = 16, 256  # up to here launches are short and noisy; beyond, long
-BEFORE = Shape(
-    "decode", (ShapeRows(1, 256),) * 8
-)  # what runs before a launch with prompts in replays
+BEFORE = Shape("decode", (ShapeRows(1, 256),) * 8)  # runs before a launch with prompts in replays
 
 
 def profile(
@@ -44,15 +42,30 @@ def profile(
     facts: Mapping[str, Any] | None = None,
     look: Callable[[], object] | None = None,
 ) -> Path:
-    """Measures the grid and `held_out` other launches; writes them into `folder`, which it returns.
+    """Measures the grid and `held_out` other launches; writes a profile.
 
-    steps.parquet and holdout.parquet hold spans in the STEPS schema: launches with the same
-    `step` were issued as one plan, so those that overlap contend. host_ns is the preparation only
-    (packing): no policy decided and no ledger booked. profile.json says on what all this was
-    measured; `facts` (commit, device, clock) go into it as they are. `max_tokens` is the most
-    that a launch of the grid computes. `look` is what is done in a replay between launches,
-    on nobody's time: to read the meter. It cools the caches, as do decodes before a prompt: shapes
-    measured behind themselves, undisturbed, were up to a tenth faster than the same in a replay.
+    steps.parquet and holdout.parquet hold spans in the STEPS schema: launches of one `step` were
+    issued as one plan, so those that overlap contend. host_ns is the preparation only (packing):
+    no policy has decided and no ledger has booked. profile.json says on what the spans were
+    measured. Caches are as in a replay: `look` cools them, as do decodes before a prompt. A shape
+    measured behind itself, undisturbed, was up to a tenth faster than in a replay.
+
+    Args:
+        env: The clock that the executor runs on.
+        executor: An executor of the replay's class over `machine`.
+        machine: A machine that serves on device 0.
+        folder: Where the profile is written; made where it is missing.
+        seed: Of the order of shapes, the held-out shapes and the synthetic jobs.
+        held_out: Launches beside the grid.
+        max_tokens: Most tokens that a launch of the grid computes.
+        facts: Go into profile.json as they are: commit, device, clock.
+        look: Called between launches, outside the executor's time, as a replay reads its meter.
+
+    Returns:
+        `folder`.
+
+    Raises:
+        AssertionError: A fact bears the name of a measurement.
     """
     began = time.perf_counter()
     before = probe(env, executor, machine)
@@ -72,7 +85,7 @@ def profile(
 
 
 def _shapes(driver: Driver, seed: int, held_out: int) -> list[tuple[str, list[Shape]]]:
-    """What is measured, by the name of its table."""
+    """The shapes to measure, by the name of their table."""
     fitted = grid(driver.limits, driver.page)
     judged = holdout(driver.limits, driver.page, seed, held_out)
     for shapes in (fitted, judged):
@@ -88,7 +101,14 @@ def _write(folder: Path, tables: Mapping[str, pa.Table], about: Mapping[str, Any
 
 
 def repeats(shape: Shape) -> int:
-    """Runs of a shape, the first of which is not kept."""
+    """Chooses how often a shape is run: short launches are noisy.
+
+    Args:
+        shape: The shape to measure.
+
+    Returns:
+        Runs of the shape; the first one warms up and is not kept.
+    """
     tokens = sum(rows.tokens for rows in shape.rows)
     return 6 if tokens <= FEW_TOKENS else 3 if tokens <= MANY_TOKENS else 2
 
@@ -112,7 +132,7 @@ def _measure(
 
 
 def _in_place(driver: Driver, shape: Shape, look: Callable[[], object]) -> Iterator[DrivenRun]:
-    """Runs of a shape behind what replays launch before it: decodes follow their like."""
+    """Runs of a shape behind the launch that precedes it in replays: a decode follows a decode."""
     prompts = any(rows.tokens > 1 for rows in shape.rows)
     before = BEFORE if prompts and driver.limits.admit(BEFORE, driver.page) else None
     for number in range(repeats(shape)):
@@ -125,7 +145,7 @@ def _in_place(driver: Driver, shape: Shape, look: Callable[[], object]) -> Itera
 
 
 def _about(machine: ServingMachine) -> dict[str, Any]:
-    """The machine under measurement."""
+    """Facts of the machine under measurement."""
     on_gpu = machine.device != "cpu"
     arena = next(iter(machine.arenas.values()))
     return {
@@ -142,7 +162,12 @@ def _about(machine: ServingMachine) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """What the kernel calls this processor."""
+    """Looks up the name of this processor.
+
+    Returns:
+        The model name of /proc/cpuinfo; where it is missing, the name or the architecture that
+        `platform` knows.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

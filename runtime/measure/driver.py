@@ -20,27 +20,33 @@ from runtime.serving.packing import Transcript
 
 GPU: Pool = (Tier.GPU, 0)
 HOST: Pool = (Tier.HOST, 0)
-FIRST_ID = 1 << 40  # of made-up jobs: no trace numbers its requests so high
+FIRST_ID = 1 << 40  # of synthetic jobs: above every request id of a trace
 
 
 class DrivenRun:
     """One plan as it ran: its launches with their spans, and the host's time before them."""
 
     def __init__(self, issue_ns: int, host_ns: int, done: Sequence[tuple[Launch, Span]]) -> None:
+        """
+        Args:
+            issue_ns: When the plan was issued, on the clock of its environment.
+            host_ns: What Executor.prepare has reported for the plan.
+            done: Each launch with its span, in the order of their ends.
+        """
         self.issue_ns, self.host_ns, self.done = issue_ns, host_ns, done
 
     @property
     def compute_ns(self) -> int:
-        """How long the Compute ran; 0 if there was none."""
+        """How long the plan's Compute ran; 0 for a plan of copies."""
         lengths = (s.end_ns - s.start_ns for x, s in self.done if isinstance(x.op, Compute))
         return sum(lengths)
 
 
 class Driver:
-    """Makes jobs up for a shape, launches it as one plan and waits until all of it has ended.
+    """Launches a shape over synthetic jobs as one plan, and waits until all of it has ended.
 
-    Works on the replay's own machine and executor class, between replays: it takes pages that
-    nobody uses and gives them back (`close`). Page tables are scattered, as after some churn.
+    Works between replays, on their machine and class of executor: it takes unused pages and gives
+    them back with `close`. Page tables are scattered, as after many allocations.
     """
 
     def __init__(
@@ -51,6 +57,14 @@ class Driver:
         seed: int = 0,
         max_tokens: int = 2048,
     ) -> None:
+        """
+        Args:
+            env: The clock that the executor runs on.
+            executor: An executor over `machine`.
+            machine: A machine that serves on device 0.
+            seed: Of the synthetic prompts and page tables.
+            max_tokens: Most tokens that a launch may compute.
+        """
         self.env, self.executor, self.machine = env, executor, machine
         self._max_tokens = max_tokens  # of a launch
         arena = machine.arenas[GPU]
@@ -66,7 +80,7 @@ class Driver:
 
     @property
     def limits(self) -> ShapeLimits:
-        """What fits on this machine."""
+        """The shapes that fit on this machine."""
         arenas = self.machine.arenas
         host = arenas[HOST].num_pages if HOST in arenas else 0
         return ShapeLimits(
@@ -74,11 +88,21 @@ class Driver:
         )
 
     def run(self, shape: Shape) -> DrivenRun:
-        """Launches a shape once."""
+        """Launches a shape once.
+
+        Args:
+            shape: A shape that `limits` admit.
+
+        Returns:
+            The plan as it ran, in the executor's time.
+
+        Raises:
+            AssertionError: A pool has too few pages for the shape.
+        """
         launches = list(self._launches(shape))
         done: list[tuple[Launch, Span]] = []
         times: list[int] = []
-        self.executor.prepare(())  # what making things up has cost is not the plan's
+        self.executor.prepare(())  # so that the synthetic jobs' time is not the plan's
         self.env.process(self._plan(launches, times, done))
         self.env.run()
         for launch in launches:
@@ -87,14 +111,14 @@ class Driver:
         return DrivenRun(times[0], times[1], done)
 
     def close(self) -> None:
-        """Gives the pages back."""
+        """Gives all pages back that launches have taken."""
         for pool, number in self._touched.items():
             self.executor.release(pool, self._scattered[pool][:number])
 
     def _plan(
         self, launches: Sequence[Launch], times: list[int], done: list[tuple[Launch, Span]]
     ) -> Generator[simpy.Event, Any, None]:
-        """What the engine does to issue a plan."""
+        """Issues a plan as the engine does."""
         issue_ns, host_ns = int(self.env.now), self.executor.prepare(launches)
         times += [issue_ns, host_ns]
         if wait_ns := due_ns(self.env, host_ns):
@@ -120,7 +144,7 @@ class Driver:
             moved += move.pages
 
     def _piece(self, job_id: int, rows: ShapeRows, pages: Sequence[int]) -> Piece:
-        """A job as its earlier launches left it: known by the machine, its context in pages."""
+        """A job as its earlier launches have left it, with its context in pages."""
         known = rows.context + rows.tokens
         job = self.machine.packer.transcripts[job_id] = Transcript(self._prompt[:known])
         job.follow(pages[: self.page.count(rows.context)])
@@ -137,7 +161,7 @@ class Driver:
         return Launch(Copy(host, gpu), (), (), nbytes, host_pages, gpu_pages)
 
     def _take(self, pool: Pool, first: int, number: int) -> Sequence[int]:
-        pages = self._scattered[pool][first : first + number]
+        pages: list[int] = self._scattered[pool][first : first + number]
         assert len(pages) == number, f"a shape needs more pages than {pool} has"
         if first + number > (touched := self._touched[pool]):
             self.machine.arenas[pool].hold(pages[max(0, touched - first) :])
@@ -153,7 +177,18 @@ def driving(
     seed: int = 0,
     max_tokens: int = 2048,
 ) -> Iterator[Driver]:
-    """A driver whose pages go back with the block."""
+    """Opens a Driver and closes it with the block.
+
+    Args:
+        env: See Driver, as all others.
+        executor: Runs the launches.
+        machine: Serves on device 0.
+        seed: Of the synthetic prompts and page tables.
+        max_tokens: Most tokens that a launch may compute.
+
+    Yields:
+        The driver.
+    """
     driver = Driver(env, executor, machine, seed, max_tokens)
     try:
         yield driver

@@ -1,4 +1,4 @@
-"""Measured memory: what torch's storages, the kernel and the driver say, never our own counters."""
+"""Measured memory: read from torch's storages, the kernel and the driver, never from the ledger."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, UntypedStorage
 
-from engine.contract.executor import Reading
+from engine.contract.executor import Meter, Reading
 from engine.contract.regions import Pool, Tier
 from runtime.measure.tracker import census
 
@@ -21,9 +21,13 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class ProcessResidency:
-    """How much of some memory the kernel holds in RAM, by mincore: 20-40 us per 64 MiB."""
+    """How much of a tensor's memory the kernel holds in RAM, by mincore: 20-40 us per 64 MiB."""
 
     def __init__(self, tensor: Tensor) -> None:
+        """
+        Args:
+            tensor: Any view of the memory; its whole storage is asked for.
+        """
         self._tensor = tensor  # keeps the memory mapped
         self.address = tensor.untyped_storage().data_ptr()
         first, nbytes = self.address, tensor.untyped_storage().nbytes()
@@ -33,7 +37,14 @@ class ProcessResidency:
         self._vector = (ctypes.c_ubyte * len(self._present)).from_buffer(self._present)
 
     def read_bytes(self) -> int:
-        """Whole system pages that are resident now."""
+        """Asks the kernel.
+
+        Returns:
+            Bytes of the system pages that are resident now, whole pages at both ends.
+
+        Raises:
+            OSError: mincore failed.
+        """
         if not self._nbytes:
             return 0
         address, length = ctypes.c_void_p(self._start), ctypes.c_size_t(self._nbytes)
@@ -46,22 +57,33 @@ class Alive:
     """Bytes of the distinct storages of some tensors, as long as they live."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
+        """
+        Args:
+            tensors: Views may share a storage, which counts once. No storage is kept alive.
+        """
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
         self._storages = [weakref.ref(storage) for storage in storages.values()]
 
     def read_bytes(self) -> int:
-        """Bytes of those that somebody still holds."""
+        """Bytes of the storages that are still alive."""
         alive = (ref() for ref in self._storages)
         return sum(storage.nbytes() for storage in alive if storage is not None)
 
     def addresses(self) -> set[int]:
-        """Where those lie."""
+        """Addresses of the storages that are still alive."""
         alive = (ref() for ref in self._storages)
         return {storage.data_ptr() for storage in alive if storage is not None}
 
 
 def process_bytes() -> int:
-    """Resident memory of this process (RSS), by the kernel."""
+    """Asks the kernel for the resident memory of this process.
+
+    Returns:
+        The RSS in bytes, of /proc/self/statm.
+
+    Raises:
+        OSError: The system has no /proc.
+    """
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE
 
@@ -69,13 +91,11 @@ def process_bytes() -> int:
 class CpuMeter:
     """Reads both tiers of the CPU stand-in; an engine.contract.executor.Meter.
 
-    persistent_bytes of a pool = its weights' storages that are alive + the pages of its KV arena
-    that the kernel holds (an arena is one tensor per pool). Weights that replicas share count for
-    each. process_bytes, of the first GPU pool only, is the RSS of the process, all pools together.
-    A reading costs ~50 us for 64 MiB of arena; with `every` > 1 only each every-th call
-    reads, and the calls between return nothing (a null in the table, not an old figure).
-    `paused` wraps each reading, so that a service clock can leave its time out; `spent_ns` is its
-    sum in thread CPU time.
+    `persistent_bytes` of a pool is the sum of its weights' live storages, of the resident pages of
+    its KV arena, and of what training holds there. Weights that replicas share count for each
+    replica. `process_bytes` is the RSS of the whole process and stands with the first GPU pool.
+    A reading costs about 50 us for 64 MiB of arena. `spent_ns` is the thread CPU time of all
+    readings.
     """
 
     def __init__(
@@ -86,7 +106,18 @@ class CpuMeter:
         paused: Callable[[], AbstractContextManager[object]] = nullcontext,
         held: Callable[[Tier], Iterable[UntypedStorage]] | None = None,
     ) -> None:
-        """`held`: what training holds in a tier of device 0, its graphs' tensors too."""
+        """
+        Args:
+            weights: The served parameters per pool.
+            arenas: The KV arena of each pool, one tensor.
+            every: Each every-th call of `read` reads memory. The calls between return nothing: a
+                null in the table, not an old figure.
+            paused: Surrounds each reading, so that a service clock can leave its time out.
+            held: What training holds in a tier of device 0, the tensors of its graphs included.
+
+        Raises:
+            ValueError: `every` is below 1.
+        """
         if every < 1:
             raise ValueError(f"meter: every is {every}; it must be at least 1")
         pools = {*weights, *arenas}
@@ -100,7 +131,11 @@ class CpuMeter:
         self.spent_ns = 0
 
     def read(self) -> Mapping[Pool, Reading]:
-        """One reading per pool, or nothing at a call that is left out."""
+        """Reads all pools.
+
+        Returns:
+            A reading in bytes per pool; empty at a call that `every` leaves out.
+        """
         with self._paused():
             self._calls += 1
             if (self._calls - 1) % self._every:
@@ -111,10 +146,11 @@ class CpuMeter:
         return readings
 
     def unclaimed_bytes(self) -> int:
-        """Bytes of all CPU storages that Python can reach and that nobody accounts for: neither
-        weights nor arena, nor what training holds in a tier.
+        """Looks for memory that is held behind the ledger's back. Takes about 0.1 s: see census().
 
-        Small change if nobody holds memory behind the ledger's back. Takes ~0.1 s: see census().
+        Returns:
+            Bytes of the CPU storages that Python can reach and that are neither weights nor an
+            arena, nor held by training in a tier.
         """
         claimed = {arena.address for arena in self._arenas.values()}
         for alive in self._weights.values():
@@ -135,14 +171,12 @@ class CpuMeter:
 class CudaMeter:
     """Reads torch's CUDA allocator and the driver; an engine.contract.executor.Meter.
 
-    persistent_bytes of the GPU pool = bytes that clients of the caching allocator asked for and
-    hold (`requested_bytes`; the allocator rounds each to 512). An arena is taken whole at the
-    start, so this is weights + arena whatever is booked; a launch in flight adds the few
-    index tensors it keeps. process_bytes = what the driver says is in use on the device, by
-    anybody. The HOST pool is its pinned arena (it cannot leave RAM: the size of its storage), what
-    training holds there by torch's own sizes, and the RSS. `every`, `paused` and `held` as in
-    CpuMeter. `graph_bytes` is what graphs keep beside that (the allocator calls it reserved, not
-    requested).
+    `persistent_bytes` of the GPU pool is what clients of the caching allocator asked for and hold
+    (`requested_bytes`; the allocator rounds each request to 512), and `graph_bytes`. An arena is
+    taken whole at the start, so the figure is weights and arena, whatever is booked; a launch in
+    flight adds its few index tensors. `process_bytes` is what the driver counts on the device for
+    all processes. The HOST pool holds its pinned arena, which cannot leave RAM, and what training
+    holds there by torch's own sizes; its `process_bytes` is the RSS.
     """
 
     def __init__(
@@ -154,6 +188,18 @@ class CudaMeter:
         graph_bytes: int = 0,
         held: Callable[[Tier], Iterable[UntypedStorage]] | None = None,
     ) -> None:
+        """
+        Args:
+            device: Number of the GPU.
+            host_arenas: Pinned KV arenas of the HOST pool.
+            every: See CpuMeter.
+            paused: See CpuMeter.
+            graph_bytes: What CUDA graphs keep; the allocator counts it as reserved, not requested.
+            held: See CpuMeter.
+
+        Raises:
+            ValueError: `every` is below 1.
+        """
         if every < 1:
             raise ValueError(f"meter: every is {every}; it must be at least 1")
         self._device, self._every, self._calls, self._paused = device, every, 0, paused
@@ -163,7 +209,11 @@ class CudaMeter:
         self._held = held
 
     def read(self) -> Mapping[Pool, Reading]:
-        """One reading per pool, or nothing at a call that is left out."""
+        """Reads the device's pools.
+
+        Returns:
+            A reading in bytes per pool; empty at a call that `every` leaves out.
+        """
         self._calls += 1
         if (self._calls - 1) % self._every:
             return {}
@@ -181,20 +231,46 @@ class CudaMeter:
         return readings
 
 
+class Meters:
+    """The meters of several devices as one engine.contract.executor.Meter."""
+
+    def __init__(self, meters: Sequence[Meter]) -> None:
+        """
+        Args:
+            meters: One per device; no two read one pool.
+        """
+        self._meters = tuple(meters)
+
+    def read(self) -> Mapping[Pool, Reading]:
+        """Reads all devices.
+
+        Returns:
+            A reading in bytes per pool.
+        """
+        return {pool: reading for m in self._meters for pool, reading in m.read().items()}
+
+
 def _distinct_bytes(held: Callable[[Tier], Iterable[UntypedStorage]] | None, tier: Tier) -> int:
-    """Of what training holds in a tier, by torch's own sizes, each storage once."""
+    """Bytes that training holds in a tier, by torch's own sizes, each storage once."""
     storages = () if held is None else held(tier)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def page_slack_bytes(num_pages: int, page_bytes: int) -> int:
-    """Most by which kernel residency may exceed the KV pages held, in an arena of `num_pages`.
+    """Bounds by how much kernel residency may exceed the held KV pages of an arena.
 
-    0 where KV pages are whole system pages: then residency is exact. Elsewhere a system page that
-    two KV pages share may be resident for either, or stay behind both.
+    A system page that two KV pages share is resident for either of them, and may stay resident
+    behind both.
+
+    Args:
+        num_pages: KV pages of the arena.
+        page_bytes: Bytes of a KV page.
+
+    Returns:
+        The bound in bytes; 0 where KV pages are whole system pages.
     """
     shared = sum(1 for i in range(1, num_pages + 1) if i * page_bytes % mmap.PAGESIZE)
     return shared * mmap.PAGESIZE
 
 
-assert os.name == "posix", "residency is asked of a POSIX kernel"
+assert os.name == "posix", "residency comes from a POSIX kernel"

@@ -1,4 +1,4 @@
-"""Fixed work that tells the machine's speed: the drift probe and the yardsticks of paced clocks."""
+"""Fixed work that shows the machine's speed: the drift probe, and the reference works of a pace."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from runtime.training.trainer import build_trainee
 from runtime.training.units import Units
 from traces.training.recipe import Recipe
 
-LOOK_S = 0.5  # a shared machine's speed wanders within a tenth of it: less would see mostly this
-LEAST = 16  # rounds, however long they take
+LOOK_S = 0.5  # long against the swings of a shared machine's speed, which take a tenth of it
+MIN_ROUNDS = 16  # however long they take
 
 
 def probe(
@@ -34,31 +34,48 @@ def probe(
     executor: Executor,
     machine: ServingMachine,
     look_s: float = LOOK_S,
-    least: int = LEAST,
+    min_rounds: int = MIN_ROUNDS,
 ) -> dict[str, float]:
-    """Median seconds of each probe launch over `look_s` of rounds; their first eighth warms up.
+    """Times the probe shapes in rounds; the first eighth of the rounds warms up.
 
     The shapes take turns, as launches do in a replay: one shape alone, back to back, runs up to
-    twice as fast from its caches and then says little about the machine. Takes an executor of the
-    replay's own kind over the same machine, but on a clock of its own: a replay starts at time 0.
-    Its pages are free before and after.
+    twice as fast from its caches and says little about the machine. All pages are free before and
+    after.
+
+    Args:
+        env: A clock of its own: a replay starts at time 0.
+        executor: An executor of the replay's class over `machine`, on that clock.
+        machine: A machine that serves on device 0.
+        look_s: Real seconds of rounds.
+        min_rounds: Rounds in any case.
+
+    Returns:
+        Median seconds by the name of the shape.
     """
     rounds, until_s = list[dict[str, int]](), time.perf_counter() + look_s
     with driving(env, executor, machine) as driver:
         shapes = probes(driver.limits, driver.page)
-        while len(rounds) < least or time.perf_counter() < until_s:
+        while len(rounds) < min_rounds or time.perf_counter() < until_s:
             rounds.append({name: driver.run(shape).compute_ns for name, shape in shapes.items()})
     kept = rounds[len(rounds) // 8 :]
     return {name: median(taken_ns[name] for taken_ns in kept) / 1e9 for name in shapes}
 
 
-def probe_plainly(look_s: float = LOOK_S, least: int = LEAST) -> dict[str, float]:
-    """The same where nothing is served: a product and a copy of fixed sizes, beyond any cache."""
+def probe_plainly(look_s: float = LOOK_S, min_rounds: int = MIN_ROUNDS) -> dict[str, float]:
+    """Times a product and a copy beyond any cache: the probe of a machine that serves nothing.
+
+    Args:
+        look_s: Real seconds of rounds; the first eighth of the rounds warms up.
+        min_rounds: Rounds in any case.
+
+    Returns:
+        Median seconds of thread time by the name of the work.
+    """
     rows = torch.zeros(512, 1024)
     square, far = torch.zeros(1024, 1024), torch.zeros(1 << 22)
     works = {"product": lambda: rows @ square, "copy": far.clone}
     rounds, until_s = list[dict[str, float]](), time.perf_counter() + look_s
-    while len(rounds) < least or time.perf_counter() < until_s:
+    while len(rounds) < min_rounds or time.perf_counter() < until_s:
         rounds.append({name: _taken_s(work) for name, work in works.items()})
     kept = rounds[len(rounds) // 8 :]
     return {name: median(taken[name] for taken in kept) for name in works}
@@ -71,10 +88,19 @@ def _taken_s(work: Callable[[], object]) -> float:
 
 
 def ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """By what factor each probe took longer after the run than before it."""
+    """Compares two probes of one machine.
+
+    Args:
+        before: Seconds by name, before a run.
+        after: Seconds by name, after it.
+
+    Returns:
+        By name, the factor by which the work took longer after the run.
+    """
     return {name: after[name] / before[name] for name in before}
 
 
+# ---- reference works of serving
 DECODES, CONTEXT, PROMPT_TOKENS, PAGE_TOKENS = 8, 200, 128, 16
 WINDOW = 5  # readings whose median counts
 EVERY_NS = 25_000_000  # of work between two readings, at the least
@@ -82,26 +108,55 @@ SHARE = 5  # the work between is at least so many times the reading
 
 
 class Yardstick(Protocol):
-    """A fixed piece of work; `tokens` is how large it is."""
+    """A fixed piece of work; `tokens` is its size."""
 
     @property
     def tokens(self) -> int: ...
 
     def timed_ns(self) -> int:
-        """What it takes just now, in thread time."""
+        """Times the work once.
+
+        Returns:
+            Thread CPU time in ns.
+        """
+        ...
 
 
-class Reference:
-    """One step of alike jobs on the model that is served: what replays are made of.
+class TimedWork:
+    """A Yardstick by its `work`."""
 
-    Each of `jobs` takes `tokens` behind a context of `context`. It goes the way of every launch,
-    packing included, over the same weights: under a stream through memory on the other core, a
-    smaller model's step was slowed by 4 % more than launches of this one.
+    tokens: int
+
+    def work(self) -> object:
+        """Does the work once; its results are equal every time."""
+        raise NotImplementedError
+
+    def timed_ns(self) -> int:
+        """See Yardstick."""
+        start = time.thread_time_ns()
+        self.work()
+        return time.thread_time_ns() - start
+
+
+class Reference(TimedWork):
+    """One step of equal jobs on the served model: a launch as replays have them.
+
+    The step takes the path of every launch, packing included, over the served weights: under a
+    stream through memory on the other core, a smaller model's step was slowed by 4 % more than
+    launches of this one.
     """
 
     def __init__(
         self, model: Any, spec: ModelSpec, jobs: int, context: int, tokens: int = 1
     ) -> None:
+        """
+        Args:
+            model: The served Hugging Face model.
+            spec: Its spec.
+            jobs: Jobs of the step.
+            context: Tokens of each job in the KV before the step.
+            tokens: Tokens that each job computes: 1 is a decode.
+        """
         pages = -(-(context + tokens) // PAGE_TOKENS)
         prompt = [i % spec.vocab_size for i in range(context + tokens)]
         prompts: dict[int, Sequence[int]] = dict.fromkeys(range(jobs), prompt)
@@ -113,15 +168,13 @@ class Reference:
         self.jobs, self.tokens = jobs, jobs * tokens
 
     def work(self) -> list[int]:
-        """The step; returns its tokens, the same every time."""
+        """Does the step.
+
+        Returns:
+            The sampled token of each job, equal every time.
+        """
         self._machine.execute(self._machine.prepare(self._launch))
         return [self._undone(job_id) for job_id in range(self.jobs)]
-
-    def timed_ns(self) -> int:
-        """What the step takes just now, in thread time."""
-        start = time.thread_time_ns()
-        self.work()
-        return time.thread_time_ns() - start
 
     def _undone(self, job_id: int) -> int:
         job = self._machine.packer.transcripts[job_id]
@@ -130,22 +183,46 @@ class Reference:
 
 
 def references(model: Any, spec: ModelSpec) -> tuple[Reference, Reference]:
-    """The two kinds of work: a decode step of eight jobs, and 128 tokens of one prompt."""
+    """Makes the two reference works of serving.
+
+    Args:
+        model: The served Hugging Face model.
+        spec: Its spec; of few positions, the works are shorter.
+
+    Returns:
+        A decode step of eight jobs, and a prefill of 128 tokens.
+    """
     context = min(CONTEXT, spec.max_positions - 1)
     tokens = min(PROMPT_TOKENS, spec.max_positions)
     return Reference(model, spec, DECODES, context), Reference(model, spec, 1, 0, tokens)
 
 
 def settled_ns(works: Sequence[Yardstick], rounds: int = 10 * WINDOW) -> tuple[int, ...]:
-    """What each takes once it is warm, in turns: the median of the second half of many rounds."""
+    """Times works in turns until they are warm: their nominal times.
+
+    Args:
+        works: The reference works of one clock.
+        rounds: Rounds that count; as many before them warm up.
+
+    Returns:
+        Median thread time in ns, per work.
+    """
     taken_ns = [[work.timed_ns() for work in works] for _ in range(2 * rounds)][rounds:]
     return tuple(round(median(times_ns)) for times_ns in zip(*taken_ns, strict=True))
 
 
 class Gauge:
-    """How slow one reference work is just now, against its nominal time."""
+    """The slowdown of one reference work against its nominal time."""
 
     def __init__(self, nominal_ns: int, work: Yardstick) -> None:
+        """
+        Args:
+            nominal_ns: Thread time of the work on the nominal machine.
+            work: The reference work.
+
+        Raises:
+            ValueError: `nominal_ns` is below 1.
+        """
         if nominal_ns < 1:
             raise ValueError(f"the reference work's nominal time is {nominal_ns} ns: at least 1")
         self.nominal_ns, self._work = nominal_ns, work
@@ -157,12 +234,23 @@ class Gauge:
         self.note(self._work.timed_ns())
 
     def note(self, taken_ns: int) -> None:
-        """Counts a reading; `slowdown` is above one on a machine slower than nominal."""
+        """Counts a reading; `slowdown` is above one on a machine slower than nominal.
+
+        Args:
+            taken_ns: Thread time of the work.
+        """
         self._times_ns.append(taken_ns)
         self.last_ns, self.slowdown = taken_ns, median(self._times_ns) / self.nominal_ns
 
     def nominal_of(self, tokens: int) -> float:
-        """What so many tokens of this kind of work take nominally, in ns."""
+        """Scales the nominal time of the work.
+
+        Args:
+            tokens: Tokens of this kind of work.
+
+        Returns:
+            Their nominal time in ns.
+        """
         return tokens * self.nominal_ns / self._work.tokens
 
 
@@ -170,13 +258,21 @@ class ClockPace:
     """Turns thread time into time of a machine on which the reference works take `nominal_ns`.
 
     The works, decodes and a prompt, are timed after every EVERY_NS of work (more where they take
-    long themselves). Two, because a neighbour slows them unlike: decodes wait for memory, prompts
-    compute. In an hour of busy neighbours, sums over 20 s of mixed launches wandered by 1.9 %
-    against the decode step alone and by 0.6 % against both, those of 400-token prompts by 3.7 and
-    1.5 % (standard deviations; decodes 0.7 %).
+    long themselves). They are two, because a neighbour on the machine slows them by different
+    factors: decodes wait for memory, prompts compute. Beside an hour of busy neighbours, sums over
+    20 s of hybrid launches wandered by 1.9 % against the decode step alone and by 0.6 % against
+    both works; sums of 400-token prompts wandered by 3.7 % and 1.5 % (standard deviations).
     """
 
     def __init__(self, nominal_ns: Sequence[int], works: Sequence[Yardstick]) -> None:
+        """
+        Args:
+            nominal_ns: Nominal thread time of each work.
+            works: The decode step, then the prompt.
+
+        Raises:
+            ValueError: A nominal time is below 1.
+        """
         self._decode, self._prompt = map(Gauge, nominal_ns, works)
         self._since_ns = 0
         for _ in range(3 * WINDOW):  # warms up; the last ones stay
@@ -184,11 +280,18 @@ class ClockPace:
 
     @property
     def factor(self) -> float:
-        """Of what is not a launch; above one on a machine faster than nominal."""
+        """The factor of all time outside launches; above one on a machine faster than nominal."""
         return 1 / self._decode.slowdown
 
     def factor_of(self, slices: Sequence[Slice]) -> float:
-        """Of a launch: the slowdowns of decodes and prompts, by the time that each should take."""
+        """Weighs the slowdowns of decodes and prompts by their nominal times in a launch.
+
+        Args:
+            slices: The slices of a Compute; none for any other operation.
+
+        Returns:
+            Nominal ns per measured ns of the launch.
+        """
         if not slices:
             return self.factor
         sizes = [piece.tokens for piece in slices]
@@ -205,31 +308,23 @@ class ClockPace:
         self._since_ns = 0
 
     def is_due(self, worked_ns: int) -> bool:
-        """Whether enough work has passed, with this much more, to look again."""
+        """Counts work that has been done; call it once per piece of work.
+
+        Args:
+            worked_ns: Time of the work.
+
+        Returns:
+            Whether the reference works are to be timed again.
+        """
         self._since_ns += worked_ns
         look_ns = self._decode.last_ns + self._prompt.last_ns
         return self._since_ns >= max(EVERY_NS, SHARE * look_ns)
 
 
+# ---- reference works of training
 ROWS = 96  # tokens of the one sequence that goes through a layer
 NUMBERS = 1 << 20  # of an update: more than caches hold
-VOCABULARY = 64  # of a model of which only its layer is of use
-
-
-class TimedWork:
-    """A fixed piece of work; `tokens` is how large it is."""
-
-    tokens: int
-
-    def work(self) -> object:
-        """Does it."""
-        raise NotImplementedError
-
-    def timed_ns(self) -> int:
-        """What it takes just now, in thread time."""
-        start = time.thread_time_ns()
-        self.work()
-        return time.thread_time_ns() - start
+VOCABULARY = 64  # small: only the layer of the model is timed
 
 
 class UnitWork(TimedWork):
@@ -238,6 +333,11 @@ class UnitWork(TimedWork):
     tokens = ROWS
 
     def __init__(self, spec: ModelSpec, recipe: Recipe) -> None:
+        """
+        Args:
+            spec: The trainee's spec.
+            recipe: Its recipe, of which the dtype counts.
+        """
         small = replace(spec, num_layers=1, vocab_size=VOCABULARY)
         model = build_trainee(small, Recipe(dtype=recipe.dtype))
         self._units, rows = Units(model), min(ROWS, spec.max_positions)
@@ -246,22 +346,30 @@ class UnitWork(TimedWork):
         shape, dtype = (1, rows, spec.hidden_size), getattr(torch, recipe.dtype)
         self._hidden = torch.linspace(-1, 1, rows * spec.hidden_size, dtype=dtype).view(shape)
         self._hidden.requires_grad_()
-        self._flow = torch.ones(shape, dtype=dtype)
-        self._wanted = [*(parameters[p] for p in self._units.parameters[1]), self._hidden]
+        self._output_gradient = torch.ones(shape, dtype=dtype)
+        self._inputs = [*(parameters[p] for p in self._units.parameters[1]), self._hidden]
 
     def work(self) -> Sequence[torch.Tensor]:
-        """The gradients, the same every time."""
+        """Runs the layer forward and backward.
+
+        Returns:
+            The gradients of its parameters and of its input, equal every time.
+        """
         with torch.enable_grad():
             out = self._units.run(1, self._hidden, self._ids)
-            return torch.autograd.grad(out, self._wanted, self._flow)
+            return torch.autograd.grad(out, self._inputs, self._output_gradient)
 
 
 class UpdateWork(TimedWork):
-    """AdamW over NUMBERS."""
+    """AdamW over NUMBERS parameters."""
 
     tokens = NUMBERS
 
     def __init__(self, recipe: Recipe) -> None:
+        """
+        Args:
+            recipe: The trainee's recipe, of which the dtype counts.
+        """
         dtype = getattr(torch, recipe.dtype)
         self._optimizer = Optimizer(Recipe(dtype=recipe.dtype), num_steps=1)
         self._weights = [torch.ones(NUMBERS, dtype=dtype)]
@@ -270,22 +378,36 @@ class UpdateWork(TimedWork):
         self._sections = [[torch.full((NUMBERS,), 1e-3)] for _ in range(count)]
 
     def work(self) -> None:
-        """One update."""
+        """Does one update."""
         with torch.no_grad():
             self._optimizer.update(0, self._weights, self._gradients, self._sections, None)
 
 
 def training_references(spec: ModelSpec, recipe: Recipe) -> tuple[UnitWork, UpdateWork]:
-    """The two kinds of work, which a neighbour slows unlike: products compute, updates wait for
-    memory."""
+    """Makes the two reference works of training: products compute, updates wait for memory.
+
+    Args:
+        spec: The trainee's spec.
+        recipe: Its recipe.
+
+    Returns:
+        The work of a unit, and the work of an update.
+    """
     return UnitWork(spec, recipe), UpdateWork(recipe)
 
 
 class TrainingPace(ClockPace):
-    """The pace of a clock by these two works. The host and all else goes by the unit's."""
+    """A ClockPace by the works of a unit and an update. All but updates go by the unit's."""
 
     def factor_of(self, slices: Sequence[Slice]) -> float:
-        """Of a launch."""
+        """See ClockPace: of an update its own slowdown, of all else the unit's.
+
+        Args:
+            slices: The slices of a Compute; none for any other operation.
+
+        Returns:
+            Nominal ns per measured ns of the launch.
+        """
         if any(piece.work is Work.UPDATE for piece in slices):
             return 1 / self._prompt.slowdown
         return self.factor

@@ -1,4 +1,4 @@
-"""Launch shapes to be measured: the calibration grids, and what is held out from them."""
+"""Launch shapes to measure: the calibration grids of serving and training, and their hold-outs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.contract.regions import PageSize
 
 
 class ShapeRows(NamedTuple):
-    """The slice of one job: `tokens` new ones behind `context` in the KV."""
+    """The slice of one job: `tokens` new tokens behind `context` tokens in the KV."""
 
     tokens: int
     context: int = 0
@@ -28,19 +28,26 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one plan launches: at most one Compute, and copies beside it."""
+    """The launches of one plan: at most one Compute, and copies beside it."""
 
     kind: str
     rows: tuple[ShapeRows, ...] = ()
     moves: tuple[Move, ...] = ()
 
     def pages(self, page: PageSize) -> int:
-        """KV pages that its slices need."""
+        """Counts the KV pages that the slices need.
+
+        Args:
+            page: Tokens and bytes of a page.
+
+        Returns:
+            Pages of all slices, their contexts included.
+        """
         return sum(page.count(r.tokens + r.context) for r in self.rows)
 
 
 class ShapeLimits(NamedTuple):
-    """What fits: positions of the model, pages of both arenas, tokens of a launch."""
+    """The limits of a shape: positions of the model, pages of both arenas, tokens of a launch."""
 
     positions: int
     pages: int
@@ -48,7 +55,15 @@ class ShapeLimits(NamedTuple):
     tokens: int = 2048
 
     def admit(self, shape: Shape, page: PageSize) -> bool:
-        """Whether a shape can be launched at all."""
+        """Checks a shape against the limits.
+
+        Args:
+            shape: The shape to launch.
+            page: Tokens and bytes of a KV page.
+
+        Returns:
+            Whether the shape can be launched.
+        """
         longest = max((r.tokens + r.context for r in shape.rows), default=0)
         moved = sum(m.pages for m in shape.moves)
         return (
@@ -62,18 +77,36 @@ class ShapeLimits(NamedTuple):
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 LARGE_BATCHES = (96, 128, 192, 256)
 CONTEXTS = (16, 64, 128, 256, 512, 1024, 2048, 4000)
-SLICES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536)
-SLICES += (2048, 4096, 8192)
-LARGE_CONTEXTS = (16, 128, 384)  # few: a step of many decodes is a long one
-CHUNKS = (4, 16, 64, 128, 256, 512, 1024)
-PASTS = (32, 128, 256, 512, 1024, 2048)
+SLICES = (
+    *(2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536),
+    *(2048, 4096, 8192),
+)
+LARGE_CONTEXTS = (16, 128, 384)  # few: a step of many decodes takes long
+LATER_SLICES = (  # behind a context
+    4,
+    16,
+    64,
+    128,
+    256,
+    512,
+    1024,
+)
+PAST_TOKENS = (32, 128, 256, 512, 1024, 2048)
 COPIES = (1, 2, 4, 8, 16, 32, 64, 128)  # pages
 
 
 def grid(limits: ShapeLimits, page: PageSize) -> list[Shape]:
-    """The shapes a profile is fitted to: every operator alone, then together. No two are equal."""
-    wanted = dict.fromkeys([*_decodes(), *_prefills(), *_mixed(), *_copies()])
-    return [shape for shape in wanted if limits.admit(shape, page)]
+    """Lists the shapes that a serving profile is fitted to: every operator alone, then together.
+
+    Args:
+        limits: What fits on the machine.
+        page: Tokens and bytes of a KV page.
+
+    Returns:
+        The shapes that fit, no two of them equal.
+    """
+    shapes = dict.fromkeys([*_decodes(), *_prefills(), *_hybrids(), *_copies()])
+    return [shape for shape in shapes if limits.admit(shape, page)]
 
 
 def _decodes() -> Iterator[Shape]:
@@ -89,16 +122,16 @@ def _prefills() -> Iterator[Shape]:
     for n in SLICES:
         yield Shape("prefill", (ShapeRows(n),))
         yield Shape("prefill", (ShapeRows(n, samples=False),))  # tells the head from the layers
-    for n in CHUNKS:
-        for past in PASTS:
-            yield Shape("chunk", (ShapeRows(n, past, samples=False),))
+    for n in LATER_SLICES:
+        for past in PAST_TOKENS:
+            yield Shape("later slice", (ShapeRows(n, past, samples=False),))
     for count in (2, 4, 8):
         for n in (8, 32, 128, 256):
             yield Shape("prompts", (ShapeRows(n),) * count)
 
 
-def _mixed() -> Iterator[Shape]:
-    """Decodes beside a slice, as chunked prefill launches them; some slices end their prompt."""
+def _hybrids() -> Iterator[Shape]:
+    """Decodes beside a prefill slice, as chunked prefill packs them; some slices end a prompt."""
     for batch in (1, 2, 4, 8, 16, 32):
         for n, past, samples in ((16, 0, True), (64, 0, False), (200, 0, True), (480, 0, False)):
             for context in (128, 512):
@@ -124,16 +157,25 @@ def _alone_and_both(pages: int) -> Iterator[Shape]:
 
 
 def holdout(limits: ShapeLimits, page: PageSize, seed: int, count: int = 48) -> list[Shape]:
-    """Random shapes, none of them in the grid: what a fit is judged by.
+    """Draws random shapes that are not in the grid: a fit is judged by them.
 
-    `count` launches, three in four as replays have them, the rest so long or so many that a single
-    operator takes most of the time; then copies of other sizes than the grid's.
+    Three in four launches are like those of replays. The rest are so long or so many that a single
+    operator takes most of the time. Copies of other sizes than the grid's follow.
+
+    Args:
+        limits: What fits on the machine.
+        page: Tokens and bytes of a KV page.
+        seed: Of the draws.
+        count: Compute launches to draw.
+
+    Returns:
+        The shapes that fit, at most `count` of them with a Compute.
     """
     rng, known = random.Random(seed), set(grid(limits, page))
     few = count // 4 // len(RULED)
-    wanted = [(_random, count - few * len(RULED)), *((draw, few) for draw in RULED)]
+    draws = [(_random, count - few * len(RULED)), *((draw, few) for draw in RULED)]
     found: dict[Shape, None] = {}
-    for draw, number in wanted:
+    for draw, number in draws:
         most = len(found) + number
         for _ in range(100 * number):
             shape = draw(rng, limits)
@@ -166,36 +208,44 @@ def _few_positions(limits: ShapeLimits) -> int:
 
 
 def _long_decodes(rng: random.Random, limits: ShapeLimits) -> Shape:
-    """So many tokens in KV that attention of decodes takes most of the time."""
+    """Decodes over so many tokens in KV that their attention takes most of the time."""
     reach = _few_positions(limits)
     contexts = [rng.randint(reach // 4, reach // 2) for _ in range(rng.randint(5, 31))]
     return Shape("long decodes", tuple(ShapeRows(1, max(1, context)) for context in contexts))
 
 
 def _short_decodes(rng: random.Random, limits: ShapeLimits) -> Shape:
-    """So many rows with so little in KV that the head does."""
+    """So many decodes over so few tokens in KV that the head takes most of the time."""
     context = min(rng.randint(4, 32), limits.positions - 1)
     return Shape("short decodes", (ShapeRows(1, context),) * rng.randint(17, 95))
 
 
 def _long_prompt(rng: random.Random, limits: ShapeLimits) -> Shape:
-    """So many tokens at once, with nothing in KV, that their attention does."""
+    """So many prompt tokens, with none in KV, that their attention takes most of the time."""
     reach = _few_positions(limits)
     return Shape("long prompt", (ShapeRows(rng.randint(max(1, reach // 2), reach), samples=False),))
 
 
-def _long_chunk(rng: random.Random, limits: ShapeLimits) -> Shape:
-    """The same behind a context."""
+def _long_later_slice(rng: random.Random, limits: ShapeLimits) -> Shape:
+    """A slice so long, behind so long a context, that their attention takes most of the time."""
     reach = _few_positions(limits)
     n, past = (max(1, rng.randint(reach // 4, reach // 2)) for _ in range(2))
-    return Shape("long chunk", (ShapeRows(n, past, samples=False),))
+    return Shape("long later slice", (ShapeRows(n, past, samples=False),))
 
 
-RULED = (_long_decodes, _short_decodes, _long_prompt, _long_chunk)
+RULED = (_long_decodes, _short_decodes, _long_prompt, _long_later_slice)
 
 
 def probes(limits: ShapeLimits, page: PageSize) -> dict[str, Shape]:
-    """Three fixed shapes whose times tell whether the machine has drifted, by name."""
+    """Chooses three fixed shapes whose times tell whether the machine has drifted.
+
+    Args:
+        limits: What fits on the machine.
+        page: Tokens and bytes of a KV page.
+
+    Returns:
+        By name: one decode, a decode batch of up to eight, a prefill of up to 128 tokens.
+    """
     batch, context = 8, 200
     while batch > 1 and not limits.admit(Shape("", (ShapeRows(1, context),) * batch), page):
         batch, context = batch // 2, max(1, context // 2)
@@ -209,11 +259,11 @@ def probes(limits: ShapeLimits, page: PageSize) -> dict[str, Shape]:
 
 
 SHORTEST = 16  # tokens of a sequence
-PARTS = (1, 4, 16)  # sequences that equal rows are cut into: tells attention from the rest
+PARTS = (1, 4, 16)  # sequences that equal rows are cut into: separates attention from the rest
 
 
 class Microbatch(NamedTuple):
-    """So many sequences of so many tokens each."""
+    """`sequences` of `tokens` each."""
 
     sequences: int
     tokens: int
@@ -225,21 +275,38 @@ class Microbatch(NamedTuple):
 
 
 class TrainingLimits(NamedTuple):
-    """What fits: positions of the model, rows of a microbatch."""
+    """The limits of a microbatch: positions of the model, rows in all."""
 
     positions: int
     rows: int
 
     def admit(self, shape: Microbatch) -> bool:
-        """Whether it can be trained on."""
+        """Checks a microbatch against the limits.
+
+        Args:
+            shape: The microbatch to train on.
+
+        Returns:
+            Whether its sequences are long enough and fit.
+        """
         return SHORTEST <= shape.tokens <= self.positions and shape.rows <= self.rows
 
 
 def training_grid(limits: TrainingLimits) -> list[Microbatch]:
-    """What a profile is fitted to: rows by doubling, each as few and as many sequences.
+    """Lists the microbatches that a training profile is fitted to.
 
-    All units of a chain are measured with each, forward and backward, kept and recomputed; so are
-    the updates of its chunks, which depend on none of this. ValueError where nothing fits.
+    Rows double; each number of rows is cut into few and into many sequences. Each microbatch is
+    measured on all units of a chain, forward and backward, kept and recomputed. The updates of
+    chunks are measured too, and depend on no microbatch.
+
+    Args:
+        limits: What fits on the machine.
+
+    Returns:
+        The microbatches that fit, no two of them equal.
+
+    Raises:
+        ValueError: No microbatch fits.
     """
     found: dict[Microbatch, None] = {}
     rows = 2 * SHORTEST
@@ -260,7 +327,19 @@ def training_grid(limits: TrainingLimits) -> list[Microbatch]:
 
 
 def training_holdout(limits: TrainingLimits, seed: int, count: int = 8) -> list[Microbatch]:
-    """Microbatches between those of the training_grid, by which a fit is judged."""
+    """Draws microbatches between those of the training_grid: a fit is judged by them.
+
+    Args:
+        limits: What fits on the machine.
+        seed: Of the draws.
+        count: Microbatches to draw.
+
+    Returns:
+        At most `count` microbatches that fit and are not in the grid.
+
+    Raises:
+        ValueError: No microbatch fits.
+    """
     rng, known = random.Random(seed), set(training_grid(limits))
     found: dict[Microbatch, None] = {}
     longest = min(limits.positions, limits.rows)

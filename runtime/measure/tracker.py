@@ -1,30 +1,31 @@
-"""Counts the bytes of tensor storages as torch makes and drops them, and those alive now."""
+"""Bytes of tensor storages: as torch makes and drops them, and of all that are alive now."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine.contract.plan import Compute, Op
+from runtime.executors.machine import Machine
 
 
 class StorageTracker(TorchDispatchMode):
-    """While active: bytes of the storages made since it began, now and at their peak.
+    """While active, counts the bytes of the storages made inside: `live_bytes` and `peak_bytes`.
 
-    Storages that existed before (weights, arenas, inputs) do not count, whatever views are made
-    of them. A storage counts from the operator that returned it until its last tensor is gone;
-    scratch that one kernel takes and gives back within itself is not seen. Sees its own thread
-    only. Costs about 25 us per operator: sample with it, never leave it on.
+    Storages that existed before (weights, arenas, inputs) do not count, nor do new views of them. A
+    storage counts from the operator that returned it until its last tensor is gone. Scratch that a
+    kernel takes and gives back within itself is not seen, nor is another thread. Costs about 25 us
+    per operator: sample with it, never leave it on.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self.live_bytes = 0
         self.peak_bytes = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -57,15 +58,27 @@ class StorageTracker(TorchDispatchMode):
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages below some tensors: what is shared or viewed counts once."""
+    """Sums the distinct storages below some tensors.
+
+    Args:
+        tensors: Strided tensors; others are passed over. Views of one storage count once.
+
+    Returns:
+        Bytes of the whole storages, by torch's own sizes.
+    """
     return sum({s._cdata: s.nbytes() for s in _storages(tensors)}.values())
 
 
 def census(device: str = "cpu") -> dict[int, int]:
-    """Every storage that Python can reach now, by a tensor or by itself: address -> bytes.
+    """Finds every storage that Python can reach now, by a tensor or by itself.
 
-    Found by walking the garbage collector's objects, so nobody has to report anything. Takes
-    ~0.1 s.
+    Walks the garbage collector's objects after a full collection: about 0.1 s.
+
+    Args:
+        device: Type of the device whose storages count, such as "cpu".
+
+    Returns:
+        Bytes per address; empty storages are left out.
     """
     gc.collect()
     found: dict[int, int] = {}
@@ -88,41 +101,54 @@ def _storages(leaves: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
             yield leaf.untyped_storage()
 
 
-class Repeatable(Protocol):
-    """A machine whose forwards may run again: same rows, same pages, same ring slots."""
-
-    def start(self, prepared: Any) -> Any: ...
-
-
 class Workspace:
-    """Every `every`-th compute launch is started once more under the tracker, for Span.peak_bytes.
+    """Starts every `every`-th compute launch once more under the tracker, for Span.peak_bytes.
 
-    The repeat writes what the launch has just written (equal KV into equal pages, equal tokens
-    into equal ring slots), so it changes nothing; the measured launch itself runs untracked. A
-    repeat takes about twice the time of its launch (measured on a CPU: 2.2 times for one
-    sequence, 1.8 for 16), which a service clock leaves out; in real time it delays its lane, so
-    it is off (0) unless asked for.
-    Launches over some of the layers only are left alone: those hand rows on, once.
+    The repeat writes what the launch has just written (equal KV into equal pages, equal tokens into
+    equal ring slots), so it changes nothing; the measured launch itself runs untracked. A repeat
+    takes about twice the time of its launch (measured on a CPU: 2.2 times for one sequence, 1.8 for
+    16). A service clock leaves that time out. In real time it delays its lane, so the default is
+    off. Launches over some of the layers are never repeated: the next layers take their rows once.
     """
 
-    def __init__(self, machine: Repeatable, every: int = 0) -> None:
+    def __init__(self, machine: Machine[Any], every: int = 0) -> None:
+        """
+        Args:
+            machine: The machine whose launches are repeated.
+            every: 0 repeats none, 1 every compute launch.
+
+        Raises:
+            ValueError: `every` is negative.
+        """
         if every < 0:
             raise ValueError(f"workspace: every is {every}; 0 measures none, 1 every launch")
         self._machine, self._every = machine, every
         self._calls = 0
 
     def is_due(self, op: Op) -> bool:
-        """Whether a launch that has just ended is one of those to be repeated; asked once each."""
+        """Counts a launch that has just ended; call it once per launch.
+
+        Args:
+            op: The operation of the launch.
+
+        Returns:
+            Whether the launch is to be repeated.
+        """
         if not self._every or not isinstance(op, Compute):
             return False
         self._calls += 1
         return (self._calls - 1) % self._every == 0 and all(s.layers is None for s in op.slices)
 
     def peak_bytes(self, prepared: Any) -> int:
-        """Bytes of a launch's own storages at their peak.
+        """Repeats a launch under the tracker, on the thread that ran it and right after it.
 
-        Call it on the thread that ran the launch, right after it.
+        Args:
+            prepared: What Machine.prepare has returned for the launch.
+
+        Returns:
+            Bytes of the launch's own storages at their peak.
         """
-        with StorageTracker() as tracker:
+        tracker = StorageTracker()
+        with tracker:
             self._machine.start(prepared)
         return tracker.peak_bytes

@@ -36,7 +36,7 @@ def attend(
     AttentionRows packed for our kernels are left to those.
     """
     if meta.paged is not None:
-        from runtime.kernels.attention import attend as attend_paged  # Triton, where it was chosen
+        from runtime.kernels.paged_attention import attend as attend_paged  # imports Triton
 
         return attend_paged(query, key, value, meta, module.layer_idx, scaling), None
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
@@ -104,7 +104,8 @@ def _prefill(
 
 def _by_head(rows: Tensor, shared: int) -> Tensor:
     """[n, kv_heads * shared, D] as [kv_heads, shared, n, D], a view."""
-    return rows.unflatten(1, (-1, shared)).permute(1, 2, 0, 3)
+    heads: Tensor = rows.unflatten(1, (-1, shared))
+    return heads.permute(1, 2, 0, 3)
 
 
 def _mask(segment: Segment, dtype: torch.dtype, rows: AttentionRows) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whole layers of Hugging Face models in few kernels: norms, rotation and activation are ours."""
+"""Whole layers of Hugging Face models in few kernels, with Triton's norms and rotation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from runtime.kernels.attention import attend_stored
 from runtime.kernels.norm import layer_norm, rms_norm, silu_product
+from runtime.kernels.paged_attention import attend_stored
 from runtime.kernels.rotate import rotate_and_store, store
 from runtime.serving.gated import Merged
 from runtime.serving.model import Decoder
@@ -17,10 +17,10 @@ Layer = Callable[..., Tensor]  # (hidden, meta, angles where it rotates) -> hidd
 
 
 class FusedDecoder(Decoder):
-    """A Decoder that takes the modules' weights and leaves their forwards out, where it knows how.
+    """A Decoder that runs its own layers over the modules' weights, for the families in LAYERS.
 
     For serving only: the kernels have no backward. A Llama layer of a decode step is eleven
-    kernels, where the modules launch some forty.
+    kernels, where the modules launch about forty.
     """
 
     def __init__(self, model: Any) -> None:
@@ -30,21 +30,21 @@ class FusedDecoder(Decoder):
         self._fused = [make(block, index) for index, block in enumerate(blocks) if make]
 
     def angles(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
-        """Cosines and sines, [T, D] each, where layers are ours and rotate."""
+        """Cosines and sines, [T, D] each, for fused layers that rotate."""
         if not self._fused or self._rotary is None:
             return super().angles(hidden, positions)
         cos, sin = self._rotary(hidden, positions)
         return {"angles": (cos[0], sin[0])}
 
     def layer(self, index: int, hidden: Tensor, angles: dict[str, Any], meta: Any) -> Tensor:
-        """As the modules compute it, up to rounding."""
+        """One layer over all rows, equal to the module's up to rounding."""
         if not self._fused:
             return super().layer(index, hidden, angles, meta)
         return self._fused[index](hidden, meta, **angles)
 
 
 def _llama_layer(block: Any, index: int) -> Layer:
-    """With q, k and v as one product, and gate and up as another."""
+    """A layer with q, k and v as one product, and gate and up as another."""
     attention, mlp = block.self_attn, block.mlp
     qkv = Merged(attention.q_proj, attention.k_proj, attention.v_proj)
     gate_up = Merged(mlp.gate_proj, mlp.up_proj)
@@ -63,14 +63,16 @@ def _llama_layer(block: Any, index: int) -> Layer:
         packed = qkv(rms_norm(hidden, before.weight, eps)[0]).unflatten(-1, (-1, size))
         q, k, v = packed.split((heads, kv_heads, kv_heads), 1)
         rotate_and_store(q, k, v, meta.arena.rows(index), meta.slots, angles, norms, eps)
-        return attention.o_proj(attend_stored(q, meta, index, attention.scaling).flatten(1))
+        out: Tensor = attention.o_proj(attend_stored(q, meta, index, attention.scaling).flatten(1))
+        return out
 
     def layer(hidden: Tensor, meta: Any, angles: Any) -> Tensor:
-        # What is done with goes before the next is made: q, k and v with the frame above.
+        # Each tensor is dropped before the next is made: q, k and v end with attend().
         x, summed = rms_norm(attend(hidden[0], meta, angles), between.weight, eps, residual=hidden)
         gate, up = gate_up(x).chunk(2, -1)
         del x
-        return mlp.down_proj(silu_product(gate, up)).add_(summed).unsqueeze(0)
+        out: Tensor = mlp.down_proj(silu_product(gate, up)).add_(summed)
+        return out.unsqueeze(0)
 
     return layer
 
@@ -82,11 +84,12 @@ def _gpt2_layer(block: Any, index: int) -> Layer:
         x, _ = layer_norm(hidden, before.weight, before.bias, before.eps)
         q, k, v = attention.c_attn(x)[0].unflatten(-1, (3, -1, attention.head_dim)).unbind(1)
         store(k, v, meta.arena.rows(index), meta.slots)
-        mixed = attend_stored(q, meta, index).flatten(1).unsqueeze(0)
+        attended = attend_stored(q, meta, index).flatten(1).unsqueeze(0)
         x, summed = layer_norm(
-            attention.c_proj(mixed), between.weight, between.bias, between.eps, residual=hidden
+            attention.c_proj(attended), between.weight, between.bias, between.eps, residual=hidden
         )
-        return summed + block.mlp(x)
+        out: Tensor = summed + block.mlp(x)
+        return out
 
     return layer
 

@@ -122,7 +122,8 @@ class GatedLayer:
 def normed(module: Any, rows: Tensor) -> Tensor:
     """The module's RMSNorm; in float32 by torch's own, which rounds alike in one call."""
     if rows.dtype != torch.float32:
-        return module(rows)
+        found: Tensor = module(rows)
+        return found
     return rms_norm(rows, module.weight.shape, module.weight, module.variance_epsilon)
 
 

@@ -14,6 +14,7 @@ from engine.contract.plan import Compute, Copy, Slice
 from engine.contract.regions import Kind, Pool, Tier, Work
 from models.spec import ModelSpec
 from runtime.executors.device import clear_workspaces
+from runtime.executors.machine import Machine, Tokens
 from runtime.serving.graphs import Capture, DecodeGraphs, direct
 from runtime.serving.kv import Arena, copy_pages, paired_runs
 from runtime.serving.model import Decoder
@@ -39,12 +40,14 @@ class Prepared(NamedTuple):
     moves: tuple[tuple[int, int, int], ...] = ()
 
 
-class ServingMachine:
+class ServingMachine(Machine[Prepared]):
     """One device with its host: the model, the KV arenas and every job's tokens.
 
     Not a clock: executors say when and measure. `prepare` and `collect` belong to the engine's
     thread, `prepare` in issue order; `start` may run on one thread per lane.
     """
+
+    store = None  # all that it holds beside weights is KV
 
     def __init__(
         self,
@@ -83,7 +86,9 @@ class ServingMachine:
         self._all_layers = range(spec.num_layers)
         self._ring = torch.zeros(ring_size(graph_rows), dtype=torch.int64, device=device)
         self._hidden: dict[tuple[int, int], Tensor] = {}  # (job, microbatch): between layers
-        self.graph_bytes = {number: 0}  # per device, beside what its allocator counts
+        self.graph_bytes: dict[int, int] = {
+            number: 0
+        }  # per device, beside what its allocator counts
         if shared is not None:
             self._warm_up(arena, shared)
         self._graphs = self._record(buckets, arena, number) if buckets else None
@@ -169,7 +174,7 @@ class ServingMachine:
             return ()
         return tuple(self._run(part) for part in prepared.parts)
 
-    def collect(self, prepared: Prepared, tokens: Sequence[Tensor | None]) -> tuple[int, ...]:
+    def collect(self, prepared: Prepared, tokens: Tokens) -> tuple[int, ...]:
         """Writes down the sampled tokens; waits for them where they are still on their way."""
         ended, transcripts = [], self.packer.transcripts
         for part, sampled in zip(prepared.parts, tokens, strict=True):

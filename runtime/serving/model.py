@@ -125,7 +125,7 @@ class Decoder:
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """[1, T] ids and positions -> [1, T, hidden]."""
-        hidden = self._tokens(ids)
+        hidden: Tensor = self._tokens(ids)
         return hidden if self._positions is None else hidden + self._positions(positions)
 
     def angles(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
@@ -140,7 +140,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """[1, T, hidden] -> [R, vocab] for the rows asked for."""
-        return self._head(self._norm(hidden[0].index_select(0, rows)))
+        found: Tensor = self._head(self._norm(hidden[0].index_select(0, rows)))
+        return found
 
 
 def first_of(body: Any, *names: str) -> Any:
@@ -150,8 +151,7 @@ def first_of(body: Any, *names: str) -> Any:
 
 def learned_positions(body: Any) -> Callable[[Tensor], Tensor] | None:
     """[1, T] positions -> [1, T, hidden], where they are learned: GPT-2, OPT."""
-    if hasattr(body, "wpe"):
-        return body.wpe
-    if not hasattr(body, "embed_positions"):
-        return None
+    table: Callable[[Tensor], Tensor] | None = getattr(body, "wpe", None)
+    if table is not None or not hasattr(body, "embed_positions"):
+        return table
     return lambda positions: body.embed_positions(None, position_ids=positions)

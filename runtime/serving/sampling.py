@@ -47,7 +47,8 @@ def _mix(value: np.ndarray) -> np.ndarray:
     value = value + GOLDEN
     value = (value ^ (value >> np.uint64(30))) * FIRST
     value = (value ^ (value >> np.uint64(27))) * SECOND
-    return value ^ (value >> np.uint64(31))
+    mixed: np.ndarray = value ^ (value >> np.uint64(31))
+    return mixed
 
 
 def choose(logits: Tensor, sampling: Sampling, drawn: Tensor | None) -> Tensor:

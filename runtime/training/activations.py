@@ -1,4 +1,4 @@
-"""What flows through a training job's chain, as regions of a store: inputs, graphs, gradients."""
+"""A training job's activations as regions of a store: inputs, graphs, input gradients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from runtime.training.store import RegionStore, typed
 
 
 class Activations:
-    """Puts what units compute where a plan has made room, and finds it again for the next ones.
+    """Puts what a unit computes where a plan has made room, and finds it for the next unit.
 
-    The input of a unit has one storage on the device while it lives, also if it goes to the host
-    and comes back: a kept graph holds views of it.
+    The input of a unit has one storage on the device as long as it lives, also if it goes to the
+    host and comes back: a kept graph holds views of it.
     """
 
     def __init__(
@@ -23,29 +23,29 @@ class Activations:
     ) -> None:
         self._job_id, self._num_units = job_id, num_units
         self._hidden_size, self._dtype, self._store = hidden_size, dtype, store
-        self._graphs: dict[tuple[int, int], Graph] = {}  # whose saved tensors are in the store
+        self._graphs: dict[tuple[int, int], Graph] = {}  # their saved tensors are in the store
 
     # ---- inputs
-    def input(self, unit: int, microbatch: int, shape: torch.Size, who: str) -> Tensor:
+    def input(self, unit: int, microbatch: int, shape: torch.Size, launch: str) -> Tensor:
         """The input of a unit, [sequences, tokens, hidden], for ids of that shape."""
-        return self._read(self._hidden(unit, microbatch), shape, who)
+        return self._read(self._hidden(unit, microbatch), shape, launch)
 
     def hand_on(self, unit: int, microbatch: int, out: Tensor) -> None:
-        """The output of a unit is the input of the next."""
+        """Puts the output of a unit as the input of the next unit."""
         self._put(self._hidden(unit + 1, microbatch), out, is_home=True)
 
     # ---- gradients
-    def flow(self, unit: int, shape: torch.Size, who: str) -> Tensor:
-        """The gradient of the input of a unit."""
-        return self._read(regions.flow(self._job_id, unit).region, shape, who)
+    def input_gradient(self, unit: int, shape: torch.Size, launch: str) -> Tensor:
+        """The gradient of the input of a unit, [sequences, tokens, hidden]."""
+        return self._read(regions.flow(self._job_id, unit).region, shape, launch)
 
     def hand_down(self, unit: int, gradient: Tensor) -> None:
-        """The gradient of a unit's input is for the unit below."""
+        """Puts the gradient of a unit's input for the unit below."""
         self._put(regions.flow(self._job_id, unit).region, gradient)
 
     # ---- graphs
     def keep(self, unit: int, microbatch: int, graph: Graph) -> None:
-        """What a forward leaves for its backward: the graph, or the storages in its stash."""
+        """Puts what a forward leaves for its backward: the graph, or the storages in its stash."""
         region = self._saved(unit, microbatch)
         self._graphs.pop((unit, microbatch), None)
         if graph.stash is None:
@@ -54,25 +54,25 @@ class Activations:
         self._graphs[unit, microbatch] = graph
         self._store.put(region, graph.stash.seal())
 
-    def take(self, unit: int, microbatch: int, who: str) -> Graph:
-        """The same, for its backward; the store has it no more."""
-        stay = self._store.find(self._saved(unit, microbatch), Tier.GPU, who)
+    def take(self, unit: int, microbatch: int, launch: str) -> Graph:
+        """Takes the graph of a forward out of the store, for its backward."""
+        stay = self._store.find(self._saved(unit, microbatch), Tier.GPU, launch)
         if unit:
-            self._store.find(self._hidden(unit, microbatch), Tier.GPU, who)
+            self._store.find(self._hidden(unit, microbatch), Tier.GPU, launch)
         graph = self._graphs.pop((unit, microbatch), None) or stay.graph
-        assert isinstance(graph, Graph), f"{who}: its forward has been used already"
+        assert isinstance(graph, Graph), f"{launch}: its forward has been used already"
         if graph.stash is not None:
             graph.stash.storages = stay.storages
         stay.graph, stay.storages = None, []
         return graph
 
     # ---- storages
-    def _read(self, region: Region, shape: torch.Size, who: str) -> Tensor:
-        storage = self._store.storage(region, Tier.GPU, who)
+    def _read(self, region: Region, shape: torch.Size, launch: str) -> Tensor:
+        storage = self._store.storage(region, Tier.GPU, launch)
         return typed(storage, self._dtype, (*shape, self._hidden_size))
 
     def _put(self, region: Region, tensor: Tensor, is_home: bool = False) -> None:
-        """A tensor as a storage of its own."""
+        """Puts a tensor as a storage of its own."""
         storage = tensor.untyped_storage()
         if not tensor.is_contiguous() or storage.nbytes() != tensor.nbytes:
             storage = tensor.clone(memory_format=torch.contiguous_format).untyped_storage()

@@ -1,49 +1,55 @@
-"""The real work of training jobs, without a clock: units of a chain, updates, copies of regions."""
+"""The machine that trains: units of a chain, updates and copies of regions, without a clock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, UntypedStorage
 
 from engine.contract.executor import Launch
 from engine.contract.plan import HOST_LANE, Compute, Copy, Slice
 from engine.contract.regions import Kind, Place, Pool, Tier, Work
+from runtime.executors.machine import Machine, Tokens
+from runtime.serving.kv import Arena
 from runtime.training.saved import Graph
 from runtime.training.store import RegionStore
 from runtime.training.trainer import Trainer
 
 
 class IssuedTraining(NamedTuple):
-    """A launch of training: nothing has to be made ready beforehand."""
+    """A launch of training, which needs no preparation."""
 
     launch: Launch
 
 
-class TrainingMachine:
-    """One device with its host, and what is trained on it: a runtime.executors.streams.Machine.
+class TrainingMachine(Machine[IssuedTraining]):
+    """One device with its host, and the jobs that train on it."""
 
-    `places` is what lies where before the first step, in bytes.
-    """
-
-    arenas: Mapping[Pool, Any] = {}  # no KV
+    arenas: Mapping[Pool, Arena] = {}  # no KV
     graph_bytes: Mapping[int, int] = {}  # nor CUDA graphs
+    store: RegionStore
 
     def __init__(
         self, trainers: Mapping[int, Trainer], store: RegionStore, places: Mapping[Place, int]
     ) -> None:
+        """
+        Args:
+            trainers: The trainer of each job.
+            store: The memory of all of them.
+            places: Bytes at each place before the first step.
+        """
         self._trainers, self.store = trainers, store
         for place, nbytes in places.items():
             if place.region.owner in trainers:
                 store.grow(place, nbytes)
 
     def takes(self, launch: Launch) -> bool:
-        """Whether a launch is training's."""
+        """Whether a launch belongs to a training job."""
         op = launch.op
         if isinstance(op, Copy):
             return op.src.region.kind is not Kind.KV
-        assert isinstance(op, Compute), "measured worlds take groups of one"
+        assert isinstance(op, Compute), "a machine takes groups of one device"
         return op.slices[0].job.training is not None
 
     def prepare(self, launch: Launch) -> IssuedTraining:
@@ -51,12 +57,12 @@ class TrainingMachine:
         return IssuedTraining(launch)
 
     def execute(self, prepared: IssuedTraining) -> tuple[int, ...]:
-        """Carries a launch out; nobody samples."""
+        """See Machine; no launch of training samples a token."""
         self.start(prepared)
         return ()
 
     def start(self, prepared: IssuedTraining) -> tuple[()]:
-        """Carries a launch out; on a GPU, puts it on the current stream."""
+        """See Machine."""
         op = prepared.launch.op
         if isinstance(op, Copy):
             self.store.copy(op.src, op.dst)
@@ -79,26 +85,28 @@ class TrainingMachine:
             mode = piece.job.training.layout.units[part].mode
             trainer.forward(part, piece.microbatch, mode, op.again)
 
-    def collect(self, prepared: IssuedTraining, tokens: Sequence[Any]) -> tuple[int, ...]:
-        """Nobody samples."""
+    def collect(self, prepared: IssuedTraining, tokens: Tokens) -> tuple[int, ...]:
+        """See Machine; no launch of training samples a token."""
         return ()
 
     def held(self, tier: Tier) -> Iterator[UntypedStorage]:
-        """The storages of all that lies in a tier, what graphs have saved included; some come
-        repeatedly. Not what belongs to the model for good: its buffers and tables of angles."""
+        """The storages of all stays in a tier and of all that graphs have saved; some repeatedly.
+
+        What the model keeps for good is left out: its buffers, positions and angles.
+        """
         tables = (t for trainer in self._trainers.values() for t in trainer.units.tables())
         known = {table.untyped_storage()._cdata for table in tables}
         for stay in self.store.stays(tier):
             yield from stay.storages_held()
-            graph = stay.graph  # a lane may take it at any time
+            graph = stay.graph  # read once: a lane may take it at any time
             if isinstance(graph, Graph):
                 yield from (s for s in graph.saved() if s._cdata not in known)
 
     def release(self, pool: Pool, pages: Sequence[int]) -> None:
-        """No KV."""
+        """See Machine: training holds no KV."""
 
     def outputs(self, job_id: int) -> list[int]:
-        """No tokens."""
+        """See Machine: training generates no tokens."""
         return []
 
     def weights(self, job_id: int) -> Mapping[str, Tensor]:

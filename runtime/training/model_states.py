@@ -1,4 +1,4 @@
-"""A training job's weights, gradients and optimizer states: how they lie in their chunks."""
+"""A training job's weights, gradients and optimizer states, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from runtime.training.store import (
     typed,
 )
 
-MASTER = torch.float32
-
+MASTER = torch.float32  # dtype of master weights and moments
 
 Part = TypeVar("Part")
 
 
 class Own(NamedTuple, Generic[Part]):
-    """The one storage of a region on the device, and views of its parts: making them takes longer
-    than a small update."""
+    """The one storage of a region on the device, and views of its parts.
+
+    The views are kept: making them takes longer than a small update.
+    """
 
     home: UntypedStorage
     parts: Sequence[Part]
@@ -37,15 +38,15 @@ class Own(NamedTuple, Generic[Part]):
 class ModelStates:
     """Binds a model's parameters to chunks, and chunks to regions of a store.
 
-    From now on each parameter is a view of its chunk's storage on the device, which is empty while
-    the chunk is not there; so optimizer states have one storage there for good. In a region the
-    parameters of a chunk lie behind each other in the order given; what is behind them fills it up.
-    Optimizer states are sections, each of the same order: master weights where `has_master`, then
-    moments. Gradients have a storage per parameter, so that what autograd has made can take its
-    place there.
-    Until a chunk's regions are first grown its initial contents stay where the model was built, in
-    neither tier, as on a disk. When the job has ended the last copy of a chunk's weights may
-    go: it is kept as a result, in neither tier again.
+    Each parameter becomes a view of its chunk's storage on the device, which is empty while the
+    chunk is elsewhere; optimizer states have one storage there, too. In a region the parameters of
+    a chunk lie behind each other in the order given; what is behind them fills it up. Optimizer
+    states are sections in that order: master weights where `has_master`, then moments. Gradients
+    have a storage per parameter, so that autograd's own storage can take its place.
+
+    Until a chunk's regions are first grown, its initial contents stay where the model was built, in
+    neither tier, as on a disk. When the job has ended, the last copy of a chunk's weights may be
+    freed: the weights are then kept as a result, again in neither tier.
     """
 
     def __init__(
@@ -57,6 +58,19 @@ class ModelStates:
         dtype: torch.dtype,
         num_sections: int,
     ) -> None:
+        """
+        Args:
+            job_id: The training job.
+            model: Its Hugging Face model, on the CPU.
+            chunks: Per chunk, indices into model.parameters(); each parameter is in one chunk.
+            store: Where regions have memory.
+            dtype: Of weights and gradients.
+            num_sections: Of optimizer states, see Optimizer.num_sections.
+
+        Raises:
+            ValueError: A parameter is in no chunk or in two, or a chunk mixes frozen and trained
+                parameters.
+        """
         self.job_id, self.chunks, self._store = job_id, tuple(map(tuple, chunks)), store
         self.parameters = list(model.parameters())
         self.dtype, self._num_sections = dtype, num_sections
@@ -86,24 +100,24 @@ class ModelStates:
 
     # ---- views
     def numbers(self, chunk: int, storage: UntypedStorage) -> Sequence[Tensor]:
-        """The flat parts of a weight region, one per parameter of the chunk."""
+        """The flat weights in a storage of the chunk, one tensor per parameter."""
         home, parts = self._home_weights[chunk]
         return parts if storage is home else flat_parts(storage, self.dtype, self._sizes[chunk])
 
     def gradients(self, chunk: int, storages: Sequence[UntypedStorage | None]) -> list[Tensor]:
-        """What a gradient region holds, flat, one per parameter of the chunk."""
-        own = zip(self._sizes[chunk], storages, strict=False)  # behind them what fills it up
+        """The flat gradients in the storages of the chunk, one tensor per parameter."""
+        own = zip(self._sizes[chunk], storages, strict=False)  # the storage behind them is filler
         return [typed(present(storage), self.dtype, (size,)) for size, storage in own]
 
-    def sections(self, chunk: int, storage: UntypedStorage) -> list[Sequence[Tensor]]:
-        """The flat parts of an optimizer region: per section, one per parameter of the chunk."""
+    def sections(self, chunk: int, storage: UntypedStorage) -> Sequence[Sequence[Tensor]]:
+        """The flat optimizer states in a storage of the chunk: per section, one per parameter."""
         home, parts = self._home_states[chunk]
         if storage is home and parts:
             return parts
         count = storage.nbytes() // (self._num_sections * MASTER.itemsize)
         starts = range(0, count * self._num_sections, count)
         found = [flat_parts(storage, MASTER, self._sizes[chunk], at) for at in starts]
-        if storage is home:  # it has its size now, and will have no other
+        if storage is home:  # its size is the final one from here on
             self._home_states[chunk] = Own(home, found)
         return found
 
@@ -112,7 +126,7 @@ class ModelStates:
         return self.dtype != MASTER
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Copies of the newest weights by the model's names, tied ones under each of theirs."""
+        """Copies of the newest weights by the model's names; tied weights bear several names."""
         found = dict(self._results)
         for chunk, own in enumerate(self.chunks):
             storage = self._store.newest(self.weight(chunk))
@@ -123,7 +137,7 @@ class ModelStates:
 
     # ---- binding
     def _bind(self, chunk: int) -> None:
-        """Makes parameters views of a storage that is empty until the chunk is grown."""
+        """Makes the chunk's parameters views of a storage that is empty until it is grown."""
         sizes = self._sizes[chunk]
         flat = torch.empty(sum(sizes), dtype=self.dtype, device=self._store.device)
         parts = flat.split(sizes)
@@ -146,21 +160,21 @@ class ModelStates:
         def fill(storage: UntypedStorage) -> None:
             self._read_first(chunk, self.numbers(chunk, storage))
 
-        def farewell(storage: UntypedStorage) -> None:
+        def before_loss(storage: UntypedStorage) -> None:
             if not self.has_ended:
                 raise LostContents(f"{named(self.weight(chunk))} has no other copy as new")
             own = zip(self.chunks[chunk], self._copies(chunk, storage), strict=True)
             self._results.update(own)
 
-        self._store.declare(self.weight(chunk), State(farewell, fill, home))
+        self._store.declare(self.weight(chunk), State(before_loss, fill, home))
 
     def _declare_gradients(self, chunk: int) -> None:
-        def farewell(_: UntypedStorage) -> None:
+        def before_loss(_: UntypedStorage) -> None:
             if chunk in self.pending:
                 raise LostContents(f"{named(self.gradient(chunk))} has not been used for an update")
 
         sizes = [size * self.dtype.itemsize for size in self._sizes[chunk]]
-        self._store.declare(self.gradient(chunk), State(farewell, sizes=sizes))
+        self._store.declare(self.gradient(chunk), State(before_loss, sizes=sizes))
 
     def _declare_optimizer(self, chunk: int) -> None:
         def fill(storage: UntypedStorage) -> None:
@@ -170,16 +184,16 @@ class ModelStates:
             if self.has_master:
                 self._read_first(chunk, sections[0])
 
-        def farewell(_: UntypedStorage) -> None:
+        def before_loss(_: UntypedStorage) -> None:
             if not self.has_ended:
                 raise LostContents(f"{named(self.optimizer(chunk))} has no other copy as new")
 
         home = UntypedStorage(0, device=self._store.device)
         self._home_states[chunk] = Own(home, ())
-        self._store.declare(self.optimizer(chunk), State(farewell, fill, home))
+        self._store.declare(self.optimizer(chunk), State(before_loss, fill, home))
 
     def _read_first(self, chunk: int, parts: Sequence[Tensor]) -> None:
-        """Writes initial contents; gives them up once weights and master weights have them."""
+        """Writes initial contents; drops them once weights and master weights are written."""
         for p, part in zip(self.chunks[chunk], parts, strict=True):
             part.copy_(self._first[p].reshape(-1))
         self._readers[chunk] -= 1
@@ -194,7 +208,7 @@ class ModelStates:
 def _whether_chunks_train(
     chunks: Sequence[Sequence[int]], parameters: Sequence[torch.nn.Parameter]
 ) -> list[bool]:
-    """Per chunk. ValueError unless each parameter is in one chunk, frozen ones among their like."""
+    """Whether each chunk trains. ValueError unless each parameter is in one chunk of its kind."""
     if sorted(p for own in chunks for p in own) != list(range(len(parameters))):
         raise ValueError(f"chunks must hold each of the {len(parameters)} parameters once")
     kinds = [{parameters[p].requires_grad for p in own} for own in chunks]

@@ -1,4 +1,4 @@
-"""Gradients as they add up, their norm, and AdamW and SGD over the parameters of a chunk."""
+"""Sums of gradients, their norm, and AdamW and SGD over the parameters of a chunk."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from traces.training.recipe import Recipe
 
 
 class Gradients:
-    """How often each parameter has got gradients in this step, and what is not in its sum yet.
+    """Counts the gradients of each parameter in a step, and holds those that are in no sum yet.
 
-    `uses[p]`: by how many units p is used, 2 for a tied table. Autograd adds the gradients of one
-    microbatch before it accumulates them, so the head's share waits aside for the embedding's,
-    but for the first microbatch: there the sum itself is the place to wait.
-    `fills_late`: sums lie in the storages of weights, which must not be written to before their
-    last use.
+    Autograd adds the gradients of one microbatch before it accumulates them. So the head's gradient
+    of a tied table waits in `tied` for the embedding's gradient. In the first microbatch the sum
+    itself is where it waits.
     """
 
     def __init__(
@@ -31,31 +29,46 @@ class Gradients:
         uses: Counter[int],
         microbatches: int,
         clip_norm: float | None = None,
-        fills_late: bool = False,
+        reuses_weights: bool = False,
     ) -> None:
+        """
+        Args:
+            uses: How many units use each parameter: 2 for a tied table.
+            microbatches: Of a step.
+            clip_norm: Largest norm of all gradients of a step; None: no clipping.
+            reuses_weights: Sums lie in the storages of weights, which must not be written to
+                before the weights' last use.
+        """
         self._uses, self._microbatches = uses, microbatches
-        self._clip_norm, self._fills_late = clip_norm, fills_late
+        self._clip_norm, self._reuses_weights = clip_norm, reuses_weights
         self._count: Counter[int] = Counter()
-        self.aside: dict[int, Tensor] = {}  # shares of tied tables, waiting
+        self.tied: dict[int, Tensor] = {}  # gradients of tied tables that wait for the other unit's
         self._norms: dict[int, Tensor] = {}
 
     def begins(self, parameter: int) -> bool:
-        """Whether the next share is the first one of the step."""
+        """Whether the next gradient of a parameter is its first one of the step."""
         return parameter not in self._count
 
     def add(self, parameter: int, gradient: Tensor, total: Tensor) -> bool:
-        """Adds one unit's share to `total`, both shaped like the parameter; a first share may be
-        the total itself. Returns whether it is in there: else it waits aside.
+        """Adds one unit's gradient to `total`, or keeps it in `tied`.
+
+        Args:
+            parameter: Index of the parameter.
+            gradient: Of its shape.
+            total: The sum, of its shape; for a first gradient it may be the gradient itself.
+
+        Returns:
+            Whether the gradient is in the sum.
         """
         before, uses = self._count.get(parameter, 0), self._uses[parameter]
         self._count[parameter] = before + 1
         share, is_first = gradient, before < uses
-        if (before + 1) % uses and (not is_first or self._fills_late):
-            self.aside[parameter] = share  # others of this microbatch follow
+        if (before + 1) % uses and (not is_first or self._reuses_weights):
+            self.tied[parameter] = share  # the other unit's gradient follows
             return False
-        if parameter in self.aside:
-            share = self.aside.pop(parameter).add_(share)
-        if before and not (is_first and self._fills_late):
+        if parameter in self.tied:
+            share = self.tied.pop(parameter).add_(share)
+        if before and not (is_first and self._reuses_weights):
             total.add_(share)
         elif total is not share:
             total.copy_(share)
@@ -64,7 +77,7 @@ class Gradients:
         return True
 
     def is_whole(self, parameter: int) -> bool:
-        """Whether nothing more is to come in this step."""
+        """Whether a parameter has all its gradients of this step."""
         return self._count[parameter] == self._uses[parameter] * self._microbatches
 
     @property
@@ -72,22 +85,25 @@ class Gradients:
         return self._clip_norm is not None
 
     def norm(self) -> Tensor:
-        """Of all gradients of the step, which are whole: a scalar in memory of its own.
+        """The norm of all gradients of the step: a scalar in memory of its own.
 
-        As torch.nn.utils.clip_grad_norm_ computes it, norms in the order of the parameters.
+        Computed as by torch.nn.utils.clip_grad_norm_, from norms in the order of the parameters.
+        AssertionError where a gradient is not whole.
         """
         missing = self._uses.keys() - self._norms.keys()
         assert not missing, f"clipping waits for the gradients of {len(missing)} parameters"
-        return torch.linalg.vector_norm(torch.stack([self._norms[p] for p in sorted(self._uses)]))
+        norms = torch.stack([self._norms[p] for p in sorted(self._uses)])
+        whole: Tensor = torch.linalg.vector_norm(norms)
+        return whole
 
     def scale(self, norm: Tensor) -> Tensor:
-        """What clipping by that norm multiplies gradients with, at most 1; as torch does it."""
+        """The factor by which clipping multiplies gradients of a norm, at most 1; as in torch."""
         assert self._clip_norm is not None, "nothing is clipped"
         return torch.clamp(self._clip_norm / (norm + 1e-6), max=1.0)
 
     def begin_step(self) -> None:
-        """All gradients were used: the next ones are the first of a step."""
-        assert not self.aside, "a tied table's gradient waits for its other half"
+        """Begins a step: all gradients have been used."""
+        assert not self.tied, "a tied table's gradient waits for its other half"
         self._count.clear()
         self._norms.clear()
 
@@ -98,10 +114,10 @@ Found = Mapping[int, Sequence[UntypedStorage | None]]  # by chunk: a storage per
 class Sums:
     """The sums of a job's gradients on the device, parameter by parameter.
 
-    A first gradient is not copied: the memory that autograd has made for it becomes that of the
-    sum. With `reuses` sums lie in the storages of weights instead; `overwritten` are the parameters
-    whose weights are gone for that. What waits for the other half of a tied table lies in a region
-    of its own. `trained_of`: parameters by unit.
+    A first gradient is not copied: its storage, which autograd has made, becomes that of the sum.
+    With `reuses` the sums lie in the storages of weights instead, and `overwritten` are the
+    parameters whose weights are lost for that. A gradient of a tied table that waits for the other
+    unit's gradient lies in a region of its own. `trained_of` are the trained parameters by unit.
     """
 
     def __init__(
@@ -118,32 +134,35 @@ class Sums:
         self._sum = states.weight if reuses else states.gradient  # the region of a chunk's sums
         at = {p: i for own in states.chunks for i, p in enumerate(own)}
         self._at = [[(p, states.chunk_of[p], at[p]) for p in own] for own in trained_of]
-        self._aside = regions.aside(states.job_id).region
+        self._tied = regions.aside(states.job_id).region
         self.overwritten: set[int] = set()
         self.chunks = frozenset(chunk for own in self._grown for chunk in own)  # that train
 
-    def find(self, unit: int, who: str) -> Found:
-        """Where those of a unit lie, or are to begin. AssertionError where there is no room."""
+    def find(self, unit: int, launch: str) -> Found:
+        """The storages of a unit's sums, by chunk. AssertionError where a plan has made no room."""
         states, store = self._states, self._store
-        if not self._gradients.aside.keys().isdisjoint(self._trained_of[unit]):
-            store.find(self._aside, Tier.GPU, who)
+        if not self._gradients.tied.keys().isdisjoint(self._trained_of[unit]):
+            store.find(self._tied, Tier.GPU, launch)
         if self._reuses:
             places = [(states.weight(chunk), True) for chunk in self._grown[unit]]
         else:
             pending = states.pending
             places = [(states.gradient(chunk), chunk in pending) for chunk in self._grown[unit]]
         return {
-            region.part: store.find(region, Tier.GPU, who, is_new).storages
+            region.part: store.find(region, Tier.GPU, launch, is_new).storages
             for region, is_new in places
         }
 
     def add(
         self, unit: int, found: Found, gradients: Sequence[Tensor], others: Sequence[Tensor]
     ) -> None:
-        """Adds what a backward has made for a unit's parameters, to what `find` has found.
+        """Adds the gradients of a unit's parameters to their sums.
 
-        Behind their gradients there may be one more, of the unit's input; like `others` it is
-        somebody's already.
+        Args:
+            unit: The unit of the backward.
+            found: What `find` has returned.
+            gradients: Of the unit's trained parameters; behind them, if any, of its input.
+            others: Gradients of other regions, whose storages no sum may take.
         """
         free = _free_storages(gradients, others)
         written = set[int]()  # chunks whose sums are others now
@@ -164,13 +183,15 @@ class Sums:
         gradient: Tensor,
         own: UntypedStorage | None,
     ) -> bool:
-        """Adds a gradient, which may have a storage of its own, to the sum that is the chunk's
-        number `at`; whether it is in there now."""
+        """Adds a gradient to sum `at` of a chunk; returns whether it is in the sum now.
+
+        `own` is the gradient's storage where no other tensor shares it.
+        """
         becomes_sum = own is not None and not self._reuses and self._gradients.begins(p)
         total = gradient if becomes_sum else self._total(chunk, at, storages, gradient.shape)
         if not self._gradients.add(p, gradient, total):
-            waiting = self._gradients.aside.values()
-            self._store.put(self._aside, [tensor.untyped_storage() for tensor in waiting])
+            waiting = self._gradients.tied.values()
+            self._store.put(self._tied, [tensor.untyped_storage() for tensor in waiting])
             return False
         if self._reuses:
             self.overwritten.add(p)
@@ -190,8 +211,7 @@ class Sums:
 def _free_storages(
     fresh: Sequence[Tensor], others: Sequence[Tensor]
 ) -> list[UntypedStorage | None]:
-    """Of each fresh tensor its storage, if it fills that alone, in order, so that whoever wants
-    the numbers can have it."""
+    """Per fresh tensor its storage, if the tensor fills it alone: then the storage may be taken."""
     storages = [tensor.untyped_storage() for tensor in fresh]
     uses = Counter([storage._cdata for storage in storages])
     uses.update([tensor.untyped_storage()._cdata for tensor in others])
@@ -208,8 +228,8 @@ def _fills(tensor: Tensor, storage: UntypedStorage) -> bool:
 class Optimizer:
     """The update rule of a recipe. It has no state: a chunk's states come with each call.
 
-    Parameters are updated one by one, never as one flat run: the kernels treat what is left behind
-    whole vectors otherwise, and results are to be those of torch.optim, to the bit.
+    Parameters are updated one by one, never as one flat run: kernels compute the elements behind
+    the last whole vector by other instructions, and results must equal torch.optim's to the bit.
     """
 
     def __init__(self, recipe: Recipe, num_steps: int) -> None:
@@ -218,7 +238,7 @@ class Optimizer:
 
     @property
     def num_sections(self) -> int:
-        """Numbers of state per parameter: master weights if any, then moments."""
+        """Optimizer states per parameter: master weights if any, then moments."""
         moments = 2 if self._recipe.optimizer == "adamw" else int(self._recipe.momentum > 0)
         return moments + (self._recipe.dtype != "float32")
 
@@ -230,11 +250,15 @@ class Optimizer:
         sections: Sequence[Sequence[Tensor]],
         scale: Tensor | None,
     ) -> None:
-        """Updates weights and states in place; gradients are spoiled.
+        """Updates weights and states in place, and overwrites gradients.
 
-        All flat, one per parameter (`sections`: per section), on one device. `scale` is what
-        clipping multiplies the gradients with. Behind 16-bit weights the first section is the
-        master weights.
+        Args:
+            step: Number of the step, from 0.
+            weights: Flat, one per parameter, as all tensors here on one device.
+            gradients: Flat, one per parameter.
+            sections: Per optimizer state, flat, one per parameter; of 16-bit weights the first
+                are the master weights.
+            scale: Factor of the gradients by clipping; None: no clipping.
         """
         if self._recipe.dtype == "float32":
             if scale is not None:

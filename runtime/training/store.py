@@ -1,4 +1,4 @@
-"""Where the memory of training jobs really lies: storages per region and tier, the newest known."""
+"""The real memory of training jobs: storages per region and tier, and which of them are newest."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from engine.contract.regions import Kind, Place, Pool, Region, Tier
 class HostAllocator:
     """Gives out host storages and takes them back.
 
-    Pinned memory is mapped and registered here: torch's own allocator for it rounds up to powers of
-    two. Registering is slow, so what comes back is kept for the next taker of the same size, and
+    Pinned memory is mapped and registered here: torch's own allocator rounds it up to powers of
+    two. Registering is slow, so a returned storage is kept for the next request of its size, and
     counts as `spare_bytes` until `close`. Memory that is not pinned goes back to the system.
     """
 
     def __init__(self, pinned: bool | None = None) -> None:
-        """`pinned` None: where CUDA is there."""
+        """`pinned` None: pinned where torch sees a CUDA device."""
         self.pinned = torch.cuda.is_available() if pinned is None else pinned
         self._spare: dict[int, list[UntypedStorage]] = defaultdict(list)  # by size, pinned only
         self._registered: list[UntypedStorage] = []  # all that is pinned, in use or not
 
     @property
     def spare_bytes(self) -> int:
-        """Pinned memory that nobody uses now."""
+        """Bytes of pinned memory that wait for a next use."""
         return sum(nbytes * len(storages) for nbytes, storages in self._spare.items())
 
     def take(self, nbytes: int) -> UntypedStorage:
-        """A host storage of so many bytes, contents undefined. RuntimeError if pinning fails."""
+        """A host storage of `nbytes`, contents undefined. RuntimeError if pinning fails."""
         if not self.pinned or not nbytes:
             return UntypedStorage(nbytes)
         if self._spare[nbytes]:
@@ -44,13 +44,15 @@ class HostAllocator:
         return self._registered[-1]
 
     def give(self, storage: UntypedStorage) -> None:
-        """Takes a storage back; nobody may use it any more."""
+        """Takes a storage back; no copy may use it any more."""
         if self.pinned and storage.nbytes():
             self._spare[storage.nbytes()].append(storage)
 
     def close(self) -> None:
-        """Gives all spare memory back to the system; what is in use is pinned no more. Nothing may
-        be on its way from or to it."""
+        """Gives all spare memory back to the system and unpins the rest.
+
+        No copy from or to any of it may be in flight.
+        """
         for storage in self._registered:
             torch.cuda.cudart().cudaHostUnregister(storage.data_ptr())
         self._registered.clear()
@@ -59,7 +61,7 @@ class HostAllocator:
 
 
 def _pinned(nbytes: int) -> UntypedStorage:
-    """Registered pages of a mapping of its own; the storage keeps the mapping alive."""
+    """The registered pages of a new mapping; the storage keeps the mapping alive."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     error = int(torch.cuda.cudart().cudaHostRegister(storage.data_ptr(), nbytes, 0))
@@ -74,50 +76,54 @@ def as_bytes(storage: UntypedStorage) -> Tensor:
 
 
 def typed(storage: UntypedStorage, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """The first numbers of a storage as a contiguous tensor."""
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, shape)
+    """The first elements of a storage as a contiguous tensor."""
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    found: Tensor = empty.set_(storage, 0, shape)  # type: ignore[call-overload]  # needs no strides
+    return found
 
 
 def flat_parts(
     storage: UntypedStorage, dtype: torch.dtype, sizes: Sequence[int], start: int = 0
 ) -> Sequence[Tensor]:
-    """Flat tensors of so many numbers each, behind each other from number `start` on."""
-    flat = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, start, (sum(sizes),))
+    """Flat tensors of the given sizes, behind each other from element `start` of a storage."""
+    empty, shape = torch.empty(0, dtype=dtype, device=storage.device), (sum(sizes),)
+    flat: Tensor = empty.set_(storage, start, shape)  # type: ignore[call-overload]  # as above
     return torch.split_with_sizes(flat, sizes)
 
 
 def present(storage: UntypedStorage | None) -> UntypedStorage:
-    """A storage that must not be used up."""
+    """The storage. AssertionError where it was used up."""
     assert storage is not None, "this storage was used up"
     return storage
 
 
 OTHER = {Tier.GPU: Tier.HOST, Tier.HOST: Tier.GPU}  # training has no third tier yet
 NOWHERE = frozenset[Tier]()
-ONLY = {tier: frozenset({tier}) for tier in OTHER}  # made once: every launch asks for some
+ONLY = {tier: frozenset({tier}) for tier in OTHER}  # made once: every launch reads some
 
 
 class LostContents(RuntimeError):
-    """The last copy of something that is still needed was about to be given back."""
+    """The last copy of a region that is still needed was about to be freed."""
 
 
 @dataclass(slots=True, eq=False)
 class State:
-    """A region with contents of its own, wherever it lies: states of a model.
+    """A region with contents of its own: weights, gradients or optimizer states of a model.
 
-    `fill` writes its first contents, once, into the first storage that it gets. `farewell` is
-    called with its only newest copy before that goes, and raises LostContents if it is needed.
-    `home`: its storage on the device for good, if views of it outlive a stay there; empty while
-    the region is elsewhere. `sizes`: bytes of its storages, if it is several; one more fills it up.
+    `fill` writes the first contents, once, into the first storage that the region gets.
+    `before_loss` is called with the only newest copy before it is freed, and raises LostContents if
+    the copy is needed. `home` is the one storage of the region on the device, if views of it
+    outlive a stay there; it is empty while the region is elsewhere. `sizes` are the bytes of the
+    region's storages, if it has several; one more storage takes the rest.
     """
 
-    farewell: Callable[[UntypedStorage], None]
+    before_loss: Callable[[UntypedStorage], None]
     fill: Callable[[UntypedStorage], None] | None = None
     home: UntypedStorage | None = None
     sizes: Sequence[int] = ()
 
     def split(self, nbytes: int) -> list[int]:
-        """Bytes of each of its storages where the region has so many."""
+        """Bytes of each storage, for a region of `nbytes`."""
         rest = nbytes - sum(self.sizes)
         assert rest >= 0, f"a region of {sum(self.sizes)} bytes is grown to {nbytes}"
         return [*self.sizes, rest] if rest or not self.sizes else [*self.sizes]
@@ -125,7 +131,7 @@ class State:
 
 @dataclass(slots=True, eq=False)
 class Stay:
-    """What lies at a place: storages, or a graph whose memory only autograd sees."""
+    """The contents of a place: storages, or a graph whose memory only autograd sees."""
 
     place: Place
     booked_bytes: int = 0
@@ -134,24 +140,24 @@ class Stay:
 
     @property
     def nbytes(self) -> int:
-        """Real bytes of storages; what was booked for a graph."""
+        """Real bytes of the storages; of a graph, its booked bytes."""
         if self.graph is not None:
             return self.booked_bytes
         return sum(storage.nbytes() for storage in self.storages_held())
 
     def storages_held(self) -> list[UntypedStorage]:
-        """Those that are not used up."""
+        """The storages that are not used up."""
         return [storage for storage in self.storages if storage is not None]
 
 
 class RegionStore:
-    """The two tiers of a device as a plan fills them: grow, copy and free, in its order.
+    """The two tiers of a device as a plan fills them: an engine.contract.executor.Store.
 
-    Regions that were declared (weights, gradients, optimizer states) get storages of the size they
-    are grown to; others (activations, buffers) are only entered, their storages are put there by
-    whoever computes them. Every region knows which of its copies are newest; a stale copy is never
-    read or copied. Calls for one region come one after the other; for different ones, from any
-    threads.
+    A declared region (weights, gradients, optimizer states) gets storages of the size that it is
+    grown to. Any other region (activations, buffers) is only entered: the launch that computes it
+    puts its storages there. The store knows the newest copies of every region; a stale copy is
+    never read or copied. Calls for one region come one after the other; calls for different regions
+    may come from any threads.
     """
 
     def __init__(self, device: str = "cpu", host: HostAllocator | None = None) -> None:
@@ -163,19 +169,19 @@ class RegionStore:
         self._newest: dict[Region, frozenset[Tier]] = {}
 
     def declare(self, region: Region, state: State) -> None:
-        """A job's model states, before they are grown anywhere."""
+        """Registers a region of a job's model states, before it is grown anywhere."""
         assert region not in self._states, f"{named(region)} is declared twice"
         self._states[region] = state
         if state.home is not None:
             self._homes[region] = state.home
 
     def close(self) -> None:
-        """Pins the host's memory no more, so that another may; contents stay."""
+        """Unpins the host's memory for a next run; contents stay."""
         self.host.close()
 
-    # ---- what a plan says
+    # ---- called as a plan says
     def grow(self, place: Place, nbytes: int) -> None:
-        """Makes room; the first room that a declared region gets is filled with its contents."""
+        """See Store. The first room of a declared region is filled with its first contents."""
         region, tier = place.region, place.tier
         state, stay = self._states.get(region), self._stays.get((region, tier))
         if state is None:
@@ -192,9 +198,9 @@ class RegionStore:
             self.wrote(region, tier)
 
     def copy(self, src: Place, dst: Place) -> None:
-        """Copies a region whole; its destination is made where it is not there.
+        """Copies a whole region; makes the destination where it does not exist.
 
-        With CUDA it is put on the current stream.
+        With CUDA the copy is put on the current stream.
         """
         region = src.region
         assert region == dst.region, f"{named(region)} cannot become {named(dst.region)}"
@@ -210,13 +216,13 @@ class RegionStore:
         self._newest[region] = self._newest[region] | {dst.tier}
 
     def free(self, place: Place) -> None:
-        """Gives the memory of a place back. LostContents if it was the last copy and is needed."""
+        """See Store. LostContents where the place holds the last copy and it is still needed."""
         region, tier = place.region, place.tier
         stay = self._stays.get((region, tier))
         assert stay is not None, f"{named(region)} is not on {tier}"
         newest, state = self._newest.get(region, NOWHERE), self._states.get(region)
         if state is not None and newest == ONLY[tier]:
-            state.farewell(present(stay.storages[0]))
+            state.before_loss(present(stay.storages[0]))
         del self._stays[region, tier]
         if stay.storages:
             self._give_back(region, tier, stay.storages)
@@ -227,61 +233,69 @@ class RegionStore:
         if state is None:
             self._homes.pop(region, None)
 
-    def held(self, pool: Pool, kinds: Collection[Kind] = Kind) -> int:
-        """Bytes that really lie in a pool now; of graphs, what was booked for them."""
+    def held(self, pool: Pool, kinds: Collection[Kind] = tuple(Kind)) -> int:
+        """Real bytes in a pool now; of graphs, their booked bytes."""
         stays = [stay for stay in self.stays(pool[0]) if stay.place.pool == pool]
         return sum(stay.nbytes for stay in stays if stay.place.region.kind in kinds)
 
     def stays(self, tier: Tier) -> list[Stay]:
-        """All that lies in a tier now, to look at."""
+        """All stays in a tier now, to be read only."""
         return [stay for stay in list(self._stays.values()) if stay.place.tier is tier]
 
-    # ---- what computes
+    # ---- called by launches
     def put(
         self,
         region: Region,
-        storages: Sequence[UntypedStorage] = (),
+        storages: Sequence[UntypedStorage | None] = (),
         graph: object = None,
         is_home: bool = False,
     ) -> None:
-        """Puts what was computed on the device where a plan has made room for it."""
+        """Puts computed storages, or a graph, where a plan has made room on the device."""
         stay = self._stays.get((region, Tier.GPU))
         assert stay is not None, f"the plan has made no room for {named(region)}"
         stay.storages, stay.graph = list(storages), graph
         if is_home:
-            (self._homes[region],) = storages
+            (home,) = storages
+            self._homes[region] = present(home)
         self.wrote(region, Tier.GPU)
 
     def replace(self, region: Region, index: int, storage: UntypedStorage) -> None:
-        """Puts a storage in the place of another of a region on the device, of the same size."""
+        """Replaces a storage of a region on the device by another of equal size."""
         storages = self._stays[region, Tier.GPU].storages
         old = present(storages[index])
         assert old.nbytes() == storage.nbytes(), f"another size in {named(region)}"
         storages[index] = storage
 
     def wrote(self, region: Region, tier: Tier) -> None:
-        """This copy is the newest now, any other is stale."""
+        """Makes this copy the only newest one; any other copy is stale."""
         self._newest[region] = ONLY[tier]
 
-    def find(self, region: Region, tier: Tier, who: str, as_new: bool = True) -> Stay:
-        """What lies there, for `who` needs it. AssertionError if it does not, or is out of date."""
+    def find(self, region: Region, tier: Tier, launch: str, as_new: bool = True) -> Stay:
+        """The stay of a region in a tier, which `launch` needs.
+
+        AssertionError where the region is not there, or stale although `as_new`.
+        """
         stay = self._stays.get((region, tier))
         if stay is None or (as_new and tier not in self._newest.get(region, ())):
-            raise AssertionError(f"{who} needs {named(region)} on {tier}, but {self.where(region)}")
+            raise AssertionError(
+                f"{launch} needs {named(region)} on {tier}, but {self.where(region)}"
+            )
         return stay
 
-    def storage(self, region: Region, tier: Tier, who: str, as_new: bool = True) -> UntypedStorage:
-        """The same of a region that is one storage."""
-        (storage,) = self.find(region, tier, who, as_new).storages
+    def storage(
+        self, region: Region, tier: Tier, launch: str, as_new: bool = True
+    ) -> UntypedStorage:
+        """The one storage of a region in a tier; see find."""
+        (storage,) = self.find(region, tier, launch, as_new).storages
         return present(storage)
 
     def newest(self, region: Region) -> UntypedStorage | None:
-        """A newest copy of a declared region, in whatever tier; None where there is none."""
+        """A newest copy of a declared region, in any tier; None where there is none."""
         tiers = self._newest.get(region)
         return self.storage(region, min(tiers), "a look") if tiers else None
 
     def where(self, region: Region) -> str:
-        """For messages: in which tiers a region lies."""
+        """The tiers where a region lies, for messages."""
         newest = self._newest.get(region, NOWHERE)
         tiers = [tier for tier in OTHER if (region, tier) in self._stays]
         notes = [str(tier) if tier in newest else f"{tier} (out of date)" for tier in tiers]
@@ -312,36 +326,37 @@ class RegionStore:
             if tier is Tier.HOST:
                 self.host.give(storage)
             else:
-                storage.resize_(0)  # whoever holds a view finds its contents again after a copy
+                storage.resize_(0)  # views of it find their contents again after a copy
 
 
 def named(region: Region) -> str:
-    """For messages: a region in words."""
+    """The name of a region, for messages."""
     slot = f" slot {region.slot}" if region.slot else ""
     return f"{region.kind} {region.part}{slot} of job {region.owner}"
 
 
 @dataclass(slots=True, eq=False)
 class LaneStay:
-    """A place from the plan that takes it to the plan that gives it back."""
+    """The use of a place from the plan that grows it to the plan that frees it."""
 
     place: Place
     open: int = 0  # launches on it that have not ended
     is_freed: bool = False
-    grown_bytes: int | None = None  # asked for, and the store has not been told
+    grown_bytes: int | None = None  # asked for, while the store has not grown it
 
 
 class LaneStore:
-    """Told by the engine's thread in issue order; told of ends by the threads of lanes.
+    """A Store before another one: delays grow and free until launches on the place have ended.
 
-    What a plan frees and a later one takes again is another stay: it begins when the one before is
-    over. Whoever takes it waits for that (the ledger says so), so nobody ever finds it missing.
-    What is taken in a tier of `late` begins when a launch opens it: a plan says long before what
-    it will take, of bytes that others use till then.
+    The engine's thread calls it in issue order; the threads of lanes report the ends of launches.
+    A place that one plan frees and a later plan grows again has two stays: the later one begins
+    when the earlier one is over. The ledger makes the later launch wait for that, so no launch
+    finds its place missing. A stay in a tier of `on_open` begins when a launch opens it: a plan is
+    issued long before its launches run, and other launches use the bytes until then.
     """
 
-    def __init__(self, store: Store, late: Collection[Tier] = ()) -> None:
-        self._store, self._late, self._lock = store, late, RLock()
+    def __init__(self, store: Store, on_open: Collection[Tier] = ()) -> None:
+        self._store, self._on_open, self._lock = store, on_open, RLock()
         self._stays: dict[Place, deque[LaneStay]] = defaultdict(deque)
 
     def grow(self, place: Place, nbytes: int) -> None:
@@ -349,8 +364,8 @@ class LaneStore:
         with self._lock:
             stay = self._newest(place)
             stay.grown_bytes = (stay.grown_bytes or 0) + nbytes
-            if place.tier not in self._late:
-                self._tell(stay)
+            if place.tier not in self._on_open:
+                self._grow_stay(stay)
 
     def free(self, place: Place) -> None:
         """See Store."""
@@ -359,7 +374,7 @@ class LaneStore:
             self._advance(place)
 
     def begin(self, places: Iterable[Place]) -> tuple[LaneStay, ...]:
-        """A launch on these places is issued; what to `end` with it."""
+        """Notes that a launch on these places is issued; returns the stays to `end` with it."""
         with self._lock:
             stays = tuple(self._newest(place) for place in places)
             for stay in stays:
@@ -367,17 +382,19 @@ class LaneStore:
         return stays
 
     def open(self, stays: Sequence[LaneStay]) -> bool:
-        """Begins what a launch's places took late; whether they all are there. If one still waits
-        for the stay before to be over, nothing begins."""
+        """Begins the stays of a launch; returns whether they have begun.
+
+        While one of them waits for an earlier stay of its place, none of them begins.
+        """
         with self._lock:
             if not all(stay is self._stays[stay.place][0] for stay in stays):
                 return False
             for stay in stays:
-                self._tell(stay)
+                self._grow_stay(stay)
         return True
 
     def end(self, stays: Sequence[LaneStay]) -> None:
-        """It has ended."""
+        """Notes that the launch on these stays has ended."""
         with self._lock:
             for stay in stays:
                 stay.open -= 1
@@ -389,8 +406,8 @@ class LaneStore:
             stays.append(LaneStay(place))
         return stays[-1]
 
-    def _tell(self, stay: LaneStay) -> None:
-        """Grows what was asked for, if its time has come."""
+    def _grow_stay(self, stay: LaneStay) -> None:
+        """Grows the place by the bytes asked for, if no earlier stay of the place goes on."""
         if stay.grown_bytes is not None and stay is self._stays[stay.place][0]:
             self._store.grow(stay.place, stay.grown_bytes)
             stay.grown_bytes = None
@@ -398,10 +415,10 @@ class LaneStore:
     def _advance(self, place: Place) -> None:
         stays = self._stays[place]
         while stays and stays[0].is_freed and not stays[0].open:
-            self._tell(stays[0])  # it has never been opened: it comes and goes
+            self._grow_stay(stays[0])  # a stay that no launch has opened begins and ends at once
             self._store.free(place)
             stays.popleft()
-            if stays and place.tier not in self._late:
-                self._tell(stays[0])
+            if stays and place.tier not in self._on_open:
+                self._grow_stay(stays[0])
         if not stays:
             del self._stays[place]

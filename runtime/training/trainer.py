@@ -1,4 +1,4 @@
-"""The real work of one training job: its units forward and backward, its chunks' updates."""
+"""The real work of one training job: its units' forwards and backwards, its chunks' updates."""
 
 from __future__ import annotations
 
@@ -51,10 +51,17 @@ def build_trainee(spec: ModelSpec, recipe: Recipe, seed: int = 0) -> Any:
 
 
 def prepare(model: Any, recipe: Recipe) -> Any:
-    """The model with adapters by peft (seeded by the recipe), frozen units, in training mode.
+    """Freezes units of a model and adds peft's adapters, seeded by the recipe.
 
-    Changed in place, and wrapped by peft if there are adapters. ValueError where nothing is left
-    to train.
+    Args:
+        model: A Hugging Face model; changed in place.
+        recipe: Says which units are frozen, and the rank of adapters, if any.
+
+    Returns:
+        The model in training mode, wrapped by peft where it has adapters.
+
+    Raises:
+        ValueError: No parameter is left to train, or adapters need peft and it is missing.
     """
     if recipe.lora_rank is not None:
         model = _with_adapters(model, recipe)
@@ -63,7 +70,7 @@ def prepare(model: Any, recipe: Recipe) -> Any:
     for unit in range(recipe.frozen_units):
         for index in units.parameters[unit]:
             parameters[index].requires_grad_(False)
-    Units(model)  # something must be left to train
+    Units(model)  # raises where no parameter is left to train
     return model.train()
 
 
@@ -73,26 +80,26 @@ def _with_adapters(model: Any, recipe: Recipe) -> Any:
     except ImportError as error:
         raise ValueError("recipe.lora_rank needs peft: pip install 'tandem[lora]'") from error
 
-    config = LoraConfig(
-        r=recipe.lora_rank,
-        lora_alpha=recipe.lora_alpha,
-        lora_dropout=recipe.lora_dropout,
-        target_modules=list(recipe.lora_targets) or None,
-        fan_in_fan_out=model.config.model_type == "gpt2",  # its projections are transposed
-    )
+    adapters: dict[str, Any] = {
+        "r": recipe.lora_rank,
+        "lora_alpha": recipe.lora_alpha,
+        "lora_dropout": recipe.lora_dropout,
+        "target_modules": list(recipe.lora_targets) or None,
+        "fan_in_fan_out": model.config.model_type == "gpt2",  # its projections are transposed
+    }
     with torch.random.fork_rng(devices=()), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers by an old name
         torch.manual_seed(recipe.seed)
-        return get_peft_model(model, config, autocast_adapter_dtype=False)
+        return get_peft_model(model, LoraConfig(**adapters), autocast_adapter_dtype=False)
 
 
 class Trainer:
     """Computes what a plan says, on what the plan has put in place; decides and moves nothing.
 
-    Numbers are those of plain training of the job alone: same operators in the same order, same
-    draws of dropout. All that an operation needs must be on its tier and as new as anywhere, else
-    an AssertionError says what is not. Calls of one job may come from several threads, one after
-    the other; updates of different chunks also at once.
+    Results equal those of plain training of the job alone: the operators and their order are equal,
+    and so are the draws of dropout. All that an operation needs must be on its tier and newest
+    there; else an AssertionError names what is not. Calls of one job may come from several threads,
+    one after the other; updates of different chunks also at once.
     """
 
     def __init__(
@@ -108,11 +115,23 @@ class Trainer:
         reuses_weights: bool = False,
         has_update: bool = True,
     ) -> None:
-        """`model`: see runtime.training.trainer. `chunks`: indices into model.parameters(), each
-        once.
+        """
+        Args:
+            job_id: The training job.
+            model: What `prepare` has returned.
+            chunks: Per chunk, indices into model.parameters(); each parameter is in one chunk.
+            recipe: Dtype, optimizer, clipping and seed of the job.
+            batches: Token ids of each microbatch.
+            store: Where regions have memory.
+            num_steps: Steps of the job.
+            microbatches: Of a step.
+            reuses_weights: Gradients take the storages of their weights until the update, as in
+                PatrickStar.
+            has_update: False: a step ends with its last backward and its gradients are dropped.
 
-        `reuses_weights`: gradients take the place of their weights until the update (PatrickStar).
-        `has_update`: else a step ends with its last backward, and its gradients are nobody's.
+        Raises:
+            ValueError: Gradients cannot take the storages of weights, or the chunks do not hold
+                each parameter once.
         """
         if reuses_weights and (recipe.dtype == "float32" or microbatches > 1):
             raise ValueError(
@@ -135,28 +154,28 @@ class Trainer:
         self._sums = Sums(self._states, self._gradients, store, units.trained_of, reuses_weights)
         self._norm = regions.norm(job_id).region
         self._draws = Draws(recipe.seed, store.device, lowest=units.first)
-        self._ids: dict[int, Tensor] = {}  # of microbatches under way
-        # On the host, where a copy that nobody waits for can write them.
+        self._ids: dict[int, Tensor] = {}  # of microbatches in flight
+        # Pinned on the host, so that copies without a wait can write them.
         self._losses = torch.full(
             (num_steps * microbatches,), torch.nan, pin_memory=store.device.type == "cuda"
         )
         self._updates: Counter[int] = Counter()  # per chunk
-        self._due = set(self._sums.chunks)  # to be updated yet in this step
+        self._due = set(self._sums.chunks)  # still to be updated in this step
         self._has_update, self._lock = has_update, Lock()
 
     # ---- the work
     @torch.no_grad()
     def forward(self, unit: int, microbatch: int, keeps: Mode, again: bool = False) -> None:
-        """Runs a unit: from its input to the next one's, and what `keeps` says for its backward.
+        """Runs a unit: leaves the next unit's input, and what `keeps` says for its backward.
 
-        KEEP leaves a graph as the saved activation, OFFLOAD one whose tensors can be copied to the
-        host and back, RECOMPUTE nothing. `again`: leaves only the saved activation, which is a
-        graph unless the unit offloads.
+        KEEP leaves a graph as the saved activation, OFFLOAD a graph whose tensors can be copied to
+        the host and back, RECOMPUTE nothing. With `again` the forward is a recompute: it leaves
+        only the saved activation, which is a graph unless the unit offloads.
         """
-        who = f"F({unit}, {microbatch}) of job {self.job_id}"
-        self._check_weights(unit, microbatch, who)
+        launch = f"F({unit}, {microbatch}) of job {self.job_id}"
+        self._check_weights(unit, microbatch, launch)
         ids, first = self._ids_of(microbatch), self.units.first
-        hidden = self._activations.input(unit, microbatch, ids.shape, who) if unit else None
+        hidden = self._activations.input(unit, microbatch, ids.shape, launch) if unit else None
         records = unit >= first and (again or keeps is not Mode.RECOMPUTE)
         if hidden is not None and records:
             hidden.requires_grad_(unit > first)
@@ -174,23 +193,25 @@ class Trainer:
 
     @torch.no_grad()
     def backward(self, unit: int, microbatch: int) -> None:
-        """Adds a unit's gradients to their sums; hands the gradient of its input down."""
-        who, first = f"B({unit}, {microbatch}) of job {self.job_id}", self.units.first
-        assert unit >= first, f"{who}: nothing trains in unit {unit} or below it"
+        """Adds a unit's gradients to their sums; puts the gradient of its input for the unit below."""
+        launch, first = f"B({unit}, {microbatch}) of job {self.job_id}", self.units.first
+        assert unit >= first, f"{launch}: no parameter trains in unit {unit} or below it"
         if unit:  # the embedding's backward reads no weights
-            self._check_weights(unit, microbatch, who)
-        sums, shape = self._sums.find(unit, who), self._ids_of(microbatch).shape
-        flow = None if self._is_head(unit) else self._activations.flow(unit + 1, shape, who)
-        graph = self._activations.take(unit, microbatch, who)
+            self._check_weights(unit, microbatch, launch)
+        sums, shape = self._sums.find(unit, launch), self._ids_of(microbatch).shape
+        given: Tensor | None = None  # the gradient of the unit's output
+        if not self._is_head(unit):
+            given = self._activations.input_gradient(unit + 1, shape, launch)
+        graph = self._activations.take(unit, microbatch, launch)
         own = self.units.trained_of[unit]
-        wanted: list[Tensor] = [self._states.parameters[p] for p in own]
+        inputs: list[Tensor] = [self._states.parameters[p] for p in own]
         if unit > first:
             assert graph.input is not None
-            wanted.append(graph.input)
-        gradients = graph.gradients(wanted, flow)
+            inputs.append(graph.input)
+        gradients = graph.gradients(inputs, given)
         if unit > first:
             self._activations.hand_down(unit, gradients[-1])
-        self._sums.add(unit, sums, gradients, () if flow is None else (flow,))
+        self._sums.add(unit, sums, gradients, () if given is None else (given,))
         self._draws.forget(unit, microbatch)
         if unit == first:
             self._end_microbatch(microbatch)
@@ -198,19 +219,19 @@ class Trainer:
     @torch.no_grad()
     def update(self, chunk: int, step: int, tier: Tier) -> None:
         """Updates a chunk's weights and optimizer states on a tier with its gradients there."""
-        who, states, read = f"U({chunk}) of job {self.job_id}", self._states, self._store.storage
-        self._check_update(chunk, step, who)
-        storage = read(states.weight(chunk), tier, who)
+        launch, states, read = f"U({chunk}) of job {self.job_id}", self._states, self._store.storage
+        self._check_update(chunk, step, launch)
+        storage = read(states.weight(chunk), tier, launch)
         weights = gradients = states.numbers(chunk, storage)
         if not self._reuses:
-            held = self._store.find(states.gradient(chunk), tier, who)
+            held = self._store.find(states.gradient(chunk), tier, launch)
             gradients = states.gradients(chunk, held.storages)
         sections: Sequence[Sequence[Tensor]] = ()
         if self._optimizer.num_sections:
-            sections = states.sections(chunk, read(states.optimizer(chunk), tier, who))
+            sections = states.sections(chunk, read(states.optimizer(chunk), tier, launch))
         scale: Tensor | None = None
         if self._gradients.clips:
-            scale = self._gradients.scale(typed(read(self._norm, tier, who), torch.float32, ()))
+            scale = self._gradients.scale(typed(read(self._norm, tier, launch), torch.float32, ()))
         self._optimizer.update(step, weights, gradients, sections, scale)
         self._store.wrote(states.weight(chunk), tier)
         if sections:
@@ -219,33 +240,34 @@ class Trainer:
 
     # ---- results
     def loss(self, microbatch: int) -> float:
-        """The mean loss of a microbatch, before it is divided for accumulation; NaN before it is
-        known."""
+        """The mean loss of a microbatch, before its division for accumulation; NaN until known."""
         if self._store.device.type == "cuda":
             torch.cuda.synchronize(self._store.device)
         return float(self._losses[microbatch])
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Copies of the newest weights, wherever they are, by the model's names."""
+        """Copies of the newest weights, from any tier, by the model's names."""
         return self._states.state_dict()
 
     # ---- what an operation needs
-    def _check_weights(self, unit: int, microbatch: int, who: str) -> None:
+    def _check_weights(self, unit: int, microbatch: int, launch: str) -> None:
         states, step = self._states, microbatch // self._microbatches
         for chunk in self._read[unit]:
-            self._store.find(states.weight(chunk), Tier.GPU, who)
+            self._store.find(states.weight(chunk), Tier.GPU, launch)
             waits = states.trains[chunk] and self._has_update
             is_due = not waits or self._updates[chunk] == step
-            assert is_due, f"{who}: chunk {chunk} has had {self._updates[chunk]} updates of {step}"
+            assert is_due, (
+                f"{launch}: chunk {chunk} has had {self._updates[chunk]} updates of {step}"
+            )
         lost = self._sums.overwritten.intersection(self.units.parameters[unit])
-        assert not lost, f"{who}: gradients lie in the place of {len(lost)} weights"
+        assert not lost, f"{launch}: gradients lie in the place of {len(lost)} weights"
 
-    def _check_update(self, chunk: int, step: int, who: str) -> None:
-        assert self._states.trains[chunk], f"{who}: chunk {chunk} is frozen"
+    def _check_update(self, chunk: int, step: int, launch: str) -> None:
+        assert self._states.trains[chunk], f"{launch}: chunk {chunk} is frozen"
         is_due = self._updates[chunk] == step < self._num_steps
-        assert is_due, f"{who}: step {step} behind {self._updates[chunk]} updates"
-        late = [p for p in self._states.chunks[chunk] if not self._gradients.is_whole(p)]
-        assert not late, f"{who}: gradients of {len(late)} parameters are not whole yet"
+        assert is_due, f"{launch}: step {step} behind {self._updates[chunk]} updates"
+        partial = [p for p in self._states.chunks[chunk] if not self._gradients.is_whole(p)]
+        assert not partial, f"{launch}: gradients of {len(partial)} parameters are not whole yet"
 
     def _ids_of(self, microbatch: int) -> Tensor:
         if microbatch not in self._ids:

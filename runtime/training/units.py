@@ -1,4 +1,4 @@
-"""The links of a Hugging Face model's chain, each to be run alone: embedding, layers, head."""
+"""The units of a Hugging Face model's chain, each run alone: embedding, layers, head."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from runtime.serving.model import first_of, learned_positions
 class Draws:
     """Lends a job's generator state to torch's default generator of a device, forward by forward.
 
-    Dropout knows no other generator, so whoever else draws on the same device must not do so from
-    another thread meanwhile. A forward that runs again draws what it drew first; below unit
-    `lowest` none does, and nothing is kept.
+    Dropout knows no other generator, so no other thread may draw on the device meanwhile. A forward
+    that runs again draws what it drew first. Below unit `lowest` no forward runs again, and no
+    state is kept.
     """
 
     def __init__(self, seed: int, device: torch.device, lowest: int) -> None:
@@ -58,22 +58,22 @@ class Draws:
 
     @contextmanager
     def _lent(self, state: Tensor) -> Iterator[None]:
-        others = self._generator.get_state()
+        own = self._generator.get_state()
         self._generator.set_state(state)
         try:
             yield
         finally:
-            self._generator.set_state(others)
+            self._generator.set_state(own)
 
 
 class Units:
     """A causal language model as units: 0 embeds, 1 to N are its layers, N + 1 is head and loss.
 
-    Run one after the other they compute what the model's own forward does with labels=ids and no
-    padding, operator by operator: llama, mistral, qwen2, qwen3, gpt2 and opt, also where peft has
-    put adapters into the layers. Per unit, `parameters` are those that it uses, `trained_of` those
-    of them that train, as indices into model.parameters(); a tied table is in two units. A backward
-    ends at unit `first`: nothing trains below.
+    Run one after the other they compute what the model's own forward computes with labels=ids and
+    no padding, operator by operator: llama, mistral, qwen2, qwen3, gpt2 and opt, also with peft's
+    adapters in the layers. `parameters` are the parameters that each unit uses, `trained_of` those
+    that train, as indices into model.parameters(); a tied table is in two units. A backward ends at
+    unit `first`: no parameter trains below.
     """
 
     def __init__(self, model: Any) -> None:
@@ -86,7 +86,7 @@ class Units:
         self._model, self._body = model, body
         self._norm = first_of(body, "ln_f", "norm", "final_layer_norm")
         self._layers = list(first_of(body, "h", "layers"))
-        self._rotary = getattr(body, "rotary_emb", None)
+        self._rotary: Any = getattr(body, "rotary_emb", None)
         self._positions = learned_positions(body)
         self._counted: dict[int, Tensor] = {}  # by length: 0, 1, ...
         self._angles: dict[int, Any] = {}  # by length, of rotary positions
@@ -94,7 +94,7 @@ class Units:
         trains = [parameter.requires_grad for parameter in model.parameters()]
         self.trained_of = [tuple(p for p in own if trains[p]) for own in self.parameters]
         if not any(trains):
-            raise ValueError("nothing of this model trains; freeze less of it")
+            raise ValueError("no parameter of this model trains; freeze less of it")
         self.first = next(unit for unit, own in enumerate(self.trained_of) if own)
 
     @property
@@ -121,24 +121,28 @@ class Units:
         positions = self._places(ids)
         told = {} if self._rotary is None else {"position_embeddings": self._turns(hidden, ids)}
         layer = self._layers[unit - 1]
-        out = layer(hidden, attention_mask=None, position_ids=positions, **told)
-        return out[0] if isinstance(out, tuple) else out
+        returned = layer(hidden, attention_mask=None, position_ids=positions, **told)
+        out: Tensor = returned[0] if isinstance(returned, tuple) else returned
+        return out
 
     def _embed(self, ids: Tensor) -> Tensor:
-        hidden = self._model.get_input_embeddings()(ids)
+        hidden: Tensor = self._model.get_input_embeddings()(ids)
         if self._positions is None:
             return hidden
         positions = self._places(ids)
-        if self._model.config.model_type == "opt":  # it counts them for each sequence
+        if self._model.config.model_type == "opt":  # its positions have a row per sequence
             positions = positions.expand(ids.shape)
         hidden = hidden + self._positions(positions)
         drop = getattr(self._body, "drop", None)  # GPT-2's
-        return hidden if drop is None else drop(hidden)
+        if drop is not None:
+            hidden = drop(hidden)
+        return hidden
 
     def _loss(self, hidden: Tensor, ids: Tensor) -> Tensor:
         logits = self._model.get_output_embeddings()(self._norm(hidden))
         vocab_size = self._model.config.vocab_size
-        return self._model.loss_function(logits=logits, labels=ids, vocab_size=vocab_size)
+        loss: Tensor = self._model.loss_function(logits=logits, labels=ids, vocab_size=vocab_size)
+        return loss
 
     def _places(self, ids: Tensor) -> Tensor:
         """Positions of tokens, [1, tokens]."""
@@ -148,19 +152,19 @@ class Units:
         return self._counted[length]
 
     def _turns(self, hidden: Tensor, ids: Tensor) -> Any:
-        """Cosines and sines of the rotary positions: the same for every layer and microbatch."""
+        """Cosines and sines of the rotary positions, equal for every layer and microbatch."""
         length = ids.shape[1]
         if length not in self._angles:
             self._angles[length] = self._rotary(hidden, self._places(ids))
         return self._angles[length]
 
     def constants(self, hidden: Tensor | None, ids: Tensor) -> tuple[Tensor, ...]:
-        """What all launches over this many tokens share: no launch's own to keep or to move."""
+        """Positions and angles, which all launches over this many tokens share and none moves."""
         angles = () if self._rotary is None or hidden is None else self._turns(hidden, ids)
         return (self._places(ids), *angles)
 
     def tables(self) -> list[Tensor]:
-        """What belongs to the model for good beside its parameters: buffers, positions, angles."""
+        """All that the model keeps beside its parameters: buffers, positions, angles."""
         angles = (tensor for turns in list(self._angles.values()) for tensor in turns)
         return [*self._model.buffers(), *self._counted.values(), *angles]
 
@@ -173,7 +177,7 @@ class Units:
         return [self._layers[unit - 1]]
 
     def _indices(self, parameters: list[nn.Parameter]) -> tuple[tuple[int, ...], ...]:
-        """Per unit: which of the model's parameters it uses."""
+        """Indices of the parameters that each unit uses."""
         number = {id(parameter): i for i, parameter in enumerate(parameters)}
         found = []
         for unit in range(self.num_units):

@@ -133,7 +133,7 @@ class Opened(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """Where a run happens: in a simulation no machine, else one that executors share, or Replicas.
+    """Where a run happens: in a simulation no machine, else one that executors share.
 
     `fresh` opens another executor over the same machine on a clock of its own, for probes and
     calibration.
@@ -298,8 +298,8 @@ def _cuda(setting: Setting, attention: Any = None) -> Iterator[World]:
     from runtime.executors.clock import WallClock
     from runtime.executors.cuda import CudaExecutor
     from runtime.executors.device import budgets, without_cudnn_attention
-    from runtime.executors.several import Meters
     from runtime.kernels import are_chosen, check_shape
+    from runtime.measure.meter import Meters
 
     warn_of_pinned(setting)
     without_cudnn_attention()

@@ -90,7 +90,7 @@ def on_cpu(setting: Setting) -> Any:
     """The model on this CPU; replicas read the same weights, which the meter shows for each."""
     import torch
 
-    from runtime.executors.several import MixedMachine
+    from runtime.executors.co_located import CoLocatedMachine
     from runtime.serving.model import build_model
 
     torch.set_num_threads(1)  # a device's stand-in is one core; lanes and yardstick follow it
@@ -98,12 +98,12 @@ def on_cpu(setting: Setting) -> Any:
     if not setting.requests:
         return training
     serving = machines(setting, [build_model(setting.spec, setting.seed)] * setting.replicas)
-    return serving if training is None else MixedMachine(serving, training)
+    return serving if training is None else CoLocatedMachine(serving, training)
 
 
 def on_gpus(setting: Setting, gpus: Sequence[str], kernels: bool) -> Any:
     """The model on these GPUs, one each; what trains does so on the first."""
-    from runtime.executors.several import MixedMachine
+    from runtime.executors.co_located import CoLocatedMachine
     from runtime.serving.model import build_model
 
     training = training_machine(setting, gpus[0])
@@ -111,7 +111,7 @@ def on_gpus(setting: Setting, gpus: Sequence[str], kernels: bool) -> Any:
         return training
     models = [build_model(setting.spec, setting.seed, gpu) for gpu in gpus]
     serving = machines(setting, models, gpus, kernels)
-    return serving if training is None else MixedMachine(serving, training)
+    return serving if training is None else CoLocatedMachine(serving, training)
 
 
 def training_machine(setting: Setting, device: str = "cpu") -> Any:
@@ -145,7 +145,7 @@ def machines(
     setting: Setting, models: Sequence[Any], devices: Sequence[str] = (), kernels: bool = False
 ) -> Any:
     """A machine per model, with the KV pages that the ledger books for its device; all as one."""
-    from runtime.executors.several import Replicas
+    from runtime.executors.replica_machines import ReplicaMachines
     from runtime.serving.machine import ServingMachine
     from runtime.serving.sampling import Sampling
 
@@ -166,7 +166,7 @@ def machines(
         )
         for number, model in enumerate(models)
     ]
-    return made[0] if len(made) == 1 else Replicas(made)
+    return made[0] if len(made) == 1 else ReplicaMachines(made)
 
 
 def pages_of(setting: Setting) -> dict[Pool, int]:

@@ -41,7 +41,7 @@ def test_a_roomy_machine_gets_every_kind_and_small_batches_at_every_context() ->
     shapes = grid(ShapeLimits(4096, 8192, 512), PAGE)
     kinds = {shape.kind for shape in shapes}
     assert kinds == {
-        *("decode", "prefill", "chunk", "prompts", "mixed"),
+        *("decode", "prefill", "later slice", "prompts", "mixed"),
         *("copy", "copies", "copy+decode"),
     }
     small = {(len(s.rows), s.rows[0].context) for s in shapes if s.kind == "decode"}
@@ -78,7 +78,7 @@ def test_held_out_shapes_are_apart_from_the_grid_and_the_same_for_a_seed() -> No
     assert not set(judged) & set(grid(limits, PAGE))
     assert all(limits.admit(shape, PAGE) for shape in judged)
     kinds = {"decode", "mixed", "prefill", "copy", "copies"}
-    kinds |= {f"{size} decodes" for size in ("long", "short")} | {"long prompt", "long chunk"}
+    kinds |= {f"{size} decodes" for size in ("long", "short")} | {"long prompt", "long later slice"}
     assert {shape.kind for shape in judged} == kinds
 
 

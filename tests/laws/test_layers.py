@@ -177,7 +177,7 @@ def test_triton_is_imported_by_the_kernels_only_and_those_where_they_were_chosen
     """Other modules import them inside functions; runtime.serving.fused is one of them."""
     kernels = {path: text for path, text in FILES.items() if path.startswith("runtime/kernels/")}
     needing = {path for path, text in kernels.items() if "triton" in set(named(text))}
-    needing |= {"runtime/serving/fused.py", "runtime/kernels/attention.py"}
+    needing |= {"runtime/serving/fused.py"}
     assert len(needing) > 2 and all((ROOT / path).is_file() for path in needing)
     names = {path.removesuffix(".py").replace("/", ".") for path in needing}
     assert "runtime.kernels.shapes" not in names

@@ -14,7 +14,7 @@ from engine.contract.executor import Launch, Span
 from engine.contract.plan import Compute, Copy
 from engine.contract.regions import Tier, hidden, kv_place, workspace
 from runtime.executors.clock import WallClock
-from runtime.executors.cuda import DEEP, CudaExecutor
+from runtime.executors.cuda import MAX_ISSUED, CudaExecutor
 from runtime.executors.wall import LaneClosedError
 from runtime.training.store import LaneStore
 from tests.runtime.test_cuda import StandIn
@@ -169,7 +169,7 @@ def test_one_launch_is_behind_the_one_that_runs(monkeypatch: pytest.MonkeyPatch)
     machine = Storing(lambda launch: found.append(stand_in.num_running) or ())
     with executed(monkeypatch, stand_in, machine, *[trains() for _ in range(8)]) as run:
         _, clock, spans = run
-        assert len(machine.log) == DEEP == 2
+        assert len(machine.log) == MAX_ISSUED == 2
         end_all(stand_in, clock, spans, 8)
     assert max(found) == 1 and len(spans) == 8
 
@@ -182,14 +182,14 @@ def test_serving_beside_training_is_issued_at_once_behind_the_events_it_waits_fo
     served = [compute() for _ in range(5)]
     behind = compute(served[0])
     with executed(monkeypatch, stand_in, machine, *served, behind) as (_, clock, spans):
-        assert machine.started == [*served, behind] and len(served) > DEEP
+        assert machine.started == [*served, behind] and len(served) > MAX_ISSUED
         assert len(stand_in.waited) == len(served) + 2, "for uploads, and for the one before"
         end_all(stand_in, clock, spans, 6)
     stand_in, machine = Gated(), Storing()
-    training = [trains() for _ in range(DEEP + 1)]
+    training = [trains() for _ in range(MAX_ISSUED + 1)]
     swap = swap_in(training[-1])
     with executed(monkeypatch, stand_in, machine, *training, swap) as (_, clock, spans):
-        assert machine.started == training[:DEEP]
+        assert machine.started == training[:MAX_ISSUED]
         end_all(stand_in, clock, spans, 4)
     assert {launch.op for launch in machine.started} == {*(x.op for x in training), swap.op}
 
@@ -283,7 +283,7 @@ def test_what_is_held_fails_when_the_executor_closes(monkeypatch: pytest.MonkeyP
 
 def test_places_of_a_late_tier_begin_when_they_are_opened() -> None:
     notes = NotedStore()
-    store = LaneStore(notes, late=(HERE.tier,))
+    store = LaneStore(notes, on_open=(HERE.tier,))
     store.grow(HERE, 10)
     old = store.begin([HERE])
     assert not notes.told and store.open(old) and notes.told == [("grow", 10)]

@@ -15,7 +15,7 @@ from runtime.executors.clock import WallClock
 from runtime.executors.lockstep import CpuExecutor
 from runtime.executors.wall import WallExecutor
 from runtime.measure.meter import CpuMeter
-from runtime.measure.reference import LEAST, probe, ratios
+from runtime.measure.reference import MIN_ROUNDS, probe, ratios
 from runtime.serving.machine import ServingMachine
 from runtime.serving.model import build_model
 
@@ -31,7 +31,7 @@ def machine(pages: int = 256) -> ServingMachine:
 def test_probes_are_timed_and_leave_pages_and_transcripts_as_they_were() -> None:
     box, env = machine(), VirtualClock()
     meter = CpuMeter({}, {GPU: box.arenas[GPU].pages})
-    times = probe(env, CpuExecutor(env, box), box, least=3)
+    times = probe(env, CpuExecutor(env, box), box, min_rounds=3)
     assert list(times) == ["decode_1", "decode_8", "prefill_128"]
     assert all(1e-5 < seconds < 1 for seconds in times.values())
     assert not box.packer.transcripts
@@ -40,7 +40,7 @@ def test_probes_are_timed_and_leave_pages_and_transcripts_as_they_were() -> None
 
 def test_an_arena_too_small_for_eight_jobs_gets_a_smaller_probe() -> None:
     box, env = machine(pages=8), VirtualClock()
-    times = probe(env, CpuExecutor(env, box), box, least=1)
+    times = probe(env, CpuExecutor(env, box), box, min_rounds=1)
     assert list(times) == ["decode_1", "decode_2", "prefill_128"]
 
 
@@ -59,13 +59,13 @@ def test_a_probe_looks_for_its_time_and_some_rounds_at_least(
     monkeypatch.setattr(executor, "prepare", lambda plan: looks.append(len(plan)) or prepare(plan))
     probe(env, executor, box, look_s)
     launched = sum(looks)  # three a round
-    assert launched == 3 * LEAST if not look_s else launched > 3 * LEAST
+    assert launched == 3 * MIN_ROUNDS if not look_s else launched > 3 * MIN_ROUNDS
 
 
 def test_the_same_probe_runs_in_real_time() -> None:
     box, clock = machine(), WallClock()
     with WallExecutor(clock, box) as executor:
-        times = probe(clock, executor, box, least=2)
+        times = probe(clock, executor, box, min_rounds=2)
     assert all(1e-5 < seconds < 5 for seconds in times.values())
 
 

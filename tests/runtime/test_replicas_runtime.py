@@ -28,7 +28,7 @@ from policies.scheduling.recorded import RecordedPlans, RecordedRouter
 from runtime.executors.clock import WallClock
 from runtime.executors.cuda import CudaExecutor
 from runtime.executors.lockstep import CpuExecutor, LockstepExecutor
-from runtime.executors.several import Replicas
+from runtime.executors.replica_machines import ReplicaMachines
 from runtime.executors.wall import WallExecutor
 from runtime.serving.machine import ServingMachine
 from sim.executor import SimExecutor
@@ -48,12 +48,12 @@ PAGES: dict[Pool, int] = {
 CAPACITY = {pool: count * PAGE.nbytes for pool, count in PAGES.items()}
 
 
-def replicas(requests: Sequence[Request], gpus: Sequence[str] = ()) -> Replicas:
+def replicas(requests: Sequence[Request], gpus: Sequence[str] = ()) -> ReplicaMachines:
     """Machines that read the same weights, or on a GPU each."""
     torch.set_num_threads(1)
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
     model = shared_model(SPEC)
-    return Replicas(
+    return ReplicaMachines(
         [
             ServingMachine(
                 copy.deepcopy(model).to(gpus[number]) if gpus else model,
@@ -70,7 +70,7 @@ def replicas(requests: Sequence[Request], gpus: Sequence[str] = ()) -> Replicas:
 
 
 @contextmanager
-def world(backend: str, box: Replicas) -> Iterator[tuple[simpy.Environment, Any]]:
+def world(backend: str, box: ReplicaMachines) -> Iterator[tuple[simpy.Environment, Any]]:
     if backend in ("wall", "cuda"):
         clock = WallClock()
         wall, cuda = partial(WallExecutor, links=LINKS), partial(CudaExecutor, devices=DEVICES)
@@ -94,7 +94,7 @@ def run(
     depth: int = 2,
     gpus: Sequence[str] = (),
     **more: Any,
-) -> tuple[Recorder, Replicas]:
+) -> tuple[Recorder, ReplicaMachines]:
     """A replay with all checks."""
     box = replicas(requests, gpus)
     with world(backend, box) as (env, executor):

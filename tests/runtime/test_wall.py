@@ -24,6 +24,8 @@ MS = 1_000_000
 class Notes:
     """A machine whose work is a function per launch; notes who did what on which thread."""
 
+    store = None
+
     def __init__(self, work: Callable[[Launch], Any] = lambda launch: None) -> None:
         self.work, self.log, self.released = work, [], []
         self.collected: list[str] = []

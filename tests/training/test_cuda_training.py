@@ -12,7 +12,7 @@ import torch
 
 import tandem.wiring.machines
 from engine.contract.regions import Tier
-from runtime.executors.device import LEAST_BYTES
+from runtime.executors.device import MIN_BUDGET_BYTES
 from runtime.training.trainer import Trainer
 from tandem.config.compose import ComposedConfig, composed
 from tandem.wiring.experiment import run_experiment
@@ -98,7 +98,9 @@ def test_policies_train_on_streams_as_plain_torch(
     found = train("cuda", *words)
     assert not differing(found.result, wanted)
     assert noted["devices"] == ["cuda:0"] and noted["cudnn"] == [False]
-    assert noted["shares"] == [LEAST_BYTES / TOTAL, 1.0], "a floor, and all of it behind the run"
+    assert noted["shares"] == [MIN_BUDGET_BYTES / TOTAL, 1.0], (
+        "a floor, and all of it behind the run"
+    )
     assert {*noted["updates on host"]} <= {"lane 0 cpu"}
     assert {*noted["updates on gpu"]} <= {threading.current_thread().name}
     assert noted["updates on host"] or noted["updates on gpu"]
@@ -150,7 +152,7 @@ def test_budgets_of_gpu_tests_hold_what_torch_takes_beside_them(words: tuple[str
     """Its segments, cuBLAS's workspaces; there is no reserve on device=cpu."""
     found = setting(*words)
     states = found.room.capacity_bytes[Tier.GPU, 0]
-    assert device_bytes_of(found) - states >= LEAST_BYTES
+    assert device_bytes_of(found) - states >= MIN_BUDGET_BYTES
 
 
 @gpu

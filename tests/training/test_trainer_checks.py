@@ -132,7 +132,7 @@ def test_overwritten_weights_are_not_computed_with() -> None:
 
 
 def test_what_cannot_be_trained() -> None:
-    with pytest.raises(ValueError, match="nothing of this model trains"):
+    with pytest.raises(ValueError, match="no parameter of this model trains"):
         Task(tiny(), Recipe(frozen_units=5)).build()
     model = Task(tiny("opt"), Recipe()).build()
     model.config.layerdrop = 0.1

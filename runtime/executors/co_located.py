@@ -1,0 +1,61 @@
+"""Serving and training on one device: a machine that sends each launch to one of two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.contract.executor import Launch
+from engine.contract.plan import Compute
+from engine.contract.regions import Pool
+from runtime.executors.machine import Machine, Tokens
+from runtime.serving.machine import Prepared, ServingMachine
+from runtime.training.machine import IssuedTraining, TrainingMachine
+
+
+class CoLocatedMachine(Machine[Prepared | IssuedTraining]):
+    """A ServingMachine and a TrainingMachine as one; a launch is served or trains, never both."""
+
+    def __init__(self, serving: ServingMachine, training: TrainingMachine) -> None:
+        self.serving, self.training = serving, training
+        self.arenas, self.graph_bytes = serving.arenas, serving.graph_bytes
+        self.decoder, self.packer, self.spec = serving.decoder, serving.packer, serving.spec
+        self.store = training.store
+
+    def prepare(self, launch: Launch) -> Prepared | IssuedTraining:
+        """See Machine. NotImplementedError where one launch holds slices of both."""
+        if not self.training.takes(launch):
+            return self.serving.prepare(launch)
+        slices = launch.op.slices if isinstance(launch.op, Compute) else ()
+        if any(piece.job.training is None for piece in slices):
+            raise NotImplementedError("the runtime cannot fuse serving and training yet")
+        return self.training.prepare(launch)
+
+    def start(self, prepared: Prepared | IssuedTraining) -> Tokens:
+        """See Machine."""
+        if isinstance(prepared, IssuedTraining):
+            return self.training.start(prepared)
+        return self.serving.start(prepared)
+
+    def collect(self, prepared: Prepared | IssuedTraining, tokens: Tokens) -> tuple[int, ...]:
+        """See Machine."""
+        if isinstance(prepared, IssuedTraining):
+            return self.training.collect(prepared, tokens)
+        return self.serving.collect(prepared, tokens)
+
+    def execute(self, prepared: Prepared | IssuedTraining) -> tuple[int, ...]:
+        """See Machine."""
+        if isinstance(prepared, IssuedTraining):
+            return self.training.execute(prepared)
+        return self.serving.execute(prepared)
+
+    def release(self, pool: Pool, pages: Sequence[int]) -> None:
+        """See Machine."""
+        self.serving.release(pool, pages)
+
+    def outputs(self, job_id: int) -> list[int]:
+        """See Machine."""
+        return self.serving.outputs(job_id)
+
+    def loss(self, job_id: int, microbatch: int) -> float:
+        """The mean loss of a training job's microbatch."""
+        return self.training.loss(job_id, microbatch)
