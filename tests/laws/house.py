@@ -35,6 +35,7 @@ EVERYDAY = (  # the name of a test is a sentence, which may hold these
     *("largest", "wanted", "keys", "quiet", "late", "pace"),
 )
 RETIRED = (*COINED, *EVERYDAY)
+ANY_RETIRED = re.compile(rf"(?<![a-z0-9])(?:{'|'.join(RETIRED)})(?![a-z0-9])")
 # Phrases that hold a retired word and stay, each with its reason.
 ALLOWED = {
     "standing_plan": "the table's own word for what was standing",
@@ -101,6 +102,8 @@ def occurs(phrase: tuple[str, ...], parts: tuple[str, ...]) -> bool:
 def retired_in(name: str, retired: Iterable[str] = RETIRED) -> list[str]:
     """The retired names that a name bears as whole parts, outside the allowed phrases."""
     parts = "_".join(parts_of(name))
+    if not ANY_RETIRED.search(parts):
+        return []
     for phrase in ALLOWED:
         parts = re.sub(rf"(?<![a-z0-9]){phrase}(?![a-z0-9])", "-", parts)
     runs = [tuple(run.strip("_").split("_")) for run in parts.split("-")]
