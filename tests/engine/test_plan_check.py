@@ -7,17 +7,18 @@ import pickle
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from engine.contract.job import Job
-from engine.contract.plan import Compute, Copy, Grow, GrowCycle, Plan, Slice
-from engine.contract.policy import Fleet
+from engine.contract.plan import Compute, Copy, Free, Grow, Plan, Slice
+from engine.contract.policy import Fleet, PlanBuilder, Traits
 from engine.contract.regions import Tier, kv_place
 from engine.contract.rules import ContractError, Rule
 from engine.contract.view import View
 from engine.loop.engine import Stalled
+from engine.memory.plan_builder import DryRunBuilder
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
 from tests.support.replays import PAGE, composed, random_requests, replay
@@ -29,6 +30,8 @@ Lie = Callable[[View, Plan], Plan | None]
 
 class Liar:
     """Answers as an honest policy, but for one lie."""
+
+    traits: ClassVar[Traits] = HONEST.traits
 
     def __init__(self, lie: Lie, asked: int = 3) -> None:
         self._lie, self._left, self._told = lie, asked, False
@@ -82,21 +85,6 @@ def test_types_are_looked_at_in_plans_of_the_usual_form(wrong: Any) -> None:
     assert refused(lie).rule in (Rule.ANSWER, Rule.DEVICE)
 
 
-def test_a_cycle_of_nobody_is_told_with_policy_and_step() -> None:
-    def lie(view: View, plan: Plan) -> Plan | None:
-        if not isinstance(plan.ops[0], GrowCycle):
-            return None
-        grows = [
-            Grow(op.place, op.nbytes, i, PAGE.tokens)
-            for i, ops in enumerate(plan.ops[0].by_step)
-            for op in ops
-        ]
-        empty = GrowCycle(((),) * PAGE.tokens)
-        return replace(plan, ops=(empty, *grows, *plan.ops[1:])) if grows else None
-
-    assert refused(lie, depth=1).rule is Rule.REPEATS
-
-
 def test_a_plan_moves_nothing_between_other_devices() -> None:
     class Meddles:
         def __init__(self, copies: bool) -> None:
@@ -121,17 +109,22 @@ def test_a_plan_moves_nothing_between_other_devices() -> None:
 class GrowsTwice:
     """A memory policy that splits what it takes for a place into two."""
 
-    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
-        plan = PagedRestart().fit(batch, view)
-        ops: list[Any] = []
-        for op in plan.ops:
-            more = isinstance(op, Grow) and op.nbytes > PAGE.nbytes
-            first = [Grow(op.place, op.nbytes - PAGE.nbytes)] if more else []  # type: ignore
-            ops += [*first, Grow(op.place, PAGE.nbytes) if more else op]  # type: ignore
-        return replace(plan, ops=tuple(ops))
+    traits: ClassVar[Traits] = PagedRestart().traits
 
-    def stretch(self, plan: Plan, view: View, count: int) -> Plan:
-        return PagedRestart().stretch(plan, view, count)
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+        fitted = DryRunBuilder(view)
+        PagedRestart().fit(batch, view, fitted)
+        for op in fitted.plan().ops:
+            if isinstance(op, Grow):
+                plan.grow(op.place, op.nbytes - PAGE.nbytes)
+                plan.grow(op.place, PAGE.nbytes)
+            elif isinstance(op, Free):
+                plan.free(op.place)
+            else:
+                assert isinstance(op, Compute)
+                plan.launch(op)
+        for job in fitted.plan().restart:
+            plan.restart(job)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -161,12 +154,12 @@ def test_a_batch_that_is_none_is_told(answer: Callable[[View], Any], told: str) 
         replay(Composed(Scheduling(), PagedRestart()), random_requests(3, 3))
 
 
-def test_a_memory_that_makes_no_plan_is_told() -> None:
+def test_a_memory_that_returns_a_plan_is_told() -> None:
     class Memory:
-        def fit(self, batch: tuple[Slice, ...], view: View) -> Any:
-            return None
+        def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> Any:
+            return Plan()
 
-    with pytest.raises(ContractError, match="fit returns None"):
+    with pytest.raises(ContractError, match="fit returns a Plan: it writes to the plan"):
         replay(Composed(HONEST.scheduling, Memory()), random_requests(3, 3))
 
 

@@ -172,14 +172,14 @@ def program(books: Ledger, letter: str, number: int, count: int) -> list:
 
 def behind(books: Ledger, number: int, count: int) -> list:
     """Frees somebody, grows somebody, then shares what a dry run finds after both."""
-    trial: PageDryRun = books.sharing[GPU].trial()
+    dry_run: PageDryRun = books.sharing[GPU].dry_run()
     ops: list = []
     other = next((p for p in books.held_bytes if p.tier is Tier.GPU), None)
     if other is not None and count % 2:
         ops.append(Free(other))
-        trial.free(other)
+        dry_run.free(other)
     if books.room_bytes()[GPU] >= 100 * count:
         ops.append(Grow(kv_place(8), 100 * count))
-        trial.take(kv_place(8), count)
-    found = trial.found(Job(number, 0, known_tokens=16))
+        dry_run.take(kv_place(8), count)
+    found = dry_run.found(Job(number, 0, known_tokens=16))
     return [*ops, Share(kv_place(number), found)] if found else ops

@@ -763,7 +763,7 @@ def faulty(
     world = World(memory, mode, rng.random() < 0.4, ranks, rng.random() < 0.7, tasks, job=job)
     engine, lying, one = world.engine(lambda plan, view: None)
     policy = Faulty(lying.policy, rng, 0.1 if tasks == 1 else 0.6)
-    engine._asking = Asking(engine, policy, may_recur=False, check=engine.check)
+    engine._asking._policy = policy
     return engine, policy, one
 
 

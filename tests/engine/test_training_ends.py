@@ -9,8 +9,7 @@ import pytest
 
 from engine.contract.job import Job, TrainingProgress
 from engine.contract.plan import HOST_LANE, Compute, Op, Slice
-from engine.contract.regions import PageSize, Work
-from engine.fast_forward.standing_plan import StandingPlan
+from engine.contract.regions import Work
 from engine.loop.completions import Completions
 from engine.loop.state import JobLists
 from tests.training.trainings import differing, plain, train
@@ -45,9 +44,9 @@ class Flying:
 
     def __init__(self, num_steps: int) -> None:
         spec = TrainingJob(0, 0, 2, 8, num_steps=num_steps)
-        self.job, self.roster = Job.trains(TrainingProgress(spec), 0), JobLists()
-        self.roster.wait(self.job)
-        self.roster.start(self.job)
+        self.job, self.jobs = Job.trains(TrainingProgress(spec), 0), JobLists()
+        self.jobs.wait(self.job)
+        self.jobs.start(self.job)
         self.before, self.device, self.host, self.behind = (
             Compute((Slice(self.job, 1, Work.UPDATE, range(u, u + 1)),), on=on)
             for u, on in enumerate(("compute", "compute", HOST_LANE, "compute"))
@@ -55,8 +54,7 @@ class Flying:
         open_ops: Mapping[Op, None] = dict.fromkeys(
             (self.before, self.host, self.device, self.behind)
         )
-        standing = StandingPlan(False, PageSize(16, 64), {}, lambda job: 0)
-        self.ends = Completions(self.roster, standing, open_ops)
+        self.ends = Completions(self.jobs, open_ops, lambda jobs: None, lambda: None)
         self.ends.step_with(self.device, self.job, 0)
 
 
@@ -64,7 +62,7 @@ class Flying:
 def test_whichever_launch_is_the_last_a_step_ends_when_all_have(is_host_first: bool) -> None:
     """It ends at the latest moment, also where an earlier one is heard of later."""
     flying = Flying(num_steps=1)
-    assert not flying.roster and list(flying.ends) == [flying.job] and flying.ends
+    assert not flying.jobs and list(flying.ends) == [flying.job] and flying.ends
     assert not flying.ends.settle(flying.before, 3, 0), "a lane is first-in-first-out"
     first, last = flying.device, flying.host
     if is_host_first:
@@ -79,7 +77,7 @@ def test_whichever_launch_is_the_last_a_step_ends_when_all_have(is_host_first: b
 
 def test_a_job_stays_behind_a_step_that_is_not_its_last() -> None:
     flying = Flying(num_steps=2)
-    assert flying.roster.training == [flying.job] and not flying.ends
+    assert flying.jobs.training == [flying.job] and not flying.ends
     for order in permutations((flying.host, flying.device)):
         found = [end for op in order for end in flying.ends.settle(op, 1, 0)]
         assert all(not end.is_last for end in found)

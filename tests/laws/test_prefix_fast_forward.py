@@ -49,7 +49,7 @@ def test_whoever_waits_may_share_what_a_prompt_under_way_fills(
 ) -> None:
     """Its prompt does not fit, until another has computed it: that must end a run."""
     if not guarded:
-        monkeypatch.setattr("policies.kv.paged_allocation.has_prompt", lambda plan: False)
+        monkeypatch.setattr("engine.fast_forward.standing_plan.has_prompt", lambda plan: False)
     prompt = tuple(range(160))
     requests = [
         Request(0, 0, 160, 30, prompt_ids=prompt),

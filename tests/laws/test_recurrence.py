@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.layout import Layout, Mode
-from engine.contract.plan import Plan, Slice
-from engine.contract.policy import Memory
+from engine.contract.plan import Slice
+from engine.contract.policy import Memory, PlanBuilder, Traits
 from engine.contract.regions import Tier
 from engine.contract.view import View
 from policies.composed import Composed
@@ -88,11 +88,11 @@ def test_most_steps_recur(name: str, tasks: int) -> None:
 class Moody:
     """Goes by what it says that it does not know."""
 
-    recurs: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(recurs=True)
 
-    def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
         memory = DemandPaging() if view.issued == STEPS - 1 else Zero3Offload()
-        return memory.fit(batch, view)
+        memory.fit(batch, view, plan)
 
 
 def test_who_goes_by_more_than_he_says_is_not_asked() -> None:

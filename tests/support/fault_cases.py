@@ -243,12 +243,12 @@ def bounded(seconds: int = LIMIT_S) -> Iterator[None]:
 
 def books_of(engine: Engine) -> dict[str, Any]:
     """What a refused plan must not have changed."""
-    ledger, roster = engine.ledger, engine.state.jobs
-    lists = {"waiting": roster.waiting, "serving": roster.serving, "training": roster.training}
-    jobs = {j.job_id: (j.known_tokens, j.computed_tokens) for j in roster}
+    ledger, listed = engine.ledger, engine.state.jobs
+    lists = {"waiting": listed.waiting, "serving": listed.serving, "training": listed.training}
+    jobs = {j.job_id: (j.known_tokens, j.computed_tokens) for j in listed}
     trains = {
         j.job_id: (j.training.step, dict(j.training.updated), repr(j.training._forward))
-        for j in roster.training
+        for j in listed.training
         if j.training is not None
     }
     return {
