@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from analysis.yaml_text import yaml_value
+from tandem.config.renamed import with_current_targets
 from tandem.sweeps.point import points_in, superseded_in
 from tandem.wiring.folder import OK, status_of
 from traces.files import checked_text, is_sealed, whole
@@ -112,7 +113,7 @@ def _row(root: Path, folder: Path, points: Points, superseded: Points) -> dict[s
         "overrides": json.dumps(words),
         "policy": policy_name(config, words),
     }
-    flat = dict(_scalars(config))
+    flat = dict(_scalars(with_current_targets(config)))
     for word in words:  # choices of groups are names that the configuration no longer holds
         key, _, value = word.lstrip("+~").partition("=")
         if key not in flat:

@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 from tandem.cli.errors import exits_fail
 from tandem.config.check import arguments, did_you_mean, hints_of, is_sequence, is_union
+from tandem.config.renamed import current, old_imports
 
 # By place: a class that has one of these methods.
 METHODS = {
@@ -155,7 +156,7 @@ class Builder:
         """The target of a node and what it is given, nested ones alike; nothing is called."""
         if "_target_" not in node:
             raise ValueError(f"{where}: no _target_ says what to build")
-        path = str(node["_target_"])
+        path = current(str(node["_target_"]))
         target = self._follow(path, where)
         check_kind(target, path, where, hint)
         hints = hints_of(target)
@@ -187,8 +188,11 @@ class Builder:
         try:
             with exits_fail():
                 module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name and module_name.startswith(error.name):
+        except ImportError as error:
+            if told := old_imports(error):
+                raise ValueError(f"{where}: {told}") from error
+            is_missing = isinstance(error, ModuleNotFoundError) and error.name is not None
+            if is_missing and module_name.startswith(str(error.name)):
                 raise ValueError(f"{where}: no module {module_name} for target {path}") from error
             raise
         if not hasattr(module, name):

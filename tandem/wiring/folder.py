@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.errors import RunFailed, Usage, exits_fail
+from tandem.config.renamed import old_imports
 from traces.files import checked_text, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,9 +132,8 @@ def run_folder(folder: Path, keeps_rejected: bool = True) -> Iterator[Path]:
             raise
         if state == DOES_NOT_FIT:
             raise RunFailed(f"does not fit: {error} (told in {folder}/status.json)") from error
-        raise RunFailed(
-            f"{type(error).__name__}: {error}{_place(error)} (traceback in {folder}/status.json)"
-        ) from error
+        told = old_imports(error) or f"{type(error).__name__}: {error}{_place(error)}"
+        raise RunFailed(f"{told} (traceback in {folder}/status.json)") from error
     _rename(aside, folder)
 
 
