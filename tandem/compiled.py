@@ -26,10 +26,12 @@ STAMP = "sources.sha256"  # in a build that is whole: what it was made of
 PACKAGES = ("models", "engine", "policies", "sim")
 
 # Not what Hydra builds: its arguments are checked by annotations, of which mypyc keeps little. And
-# not what adds floats up by sum(... for ...): mypyc adds plainly, Python 3.12 with compensation.
+# not what adds floats up by sum(... for ...): mypyc adds plainly, Python 3.12 with compensation
+# (sim/cost/tables.py). And not what has a cached_property: compiled, it is reckoned at every look
+# (sim/cost/contract.py).
 MODULES = {
     "engine/contract": "executor job kv_check plan plan_check policy progress regions view",
-    "engine/memory": "dry_run ledger plan_builder pool scoreboard",
+    "engine/memory": "dry_run ledger plan_builder pool prefix scoreboard",
     "engine/loop": "admission asking completions engine in_flight issuing job_lists",
     "engine/fast_forward": "decode_batch horizon jump repeated_plan segments standing_plan",
     "engine/results": "deliveries recorder",
@@ -37,14 +39,15 @@ MODULES = {
     "policies/kv": "paged_allocation",
     "policies/scheduling": "order",
     "sim": "executor",
-    "sim/cost": "piecewise tables",
+    "sim/cost": "piecewise",
     "sim/foreign": "kernel_profile vidur",
 }
 
 # What mypyc must be told about a source; written into the copy alone.
-NOT_NATIVE = "native_class=False"  # of bases that mypyc cannot inherit
+NOT_NATIVE = "native_class=False"  # of bases that mypyc cannot inherit, or read by __slots__
 OPEN = "allow_interpreted_subclasses=True"
 MARKS = {
+    "engine/contract/job.py": {"TrainingProgress": NOT_NATIVE},
     "engine/memory/dry_run.py": {"Shortage": NOT_NATIVE},
     "engine/loop/engine.py": {"Stalled": NOT_NATIVE},
     "engine/results/recorder.py": {"Recorder": OPEN},

@@ -29,8 +29,10 @@ UNSEALED = (
     "taken as they are"
 )
 SUPERSEDED = "superseded"  # a status of the table alone: see tandem.sweeps.point
-FACTS = ("commit", "dirty", "trace_hash", "model", "device", "cost_form", "depth", "seed")
-FACTS += ("parameters", "chunks", "state_bytes")  # of what is trained
+FACTS = (
+    *("commit", "dirty", "trace_hash", "model", "device", "cost_form", "depth", "seed"),
+    *("parameters", "chunks", "state_bytes"),  # of what is trained
+)
 
 
 def main(words: Sequence[str]) -> int:

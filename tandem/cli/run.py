@@ -85,7 +85,7 @@ def _run_job(cfg: DictConfig) -> None:
     folder = Path(of_hydra.runtime.output_dir)
     is_single = of_hydra.mode is RunMode.RUN
     folders = config_folders(of_hydra.runtime.config_sources)
-    overrides = tuple(map(str, OmegaConf.to_container(of_hydra.overrides.task)))  # as given
+    overrides = tuple(str(word) for word in of_hydra.overrides.task)  # as given
     try:
         point = ComposedConfig(plain(cfg, overrides), overrides, folders)
         check_trust(point.config, _given)  # a sweep's own words may be of a yaml

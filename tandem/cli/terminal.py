@@ -56,10 +56,8 @@ def search_bar(what: str) -> Iterator[Callable[[], object]]:
     What cost tables say of those is not told, since nobody asked for them."""
     from tqdm import tqdm
 
-    tables, was_disabled = (
-        logging.getLogger("sim.cost.contract.piecewise"),
-        logging.getLogger("sim.cost.contract.piecewise").disabled,
-    )
+    tables = logging.getLogger("sim.cost.piecewise")
+    was_disabled = tables.disabled
     tables.disabled = True
     try:
         with tqdm(desc=what, unit=" tried", leave=False, disable=None) as bar:  # None: no terminal
@@ -141,7 +139,7 @@ def _shortest_prompt_tokens(folder: Path) -> int:
     from engine.results.schema import read_table
 
     tokens = read_table(folder / "requests.parquet", columns=["prompt_tokens"])
-    return min(tokens["prompt_tokens"].to_pylist())
+    return min(map(int, tokens["prompt_tokens"].to_pylist()))
 
 
 LATENCIES = ("ttft", "tpot", "e2e")

@@ -20,6 +20,7 @@ from tandem.wiring.experiment import run_experiment, write_config
 from tandem.wiring.folder import (
     ANSWERED,
     OK,
+    PACKAGES,
     ROOT,
     aside_of,
     checked_json,
@@ -84,8 +85,8 @@ def _read(root: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
 
 KEY_DIGITS = 16
-CODE = ("traces", "models", "engine", "policies", "sim", "runtime", "tandem")
-# of analysis: what metrics.json is made by
+CODE = tuple(name for name in PACKAGES if name not in ("analysis", "conf"))
+# Of analysis, what metrics.json is made by; what is chosen of conf is in the configuration.
 MEASURES = (
     "classes.py",
     "distance.py",
@@ -93,7 +94,6 @@ MEASURES = (
     "replicas.py",
     "run.py",
     "training.py",
-    "training_time.py",
     "usage.py",
     "workspace.py",
     "yaml_text.py",
@@ -204,7 +204,7 @@ def code_version() -> str:
     paths += [ROOT / "analysis" / name for name in MEASURES]
     digest = hashlib.sha256(json.dumps(versions(), sort_keys=True).encode())
     for path in paths:
-        digest.update(path.name.encode() + path.read_bytes())
+        digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return digest.hexdigest()
 
 

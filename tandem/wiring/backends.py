@@ -58,7 +58,7 @@ KEY = "reference_ns"
 
 def is_auto(config: Mapping[str, Any]) -> bool:
     """Whether the nominal times of the reference works are still to be found."""
-    return config["backend"].get(KEY) == AUTO
+    return bool(config["backend"].get(KEY) == AUTO)
 
 
 def with_reference(config: Mapping[str, Any], nominal_ns: Sequence[int]) -> dict[str, Any]:

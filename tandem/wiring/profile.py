@@ -151,7 +151,7 @@ def is_steady(table: pd.DataFrame) -> bool:
     `table` is what `calibrate` returns. Single launches scatter; their sum does not, unless the
     machine has changed: up to 1.2 % in 20 of 24 calibrations here, up to 3 % in 23, 8.5 % in one.
     """
-    return abs(float(table.loc[AGAIN + ALL, "total"])) <= STEADY
+    return abs(float(table["total"][AGAIN + ALL])) <= STEADY
 
 
 def _profile_shapes(point: ComposedConfig, folder: Path) -> None:
@@ -212,8 +212,10 @@ HELD = 8  # microbatches that the fit does not see
 STEPS = 4  # of each job; the first warms up and is not kept
 ROOM_BYTES = 8 << 30  # budgets are for runs: what is measured has room
 BEYOND = 2  # times the microbatch of the configuration that is measured, for others of its kind
-CHOSEN = ("policy", "scheduling", "memory", "planner", "trace", "limit", "training.sequence")
-CHOSEN += ("training.num_steps", "training.microbatches", "budget", "profile")
+CHOSEN = (
+    *("policy", "scheduling", "memory", "planner", "trace", "limit", "training.sequence"),
+    *("training.num_steps", "training.microbatches", "budget", "profile"),
+)
 
 
 def calibrate_training(point: ComposedConfig, folder: Path) -> pd.DataFrame:
