@@ -41,8 +41,9 @@ TARGET = re.compile(r"_target_:\s*([\w.]+)")
 def check_kind(target: Any, path: str, where: str, hint: Any = None) -> None:
     """ValueError in one line where a target is not of the kind that its place wants.
 
-    `hint` is what the argument that it is for is annotated with, None at the top. What no place and
-    no annotation asks for must be a class, and, of ours, one that a yaml of ours names.
+    `hint` is the annotation of the argument that the target is for, None at the top. A target that
+    neither a place nor an annotation describes must be a class; one of ours must be named in a yaml
+    of ours.
     """
     made = target if inspect.isclass(target) else _returned(target)
     if hint is None and where in METHODS:
@@ -129,11 +130,11 @@ class Found:
 
 
 class Builder:
-    """Follows targets into our own packages and into those that the user named.
+    """Follows targets into our own packages and into packages that the user named.
 
-    `trusted` are names of installed packages (config key `trusted`). `folders` are where the user's
-    config files lie (`--config-dir`): a module in such a folder, or beside it, may be a target, so
-    an outsider's policy is one .py next to its yaml.
+    `trusted` are names of installed packages (config key `trusted`). `folders` hold the user's
+    config files (`--config-dir`): a module in such a folder, or beside it, may be a target, so a
+    user's policy is one .py next to its yaml.
     """
 
     def __init__(self, trusted: Sequence[str] = (), folders: Iterable[Path] = ()) -> None:

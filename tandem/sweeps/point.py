@@ -49,8 +49,8 @@ def check_points(root: Path, points: Mapping[str, Sequence[str]]) -> None:
 def add_points(root: Path, points: Mapping[str, Sequence[str]]) -> None:
     """Adds points (key: overrides) to those of earlier calls; written aside and renamed.
 
-    Overrides that come again under another key, since code, trace or yaml have changed, supersede
-    the earlier one: its folder stays, and it is no point of the sweep any more.
+    A change of code, trace or yaml gives overrides another key. The new point supersedes the
+    earlier one, whose folder stays.
     """
     now = {key: list(words) for key, words in points.items()}
     named = {tuple(sorted(words)) for words in now.values()}
@@ -86,7 +86,7 @@ def _read(root: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
 KEY_DIGITS = 16
 CODE = tuple(name for name in PACKAGES if name not in ("analysis", "conf"))
-# Of analysis, what metrics.json is made by; what is chosen of conf is in the configuration.
+# Modules of analysis that make metrics.json; the choices of conf are in the configuration.
 MEASURES = (
     "classes.py",
     "distance.py",
@@ -155,8 +155,7 @@ def run_point(task: PointTask) -> PointOutcome:
 
 
 def answer_of(task: PointTask) -> PointOutcome | None:
-    """What a run of the point has found: metrics, or that it does not fit. None where it has not
-    come to an answer."""
+    """The outcome of a point that has finished or does not fit; None where there is none yet."""
     status = status_of(task.folder)
     if status not in ANSWERED:
         return None
@@ -198,7 +197,7 @@ def metrics_of(folder: Path) -> dict[str, Any]:
 def code_version() -> str:
     """One hash of the sources that a result depends on, and of the versions of libraries.
 
-    Of the sources also where they run compiled: both forms give the same results.
+    The sources count also where they run compiled: both forms give equal results.
     """
     paths = [path for name in CODE for path in sorted((ROOT / name).rglob("*.py"))]
     paths += [ROOT / "analysis" / name for name in MEASURES]

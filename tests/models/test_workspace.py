@@ -12,7 +12,7 @@ from models.spec import ModelSpec
 from runtime.measure.tracker import StorageTracker
 from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.run_spec import run_spec_of
 from tests.support.hand_made import FAMILIES, TINY, HandMade, make_prompts
 
 PAGE_TOKENS = 16
@@ -71,7 +71,7 @@ def test_a_budget_sets_aside_what_the_largest_step_takes(policy: str, tmp_path: 
     point = composed([*pressed, "arrival=all_at_once", "backend=sim"])
     run_experiment(point, tmp_path / "run")
     peak = load(tmp_path / "run").steps["peak_bytes"].max()
-    set_aside = setting_of(point).room.memory.activation
+    set_aside = run_spec_of(point).room.memory.activation
     assert peak <= set_aside
     # Whole prompts beside the longest request in full: more than happens, but of that order.
     assert set_aside < 4 * peak
