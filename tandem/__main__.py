@@ -1,4 +1,4 @@
-"""`python -m tandem`: the same as `tandem`."""
+"""`python -m tandem` is `tandem`."""
 
 import sys
 

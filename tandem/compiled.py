@@ -117,7 +117,7 @@ def environment() -> dict[str, str]:
 def form() -> str:
     """`compiled` or `interpreted`: what this process runs.
 
-    ValueError for a build of other sources than those that lie here now.
+    ValueError for a build of other sources than the present ones.
     """
     from engine.loop import engine
 
@@ -145,7 +145,7 @@ def copied() -> list[Path]:
 def build() -> None:
     """Copies the packages and compiles the copy, unless that was done. SystemExit if it fails.
 
-    Waits for whoever builds there now: that may be this very build.
+    Waits for another process that builds there now: that may be this very build.
     """
     import fcntl
 

@@ -100,7 +100,7 @@ def _profile(settings: Sequence[str], is_new: bool) -> Path:
     if (kept / COST).is_file() and not is_new:
         say(f"using the profile of an earlier demo: {kept} (ARGS=--recalibrate for a new one)")
         return kept
-    say("calibrating this CPU, once: some minutes, more where others use it too")
+    say("calibrating this CPU, once: some minutes, more on a busy machine")
     new = kept.with_name(f"{name}-{time.strftime('%Y-%m-%dT%H-%M-%S')}")
     errors = calibrate(point, new)
     if kept.exists():  # one that is interrupted leaves it as it is

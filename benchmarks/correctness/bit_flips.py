@@ -37,7 +37,7 @@ from tandem.cli.collect import DAMAGED, collect
 from tandem.config.compose import composed
 from tandem.wiring.cost import COST, IMPORTED, device_facts, foreign_cost, read_cost
 from tandem.wiring.experiment import run_experiment
-from tandem.wiring.run_spec import Setting, setting_of
+from tandem.wiring.run_spec import RunSpec, run_spec_of
 from traces.files import seal, write_text
 
 FLIPS, QUICK = 1000, 40
@@ -130,7 +130,7 @@ def made(folder: Path) -> Iterator[Reader]:
     summed = tuple(path for path in files if path.suffix != ".parquet")
     yield Reader("collect", summed, lambda: _collected(root))
     yield Reader("playback", (run / "plans.parquet",), lambda: read_plans(run / "plans.parquet"))
-    setting = setting_of(composed([*WORDS[1:2], "limit=2", f"cache={cache}"]))
+    setting = run_spec_of(composed([*WORDS[1:2], "limit=2", f"cache={cache}"]))
     own = folder / "profile"
     _write_profile(own, setting, run)
     yield Reader("profile", tuple(sorted(own.iterdir())), lambda: _profiled(own, setting))
@@ -155,7 +155,7 @@ def _collected(root: Path) -> str:
     return str(rows.to_json(orient="split"))
 
 
-def _write_profile(folder: Path, setting: Setting, run: Path) -> None:
+def _write_profile(folder: Path, setting: RunSpec, run: Path) -> None:
     """A profile of `tandem calibrate` in all that is read of one, with prices made up."""
     line = Table(((1, 64, 4000), ), (1e5, 1.5e5, 4e6))  # fmt: skip
     names = (LINEAR, HEAD, FIRST, DECODE, HOST, "gpu->host", "host->gpu")
@@ -171,7 +171,7 @@ def _write_profile(folder: Path, setting: Setting, run: Path) -> None:
     seal(folder, "profile.json")
 
 
-def _profiled(folder: Path, setting: Setting) -> Any:
+def _profiled(folder: Path, setting: RunSpec) -> Any:
     cost = read_cost(folder, setting.spec, setting.device, 16)
     tables = [read_table(folder / f"{name}.parquet").to_pylist() for name in ("steps", "holdout")]
     return cost.tables, cost.source, tables
@@ -204,7 +204,7 @@ def write_kernels(folder: Path) -> Path:
     return folder
 
 
-def _foreign_reader(path: Path, setting: Setting, cache: Path) -> Callable[[], Any]:
+def _foreign_reader(path: Path, setting: RunSpec, cache: Path) -> Callable[[], Any]:
     spec = replace(setting.spec, name="any")
 
     def read() -> Any:

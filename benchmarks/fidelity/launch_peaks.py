@@ -18,9 +18,9 @@ from engine.contract.regions import Tier, Work
 from engine.results.recorder import Recorder
 from runtime.measure.tracker import StorageTracker
 from tandem.config.compose import ComposedConfig
-from tandem.wiring.backends import world_of
+from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.run_spec import run_spec_of
 
 ID_BYTES = 8  # of a token id, and of the loss's count of them
 
@@ -56,9 +56,9 @@ class Watched(NamedTuple):
 
 def watched(point: ComposedConfig) -> Watched:
     """Carries a training job out in lockstep, which does the real work in issue order."""
-    setting = setting_of(point)
+    setting = run_spec_of(point)
     torch.set_num_threads(1)
-    with world_of(setting, point.config["backend"]) as world:
+    with backend_of(setting, point.config["backend"]) as world:
         machine = PeakWatchedMachine(world.machine)
         world.executor.machine = machine
         recorder = Recorder(world.meter)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from runtime.measure.shapes import Microbatch, TrainingLimits
 from runtime.measure.shapes import training_grid as grid
-from tandem.cli.plan_command import foresee
+from tandem.cli.plan_command import plan_run
 from tandem.config.compose import composed
 from tandem.wiring.profile import BEYOND
 
@@ -56,7 +56,7 @@ class TrainingCase:
 
     def settings(self, num_steps: int) -> tuple[str, ...]:
         """The whole run; its budget is a share of what a simulation without pressure takes."""
-        found = foresee(composed([*self.job, "policy=train_on_device", *ROOMY, "backend=sim"]))
+        found = plan_run(composed([*self.job, "policy=train_on_device", *ROOMY, "backend=sim"]))
         budget = int(self.share * found.peak_bytes("gpu:0")["used"])
         words = (*self.job, f"policy={self.policy}", f"budget.device_bytes={budget}")
         chunks = ("planner.chunk_elements=600000",) if self.policy == "patrickstar" else ()

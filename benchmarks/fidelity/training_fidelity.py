@@ -34,7 +34,7 @@ from benchmarks.fidelity.cases import ATTEMPTS, keep, middle, run, say, verdict_
 from benchmarks.fidelity.launch_peaks import watched
 from benchmarks.fidelity.training_cases import CALIBRATED, ROOMY, TrainingCase, check_unseen, common
 from runtime.measure.shapes import Microbatch
-from tandem.cli.plan_command import foresee
+from tandem.cli.plan_command import plan_run
 from tandem.config.compose import composed
 from tandem.wiring.profile import calibrate_training
 
@@ -136,7 +136,7 @@ def reruns(
     backend = (*MEASURED, f"backend.clock={clock}", told)
     folder, settings = root / case.name.replace(" ", "-"), case.settings(chosen.steps)
     job = (*common(case.recipe), *PROBE)
-    probe = foresee(composed([*job, f"profile={profile}", "backend=sim"])).step_s
+    probe = plan_run(composed([*job, f"profile={profile}", "backend=sim"])).step_s
     accepted = list[TrainingPair]()
     before = probed((*job, *backend), folder / "probe-0") / probe
     for attempt in range(ATTEMPTS * chosen.reruns):

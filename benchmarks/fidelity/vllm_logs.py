@@ -33,11 +33,11 @@ import numpy as np
 import pandas as pd
 
 from tandem.config.compose import composed
-from tandem.wiring.backends import no_full_collections, world_of
+from tandem.wiring.backends import backend_of, no_full_collections
 from tandem.wiring.budget import GPU
 from tandem.wiring.experiment import engine_of
 from tandem.wiring.machines import pages_of
-from tandem.wiring.run_spec import Setting, setting_of
+from tandem.wiring.run_spec import RunSpec, run_spec_of
 from traces.serving.request import Request
 from traces.store import write_trace
 
@@ -69,15 +69,15 @@ class Log:
     measured: pd.DataFrame
     words: tuple[str, ...]  # all but its pages
 
-    def setting(self, *words: str, pages: int | None = None) -> Setting:
+    def setting(self, *words: str, pages: int | None = None) -> RunSpec:
         """The logged engine's settings, some of them changed, as `tandem run` builds them."""
         found = (self.case.pages if pages is None else pages) - NULL_PAGES
-        return setting_of(composed([*self.words, f"budget.kv_pages={found}", *words]))
+        return run_spec_of(composed([*self.words, f"budget.kv_pages={found}", *words]))
 
     def pages(self, reserve_bytes: int) -> int:
         """What our memory model finds room for, with so many bytes for what has no formula."""
         words = [*self.words, f"device.reserve_bytes={reserve_bytes}"]
-        return pages_of(setting_of(composed(words)))[GPU]
+        return pages_of(run_spec_of(composed(words)))[GPU]
 
 
 CASES = (
@@ -129,9 +129,9 @@ class Simulated:
         return f"{self.steps} steps, {self.restarts} restarts, {self.cached_tokens} tokens found"
 
 
-def simulate(setting: Setting) -> Simulated:
+def simulate(setting: RunSpec) -> Simulated:
     """Our simulator on a logged engine's settings."""
-    with world_of(setting, SIM) as world, no_full_collections(begins_with_one=False):
+    with backend_of(setting, SIM) as world, no_full_collections(begins_with_one=False):
         engine = engine_of(setting, world)
         engine.replay(setting.requests)
     outcomes = engine.recorder.outcomes

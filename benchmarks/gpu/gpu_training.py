@@ -40,11 +40,11 @@ from benchmarks.gpu.gpu_training_loops import TimedLoop, fsdp2, plain_loop
 from policies.training.out_of_memory import DoesNotFit
 from runtime.executors.device import budgets, clear_workspaces
 from tandem.cli.errors import RunFailed
-from tandem.cli.plan_command import foresee
+from tandem.cli.plan_command import plan_run
 from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.folder import commit
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.run_spec import run_spec_of
 
 OUT = Path("benchmarks/results/gpu_training.csv")
 POLICIES = ("patrickstar", "zero_offload", "zero3_offload", "fsdp2_offload", "train_on_device")
@@ -172,11 +172,11 @@ def job_of(chosen: argparse.Namespace) -> list[str]:
 def ours(
     chosen: argparse.Namespace, job: Sequence[str], policy: str, peaks: dict[str, float]
 ) -> GpuTrainingRow:
-    """Foreseen, then trained."""
+    """Planned, then trained."""
     words = [*job, f"policy={policy}"]
     row = GpuTrainingRow(policy, budget_bytes=chosen.budget)
     try:
-        found = foresee(composed([*words, "backend=sim"]))
+        found = plan_run(composed([*words, "backend=sim"]))
     except DoesNotFit as error:
         return replace(row, note=f"does not fit: {error}")
     predicted = found.peak_bytes("gpu:0")["used"]
@@ -239,7 +239,7 @@ def beside(
     budget_bytes: float,
 ) -> GpuTrainingRow:
     """Another system over the same tokens."""
-    setting = setting_of(composed([*job, "policy=zero3_offload", "backend=sim"]))
+    setting = run_spec_of(composed([*job, "policy=zero3_offload", "backend=sim"]))
     trainee, device = setting.trainees[0], "cuda" if chosen.backend == "cuda" else "cpu"
     give_back(chosen.backend)
     row, limits = GpuTrainingRow(name, budget_bytes=budget_bytes, is_beside=True), nullcontext()

@@ -31,7 +31,7 @@ from benchmarks.fidelity.cases import keep, run, say
 from policies.training.out_of_memory import DoesNotFit
 from policies.training.patrickstar import WARMUP_SHARE
 from tandem.cli.errors import RunFailed
-from tandem.cli.plan_command import Foresight, foresee, largest
+from tandem.cli.plan_command import PlannedRun, max_layers, plan_run
 from tandem.config.compose import ComposedConfig, composed
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.folder import status_of
@@ -141,12 +141,12 @@ def row(size: Size, policy: str, profile: Path, root: Path) -> LargestModelRow:
     """Foresees, then trains, then tries a layer more."""
     settings = size.settings(policy)
     point = composed([*settings, f"profile={profile}", "backend=sim"])
-    layers = largest(point)
+    layers = max_layers(point)
     if not layers:
         nothing = (0, 0, 0, 0, 0, 0, math.nan, math.nan, 0, math.nan, math.nan)
         return LargestModelRow(policy, *nothing, "", "not one layer fits")
     say(f"{policy}: {layers} layers are foreseen")
-    found, refusal = foresee(point, layers), refused(point, layers + 1)
+    found, refusal = plan_run(point, layers), refused(point, layers + 1)
     folder = root / f"{policy}-{layers}"
     words = [*settings, "backend=cpu"]
     run([*words, f"model.num_layers={layers}"], folder)
@@ -157,7 +157,7 @@ def row(size: Size, policy: str, profile: Path, root: Path) -> LargestModelRow:
 def refused(point: ComposedConfig, layers: int) -> str:
     """Why the plan refuses that depth; nothing where it does not."""
     try:
-        foresee(point, layers)
+        plan_run(point, layers)
     except DoesNotFit as error:
         return str(error)
     return ""
@@ -176,7 +176,7 @@ def judged(
     size: Size,
     policy: str,
     layers: int,
-    found: Foresight,
+    found: PlannedRun,
     folder: Path,
     refusals: tuple[str, str],
 ) -> LargestModelRow:

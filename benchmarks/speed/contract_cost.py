@@ -46,7 +46,7 @@ ITERATION = """
 import sys
 from statistics import median
 from benchmarks import training_planning_speed as speed
-setting = speed.setting_of(speed.composed(speed.WORDS))
+setting = speed.run_spec_of(speed.composed(speed.WORDS))
 times = []
 for _ in range(int(sys.argv[1])):
     times += speed.simulate(setting)[1]

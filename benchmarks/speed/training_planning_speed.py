@@ -31,9 +31,9 @@ from engine.loop.engine import Engine
 from sim.executor import SimExecutor
 from tandem.compiled import form
 from tandem.config.compose import composed
-from tandem.wiring.backends import World
+from tandem.wiring.backends import Backend
 from tandem.wiring.experiment import engine_of
-from tandem.wiring.run_spec import Setting, setting_of
+from tandem.wiring.run_spec import RunSpec, run_spec_of
 
 BAR_MS = 50.0
 STEPS, WARM = 10, 2  # the last ones are not counted either: nobody plans any more
@@ -67,10 +67,10 @@ class Asked:
         return self.policy.plan(view)
 
 
-def simulate(setting: Setting) -> tuple[Engine, list[float]]:
+def simulate(setting: RunSpec) -> tuple[Engine, list[float]]:
     """One job; CPU seconds of each warm iteration."""
     env, recorder = VirtualClock(), Stamped()
-    engine = engine_of(setting, World(env, SimExecutor(env, setting.cost)), recorder)
+    engine = engine_of(setting, Backend(env, SimExecutor(env, setting.cost)), recorder)
     gc.collect()
     engine.replay(setting.work)
     taken = [after - before for before, after in pairwise(recorder.stamps_s)]
@@ -86,7 +86,7 @@ def tell_plan(engine: Engine) -> None:
     print(f"an iteration: {', '.join(shown)}; {engine.steps} plans of {STEPS} iterations")
 
 
-def tell_profile(setting: Setting) -> None:
+def tell_profile(setting: RunSpec) -> None:
     """Shares of time by file."""
     profiler = cProfile.Profile()
     profiler.runcall(simulate, setting)
@@ -100,7 +100,7 @@ def tell_profile(setting: Setting) -> None:
 
 def main() -> int:
     runs = 2 if "--quick" in sys.argv[1:] else 7
-    setting = setting_of(composed(list(WORDS)))
+    setting = run_spec_of(composed(list(WORDS)))
     print(f"{form()}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
     found = [simulate(setting) for _ in range(runs)]
     tell_plan(found[0][0])

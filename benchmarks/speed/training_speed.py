@@ -36,10 +36,10 @@ from engine.results.recorder import Recorder
 from runtime.measure.calibrate import cpu_name
 from runtime.training.trainer import build_trainee
 from tandem.config.compose import composed
-from tandem.wiring.backends import world_of
+from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
 from tandem.wiring.machines import links_of
-from tandem.wiring.run_spec import Setting, setting_of
+from tandem.wiring.run_spec import RunSpec, run_spec_of
 
 OUT = Path("benchmarks/results/training_speed.csv")
 SLOWER_BAR, HOST_BAR, STREAM_BAR = 0.03, 0.05, 0.15
@@ -82,7 +82,7 @@ class TrainingTurn(NamedTuple):
 # ---- everything persistent
 def persistent(case: str, words: Sequence[str], runs: int) -> list[TrainingSpeedRow]:
     """The engine against the plain loop, by turns."""
-    setting = setting_of(composed([*COMMON, *words, "policy=train_on_device"]))
+    setting = run_spec_of(composed([*COMMON, *words, "policy=train_on_device"]))
     plain(setting)  # warms up
     pairs = [(ours(setting), plain(setting)) for _ in range(runs)]
     assert all(a.losses == b.losses for a, b in pairs), "losses differ from plain training"
@@ -106,10 +106,10 @@ def undisturbed_s(runs: Sequence[Sequence[float]]) -> float:
     return float(np.min(runs, axis=0).mean())
 
 
-def ours(setting: Setting) -> TrainingTurn:
+def ours(setting: RunSpec) -> TrainingTurn:
     """A run through the engine. No meter: it would read at every launch, on nobody's time."""
     recorder = Stamped()
-    with world_of(setting, {"name": "cpu", "clock": "service", "workspace_every": 0}) as world:
+    with backend_of(setting, {"name": "cpu", "clock": "service", "workspace_every": 0}) as world:
         engine = engine_of(setting, world, recorder)
         began_s = time.process_time()
         engine.replay(setting.work)
@@ -119,7 +119,7 @@ def ours(setting: Setting) -> TrainingTurn:
     return TrainingTurn(np.diff(recorder.stamps_s).tolist(), losses, 1 - launched_s / took_s)
 
 
-def plain(setting: Setting) -> TrainingTurn:
+def plain(setting: RunSpec) -> TrainingTurn:
     """The same job as anybody would write it down."""
     (trainee,) = setting.trainees
     recipe = trainee.job.recipe
@@ -148,7 +148,7 @@ def plain(setting: Setting) -> TrainingTurn:
 def streaming(mb_per_s: int, runs: int) -> list[TrainingSpeedRow]:
     """Steps on the wall clock against what their parts take, one behind the other."""
     words = [f"device.{way}_bytes_per_s={mb_per_s}e6" for way in ("to_host", "to_device")]
-    setting = setting_of(composed([*COMMON, *WIDE, *words, "policy=zero3_offload"]))
+    setting = run_spec_of(composed([*COMMON, *WIDE, *words, "policy=zero3_offload"]))
     found = [over for _ in range(runs) for over in streamed(setting)]
     case, rows = f"zero3 over {mb_per_s} MB/s", list[TrainingSpeedRow]()
     for figure, overs in zip(
@@ -159,11 +159,11 @@ def streaming(mb_per_s: int, runs: int) -> list[TrainingSpeedRow]:
     return rows
 
 
-def streamed(setting: Setting) -> list[tuple[float, float]]:
+def streamed(setting: RunSpec) -> list[tuple[float, float]]:
     """Of each step but the first, by how much its passes and all of it took longer than their
     parts."""
     recorder, found, before_ns = Recorder(), list[tuple[float, float]](), 0
-    with world_of(setting, {"name": "cpu", "clock": "wall"}) as world:
+    with backend_of(setting, {"name": "cpu", "clock": "wall"}) as world:
         engine = engine_of(setting, world, recorder)
         engine.replay(setting.work)
     ends_ns = {span.op: span.end_ns for span in recorder.spans}
@@ -179,7 +179,7 @@ def streamed(setting: Setting) -> list[tuple[float, float]]:
     return found
 
 
-def _copies_ns(setting: Setting, recorder: Recorder) -> dict[Op, int]:
+def _copies_ns(setting: RunSpec, recorder: Recorder) -> dict[Op, int]:
     links = links_of(setting)
     launches = [launch for *_, launch in recorder.steps if isinstance(launch.op, Copy)]
     return {launch.op: links[launch.op.lane[1]].duration_ns(launch.nbytes) for launch in launches}

@@ -1,6 +1,6 @@
 """The command line: verbs by argparse, settings by Hydra overrides. Start-up imports nothing else.
 
-Exit codes: 0 done, 1 a run failed, served nobody or lost requests at a server, or the system
+Exit codes: 0 done, 1 a run failed, refused all requests or lost some at a server, or the system
 refused a file, 2 the command or its settings are wrong.
 """
 
@@ -22,7 +22,7 @@ VERBS = {
     "run": ("tandem.cli.run", "one run or a sweep (-m): predicted or measured, by backend=..."),
     "plan": (
         "tandem.cli.plan_command",
-        "training foreseen: does it fit, how long is a step, and why",
+        "a training run predicted: does it fit, how long is a step, and why",
     ),
     "sweep": ("tandem.cli.sweep", "a grid of runs in parallel; resumes, survives failing points"),
     "collect": ("tandem.cli.collect", "one table of all runs in a folder"),
@@ -59,8 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _in_utf8() -> None:
-    """Begins again in Python's UTF-8 mode where the locale names files otherwise: else a folder
-    with an umlaut is no text that Hydra's grammar, yaml or a report could hold."""
+    """Begins again in Python's UTF-8 mode where the locale names files otherwise.
+
+    Else a folder with an umlaut is no text that Hydra's grammar, yaml or a report can hold.
+    """
     is_first = os.environ.get("PYTHONUTF8") != "1"  # an option -X utf8=0 would win again
     if sys.getfilesystemencoding().lower() != "utf-8" and is_first:
         words = [sys.executable, *sys.orig_argv[1:]]
@@ -68,8 +70,10 @@ def _in_utf8() -> None:
 
 
 def warnings_are_ours() -> None:
-    """Whatever is logged and not handled elsewhere is told as errors are, on stderr, and once: a
-    search looks at the same model many times."""
+    """Warnings go to stderr in the form of errors, each of them once.
+
+    A search builds one model many times, and would warn each time.
+    """
     told = set[str]()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -109,8 +113,10 @@ def guarded(verb: Callable[[], int]) -> int:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: `kill`, `timeout` or a cluster wants the command to end. SIGHUP: its terminal has
-    gone. `number`: which of the two."""
+    """A signal to end: SIGTERM of `kill`, `timeout` or a cluster, SIGHUP of a terminal that closed.
+
+    `number`: which of the two.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)  # simpy makes another one of its arguments
@@ -119,16 +125,18 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def _told_to_end() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does: workers end, and what is done is told and
-    kept. A signal that is ignored (nohup) stays so."""
+    """SIGTERM and SIGHUP end the block as Ctrl-C does: workers end, finished points are kept.
+
+    A signal that is ignored (nohup) stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
-    screens = [fd for fd in (1, 2) if os.isatty(fd)]
+    terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def end(number: int, _: object) -> None:
-        for fd in screens:
-            if not os.isatty(fd):  # hung up: what is told there would be an error of its own
+        for fd in terminals:
+            if not os.isatty(fd):  # hung up: a write there would fail
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, fd)
                 os.close(nowhere)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from analysis.yaml_text import yaml_value
+from tandem.config.renamed import with_current_targets
 from tandem.sweeps.point import points_in, superseded_in
 from tandem.wiring.folder import OK, status_of
 from traces.files import checked_text, is_sealed, whole
@@ -28,8 +29,10 @@ UNSEALED = (
     "taken as they are"
 )
 SUPERSEDED = "superseded"  # a status of the table alone: see tandem.sweeps.point
-FACTS = ("commit", "dirty", "trace_hash", "model", "device", "cost_form", "depth", "seed")
-FACTS += ("parameters", "chunks", "state_bytes")  # of what is trained
+FACTS = (
+    *("commit", "dirty", "trace_hash", "model", "device", "cost_form", "depth", "seed"),
+    *("parameters", "chunks", "state_bytes"),  # of what is trained
+)
 
 
 def main(words: Sequence[str]) -> int:
@@ -112,7 +115,7 @@ def _row(root: Path, folder: Path, points: Points, superseded: Points) -> dict[s
         "overrides": json.dumps(words),
         "policy": policy_name(config, words),
     }
-    flat = dict(_scalars(config))
+    flat = dict(_scalars(with_current_targets(config)))
     for word in words:  # choices of groups are names that the configuration no longer holds
         key, _, value = word.lstrip("+~").partition("=")
         if key not in flat:

@@ -106,10 +106,12 @@ def replay_of(
 ) -> Path:
     """Simulates the measured run's plan log in the predicted run's configuration.
 
-    The memory is the measured run's to the page: what a plan log holds fits there. Replaces an
-    earlier replay, and nothing else. Usage where another run is in the way, or where what the
-    predicted run was made of is no longer there. Of what is neither ours nor in or beside `folders`
-    only `trusted` packages are built.
+    The memory is the measured run's to the page, so every plan of the log fits. Replaces an earlier
+    replay, and nothing else. Only our packages, modules in or beside `folders`, and `trusted`
+    packages are built.
+
+    Raises:
+        Usage: Another run lies in `folder`, or the files of the predicted run have changed.
     """
     from tandem.config.compose import ComposedConfig
     from tandem.wiring.cost import profile_hash
@@ -127,7 +129,7 @@ def replay_of(
         **prediction.config["budget"],
         "kv_pages": measurement.provenance["kv_pages"],
         "kv_bytes": None,
-        "may_refuse": True,  # whoever was refused is in the log
+        "may_refuse": True,  # refused requests are in the log
     }
     priced_by = prediction.provenance.get("profile_hash")
     if priced_by not in (None, profile_hash(prediction.config.get("profile"))):

@@ -12,8 +12,10 @@ class Usage(ValueError):
 
 
 class RunFailed(RuntimeError):
-    """A run failed, and its folder has the traceback; or it served nobody, or a server lost
-    requests: the line says why."""
+    """A run failed, refused all requests, or lost some at a server: the line says why.
+
+    The folder of a run that failed holds the traceback.
+    """
 
 
 class Exited(RunFailed):
@@ -22,8 +24,10 @@ class Exited(RunFailed):
 
 @contextmanager
 def exits_fail() -> Iterator[None]:
-    """Around code that a configuration names: sys.exit there is no end of a command, least of all a
-    good one. Raises Exited, with the place of the call."""
+    """Around code that a configuration names: sys.exit there must not end the command.
+
+    Raises Exited, with the place of the call.
+    """
     try:
         yield
     except SystemExit as error:

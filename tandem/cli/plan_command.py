@@ -22,9 +22,9 @@ from sim.executor import SimExecutor
 from tandem.cli.terminal import search_bar, shown_bytes, shown_parts, shown_seconds, shown_times
 from tandem.config.compose import ComposedConfig
 from tandem.sweeps.grid import Grid, grid_of, with_axes
-from tandem.wiring.backends import World
+from tandem.wiring.backends import Backend
 from tandem.wiring.experiment import engine_of
-from tandem.wiring.run_spec import Setting, builder_of, setting_of, spec_of, training_space
+from tandem.wiring.run_spec import RunSpec, builder_of, run_spec_of, spec_of, training_space
 from tandem.wiring.training import Trainee, planner_of
 from tandem.wiring.workload import is_nothing
 
@@ -40,16 +40,16 @@ EXAMPLES = """examples:
 
 
 @dataclass(frozen=True, eq=False)
-class Foresight:
+class PlannedRun:
     """What the simulator says of a few steps."""
 
-    setting: Setting
+    run_spec: RunSpec
     run: Run
 
     @cached_property
-    def late(self) -> Run:
-        """The same with copies to the host a little slower than foreseen."""
-        return _simulated(self.setting, SlowerCopies(self.setting.cost, LATE))
+    def slower_copies(self) -> Run:
+        """The run with copies to the host a little slower than predicted."""
+        return _simulated(self.run_spec, SlowerCopies(self.run_spec.cost, LATE))
 
     @property
     def step_s(self) -> float:
@@ -66,11 +66,11 @@ class Foresight:
         return fullest(pools(self.run)[pool])
 
     def most_bytes(self, pool: str) -> int:
-        """The peak of a pool, or that where copies to the host are late, if it is higher."""
-        return max(fullest(pools(run)[pool])["used"] for run in (self.run, self.late))
+        """The peak of a pool, or its peak with slower copies to the host, if that is higher."""
+        return max(fullest(pools(run)[pool])["used"] for run in (self.run, self.slower_copies))
 
 
-def foresee(point: ComposedConfig, num_layers: int | None = None) -> Foresight:
+def plan_run(point: ComposedConfig, num_layers: int | None = None) -> PlannedRun:
     """Simulates a few steps of what the point trains, on a model of so many layers.
 
     ValueError where the configuration is wrong, DoesNotFit where it is right and too large.
@@ -78,17 +78,17 @@ def foresee(point: ComposedConfig, num_layers: int | None = None) -> Foresight:
     spec = spec_of(point)
     if num_layers is not None:
         spec = replace(spec, name=f"{spec.name} x {num_layers} layers", num_layers=num_layers)
-    setting = _short(setting_of(point, spec))
-    if not setting.trainees:
-        raise ValueError("tandem plan foresees training: choose what to train, training=...")
-    return Foresight(setting, _simulated(setting, setting.cost))
+    run_spec = _short(run_spec_of(point, spec))
+    if not run_spec.trainees:
+        raise ValueError("tandem plan predicts training: choose what to train, training=...")
+    return PlannedRun(run_spec, _simulated(run_spec, run_spec.cost))
 
 
-def largest(point: ComposedConfig) -> int:
-    """The most layers of the point's model that fit, MOST_LAYERS if all do; 0 where the least that
-    its recipe trains do not.
+def max_layers(point: ComposedConfig) -> int:
+    """The most layers of the point's model that fit; at most MOST_LAYERS.
 
-    By doubling and halving, as if depth alone decided; then a few layers beyond.
+    0 where the fewest layers that the recipe trains do not fit. Found by doubling and halving, as
+    if depth alone decided; then a few layers beyond are tried.
     """
     with search_bar("looking for the largest") as tried:
 
@@ -96,15 +96,15 @@ def largest(point: ComposedConfig) -> int:
         def fits(count: int) -> bool:
             tried()
             try:
-                foresee(point, count)
+                plan_run(point, count)
             except DoesNotFit:
                 return False
             return True
 
-        return _largest(fits, least_layers(point))
+        return _max_that_fits(fits, min_layers(point))
 
 
-def _largest(fits: Callable[[int], bool], least: int) -> int:
+def _max_that_fits(fits: Callable[[int], bool], least: int) -> int:
     low, high = least - 1, least
     while fits(high):
         low, high = high, min(2 * high, MOST_LAYERS)
@@ -121,33 +121,33 @@ def _largest(fits: Callable[[int], bool], least: int) -> int:
     return low
 
 
-def least_layers(point: ComposedConfig) -> int:
+def min_layers(point: ComposedConfig) -> int:
     """Layers of the shallowest model in which the point's recipe trains something."""
     asked = builder_of(point).build(point.config["training"], "training")
     return max(1, int(asked.recipe.least_units) - 2)  # embedding and head
 
 
-def _simulated(setting: Setting, cost: LaunchCost) -> Run:
+def _simulated(run_spec: RunSpec, cost: LaunchCost) -> Run:
     env, recorder = VirtualClock(), Recorder()
-    engine = engine_of(setting, World(env, SimExecutor(env, cost)), recorder)
-    engine.replay(setting.work)
+    engine = engine_of(run_spec, Backend(env, SimExecutor(env, cost)), recorder)
+    engine.replay(run_spec.work)
     tables = {name: table.to_pandas() for name, table in recorder.tables().items()}
     return Run(Path(), **tables, provenance={}, config={})
 
 
-def _short(setting: Setting) -> Setting:
+def _short(run_spec: RunSpec) -> RunSpec:
     def few(trainee: Trainee) -> Trainee:
         job = trainee.job
         return replace(trainee, job=replace(job, num_steps=min(job.num_steps, STEPS)))
 
-    return replace(setting, trainees=tuple(few(trainee) for trainee in setting.trainees))
+    return replace(run_spec, trainees=tuple(few(trainee) for trainee in run_spec.trainees))
 
 
 # ---- the command
 def main(words: Sequence[str]) -> int:
-    """Prints the foresight; 0 if it fits, 1 if not (then what is missing, and what would fit).
+    """Prints the plan; 0 if it fits, 1 if not (then what is missing, and what would fit).
 
-    Of several points, which of them fit, and the largest model among those that do.
+    Of several points it prints which of them fit, and the largest model among these.
     """
     parser = argparse.ArgumentParser(
         prog="tandem plan",
@@ -161,36 +161,32 @@ def main(words: Sequence[str]) -> int:
     chosen = parser.parse_args(words)
     grid = grid_of([*with_axes(chosen.overrides), "backend=sim"])
     if grid.axes:
-        pass
-
         return tell(grid)
     (point,) = grid.points()
     try:
-        found = foresee(point)
+        found = plan_run(point)
     except DoesNotFit as error:
-        pass
-
         print(f"does not fit: {error}")
-        if least := told_least(point, error):
+        if least := told_min_budget(point, error):
             print(least)
-        _tell_largest(point, chosen.no_largest)
+        _tell_max_layers(point, chosen.no_largest)
         return 1
     print(told(found))
-    _tell_largest(point, chosen.no_largest)
+    _tell_max_layers(point, chosen.no_largest)
     return 0
 
 
-def told(found: Foresight) -> str:
+def told(found: PlannedRun) -> str:
     """Step time and where it goes, peak per tier and what makes it."""
     run, metrics = found.run, training_summary(found.run)
-    (trainee, *_), room = found.setting.trainees, found.setting.room
+    (trainee, *_), room = found.run_spec.trainees, found.run_spec.room
     lanes = [f"{lane.partition(':')[2]} {share:.0%}" for lane, share in lane_shares(run).items()]
     lines = [
         f"fits: {trainee.spec.name}, {trainee.spec.parameters / 1e6:,.1f} M parameters, "
         f"{trainee.job.sequences} x {trainee.job.sequence_tokens} tokens, "
         f"{trainee.job.microbatches} to a step{_shared(trainee.job.ranks)}",
         f"step: {shown_seconds(found.step_s)} ({found.tokens_per_s:.4g} tokens/s; "
-        f"{found.setting.cost.form}); the first {shown_seconds(metrics['first_train_step_s'])}",
+        f"{found.run_spec.cost.form}); the first {shown_seconds(metrics['first_train_step_s'])}",
         f"time: {shown_times(metrics)}; lanes busy: {', '.join(lanes)}",
     ]
     for (tier, device), capacity in room.capacity_bytes.items():
@@ -208,15 +204,15 @@ def _shared(ranks: int) -> str:
     return f", on {ranks} devices each" if ranks > 1 else ""
 
 
-def _tell_largest(point: ComposedConfig, is_silent: bool) -> None:
+def _tell_max_layers(point: ComposedConfig, is_silent: bool) -> None:
     if is_silent:
         return
     if isinstance(planner_of(point.config).get("modes"), list):
         print("largest: not sought, since planner.modes names layers one by one")
         return
-    count = largest(point)
+    count = max_layers(point)
     if not count:
-        least = least_layers(point)
+        least = min_layers(point)
         few = "one layer of this width fits" if least == 1 else f"{least} layers of this width fit"
         print(f"largest: not even {few}")
         return
@@ -234,12 +230,12 @@ PRECISION = 1000  # the answer is known to a part in so many at least,
 CLOSE_TRIES = 4  # and then tried to the byte so often
 
 
-def least_memory(tried: Try, start: Need, refused: DoesNotFit) -> Need | None:
-    """What fits instead of `start`, and the least of each tier beside the others; None where
-    nothing did after TRIES.
+def min_memory(tried: Try, start: Need, refused: DoesNotFit) -> Need | None:
+    """What fits instead of `start`: the least of each tier beside the other tiers.
 
-    As if more never hurt. What a launch lacks is mostly a lower bound, which the last one meets: so
-    the answer is mostly exact, and always tried; and so is a byte less.
+    None where nothing fits after TRIES. The search assumes that more memory never hurts. The
+    deficit of a launch is mostly a lower bound, which the last launch meets: the answer is mostly
+    exact. The answer is always tried, and a byte less too.
     """
     low, high = dict(start), dict(start)
     for _ in range(TRIES):
@@ -259,18 +255,18 @@ def least_memory(tried: Try, start: Need, refused: DoesNotFit) -> Need | None:
 
 
 def _lacking(refused: DoesNotFit, tier: Tier) -> int:
-    """At least so much of a tier; one byte of each where nobody says how much of which."""
+    """A lower bound on what a tier lacks; one byte where the error names no deficit."""
     if isinstance(refused, OutOfMemory):
         return refused.deficit_bytes if refused.pool[0] is tier else 0
     return 1
 
 
 def _lowered(tried: Try, fitting: Need, tier: Tier, floor: int, low: int) -> int:
-    """The least of one tier that fits, from a floor on: by turns what may be the answer, and
-    halving.
+    """The least of one tier that fits, from a floor on: by turns a told deficit, and halving.
 
-    Where it is met a byte less is tried: a launch tells what it lacks as things lie, and with less
-    than that they may have come to lie otherwise. If that fits, what is told is not believed again.
+    Where the bound is met a byte less is tried: a launch tells its deficit for the places as they
+    lie, and less memory may place them otherwise. If a byte less fits, told deficits count as one
+    byte from then on.
     """
     high, is_low, close_tries, believes = fitting[tier], True, 0, True
     while floor < high and close_tries < CLOSE_TRIES:
@@ -288,7 +284,7 @@ def _lowered(tried: Try, fitting: Need, tier: Tier, floor: int, low: int) -> int
     return high
 
 
-def least_of(point: ComposedConfig, refused: DoesNotFit) -> Need | None:
+def min_budget_of(point: ComposedConfig, refused: DoesNotFit) -> Need | None:
     """The budget with which a point that was refused, and only trains, fits; None if none does."""
 
     with search_bar("looking for the least budget") as count:
@@ -296,20 +292,20 @@ def least_of(point: ComposedConfig, refused: DoesNotFit) -> Need | None:
         def tried(need: Need) -> DoesNotFit | None:
             count()
             try:
-                foresee(_with_budget(point, need))
+                plan_run(_with_budget(point, need))
             except DoesNotFit as error:
                 return error
             return None
 
-        return least_memory(tried, _space(point), refused)
+        return min_memory(tried, _space(point), refused)
 
 
-def told_least(point: ComposedConfig, refused: DoesNotFit) -> str:
-    """One line: the budget with which the point fits; nothing beside what is served, or of plans
-    that are played back."""
+def told_min_budget(point: ComposedConfig, refused: DoesNotFit) -> str:
+    """One line: the budget with which the point fits; empty where requests are served too, or plans
+    are played back."""
     if not is_nothing(point.config["trace"]) or point.config.get("replayed") is not None:
         return ""
-    start, need = _space(point), least_of(point, refused)
+    start, need = _space(point), min_budget_of(point, refused)
     if need is None:
         return "fits from: no budget was found that is enough"
     words = [
@@ -344,14 +340,14 @@ def _beyond(point: ComposedConfig, nbytes: int) -> str:
     return f"; that is more than the {has} of {device['name']}: take a larger device, device=..."
 
 
-Words = tuple[str, ...]
+Overrides = tuple[str, ...]
 
 
 class Sized(Protocol):
-    """A point by what tells it from the others, and how large a model it trains, if it fits."""
+    """A point: its own overrides, the size of its model, and whether it fits."""
 
     @property
-    def words(self) -> Words: ...
+    def words(self) -> Overrides: ...
     @property
     def parameters(self) -> int: ...
     @property
@@ -365,36 +361,36 @@ Row = TypeVar("Row", bound=Sized)
 class Tried:
     """A point that was run."""
 
-    words: Words
+    words: Overrides
     parameters: int
     fits: bool
 
 
-def largest_of(rows: Iterable[Row]) -> Mapping[Words, Row | None]:
-    """Per choice of all but the model the largest that fits; None where none does."""
-    best: dict[Words, Row | None] = {}
+def largest_models(rows: Iterable[Row]) -> Mapping[Overrides, Row | None]:
+    """The largest model that fits, per choice of all else; None where none fits."""
+    best: dict[Overrides, Row | None] = {}
     for row in rows:
-        others = tuple(word for word in row.words if not _is_of_model(word))
-        other = best.setdefault(others, None)
-        if row.fits and (other is None or row.parameters > other.parameters):
-            best[others] = row
+        rest = tuple(word for word in row.words if not _is_of_model(word))
+        before = best.setdefault(rest, None)
+        if row.fits and (before is None or row.parameters > before.parameters):
+            best[rest] = row
     return best
 
 
-def told_largest(rows: Iterable[Sized], verb: str) -> list[str]:
-    """A line per choice of all else, such as: largest that fits with ..."""
+def told_largest_models(rows: Iterable[Sized], verb: str) -> list[str]:
+    """A line per choice of all else, such as: largest that fits with policy=patrickstar: ..."""
     return [
-        f"largest that {verb}{_with_words(others)}: {_size(best)}"
-        for others, best in largest_of(rows).items()
+        f"largest that {verb}{_with_overrides(others)}: {_model_size(best)}"
+        for others, best in largest_models(rows).items()
     ]
 
 
-def model_of(words: Words) -> Words:
+def model_of(words: Overrides) -> Overrides:
     """Those of the words that choose the model."""
     return tuple(word for word in words if _is_of_model(word))
 
 
-def _size(row: Sized | None) -> str:
+def _model_size(row: Sized | None) -> str:
     if row is None:
         return "none"
     return f"{row.parameters / 1e6:,.1f} M parameters ({' '.join(model_of(row.words))})"
@@ -404,17 +400,17 @@ def _is_of_model(word: str) -> bool:
     return word.lstrip("+~").partition("=")[0].partition(".")[0] == "model"
 
 
-def _with_words(others: Words) -> str:
+def _with_overrides(others: Overrides) -> str:
     return f" with {' '.join(others)}" if others else ""
 
 
 @dataclass(frozen=True, eq=False)
-class Foreseen:
-    """A point by what tells it from the others; `found` is None where it does not fit."""
+class PlannedPoint:
+    """A point of a grid, planned; `found` is None where it does not fit."""
 
-    words: Words
+    words: Overrides
     parameters: int
-    found: Foresight | None
+    found: PlannedRun | None
     refusal: str = ""
 
     @property
@@ -423,8 +419,10 @@ class Foreseen:
         return self.found is not None
 
 
-def foreseen(points: Iterable[ComposedConfig], common: Sequence[str] = ()) -> Iterator[Foreseen]:
-    """Foresees point by point; words of `common` tell none from another.
+def plan_points(
+    points: Iterable[ComposedConfig], common: Sequence[str] = ()
+) -> Iterator[PlannedPoint]:
+    """Plans point by point; overrides in `common` are left out of the rows.
 
     ValueError where a configuration is wrong.
     """
@@ -432,29 +430,29 @@ def foreseen(points: Iterable[ComposedConfig], common: Sequence[str] = ()) -> It
         words = tuple(word for word in point.overrides if word not in common)
         found, refusal = None, ""
         try:
-            found = foresee(point)
+            found = plan_run(point)
         except DoesNotFit as error:
             refusal = str(error)
-        yield Foreseen(words, spec_of(point).parameters, found, refusal)
+        yield PlannedPoint(words, spec_of(point).parameters, found, refusal)
 
 
 def tell(grid: Grid) -> int:
     """Prints a line per point, and the largest models; 0 if any fits."""
     rows = []
-    for row in foreseen(grid.points(), grid.fixed):
+    for row in plan_points(grid.points(), grid.fixed):
         print(told_many(row), flush=True)
         rows.append(row)
-    print("\n".join(told_largest(rows, "fits")))
+    print("\n".join(told_largest_models(rows, "fits")))
     return 0 if any(row.found for row in rows) else 1
 
 
-def told_many(row: Foreseen) -> str:
+def told_many(row: PlannedPoint) -> str:
     """One line: step time and peaks, or what is missing."""
     head = f"{' '.join(row.words)}: {row.parameters / 1e6:,.1f} M parameters"
     if row.found is None:
         return f"{head}, does not fit: {row.refusal.partition(';')[0]}"
     peaks = [
         f"{tier} {shown_bytes(row.found.peak_bytes(f'{tier}:{device}')['used'])}"
-        for tier, device in row.found.setting.room.capacity_bytes
+        for tier, device in row.found.run_spec.room.capacity_bytes
     ]
     return f"{head}, fits: step {shown_seconds(row.found.step_s)}, peaks {', '.join(peaks)}"

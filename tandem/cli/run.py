@@ -13,7 +13,7 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from tandem.cli.errors import RunFailed
 from tandem.config.compose import (
@@ -52,7 +52,7 @@ def _is_for_app(words: Sequence[str]) -> bool:
 
 
 def _run_once(words: Sequence[str]) -> None:
-    """What the app would do with these words, which it composes twice: first to look for a mode."""
+    """What Hydra's app would do with these words; the app composes them twice, first for a mode."""
     with hydra.initialize_config_module("conf", version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         cfg = loader.load_configuration("config", [*words], RunMode.RUN)
@@ -85,7 +85,7 @@ def _run_job(cfg: DictConfig) -> None:
     folder = Path(of_hydra.runtime.output_dir)
     is_single = of_hydra.mode is RunMode.RUN
     folders = config_folders(of_hydra.runtime.config_sources)
-    overrides = tuple(map(str, OmegaConf.to_container(of_hydra.overrides.task)))  # as given
+    overrides = tuple(str(word) for word in of_hydra.overrides.task)  # as given
     try:
         point = ComposedConfig(plain(cfg, overrides), overrides, folders)
         check_trust(point.config, _given)  # a sweep's own words may be of a yaml
@@ -98,8 +98,8 @@ def _run_job(cfg: DictConfig) -> None:
 
 
 def _carry_out(point: ComposedConfig, folder: Path, is_single: bool) -> None:
-    """Also raises RunFailed, with the results in place, where every request was refused, or a
-    server has lost some."""
+    """Runs the point; RunFailed, with the results in place, where all requests were refused, or a
+    server lost some."""
     from tandem.cli.terminal import brief, refusal, told
     from tandem.wiring.experiment import run_experiment
 
@@ -115,28 +115,28 @@ def _carry_out(point: ComposedConfig, folder: Path, is_single: bool) -> None:
     except RunFailed as failed:
         if not is_single:
             raise
-        raise _with_least(point, failed) from failed.__cause__
+        raise _with_min_budget(point, failed) from failed.__cause__
     where = os.path.relpath(folder)
     if is_single:
         print(told(metrics, provenance_in(folder)))
         print(where)
     else:
         print(f"{where}  {' '.join(point.overrides)}  {brief(metrics)}", flush=True)
-    if (nobody := refusal(Path(where), metrics, point.config)) is not None:
-        raise RunFailed(nobody)
+    if (refused := refusal(Path(where), metrics, point.config)) is not None:
+        raise RunFailed(refused)
 
 
-def _with_least(point: ComposedConfig, failed: RunFailed) -> RunFailed:
+def _with_min_budget(point: ComposedConfig, failed: RunFailed) -> RunFailed:
     """With what `tandem plan` says of a job that does not fit: the budget that would do."""
     from policies.training.out_of_memory import DoesNotFit
-    from tandem.cli.plan_command import told_least
+    from tandem.cli.plan_command import told_min_budget
 
     why = failed.__cause__
     if not isinstance(why, DoesNotFit):
         return failed
     try:
-        least = told_least(point, why)
-    except (Exception, KeyboardInterrupt):  # what the run has failed of is told in any case
+        least = told_min_budget(point, why)
+    except (Exception, KeyboardInterrupt):  # the cause of the failure is told in any case
         return failed
     return RunFailed(f"{failed}; {least}") if least else failed
 

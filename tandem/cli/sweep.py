@@ -15,7 +15,7 @@ from typing import Any
 
 from analysis.yaml_text import yaml_value
 from tandem.cli.errors import Usage
-from tandem.cli.plan_command import Tried, Words, model_of, told_largest
+from tandem.cli.plan_command import Overrides, Tried, model_of, told_largest_models
 from tandem.sweeps.engines import ENGINES
 from tandem.sweeps.grid import Grid, grid_of, with_axes
 from tandem.sweeps.point import (
@@ -40,16 +40,15 @@ from tandem.wiring.folder import (
 EXAMPLE = """example:
   tandem sweep policy=chunked_restart,continuous_swap arrival.rate=2,4,8 seed=0,1,2
   tandem sweep experiment=max_scale policy=patrickstar   (what else its yaml sweeps, is swept)
-A sweep that was interrupted goes on with the same command and --out DIR; it may grow there, and
-another one is refused. Failed points are tried again, those that do not fit are not; so is all
-whose settings, trace or code have changed."""
+An interrupted sweep goes on with its command and --out DIR. It may grow there; another sweep is
+refused. Failed points are tried again, points that do not fit are not. Points whose settings, trace
+or code have changed are run again."""
 WALL_CLOCK = ("cpu", "cuda", "openai")
 LOCK = ".lock"  # in the folder of a sweep, held while it runs
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the grid; 0 if every point came to an answer, be it that it does not fit, and no server
-    lost requests, else 1."""
+    """Runs the grid; 1 if a point failed or was rejected, or a server lost requests, else 0."""
     chosen = _parser().parse_intermixed_args(words)
     options = _options(chosen.option)
     grid = grid_of(with_axes(chosen.overrides, chosen.config_dir), chosen.config_dir)
@@ -127,8 +126,10 @@ def _say_start(grid: Grid, total: int, left: int, jobs: int, engine: str, root: 
 
 
 def _say_end(root: Path, tasks: Sequence[PointTask], words: Sequence[str]) -> int:
-    """Collects and tells what there is, also after Ctrl-C; returns how many points cannot be, or
-    have lost requests."""
+    """Collects and tells the results, also after Ctrl-C.
+
+    Returns how many points failed, were rejected or lost requests.
+    """
     from tandem.cli.collect import collect, run_folders
     from tandem.cli.terminal import best, num_lost
 
@@ -142,7 +143,7 @@ def _say_end(root: Path, tasks: Sequence[PointTask], words: Sequence[str]) -> in
     lost = [count for found in metrics.values() if (count := num_lost(found))]
     common = set.intersection(*(set(task.point.overrides) for task in tasks))
     print(best({" ".join(_apart(task, common)): metrics[task.key] for task in finished}))
-    print(*_largest(tasks, states, common), sep="", end="")
+    print(*_largest_models(tasks, states, common), sep="", end="")
     where = os.path.relpath(root)
     told = f"{len(finished)} of {len(tasks)} points finished, {num_failed} failed"
     told += f", {num_unfit} do not fit" if num_unfit else ""
@@ -155,12 +156,12 @@ def _say_end(root: Path, tasks: Sequence[PointTask], words: Sequence[str]) -> in
     return num_failed + num_rejected + len(lost)
 
 
-def _apart(task: PointTask, common: set[str]) -> Words:
-    """What tells a point from the others."""
+def _apart(task: PointTask, common: set[str]) -> Overrides:
+    """The overrides that tell a point from other points."""
     return tuple(word for word in task.point.overrides if word not in common)
 
 
-def _largest(
+def _largest_models(
     tasks: Sequence[PointTask], states: Mapping[str, str | None], common: set[str]
 ) -> Iterator[str]:
     """The largest model trained per choice of all else; nothing where one model was swept."""
@@ -173,7 +174,7 @@ def _largest(
             words = _apart(task, common)
             rows.append(Tried(words, known.get("parameters", 0), state == OK))
     if len({model_of(row.words) for row in rows}) > 1:
-        yield from (f"{line}\n" for line in told_largest(rows, "trained"))
+        yield from (f"{line}\n" for line in told_largest_models(rows, "trained"))
 
 
 def _without_out(words: Sequence[str]) -> list[str]:

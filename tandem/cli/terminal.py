@@ -52,8 +52,10 @@ def progress_bar(
 
 @contextmanager
 def search_bar(what: str) -> Iterator[Callable[[], object]]:
-    """Counts, while the block runs, the points that are tried in a search: to be called for each.
-    What cost tables say of those is not told, since nobody asked for them."""
+    """Counts the points that a search tries, while the block runs: to be called for each.
+
+    Warnings of cost tables are off in the block: the search chose these points, the user did not.
+    """
     from tqdm import tqdm
 
     tables = logging.getLogger("sim.cost.piecewise")
@@ -80,8 +82,7 @@ def done(recorder: Recorder) -> int:
 
 
 def refusal(folder: Path, metrics: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """One line where every request of a finished run was refused, or a server has not served
-    all; None elsewhere."""
+    """One line where a finished run refused all requests, or a server lost some; None elsewhere."""
     count = metrics.get("num_requests")
     if count and config["backend"]["name"] == "openai":
         return _lost(folder, metrics)
@@ -112,7 +113,7 @@ def _lost(folder: Path, metrics: Mapping[str, Any]) -> str | None:
 
 
 def _reason(folder: Path, config: Mapping[str, Any]) -> str:
-    """The need against what there is. A reservation is taken whole, pages as a job grows."""
+    """A request's need beside the memory. A reservation is taken whole, pages as a job grows."""
     pages, page_tokens = int(provenance_in(folder)["kv_pages"]), config["page_tokens"]
     shortest = _shortest_prompt_tokens(folder)
     there = f"a device has {pages} pages of {page_tokens} tokens"
@@ -139,7 +140,7 @@ def _shortest_prompt_tokens(folder: Path) -> int:
     from engine.results.schema import read_table
 
     tokens = read_table(folder / "requests.parquet", columns=["prompt_tokens"])
-    return min(tokens["prompt_tokens"].to_pylist())
+    return min(map(int, tokens["prompt_tokens"].to_pylist()))
 
 
 LATENCIES = ("ttft", "tpot", "e2e")
@@ -167,7 +168,7 @@ def told(metrics: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     else:
         lines += [*_counted(provenance), *_errors(provenance)]
     if "replicas" in metrics:
-        lines.append(_balance(metrics))
+        lines.append(_imbalance(metrics))
     lines += _training(metrics)
     return "\n".join(lines)
 
@@ -188,8 +189,8 @@ def brief(metrics: Mapping[str, Any]) -> str:
 
 
 def best(points: Mapping[str, Mapping[str, Any]]) -> str:
-    """The best point per metric, of points by name, and how many others are as good; empty where
-    none has metrics."""
+    """The best point per metric, of points by name, and how many points tie with it; empty where no
+    point has metrics."""
     lines = []
     for metric, is_more_better in BEST.items():
         found = {name: m[metric] for name, m in points.items() if metric in m}
@@ -215,7 +216,7 @@ def _counts(metrics: Mapping[str, Any]) -> str:
     parts += [f"{metrics[name]} {name}" for name in ("restarts", "swaps") if metrics.get(name)]
     if "prefix_hit_rate" in metrics:
         parts.append(f"{metrics['prefix_hit_rate']:.0%} of prompt tokens found in the prefix cache")
-    form = metrics.get("cost_form")  # runs of before have none
+    form = metrics.get("cost_form")  # None in earlier versions' runs
     return f"{metrics['backend']}{f' ({form})' if form else ''}: " + ", ".join(parts)
 
 
@@ -251,7 +252,7 @@ def _rate(metrics: Mapping[str, Any]) -> str:
     if "last_loss" in metrics:
         loss = f"loss {metrics['first_loss']:.4f} -> {metrics['last_loss']:.4f}"
     elif metrics["backend"] == "sim":
-        loss = "no loss, since nothing is computed"
+        loss = "no loss: nothing is computed"
     return f"{taken} a step, {rate:.4g} tokens/s, {loss}"
 
 
@@ -264,7 +265,7 @@ def _throughput(metrics: Mapping[str, Any]) -> str:
 
 
 def _kept(metrics: Mapping[str, Any], of: str = "") -> str:
-    """Who kept the SLO."""
+    """The share of requests within the SLO, and goodput."""
     share, goodput = metrics[f"slo_attainment{of}"], metrics.get(f"goodput{of}", 0)
     return f"{share:.1%} within the SLO, goodput {goodput:.3g} requests/s"
 
@@ -310,7 +311,7 @@ def _errors(provenance: Mapping[str, Any]) -> Iterator[str]:
         yield f"lost: {rest} otherwise, see client.parquet"
 
 
-def _balance(metrics: Mapping[str, Any]) -> str:
+def _imbalance(metrics: Mapping[str, Any]) -> str:
     """How far the fullest replica lies above the mean."""
     parts = [
         f"{name} {metrics[key] - 1:+.1%}"

@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 from tandem.cli.errors import exits_fail
 from tandem.config.check import arguments, did_you_mean, hints_of, is_sequence, is_union
+from tandem.config.renamed import current, old_imports
 
 # By place: a class that has one of these methods.
 METHODS = {
@@ -40,8 +41,9 @@ TARGET = re.compile(r"_target_:\s*([\w.]+)")
 def check_kind(target: Any, path: str, where: str, hint: Any = None) -> None:
     """ValueError in one line where a target is not of the kind that its place wants.
 
-    `hint` is what the argument that it is for is annotated with, None at the top. What no place and
-    no annotation asks for must be a class, and, of ours, one that a yaml of ours names.
+    `hint` is the annotation of the argument that the target is for, None at the top. A target that
+    neither a place nor an annotation describes must be a class; one of ours must be named in a yaml
+    of ours.
     """
     made = target if inspect.isclass(target) else _returned(target)
     if hint is None and where in METHODS:
@@ -128,11 +130,11 @@ class Found:
 
 
 class Builder:
-    """Follows targets into our own packages and into those that the user named.
+    """Follows targets into our own packages and into packages that the user named.
 
-    `trusted` are names of installed packages (config key `trusted`). `folders` are where the user's
-    config files lie (`--config-dir`): a module in such a folder, or beside it, may be a target, so
-    an outsider's policy is one .py next to its yaml.
+    `trusted` are names of installed packages (config key `trusted`). `folders` hold the user's
+    config files (`--config-dir`): a module in such a folder, or beside it, may be a target, so a
+    user's policy is one .py next to its yaml.
     """
 
     def __init__(self, trusted: Sequence[str] = (), folders: Iterable[Path] = ()) -> None:
@@ -155,7 +157,7 @@ class Builder:
         """The target of a node and what it is given, nested ones alike; nothing is called."""
         if "_target_" not in node:
             raise ValueError(f"{where}: no _target_ says what to build")
-        path = str(node["_target_"])
+        path = current(str(node["_target_"]))
         target = self._follow(path, where)
         check_kind(target, path, where, hint)
         hints = hints_of(target)
@@ -187,8 +189,11 @@ class Builder:
         try:
             with exits_fail():
                 module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name and module_name.startswith(error.name):
+        except ImportError as error:
+            if told := old_imports(error):
+                raise ValueError(f"{where}: {told}") from error
+            is_missing = isinstance(error, ModuleNotFoundError) and error.name is not None
+            if is_missing and module_name.startswith(str(error.name)):
                 raise ValueError(f"{where}: no module {module_name} for target {path}") from error
             raise
         if not hasattr(module, name):

@@ -24,13 +24,13 @@ ONE |= {types.NoneType: "null"}
 MANY = {int: "whole numbers", float: "numbers", str: "words"}
 
 
-def wanted(hint: Any) -> str:
+def expected(hint: Any) -> str:
     """Such as: keep, recompute or offload, or a list of these."""
     if not is_union(hint):
         return _one(hint)
-    first, *others = get_args(hint)
+    first, *rest = get_args(hint)
     said = [_one(first)]
-    for other in others:
+    for other in rest:
         is_list_of_first = is_sequence(other) and get_args(other)[0] == first
         said.append("a list of these" if is_list_of_first else _one(other))
     return (", or " if choices(first) else " or ").join(said)
@@ -66,13 +66,13 @@ def shown(value: Any) -> str:
 
 
 def is_sequence(hint: Any) -> bool:
-    """Whether a list is wanted, of whatever."""
+    """Whether the annotation is of a list, whatever its items."""
     origin = get_origin(hint)
     return isinstance(origin, type) and issubclass(origin, Sequence)
 
 
 def is_union(hint: Any) -> bool:
-    """Whether it is one of several annotations."""
+    """Whether the annotation is a union."""
     return get_origin(hint) in (Union, types.UnionType)
 
 
@@ -81,7 +81,7 @@ def _one(hint: Any) -> str:
         return " or ".join([", ".join(known[:-1]), known[-1]] if known[1:] else known)
     if is_sequence(hint):
         inner = get_args(hint)[0]
-        return f"a list of {MANY.get(inner) or wanted(inner)}"
+        return f"a list of {MANY.get(inner) or expected(inner)}"
     if hint in ONE:
         return ONE[hint]
     name = getattr(get_origin(hint) or hint, "__name__", str(hint))
@@ -224,7 +224,7 @@ def _number(value: Any, hint: Any, where: str) -> Any:
     except OverflowError:  # a whole number that no float holds
         raise Boundless(f"{where}: that number is beyond all bounds; give a smaller one") from None
     if not is_finite:
-        raise Boundless(f"{where}={value}: that is no finite number; give {wanted(hint)}")
+        raise Boundless(f"{where}={value}: that is no finite number; give {expected(hint)}")
     if hint is int and isinstance(value, float) and not value.is_integer():
         return _refuse(value, hint, where)
     return hint(value)
@@ -235,18 +235,18 @@ def _refuse(value: Any, hint: Any, where: str) -> Any:
     told = f"that is {given(value)}"
     if isinstance(value, str) and any(map(choices, [hint, *get_args(hint)])):
         told = "there is no such choice"
-    raise ValueError(f"{where}={shown(value)}: {told}; give {wanted(hint)}{unit}")
+    raise ValueError(f"{where}={shown(value)}: {told}; give {expected(hint)}{unit}")
 
 
 HYDRAS = ("defaults", "hydra")  # of config.yaml
 CHOICES = ("arrival", "planner", "router", "training")  # groups whose node may build nothing at all
 
 
-def check_keys(config: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Usage for the first key that nobody reads, at the top and in nodes that build nothing, and
-    for a value where settings of its own are wanted.
+def check_unused_keys(config: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Usage for the first key that no code reads, at the top and in nodes that build nothing.
 
-    What has a `_target_` is checked by what it builds; budget, slo and trace by who reads them.
+    Also for a plain value in the place of a node. A node with a `_target_` is checked by what it
+    builds; budget, slo and trace are checked where they are read.
     """
     for name, default in settings().items():
         if isinstance(default, Mapping) and not isinstance(config.get(name, {}), Mapping):
@@ -276,7 +276,7 @@ def settings() -> dict[str, Any]:
 
 
 def _is_spread(group: Path) -> bool:
-    """Whether the options of a group set keys of others, as `policy` does, and none of its own."""
+    """Whether the options of a group set keys of other groups alone, as `policy` does."""
     options = (path.read_text(encoding="utf-8") for path in group.glob("*.yaml"))
     return any("@package _global_" in text for text in options)
 
@@ -293,7 +293,7 @@ def _nodes(
         yield "backend.", backend, known
     for name in CHOICES:
         if name in found and found[name].get("_target_") is None:
-            # others are of an experiment, whose choice has been overridden
+            # further keys are of an experiment, whose choice has been overridden
             asked = {key: value for key, value in found[name].items() if f"{name}.{key}" in given}
             yield f"{name}.", asked, ()
 

@@ -22,7 +22,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from analysis.yaml_text import fault_in_file, libyaml, yaml_value
 from tandem.cli.errors import Usage
 from tandem.config.build import OWN
-from tandem.config.check import check_keys, did_you_mean
+from tandem.config.check import check_unused_keys, did_you_mean
 from tandem.config.outside import check_sources, check_trust, own_package
 
 
@@ -41,8 +41,10 @@ WRONG_KEY = re.compile(r"(?:Could not (?:override|append|delete)[^']*|Key )'([^'
 
 
 def register_resolvers() -> None:
-    """`${run_id:}` makes folders unique, `${package:traces}` is where a package of ours lies. And
-    what lies in folders of others is checked, see tandem/config/outside.py."""
+    """`${run_id:}` makes folders unique, `${package:traces}` is where a package of ours lies.
+
+    From then on yaml files of the user's folders are checked, see tandem/config/outside.py.
+    """
     OmegaConf.register_new_resolver(
         "run_id", lambda: secrets.token_hex(3), use_cache=True, replace=True
     )
@@ -60,7 +62,7 @@ def composed(overrides: Sequence[str], config_dir: str | None = None) -> Compose
 
 
 def config_of(overrides: Sequence[str], config_dir: str | None = None) -> DictConfig:
-    """The same before it is resolved, for those that change values in it."""
+    """The configuration before it is resolved, for callers that change values in it."""
     register_resolvers()
     if config_dir and not Path(config_dir).is_dir():
         raise Usage(f"--config-dir {config_dir}: no such folder")
@@ -69,7 +71,7 @@ def config_of(overrides: Sequence[str], config_dir: str | None = None) -> DictCo
     with composing(overrides):
         with suppress(YAMLError), libyaml():
             return _hydras(words)
-        return _hydras(words)  # again, since libyaml names other places
+        return _hydras(words)  # again: libyaml names other places
 
 
 def _quoted(folder: str) -> str:
@@ -114,7 +116,7 @@ def plain(cfg: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise Usage(f"{error.full_key or 'configuration'}: {error.msg or error}") from error
     assert isinstance(node, dict)
     config = {str(key): value for key, value in node.items()}
-    check_keys(config, overrides)
+    check_unused_keys(config, overrides)
     check_trust(config, overrides)
     return config
 
@@ -158,8 +160,8 @@ def _nameless(overrides: Sequence[str]) -> str | None:
 def _known_keys(wrong: str) -> list[str]:
     """Names at the level of the wrong key in the default configuration, groups included.
 
-    And those that end alike, at any depth of any option of its group: who writes training.path
-    looks for training.data.path, and who writes training.steps for training.num_steps.
+    And keys with an equal end, at any depth of any option of its group: training.path suggests
+    training.data.path, and training.steps suggests training.num_steps.
     """
     try:
         config = default_config()
@@ -181,7 +183,7 @@ def _keys_of_options(group: str) -> Iterator[str]:
 def default_config() -> dict[str, Any]:
     """The default configuration, unresolved; safe to call while another app is being composed.
 
-    ComposedConfig once, and not to be changed.
+    Composed once, and not to be changed.
     """
     register_resolvers()
     before = GlobalHydra.instance().hydra

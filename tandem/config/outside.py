@@ -137,7 +137,7 @@ def _defaults(path: Path, node: Mapping[Any, Any]) -> Iterator[str]:
 def _check_interpolations(path: Path, text: str) -> None:
     for name, end in CALLED.findall(text):
         is_call = end == ":" and name.strip() not in RESOLVERS
-        if is_call or (end == "$" and ":" in text):  # a name made of others may be any
+        if is_call or (end == "$" and ":" in text):  # a name made of other names may be any
             raise Usage(
                 f"{path}: {' '.join(text.split())[:80]}: a yaml reads no environment and calls "
                 "nothing; give the value itself, or on the command line"
@@ -167,7 +167,7 @@ def _refuse(path: Path, word: str) -> None:
 
 
 def own_package(name: str, own: Sequence[str]) -> str:
-    """A package of ours, for the resolver `package`. Usage for others, which it would import."""
+    """A package of ours, for the resolver `package`. Usage for any other, which it would import."""
     if name.partition(".")[0] not in own:
         raise Usage(f"${{package:{name}}}: that is no package of ours; give a path")
     return name

@@ -52,7 +52,7 @@ BY_CLASS = ("priority", "deadline_s", "mean_tokens")  # mappings in `scheduling`
 
 
 def limits_of(slo: Mapping[str, Any]) -> dict[str, Any]:
-    """The limits, in seconds, and those of `classes` where they differ. ValueError for others."""
+    """The limits, in seconds, and those of `classes` where they differ. ValueError if unknown."""
     plain = {key: value for key, value in slo.items() if key not in ("shares", "classes")}
     limits = {key: limit for key, limit in _checked(plain, "slo").items() if limit is not None}
     classes = _named(slo, "classes")

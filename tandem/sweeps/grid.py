@@ -70,7 +70,7 @@ class Base:
         self._settled = None if _refers(OmegaConf.to_container(config)) else plain(config, words)
 
     def point(self, overrides: Sequence[Override], words: Sequence[str]) -> dict[str, Any]:
-        """The configuration with values set, which must be of the same keys at every call.
+        """The configuration with values set; every call must set the same keys.
 
         `words` are all that the point was asked for. Usage in one line where it cannot be resolved.
         """
@@ -150,7 +150,7 @@ class Grid:
             yield ComposedConfig(config, named, folders)
 
     def told(self) -> str:
-        """The axes with their lengths, for the screen."""
+        """The axes with their lengths, for the terminal."""
         return " x ".join(f"{axis.key} {len(axis.words)}" for axis in self.axes) or "no axis"
 
 
@@ -225,6 +225,6 @@ def _is_merged(key: str, taken: Sequence[str]) -> bool:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Whether two keys set the same thing, or one a part of the other: their order counts."""
+    """Whether one key sets the other's value, or a part of it: their order counts."""
     a, b = (f"{key.lstrip('+~')}." for key in (one, other))
     return a.startswith(b) or b.startswith(a)

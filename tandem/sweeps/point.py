@@ -20,6 +20,7 @@ from tandem.wiring.experiment import run_experiment, write_config
 from tandem.wiring.folder import (
     ANSWERED,
     OK,
+    PACKAGES,
     ROOT,
     aside_of,
     checked_json,
@@ -48,8 +49,8 @@ def check_points(root: Path, points: Mapping[str, Sequence[str]]) -> None:
 def add_points(root: Path, points: Mapping[str, Sequence[str]]) -> None:
     """Adds points (key: overrides) to those of earlier calls; written aside and renamed.
 
-    Overrides that come again under another key, since code, trace or yaml have changed, supersede
-    the earlier one: its folder stays, and it is no point of the sweep any more.
+    A change of code, trace or yaml gives overrides another key. The new point supersedes the
+    earlier one, whose folder stays.
     """
     now = {key: list(words) for key, words in points.items()}
     named = {tuple(sorted(words)) for words in now.values()}
@@ -84,8 +85,8 @@ def _read(root: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
 
 KEY_DIGITS = 16
-CODE = ("traces", "models", "engine", "policies", "sim", "runtime", "tandem")
-# of analysis: what metrics.json is made by
+CODE = tuple(name for name in PACKAGES if name not in ("analysis", "conf"))
+# Modules of analysis that make metrics.json; the choices of conf are in the configuration.
 MEASURES = (
     "classes.py",
     "distance.py",
@@ -154,8 +155,7 @@ def run_point(task: PointTask) -> PointOutcome:
 
 
 def answer_of(task: PointTask) -> PointOutcome | None:
-    """What a run of the point has found: metrics, or that it does not fit. None where it has not
-    come to an answer."""
+    """The outcome of a point that has finished or does not fit; None where there is none yet."""
     status = status_of(task.folder)
     if status not in ANSWERED:
         return None
@@ -197,13 +197,13 @@ def metrics_of(folder: Path) -> dict[str, Any]:
 def code_version() -> str:
     """One hash of the sources that a result depends on, and of the versions of libraries.
 
-    Of the sources also where they run compiled: both forms give the same results.
+    The sources count also where they run compiled: both forms give equal results.
     """
     paths = [path for name in CODE for path in sorted((ROOT / name).rglob("*.py"))]
     paths += [ROOT / "analysis" / name for name in MEASURES]
     digest = hashlib.sha256(json.dumps(versions(), sort_keys=True).encode())
     for path in paths:
-        digest.update(path.name.encode() + path.read_bytes())
+        digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return digest.hexdigest()
 
 

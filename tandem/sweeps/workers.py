@@ -130,14 +130,14 @@ def _bury(worker: Worker, waiting: deque[tuple[PointTask, int]]) -> PointOutcome
     task, attempt = worker.task, worker.attempt
     assert task is not None
     worker.process.join(timeout=1)  # its own exit code rather than that of our signal
-    how = _exit_words(worker.end())
+    how = _exit_reason(worker.end())
     if attempt < ATTEMPTS:
         waiting.append((task, attempt + 1))
         return None
     return lost(task, f"its worker {how}, {ATTEMPTS} times (out of memory?)")
 
 
-def _exit_words(code: int | None) -> str:
+def _exit_reason(code: int | None) -> str:
     if code is not None and code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"

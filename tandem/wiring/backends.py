@@ -26,7 +26,7 @@ from tandem.wiring.machines import (
     on_gpus,
     warn_of_pinned,
 )
-from tandem.wiring.run_spec import Setting
+from tandem.wiring.run_spec import RunSpec
 from traces.training.recipe import Recipe
 
 NEVER = 1_000_000  # collections of the middle generation before one of the oldest
@@ -34,11 +34,11 @@ NEVER = 1_000_000  # collections of the middle generation before one of the olde
 
 @contextmanager
 def no_full_collections(begins_with_one: bool = True) -> Iterator[None]:
-    """Young garbage is still collected; what is old is looked at again after the block.
+    """Young garbage is still collected in the block; old garbage is collected after it.
 
-    A full collection walks all that transformers has loaded: 0.4 s inside one launch of 8 ms was
-    seen (2026-11-21), and no cost model can know when it comes. One at the beginning gives back
-    what an earlier run has left; where no memory is measured that may take longer than the run.
+    A full collection walks all that transformers has loaded: it can take 0.4 s inside a launch of
+    8 ms, and no cost model can know when it comes. A collection at the beginning gives back the
+    memory of an earlier run; where no memory is measured, it may take longer than the run.
     """
     young, middle, old = gc.get_threshold()
     if begins_with_one:
@@ -58,7 +58,7 @@ KEY = "reference_ns"
 
 def is_auto(config: Mapping[str, Any]) -> bool:
     """Whether the nominal times of the reference works are still to be found."""
-    return config["backend"].get(KEY) == AUTO
+    return bool(config["backend"].get(KEY) == AUTO)
 
 
 def with_reference(config: Mapping[str, Any], nominal_ns: Sequence[int]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ CLOCKS = {
     "cuda": ("wall",),
 }
 MEASURED = ("cpu", "cuda")
-SAMPLED_EVERY = 20  # launches per sample of workspace, where a sample takes nobody's time
+SAMPLED_EVERY = 20  # launches per sample of workspace, where a sample takes no time of the run
 READ_EVERY = 16  # settles per reading of memory, where a reading takes the run's own time
 
 
@@ -132,11 +132,11 @@ class Opened(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class World:
-    """Where a run happens: in a simulation no machine, else one that executors share.
+class Backend:
+    """Where a run happens: a clock, an executor and, unless it is simulated, a machine.
 
-    `fresh` opens another executor over the same machine on a clock of its own, for probes and
-    calibration.
+    `machine` is one that executors share, or Replicas. `fresh` opens another executor over this
+    machine, on a clock of its own, for probes and calibration.
     """
 
     env: simpy.Environment
@@ -148,12 +148,12 @@ class World:
 
     @property
     def outputs(self) -> Callable[[int], Sequence[int]] | None:
-        """Gives the generated token ids of a request, where tokens are generated."""
+        """Generated token ids by request; None where no token is generated."""
         return None if self.machine is None else self.machine.outputs
 
     @property
     def loss_of(self) -> Callable[[int, int], float] | None:
-        """Gives the loss of a training job's microbatch, where one is really trained."""
+        """Loss by step and microbatch of a training job; None where nothing is really trained."""
         return getattr(self.machine, "loss", None)
 
     @property
@@ -162,7 +162,7 @@ class World:
         return getattr(self.machine, "machines", [self.machine])[0]
 
     def probe(self) -> dict[str, float]:
-        """Seconds of fixed pieces of work; nothing in a simulation, and where none is wanted."""
+        """Seconds of fixed pieces of work; empty in a simulation, and where probes are off."""
         if self.fresh is None or self.probe_look_s is None:
             return {}
         from runtime.measure.reference import probe, probe_plainly
@@ -174,8 +174,17 @@ class World:
 
 
 @contextmanager
-def world_of(setting: Setting, backend: Mapping[str, Any]) -> Iterator[World]:
-    """The world that the config node `backend` names; its threads and memory end with the block."""
+def backend_of(run_spec: RunSpec, backend: Mapping[str, Any]) -> Iterator[Backend]:
+    """The backend that a config node names; its threads and memory end with the block.
+
+    Args:
+        run_spec: The run, built from its configuration.
+        backend: The config node `backend`.
+
+    Raises:
+        ValueError: The node names no backend or clock that there is, or this machine cannot hold
+            the run.
+    """
     name, clock = backend["name"], backend["clock"]
     every = conform(backend.get("workspace_every"), int | None, "backend.workspace_every")
     reference_ns = conform(
@@ -185,13 +194,13 @@ def world_of(setting: Setting, backend: Mapping[str, Any]) -> Iterator[World]:
         raise ValueError(f"backend.name={name}: there are {', '.join(CLOCKS)}")
     if clock not in CLOCKS[name]:
         raise ValueError(f"backend {name} has no clock {clock!r}; take {' or '.join(CLOCKS[name])}")
-    ranks = max((trainee.job.ranks for trainee in setting.trainees), default=1)
+    ranks = max((trainee.job.ranks for trainee in run_spec.trainees), default=1)
     if ranks > 1 and name != "sim":
         raise ValueError(
             f"group: backend {name} trains on one device, not {ranks}; take backend=sim or "
             "group.devices=1"
         )
-    opened: dict[str, Callable[[Setting], AbstractContextManager[World]]] = {
+    openers: dict[str, Callable[[RunSpec], AbstractContextManager[Backend]]] = {
         "sim": _sim,
         "lockstep": _lockstep,
         "cpu": partial(
@@ -201,40 +210,40 @@ def world_of(setting: Setting, backend: Mapping[str, Any]) -> Iterator[World]:
     }
     probe_look_s = conform(backend.get("probe_look_s"), float | None, "backend.probe_look_s")
     if name in ("lockstep", "cpu"):
-        check_here(setting)  # before torch is imported, and weights are drawn
-    with opened[name](setting) as world:
-        yield replace(world, probe_look_s=probe_look_s)
+        check_here(run_spec)  # before torch is imported, and weights are drawn
+    with openers[name](run_spec) as made:
+        yield replace(made, probe_look_s=probe_look_s)
 
 
 @contextmanager
-def _sim(setting: Setting) -> Iterator[World]:
+def _sim(run_spec: RunSpec) -> Iterator[Backend]:
     from sim.executor import SimExecutor
 
     env = VirtualClock()
-    yield World(env, SimExecutor(env, setting.cost))
+    yield Backend(env, SimExecutor(env, run_spec.cost))
 
 
 @contextmanager
-def _lockstep(setting: Setting) -> Iterator[World]:
+def _lockstep(run_spec: RunSpec) -> Iterator[Backend]:
     from runtime.executors.lockstep import LockstepExecutor
     from sim.executor import SimExecutor
 
-    env, machine = VirtualClock(), on_cpu(setting)
-    executor = LockstepExecutor(machine, SimExecutor(env, setting.cost))
-    yield World(env, executor, machine, cpu_meter(machine))
+    env, machine = VirtualClock(), on_cpu(run_spec)
+    executor = LockstepExecutor(machine, SimExecutor(env, run_spec.cost))
+    yield Backend(env, executor, machine, cpu_meter(machine))
 
 
 @contextmanager
 def _service(
-    setting: Setting, every: int | None = None, reference_ns: tuple[int, int] | None = None
-) -> Iterator[World]:
+    run_spec: RunSpec, every: int | None = None, reference_ns: tuple[int, int] | None = None
+) -> Iterator[Backend]:
     from runtime.executors.lockstep import CpuExecutor
     from runtime.measure.tracker import Workspace
 
-    machine, links = on_cpu(setting), links_of(setting)
+    machine, links = on_cpu(run_spec), links_of(run_spec)
 
     # One for probes and replay: its readings are then taken between launches from the start.
-    pace = _pace(machine, setting, reference_ns)
+    pace = _clock_pace(machine, run_spec, reference_ns)
 
     @contextmanager
     def fresh(workspace: Workspace | None = None) -> Iterator[Opened]:
@@ -243,35 +252,35 @@ def _service(
         yield Opened(env, executor, cpu_meter(machine, executor.paused))
 
     with fresh(Workspace(machine, SAMPLED_EVERY if every is None else every)) as main:
-        yield World(main.env, main.executor, machine, main.meter, fresh)
+        yield Backend(main.env, main.executor, machine, main.meter, fresh)
 
 
-def _pace(machine: Any, setting: Setting, reference_ns: tuple[int, int] | None) -> Any:
+def _clock_pace(machine: Any, run_spec: RunSpec, reference_ns: tuple[int, int] | None) -> Any:
     """The yardsticks of a clock, over the weights that are served, or by the width of what is
     trained where nothing is served; None where time is real."""
     if reference_ns is None:
         return None
-    if not setting.requests:
+    if not run_spec.requests:
         from runtime.measure.reference import TrainingPace, training_references
 
-        trainee = setting.trainees[0]
+        trainee = run_spec.trainees[0]
         return TrainingPace(reference_ns, training_references(trainee.spec, trainee.job.recipe))
     from runtime.measure.reference import ClockPace, references
 
     first = getattr(machine, "machines", [machine])[0]
-    return ClockPace(reference_ns, references(first.decoder.model, setting.spec))
+    return ClockPace(reference_ns, references(first.decoder.model, run_spec.spec))
 
 
 @contextmanager
 def _wall(
-    setting: Setting, every: int | None = None, reference_ns: tuple[int, int] | None = None
-) -> Iterator[World]:
+    run_spec: RunSpec, every: int | None = None, reference_ns: tuple[int, int] | None = None
+) -> Iterator[Backend]:
     from runtime.executors.clock import WallClock
     from runtime.executors.wall import WallExecutor
     from runtime.measure.tracker import Workspace
 
-    machine, links = on_cpu(setting), links_of(setting)
-    pace = _pace(machine, setting, reference_ns)
+    machine, links = on_cpu(run_spec), links_of(run_spec)
+    pace = _clock_pace(machine, run_spec, reference_ns)
 
     def new_clock() -> WallClock:
         return WallClock() if pace is None else WallClock(pace=lambda: pace.factor)
@@ -283,44 +292,44 @@ def _wall(
             yield Opened(clock, executor, cpu_meter(machine, executor.paused, READ_EVERY))
 
     with fresh(Workspace(machine, every or 0)) as main:
-        yield World(main.env, main.executor, machine, main.meter, fresh)
+        yield Backend(main.env, main.executor, machine, main.meter, fresh)
 
 
 @contextmanager
-def _cuda(setting: Setting, attention: Any = None) -> Iterator[World]:
+def _cuda(run_spec: RunSpec, attention: Any = None) -> Iterator[Backend]:
     import torch
 
     if not torch.cuda.is_available():
         raise ValueError("backend=cuda: torch sees no GPU here; measure with backend=cpu")
     count = torch.cuda.device_count()
-    if count < setting.replicas:
-        raise ValueError(f"replicas={setting.replicas}: each takes a GPU, and torch sees {count}")
+    if count < run_spec.replicas:
+        raise ValueError(f"replicas={run_spec.replicas}: each takes a GPU, and torch sees {count}")
     from runtime.executors.clock import WallClock
     from runtime.executors.cuda import CudaExecutor
     from runtime.executors.device import budgets, without_cudnn_attention
     from runtime.kernels import are_chosen, check_shape
     from runtime.measure.meter import Meters
 
-    warn_of_pinned(setting)
+    warn_of_pinned(run_spec)
     without_cudnn_attention()
-    kernels = bool(setting.requests) and are_chosen(attention)
+    kernels = bool(run_spec.requests) and are_chosen(attention)
     if kernels:
-        check_shape(setting.spec)
+        check_shape(run_spec.spec)
     gc.collect()  # an earlier run of this process may still hold the memory
-    numbers = range(setting.replicas)
-    with budgets(dict.fromkeys(numbers, device_bytes_of(setting))):
-        machine = on_gpus(setting, [f"cuda:{number}" for number in numbers], kernels)
+    numbers = range(run_spec.replicas)
+    with budgets(dict.fromkeys(numbers, device_bytes_of(run_spec))):
+        machine = on_gpus(run_spec, [f"cuda:{number}" for number in numbers], kernels)
 
         @contextmanager
         def fresh() -> Iterator[Opened]:
             clock = WallClock()
-            with CudaExecutor(clock, machine, setting.replicas) as executor:
+            with CudaExecutor(clock, machine, run_spec.replicas) as executor:
                 meters = [gpu_meter(machine, i, executor.paused, READ_EVERY) for i in numbers]
                 yield Opened(clock, executor, Meters(meters))
 
         try:
             with fresh() as main:
-                yield World(main.env, main.executor, machine, main.meter, fresh)
+                yield Backend(main.env, main.executor, machine, main.meter, fresh)
         finally:
             if (store := getattr(machine, "store", None)) is not None:
                 store.close()

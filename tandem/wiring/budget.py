@@ -1,4 +1,4 @@
-"""How many bytes a run may use, what lies in them at its start, and what to say of too few."""
+"""How many bytes a run may use, what lies in them at its start, and the line on too few."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ MIB = 2**20
 class Short(NamedTuple):
     """What a job needs of KV at most, and what is missing."""
 
-    who: str
-    less: str  # what makes it need less
+    cause: str  # the request or reservation that decides
+    remedy: str  # what makes it need less
     pages: int
     nbytes: int
     missing_bytes: int
 
 
 def deficit(budget: Budget, device: Device, memory: MemoryPlan, short: Short) -> str:
-    """One line on KV that the longest request does not find. Only what can help is named."""
+    """One line on KV that the longest request does not find, with the remedies that can help."""
     if budget.kv_bytes is not None or budget.kv_pages is not None:
         wanted = f"kv_pages to {short.pages}"
         if budget.kv_bytes is not None:
             wanted = f"kv_bytes to {short.nbytes}"
         return (
-            f"budget: {short.who} needs {short.pages} pages of KV, "
+            f"budget: {short.cause} needs {short.pages} pages of KV, "
             f"{_mib(short.missing_bytes)} more than the budget has; raise budget.{wanted}, "
-            f"or {short.less}, or allow refusals with budget.may_refuse=true"
+            f"or {short.remedy}, or allow refusals with budget.may_refuse=true"
         )
-    parts = f"{_parts(memory)}, {short.who} {_mib(short.nbytes)}"
+    parts = f"{_parts(memory)}, {short.cause} {_mib(short.nbytes)}"
     helps = "take a larger device (device=...; `tandem list devices`), or a smaller model"
     if memory.weights + memory.reserve + memory.page <= device.memory_bytes:
         helps += (
             ", raise budget.fraction, lower the scheduling's token_budget or max_jobs "
-            f"(activations) or page_tokens, or {short.less}"
+            f"(activations) or page_tokens, or {short.remedy}"
         )
     stand_in = ", a stand-in for a GPU" if device.is_cpu else ""
     return (
@@ -81,7 +81,7 @@ def _parts(memory: MemoryPlan) -> str:
 
 
 def asks(longest: int, reserved: int | None) -> tuple[str, str]:
-    """Whose need decides, in words, and what lowers it."""
+    """The need that decides, in words, and what lowers it."""
     if reserved is not None:
         return f"a reservation of memory.max_tokens={reserved}", "lower memory.max_tokens"
     words = "import the trace with a smaller max_total_tokens"
@@ -179,7 +179,7 @@ def room_for(
 
 
 def training_room(budget: Budget, device: Device, spec: ModelSpec, page_tokens: int) -> Room:
-    """All of the device for whoever trains on it, where nothing is served."""
+    """All of the device for training, where nothing is served."""
     page = PageSize(page_tokens, page_tokens * spec.kv_token_bytes)
     usable = int(budget.fraction * device.memory_bytes)
     capacity = budget.device_bytes or usable - device.reserve_bytes
@@ -206,7 +206,7 @@ def memory_plan(
     """
     reserve = device.reserve_bytes + graph_bytes(spec, budget.graph_rows, page_tokens)
     if not device.is_cpu:
-        tokens, jobs = _largest_step(budget, requests, policy)
+        tokens, jobs = _max_step(budget, requests, policy)
         given = (device.memory_bytes, budget.fraction, tokens, jobs, reserve, page_tokens)
         return plan_memory(spec, *given)
     return MemoryPlan(
@@ -218,7 +218,7 @@ def memory_plan(
     )
 
 
-def _largest_step(budget: Budget, requests: Sequence[Request], policy: Any) -> tuple[int, int]:
+def _max_step(budget: Budget, requests: Sequence[Request], policy: Any) -> tuple[int, int]:
     """Tokens and sequences of the largest step: of the policy, not of the trace, where it has one.
 
     A scheduling that does not cut prompts may have to compute the longest request whole.

@@ -1,4 +1,4 @@
-"""Which cost a run has: a profile of this project, or what other simulators measured."""
+"""The cost model of a run: a profile of this project, or what other simulators measured."""
 
 from __future__ import annotations
 

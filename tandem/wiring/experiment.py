@@ -20,7 +20,7 @@ from tandem.compiled import form
 from tandem.config.compose import ComposedConfig
 from tandem.config.outside import with_absolute_paths
 from tandem.config.slo import limits_of
-from tandem.wiring.backends import World, no_full_collections, resolved, world_of
+from tandem.wiring.backends import Backend, backend_of, no_full_collections, resolved
 from tandem.wiring.budget import GPU
 from tandem.wiring.cost import profile_hash
 from tandem.wiring.folder import (
@@ -34,7 +34,7 @@ from tandem.wiring.folder import (
     write_status,
 )
 from tandem.wiring.machines import pages_of
-from tandem.wiring.run_spec import Setting, setting_of
+from tandem.wiring.run_spec import RunSpec, run_spec_of
 from tandem.wiring.workload import trace_hash
 from traces.files import seal, write_text
 
@@ -52,10 +52,10 @@ def run_experiment(
         write_config(aside, point.config)
         point = replace(point, config=resolved(point.config))
         limits = limits_of(point.config["slo"])
-        setting = setting_of(point)
-        provenance = provenance_of(point, setting)
+        run_spec = run_spec_of(point)
+        provenance = provenance_of(point, run_spec)
         write_json(aside / "provenance.json", provenance)
-        provenance |= _carried_out(setting, point.config, aside, shows_progress)
+        provenance |= _carried_out(run_spec, point.config, aside, shows_progress)
         write_json(aside / "provenance.json", provenance)
         seal(aside, "provenance.json")
         metrics = _write_metrics(aside, limits)
@@ -65,44 +65,46 @@ def run_experiment(
 
 
 def _carried_out(
-    setting: Setting, config: Mapping[str, Any], folder: Path, shows_progress: bool
+    run_spec: RunSpec, config: Mapping[str, Any], folder: Path, shows_progress: bool
 ) -> dict[str, Any]:
     """The run itself: through the engine, or against a server, which has an engine of its own."""
     if config["backend"]["name"] == "openai":
         from tandem.wiring.openai import replay_server
 
-        return replay_server(setting, config["backend"], folder, shows_progress)
-    with world_of(setting, config["backend"]) as world:
-        return replay(setting, world, folder, shows_progress)
+        return replay_server(run_spec, config["backend"], folder, shows_progress)
+    with backend_of(run_spec, config["backend"]) as backend:
+        return replay(run_spec, backend, folder, shows_progress)
 
 
 def replay(
-    setting: Setting, world: World, folder: Path, shows_progress: bool = False
+    run_spec: RunSpec, backend: Backend, folder: Path, shows_progress: bool = False
 ) -> dict[str, Any]:
     """Replays the trace through the engine and writes the tables; returns notes on the run."""
-    engine = engine_of(setting, world)
-    before = world.probe()
+    engine = engine_of(run_spec, backend)
+    before = backend.probe()
     write_status(folder, RUNNING)
-    shown = progress_bar(engine, setting.work, shows_progress)
-    with no_full_collections(begins_with_one=world.meter is not None), shown:
-        engine.replay(setting.work)
-    drift = drift_of(before, world.probe())
-    engine.recorder.write(folder, world.outputs, world.loss_of)
-    beyond = dict(getattr(setting.cost, "extrapolated", {}))  # look-ups outside a profile, by table
+    shown = progress_bar(engine, run_spec.work, shows_progress)
+    with no_full_collections(begins_with_one=backend.meter is not None), shown:
+        engine.replay(run_spec.work)
+    drift = drift_of(before, backend.probe())
+    engine.recorder.write(folder, backend.outputs, backend.loss_of)
+    beyond = dict(
+        getattr(run_spec.cost, "extrapolated", {})
+    )  # look-ups outside a profile, by table
     notes: dict[str, Any] = {"plans": engine.steps, "questions": engine.asked}
     notes["cost_extrapolated"] = beyond
-    if world.fresh is not None:  # a simulation's rows are predictions themselves
-        notes["workspace"] = _sampled(engine.recorder, setting)
+    if backend.fresh is not None:  # a simulation's rows are predictions themselves
+        notes["workspace"] = _sampled(engine.recorder, run_spec)
     return notes | drift
 
 
-def _sampled(recorder: Recorder, setting: Setting) -> dict[str, float | int]:
-    """The workspace of measured launches beside what a simulation predicts for the very same."""
+def _sampled(recorder: Recorder, run_spec: RunSpec) -> dict[str, float | int]:
+    """The workspace of measured launches beside what a simulation predicts for these launches."""
     import pandas as pd
 
     from analysis.workspace import workspace_errors
 
-    rows = [(setting.cost.peak_bytes(launch), nbytes) for launch, nbytes in _measured(recorder)]
+    rows = [(run_spec.cost.peak_bytes(launch), nbytes) for launch, nbytes in _measured(recorder)]
     return workspace_errors(pd.DataFrame(rows, columns=["predicted", "measured"]))
 
 
@@ -115,26 +117,26 @@ def _measured(recorder: Recorder) -> Iterator[tuple[Launch, int]]:
             yield launch, span.peak_bytes
 
 
-def engine_of(setting: Setting, world: World, recorder: Recorder | None = None) -> Engine:
-    """The one engine, in the world of a backend. Policies are quoted the same costs in all."""
+def engine_of(run_spec: RunSpec, backend: Backend, recorder: Recorder | None = None) -> Engine:
+    """The one engine, on a backend. Policies are quoted equal costs on every backend."""
 
     def held_bytes(place: Place) -> int:
         return engine.ledger.held_bytes[place]
 
     engine = Engine(
-        world.env,
-        setting.policy,
-        world.executor,
-        setting.room.capacity_bytes,
-        setting.room.page,
-        devices=setting.replicas,
-        router=setting.router,
-        depth=setting.depth,
-        forced=setting.decoding.forced,
-        layout=setting.room.layout,
-        cost=PolicyCost(setting.cost, held_bytes),
-        recorder=recorder or Recorder(world.meter),
-        returns_memory=not setting.is_replay,
+        backend.env,
+        run_spec.policy,
+        backend.executor,
+        run_spec.room.capacity_bytes,
+        run_spec.room.page,
+        devices=run_spec.replicas,
+        router=run_spec.router,
+        depth=run_spec.depth,
+        forced=run_spec.decoding.forced,
+        layout=run_spec.room.layout,
+        cost=PolicyCost(run_spec.cost, held_bytes),
+        recorder=recorder or Recorder(backend.meter),
+        returns_memory=not run_spec.is_replay,
     )
     return engine
 
@@ -149,11 +151,11 @@ def drift_of(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
     return {"probe_before": dict(before), "probe_after": dict(after), "probe_ratios": change}
 
 
-def provenance_of(point: ComposedConfig, setting: Setting) -> dict[str, Any]:
+def provenance_of(point: ComposedConfig, run_spec: RunSpec) -> dict[str, Any]:
     """Where the result comes from, whatever becomes of the run."""
     backend = point.config["backend"]
     is_predicted = backend["name"] in ("sim", "lockstep")
-    has_kv = bool(setting.requests) and backend["name"] != "openai"  # a server's is its own affair
+    has_kv = bool(run_spec.requests) and backend["name"] != "openai"  # a server plans its own
     return {
         **commit(),
         "versions": versions(),
@@ -161,53 +163,53 @@ def provenance_of(point: ComposedConfig, setting: Setting) -> dict[str, Any]:
         "host": host(),
         "backend": backend["name"],
         "clock": backend["clock"],
-        "model": setting.spec.name,
-        "device": setting.device.name,
-        "cost_form": setting.cost.form if is_predicted else "measured",
-        "quoted_cost_form": setting.cost.form,  # what policies are told that operations take
-        "cost_provenance": setting.cost.provenance,
+        "model": run_spec.spec.name,
+        "device": run_spec.device.name,
+        "cost_form": run_spec.cost.form if is_predicted else "measured",
+        "quoted_cost_form": run_spec.cost.form,  # what policies are told that operations take
+        "cost_provenance": run_spec.cost.provenance,
         "profile_hash": profile_hash(point.config["profile"]),
-        "replicas": setting.replicas,
-        "depth": setting.depth,
-        "seed": setting.seed,
-        "trace_hash": trace_hash(setting.requests),
-        "requests": len(setting.requests),
-        "has_prompt_ids": all(r.prompt_ids is not None for r in setting.requests),
-        **_trained(setting),
-        "memory_plan": _memory_plan(setting) if has_kv else None,  # of a replica
-        "kv_pages": pages_of(setting)[GPU] if has_kv else None,
+        "replicas": run_spec.replicas,
+        "depth": run_spec.depth,
+        "seed": run_spec.seed,
+        "trace_hash": trace_hash(run_spec.requests),
+        "requests": len(run_spec.requests),
+        "has_prompt_ids": all(r.prompt_ids is not None for r in run_spec.requests),
+        **_trained(run_spec),
+        "memory_plan": _memory_plan(run_spec) if has_kv else None,  # of a replica
+        "kv_pages": pages_of(run_spec)[GPU] if has_kv else None,
         "overrides": list(point.overrides),
         "config_folders": [str(Path(folder).resolve()) for folder in point.folders],
     }
 
 
-def _trained(setting: Setting) -> dict[str, Any]:
+def _trained(run_spec: RunSpec) -> dict[str, Any]:
     """How large what is trained is, in how many chunks it lies, how many steps it is to do, and in
-    what memory; nothing where nobody trains."""
-    if not setting.trainees:
+    what memory; empty where nothing is trained."""
+    if not run_spec.trainees:
         return {}
-    numbers = [p.elements for trainee in setting.trainees for p in trainee.shape.parameters]
-    chunks = [c for layout in setting.room.layout.training.values() for c in layout.chunks]
+    numbers = [p.elements for trainee in run_spec.trainees for p in trainee.shape.parameters]
+    chunks = [c for layout in run_spec.room.layout.training.values() for c in layout.chunks]
     states = [c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in chunks]
-    capacity = setting.room.capacity_bytes.items()
+    capacity = run_spec.room.capacity_bytes.items()
     return {
         "parameters": sum(numbers),
         "chunks": len(chunks),
         "state_bytes": sum(states),
-        "train_steps_asked": sum(trainee.job.num_steps for trainee in setting.trainees),
+        "train_steps_asked": sum(trainee.job.num_steps for trainee in run_spec.trainees),
         "capacity_bytes": {f"{tier}:{device}": nbytes for (tier, device), nbytes in capacity},
     }
 
 
-def _memory_plan(setting: Setting) -> dict[str, int]:
+def _memory_plan(run_spec: RunSpec) -> dict[str, int]:
     """What a device's memory is for, in bytes; its KV may have been given instead."""
-    memory = setting.room.memory
+    memory = run_spec.room.memory
     return {
         "usable_bytes": memory.usable,
         "weight_bytes": memory.weights,
         "activation_bytes": memory.activation,
         "reserve_bytes": memory.reserve,
-        "kv_bytes": pages_of(setting)[GPU] * memory.page,
+        "kv_bytes": pages_of(run_spec)[GPU] * memory.page,
     }
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.errors import RunFailed, Usage, exits_fail
+from tandem.config.renamed import old_imports
 from traces.files import checked_text, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,18 +93,20 @@ STARTING, RUNNING, OK = "starting", "running", "ok"
 REJECTED, INTERRUPTED, FAILED = "rejected", "interrupted", "failed"
 DOES_NOT_FIT = "does_not_fit"
 STATES = (STARTING, RUNNING, OK, REJECTED, INTERRUPTED, FAILED, DOES_NOT_FIT)
-ANSWERED = (OK, DOES_NOT_FIT)  # nothing else would come of it if it were run again
+ANSWERED = (OK, DOES_NOT_FIT)  # another run of the point would give this again
 
 
 @contextmanager
 def run_folder(folder: Path, keeps_rejected: bool = True) -> Iterator[Path]:
     """Yields the folder to write into, and renames it in the end.
 
-    status.json says starting, and running once somebody has written so. While that is so (or if it
-    was killed) all lies in `<folder>.running`. Afterwards it says ok, as the block writes last, or
-    with the traceback: rejected (a ValueError at the start: its settings are wrong, and nothing
-    remains unless `keeps_rejected`), does_not_fit, interrupted, or failed. ValueError if the folder
-    holds something already, or if a run that never ended was left there.
+    status.json says starting, and running once the block writes so. Meanwhile, and after a kill,
+    all lies in `<folder>.running`. In the end it says ok, which the block writes last, or, with the
+    traceback, one of: rejected (a ValueError at the start: the settings are wrong, and nothing
+    remains unless `keeps_rejected`), does_not_fit, interrupted, failed.
+
+    Raises:
+        ValueError: The folder holds something already, or a killed run was left there.
     """
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(
@@ -131,16 +134,14 @@ def run_folder(folder: Path, keeps_rejected: bool = True) -> Iterator[Path]:
             raise
         if state == DOES_NOT_FIT:
             raise RunFailed(f"does not fit: {error} (told in {folder}/status.json)") from error
-        raise RunFailed(
-            f"{type(error).__name__}: {error}{_place(error)} (traceback in {folder}/status.json)"
-        ) from error
+        told = old_imports(error) or f"{type(error).__name__}: {error}{_place(error)}"
+        raise RunFailed(f"{told} (traceback in {folder}/status.json)") from error
     _rename(aside, folder)
 
 
 @contextmanager
-def sole_user(lock: Path, others: str) -> Iterator[None]:
-    """Holds a lock file for the block, then removes it; Usage, with what `others` are doing, where
-    they hold it."""
+def sole_user(lock: Path, refusal: str) -> Iterator[None]:
+    """Holds a lock file for the block, then removes it; Usage with `refusal` where it is taken."""
     import fcntl
 
     lock.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +149,7 @@ def sole_user(lock: Path, others: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise Usage(others) from error
+            raise Usage(refusal) from error
         try:
             yield
         finally:
@@ -188,7 +189,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def write_status(folder: Path, status: str, **more: str) -> None:
-    """How far the run is, or what became of it."""
+    """How far the run is, or how it ended."""
     write_json(folder / "status.json", {"status": status, **more})
 
 
@@ -213,7 +214,7 @@ def _ending(aside: Path, error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where code of the user's own has raised, if that is in the traceback: its deepest line."""
+    """The deepest line of the traceback in code of the user's own, if there is one."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [*map(str, OURS), sysconfig.get_path("stdlib")]
     own = [f for f in frames if Path(f.filename).is_file() and not f.filename.startswith((*ours,))]

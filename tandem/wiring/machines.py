@@ -13,7 +13,7 @@ from typing import Any
 from engine.contract.executor import Meter
 from engine.contract.regions import Pool, Tier
 from tandem.wiring.budget import MIB
-from tandem.wiring.run_spec import Setting
+from tandem.wiring.run_spec import RunSpec
 from tandem.wiring.workload import warn_of_ids
 from traces.serving.request import prompt_of
 
@@ -21,20 +21,22 @@ MANY = 10**9  # parameters: they take half a minute to draw
 log = logging.getLogger(__name__)
 
 
-def warn_of_pinned(setting: Setting) -> None:
-    """One line where what is pinned on the host would take most of the memory that is free now: its
-    KV, and what training holds there from the start. No more than a line: rented machines say that
-    little is free, and get more when it is asked for."""
+def warn_of_pinned(run_spec: RunSpec) -> None:
+    """Warns where pinned memory on the host would take most of the memory that is free now.
+
+    Pinned are swapped KV, and the states that training holds on the host from the start. It is a
+    warning alone: rented machines say that little is free, and get more when it is asked for.
+    """
     available = available_bytes()
-    states = sum(n for place, n in setting.room.layout.places.items() if place.tier is Tier.HOST)
+    states = sum(n for place, n in run_spec.room.layout.places.items() if place.tier is Tier.HOST)
     if states > available / 2:
         log.warning(
             "model %s: %s MiB of its states will be pinned on the host, and %s MiB are free here "
             "now; if that fails, take a smaller model, or planner.start=device",
-            *(setting.spec.name, f"{states / MIB:,.0f}", f"{available / MIB:,.0f}"),
+            *(run_spec.spec.name, f"{states / MIB:,.0f}", f"{available / MIB:,.0f}"),
         )
-    pages = pages_of(setting) if setting.requests else {}
-    wanted = setting.room.page.nbytes * sum(
+    pages = pages_of(run_spec) if run_spec.requests else {}
+    wanted = run_spec.room.page.nbytes * sum(
         n for (tier, _), n in pages.items() if tier is Tier.HOST
     )
     if wanted > available / 2:
@@ -45,26 +47,26 @@ def warn_of_pinned(setting: Setting) -> None:
         )
 
 
-def check_here(setting: Setting) -> None:
+def check_here(run_spec: RunSpec) -> None:
     """ValueError where this machine has no room for the weights, or maps no KV pool that large.
 
-    Before the weights are drawn, which takes minutes for large models. Of KV the kernel is asked:
-    pages that nobody holds take no memory.
+    Before the weights are drawn, which takes minutes for large models. The kernel is asked for KV:
+    pages that no job holds take no memory.
     """
-    spec, page, available = setting.spec, setting.room.page, available_bytes()
+    spec, page, available = run_spec.spec, run_spec.room.page, available_bytes()
     if spec.weight_bytes > available:
         raise ValueError(
             f"model {spec.name}: weights of {spec.weight_bytes / MIB:,.0f} MiB, and "
             f"{available / MIB:,.0f} MiB are free here; predict it with "
             "backend=sim, or take a smaller model"
         )
-    for (tier, _), count in pages_of(setting).items() if setting.requests else ():
+    for (tier, _), count in pages_of(run_spec).items() if run_spec.requests else ():
         nbytes = max(1, count * page.nbytes)
         try:
             mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         except OSError as error:
             raise ValueError(
-                f"device {setting.device.name}: {nbytes / MIB:,.0f} MiB of KV in the "
+                f"device {run_spec.device.name}: {nbytes / MIB:,.0f} MiB of KV in the "
                 f"{tier} tier are more than this machine gives; predict it with backend=sim, or "
                 "set budget.kv_bytes and budget.host_bytes, or take device=cpu"
             ) from error
@@ -86,47 +88,47 @@ def available_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def on_cpu(setting: Setting) -> Any:
-    """The model on this CPU; replicas read the same weights, which the meter shows for each."""
+def on_cpu(run_spec: RunSpec) -> Any:
+    """The model on this CPU; replicas share one copy of weights, which the meter shows for each."""
     import torch
 
     from runtime.executors.co_located import CoLocatedMachine
     from runtime.serving.model import build_model
 
     torch.set_num_threads(1)  # a device's stand-in is one core; lanes and yardstick follow it
-    training = training_machine(setting)
-    if not setting.requests:
+    training = training_machine(run_spec)
+    if not run_spec.requests:
         return training
-    serving = machines(setting, [build_model(setting.spec, setting.seed)] * setting.replicas)
+    serving = machines(run_spec, [build_model(run_spec.spec, run_spec.seed)] * run_spec.replicas)
     return serving if training is None else CoLocatedMachine(serving, training)
 
 
-def on_gpus(setting: Setting, gpus: Sequence[str], kernels: bool) -> Any:
+def on_gpus(run_spec: RunSpec, gpus: Sequence[str], kernels: bool) -> Any:
     """The model on these GPUs, one each; what trains does so on the first."""
     from runtime.executors.co_located import CoLocatedMachine
     from runtime.serving.model import build_model
 
-    training = training_machine(setting, gpus[0])
-    if not setting.requests:
+    training = training_machine(run_spec, gpus[0])
+    if not run_spec.requests:
         return training
-    models = [build_model(setting.spec, setting.seed, gpu) for gpu in gpus]
-    serving = machines(setting, models, gpus, kernels)
+    models = [build_model(run_spec.spec, run_spec.seed, gpu) for gpu in gpus]
+    serving = machines(run_spec, models, gpus, kernels)
     return serving if training is None else CoLocatedMachine(serving, training)
 
 
-def training_machine(setting: Setting, device: str = "cpu") -> Any:
-    """Who trains on a device, memory as the planner laid it out; None where nobody does."""
-    if not setting.trainees:
+def training_machine(run_spec: RunSpec, device: str = "cpu") -> Any:
+    """What trains on a device, memory as the planner laid it out; None without training."""
+    if not run_spec.trainees:
         return None
     from runtime.training.machine import TrainingMachine
     from runtime.training.store import RegionStore
     from runtime.training.trainer import Trainer, build_trainee
 
-    store, trainers, layout = RegionStore(device), dict[int, Any](), setting.room.layout
-    reuses = getattr(getattr(setting.policy, "memory", None), "reuses_gradients", False)
-    for trainee in setting.trainees:
+    store, trainers, layout = RegionStore(device), dict[int, Any](), run_spec.room.layout
+    reuses = getattr(getattr(run_spec.policy, "memory", None), "reuses_gradients", False)
+    for trainee in run_spec.trainees:
         job = trainee.job
-        model = build_trainee(trainee.spec, job.recipe, setting.seed)
+        model = build_trainee(trainee.spec, job.recipe, run_spec.seed)
         chunks = [chunk.parameters for chunk in layout.training[job.job_id].chunks]
         how = (trainee.batches, store, job.num_steps, job.microbatches)
         trainers[job.job_id] = Trainer(
@@ -142,36 +144,36 @@ def training_machine(setting: Setting, device: str = "cpu") -> Any:
 
 
 def machines(
-    setting: Setting, models: Sequence[Any], devices: Sequence[str] = (), kernels: bool = False
+    run_spec: RunSpec, models: Sequence[Any], devices: Sequence[str] = (), kernels: bool = False
 ) -> Any:
     """A machine per model, with the KV pages that the ledger books for its device; all as one."""
     from runtime.executors.replica_machines import ReplicaMachines
     from runtime.serving.machine import ServingMachine
     from runtime.serving.sampling import Sampling
 
-    how, pages, prompts = setting.decoding, pages_of(setting), prompts_of(setting)
+    how, pages, prompts = run_spec.decoding, pages_of(run_spec), prompts_of(run_spec)
     made = [
         ServingMachine(
             model,
-            setting.spec,
-            setting.room.page.tokens,
+            run_spec.spec,
+            run_spec.room.page.tokens,
             {pool: count for pool, count in pages.items() if pool[1] == number},
             prompts,
-            Sampling(how.temperature, how.top_k, how.top_p, setting.seed),
+            Sampling(how.temperature, how.top_k, how.top_p, run_spec.seed),
             () if how.forced else how.eos_ids,
             devices[number] if devices else "cpu",
             number=number,
             kernels=kernels,
-            graph_rows=setting.room.graph_rows if kernels else 0,
+            graph_rows=run_spec.room.graph_rows if kernels else 0,
         )
         for number, model in enumerate(models)
     ]
     return made[0] if len(made) == 1 else ReplicaMachines(made)
 
 
-def pages_of(setting: Setting) -> dict[Pool, int]:
+def pages_of(run_spec: RunSpec) -> dict[Pool, int]:
     """KV pages per pool: what the capacity leaves beside the resident places."""
-    room = setting.room
+    room = run_spec.room
     resident = dict.fromkeys(room.capacity_bytes, 0)
     for place, nbytes in room.layout.places.items():
         resident[place.pool] += nbytes
@@ -181,29 +183,29 @@ def pages_of(setting: Setting) -> dict[Pool, int]:
     }
 
 
-def prompts_of(setting: Setting) -> dict[int, Sequence[int]]:
+def prompts_of(run_spec: RunSpec) -> dict[int, Sequence[int]]:
     """Token ids of every prompt: the trace's, or seeded ones where it has lengths only."""
-    warn_of_ids(setting.requests, setting.spec)
-    vocabulary, seed = setting.spec.vocab_size, setting.seed
-    return {r.request_id: prompt_of(r, vocabulary, seed) for r in setting.requests}
+    warn_of_ids(run_spec.requests, run_spec.spec)
+    vocabulary, seed = run_spec.spec.vocab_size, run_spec.seed
+    return {r.request_id: prompt_of(r, vocabulary, seed) for r in run_spec.requests}
 
 
-def links_of(setting: Setting) -> dict[str, Any]:
+def links_of(run_spec: RunSpec) -> dict[str, Any]:
     """The speed of both directions of the host link, by lane."""
     from runtime.executors.wall import Link
 
-    device = setting.device
+    device = run_spec.device
     return {
         "gpu->host": Link(device.to_host_bytes_per_s, device.link_ns),
         "host->gpu": Link(device.to_device_bytes_per_s, device.link_ns),
     }
 
 
-def device_bytes_of(setting: Setting) -> int:
+def device_bytes_of(run_spec: RunSpec) -> int:
     """What torch may take of a GPU: a training budget with the device's reserve, else its share."""
-    if setting.requests:
-        return setting.device.usable_bytes
-    return setting.room.capacity_bytes[Tier.GPU, 0] + setting.device.reserve_bytes
+    if run_spec.requests:
+        return run_spec.device.usable_bytes
+    return run_spec.room.capacity_bytes[Tier.GPU, 0] + run_spec.device.reserve_bytes
 
 
 def gpu_meter(machine: Any, number: int, paused: Callable[[], Any], every: int) -> Meter:

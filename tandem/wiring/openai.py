@@ -1,4 +1,4 @@
-"""backend=openai: the trace of a setting replayed against a server, written as a run folder."""
+"""backend=openai: the trace of a run_spec replayed against a server, written as a run folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runtime.client.sse import StreamLimits
 from tandem.cli.errors import RunFailed
 from tandem.config.check import arguments, conform
 from tandem.wiring.folder import RUNNING, write_status
-from tandem.wiring.run_spec import Setting
+from tandem.wiring.run_spec import RunSpec
 from tandem.wiring.workload import warn_of_ids
 from traces.serving.request import Request, prompt_of
 
@@ -51,7 +51,7 @@ SERVER = pa.schema(
 
 
 def replay_server(
-    setting: Setting, backend: Mapping[str, Any], folder: Path, shows_progress: bool = False
+    run_spec: RunSpec, backend: Mapping[str, Any], folder: Path, shows_progress: bool = False
 ) -> dict[str, Any]:
     """Replays against the server of the config node `backend`; returns notes on the run.
 
@@ -59,19 +59,19 @@ def replay_server(
     beside them client.parquet, a row per request, and server.parquet, the server's own gauges.
     RunFailed if no request finished.
     """
-    if setting.replicas > 1:
+    if run_spec.replicas > 1:
         raise ValueError("backend=openai: a server has its own replicas; leave out replicas=")
-    if setting.trainees:
+    if run_spec.trainees:
         raise ValueError("backend=openai: a server trains nothing; leave out training=")
     server = server_of(backend)
-    prompts = prompts_of(setting, backend)
+    prompts = prompts_of(run_spec, backend)
     write_status(folder, RUNNING)
-    with _progress(len(setting.requests), shows_progress) as told:
-        found = replay(server, setting.requests, prompts, told)
-    _write(folder, setting, found)
+    with _progress(len(run_spec.requests), shows_progress) as told:
+        found = replay(server, run_spec.requests, prompts, told)
+    _write(folder, run_spec, found)
     if all(answer.error for answer in found.answers):
         raise RunFailed(f"no request finished at {server.url}; the first: {found.answers[0].error}")
-    return {"server_model": server.model, **notes(setting.requests, found.answers)}
+    return {"server_model": server.model, **notes(run_spec.requests, found.answers)}
 
 
 def server_of(backend: Mapping[str, Any]) -> Server:
@@ -94,10 +94,10 @@ def server_of(backend: Mapping[str, Any]) -> Server:
     )
 
 
-def prompts_of(setting: Setting, backend: Mapping[str, Any]) -> Callable[[Request], Prompt]:
+def prompts_of(run_spec: RunSpec, backend: Mapping[str, Any]) -> Callable[[Request], Prompt]:
     """Prompts as token ids, or as text where a server takes no ids."""
-    warn_of_ids(setting.requests, setting.spec)
-    vocabulary, seed = setting.spec.vocab_size, setting.seed
+    warn_of_ids(run_spec.requests, run_spec.spec)
+    vocabulary, seed = run_spec.spec.vocab_size, run_spec.seed
     if backend["prompt"] == "ids":
         if backend["endpoint"] == "chat":
             raise ValueError("backend.endpoint=chat takes no token ids: set backend.prompt=text")
@@ -132,11 +132,13 @@ def notes(requests: Sequence[Request], answers: Sequence[Answer]) -> dict[str, A
     }
 
 
-def _write(folder: Path, setting: Setting, found: Replay) -> None:
+def _write(folder: Path, run_spec: RunSpec, found: Replay) -> None:
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
-    pairs = sorted(zip(setting.requests, found.answers, strict=True), key=lambda p: p[0].request_id)
+    pairs = sorted(
+        zip(run_spec.requests, found.answers, strict=True), key=lambda p: p[0].request_id
+    )
     rows["requests"] = [_request_row(request, answer) for request, answer in pairs]
-    rows["memory"] = [row for gauges in found.gauges for row in _memory_rows(setting, gauges)]
+    rows["memory"] = [row for gauges in found.gauges for row in _memory_rows(run_spec, gauges)]
     tables: dict[str, pa.Table] = {}
     for name, schema in TABLES.items():
         marked = schema.with_metadata({"schema_version": str(SCHEMA_VERSION)})
@@ -184,14 +186,14 @@ def _client_row(request: Request, answer: Answer) -> dict[str, Any]:
     }
 
 
-def _memory_rows(setting: Setting, gauges: Gauges) -> Iterator[dict[str, Any]]:
+def _memory_rows(run_spec: RunSpec, gauges: Gauges) -> Iterator[dict[str, Any]]:
     """The server's KV usage as a row of the memory table: the pool is its KV blocks alone.
 
     Only where the server says how many blocks it has; their bytes are the model's by arithmetic.
     """
     if gauges.kv_usage is None or not gauges.kv_blocks or not gauges.block_tokens:
         return
-    block_bytes = gauges.block_tokens * setting.spec.kv_token_bytes
+    block_bytes = gauges.block_tokens * run_spec.spec.kv_token_bytes
     if gauges.kv_blocks * block_bytes > MAX_BYTES:
         return
     held = round(gauges.kv_usage * gauges.kv_blocks)

@@ -25,22 +25,22 @@ from sim.fit.recorded_shapes import HOST, Copied, Observed, Planned, observed
 from tandem.config.compose import ComposedConfig, composed
 from tandem.wiring.backends import (
     MEASURED,
+    backend_of,
     is_auto,
     measured_ns,
     trained_ns,
     with_reference,
-    world_of,
 )
 from tandem.wiring.cost import COST, about, device_facts
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.folder import aside_of, commit, sole_user
-from tandem.wiring.run_spec import Setting, setting_of, spec_of
-from tandem.wiring.workload import REQUESTS, requests, stream
+from tandem.wiring.run_spec import RunSpec, run_spec_of, spec_of
+from tandem.wiring.workload import REQUESTS, synthetic_requests, synthetic_stream
 from traces.files import checked_text, seal, write_text
 from traces.store import write_trace
 
 MOST_REQUESTS = 256  # of the fitted replay, where the scheduling allows larger batches still
-REPLAYS = 2  # that are fitted, at the least: apart in time, since the machine's moods last
+REPLAYS = 2  # that are fitted, at the least: apart in time, because the machine's speed drifts
 FITTED, HELD_OUT = "fitted", "held-out"  # folders of replays, followed by a number
 AGAIN = "another replay: "  # rows of the held-out errors that are not of held-out shapes
 
@@ -50,12 +50,23 @@ def calibrate(
 ) -> pd.DataFrame:
     """Profiles the backend of a configuration and fits its tables into `folder`.
 
-    A grid of shapes, and replays of made-up requests through the whole engine before and behind it,
-    which show what the host needs and what launches take in their places: `replays` of them, more
-    where a neighbour's moods should average out. Then half as many of other requests, which the
-    fit does not see. `streams`: they arrive as the configuration says, for a profile of one load;
-    in a steady stream launches took 2 to 8 % longer here than those of equal batch and contexts in
-    replays that come all at once and ebb. Returns the errors on what was held out, see `judged`.
+    A grid of shapes is measured, with replays of synthetic requests through the whole engine before
+    and after it. The replays show what the host needs and what launches take in their places. Half
+    as many replays of other requests follow, which the fit does not see.
+
+    Args:
+        point: The composed configuration; its backend measures.
+        folder: The new folder of the profile.
+        replays: Fitted replays, more where the load of a shared machine should average out.
+        streams: Requests arrive as the configuration says, for a profile of one load. In a steady
+            stream launches take 2 to 8 % longer than launches of equal batch and contexts in
+            replays that come all at once and ebb.
+
+    Returns:
+        Errors on what was held out, see `judged`.
+
+    Raises:
+        ValueError: The backend measures nothing, the folder is not empty, or a setting is wrong.
     """
     point = replace(point, config={**point.config, "replicas": 1})  # all are alike
     backend = point.config["backend"]["name"]
@@ -65,7 +76,7 @@ def calibrate(
         raise ValueError(f"backend={backend} measures nothing; calibrate {' or '.join(MEASURED)}")
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder}: there is something in it already; give a new folder")
-    setting_of(point)  # what is wrong is told before anything is written
+    run_spec_of(point)  # what is wrong is told before anything is written
     lock = folder.with_name(f".{folder.name}.lock")
     with sole_user(lock, f"{folder}: another calibration is running there"):
         return _measured(point, folder, replays, streams)
@@ -77,7 +88,7 @@ def _measured(point: ComposedConfig, folder: Path, replays: int, streams: bool) 
     shutil.rmtree(aside, ignore_errors=True)  # of a calibration that was killed
     seed = int(point.config["seed"])
     if is_auto(point.config):
-        nominal_ns = measured_ns(setting_of(point).spec, seed)
+        nominal_ns = measured_ns(run_spec_of(point).spec, seed)
         point = replace(point, config=with_reference(point.config, nominal_ns))
     aside.mkdir(parents=True)
     half = replays // 2
@@ -113,8 +124,8 @@ def refitted(folder: Path) -> TableCost:
 def fitted(folder: Path, spec: ModelSpec, page: PageSize) -> TableCost:
     """The tables of a profile: launches from grid and replays together, the host from the replays.
 
-    In the grid nobody decides and nothing is booked, so its host time is packing only, and its
-    launches find warmer caches than those of a replay: they count less.
+    In the grid no policy decides and nothing is booked, so its host time is packing only. Its
+    launches find warmer caches than launches of a replay, and count less.
     """
     launches = [o for o in observed(read_table(folder / "steps.parquet")) if _is_launched(o)]
     replayed = [row for table in _steps(folder, FITTED) for row in observed(table)]
@@ -146,24 +157,26 @@ def _steps(folder: Path, kind: str) -> list[Any]:
 
 
 def is_steady(table: pd.DataFrame) -> bool:
-    """Whether the machine was the same in the held-out replays as in those that were fitted.
+    """Whether the machine was as fast in the held-out replays as in the fitted ones.
 
     `table` is what `calibrate` returns. Single launches scatter; their sum does not, unless the
     machine has changed: up to 1.2 % in 20 of 24 calibrations here, up to 3 % in 23, 8.5 % in one.
     """
-    return abs(float(table.loc[AGAIN + ALL, "total"])) <= STEADY
+    return abs(float(table["total"][AGAIN + ALL])) <= STEADY
 
 
 def _profile_shapes(point: ComposedConfig, folder: Path) -> None:
     from runtime.measure.calibrate import profile
 
-    setting, backend = setting_of(point), point.config["backend"]
-    facts = {**commit(), **device_facts(setting.device), **backend}
-    with world_of(setting, backend) as world:
-        assert world.fresh is not None, "a measured backend has a machine"
-        with world.fresh() as (env, executor, meter):
+    run_spec, node = run_spec_of(point), point.config["backend"]
+    facts = {**commit(), **device_facts(run_spec.device), **node}
+    with backend_of(run_spec, node) as backend:
+        assert backend.fresh is not None, "a measured backend has a machine"
+        with backend.fresh() as (env, executor, meter):
             look = None if meter is None else meter.read
-            profile(env, executor, world.machine, folder, seed=setting.seed, facts=facts, look=look)
+            profile(
+                env, executor, backend.machine, folder, seed=run_spec.seed, facts=facts, look=look
+            )
 
 
 def replayed_count(scheduling: Mapping[str, Any] | None) -> int:
@@ -175,7 +188,7 @@ def replayed_count(scheduling: Mapping[str, Any] | None) -> int:
 def _replay(
     point: ComposedConfig, folder: Path, name: str, number: int, count: int, streams: bool
 ) -> None:
-    """Made-up requests through the whole engine, into a folder of that name.
+    """Synthetic requests through the whole engine, into a folder of that name.
 
     So many at once, or a stream with arrivals of its own: those of the configuration's seed are
     what will be predicted.
@@ -185,11 +198,11 @@ def _replay(
     changed: dict[str, Any] = {"trace": {"path": str(trace)}, "limit": None, "replayed": None}
     if streams:
         seed += 1
-        made_up, changed["seed"] = stream(positions, seed), seed
+        drawn, changed["seed"] = synthetic_stream(positions, seed), seed
     else:
-        made_up = requests(positions, seed, count)
+        drawn = synthetic_requests(positions, seed, count)
         changed["arrival"] = {"_target_": "traces.serving.arrivals.AllAtOnce"}
-    write_trace(trace, made_up, {"source": "made up by tandem/wiring/workload.py", "seed": seed})
+    write_trace(trace, drawn, {"source": "made up by tandem/wiring/workload.py", "seed": seed})
     changed["backend"] = {**config["backend"], "workspace_every": 0}  # only times are of use
     run_experiment(replace(point, config={**config, **changed}), folder / name)
 
@@ -203,7 +216,7 @@ FITTED_TRAINING, HELD_OUT_TRAINING = (
     "fitted-training",
     "held-out-training",
 )  # folders of runs, followed by a number
-# Updates on either tier, forwards that keep and others that are repeated.
+# Updates on either tier, forwards that keep activations and forwards that are repeated.
 STACKS = (("zero_offload", "keep"), ("train_on_device", "recompute"))
 # Where only adapters train, those show a thousandth of what a link has to carry: frozen weights and
 # activations. At one microbatch of each number of rows.
@@ -211,9 +224,11 @@ STREAMED = ("zero3_offload", "offload")
 HELD = 8  # microbatches that the fit does not see
 STEPS = 4  # of each job; the first warms up and is not kept
 ROOM_BYTES = 8 << 30  # budgets are for runs: what is measured has room
-BEYOND = 2  # times the microbatch of the configuration that is measured, for others of its kind
-CHOSEN = ("policy", "scheduling", "memory", "planner", "trace", "limit", "training.sequence")
-CHOSEN += ("training.num_steps", "training.microbatches", "budget", "profile")
+BEYOND = 2  # times the microbatch of the configuration that is measured, for larger ones
+CHOSEN = (
+    *("policy", "scheduling", "memory", "planner", "trace", "limit", "training.sequence"),
+    *("training.num_steps", "training.microbatches", "budget", "profile"),
+)
 
 
 def calibrate_training(point: ComposedConfig, folder: Path) -> pd.DataFrame:
@@ -232,9 +247,9 @@ def calibrate_training(point: ComposedConfig, folder: Path) -> pd.DataFrame:
     if node.get("_target_") is None:
         raise ValueError("there is nothing to train: choose a job with training=...")
     shape = (node["sequences"], node["sequence_tokens"])
-    setting = setting_of(_shaped(point, *shape, *STACKS[0]))
+    run_spec = run_spec_of(_shaped(point, *shape, *STACKS[0]))
     if is_auto(point.config):
-        (trainee,) = setting.trainees
+        (trainee,) = run_spec.trainees
         nominal_ns = trained_ns(trainee.spec, trainee.job.recipe)
         point = replace(point, config=with_reference(point.config, nominal_ns))
     lock = folder.with_name(f".{folder.name}.lock")
@@ -242,33 +257,33 @@ def calibrate_training(point: ComposedConfig, folder: Path) -> pd.DataFrame:
         aside = aside_of(folder)
         shutil.rmtree(aside, ignore_errors=True)  # of a calibration that was killed
         aside.mkdir(parents=True)
-        _measure(point, setting, aside)
-        table = _fitted(setting, aside)
+        _measure(point, run_spec, aside)
+        table = _fitted(run_spec, aside)
         if folder.is_dir():
             folder.rmdir()
         aside.rename(folder)
     return table
 
 
-def _measure(point: ComposedConfig, setting: Setting, folder: Path) -> None:
+def _measure(point: ComposedConfig, run_spec: RunSpec, folder: Path) -> None:
     """All runs of a profile, in an order that makes no drift look like a size."""
     from runtime.measure.shapes import TrainingLimits
     from runtime.measure.shapes import training_grid as grid
     from runtime.measure.shapes import training_holdout as holdout
 
-    (job,) = [trainee.job for trainee in setting.trainees]
-    limits = TrainingLimits(setting.spec.max_positions, BEYOND * job.microbatch_tokens)
+    (job,) = [trainee.job for trainee in run_spec.trainees]
+    limits = TrainingLimits(run_spec.spec.max_positions, BEYOND * job.microbatch_tokens)
     shapes = grid(limits)
     fitted = [(shape, stack) for shape in shapes for stack in STACKS]
     if job.recipe.lora_rank is not None:
         fitted += [(shape, STREAMED) for shape in {shape.rows: shape for shape in shapes}.values()]
-    random.Random(setting.seed).shuffle(fitted)
-    unseen = holdout(limits, setting.seed, HELD)
+    random.Random(run_spec.seed).shuffle(fitted)
+    unseen = holdout(limits, run_spec.seed, HELD)
     judged_training = [(shape, STACKS[i % len(STACKS)]) for i, shape in enumerate(unseen)]
     for kind, wanted in ((FITTED_TRAINING, fitted), (HELD_OUT_TRAINING, judged_training)):
         for number, (shape, stack) in enumerate(wanted):
             run_experiment(_shaped(point, *shape, *stack), folder / f"{kind}-{number}")
-    write_text(folder / "profile.json", json.dumps(_facts(point, setting), indent=2) + "\n")
+    write_text(folder / "profile.json", json.dumps(_facts(point, run_spec), indent=2) + "\n")
     seal(folder, "profile.json")
 
 
@@ -287,7 +302,7 @@ def _shaped(
     return replace(made, config={**made.config, "backend": backend})
 
 
-def _facts(point: ComposedConfig, setting: Setting) -> dict[str, Any]:
+def _facts(point: ComposedConfig, run_spec: RunSpec) -> dict[str, Any]:
     """What was measured, and on what."""
     import torch
 
@@ -297,19 +312,19 @@ def _facts(point: ComposedConfig, setting: Setting) -> dict[str, Any]:
         "hardware": cpu_name(),
         "torch": torch.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": asdict(setting.spec),
-        "page_tokens": setting.room.page.tokens,
-        "page_bytes": setting.room.page.nbytes,
-        "seed": setting.seed,
+        "model": asdict(run_spec.spec),
+        "page_tokens": run_spec.room.page.tokens,
+        "page_bytes": run_spec.room.page.nbytes,
+        "seed": run_spec.seed,
         **commit(),
-        **device_facts(setting.device),
+        **device_facts(run_spec.device),
         **point.config["backend"],
     }
 
 
-def _fitted(setting: Setting, folder: Path) -> pd.DataFrame:
+def _fitted(run_spec: RunSpec, folder: Path) -> pd.DataFrame:
     """Fits the tables, writes them, and judges them by what was held out."""
-    facts, spec = about(folder), setting.spec
+    facts, spec = about(folder), run_spec.spec
     source = f"{facts['hardware']} ({facts['name']}, clock {facts['clock']}, {facts['date']})"
     page = PageSize(facts["page_tokens"], facts["page_bytes"])
     cost: TableCost = fit_training(recorded(folder, FITTED_TRAINING), spec, page, source)
@@ -331,9 +346,9 @@ def recorded(folder: Path, kind: str) -> Iterator[RecordedTraining]:
     """The runs of a profile of one kind, without the first step of each."""
     for run in sorted(folder.glob(f"{kind}-*")):
         config = yaml_value(checked_text(run / "config.yaml"), run / "config.yaml")
-        setting = setting_of(ComposedConfig({**config, "trusted": []}, ()))
-        layouts = setting.room.layout.training
-        jobs = {t.job.job_id: (t.job, layouts[t.job.job_id]) for t in setting.trainees}
+        run_spec = run_spec_of(ComposedConfig({**config, "trusted": []}, ()))
+        layouts = run_spec.room.layout.training
+        jobs = {t.job.job_id: (t.job, layouts[t.job.job_id]) for t in run_spec.trainees}
         steps = read_table(run / "steps.parquet").to_pandas()
         warm_ns = int(read_table(run / "training.parquet").to_pandas()["end_ns"].min())
         begins_ns = steps.groupby("step")["start_ns"].transform("min")  # plans are whole

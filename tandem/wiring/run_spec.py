@@ -1,4 +1,4 @@
-"""Everything that a run is made of before a backend comes in: built once from its configuration."""
+"""The parts of a run that do not depend on its backend, built once from its configuration."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ MOST_DEPTH = 1_000
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
-    """The same for every backend: prediction and measurement differ in nothing here."""
+class RunSpec:
+    """A run without its backend: prediction and measurement share all of it."""
 
     requests: Sequence[Request]
     spec: ModelSpec
@@ -56,20 +56,25 @@ class Setting:
         return [*self.requests, *(trainee.job for trainee in self.trainees)]
 
 
-def setting_of(point: ComposedConfig, spec: ModelSpec | None = None) -> Setting:
-    """Builds what the configuration names; `spec` may replace its model.
+def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec:
+    """Builds the run that a configuration describes.
 
-    ValueError in one line for whatever is wrong.
+    Args:
+        point: The composed configuration.
+        spec: A model in the place of the configuration's.
+
+    Raises:
+        ValueError: In one line, the first setting that is wrong.
     """
     config = point.config
-    seed = _at_least(0, config, "seed")
+    seed = _int_from(0, config, "seed")
     builder = builder_of(point)
     spec = spec or _built(builder, config, "model", ModelSpec)
     device, group = _device(config, builder)
     requests = requests_of(config, builder, spec, point.overrides)
     policy = policy_of(config, builder)
-    page_tokens = _at_least(1, config, "page_tokens")
-    replicas = _within(1, MOST_REPLICAS, config, "replicas")
+    page_tokens = _int_from(1, config, "page_tokens")
+    replicas = _int_within(1, MOST_REPLICAS, config, "replicas")
     trainees = trainees_of(config, builder, spec, requests, group.ranks)
     if group.ranks > 1 and (requests or not trainees):
         raise ValueError(
@@ -91,7 +96,7 @@ def setting_of(point: ComposedConfig, spec: ModelSpec | None = None) -> Setting:
     quoted = PolicyCost(cost, _nothing)
     planned = laid_out(config, builder, trainees, room.capacity_bytes, quoted, policy)
     places = {**room.layout.places, **planned.places}
-    return Setting(
+    return RunSpec(
         requests,
         spec,
         device,
@@ -100,7 +105,7 @@ def setting_of(point: ComposedConfig, spec: ModelSpec | None = None) -> Setting:
         replace(room, layout=replace(planned, places=places)),
         replicas,
         router_of(config, builder, policy, replicas),
-        _within(1, MOST_DEPTH, config, "depth"),
+        _int_within(1, MOST_DEPTH, config, "depth"),
         seed,
         decoding_of(config, spec),
         is_replay=config.get("replayed") is not None,
@@ -137,10 +142,10 @@ def _room(
 
 
 def training_space(point: ComposedConfig) -> dict[Pool, int]:
-    """The bytes of each tier for whoever trains alone."""
+    """The bytes of each tier for training alone."""
     device, _ = _device(point.config, builder_of(point))
     budget, device = _space(point.config, device)
-    page_tokens = _at_least(1, point.config, "page_tokens")
+    page_tokens = _int_from(1, point.config, "page_tokens")
     return training_room(budget, device, spec_of(point), page_tokens).capacity_bytes
 
 
@@ -162,7 +167,7 @@ def spec_of(point: ComposedConfig) -> ModelSpec:
 
 
 def builder_of(point: ComposedConfig) -> Builder:
-    """Who builds what the point names."""
+    """Builds the targets that the point names."""
     return Builder(conform(point.config["trusted"], list[str], "trusted"), point.folders)
 
 
@@ -194,7 +199,7 @@ def log_path(config: Mapping[str, Any]) -> Path:
 def router_of(
     config: Mapping[str, Any], builder: Builder, policy: Policy, replicas: int
 ) -> Router | None:
-    """Who sends requests to replicas; with another run's plan log, to those that served them."""
+    """The router of requests to replicas; of a plan log, the replicas that served them."""
     if isinstance(policy, RecordedPlans):
         return RecordedRouter(policy.log) if replicas > 1 else None
     node = config["router"]
@@ -202,7 +207,9 @@ def router_of(
         router: Router = builder.build(node, "router")
         return router
     if replicas > 1:
-        raise ValueError(f"replicas={replicas}: nobody routes; choose one with router=round_robin")
+        raise ValueError(
+            f"replicas={replicas}: there is no router; choose one with router=round_robin"
+        )
     return None
 
 
@@ -217,7 +224,7 @@ def cost_of(
     pace = conform(config["pace"], float, "pace")
     if pace <= 0:
         raise ValueError(f"pace={pace}: it must be above 0")
-    node = config.get("kernel_profile", {})  # runs of before have none, and are replayed
+    node = config.get("kernel_profile", {})  # earlier versions' runs have none
     how = KernelProfile(**arguments(KernelProfile, node, "kernel_profile"))
     path = None if config["profile"] is None else Path(str(config["profile"]))
     if how != KernelProfile() and (path is None or not is_kernel_profile(path)):
@@ -225,7 +232,7 @@ def cost_of(
     if path is None:
         if pace != 1:
             raise ValueError(f"pace={pace}: only a profile has a pace; set profile=")
-        if config["backend"]["name"] == "sim":  # the others know no groups, and say so
+        if config["backend"]["name"] == "sim":  # other backends know no groups, and say so
             check_links(device, group)
         return Roofline(device, spec, page_tokens, group)
     may_differ = conform(config.get("profile_may_differ", False), bool, "profile_may_differ")
@@ -256,14 +263,14 @@ def _built(builder: Builder, config: Mapping[str, Any], name: str, kind: type) -
     return built
 
 
-def _at_least(least: int, config: Mapping[str, Any], name: str) -> int:
+def _int_from(least: int, config: Mapping[str, Any], name: str) -> int:
     value = conform(config[name], int, name)
     if value < least:
         raise ValueError(f"{name}={value}: it must be at least {least}")
     return int(value)
 
 
-def _within(least: int, most: int, config: Mapping[str, Any], name: str) -> int:
-    if (value := _at_least(least, config, name)) > most:
+def _int_within(least: int, most: int, config: Mapping[str, Any], name: str) -> int:
+    if (value := _int_from(least, config, name)) > most:
         raise ValueError(f"{name}={value}: at most {most:,} are possible")
     return value

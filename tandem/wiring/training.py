@@ -48,7 +48,7 @@ def trainees_of(
 
     ValueError in one line for what is wrong, also where the policy is not of that kind.
     """
-    node = config.get("training") or {}  # runs of before have none, and are replayed
+    node = config.get("training") or {}  # earlier versions' runs have none
     has_planner = planner_of(config).get("_target_") is not None
     if node.get("_target_") is None:
         if has_planner:
@@ -81,7 +81,7 @@ def trainees_of(
 
 
 def _warn_of_warmup(job: TrainingJob) -> None:
-    """Its last step is one of warm-up still: so a short job is tried that should have been long."""
+    """Warns where the last step is one of warm-up still, as in a short trial of a long job."""
     if job.has_update and job.recipe.warmup_steps >= job.num_steps:
         log.warning(
             "training.recipe.warmup_steps=%s, and training.num_steps=%s: the learning rate never "
@@ -112,9 +112,12 @@ def _warn_of_ids(account: Mapping[str, int], job: TrainingJob, own: ModelSpec) -
 
 
 def planner_of(config: Mapping[str, Any], behind: tuple[Path, ...] = ()) -> Mapping[str, Any]:
-    """The config node of whoever lays out; of a replay, that of the run whose plans it plays back:
-    they name its chunks, through replays `behind`. ValueError where the two would differ."""
-    own: Mapping[str, Any] = config.get("planner") or {}  # runs of before have none
+    """The config node of the planner.
+
+    A replay has the planner of the run whose plans it plays back, which name its chunks; `behind`
+    are the replays on the way there. ValueError where the two would differ.
+    """
+    own: Mapping[str, Any] = config.get("planner") or {}  # earlier versions' runs have none
     if config.get("replayed") is None:
         return own
     if own.get("_target_") is not None:

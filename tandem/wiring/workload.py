@@ -26,10 +26,10 @@ from traces.store import read_trace
 REQUESTS = 48  # of a replay: batches from so many down to one; of the fitted one at least
 SESSIONS = 14  # of its ebb: batches from so many down to one
 STREAMED = 150  # requests of a replay that arrive one by one
-SHORTEST = 4  # tokens of a made-up prompt or output
+SHORTEST = 4  # tokens of a synthetic prompt or output
 
 
-def requests(max_positions: int, seed: int, count: int = REQUESTS) -> list[Request]:
+def synthetic_requests(max_positions: int, seed: int, count: int = REQUESTS) -> list[Request]:
     """Requests of lognormal lengths: of no published trace, but within their range.
 
     First `count` at once, those beyond REQUESTS half as long: all get in before the first are
@@ -56,7 +56,7 @@ def requests(max_positions: int, seed: int, count: int = REQUESTS) -> list[Reque
     return burst + ebb
 
 
-def stream(max_positions: int, seed: int) -> list[Request]:
+def synthetic_stream(max_positions: int, seed: int) -> list[Request]:
     """STREAMED requests of lognormal lengths, for any arrivals; means as published of ShareGPT.
 
     161 prompt and 338 output tokens (vLLM paper, SOSP 2023, figure 11), before the clipping.
@@ -83,7 +83,7 @@ def requests_of(
 ) -> list[Request]:
     """The first `limit` requests of the trace with the arrivals of the config, checked.
 
-    `overrides` say whether somebody asked for these arrivals.
+    `overrides` say whether the user chose these arrivals.
     """
     seed = conform(config["seed"], int, "seed")
     if is_nothing(config["trace"]):
@@ -108,7 +108,7 @@ def requests_of(
 
 
 def _traced(config: Mapping[str, Any], builder: Builder, seed: int) -> list[Request]:
-    """What the trace holds, or what it draws where it is made up."""
+    """What the trace holds, or draws where it is synthetic."""
     trace = config["trace"]
     if not is_file(trace):
         drawn: list[Request] = builder.build(trace, "trace").drawn(seed)
@@ -151,7 +151,7 @@ def trace_hash(requests: Sequence[Request]) -> str:
 def _check_times(
     requests: Sequence[Request], config: Mapping[str, Any], overrides: Sequence[str]
 ) -> None:
-    """Of a trace whose own times are replaced: tells so where nobody asked for that."""
+    """Warns where the trace's own times are replaced and the user chose no arrivals."""
     if (rate := config["trace"].get("rate")) is not None:
         raise ValueError(
             f"trace.rate={rate}: the trace's times are replaced by those of arrival; keep them "

@@ -16,7 +16,7 @@ from analysis.run import load
 from tandem.cli.__main__ import main
 from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.run_spec import run_spec_of
 from tests.support.synthetic import write
 from traces.importing import import_trace, inspect_trace
 from traces.serving.request import Request
@@ -98,7 +98,7 @@ def test_mistakes_are_told(word: str, told: str, tmp_path: Path) -> None:
 
 def test_shares_of_an_option_are_replaced_as_its_refusal_says() -> None:
     words = ["limit=2", "slo=mixed", "~slo.shares", "+slo.shares={chat: 1.0}"]
-    assert {request.slo for request in setting_of(composed(words)).requests} == {"chat"}
+    assert {request.slo for request in run_spec_of(composed(words)).requests} == {"chat"}
 
 
 # ---- to policies
@@ -149,25 +149,25 @@ def test_a_class_that_nobody_has_is_refused_with_those_there_are(
         rf"scheduling\.{told}: the trace and slo have no such class; there are batch, interactive$"
     )
     with pytest.raises(ValueError, match=there):
-        setting_of(composed(["limit=1", "policy=deadline_restart", *words]))
+        run_spec_of(composed(["limit=1", "policy=deadline_restart", *words]))
 
 
 def test_classes_of_trace_and_limits_are_known_whatever_is_taken(tmp_path: Path) -> None:
     imported(tmp_path / "a.csv", "prompt_tokens,output_tokens,slo", "5,7,chat", "5,7,batch")
     words = ["policy=deadline_restart", "trace=file", f"trace.path={tmp_path / 'a.parquet'}"]
     words += ["limit=1", "slo.classes={later: {ttft_s: 9}}"]
-    setting_of(composed([*words, "scheduling.deadline_s={chat: 1, batch: 9, later: 60}"]))
+    run_spec_of(composed([*words, "scheduling.deadline_s={chat: 1, batch: 9, later: 60}"]))
     with pytest.raises(ValueError, match=r"deadline_s\.bulk: .*; there are batch, chat, later$"):
-        setting_of(composed([*words, "scheduling.deadline_s={bulk: 1}"]))
+        run_spec_of(composed([*words, "scheduling.deadline_s={bulk: 1}"]))
     with pytest.raises(ValueError, match=r"\.chat: .*; there is none: slo\.shares draws them$"):
-        setting_of(composed([words[0], "limit=1", "scheduling.deadline_s={chat: 1}"]))
+        run_spec_of(composed([words[0], "limit=1", "scheduling.deadline_s={chat: 1}"]))
 
 
 def test_a_predictor_may_go_by_class() -> None:
     words = ["limit=2", "policy=shortest_restart", "scheduling=shortest_by_class"]
     words.append("slo.shares={chat: 0.5, batch: 0.5}")
     known = "scheduling.predictor.mean_tokens={chat: 50, batch: 900}"
-    policy: Any = setting_of(composed([*words, known])).policy
+    policy: Any = run_spec_of(composed([*words, known])).policy
     predictor = policy.scheduling.predictor
     job = type("Job", (), {"slo": "batch"})
     assert predictor.output_tokens(job) == 900

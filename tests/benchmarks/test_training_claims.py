@@ -15,7 +15,7 @@ from benchmarks.fidelity.training_cases import check_unseen
 from benchmarks.fidelity.training_fidelity import CASES, COLUMNS, STILL
 from benchmarks.scale.largest_model import Size, judged, row
 from runtime.measure.shapes import Microbatch
-from tandem.cli.plan_command import foresee
+from tandem.cli.plan_command import plan_run
 from tandem.config.compose import composed
 from tests.training.trainings import SMALL
 
@@ -75,6 +75,6 @@ def test_the_largest_model_trains_as_foreseen_and_the_next_is_refused(tmp_path: 
     )
     wrong = judged(
         replace(TINY, num_steps=4, arena_bytes=1000), "zero3_offload", found.layers,
-        foresee(other, 1), folder, ("", ""),
+        plan_run(other, 1), folder, ("", ""),
     ).wrong  # fmt: skip
     assert "3 steps, " in wrong and wrong.endswith("beyond the arena, peak, refusal")

@@ -17,7 +17,7 @@ from tandem.config.compose import composed
 from tandem.wiring.budget import Budget, room_for
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.machines import pages_of
-from tandem.wiring.run_spec import Setting, setting_of
+from tandem.wiring.run_spec import RunSpec, run_spec_of
 from traces.serving.request import Request
 from traces.store import write_trace
 
@@ -45,13 +45,13 @@ def test_the_least_budget_that_is_accepted_serves_the_longest_request(
     words = ["model=micro_llama", "trace=file", f"trace.path={trace}", "arrival=all_at_once"]
     words += f"policy={policy}".split()
     with pytest.raises(ValueError, match=f"raise budget.kv_pages to {least},"):
-        setting_of(composed([*words, f"budget.kv_pages={least - 1}"]))
+        run_spec_of(composed([*words, f"budget.kv_pages={least - 1}"]))
     with pytest.raises(
         ValueError, match=r"raise budget\.kv_bytes to"
     ) as told:  # the key that is set
-        setting_of(composed([*words, "budget.kv_bytes=1"]))
+        run_spec_of(composed([*words, "budget.kv_bytes=1"]))
     enough = re.search(r"kv_bytes to (\d+)", str(told.value))
-    assert enough and setting_of(composed([*words, f"budget.kv_bytes={enough[1]}"]))
+    assert enough and run_spec_of(composed([*words, f"budget.kv_bytes={enough[1]}"]))
     metrics = run_experiment(composed([*words, f"budget.kv_pages={least}"]), tmp_path / "run")
     assert metrics["num_finished"] == 1
 
@@ -64,7 +64,7 @@ def test_a_reservation_that_the_longest_request_outgrows_is_told_before_anything
     words = ["model=micro_llama", "trace=file", f"trace.path={trace}", "arrival=all_at_once"]
     words += ["policy=chunked_reservation", f"memory.max_tokens={TOKENS - 2}"]
     with pytest.raises(ValueError, match="max_tokens=158: the longest request needs 159; raise it"):
-        setting_of(composed(words))
+        run_spec_of(composed(words))
     allowed = composed([*words, "budget.may_refuse=true"])
     metrics = run_experiment(allowed, tmp_path / "run")
     assert (metrics["num_finished"], metrics["num_refused"]) == (1, 1)
@@ -74,11 +74,11 @@ LOGGED_BLOCKS = 2588  # of vLLM 0.19 on this card: ../shared/data/measured, meta
 RTX4090 = ("device=rtx4090", "model=llama3_8b", "limit=20")
 
 
-def gpu(*words: str) -> Setting:
-    return setting_of(composed([*RTX4090, *words]))
+def gpu(*words: str) -> RunSpec:
+    return run_spec_of(composed([*RTX4090, *words]))
 
 
-def pages(setting: Setting) -> int:
+def pages(setting: RunSpec) -> int:
     return pages_of(setting)[Tier.GPU, 0]
 
 
@@ -124,14 +124,14 @@ def test_what_memory_is_for_is_told(tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit_a_gpu_is_told_with_the_reserve() -> None:
     parts = r"weights .* MiB, activations .* MiB, reserve 1,024\.0 MiB"
     with pytest.raises(ValueError, match=parts):
-        setting_of(composed(["device=v100", "model=llama3_8b", "limit=2"]))
+        run_spec_of(composed(["device=v100", "model=llama3_8b", "limit=2"]))
 
 
 def test_kv_of_a_given_size_must_fit_beside_all_else() -> None:
     """141 GB of weights were simulated on 24 GB, as long as the KV was given."""
     huge = ["model=llama3_70b", "device=rtx4090", "limit=2", "budget.kv_pages=1000"]
     with pytest.raises(ValueError, match=r"short: weights 134,\d+.*at most 0 fit.*of rtx4090"):
-        setting_of(composed(huge))
+        run_spec_of(composed(huge))
     with pytest.raises(ValueError, match=r"lower budget\.kv_pages or the scheduling's") as told:
         gpu("budget.kv_pages=100000")
     most = int(re.findall(r"at most (\d+) fit", str(told.value))[0])
@@ -145,12 +145,12 @@ def test_kv_of_a_given_size_must_fit_beside_all_else() -> None:
 
 def test_the_steps_of_a_plan_log_are_not_judged_again() -> None:
     """Nothing limits a step of a log but the log: what all prompts together would take is moot."""
-    setting = setting_of(composed(["model=micro_llama", "limit=2"]))
+    setting = run_spec_of(composed(["model=micro_llama", "limit=2"]))
     many = [Request(i, 0, 1000, 10) for i in range(200)]
     budget = Budget(kv_pages=100, may_refuse=True)
     given = (setting.device, setting.spec, 16, many)
     assert room_for(budget, *given, RecordedPlans(())).page.tokens == 16
-    whole = setting_of(composed(["model=micro_llama", "limit=2", "policy=static_restart"])).policy
+    whole = run_spec_of(composed(["model=micro_llama", "limit=2", "policy=static_restart"])).policy
     unlimited = replace(whole, scheduling=replace(whole.scheduling, max_jobs=200))
     with pytest.raises(ValueError, match="MiB short"):
         room_for(budget, *given, unlimited)
@@ -159,6 +159,6 @@ def test_the_steps_of_a_plan_log_are_not_judged_again() -> None:
 @pytest.mark.parametrize("device", ["cpu", "a100"])
 def test_who_serves_and_trains_by_turns_sets_aside_what_its_serving_side_takes(device: str) -> None:
     words = [f"device={device}", "backend=sim"]
-    shared = setting_of(composed([*words, "policy=time_shared", "training=random"]))
-    served = setting_of(composed([*words, "policy=chunked_restart"]))
+    shared = run_spec_of(composed([*words, "policy=time_shared", "training=random"]))
+    served = run_spec_of(composed([*words, "policy=chunked_restart"]))
     assert shared.room.memory == served.room.memory

@@ -16,9 +16,9 @@ from tandem.cli.catalog import PLURALS, options
 from tandem.config.build import Builder
 from tandem.config.compose import composed
 from tandem.sweeps.grid import axes_of
-from tandem.wiring.backends import world_of
+from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of, run_experiment
-from tandem.wiring.run_spec import Setting, policy_of, setting_of
+from tandem.wiring.run_spec import RunSpec, policy_of, run_spec_of
 from tests.policies.test_offload_configs import TRAINING
 from tests.support.short_trace import write_short
 from tests.support.watched import Watched
@@ -38,10 +38,10 @@ def ten(tmp_path: Path, *overrides: str) -> dict[str, object]:
     return run_experiment(composed([*overrides, *TEN, cache]), tmp_path / "run")
 
 
-def fates(setting: Setting) -> list[str]:
+def fates(setting: RunSpec) -> list[str]:
     """What became of each request in simulation; nothing is written."""
-    with world_of(setting, SIM) as world:
-        engine = engine_of(setting, world)
+    with backend_of(setting, SIM) as opened:
+        engine = engine_of(setting, opened)
         engine.replay(setting.requests)
     return [outcome.status for outcome in engine.recorder.outcomes.values()]
 
@@ -59,7 +59,7 @@ def test_experiment(name: str, tmp_path: Path, request: pytest.FixtureRequest) -
 def test_policy(name: str, tmp_path: Path) -> None:
     """It serves ten requests, and law 8 is watched at every question."""
     short = ["trace=file", f"trace.path={write_short(tmp_path)}"]
-    setting = setting_of(composed([f"policy={name}", *TEN, *short]))
+    setting = run_spec_of(composed([f"policy={name}", *TEN, *short]))
     watched = Watched(setting.policy)
     assert fates(replace(setting, policy=watched)) == ["finished"] * 10
     assert watched.questions > 0
@@ -95,7 +95,7 @@ def test_every_group_and_option_has_a_line_on_it() -> None:
 @pytest.mark.slow
 def test_any_scheduling_goes_with_any_memory(tmp_path: Path) -> None:
     small = ["trace=file", f"trace.path={write_short(tmp_path)}", "limit=4", "backend=sim"]
-    setting = setting_of(composed(small))
+    setting = run_spec_of(composed(small))
     groups = ("scheduling", "memory")
     halves: dict[str, dict[str, Any]] = {group: {} for group in groups}
     serving = [[name for name in options(group) if name not in TRAINS] for group in groups]
@@ -126,10 +126,10 @@ class Quoting:
 
 @pytest.mark.parametrize("backend", ["sim", "lockstep"])
 def test_a_policy_is_quoted_what_its_launch_will_take(backend: str) -> None:
-    setting = setting_of(composed(["model=micro_llama", "limit=2", "arrival=all_at_once"]))
+    setting = run_spec_of(composed(["model=micro_llama", "limit=2", "arrival=all_at_once"]))
     policy = Quoting(setting.policy)
-    with world_of(setting, {"name": backend, "clock": "virtual"}) as world:
-        engine = engine_of(replace(setting, policy=policy), world)
+    with backend_of(setting, {"name": backend, "clock": "virtual"}) as opened:
+        engine = engine_of(replace(setting, policy=policy), opened)
         engine.replay(setting.requests)
     first = engine.recorder.spans[0]
     assert policy.quotes[0] == first.end_ns - first.start_ns
@@ -137,14 +137,14 @@ def test_a_policy_is_quoted_what_its_launch_will_take(backend: str) -> None:
 
 def test_a_planner_without_anything_to_train_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to train: choose it, such as training=sample"):
-        setting_of(composed(["limit=2", "planner=unit_chunks"]))
+        run_spec_of(composed(["limit=2", "planner=unit_chunks"]))
 
 
 def test_training_without_a_planner_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a policy that trains: choose one"):
-        setting_of(composed(["trace=none", "training=random"]))
+        run_spec_of(composed(["trace=none", "training=random"]))
 
 
 def test_nothing_to_do_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to do"):
-        setting_of(composed(["trace=none"]))
+        run_spec_of(composed(["trace=none"]))

@@ -12,7 +12,7 @@ import pytest
 from tandem import demo
 from tandem.config.compose import composed
 from tandem.wiring import profile
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.run_spec import run_spec_of
 
 SAMPLES = Path(__file__).resolve().parents[2] / "traces" / "samples"
 SETTINGS = ["experiment=demo"]
@@ -36,7 +36,7 @@ def test_a_trace_of_ones_own_is_imported_accounted_for_and_replayed(
     words = trace_words(*given)
     told = capsys.readouterr().err
     assert "demo: rows read 13 = kept" in told and "dropped" in told
-    setting = setting_of(composed([*SETTINGS, *words]))
+    setting = run_spec_of(composed([*SETTINGS, *words]))
     kept = len(setting.requests)
     assert f"limit={kept}" in words and 3 < kept < 13, "no more than there are"
     assert trace_words(*given, "--limit", "3")[-1] == "limit=3"

@@ -10,19 +10,9 @@ import sys
 from pathlib import Path
 
 from tandem.config.compose import composed
+from tandem.wiring.folder import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = (
-    "analysis",
-    "engine",
-    "models",
-    "policies",
-    "runtime",
-    "sim",
-    "tandem",
-    "traces",
-    "benchmarks",
-)
 SMALL = ["model=micro_llama", "limit=3", "arrival=all_at_once"]
 MODES = {"open": 1, "read_text": 0, "write_text": 1}  # where the mode or encoding may stand
 
@@ -48,7 +38,9 @@ def unnamed(path: Path) -> list[int]:
 
 
 def test_every_text_file_of_ours_names_its_encoding() -> None:
-    modules = [path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))]
+    modules = [
+        path for name in (*PACKAGES, "benchmarks") for path in sorted((ROOT / name).rglob("*.py"))
+    ]
     assert len(modules) > 250
     assert {str(p.relative_to(ROOT)): found for p in modules if (found := unnamed(p))} == {}
 

@@ -13,10 +13,10 @@ from analysis.figures.experiments.drawn import FIGURES
 from analysis.figures.experiments.link_bandwidth import crossover
 from tandem.cli.__main__ import main
 from tandem.cli.catalog import options
-from tandem.cli.plan_command import foreseen, largest_of
+from tandem.cli.plan_command import largest_models, plan_points
 from tandem.config.compose import composed
 from tandem.sweeps.grid import axes_of, grid_of, with_axes
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.run_spec import run_spec_of
 
 SWEEPS = [name for name in options("experiment") if axes_of(name)]
 # Half a million numbers in two layers, 16 bytes of states for each; 64 tokens in a microbatch.
@@ -94,7 +94,7 @@ def test_more_memory_never_trains_a_smaller_model(
     assert (streamed >= whole).all() and (streamed > whole).any(), "weights need not all be there"
     assert found["is_bound"].sum() == 1, "with the most memory all were trained by zero3"
     grid = grid_of([*with_axes(["experiment=max_scale", *TINY, *words])])
-    for others, best in largest_of(foreseen(grid.points(), grid.fixed)).items():
+    for others, best in largest_models(plan_points(grid.points(), grid.fixed)).items():
         chosen = dict(word.split("=") for word in others)
         at = (chosen["policy"], int(chosen["budget.host_bytes"]))
         assert best is not None and best.parameters == found["parameters"][at]
@@ -127,7 +127,7 @@ def test_the_tide_rises_behind_warm_up_and_never_where_the_share_is_fixed(tmp_pa
 
 def launch_bytes(*words: str) -> int:
     """Most that a launch needs of states: a unit's weights and gradients."""
-    (layout,) = setting_of(composed(words)).room.layout.training.values()
+    (layout,) = run_spec_of(composed(words)).room.layout.training.values()
     chunks = layout.chunks
     return max(
         sum(chunks[c].weight_bytes for c in unit.chunks)

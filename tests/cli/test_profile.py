@@ -22,8 +22,8 @@ from tandem.cli.calibrate import told
 from tandem.config.compose import composed
 from tandem.wiring.cost import COST, device_facts, read_cost
 from tandem.wiring.profile import AGAIN, calibrate, fitted_replay, is_steady, judged, replayed_count
-from tandem.wiring.run_spec import setting_of
-from tandem.wiring.workload import SESSIONS, requests, stream
+from tandem.wiring.run_spec import run_spec_of
+from tandem.wiring.workload import SESSIONS, synthetic_requests, synthetic_stream
 from tests.support.hand_made import TINY
 from traces.files import seal
 
@@ -93,7 +93,9 @@ def test_a_replay_is_as_large_as_its_batches_may_be() -> None:
 
 
 def test_more_requests_are_shorter_ones() -> None:
-    few, many = ([r for r in requests(2048, 0, count) if r.session is None] for count in (48, 256))
+    few, many = (
+        [r for r in synthetic_requests(2048, 0, count) if r.session is None] for count in (48, 256)
+    )
     assert len(few) == 48 and len(many) == 256
     for kind in ("prompt_tokens", "output_tokens"):
         long, short = ([getattr(r, kind) for r in part] for part in (many[:48], many[48:]))
@@ -102,14 +104,14 @@ def test_more_requests_are_shorter_ones() -> None:
 
 def test_sessions_ebb_to_one_job() -> None:
     """The k-th session has k turns, each after the answer to the one before."""
-    ebb = [r for r in requests(2048, 0, 48) if r.session is not None]
+    ebb = [r for r in synthetic_requests(2048, 0, 48) if r.session is not None]
     turns = [sum(r.session == k for r in ebb) for k in range(SESSIONS)]
     assert turns == list(range(1, SESSIONS + 1))
 
 
 def test_a_profile_of_something_else_is_refused_in_one_line(tmp_path: Path) -> None:
     """Its model, its pages, its device and its link: each would price another thing."""
-    cpu = setting_of(composed(["limit=2"])).device
+    cpu = run_spec_of(composed(["limit=2"])).device
     tables = {name: Table(((1,),), (1.0,)) for name in ("linear", "head", "first", "decode", HOST)}
     tables["chunk"] = Table(((1,), (1,)), (0.0,))
     TableCost(tables, TINY, PAGE, "by hand").save(tmp_path / COST)
@@ -161,10 +163,10 @@ def test_fitted_replays_lie_on_both_sides_of_the_grid(
 
 def test_a_stream_of_made_up_requests_is_as_long_as_sharegpt() -> None:
     """Means of 161 and 338 tokens as published, less what the clipping takes of the upper tail."""
-    made_up = [r for seed in range(40) for r in stream(2048, seed)]
-    assert 130 < np.mean([r.prompt_tokens for r in made_up]) < 161
-    assert 310 < np.mean([r.output_tokens for r in made_up]) < 338
-    assert max(r.prompt_tokens + r.output_tokens for r in made_up) <= 2048
+    drawn = [r for seed in range(40) for r in synthetic_stream(2048, seed)]
+    assert 130 < np.mean([r.prompt_tokens for r in drawn]) < 161
+    assert 310 < np.mean([r.output_tokens for r in drawn]) < 338
+    assert max(r.prompt_tokens + r.output_tokens for r in drawn) <= 2048
 
 
 def test_a_stream_arrives_as_the_case_does_but_at_other_times(

@@ -17,7 +17,7 @@ from engine.contract.regions import Tier
 from tandem.cli.__main__ import main
 from tandem.cli.catalog import options
 from tandem.config.compose import composed
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.run_spec import run_spec_of
 from tests.support.short_trace import PRESSED, SHORT, write_short
 
 SMALL = ["model=micro_llama", "limit=12", "arrival=all_at_once", "budget.kv_pages=125"]
@@ -47,7 +47,7 @@ def test_every_router_serves_two_replicas(router: str, capsys: pytest.CaptureFix
 
 def test_routers_are_needed_and_replicas_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     for words, told in (
-        (["replicas=2"], "replicas=2: nobody routes; choose one with router=round_robin"),
+        (["replicas=2"], "replicas=2: there is no router; choose one with router=round_robin"),
         (["replicas=0", "router=round_robin"], "replicas=0: it must be at least 1"),
         (["replicas=2", "router=prefix_affinity", "router.load_bound=0.1"], "must be at least 1"),
         (["replicas=2", "router=roundrobin"], "router=roundrobin: no such option"),
@@ -57,7 +57,7 @@ def test_routers_are_needed_and_replicas_are_counted(capsys: pytest.CaptureFixtu
 
 
 def test_each_replica_has_the_memory_of_a_run_alone() -> None:
-    alone, two = (setting_of(composed([*SMALL, *words])).room for words in ([], TWO))
+    alone, two = (run_spec_of(composed([*SMALL, *words])).room for words in ([], TWO))
     for device in range(2):
         for tier in (Tier.GPU, Tier.HOST):
             assert two.capacity_bytes[tier, device] == alone.capacity_bytes[tier, 0]

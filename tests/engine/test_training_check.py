@@ -54,7 +54,6 @@ from engine.contract.regions import (
 from engine.contract.rules import ContractError, Rule
 from engine.contract.training_check import TrainingContract, _Reading
 from engine.contract.view import View
-from engine.loop.asking import Asking
 from engine.loop.engine import Engine
 from engine.memory.scoreboard import Journal
 from engine.results.recorder import Recorder
@@ -66,9 +65,9 @@ from policies.training.training_order import TrainingOrder
 from policies.training.zero3_offload import Zero3Offload
 from policies.training.zero_offload import ZeroOffload
 from tandem.config.compose import composed
-from tandem.wiring.backends import world_of
+from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.run_spec import run_spec_of
 from tests.support.offload import MEMORIES, NO_PAGES, ROOMY, job_of, shape_of
 from tests.support.replays import Replay, ToyExecutor
 from tests.support.strategies import cases
@@ -825,9 +824,9 @@ WORLDS: dict[str, tuple[str, Rule, Fault]] = {
 def test_no_world_carries_it_out(name: str, backend: str) -> None:
     policy, rule, fault = WORLDS[name]
     point = composed([*SMALL, f"policy={policy}", f"backend={backend}"])
-    found = setting_of(point)
+    found = run_spec_of(point)
     lying = Lying(found.policy, fault)
-    with world_of(found, point.config["backend"]) as world:
+    with backend_of(found, point.config["backend"]) as world:
         engine = engine_of(replace(found, policy=lying), world, Recorder(world.meter))
         with pytest.raises(ContractError) as caught:
             engine.replay(found.work)

@@ -37,7 +37,7 @@ from tandem.cli.__main__ import main
 from tandem.cli.calibrate import default_folder
 from tandem.config.compose import composed
 from tandem.wiring.folder import sole_user, status_of
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.run_spec import run_spec_of
 from tests.support.short_trace import PRESSED, SHORT, write_short
 from tests.support.synthetic import write
 from traces.files import seal
@@ -177,7 +177,7 @@ def test_what_finds_no_room_on_the_host_restarts(tmp_path: Path) -> None:
 
 def page_nbytes() -> int:
     """Of the pages of these runs."""
-    return setting_of(composed(TIGHT)).room.page.nbytes
+    return run_spec_of(composed(TIGHT)).room.page.nbytes
 
 
 @pytest.mark.usefixtures("short_probes")
@@ -214,7 +214,7 @@ def profiled(folder: Path, longest: int = 4000) -> Path:
     line = Table(((1, longest),), (1e5, 1e5 + longest))
     grid = Table(((1, longest), (1, longest)), (1e4,) * 4)
     names = dict.fromkeys((LINEAR, HEAD, FIRST, DECODE, HOST, "gpu->host", "host->gpu"), line)
-    spec = setting_of(composed(SMALL)).spec
+    spec = run_spec_of(composed(SMALL)).spec
     folder.mkdir()
     cost = TableCost(
         {**names, PREFILL_SLICE: grid}, spec, PageSize(16, 16 * spec.kv_token_bytes), "a test"
@@ -283,7 +283,7 @@ def test_a_kernel_profile_is_refused_by_file_and_row(
     name: str, before: str, after: str, told: str | None, tmp_path: Path
 ) -> None:
     folder = write_kernels(tmp_path / "kernels")
-    spec = setting_of(composed(SMALL)).spec
+    spec = run_spec_of(composed(SMALL)).spec
     path = folder / f"{name}.csv"
     text = path.read_text()
     assert told is None or before in text
@@ -300,7 +300,7 @@ def test_a_table_of_aiconfigurators_with_no_time_is_refused_by_its_row(tmp_path:
     for wrong in (float("nan"), float("inf"), -1.0):
         path = tmp_path / "gemm.parquet"
         pd.DataFrame({"gemm_dtype": "bfloat16", "latency": [1.0, wrong]}).to_parquet(path)
-        setting = setting_of(composed(SMALL))
+        setting = run_spec_of(composed(SMALL))
         with pytest.raises(ValueError, match=r"gemm\.parquet, column latency, row 2: a cost is"):
             AiConfiguratorCost.load(tmp_path, setting.device, setting.spec)
 
@@ -376,7 +376,7 @@ def test_a_foreign_profile_that_is_not_finite_is_refused(shared: Path, tmp_path:
     with pytest.raises(ValueError, match="a cost is nan"):
         Ragged.of([(1, 1, 5.0), (1, 2, float("nan"))])
     peers = shared / "data" / "peers"
-    spec = setting_of(composed(["model=llama3_8b", "device=h200"])).spec
+    spec = run_spec_of(composed(["model=llama3_8b", "device=h200"])).spec
     folder = peers / "kernel_profiles" / "RTX4090_Llama-3.1-8B"
     for name in ("attention.csv", "per_sequence.csv", "dense.csv"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
@@ -394,7 +394,7 @@ def test_a_foreign_profile_that_is_not_finite_is_refused(shared: Path, tmp_path:
 
 
 def test_a_foreign_profile_with_a_time_below_zero_is_refused(shared: Path, tmp_path: Path) -> None:
-    spec = setting_of(composed(["model=llama3_8b", "device=h200"])).spec
+    spec = run_spec_of(composed(["model=llama3_8b", "device=h200"])).spec
     with np.load(shared / "data/peers/cost_tables/llama2-7b_a100_tp1.npz") as arrays:
         tables = {name: arrays[name] for name in arrays.files}
     tables["add_ms"][3] = -0.5
@@ -406,7 +406,7 @@ def test_a_foreign_profile_with_a_time_below_zero_is_refused(shared: Path, tmp_p
 
 
 def test_a_foreign_profile_that_lacks_a_table_says_which(shared: Path, tmp_path: Path) -> None:
-    setting = setting_of(composed(["model=llama3_8b", "device=h200"]))
+    setting = run_spec_of(composed(["model=llama3_8b", "device=h200"]))
     peers = shared / "data" / "peers"
     with np.load(peers / "cost_tables" / "llama2-7b_a100_tp1.npz") as arrays:
         tables = {name: arrays[name] for name in arrays.files if name != "attn_rope_ms"}
@@ -436,7 +436,7 @@ def test_a_shape_beyond_a_foreign_profile_is_warned_of(
     shared: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = shared / "data" / "peers" / "kernel_profiles" / "RTX4090_Llama-3.1-8B"
-    spec = setting_of(composed(["model=llama3_8b", "device=h200"])).spec
+    spec = run_spec_of(composed(["model=llama3_8b", "device=h200"])).spec
     cost = KernelProfileCost.load(folder, spec, "none")
     inside = cost.shape_ns([1] * 4, [900] * 4, 4)
     assert cost.extrapolated == {} and not caplog.records
@@ -449,7 +449,7 @@ def test_a_shape_beyond_a_foreign_profile_is_warned_of(
 def test_a_shape_beyond_aiconfigurators_tables_is_warned_of(
     shared: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    setting = setting_of(composed(["model=llama3_8b", "device=h200"]))
+    setting = run_spec_of(composed(["model=llama3_8b", "device=h200"]))
     folder = shared / "data" / "peers" / "aiconfigurator_h200"
     cost = AiConfiguratorCost.load(folder, setting.device, setting.spec)
     caplog.clear()  # cells that cannot be true were left out, and told

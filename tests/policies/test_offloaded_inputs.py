@@ -13,7 +13,7 @@ from analysis.usage import pools
 from engine.contract.layout import Mode
 from engine.contract.plan import Copy
 from engine.contract.regions import Kind, Tier
-from tandem.cli.plan_command import Foresight, foresee
+from tandem.cli.plan_command import PlannedRun, plan_run
 from tandem.config.compose import composed
 from tests.support.offload import MEMORIES, job_of, laid_out, least_device_bytes, run, shape_of
 from tests.support.strategies import cases
@@ -26,8 +26,8 @@ OUT = "planner.offloads_inputs=true"
 SHORT = ("model.vocab_size=100", "training.num_steps=2")
 
 
-def foreseen(policy: str, *words: str) -> Foresight:
-    return foresee(composed([*JOB, f"policy={policy}", *words, "backend=sim"]))
+def foreseen(policy: str, *words: str) -> PlannedRun:
+    return plan_run(composed([*JOB, f"policy={policy}", *words, "backend=sim"]))
 
 
 @pytest.mark.parametrize("policy", ["zero_offload", "zero3_offload", "fsdp2_offload"])
@@ -36,7 +36,7 @@ def test_the_device_keeps_none_of_them(policy: str) -> None:
     assert most[0] - most[1] >= (LAYERS - 1) * INPUT_BYTES, "all but one that comes or goes"
 
 
-def activations(found: Foresight) -> int:
+def activations(found: PlannedRun) -> int:
     return int(pools(found.run)["gpu:0"]["activation_bytes"].max())
 
 

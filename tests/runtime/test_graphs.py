@@ -23,7 +23,7 @@ from runtime.serving.sampling import Sampling
 from sim.devices.kv_room import GRAPH_RESERVE_BYTES, graph_bytes
 from tandem.config.compose import composed
 from tandem.wiring.budget import GPU
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.run_spec import run_spec_of
 from tests.support.hand_made import TINY
 
 MOST = 4
@@ -168,7 +168,7 @@ def test_kernels_are_left_out_with_one_line_where_triton_is_missing(
 def test_graphs_take_their_memory_from_the_kv_in_every_backend() -> None:
     def room(rows: int):  # type: ignore[no-untyped-def]
         words = ["model=llama3_8b", "device=h200", "limit=10", f"budget.graph_rows={rows}"]
-        return setting_of(composed(words)).room
+        return run_spec_of(composed(words)).room
 
     plain, graphed = room(0), room(64)
     spec = ModelSpec.from_hf(

@@ -29,7 +29,7 @@ from sim.cost.training_launch import (
 from sim.fit.errors import ALL, errors_of
 from sim.fit.fit_tables import RecordedTraining, all_observed, fit_training
 from tandem.config.compose import composed
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.run_spec import run_spec_of
 from tests.support.additive import PAGE, US, copy_ns, host_ns
 from tests.training.training_jobs import TINY, job_of, layout_of
 from traces.serving.request import TrainingJob
@@ -250,8 +250,8 @@ def test_such_a_profile_is_refused_where_something_is_served(
     cost = noisy()
     monkeypatch.setattr("tandem.wiring.cost.read_cost", lambda *_: cost)
     with pytest.raises(ValueError, match=r"profile=mine was calibrated with training alone"):
-        setting_of(composed(["profile=mine", "backend=sim", "limit=2"]))
-    setting_of(composed(["profile=mine", "trace=none", "training=random", "policy=train_lru"]))
+        run_spec_of(composed(["profile=mine", "backend=sim", "limit=2"]))
+    run_spec_of(composed(["profile=mine", "trace=none", "training=random", "policy=train_lru"]))
 
 
 def test_serving_and_training_are_fitted_side_by_side() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tandem.config.compose import composed
 from tandem.wiring.cost import KERNELS, foreign_cost, is_alike
 from tandem.wiring.experiment import run_experiment
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.run_spec import run_spec_of
 
 FOLDER = "data/peers/kernel_profiles/RTX4090_Llama-3.1-8B"
 FORMS = {
@@ -38,8 +38,8 @@ def test_tables_of_another_device_are_refused_unless_one_insists(where: str, sha
     named = {"a100": "a100", "rtx4090": "RTX4090", "h200": "NVIDIA H200"}[device]
     told = rf"profile={path} was measured with device {named}, not h100; .*profile_may_differ=true"
     with pytest.raises(ValueError, match=told):
-        setting_of(composed(words))
-    assert setting_of(composed([*words, "profile_may_differ=true"])).cost.form == "table"
+        run_spec_of(composed(words))
+    assert run_spec_of(composed([*words, "profile_may_differ=true"])).cost.form == "table"
 
 
 @pytest.mark.parametrize(
@@ -53,20 +53,20 @@ def test_tables_of_another_model_are_refused(
     words = [f"model={wanted}", f"device={FORMS[path][1]}", "limit=2"]
     words.append(f"profile={shared / 'data/peers' / path}")
     with pytest.raises(ValueError, match=f"measured with model {named}, not {wanted}; choose that"):
-        setting_of(composed(words))
+        run_spec_of(composed(words))
 
 
 def test_tables_that_name_nothing_are_taken_at_the_users_word(shared: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.npz"
     mine.write_bytes((shared / "data/peers" / next(iter(FORMS))).read_bytes())
-    cost = setting_of(composed(["device=h200", f"profile={mine}", "limit=2"])).cost
+    cost = run_spec_of(composed(["device=h200", f"profile={mine}", "limit=2"])).cost
     assert cost.provenance == f"Vidur's tables in {mine}, taken for tiny_llama"
 
 
 def test_a_meta_yaml_that_is_no_utf_8_is_told_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "meta.yaml").write_bytes(b"model: \xff\n")
     with pytest.raises(ValueError, match=r"meta\.yaml: no text in UTF-8 \(byte 7\)"):
-        setting_of(composed(["limit=2", f"profile={tmp_path}"]))
+        run_spec_of(composed(["limit=2", f"profile={tmp_path}"]))
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ def test_one_name_in_two_writings(named: str, mine: str, alike: bool) -> None:
 def test_products_in_no_dtype_of_the_model_are_told_so(shared: Path) -> None:
     words = ["device=h200", f"profile={shared / 'data/peers/aiconfigurator_h200'}", "limit=2"]
     with pytest.raises(ValueError, match=r"in bfloat16, fp8.*, none in float32 as of tiny_llama;"):
-        setting_of(composed(words))
+        run_spec_of(composed(words))
 
 
 def test_a_pace_is_of_calibrated_profiles_only(shared: Path) -> None:
     tables = shared / "data/peers/cost_tables/llama2-7b_a100_tp1.npz"
     words = ["model=llama2_7b", "device=a100", f"profile={tables}", "limit=2", "pace=1.1"]
     with pytest.raises(ValueError, match=r"pace=1\.1: only a profile of `tandem calibrate`"):
-        setting_of(composed(words))
+        run_spec_of(composed(words))
 
 
 def test_only_a_kernel_profile_takes_its_settings(shared: Path) -> None:
@@ -106,10 +106,10 @@ def test_only_a_kernel_profile_takes_its_settings(shared: Path) -> None:
     for profile in (f"profile={tables}", "profile=null"):
         words = ["limit=2", profile, "kernel_profile.graphs=true"]
         with pytest.raises(ValueError, match="none of LLMServingSim"):
-            setting_of(composed(words))
+            run_spec_of(composed(words))
     for wrong in ("skew=some", "step_ns=-1"):
         with pytest.raises(ValueError, match=f"kernel_profile.{wrong.replace('=', '.')}"):
-            setting_of(composed(["limit=2", f"kernel_profile.{wrong}"]))
+            run_spec_of(composed(["limit=2", f"kernel_profile.{wrong}"]))
 
 
 def test_a_profile_without_skew_says_so(shared: Path, tmp_path: Path) -> None:
@@ -117,21 +117,21 @@ def test_a_profile_without_skew_says_so(shared: Path, tmp_path: Path) -> None:
     for name in KERNELS:
         (tmp_path / name).write_bytes((profile / name).read_bytes())
     words = ["model=llama3_8b", "device=rtx4090", "limit=2", f"profile={tmp_path}"]
-    setting_of(composed(words))
+    run_spec_of(composed(words))
     with pytest.raises(ValueError, match=r"skew=default: .* has no skew\.csv\.gz"):
-        setting_of(composed([*words, "kernel_profile.skew=default"]))
+        run_spec_of(composed([*words, "kernel_profile.skew=default"]))
 
 
 def test_what_is_no_profile_is_told_in_a_line(tmp_path: Path) -> None:
-    setting = setting_of(composed(["limit=2"]))
+    setting = run_spec_of(composed(["limit=2"]))
     assert foreign_cost(tmp_path, setting.device, setting.spec) is None
     (tmp_path / "dense.csv").write_text("tokens\n1\n")  # a kernel profile has three
     with pytest.raises(ValueError, match=r"no cost\.json and no tables of another simulator"):
-        setting_of(composed(["limit=2", f"profile={tmp_path}"]))
+        run_spec_of(composed(["limit=2", f"profile={tmp_path}"]))
 
 
 def test_torn_tables_are_told_in_a_line(tmp_path: Path) -> None:
     torn = tmp_path / "torn.npz"
     torn.write_bytes(b"PK\x03\x04")
     with pytest.raises(ValueError, match=r"torn\.npz holds no Vidur tables"):
-        setting_of(composed(["limit=2", f"profile={torn}"]))
+        run_spec_of(composed(["limit=2", f"profile={torn}"]))

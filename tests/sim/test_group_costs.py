@@ -15,10 +15,10 @@ from sim.cost.contract import ShapePriced
 from sim.cost.roofline import Roofline
 from sim.cost.training_launch import update_of
 from sim.devices.group import Group, exchange_ns, rank_device
-from tandem.cli.plan_command import foresee
+from tandem.cli.plan_command import plan_run
 from tandem.config.compose import composed
-from tandem.wiring.backends import world_of
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.backends import backend_of
+from tandem.wiring.run_spec import run_spec_of
 from tests.training.training_jobs import TINY, device, job_of
 from tests.training.trainings import SMALL
 
@@ -99,26 +99,26 @@ def test_a_group_is_foreseen(policy: str) -> None:
     words = [*SMALL, *GROUP, f"policy={policy}"]
     if policy == "patrickstar":
         words.append("planner.chunk_elements=20000")
-    found = foresee(composed(words))
+    found = plan_run(composed(words))
     lanes = found.run.steps.groupby("lane")["nbytes"].sum()
     assert lanes["net"] > 0
-    trainee = found.setting.trainees[0]
+    trainee = found.run_spec.trainees[0]
     assert trainee.job.ranks == 4
     assert set(found.run.training["tokens"]) == {4 * trainee.job.microbatch_tokens}
 
 
 def test_what_a_group_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="serve nothing"):
-        setting_of(composed(["group.devices=2", "limit=2", "device=a100"]))
+        run_spec_of(composed(["group.devices=2", "limit=2", "device=a100"]))
     with pytest.raises(ValueError, match=r"group.nodes=0"):
-        setting_of(composed([*SMALL, "policy=zero3_offload", "group.nodes=0"]))
+        run_spec_of(composed([*SMALL, "policy=zero3_offload", "group.nodes=0"]))
     for links, key in (((), "peer"), (("device=v100", "group.nodes=2"), "network")):
         group = (*SMALL, "policy=zero3_offload", "group.devices=2", *links)
         with pytest.raises(ValueError, match=f"set device.{key}_bytes_per_s"):
-            setting_of(composed(group))
+            run_spec_of(composed(group))
     for backend in ("lockstep", "cpu"):
         words = [*SMALL, "policy=zero3_offload", "group.devices=2", f"backend={backend}"]
         point = composed(words)
         refused = pytest.raises(ValueError, match=r"trains on one device.*backend=sim")
-        with refused, world_of(setting_of(point), point.config["backend"]):
+        with refused, backend_of(run_spec_of(point), point.config["backend"]):
             pass

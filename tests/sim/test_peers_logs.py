@@ -24,7 +24,7 @@ from policies.kv.paged_restart import PagedRestart
 from policies.scheduling.vllm_v1 import VllmV1
 from tandem.config.build import Builder
 from tandem.config.compose import composed
-from tandem.wiring.run_spec import Setting, policy_of
+from tandem.wiring.run_spec import RunSpec, policy_of
 from tests.support.vllm_reference import Vllm
 
 SMALL, LARGE = CASES
@@ -57,7 +57,7 @@ def test_the_engine_decides_as_vllm_does_where_no_page_is_kept(log: Log) -> None
     assert decided_as_vllm(log, plain, simulate(plain), keeps=False).reused_tokens == 0
 
 
-def decided_as_vllm(log: Log, setting: Setting, ours: Simulated, keeps: bool) -> Vllm:
+def decided_as_vllm(log: Log, setting: RunSpec, ours: Simulated, keeps: bool) -> Vllm:
     """Checks a run against vLLM's loop with the same costs, which it returns."""
     case, page = log.case, setting.room.page
     pages = case.pages - NULL_PAGES

@@ -20,9 +20,9 @@ from runtime.executors.wall import Link
 from runtime.serving.machine import GPU, ServingMachine
 from sim.executor import SimExecutor
 from tandem.config.compose import composed
-from tandem.wiring.backends import world_of
+from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.run_spec import run_spec_of
 from tests.support.fault_cases import books_of, bounded, check_books
 from tests.support.faults import FAULTS, Fault, Liar, fault
 from tests.support.hand_made import FAMILIES, HOST, shared_model
@@ -210,8 +210,8 @@ def _served(name: str, backend: str, liar: Any) -> Iterator[tuple[Engine, list[A
 @contextmanager
 def _trained(name: str, backend: str, liar: Any) -> Iterator[tuple[Engine, list[Any]]]:
     point = composed([*SMALL, f"backend={backend}", *TRAINING])
-    found = replace(setting_of(point), policy=liar)
-    with world_of(found, point.config["backend"]) as world:
+    found = replace(run_spec_of(point), policy=liar)
+    with backend_of(found, point.config["backend"]) as world:
         yield engine_of(found, world, Recorder(world.meter)), found.work
 
 
@@ -251,4 +251,4 @@ def tell(name: str, backend: str, at: int = 3, seed: int = 0) -> Refusal:
 
 
 def _policy_of_training() -> Any:
-    return setting_of(composed([*SMALL, "backend=sim", *TRAINING])).policy
+    return run_spec_of(composed([*SMALL, "backend=sim", *TRAINING])).policy

@@ -6,7 +6,7 @@ from functools import cache
 
 from engine.contract.regions import Tier
 from policies.training.out_of_memory import DoesNotFit
-from tandem.cli.plan_command import KEYS, Need, foresee, least_of
+from tandem.cli.plan_command import KEYS, Need, min_budget_of, plan_run
 from tandem.config.compose import ComposedConfig, composed
 from tests.training.trainings import SMALL, setting, state_bytes
 
@@ -104,7 +104,7 @@ def budget(need: Need) -> Words:
 def refusal(*words: str) -> DoesNotFit | None:
     """Why the simulator does not train this; None where it does."""
     try:
-        foresee(_point(*words))
+        plan_run(_point(*words))
     except DoesNotFit as error:
         return error
     return None
@@ -133,7 +133,7 @@ def pressing(*words: str) -> Words:
 def _least(*words: str) -> Need:
     refused = refusal(*words)
     assert refused is not None, "there is no pressure"
-    need = least_of(_point(*words), refused)
+    need = min_budget_of(_point(*words), refused)
     assert need is not None
     return need
 

@@ -17,7 +17,7 @@ from runtime.training.trainer import Trainer
 from tandem.config.compose import ComposedConfig, composed
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.machines import device_bytes_of, warn_of_pinned
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.run_spec import run_spec_of
 from tests.runtime.test_cuda import TOTAL, StandIn, gpu, has_gpu
 from tests.training.test_training_runs import POLICIES, RECIPE
 from tests.training.trainings import (
@@ -120,7 +120,7 @@ def test_little_free_memory_is_told_and_refuses_nothing(
     """Machines that are rented say that little is free, and grow."""
     monkeypatch.setattr(tandem.wiring.machines, "available_bytes", lambda: 1 << 10)
     warn_of_pinned(setting("policy=zero3_offload", "device=h200"))
-    warn_of_pinned(setting_of(composed(["model=micro_llama", "limit=2", "budget.kv_pages=99"])))
+    warn_of_pinned(run_spec_of(composed(["model=micro_llama", "limit=2", "budget.kv_pages=99"])))
     states, swapped = [record.getMessage() for record in caplog.records]
     assert "MiB of its states will be pinned" in states and "planner.start=device" in states
     assert "MiB of host memory for swapped KV will be pinned" in swapped

@@ -13,7 +13,7 @@ from tandem.cli.catalog import options
 from tandem.cli.errors import Usage
 from tandem.config.build import Builder
 from tandem.config.compose import composed
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.run_spec import run_spec_of
 from traces.serving.request import TrainingJob
 from traces.serving.sample import SAMPLES
 from traces.training.job import Text, Training
@@ -133,7 +133,7 @@ def test_rows_that_nothing_came_of_are_told(
     text.write_text(text.read_text(encoding="utf-8") + '{"bad\n{"other": 1}\n', encoding="utf-8")
     words = ["trace=none", "policy=zero3_offload", "training=text", f"cache={tmp_path / 'cache'}"]
     words += [f"training.data.path={text}", "training.data.text_field=body"]
-    setting_of(composed([*words, "training.sequence_tokens=8"]))
+    run_spec_of(composed([*words, "training.sequence_tokens=8"]))
     told = [record.getMessage() for record in caplog.records]
     assert f"{text.name}: not trained on, of its rows: 1 (line is not JSON)" in told
     assert f"{text.name}: not trained on, of its rows: 1 (no body field)" in told
@@ -142,7 +142,7 @@ def test_rows_that_nothing_came_of_are_told(
 def test_of_a_text_that_was_imported_before_nothing_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    setting_of(composed(["trace=none", "policy=zero3_offload", "training=sample"]))
+    run_spec_of(composed(["trace=none", "policy=zero3_offload", "training=sample"]))
     assert not caplog.records
 
 
@@ -154,7 +154,7 @@ def test_a_warm_up_that_outlasts_the_job_is_told(
 ) -> None:
     words = ["trace=none", "policy=zero3_offload", "training=random"]
     words += [f"training.recipe.warmup_steps={warmup}", f"training.num_steps={steps}"]
-    job = setting_of(composed(words)).trainees[0].job
+    job = run_spec_of(composed(words)).trainees[0].job
     rates = [job.recipe.learning_rate_at(step, steps) for step in range(steps)]
     told = [record.getMessage() for record in caplog.records]
     if most is None:

@@ -9,9 +9,9 @@ import torch
 
 from runtime.training.trainer import Trainer
 from tandem.config.compose import composed
-from tandem.wiring.backends import world_of
+from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.run_spec import run_spec_of
 from tests.support.pressure import CLIP, DROPOUT, FROZEN, POLICIES
 from tests.training.trainings import SMALL
 
@@ -66,11 +66,11 @@ def unclaimed(
     """Bytes that neither the store nor its graphs hold at the end of each step of a lockstep run;
     each step adds 10 kB to `hidden`."""
     job = (f"training.num_steps={STEPS}", f"training.microbatches={MICROBATCHES}")
-    found = setting_of(composed([*SMALL, *job, *words, "backend=lockstep"]))
+    found = run_spec_of(composed([*SMALL, *job, *words, "backend=lockstep"]))
     seen: list[int] = []
     ends = Trainer._end_step
 
-    with world_of(found, {"name": "lockstep", "clock": "virtual"}) as world:
+    with backend_of(found, {"name": "lockstep", "clock": "virtual"}) as world:
         meter = world.meter
         assert meter is not None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sim.fit.errors import ALL
-from tandem.cli.plan_command import foresee
+from tandem.cli.plan_command import plan_run
 from tandem.config.compose import composed
 from tandem.wiring import profile as training_profile
 from tandem.wiring.backends import with_reference
@@ -29,9 +29,9 @@ def test_a_profile_of_the_simulator_predicts_what_its_roofline_does(
     assert {"layer again", "layer backward", "update cpu", "update compute"} <= set(table.index)
     other = [*SMALL, "trace=none", "policy=zero3_offload", "model.num_layers=5"]
     other += ["training.sequences=2", "training.sequence_tokens=40"]
-    predicted = foresee(composed([*other, f"profile={tmp_path / 'profile'}"]))
-    assert predicted.setting.cost.form == "table"
-    assert predicted.step_s == pytest.approx(foresee(composed(other)).step_s, rel=0.02)
+    predicted = plan_run(composed([*other, f"profile={tmp_path / 'profile'}"]))
+    assert predicted.run_spec.cost.form == "table"
+    assert predicted.step_s == pytest.approx(plan_run(composed(other)).step_s, rel=0.02)
     with pytest.raises(ValueError, match="there is something in it already"):
         calibrate_training(composed(SMALL), tmp_path / "profile")
 
@@ -46,8 +46,8 @@ def test_a_profile_of_adapters_knows_what_whole_units_take_on_the_link(
     calibrate_training(composed(small), tmp_path / "profile")
     other = [*small, "trace=none", "policy=fsdp2_offload", "planner.modes=offload"]
     other += ["training.sequences=2", "training.sequence_tokens=40"]
-    predicted = foresee(composed([*other, f"profile={tmp_path / 'profile'}"]))
-    assert predicted.step_s == pytest.approx(foresee(composed(other)).step_s, rel=0.02)
+    predicted = plan_run(composed([*other, f"profile={tmp_path / 'profile'}"]))
+    assert predicted.step_s == pytest.approx(plan_run(composed(other)).step_s, rel=0.02)
 
 
 def test_a_clock_of_reference_works_is_kept_by_all_shapes() -> None:

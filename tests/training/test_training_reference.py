@@ -17,8 +17,8 @@ from runtime.measure.reference import (
     training_references,
 )
 from tandem.config.compose import composed
-from tandem.wiring.backends import world_of
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.backends import backend_of
+from tandem.wiring.run_spec import run_spec_of
 from tests.training.trainings import SMALL
 from traces.training.recipe import Recipe
 
@@ -58,5 +58,5 @@ def test_launches_go_by_the_unit_and_updates_by_the_update(works: Works) -> None
 def test_a_run_that_only_trains_has_its_own_pace() -> None:
     words = [*SMALL, "policy=zero3_offload", "backend=cpu"]
     point = composed([*words, "backend.reference_ns=[1000000,1000000]"])
-    with world_of(setting_of(point), point.config["backend"]) as world:
+    with backend_of(run_spec_of(point), point.config["backend"]) as world:
         assert isinstance(world.executor._pace, TrainingPace)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from analysis.pages.training_tables import training_table
 from analysis.run import Run
 from analysis.training import TIMES, percents, time_shares
 from tandem.cli.__main__ import main
-from tandem.cli.plan_command import foresee
+from tandem.cli.plan_command import plan_run
 from tandem.config.compose import composed
 from tests.support.strategies import cases
 from tests.training.trainings import SMALL
@@ -72,7 +72,7 @@ def test_launches_whose_clocks_overlap_count_once() -> None:
 @pytest.mark.parametrize("words", POLICIES, ids=[words[0] for words in POLICIES])
 def test_parts_of_a_run_add_up(words: tuple[str, ...]) -> None:
     """And each is what one sees who looks at every moment when something begins or ends."""
-    run = foresee(composed([*SMALL, *words, "backend=sim"])).run
+    run = plan_run(composed([*SMALL, *words, "backend=sim"])).run
     found, rows = time_shares(run), run.steps[run.steps["lane"].isin(("compute", "cpu"))]
     assert sum(found.values()) == pytest.approx(1)
     times = sorted({*run.training["start_ns"], *rows["start_ns"], *rows["end_ns"]})
@@ -104,7 +104,7 @@ def test_what_plan_run_and_report_print_adds_up(
     assert len(times) == 2
     for line in times:
         assert sum(map(int, re.findall(r"(\d+)%", line))) == 100 and "waiting " in line
-    table = training_table(summary(foresee(composed([*words, "backend=sim"])).run))
+    table = training_table(summary(plan_run(composed([*words, "backend=sim"])).run))
     shown = {row[0].text: row[1].text for row in table.rows}
     parts = [float(v.removesuffix(" %")) for k, v in shown.items() if k.startswith("time of")]
     assert sum(parts) == pytest.approx(100) and "time of waiting" in shown

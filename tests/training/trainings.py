@@ -14,9 +14,9 @@ import torch
 from engine.contract.regions import Tier
 from engine.results.recorder import Recorder
 from tandem.config.compose import ComposedConfig, composed
-from tandem.wiring.backends import world_of
+from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
-from tandem.wiring.run_spec import Setting, setting_of
+from tandem.wiring.run_spec import RunSpec, run_spec_of
 from tandem.wiring.training import Trainee
 from tests.training.training_runs import Result, plainly
 
@@ -44,7 +44,7 @@ SMALL = (
 class Trained:
     """What a run has left."""
 
-    setting: Setting
+    setting: RunSpec
     recorder: Recorder
     losses: list[float]
     weights: Mapping[str, torch.Tensor]
@@ -61,12 +61,12 @@ class Trained:
         return [row["body"] for row in self.recorder.tables()["plans"].to_pylist()]
 
 
-def setting(*overrides: str) -> Setting:
+def setting(*overrides: str) -> RunSpec:
     """The setting of a small training run."""
-    return setting_of(composed([*SMALL, *overrides]))
+    return run_spec_of(composed([*SMALL, *overrides]))
 
 
-def state_bytes(found: Setting) -> int:
+def state_bytes(found: RunSpec) -> int:
     """Weights, gradients and optimizer states of the job."""
     chunks = found.room.layout.training[found.trainees[0].job.job_id].chunks
     return sum(c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in chunks)
@@ -79,8 +79,8 @@ def train(backend: str, *overrides: str) -> Trained:
 
 def train_at(point: ComposedConfig) -> Trained:
     """The same of a whole configuration."""
-    found = setting_of(point)
-    with _one_thread(), world_of(found, point.config["backend"]) as world:
+    found = run_spec_of(point)
+    with _one_thread(), backend_of(found, point.config["backend"]) as world:
         recorder = Recorder(world.meter)
         engine = engine_of(found, world, recorder)
         engine.replay(found.work)

@@ -6,7 +6,7 @@ from engine.contract.executor import Launch
 from engine.contract.plan import Copy
 from engine.contract.regions import Kind, Place, Region, Tier
 from sim.cost.tie_sensitivity import SlowerCopies
-from tandem.cli.plan_command import LATE, foresee, told
+from tandem.cli.plan_command import LATE, plan_run, told
 from tandem.config.compose import composed
 
 ZERO3 = ("trace=none", "training=random", "model=tiny_llama", "policy=zero3_offload")
@@ -38,7 +38,7 @@ def test_only_copies_to_the_host_are_late() -> None:
 
 def test_a_tie_is_told_where_it_decides() -> None:
     """Fetching a layer and sending its gradients take equally long here."""
-    found = foresee(composed([*ZERO3, *SLOW]))
+    found = plan_run(composed([*ZERO3, *SLOW]))
     used, most = found.peak_bytes("gpu:0")["used"], found.most_bytes("gpu:0")
     assert most > 1.03 * used
     assert f"if copies out are {LATE:.0%} slower" in told(found)
@@ -46,6 +46,6 @@ def test_a_tie_is_told_where_it_decides() -> None:
 
 def test_where_nothing_is_copied_nothing_is_late() -> None:
     words = [word for word in ZERO3 if not word.startswith("policy")]
-    found = foresee(composed([*words, "policy=train_on_device", "backend=sim"]))
+    found = plan_run(composed([*words, "policy=train_on_device", "backend=sim"]))
     assert found.most_bytes("gpu:0") == found.peak_bytes("gpu:0")["used"]
     assert "slower" not in told(found)

@@ -9,18 +9,18 @@ import pytest
 from analysis.training import training_steps
 from engine.contract.regions import Tier
 from policies.training.out_of_memory import DoesNotFit, OutOfMemory
-from tandem.cli import plan_command as foresight
+from tandem.cli import plan_command
 from tandem.cli.__main__ import main
 from tandem.cli.plan_command import (
     PRECISION,
-    Foreseen,
     Need,
-    foresee,
-    foreseen,
-    largest,
-    largest_of,
-    least_memory,
-    told_least,
+    PlannedPoint,
+    largest_models,
+    max_layers,
+    min_memory,
+    plan_points,
+    plan_run,
+    told_min_budget,
 )
 from tandem.config.compose import ComposedConfig, composed
 from tandem.sweeps.grid import grid_of
@@ -44,9 +44,9 @@ def test_the_step_that_is_told_is_that_of_a_long_run(
     words = ["trace=none", "training=random", "model=tiny_llama", "training.sequence_tokens=64"]
     words += [f"policy={policy}", "budget.device_bytes=60000000", "budget.host_bytes=1000000000"]
     point = composed([*words, "training.num_steps=8", "backend=sim"])
-    found = foresee(point)
-    monkeypatch.setattr(foresight, "STEPS", 8)
-    steps_s = training_steps(foresee(point).run)["step_s"]
+    found = plan_run(point)
+    monkeypatch.setattr(plan_command, "STEPS", 8)
+    steps_s = training_steps(plan_run(point).run)["step_s"]
     assert found.step_s == steps_s.iloc[-1]
     assert found.tokens_per_s == 64 / steps_s.iloc[-1]
 
@@ -62,12 +62,12 @@ def test_what_does_not_fit_is_told_with_what_is_missing(capsys: pytest.CaptureFi
 def test_the_least_budget_fits_and_a_byte_less_does_not() -> None:
     words = (*SMALL, "policy=train_on_device", "backend=sim", "training.num_steps=1")
     with pytest.raises(DoesNotFit) as short:
-        foresee(composed([*words, "budget.device_bytes=2000000"]))
-    told = told_least(composed([*words, "budget.device_bytes=2000000"]), short.value)
+        plan_run(composed([*words, "budget.device_bytes=2000000"]))
+    told = told_min_budget(composed([*words, "budget.device_bytes=2000000"]), short.value)
     least = int(told.partition("device_bytes=")[2].split()[0])
-    foresee(composed([*words, f"budget.device_bytes={least}"]))
+    plan_run(composed([*words, f"budget.device_bytes={least}"]))
     with pytest.raises(DoesNotFit):
-        foresee(composed([*words, f"budget.device_bytes={least - 1}"]))
+        plan_run(composed([*words, f"budget.device_bytes={least - 1}"]))
 
 
 @pytest.mark.parametrize("step", [1, 1000, 10_000])
@@ -82,7 +82,7 @@ def test_the_least_is_found_though_each_launch_tells_its_own_deficit(step: int) 
         return None
 
     start = {Tier.GPU: 500_000, Tier.HOST: 70_000}
-    found = least_memory(tried, start, DoesNotFit("of a planner"))
+    found = min_memory(tried, start, DoesNotFit("of a planner"))
     assert found is not None and len(tries) < 100
     for tier, most in wanted.items():
         assert most <= found[tier] <= most + (most // PRECISION if step == 1 else 0)
@@ -97,7 +97,7 @@ def test_the_least_is_found_though_a_launch_tells_of_more_than_its_deficit(surpl
         return OutOfMemory((Tier.GPU, 0), lacks + surplus, "a launch") if lacks > 0 else None
 
     start = {Tier.GPU: 500_000, Tier.HOST: 70_000}
-    found = least_memory(tried, start, DoesNotFit("of a planner"))
+    found = min_memory(tried, start, DoesNotFit("of a planner"))
     assert found is not None
     assert most <= found[Tier.GPU] <= most + most // PRECISION
     assert found[Tier.HOST] == start[Tier.HOST]
@@ -107,11 +107,11 @@ def test_the_least_is_found_though_a_launch_tells_of_more_than_its_deficit(surpl
 def test_the_largest_fits_and_the_next_does_not(policy: str) -> None:
     words = (*SMALL, f"policy={policy}", "budget.device_bytes=12000000")
     point = composed([*words, "budget.host_bytes=20000000", "backend=sim"])
-    count = largest(point)
+    count = max_layers(point)
     assert count > 0
-    foresee(point, count)
+    plan_run(point, count)
     with pytest.raises(DoesNotFit):
-        foresee(point, count + 1)
+        plan_run(point, count + 1)
 
 
 FROZEN3 = "training.recipe.frozen_units=3"  # embedding and two layers: one more trains
@@ -131,12 +131,12 @@ def test_the_largest_is_sought_among_depths_that_train(
     assert told.startswith("largest of this width: ")
     count, point = int(told.split()[4]), composed([*words, "backend=sim"])
     assert count >= 8
-    foresee(point, count)
+    plan_run(point, count)
     with pytest.raises(DoesNotFit):
-        foresee(point, count + 1)
-    least = foresight.least_layers(point)
+        plan_run(point, count + 1)
+    least = plan_command.min_layers(point)
     with pytest.raises(ValueError, match="leaves nothing to train"):
-        foresee(point, least - 1)
+        plan_run(point, least - 1)
 
 
 def test_the_least_that_trains_may_be_too_large(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +161,7 @@ def test_no_other_depth_is_sought_where_modes_name_layers(
         (range(1, 2), 1, ()),
         (range(1, 38), 37, ()),
         ([*range(1, 20), 21, 23], 23, ()),  # chunks were rounded
-        (range(1, 10_000), foresight.MOST_LAYERS, ()),
+        (range(1, 10_000), plan_command.MOST_LAYERS, ()),
         (range(8), 0, (FROZEN9,)),
         (range(8, 9), 8, (FROZEN9,)),
         (range(8, 38), 37, (FROZEN9,)),
@@ -177,8 +177,8 @@ def test_the_search(
         if num_layers not in fitting:  # type: ignore[operator]
             raise DoesNotFit("no")
 
-    monkeypatch.setattr(foresight, "foresee", pretend)
-    assert largest(composed([*ZERO3, *words])) == wanted
+    monkeypatch.setattr(plan_command, "plan_run", pretend)
+    assert max_layers(composed([*ZERO3, *words])) == wanted
     assert len(asked) == len(set(asked)) < 30, "each is simulated once, and few are"
 
 
@@ -195,10 +195,10 @@ def test_a_family_is_told_row_by_row(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_largest_is_found_among_whatever_order() -> None:
     fits: Any = object()
     rows = [
-        Foreseen(("policy=a", f"model.num_layers={n}"), n, fits if n < 5 else None)
+        PlannedPoint(("policy=a", f"model.num_layers={n}"), n, fits if n < 5 else None)
         for n in (4, 8, 2)
     ]
-    assert largest_of(rows) == {("policy=a",): rows[0]}
+    assert largest_models(rows) == {("policy=a",): rows[0]}
 
 
 def test_a_search_that_is_told_nonsense_ends_all_the_same() -> None:
@@ -214,20 +214,20 @@ def test_a_search_that_is_told_nonsense_ends_all_the_same() -> None:
 
     refused = lacking({Tier.GPU: 10})
     assert refused is not None
-    assert least_memory(lacking, {Tier.GPU: 10}, refused) == {Tier.GPU: 3000}
+    assert min_memory(lacking, {Tier.GPU: 10}, refused) == {Tier.GPU: 3000}
     assert len(tried) < 64
 
 
 def test_a_mistake_is_told_before_anything_is_foreseen() -> None:
     with pytest.raises(ValueError, match="did you mean"):
-        [*foreseen(grid_of([*ZERO3, "model.num_layer=1,2"]).points())]
+        [*plan_points(grid_of([*ZERO3, "model.num_layer=1,2"]).points())]
 
 
 def test_where_warm_up_has_no_room_for_chunks_the_least_is_of_the_device() -> None:
     words = (*SMALL, "policy=patrickstar", "backend=sim", "training.num_steps=1")
     point = composed([*words, "budget.device_bytes=100000", "budget.host_bytes=20000000"])
     with pytest.raises(OutOfMemory, match="two chunks of") as refused:
-        foresee(point)
+        plan_run(point)
     assert refused.value.pool == (Tier.GPU, 0)
-    told = told_least(point, refused.value)
+    told = told_min_budget(point, refused.value)
     assert told.startswith("fits from: budget.device_bytes=") and told.count("budget.") == 1
