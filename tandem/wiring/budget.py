@@ -227,10 +227,10 @@ def _max_step(budget: Budget, requests: Sequence[Request], policy: Any) -> tuple
     jobs = getattr(scheduling, "max_jobs", len(requests))
     if limit := budget.step_tokens or traits_of(scheduling).step_tokens:
         return limit, min(jobs, limit)
-    limit = getattr(scheduling, "token_budget", None)
+    bound = getattr(scheduling, "token_budget", None)
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
     prompts = sorted((r.prompt_tokens for r in requests), reverse=True)
-    return max(limit or sum(prompts[:jobs]), longest), jobs
+    return max(bound or sum(prompts[:jobs]), longest), jobs
 
 
 def _kv_bytes(budget: Budget, page: PageSize) -> int | None:
