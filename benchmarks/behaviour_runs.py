@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
+Words = tuple[str, ...]
 SHARED, INPUTS, PLAYED = "<shared>", "<inputs>", "<played>"  # folders, in the words of a run
 
 
@@ -27,7 +28,7 @@ class Run:
     """
 
     name: str
-    words: tuple[str, ...]
+    words: Words
     shows: tuple[str, ...] = ()
     plays: str = ""
     code: int = 0
@@ -79,7 +80,7 @@ SIXTH = "budget.device_bytes=960000"
 CHUNKS = ("planner.chunk_elements=15000", "planner.oversize=alone")  # half a layer
 TRAINED = {  # what each policy trains, so that modes, recipes and accumulation are all met
     "train_on_device": ("planner.modes=keep", "training.recipe.dropout=0.1"),
-    "zero_offload": ("planner.modes=recompute", "training.microbatches=2"),
+    "zero_offload": ("training/recipe=lora", "planner.modes=recompute", "training.microbatches=2"),
     "zero3_offload": ("planner.modes=offload", "training.recipe.clip_norm=0.5", SIXTH),
     "fsdp2_offload": ("planner.modes=recompute", "training.recipe.dropout=0.1", SIXTH),
     "train_lru": ("planner.modes=keep", "training.microbatches=2", SIXTH),
@@ -87,7 +88,8 @@ TRAINED = {  # what each policy trains, so that modes, recipes and accumulation 
     "train_opt": ("training.recipe.dtype=bfloat16", "training.recipe.clip_norm=0.5"),
     "patrickstar": (*CHUNKS, "planner.modes=recompute", SIXTH),
 }
-STAYS = ("train_on_device",)  # without copies
+STAYS = "train_on_device"  # without copies
+RECURS = "patrickstar"  # long enough that measured steps recur
 LARGE = ("trace=none", "training=random", "model=gpt2_shape", "training.recipe.dtype=bfloat16")
 
 PEERS = f"{SHARED}/data/peers"
@@ -119,7 +121,6 @@ def _serving() -> Iterator[Run]:
             yield Run(f"{name}/lockstep", words, (*shows, "tokens"))
     yield Run("vllm_v0", (*PRESSURE, "policy=vllm_v0"), ("restarts",))
     yield Run("vllm_v1", (*PRESSURE, "policy=vllm_v1"), ("restarts",))
-    yield Run("vllm_v1/lockstep", (*SHORT, "policy=vllm_v1", LOCKSTEP), ("restarts", "tokens"))
     yield Run("orca", (*PRESSURE, "policy=orca", "memory.max_tokens=1280"))
     yield Run("sarathi", (*PRESSURE, "policy=sarathi"), ("restarts",))
     words = ("slo=mixed", "policy=deadline_restart", DEADLINES)
@@ -129,7 +130,6 @@ def _serving() -> Iterator[Run]:
     yield Run("depth_1", (*poisson, "policy=chunked_restart", "depth=1"), ("restarts",))
     yield Run("depth_2", (*poisson, "policy=chunked_restart", "depth=2"), ("restarts",))
     yield Run("depth_3", (*poisson, "policy=chunked_swap", "depth=3"), ("swaps",))
-    yield Run("depth_1/lockstep", (*SHORT, "depth=1", LOCKSTEP), ("restarts", "tokens"))
     words = ("arrival=clients", "arrival.clients=8", "arrival.think_s=0.1", "limit=40")
     yield Run("clients", words)
     drawn = ("sampling.temperature=0.8", "sampling.top_k=20", "lengths=sampled", "eos_ids=[3,5,7]")
@@ -141,10 +141,11 @@ def _serving() -> Iterator[Run]:
 
 def _shared_prefixes() -> Iterator[Run]:
     prefix = ("trace.prefix_tokens=64", CACHING)
-    for policy, shows in (("chunked_restart", "restarts"), ("continuous_swap", "swaps")):
-        words = (*SHORT, f"policy={policy}", *prefix)
-        yield Run(f"prefix/{policy}/sim", words, (shows, "cached tokens"))
-        yield Run(f"prefix/{policy}/lockstep", (*words, LOCKSTEP), (shows, "cached tokens"))
+    words = (*SHORT, "policy=chunked_restart", *prefix)
+    yield Run("prefix/restart/sim", words, ("restarts", "cached tokens"))
+    yield Run("prefix/restart/lockstep", (*words, LOCKSTEP), ("cached tokens", "tokens"))
+    words = (*SHORT, "policy=continuous_swap", *prefix)
+    yield Run("prefix/swap/sim", words, ("swaps", "cached tokens"))
     sessions = ("experiment=sessions", "limit=40", CACHING)
     yield Run("sessions/sim", (*sessions, "arrival.rate=4"), ("cached tokens",))
     short = ("limit=12", "trace.max_total_tokens=320", "model.num_layers=1", LOCKSTEP)
@@ -152,8 +153,10 @@ def _shared_prefixes() -> Iterator[Run]:
 
 
 def _fleets() -> Iterator[Run]:
-    two = ("replicas=2", "limit=40", "arrival.rate=16", "budget.kv_pages=120")
-    yield Run("replicas/round_robin", (*two, "router=round_robin", "policy=chunked_swap"))
+    two = ("replicas=2", "limit=40", "arrival.rate=16", "budget.kv_pages=90")
+    yield Run(
+        "replicas/round_robin", (*two, "router=round_robin", "policy=chunked_swap"), ("swaps",)
+    )
     least = ("router=least_outstanding", "router.load=tokens")
     yield Run("replicas/least_outstanding", (*two, *least), ("restarts",))
     near = ("experiment=sessions", "router=prefix_affinity", CACHING, "replicas=3", "limit=40")
@@ -165,19 +168,21 @@ def _fleets() -> Iterator[Run]:
 def _training() -> Iterator[Run]:
     for policy, traits in TRAINED.items():
         words = (*TRAINING, f"policy={policy}", *traits)
-        moves = () if policy in STAYS else ("copies",)
+        moves = () if policy == STAYS else ("copies",)
         yield Run(f"{policy}/sim", (*words, "training.num_steps=4"), moves)
-        lockstep = (*words, "training.num_steps=3", LOCKSTEP)
-        yield Run(f"{policy}/lockstep", lockstep, (*moves, "losses"))
-    lora = ("policy=zero3_offload", "training/recipe=lora", "training.microbatches=2", LOCKSTEP)
-    yield Run("lora/lockstep", (*TRAINING, *lora, "training.num_steps=3"), ("copies", "losses"))
+        if policy == RECURS:
+            lockstep = (*words, "training.num_steps=8", LOCKSTEP)
+            yield Run(f"{policy}/lockstep", lockstep, ("copies", "losses", "plans unasked"))
+        else:
+            lockstep = (*words, "training.num_steps=3", LOCKSTEP)
+            yield Run(f"{policy}/lockstep", lockstep, (*moves, "losses"))
     text = ("trace=none", "training=sample", "model=micro_llama", "policy=zero_offload", LOCKSTEP)
-    yield Run("text/lockstep", (*text, "model.vocab_size=2048", "training.num_steps=2"), ("losses",))
-    many = (*TRAINING, "training.num_steps=12")
+    yield Run(
+        "text/lockstep", (*text, "model.vocab_size=2048", "training.num_steps=2"), ("losses",)
+    )
     unasked = ("copies", "plans unasked")
-    yield Run("recurrence/zero3_offload", (*many, "policy=zero3_offload", SIXTH), unasked)
-    star = (*many, "policy=patrickstar", *CHUNKS, SIXTH, LOCKSTEP)
-    yield Run("recurrence/patrickstar/lockstep", star, (*unasked, "losses"))
+    many = (*TRAINING, "policy=zero3_offload", SIXTH, "training.num_steps=12")
+    yield Run("recurrence/zero3_offload", many, unasked)
     tide = ("experiment=memory_tide", "training.num_steps=6")
     yield Run("recurrence/memory_tide", tide, unasked)
     small = ("policy=train_on_device", "budget.device_bytes=100000")
@@ -212,8 +217,8 @@ def _played() -> Iterator[Run]:
     of = "chunked_swap/lockstep"
     yield Run("playback/serving/sim", (*SHORT, *back), ("swaps",), of)
     yield Run("playback/serving/lockstep", (*SHORT, *back, LOCKSTEP), ("swaps", "tokens"), of)
-    of = "prefix/chunked_restart/sim"
-    words = (*SHORT, "trace.prefix_tokens=64", *back)
+    of = "prefix/restart/sim"
+    words: Words = (*SHORT, "trace.prefix_tokens=64", *back)
     yield Run("playback/prefix", words, ("restarts", "cached tokens"), of)
     of, traits = "zero3_offload/lockstep", TRAINED["zero3_offload"]
     words = (*TRAINING, *(word for word in traits if not word.startswith("planner.")), *back)
@@ -221,14 +226,14 @@ def _played() -> Iterator[Run]:
     yield Run("playback/training/sim", words, ("copies",), of)
     yield Run("playback/training/lockstep", (*words, LOCKSTEP), ("copies", "losses"), of)
     of = "replicas/round_robin"
-    two = ("replicas=2", "limit=40", "arrival.rate=16", "budget.kv_pages=120", *back)
-    yield Run("playback/replicas", (*two, "router=round_robin"), (), of)
+    two = ("replicas=2", "limit=40", "arrival.rate=16", "budget.kv_pages=90", *back)
+    yield Run("playback/replicas", (*two, "router=round_robin"), ("swaps",), of)
 
 
 def _timed() -> Iterator[Run]:
     """Measured on this machine: tokens and losses are the same, times are not."""
     quiet = ("backend.probe_look_s=null",)
-    words = (*SHORT, "trace.requests=8", "budget.kv_pages=200", CPU, *quiet)
+    words: Words = (*SHORT, "trace.requests=8", "budget.kv_pages=200", CPU, *quiet)
     yield Run("serving/cpu", words, ("tokens",), is_timed=True)
     yield Run("serving/wall", (*words, WALL), ("tokens",), is_timed=True)
     words = (*TRAINING, "policy=zero3_offload", *TRAINED["zero3_offload"], CPU, *quiet)
@@ -241,7 +246,7 @@ def _peers() -> Iterator[Run]:
     yield Run("vidur/sarathi", (*VIDUR, "policy=sarathi"), ("restarts",))
     yield Run("vidur/vllm_v0", (*VIDUR, "policy=vllm_v0"), ("restarts",))
     for card, pages, jobs in (("RTX4090", 2587, 256), ("RTXPRO6000", 19999, 128)):
-        words = (
+        words: Words = (
             "model=llama3_8b",
             f"device={card.lower()}",
             "policy=vllm_v1",

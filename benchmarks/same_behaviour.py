@@ -2,27 +2,24 @@
 
 `python -m benchmarks.same_behaviour BEFORE [AFTER] [--only NAME] [--jobs N] [--keep FOLDER]`
 
-BEFORE and AFTER are folders of checkouts, or revisions of this one's history; AFTER is this checkout
-unless it is named. Every run of benchmarks/behaviour_runs.py is carried out by both on this machine,
-by its words behind `tandem run` and in other folders than the checkouts. Nothing of either is
-imported here: what is compared is what their run folders hold. Each column of each table, and each
-key of each JSON file, is decoded and hashed with its type and values. Two columns are the same where
-their hashes are; if not, the first row that differs is shown. RENAMED lists the columns that have
-another name in AFTER, LEFT_OUT those that are not compared, each with its reason. config.yaml is
-not compared: it names classes. A run must also end with the exit status that is expected, and show
-what it is for (restarts, swaps, shared pages, ...).
+BEFORE and AFTER are folders of checkouts, or revisions of this one's history. Without AFTER it is
+this checkout. Both carry out every run of benchmarks/behaviour_runs.py on this machine, by
+its words behind `tandem run`, in folders beside the checkouts. Nothing of either is imported here:
+what is compared is what their run folders hold. Each column of each table and each key of each JSON
+file is decoded, and hashed with its type. Two columns are equal where their hashes are; else the
+first row that differs is shown. RENAMED lists columns with another name in AFTER, LEFT_OUT columns
+that are not compared, each with its reason. config.yaml is not compared: it names classes. A run
+must also end with the exit status that is expected of it, and show what it is for (restarts, swaps,
+shared pages, ...).
 
-It compares with a checkout that somebody names, so `make claims` leaves it out.
+`make claims` leaves it out, since only the user can say what BEFORE is.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import io
-import json
 import os
-import struct
 import subprocess
 import sys
 import tarfile
@@ -32,39 +29,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from functools import cached_property
-from math import isnan
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from benchmarks.behaviour_runs import INPUTS, PLAYED, SHARED, Run, runs, write_inputs
+from benchmarks.run_columns import ALL, Folder, LeftOut, differences, read_folder
 
 HERE = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600  # of one run
-SHOWN = 60  # characters of a value that differs
-JSON = "json"  # the type of a column that is a key of a JSON file
-ALL = "*"
 
 # (file, column of BEFORE) -> column of AFTER
 RENAMED: dict[tuple[str, str], str] = {}
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """Columns that are not compared, and why; `is_timed`: only where a clock decides when.
-
-    `column` is a name, or a pattern as a shell has them.
-    """
-
-    file: str
-    column: str
-    reason: str
-    is_timed: bool = False
 
 
 LEFT_OUT: tuple[LeftOut, ...] = (
@@ -75,165 +52,31 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut("status.json", "traceback", "names files and lines of the code"),
     LeftOut("memory.parquet", "process_bytes", "the process, as the operating system counts it"),
     LeftOut("metrics.json", "*_process_bytes", "of memory.parquet's process_bytes"),
+    *(
+        LeftOut(file, column, reason, is_timed=True)
+        for file, column, reason in (
+            ("requests.parquet", "scheduled_ns", "a clock's reading"),
+            ("requests.parquet", "first_token_ns", "a clock's reading"),
+            ("requests.parquet", "finish_ns", "a clock's reading"),
+            ("requests.parquet", "token_ns", "a clock's readings"),
+            ("steps.parquet", "issue_ns", "a clock's reading"),
+            ("steps.parquet", "start_ns", "a clock's reading"),
+            ("steps.parquet", "end_ns", "a clock's reading"),
+            ("steps.parquet", "host_ns", "a clock's reading"),
+            ("plans.parquet", "at_ns", "a clock's reading"),
+            ("training.parquet", "start_ns", "a clock's reading"),
+            ("training.parquet", "end_ns", "a clock's reading"),
+            ("memory.parquet", ALL, "a row is what is held when an operation happens to end"),
+            ("metrics.json", "*_s", "of times"),
+            ("metrics.json", "*_throughput", "of times"),
+            ("metrics.json", "*_share", "of times"),
+            ("metrics.json", "busy_share_*", "of times"),
+            ("metrics.json", "mean_*", "over time"),
+            ("metrics.json", "fullest_*", "of memory.parquet"),
+            ("metrics.json", "peak_*", "of memory.parquet"),
+        )
+    ),
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Column:
-    """A decoded column."""
-
-    type: str
-    values: list[Any]
-
-    @cached_property
-    def cells(self) -> list[bytes]:
-        return [encoded(value) for value in self.values]
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of its type and of all its values."""
-        found = hashlib.sha256(encoded(self.type))
-        for cell in self.cells:
-            found.update(cell)
-        return found.hexdigest()
-
-
-Columns = dict[str, Column]
-Folder = dict[str, Columns]  # by name of the file
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where two run folders differ; `row` is None where a whole column does."""
-
-    file: str
-    column: str
-    row: int | None
-    before: str
-    after: str
-
-    def __str__(self) -> str:
-        where = " ".join((self.file, self.column, *(() if self.row is None else (f"{self.row}",))))
-        return f"{where}: {self.before} != {self.after}"
-
-
-def encoded(value: Any) -> bytes:
-    """A value with its type as bytes, two of which are equal where type and value are.
-
-    A float is its bits (any NaN is one NaN), a list its items in order, a dictionary its items by
-    key.
-    """
-    if value is None:
-        return b"n"
-    if isinstance(value, bool):
-        return b"t" if value else b"f"
-    if isinstance(value, int):
-        return b"i%d;" % value
-    if isinstance(value, float):
-        return b"d" + (b"nan" if isnan(value) else struct.pack(">d", value))
-    if isinstance(value, str | bytes):
-        text = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-        return b"%s%d:%s" % (b"s" if isinstance(value, str) else b"b", len(text), text)
-    if isinstance(value, list | tuple):
-        return b"[%s]" % b"".join(map(encoded, value))
-    if isinstance(value, Mapping):
-        items = sorted((encoded(key), encoded(held)) for key, held in value.items())
-        return b"{%s}" % b"".join(key + held for key, held in items)
-    return b"o" + encoded(type(value).__name__) + encoded(str(value))  # a date, a decimal
-
-
-def read_folder(folder: Path) -> Folder:
-    """Every table and JSON file of a run folder, decoded."""
-    found: Folder = {}
-    for path in sorted(folder.iterdir()):
-        if path.suffix == ".parquet":
-            table = pq.read_table(path)
-            found[path.name] = {name: _decoded(table.column(name)) for name in table.column_names}
-        elif path.suffix == ".json":
-            content = json.loads(path.read_text(encoding="utf-8"))
-            found[path.name] = {key: Column(JSON, [held]) for key, held in content.items()}
-    return found
-
-
-def _decoded(column: pa.ChunkedArray) -> Column:
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    return Column(str(kind).removeprefix("large_"), column.to_pylist())
-
-
-def differences(
-    before: Folder,
-    after: Folder,
-    renamed: Mapping[tuple[str, str], str] = RENAMED,
-    left_out: Sequence[LeftOut] = LEFT_OUT,
-    is_timed: bool = False,
-) -> tuple[int, list[Difference]]:
-    """How many columns were compared, and those that differ.
-
-    With `is_timed` rows are put into the order of their cells first: a clock orders them.
-    """
-    aside = [(out.file, out.column) for out in left_out if is_timed or not out.is_timed]
-    compared, found = 0, list[Difference]()
-
-    def is_aside(file: str, column: str) -> bool:
-        return any(file == name and fnmatchcase(column, pattern) for name, pattern in aside)
-
-    for file in sorted({*before, *after}):
-        if (file, ALL) in aside:
-            continue
-        if file not in before or file not in after:
-            found.append(Difference(file, ALL, None, _there(file in before), _there(file in after)))
-            continue
-        names = {name: renamed.get((file, name), name) for name in before[file]}
-        kept = [name for name in names if not is_aside(file, name)]
-        old = {name: before[file][name] for name in kept}
-        new = {name: after[file][names[name]] for name in kept if names[name] in after[file]}
-        if is_timed:
-            old, new = _sorted(old), _sorted(new)
-        for name in kept:
-            compared += 1
-            if name not in new:
-                found.append(Difference(file, name, None, _there(True), _there(False)))
-            elif old[name].digest != new[name].digest:
-                found.append(_first(file, name, old[name], new[name]))
-        for name in after[file]:
-            if name not in names.values() and not is_aside(file, name):
-                found.append(Difference(file, name, None, _there(False), _there(True)))
-    return compared, found
-
-
-def _there(is_there: bool) -> str:
-    return "there" if is_there else "missing"
-
-
-def _sorted(columns: Columns) -> Columns:
-    rows = zip(*(column.cells for column in columns.values()), strict=True)
-    order = [place for _, place in sorted((row, place) for place, row in enumerate(rows))]
-    return {
-        name: Column(column.type, [column.values[place] for place in order])
-        for name, column in columns.items()
-    }
-
-
-def _first(file: str, name: str, old: Column, new: Column) -> Difference:
-    """The first row in which two columns differ."""
-    if old.type != new.type:
-        return Difference(file, name, None, old.type, new.type)
-    common = min(len(old.cells), len(new.cells))
-    row = next((i for i in range(common) if old.cells[i] != new.cells[i]), common)
-    texts = [repr(c.values[row]) if row < len(c.values) else "no row" for c in (old, new)]
-    return Difference(file, name, row, *_cut(*texts))
-
-
-def _cut(one: str, other: str) -> tuple[str, str]:
-    """Two texts from a little before the place where they part."""
-    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
-    begin = max(0, same - SHOWN // 3)
-
-    def part(text: str) -> str:
-        behind = text[begin : begin + SHOWN]
-        return f"{'...' * (begin > 0)}{behind}{'...' * (len(text) > begin + SHOWN)}"
-
-    return part(one), part(other)
 
 
 def _column(folder: Folder, file: str, column: str) -> list[Any]:
@@ -344,9 +187,11 @@ def judged(run: Run, before: Outcome, after: Outcome) -> Verdict:
         return Verdict(run, took_s, 0, {}, tuple(broken))
     assert before.folder is not None and after.folder is not None
     one, other = read_folder(before.folder), read_folder(after.folder)
-    compared, found = differences(one, other, is_timed=run.is_timed)
+    compared, found = differences(one, other, RENAMED, LEFT_OUT, run.is_timed)
     shown = {name: SHOWS[name](one) for name in run.shows}
-    missing = [f"no {name}: the run does not show what it is for" for name in shown if not shown[name]]
+    missing = [
+        f"no {name}: the run does not show what it is for" for name in shown if not shown[name]
+    ]
     return Verdict(run, took_s, compared, shown, (*map(str, found), *missing))
 
 
@@ -453,8 +298,8 @@ def compared(before: str, after: str, root: Path, only: Sequence[str], jobs: int
         print(f"left out{where}: {out.file} {out.column}: {out.reason}")
     if absent:
         print(f"skipped, no shared data at {shared}: {', '.join(absent)}")
-    verdict = "fail" if wrong else "pass"
-    print(f"same_behaviour_different_of_{len(chosen)} {wrong} runs 0 {verdict}")
+    state = "fail" if wrong else "pass"
+    print(f"same_behaviour_different_of_{len(chosen)} {wrong} runs 0 {state}")
     return int(wrong > 0)
 
 
