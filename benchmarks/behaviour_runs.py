@@ -137,6 +137,11 @@ def _serving() -> Iterator[Run]:
     yield Run("sampled/lockstep", words, ("tokens",))
     refused = ("budget.kv_pages=40", "budget.may_refuse=true", "limit=40", "arrival.rate=8")
     yield Run("refused", refused, ("refusals",))
+    small = ("policy=chunked_swap", "budget.host_bytes=2000000")
+    yield Run("small_host", (*PRESSURE, *small), ("swaps", "restarts"))
+    lengths = "scheduling.predictor.mean_tokens={interactive: 100, batch: 800}"
+    words = ("slo=mixed", "policy=shortest_restart", "scheduling=shortest_by_class", lengths)
+    yield Run("shortest_by_class", (*PRESSURE, *words), ("restarts",))
 
 
 def _shared_prefixes() -> Iterator[Run]:
@@ -185,6 +190,17 @@ def _training() -> Iterator[Run]:
     yield Run("recurrence/zero3_offload", many, unasked)
     tide = ("experiment=memory_tide", "training.num_steps=6")
     yield Run("recurrence/memory_tide", tide, unasked)
+    inclusive = ("policy=train_lru", "memory.tiers=inclusive", "memory.updates=device", SIXTH)
+    yield Run("options/train_lru", (*TRAINING, *inclusive), ("copies",))
+    early: Words = ("policy=zero3_offload", "memory.prefetch=2", "memory.overlaps_updates=true")
+    early = (*early, "memory.persistent_bytes=20000", "training.microbatches=2")
+    yield Run("options/zero3_offload", (*TRAINING, *early), ("copies",))
+    still = (
+        "memory.static_partition=true",
+        "memory.reuses_gradients=true",
+        "memory.updates=device",
+    )
+    yield Run("options/patrickstar", ("experiment=memory_tide", *still), ("copies",))
     small = ("policy=train_on_device", "budget.device_bytes=100000")
     yield Run("does_not_fit", (*TRAINING, *small), code=1)
 
@@ -245,7 +261,11 @@ def _timed() -> Iterator[Run]:
 def _peers() -> Iterator[Run]:
     yield Run("vidur/sarathi", (*VIDUR, "policy=sarathi"), ("restarts",))
     yield Run("vidur/vllm_v0", (*VIDUR, "policy=vllm_v0"), ("restarts",))
-    for card, pages, jobs in (("RTX4090", 2587, 256), ("RTXPRO6000", 19999, 128)):
+    other = ("kernel_profile.skew=per_bucket", "kernel_profile.graphs=true")
+    for card, pages, jobs, traits in (
+        ("RTX4090", 2587, 256, ()),
+        ("RTXPRO6000", 19999, 128, other),
+    ):
         words: Words = (
             "model=llama3_8b",
             f"device={card.lower()}",
@@ -255,6 +275,7 @@ def _peers() -> Iterator[Run]:
             f"trace.path='{INPUTS}/{card}.jsonl'",
             f"profile='{PEERS}/kernel_profiles/{card}_Llama-3.1-8B'",
             f"budget.kv_pages={pages}",
+            *traits,
         )
         short = ("restarts",) if pages < 10_000 else ()
         yield Run(f"vllm/{card}", words, ("cached tokens", *short))

@@ -133,7 +133,7 @@ def differences(
     def is_aside(file: str, column: str) -> bool:
         return any(file == name and fnmatchcase(column, pattern) for name, pattern in aside)
 
-    for file in sorted({*before, *after}):
+    for file in sorted({*before, *after}, key=lambda name: (name.endswith(".json"), name)):
         if (file, ALL) in aside:
             continue
         if file not in before or file not in after:
