@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.resources import files
 from itertools import dropwhile, takewhile
 from pathlib import Path
 
+from engine.contract.policy import traits_of
+
+TARGET = re.compile(r"^_target_:\s*([\w.]+)", re.MULTILINE)
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")  # between two
 PLURALS = {
     "policies": "policy",
@@ -55,7 +59,21 @@ def options(group: str, config_dir: str | None = None) -> dict[str, str]:
         raise ValueError(f"--config-dir {config_dir}: no such folder")
     roots = [Path(str(files("conf"))), *([Path(config_dir)] if config_dir else [])]
     paths = [path for root in roots for path in sorted((root / group).glob("*.yaml"))]
-    return {path.stem: about(path) for path in paths}
+    return {path.stem: f"{about(path)}{_promises(path)}" for path in paths}
+
+
+def _promises(path: Path) -> str:
+    """The traits of the policy of ours that a yaml file names, as far as its defaults tell them."""
+    target = TARGET.search(path.read_text(encoding="utf-8"))
+    if target is None or not target[1].startswith("policies."):
+        return ""
+    module, _, name = target[1].rpartition(".")
+    policy = getattr(import_module(module), name, None)
+    try:
+        told = str(traits_of(policy())) if policy is not None else ""
+    except TypeError:  # it needs more than its defaults
+        return ""
+    return f" [{told}]" if told else ""
 
 
 def is_comment(line: str) -> bool:
