@@ -34,7 +34,7 @@ class EarliestDeadline:
     @property
     def traits(self) -> Traits:
         """The promises of this scheduling."""
-        return Traits(step_tokens=self.token_budget)
+        return Traits(repeats=True, step_tokens=self.token_budget)
 
     def __post_init__(self) -> None:
         check_limits("earliest deadline", token_budget=self.token_budget, max_jobs=self.max_jobs)
