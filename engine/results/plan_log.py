@@ -127,6 +127,8 @@ def encode(plan: Plan) -> str:
 def decode(body: str, jobs: Mapping[int, Job]) -> Plan:
     """The plan of a log over the jobs of this run. Raises KeyError for a job that is not there."""
     content = json.loads(body)
+    if unknown := content.keys() - {"ops", "restart", "refuse"}:
+        raise ValueError(f"plan log: a plan of one step has no {sorted(unknown)[0]!r}")
     return Plan(
         tuple(_decode_op(op, jobs) for op in content["ops"]),
         tuple(jobs[i] for i in content["restart"]),
