@@ -23,6 +23,7 @@ from tandem.cli.terminal import search_bar, shown_bytes, shown_parts, shown_seco
 from tandem.config.compose import ComposedConfig
 from tandem.sweeps.grid import Grid, grid_of, with_axes
 from tandem.wiring.backends import World
+from tandem.wiring.budget import in_words
 from tandem.wiring.experiment import engine_of
 from tandem.wiring.run_spec import Setting, builder_of, setting_of, spec_of, training_space
 from tandem.wiring.training import Trainee, planner_of
@@ -170,7 +171,7 @@ def main(words: Sequence[str]) -> int:
     except DoesNotFit as error:
         pass
 
-        print(f"does not fit: {error}")
+        print(f"does not fit: {in_words(error)}")
         if least := told_least(point, error):
             print(least)
         _tell_largest(point, chosen.no_largest)
@@ -434,7 +435,7 @@ def foreseen(points: Iterable[ComposedConfig], common: Sequence[str] = ()) -> It
         try:
             found = foresee(point)
         except DoesNotFit as error:
-            refusal = str(error)
+            refusal = in_words(error)
         yield Foreseen(words, spec_of(point).parameters, found, refusal)
 
 
