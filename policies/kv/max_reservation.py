@@ -25,7 +25,7 @@ class MaxReservation:
         if self.prefix_caching:
             raise ValueError(
                 "reservation: prefix_caching shares pages, but a reservation is one stretch of its "
-                "own; take memory=paged_restart or leave it out"
+                "own; take a paged memory policy or leave it out"
             )
         if self.max_tokens < 1:
             raise ValueError(f"reservation: max_tokens is {self.max_tokens}, must be at least 1")

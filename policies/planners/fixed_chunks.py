@@ -22,20 +22,18 @@ from engine.contract.regions import Pool, Tier
 from engine.contract.view import Cost
 from models.training.shape import TrainingShape
 from policies.planners.placement import Start, States, apart, modes_of, prepared
-from policies.training.out_of_memory import DoesNotFit, OutOfMemory
+from policies.training.out_of_memory import Advised, DoesNotFit, OutOfMemory, Remedy
 from policies.training.patrickstar import WARMUP_SHARE
 from traces.serving.request import TrainingJob
 
 MEBI = 1 << 20
 SIZES = tuple(mebi * MEBI for mebi in range(312, 56, -32))  # 312 to 88 Mi, those of the original
 
-# PatrickStar's memory has the shares, and its planner takes them from there; others' have none.
-WARMUP_KNOB = "memory.warmup_share (planner.warmup_share if the policy's memory has none)"
-DEVICE_KNOB = "memory.device_share (or planner.device_share)"
 
-
-class OversizeModule(ValueError):
+class OversizeModule(Advised, ValueError):
     """A module that is larger than a chunk, where chunks of their own are not allowed."""
+
+    remedies = (Remedy.LARGER_CHUNKS, Remedy.OVERSIZE_ALONE)
 
 
 @dataclass(frozen=True)
@@ -106,8 +104,7 @@ class FixedChunks:
             elements = sum([shape.parameters[p].elements for p in module])
             if elements > size and self.oversize == "error":
                 raise OversizeModule(
-                    f"planner.chunk_elements={size:,}: module {name} has {elements:,} parameters; "
-                    "take larger chunks, or planner.oversize=alone"
+                    f"module {name} has {elements:,} parameters, more than a chunk of {size:,}"
                 )
             if not chunks or elements > room:
                 chunks.append([])
@@ -144,7 +141,7 @@ class FixedChunks:
         if lacks > 0:
             pool = (Tier.GPU if self.start == "device" else Tier.HOST, 0)
             what = f"the model states in chunks of {best:,} numbers, on device and host together"
-            raise OutOfMemory(pool, lacks, what, ("take a smaller model",))
+            raise OutOfMemory(pool, lacks, what, (Remedy.SMALLER_MODEL,))
         return best
 
     def _too_small(self, shape: TrainingShape, most: int, device_bytes: int) -> DoesNotFit:
@@ -153,25 +150,25 @@ class FixedChunks:
         sizes = [n for size in self.sizes for n in _halvings(size) if n >= max(largest, most + 1)]
         if not sizes:
             return DoesNotFit(
-                f"planner.sizes: module {name} has {largest:,} parameters, more than a chunk of "
-                "any size; take larger sizes, or planner.oversize=alone"
+                f"module {name} has {largest:,} parameters, more than a chunk of any size",
+                (Remedy.LARGER_SIZES, Remedy.OVERSIZE_ALONE),
             )
         if not (share := self.warmup_share * self.device_share):
             return DoesNotFit(
-                "planner.chunk_elements: no size can be searched where warm-up has no share of the "
-                f"device; take larger {WARMUP_KNOB} and {DEVICE_KNOB}, or name a size"
+                "no size of chunks can be searched where warm-up has no share of the device",
+                (Remedy.LARGER_SHARES, Remedy.NAMED_SIZE),
             )
         needs = 2 * shape.item_bytes * min(sizes)
         lacks = max(1, int(needs / share) - device_bytes)
         what = f"two chunks of {min(sizes):,} numbers in warm-up, in {share:.0%} of it"
         what += f" (module {name} has {largest:,})" if name else ""
         room = int(device_bytes * self.device_share)  # for chunks, if warm-up had all of it
-        knobs = {
-            f"take a larger {WARMUP_KNOB}": needs <= room,
-            "name a size (planner.chunk_elements)": needs <= room,
-            "take planner.oversize=alone": bool(name) and largest * shape.item_bytes <= room,
+        remedies = {
+            Remedy.LARGER_WARMUP_SHARE: needs <= room,
+            Remedy.NAMED_SIZE: needs <= room,
+            Remedy.OVERSIZE_ALONE: bool(name) and largest * shape.item_bytes <= room,
         }
-        found = [knob for knob, helps in knobs.items() if helps]
+        found = [remedy for remedy, helps in remedies.items() if helps]
         return OutOfMemory((Tier.GPU, 0), lacks, what, found)
 
 

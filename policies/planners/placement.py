@@ -8,7 +8,7 @@ from typing import Literal
 from engine.contract.layout import Layout, Mode, TrainingLayout, sending_inputs
 from engine.contract.regions import Place, Pool, Tier, optimizer, weight
 from models.training.shape import TrainingShape
-from policies.training.out_of_memory import OutOfMemory, knobs_of_states
+from policies.training.out_of_memory import OutOfMemory, Remedy, remedies_of_states
 from traces.serving.request import TrainingJob
 
 Start = Literal["host", "host_first", "device"]
@@ -47,8 +47,8 @@ def prepared(
     if offloads_inputs:
         layouts = {job_id: sending_inputs(layout) for job_id, layout in layouts.items()}
     kinds = (optimizer, weight) if states == "given" else (weight,)
-    knobs = knobs_of_states(jobs)
-    return Layout(places=_places(layouts, start, capacity_bytes, kinds, knobs), training=layouts)
+    remedies = remedies_of_states(jobs)
+    return Layout(places=_places(layouts, start, capacity_bytes, kinds, remedies), training=layouts)
 
 
 def modes_of(modes: Mode | tuple[Mode, ...], num_units: int, job_id: int) -> tuple[Mode, ...]:
@@ -60,7 +60,7 @@ def modes_of(modes: Mode | tuple[Mode, ...], num_units: int, job_id: int) -> tup
         return (Mode.KEEP, *modes, Mode.KEEP)
     if len(modes) != num_units:
         raise ValueError(
-            f"planner.modes: {len(modes)} given, but training job {job_id} has {num_units - 2} "
+            f"modes: {len(modes)} given, but training job {job_id} has {num_units - 2} "
             f"layers between embedding and head; give one for all, or one for each"
         )
     return tuple(modes)
@@ -71,7 +71,7 @@ def _places(
     start: Start,
     capacity_bytes: Mapping[Pool, int],
     kinds: Sequence[Callable[..., Place]],
-    knobs: Sequence[str],
+    remedies: Sequence[Remedy],
 ) -> dict[Place, int]:
     states = [*_states(layouts, kinds)]
     room = dict(capacity_bytes)
@@ -82,8 +82,7 @@ def _places(
             place = on_device
         room[place.pool] = left = room.get(place.pool, 0) - nbytes
         if left < 0:
-            what = f"the model states (planner.start={start})"
-            raise OutOfMemory(place.pool, -left, what, knobs)
+            raise OutOfMemory(place.pool, -left, "the model states", remedies, start)
         found[place] = nbytes
     return found
 

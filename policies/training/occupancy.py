@@ -11,7 +11,7 @@ from engine.contract.regions import Kind, Place, Pool, Tier
 from engine.contract.view import View
 from policies.training.cycle import training_jobs
 from policies.training.eviction import Candidates, Order
-from policies.training.out_of_memory import OutOfMemory, knobs_of_launch
+from policies.training.out_of_memory import OutOfMemory, remedies_of_launch
 
 STATES = (Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER)
 
@@ -179,8 +179,8 @@ class Occupancy:
         training = self._launch.piece.job.training
         assert training is not None, "a task of a training job"
         work = self._launch.piece.work
-        knobs = knobs_of_launch(pool[0], work, training.spec, layout_of(training))
-        return OutOfMemory(pool, deficit_bytes, self._launch.name, knobs)
+        remedies = remedies_of_launch(pool[0], work, training.spec, layout_of(training))
+        return OutOfMemory(pool, deficit_bytes, self._launch.name, remedies)
 
     # ---- books
     def _stamp(self, place: Place) -> int:

@@ -1,9 +1,14 @@
-"""What says that a training job cannot run in the memory there is: one line, in every backend."""
+"""A training job that cannot run in the memory there is: what lacks where, and what would help.
+
+The errors carry facts and remedies. `tandem.wiring.budget.in_words` names the keys of a
+configuration for them: policies know none.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
 from functools import wraps
 from typing import TypeVar
 
@@ -17,65 +22,113 @@ from traces.serving.request import TrainingJob
 Half = TypeVar("Half")
 Fit = Callable[[Half, tuple[Slice, ...], View, PlanBuilder], None]
 
-ADAPTERS = "train adapters (training/recipe=lora)"
-SMALLER_CHUNKS = "take smaller chunks (planner.chunk_elements)"
+
+class Remedy(Enum):
+    """A change to a run, beside more memory, that lowers what a job needs."""
+
+    # of what is trained
+    TRAIN_ADAPTERS = auto()  # LoRA: states of the adapters alone
+    SMALLER_MODEL = auto()
+    SMALLER_MICROBATCHES = auto()  # fewer sequences
+    SHORTER_SEQUENCES = auto()
+    # of activations
+    RECOMPUTE = auto()
+    OFFLOAD_INPUTS = auto()  # inputs of layers wait for the backward on the host
+    KEEP_INPUTS = auto()  # on the device
+    # of where model states lie before the first step
+    START_ON_HOST = auto()
+    START_ON_HOST_FIRST = auto()  # the device takes what the host has no room for
+    START_ON_DEVICE = auto()
+    # of chunks
+    SMALLER_CHUNKS = auto()
+    LARGER_CHUNKS = auto()
+    LARGER_SIZES = auto()  # to search among
+    NAMED_SIZE = auto()  # none is searched
+    OVERSIZE_ALONE = auto()  # a module larger than a chunk has a chunk of its own
+    # of shares of the device
+    LARGER_WARMUP_SHARE = auto()  # for chunks in warm-up
+    LARGER_SHARES = auto()  # that one, and that of the device which is used at all
 
 
-class DoesNotFit(MemoryError):
-    """What is to be trained finds no room: an answer about the budget, and no fault of a program.
-    The message is one line with what is missing and what would help."""
+class Advised(Exception):
+    """An error that names what would help."""
+
+    remedies: tuple[Remedy, ...] = ()
+
+
+class DoesNotFit(Advised, MemoryError):
+    """A job that finds no room: an answer about the budget, and no fault of a program.
+
+    Args:
+        problem: one line with what is missing.
+        remedies: what would help, most useful first.
+    """
+
+    def __init__(self, problem: str, remedies: Sequence[Remedy] = ()) -> None:
+        super().__init__(problem)
+        self.remedies = tuple(remedies)
 
 
 class OutOfMemory(DoesNotFit):
-    """A launch, or what lies there from the start, can never fit; says where, by how much, and
-    which knobs would help beside more memory."""
+    """A launch, or a place that is filled from the start, can never fit into a pool.
+
+    Args:
+        pool: the tier and the device that are short.
+        deficit_bytes: how much the pool lacks at least.
+        what: the launch or the states that do not fit.
+        remedies: what would help beside more memory, most useful first.
+        start: of model states, where the planner lets them begin (see `Start` of planners).
+    """
 
     def __init__(
-        self, pool: Pool, deficit_bytes: int, what: str, knobs: Sequence[str] = ()
+        self,
+        pool: Pool,
+        deficit_bytes: int,
+        what: str,
+        remedies: Sequence[Remedy] = (),
+        start: str | None = None,
     ) -> None:
-        tier, device = pool
-        helps = ", or ".join(["give it more memory", *knobs])
-        super().__init__(
-            f"{tier}:{device} is at least {deficit_bytes:,} bytes short for {what}; {helps}"
-        )
-        self.pool, self.deficit_bytes = pool, deficit_bytes
-        self._what, self._knobs = what, knobs
+        self.lacking = f"{pool[0]}:{pool[1]} is at least {deficit_bytes:,} bytes short for {what}"
+        super().__init__(self.lacking + (f" (start: {start})" if start else ""), remedies)
+        self.pool, self.deficit_bytes, self.what, self.start = pool, deficit_bytes, what, start
 
-    def beside(self, *knobs: str) -> OutOfMemory:
-        """The same, with knobs that would help before those that it names."""
-        return OutOfMemory(self.pool, self.deficit_bytes, self._what, (*knobs, *self._knobs))
+    def with_first(self, *remedies: Remedy) -> OutOfMemory:
+        """This error with more remedies, before those that it names."""
+        named = (*remedies, *self.remedies)
+        return OutOfMemory(self.pool, self.deficit_bytes, self.what, named, self.start)
 
 
-def knobs_of_launch(
+def remedies_of_launch(
     tier: Tier, work: Work, spec: TrainingJob, layout: TrainingLayout
-) -> tuple[str, ...]:
-    """What a job may change so that its launches take less of a tier, beside what it has set.
+) -> tuple[Remedy, ...]:
+    """What a job may change so that a launch takes less of a tier; no remedy that it has taken.
 
-    The device holds activations and, for the moment, chunks; the host holds states, and activations
+    The device holds activations and, for the moment, chunks. The host holds states, and activations
     and inputs of layers only where they are offloaded. An update finds no activations any more.
     """
     layers, updates = layout.units[1:-1], work is Work.UPDATE
     modes, sends = {unit.mode for unit in layers}, any(unit.sends_input for unit in layers)
-    trains_all = spec.recipe.lora_rank is None
+    trains_all, spans = spec.recipe.lora_rank is None, _spans_units(layout)
     if updates:
-        found = {SMALLER_CHUNKS: tier is Tier.GPU and _spans_units(layout), ADAPTERS: trains_all}
+        found = {
+            Remedy.SMALLER_CHUNKS: tier is Tier.GPU and spans,
+            Remedy.TRAIN_ADAPTERS: trains_all,
+        }
     elif tier is Tier.HOST:
         found = {
-            "recompute (planner.modes=recompute)": Mode.OFFLOAD in modes,
-            "keep layers' inputs on the device (planner.offloads_inputs=false)": sends,
-            ADAPTERS: trains_all,
+            Remedy.RECOMPUTE: Mode.OFFLOAD in modes,
+            Remedy.KEEP_INPUTS: sends,
+            Remedy.TRAIN_ADAPTERS: trains_all,
         }
     else:
         found = {
-            "take smaller microbatches (training.sequences)": spec.sequences > 1,
-            "take shorter sequences (training.sequence_tokens)": spec.sequences == 1,
-            "recompute (planner.modes=recompute)": Mode.KEEP in modes,
-            "send layers' inputs to the host (planner.offloads_inputs=true)": (
-                not sends and Mode.KEEP not in modes
-            ),
-            SMALLER_CHUNKS: _spans_units(layout),
+            Remedy.SMALLER_MICROBATCHES: spec.sequences > 1,
+            Remedy.SHORTER_SEQUENCES: spec.sequences == 1,
+            Remedy.RECOMPUTE: Mode.KEEP in modes,
+            Remedy.OFFLOAD_INPUTS: not sends and Mode.KEEP not in modes,
+            Remedy.SMALLER_CHUNKS: spans,
         }
-    return tuple([knob for knob, helps in found.items() if helps])
+    return tuple([remedy for remedy, helps in found.items() if helps])
 
 
 def _spans_units(layout: TrainingLayout) -> bool:
@@ -84,11 +137,11 @@ def _spans_units(layout: TrainingLayout) -> bool:
     return any(n > 1 and len(layout.chunks[c].parameters) > 1 for c, n in uses.items())
 
 
-def knobs_of_states(jobs: Iterable[TrainingJob]) -> tuple[str, ...]:
-    """What makes states less that do not fit; who knows the memory policy knows where else they
-    may lie."""
+def remedies_of_states(jobs: Iterable[TrainingJob]) -> tuple[Remedy, ...]:
+    """What makes model states smaller. Where else they may lie depends on the memory policy, which
+    a planner does not know."""
     train_all = any([job.recipe.lora_rank is None for job in jobs])
-    return (*[ADAPTERS] * train_all, "take a smaller model")
+    return (*[Remedy.TRAIN_ADAPTERS] * train_all, Remedy.SMALLER_MODEL)
 
 
 def patient(fit: Fit[Half]) -> Fit[Half]:

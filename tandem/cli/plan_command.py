@@ -23,6 +23,7 @@ from tandem.cli.terminal import search_bar, shown_bytes, shown_parts, shown_seco
 from tandem.config.compose import ComposedConfig
 from tandem.sweeps.grid import Grid, grid_of, with_axes
 from tandem.wiring.backends import Backend
+from tandem.wiring.budget import in_words
 from tandem.wiring.experiment import engine_of
 from tandem.wiring.run_spec import RunSpec, builder_of, run_spec_of, spec_of, training_space
 from tandem.wiring.training import Trainee, planner_of
@@ -166,7 +167,7 @@ def main(words: Sequence[str]) -> int:
     try:
         found = plan_run(point)
     except DoesNotFit as error:
-        print(f"does not fit: {error}")
+        print(f"does not fit: {in_words(error)}")
         if least := told_min_budget(point, error):
             print(least)
         _tell_max_layers(point, chosen.no_largest)
@@ -432,7 +433,7 @@ def plan_points(
         try:
             found = plan_run(point)
         except DoesNotFit as error:
-            refusal = str(error)
+            refusal = in_words(error)
         yield PlannedPoint(words, spec_of(point).parameters, found, refusal)
 
 

@@ -10,6 +10,7 @@ from engine.contract.layout import Layout
 from engine.contract.policy import traits_of
 from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Pool, Region, Tier
 from models.spec import ModelSpec
+from policies.training.out_of_memory import Advised, OutOfMemory, Remedy
 from sim.devices.device import Device
 from sim.devices.kv_room import MemoryPlan, graph_bytes, plan_memory
 from traces.serving.request import Request
@@ -96,6 +97,46 @@ def check_reservation(reserved: int, longest: int) -> None:
             "take memory=paged_restart, or import the trace with a smaller max_total_tokens, or "
             "allow refusals with budget.may_refuse=true"
         )
+
+
+WARMUP_SHARE = "memory.warmup_share (planner.warmup_share if the policy's memory has none)"
+# PatrickStar's memory has both shares, and its planner takes them from there.
+REMEDIES = {  # in words, with the keys of a configuration
+    Remedy.TRAIN_ADAPTERS: "train adapters (training/recipe=lora)",
+    Remedy.SMALLER_MODEL: "take a smaller model",
+    Remedy.SMALLER_MICROBATCHES: "take smaller microbatches (training.sequences)",
+    Remedy.SHORTER_SEQUENCES: "take shorter sequences (training.sequence_tokens)",
+    Remedy.RECOMPUTE: "recompute (planner.modes=recompute)",
+    Remedy.OFFLOAD_INPUTS: "send layers' inputs to the host (planner.offloads_inputs=true)",
+    Remedy.KEEP_INPUTS: "keep layers' inputs on the device (planner.offloads_inputs=false)",
+    Remedy.START_ON_HOST: "take planner.start=host",
+    Remedy.START_ON_HOST_FIRST: "take planner.start=host_first",
+    Remedy.START_ON_DEVICE: "take planner.start=device",
+    Remedy.SMALLER_CHUNKS: "take smaller chunks (planner.chunk_elements)",
+    Remedy.LARGER_CHUNKS: "take larger chunks (planner.chunk_elements)",
+    Remedy.LARGER_SIZES: "take larger sizes (planner.sizes)",
+    Remedy.NAMED_SIZE: "name a size (planner.chunk_elements)",
+    Remedy.OVERSIZE_ALONE: "take planner.oversize=alone",
+    Remedy.LARGER_WARMUP_SHARE: f"take a larger {WARMUP_SHARE}",
+    Remedy.LARGER_SHARES: (
+        f"take larger {WARMUP_SHARE} and memory.device_share (or planner.device_share)"
+    ),
+}
+
+
+def in_words(error: BaseException) -> str:
+    """The line of an error for a user of `tandem`: what is wrong, and what would help.
+
+    Args:
+        error: of any kind. The remedies of an Advised one are told with keys of a configuration.
+    """
+    if not isinstance(error, Advised):
+        return str(error)
+    problem, helps = str(error), [REMEDIES[remedy] for remedy in error.remedies]
+    if isinstance(error, OutOfMemory):
+        helps = ["give it more memory", *helps]
+        problem = error.lacking + (f" (planner.start={error.start})" if error.start else "")
+    return f"{problem}; {', or '.join(helps)}" if helps else problem
 
 
 GPU: Pool = (Tier.GPU, 0)

@@ -133,7 +133,8 @@ def run_folder(folder: Path, keeps_rejected: bool = True) -> Iterator[Path]:
         if state in (REJECTED, INTERRUPTED) or isinstance(error, Usage):
             raise
         if state == DOES_NOT_FIT:
-            raise RunFailed(f"does not fit: {error} (told in {folder}/status.json)") from error
+            line = _in_words(error)
+            raise RunFailed(f"does not fit: {line} (told in {folder}/status.json)") from error
         told = old_imports(error) or f"{type(error).__name__}: {error}{_place(error)}"
         raise RunFailed(f"{told} (traceback in {folder}/status.json)") from error
     _rename(aside, folder)
@@ -213,6 +214,12 @@ def _ending(aside: Path, error: BaseException) -> str:
     return REJECTED if is_wrong else FAILED
 
 
+def _in_words(error: BaseException) -> str:
+    from tandem.wiring.budget import in_words  # where something has failed, not at every start
+
+    return in_words(error)
+
+
 def _place(error: BaseException) -> str:
     """The deepest line of the traceback in code of the user's own, if there is one."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -223,7 +230,7 @@ def _place(error: BaseException) -> str:
 
 
 def _write_failure(aside: Path, state: str, error: BaseException) -> None:
-    reason = f"{type(error).__name__}: {error}"
+    reason = f"{type(error).__name__}: {_in_words(error)}"
     lines = "".join(traceback.format_exception(error))
     write_status(aside, state, error=reason, traceback=lines)
 

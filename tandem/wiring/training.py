@@ -17,14 +17,21 @@ from engine.contract.view import Cost
 from models.spec import ModelSpec
 from models.training.shape import TrainingShape, training_shape
 from policies.planners.placement import STARTS
-from policies.training.out_of_memory import OutOfMemory
+from policies.training.out_of_memory import OutOfMemory, Remedy
 from tandem.config.build import Builder
+from tandem.wiring.budget import in_words
 from traces.files import checked_text
 from traces.serving.request import Request, TrainingJob
 from traces.training.batches import ROWS_DROPPED, Batches
 from traces.training.job import Training
 
 log = logging.getLogger(__name__)
+
+STARTING = {
+    "host": Remedy.START_ON_HOST,
+    "host_first": Remedy.START_ON_HOST_FIRST,
+    "device": Remedy.START_ON_DEVICE,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,8 +147,13 @@ def laid_out(
     cost: Cost,
     policy: Policy,
 ) -> Layout:
-    """What the planner decides for these jobs. OutOfMemory where their states do not fit: the line
-    names another planner.start where that lays them out, and the policy leaves them there."""
+    """What the planner decides for these jobs.
+
+    Raises:
+        OutOfMemory: their states do not fit. A remedy is another start, if the planner lays them
+            out there and the policy leaves them there.
+        ValueError: the planner cannot lay out these jobs whatever the memory.
+    """
     if not trainees:
         return Layout()
     shapes = {trainee.job.job_id: trainee.shape for trainee in trainees}
@@ -149,7 +161,10 @@ def laid_out(
 
     def prepared(node: Mapping[str, Any]) -> Layout:
         planner: Planner = builder.build(node, "planner")
-        return planner.prepare(shapes, jobs, capacity_bytes, cost)
+        try:
+            return planner.prepare(shapes, jobs, capacity_bytes, cost)
+        except ValueError as error:
+            raise ValueError(f"planner: {in_words(error)}") from error
 
     node = planner_of(config)
     try:
@@ -158,7 +173,7 @@ def laid_out(
         tiers = traits_of(policy).states_in
         if (start := _other_start(node, tiers, prepared)) is None:
             raise
-        raise error.beside(f"take planner.start={start}") from None
+        raise error.with_first(STARTING[start]) from None
 
 
 def _other_start(

@@ -8,7 +8,8 @@ import pytest
 
 from engine.contract.regions import Tier, Work
 from policies.planners.placement import STARTS
-from policies.training.out_of_memory import OutOfMemory, knobs_of_launch
+from policies.training.out_of_memory import OutOfMemory, Remedy, remedies_of_launch
+from tandem.wiring.budget import REMEDIES, in_words
 from tests.support.pressure import POLICIES, budget, least, refusal
 from tests.training.trainings import setting, train
 
@@ -20,7 +21,15 @@ def advised(tier: Tier, *words: str, work: Work = Work.BACKWARD) -> str:
     """The knobs for launches of such a job, in a line."""
     found = setting(*words)
     job = found.trainees[0].job
-    return "; ".join(knobs_of_launch(tier, work, job, found.room.layout.training[job.job_id]))
+    layout = found.room.layout.training[job.job_id]
+    return "; ".join([REMEDIES[r] for r in remedies_of_launch(tier, work, job, layout)])
+
+
+def told(*words: str) -> str:
+    """What a user reads of a job that does not fit."""
+    refused = refusal(*words)
+    assert refused is not None
+    return in_words(refused)
 
 
 def test_of_a_device_it_names_what_its_activations_are_made_of() -> None:
@@ -76,8 +85,9 @@ def test_another_start_is_named_where_it_makes_room_and_only_there(policy: str) 
             room = budget({Tier.GPU: 4 * whole, Tier.HOST: 4 * whole, tier: whole // share})
             refused = refusal(*words, f"planner.start={start}", *room)
             assert refused is not None and "the model states" in str(refused)
+            assert "=" not in str(refused)
             others = {name: refusal(*words, f"planner.start={name}", *room) for name in STARTS}
-            named = {*re.findall(r"take planner\.start=(\w+)", str(refused))}
+            named = {*re.findall(r"take planner\.start=(\w+)", in_words(refused))}
             helps = {name for name, other in others.items() if other is None}
             assert named <= helps if helps else all("states" not in str(others[n]) for n in named)
             assert named or not helps
@@ -88,21 +98,26 @@ def test_another_start_is_named_where_it_makes_room_and_only_there(policy: str) 
 
 def test_no_other_start_is_named_where_both_tiers_are_full() -> None:
     room = budget({Tier.GPU: 400_000, Tier.HOST: 400_000})
-    refused = refusal("policy=train_lru", *room)
-    assert "planner.start=host)" in str(refused) and "take planner.start" not in str(refused)
-    enough = refusal("policy=train_lru", *budget({Tier.GPU: 10_000_000, Tier.HOST: 400_000}))
-    assert "take planner.start=host_first, or train adapters" in str(enough)
-    lora = refusal("policy=train_lru", "training/recipe=lora", *room)
-    assert "the model states" in str(lora) and "adapters" not in str(lora)
+    refused = told("policy=train_lru", *room)
+    assert "planner.start=host)" in refused and "take planner.start" not in refused
+    enough = told("policy=train_lru", *budget({Tier.GPU: 10_000_000, Tier.HOST: 400_000}))
+    assert "take planner.start=host_first, or train adapters" in enough
+    lora = told("policy=train_lru", "training/recipe=lora", *room)
+    assert "the model states" in lora and "adapters" not in lora
+
+
+def test_every_remedy_has_words() -> None:
+    assert {*REMEDIES} == {*Remedy}
 
 
 def test_the_line_says_so_where_a_job_fails() -> None:
     words = ("planner.modes=recompute", "training.sequences=1", "policy=zero3_offload")
-    with pytest.raises(OutOfMemory, match=r"states .*give it more memory, or train adapters"):
+    with pytest.raises(OutOfMemory) as caught:
         setting(*words, "budget.host_bytes=300000")
+    assert re.search(r"states .*give it more memory, or train adapters", in_words(caught.value))
     with pytest.raises(OutOfMemory) as caught:
         train("sim", *words, "budget.device_bytes=60000")
-    line = str(caught.value)
+    line = in_words(caught.value)
     assert line.startswith("gpu:0 is at least") and "\n" not in line
     assert "recompute" not in line and "training.sequences)" not in line
     assert line.endswith(f", or take shorter sequences (training.sequence_tokens), or {INPUTS_OUT}")

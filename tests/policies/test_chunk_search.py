@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.contract.regions import Pool, Tier
 from policies.planners.fixed_chunks import MEBI, SIZES, FixedChunks, footprint_bytes
-from policies.training.out_of_memory import DoesNotFit, OutOfMemory
+from policies.training.out_of_memory import DoesNotFit, OutOfMemory, Remedy
 from tandem.config.compose import composed
 from tests.support.offload import ROOMY, job_of, model
 from tests.support.strategies import cases
@@ -88,11 +88,11 @@ def test_a_device_too_small_for_warm_up_says_how_much_it_lacks() -> None:
         FixedChunks(sizes=(600, 150), device_share=0.5, warmup_share=0.2),
     )
     for gpu in (10, 1000, 2999):
-        with pytest.raises(OutOfMemory, match=r"^gpu:0 .*give it more memory") as short:
+        with pytest.raises(OutOfMemory, match=r"^gpu:0 .*two chunks of") as short:
             planner.searched(shape, {(Tier.GPU, 0): gpu, (Tier.HOST, 0): ROOMY})
-        for knob in ("warmup_share", "chunk_elements"):  # 600 bytes of half of it: two chunks
-            assert (f"planner.{knob}" in str(short.value)) is (gpu // 2 >= 300)
-        assert ("oversize=alone" in str(short.value)) is (gpu // 2 >= 120)
+        for remedy in (Remedy.LARGER_WARMUP_SHARE, Remedy.NAMED_SIZE):
+            assert (remedy in short.value.remedies) is (gpu // 2 >= 300)  # two chunks in half of it
+        assert (Remedy.OVERSIZE_ALONE in short.value.remedies) is (gpu // 2 >= 120)
         assert short.value.pool == (Tier.GPU, 0)
         assert short.value.deficit_bytes == 3000 - gpu
     assert planner.searched(shape, {(Tier.GPU, 0): 3000, (Tier.HOST, 0): ROOMY}) == 75
@@ -100,9 +100,10 @@ def test_a_device_too_small_for_warm_up_says_how_much_it_lacks() -> None:
 
 def test_a_module_larger_than_all_sizes_is_told_as_that() -> None:
     """No memory helps."""
-    with pytest.raises(DoesNotFit, match=r"module m1 has 200 .*planner.oversize=alone") as short:
+    with pytest.raises(DoesNotFit, match=r"module m1 has 200 .*of any size") as short:
         FixedChunks(sizes=(100,), warmup_share=1.0).searched(model([60, 200]), CAPACITY)
     assert not isinstance(short.value, OutOfMemory)
+    assert Remedy.OVERSIZE_ALONE in short.value.remedies
     assert FixedChunks(sizes=(100,), warmup_share=1.0, oversize="alone").searched(
         model([60, 200]), CAPACITY
     )
