@@ -69,7 +69,7 @@ def test_every_word_is_one_token() -> None:
     rng = np.random.default_rng(SEED)
     writer = Writer(rng)
     tokenizer = load_tokenizer(SAMPLES / "tokenizer")
-    assert {len(ids) for ids in tokenizer.encode(writer.words)} == {1}
+    assert {len(ids) for ids in tokenizer.encode(writer.vocabulary)} == {1}
     sizes = [1, 2, 3, 50, 400]
     assert [len(ids) for ids in tokenizer.encode([writer.text(n) for n in sizes])] == sizes
 

@@ -95,6 +95,6 @@ def test_mistakes_are_told(words: list[str], wanted: str, tmp_path: Path) -> Non
 
 def test_requests_are_dealt_out_in_order() -> None:
     requests = [Request(i, 7, 1, 1) for i in range(5)]
-    seated = Clients(clients=2).seated(requests)
+    seated = Clients(clients=2).as_sessions(requests)
     assert [(r.session, r.turn) for r in seated] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)]
     assert {r.arrival_ns for r in seated} == {0}
