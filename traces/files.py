@@ -1,4 +1,4 @@
-"""Files of results: written whole or not at all, and read only as they were written."""
+"""Files of results: written whole or not at all, and checked against their hashes when read."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-NAME = "hashes.json"  # of a folder: the SHA-256 of its files, by name
+NAME = "hashes.json"  # in a folder: the SHA-256 of its files, by name
 log = logging.getLogger(__name__)
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Yields a path beside this one to write to, which takes its place when the block ends.
+def atomically(path: Path) -> Iterator[Path]:
+    """Yields a temporary path to write to; it replaces `path` when the block ends.
 
-    Nothing is left of a block that fails. OSError names the path, also where the disk is full and
-    the library that wrote names none.
+    A block that fails leaves nothing behind. An OSError names the path, also where the disk is full
+    and the writing library names no file.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with naming(path):
-            yield aside
-            aside.replace(path)
+            yield temporary
+            temporary.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError of the block that names no file names this one."""
+    """Puts the path into an OSError of the block that names no file."""
     try:
         yield
     except OSError as error:
@@ -44,8 +44,8 @@ def naming(path: Path) -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a text file in UTF-8, whole or not at all."""
-    with whole(path) as aside:
-        aside.write_text(text, encoding="utf-8")
+    with atomically(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def absent(path: Path, what: str = "file") -> str:
@@ -54,21 +54,21 @@ def absent(path: Path, what: str = "file") -> str:
 
 
 def seal(folder: Path, *names: str) -> None:
-    """Keeps the hashes of these files of a folder, beside those that it keeps already."""
+    """Adds the hashes of these files to the hashes of their folder."""
     found = {name: _hash((folder / name).read_bytes()) for name in names}
     known = _hashes(folder / NAME) if (folder / NAME).is_file() else {}
     write_text(folder / NAME, json.dumps(known | found, indent=1) + "\n")
 
 
 def is_sealed(folder: Path) -> bool:
-    """Whether a folder keeps hashes of its files; those of earlier versions keep none."""
+    """Whether a folder keeps hashes of its files; folders of earlier versions keep none."""
     return (folder / NAME).is_file()
 
 
 def checked_bytes(path: Path) -> bytes:
     """The bytes of a file whose folder keeps its hash.
 
-    A folder that keeps no hashes is told once in the log. ValueError in one line where the bytes
+    The log warns once of a folder without hashes. Raises a ValueError of one line where the bytes
     are not those that were written.
     """
     content = path.read_bytes()
@@ -76,10 +76,10 @@ def checked_bytes(path: Path) -> bytes:
     if not kept.is_file():
         _warn_of(path.parent)
         return content
-    wanted = _hashes(kept).get(path.name)
-    if wanted is None:
+    expected = _hashes(kept).get(path.name)
+    if expected is None:
         raise ValueError(f"{path}: {kept} has no hash of it: it is not of this run; run it again")
-    if _hash(content) != wanted:
+    if _hash(content) != expected:
         raise ValueError(
             f"{path} is damaged, or was changed (not the bytes of its hash in {NAME}): run it again"
         )
@@ -87,7 +87,7 @@ def checked_bytes(path: Path) -> bytes:
 
 
 def checked_text(path: Path) -> str:
-    """The same as text. ValueError where it is not UTF-8."""
+    """The text of a file whose folder keeps its hash. Raises ValueError where it is not UTF-8."""
     try:
         return checked_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:

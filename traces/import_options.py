@@ -1,4 +1,4 @@
-"""How a trace is imported: one flat set of options, spelt alike by command line and conf/."""
+"""How a trace is imported: one flat set of options for the command line and conf/."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to import; every one has a default but the tokenizer, which text needs.
+    """The options of an import. Text needs a tokenizer; all other options have defaults.
 
-    `kind` "auto" tells a source by its columns. `seed` None is the rule's own (file order where the
-    original has none); `shuffle` False is file order. `max_total_tokens` and `min_tokens` override
-    the rule's. With `oversample`, too few requests are drawn again up to `limit` as vLLM does by
-    default: equal prompts then look like prefix-cache hits, so it is off here. `think_s` is the
-    mean think time of closed-loop turns.
+    `kind` "auto" follows from the columns of the source. `seed` None is the rule's own seed, or
+    file order where the rule has none; `shuffle` False is file order. `max_total_tokens` and
+    `min_tokens` override the rule's. `oversample` draws requests again up to `limit`, as vLLM does
+    by default; it is off here, because equal prompts look like prefix-cache hits. `think_s` is the
+    mean think time of closed-loop turns, in seconds.
 
-    Recorded traces (azure, burstgpt, mooncake, servegen) keep their order and times: they take
-    `start_s` and `duration_s` (a part of the recording), `rate` (mean requests per second wanted)
-    and `spread` (stamps rounded to a coarse bucket are drawn inside it, by seed). `model` and
-    `log_type` choose rows of BurstGPT, `time_unit` and `block_tokens` say what Mooncake lines
-    leave open, `lengths` is where ServeGen's token lengths lie.
+    Recorded traces (azure, burstgpt, mooncake, servegen) keep their order and times. `start_s` and
+    `duration_s` take a part of the recording, `rate` sets the mean requests per second, and
+    `spread` draws stamps that were rounded to a coarse bucket inside it, by seed. `model` and
+    `log_type` choose rows of BurstGPT. `time_unit` and `block_tokens` say what Mooncake lines leave
+    open. `lengths` is the file of ServeGen's token lengths.
 
-    Text to train on (kind text) is read from the field `text_field` of its rows; plain text has a
+    Text to train on (kind text) lies in the field `text_field` of its rows; plain text has one
     document per `sample_by`. A document ends with `eos_token`; None asks the tokenizer.
 
-    `slo_column` names the SLO classes: of a table of lengths any column (None: `slo`, if it has
-    one), of BurstGPT Model or Log Type (None: Log Type, if it has one).
+    `slo_column` is the column of the SLO classes. A table of lengths may name any column (None:
+    `slo`, if the table has it); BurstGPT has Model and Log Type (None: Log Type, if the file has
+    it).
     """
 
     tokenizer: str | Path | None = None

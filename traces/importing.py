@@ -1,4 +1,4 @@
-"""What `tandem trace import` and `tandem trace show` do; imported traces are kept by contents."""
+"""Imports a file as a normalised trace, and shows one: `tandem trace import` and `show`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from traces.files import absent
 from traces.import_options import Options
+from traces.plain_json import first_row
 from traces.records import Drops
 from traces.serving.lengths import Limits, read_lengths, sample
 from traces.serving.published import READERS, Imported, recorded_kind
@@ -32,16 +33,26 @@ from traces.store import (
 from traces.tokenizer import described, tokenizer_for
 from traces.training.text_store import import_text, inspect_text
 
-CLASSED = ("lengths", "burstgpt")  # kinds that may name SLO classes
+KINDS_WITH_SLO = ("lengths", "burstgpt")
+FILE_OPTIONS = ("tokenizer", "lengths")  # options of an import that name files
+IMPORT_VERSION = 3  # to be raised where an import keeps something else than before
 
 
 def import_trace(source: str | Path, out: str | Path, **options: Any) -> dict[str, Any]:
-    """Reads text, token lengths or a recorded trace; writes `out` (Parquet) with its sidecar.
+    """Reads conversations, token lengths, a recorded trace or text; writes a normalised trace.
 
-    Text of conversations becomes requests, other text (kind "text") documents to train on.
+    Text of kind "text" becomes documents to train on, all other sources become requests.
 
-    `options` are the fields of Options. Returns the sidecar. A user's mistake is a ValueError of
-    one line.
+    Args:
+        source: The file to read.
+        out: The .parquet file to write; its sidecar lies beside it.
+        options: Fields of traces.import_options.Options.
+
+    Returns:
+        The sidecar.
+
+    Raises:
+        ValueError: The source, the target or an option is unusable; one line.
     """
     source, out, chosen = Path(source), Path(out), Options(**options)
     if not source.is_file():
@@ -53,8 +64,10 @@ def import_trace(source: str | Path, out: str | Path, **options: Any) -> dict[st
         raise ValueError(f"{source}: a recorded trace cannot be oversampled; its times are its own")
     if kind == "text" and chosen.oversample:
         raise ValueError(f"{source}: text to train on is not oversampled; it is read by epochs")
-    if chosen.slo_column is not None and kind not in CLASSED:
-        raise ValueError(f"{source}: slo_column is for {' and '.join(CLASSED)}, not for {kind}")
+    if chosen.slo_column is not None and kind not in KINDS_WITH_SLO:
+        raise ValueError(
+            f"{source}: slo_column is for {' and '.join(KINDS_WITH_SLO)}, not for {kind}"
+        )
     if kind == "text":
         return import_text(source, out, chosen)
     read = {**READERS, "lengths": _from_lengths, "sharegpt": _from_sharegpt}[kind]
@@ -72,8 +85,35 @@ def import_trace(source: str | Path, out: str | Path, **options: Any) -> dict[st
     return write_trace(out, filled, origin)
 
 
+def cached_import(path: Path, options: Mapping[str, Any], cache: Path) -> Path:
+    """The normalised trace of a file, imported where the cache lacks it.
+
+    A trace is kept under the hash of source, options and versions. The sidecar is written last, so
+    a trace without one is an import that was killed or is under way.
+
+    Args:
+        path: The source.
+        options: Fields of traces.import_options.Options.
+        cache: The folder of imported traces.
+
+    Returns:
+        The trace in the cache.
+
+    Raises:
+        ValueError: The source or an option is unusable; one line.
+    """
+    hashes = [content_hash(Path(str(options[n]))) for n in FILE_OPTIONS if options.get(n)]
+    versions = f"{SCHEMA_VERSION} {IMPORT_VERSION}"
+    made_of = f"{versions} {sha256_of(path)} {hashes} {sorted(options.items())}"
+    key = hashlib.sha256(made_of.encode()).hexdigest()
+    kept = cache / f"{path.stem}-{key[:16]}.parquet"
+    if not sidecar_path(kept).is_file():
+        import_trace(path, kept, **options)
+    return kept
+
+
 def inspect_trace(path: str | Path) -> dict[str, Any]:
-    """The sidecar of a trace, and lengths, sessions and arrivals of what it holds."""
+    """A summary of a trace: lengths, sessions and arrivals of its requests, and its sidecar."""
     sidecar = read_sidecar(path)
     if "documents" in sidecar:
         return inspect_text(Path(path))
@@ -144,7 +184,7 @@ def _overridden(rule: MessageRule, options: Options) -> MessageRule:
 
 
 def _account(held: ShareGPT, selection: Selection) -> dict[str, Any]:
-    """rows_read = rows_kept + rows_dropped, over the file's rows; the same for pairs looked at."""
+    """The account of rows and of pairs: read = kept + dropped, for both."""
     drops = Drops(held.rows_read)
     for row, reason in sorted((held.faults | selection.faults).items()):
         drops.drop(reason, row)
@@ -159,12 +199,12 @@ def _account(held: ShareGPT, selection: Selection) -> dict[str, Any]:
 
 
 def _filled(requests: list[Request], options: Options) -> list[Request]:
-    """The requests, drawn again with replacement up to the limit if that was asked for."""
+    """The requests, with more drawn again up to the limit where `oversample` asks for it."""
     missing = (options.limit or 0) - len(requests)
     if not options.oversample or missing <= 0:
         return requests
-    again = random.Random(options.seed or 0).choices(requests, k=missing)
-    return [replace(r, request_id=number) for number, r in enumerate([*requests, *again])]
+    repeated = random.Random(options.seed or 0).choices(requests, k=missing)
+    return [replace(r, request_id=number) for number, r in enumerate([*requests, *repeated])]
 
 
 def _kind_of(source: Path) -> str:
@@ -176,8 +216,6 @@ def _kind_of(source: Path) -> str:
         return "lengths"
     if not source.name.endswith((".jsonl", ".jsonl.gz")):
         return "sharegpt"
-    from traces.plain_json import first_row
-
     row = first_row(source)
     return "sharegpt" if not isinstance(row, dict) or "conversations" in row else "lengths"
 
@@ -185,25 +223,3 @@ def _kind_of(source: Path) -> str:
 def _why(origin: dict[str, Any]) -> str:
     dropped: dict[str, int] = origin["rows_dropped"]
     return ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())) or "no rows"
-
-
-READ = ("tokenizer", "lengths")  # options of an import that name files
-IMPORT_VERSION = 3  # to be raised where an import keeps something else than before
-
-
-def cached_import(path: Path, options: Mapping[str, Any], cache: Path) -> Path:
-    """The normalised trace that `import_trace` makes of the file, made where it is not there.
-
-    The sidecar is written last: where it is missing, somebody was killed over the import, or is at
-    it. `options` are fields of traces.import_options.Options.
-    """
-    read = [content_hash(Path(str(options[name]))) for name in READ if options.get(name)]
-    versions = f"{SCHEMA_VERSION} {IMPORT_VERSION}"
-    made_of = f"{versions} {sha256_of(path)} {read} {sorted(options.items())}"
-    key = hashlib.sha256(made_of.encode()).hexdigest()
-    kept = cache / f"{path.stem}-{key[:16]}.parquet"
-    if not sidecar_path(kept).is_file():
-        pass
-
-        import_trace(path, kept, **options)
-    return kept

@@ -1,4 +1,4 @@
-"""Rows of a JSON file without a library that types them; knows where a file is spoilt."""
+"""Rows of a JSON file without a library that types columns; errors name the place."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from traces.records import NOT_JSON, json_line, json_value, opened
 
-# a high half without a low one after it, or a low half without a high one before it; one common
-# prefix, because the search then skips from one escape to the next
+# A high surrogate without a low one after it, or a low one without a high one before it. One common
+# prefix lets the search skip from escape to escape.
 HALF_SURROGATE = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|[c-fC-F](?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]))"
@@ -22,26 +22,26 @@ NULL_LINE = re.compile(rb"^[ \t\r]*null", re.MULTILINE)
 
 
 def plain_rows(path: Path) -> list[Any]:
-    """The rows of one JSON list, or of JSON lines with NOT_JSON for each spoilt line."""
+    """The rows of one JSON list, or of JSON lines with NOT_JSON for each malformed line."""
     text = _text(path)
     start = text.lstrip()[:1]
     if start == "[":
         return _list_rows(path, text)
     lines = [json_line(line) for line in text.split("\n") if line.strip()]
     if lines and all(line is NOT_JSON for line in lines):
-        _list_rows(path, text)  # nothing is JSON by lines: say where it fails as one document
+        _list_rows(path, text)  # no line is JSON: raises with the place in one document
         raise ValueError(f"{path}: the top level must be a list of rows")
     return lines
 
 
 def first_row(path: Path) -> Any:
-    """The first of JSON lines, NOT_JSON if it is spoilt."""
+    """The first row of JSON lines; NOT_JSON where it is malformed."""
     with opened(path) as file:
         return json_line(file.readline())
 
 
 def count_rows(path: Path) -> int:
-    """How many rows a list has, or how many lines are not blank."""
+    """The number of rows of a JSON list, or of lines that are not blank."""
     data = _bytes(path).removeprefix(codecs.BOM_UTF8)
     if data.lstrip()[:1] == b"[":
         return len(plain_rows(path))
@@ -49,11 +49,10 @@ def count_rows(path: Path) -> int:
 
 
 def is_beyond_datasets(path: Path) -> bool:
-    """Whether `datasets` would change what the file says, or die of it.
+    """Whether `datasets` would change the rows of this file, or crash on them.
 
-    It leaves out half of a surrogate pair, which is not a character, without a word. A row that is
-    null kills the process where it comes first (pyarrow 26), and becomes an object elsewhere. In a
-    list, rows that are no objects may be left out.
+    It drops half of a surrogate pair silently. A null row kills the process where it comes first
+    (pyarrow 26), and becomes an object elsewhere. Rows of a list that are no objects may be lost.
     """
     data = _bytes(path).removeprefix(codecs.BOM_UTF8)
     if HALF_SURROGATE.search(data) or NULL_LINE.search(data):

@@ -1,4 +1,7 @@
-"""Lines of CSV, Parquet and JSON-lines files one by one; a spoilt line stops nothing."""
+"""Rows of CSV, Parquet and JSON-lines files one by one, and the values in their cells.
+
+A malformed row or cell costs only its row: `Drops` counts it under a reason.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,22 @@ from pathlib import Path
 from typing import IO, Any
 
 NOT_JSON = object()  # stands for a line that cannot be read
+NS_PER_S = 1_000_000_000
+MAX_NS = 2**62  # of a time: the difference of two is an int64
+EPOCH = datetime(1970, 1, 1)
+# up to nine digits of a second (Azure's files of 2023 have seven), in those of 2024 an offset
+DATE = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|([+-])(\d\d):?(\d\d))?")
+NAMED_LINES = 5  # of each reason
+Record = tuple[Any, ...]  # the requested values of a line, None where it has none
+Records = Iterator[tuple[int, Record | None]]  # the line's number, and None where it is malformed
+Aliases = tuple[str, ...]  # a column by any of its names
 
 
 def json_value(text: str) -> Any:
-    """The value of a text. Also raises RecursionError; no other error than these two.
+    """The value of a JSON text. Raises JSONDecodeError or RecursionError, and no other error.
 
-    Python reads no integer of more than 4,300 digits: it is infinite here, so that whoever wants a
-    number of it says which row is wrong.
+    Python reads no integer of more than 4,300 digits. Such an integer is infinite here, so that the
+    check of its cell names the row.
     """
     try:
         return json.loads(text)
@@ -34,7 +46,7 @@ def json_value(text: str) -> Any:
 
 
 def json_line(line: str) -> Any:
-    """The value of a line, NOT_JSON where it is spoilt."""
+    """The value of a line; NOT_JSON where it is malformed."""
     try:
         return json_value(line)
     except (json.JSONDecodeError, RecursionError):
@@ -42,7 +54,7 @@ def json_line(line: str) -> Any:
 
 
 def is_unicode(text: str) -> bool:
-    """JSON can spell half of a surrogate pair, which no encoder takes."""
+    """Whether a text can be encoded; JSON can spell half of a surrogate pair, which cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -57,19 +69,12 @@ def _integer(digits: str) -> float:
         return float(digits)
 
 
-NS_PER_S = 1_000_000_000
-MAX_NS = 2**62  # of a time: the difference of two is an int64
-EPOCH = datetime(1970, 1, 1)
-# up to nine digits of a second (Azure's files of 2023 have seven), in those of 2024 an offset
-DATE = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|([+-])(\d\d):?(\d\d))?")
-
-
 class Unusable(Exception):
-    """Why a cell, and with it its row, says nothing."""
+    """The reason why a cell, and with it its row, is dropped."""
 
 
 def number_in(cell: Any) -> float | None:
-    """The finite number in a cell, also as text; whole ones exactly. None where there is none."""
+    """The finite number in a cell, also as text, integers exactly; None where there is none."""
     if type(cell) is int:
         return cell
     if isinstance(cell, str):
@@ -82,8 +87,8 @@ def number_in(cell: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def whole(name: str, cell: Any) -> int:
-    """A count of tokens. Unusable with the `name` where it is none."""
+def whole_number(name: str, cell: Any) -> int:
+    """The integer in a cell. Raises Unusable with the `name` of the column where it is none."""
     number: float = cell if type(cell) is int else _checked(name, cell, "a whole number")
     if number != number // 1:
         raise Unusable(f"{name} is not a whole number")
@@ -91,7 +96,7 @@ def whole(name: str, cell: Any) -> int:
 
 
 def nanoseconds(cell: Any, unit_ns: int) -> int:
-    """A time stamp that counts units of `unit_ns`."""
+    """Nanoseconds of a time stamp that counts units of `unit_ns`. Raises Unusable."""
     number: float = cell if type(cell) is int else _checked("timestamp", cell, "a number")
     if not abs(number) < MAX_NS / unit_ns:
         raise Unusable("timestamp out of range")
@@ -99,7 +104,7 @@ def nanoseconds(cell: Any, unit_ns: int) -> int:
 
 
 def at_ns(cell: Any) -> int:
-    """Nanoseconds since 1970 of a date and time; whole numbers are that already, floats seconds."""
+    """Nanoseconds from 1970 on: of a date and time, of integer nanoseconds, or of float seconds."""
     if isinstance(cell, str) and (found := DATE.fullmatch(cell.strip())):
         return _date_ns(*found.groups())
     return nanoseconds(cell, 1 if isinstance(cell, int) else NS_PER_S)
@@ -127,25 +132,22 @@ def _checked(name: str, cell: Any, kind: str) -> float:
     return number
 
 
-NAMED_LINES = 5  # of each reason
-
-
 @dataclass
 class Drops:
-    """How many rows are dropped for which reason; the first lines of each are remembered."""
+    """Rows dropped, counted by reason, with the numbers of the first lines of each reason."""
 
     rows_read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     named: dict[str, list[int]] = field(default_factory=dict)
 
     def drop(self, reason: str, *lines: int) -> None:
-        """Lines (or rows, from 1) that will be nothing."""
+        """Counts lines (or rows, from 1) under a reason."""
         self.dropped[reason] += len(lines)
         first = self.named.setdefault(reason, [])
         first.extend(lines[: NAMED_LINES - len(first)])
 
     def account(self, num_kept: int) -> dict[str, Any]:
-        """The part of the sidecar that says what became of the rows."""
+        """The account of rows for the sidecar: rows read = kept + dropped."""
         assert self.rows_read == num_kept + self.dropped.total()
         return {
             "rows_read": self.rows_read,
@@ -155,16 +157,11 @@ class Drops:
         }
 
 
-Record = tuple[Any, ...]  # the wanted values of a line, None where it has none
-Records = Iterator[tuple[int, Record | None]]  # the line's number, and None where it is spoilt
-Aliases = tuple[str, ...]  # a column by any of its names
-
-
 def records(path: Path, columns: Sequence[Aliases], optional: Sequence[Aliases] = ()) -> Records:
     """Line number and values of `columns`, then of `optional`, for each line that is not blank.
 
-    Numbers count from 1 with the header of a CSV file, so that an editor finds the line; rows of
-    Parquet count from 1. ValueError where a column of `columns` is missing altogether.
+    Numbers count from 1 and include the header of a CSV file, as an editor counts lines. Raises
+    ValueError where a column of `columns` is missing altogether.
     """
     name = path.name.removesuffix(".gz")
     if name.endswith((".jsonl", ".json")):
@@ -216,7 +213,7 @@ def _csv_records(path: Path, columns: Sequence[Aliases], optional: Sequence[Alia
 
 
 def _names(path: Path, lines: Iterator[list[str]]) -> list[str]:
-    """Of the columns of a CSV file. ValueError where its first line cannot be read."""
+    """Names of the columns of a CSV file. Raises ValueError where its first line is malformed."""
     try:
         return [name.strip() for name in next(lines, [])]
     except csv.Error as error:
@@ -229,17 +226,17 @@ def _parquet_records(
     file = _parquet(path)
     names = file.schema_arrow.names
     places = _places(path, names, columns, optional)
-    wanted = [None if at is None else names[at] for at in places]
+    chosen = [None if at is None else names[at] for at in places]
     number = 0
-    for batch in file.iter_batches(columns=[name for name in wanted if name]):
-        values = [[None] * len(batch) if n is None else _values(batch.column(n)) for n in wanted]
+    for batch in file.iter_batches(columns=[name for name in chosen if name]):
+        values = [[None] * len(batch) if n is None else _values(batch.column(n)) for n in chosen]
         for row in zip(*values, strict=True):
             number += 1
             yield number, row
 
 
 def _values(column: Any) -> list[Any]:
-    """Python values; dates as whole nanoseconds."""
+    """Python values of a column; dates as integer nanoseconds."""
     import pyarrow as pa
 
     if pa.types.is_timestamp(column.type):
@@ -287,10 +284,10 @@ def _object(line: str) -> dict[str, Any] | None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[str]]:
-    """The lines of a file, or of one that is compressed. ValueError where a .gz is torn."""
+    """The text lines of a file or of a .gz. Raises ValueError where the .gz is incomplete."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
-        # what is not UTF-8 becomes no number, and so a dropped line
+        # bytes that are not UTF-8 become no number, and so a dropped line
         with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as file:
             yield file
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -1,4 +1,4 @@
-"""The normalised trace on disk: one Parquet file and the sidecar that says where it came from."""
+"""The normalised trace on disk: one Parquet file, and a sidecar that names its source."""
 
 from __future__ import annotations
 
@@ -13,24 +13,6 @@ from typing import Any
 from traces.files import absent, naming
 from traces.serving.request import Request
 from traces.tables import read_table
-
-
-def content_hash(path: Path) -> str:
-    """The hash of a file, or of the files of a folder; read again when time or size change."""
-    if path.is_dir():
-        listed = [[str(p.relative_to(path)), content_hash(p)] for p in sorted(path.rglob("*"))]
-        return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
-    if not path.is_file():
-        return "missing"
-    found = path.stat()
-    return _of_file(path, found.st_mtime_ns, found.st_size)
-
-
-@cache
-def _of_file(path: Path, mtime_ns: int, size_bytes: int) -> str:
-    """A sweep asks for the same files at every point; one that was written since has a new key."""
-    return sha256_of(path)
-
 
 SCHEMA_VERSION = 2  # 2: prefix_ids, prefix_block_tokens
 COLUMNS = {
@@ -51,7 +33,7 @@ LISTS = ("prompt_ids", "prefix_ids")
 
 
 def sidecar_path(path: str | Path) -> Path:
-    """Where the sidecar of a trace lies: its name with .json after it."""
+    """The path of a trace's sidecar: the name of the trace with .json behind it."""
     path = Path(path)
     return path.with_name(path.name + ".json")
 
@@ -62,48 +44,77 @@ def sha256_of(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def content_hash(path: Path) -> str:
+    """The hash of a file, or of the files of a folder; "missing" where there is neither.
+
+    A file is read again only where its time or size has changed: a sweep asks at every point.
+    """
+    if path.is_dir():
+        listed = [[str(p.relative_to(path)), content_hash(p)] for p in sorted(path.rglob("*"))]
+        return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+    if not path.is_file():
+        return "missing"
+    found = path.stat()
+    return _of_file(path, found.st_mtime_ns, found.st_size)
+
+
+@cache
+def _of_file(path: Path, mtime_ns: int, size_bytes: int) -> str:
+    """The hash of a file; time and size are part of the key of the cache."""
+    return sha256_of(path)
+
+
 def write_trace(
     path: str | Path, requests: Sequence[Request], origin: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Writes the trace and its sidecar; returns the sidecar.
+    """Writes requests as a normalised trace with its sidecar.
 
-    `origin` is what the importer knows: source, tokenizer, rule, rows read and dropped.
+    Args:
+        path: The .parquet file to write.
+        requests: The requests, in the order of the file.
+        origin: Facts of the importer: source, tokenizer, rule, rows read and dropped.
+
+    Returns:
+        The sidecar.
     """
     return write_table(path, _table(requests), {"requests": len(requests), **origin})
 
 
 def write_table(path: str | Path, table: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes a pyarrow Table and its sidecar aside, then renames both; returns the sidecar.
+    """Writes a pyarrow Table and its sidecar to temporary files, then renames both.
 
-    A run killed between the two renames leaves a pair whose hashes differ, which `read_sidecar`
-    refuses.
+    A run that is killed between the two renames leaves a pair whose hashes differ, and
+    `read_sidecar` refuses it. Returns the sidecar.
     """
     import pyarrow.parquet
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
-    aside_sidecar = sidecar_path(aside)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary_sidecar = sidecar_path(temporary)
     try:
         with naming(path):
-            pyarrow.parquet.write_table(table, aside, compression="zstd")
+            pyarrow.parquet.write_table(table, temporary, compression="zstd")
         sidecar = {
             "schema_version": SCHEMA_VERSION,
             "trace": path.name,
-            "trace_sha256": sha256_of(aside),
+            "trace_sha256": sha256_of(temporary),
             **facts,
         }
-        aside_sidecar.write_text(json.dumps(sidecar, indent=2) + "\n", encoding="utf-8")
-        aside.replace(path)
-        aside_sidecar.replace(sidecar_path(path))
+        temporary_sidecar.write_text(json.dumps(sidecar, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+        temporary_sidecar.replace(sidecar_path(path))
     finally:
-        aside.unlink(missing_ok=True)
-        aside_sidecar.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
+        temporary_sidecar.unlink(missing_ok=True)
     return sidecar
 
 
 def read_sidecar(path: str | Path) -> dict[str, Any]:
-    """The sidecar of a trace, checked against the schema version and the trace's bytes."""
+    """The sidecar of a trace, checked against the schema version and the trace's bytes.
+
+    Raises a ValueError of one line where trace or sidecar is missing, or where they do not match.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path}: {absent(path, 'trace')}; make one with `tandem trace import`")
@@ -125,7 +136,11 @@ def read_sidecar(path: str | Path) -> dict[str, Any]:
 
 
 def read_trace(path: str | Path) -> list[Request]:
-    """The requests of a normalised trace, checked; needs no tokenizer, datasets or torch."""
+    """The requests of a normalised trace, checked, in the order of the file.
+
+    Imports no tokenizer, datasets or torch. Raises a ValueError of one line where the file is no
+    trace of requests as it was written.
+    """
     path = Path(path)
     if "documents" in read_sidecar(path):
         raise ValueError(f"{path}: it holds text to train on, no requests; see training=text")
@@ -136,7 +151,7 @@ def read_trace(path: str | Path) -> list[Request]:
 
 
 def checked_table(path: Path, schema: Any) -> Any:
-    """The columns of the schema out of a file of ours. ValueError where they are not as written."""
+    """The columns of a schema from a Parquet file. Raises ValueError where they do not match it."""
     table = read_table(path)
     missing = [name for name in schema.names if name not in table.column_names]
     if missing:

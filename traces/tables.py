@@ -1,4 +1,4 @@
-"""Columns and rows out of local files: CSV, Parquet, JSON lines, and what `datasets` reads."""
+"""Columns and rows of local files: CSV, Parquet, JSON lines, and the formats of `datasets`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from traces.records import header, records
 def opened_dataset(builder: str, path: Path, **settings: Any) -> Iterator[Any]:
     """The rows of the file as a datasets.Dataset; `builder` is "json", "parquet" or "text".
 
-    Whatever the library raises passes through: its errors have many types.
+    Errors of the library pass through: they have many types.
     """
-    # both are read when `datasets` is first imported; a local file needs no network
+    # `datasets` reads both when it is first imported; a local file needs no network
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     import datasets
 
-    shown, said = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    are_disabled = datasets.are_progress_bars_disabled()
+    verbosity = datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what fails is told by us
-    # a cache of our own: nothing stays behind in the user's home
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # failures are reported here
+    # a temporary cache leaves nothing in the user's home
     with tempfile.TemporaryDirectory(prefix="tandem-datasets-") as cache:
-        link = Path(cache) / f"source{path.suffix}"  # it takes a name with [ or * for a pattern
+        link = Path(cache) / f"source{path.suffix}"  # a name with [ or * would be a pattern
         link.symlink_to(path.resolve())
         try:
             yield datasets.load_dataset(
@@ -42,8 +43,8 @@ def opened_dataset(builder: str, path: Path, **settings: Any) -> Iterator[Any]:
                 **settings,
             )
         finally:
-            datasets.logging.set_verbosity(said)
-            if not shown:
+            datasets.logging.set_verbosity(verbosity)
+            if not are_disabled:
                 datasets.enable_progress_bars()
 
 
@@ -51,28 +52,29 @@ def opened_dataset(builder: str, path: Path, **settings: Any) -> Iterator[Any]:
 class Columns:
     """The named columns that a file has, over the lines that can be read.
 
-    Cells of a CSV file are text ("" where empty), others as they are stored, None where missing.
+    Cells of a CSV file are text ("" where empty). Cells of other files are as stored, None where
+    missing.
     """
 
     cells: dict[str, list[Any]]
-    lines: list[int]  # the number of each row in the file
+    lines: list[int]  # line number of each row
     malformed: list[int]  # numbers of the lines that cannot be read
 
 
 def read_columns(path: Path, names: Iterable[str]) -> Columns:
-    """The named columns, as far as the file has them. ValueError where it is none of a table."""
+    """The named columns, as far as the file has them. Raises ValueError for an unreadable file."""
     if not path.is_file():
         raise ValueError(f"{path}: {absent(path)}")
-    wanted = tuple(dict.fromkeys(names))
+    chosen = tuple(dict.fromkeys(names))
     lines, rows, malformed = list[int](), list[tuple[Any, ...]](), list[int]()
-    for line, record in records(path, (), [(name,) for name in wanted]):
+    for line, record in records(path, (), [(name,) for name in chosen]):
         if record is None:
             malformed.append(line)
         else:
             lines.append(line)
             rows.append(record)
-    known = header(path)  # of JSON lines the first need not have every key
-    columns = {name: [row[place] for row in rows] for place, name in enumerate(wanted)}
+    known = header(path)  # the first of JSON lines need not have every key
+    columns = {name: [row[place] for row in rows] for place, name in enumerate(chosen)}
     found = (
         name
         for name, cells in columns.items()

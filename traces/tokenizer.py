@@ -1,4 +1,4 @@
-"""Tokenizers from a path, offline."""
+"""Tokenizers from local files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Published Llama 3 tokenizers begin with this token by a template that the raw file may lack.
+# The template of published Llama 3 tokenizers begins with this token; the raw file may lack it.
 KNOWN_BOS = "<|begin_of_text|>"
 SAMPLE = Path(__file__).resolve().parent / "samples" / "tokenizer"  # ships with the project
 
 
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """A tokenizer, the hash of its content, and the ids it puts before every text (its BOS)."""
+    """A tokenizer, the hash of its content, and the ids that it puts before every text (BOS)."""
 
     path: str
     sha256: str
@@ -25,13 +25,13 @@ class LoadedTokenizer:
     backend: Any
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, without BOS; one parallel batch."""
+        """Token ids of each text, without BOS, in one parallel batch."""
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
 
 def tokenizer_for(source: Path, path: str | Path | None, bos_token: str | None) -> LoadedTokenizer:
-    """The tokenizer that a source of text needs. ValueError where none is named, or it is none."""
+    """The tokenizer for a source of text. Raises ValueError where none is named or it is none."""
     if path is None:
         raise ValueError(
             f"{source} holds text: name a tokenizer; `tandem trace import --tokenizer PATH` or, in "
@@ -41,10 +41,18 @@ def tokenizer_for(source: Path, path: str | Path | None, bos_token: str | None) 
 
 
 def load_tokenizer(path: str | Path, bos_token: str | None = None) -> LoadedTokenizer:
-    """Loads tokenizer.json or tokenizer.json.gz (or its folder), else an AutoTokenizer folder.
+    """Loads a tokenizer from local files; the network is never asked.
 
-    `bos_token` None asks the tokenizer (and takes Llama 3's where its template is missing),
-    "" means none, anything else must be a token of the vocabulary. Never asks the network.
+    Args:
+        path: tokenizer.json, tokenizer.json.gz, a folder with either, or an AutoTokenizer folder.
+        bos_token: None takes the tokenizer's own (Llama 3's where its template is missing), ""
+            none; any other token must be in the vocabulary.
+
+    Returns:
+        The tokenizer, without truncation and padding.
+
+    Raises:
+        ValueError: There is no tokenizer at the path, or its vocabulary lacks `bos_token`.
     """
     path = Path(path)
     text = _content(path)
@@ -61,7 +69,7 @@ def load_tokenizer(path: str | Path, bos_token: str | None = None) -> LoadedToke
 
 
 def described(tokenizer: LoadedTokenizer) -> dict[str, Any]:
-    """The part of a sidecar that says which tokenizer it was."""
+    """The entry of a tokenizer in a sidecar."""
     return {
         "path": tokenizer.path,
         "sha256": tokenizer.sha256,

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine.contract.regions import Pool
-from traces.files import checked_bytes, checked_text, seal, whole
+from traces.files import atomically, checked_bytes, checked_text, seal
 
 
 class Figures(NamedTuple):
@@ -148,7 +148,7 @@ def write_tables(folder: Path, tables: Mapping[str, pa.Table]) -> None:
     OSError names the file, also where the disk is full.
     """
     for name, table in tables.items():
-        with whole(folder / f"{name}.parquet") as aside:
+        with atomically(folder / f"{name}.parquet") as aside:
             pq.write_table(table, aside, compression="zstd")
     seal(folder, *(f"{name}.parquet" for name in tables))
 

@@ -14,7 +14,7 @@ from analysis.yaml_text import yaml_value
 from tandem.config.renamed import with_current_targets
 from tandem.sweeps.point import points_in, superseded_in
 from tandem.wiring.folder import OK, status_of
-from traces.files import checked_text, is_sealed, whole
+from traces.files import atomically, checked_text, is_sealed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,7 +74,7 @@ def collect(root: Path) -> pd.DataFrame:
     table = pd.DataFrame(rows)
     for name in filter(lambda name: pd.api.types.is_object_dtype(table[name]), table):
         table[name] = _one_type(table[name])
-    with whole(root / TABLE) as aside:
+    with atomically(root / TABLE) as aside:
         table.to_parquet(aside, index=False)
     return table
 

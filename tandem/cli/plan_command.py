@@ -125,7 +125,7 @@ def _max_that_fits(fits: Callable[[int], bool], least: int) -> int:
 def min_layers(point: ComposedConfig) -> int:
     """Layers of the shallowest model in which the point's recipe trains something."""
     asked = builder_of(point).build(point.config["training"], "training")
-    return max(1, int(asked.recipe.least_units) - 2)  # embedding and head
+    return max(1, int(asked.recipe.min_units) - 2)  # embedding and head
 
 
 def _simulated(run_spec: RunSpec, cost: LaunchCost) -> Run:

@@ -24,7 +24,7 @@ METHODS = {
     "memory": ("fit",),
     "router": ("route",),
     "planner": ("prepare",),
-    "arrival": ("times_ns", "seated"),
+    "arrival": ("times_ns", "as_sessions"),
     "trace": ("drawn",),
     "training.data": ("batches",),
 }

@@ -101,9 +101,9 @@ def requests_of(
         return requests
     _check_times(requests, config, overrides)
     process = builder.build(arrival, "arrival")
-    if hasattr(process, "seated"):  # not by the clock: see traces.serving.sessions
-        seated: list[Request] = process.seated(requests)
-        return seated
+    if hasattr(process, "as_sessions"):  # not by the clock: see traces.serving.sessions
+        sessions: list[Request] = process.as_sessions(requests)
+        return sessions
     return assign(requests, process.times_ns(num_arrivals(requests), seed=seed))
 
 

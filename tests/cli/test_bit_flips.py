@@ -26,7 +26,7 @@ from tandem.cli.__main__ import main
 from tandem.cli.compare import replay_of
 from tandem.cli.errors import Usage
 from traces import files
-from traces.files import NAME, checked_bytes, is_sealed, naming, seal, whole, write_text
+from traces.files import NAME, atomically, checked_bytes, is_sealed, naming, seal, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["model=micro_llama", "limit=4", "arrival=all_at_once"]
@@ -272,7 +272,7 @@ def test_a_disk_that_is_full_is_told_with_its_path(tmp_path: Path) -> None:
 
 def test_an_error_without_a_path_gets_the_one_that_was_written(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    with pytest.raises(OSError, match="No space left") as caught, whole(path) as aside:
+    with pytest.raises(OSError, match="No space left") as caught, atomically(path) as aside:
         aside.write_text("half")
         raise OSError(errno.ENOSPC, "Error writing bytes to file")
     assert caught.value.filename == str(path) and not list(tmp_path.iterdir())

@@ -21,7 +21,7 @@ LONG = 1 << 20  # vocabulary: more than any id here
 
 
 def packed_plainly(documents: list[list[int]], block_tokens: int) -> tuple[list[list[int]], int]:
-    """Token by token: a full block is put away, and what is left at the end is counted."""
+    """Packs token by token; returns the full blocks and the count of the rest."""
     blocks: list[list[int]] = []
     block: list[int] = []
     for document in documents:
@@ -50,13 +50,13 @@ def test_packing_is_the_plain_one(documents: list[list[int]], block_tokens: int)
 
 
 def numbered(num_blocks: int, sequences: int, seed: int = 0) -> PackedBatches:
-    """Blocks of two tokens that tell which they are: 2n and 2n + 1."""
+    """Blocks of two tokens that number their block n: 2n and 2n + 1."""
     blocks = np.arange(2 * num_blocks, dtype=np.int32).reshape(num_blocks, 2)
     return PackedBatches(blocks, sequences, LONG, seed)
 
 
 def seen(batches: PackedBatches, microbatches: int) -> list[int]:
-    """Which blocks, in order."""
+    """The blocks of the first microbatches, in order."""
     ids = np.concatenate([batches.ids(k) for k in range(microbatches)])
     assert (ids[:, 1] == ids[:, 0] + 1).all()
     return (ids[:, 0] // 2).tolist()
@@ -78,11 +78,11 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 
 def test_a_microbatch_follows_from_its_number_alone() -> None:
-    """Asked in any order, by whichever object, and however microbatches are cut."""
+    """In any order of calls, and for any number of sequences per microbatch."""
     batches, order = numbered(7, 3), seen(numbered(7, 1), 30)
     for microbatch in (9, 0, 4, 9, 2):
-        wanted = order[3 * microbatch : 3 * microbatch + 3]
-        assert (batches.ids(microbatch)[:, 0] // 2).tolist() == wanted
+        expected = order[3 * microbatch : 3 * microbatch + 3]
+        assert (batches.ids(microbatch)[:, 0] // 2).tolist() == expected
 
 
 def test_the_order_is_that_of_other_processes() -> None:
@@ -92,7 +92,7 @@ def test_the_order_is_that_of_other_processes() -> None:
         "print(PackedBatches(blocks, 4, 99, 3).ids(7).tolist());"
         "print(RandomBatches(5, 2, 99, 3).ids(7).tolist())"
     )
-    told = {
+    outputs = {
         subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
@@ -103,10 +103,10 @@ def test_the_order_is_that_of_other_processes() -> None:
     }
     ours = PackedBatches(np.arange(40, dtype=np.int32).reshape(20, 2), 4, 99, 3).ids(7)
     random = RandomBatches(5, 2, 99, 3).ids(7)
-    assert told == {f"{ours.tolist()}\n{random.tolist()}\n".encode()}
+    assert outputs == {f"{ours.tolist()}\n{random.tolist()}\n".encode()}
 
 
-def test_shuffling_favours_no_place() -> None:
+def test_shuffling_is_uniform_over_places() -> None:
     """Where block 0 comes in 2,000 epochs of 10 blocks: even, by chi-square at the 0.1 % level."""
     batches = numbered(10, 10)
     places = Counter(seen_once.index(0) for seen_once in _epochs(batches, 2000))

@@ -1,4 +1,4 @@
-"""Mooncake files: the unit of stamps, blocks of prefixes, and the way back."""
+"""Mooncake files: the unit of stamps, prefix blocks, and export."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from traces.serving.request import Request
 
 @given(rate=st.floats(0.12, 85), seed=st.integers(0, 999), unit=st.sampled_from(["ms", "s"]))
 @settings(max_examples=10, deadline=None)
-def test_ms_and_s_are_told_apart(
+def test_ms_and_s_are_distinguished(
     tmp_path_factory: pytest.TempPathFactory, rate: float, seed: int, unit: str
 ) -> None:
     times_s = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, 1000))
@@ -34,14 +34,14 @@ def test_ms_and_s_are_told_apart(
 
 
 @pytest.mark.parametrize("unit_s", [1, 1000])
-def test_recorded_arrivals_and_length_tables_tell_the_unit_too(tmp_path: Path, unit_s: int) -> None:
+def test_recorded_arrivals_and_length_tables_find_the_unit(tmp_path: Path, unit_s: int) -> None:
     source = mooncake(tmp_path / "a.jsonl", *((i * unit_s / 2, 9, 5, [1]) for i in range(9)))
     assert read_times_ns(source).tolist() == [i * S // 2 for i in range(9)]
     assert imported(source, kind="lengths")[1][-1].arrival_ns == 4 * S
 
 
-def test_stamps_that_are_text_tell_their_unit_too(tmp_path: Path) -> None:
-    """Of a CSV file every cell is text, and some write JSON numbers so."""
+def test_stamps_that_are_text_have_their_unit_found(tmp_path: Path) -> None:
+    """Every cell of a CSV file is text, and some JSON lines quote numbers."""
     lines = written(tmp_path / "a.csv", "timestamp,input_length,output_length", "0,9,5", "2,9,5")
     quoted = mooncake(tmp_path / "a.jsonl", ("0", 9, 5, None), ("2.0", 9, 5, None))
     for source in (lines, quoted):
@@ -108,7 +108,7 @@ def test_closed_loops_are_not_written_as_mooncake_lines(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dense_stamps_are_warned_of_where_they_are_written_and_where_they_are_guessed(
+def test_dense_stamps_are_warned_of_at_export_and_at_import(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """200 requests a second in ms look like one in 5 s: the format names no unit."""

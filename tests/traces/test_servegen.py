@@ -1,4 +1,4 @@
-"""ServeGen's client windows: recorded rates exactly, gaps as fitted, lengths of the same client."""
+"""ServeGen's client windows: recorded rates exactly, gaps as fitted, lengths per client."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def imported(source: Path, **options: Any) -> tuple[dict[str, Any], list[Request
     faster=st.floats(0.1, 10),
     seed=st.integers(0, 999),
 )
-def test_a_window_holds_its_rate_and_nothing_leaves_it(
+def test_a_window_holds_its_rate_and_all_its_arrivals(
     rate: float, shape: float, scale: float, is_gamma: bool, faster: float, seed: int
 ) -> None:
     window = Window(1, 3, 1200.0, rate, is_gamma, shape, scale)
@@ -116,7 +116,7 @@ def test_clients_keep_their_own_lengths_and_rates(tmp_path: Path) -> None:
     assert max(r.arrival_ns for r in early) < 600 * S
 
 
-def test_a_wanted_rate_keeps_the_clock(tmp_path: Path) -> None:
+def test_another_rate_keeps_the_clock(tmp_path: Path) -> None:
     source = windows(tmp_path, *((0, s, 1.0, 1.0, "Gamma", 1.0, 1.0) for s in (0, 600, 1200)))
     histogram(tmp_path, *always(0, 11, 5))
     sidecar, requests = imported(source, rate=4.0, seed=5)
@@ -154,7 +154,7 @@ def test_any_part_is_what_the_whole_has_there(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("start_s", "duration_s"), [(0, 900), (0, 60), (300, 600)])
-def test_a_wanted_rate_holds_in_any_part(tmp_path: Path, start_s: int, duration_s: int) -> None:
+def test_another_rate_holds_in_any_part(tmp_path: Path, start_s: int, duration_s: int) -> None:
     source = windows(tmp_path, POISSON, (0, 600, *POISSON[2:]))
     histogram(tmp_path, *always(0, 11, 5))
     asked = {"rate": 10.0, "start_s": start_s, "duration_s": duration_s}

@@ -1,4 +1,4 @@
-"""Reading ShareGPT files: every row becomes a conversation or a named reason, whatever it holds."""
+"""Reading ShareGPT files: every row, of any content, becomes a conversation or a named reason."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_an_unreadable_file_is_one_line(
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_bytes_that_are_no_text_and_no_gzip_are_one_line(tmp_path: Path) -> None:
+def test_undecodable_and_incomplete_files_are_one_line(tmp_path: Path) -> None:
     latin, cut = tmp_path / "latin.json", tmp_path / "cut.json.gz"
     latin.write_bytes('["é"]'.encode("latin-1"))
     cut.write_bytes(gzip.compress(json.dumps([GOOD] * 100).encode())[:40])
@@ -163,7 +163,7 @@ def test_a_spoilt_line_costs_only_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [[None, GOOD], [None], [GOOD, None], [None, None, GOOD]])
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
 def test_a_row_that_is_null_stops_nothing(tmp_path: Path, rows: list[Any], mark: str) -> None:
-    """Where it comes first, pyarrow 26 dies of it, and the process with it."""
+    """A null row that comes first crashes pyarrow 26, and the process with it."""
     for name, text in (
         ("a.json", json.dumps(rows)),
         ("b.json", json.dumps(rows, indent=1)),

@@ -1,4 +1,4 @@
-"""The project's own text to train on: the same each time, and a text that can be learnt."""
+"""The project's own text to train on: equal bytes each time, and a text that can be learnt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from traces.training.text_store import read_documents
 SOURCE, SHIPPED = SAMPLES / "text_sample.jsonl", SAMPLES / "text_sample.parquet"
 
 
-def test_the_generator_gives_the_same_bytes() -> None:
+def test_the_generator_gives_equal_bytes() -> None:
     assert sample_bytes(rows()) == SOURCE.read_bytes()
     assert SOURCE.stat().st_size < 300_000
 
@@ -34,7 +34,7 @@ def test_the_shipped_documents_are_the_import_of_the_sample(tmp_path: Path) -> N
     assert made["tokenizer"]["sha256"] == kept["tokenizer"]["sha256"]
 
 
-def test_it_holds_what_readers_stumble_over() -> None:
+def test_it_holds_awkward_rows() -> None:
     sidecar = read_sidecar(SHIPPED)
     assert sidecar["rows_dropped"] == {"empty text": 2, "no text field": 2}
     told = [json.loads(line) for line in SOURCE.read_text(encoding="utf-8").splitlines()]

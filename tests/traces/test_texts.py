@@ -1,4 +1,4 @@
-"""Reading text to train on: every row becomes a document or a named reason, whatever it holds."""
+"""Reading text to train on: every row, of any content, becomes a document or a named reason."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_another_field_may_hold_the_text(tmp_path: Path) -> None:
         assert dict(texts.dropped) == {"content is not text": 1, "no content field": 1}
 
 
-def test_a_field_that_no_row_has_is_told_with_those_it_has(tmp_path: Path) -> None:
+def test_a_missing_field_is_named_with_the_fields_of_the_file(tmp_path: Path) -> None:
     pq.write_table(pa.table({"title": ["a"], "body": ["b"]}), tmp_path / "a.parquet")
     written(tmp_path / "a.jsonl", '{"title": "a", "body": "b"}')
     written(tmp_path / "a.json", '[{"title": "a", "body": "b"}]')
@@ -160,7 +160,7 @@ PLAIN = "first line\n\n  second\tline\nthird é\u2028line\r\n\n\nlast"
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
-def test_plain_text_is_cut_as_asked(tmp_path: Path, suffix: str) -> None:
+def test_plain_text_is_split_by_line_paragraph_or_document(tmp_path: Path, suffix: str) -> None:
     path = written(tmp_path / f"a{suffix}", PLAIN)
     lines = read_texts(path)
     told = PLAIN.replace("\r\n", "\n")
@@ -223,7 +223,7 @@ def test_an_empty_table_has_no_rows_and_an_empty_row_group_stops_nothing(tmp_pat
         assert documents(read_texts(path)) == kept
 
 
-def test_what_is_not_there_and_what_is_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_absent_and_remote_files_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.json", tmp_path, "https://huggingface.co/a.json", "wikitext"):
         why = "that is a folder; name a file in it" if path == tmp_path else "no such file"
         with pytest.raises(ValueError, match=f"{why}; give a local"):
@@ -242,8 +242,8 @@ characters = st.text(st.sampled_from('a 0\n\r\t"\\é中\U0001f642\u2028\x85\x0b\
 
 @cases(30)
 @given(texts=st.lists(characters, max_size=6))
-def test_what_was_written_is_read(tmp_path: Path, texts: list[str]) -> None:
-    """Text of any characters, by each of our readers, against what Python wrote."""
+def test_texts_are_read_as_written(tmp_path: Path, texts: list[str]) -> None:
+    """Text of any characters, by each reader, against the text that Python wrote."""
     kept = [text for text in texts if text.strip()]
     lines = written(tmp_path / "a.jsonl", in_json([{"text": text} for text in texts], "jsonl"))
     pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), tmp_path / "a.parquet")
@@ -281,7 +281,7 @@ def test_any_json_is_kept_or_named(tmp_path: Path, rows: list[Any], is_list: boo
 
 
 def test_rows_that_are_no_objects_hide_no_others(tmp_path: Path) -> None:
-    """In a list; of lines, one that begins with [ makes the whole file one list."""
+    """In a list. A first line that begins with [ makes the whole file one list."""
     path = written(tmp_path / "a.json", json.dumps([[], {"text": "a"}, {"text": "b"}]))
     assert documents(read_texts(path)) == ["a", "b"]
 

@@ -1,4 +1,4 @@
-"""When requests arrive: processes that are pure functions of a count and a seed."""
+"""Arrival processes: times of requests as pure functions of a count and a seed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from traces.serving.recorded_times import in_order, read_times_ns
+from traces.records import NS_PER_S
+from traces.serving.recorded_times import TimesNs, in_order, read_times_ns
 from traces.serving.request import Request
 
-TimesNs = npt.NDArray[np.int64]
-NS_PER_S = 1_000_000_000
-MOST_NS = 1 << 62  # sums of two times are integers of 64 bits still
+MAX_NS = 1 << 62  # the sum of two times is still an int64
 
 
 class Arrivals(Protocol):
@@ -28,7 +27,7 @@ class Arrivals(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class AllAtOnce:
-    """Everything arrives at time 0 (vLLM's `--request-rate inf`)."""
+    """All requests arrive at time 0 (vLLM's `--request-rate inf`)."""
 
     def times_ns(self, n: int, seed: int = 0) -> TimesNs:
         return np.zeros(_checked_count(n), dtype=np.int64)
@@ -38,9 +37,9 @@ class AllAtOnce:
 class Gamma:
     """Independent gamma gaps of mean 1/rate and coefficient of variation 1/sqrt(burstiness).
 
-    `rate` is in requests per second. `rescale` is what vLLM's serving benchmark does: the times
-    are stretched so that the last of n arrivals is at exactly n/rate. Every run then has the same
-    mean rate, and the gaps are no longer independent. Off by default: the plain process is exact.
+    `rate` is in requests per second. `rescale` stretches the times so that the last of n arrivals
+    is at exactly n/rate, as vLLM's serving benchmark does. The mean rate of all runs is then equal,
+    and the gaps are no longer independent; the plain process is the default.
     """
 
     rate: float = 1.0
@@ -55,7 +54,7 @@ class Gamma:
         rng = np.random.default_rng(seed)
         scale_s = 1.0 / (self.rate * self.burstiness)
         times_s = np.cumsum(rng.gamma(self.burstiness, scale_s, _checked_count(n)))
-        # a gap may underflow to 0 at a tiny burstiness: then there is nothing to stretch
+        # all gaps may underflow to 0 at a tiny burstiness; such times cannot be stretched
         if self.rescale and n > 0 and times_s[-1] > 0:
             times_s *= n / self.rate / times_s[-1]
         return _rounded_ns(times_s)
@@ -77,12 +76,12 @@ class Poisson:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedArrivals:
-    """The first n recorded arrivals, moved so that the first is at 0, if wanted at another rate.
+    """The first n recorded arrivals from time 0 on, at their own or another rate.
 
-    Give a `path` (see traces/serving/recorded_times.py for the layouts) or `times_s` in seconds.
-    With a `rate`, "stretch" scales time so that the n arrivals have exactly n - 1 gaps of mean
-    1/rate: it keeps the burstiness and changes durations. "thin" keeps each recorded arrival with
-    probability rate / recorded rate, drawn by seed: it keeps the clock, and cannot raise the rate.
+    The source is a `path` (layouts: traces/serving/recorded_times.py) or `times_s` in seconds. Mode
+    "stretch" scales time so that the n - 1 gaps have mean 1/rate: burstiness stays, durations
+    change. Mode "thin" keeps each recorded arrival with probability rate / recorded rate, drawn by
+    seed: the clock stays, and the rate cannot rise.
     """
 
     path: str | None = None
@@ -107,7 +106,7 @@ class RecordedArrivals:
             times = _thinned(times, self.rate, seed)
         if len(times) < n:
             left = "left after thinning" if self.mode == "thin" else "recorded"
-            raise ValueError(f"{n} arrivals wanted, {len(times)} {left}; take fewer requests")
+            raise ValueError(f"{n} arrivals asked for, {len(times)} {left}; take fewer requests")
         times = times[:n] - times[:1]
         if self.rate is not None and self.mode == "stretch":
             times = stretched(times, self.rate)
@@ -121,15 +120,15 @@ class RecordedArrivals:
 
 
 def num_arrivals(requests: Sequence[Request]) -> int:
-    """How many times `assign` needs: one per independent request and one per session."""
+    """The number of times that `assign` needs: one per independent request, one per session."""
     return sum(request.turn == 0 for request in requests)
 
 
 def assign(requests: Sequence[Request], times_ns: Sequence[int] | TimesNs) -> list[Request]:
-    """The same requests with these arrivals, in order; the turns of a session keep together.
+    """The requests with arrival times, given out in order to independent requests and turns 0.
 
-    Only turn 0 takes a time. A later turn carries its session's arrival as its lower bound and is
-    released by the answer before it and its think time.
+    A later turn of a session takes the time of turn 0 as its lower bound; the answer before it and
+    its think time release it.
     """
     if len(times_ns) != num_arrivals(requests):
         raise ValueError(f"{len(times_ns)} times for {num_arrivals(requests)} arrivals")
@@ -161,7 +160,7 @@ def _thinned(times: TimesNs, rate: float, seed: int) -> TimesNs:
 
 
 def stretched(times: TimesNs, rate: float) -> TimesNs:
-    """Times from 0, scaled so that their n - 1 gaps have mean 1/rate; all at 0 stays so."""
+    """Times from 0, scaled so that their n - 1 gaps have mean 1/rate; times all at 0 stay."""
     if len(times) < 2 or times[-1] == 0:
         return times
     span_ns = (len(times) - 1) / rate * NS_PER_S
@@ -173,7 +172,7 @@ def _rounded_ns(times_s: npt.NDArray[np.float64]) -> TimesNs:
 
 
 def _rounded(times_ns: npt.NDArray[np.floating[Any]]) -> TimesNs:
-    if not times_ns.max(initial=0) < MOST_NS:
+    if not times_ns.max(initial=0) < MAX_NS:
         raise ValueError("arrivals reach beyond 146 years (2^62 ns): raise the rate")
     rounded: TimesNs = np.rint(times_ns).astype(np.int64)
     return rounded
@@ -181,7 +180,7 @@ def _rounded(times_ns: npt.NDArray[np.floating[Any]]) -> TimesNs:
 
 def _checked_count(n: int) -> int:
     if n < 0:
-        raise ValueError(f"{n} arrivals wanted; the count must be at least 0")
+        raise ValueError(f"{n} arrivals asked for; the count must be at least 0")
     return n
 
 

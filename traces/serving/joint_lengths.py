@@ -1,4 +1,7 @@
-"""How long prompts and answers are together: a small summary to draw token lengths from."""
+"""Joint token lengths of prompts and outputs: a small summary of ShareGPT to draw pairs from.
+
+`python -m traces.serving.joint_lengths SHARED/data` writes samples/sharegpt_lengths.json.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,18 @@ import pyarrow.parquet as pq
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+FIRST = "lengths/sharegpt_v3_firstturn_llama2.parquet"
+LATER = "sharegpt/sharegpt_v3_sample_dev_tokens.parquet"
+MAX_TOTAL_TOKENS = 4096
+LEVELS, SHARES = 33, 8
 
 
 @dataclass(frozen=True)
 class JointLengths:
-    """Quantiles of the prompt, and of the output within equal shares of the prompts, in tokens.
+    """Quantiles of prompts, and of outputs within equal shares of the prompts, in tokens.
 
-    `prompt[i]` is the i/(len - 1) quantile; `output[b][j]` the j/(len - 1) quantile of the output
-    over the b-th of len(output) equal shares of the pairs ordered by prompt.
+    `prompt[i]` is the i/(len - 1) quantile. The pairs, ordered by prompt, make len(output) equal
+    shares; `output[b][j]` is the j/(len - 1) quantile of the outputs in share b.
     """
 
     source: str
@@ -29,7 +36,7 @@ class JointLengths:
     output: tuple[tuple[int, ...], ...]
 
     def draw(self, n: int, rng: np.random.Generator) -> Ints:
-        """n pairs, [n, 2]: a Latin hypercube, so that few pairs follow the summary closely."""
+        """n pairs [n, 2] by a Latin hypercube, so that even few pairs follow the summary."""
         u_prompt, u_output = _strata(n, rng), _strata(n, rng)
         share = np.minimum((u_prompt * len(self.output)).astype(np.int64), len(self.output) - 1)
         pairs = np.empty((n, 2), dtype=np.int64)
@@ -41,7 +48,7 @@ class JointLengths:
 
 
 def summarise(source: str, prompt: Ints, output: Ints, levels: int, shares: int) -> JointLengths:
-    """The joint quantiles of measured pairs; ties in the prompt keep their order in the source."""
+    """The joint quantiles of measured pairs; equal prompts keep the order of the source."""
     at = np.linspace(0, 1, levels)
     by_prompt = np.array_split(output[np.argsort(prompt, kind="stable")], shares)
     return JointLengths(
@@ -68,21 +75,15 @@ def _strata(n: int, rng: np.random.Generator) -> Floats:
 
 
 def _quantile(quantiles: tuple[int, ...], u: Floats) -> Ints:
-    # logarithms: between two far quantiles of a heavy tail the density falls roughly as 1/length
+    # logarithms: between far quantiles of a heavy tail the density falls roughly as 1/length
     logs = np.log(np.asarray(quantiles, dtype=np.float64))
     drawn = np.exp(np.interp(u, np.linspace(0, 1, len(quantiles)), logs))
     lengths: Ints = np.maximum(np.rint(drawn), 1).astype(np.int64)
     return lengths
 
 
-FIRST = "lengths/sharegpt_v3_firstturn_llama2.parquet"
-LATER = "sharegpt/sharegpt_v3_sample_dev_tokens.parquet"
-MAX_TOTAL_TOKENS = 4096
-LEVELS, SHARES = 33, 8
-
-
 def summaries(data: Path) -> dict[str, JointLengths]:
-    """The two summaries, from the shared data folder."""
+    """The summaries of first and later turns, from the shared data folder."""
     table = pq.read_table(data / FIRST)
     # the table counts one BOS per message; the sample's tokenizer adds none
     prompt, output = (
@@ -91,11 +92,11 @@ def summaries(data: Path) -> dict[str, JointLengths]:
     )
     kept = (prompt > 0) & (output > 0) & (prompt + output <= MAX_TOTAL_TOKENS)
     later = np.asarray(_later_pairs(data / LATER), dtype=np.int64)
-    lineage = f"without BOS, both > 0, total <= {MAX_TOTAL_TOKENS}"
+    filters = f"without BOS, both > 0, total <= {MAX_TOTAL_TOKENS}"
     return {
         "first_turn": summarise(
             "ShareGPT_V3 first human-gpt pairs, Llama-2 tokens, Nanoflow datasets/traces/"
-            f"sharegpt.csv rows 0-49,999 (efeslab/Nanoflow d6b381e, Apache-2.0), {lineage}",
+            f"sharegpt.csv rows 0-49,999 (efeslab/Nanoflow d6b381e, Apache-2.0), {filters}",
             prompt[kept],
             output[kept],
             LEVELS,
@@ -125,7 +126,7 @@ def _later_pairs(path: Path) -> list[tuple[int, int]]:
 
 
 def main() -> None:
-    """`python -m traces.serving.joint_lengths SHARED/data` writes samples/sharegpt_lengths.json."""
+    """Writes samples/sharegpt_lengths.json from the data folder that the command line names."""
     entries = {name: asdict(summary) for name, summary in summaries(Path(sys.argv[1])).items()}
     path = Path(__file__).parents[1] / "samples" / "sharegpt_lengths.json"
     path.write_text(json.dumps(entries) + "\n", encoding="utf-8")

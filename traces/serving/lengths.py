@@ -1,4 +1,4 @@
-"""Traces out of token-length tables or random lengths, for which no text is needed."""
+"""Requests of token counts alone: from a table of lengths, or drawn at random."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from traces.records import Unusable, whole
+from traces.records import Unusable, whole_number
 from traces.serving.recorded_times import TIME_COLUMNS, in_order, stamps_in
 from traces.serving.request import Request
 from traces.tables import read_columns
 
-# ours; Vidur; Azure; BurstGPT; Mooncake; LLMServingSim
+# Tandem; Vidur; Azure; BurstGPT; Mooncake; LLMServingSim
 PROMPT_COLUMNS = (
     "prompt_tokens",
     "num_prefill_tokens",
@@ -34,13 +34,15 @@ OUTPUT_COLUMNS = (
     "output_toks",
 )
 ID_COLUMNS = ("prompt_ids", "input_tok_ids")
-MAX_TOKENS = 2**31 - 1  # of a count, and the highest id: what a trace holds
+MAX_TOKENS = 2**31 - 1  # the largest count and the highest token id that a trace can hold
 SLO_COLUMN = "slo"
+STREAM = 1  # of a seed: arrivals draw from the seed itself
+MAX_REQUESTS = 10_000_000
 
 
 @dataclass
 class Lengths:
-    """Rows of a table as requests: rows_read = len(requests) + sum(rows_dropped.values())."""
+    """The rows of a table as requests: rows_read = len(requests) + rows_dropped.total()."""
 
     rows_read: int
     requests: list[Request] = field(default_factory=list)
@@ -49,14 +51,14 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Limits:
-    """What lengths are taken, in tokens; None is no limit."""
+    """Bounds of the lengths that are taken, in tokens; None is no bound."""
 
     min_tokens: int = 1
     max_prompt_tokens: int | None = None
     max_total_tokens: int | None = None
 
     def fault(self, prompt_tokens: int, output_tokens: int) -> str | None:
-        """Why a pair is not taken."""
+        """Why a pair is not taken; None where it is."""
         for name, value in (("prompt", prompt_tokens), ("output", output_tokens)):
             if value < self.min_tokens:
                 return f"{name} under {self.min_tokens} tokens"
@@ -76,10 +78,10 @@ def read_lengths(
     keep_ids: bool = True,
     slo_column: str | None = None,
 ) -> Lengths:
-    """Each usable row as a request, in file order; the others are dropped by reason.
+    """Each usable row of a table as a request, in file order; other rows are counted by reason.
 
-    Arrival times in the table are kept, moved so that the first one is 0. SLO classes are those of
-    `slo_column`, None: of `slo`, where there is one; an empty cell is no class.
+    Arrival times of the table are kept, from 0 on. SLO classes are in `slo_column` (None: `slo`,
+    where the table has it); an empty cell is no class.
     """
     path, classed_by = Path(path), slo_column or SLO_COLUMN
     known = (*PROMPT_COLUMNS, *OUTPUT_COLUMNS, *TIME_COLUMNS, *ID_COLUMNS)
@@ -103,10 +105,10 @@ def read_lengths(
 
 
 def sample(lengths: Lengths, n: int | None, seed: int | None) -> Lengths:
-    """n rows drawn jointly (a prompt keeps its output) without replacement, in the order drawn.
+    """n rows drawn by seed without replacement; a prompt keeps its output.
 
-    Without a seed the first n rows in file order. Arrivals stay with the places, not with the rows:
-    the i-th request drawn arrives when the i-th row did.
+    Without a seed they are the first n rows in file order. The i-th request arrives when the i-th
+    row of the table did, whichever row was drawn.
     """
     rows = lengths.requests
     n = len(rows) if n is None else n
@@ -122,7 +124,7 @@ def sample(lengths: Lengths, n: int | None, seed: int | None) -> Lengths:
 
 
 def _arrivals(path: Path, columns: Mapping[str, list[Any]]) -> list[int | Unusable]:
-    """Times from the first one on, or why a row has none; nothing where there is no such column."""
+    """Times from the first one on, or the fault of a row; empty where no column has times."""
     stamps, found = stamps_in(columns), list[int | Unusable]()
     if stamps is None:
         return found
@@ -136,11 +138,11 @@ def _arrivals(path: Path, columns: Mapping[str, list[Any]]) -> list[int | Unusab
 
 
 def _request(number: int, row: Sequence[Any], limits: Limits) -> Request:
-    """Of arrival, prompt, output, ids and SLO class. Unusable where these are no request."""
+    """A request of arrival, prompt, output, ids and SLO class. Raises Unusable."""
     at_ns, prompt, output, ids, slo = row
     if isinstance(at_ns, Unusable):
         raise at_ns
-    prompt, output = whole("prompt", prompt), whole("output", output)
+    prompt, output = whole_number("prompt", prompt), whole_number("output", output)
     fault = limits.fault(prompt, output) or (None if ids is None else _fault_of_ids(prompt, ids))
     if fault:
         raise Unusable(fault)
@@ -166,18 +168,12 @@ def _fault_of_ids(prompt: int, ids: Any) -> str | None:
     return None
 
 
-STREAM = 1  # of a seed: arrivals draw from the seed itself
-
-
-MOST_REQUESTS = 10_000_000
-
-
 @dataclass(frozen=True, kw_only=True)
 class RandomLengths:
-    """Lengths even over [n (1 - range_ratio), n (1 + range_ratio)], ends included and at least 1.
+    """Lengths uniform over [n (1 - range_ratio), n (1 + range_ratio)], both included, at least 1.
 
-    All prompts begin with the same `prefix_tokens`, which come on top of their length. Equal seeds
-    give equal requests; they all arrive at 0 until they are given arrivals.
+    All prompts begin with one common prefix of `prefix_tokens`, on top of their length. Equal seeds
+    give equal requests. All requests arrive at 0 until `assign` gives them times.
     """
 
     requests: int = 200
@@ -190,15 +186,15 @@ class RandomLengths:
         for name in ("requests", "input_tokens", "output_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"trace.{name}={getattr(self, name)}: it must be at least 1")
-        if self.requests > MOST_REQUESTS:
-            raise ValueError(f"trace.requests={self.requests}: at most {MOST_REQUESTS:,} are drawn")
+        if self.requests > MAX_REQUESTS:
+            raise ValueError(f"trace.requests={self.requests}: at most {MAX_REQUESTS:,} are drawn")
         if self.prefix_tokens < 0:
             raise ValueError(f"trace.prefix_tokens={self.prefix_tokens}: it must be at least 0")
         if not 0 <= self.range_ratio < 1:
             raise ValueError(f"trace.range_ratio={self.range_ratio}: it must be in [0, 1)")
 
     def drawn(self, seed: int = 0) -> list[Request]:
-        """The requests, their ids in order of arrival."""
+        """The requests, with ids in order of arrival."""
         rng = np.random.default_rng((seed, STREAM))
         inputs, outputs = (self._lengths(rng, n) for n in (self.input_tokens, self.output_tokens))
         prefix = self.prefix_tokens

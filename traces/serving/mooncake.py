@@ -1,18 +1,19 @@
-"""Mooncake's JSON lines, the common tongue of trace replay: read and written.
+"""Mooncake's JSON lines, read and written; most trace replayers know them.
 
-Keys timestamp, input_length, output_length, hash_ids (kvcache-ai/Mooncake FAST25, Apache-2.0).
+Keys are timestamp, input_length, output_length and hash_ids (kvcache-ai/Mooncake FAST25,
+Apache-2.0).
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from traces.records import Record, Unusable, nanoseconds, number_in, records, whole
+from traces.files import write_text
+from traces.records import Record, Unusable, nanoseconds, number_in, records, whole_number
 from traces.serving.lengths import Limits
 from traces.serving.recorded import Parsed, RecordRows, read_rows
 from traces.serving.recorded_times import UNITS_NS, unit_of
@@ -20,27 +21,27 @@ from traces.serving.request import Request
 
 COLUMNS = (("input_length", "prompt_tokens"), ("output_length", "output_tokens"))
 OPTIONAL = (("timestamp",), ("arrival_s",), ("hash_ids",))  # arrival_s: extracts, in seconds
-BLOCK_TOKENS = (512, 16, 32, 64, 128, 256, 1024)  # Mooncake's own, Alibaba's, and others
-FITTING = 0.99  # share of rows whose ids must be one per block
+BLOCK_TOKENS = (512, 16, 32, 64, 128, 256, 1024)  # Mooncake has 512, Alibaba 16
+MIN_FITTING = 0.99  # share of rows whose ids must be one per block
 
 
 def read_mooncake(
     path: Path, limits: Limits, time_unit: str = "auto", block_tokens: int | None = None
 ) -> tuple[RecordRows, int, dict[str, Any]]:
-    """Rows, tokens per block of hash ids (0: no ids), and what was found out about the file.
+    """Rows, tokens per block of hash ids (0: no ids), and notes on the file for the sidecar.
 
     `time_unit` "auto" tells milliseconds, which Mooncake's own files hold, from seconds by the mean
-    gap. `block_tokens` None finds the size for which there is one id per block of the prompt.
+    gap. `block_tokens` None finds the size at which a prompt has one id per block.
     """
     found = list(records(path, COLUMNS, OPTIONAL))
-    whole_lines = [record for _, record in found if record is not None]
-    unit, how = (time_unit, "given") if time_unit != "auto" else _unit_of(whole_lines)
-    block = block_tokens or _block_of(path, whole_lines)
+    readable = [record for _, record in found if record is not None]
+    unit, how = (time_unit, "given") if time_unit != "auto" else _unit_of(readable)
+    block = block_tokens or _block_of(path, readable)
 
     def parsed(record: Record) -> Parsed:
         prompt, output, stamp, seconds, ids = record
         at_ns = nanoseconds(*((stamp, UNITS_NS[unit]) if seconds is None else (seconds, 10**9)))
-        num_prompt, num_output = whole("prompt", prompt), whole("output", output)
+        num_prompt, num_output = whole_number("prompt", prompt), whole_number("output", output)
         return at_ns, num_prompt, num_output, _checked_ids(ids, num_prompt, block)
 
     rows = read_rows(found, parsed, limits)
@@ -54,12 +55,12 @@ def _unit_of(lines: Sequence[Record]) -> tuple[str, str]:
 
 
 def _block_of(path: Path, lines: Sequence[Record]) -> int:
-    told = [(number_in(line[0]) or 0, line[4]) for line in lines if isinstance(line[4], list)]
-    counts = [(prompt, len(ids)) for prompt, ids in told if prompt > 0]
+    lengths = [(number_in(line[0]) or 0, line[4]) for line in lines if isinstance(line[4], list)]
+    counts = [(prompt, len(ids)) for prompt, ids in lengths if prompt > 0]
     if not counts:
         return 0
     for block in BLOCK_TOKENS:
-        if sum(-(-prompt // block) == n for prompt, n in counts) >= FITTING * len(counts):
+        if sum(-(-prompt // block) == n for prompt, n in counts) >= MIN_FITTING * len(counts):
             return block
     raise ValueError(f"{path}: hash_ids are not one per block of a known size; give block_tokens")
 
@@ -77,29 +78,32 @@ def _checked_ids(ids: Any, prompt_tokens: int, block: int) -> tuple[int, ...] | 
 def write_mooncake(
     path: str | Path, requests: Sequence[Request], block_tokens: int | None = None
 ) -> str | None:
-    """Writes requests as Mooncake lines: whole milliseconds, lengths, hash ids; aside, renamed.
+    """Writes requests as Mooncake lines: integer milliseconds, lengths, hash ids.
 
-    Prefix ids are written as they are; prompt ids are numbered by block, equal beginnings alike;
-    a request that has neither gets ids of its own, so that nothing looks shared. Turns of a
-    closed loop, whose times only a replay knows, are refused. `block_tokens` None: those of the
-    trace's prefix ids, else 512. Returns a warning for whoever reads the file, if there is one:
-    the format names no unit of time.
+    Prefix ids are written as they are. Prompt ids are hashed by block, so that equal beginnings
+    have equal ids. A request without either gets fresh ids, so that it shares no block.
+
+    Args:
+        path: The file to write, whole or not at all.
+        requests: Requests with arrival times.
+        block_tokens: Tokens of a block; None takes those of the prefix ids, else 512.
+
+    Returns:
+        A warning where a reader may take the milliseconds for seconds, as the format names no unit.
+
+    Raises:
+        ValueError: A request is a later turn of a closed loop, whose time only a replay knows; or
+            prefix blocks differ in size from each other or from `block_tokens`.
     """
     path = Path(path)
-    if late := next((r for r in requests if r.turn > 0), None):
+    if turn := next((r for r in requests if r.turn > 0), None):
         raise ValueError(
-            f"request {late.request_id} follows an answer: Mooncake lines have no closed loop; "
+            f"request {turn.request_id} follows an answer: Mooncake lines have no closed loop; "
             "import the source with rule=multiturn_cumulative"
         )
-    aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            lines = [*_lines(requests, block_tokens)]
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    lines = [*_lines(requests, block_tokens)]
+    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
     unit, how = unit_of([line["timestamp"] for line in lines])
     if unit == "ms":
         return None
@@ -134,7 +138,7 @@ def _ids(
     chains: dict[tuple[int, tuple[int, ...]], int],
     fresh: Iterator[int],
 ) -> list[int]:
-    """One id per block; a block's id stands for its tokens and all before them."""
+    """One id per block; an id stands for the tokens of its block and of all blocks before it."""
     if request.prefix_ids is not None:
         ids = list(request.prefix_ids)
     elif request.prompt_ids is not None:

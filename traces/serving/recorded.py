@@ -1,4 +1,4 @@
-"""From the rows of a recorded trace to requests: order, buckets, part of the recording, rate."""
+"""Makes requests of the rows of a recorded trace: order, buckets, part of the recording, rate."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.import_options import Options
-from traces.records import Drops, Record, Unusable
+from traces.records import NS_PER_S, Drops, Record, Unusable
 from traces.serving.arrivals import stretched
 from traces.serving.lengths import Limits
 from traces.serving.recorded_times import bucket_ns, spread_inside
 from traces.serving.request import Request
 
+Ints = npt.NDArray[np.int64]
 Parsed = tuple[int, int, int, tuple[int, ...] | None]  # at_ns, prompt, output, prefix ids
 
 
 @dataclass
 class RecordRows(Drops):
-    """The rows kept as columns; rows_read = rows kept + rows dropped."""
+    """The kept rows as columns, and the dropped rows by reason."""
 
     lines: array[int] = field(default_factory=lambda: array("q"))
     at_ns: array[int] = field(default_factory=lambda: array("q"))
     prompt_tokens: array[int] = field(default_factory=lambda: array("q"))
     output_tokens: array[int] = field(default_factory=lambda: array("q"))
-    prefix_ids: list[tuple[int, ...] | None] = field(default_factory=list)  # empty: no row has any
-    slos: list[str] = field(default_factory=list)  # the same
+    prefix_ids: list[tuple[int, ...] | None] = field(default_factory=list)  # empty: no row has ids
+    slos: list[str] = field(default_factory=list)  # empty: no row has a class
 
 
 def read_rows(
@@ -38,9 +39,9 @@ def read_rows(
     limits: Limits,
     slo_of: Callable[[Record], str] | None = None,
 ) -> RecordRows:
-    """Parses the records; a row that `parse` calls Unusable or the limits exclude is dropped.
+    """Parses records; a row is dropped where `parse` raises Unusable or the limits exclude it.
 
-    `slo_of` names the SLO class of a record.
+    `slo_of` gives the SLO class of a record.
     """
     rows = RecordRows()
     for line, record in found:
@@ -68,16 +69,12 @@ def read_rows(
     return rows
 
 
-NS_PER_S = 1_000_000_000
-Ints = npt.NDArray[np.int64]
-
-
 def requests_of(
     rows: RecordRows, options: Options, block_tokens: int = 0
 ) -> tuple[list[Request], dict[str, Any]]:
-    """The requests, the first at 0, and the sidecar's account with notes on what was done to times.
+    """The requests from time 0 on, and the account of rows and times for the sidecar.
 
-    RecordRows out of order are sorted (stably). A `rate` stretches time: it keeps the burstiness.
+    Rows out of order are sorted, stably. A `rate` stretches time, which keeps the burstiness.
     """
     at_ns = np.frombuffer(rows.at_ns, dtype=np.int64)
     backwards = int(np.count_nonzero(np.diff(at_ns) < 0))
@@ -97,7 +94,7 @@ def requests_of(
 
 
 def _apart(at_ns: Ints, options: Options) -> tuple[Ints, dict[str, Any]]:
-    """Times drawn inside their buckets, if they have any and that is wanted."""
+    """Times drawn inside their buckets, where stamps are bucketed and `spread` asks for it."""
     width_ns = bucket_ns(at_ns)
     if width_ns is None:
         return at_ns, {"bucket": None}
@@ -108,11 +105,11 @@ def _apart(at_ns: Ints, options: Options) -> tuple[Ints, dict[str, Any]]:
 
 
 def _part(rows: RecordRows, order: Ints, at_ns: Ints, options: Options) -> Ints:
-    """Places of what is kept: inside the wanted time, and at most `limit`."""
-    since_ns = at_ns - at_ns[:1]
-    inside = since_ns >= options.start_s * NS_PER_S
+    """Places of the rows inside `start_s` and `duration_s`, at most `limit`."""
+    from_first_ns = at_ns - at_ns[:1]
+    inside = from_first_ns >= options.start_s * NS_PER_S
     if options.duration_s is not None:
-        inside &= since_ns < (options.start_s + options.duration_s) * NS_PER_S
+        inside &= from_first_ns < (options.start_s + options.duration_s) * NS_PER_S
     places: Ints = np.flatnonzero(inside)
     lines = np.frombuffer(rows.lines, dtype=np.int64)[order]
     _drop(rows, "outside the wanted time", lines[~inside])
@@ -129,7 +126,7 @@ def _drop(rows: RecordRows, reason: str, lines: Ints) -> None:
 
 
 def _rate(at_ns: Ints) -> float | None:
-    """Requests per second, None for fewer than two distinct times."""
+    """Requests per second; None for fewer than two distinct times."""
     span_s = float(at_ns[-1] - at_ns[0]) / NS_PER_S if len(at_ns) else 0.0
     return (len(at_ns) - 1) / span_s if span_s > 0 else None
 

@@ -1,4 +1,4 @@
-"""The rows of a trace: the only types that every layer knows."""
+"""The rows of a trace, requests and training jobs: the types that every layer knows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from traces.training.recipe import Recipe
 class Request:
     """One line of a trace: what a client asked for, and when.
 
-    `output_tokens` is the ground truth: the engine enforces it and no View shows it.
-    In a closed loop (`session` set, `turn` > 0) the request is released `think_ns` after the
-    answer to the turn before it, and not before `arrival_ns`.
-    `prefix_ids` names the prompt's content in blocks of `prefix_block_tokens`, first block first:
-    requests whose ids begin alike begin with the same tokens. The last block may be partial.
+    `output_tokens` is the ground truth: the engine enforces it and no View shows it. In a closed
+    loop (`session` set, `turn` > 0) the request is released `think_ns` after the answer to the turn
+    before it, and not before `arrival_ns`. `prefix_ids` names the blocks of `prefix_block_tokens`
+    of the prompt, first block first: prompts with equal leading ids have equal leading tokens. The
+    last block may be partial. `slo` is the name of an SLO class, "" for none.
     """
 
     request_id: int
@@ -62,12 +62,12 @@ class Request:
 class TrainingJob:
     """One training job of a trace: what to train, on what, for how long, and by which recipe.
 
-    `num_units` counts the links of its chain: 0 is the embedding, then come the layers, and the
-    last is head and loss. A microbatch is `sequences` sequences of `sequence_tokens`; an update
-    follows the gradients of `microbatches` of them, unless `has_update` is False. With `ranks` so
-    many devices train on microbatches of their own and share the update. `model` and `dataset` are
-    names. `record_of` names the request whose recorded serving activations this job
-    may start from (Alchemist).
+    `num_units` counts the units of the model's chain: unit 0 is the embedding, the layers follow,
+    and the last unit is head and loss. A microbatch is `sequences` sequences of `sequence_tokens`.
+    An update follows the gradients of `microbatches` of them, unless `has_update` is False. `ranks`
+    devices train on microbatches of their own and share the update. `model` and `dataset` are
+    names. `record_of` is the request whose recorded serving activations this job may start from
+    (Alchemist).
     """
 
     job_id: int
@@ -91,14 +91,14 @@ class TrainingJob:
         counts = ("num_units", "sequences", "num_steps", "microbatches", "ranks")
         for name in counts:
             if getattr(self, name) < 1:
-                told = f"{name}={getattr(self, name)}"
-                raise ValueError(f"training job {self.job_id}: {told}: it must be at least 1")
+                given = f"{name}={getattr(self, name)}"
+                raise ValueError(f"training job {self.job_id}: {given}: it must be at least 1")
         if self.sequence_tokens < 2:
             raise ValueError(
                 f"training job {self.job_id}: sequence_tokens must be at least 2: the loss is over "
                 "tokens that have one before them"
             )
-        if (lacking := self.recipe.least_units - self.num_units) > 0:
+        if (lacking := self.recipe.min_units - self.num_units) > 0:
             frozen = self.recipe.frozen_units
             raise ValueError(
                 f"training job {self.job_id}: recipe.frozen_units={frozen} leaves nothing to "
@@ -107,22 +107,31 @@ class TrainingJob:
 
     @property
     def microbatch_tokens(self) -> int:
-        """Tokens of a microbatch, all sequences together: what frontiers count."""
+        """Tokens of a microbatch, all sequences together; frontiers count these."""
         return self.sequences * self.sequence_tokens
 
 
 def prompt_of(request: Request, vocabulary: int, seed: int) -> Sequence[int]:
-    """The prompt's own ids, else drawn ones: equal prefix blocks give equal ids, by seed.
+    """The token ids of a prompt: its own, or ids drawn by seed.
 
-    Own ids beyond the vocabulary are taken modulo it: what begins alike still does. A block's ids
-    depend on its name alone, so a shorter last block is the beginning of a longer one. Tokens that
-    no block names are the request's own.
+    Own ids beyond the vocabulary are taken modulo it, so equal beginnings stay equal. The ids of a
+    prefix block depend on its name alone, so a partial block is the beginning of a full one. Tokens
+    without a block are drawn for the request alone.
+
+    Args:
+        request: The request.
+        vocabulary: Tokens of the model's vocabulary.
+        seed: Seed of the drawn ids.
+
+    Returns:
+        `request.prompt_tokens` ids below `vocabulary`.
     """
     if request.prompt_ids is not None:
         return [token % vocabulary for token in request.prompt_ids]
     ids: list[int] = []
     for block in request.prefix_ids or ():
-        rng = np.random.default_rng((seed, 1, block, 1))  # seeds are padded with zeros: end in none
+        # numpy pads seeds with zeros, so none ends in 0
+        rng = np.random.default_rng((seed, 1, block, 1))
         ids += rng.integers(vocabulary, size=request.prefix_block_tokens).tolist()
     missing = request.prompt_tokens - len(ids)
     if missing > 0:

@@ -1,4 +1,7 @@
-"""Counts and lengths of what a rule kept, in the layout of the golden counts."""
+"""Published rules that make requests of conversations, by roles and token counts alone.
+
+`pick` applies a rule to one conversation, `rule_figures` counts what a rule keeps of many.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class MessageRule:
-    """One way to turn conversations into requests; lengths in tokens, BOS included if it counts.
+    """One way to make requests of conversations; lengths are in tokens, with BOS if it counts.
 
-    `turns` is "first" (messages 0 and 1 are prompt and output) or "all" (each adjacent human-gpt
-    pair, the prompt being everything up to the human message). `shuffle_seed` is the original's.
+    `turns` is "first" (messages 0 and 1 are prompt and output) or "all" (a request per adjacent
+    human-gpt pair, whose prompt is all up to the human message). `shuffle_seed` is that of the
+    published code.
     """
 
     name: str
@@ -47,7 +51,7 @@ RULES = {
             max_total_tokens=2048,
             shuffle_seed=0,
         ),
-        # SGLang bench_serving.py; a context length is the importer's max_total_tokens
+        # SGLang bench_serving.py; its context length is max_total_tokens of an import
         MessageRule("sglang_min2_no_context_len", min_tokens=2),
         # FlexLLM benchmarking/get_sharegpt_trace.py
         MessageRule(
@@ -57,16 +61,16 @@ RULES = {
             shuffle_seed=42,
         ),
         MessageRule("nanoflow_human_gpt_no_length_filter", has_role_check=True),
-        # every turn as an independent request with the conversation before it as its prompt
+        # a turn is an independent request, whose prompt is the conversation before it
         MessageRule("multiturn_cumulative", turns="all", counts_bos=False),
-        # the same requests as sessions: a turn is released by the answer before it
+        # the requests of multiturn_cumulative as sessions: the answer before releases a turn
         MessageRule("multiturn_closed_loop", turns="all", counts_bos=False, is_closed_loop=True),
     )
 }
 
 
 def rule_named(name: str) -> MessageRule:
-    """The rule, or a ValueError that lists them all."""
+    """The rule of a name. Raises a ValueError that lists all rules."""
     if name not in RULES:
         raise ValueError(f"no rule {name!r}; choose one of {', '.join(RULES)}")
     return RULES[name]
@@ -74,7 +78,7 @@ def rule_named(name: str) -> MessageRule:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A conversation as rules see it: roles and tokens per message, without BOS."""
+    """A conversation as rules see it: role and tokens of each message, without BOS."""
 
     roles: tuple[str, ...]
     tokens: tuple[int, ...]
@@ -82,10 +86,10 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """A request: messages 0..last are its prompt, message last + 1 its output.
+    """A request: messages 0 to last are its prompt, message last + 1 is its output.
 
-    `new_tokens` is what the prompt adds to that of the turn before: the human message and the
-    reply before it.
+    `new_tokens` are those that the prompt of the turn before lacks: the human message and the reply
+    before it.
     """
 
     last: int
@@ -97,10 +101,10 @@ class Pick:
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """What a rule made of one conversation.
+    """The requests that a rule takes from one conversation.
 
-    `reasons` has one entry per candidate pair that was dropped. `reason` is why the conversation
-    as a whole gives nothing, None if it gives something.
+    `reasons` has one entry per dropped pair. `reason` says why the conversation gives no request;
+    it is None where it gives one.
     """
 
     picks: tuple[Pick, ...]
@@ -109,12 +113,12 @@ class Picked:
 
 
 def messages_used(rule: MessageRule, roles: tuple[str, ...]) -> int:
-    """How many leading messages a rule needs counted; 0 if it can tell from the roles alone."""
+    """How many leading messages a rule needs token counts of; 0 where roles alone decide."""
     return 0 if shape_fault(rule, roles) else 2 if rule.turns == "first" else len(roles)
 
 
 def shape_fault(rule: MessageRule, roles: tuple[str, ...]) -> str | None:
-    """Why a conversation is out whatever its lengths, or None."""
+    """Why the roles of a conversation exclude it; None where they do not."""
     if not roles:
         return "no messages"
     if rule.turns == "all":
@@ -127,9 +131,9 @@ def shape_fault(rule: MessageRule, roles: tuple[str, ...]) -> str | None:
 
 
 def pick(rule: MessageRule, conversation: Counted, num_bos: int) -> Picked:
-    """The requests that a rule takes from a conversation, and the reasons for the others.
+    """The requests that a rule takes from a conversation, and why it drops other pairs.
 
-    `num_bos` tokens are added to every message where the rule counts them.
+    `num_bos` tokens are added to prompt and output where the rule counts BOS.
     """
     fault = shape_fault(rule, conversation.roles)
     if fault:
@@ -147,7 +151,7 @@ def pick(rule: MessageRule, conversation: Counted, num_bos: int) -> Picked:
 
 
 def _pairs(roles: tuple[str, ...]) -> tuple[int, ...]:
-    """The places of human messages that a gpt message follows."""
+    """Places of the human messages that a gpt message follows."""
     return tuple(i for i in range(len(roles) - 1) if roles[i : i + 2] == ("human", "gpt"))
 
 
@@ -179,7 +183,7 @@ def _length_fault(rule: MessageRule, conversation: Counted, pick: Pick) -> str |
 
 
 def spread(values: Sequence[int]) -> dict[str, float]:
-    """n, sum, mean, numpy's linear percentiles and maximum of token counts."""
+    """n, sum, mean, linear percentiles (numpy's) and maximum of token counts."""
     if not values:
         return {"n": 0, "sum": 0}
     p50, p90, p99 = (float(p) for p in np.percentile(values, [50, 90, 99]))
@@ -197,7 +201,7 @@ def spread(values: Sequence[int]) -> dict[str, float]:
 def rule_figures(
     rule: MessageRule, conversations: Sequence[Counted], num_bos: int
 ) -> dict[str, Any]:
-    """What a rule keeps of counted conversations: how many, how long, how deep."""
+    """Counts, lengths and turns that a rule keeps, in the layout of the golden counts."""
     picked = [pick(rule, conversation, num_bos) for conversation in conversations]
     picks = [chosen for result in picked for chosen in result.picks]
     prompt_tokens = sum(chosen.prompt_tokens for chosen in picks)

@@ -1,4 +1,4 @@
-"""The requests that a rule takes from conversations, and the account of all the others."""
+"""Applies a rule to conversations: the requests that it takes, and the account of the rest."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from traces.serving.rules import (
 from traces.serving.sharegpt import Conversation
 from traces.tokenizer import LoadedTokenizer
 
-BATCH = 256  # conversations tokenized at once: enough for every core, few enough to hold
+BATCH = 256  # conversations tokenized at once: enough for every core, few enough for memory
 KNOWN_ROLES = frozenset({"human", "gpt", "system"})
 Ids = list[list[int]]  # token ids per message, without BOS
 
 
 @dataclass
 class Selection:
-    """Requests and accounts: each conversation is kept, or has its fault by row.
+    """The requests of an import, and its accounts.
 
-    Pairs are the candidates of the conversations that a rule looked at: pairs_read = len(requests)
-    + sum(pairs_dropped.values()). `noted` counts messages in requests that are kept though odd: of
-    an unknown role, or empty.
+    A conversation is kept, or has a fault by its row. Pairs are the candidates of the conversations
+    that the rule looked at: pairs_read = len(requests) + pairs_dropped.total(). `noted` counts odd
+    messages of kept requests: messages of an unknown role, and empty ones.
     """
 
     rows_kept: int = 0
@@ -52,9 +52,9 @@ def select(
     limit: int | None = None,
     keep_ids: bool = True,
 ) -> Selection:
-    """Applies a rule in file order, or shuffled by `seed` as the originals shuffle.
+    """Applies a rule in file order, or in an order shuffled by `seed` as the published code does.
 
-    Stops at `limit` requests, as vLLM does; the conversations behind it are counted as dropped.
+    It stops at `limit` requests, as vLLM does. The conversations behind the limit count as dropped.
     """
     selection, looked = Selection(), 0
     usable = _usable(conversations, rule, selection)
@@ -83,7 +83,7 @@ def select(
 def _usable(
     conversations: Iterable[Conversation], rule: MessageRule, selection: Selection
 ) -> list[Conversation]:
-    """What is shuffled: vLLM shuffles all that has two messages, and only then looks further."""
+    """The conversations to shuffle: vLLM shuffles all of two messages before it looks further."""
     usable = []
     for conversation in conversations:
         fault = shape_fault(rule, conversation.roles)
@@ -97,7 +97,7 @@ def _usable(
 def _picked(
     conversations: Sequence[Conversation], rule: MessageRule, tokenizer: LoadedTokenizer
 ) -> Iterator[tuple[Conversation, Ids, Picked]]:
-    """Each conversation with what the rule picks from it, and the ids of the messages it needed."""
+    """Each conversation, the ids of the messages that the rule needs, and what the rule picks."""
     from tqdm import tqdm
 
     bar = tqdm(total=len(conversations), desc="tokenizing", unit=" conversations", disable=None)
@@ -122,7 +122,7 @@ def _count(
         selection.pairs_dropped[beyond] += len(picked.picks) - room
     if picked.reason is None:
         selection.rows_kept += 1
-        used = slice(picked.picks[:room][-1].last + 2)  # prompts hold all that was said before
+        used = slice(picked.picks[:room][-1].last + 2)  # prompts hold all messages before
         roles, texts = conversation.roles[used], conversation.texts[used]
         odd = {"message of an unknown role": sum(role not in KNOWN_ROLES for role in roles)}
         selection.noted += Counter(odd | {"empty message": sum(not text for text in texts)})

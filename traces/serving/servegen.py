@@ -1,7 +1,8 @@
-"""ServeGen: what each client of a production service did in windows of ten minutes, drawn again.
+"""ServeGen: requests drawn from the clients of a production service, in windows of ten minutes.
 
-Columns client_id, window_start_s, rate_rps, iat_cv, iat_dist, shape, scale (alibaba/ServeGen,
-Apache-2.0), and per client and six hours the distribution of token lengths.
+The windows have the columns client_id, window_start_s, rate_rps, iat_cv, iat_dist, shape and scale
+(alibaba/ServeGen, Apache-2.0). A second file has the distribution of token lengths per client and
+six hours.
 """
 
 from __future__ import annotations
@@ -26,18 +27,30 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 FIELDS = ("input_tokens", "output_tokens")
 HISTOGRAM = ("client_id", "window_start_s", "field", "value", "prob")
+COLUMNS = (
+    ("client_id",),
+    ("window_start_s",),
+    ("rate_rps",),
+    ("iat_dist",),
+    ("shape",),
+    ("scale",),
+)
+WINDOW_S = 600.0  # where the file has one window only
+OUTSIDE = "outside the wanted time"
+MAX_REQUESTS = 5_000_000  # a larger draw is a mistake: the pools hold up to 1.4e9
+Span = tuple[float, float]  # start and end in seconds of the recording; the end is outside
 
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """Lengths and their cumulative probabilities, from `start_s` on."""
+    """Token lengths and their cumulative probabilities, valid from `start_s` on."""
 
     start_s: float
     values: Ints
     cumulative: Floats
 
     def draw(self, n: int, rng: np.random.Generator) -> Ints:
-        """n lengths, independent."""
+        """n independent lengths, in tokens."""
         at = np.searchsorted(self.cumulative, rng.random(n) * self.cumulative[-1], side="right")
         drawn: Ints = self.values[np.minimum(at, len(self.values) - 1)]
         return drawn
@@ -47,8 +60,8 @@ class Histogram:
 class ClientLengths:
     """Histograms by client and field, in order of time.
 
-    A client's prompts and outputs are drawn together from its own window, which keeps what they
-    share (who asks, and when); within a window only the margins are published.
+    Prompt and output of a pair come from one client and one window, which keeps the correlation
+    between clients and over time. Within a window only the margins are published.
     """
 
     histograms: dict[tuple[int, str], list[Histogram]]
@@ -56,11 +69,11 @@ class ClientLengths:
     described: dict[str, Any]
 
     def knows(self, client: int) -> bool:
-        """Whether there are lengths of both kinds."""
+        """Whether the client has lengths of prompts and of outputs."""
         return all((client, name) in self.histograms for name in FIELDS)
 
     def draw(self, client: int, at_s: float, n: int) -> Ints:
-        """n pairs [n, 2] of a client at a time: of the last histogram begun, else of its first."""
+        """n pairs [n, 2] of a client: from the last histogram begun by `at_s`, else its first."""
         rng = np.random.default_rng((self.seed, client, int(at_s), 1))
         columns = [self._at(client, name, at_s).draw(n, rng) for name in FIELDS]
         return np.stack(columns, axis=1)
@@ -72,18 +85,18 @@ class ClientLengths:
 
 @dataclass(frozen=True, eq=False)
 class PairLengths:
-    """Pairs of a table, drawn with replacement for every client alike."""
+    """Pairs of a table, drawn with replacement for all clients."""
 
     pairs: Ints
     seed: int
     described: dict[str, Any]
 
     def knows(self, client: int) -> bool:
-        """The table serves every client."""
+        """Always true: the table serves every client."""
         return True
 
     def draw(self, client: int, at_s: float, n: int) -> Ints:
-        """n pairs [n, 2]."""
+        """n pairs [n, 2] of the table."""
         rng = np.random.default_rng((self.seed, client, int(at_s), 1))
         drawn: Ints = self.pairs[rng.integers(len(self.pairs), size=n)]
         return drawn
@@ -110,7 +123,7 @@ def read_client_lengths(
             raise ValueError(f"{path}: no usable pair of token lengths")
         return PairLengths(pairs, seed, described)
     if table.malformed:
-        raise ValueError(f"{path}: line {table.malformed[0]} cannot be read; mend it")
+        raise ValueError(f"{path}: line {table.malformed[0]} cannot be read; repair it")
     return ClientLengths(_histograms(path, table.cells), seed, described)
 
 
@@ -128,14 +141,14 @@ def _histograms(path: Path, cells: dict[str, list[Any]]) -> dict[tuple[int, str]
     for first, end in pairwise(cuts):
         if first == end:
             continue
-        whole = np.rint(value[first:end]).astype(np.int64)
-        histogram = Histogram(float(start[first]), whole, np.cumsum(prob[first:end]))
+        lengths = np.rint(value[first:end]).astype(np.int64)
+        histogram = Histogram(float(start[first]), lengths, np.cumsum(prob[first:end]))
         found.setdefault((int(client[first]), FIELDS[field[first]]), []).append(histogram)
     return found
 
 
 def _numbers(path: Path, name: str, cells: list[Any]) -> Floats:
-    """A column as numbers. ValueError where one is none: without it the histogram is another."""
+    """A column as numbers. Raises ValueError: a dropped cell would change the histogram."""
     try:
         found = np.asarray(cells, dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -143,20 +156,6 @@ def _numbers(path: Path, name: str, cells: list[Any]) -> Floats:
     if not np.isfinite(found).all():
         raise ValueError(f"{path}: {name} is not a finite number everywhere")
     return found
-
-
-COLUMNS = (
-    ("client_id",),
-    ("window_start_s",),
-    ("rate_rps",),
-    ("iat_dist",),
-    ("shape",),
-    ("scale",),
-)
-WINDOW_S = 600.0  # where the file has one window only
-OUTSIDE = "outside the wanted time"
-MAX_REQUESTS = 5_000_000  # more is a mistake: the pools hold up to 1.4e9
-Span = tuple[float, float]  # seconds of the recording, the second one outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,13 +210,13 @@ def draw(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], dict[str, Any]]:
     """Arrival times in ns, sorted from 0, token pairs [n, 2], and the account for the sidecar.
 
-    `options.rate` multiplies every client's rate by one factor, so that the mean over the wanted
-    time is that; the clock of the recording stays.
+    `options.rate` multiplies the rates of all clients by one factor that gives this mean over the
+    chosen span. The clock of the recording stays.
     """
     windows, rows = read_windows(path)
     lengths = read_client_lengths(path, options.lengths, options.seed or 0)
     width_s = _width_s([w.start_s for w in windows])
-    span = _wanted(windows, options, width_s)
+    span = _span(windows, options, width_s)
     kept = _chosen(windows, rows, lengths, span, width_s)
     expected = sum(w.rate * _overlap_s(w, span, width_s) for w in kept)
     recorded = expected / (span[1] - span[0]) if kept else 0.0
@@ -258,8 +257,8 @@ def _window(line: int, record: Record | None) -> Window:
     return Window(line, int(numbers[0]), start_s, per_s, dist == "Gamma", shape, scale)
 
 
-def _wanted(windows: Sequence[Window], options: Options, width_s: float) -> Span:
-    """From `start_s` behind the first window to the end of the last, or as long as asked for."""
+def _span(windows: Sequence[Window], options: Options, width_s: float) -> Span:
+    """The part of the recording that `start_s` and `duration_s` choose, at most to its end."""
     start_s = (windows[0].start_s if windows else 0.0) + options.start_s
     end_s = max((w.start_s for w in windows), default=0.0) + width_s
     if options.duration_s is not None:
@@ -268,7 +267,7 @@ def _wanted(windows: Sequence[Window], options: Options, width_s: float) -> Span
 
 
 def _overlap_s(window: Window, span: Span, width_s: float) -> float:
-    """How much of a window lies in the span; not above zero: nothing."""
+    """Seconds of a window inside the span; 0 or less where it lies outside."""
     return min(window.start_s + width_s, span[1]) - max(window.start_s, span[0])
 
 
@@ -279,7 +278,7 @@ def _chosen(
     span: Span,
     width_s: float,
 ) -> list[Window]:
-    """The windows with a part in the span, of clients whose lengths are known."""
+    """The windows that overlap the span, of clients with known lengths."""
     kept = []
     for window in windows:
         if _overlap_s(window, span, width_s) <= 0:
@@ -304,7 +303,7 @@ def _drawn(
     for place, window in enumerate(windows):
         times = times_s(window, width_s, faster, seed)
         drawn = lengths.draw(window.client, window.start_s, len(times))
-        # a window is drawn whole, so that a part of the recording holds what the whole has there
+        # a window is drawn whole, so that a part of the recording equals that part of the whole
         faults = [
             limits.fault(int(prompt), int(output)) if span[0] <= at < span[1] else OUTSIDE
             for at, (prompt, output) in zip(times.tolist(), drawn, strict=True)

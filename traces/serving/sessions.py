@@ -1,4 +1,4 @@
-"""Who sends: closed loops of clients, time to think between turns, SLO classes."""
+"""Closed loops of clients, think times between turns, and SLO classes of requests."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from itertools import accumulate
 
 import numpy as np
 
+from traces.records import NS_PER_S
 from traces.serving.request import Request
+
+STREAM = 2  # of a seed: arrivals draw from the seed itself, lengths from its stream 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clients:
-    """At most `clients` requests are under way at once: the load of a fixed concurrency.
+    """A closed loop of a fixed concurrency: at most `clients` requests are in flight at once.
 
-    Requests are dealt out in order, as to a row of people. Unlike vLLM's `--max-concurrency` a
-    client never takes over what another one was dealt, so towards the end fewer are busy.
+    Request i belongs to client i modulo `clients`. Unlike under vLLM's `--max-concurrency`, no
+    client takes over requests of another one, so concurrency falls towards the end. `think_s` is
+    the think time between answer and next request, in seconds.
     """
 
     clients: int = 8
@@ -27,8 +31,8 @@ class Clients:
         if self.clients < 1:
             raise ValueError(f"arrival.clients={self.clients}: it must be at least 1")
 
-    def seated(self, requests: Sequence[Request]) -> list[Request]:
-        """The same requests, each a turn of its client. ValueError for turns of other sessions."""
+    def as_sessions(self, requests: Sequence[Request]) -> list[Request]:
+        """The requests as turns of the clients. Raises ValueError for a trace with sessions."""
         if any(request.session is not None for request in requests):
             raise ValueError(
                 "arrival: the trace has sessions, a closed loop already; take arrival=all_at_once"
@@ -38,9 +42,6 @@ class Clients:
             for i, r in enumerate(requests)
         ]
         return with_think(dealt, Think(mean_s=self.think_s))
-
-
-NS_PER_S = 1_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,31 +56,28 @@ class Think:
             raise ValueError(f"think time is {self.mean_s} s; it must be at least 0")
 
     def times_ns(self, n: int, seed: int = 0) -> list[int]:
-        """n think times in nanoseconds."""
+        """n think times, in nanoseconds."""
         drawn = np.random.default_rng(seed).exponential(1.0, n) if self.is_exponential else 1.0
         return [int(t) for t in np.rint(np.broadcast_to(drawn, n) * self.mean_s * NS_PER_S)]
 
 
 def with_think(requests: Sequence[Request], think: Think, seed: int = 0) -> list[Request]:
-    """The same requests; every turn after the first gets a think time."""
+    """The requests, with a think time for every turn after the first of its session."""
     times = iter(think.times_ns(sum(r.turn > 0 for r in requests), seed))
     return [replace(r, think_ns=next(times)) if r.turn > 0 else r for r in requests]
-
-
-STREAM = 2  # of a seed: arrivals draw from the seed itself, lengths from its stream 1
 
 
 def with_shares(
     requests: Sequence[Request], shares: Mapping[str, float], seed: int = 0
 ) -> list[Request]:
-    """The requests, each in a class drawn by its share; all turns of a session are in one.
+    """The requests with SLO classes drawn by their shares; the turns of a session have one class.
 
-    Equal seeds give equal classes, and more requests leave those of the first as they are.
-    ValueError where the shares do not make up 1.
+    Equal seeds give equal classes, and further requests do not change the classes of earlier ones.
+    Raises ValueError where the shares do not sum to 1.
     """
     if min(shares.values(), default=0) < 0 or abs(sum(shares.values()) - 1) > 1e-6:
-        told = ", ".join(f"{name}: {share:g}" for name, share in shares.items())
-        raise ValueError(f"slo.shares={{{told}}}: they must be at least 0 and make up 1")
+        given = ", ".join(f"{name}: {share:g}" for name, share in shares.items())
+        raise ValueError(f"slo.shares={{{given}}}: they must be at least 0 and make up 1")
     rng, names = np.random.default_rng((seed, STREAM)), list(shares)
     ends = list(accumulate(shares.values()))[:-1]
     of_session: dict[int, str] = {}

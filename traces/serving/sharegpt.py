@@ -1,7 +1,7 @@
-"""ShareGPT conversations out of JSON, through the Hugging Face `datasets` library.
+"""ShareGPT conversations of a JSON file, through the Hugging Face `datasets` library.
 
-The layout is the public file's: [{"id", "conversations": [{"from", "value"}]}], as .json, .jsonl
-or either with .gz. Every row comes out as a Conversation or as a named reason.
+The layout is that of the public file, [{"id", "conversations": [{"from", "value"}]}], as .json,
+.jsonl or either with .gz. Every row becomes a Conversation or a fault.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from traces.plain_json import is_beyond_datasets, plain_rows
 from traces.records import NOT_JSON, is_unicode
 from traces.tables import opened_dataset
 
-# The longest message of ShareGPT_V3 has 241,402 Llama-2 tokens, about a million characters; what
-# is longer than this is not a chat message, and tokenizing it could exhaust the memory.
+# The longest message of ShareGPT_V3 has 241,402 Llama-2 tokens, about a million characters. A
+# longer text is no chat message, and tokenizing it could exhaust the memory.
 MAX_MESSAGE_CHARS = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One row, its number from 1: who said what, in order. Roles are as written in the file."""
+    """One row, counted from 1: roles and texts of its messages in order, as in the file."""
 
     row: int
     conversation_id: str
@@ -34,27 +34,24 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ShareGPT:
-    """What a file held: rows_read = len(conversations) + len(faults).
-
-    `faults` says by row why it is no conversation.
-    """
+    """The rows of a file: conversations, and the faults of all other rows by row number."""
 
     conversations: list[Conversation]
     faults: dict[int, str]
 
     @property
     def rows_read(self) -> int:
-        """Rows of the file."""
+        """Number of rows of the file."""
         return len(self.conversations) + len(self.faults)
 
     @property
     def dropped(self) -> Counter[str]:
-        """Rows that are no conversation, by reason."""
+        """Number of rows that are no conversation, by reason."""
         return Counter(self.faults.values())
 
 
 def read_sharegpt(path: str | Path, max_message_chars: int = MAX_MESSAGE_CHARS) -> ShareGPT:
-    """Reads and checks every row; raises ValueError only where the whole file is unreadable."""
+    """The checked rows of a file. Raises ValueError where the file as a whole is unreadable."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path}: {absent(path)}; give a ShareGPT .json, .jsonl or .json.gz")
@@ -65,17 +62,17 @@ def read_sharegpt(path: str | Path, max_message_chars: int = MAX_MESSAGE_CHARS) 
 
 
 def read_rows(path: Path) -> Sequence[Any]:
-    """The rows as Python objects, through `datasets`; plain JSON where that cannot do it exactly.
+    """The rows as Python objects, through `datasets` where that is exact, else as plain JSON.
 
-    `datasets` types whole columns: it stops at a row that is no object and at a spoilt line, turns
-    texts that all look like dates into dates (see also is_beyond_datasets).
+    `datasets` types whole columns. It stops at a row that is no object and at a malformed line, and
+    it makes dates of texts that all look like dates. See also is_beyond_datasets.
     """
     rows = None if is_beyond_datasets(path) else _through_datasets(path)
     return plain_rows(path) if rows is None else rows
 
 
 def checked_rows(rows: Iterable[Any], max_message_chars: int = MAX_MESSAGE_CHARS) -> ShareGPT:
-    """Each row as a Conversation, or counted under the reason why it is not one."""
+    """Each row as a Conversation, or with the reason why it is none."""
     conversations, faults = list[Conversation](), dict[int, str]()
     for number, row in enumerate(rows, 1):
         checked = _checked(number, row, max_message_chars)
@@ -128,12 +125,12 @@ def _through_datasets(path: Path) -> Sequence[Any] | None:
     try:
         with opened_dataset("json", path) as loaded:
             return list(loaded) if _is_faithful(loaded.features) else None
-    except Exception:  # whatever it cannot type; plain_rows then finds and names the place
+    except Exception:  # errors of typing have many types; plain_rows names the place
         return None
 
 
 def _is_faithful(features: Any) -> bool:
-    """Whether texts came out as texts, not as dates."""
+    """Whether texts stayed texts and did not become dates."""
     conversations = features.get("conversations")
     if type(conversations).__name__ == "Json":
         return True

@@ -1,4 +1,4 @@
-"""The tokens of each microbatch of a training job, a function of its seed and number alone."""
+"""The tokens of each microbatch of a training job, a function of seed and microbatch alone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
+Ids = npt.NDArray[np.int64]
+ROWS_DROPPED = "rows dropped: "
+# streams of a seed beside those of traces.serving.request and traces.serving.lengths
+SHUFFLES, RANDOM = 2, 3
 
 
 def pack(tokens: Tokens, block_tokens: int) -> Tokens:
-    """Blocks [n, block_tokens] in the order of the text; a rest that fills none is left out.
+    """Packs a text into blocks [n, block_tokens], in its order; a rest below a block is left out.
 
-    `tokens` are documents joined, each with its end: a block may begin and end within one.
-    ValueError where not one block is full.
+    `tokens` are joined documents, each with its end-of-sequence token, so a block may begin and end
+    within a document. Raises ValueError where no block is full.
     """
     num_blocks = len(tokens) // block_tokens
     if not num_blocks:
@@ -28,33 +32,27 @@ def pack(tokens: Tokens, block_tokens: int) -> Tokens:
     return tokens[: num_blocks * block_tokens].reshape(num_blocks, block_tokens)
 
 
-Ids = npt.NDArray[np.int64]
-ROWS_DROPPED = "rows dropped: "
-SHUFFLES, RANDOM = (
-    2,
-    3,
-)  # streams of a seed; traces.serving.request and traces.serving.lengths have others
-
-
 class Batches(Protocol):
-    """What a runtime asks for the data of a training job."""
+    """The data of a training job, as a runtime reads it."""
 
     def ids(self, microbatch: int) -> Ids:
-        """Token ids [sequences, sequence_tokens] of a microbatch, counted through the whole job."""
+        """Token ids [sequences, sequence_tokens] of a microbatch, counted from 0 over the job."""
         ...
 
     def account(self) -> dict[str, int]:
-        """What became of the tokens of a text: read = used + dropped; and ROWS_DROPPED + the reason
-        for rows of its file that nothing came of. Empty where none is read."""
+        """Tokens of the text, read = used + dropped, and dropped rows as ROWS_DROPPED + reason.
+
+        Empty where no text is read.
+        """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class PackedBatches:
-    """Blocks of text in seeded order; when all have been seen, again in another order.
+    """Blocks of text in seeded order; each epoch has an order of its own.
 
-    `blocks` is [n, sequence_tokens]; `rest_tokens` of the text filled no block. Ids beyond the
-    vocabulary are taken modulo it, as those of prompts are: a stand-in model may know fewer. A
+    `blocks` is [n, sequence_tokens], and `rest_tokens` of the text filled no block. Ids beyond the
+    vocabulary are taken modulo it, as in prompts, because a stand-in model may have fewer. A
     microbatch may reach into the next epoch.
     """
 
@@ -66,13 +64,13 @@ class PackedBatches:
     rows_dropped: Mapping[str, int] = field(default_factory=dict)  # by reason
 
     def ids(self, microbatch: int) -> Ids:
-        """Token ids [sequences, sequence_tokens]; the i-th of all sequences is of epoch i // n."""
+        """Token ids [sequences, sequence_tokens]; sequence i of the job is of epoch i // n."""
         first = microbatch * self.sequences
         chosen = [self._block(place) for place in range(first, first + self.sequences)]
         return self.blocks[chosen].astype(np.int64) % self.vocabulary
 
     def account(self) -> dict[str, int]:
-        """Tokens read = used + dropped (the rest), how many of those used are beyond, and rows."""
+        """Tokens read = used + dropped (the rest), used ids beyond the vocabulary, dropped rows."""
         return {
             "tokens_read": self.blocks.size + self.rest_tokens,
             "tokens_used": self.blocks.size,
@@ -88,13 +86,13 @@ class PackedBatches:
 
 @lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, num_blocks: int) -> Ids:
-    # seeds are padded with zeros: end in none
+    # numpy pads seeds with zeros, so none ends in 0
     return np.random.default_rng((seed, SHUFFLES, epoch, 1)).permutation(num_blocks)
 
 
 @dataclass(frozen=True)
 class RandomBatches:
-    """Ids even over the vocabulary, as papers take where only time and memory matter."""
+    """Ids uniform over the vocabulary, for studies of time and memory alone."""
 
     sequence_tokens: int
     sequences: int
@@ -102,10 +100,10 @@ class RandomBatches:
     seed: int = 0
 
     def ids(self, microbatch: int) -> Ids:
-        """Token ids [sequences, sequence_tokens]; no two microbatches are alike."""
+        """Token ids [sequences, sequence_tokens], drawn by seed and microbatch."""
         rng = np.random.default_rng((self.seed, RANDOM, microbatch, 1))
         return rng.integers(self.vocabulary, size=(self.sequences, self.sequence_tokens))
 
     def account(self) -> dict[str, int]:
-        """Nothing is read."""
+        """Empty: no text is read."""
         return {}

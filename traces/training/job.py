@@ -1,4 +1,4 @@
-"""A training job as conf/training names it: its shape, its recipe, its tokens."""
+"""A training job as conf/training names it: shape, recipe and tokens."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from traces.training.text_store import read_documents
 
 
 class Data(Protocol):
-    """Where the tokens of a training job come from."""
+    """The source of the tokens of a training job."""
 
     @property
     def name(self) -> str:
-        """What results call it."""
+        """The name of the source in results."""
         ...
 
     def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> Batches:
-        """The microbatches of the job; `cache` keeps what is imported."""
+        """The microbatches of a job; `cache` is the folder of imported text."""
         ...
 
 
@@ -35,20 +35,19 @@ class RandomTokens:
 
     @property
     def name(self) -> str:
-        """Theirs."""
+        """The name in results."""
         return "random"
 
     def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> RandomBatches:
-        """Ids below `vocabulary`; nothing is kept."""
+        """Ids below `vocabulary`; the cache is not used."""
         return RandomBatches(job.sequence_tokens, job.sequences, vocabulary, job.recipe.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Text in a local file: tokenised already (no `tokenizer`), or imported once and kept.
+    """Text in a local file: tokenised already (no `tokenizer`), or imported once into the cache.
 
-    The fields beside `path` are options of `tandem trace import --kind text`
-    (traces.import_options).
+    All fields but `path` are options of `tandem trace import --kind text` (traces.import_options).
     """
 
     path: str
@@ -73,7 +72,7 @@ class Text:
         return PackedBatches(blocks, job.sequences, vocabulary, seed, rest_tokens, dropped)
 
     def file(self, cache: Path) -> Path:
-        """The tokenised text: the file itself, or what importing it gave."""
+        """The tokenised text: the file itself, or its import in the cache."""
         path = Path(self.path).expanduser()
         options = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "path"}
         if self.tokenizer is None:
@@ -93,7 +92,7 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a configuration says of a training job; the model it trains is chosen apart.
+    """A training job without its model, as a configuration describes it.
 
     An update follows `microbatches` microbatches of `sequences` sequences of `sequence_tokens`.
     """
@@ -108,7 +107,7 @@ class Training:
     arrival_s: float = 0.0
 
     def job(self, job_id: int, num_units: int, model: str = "") -> TrainingJob:
-        """The job for a model of `num_units` units. ValueError in one line for what is wrong."""
+        """The job for a model of `num_units` units. Raises a ValueError of one line."""
         return TrainingJob(
             job_id,
             round(self.arrival_s * UNITS_NS["s"]),
@@ -124,5 +123,5 @@ class Training:
         )
 
     def batches(self, job: TrainingJob, vocabulary: int, cache: Path) -> Batches:
-        """The tokens of each of its microbatches, all below `vocabulary`."""
+        """The tokens of the job's microbatches, all below `vocabulary`."""
         return self.data.batches(job, vocabulary, cache)

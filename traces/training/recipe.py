@@ -1,11 +1,11 @@
-"""How a training job learns: optimizer, learning rate, precision, and what of the model trains."""
+"""How a training job learns: optimizer, learning rate, precision, and which parameters train."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
 
-KNOWN = {
+CHOICES = {
     "optimizer": ("adamw", "sgd"),
     "schedule": ("constant", "linear", "cosine"),
     "dtype": ("float32", "bfloat16"),
@@ -17,16 +17,16 @@ SHARES = ("momentum", "dropout", "lora_dropout")  # in [0, 1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """What torch.optim, LoRA and the loss are given; defaults are those of torch.optim.AdamW.
+    """Settings of optimizer, LoRA and loss; defaults are those of torch.optim.AdamW.
 
-    `weight_decay` holds for all that trains. `clip_norm` bounds the norm of all gradients of a step
-    together; None does not clip. `dtype` is that of weights and gradients: behind bfloat16 stand
+    `weight_decay` holds for all parameters that train. `clip_norm` bounds the norm of all gradients
+    of a step together; None does not clip. `dtype` is that of weights and gradients; bfloat16 has
     float32 master weights. `dropout` replaces every dropout probability of the model.
 
-    With `lora_rank` only adapters train, in the modules that `lora_targets` names as peft does
-    (none named: those that peft takes for the model), scaled by lora_alpha / lora_rank; None trains
-    all parameters. The first `frozen_units` units of the chain do not train; a tied table goes with
-    the embedding. `seed` draws dropout masks, new adapters and the order of the data.
+    With `lora_rank` only adapters train, scaled by lora_alpha / lora_rank; None trains all
+    parameters. `lora_targets` names their modules as peft does; empty takes peft's for the model.
+    The first `frozen_units` units of the chain do not train; a tied table goes with the embedding.
+    `seed` draws dropout masks, new adapters and the order of the data.
     """
 
     optimizer: str = "adamw"
@@ -48,7 +48,7 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in KNOWN.items():
+        for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"recipe.{name}={value}: use one of {', '.join(known)}")
         for name in AMOUNTS:
@@ -67,32 +67,37 @@ class Recipe:
             self._check_unread(lora, "lora_rank=null")
 
     @property
-    def least_units(self) -> int:
-        """Units of the shortest chain in which something trains; the head has no adapters."""
+    def min_units(self) -> int:
+        """Units of the shortest chain in which a parameter trains; the head has no adapters."""
         return self.frozen_units + 1 + (self.lora_rank is not None)
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
-        """The rate of a step, counted from 0: what transformers.get_scheduler sets for it.
+        """The learning rate of a step, as transformers.get_scheduler sets it.
 
-        "constant" with warm-up is its "constant_with_warmup".
+        Args:
+            step: The step, counted from 0.
+            num_steps: Steps of the job.
+
+        Returns:
+            The rate. "constant" with warm-up is "constant_with_warmup" of transformers.
         """
         assert 0 <= step <= num_steps, f"step {step} of {num_steps}"
         if step < self.warmup_steps:
             return self.learning_rate * (step / self.warmup_steps)
-        behind_steps = max(1, num_steps - self.warmup_steps)
+        decay_steps = max(1, num_steps - self.warmup_steps)
         if self.schedule == "linear":
-            return self.learning_rate * max(0.0, (num_steps - step) / behind_steps)
+            return self.learning_rate * max(0.0, (num_steps - step) / decay_steps)
         if self.schedule == "cosine":
-            progress = (step - self.warmup_steps) / behind_steps
+            progress = (step - self.warmup_steps) / decay_steps
             return self.learning_rate * max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
         return self.learning_rate
 
-    def _check(self, name: str, holds: bool, wanted: str) -> None:
+    def _check(self, name: str, holds: bool, condition: str) -> None:
         if not holds:
-            raise ValueError(f"recipe.{name}={getattr(self, name)}: it must be {wanted}")
+            raise ValueError(f"recipe.{name}={getattr(self, name)}: it must be {condition}")
 
     def _check_unread(self, names: tuple[str, ...], where: str) -> None:
-        """What nobody would read must not be set."""
+        """Raises ValueError for a field that is set and not read."""
         for field in fields(self):
             if field.name in names and getattr(self, field.name) != field.default:
                 raise ValueError(f"recipe.{field.name} says nothing with {where}; leave it out")

@@ -1,7 +1,7 @@
 """The project's own text to train on: seeded pseudo-text of the words of traces.serving.sample.
 
-`python -m traces.training.text_sample` writes samples/text_sample.* again, the same text each time.
-No word of it is anybody's. What readers stumble over is in it: every import must count these rows.
+`python -m traces.training.text_sample` writes samples/text_sample.* again, with equal text each
+time. Some rows have no usable text, as in real files; every import must count them.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ Row = dict[str, Any]
 
 def rows(seed: int = SEED, documents: int = DOCUMENTS) -> list[Row]:
     """Rows with a title and a text; some without, or with an empty one."""
-    writer = Writer(np.random.default_rng(seed))  # the sample's seed: its tokenizer knows the words
+    # the seed of the conversations: the sample's tokenizer knows their words
+    writer = Writer(np.random.default_rng(seed))
     lengths = writer.rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA, documents)
     sizes = np.clip(lengths, 2, LONGEST_TOKENS).astype(int).tolist()
-    told: list[Row] = [{"title": writer.text(3), "text": writer.text(size)} for size in sizes]
-    told += [{"title": writer.text(2), "text": writer.foreign(size)} for size in (20, 40, 60)]
-    told += [{"title": "", "text": ""}, {"title": "", "text": " \n"}, {"title": writer.text(4)}]
-    told += [{"title": writer.text(1), "text": None}]
-    return [told[at] for at in writer.rng.permutation(len(told))]
+    found: list[Row] = [{"title": writer.text(3), "text": writer.text(size)} for size in sizes]
+    found += [{"title": writer.text(2), "text": writer.foreign(size)} for size in (20, 40, 60)]
+    found += [{"title": "", "text": ""}, {"title": "", "text": " \n"}, {"title": writer.text(4)}]
+    found += [{"title": writer.text(1), "text": None}]
+    return [found[at] for at in writer.rng.permutation(len(found))]
 
 
-def sample_bytes(told: list[Row]) -> bytes:
+def sample_bytes(found: list[Row]) -> bytes:
     """The file: a JSON object per line, UTF-8 as it is."""
-    lines = (json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in told)
+    lines = (json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in found)
     return "".join(f"{line}\n" for line in lines).encode()
 
 
@@ -45,7 +46,7 @@ def main() -> None:
 
     source = SAMPLES / "text_sample.jsonl"
     source.write_bytes(sample_bytes(rows()))
-    os.chdir(SAMPLES)  # the sidecar then names its source by a path that holds on every machine
+    os.chdir(SAMPLES)  # the sidecar names its source by a path that is valid on every machine
     print(import_trace(source.name, "text_sample.parquet", kind="text", tokenizer="tokenizer"))
 
 

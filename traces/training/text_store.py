@@ -1,4 +1,4 @@
-"""Tokenised training text: imported from documents, on disk one document a row."""
+"""Tokenised training text on disk, one document per row, and its import."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from traces.store import checked_table, read_sidecar, sha256_of, write_table
 from traces.tokenizer import LoadedTokenizer, described, tokenizer_for
 from traces.training.texts import Texts, eos_of, read_texts
 
+BATCH = 1000  # documents that are tokenised together
+
 
 def write_documents(
     path: str | Path, documents: Iterable[Iterable[int]], origin: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Writes token ids of each document, its end-of-sequence token included; returns the sidecar.
+    """Writes the token ids of each document, its end-of-sequence token included.
 
-    `origin` is what the importer knows: source, tokenizer, rule, rows read and dropped.
+    `origin` has the facts of the importer: source, tokenizer, rule, rows read and dropped. Returns
+    the sidecar.
     """
     import pyarrow as pa
 
@@ -37,9 +40,10 @@ def write_documents(
 
 
 def read_documents(path: str | Path) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """All tokens of the text, joined, and where each document ends among them.
+    """All tokens of a text, joined, and the place among them where each document ends.
 
-    Needs no tokenizer, datasets or torch.
+    Imports no tokenizer, datasets or torch. Raises a ValueError of one line where the file is no
+    tokenised text as it was written.
     """
     path = Path(path)
     if "documents" not in read_sidecar(path):
@@ -63,13 +67,10 @@ def _schema() -> Any:
     return pa.schema([pa.field("ids", pa.large_list(pa.int32()), nullable=False)])
 
 
-BATCH = 1000  # documents that are tokenised together
-
-
 def import_text(source: Path, out: Path, options: Options) -> dict[str, Any]:
-    """Reads documents, tokenises them, each with BOS before it and its end behind it.
+    """Reads documents and writes them tokenised, each between BOS and its end-of-sequence token.
 
-    Returns the sidecar. ValueError in one line where there is nothing to train on.
+    Returns the sidecar. Raises a ValueError of one line where no document is left.
     """
     tokenizer = tokenizer_for(source, options.tokenizer, options.bos_token)
     eos_token, eos_id = eos_of(tokenizer, options.eos_token)
@@ -100,7 +101,7 @@ def import_text(source: Path, out: Path, options: Options) -> dict[str, Any]:
 
 
 def inspect_text(path: Path) -> dict[str, Any]:
-    """The sidecar of tokenised text, and how long its documents are."""
+    """A summary of tokenised text: lengths of its documents, and its sidecar."""
     _, ends = read_documents(path)
     lengths = [int(end - start) for start, end in zip([0, *ends], ends, strict=False)]
     return {

@@ -1,7 +1,7 @@
-"""Documents to train on out of JSON, Parquet or plain text, through Hugging Face `datasets`.
+"""Documents to train on, of JSON, Parquet or plain text, through Hugging Face `datasets`.
 
-.json (a list of rows), .jsonl and .txt, each also with .gz, and .parquet. Every row comes out as a
-document or under the name of its fault.
+Files are .json (a list of rows), .jsonl and .txt, each also with .gz, and .parquet. Every row
+becomes a document or is counted under its fault.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ KNOWN_EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>")  # GPT-2 and Qwen; Llam
 
 
 def eos_of(tokenizer: LoadedTokenizer, eos_token: str | None = None) -> tuple[str, int]:
-    """The end-of-sequence token and its id.
+    """The end-of-sequence token of a tokenizer, and its id.
 
-    None asks the tokenizer_config.json in the tokenizer's folder, then takes the one known name
-    among the special tokens, or else in the vocabulary. ValueError where there is none, or more.
+    `eos_token` None takes the token of tokenizer_config.json in the tokenizer's folder, else the
+    one of KNOWN_EOS among the special tokens, else the one in the vocabulary. Raises ValueError
+    where there is none, or more than one.
     """
-    wanted = _configured(Path(tokenizer.path)) if eos_token is None else eos_token
-    names = KNOWN_EOS if wanted is None else (wanted,)
+    chosen = _configured(Path(tokenizer.path)) if eos_token is None else eos_token
+    names = KNOWN_EOS if chosen is None else (chosen,)
     found = [(name, tokenizer.backend.token_to_id(name)) for name in names]
     found = [(name, token) for name, token in found if token is not None]
     if len(found) > 1:  # Qwen's vocabulary has </s> as a piece of text
@@ -37,8 +38,8 @@ def eos_of(tokenizer: LoadedTokenizer, eos_token: str | None = None) -> tuple[st
         found = [entry for entry in found if entry[0] in special] or found
     if len(found) == 1:
         return found[0]
-    if wanted is not None:
-        raise ValueError(f"{tokenizer.path}: eos_token {wanted!r} is not in its vocabulary")
+    if chosen is not None:
+        raise ValueError(f"{tokenizer.path}: eos_token {chosen!r} is not in its vocabulary")
     several = " or ".join(name for name, _ in found) or "no end-of-sequence token that is known"
     raise ValueError(f"{tokenizer.path}: it has {several}; name one with eos_token")
 
@@ -59,7 +60,7 @@ def _configured(path: Path) -> str | None:
 
 @dataclass
 class Texts(Drops):
-    """The documents kept, each with its row, counted from 1: rows_read = kept + dropped."""
+    """The kept documents, each with its row counted from 1, and the dropped rows by reason."""
 
     documents: list[tuple[int, str]] = field(default_factory=list)
 
@@ -71,10 +72,10 @@ def read_texts(
     max_chars: int = MAX_MESSAGE_CHARS,
     limit: int | None = None,
 ) -> Texts:
-    """The first `limit` usable documents; ValueError only where the whole file is unreadable.
+    """The first `limit` usable documents. Raises ValueError where the whole file is unreadable.
 
-    `text_field` names the text in rows that have fields. Of plain text a row is a line, a paragraph
-    (what blank lines part) or the whole document.
+    `text_field` names the text in rows with fields. A row of plain text is a line, a paragraph
+    (between blank lines) or the whole document.
     """
     path, texts = Path(path), Texts()
     if not path.is_file():
@@ -105,7 +106,7 @@ def _rows(path: Path, text_field: str, sample_by: str) -> Iterable[Any]:
 
 
 def _text(row: Any, text_field: str, max_chars: int) -> str:
-    """The text of a row; a row that is nothing but a text is its own."""
+    """The text of a row; a row may be a bare text. Raises Unusable with the fault."""
     if row is NOT_JSON:
         raise Unusable("line is not JSON")
     if not isinstance(row, dict | str):
@@ -125,9 +126,9 @@ def _text(row: Any, text_field: str, max_chars: int) -> str:
 
 
 def _json_rows(path: Path, text_field: str) -> Sequence[Any]:
-    """Through `datasets`; plain JSON where that cannot do it exactly (see traces.serving.sharegpt).
+    """Rows through `datasets` where that is exact, else as plain JSON, as in serving.sharegpt.
 
-    It may also lose a row: {} before {"text": "a", "n": [null]} does (pyarrow 26).
+    `datasets` may also lose a row: {} before {"text": "a", "n": [null]} is lost (pyarrow 26).
     """
     if not is_beyond_datasets(path):
         try:
@@ -135,9 +136,7 @@ def _json_rows(path: Path, text_field: str) -> Sequence[Any]:
                 is_text = getattr(loaded.features.get(text_field), "dtype", None) == "string"
                 if is_text and len(loaded) == count_rows(path):
                     return list(loaded.select_columns([text_field]))
-        except (
-            Exception
-        ):  # whatever it cannot type; the plain reader then finds and names the place
+        except Exception:  # errors of typing have many types; plain_rows names the place
             pass
     rows = plain_rows(path)
     objects = [row for row in rows if isinstance(row, dict)]
@@ -154,7 +153,7 @@ def _parquet_rows(path: Path, text_field: str) -> Sequence[Any]:
         _refuse_field(path, text_field, names)
     if not pyarrow.parquet.read_metadata(path).num_rows:
         return ()  # `datasets` fails on it
-    # rows at a time of our own: it fails on its own number where the first row group is empty
+    # the default batch_size of `datasets` fails where the first row group is empty
     return _all_rows("parquet", path, columns=[text_field], batch_size=1000)
 
 
@@ -169,7 +168,7 @@ def _all_rows(builder: str, path: Path, **settings: Any) -> Sequence[Any]:
     try:
         with opened_dataset(builder, path, **settings) as loaded:
             return list(loaded)
-    except Exception as error:  # the library wraps what readers raise in errors of its own
+    except Exception as error:  # the library wraps the errors of its readers
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
@@ -178,6 +177,6 @@ def _all_rows(builder: str, path: Path, **settings: Any) -> Sequence[Any]:
 
 
 def _refuse_field(path: Path, text_field: str, names: Iterable[str]) -> None:
-    listed = " ".join(", ".join(names).split())  # a name may be of several lines
+    listed = " ".join(", ".join(names).split())  # a name may have several lines
     how = "name one with text_field (--text-field; training.data.text_field)"
     raise ValueError(f"{path}: no field {text_field}; it has {listed}: {how}")

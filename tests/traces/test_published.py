@@ -38,7 +38,7 @@ def test_dates_equal_those_of_the_library(stamp: datetime) -> None:
 
 
 @pytest.mark.parametrize("text", ["", None, "yesterday", "2023-13-01 00:00:00", float("inf")])
-def test_what_is_no_date_is_unusable(text: Any) -> None:
+def test_a_cell_without_a_date_is_unusable(text: Any) -> None:
     with pytest.raises(Unusable, match="timestamp"):
         at_ns(text)
 
@@ -116,6 +116,6 @@ def test_burstgpt_failures_and_other_models_are_counted(tmp_path: Path) -> None:
 
 
 def test_evenly_spaced_stamps_are_noted(tmp_path: Path) -> None:
-    # the BurstGPT file in circulation that is made up counts its seconds 0, 1, 2, ...
+    # a synthetic BurstGPT file is in circulation, whose seconds count 0, 1, 2, ...
     rows = [f"{second},ChatGPT,5,5,10,API log" for second in range(9)]
     assert imported(written(tmp_path / "a.csv", BURST, *rows))[0]["evenly_spaced"]

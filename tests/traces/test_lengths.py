@@ -70,7 +70,7 @@ def test_arrivals_and_ids_of_a_table_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_spoilt_row_of_json_lines_costs_only_itself(tmp_path: Path) -> None:
-    """Each of these ended the import once, most of them with a traceback."""
+    """A malformed row is dropped by reason and ends no import."""
     row = '{{"prompt_tokens": {}, "output_tokens": 2, "prompt_ids": {}}}'.format
     ids = {"7": 1, '"abc"': 1, "[1, 2]": 1, '["a", "b", "c"]': 1, "[1, 2, 4294967296]": 1}
     rows = [row(3, "[1, 2, 3]"), *(row(3, wrong) for wrong in ids)]
@@ -89,7 +89,7 @@ def test_a_spoilt_row_of_json_lines_costs_only_itself(tmp_path: Path) -> None:
 
 
 def test_a_spoilt_row_of_csv_costs_only_itself(tmp_path: Path) -> None:
-    """One cell once made a column text, and one ragged line the file unreadable."""
+    """A cell of text drops its row alone, and so does a ragged line."""
     rows = ("prompt_tokens,output_tokens", "5,7", "x,7", "5,7.0", "6", "6,8,9", '"6","8"')
     path = csv(tmp_path / "a.csv", *rows)
     lengths = read_lengths(path)

@@ -1,4 +1,4 @@
-"""The project's own sample: the same bytes each time, with ShareGPT's joint token lengths."""
+"""The project's own sample: equal bytes each time, with ShareGPT's joint token lengths."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ SAMPLE = SAMPLES / "sharegpt_sample.json"
 
 
 @pytest.fixture(scope="module")
-def told() -> list[dict[str, Any]]:
+def talks() -> list[dict[str, Any]]:
     return conversations()
 
 
-def test_the_generator_gives_the_same_bytes(told: list[dict[str, Any]]) -> None:
-    assert sample_bytes(told) == SAMPLE.read_bytes()
+def test_the_generator_gives_equal_bytes(talks: list[dict[str, Any]]) -> None:
+    assert sample_bytes(talks) == SAMPLE.read_bytes()
     assert SAMPLE.stat().st_size < 1_500_000
 
 
-def test_another_process_gives_the_same_bytes_too() -> None:
+def test_another_process_gives_equal_bytes() -> None:
     code = (
         "import sys; from traces.serving.sample import conversations, sample_bytes;"
         "sys.stdout.buffer.write(sample_bytes(conversations()))"
@@ -45,9 +45,9 @@ def test_another_process_gives_the_same_bytes_too() -> None:
     assert ran.stdout == SAMPLE.read_bytes()
 
 
-def test_the_tokenizer_is_trained_on_the_sample(told: list[dict[str, Any]]) -> None:
+def test_the_tokenizer_is_trained_on_the_sample(talks: list[dict[str, Any]]) -> None:
     path = SAMPLES / "tokenizer" / "tokenizer.json"
-    assert json.loads(train(told)) == json.loads(path.read_text(encoding="utf-8"))
+    assert json.loads(train(talks)) == json.loads(path.read_text(encoding="utf-8"))
     assert path.stat().st_size < 200_000
 
 
@@ -69,12 +69,12 @@ def test_every_word_is_one_token() -> None:
     rng = np.random.default_rng(SEED)
     writer = Writer(rng)
     tokenizer = load_tokenizer(SAMPLES / "tokenizer")
-    assert {len(ids) for ids in tokenizer.encode(writer.words)} == {1}
+    assert {len(ids) for ids in tokenizer.encode(writer.vocabulary)} == {1}
     sizes = [1, 2, 3, 50, 400]
     assert [len(ids) for ids in tokenizer.encode([writer.text(n) for n in sizes])] == sizes
 
 
-def test_the_sample_holds_what_readers_stumble_over() -> None:
+def test_the_sample_holds_awkward_conversations() -> None:
     held = read_sharegpt(SAMPLE)
     assert not held.dropped and len(held.conversations) == 300
     shapes = {c.roles for c in held.conversations}
@@ -90,7 +90,7 @@ def test_the_length_summary_is_that_of_the_shared_tables(shared: Path) -> None:
 
 
 def real_lengths(shared: Path) -> np.ndarray:
-    """ShareGPT's first pairs as the summary saw them, [n, 2] tokens."""
+    """The first pairs of ShareGPT that the summary is made of, [n, 2] tokens."""
     table = pq.read_table(shared / "data/lengths/sharegpt_v3_firstturn_llama2.parquet")
     real = np.stack([table.column(c).to_numpy() for c in table.column_names], axis=1) - 1
     return real[(real > 0).all(axis=1) & (real.sum(axis=1) <= MAX_TOTAL_TOKENS)]
@@ -127,25 +127,25 @@ def assert_close(ours: np.ndarray, real: np.ndarray) -> None:
     assert stats.ks_2samp(ours, real).statistic < 1 / 32 + critical
 
 
-def test_the_samples_first_turns_follow_sharegpt(shared: Path, told: list[dict[str, Any]]) -> None:
+def test_the_samples_first_turns_follow_sharegpt(shared: Path, talks: list[dict[str, Any]]) -> None:
     """Two-sample Kolmogorov-Smirnov at the 1 % level on both marginals of the shipped text.
 
     With 281 pairs the rank correlation has a standard error of .06: 3 of them are a weak test of
     dependence, which the summary's own test above makes strong.
     """
-    ours, real = first_turns(told), real_lengths(shared)
+    ours, real = first_turns(talks), real_lengths(shared)
     assert len(ours) >= 280
     for column in (0, 1):
         assert stats.ks_2samp(ours[:, column], real[:, column]).pvalue > 0.01
     assert abs(rank_correlation(ours) - rank_correlation(real)) < 3 / np.sqrt(len(ours) - 1)
 
 
-def first_turns(told: list[dict[str, Any]]) -> np.ndarray:
+def first_turns(talks: list[dict[str, Any]]) -> np.ndarray:
     """Token lengths [n, 2] of first human-gpt pairs, the few foreign and empty ones left out."""
     tokenizer = load_tokenizer(SAMPLES / "tokenizer")
     pairs = [
         [len(ids) for ids in tokenizer.encode([m["value"] for m in c["conversations"][:2]])]
-        for c in told
+        for c in talks
         if [m["from"] for m in c["conversations"][:2]] == ["human", "gpt"]
         and all(m["value"] and m["value"].isascii() for m in c["conversations"][:2])
     ]

@@ -1,4 +1,4 @@
-"""`tandem trace import`: what goes in, what comes out, and the account in the sidecar."""
+"""`tandem trace import`: options, the requests of an import, and the account in the sidecar."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ ids_once: dict[tuple[str, str], list[int]] = {}  # by tokenizer and text
 
 @pytest.fixture(autouse=True)
 def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All import one file; test_sharegpt.py and test_trace_sample.py do read it."""
+    """Reads the sample once for all tests here; test_sharegpt.py and test_sample.py read it."""
     monkeypatch.setattr("traces.importing.read_sharegpt", read_once)
     monkeypatch.setattr("traces.tokenizer.load_tokenizer", load_once)
     monkeypatch.setattr(LoadedTokenizer, "encode", encoded_once)
 
 
 def encoded_once(self: LoadedTokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Each text of the file is encoded by the first test that imports it."""
+    """Encodes each text once for all tests here."""
     new = list(dict.fromkeys(text for text in texts if (self.sha256, text) not in ids_once))
     for text, ids in zip(new, encode(self, new), strict=True):
         ids_once[self.sha256, text] = ids
@@ -79,7 +79,7 @@ def test_order_is_that_of_vllm(tmp_path: Path) -> None:
     rule = "vllm_first_two_msgs_4_1024_2048"
     told = [c["conversations"] for c in json.loads(SAMPLE.read_text(encoding="utf-8"))]
     order = [m for m in told if len(m) >= 2]
-    random.seed(0)  # as vLLM does: the module's own generator
+    random.seed(0)  # the generator of the module, as in vLLM
     random.shuffle(order)
     tokenizer = load_tokenizer(TOKENIZER)
     lengths = [
@@ -137,7 +137,7 @@ def test_exponential_think_times_are_seeded(tmp_path: Path) -> None:
     assert len({r.think_ns for r in first if r.turn}) > 100
 
 
-def test_a_length_override_applies(tmp_path: Path) -> None:
+def test_options_override_the_lengths_of_a_rule(tmp_path: Path) -> None:
     sidecar, requests = imported(
         tmp_path, rule="sglang_min2_no_context_len", max_total_tokens=200, min_tokens=30
     )
@@ -181,7 +181,7 @@ def test_source_and_target_are_checked(tmp_path: Path) -> None:
             import_trace(SAMPLES / "sharegpt_sample.parquet", out)
 
 
-def test_tables_and_json_lines_are_told_from_text(tmp_path: Path) -> None:
+def test_json_lines_of_counts_and_of_text_are_distinguished(tmp_path: Path) -> None:
     counts, text = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     counts.write_text('{"timestamp": 0, "input_length": 9, "output_length": 5}\n')
     text.write_text(json.dumps({"conversations": pair("ko vu ba ko", "ko ko ko ko")}) + "\n")
@@ -194,7 +194,7 @@ def pair(prompt: str, output: str) -> list[dict[str, str]]:
     return [{"from": "human", "value": prompt}, {"from": "gpt", "value": output}]
 
 
-def test_the_command_line_tells_all_that_was_left_out_or_added(
+def test_the_command_line_prints_all_drops_and_repeats(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = pair("ko vu ba ko", "ko ko ko ko")
@@ -212,7 +212,7 @@ def test_the_command_line_tells_all_that_was_left_out_or_added(
         "pairs read 3 = kept 2 + dropped 1",
         "        1 empty message in the pair",
         "kept, though odd:",
-        "        1 message of an unknown role",  # the empty one went with its pair
+        "        1 message of an unknown role",  # the empty message is part of the dropped pair
         "3 requests drawn again, to reach the limit",
     ]
     assert main(words) == 0

@@ -1,4 +1,4 @@
-"""What users of `vllm bench serve` ask for: random lengths, and a number of clients."""
+"""Random lengths, and a closed loop of clients: the load of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(folder: Path, *words: str) -> Run:
 
 
 @given(mean=st.integers(1, 500), ratio=st.floats(0, 0.99), seed=st.integers(0, 2**32))
-def test_lengths_lie_where_they_were_asked_for(mean: int, ratio: float, seed: int) -> None:
+def test_lengths_lie_in_their_range(mean: int, ratio: float, seed: int) -> None:
     source = RandomLengths(requests=30, input_tokens=mean, output_tokens=7, range_ratio=ratio)
     drawn = source.drawn(seed)
     assert drawn == source.drawn(seed) and len(drawn) == 30
@@ -34,7 +34,7 @@ def test_lengths_lie_where_they_were_asked_for(mean: int, ratio: float, seed: in
         assert request.prompt_ids is None and request.prefix_ids is None
 
 
-def test_lengths_are_even_over_their_range_and_independent() -> None:
+def test_lengths_are_uniform_over_their_range_and_independent() -> None:
     wide = RandomLengths(requests=20_000, input_tokens=100, output_tokens=50, range_ratio=0.5)
     pairs = np.array([(r.prompt_tokens, r.output_tokens) for r in wide.drawn(3)])
     assert pairs.min(0).tolist() == [50, 25] and pairs.max(0).tolist() == [150, 75]
@@ -57,7 +57,7 @@ def test_a_common_prefix_is_found_in_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("clients", [1, 3, 40])
-def test_never_more_under_way_than_there_are_clients(clients: int, tmp_path: Path) -> None:
+def test_no_more_requests_than_clients_are_in_flight(clients: int, tmp_path: Path) -> None:
     words = ("trace.requests=20", "arrival=clients", f"arrival.clients={clients}")
     rows = run(tmp_path / "run", *words, "trace.range_ratio=0.5").requests
     at = np.concatenate([rows["arrival_ns"], rows["finish_ns"]])
@@ -69,7 +69,7 @@ def test_never_more_under_way_than_there_are_clients(clients: int, tmp_path: Pat
         assert (own["arrival_ns"].to_numpy()[1:] == own["finish_ns"].to_numpy()[:-1]).all()
 
 
-def test_clients_think_as_long_as_they_are_told(tmp_path: Path) -> None:
+def test_clients_think_for_their_think_time(tmp_path: Path) -> None:
     words = ("trace.requests=4", "arrival=clients", "arrival.clients=1", "arrival.think_s=0.25")
     rows = run(tmp_path / "run", *words).requests.sort_values("turn")
     gaps = rows["arrival_ns"].to_numpy()[1:] - rows["finish_ns"].to_numpy()[:-1]
@@ -77,7 +77,7 @@ def test_clients_think_as_long_as_they_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("words", "complaint"),
     [
         (["trace.range_ratio=1"], "trace.range_ratio=1.0: it must be in"),
         (["trace.requests=0"], "trace.requests=0: it must be at least 1"),
@@ -87,14 +87,14 @@ def test_clients_think_as_long_as_they_are_told(tmp_path: Path) -> None:
         (["trace=sessions", "arrival=clients"], "the trace has sessions"),
     ],
 )
-def test_mistakes_are_told(words: list[str], wanted: str, tmp_path: Path) -> None:
+def test_mistakes_are_refused(words: list[str], complaint: str, tmp_path: Path) -> None:
     given_words = [w for w in SMALL if "trace=sessions" not in words or not w.startswith("trace")]
-    with pytest.raises(ValueError, match=wanted):
+    with pytest.raises(ValueError, match=complaint):
         run_experiment(composed([*given_words, *words]), tmp_path / "run")
 
 
-def test_requests_are_dealt_out_in_order() -> None:
+def test_requests_go_to_clients_in_turn() -> None:
     requests = [Request(i, 7, 1, 1) for i in range(5)]
-    seated = Clients(clients=2).seated(requests)
-    assert [(r.session, r.turn) for r in seated] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)]
-    assert {r.arrival_ns for r in seated} == {0}
+    sessions = Clients(clients=2).as_sessions(requests)
+    assert [(r.session, r.turn) for r in sessions] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)]
+    assert {r.arrival_ns for r in sessions} == {0}

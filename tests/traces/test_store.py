@@ -1,8 +1,10 @@
-"""The trace on disk: what was written comes back, and nothing else is taken for it."""
+"""The trace on disk: it comes back as written, other files are refused, and files have hashes."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from traces.serving.request import Request
-from traces.store import COLUMNS, read_sidecar, read_trace, sha256_of, sidecar_path, write_trace
+from traces.store import (
+    COLUMNS,
+    content_hash,
+    read_sidecar,
+    read_trace,
+    sha256_of,
+    sidecar_path,
+    write_trace,
+)
 
 
 @st.composite
@@ -45,7 +55,7 @@ def requests(draw: st.DrawFn) -> list[Request]:
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(made=requests())
-def test_what_was_written_comes_back(tmp_path: Path, made: list[Request]) -> None:
+def test_a_trace_comes_back_as_written(tmp_path: Path, made: list[Request]) -> None:
     path = tmp_path / "a.parquet"
     sidecar = write_trace(path, made, {"rule": "none"})
     assert read_trace(path) == made
@@ -53,7 +63,7 @@ def test_what_was_written_comes_back(tmp_path: Path, made: list[Request]) -> Non
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.parquet", "a.parquet.json"]
 
 
-def test_same_requests_same_bytes(tmp_path: Path) -> None:
+def test_equal_requests_give_equal_bytes(tmp_path: Path) -> None:
     made = [Request(i, i, 3, 4, prompt_ids=(1, 2, 3)) for i in range(50)]
     for name in ("a", "b"):
         write_trace(tmp_path / f"{name}.parquet", made, {})
@@ -68,7 +78,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def rewritten(trace: Path, table: pa.Table) -> None:
-    """Another table under the same name, with a sidecar that vouches for its bytes."""
+    """Another table under the name of the trace, with a sidecar of its bytes."""
     pq.write_table(table, trace)
     sidecar = json.loads(sidecar_path(trace).read_text())
     sidecar_path(trace).write_text(json.dumps({**sidecar, "trace_sha256": sha256_of(trace)}))
@@ -135,13 +145,13 @@ def test_a_missing_column_is_named(trace: Path, column: str) -> None:
 def test_a_wrong_value_is_named(trace: Path, column: str, values: list[object], what: str) -> None:
     table = pq.read_table(trace)
     at = table.column_names.index(column)
-    wanted = table.schema.field(column).type
-    column_type = pa.string() if values == ["a", "b"] else wanted
+    own_type = table.schema.field(column).type
+    column_type = pa.string() if values == ["a", "b"] else own_type
     rewritten(trace, table.set_column(at, column, pa.array(values, column_type)))
     expect(trace, what)
 
 
-def test_what_is_no_parquet_is_named(trace: Path) -> None:
+def test_a_file_that_is_no_parquet_is_named(trace: Path) -> None:
     trace.write_bytes(b"not parquet")
     sidecar = json.loads(sidecar_path(trace).read_text())
     sidecar_path(trace).write_text(json.dumps({**sidecar, "trace_sha256": sha256_of(trace)}))
@@ -166,3 +176,39 @@ def test_replay_imports_no_tokenizer_and_no_torch(trace: Path) -> None:
         [sys.executable, "-c", code, str(trace)], capture_output=True, text=True, check=True
     )
     assert ran.stdout == "\n"
+
+
+def test_a_files_hash_is_that_of_its_bytes_also_after_a_change(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    for text in (b"one", b"three"):
+        path.write_bytes(text)
+        assert content_hash(path) == hashlib.sha256(text).hexdigest()
+
+
+def test_a_change_of_equal_length_shows_by_its_time(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("one")
+    before = content_hash(path)
+    path.write_text("two")
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    assert content_hash(path) != before
+
+
+def test_an_unchanged_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.yaml").write_text("one")
+    before = content_hash(tmp_path)
+    monkeypatch.setattr("traces.store.sha256_of", lambda path: pytest.fail(f"{path} read again"))
+    assert content_hash(tmp_path) == before
+
+
+def test_a_folder_changes_with_its_files_their_names_and_their_number(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a").write_text("one")
+    seen = [content_hash(folder)]
+    (folder / "b").write_text("two")
+    seen.append(content_hash(folder))
+    (folder / "b").rename(folder / "c")
+    seen.append(content_hash(folder))
+    assert len(set(seen)) == 3
+    assert content_hash(tmp_path / "nothing") == "missing"

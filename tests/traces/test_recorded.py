@@ -1,4 +1,4 @@
-"""Stamps of coarse clocks, parts of a trace at another rate, spoilt files."""
+"""Stamps of coarse clocks, parts of a trace at another rate, malformed files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from traces.serving.recorded_times import bucket_ns, spread_inside
 
 @given(seed=st.integers(0, 10**6), width=st.sampled_from([100 * MS, 3 * S, 7 * S]))
 @settings(deadline=None)
-def test_buckets_are_found_and_nothing_leaves_its_own(seed: int, width: int) -> None:
+def test_buckets_are_found_and_times_stay_in_their_bucket(seed: int, width: int) -> None:
     rng = np.random.default_rng(seed)
     exact = np.cumsum(rng.exponential(width / 5, 400)).astype(np.int64)
     wander = rng.integers(-MS // 4, MS // 4, exact[-1] // width + 1)
@@ -62,7 +62,7 @@ def test_a_part_at_another_rate(tmp_path: Path) -> None:
         imported(source, oversample=True, limit=99)
 
 
-def test_compressed_and_spoilt_files(tmp_path: Path) -> None:
+def test_compressed_and_malformed_files(tmp_path: Path) -> None:
     plain = written(tmp_path / "a.csv", AZURE, "2024-01-01 00:00:00,5,6")
     packed = tmp_path / "b.csv.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
@@ -82,14 +82,14 @@ def test_a_row_of_huge_numbers_costs_only_itself(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"timestamp": 9, "input_length": %s, "output_length": 1}\n' % ("9" * 5000))
     sidecar, requests = imported(path)
-    assert [r.arrival_ns for r in requests] == [0, S, 2 * S]  # the unit is told by the others
+    assert [r.arrival_ns for r in requests] == [0, S, 2 * S]  # the readable rows decide the unit
     assert sidecar["first_lines_dropped"] == {
         "timestamp out of range": [4, 5],
         "prompt is not a whole number": [6],
     }
 
 
-def test_a_header_beyond_all_bounds_is_one_line(tmp_path: Path) -> None:
+def test_a_huge_header_is_refused_in_one_line(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv", f"TIMESTAMP,{'x' * 140_000}", "2024-01-01 00:00:00,5")
     for kind in ("auto", "azure"):
         with pytest.raises(ValueError, match=r"a\.csv: line 1 holds no names of columns"):

@@ -1,4 +1,4 @@
-"""The published rules: equal to their golden counts, and true to their words on any input."""
+"""The published rules: golden counts, and their conditions on any input."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_candidate_is_kept_or_named(
 
 
 @given(rule=rules, drawn=messages, bos=num_bos)
-def test_what_is_kept_obeys_the_rule(
+def test_kept_requests_obey_the_rule(
     rule: MessageRule, drawn: list[tuple[str, int]], bos: int
 ) -> None:
     counted_bos = bos if rule.counts_bos else 0
@@ -150,6 +150,6 @@ def test_history_accumulates_over_turns() -> None:
     ]
 
 
-def test_an_unknown_rule_is_answered_with_the_list() -> None:
+def test_an_unknown_rule_is_refused_with_the_list() -> None:
     with pytest.raises(ValueError, match="vllm_filter_plus_role_check"):
         rule_named("vllm")

@@ -1,4 +1,4 @@
-"""`tandem trace import --kind text`: documents in, tokens out, and the account in the sidecar."""
+"""`tandem trace import --kind text`: documents become tokens, with an account in the sidecar."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def imported(source: Path, **options: Any) -> tuple[dict[str, Any], list[list[in
 
 
 def encoded(*texts: str) -> list[list[int]]:
-    """By the library alone."""
+    """Token ids by the library alone."""
     backend = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
     eos = backend.token_to_id("<|endoftext|>")
     return [[*backend.encode(text).ids, eos] for text in texts]
@@ -68,7 +68,7 @@ def test_the_sidecar_says_where_the_text_came_from(source: Path) -> None:
     assert sidecar["first_lines_dropped"] == {"empty text": [2], "no text field": [3]}
 
 
-def test_options_are_heeded(source: Path) -> None:
+def test_options_take_effect(source: Path) -> None:
     assert imported(source, limit=1)[1] == encoded("ko vu ba")
     begin, end = encoded("")[0][-1], load_tokenizer(TOKENIZER).backend.token_to_id("!")
     _, documents = imported(source, bos_token="<|endoftext|>", eos_token="!", limit=1)
@@ -78,7 +78,7 @@ def test_options_are_heeded(source: Path) -> None:
     assert sidecar["rows_dropped"]["text longer than 5 characters"] == 2
 
 
-def test_plain_text_is_told_by_its_name(tmp_path: Path) -> None:
+def test_plain_text_is_recognised_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("ko vu\n\nba\nko\n")
     assert imported(path, kind="auto")[1] == encoded("ko vu", "ba", "ko")
@@ -167,7 +167,7 @@ def test_a_replay_imports_no_tokenizer_no_datasets_and_no_torch(source: Path) ->
 
 @cases(100)
 @given(documents=st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=6))
-def test_what_was_written_comes_back(tmp_path: Path, documents: list[list[int]]) -> None:
+def test_documents_come_back_as_written(tmp_path: Path, documents: list[list[int]]) -> None:
     sidecar = write_documents(tmp_path / "a.parquet", documents, {})
     tokens, ends = read_documents(tmp_path / "a.parquet")
     assert tokens.tolist() == [token for document in documents for token in document]
@@ -203,7 +203,7 @@ def test_a_wrong_value_is_named(tmp_path: Path, column: pa.Array, what: str) -> 
         pytest.param("llama3", ("<|end_of_text|>", 128001), marks=pytest.mark.slow),
     ],
 )
-def test_published_tokenizers_know_how_a_document_ends(
+def test_published_tokenizers_have_an_end_of_sequence_token(
     shared: Path, name: str, end: tuple[str, int]
 ) -> None:
     folder = shared / "data" / "tokenizers" / name
@@ -225,7 +225,7 @@ def test_published_tokenizers_know_how_a_document_ends(
         (None, "ab", "no end-of-sequence token that is known; name one with eos_token"),
     ],
 )
-def test_how_a_document_ends_is_found_or_asked_for(
+def test_the_end_of_sequence_token_is_found_or_asked_for(
     tmp_path: Path, config: str | None, vocabulary: Any, found: str
 ) -> None:
     from tokenizers.models import WordLevel
