@@ -15,7 +15,7 @@ import runtime.kernels
 import runtime.serving.graphs
 from engine.contract.executor import Piece
 from models.spec import ModelSpec
-from runtime.kernels import LARGEST, are_chosen, check_shape
+from runtime.kernels import MAX_HEAD_DIM, are_chosen, check_shape
 from runtime.serving.graphs import Capture, DecodeGraphs, direct
 from runtime.serving.kv import Arena
 from runtime.serving.packing import RING, Column, Packed, Packer, buckets_of, ring_size
@@ -37,8 +37,12 @@ class Counting:
         self.shown: list[tuple[list[int], list[int], list[list[int]]]] = []
 
     def __call__(self, packed: Packed) -> Tensor:
-        assert packed.late is not None and packed.draw is not None and packed.rows.paged is not None
-        tokens = self.ring.index_select(0, packed.late[1]) + 1
+        assert (
+            packed.in_flight is not None
+            and packed.draw is not None
+            and packed.rows.paged is not None
+        )
+        tokens = self.ring.index_select(0, packed.in_flight[1]) + 1
         self.ring.index_copy_(0, packed.draw.tickets, tokens)
         paged = packed.rows.paged
         lengths = paged.lengths.tolist()
@@ -146,7 +150,7 @@ def test_captures_share_a_stream_and_keep_no_librarys_workspace(
 
 
 def test_heads_that_no_program_holds_are_refused_in_one_line() -> None:
-    check_shape(replace(TINY, head_dim=LARGEST))
+    check_shape(replace(TINY, head_dim=MAX_HEAD_DIM))
     with pytest.raises(ValueError, match=r"heads of 512 numbers.*attention=sdpa") as refused:
         check_shape(replace(TINY, head_dim=512))
     assert "\n" not in str(refused.value)
