@@ -10,7 +10,7 @@ from engine.contract.regions import Tier, Work
 from policies.planners.placement import STARTS
 from policies.training.out_of_memory import OutOfMemory, knobs_of_launch
 from tests.support.pressure import POLICIES, budget, least, refusal
-from tests.training.trainings import setting, train
+from tests.training.trainings import run_spec, train
 
 INPUTS_OUT = "send layers' inputs to the host (planner.offloads_inputs=true)"
 LORA = "train adapters (training/recipe=lora)"
@@ -18,7 +18,7 @@ LORA = "train adapters (training/recipe=lora)"
 
 def advised(tier: Tier, *words: str, work: Work = Work.BACKWARD) -> str:
     """The knobs for launches of such a job, in a line."""
-    found = setting(*words)
+    found = run_spec(*words)
     job = found.trainees[0].job
     return "; ".join(knobs_of_launch(tier, work, job, found.room.layout.training[job.job_id]))
 
@@ -99,7 +99,7 @@ def test_no_other_start_is_named_where_both_tiers_are_full() -> None:
 def test_the_line_says_so_where_a_job_fails() -> None:
     words = ("planner.modes=recompute", "training.sequences=1", "policy=zero3_offload")
     with pytest.raises(OutOfMemory, match=r"states .*give it more memory, or train adapters"):
-        setting(*words, "budget.host_bytes=300000")
+        run_spec(*words, "budget.host_bytes=300000")
     with pytest.raises(OutOfMemory) as caught:
         train("sim", *words, "budget.device_bytes=60000")
     line = str(caught.value)

@@ -18,7 +18,7 @@ PAGES = (8, 16, 24, 32, 64, 128, 256)
 
 
 def queries(store: Store, rows: int, shared: int, seed: int) -> torch.Tensor:
-    """Random queries as attention modules hand them on: heads outside, tokens inside."""
+    """Random queries as attention modules give them: heads outside, tokens inside."""
     kv_heads, size = store.pages.shape[3:]
     torch.manual_seed(seed + 1)
     packed = torch.randn((kv_heads * shared, rows, size), device=store.pages.device)

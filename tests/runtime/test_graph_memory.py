@@ -1,4 +1,4 @@
-"""What graphs hold is looked at beside a backward on another thread, and never while it runs."""
+"""Saved storages of graphs are read beside a backward on another thread, never while it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAUSE_S = 0.2  # in which a backward that does not wait would be over
 
 
 class Paused(torch.autograd.Function):
-    """The identity; its backward waits in the middle of the graph, told by two events."""
+    """The identity; its backward waits in the middle of the graph for one of two events."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, reached: Event, goes_on: Event) -> torch.Tensor:
@@ -58,8 +58,8 @@ def test_a_graph_shows_what_it_saves_until_its_backward_begins() -> None:
     assert torch.equal(gradients[0][0], expected.detach())
 
 
-def test_a_backward_waits_for_a_look_at_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The meter is half through a graph when a lane comes for it."""
+def test_a_backward_waits_for_a_read_of_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meter has read half of a graph when a lane takes it."""
     hand = Hand(Task(tiny(), num_steps=1), RegionStore(), (Mode.KEEP,))
     machine = TrainingMachine({0: hand.trainer}, hand.store, {})
     names, seen = graph_memory._names, []

@@ -30,7 +30,7 @@ MOST = 4
 
 
 class Counting:
-    """A forward whose next token is the last one plus 1; notes what it was shown."""
+    """A forward whose next token is the last one plus 1; notes its inputs."""
 
     def __init__(self) -> None:
         self.ring = torch.zeros(ring_size(MOST), dtype=torch.int64)
@@ -64,7 +64,7 @@ def test_a_replay_reads_known_tokens_and_those_in_flight_and_leaves_no_trace_of_
         return graphs.run(frame).tolist()
 
     assert run((1, 1), (2, 0), (3, 2)) == [201, 301, 403]
-    assert run((3, 3), (1, 2)) == [404, 202]  # of the step before, which nobody has read yet
+    assert run((3, 3), (1, 2)) == [404, 202]  # of the step before, whose tokens are in flight
     assert run((1, 3)) == [203]
     assert [len(lengths) for lengths, _, _ in forward.shown] == [4, 2, 1]
     lengths, slots, shown = forward.shown[0]
@@ -132,7 +132,7 @@ class Capturing:
 def test_captures_share_a_stream_and_keep_no_librarys_workspace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """cuBLAS's lies in the pool while a step is captured. What lives there is counted once."""
+    """cuBLAS's workspace lies in the pool during a capture. Live tensors there count once."""
     stand_in = Capturing()
     for module in (runtime.serving.graphs, runtime.executors.device):
         monkeypatch.setattr(module, "cuda", stand_in)

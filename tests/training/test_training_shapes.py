@@ -1,4 +1,4 @@
-"""The calibration grid of training: what tells rows from pairs, and nothing that is too big."""
+"""The calibration grid of training: shapes that separate rows from pairs, none too big."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_held_out_shapes_are_between_and_not_in_the_grid(limits: TrainingLimits,
 
 
 def test_equal_rows_come_in_several_lengths() -> None:
-    """Else a layer's attention could not be told from its products."""
+    """Else a layer's attention could not be separated from its products."""
     lengths = defaultdict(set)
     for shape in grid(TrainingLimits(1024, 4096)):
         lengths[shape.rows].add(shape.tokens)
@@ -42,6 +42,6 @@ def test_equal_rows_come_in_several_lengths() -> None:
     assert len(grid(TrainingLimits(1024, 4096))) <= 24
 
 
-def test_what_is_too_small_to_measure_is_told() -> None:
+def test_limits_without_a_shape_are_refused() -> None:
     with pytest.raises(ValueError, match="no microbatch of 16 tokens or more fits 8 positions"):
         grid(TrainingLimits(8, 512))
