@@ -1,4 +1,4 @@
-"""Paged attention: decodes of one row per job, and prefill slices of any length behind any past."""
+"""Paged attention of a launch: a row per decode, and prefill slices of any length and past."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 import runtime.serving.machine
-from runtime.kernels import paged_attention as decode
-from runtime.kernels import shapes, warm
+from runtime.kernels import paged_attention, shapes, warm
 from tests.kernels.compiled import Compiler
 from tests.support.hand_made import TINY, HandMade
 
@@ -39,14 +38,14 @@ def main() -> int:
     def processors(device: torch.device) -> int:
         return MULTIPROCESSORS
 
-    for module in (decode, shapes, warm):
+    for module in (paged_attention, shapes, warm):
         module.num_programs = processors  # type: ignore[attr-defined]
 
     def recorded(step: Any) -> Any:
         step()  # as a capture does
         return step
 
-    JITFunction.run, runtime.machine.direct = run, recorded
+    JITFunction.run, runtime.serving.machine.direct = run, recorded
     rng = random.Random(1)
     prompts = {i: [1] * rng.randint(2, 700) for i in range(JOBS)}
     made = HandMade(

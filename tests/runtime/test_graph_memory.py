@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.contract.layout import Mode
-from runtime.training import saved as graph_memory
+from runtime.training import saved
 from runtime.training.machine import TrainingMachine
 from runtime.training.saved import Graph
 from runtime.training.store import RegionStore
@@ -62,7 +62,7 @@ def test_a_backward_waits_for_a_read_of_its_graph(monkeypatch: pytest.MonkeyPatc
     """The meter has read half of a graph when a lane takes it."""
     hand = Hand(Task(tiny(), num_steps=1), RegionStore(), (Mode.KEEP,))
     machine = TrainingMachine({0: hand.trainer}, hand.store, {})
-    names, seen = graph_memory._names, []
+    names, seen = saved._names, []
 
     def look(node: Any) -> tuple[str, ...]:
         if node == root and not seen:
@@ -82,7 +82,7 @@ def test_a_backward_waits_for_a_read_of_its_graph(monkeypatch: pytest.MonkeyPatc
         root = kept.edge.node
         lane = Thread(target=work, args=args, daemon=True)
         with monkeypatch.context() as patch:
-            patch.setattr(graph_memory, "_names", look)
+            patch.setattr(saved, "_names", look)
             looked = held_bytes(machine)
         lane.join(PATIENCE_S)
         assert seen == [True], "a backward frees what is being looked at"
