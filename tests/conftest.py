@@ -86,10 +86,10 @@ def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Nor do they begin with a full garbage collection: what pytest holds takes as long as a run.
     """
-    from runtime.measure import reference as probe
+    from runtime.measure import reference
     from tandem.wiring.backends import no_full_collections
 
-    whole = probe.probe
+    whole = reference.probe
 
     def short(env: Any, executor: Any, machine: Any, look_s: float) -> dict[str, float]:
         return whole(env, executor, machine, 0.0, min_rounds=3)
@@ -97,7 +97,7 @@ def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     def quiet(begins_with_one: bool) -> Any:
         return no_full_collections(False)
 
-    monkeypatch.setattr(probe, "probe", short)
+    monkeypatch.setattr(reference, "probe", short)
     monkeypatch.setattr("tandem.wiring.experiment.no_full_collections", quiet)
 
 

@@ -1,4 +1,4 @@
-"""What came back for one request: times of tokens out of the chunks of a streamed completion."""
+"""The answer to one request: times of tokens from the chunks of a streamed completion."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 THOUGHT = "reasoning_content"
 MAX_TOKENS = 10_000_000  # of a prompt; more is no count
 MAX_EXTRA = 10_000  # chunks beyond a token each; a server that sends more will not end
-DEPTH = 64  # of nested JSON, where nothing else is said
-STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # no text takes it long
+DEPTH = 64  # of nested JSON, by default
+STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # linear in any text
 
 
 class Spoilt(Exception):
-    """A stream that does not say what a completion says."""
+    """A stream that is no completion."""
 
 
 @dataclass
@@ -25,23 +25,23 @@ class Answer:
 
     request_id: int
     due_ns: int
-    wanted_tokens: int = 0  # as many as were asked for
-    depth: int = DEPTH  # of JSON that is still read
+    asked_tokens: int = 0
+    depth: int = DEPTH  # of the most nested JSON that is read
     sent_ns: int | None = None
     finish_ns: int | None = None
     error: str = ""
-    is_refused: bool = False  # the server's fault-free no: HTTP 3xx or 4xx
+    is_refused: bool = False  # HTTP 3xx or 4xx: no fault of the server
     has_ended: bool = False  # a finish reason, or [DONE]
-    is_done: bool = False  # [DONE]: nothing else follows
+    is_done: bool = False  # [DONE]: the stream's last event
     received_chars: int = 0
     chunk_ns: list[int] = field(default_factory=list)
-    is_empty: list[bool] = field(default_factory=list)  # per chunk: no text in it
+    is_empty: list[bool] = field(default_factory=list)  # per chunk: it holds no text
     prompt_tokens: int | None = None  # as the server counts them
     output_tokens: int | None = None
 
     def take(self, line: str, now_ns: int) -> None:
-        """One line of the event stream. Spoilt where it is an error or no JSON."""
-        line = line.removeprefix("\ufeff")  # of a whole stream; no event begins so
+        """Reads one line of the event stream. Spoilt where it is an error or no JSON."""
+        line = line.removeprefix("\ufeff")  # a stream may begin with it; no event does
         if not line.startswith("data:"):
             return  # blank lines, comments (keep-alives), names of events
         self.received_chars += len(line)
@@ -63,22 +63,22 @@ class Answer:
     def _take_event(self, event: dict[str, Any], now_ns: int) -> None:
         if usage := event.get("usage"):
             self.prompt_tokens = _count(usage.get("prompt_tokens"), MAX_TOKENS)
-            # A token that was not asked for is a character of the stream at least.
-            most = max(self.wanted_tokens, self.received_chars)
+            # A token beyond those asked for takes at least one character of the stream.
+            most = max(self.asked_tokens, self.received_chars)
             self.output_tokens = _count(usage.get("completion_tokens"), most)
         for choice in event.get("choices") or ():
             self.has_ended = self.has_ended or choice.get("finish_reason") is not None
-            delta = choice.get("delta")  # of a chat, which thinks aloud where the model reasons
+            delta = choice.get("delta")  # of a chat; its thoughts come before its content
             text = (
                 choice.get("text") if delta is None else delta.get("content") or delta.get(THOUGHT)
             )
             if not isinstance(text, str | None):
-                raise TypeError("a text that is none")
+                raise TypeError("a text that is no string")
             if delta is not None and not text and not self.chunk_ns:
-                continue  # says who speaks, and holds no token
-            if len(self.chunk_ns) >= self.wanted_tokens + MAX_EXTRA:
+                continue  # names the role, and holds no token
+            if len(self.chunk_ns) >= self.asked_tokens + MAX_EXTRA:
                 raise Spoilt(
-                    f"{MAX_EXTRA} chunks more than the {self.wanted_tokens} tokens asked for"
+                    f"{MAX_EXTRA} chunks more than the {self.asked_tokens} tokens asked for"
                 )
             self.chunk_ns.append(now_ns)
             self.is_empty.append(not text)
@@ -95,8 +95,10 @@ class Answer:
 
 
 def read_json(text: str, depth: int = DEPTH) -> Any:
-    """What a text of JSON says. ValueError, told in one line, where it is none, or nested deeper:
-    Python's own parser would give up at a depth that depends on who calls it."""
+    """The value of a JSON text. ValueError, in one line, where it is no JSON or nested deeper.
+
+    Python's own parser would fail at a depth that depends on its caller's stack.
+    """
     if text.count("[") + text.count("{") > depth and _depth(text) > depth:
         raise ValueError(f"nested deeper than {depth} levels (limits.depth)")
     try:
@@ -106,7 +108,7 @@ def read_json(text: str, depth: int = DEPTH) -> Any:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets are nested, those in strings left out."""
+    """The depth of nested brackets, those in strings left out."""
     now = most = 0
     for sign in re.findall(r"[\[\]{}]", STRING.sub("", text)):
         now += 1 if sign in "[{" else -1
@@ -124,8 +126,8 @@ def tokens_of(times: Sequence[int], is_empty: Sequence[bool], count: int | None)
     """Times of `count` tokens (None: one per chunk that has text) out of the times of chunks.
 
     A token may have no text yet (half a character), and a last chunk may have no token: empty
-    chunks count from the front as far as there are tokens for them. Where tokens are more than
-    chunks, the chunks hold equal shares, the later ones the larger: its tokens come together.
+    chunks count from the front as long as there are tokens for them. Where there are more tokens
+    than chunks, each chunk holds about equally many, which come together.
     """
     if not times or count == 0:
         return []

@@ -1,4 +1,4 @@
-"""A server's own gauges out of the text of its /metrics, under one name whoever made the server."""
+"""A server's gauges from the text of its /metrics, under one name for all servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-# ours -> names in vLLM (v1, v0) and SGLang
+# field of Gauges -> names in vLLM (v1, v0) and SGLang
 NAMES = {
     "kv_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"),
     "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
@@ -16,13 +16,13 @@ NAMES = {
 }
 SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+([^\s]+)")
 MAX_COUNT = 2**40  # of anything; more is no count
-LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*+)"')  # from the beginning of a word alone
-CACHE = "vllm:cache_config_info"  # its labels say how many blocks there are, and of how many tokens
+LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*+)"')
+CACHE = "vllm:cache_config_info"  # its labels hold the number of blocks and their tokens
 
 
 @dataclass(frozen=True)
 class Gauges:
-    """What a server said at one time; None where it said nothing.
+    """A server's gauges at one time; None where it gives no such gauge.
 
     `kv_usage` is a share of 1, the mean over engines; counts are sums over engines.
     """
@@ -37,7 +37,7 @@ class Gauges:
 
 
 def read_gauges(text: str, at_ns: int) -> Gauges:
-    """The gauges in a Prometheus text; lines that are none of ours are passed over."""
+    """The gauges in a Prometheus text; lines of other metrics are passed over."""
     values: dict[str, list[float]] = {}
     labels: dict[str, str] = {}
     for line in text.splitlines():
@@ -46,7 +46,7 @@ def read_gauges(text: str, at_ns: int) -> Gauges:
             values.setdefault(name, []).append(_number(value))
             if name == CACHE and inside:
                 labels = dict(LABEL.findall(inside))
-    said = {ours: _first(values, theirs) for ours, theirs in NAMES.items()}
+    said = {field: _first(values, names) for field, names in NAMES.items()}
     usage = said.pop("kv_usage")
     counts: dict[str, Any] = {name: _count(values) for name, values in said.items()}
     return Gauges(
@@ -68,13 +68,13 @@ def _number(text: str) -> float:
 
 
 def _share(values: list[float] | None) -> float | None:
-    """Their mean; None where that is no share."""
+    """The mean of values; None where it is no share of 1."""
     mean = math.nan if values is None else sum(values) / len(values)
     return mean if 0 <= mean <= 1 else None
 
 
 def _count(values: list[float] | None) -> int | None:
-    """Their sum; None where that is no count."""
+    """The sum of values; None where it is no count."""
     total = math.nan if values is None else sum(values)
     return round(total) if 0 <= total <= MAX_COUNT else None
 

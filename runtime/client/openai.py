@@ -19,17 +19,17 @@ Prompt = Sequence[int] | str
 CONNECT_AHEAD_S = 0.1  # so that making a connection delays no request
 LEAD_S = 0.2  # from the start of the replay to its time 0
 CHECK_S = 10.0  # for an answer of /v1/models and /metrics
-OPTIONAL = ("temperature", "ignore_eos", "stream_options")  # of a body: an answer comes without
+OPTIONAL = ("temperature", "ignore_eos", "stream_options")  # of a body: a server can do without
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A server and how to ask it. `timeout_s` is for one request, from its sending; `limits` are
-    for what it answers.
+    """A server and how to ask it.
 
-    `extra` goes into every body (and wins over what we put there; None leaves a key out), `headers`
-    into every request. The endpoint `chat` takes prompts as text: one message of the user.
+    `timeout_s` limits a request from its sending on, `limits` its answer. `extra` goes into every
+    body and replaces keys of it (None leaves a key out), `headers` go into every request. The
+    endpoint `chat` takes prompts as text: one message of the user.
     """
 
     url: str
@@ -54,7 +54,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Replay:
-    """One answer per request, in the order of the trace, and what /metrics said meanwhile."""
+    """One answer per request, in the order of the trace, and the gauges of /metrics meanwhile."""
 
     answers: list[Answer]
     gauges: list[Gauges]
@@ -66,11 +66,19 @@ def replay(
     prompt_of: Callable[[Request], Prompt],
     progress: Callable[[], None] = lambda: None,
 ) -> Replay:
-    """Sends every request at its absolute time and waits for all; `progress` is told each end.
+    """Sends every request at its absolute time and waits for all answers.
 
-    Nothing here waits without a limit, or takes memory without one: a request ends within
-    `timeout_s` of its time and within the `limits`, whatever the server does, and a session's next
-    turn follows its end.
+    Time and memory are limited: a request ends within `timeout_s` of its time and within the
+    `limits`, whatever the server does. A session's next turn follows its end.
+
+    Args:
+        server: The server and how to ask it.
+        requests: The trace.
+        prompt_of: Gives the prompt of a request, as text or token ids.
+        progress: Called at the end of each request.
+
+    Returns:
+        The answers and gauges. A failed request is an answer with an error.
     """
     return asyncio.run(_Client(server, prompt_of, progress).replay(requests))
 
@@ -82,7 +90,7 @@ def model_served(url: str, headers: Mapping[str, str]) -> str:
         listed = read_json(asyncio.run(fetch(address, "/v1/models", headers, CHECK_S)))
         name = listed["data"][0]["id"]
         if not isinstance(name, str):
-            raise TypeError("a name that is none")
+            raise TypeError("a name that is no string")
         return name
     except (OSError, TimeoutError, EOFError, Refused, Broken) as error:
         reason = printable(str(error)) or type(error).__name__
@@ -101,7 +109,7 @@ class _Client:
 
     async def replay(self, requests: Sequence[Request]) -> Replay:
         chains: dict[tuple[str, int], list[Request]] = {}
-        for request in sorted(requests, key=lambda r: r.turn):  # as the engine, whatever the file
+        for request in sorted(requests, key=lambda r: r.turn):  # as in the engine, in any file
             own = ("request", request.request_id)
             key = own if request.session is None else ("session", request.session)
             chains.setdefault(key, []).append(request)
@@ -125,7 +133,7 @@ class _Client:
             await asyncio.sleep(left_s)
 
     async def _chain(self, requests: Sequence[Request]) -> list[Answer]:
-        """The turns of a session one after another; any other request is a chain of its own."""
+        """Asks the turns of a session one after another; any other request is its own chain."""
         answers: list[Answer] = []
         for request in requests:
             due_ns = request.arrival_ns
@@ -141,7 +149,7 @@ class _Client:
         return answers
 
     async def _attempt(self, request: Request, answer: Answer) -> None:
-        """Fills the answer; every way of failing becomes its error."""
+        """Fills the answer; every failure becomes its error."""
         headers = {"x-request-id": f"tandem-{request.request_id}", **self._server.headers}
         exchange = HttpExchange(self._address, headers, self._server.limits)
         try:
@@ -200,7 +208,7 @@ class _Client:
         return {"messages": [{"role": "user", "content": prompt}]}
 
     async def _watch(self, gauges: list[Gauges]) -> None:
-        """Looks at /metrics until cancelled; a server without it, or a late answer, is no error."""
+        """Reads /metrics until cancelled; a missing page or a slow answer is no error."""
         headers = self._server.headers
         while self._server.scrape_s is not None:
             try:
@@ -212,15 +220,17 @@ class _Client:
 
 
 def remedy(server: Server, refusal: str) -> str:
-    """The settings that leave out what a refusal names of a body, for behind its words. Empty where
-    it names nothing: a body that is quoted whole, `"key": value`, names none."""
+    """The settings that leave out the keys of a body that a refusal names, to follow its text.
+
+    Empty where it names no key: a whole quoted body, `"key": value`, names none.
+    """
     extra = {**dict.fromkeys(OPTIONAL, True), **server.extra}
     sent = [key for key, value in extra.items() if value is not None]
     named = [key for key in sent if re.search(rf"\b{re.escape(key)}\b(?![\"']\s*:)", refusal)]
-    words = [f"+backend.extra.{key}=null" for key in named]
-    return f" (left out by {' '.join(words)})" if words else ""
+    settings = [f"+backend.extra.{key}=null" for key in named]
+    return f" (left out by {' '.join(settings)})" if settings else ""
 
 
 def printable(text: str) -> str:
-    """What a server said, in one line that neither a terminal nor a file takes amiss."""
+    """A server's text in one line of printable characters."""
     return "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-MAX_ERROR_BYTES = 2000  # of an answer that says what went wrong
+MAX_ERROR_BYTES = 2000  # of the answer of a refusal
 MAX_HEAD_BYTES = 64 * 1024  # of the lines before the body
 LONG_HEAD = f"its head has more than {MAX_HEAD_BYTES} bytes"
-PIECE_BYTES = 64 * 1024  # at most taken at once
+PIECE_BYTES = 64 * 1024  # read at once, at most
 STATUS = re.compile(r"HTTP/1\.\d ([1-9]\d\d)\b")
 LINE_END = re.compile(rb"\r\n|\n|\r")
 CHUNK_SIZE = re.compile(rb"\s*([0-9a-fA-F]{1,16})\s*(;.*)?")
 
 
 class Refused(Exception):
-    """An answer other than 200: its status, and the beginning of what it says."""
+    """An answer other than 200: its status, and the beginning of its text."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"HTTP {status}: {text}")
@@ -30,12 +30,12 @@ class Refused(Exception):
 
 
 class Broken(Exception):
-    """An answer that is no HTTP, breaks off, or goes beyond the limits."""
+    """An answer that is no HTTP, breaks off, or exceeds the limits."""
 
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """What one answer may take: bytes of a line, bytes of the body, levels of nested JSON."""
+    """Limits of one answer: bytes of a line, bytes of the body, levels of nested JSON."""
 
     line_bytes: int = 2**20
     answer_bytes: int = 2**26
@@ -49,7 +49,7 @@ class StreamLimits:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens, out of its URL: https://host:port/prefix."""
+    """The address of a server, from its URL: https://host:port/prefix."""
 
     host: str
     port: int
@@ -87,7 +87,7 @@ class HttpExchange:
     _writer: asyncio.StreamWriter | None = None
 
     async def open(self) -> None:
-        """Connects; OSError where nobody listens."""
+        """Connects; OSError where no server listens."""
         context = ssl.create_default_context() if self.address.is_secure else None
         self._reader, self._writer = await asyncio.open_connection(
             self.address.host, self.address.port, ssl=context
@@ -117,7 +117,7 @@ class HttpExchange:
         if self.status != 200:
             raise Refused(self.status, _told(headers, await _text(pieces)))
         if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
-            raise Broken(f"the answer is compressed ({coding}), which nobody asked for")
+            raise Broken(f"the answer is compressed ({coding}), although identity was asked for")
         line, most = bytearray(), self.limits.line_bytes
         async for piece in pieces:
             *ended, rest = LINE_END.split(piece)
@@ -133,14 +133,14 @@ class HttpExchange:
             yield line.decode("utf-8", "replace")
 
     async def close(self) -> None:
-        """Drops the connection, whatever state it is in; waits for nobody."""
+        """Drops the connection in any state; does not wait for the server."""
         if self._writer is not None:
             self._writer.transport.abort()
             with suppress(OSError):
                 await self._writer.wait_closed()
 
     async def _head(self) -> tuple[int, dict[str, str]]:
-        """Status and headers; heads that only say that more will come are passed over."""
+        """Status and headers of the answer; heads of status 1xx are passed over."""
         left = MAX_HEAD_BYTES
         while True:
             status, headers = 0, dict[str, str]()
@@ -162,7 +162,7 @@ class HttpExchange:
                 return status, headers
 
     async def _line(self) -> bytes:
-        """A line of the head, or of what frames a chunk. Broken where none ends."""
+        """A line of the head, or of a chunk's frame. Broken where the answer ends within it."""
         assert self._reader is not None, "open the exchange first"
         try:
             line = await self._reader.readline()
@@ -173,8 +173,7 @@ class HttpExchange:
         return line
 
     async def _pieces(self, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
-        """The body, within its limit: in chunks, of a known length, or until the connection ends.
-        Broken where it ends before that."""
+        """The body, within its limit. Broken where it exceeds the limit or ends too early."""
         left = self.limits.answer_bytes
         async for piece in self._body(headers):
             left -= len(piece)
@@ -184,6 +183,7 @@ class HttpExchange:
             yield piece
 
     async def _body(self, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
+        """The body in chunks, of a known length, or until the connection ends."""
         if headers.get("transfer-encoding", "").lower() == "chunked":
             while size := await self._chunk_size():
                 async for piece in self._exactly(size):
@@ -206,7 +206,7 @@ class HttpExchange:
         return int(found[1], 16)
 
     async def _exactly(self, size: int) -> AsyncIterator[bytes]:
-        """So many bytes, never more than a piece of them in memory."""
+        """The next `size` bytes, with at most PIECE_BYTES of them in memory."""
         assert self._reader is not None
         while size:
             piece = await self._reader.read(min(size, PIECE_BYTES))
@@ -217,7 +217,7 @@ class HttpExchange:
 
 
 async def fetch(address: Address, path: str, headers: Mapping[str, str], timeout_s: float) -> str:
-    """The whole answer to a GET. OSError, TimeoutError, Broken or Refused."""
+    """The whole answer to a GET; raises OSError, TimeoutError, Broken or Refused."""
     exchange = HttpExchange(address, headers)
     try:
         async with asyncio.timeout(timeout_s):
@@ -229,7 +229,7 @@ async def fetch(address: Address, path: str, headers: Mapping[str, str], timeout
 
 
 async def _text(pieces: AsyncIterator[bytes]) -> str:
-    """The beginning of a body, also of one that breaks off."""
+    """The beginning of a body, also of a body that breaks off."""
     held = b""
     with suppress(Broken, OSError):
         async for piece in pieces:

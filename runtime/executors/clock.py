@@ -1,4 +1,4 @@
-"""A simpy environment in real time, and a device's own time on its clock."""
+"""The wall clock of the engine, a simpy environment in real time; and device events on it."""
 
 from __future__ import annotations
 
@@ -12,79 +12,10 @@ import simpy
 from simpy.core import EmptySchedule, Infinity
 from simpy.events import NORMAL
 
-REANCHOR_MS = 1000.0  # elapsed_time is a 32-bit float: up to here it resolves 61 ns
-ANCHORS = 8  # looks for the moment of an anchor: the tightest one counts
-
-
-class Timed(Protocol):
-    """A CUDA event with timing."""
-
-    def elapsed_time(self, later: Any) -> float: ...
-
-
-class Look(NamedTuple):
-    """An event that happened between two moments of the run's clock."""
-
-    event: Timed
-    from_ns: int
-    until_ns: int
-
-
-def anchored(clock: WallClock, happen: Callable[[], Timed]) -> Timeline:
-    """A timeline whose anchor is the best known of ANCHORS events.
-
-    `happen` makes an event and waits for it. The host learns of an event 5 to 50 us after it. So
-    the event lies in the middle of the shortest stretch of time, at most half of it away.
-    """
-    looks = []
-    for _ in range(ANCHORS):
-        from_ns = clock.now
-        event = happen()
-        looks.append(Look(event, from_ns, clock.now))
-    best = min(looks, key=lambda look: look.until_ns - look.from_ns)
-    return Timeline(clock, best.event, (best.from_ns + best.until_ns) // 2)
-
-
-class Timeline:
-    """Puts a device's events on the run's clock.
-
-    Starts from one event whose moment on both clocks is known. The two drift apart by a few us a
-    second, so a span that would start before its issue or end in the future moves the anchor.
-    """
-
-    def __init__(self, clock: WallClock, anchor: Timed, anchor_ns: int | None = None) -> None:
-        """`anchor` happened at `anchor_ns`; None: now. A call of `span_ns` needs the `lock`."""
-        self.lock = threading.Lock()
-        self._clock, self._anchor = clock, anchor
-        self._anchor_ns = clock.now if anchor_ns is None else anchor_ns
-        self._last, self._last_ns = self._anchor, 0  # the end told so far that is latest
-
-    def span_ns(
-        self, begin: Timed, end: Timed, issued_ns: int, after_ns: int = 0
-    ) -> tuple[int, int]:
-        """Start and end of the launch between two past events.
-
-        The launch began behind `after_ns`, and behind the launches that the device had ended by
-        then. An earlier start is the anchor's error and is cut off.
-        """
-        to_end_ms = self._anchor.elapsed_time(end)
-        start_ns = self._anchor_ns + round(self._anchor.elapsed_time(begin) * 1e6)
-        end_ns = self._anchor_ns + round(to_end_ms * 1e6)
-        shift_ns = max(0, issued_ns - start_ns)
-        shift_ns -= max(0, end_ns + shift_ns - self._clock.now)
-        if shift_ns or to_end_ms > REANCHOR_MS:
-            self._anchor, self._anchor_ns = end, end_ns + shift_ns
-        if self._last.elapsed_time(begin) >= 0:
-            after_ns = max(after_ns, self._last_ns)
-        start_ns = max(start_ns + shift_ns, after_ns)
-        end_ns = max(start_ns, end_ns + shift_ns)
-        if end_ns > self._last_ns:
-            self._last, self._last_ns = end, end_ns
-        return start_ns, end_ns
-
-
 SPIN_NS = 100_000  # a sleep may overshoot by about this much
 LOOK_S = 0.001  # how soon to look again at a clock that stands still
+REANCHOR_MS = 1000.0  # elapsed_time is a 32-bit float: up to here it resolves 61 ns
+ANCHORS = 8  # looks for the moment of an anchor: the tightest one counts
 
 
 class _Watched(NamedTuple):
@@ -225,3 +156,71 @@ class WallClock(simpy.Environment):
             self._bell.wait(None if wait_ns == Infinity else self.seconds(wait_ns))
         elif wait_ns > SPIN_NS:
             time.sleep(self.seconds(wait_ns - SPIN_NS))
+
+
+# ---- a device's time on the clock
+class Timed(Protocol):
+    """A CUDA event with timing."""
+
+    def elapsed_time(self, later: Any) -> float: ...
+
+
+class Look(NamedTuple):
+    """An event that happened between two moments of the run's clock."""
+
+    event: Timed
+    from_ns: int
+    until_ns: int
+
+
+def anchored(clock: WallClock, happen: Callable[[], Timed]) -> Timeline:
+    """A timeline whose anchor is the best known of ANCHORS events.
+
+    `happen` makes an event and waits for it. The host learns of an event 5 to 50 us after it. So
+    the event lies in the middle of the shortest stretch of time, at most half of it away.
+    """
+    looks = []
+    for _ in range(ANCHORS):
+        from_ns = clock.now
+        event = happen()
+        looks.append(Look(event, from_ns, clock.now))
+    best = min(looks, key=lambda look: look.until_ns - look.from_ns)
+    return Timeline(clock, best.event, (best.from_ns + best.until_ns) // 2)
+
+
+class Timeline:
+    """Puts a device's events on the run's clock.
+
+    Starts from one event whose moment on both clocks is known. The two drift apart by a few us a
+    second, so a span that would start before its issue or end in the future moves the anchor.
+    """
+
+    def __init__(self, clock: WallClock, anchor: Timed, anchor_ns: int | None = None) -> None:
+        """`anchor` happened at `anchor_ns`; None: now. A call of `span_ns` needs the `lock`."""
+        self.lock = threading.Lock()
+        self._clock, self._anchor = clock, anchor
+        self._anchor_ns = clock.now if anchor_ns is None else anchor_ns
+        self._last, self._last_ns = self._anchor, 0  # the end told so far that is latest
+
+    def span_ns(
+        self, begin: Timed, end: Timed, issued_ns: int, after_ns: int = 0
+    ) -> tuple[int, int]:
+        """Start and end of the launch between two past events.
+
+        The launch began behind `after_ns`, and behind the launches that the device had ended by
+        then. An earlier start is the anchor's error and is cut off.
+        """
+        to_end_ms = self._anchor.elapsed_time(end)
+        start_ns = self._anchor_ns + round(self._anchor.elapsed_time(begin) * 1e6)
+        end_ns = self._anchor_ns + round(to_end_ms * 1e6)
+        shift_ns = max(0, issued_ns - start_ns)
+        shift_ns -= max(0, end_ns + shift_ns - self._clock.now)
+        if shift_ns or to_end_ms > REANCHOR_MS:
+            self._anchor, self._anchor_ns = end, end_ns + shift_ns
+        if self._last.elapsed_time(begin) >= 0:
+            after_ns = max(after_ns, self._last_ns)
+        start_ns = max(start_ns + shift_ns, after_ns)
+        end_ns = max(start_ns, end_ns + shift_ns)
+        if end_ns > self._last_ns:
+            self._last, self._last_ns = end, end_ns
+        return start_ns, end_ns

@@ -1,4 +1,9 @@
-"""Triton kernels over paged KV. Nothing imports them, nor Triton, unless they were chosen."""
+"""Triton kernels over paged KV: attention, norms, rotation and KV writes.
+
+No module imports the kernels, nor Triton, at its top, but runtime.serving.fused: they are loaded
+where `backend.attention=triton` was chosen. Here lie that choice and its checks. Imports models and
+runtime.serving (how a launch's rows lie).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from importlib.util import find_spec
 from models.spec import ModelSpec
 
 ATTENTIONS = ("triton", "sdpa")
-LARGEST = 256  # numbers of a head: with longer ones no program fits a multiprocessor
+MAX_HEAD_DIM = 256  # with longer heads no program fits a multiprocessor
 
 
 def available() -> bool:
@@ -17,7 +22,7 @@ def available() -> bool:
 
 
 def are_chosen(attention: object) -> bool:
-    """Whether `backend.attention` means the kernels; says so where Triton is missing for them.
+    """Whether `backend.attention` chooses the kernels; prints a line where Triton is missing.
 
     ValueError if it is none of ATTENTIONS.
     """
@@ -31,9 +36,9 @@ def are_chosen(attention: object) -> bool:
 
 
 def check_shape(spec: ModelSpec) -> None:
-    """ValueError for a model whose heads are longer than the kernels can take."""
-    if spec.head_dim > LARGEST:
+    """ValueError for a model whose heads are longer than MAX_HEAD_DIM."""
+    if spec.head_dim > MAX_HEAD_DIM:
         raise ValueError(
             f"model {spec.name}: heads of {spec.head_dim} numbers, and the kernels take up to "
-            f"{LARGEST}; take backend.attention=sdpa"
+            f"{MAX_HEAD_DIM}; take backend.attention=sdpa"
         )

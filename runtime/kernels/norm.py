@@ -11,7 +11,7 @@ from torch import Tensor
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Normed:
     """x / rms(x) * weight over the last dimension; see Normed for `residual`.
 
-    Rounded as transformers' modules do: the normed number first, then its product with the weight.
+    Rounded as in transformers' modules: first the norm, then its product with the weight.
     """
     return _norm(x, weight, None, eps, residual)
 
@@ -24,7 +24,7 @@ def layer_norm(
 
 
 Normed = tuple[Tensor, Tensor]
-"""The normed rows, and what was normed: x, or x + residual rounded to its dtype."""
+"""The normed rows, and the input of the norm: x, or x + residual rounded to its dtype."""
 
 
 def _norm(
@@ -73,8 +73,10 @@ BLOCK = 1024
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, both [T, inner], in the place of `gate`: a launch's largest moment needs no
-    third part. Rounded after the SiLU, as transformers does."""
+    """silu(gate) * up, both [T, inner], in the place of `gate`: a launch's peak holds no third.
+
+    Rounded after the SiLU, as in transformers.
+    """
     rows, inner = gate.shape
     _block[(rows, triton.cdiv(inner, BLOCK))](
         gate, up, gate.stride(0), up.stride(0), INNER=inner, SIZE=BLOCK, num_warps=4

@@ -1,4 +1,4 @@
-"""Paged attention: a decode is a row per job, a prefill slices of any length behind any past."""
+"""Paged attention of a launch: a row per decode, and prefill slices of any length and past."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def attend(
 
 
 def attend_stored(q: Tensor, meta: AttentionRows, layer: int, scale: float | None = None) -> Tensor:
-    """[T, heads, D] of as many queries, over pages that hold the rows' own tokens already."""
+    """Attention of queries, [T, heads, D], over pages that hold the rows' own tokens already.
+
+    Returns [T, heads, D].
+    """
     paged, pages = meta.paged, meta.arena.layer(layer)
     assert paged is not None, "packed for another attention"
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -102,7 +105,7 @@ def attend_keys(
     return best, total, mixed
 
 
-LEAST_KEYS = 256  # of a split: below, joining costs more than another program earns
+MIN_SPLIT_KEYS = 256  # below, joining splits costs more than another program saves
 
 
 def decode(
@@ -132,7 +135,7 @@ def decode(
         pages.stride(3), tables.stride(0),
         HEADS=heads, SHARED=shared, ROWS=max(16, triton.next_power_of_2(shared)),
         PAGE=page_tokens, SIZE=size, PADDED=padded, KEYS=keys_per_turn(q.dtype, padded),
-        LEAST=LEAST_KEYS, num_warps=4, num_stages=STAGES,
+        MIN_KEYS=MIN_SPLIT_KEYS, num_warps=4, num_stages=STAGES,
     )  # fmt: skip
     _join[(rows, heads)](
         mixed, logs, out, out.stride(0), out.stride(1),
@@ -145,13 +148,13 @@ def _split(
     q, pages, tables, lengths, mixed, logs, scale,
     q_row, q_head, page_stride, token_stride, value_shift, head_stride, table_row,
     HEADS: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr, MIN_KEYS: tl.constexpr,
 ):  # fmt: skip
     """One split of one job for all heads that share a KV head: keys and values are read once."""
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    splits = tl.num_programs(2)  # no constant: one kernel for all of them
+    splits = tl.num_programs(2)  # no constant: one kernel for every number of splits
     length = tl.load(lengths + row).to(tl.int32)
-    each = tl.maximum(tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS, LEAST)
+    each = tl.maximum(tl.cdiv(tl.cdiv(length, splits), KEYS) * KEYS, MIN_KEYS)
     start = split * each
     stop = tl.minimum(start + each, length)
     m, d = tl.arange(0, ROWS), tl.arange(0, PADDED)
@@ -165,7 +168,7 @@ def _split(
         tables + row.to(tl.int64) * table_row, start, stop, scale,
         page_stride, token_stride, value_shift, PAGE, SIZE, PADDED, ROWS, KEYS,
     )  # fmt: skip
-    # What an empty split would have in `mixed` is neither written nor read.
+    # An empty split's part of `mixed` is neither written nor read.
     places = mixed + spot[:, None].to(tl.int64) * SIZE + d[None, :]
     total = tl.where(start < stop, total, 1.0)
     tl.store(places, summed / total[:, None], mask=is_q & (start < stop))
@@ -178,7 +181,7 @@ def _join(
     mixed, logs, out, out_row, out_head,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The splits of one row and head, weighted by their sums. Nothing but empty ones give zeros."""
+    """The splits of one row and head, weighted by their sums. Only empty splits give zeros."""
     row, head = tl.program_id(0), tl.program_id(1)
     s, d = tl.arange(0, SPLITS), tl.arange(0, PADDED)
     first = (row * HEADS + head) * SPLITS

@@ -10,7 +10,7 @@ from torch import Tensor
 def store(key: Tensor, value: Tensor, rows: Tensor, slots: Tensor) -> None:
     """Writes key and value, [T, kv_heads, D], to the slots of a layer's rows, see Arena.rows.
 
-    A negative slot is nobody's: what would go there is not written.
+    A negative slot belongs to no page: nothing is written there.
     """
     _launch(None, key, value, rows, slots, None, None, 0.0)
 

@@ -1,4 +1,4 @@
-"""Every variant of the kernels that launches will meet, compiled beforehand."""
+"""Warm-up of the kernels: every variant that launches need is compiled beforehand."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from runtime.serving.paged import AttentionRows, Scratch, paged_of
 
 
 def warm_up(decoder: Decoder, arena: Arena, shared: int, device: str) -> None:
-    """Runs the first layer over rows that are nobody's, in each way of attending.
+    """Runs the first layer over rows of no job, in each way of attending.
 
-    They read no key of anybody's and write none. A kernel takes some tenths of a second to compile:
-    inside a replay that would be a span's time. `shared`: heads that share a KV head.
+    The rows read and write no page of a job. A kernel takes some tenths of a second to compile,
+    which inside a replay would be part of a span.
+
+    Args:
+        decoder: The model's layers.
+        arena: The KV pages of the device.
+        shared: Heads that share a KV head.
+        device: torch's name of the device.
     """
     tile_rows = rows_per_tile(shared, arena.pages.dtype)
 
@@ -37,8 +43,10 @@ def warm_up(decoder: Decoder, arena: Arena, shared: int, device: str) -> None:
 
 
 def rehearsals(kv_heads: int, programs: int) -> Iterator[tuple[list[tuple[int, int]], int]]:
-    """Slices (tokens, past) and the number of decodes of a launch each: a prompt, and decodes for
-    every number of splits that there is."""
+    """The launches of a warm-up, as slices (tokens, past) and a number of decodes.
+
+    They are one prompt, and decodes for every possible number of splits.
+    """
     yield [(2, 0)], 0
     splits, rows = 2, 1
     while splits > 1:

@@ -9,14 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from runtime.serving.paged import (
-    AttentionRows,
-    DecodeGroup,
-    Segment,
-    _views,
-)
+from runtime.serving.paged import AttentionRows, DecodeGroup, PrefillSlice, kv_views
 
-NAME = "tandem"  # under which transformers knows our attention
+NAME = "tandem"  # of the attention, as transformers knows it
 
 
 def attend(
@@ -30,10 +25,10 @@ def attend(
     meta: AttentionRows,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: writes the rows' keys and values into their pages, then attends.
+    """Writes the rows' keys and values into their pages, then attends; transformers calls it.
 
     query is [1, heads, T, D], key and value [1, kv_heads, T, D]; returns [1, T, heads, D].
-    AttentionRows packed for our kernels are left to those.
+    AttentionRows packed for the kernels go to them.
     """
     if meta.paged is not None:
         from runtime.kernels.paged_attention import attend as attend_paged  # imports Triton
@@ -62,15 +57,15 @@ def attended(
     """Attention of rows whose keys and values are in their pages already.
 
     query is [T, heads, D], key and value [T, kv_heads, D]; returns [T, heads, D].
-    A slice, and on the CPU a decode, costs one SDPA call: there the fastest of what was measured,
-    and exact. A GPU cannot wait for so many launches: its decodes come in groups.
-    Heads that share keys read them through a view, without a copy.
+    A slice, and on the CPU a decode, costs one SDPA call, which was the fastest exact way measured
+    on a CPU. A GPU would take a kernel per decode: its decodes come in groups. Heads that share
+    keys read them through a view, without a copy.
     """
     pages = rows.arena.layer(layer)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for part in rows.prefills:
         _prefill(part, query, key, value, pages, rows, scaling, output)
-    if rows.chunks:
+    if rows.decodes:
         _decode(query, pages, rows, key.shape[1], scaling, output)
     for group in rows.groups:
         _decode_group(group, query, pages, scaling, output)
@@ -78,7 +73,7 @@ def attended(
 
 
 def _prefill(
-    segment: Segment,
+    segment: PrefillSlice,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -87,13 +82,13 @@ def _prefill(
     scaling: float | None,
     output: Tensor,
 ) -> None:
-    """One slice: causal on its own rows, masked behind a past."""
+    """One prefill slice: causal on its own rows, masked behind a past."""
     start, stop, past = segment.start, segment.stop, segment.past
     shared = query.shape[1] // key.shape[1]
     q = _by_head(query[start:stop], shared)
     if past:
         gathered = pages.index_select(0, segment.table)
-        k, v = _views(gathered, past + stop - start, shared)
+        k, v = kv_views(gathered, past + stop - start, shared)
         mask = _mask(segment, query.dtype, rows)
     else:
         k, v = (_by_head(t[start:stop], 1).expand_as(q) for t in (key, value))
@@ -108,7 +103,7 @@ def _by_head(rows: Tensor, shared: int) -> Tensor:
     return heads.permute(1, 2, 0, 3)
 
 
-def _mask(segment: Segment, dtype: torch.dtype, rows: AttentionRows) -> Tensor:
+def _mask(segment: PrefillSlice, dtype: torch.dtype, rows: AttentionRows) -> Tensor:
     """[n, past + n], added to the scores: row i sees the past and rows up to its own."""
     masks = rows.scratch.masks
     if segment not in masks:
@@ -127,23 +122,23 @@ def _decode(
     scaling: float | None,
     output: Tensor,
 ) -> None:
-    """Each row over all pages of its job."""
+    """Attends each decode over all pages of its job."""
     first, scratch = rows.first_decode, rows.scratch
     if not scratch.keys:
-        scratch.lay_out(rows.chunks, pages)
+        scratch.lay_out(rows.decodes, pages)
     queries = query[first:].unflatten(1, (1, kv_heads, -1)).unbind(0)
     pairs = zip(queries, scratch.keys, strict=True)
     outputs = []
-    for chunk, gathered in zip(rows.chunks, scratch.gathered, strict=True):
-        torch.index_select(pages, 0, chunk.table, out=gathered)
-        outputs += [sdpa(q, *keys, scale=scaling) for q, keys in islice(pairs, len(chunk.tokens))]
+    for part, gathered in zip(rows.decodes, scratch.gathered, strict=True):
+        torch.index_select(pages, 0, part.table, out=gathered)
+        outputs += [sdpa(q, *keys, scale=scaling) for q, keys in islice(pairs, len(part.tokens))]
     torch.cat(outputs, out=output[first:].unflatten(1, (kv_heads, -1)))
 
 
 def _decode_group(
     group: DecodeGroup, query: Tensor, pages: Tensor, scaling: float | None, output: Tensor
 ) -> None:
-    """All rows of a group at once, over keys padded to its longest."""
+    """Attends all decodes of a group at once, over keys padded to the longest."""
     kv_heads, size = pages.shape[3:]
     gathered = pages.index_select(0, group.table)
     count, tokens = group.stop - group.start, group.mask.shape[-1]
@@ -157,7 +152,7 @@ def _decode_group(
 
 
 def register() -> None:
-    """Makes transformers know our attention, and build no mask for it."""
+    """Registers `attend` with transformers, and keeps it from building masks."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)

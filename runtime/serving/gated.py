@@ -1,4 +1,4 @@
-"""Llama's layer over packed rows: a Hugging Face module's weights in a third of its operators."""
+"""Llama's layer over packed rows, with a third of the operators of the Hugging Face module."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from runtime.serving.paged import AttentionRows
 class Merged:
     """The joint weight, [sum of outputs, inputs], and bias of some nn.Linear modules.
 
-    The modules stay what they were: their parameters become views of the joint ones, so that no
-    byte is kept twice and whoever changes one sees it in the other. Merging again costs nothing.
+    The modules work as before: their parameters become views of the joint tensor, so that no byte
+    is kept twice and a change of one shows in the other. Merging again costs nothing.
     """
 
     def __init__(self, *modules: nn.Linear) -> None:
@@ -30,7 +30,7 @@ class Merged:
 
 
 def _joined(modules: Sequence[nn.Linear], name: str) -> Tensor:
-    """One tensor over all parameters of that name, of which they are views from now on."""
+    """One tensor over all parameters of a name; the parameters become views of it."""
     parameters = [getattr(module, name) for module in modules]
     parts = [parameter.detach() for parameter in parameters]
     if (whole := _whole(parts)) is not None:
@@ -43,7 +43,7 @@ def _joined(modules: Sequence[nn.Linear], name: str) -> Tensor:
 
 
 def _whole(parts: Sequence[Tensor]) -> Tensor | None:
-    """What some contiguous tensors are parts of, if they follow each other in one storage."""
+    """The tensor over contiguous parts that follow each other in one storage; None for others."""
     first = parts[0]
     at = first.storage_offset()
     for part in parts:
@@ -61,7 +61,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 def signed(cos: Tensor, sin: Tensor) -> Angles:
-    """Of transformers' [1, T, D] each. Changes `sin`: nobody else may hold it."""
+    """Angles from transformers' [1, T, D] each. Overwrites `sin`, so it needs no other reader."""
     sin[..., : sin.shape[-1] // 2].neg_()
     return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
 
@@ -69,9 +69,9 @@ def signed(cos: Tensor, sin: Tensor) -> Angles:
 class GatedLayer:
     """A layer of the Llama, Mistral, Qwen2 and Qwen3 families, for inference only.
 
-    q, k and v are one product, and so are gate and up. Every element sees the same operations in
-    the same order as in the module, but for sums inside a product, whose order a library chooses by
-    shape: in float32 results differ by rounding, if at all.
+    q, k and v are one product, and so are gate and up. Operations and their order are the module's,
+    but for sums inside a product, whose order a library chooses by shape: in float32 results differ
+    at most by rounding.
     """
 
     def __init__(self, module: Any, index: int) -> None:
@@ -88,11 +88,11 @@ class GatedLayer:
         self._norm, self._mlp_norm = module.input_layernorm, module.post_attention_layernorm
 
     def __call__(self, hidden: Tensor, *, angles: Angles, meta: AttentionRows) -> Tensor:
-        """[1, T, hidden] -> the same; writes the rows' keys and values into their pages."""
+        """[1, T, hidden] -> [1, T, hidden]; writes the rows' keys and values into their pages."""
         before = hidden[0]
         attention = self._attention(before, angles, meta)
         between = linear(attention, self._output.weight, self._output.bias).add_(before)
-        del attention  # nothing that is done with stays while the next is made
+        del attention  # freed before the next tensor is made
         return self._mlp(between).add_(between).unsqueeze(0)
 
     def _attention(self, hidden: Tensor, angles: Angles, rows: AttentionRows) -> Tensor:
@@ -108,7 +108,7 @@ class GatedLayer:
     def _norm_heads(
         self, heads: Tensor, query_weight: Tensor, key_weight: Tensor, eps: float
     ) -> None:
-        """In place, rounded as in the module: the normed number first."""
+        """RMSNorm of each head in place, rounded as in the module before the product by weights."""
         squares = heads.float().square()
         heads.mul_(squares.mean(-1, keepdim=True).add_(eps).rsqrt_())
         heads[:, : self._heads].mul_(query_weight)
@@ -120,7 +120,7 @@ class GatedLayer:
 
 
 def normed(module: Any, rows: Tensor) -> Tensor:
-    """The module's RMSNorm; in float32 by torch's own, which rounds alike in one call."""
+    """The module's RMSNorm; in float32 by torch's one call, which rounds as the module does."""
     if rows.dtype != torch.float32:
         found: Tensor = module(rows)
         return found

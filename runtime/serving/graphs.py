@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one per bucket of rows, over buffers that never move."""
+"""Decode batches as CUDA graphs: one per bucket of rows, over buffers that never move."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ from runtime.serving.paged import ALIGNED, AttentionRows, Paged, Scratch, padded
 
 WARM_UPS = 2  # before a capture: kernels are compiled and libraries set up outside of it
 
-Step = Callable[[], Tensor]  # carries out what the buffers say; the tokens lie in one place
+Step = Callable[[], Tensor]  # computes the buffers' decode batch; its tokens never move
 
 
 class DecodeGraphs:
-    """Replays decode steps. All buckets share the buffers, and the memory of what they compute.
-
-    `forward` computes a packed forward over all layers and leaves its tokens in the ring;
-    `record` turns a step into its replay (`direct` where there is nothing to capture).
-    """
+    """Replays decode batches. All buckets share input buffers and the memory of their results."""
 
     def __init__(
         self,
@@ -36,6 +32,16 @@ class DecodeGraphs:
         is_greedy: bool,
         record: Callable[[Step], Step],
     ) -> None:
+        """
+        Args:
+            buckets: Rows of the graphs, in rising order.
+            max_pages: Most pages of a job.
+            arena: The KV pages of the device.
+            ring: Sampled tokens in flight.
+            forward: Computes a packed forward over all layers; leaves its tokens in the ring.
+            is_greedy: Whether no draws are read.
+            record: Turns a step into its replay: a Capture, or `direct` without a GPU.
+        """
         most, device = buckets[-1], ring.device
         self._arena, self._ring, self._forward, self._is_greedy = arena, ring, forward, is_greedy
         self._columns = torch.from_numpy(padding(padded(most, 2), most)).to(device)
@@ -43,7 +49,7 @@ class DecodeGraphs:
         self._tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._order = torch.arange(most, device=device)
         self._nothing = torch.zeros((0, 3), dtype=torch.int32, device=device)
-        # The largest first: the others then fit into the memory that it took.
+        # The largest first: all smaller graphs fit into the memory that it took.
         self._steps = {b: record(partial(self._step, b)) for b in reversed(buckets)}
 
     def run(self, frame: Frame) -> Tensor:
@@ -78,10 +84,10 @@ def direct(step: Step) -> Step:
 
 
 class Capture:
-    """Records steps as CUDA graphs in one pool of memory, on one stream beside all others.
+    """Records steps as CUDA graphs in one pool of memory, on a stream of their own.
 
-    What libraries compute in lies in the pool too: their workspaces are cleared before a capture,
-    so that it takes its own, and behind it, so that the next one may have the place.
+    The workspaces of libraries lie in the pool too: they are cleared before a capture, so that the
+    graph takes its own, and after it, so that the next capture may take the memory.
     """
 
     def __init__(self, device: str) -> None:
@@ -90,7 +96,7 @@ class Capture:
         self._pool: Any = cuda.graph_pool_handle()
 
     def __call__(self, step: Step) -> Step:
-        """Must be called without autograd, and while nothing else runs on the device."""
+        """Must be called without autograd, and while no launch runs on the device."""
         with cuda.device(self._device):
             self._side.wait_stream(cuda.current_stream())
             with cuda.stream(self._side):
@@ -111,7 +117,9 @@ class Capture:
 
     @property
     def nbytes(self) -> int:
-        """What the graphs keep beside what torch's allocator calls requested: of their segments
-        all but the tensors that live there."""
+        """Bytes that the graphs keep beside the allocator's requested bytes.
+
+        That is all of their segments but the tensors that live there.
+        """
         own = [s for s in cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == (*self._pool,)]
         return sum(int(s["total_size"]) - int(s["requested_size"]) for s in own)

@@ -21,16 +21,16 @@ class DeviceOOM(RuntimeError):
 
 
 class WrongTier(RuntimeError):
-    """Compute was about to read memory that a GPU could not reach."""
+    """A compute was about to read memory that a GPU cannot reach."""
 
 
 class Arena:
     """All KV pages of one pool: [pages, layers, page_tokens, 2, kv_heads, head_dim].
 
-    A page is contiguous over all layers, so a swap moves it in one stretch and the system gets it
-    back in one call. On the CPU the memory is an anonymous mapping without huge pages: what the
-    kernel counts as resident is what was held and not released. With `device="cuda"` the GPU tier
-    lies there as one tensor and the HOST tier is pinned, to the byte, as long as the arena lives.
+    A page is contiguous over all layers: a swap moves it in one stretch, and the system gets it
+    back in one call. On the CPU the memory is an anonymous mapping without huge pages, so that the
+    kernel counts exactly the held pages as resident. On a GPU the GPU tier is one tensor there, and
+    the HOST tier is pinned, to the byte, as long as the arena lives.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Arena:
         self._rows = self.pages.view(-1, *heads)
 
     def layer(self, index: int) -> torch.Tensor:
-        """The pages of one layer, [pages, page_tokens, 2, kv_heads, head_dim], to compute with.
+        """The pages of one layer, [pages, page_tokens, 2, kv_heads, head_dim], for a compute.
 
         Raises WrongTier on any tier but the GPU's.
         """
@@ -70,12 +70,12 @@ class Arena:
         return self.pages[:, index]
 
     def rows(self, index: int) -> torch.Tensor:
-        """The tokens of one layer, [rows, 2, kv_heads, head_dim]: row_of() says which is which."""
+        """The tokens of one layer, [rows, 2, kv_heads, head_dim]; row_of() numbers the rows."""
         self._guard()
         return self._rows[index * self.page_tokens :]
 
     def row_of(self, page: int, offset: int = 0) -> int:
-        """Where a token of a page lies in rows(i), the same for every layer."""
+        """The row of a page's token in rows(i), equal for every layer."""
         return page * self.num_layers * self.page_tokens + offset
 
     def check(self, pages: Sequence[int]) -> None:
@@ -87,13 +87,13 @@ class Arena:
             )
 
     def hold(self, pages: Sequence[int]) -> None:
-        """Makes pages resident, contents untouched, so that the system counts what is booked."""
+        """Makes pages resident, contents untouched, so that the system counts booked pages."""
         self.check(pages)
         for start, stop in self._stretches(pages, outward=True):
             self._populate(start, stop)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Gives the memory of pages that nobody uses back to the system; contents are lost."""
+        """Gives the memory of unused pages back to the system; their contents are lost."""
         self.check(pages)
         for start, stop in self._stretches(pages, outward=False):
             assert self._map is not None
@@ -104,7 +104,7 @@ class Arena:
             raise WrongTier(f"compute may not read the {self.tier} tier; copy the KV first")
 
     def _stretches(self, pages: Sequence[int], outward: bool) -> Iterator[tuple[int, int]]:
-        """Byte ranges of whole system pages: all that a run touches, or only what it fills."""
+        """Byte ranges of system pages: all that a run of pages touches, or only those it fills."""
         if self._map is None:
             return
         up = mmap.PAGESIZE - 1
@@ -119,13 +119,13 @@ class Arena:
         assert self._map is not None
         try:
             self._map.madvise(POPULATE_WRITE, start, stop - start)
-        except OSError:  # an older kernel: write what is there
+        except OSError:  # an older kernel: rewrite a byte of each system page
             for at in range(start, stop, mmap.PAGESIZE):
                 self._map[at] = self._map[at]
 
 
 def runs(pages: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Contiguous runs (first, count) in the order given."""
+    """Contiguous runs (first, count) of pages in the order given."""
     first, count = 0, 0
     for page in pages:
         if count and page == first + count:
@@ -139,7 +139,7 @@ def runs(pages: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def paired_runs(src: Sequence[int], dst: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Runs (src, dst, count) contiguous on both sides: what one memcpy can move."""
+    """Runs (src, dst, count) contiguous on both sides: one memcpy moves each."""
     found: list[tuple[int, int, int]] = []
     for a, b in zip(src, dst, strict=True):
         if found and (last := found[-1])[0] + last[2] == a and last[1] + last[2] == b:
@@ -150,7 +150,7 @@ def paired_runs(src: Sequence[int], dst: Sequence[int]) -> list[tuple[int, int, 
 
 
 def copy_pages(src: Arena, dst: Arena, moves: Sequence[tuple[int, int, int]]) -> None:
-    """Carries a swap out, run by run."""
+    """Copies pages, run by run; on a GPU, puts the copies on the current stream."""
     for a, b, count in moves:
         dst.pages[b : b + count].copy_(src.pages[a : a + count], non_blocking=True)
 
@@ -159,12 +159,12 @@ def _mapping(nbytes: int) -> mmap.mmap:
     size = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        memory.madvise(mmap.MADV_NOHUGEPAGE)  # else residency comes in pieces of 2 MiB
+        memory.madvise(mmap.MADV_NOHUGEPAGE)  # else residency comes in pages of 2 MiB
     return memory
 
 
 def _tensor(memory: mmap.mmap, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The start of a mapping as a tensor. One without elements has no memory to lie in."""
+    """The start of a mapping as a tensor; a tensor without elements needs no mapping."""
     count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)

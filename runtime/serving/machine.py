@@ -1,4 +1,4 @@
-"""The real work of a launch, without a clock: forwards over packed rows and copies of pages."""
+"""The machine that serves: forwards over packed rows and copies of pages, without a clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GPU: Pool = (Tier.GPU, 0)
 
 
 class LaunchPart(NamedTuple):
-    """Neighbouring slices of a Compute that do the same: one packed forward."""
+    """Neighbouring slices of a Compute over equal layers: one packed forward."""
 
     layers: range
     packed: Packed | Frame
@@ -41,13 +41,9 @@ class Prepared(NamedTuple):
 
 
 class ServingMachine(Machine[Prepared]):
-    """One device with its host: the model, the KV arenas and every job's tokens.
+    """One device with its host: the model, the KV arenas and every job's tokens."""
 
-    Not a clock: executors say when and measure. `prepare` and `collect` belong to the engine's
-    thread, `prepare` in issue order; `start` may run on one thread per lane.
-    """
-
-    store = None  # all that it holds beside weights is KV
+    store = None  # beside its weights it holds only KV
 
     def __init__(
         self,
@@ -64,11 +60,21 @@ class ServingMachine(Machine[Prepared]):
         kernels: bool = False,
         graph_rows: int = 0,
     ) -> None:
-        """`pads_decodes`: attend decodes in padded groups; None: where the device is a GPU.
-
-        `number` is the device's in lanes and pools.
-        `kernels`: Triton's instead of torch's. `graph_rows`: with kernels, up to so many decodes
-        are replayed as a graph (on a CPU: computed in its buffers).
+        """
+        Args:
+            model: A Hugging Face model on the device.
+            spec: Its spec.
+            page_tokens: Tokens of a KV page.
+            num_pages: KV pages of each pool of the device.
+            prompts: Token ids of each job's prompt.
+            sampling: How tokens are chosen; None: greedily.
+            eos_ids: Tokens that end a job; none where lengths are forced.
+            device: torch's name of the device.
+            pads_decodes: Decodes attend in padded groups; None: only on a GPU.
+            number: Of the device in lanes and pools.
+            kernels: Triton's kernels attend instead of torch.
+            graph_rows: With kernels, decode batches of up to this size are replayed as CUDA graphs
+                (on a CPU: computed in the graphs' buffers).
         """
         self.spec, self.device = spec, device
         self.sampling = sampling or Sampling()
@@ -105,7 +111,7 @@ class ServingMachine(Machine[Prepared]):
 
     @torch.no_grad()
     def _record(self, buckets: Sequence[int], arena: Arena, number: int) -> DecodeGraphs:
-        """Graphs of decode steps, captured now: some tenths of a second each."""
+        """Captures the graphs of decode steps, some tenths of a second each."""
         longest = -(-self.spec.max_positions // arena.page_tokens)
         capture = None if self.device == "cpu" else Capture(self.device)
 
@@ -123,11 +129,11 @@ class ServingMachine(Machine[Prepared]):
 
     # ---- before
     def prepare(self, launch: Launch) -> Prepared:
-        """Builds what a launch needs. To be called once per launch, in issue order."""
+        """See Machine."""
         op = launch.op
         if isinstance(op, Copy):
             return self._prepare_copy(launch, op)
-        assert isinstance(op, Compute), "what is served has no group"
+        assert isinstance(op, Compute), "a served Compute has no group"
         pieces, parts, stop = tuple(launch.pieces), list[LaunchPart](), 0
         for unit, run in groupby([(piece.work, piece.layers) for piece in op.slices]):
             start, stop = stop, stop + len(list(run))
@@ -135,11 +141,11 @@ class ServingMachine(Machine[Prepared]):
         return Prepared(launch, tuple(parts))
 
     def _part(
-        self, work: Work, wanted: range | None, slices: Sequence[Slice], pieces: Sequence[Piece]
+        self, work: Work, layers: range | None, slices: Sequence[Slice], pieces: Sequence[Piece]
     ) -> LaunchPart:
         if work is not Work.FORWARD:
             raise NotImplementedError(f"a machine that serves does no {work}: TrainingMachine does")
-        layers = self._all_layers if wanted is None else wanted
+        layers = self._all_layers if layers is None else layers
         if layers == self._all_layers:
             return LaunchPart(layers, self.packer.frame(pieces) or self.packer.pack(pieces))
         packed = self.packer.pack(pieces, layers.stop == self.spec.num_layers)
@@ -159,7 +165,7 @@ class ServingMachine(Machine[Prepared]):
 
     # ---- the work
     def execute(self, prepared: Prepared) -> tuple[int, ...]:
-        """Carries a launch out and waits for it; returns jobs that sampled an end of sequence."""
+        """See Machine."""
         ended = self.collect(prepared, self.start(prepared))
         if self.device != "cpu":  # neither a copy nor a launch without tokens was waited for
             torch.cuda.current_stream(self.device).synchronize()
@@ -167,7 +173,7 @@ class ServingMachine(Machine[Prepared]):
 
     @torch.no_grad()
     def start(self, prepared: Prepared) -> tuple[Tensor | None, ...]:
-        """Carries a launch out; on a GPU, puts it on the current stream. Tokens per part."""
+        """See Machine."""
         op = prepared.launch.op
         if isinstance(op, Copy):
             copy_pages(self.arenas[op.src.pool], self.arenas[op.dst.pool], prepared.moves)
@@ -175,7 +181,7 @@ class ServingMachine(Machine[Prepared]):
         return tuple(self._run(part) for part in prepared.parts)
 
     def collect(self, prepared: Prepared, tokens: Tokens) -> tuple[int, ...]:
-        """Writes down the sampled tokens; waits for them where they are still on their way."""
+        """See Machine; waits for the tokens where they are still on the device."""
         ended, transcripts = [], self.packer.transcripts
         for part, sampled in zip(prepared.parts, tokens, strict=True):
             if sampled is None:
@@ -195,7 +201,7 @@ class ServingMachine(Machine[Prepared]):
         return self._forward(part.packed, part.layers, part.slices)
 
     def _forward(self, packed: Packed, layers: range, slices: Sequence[Slice]) -> Tensor | None:
-        """Rows through layers; the sampled tokens, [R], if these were the last layers."""
+        """Runs rows through layers; returns the sampled tokens, [R], behind the last layer."""
         hidden = self._enter(slices) if layers.start else self._embed(packed)
         angles = self.decoder.angles(hidden, packed.positions)
         for layer in layers:
@@ -212,13 +218,13 @@ class ServingMachine(Machine[Prepared]):
 
     def _embed(self, packed: Packed) -> Tensor:
         ids = packed.ids
-        if packed.late is not None:
-            rows, tickets = packed.late
+        if packed.in_flight is not None:
+            rows, tickets = packed.in_flight
             ids = ids.index_copy(1, rows, self._ring.index_select(0, tickets)[None])
         return self.decoder.embed(ids, packed.positions)
 
     def _enter(self, slices: Sequence[Slice]) -> Tensor:
-        """The rows as an earlier launch left them below these layers."""
+        """The rows as an earlier launch has left them below these layers."""
         return torch.cat([self._hidden.pop(self._key(s)) for s in slices], dim=1)
 
     def _leave(self, packed: Packed, slices: Sequence[Slice], hidden: Tensor) -> None:
@@ -231,11 +237,11 @@ class ServingMachine(Machine[Prepared]):
 
     # ---- after
     def release(self, pool: Pool, pages: Sequence[int]) -> None:
-        """Nobody uses these pages now: their memory goes back to the system."""
+        """See Machine."""
         self.arenas[pool].release(pages)
 
     def outputs(self, job_id: int) -> list[int]:
-        """The token ids a job has generated so far."""
+        """See Machine."""
         job = self.packer.transcripts[job_id]
         return job.tokens[job.prompt_tokens :]
 

@@ -14,7 +14,7 @@ from models.spec import ModelSpec
 from runtime.serving.attention import NAME, register
 from runtime.serving.gated import GatedLayer, signed
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever fetched: weights are random
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no model is ever fetched: weights are random
 
 
 def hf_config(spec: ModelSpec, spread: float = 0.02) -> Any:
@@ -99,17 +99,17 @@ def build_model(
 
 
 class Decoder:
-    """One face for all families: embed, layers, norm and head of a Hugging Face model.
+    """Embedding, layers, norm and head of a Hugging Face model, alike for all families.
 
     Rows are packed: hidden states are [1, T, hidden], whatever jobs the T rows belong to. Layers
-    like Llama's run merged (runtime/serving/gated.py), others as the modules they are. The model
-    keeps all weights; those of merged products lie next to each other from now on.
+    like Llama's run merged (runtime/serving/gated.py), other layers run as their modules. The model
+    keeps all weights; the weights of merged products are laid next to each other.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         body = model.base_model
-        body = getattr(body, "decoder", body)  # OPT's is one deeper
+        body = getattr(body, "decoder", body)  # OPT's body is one level deeper
         self._norm = first_of(body, "ln_f", "norm", "final_layer_norm")
         self._tokens = model.get_input_embeddings()
         self._head = model.get_output_embeddings()
@@ -129,23 +129,23 @@ class Decoder:
         return hidden if self._positions is None else hidden + self._positions(positions)
 
     def angles(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
-        """What every layer is told about positions; computed once per launch."""
+        """What every layer reads of positions; computed once per launch."""
         if self._rotary is None:
             return {}
         return {"angles": signed(*self._rotary(hidden, positions))}
 
     def layer(self, index: int, hidden: Tensor, angles: dict[str, Any], meta: Any) -> Tensor:
-        """One transformer layer over all rows; `meta` reaches our attention function."""
+        """One transformer layer over all rows; `meta` is for runtime.serving.attention.attend."""
         return self.layers[index](hidden, meta=meta, **angles)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """[1, T, hidden] -> [R, vocab] for the rows asked for."""
+        """[1, T, hidden] -> [R, vocab] of the given rows."""
         found: Tensor = self._head(self._norm(hidden[0].index_select(0, rows)))
         return found
 
 
 def first_of(body: Any, *names: str) -> Any:
-    """The attribute that a family has of those that mean the same."""
+    """The first of these attributes that a module has: families name one thing differently."""
     return next(getattr(body, name) for name in names if hasattr(body, name))
 
 

@@ -21,10 +21,10 @@ from runtime.serving.kv import Arena
 from runtime.serving.paged import (
     AttentionRows,
     DecodeGroup,
+    GatheredDecodes,
     Paged,
     PrefillSlice,
     Scratch,
-    Segment,
     paged_of,
     table_of,
 )
@@ -32,19 +32,19 @@ from runtime.serving.sampling import Sampling, draws
 
 
 class RowColumns(NamedTuple):
-    """One number per row, but for `counts`. Lists: a few cost more as arrays, one by one."""
+    """Index numbers of a launch, one per row but for `counts`. Lists: short arrays cost more."""
 
-    ids: list[int]  # 0 where the token is not known yet
+    ids: list[int]  # 0 where the token is in flight
     positions: list[int]
     slots: list[int]
     counts: list[int]  # per piece: pages that it reads
-    late: list[tuple[int, int]]  # such rows, and where in the ring their token will lie
+    in_flight: list[tuple[int, int]]  # rows whose token is in flight, and its slot of the ring
 
 
 def columns(pieces: Sequence[Piece], jobs: Sequence[Transcript], arena: Arena) -> RowColumns:
-    """Of pieces in the order of the rows, and the jobs that they belong to."""
+    """The columns of pieces in the order of the rows; `jobs` are those of the pieces."""
     size, stride, found = arena.page_tokens, arena.row_of(1), RowColumns([], [], [], [], [])
-    ids, positions, slots, counts, late = found
+    ids, positions, slots, counts, in_flight = found
     for (_, count, at, _, _), job in zip(pieces, jobs, strict=True):
         tokens, pages, first = job.tokens, job.pages, at // size
         if count == 1 and at < len(tokens):  # nearly all pieces of nearly all launches
@@ -54,7 +54,7 @@ def columns(pieces: Sequence[Piece], jobs: Sequence[Transcript], arena: Arena) -
             counts.append(first + 1)
             continue
         known = tokens[at : at + count]
-        late += [(len(ids) + i, job.ticket(at + i)) for i in range(len(known), count)]
+        in_flight += [(len(ids) + i, job.ticket(at + i)) for i in range(len(known), count)]
         ids += known + [0] * (count - len(known))
         positions += range(at, at + count)
         counts.append(-(-(at + count) // size))
@@ -79,21 +79,21 @@ class Packed(NamedTuple):
     ids: Tensor  # [1, T]
     positions: Tensor  # [1, T]
     rows: AttentionRows
-    late: tuple[Tensor, Tensor] | None  # rows whose token is in flight, and their tickets
+    in_flight: tuple[Tensor, Tensor] | None  # rows whose token is in flight, and their tickets
     draw: Draw | None
 
     @property
     def sampled(self) -> tuple[Piece, ...]:
-        """Those that yield a token."""
+        """The pieces that yield a token."""
         return () if self.draw is None else self.draw.pieces
 
 
 class Transcript:
     """The tokens of one job and where its KV lies.
 
-    Tokens are kept by position, so a job that starts again computes prompt and generated tokens
-    once more and adds none. `tickets` says, per generated token and as *prepared*, in which slot
-    of the ring it lies (or will): that is how a launch reads a token still in flight.
+    Tokens are kept by position, so a job that starts again recomputes prompt and generated tokens
+    and adds none. `tickets` holds the slot of the ring of each generated token, from its
+    preparation on: a launch reads a token that is still in flight from that slot.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -101,13 +101,15 @@ class Transcript:
         self.prompt_tokens = len(self.tokens)
         self.tickets: list[int] = []
         self.pages = array("q")
-        self.source: Sequence[int] = ()  # the ledger's own list: kept, so that no other is it
+        self.source: Sequence[
+            int
+        ] = ()  # the ledger's own list, kept so that its identity is unique
 
     def follow(self, pages: Sequence[int]) -> Sequence[int]:
         """Brings the page table up to date; returns the pages that are new in it.
 
-        A table only grows while a job keeps its KV; after a restart or a swap it is another one,
-        even where the same pages came back in the same order: they have been released meanwhile.
+        A table only grows while a job keeps its KV. After a restart or a swap it is another list,
+        even of equal pages in equal order: the pages have been released meanwhile.
         """
         if pages is not self.source:
             self.source, self.pages = pages, array("q")
@@ -116,22 +118,22 @@ class Transcript:
         return new
 
     def ticket(self, position: int) -> int:
-        """Where the token at a position lies in the ring."""
+        """The slot of the ring for the token at a position."""
         return self.tickets[position - self.prompt_tokens]
 
     def promise(self, position: int, ticket: int) -> None:
-        """A prepared launch will put the token of this position there."""
+        """Notes the slot of the ring where a prepared launch will put the token of a position."""
         assert position - self.prompt_tokens == len(self.tickets), f"token {position} comes twice"
         self.tickets.append(ticket)
 
     def append(self, position: int, token: int) -> None:
-        """A launch has yielded the token of this position."""
+        """Adds the token that a launch has yielded for a position."""
         assert position == len(self.tokens), f"token {position} comes after {len(self.tokens)}"
         self.tokens.append(token)
 
 
 class Transcripts(dict[int, Transcript]):
-    """Those of all jobs, by job id; each starts with its prompt when it is first asked for."""
+    """The transcripts of all jobs, by job id; a missing one is made from the job's prompt."""
 
     def __init__(self, prompts: Mapping[int, Sequence[int]]) -> None:
         super().__init__()
@@ -146,20 +148,20 @@ RING = 1 << 16  # sampled tokens that may be in flight at once
 
 
 class Column(IntEnum):
-    """What is said of a row, one number each."""
+    """The numbers of a row in a Frame."""
 
-    TOKEN = 0  # if it is known
+    TOKEN = 0  # where it is known
     POSITION = 1
     SLOT = 2  # for its keys and values
-    SOURCE = 3  # where in the ring its token lies
-    TICKET = 4  # where in the ring the token goes that it yields
+    SOURCE = 3  # slot of the ring where its token lies
+    TICKET = 4  # slot of the ring for the token that it yields
     LENGTH = 5  # keys, its own included
     UNIFORM = 6  # its draw: the bits of a float64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """What one replay reads. Rows behind `pieces` are padding: they read and write nothing."""
+    """The input of one graph replay. Rows behind `pieces` are padding and touch no page."""
 
     pieces: tuple[Piece, ...]  # one token each, and each yields one
     bucket: int
@@ -168,24 +170,24 @@ class Frame:
 
     @property
     def sampled(self) -> tuple[Piece, ...]:
-        """Those that yield a token."""
+        """The pieces that yield a token."""
         return self.pieces
 
 
 def buckets_of(most: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, ... up to `most`, which is always one. None for 0."""
+    """Bucket sizes 1, 2, 4, 8, ... and `most` itself; empty for 0."""
     powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
     return (*powers, most) if most else ()
 
 
 def bucket_for(rows: int, buckets: Sequence[int]) -> int | None:
-    """The smallest bucket for so many rows; None where there is none."""
+    """The smallest bucket that holds `rows`; None where no bucket does."""
     at = bisect_left(buckets, rows)
     return buckets[at] if rows and at < len(buckets) else None
 
 
 def ring_size(most: int) -> int:
-    """Tokens in flight, then a place per row for those that are known, then one for nobody's."""
+    """Slots of the ring: tokens in flight, then a known token per row, then one for padding."""
     return RING + most + 1
 
 
@@ -193,19 +195,19 @@ def columns_of(
     bucket: int,
     most: int,
     index: np.ndarray,
-    late: Sequence[tuple[int, int]],
+    in_flight: Sequence[tuple[int, int]],
     tickets: Sequence[int],
     uniform: np.ndarray | None,
 ) -> np.ndarray:
     """All columns of a bucket, padding included.
 
-    `index` is [3, rows]: tokens (0 where it is `late`: row, place in the ring), positions, slots.
-    `most` is the largest bucket there is.
+    `index` is [3, rows]: tokens (0 for the rows of `in_flight`: row, slot of the ring), positions,
+    slots. `most` is the largest bucket.
     """
     rows = index.shape[1]
     columns = padding(bucket, most)
     columns[[Column.TOKEN, Column.POSITION, Column.SLOT], :rows] = index
-    for row, place in late:
+    for row, place in in_flight:
         columns[Column.SOURCE, row] = place
     columns[Column.TICKET, :rows] = tickets
     columns[Column.LENGTH, :rows] = index[1] + 1
@@ -215,7 +217,7 @@ def columns_of(
 
 
 def padding(bucket: int, most: int) -> np.ndarray:
-    """Columns of rows that are nobody's: no keys, no slot, a token that goes nowhere."""
+    """Columns of padding rows: no keys, no slot, and a ticket that no job reads."""
     columns = np.zeros((len(Column), bucket), dtype=np.int64)
     columns[Column.SLOT] = -1
     columns[Column.SOURCE] = RING + np.arange(bucket)
@@ -236,9 +238,15 @@ class Packer:
         shared: int | None = None,
         buckets: Sequence[int] = (),
     ) -> None:
-        """`shared`: heads that share a KV head, where our kernels attend; None: where torch does.
-
-        `buckets`: rows of the graphs that there are for decodes.
+        """
+        Args:
+            arena: The KV pages of the device.
+            prompts: Token ids of each job's prompt.
+            sampling: How tokens are chosen.
+            device: Where the index tensors go.
+            pads_decodes: Decodes attend in padded groups, where torch attends.
+            shared: Heads that share a KV head, where the kernels attend; None: torch attends.
+            buckets: Rows of the decode graphs.
         """
         self.transcripts = Transcripts(prompts)
         self._arena, self._sampling = arena, sampling
@@ -247,15 +255,15 @@ class Packer:
         self._ticket = 0
 
     def frame(self, pieces: Sequence[Piece]) -> Frame | None:
-        """A launch over all layers for a graph; None where there is none for it."""
+        """A launch over all layers as a Frame; None where no graph fits it."""
         bucket = bucket_for(len(pieces), self._buckets)
         if bucket is None or not all(piece.tokens == 1 and piece.samples for piece in pieces):
             return None
         jobs = self._follow(pieces)
-        *known, counts, late = columns(pieces, jobs, self._arena)
+        *known, counts, in_flight = columns(pieces, jobs, self._arena)
         index = np.array(known, dtype=np.int64)
         tickets, uniform = self._promise(pieces, jobs)
-        padded = columns_of(bucket, self._buckets[-1], index, late, tickets, uniform)
+        padded = columns_of(bucket, self._buckets[-1], index, in_flight, tickets, uniform)
         tables = table_of([job.pages[:count] for job, count in zip(jobs, counts, strict=True)])
         return Frame(tuple(pieces), bucket, self._send(padded), self._send(tables))
 
@@ -267,7 +275,7 @@ class Packer:
             decodes.sort(key=self._bucket)
         ordered, split = (*prefills, *decodes), len(prefills)
         jobs = self._follow(ordered)
-        *known, counts, late = columns(ordered, jobs, self._arena)
+        *known, counts, in_flight = columns(ordered, jobs, self._arena)
         chosen, ends, tickets, drawn = self._choose(ordered, jobs if samples else ())
         reads = [job.pages[:count] for job, count in zip(jobs, counts, strict=True)]  # page ids
         gathered = self._gathered(reads, split)
@@ -279,25 +287,27 @@ class Packer:
             paged = self._paged(prefills, decodes, reads)
             rows = AttentionRows(self._arena, slots, (), (), (), Scratch(), paged)
         draw = Draw(chosen, sampled, places, drawn) if chosen else None
-        pair = self._pair(late)
+        pair = self._pair(in_flight)
         return Packed(ordered, ids.unsqueeze(0), positions.unsqueeze(0), rows, pair, draw)
 
     def _follow(self, pieces: Sequence[Piece]) -> list[Transcript]:
-        """The jobs, their page tables brought up to date; what is new in them is held at once."""
+        """The jobs, their page tables brought up to date; new pages of all are held at once."""
         transcripts, new = self.transcripts, list[int]()
         jobs = [transcripts[piece.job_id] for piece in pieces]
         for job, piece in zip(jobs, pieces, strict=True):
             pages = piece.pages
-            if pages is not job.source or len(pages) != len(job.pages):  # not so in most decodes
+            if pages is not job.source or len(pages) != len(
+                job.pages
+            ):  # rare: most decodes have no new page
                 new += job.follow(pages)
         if new:
             self._arena.hold(new)
         return jobs
 
     def _gathered(self, reads: list[array[int]], split: int) -> list[list[array[int]]]:
-        """Tables of what torch's attention gathers at once: a slice of a prompt, some decodes.
+        """The tables that torch's attention gathers at once: of a prefill slice, of some decodes.
 
-        `reads` are of all pieces; of these the first `split` are slices of prompts.
+        `reads` are the tables of all pieces, of which the first `split` are prefill slices.
         """
         if self._shared is not None:
             return []
@@ -313,18 +323,18 @@ class Packer:
         gathered: Sequence[Sequence[array[int]]],
         tables: Sequence[Tensor],
     ) -> AttentionRows:
-        """For torch's attention; `tables` are those `gathered`, on the device."""
-        segments, split = segments_of(prefills, tables), len(prefills)
+        """The rows for torch's attention; `tables` are `gathered`, on the device."""
+        slices, split = slices_of(prefills, tables), len(prefills)
         if self._pads_decodes:
-            groups = self._groups(decodes, segments[-1].stop if segments else 0)
-            return AttentionRows(self._arena, slots, segments, (), groups, Scratch())
-        chunks = chunks_of(decodes, gathered[split:], tables[split:])
-        return AttentionRows(self._arena, slots, segments, chunks, (), Scratch())
+            groups = self._groups(decodes, slices[-1].stop if slices else 0)
+            return AttentionRows(self._arena, slots, slices, (), groups, Scratch())
+        runs = gathered_decodes(decodes, gathered[split:], tables[split:])
+        return AttentionRows(self._arena, slots, slices, runs, (), Scratch())
 
     def _paged(
         self, prefills: Sequence[Piece], decodes: Sequence[Piece], reads: Sequence[array[int]]
     ) -> Paged:
-        """For our kernels."""
+        """The rows for the kernels."""
         assert self._shared is not None
         slices = [(piece.tokens, piece.context_tokens) for piece in prefills]
         contexts = [piece.context_tokens for piece in decodes]
@@ -339,7 +349,7 @@ class Packer:
         return self._num_pages(piece).bit_length()
 
     def _groups(self, decodes: Sequence[Piece], start: int) -> tuple[DecodeGroup, ...]:
-        """Decodes sorted by bucket as groups; tables are padded with a page that is written."""
+        """Decodes sorted by bucket as groups; a table is padded by its last page, a written one."""
         groups, size = [], self._arena.page_tokens
         for _, bucket in groupby(decodes, self._bucket):
             members = list(bucket)
@@ -362,7 +372,7 @@ class Packer:
     def _choose(
         self, pieces: Sequence[Piece], jobs: Sequence[Transcript]
     ) -> tuple[tuple[Piece, ...], list[int], list[int], Tensor | None]:
-        """Pieces that yield tokens, their last rows, their slots of the ring, and their draws."""
+        """The pieces that yield tokens, with last row, slot of the ring and draw of each."""
         flags = [piece.samples for piece in pieces] if jobs else []
         ends = islice(accumulate([piece.tokens for piece in pieces], initial=-1), 1, None)
         chosen, rows = tuple(compress(pieces, flags)), [*compress(ends, flags)]
@@ -373,7 +383,7 @@ class Packer:
     def _promise(
         self, chosen: Sequence[Piece], jobs: Sequence[Transcript]
     ) -> tuple[list[int], np.ndarray | None]:
-        """A slot of the ring for the token that each will yield, and their draws."""
+        """A slot of the ring for the token of each piece, and its draw."""
         tickets = [i % RING for i in range(self._ticket, self._ticket + len(chosen))]
         self._ticket += len(chosen)
         positions = [piece.context_tokens + piece.tokens for piece in chosen]
@@ -384,16 +394,16 @@ class Packer:
         ids = [piece.job_id for piece in chosen]
         return tickets, draws(self._sampling.seed, list(zip(ids, positions, strict=True)))
 
-    def _pair(self, late: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
-        if not late:
+    def _pair(self, in_flight: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
+        if not in_flight:
             return None
-        index = self._send(np.array(late, dtype=np.int64).T)
+        index = self._send(np.array(in_flight, dtype=np.int64).T)
         return index[0], index[1]
 
     def _send_all(
         self, numbers: Sequence[list[int]], tables: Sequence[Sequence[array[int]]]
     ) -> Sequence[Tensor]:
-        """A tensor for each of both; tables end to end. All go up as one: few calls, not many."""
+        """A tensor per list of numbers and per run of tables; all go to the device as one copy."""
         whole, ends = array("q"), [0]
         for column in numbers:
             whole.fromlist(column)
@@ -412,19 +422,20 @@ class Packer:
         return tensor if self._device == "cpu" else tensor.to(self._device, non_blocking=True)
 
 
-def segments_of(prefills: Sequence[Piece], tables: Sequence[Tensor]) -> tuple[Segment, ...]:
-    """Slices of prompts as they lie in the rows, with the pages that they read."""
+def slices_of(prefills: Sequence[Piece], tables: Sequence[Tensor]) -> tuple[PrefillSlice, ...]:
+    """Prefill slices as they lie in the rows, with the pages that they read."""
     stops = accumulate([piece.tokens for piece in prefills])
     rows = zip(prefills, stops, tables, strict=False)  # decodes' tables lie behind
-    return tuple(Segment(stop - p.tokens, stop, p.context_tokens, t) for p, stop, t in rows)
+    return tuple(PrefillSlice(stop - p.tokens, stop, p.context_tokens, t) for p, stop, t in rows)
 
 
-def chunks_of(
+def gathered_decodes(
     decodes: Sequence[Piece], gathered: Sequence[Sequence[array[int]]], tables: Sequence[Tensor]
-) -> tuple[PrefillSlice, ...]:
-    """Decodes in order, by what is gathered at once."""
+) -> tuple[GatheredDecodes, ...]:
+    """Decodes in order, by the tables that are gathered at once."""
     keys = iter([piece.context_tokens + 1 for piece in decodes])
     pairs = zip(gathered, tables, strict=True)
     return tuple(
-        PrefillSlice(table, [*map(len, part)], [*islice(keys, len(part))]) for part, table in pairs
+        GatheredDecodes(table, [*map(len, part)], [*islice(keys, len(part))])
+        for part, table in pairs
     )

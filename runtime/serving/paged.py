@@ -1,4 +1,4 @@
-"""What the paged kernels are told about a launch: built without Triton, sent up in one piece."""
+"""How the packed rows of a launch lie, for torch's attention and for the paged kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.serving.kv import Arena
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Segment:
+class PrefillSlice:
     """The rows [start, stop) of one prefill slice, behind `past` tokens in the pages."""
 
     start: int
@@ -24,7 +24,7 @@ class Segment:
 
 
 class DecodeGroup(NamedTuple):
-    """The rows [start, stop) of decodes with about as long contexts, attended as one batch."""
+    """The rows [start, stop) of decodes with contexts of similar length, attended as one batch."""
 
     start: int
     stop: int
@@ -32,7 +32,7 @@ class DecodeGroup(NamedTuple):
     mask: Tensor  # [rows, 1, 1, pages * page_tokens], added to the scores
 
 
-class PrefillSlice(NamedTuple):
+class GatheredDecodes(NamedTuple):
     """Neighbouring decodes whose pages are gathered at once, into the scratch of the launch."""
 
     table: Tensor  # [pages] page ids, those of the first decode first
@@ -45,11 +45,11 @@ class AttentionRows(NamedTuple):
 
     arena: Arena
     slots: Tensor  # [T] where each row's keys and values go, see Arena.row_of
-    prefills: tuple[Segment, ...]
-    chunks: tuple[PrefillSlice, ...]  # the decodes
-    groups: tuple[DecodeGroup, ...]  # the same rows where decodes are padded; chunks is empty then
+    prefills: tuple[PrefillSlice, ...]
+    decodes: tuple[GatheredDecodes, ...]  # empty where decodes are padded
+    groups: tuple[DecodeGroup, ...]  # the decodes where they are padded, else empty
     scratch: Scratch
-    paged: Paged | None = None  # for the kernels, instead of prefills, chunks and groups
+    paged: Paged | None = None  # for the kernels, instead of prefills, decodes and groups
 
     @property
     def first_decode(self) -> int:
@@ -58,12 +58,12 @@ class AttentionRows(NamedTuple):
 
 
 class Scratch:
-    """What all layers of one launch share: made at the first one, dropped after the last."""
+    """What all layers of one launch share: made at the first layer, dropped after the last."""
 
     def __init__(self) -> None:
-        self.masks: dict[Segment, Tensor] = {}  # of slices with a past
-        self.gathered: list[Tensor] = []  # per chunk its pages; all at the same place
-        self.keys: list[tuple[Tensor, Tensor]] = []  # per decode, where they will be gathered
+        self.masks: dict[PrefillSlice, Tensor] = {}  # of slices with a past
+        self.gathered: list[Tensor] = []  # pages of each GatheredDecodes; all share one place
+        self.keys: list[tuple[Tensor, Tensor]] = []  # keys and values per decode, in that place
 
     def clear(self) -> None:
         """Gives the memory back."""
@@ -71,20 +71,20 @@ class Scratch:
         self.gathered.clear()
         self.keys.clear()
 
-    def lay_out(self, chunks: Sequence[PrefillSlice], pages: Tensor) -> None:
-        """Finds a place for pages like these, and each decode's keys and values in it."""
-        room = pages.new_empty((max(len(chunk.table) for chunk in chunks), *pages.shape[1:]))
-        for chunk in chunks:
-            self.gathered.append(room[: len(chunk.table)])
-            parts = room[: len(chunk.table)].split_with_sizes(chunk.counts)
-            self.keys += map(_views, parts, chunk.tokens)
+    def lay_out(self, decodes: Sequence[GatheredDecodes], pages: Tensor) -> None:
+        """Makes the place for gathered pages like `pages`, with views of each decode's keys."""
+        room = pages.new_empty((max(len(part.table) for part in decodes), *pages.shape[1:]))
+        for part in decodes:
+            self.gathered.append(room[: len(part.table)])
+            each = room[: len(part.table)].split_with_sizes(part.counts)
+            self.keys += map(kv_views, each, part.tokens)
 
 
-def _views(gathered: Tensor, tokens: int, shared: int = 0) -> tuple[Tensor, Tensor]:
+def kv_views(gathered: Tensor, tokens: int, shared: int = 0) -> tuple[Tensor, Tensor]:
     """Keys and values in gathered pages, [pages, page_tokens, 2, kv_heads, D], without a copy.
 
     Each [1, kv_heads, tokens, D], or [kv_heads, shared, tokens, D] where `shared` heads read the
-    same keys. Strides are given outright: the four view operators that say the same cost more.
+    same keys. Strides are given outright: the four equivalent view operators cost more.
     """
     kv_heads, size = gathered.shape[3:]
     half, row = kv_heads * size, 2 * kv_heads * size
@@ -117,11 +117,20 @@ def paged_of(
     tile_rows: int,
     send: Callable[[np.ndarray], Tensor],
 ) -> Paged:
-    """One upload. `slices` are (tokens, past), `contexts` the decodes' pasts; `tables` of both.
+    """Builds the index tensors of a launch and sends them to the device as one.
 
-    Triton compiles a kernel for pointers of 16 aligned bytes and another one for all others, so
-    that every part begins at such an address: the kernels are compiled once, before any launch.
-    `tile_rows`: rows of a prefill tile. `send` takes an array to the device.
+    Triton compiles one kernel for pointers aligned to 16 bytes and another for all others. So every
+    part begins at an aligned address, and the kernels are compiled once, before any launch.
+
+    Args:
+        tables: Page ids of each slice, then of each decode.
+        slices: (tokens, past tokens) of each prefill slice.
+        contexts: Tokens in the pages before each decode.
+        tile_rows: Rows of a prefill tile.
+        send: Copies an array to the device.
+
+    Returns:
+        The tensors, views of one.
     """
     ends = np.cumsum([tokens for tokens, _ in slices], dtype=np.int32)
     pairs = zip(ends, slices, strict=True)
@@ -138,7 +147,7 @@ def paged_of(
 
 
 def table_of(tables: Sequence[Sequence[int]], rows: int | None = None) -> np.ndarray:
-    """Page tables of unequal length as rows of one; what lies behind a table's end is not read.
+    """Page tables of unequal length as rows of one array; nothing behind a table's end is read.
 
     Rows are padded to ALIGNED numbers: Triton tells multiples of 16 from other strides, too.
     """
@@ -150,12 +159,12 @@ def table_of(tables: Sequence[Sequence[int]], rows: int | None = None) -> np.nda
 
 
 def padded(count: int, to: int) -> int:
-    """The next multiple."""
+    """The next multiple of `to`."""
     return -(-count // to) * to
 
 
 def tiles_of(spans: np.ndarray, rows: int) -> np.ndarray:
-    """Slices cut into tiles of so many rows, those with most keys first: they take longest."""
+    """Slices cut into tiles of `rows`; tiles with most keys come first, as they take longest."""
     found = [
         (past + min(first + rows, end) - start, piece, first)
         for piece, (start, end, past) in enumerate(spans.tolist())

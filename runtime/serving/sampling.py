@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy, or seeded so that a draw is the same in every batch."""
+"""From logits to tokens: greedy, or seeded so that a draw does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class Sampling:
 
 
 def draws(seed: int, places: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Uniform numbers in [0, 1), one per (job_id, position): a hash, so order and batch are nil."""
+    """Uniform numbers in [0, 1), one per (job_id, position): hashes, so no batch changes them."""
     jobs, positions = np.array(places, dtype=np.uint64).reshape(-1, 2).T
-    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
-        mixed = _mix(_mix(_mix(np.full_like(jobs, np.uint64(seed))) ^ jobs) ^ positions)
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64
+        hashed = _mix(_mix(_mix(np.full_like(jobs, np.uint64(seed))) ^ jobs) ^ positions)
+    return (hashed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _mix(value: np.ndarray) -> np.ndarray:
     value = value + GOLDEN
     value = (value ^ (value >> np.uint64(30))) * FIRST
     value = (value ^ (value >> np.uint64(27))) * SECOND
-    mixed: np.ndarray = value ^ (value >> np.uint64(31))
-    return mixed
+    hashed: np.ndarray = value ^ (value >> np.uint64(31))
+    return hashed
 
 
 def choose(logits: Tensor, sampling: Sampling, drawn: Tensor | None) -> Tensor:
@@ -65,6 +65,6 @@ def choose(logits: Tensor, sampling: Sampling, drawn: Tensor | None) -> Tensor:
         # Keep the smallest set that reaches top_p: a token stays if less came before it.
         shares = shares.masked_fill(reached - shares >= sampling.top_p, 0.0)
         reached = shares.cumsum(-1)
-    wanted = drawn[:, None] * reached[:, -1:]
-    rank = torch.searchsorted(reached, wanted, right=True).clamp_(max=ids.shape[-1] - 1)
+    point = drawn[:, None] * reached[:, -1:]
+    rank = torch.searchsorted(reached, point, right=True).clamp_(max=ids.shape[-1] - 1)
     return ids.gather(-1, rank)[:, 0]

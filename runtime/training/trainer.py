@@ -193,7 +193,7 @@ class Trainer:
 
     @torch.no_grad()
     def backward(self, unit: int, microbatch: int) -> None:
-        """Adds a unit's gradients to their sums; puts the gradient of its input for the unit below."""
+        """Adds a unit's gradients to their sums; puts its input's gradient for the unit below."""
         launch, first = f"B({unit}, {microbatch}) of job {self.job_id}", self.units.first
         assert unit >= first, f"{launch}: no parameter trains in unit {unit} or below it"
         if unit:  # the embedding's backward reads no weights

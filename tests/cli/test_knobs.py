@@ -11,7 +11,7 @@ from policies.planners.placement import STARTS
 from policies.training.out_of_memory import OutOfMemory, Remedy, remedies_of_launch
 from tandem.wiring.budget import REMEDIES, in_words
 from tests.support.pressure import POLICIES, budget, least, refusal
-from tests.training.trainings import setting, train
+from tests.training.trainings import run_spec, train
 
 INPUTS_OUT = "send layers' inputs to the host (planner.offloads_inputs=true)"
 LORA = "train adapters (training/recipe=lora)"
@@ -19,7 +19,7 @@ LORA = "train adapters (training/recipe=lora)"
 
 def advised(tier: Tier, *words: str, work: Work = Work.BACKWARD) -> str:
     """The knobs for launches of such a job, in a line."""
-    found = setting(*words)
+    found = run_spec(*words)
     job = found.trainees[0].job
     layout = found.room.layout.training[job.job_id]
     return "; ".join([REMEDIES[r] for r in remedies_of_launch(tier, work, job, layout)])
@@ -113,7 +113,7 @@ def test_every_remedy_has_words() -> None:
 def test_the_line_says_so_where_a_job_fails() -> None:
     words = ("planner.modes=recompute", "training.sequences=1", "policy=zero3_offload")
     with pytest.raises(OutOfMemory) as caught:
-        setting(*words, "budget.host_bytes=300000")
+        run_spec(*words, "budget.host_bytes=300000")
     assert re.search(r"states .*give it more memory, or train adapters", in_words(caught.value))
     with pytest.raises(OutOfMemory) as caught:
         train("sim", *words, "budget.device_bytes=60000")

@@ -27,9 +27,9 @@ MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
 
 
 class Shape(NamedTuple):
-    """What the kernels of a model are compiled for."""
+    """The shapes for which a model's kernels are compiled."""
 
-    size: int  # numbers of a head
+    size: int  # elements of a head
     shared: int  # heads that share a KV head
     dtype: str
     hidden: int = 4096
@@ -58,7 +58,7 @@ class Built:
 
 
 class Compiler:
-    """Triton's driver of a GPU that is not there."""
+    """Triton's driver of an absent GPU."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -107,7 +107,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 
 def shapes() -> list[Shape]:
-    """Of all models in conf/model, and MORE."""
+    """The shapes of all models in conf/model, and MORE."""
     names = sorted(path.stem for path in MODELS.glob("*.yaml"))
     specs = [spec_of(composed([f"model={name}"])) for name in names if name != "hf"]
     found = [
@@ -120,7 +120,7 @@ def shapes() -> list[Shape]:
 
 
 def calls(shape: Shape, page: int = 16) -> list[Any]:
-    """Launches of every kernel at one shape. Nothing is read: tensors are of no content."""
+    """Launches of every kernel at one shape. Kernels do not run: tensors have no contents."""
     from runtime.kernels.norm import layer_norm, rms_norm, silu_product
     from runtime.kernels.paged_attention import decode, prefill
     from runtime.kernels.rotate import rotate_and_store, store

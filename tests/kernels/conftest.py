@@ -36,6 +36,6 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def _bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU computes it."""
+    """bfloat16 as a GPU computes it."""
     if INTERPRETED and available():
         mend(monkeypatch)

@@ -10,7 +10,7 @@ import torch
 
 
 def mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds to the nearest, as GPUs and torch do, and multiplies numbers."""
+    """Makes bfloat16 round to nearest, as on GPUs and in torch, and multiply as floats."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 

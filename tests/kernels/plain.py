@@ -1,4 +1,4 @@
-"""What the kernels should compute, in plain PyTorch; and arenas in which a stray read shows."""
+"""The kernels' results in plain PyTorch, and arenas in which a stray read shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Store:
     """Paged keys and values of some jobs in one layer of an arena; elsewhere lies NaN."""
 
     pages: Tensor  # [pages, page_tokens, 2, kv_heads, D], a view as Arena.layer() gives it
-    tables: Tensor  # [jobs, width] int32; beyond a job's pages lie others'
+    tables: Tensor  # [jobs, width] int32; beyond a job's pages lie pages of other jobs
     keys: Sequence[Tensor]  # per job [tokens, kv_heads, D]
     values: Sequence[Tensor]
 
@@ -31,7 +31,7 @@ def stored(
     device: str,
     seed: int = 0,
 ) -> Store:
-    """Random keys and values of so many tokens per job, on scattered pages of the middle layer."""
+    """Random keys and values of each job's tokens, on scattered pages of the middle layer."""
     counts = [-(-length // page_tokens) for length in lengths]
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -64,6 +64,6 @@ def attention(q: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
-    """Within a few roundings of the dtype that was computed in."""
+    """Equal within a few roundings of the dtype of the kernel."""
     limit = TOLERANCE[found.dtype]
     torch.testing.assert_close(found.double(), expected.double(), rtol=limit, atol=limit)

@@ -18,7 +18,7 @@ PAGES = (8, 16, 24, 32, 64, 128, 256)
 
 
 def queries(store: Store, rows: int, shared: int, seed: int) -> torch.Tensor:
-    """Random queries as attention modules hand them on: heads outside, tokens inside."""
+    """Random queries as attention modules give them: heads outside, tokens inside."""
     kv_heads, size = store.pages.shape[3:]
     torch.manual_seed(seed + 1)
     packed = torch.randn((kv_heads * shared, rows, size), device=store.pages.device)
@@ -63,9 +63,9 @@ def test_decode_of_many_heads_per_kv_head(device: str) -> None:
 
 
 def test_splits_depend_on_nothing_that_changes_between_steps() -> None:
-    from runtime.kernels.shapes import MOST_SPLITS, num_splits
+    from runtime.kernels.shapes import MAX_SPLITS, num_splits
 
-    assert num_splits(1, 8, 528) == 64 and num_splits(1, 1, 10**6) == MOST_SPLITS
+    assert num_splits(1, 8, 528) == 64 and num_splits(1, 1, 10**6) == MAX_SPLITS
     assert num_splits(32, 8, 528) == 2 and num_splits(256, 8, 528) == 1
     assert all(num_splits(rows, 8, 528) >= num_splits(rows + 1, 8, 528) for rows in range(1, 300))
 

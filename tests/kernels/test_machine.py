@@ -36,7 +36,7 @@ def check(made: HandMade, family: str) -> None:
 
 @pytest.mark.parametrize(("family", "graph_rows"), [*((name, 0) for name in SPECS), ("qwen3", 3)])
 def test_tokens_equal_generate(family: str, graph_rows: int, device: str) -> None:
-    """Prompts in slices beside decodes, then decodes alone; NaN wherever nobody may read."""
+    """Prompts in slices beside decodes, then decodes alone; NaN wherever no job may read."""
     made = made_by_hand(family, device, graph_rows=graph_rows)
     made.finish(dict.fromkeys(made.jobs, 2), slice_tokens=12)
     made.restart(list(made.jobs)[1])
@@ -84,7 +84,7 @@ def test_seeded_draws_are_those_of_torchs_path(device: str) -> None:
 def test_q_k_v_and_gate_up_are_one_product_each(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over the modules' own weights: no byte is there twice."""
+    """Over the modules' own weights: no byte is kept twice."""
     made = made_by_hand("qwen3", device)
     model, products = made.machine.decoder.model, list[int]()
     call = Merged.__call__
@@ -106,16 +106,11 @@ def test_q_k_v_and_gate_up_are_one_product_each(
 def test_a_launch_takes_no_more_than_the_formula_that_room_is_left_by(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2,048 tokens of an 8B shape took 100 MB more. Kernels are left out: only memory is looked
-    at."""
+    """Kernels do not run: only memory is measured."""
     from runtime.kernels import norm, paged_attention, rotate
 
-    kernels = {
-        paged_attention: ("_split", "_join", "_tile"),
-        norm: ("_rows", "_block"),
-        rotate: ("_row",),
-    }
-    for module, names in kernels.items():
+    kernels = {paged_attention: ("_split", "_join", "_tile"), norm: ("_rows", "_block")}
+    for module, names in (*kernels.items(), (rotate, ("_row",))):
         for name in names:
             monkeypatch.setattr(module, name, defaultdict(lambda: lambda *_, **__: None))
     sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 448, "num_layers": 1}

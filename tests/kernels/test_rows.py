@@ -68,7 +68,7 @@ def test_silu_product(dtype: torch.dtype, device: str) -> None:
 def test_rotation_with_kv_writes(
     dtype: torch.dtype, size: int, shared: int, norms: bool, device: str
 ) -> None:
-    """Against transformers' functions; slots out of order, one of them nobody's."""
+    """Against transformers' functions; slots out of order, one of them of no page."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
     from runtime.kernels.rotate import rotate_and_store

@@ -15,7 +15,7 @@ from policies.training.out_of_memory import DoesNotFit, OutOfMemory, Remedy
 from tandem.config.compose import composed
 from tests.support.offload import ROOMY, job_of, model
 from tests.support.strategies import cases
-from tests.training.trainings import setting
+from tests.training.trainings import run_spec
 
 CAPACITY: Mapping[Pool, int] = {(Tier.GPU, 0): ROOMY, (Tier.HOST, 0): ROOMY}
 
@@ -122,7 +122,7 @@ def test_sizes_are_halved_where_warm_up_leaves_room_for_none() -> None:
 
 def test_patrickstar_trains_small_models_as_it_comes() -> None:
     """On the default device, of 256 MiB, where not even one layer was said to fit."""
-    found = setting("policy=patrickstar")
+    found = run_spec("policy=patrickstar")
     (job,) = found.trainees
     assert found.room.layout.training[job.job.job_id].chunks
 

@@ -35,7 +35,7 @@ def test_timed_events_come_at_their_times_and_in_order() -> None:
     clock.run()
     assert [at for at, _ in seen] == sorted(due)
     assert all(now >= at for at, now in seen)  # never early
-    # Late by the scheduler's mercy only: the median of four is far below this even when busy.
+    # Only the system's scheduler delays: the median of four is far below this on a busy machine.
     assert sorted(now - at for at, now in seen)[1] < 50 * MS
     assert [now for _, now in seen] == sorted(now for _, now in seen)
 
@@ -45,7 +45,7 @@ def test_now_moves_while_an_event_is_handled_and_delays_count_from_the_call() ->
 
     def process():
         before = clock.now
-        time.sleep(0.004)  # the host thinks
+        time.sleep(0.004)  # the host works
         seen.append(clock.now - before)
         start = clock.now
         yield clock.timeout(3 * MS)
@@ -142,7 +142,7 @@ def test_a_moment_that_has_just_passed_comes_at_once() -> None:
 
 
 def test_a_paced_clock_counts_the_time_of_its_nominal_machine() -> None:
-    """Half as fast as the system's clock: what is due at 20 ms comes no sooner than after 40."""
+    """Half the system's rate: an event due at 20 ms comes no sooner than after 40 ms."""
     clock, began_ns = WallClock(pace=lambda: 0.5), time.perf_counter_ns()
 
     def wait():
@@ -169,7 +169,7 @@ def test_a_held_clock_stands_still_and_goes_on_at_the_pace_of_then() -> None:
     assert shown_ns > 2 * real_ns * 0.9  # four, read a moment apart
 
 
-def test_a_clock_that_is_held_while_others_read_it_never_runs_back() -> None:
+def test_a_clock_that_is_held_while_threads_read_it_never_runs_back() -> None:
     clock, seen, done = WallClock(pace=lambda: 3.0), [], threading.Event()
     clock.start()
 
@@ -188,7 +188,7 @@ def test_a_clock_that_is_held_while_others_read_it_never_runs_back() -> None:
     assert len(seen) > 200 and seen == sorted(seen)
 
 
-def test_who_sleeps_while_the_clock_is_held_wakes_on_time() -> None:
+def test_a_sleep_while_the_clock_is_held_ends_on_time() -> None:
     """An event is due 5 ms ahead; a thread holds the clock for 20 ms in between."""
     clock, ended = WallClock(), threading.Event()
 

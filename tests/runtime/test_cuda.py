@@ -61,7 +61,7 @@ class Moment:
 
 
 class StandIn:
-    """torch.cuda as CudaExecutor uses it, where a stream runs what it is given at once."""
+    """torch.cuda as CudaExecutor uses it; a stream runs its launches at once."""
 
     def __init__(self) -> None:
         self.waited: list[tuple[Any, Any]] = []
@@ -101,7 +101,7 @@ class StandIn:
         self.Event, self.Stream = Event, Stream
 
     def take_over(self, monkeypatch: pytest.MonkeyPatch) -> StandIn:
-        """torch.cuda from here on, for what drives streams."""
+        """Stands in for torch.cuda from here on, in all modules that drive streams."""
         for module in (runtime.executors.cuda, runtime.executors.device):
             monkeypatch.setattr(module, "cuda", self)
         return self
@@ -237,7 +237,7 @@ def test_an_anchor_lies_in_the_tightest_of_several_looks() -> None:
 def test_a_span_starts_behind_what_its_launch_has_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of two devices, say, whose anchors differ; whoever is asked first."""
+    """Also on two devices whose anchors differ, whichever mark is asked first."""
     stand_in, box = StandIn().take_over(monkeypatch), machine("cpu")
     with CudaExecutor(WallClock(), box) as executor:
         clock = executor.clock

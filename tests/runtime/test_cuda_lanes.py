@@ -26,7 +26,7 @@ HELD, ASIDE = hidden(0, 1, 3, 0), hidden(0, 2, 3, 0)
 
 
 class Gated(StandIn):
-    """Streams whose launches end when they are told to, the oldest first."""
+    """Streams whose launches end at calls of finish(), the oldest first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Gated(StandIn):
         self.Event, self.Stream = Event, Stream
 
     def finish(self, count: int = 2) -> None:
-        """So many events (a launch has two) are past."""
+        """Lets `count` events, of which a launch has two, be past."""
         for _ in range(min(count, len(self.open_ones))):
             self.open_ones.pop(0).over.set()
 
@@ -89,7 +89,7 @@ class Storing(Notes):
 def executed(
     monkeypatch: pytest.MonkeyPatch, stand_in: StandIn, machine: Storing, *launches: Launch
 ) -> Iterator[tuple[CudaExecutor, WallClock, list[Span]]]:
-    """All of them issued at once."""
+    """Issues all launches at once."""
     stand_in.take_over(monkeypatch)
     clock, spans = WallClock(), list[Span]()
     with CudaExecutor(clock, machine) as executor:  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ def executed(
 
 
 def end_all(stand_in: Gated, clock: WallClock, spans: list[Span], count: int) -> None:
-    """Runs until so many launches have ended, one by one."""
+    """Runs until `count` launches have ended, one by one."""
 
     def end_them() -> None:
         for _ in range(1000):
@@ -130,7 +130,7 @@ def swap_in(*waits: Launch) -> Launch:
 def test_an_update_on_the_host_waits_for_its_gradients_to_have_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It was put on a stream and ran at once, while these were on their way."""
+    """Put on a stream, the update would run at once, while its gradients are in flight."""
     stand_in, machine = Gated(), Storing()
     down = swap_out(1, 8)
     update = compute(down, on="cpu")
@@ -149,7 +149,7 @@ def test_an_update_on_the_host_waits_for_its_gradients_to_have_come(
 def test_the_engines_thread_goes_on_while_the_host_updates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What waits for the update is held, what does not runs beside it."""
+    """A launch that waits for the update is held; another launch runs beside it."""
     go = threading.Event()
     update = compute(on="cpu")
     up, beside = swap_in(update), compute()
@@ -164,7 +164,7 @@ def test_the_engines_thread_goes_on_while_the_host_updates(
 
 
 def test_one_launch_is_behind_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More would take memory that those before them give back when they end."""
+    """A third launch would take memory that earlier launches give back at their end."""
     stand_in, found = Gated(), list[int]()
     machine = Storing(lambda launch: found.append(stand_in.num_running) or ())
     with executed(monkeypatch, stand_in, machine, *[trains() for _ in range(8)]) as run:
@@ -177,7 +177,7 @@ def test_one_launch_is_behind_the_one_that_runs(monkeypatch: pytest.MonkeyPatch)
 def test_serving_beside_training_is_issued_at_once_behind_the_events_it_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It takes no memory of its own. What has no event yet is waited for here."""
+    """It takes no memory of its own. A wait without an event holds it back."""
     stand_in, machine = Gated(), Storing()
     served = [compute() for _ in range(5)]
     behind = compute(served[0])
@@ -194,10 +194,10 @@ def test_serving_beside_training_is_issued_at_once_behind_the_events_it_waits_fo
     assert {launch.op for launch in machine.started} == {*(x.op for x in training), swap.op}
 
 
-def test_who_waits_for_a_launch_that_could_not_be_issued_learns_why(
+def test_a_wait_for_a_launch_that_could_not_be_issued_raises_its_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An executor that closes joins its threads: one that waited for the event never came back."""
+    """A closing executor joins its threads, also a thread that waits for the event."""
     stand_in = Gated()
     first = trains()
     down = Launch(Compute((), writes=(ASIDE,)), (first.op,))  # held, and issued by a poll
@@ -233,7 +233,7 @@ def test_who_waits_for_a_launch_that_could_not_be_issued_learns_why(
 
 
 def test_a_place_begins_when_its_first_launch_is_issued(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes are others' until then. Taken again, it begins when the stay before has ended."""
+    """Other places use its bytes until then. A second stay begins when the first has ended."""
     stand_in, machine, scratch = Gated(), Storing(), workspace(0)
     first, again = (Launch(Compute((), writes=(HELD, scratch))) for _ in range(2))
     beside = Launch(Compute((), writes=(scratch,)))
@@ -253,7 +253,7 @@ def test_a_place_begins_when_its_first_launch_is_issued(monkeypatch: pytest.Monk
     assert told.index(("free", 10)) < told.index(("grow", 20)) < told.index(("free", 20))
 
 
-def test_workspace_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspace_holds_no_launch_back(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in, machine, scratch = Gated(), Storing(), workspace(0)
     launches = [Launch(Compute((), writes=(scratch,))) for _ in range(2)]
     with executed(monkeypatch, stand_in, machine) as (executor, clock, spans):
@@ -268,7 +268,7 @@ def test_workspace_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not machine.store.held
 
 
-def test_what_is_held_fails_when_the_executor_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_launches_fail_when_the_executor_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in, machine = Gated(), Storing()
     first, behind = trains(), trains()
     held = trains()
@@ -281,7 +281,7 @@ def test_what_is_held_fails_when_the_executor_closes(monkeypatch: pytest.MonkeyP
             mark.span()
 
 
-def test_places_of_a_late_tier_begin_when_they_are_opened() -> None:
+def test_places_of_an_on_open_tier_begin_when_they_are_opened() -> None:
     notes = NotedStore()
     store = LaneStore(notes, on_open=(HERE.tier,))
     store.grow(HERE, 10)
@@ -296,4 +296,6 @@ def test_places_of_a_late_tier_begin_when_they_are_opened() -> None:
     assert store.open(new) and notes.held == {HERE: 20}
     store.grow(THERE, 5)
     store.free(THERE)
-    assert notes.told[-2:] == [("grow", 5), ("free", 5)], "of nobody's use: it comes and goes"
+    assert notes.told[-2:] == [("grow", 5), ("free", 5)], (
+        "a stay without a launch begins and ends at once"
+    )

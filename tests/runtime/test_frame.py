@@ -1,4 +1,4 @@
-"""What a graph is fed with, without a GPU: buckets, padding, page tables, tiles."""
+"""The inputs of a graph, without a GPU: buckets, padding, page tables, tiles."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_buckets_are_powers_of_two_and_the_largest_that_was_asked_for() -> None:
     assert bucket_for(1, ()) is None
 
 
-def test_a_frame_says_all_of_its_rows_and_nothing_of_the_padding() -> None:
+def test_a_frame_holds_its_rows_and_empty_padding() -> None:
     made = packer()
     pieces = [Piece(1, 1, 8, True, [5, 2, 9]), Piece(2, 1, 8, True, [0, 1, 11])]
     first = made.frame(pieces)
@@ -79,7 +79,7 @@ def test_slices_and_rows_without_a_token_and_large_batches_have_no_frame(
     assert made.frame(pieces) is None and not made.transcripts
 
 
-def test_one_upload_says_where_all_rows_lie() -> None:
+def test_one_upload_holds_the_places_of_all_rows() -> None:
     sent: list[np.ndarray] = []
 
     def send(array: np.ndarray) -> torch.Tensor:
@@ -100,7 +100,7 @@ def test_one_upload_says_where_all_rows_lie() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_parts_of_an_upload_lie_where_triton_compiles_for_once(seed: int) -> None:
-    """At 16 aligned bytes, in rows of a multiple of 16 numbers: whatever the launch."""
+    """Every part is aligned to 16 bytes, and every row holds a multiple of 16 numbers."""
     rng = random.Random(seed)
     slices = [(rng.randint(2, 99), rng.choice((0, 7))) for _ in range(rng.randint(0, 3))]
     contexts = [rng.randint(0, 900) for _ in range(rng.randint(0, 9))] or [1]

@@ -1,4 +1,4 @@
-"""What graphs hold is looked at beside a backward on another thread, and never while it runs."""
+"""Saved storages of graphs are read beside a backward on another thread, never while it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.contract.layout import Mode
-from runtime.training import saved as graph_memory
+from runtime.training import saved
 from runtime.training.machine import TrainingMachine
 from runtime.training.saved import Graph
 from runtime.training.store import RegionStore
@@ -21,7 +21,7 @@ PAUSE_S = 0.2  # in which a backward that does not wait would be over
 
 
 class Paused(torch.autograd.Function):
-    """The identity; its backward waits in the middle of the graph, told by two events."""
+    """The identity; its backward waits in the middle of the graph for one of two events."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, reached: Event, goes_on: Event) -> torch.Tensor:
@@ -58,11 +58,11 @@ def test_a_graph_shows_what_it_saves_until_its_backward_begins() -> None:
     assert torch.equal(gradients[0][0], expected.detach())
 
 
-def test_a_backward_waits_for_a_look_at_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The meter is half through a graph when a lane comes for it."""
+def test_a_backward_waits_for_a_read_of_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meter has read half of a graph when a lane takes it."""
     hand = Hand(Task(tiny(), num_steps=1), RegionStore(), (Mode.KEEP,))
     machine = TrainingMachine({0: hand.trainer}, hand.store, {})
-    names, seen = graph_memory._names, []
+    names, seen = saved._names, []
 
     def look(node: Any) -> tuple[str, ...]:
         if node == root and not seen:
@@ -82,7 +82,7 @@ def test_a_backward_waits_for_a_look_at_its_graph(monkeypatch: pytest.MonkeyPatc
         root = kept.edge.node
         lane = Thread(target=work, args=args, daemon=True)
         with monkeypatch.context() as patch:
-            patch.setattr(graph_memory, "_names", look)
+            patch.setattr(saved, "_names", look)
             looked = held_bytes(machine)
         lane.join(PATIENCE_S)
         assert seen == [True], "a backward frees what is being looked at"

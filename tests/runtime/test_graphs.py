@@ -15,7 +15,7 @@ import runtime.kernels
 import runtime.serving.graphs
 from engine.contract.executor import Piece
 from models.spec import ModelSpec
-from runtime.kernels import LARGEST, are_chosen, check_shape
+from runtime.kernels import MAX_HEAD_DIM, are_chosen, check_shape
 from runtime.serving.graphs import Capture, DecodeGraphs, direct
 from runtime.serving.kv import Arena
 from runtime.serving.packing import RING, Column, Packed, Packer, buckets_of, ring_size
@@ -30,15 +30,19 @@ MOST = 4
 
 
 class Counting:
-    """A forward whose next token is the last one plus 1; notes what it was shown."""
+    """A forward whose next token is the last one plus 1; notes its inputs."""
 
     def __init__(self) -> None:
         self.ring = torch.zeros(ring_size(MOST), dtype=torch.int64)
         self.shown: list[tuple[list[int], list[int], list[list[int]]]] = []
 
     def __call__(self, packed: Packed) -> Tensor:
-        assert packed.late is not None and packed.draw is not None and packed.rows.paged is not None
-        tokens = self.ring.index_select(0, packed.late[1]) + 1
+        assert (
+            packed.in_flight is not None
+            and packed.draw is not None
+            and packed.rows.paged is not None
+        )
+        tokens = self.ring.index_select(0, packed.in_flight[1]) + 1
         self.ring.index_copy_(0, packed.draw.tickets, tokens)
         paged = packed.rows.paged
         lengths = paged.lengths.tolist()
@@ -60,7 +64,7 @@ def test_a_replay_reads_known_tokens_and_those_in_flight_and_leaves_no_trace_of_
         return graphs.run(frame).tolist()
 
     assert run((1, 1), (2, 0), (3, 2)) == [201, 301, 403]
-    assert run((3, 3), (1, 2)) == [404, 202]  # of the step before, which nobody has read yet
+    assert run((3, 3), (1, 2)) == [404, 202]  # of the step before, whose tokens are in flight
     assert run((1, 3)) == [203]
     assert [len(lengths) for lengths, _, _ in forward.shown] == [4, 2, 1]
     lengths, slots, shown = forward.shown[0]
@@ -128,7 +132,7 @@ class Capturing:
 def test_captures_share_a_stream_and_keep_no_librarys_workspace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """cuBLAS's lies in the pool while a step is captured. What lives there is counted once."""
+    """cuBLAS's workspace lies in the pool during a capture. Live tensors there count once."""
     stand_in = Capturing()
     for module in (runtime.serving.graphs, runtime.executors.device):
         monkeypatch.setattr(module, "cuda", stand_in)
@@ -146,7 +150,7 @@ def test_captures_share_a_stream_and_keep_no_librarys_workspace(
 
 
 def test_heads_that_no_program_holds_are_refused_in_one_line() -> None:
-    check_shape(replace(TINY, head_dim=LARGEST))
+    check_shape(replace(TINY, head_dim=MAX_HEAD_DIM))
     with pytest.raises(ValueError, match=r"heads of 512 numbers.*attention=sdpa") as refused:
         check_shape(replace(TINY, head_dim=512))
     assert "\n" not in str(refused.value)

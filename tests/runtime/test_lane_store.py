@@ -1,4 +1,4 @@
-"""What real memory is told and when, while launches on other threads still use it."""
+"""The order of grow and free in real memory, while launches on threads still use it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HERE, THERE = weight(0, 0), weight(0, 1)
 
 
 class Notes:
-    """A store that only writes down what it is told."""
+    """A store that only notes its calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, int]] = []
@@ -26,7 +26,7 @@ class Notes:
         self.told.append(("free", self.held.pop(place)))
 
 
-def test_a_place_goes_with_its_last_user() -> None:
+def test_a_place_is_freed_behind_its_last_launch() -> None:
     notes = Notes()
     store = LaneStore(notes)
     store.grow(HERE, 10)
@@ -38,7 +38,7 @@ def test_a_place_goes_with_its_last_user() -> None:
     assert not notes.held
 
 
-def test_a_place_that_is_taken_again_begins_when_the_stay_before_is_over() -> None:
+def test_a_second_stay_begins_when_the_first_is_over() -> None:
     notes = Notes()
     store = LaneStore(notes)
     store.grow(HERE, 10)
@@ -55,8 +55,8 @@ def test_a_place_that_is_taken_again_begins_when_the_stay_before_is_over() -> No
 
 
 @given(st.lists(st.tuples(st.sampled_from("gfbe"), st.sampled_from([HERE, THERE])), max_size=40))
-def test_each_stay_is_told_whole_and_in_order(steps: list[tuple[str, Place]]) -> None:
-    """Whatever the order of ends: a store never hears of a place twice, and in the end of none."""
+def test_each_stay_is_grown_and_freed_in_order(steps: list[tuple[str, Place]]) -> None:
+    """In any order of ends: a store never grows a place twice, and frees all places in the end."""
     notes = Notes()
     store = LaneStore(notes)
     taken: set[Place] = set()

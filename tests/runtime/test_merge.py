@@ -58,7 +58,7 @@ def test_modules_and_product_share_their_numbers() -> None:
     assert Merged(*modules).weight.data_ptr() == product.weight.data_ptr()
 
 
-def test_weights_that_only_share_a_storage_are_not_taken_for_merged() -> None:
+def test_weights_that_only_share_a_storage_are_not_merged() -> None:
     whole = torch.randn(6, 4)
     modules = [nn.Linear(4, 2, bias=False) for _ in range(2)]
     modules[0].weight, modules[1].weight = nn.Parameter(whole[4:]), nn.Parameter(whole[:2])
@@ -76,7 +76,7 @@ def draw_biases(model: Any) -> None:
 
 @families
 def test_logits_are_those_of_the_plain_model(family: str) -> None:
-    """Half a near tie: with less, no choice that token equality judges can turn."""
+    """Within half a near tie: a smaller difference turns no sampled token."""
     spec = FAMILIES[family]
     prompt = make_prompts([67], spec.vocab_size)[7]
     plain = build_model(spec, seed=1, attention="sdpa", spread=SPREAD)

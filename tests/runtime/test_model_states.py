@@ -52,7 +52,7 @@ def test_views_of_states_on_the_device_last_while_these_are_elsewhere() -> None:
     assert all(states.parameters[p].data.eq(7).all() for p in chunks[CHUNK])
 
 
-def test_what_lies_on_the_host_has_views_of_its_own() -> None:
+def test_states_on_the_host_have_their_own_views() -> None:
     store, model = RegionStore(), Task(tiny()).build()
     states = ModelStates(0, model, by_unit(model), store, torch.float32, SECTIONS)
     place = regions.weight(0, CHUNK, Tier.HOST)

@@ -95,7 +95,7 @@ def test_times_are_those_of_the_server() -> None:
         assert answer.sent_ns is not None and answer.sent_ns >= answer.due_ns  # never early
         tokens = answer.token_ns
         assert len(tokens) == 6 and answer.prompt_tokens == request.prompt_tokens
-        # no machine makes a sleep shorter; how much longer it makes it is its own affair
+        # no machine makes a sleep shorter; a busy one makes it longer
         assert tokens[0] - answer.sent_ns >= 30 * MS
         assert tokens[-1] - answer.sent_ns >= (30 + 5 * 4) * MS
         assert answer.finish_ns == tokens[-1]
@@ -105,7 +105,7 @@ def test_times_are_those_of_the_server() -> None:
     assert found.answers[-1].finish_ns < 20 * 50 * MS
 
 
-def test_what_is_asked() -> None:
+def test_the_body_of_a_request() -> None:
     fake = FakeServer()
     request = Request(4, 0, 3, 2, prompt_ids=(7, 8, 9))
     replayed(fake, [request], extra={"temperature": 0.5}, headers={"Authorization": "Bearer x"})
@@ -123,7 +123,7 @@ def test_what_is_asked() -> None:
     assert seen["headers"]["authorization"] == "Bearer x"
 
 
-def test_a_key_of_ours_that_a_server_does_not_know_can_be_left_out() -> None:
+def test_a_key_that_a_server_does_not_know_can_be_left_out() -> None:
     fake = FakeServer(refuses=("ignore_eos", "stream_options"), says_usage=False)
     [refused] = replayed(fake, every(0, 1)).answers
     assert refused.is_refused and "ignore_eos" in refused.error
@@ -136,7 +136,7 @@ def test_a_key_of_ours_that_a_server_does_not_know_can_be_left_out() -> None:
 
 @pytest.mark.parametrize("says_usage", [True, False])
 def test_a_chat(says_usage: bool) -> None:
-    """Its first chunk says who speaks: no token came with it, however early it was."""
+    """The first chunk names the role: no token comes with it, however early it is."""
     fake = FakeServer(first_s=0.05, knows_chat_only=True, says_usage=says_usage)
     with fake.running():
         made = Server(url=fake.url, model="fake-model", timeout_s=20.0, endpoint="chat")
@@ -160,7 +160,7 @@ def test_thoughts_of_a_reasoning_model_are_tokens() -> None:
 def test_chunks_of_several_tokens(says_usage: bool) -> None:
     answer = replayed(FakeServer(per_chunk=3, says_usage=says_usage), every(0, 1)).answers[0]
     assert len(answer.chunk_ns) == 2
-    # without usage nobody knows how many tokens a chunk holds
+    # without usage the tokens of a chunk are unknown
     assert len(answer.token_ns) == (6 if says_usage else 2)
 
 
@@ -181,7 +181,7 @@ def test_every_fault_is_one_requests_own() -> None:
     assert len(found.answers[9].token_ns) == 3  # a short answer is an answer
 
 
-def test_nobody_listens() -> None:
+def test_a_port_without_a_server_is_an_error_of_each_request() -> None:
     server = Server(url="http://127.0.0.1:9", model="m")
     found = replay(server, every(0, 3), lambda request: "text")
     assert all("Connect" in a.error and a.sent_ns is None for a in found.answers)
@@ -192,7 +192,12 @@ def test_nobody_listens() -> None:
 
 def test_turns_wait_for_the_answer_before_them_and_for_the_user() -> None:
     turns = [Request(i, 0, 5, 4, session=3, turn=i, think_ns=50 * MS if i else 0) for i in range(3)]
-    shuffled = [turns[2], turns[0], Request(9, 0, 5, 4), turns[1]]  # as no file should, but may
+    shuffled = [
+        turns[2],
+        turns[0],
+        Request(9, 0, 5, 4),
+        turns[1],
+    ]  # a file may hold turns in any order
     answers = replayed(FakeServer(faults={1: 500}), shuffled).answers
     found = sorted(answers, key=lambda answer: answer.request_id)
     for earlier, later in ((found[0], found[1]), (found[1], found[2])):
@@ -232,7 +237,7 @@ def test_addresses(url: str, address: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("url", ["a:8000", "ftp://a", "http://", "http://a:port"])
-def test_what_is_no_url(url: str) -> None:
+def test_a_bad_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="is no URL"):
         Address.of(url)
 

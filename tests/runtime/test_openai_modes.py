@@ -1,4 +1,4 @@
-"""A server that lies, breaks or never ends costs the requests that it does so to, and no others."""
+"""A server that lies, breaks off or never ends loses the requests concerned, and no other ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MS = 1_000_000
 EACH = 2  # requests of a mode
 TIMEOUT_S = 3.0
 LIMITS = StreamLimits(line_bytes=250_000, answer_bytes=400_000, depth=20)
-SAID = {  # of some modes, what is told of them
+SAID = {  # part of the error that some modes end with
     "status_422": "(left out by +backend.extra.ignore_eos=null)",
     "status_301": "HTTP 301: to http://127.0.0.1:9/v1",
     "refused_and_silent": "HTTP 429, and no end within 3 s",
@@ -46,18 +46,18 @@ def test_finished_refused_and_unfinished_are_what_the_server_counted() -> None:
         server = Server(url=fake.url, model="m", timeout_s=TIMEOUT_S, limits=LIMITS)
         found = replay(server, requests, lambda r: prompt_of(r, 100, 0), lambda: ends.append(1))
     assert len(MODES) >= 40 and len(ends) == len(requests) == len(fake.counted)
-    ours, theirs = {}, {}
+    measured, counted = {}, {}
     for request, answer in zip(requests, found.answers, strict=True):
         outcome = REFUSED if answer.is_refused else "unfinished" if answer.error else FINISHED
         tokens = len(answer.token_ns) if outcome == FINISHED else 0
         key = (request.request_id, faults.get(request.request_id, "plain"))
-        ours[key], theirs[key] = (outcome, tokens), fake.counted[request.request_id]
+        measured[key], counted[key] = (outcome, tokens), fake.counted[request.request_id]
         assert answer.error.isprintable() and len(answer.error) < 3000
         assert SAID.get(key[1], "") in answer.error
-    assert ours == theirs
-    assert all(ours[number, name][0] == MODES[name].outcome for number, name in faults.items())
+    assert measured == counted
+    assert all(measured[number, name][0] == MODES[name].outcome for number, name in faults.items())
     plain = [number for number in range(len(requests)) if number not in faults]
-    assert all(ours[n, "plain"] == (FINISHED, requests[n].output_tokens) for n in plain)
+    assert all(measured[n, "plain"] == (FINISHED, requests[n].output_tokens) for n in plain)
     assert SAID.keys() <= MODES.keys()
 
 

@@ -1,4 +1,4 @@
-"""A real server, not one of ours: `transformers serve` answers a trace at its times."""
+"""A real server: `transformers serve` answers a trace at its times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LATE_NS = 250_000_000  # a busy machine may send a request by so much too late
 
 
 @pytest.mark.slow
-def test_transformers_serve_counts_as_we_do(
+def test_transformers_serve_counts_as_the_client_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Refused with the field that it does not know named; without that, 40 of 40."""

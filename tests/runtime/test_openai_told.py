@@ -1,4 +1,4 @@
-"""What a server refuses, loses or counts otherwise is on the screen and in the exit status."""
+"""Refused, lost and miscounted requests show on the screen and in the exit status."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_which_field_a_refusal_names(text: str, named: list[str]) -> None:
     "models",
     ["[" * 100_000, "{}", "[]", '{"data": [{"id": {"a": 1}}]}', '{"data": [3]}', "1" * 5000, ""],
 )
-def test_a_list_of_models_that_is_none(models: str) -> None:
+def test_a_malformed_list_of_models_is_refused(models: str) -> None:
     told = pytest.raises(ValueError, match=r"names no model; set backend\.model")
     with FakeServer(models=models).running() as fake, told as caught:
         model_served(fake.url, {})
@@ -154,6 +154,6 @@ def test_gauges_that_no_table_holds_cost_no_request(
         ("backend.limits.lines=3", "backend.limits.lines: no such setting"),
     ],
 )
-def test_limits_that_are_none(words: str, what: str, run: Callable[..., Told]) -> None:
+def test_limits_below_one_are_refused(words: str, what: str, run: Callable[..., Told]) -> None:
     code, _, err = run(FakeServer(), words)
     assert code == 2 and what in err and len(err.strip().splitlines()) == 1

@@ -83,7 +83,7 @@ def cached(recorder: Recorder) -> list[int]:
 
 
 class Noting(Recorder):
-    """Beside each reading of the meter, the bytes of kept pages that nobody holds."""
+    """Beside each reading of the meter, the bytes of kept pages that no job holds."""
 
     engine: Engine
     kept_bytes: list[int]
@@ -96,8 +96,8 @@ class Noting(Recorder):
         self.kept_bytes.append(idle * ledger.page.nbytes)
 
 
-def test_what_is_measured_above_the_ledger_is_kept() -> None:
-    """Law 14, to the page: what nobody holds is either kept or back with the system."""
+def test_memory_measured_above_the_ledger_is_kept_pages() -> None:
+    """Law 14, to the page: a page that no job holds is either kept or back with the system."""
     requests = shared_requests(14, TINY.vocab_size, has_turns=False)
     box = keeping_machine(requests)
     page = PageSize(box.arenas[GPU].page_tokens, box.arenas[GPU].page_nbytes)

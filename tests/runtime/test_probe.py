@@ -1,4 +1,4 @@
-"""The drift probe: the same three launches on any clock, and nothing left behind."""
+"""The drift probe: three fixed launches on any clock, with all pages free behind them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_arena_too_small_for_eight_jobs_gets_a_smaller_probe() -> None:
 def test_a_probe_looks_for_its_time_and_some_rounds_at_least(
     look_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large model's rounds take longer than the look; a small one's are many."""
+    """A large model's rounds take longer than the look; a small model has many rounds."""
     clock = count(0, 0.01)  # seconds that pass from look to look
     monkeypatch.setattr(
         "runtime.measure.reference.time", SimpleNamespace(perf_counter=lambda: next(clock))

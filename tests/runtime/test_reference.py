@@ -40,7 +40,7 @@ def works() -> Works:
 
 @pytest.fixture
 def pace(works: Works) -> ClockPace:
-    """Of a machine that does either work in its nominal 1,000 ns."""
+    """The pace of a machine that does either work in its nominal 1,000 ns."""
     return slowed(ClockPace((1000, 1000), works), 1000, 1000)
 
 
@@ -90,7 +90,9 @@ def test_a_look_is_due_after_so_much_work_and_not_before(pace: ClockPace) -> Non
     pace.measure()
     slowed(pace, 1000, 1000)  # however busy the machine was
     assert not pace.is_due(EVERY_NS // 2 + 1)
-    slowed(pace, EVERY_NS, EVERY_NS)  # a large model: a look after each launch would be all we do
+    slowed(
+        pace, EVERY_NS, EVERY_NS
+    )  # a large model: a look after each launch would take all the time
     assert not pace.is_due(EVERY_NS) and pace.is_due(9 * EVERY_NS)
 
 

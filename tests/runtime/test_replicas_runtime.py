@@ -1,4 +1,4 @@
-"""Two replicas with real work: the same decisions in every world, and generate()'s tokens."""
+"""Two replicas with real work: equal decisions on every backend, and generate()'s tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CAPACITY = {pool: count * PAGE.nbytes for pool, count in PAGES.items()}
 
 
 def replicas(requests: Sequence[Request], gpus: Sequence[str] = ()) -> ReplicaMachines:
-    """Machines that read the same weights, or on a GPU each."""
+    """Machines that share their weights, or on a GPU each."""
     torch.set_num_threads(1)
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
     model = shared_model(SPEC)
@@ -70,7 +70,7 @@ def replicas(requests: Sequence[Request], gpus: Sequence[str] = ()) -> ReplicaMa
 
 
 @contextmanager
-def world(backend: str, box: ReplicaMachines) -> Iterator[tuple[simpy.Environment, Any]]:
+def opened(backend: str, box: ReplicaMachines) -> Iterator[tuple[simpy.Environment, Any]]:
     if backend in ("wall", "cuda"):
         clock = WallClock()
         wall, cuda = partial(WallExecutor, links=LINKS), partial(CudaExecutor, devices=DEVICES)
@@ -97,7 +97,7 @@ def run(
 ) -> tuple[Recorder, ReplicaMachines]:
     """A replay with all checks."""
     box = replicas(requests, gpus)
-    with world(backend, box) as (env, executor):
+    with opened(backend, box) as (env, executor):
         recorder, journal = Recorder(), Journal(lambda: int(env.now))
         Engine(
             env,
@@ -120,7 +120,7 @@ def run(
 
 
 def logs(recorder: Recorder) -> list[list[str]]:
-    """Decisions, by device: which of two plans of two devices came first is a matter of time."""
+    """Decisions by device: the order of plans of two devices depends on time."""
     return [[encode(r[-1]) for r in recorder.plans if r[1] == d] for d in range(DEVICES)]
 
 

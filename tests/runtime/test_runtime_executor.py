@@ -1,4 +1,4 @@
-"""The virtual-clock executors: real work, spans on lanes, and whose time is whose."""
+"""The virtual-clock executors: real work, spans on lanes, and the times of host and launches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.hand_made import TINY, HandMade, make_prompts
 
 
 class Fixed:
-    """Durations that anybody can check by hand."""
+    """Durations that are checked by hand."""
 
     form, provenance = "made up", "a test"
 
@@ -84,7 +84,7 @@ def test_lockstep_does_the_work_in_the_simulators_time(made: HandMade) -> None:
 def test_a_launch_that_is_executed_has_ended(
     made: HandMade, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where nothing is fetched from a GPU: copies, and layers that sample nothing."""
+    """Also launches that fetch nothing from a GPU: copies, and layers that sample nothing."""
     waited = []
 
     class Stream:

@@ -26,7 +26,7 @@ def resident_bytes(arena: Arena) -> int:
     return ProcessResidency(arena.pages).read_bytes()
 
 
-def test_what_is_resident_is_what_is_held() -> None:
+def test_resident_pages_are_the_held_pages() -> None:
     arena = Arena(WIDE, 16, 50)
     assert resident_bytes(arena) == 0
     arena.hold([3, 4, 5, 20, 49])

@@ -1,4 +1,4 @@
-"""The store: who is newest, what may go, and that memory which was given back is really gone."""
+"""The store: which copies are newest, which may be freed, and that freed memory goes back."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_only_the_first_room_is_filled() -> None:
     assert store.held((GPU, 0)) == store.held((HOST, 0)) == 64
 
 
-def test_a_stale_copy_is_neither_read_nor_copied_and_may_go() -> None:
+def test_a_stale_copy_is_neither_read_nor_copied_and_may_be_freed() -> None:
     store = declared()
     store.grow(THERE, 8)
     store.copy(THERE, HERE)
@@ -79,7 +79,7 @@ def test_a_home_is_empty_while_its_region_is_elsewhere() -> None:
         assert home.nbytes() == 0
 
 
-def test_regions_that_nobody_declared_are_entered_only() -> None:
+def test_undeclared_regions_are_entered_only() -> None:
     store, place = RegionStore(), regions.saved(0, 1, 0)
     with pytest.raises(AssertionError, match="made no room for activation 1 of job 0"):
         store.put(place.region)
@@ -101,7 +101,7 @@ def test_host_memory_is_pinned_only_with_cuda() -> None:
     assert storage.nbytes() == 100 and host.spare_bytes == 0
 
 
-# ---- what a trainer leaves in it
+# ---- storages of a trainer
 @pytest.fixture
 def hand() -> Iterator[Hand]:
     hand = Hand(Task(tiny(), Recipe(dropout=0.1)), RegionStore(), (Mode.OFFLOAD,))
@@ -111,7 +111,7 @@ def hand() -> Iterator[Hand]:
 
 
 def forward(hand: Hand, unit: int, mode: Mode) -> int:
-    """Bytes that live behind a forward beside its input and its output."""
+    """Bytes alive behind a forward beside its input and its output."""
     hand.store.grow(hand.hidden(unit + 1, 0), 1)
     hand.store.grow(hand.saved(unit, 0), 1)
     with StorageTracker() as tracker:
@@ -153,7 +153,7 @@ def test_a_kept_graph_goes_with_its_place_and_can_be_made_again(hand: Hand) -> N
         assert tracker.live_bytes == kept
 
 
-def test_weights_are_really_gone(hand: Hand) -> None:
+def test_freed_weights_give_their_memory_back(hand: Hand) -> None:
     storages = [p.untyped_storage() for p in hand.trainer.units._model.parameters()]
     assert all(storage.nbytes() for storage in storages)
     for chunk in hand.chunks:
@@ -161,7 +161,7 @@ def test_weights_are_really_gone(hand: Hand) -> None:
     assert not any(storage.nbytes() for storage in storages)
 
 
-def test_nothing_that_is_needed_is_lost(hand: Hand) -> None:
+def test_the_last_copy_of_a_needed_region_is_not_freed(hand: Hand) -> None:
     hand.store.grow(hand.optimizer(0, HOST), hand.optimizer_bytes[0])
     for place in (hand.weight(0, GPU), hand.optimizer(0, HOST)):
         with pytest.raises(LostContents, match="has no other copy as new"):
@@ -174,7 +174,7 @@ def test_tiers_are_two() -> None:
 
 
 class Runtime:
-    """CUDA's, as far as pinning goes."""
+    """CUDA's runtime, as far as pinning needs it."""
 
     def __init__(self) -> None:
         self.registered = dict[int, int]()
@@ -209,7 +209,7 @@ def test_an_arena_on_the_host_pins_what_it_needs_and_as_long_as_it_lives(
     assert not cuda.registered
 
 
-def test_pinned_memory_is_registered_once_and_all_of_it_let_go(
+def test_pinned_memory_is_registered_once_and_all_of_it_unpinned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda = Runtime()

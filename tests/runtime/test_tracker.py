@@ -111,7 +111,7 @@ def test_it_counts_its_own_thread_only() -> None:
     assert tracker.peak_bytes == 0
 
 
-def test_the_census_finds_what_nobody_reported(small_heap: None) -> None:
+def test_the_census_finds_storages_that_no_counter_reported(small_heap: None) -> None:
     before = census()
     hidden = {"deep": [torch.zeros(123_457, dtype=torch.uint8)]}
     found = {address: n for address, n in census().items() if address not in before}

@@ -20,8 +20,8 @@ def test_a_table_grows_and_only_what_is_new_is_taken() -> None:
     assert job.pages.tolist() == [4, 7, 2]
 
 
-def test_the_same_pages_in_another_table_are_taken_again() -> None:
-    """After a restart a job may get the ids that it had, in the same order: they were released."""
+def test_equal_pages_in_another_table_are_held_again() -> None:
+    """After a restart a job may get equal ids in equal order: the pages were released meanwhile."""
     job = Transcript([1, 2, 3])
     job.follow([4, 7])
     assert list(job.follow([4, 7])) == [4, 7]
@@ -31,7 +31,7 @@ def test_the_same_pages_in_another_table_are_taken_again() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_memory_is_exact_where_a_job_takes_its_own_pages_again(seed: int) -> None:
-    """vLLM's rules preempt a job that finds no victim: it comes back to what it left."""
+    """vLLM's rules preempt a job that finds no victim: it gets its own pages again."""
     memory = PagedRestart(watermark=0.0, prompts="must_fit", gives_way=True)
     policy = Composed(VllmV1(token_budget=32, max_jobs=12), memory)
     recorder = replay_with(policy, machine(16, 8, seed), seed=seed)

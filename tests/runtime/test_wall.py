@@ -22,7 +22,7 @@ MS = 1_000_000
 
 
 class Notes:
-    """A machine whose work is a function per launch; notes who did what on which thread."""
+    """A machine whose work is a function per launch; notes its launches and their threads."""
 
     store = None
 
@@ -100,7 +100,7 @@ def test_lanes_overlap_and_a_wait_orders_them() -> None:
 
 
 def test_many_random_waits_are_all_kept() -> None:
-    """A chain over three lanes at random: nothing starts before what it waits for has ended."""
+    """A random chain over three lanes: no launch starts before its waits have ended."""
     rng, launches = random.Random(3), []
     for i in range(200):
         waits = rng.sample(launches, min(i, 2))
@@ -112,7 +112,7 @@ def test_many_random_waits_are_all_kept() -> None:
         assert all(spans[w].end_ns <= spans[launch.op].start_ns for w in launch.waits)
 
 
-def test_what_has_settled_is_waited_for_no_more() -> None:
+def test_a_settled_launch_needs_no_wait() -> None:
     clock, machine, spans = WallClock(), Notes(), []
     first = compute()
     second = compute(first)
@@ -126,7 +126,7 @@ def test_what_has_settled_is_waited_for_no_more() -> None:
 
 
 def test_a_launch_is_prepared_and_the_one_before_collected_while_a_lane_computes() -> None:
-    """The lane waits inside a launch for what the engine's thread does meanwhile, or fails."""
+    """The lane waits inside a launch for the engine's thread, or fails."""
     clock, spans, settled = WallClock(), [], threading.Event()
     machine = Notes(lambda launch: (settled.wait(10),) if launch is second else None)
     first, second, third = compute(), compute(), compute()
@@ -207,9 +207,9 @@ def test_a_launch_behind_a_failed_one_never_runs() -> None:
 
 
 @pytest.mark.parametrize("told", ["the last copy of weight", "no such kernel"])
-def test_what_fails_behind_a_launch_fails_the_run(told: str) -> None:
-    """Memory that goes with its last user goes on the lane: an error there is the run's, too, but
-    for what failed before."""
+def test_an_error_behind_a_launch_fails_the_run(told: str) -> None:
+    """Memory is freed on the lane, behind its last launch: an error there fails the run, unless an
+    earlier error has."""
 
     class Keeping:
         def grow(self, place: Place, nbytes: int) -> None:
@@ -248,7 +248,7 @@ def test_what_fails_behind_a_launch_fails_the_run(told: str) -> None:
 
 
 def within(limit_s: float, work: Callable[[], None]) -> None:
-    """Does work that may hang; raises what it raises."""
+    """Does work that may hang; raises its error."""
     errors: list[BaseException] = []
 
     def run() -> None:

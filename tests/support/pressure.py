@@ -8,7 +8,7 @@ from engine.contract.regions import Tier
 from policies.training.out_of_memory import DoesNotFit
 from tandem.cli.plan_command import KEYS, Need, min_budget_of, plan_run
 from tandem.config.compose import ComposedConfig, composed
-from tests.training.trainings import SMALL, setting, state_bytes
+from tests.training.trainings import SMALL, run_spec, state_bytes
 
 Words = tuple[str, ...]
 
@@ -124,7 +124,7 @@ def pressing(*words: str) -> Words:
     Whoever has all weights there cannot do with a sixth. Nor can LoRA that keeps activations: its
     states are little more than the frozen weights, beside which activations weigh the more.
     """
-    sixth = budget({Tier.GPU: state_bytes(setting(*words)) // 6})
+    sixth = budget({Tier.GPU: state_bytes(run_spec(*words)) // 6})
     if refusal(*words, *sixth) is None:
         return (*words, *sixth)
     return (*words, *budget({Tier.GPU: _least(*words, *sixth)[Tier.GPU]}))

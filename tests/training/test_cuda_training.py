@@ -33,7 +33,7 @@ from tests.training.trainings import (
 
 
 class Slow(StandIn):
-    """Streams whose launches have ended at the third look, or when a thread has waited for them."""
+    """Streams whose launches have ended at the third poll, or behind a wait of a thread."""
 
     LOOKS = 3
 
@@ -61,7 +61,7 @@ class Slow(StandIn):
 
 @pytest.fixture
 def as_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
-    """`backend=cuda` on this CPU, its streams stand-ins; which devices it asked for, who worked."""
+    """`backend=cuda` on this CPU with stand-ins for streams; notes devices and threads."""
     stand_in, noted = Slow(), defaultdict[str, list[Any]](list)
     stand_in.set_per_process_memory_fraction = lambda share, _: noted["shares"].append(share)
     stand_in.take_over(monkeypatch)
@@ -117,7 +117,7 @@ def test_training_may_take_its_budget_and_the_devices_reserve() -> None:
 def test_little_free_memory_is_told_and_refuses_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Machines that are rented say that little is free, and grow."""
+    """A rented machine may say that little is free, and grow."""
     monkeypatch.setattr(tandem.wiring.machines, "available_bytes", lambda: 1 << 10)
     warn_of_pinned(setting("policy=zero3_offload", "device=h200"))
     warn_of_pinned(run_spec_of(composed(["model=micro_llama", "limit=2", "budget.kv_pages=99"])))
@@ -133,7 +133,7 @@ SHORT = ("device=h200", "training.sequence_tokens=8", "training.sequences=1", "m
 
 
 def as_on_cpu(policy: tuple[str, ...]) -> tuple[str, ...]:
-    """With the memory of the CPU's stand-in, and the reserve of a real device beside it."""
+    """The memory of the CPU's stand-in, and the reserve of a real device beside it."""
     return (*policy, *RECIPE, *ON_GPU)
 
 

@@ -1,4 +1,4 @@
-"""Recipes: learning rates are those of transformers, and what is wrong is told in one line."""
+"""Recipes: learning rates are those of transformers; a wrong recipe is refused in one line."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.support.strategies import cases
 from traces.serving.request import TrainingJob
 from traces.training.recipe import Recipe
 
-THEIRS = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
+TRANSFORMERS_NAMES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
 
 def rates_of_transformers(recipe: Recipe, num_steps: int) -> list[float]:
-    """What transformers.get_scheduler sets for each step, and behind the last."""
+    """The rates that transformers.get_scheduler sets for each step, and behind the last."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=recipe.learning_rate)
-    name, warmup = THEIRS[recipe.schedule], recipe.warmup_steps
+    name, warmup = TRANSFORMERS_NAMES[recipe.schedule], recipe.warmup_steps
     scheduler = get_scheduler(name, optimizer, warmup, num_steps)
     rates = []
     for _ in range(num_steps + 1):
@@ -33,7 +33,7 @@ def rates_of_transformers(recipe: Recipe, num_steps: int) -> list[float]:
 
 @cases(200)
 @given(
-    schedule=st.sampled_from(sorted(THEIRS)),
+    schedule=st.sampled_from(sorted(TRANSFORMERS_NAMES)),
     warmup_steps=st.integers(0, 12),
     num_steps=st.integers(1, 40),
     learning_rate=st.floats(0, 10, allow_subnormal=False),
@@ -42,8 +42,8 @@ def test_rates_are_those_of_transformers_to_the_bit(
     schedule: str, warmup_steps: int, num_steps: int, learning_rate: float
 ) -> None:
     recipe = Recipe(schedule=schedule, warmup_steps=warmup_steps, learning_rate=learning_rate)
-    ours = [recipe.learning_rate_at(step, num_steps) for step in range(num_steps + 1)]
-    assert ours == rates_of_transformers(recipe, num_steps)
+    own = [recipe.learning_rate_at(step, num_steps) for step in range(num_steps + 1)]
+    assert own == rates_of_transformers(recipe, num_steps)
 
 
 def test_constant_without_warmup_is_their_constant() -> None:
@@ -59,10 +59,10 @@ def test_there_is_no_rate_of_a_step_that_is_not_taken() -> None:
 
 
 def test_defaults_are_those_of_torchs_adamw() -> None:
-    theirs = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).defaults
-    ours = Recipe()
-    assert (ours.learning_rate, ours.betas) == (theirs["lr"], theirs["betas"])
-    assert (ours.eps, ours.weight_decay) == (theirs["eps"], theirs["weight_decay"])
+    torch_defaults = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).defaults
+    own = Recipe()
+    assert (own.learning_rate, own.betas) == (torch_defaults["lr"], torch_defaults["betas"])
+    assert (own.eps, own.weight_decay) == (torch_defaults["eps"], torch_defaults["weight_decay"])
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_defaults_are_those_of_torchs_adamw() -> None:
         ({"lora_alpha": 8.0}, "lora_alpha says nothing with lora_rank=null"),
     ],
 )
-def test_what_is_wrong_is_one_line(settings: dict[str, Any], what: str) -> None:
+def test_a_wrong_recipe_is_refused_in_one_line(settings: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what) as caught:
         Recipe(**settings)
     assert str(caught.value).startswith("recipe.") and "\n" not in str(caught.value)
@@ -117,7 +117,7 @@ def test_what_is_wrong_is_one_line(settings: dict[str, Any], what: str) -> None:
         ({"recipe": Recipe(frozen_units=3, lora_rank=2)}, "freeze fewer than 3 of its 4 units"),
     ],
 )
-def test_a_job_that_cannot_be_is_one_line(settings: dict[str, Any], what: str) -> None:
+def test_an_impossible_job_is_refused_in_one_line(settings: dict[str, Any], what: str) -> None:
     sound: dict[str, Any] = {"job_id": 7, "arrival_ns": 0, "num_units": 4, "sequence_tokens": 8}
     TrainingJob(**sound, recipe=Recipe(frozen_units=3))
     with pytest.raises(ValueError, match=what) as caught:

@@ -81,7 +81,7 @@ def test_chunks_need_not_follow_units(elements: int, mode: Mode) -> None:
 
 
 def test_chunks_may_be_longer_than_their_parameters() -> None:
-    """PatrickStar's are all of one size."""
+    """PatrickStar's chunks are all of one size."""
     recipe = Recipe(dtype="bfloat16", learning_rate=1e-2)
     hand = check(Task(tiny(), recipe, 2, 2), MIXED, padding=77)
     assert hand.peak_bytes[Kind.WEIGHT] >= 2 * 77
@@ -114,7 +114,7 @@ def living(num_steps: int, recipe: Recipe) -> int:
 )
 def test_steps_leave_no_tensors_behind(recipe: Recipe) -> None:
     """Neither states of dropout below what trains, nor losses."""
-    living(1, recipe)  # what is made once
+    living(1, recipe)  # tensors that are made once
     assert living(1, recipe) == living(4, recipe) > 0
 
 
@@ -157,7 +157,7 @@ def test_adapters_in_bfloat16() -> None:
 
 
 def test_jobs_that_take_turns_are_each_alone() -> None:
-    """Also in dropout: other draws in between change nothing."""
+    """Also in dropout: draws of another job in between change nothing."""
     first, second = Task(tiny("llama"), FULL, 2, 2), Task(tiny("gpt2"), FULL, 3, 1, seed=1)
     store = RegionStore()
     hands = [Hand(first, store, MIXED), Hand(second, store, (RECOMPUTE, OFFLOAD), job_id=1)]
@@ -165,7 +165,7 @@ def test_jobs_that_take_turns_are_each_alone() -> None:
     before = torch.get_rng_state()
     while running:
         running = [operations for operations in running if next(operations, True) is None]
-    assert torch.equal(before, torch.get_rng_state()), "other people's draws are theirs"
+    assert torch.equal(before, torch.get_rng_state()), "draws of other code are unchanged"
     for hand, task in zip(hands, (first, second), strict=True):
         assert_equal(hand.result(), reference(task))
 
@@ -175,7 +175,9 @@ def test_jobs_that_take_turns_are_each_alone() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("chunks_of", [by_unit, by_size(1), by_size(7000)])
-def test_more_of_it(family: str, tied: bool, microbatches: int, chunks_of) -> None:  # type: ignore[no-untyped-def]
+def test_more_combinations_train_as_plain_torch(
+    family: str, tied: bool, microbatches: int, chunks_of
+) -> None:  # type: ignore[no-untyped-def]
     task = Task(tiny(family, tie_embeddings=tied), FULL, 2, microbatches, sequences=3)
     for i, modes in enumerate([(KEEP,), (RECOMPUTE,), (OFFLOAD,), MIXED]):
         check(task, modes, chunks_of=chunks_of, spills_inputs=i % 2 == 0, is_exclusive=i < 2)

@@ -1,4 +1,4 @@
-"""What a trainer refuses: work out of order, on what is not there, and what cannot be trained."""
+"""A trainer refuses work out of order, work on missing regions, and untrainable models."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_overwritten_weights_are_not_computed_with() -> None:
         hand.trainer.forward(4, 0, Mode.KEEP)
 
 
-def test_what_cannot_be_trained() -> None:
+def test_untrainable_models_are_refused() -> None:
     with pytest.raises(ValueError, match="no parameter of this model trains"):
         Task(tiny(), Recipe(frozen_units=5)).build()
     model = Task(tiny("opt"), Recipe()).build()
@@ -141,7 +141,7 @@ def test_what_cannot_be_trained() -> None:
 
 
 def test_any_thread_may_do_any_operation() -> None:
-    """Here each thread does every other one."""
+    """Two threads take turns."""
     start = partial(torch.set_num_threads, 1)
     with (
         ThreadPoolExecutor(1, initializer=start) as a,
@@ -153,9 +153,9 @@ def test_any_thread_may_do_any_operation() -> None:
             turns.reverse()
             turns[0].submit(work, *args).result()
 
-        ours = Hand(TASK, RegionStore(), MODES, run=run).finish()
+        own = Hand(TASK, RegionStore(), MODES, run=run).finish()
         plain = a.submit(plainly, TASK).result()
-    assert_equal(ours, plain)
+    assert_equal(own, plain)
 
 
 def test_chunks_are_updated_by_several_threads_at_once() -> None:

@@ -74,8 +74,8 @@ def test_without_clipping_updates_wait_for_their_own_gradients_alone(name: str) 
 
 @pytest.mark.parametrize("clock", ["service", "wall"])
 @pytest.mark.parametrize("name", ["margin", "host", "zero3_offload"])
-def test_it_is_plain_training(name: str, clock: str) -> None:
-    """Clipped for real: without it the weights would be others."""
+def test_clipped_training_is_plain_training(name: str, clock: str) -> None:
+    """Clipping takes effect: without it the weights would differ."""
     words = (*POLICIES[name], CLIPS)
     run = train("cpu", *words, f"backend.clock={clock}")
     assert not differing(run.result, plain(*words))

@@ -110,7 +110,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_text_of_ones_own_is_imported_once(
+def test_a_users_text_is_imported_once(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [f"training.data.path={text}", "training.data.text_field=body"]
@@ -127,7 +127,7 @@ def test_text_of_ones_own_is_imported_once(
     assert account["tokens_dropped"] < 8 and account["tokens_beyond_vocabulary"] == 0
 
 
-def test_rows_that_nothing_came_of_are_told(
+def test_untrained_rows_are_reported(
     text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text.write_text(text.read_text(encoding="utf-8") + '{"bad\n{"other": 1}\n', encoding="utf-8")
@@ -139,7 +139,7 @@ def test_rows_that_nothing_came_of_are_told(
     assert f"{text.name}: not trained on, of its rows: 1 (no body field)" in told
 
 
-def test_of_a_text_that_was_imported_before_nothing_is_told(
+def test_no_import_is_reported_of_an_imported_text(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run_spec_of(composed(["trace=none", "policy=zero3_offload", "training=sample"]))
@@ -166,7 +166,7 @@ def test_a_warm_up_that_outlasts_the_job_is_told(
         assert f"never comes to 0.001, it is {most:g} at most; take a shorter" in line
 
 
-def test_text_is_not_taken_for_what_is_imported(text: Path, tmp_path: Path) -> None:
+def test_a_text_file_is_no_imported_text(text: Path, tmp_path: Path) -> None:
     for path in (text, SAMPLES / "text_sample.jsonl"):
         with pytest.raises(ValueError, match=r"name its tokenizer with training\.data"):
             Text(path=str(path)).file(tmp_path)

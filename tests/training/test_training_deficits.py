@@ -1,4 +1,4 @@
-"""Too little memory to train: refused where the deficit is real, in the same words everywhere."""
+"""Too little memory to train: refused where the deficit is real, in equal words everywhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAIRS = [(policy, [*CASES][2 * i % len(CASES)]) for i, policy in enumerate(POLIC
 def test_too_little_is_refused_in_the_same_words_everywhere(
     policy: str, case: str, tier: Tier, permille: int
 ) -> None:
-    """Nobody asks for more than the least in which the job trains; what is enough is used alike.
+    """No backend asks for more than the least budget in which the job trains.
 
     Where what is fetched is paged by an order (LRU, FIFO, OPT) into tiers of which neither has much
     to spare, more memory may lay things out worse: Belady's anomaly, with chunks of unequal size.
@@ -51,7 +51,7 @@ def test_too_little_is_refused_in_the_same_words_everywhere(
 
 @pytest.mark.broad(8)
 @pytest.mark.parametrize(("policy", "case"), PAIRS)
-def test_what_is_enough_in_the_simulator_is_enough(policy: str, case: str) -> None:
+def test_a_budget_that_suffices_in_the_simulator_suffices(policy: str, case: str) -> None:
     words = (*SHALLOW, *POLICIES[policy], *CASES[case])
     wanted = plain("policy=train_on_device", *SHALLOW, *CASES[case])
     for backend in ("lockstep", "cpu"):
@@ -59,7 +59,7 @@ def test_what_is_enough_in_the_simulator_is_enough(policy: str, case: str) -> No
 
 
 def outcome(backend: str, words: Words, need: Need) -> str | list[str]:
-    """What is told of too little memory; the plans where it is enough."""
+    """The error of too little memory; the plans where memory suffices."""
     try:
         return train(backend, *words, *budget(need)).log
     except DoesNotFit as error:

@@ -1,4 +1,4 @@
-"""What training holds in no region stays small change, and does not grow from step to step."""
+"""Memory of training outside of regions stays small, and does not grow from step to step."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_lies_in_no_region_is_small_change(
+def test_memory_outside_of_regions_is_small(
     policy: str, mode: str, monkeypatch: pytest.MonkeyPatch, small_heap: None
 ) -> None:
-    """Found by the collector's census at the end of each step. Losses, 4 bytes each, are kept:
-    somebody may ask for them."""
+    """Found by the collector's census at the end of each step. Losses, 4 bytes each, are kept
+    as results."""
     beside = unclaimed(monkeypatch, *POLICIES[policy], f"planner.modes={mode}", CLIP, DROPOUT)
     assert len(beside) == STEPS
     assert beside[0] >= 0 and max(beside) <= SMALL_CHANGE_BYTES
@@ -54,7 +54,7 @@ def test_frozen_units_that_draw_leave_nothing(
 def test_the_census_sees_what_a_trainer_hides(
     monkeypatch: pytest.MonkeyPatch, small_heap: None
 ) -> None:
-    """A copy of what it has been given, behind the store's back."""
+    """A copy of a storage behind the store's back."""
     hidden: list[torch.Tensor] = []
     beside = unclaimed(monkeypatch, *POLICIES["zero3_offload"], hidden=hidden)
     assert beside[-1] - beside[0] >= (STEPS - 1) * hidden[0].nbytes

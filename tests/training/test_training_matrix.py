@@ -35,7 +35,7 @@ ROOMY = "budget.device_bytes=200000000"
 @pytest.mark.broad(36)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_it_trains_as_plain_torch_and_is_decided_alike(policy: str, case: str) -> None:
+def test_backends_train_as_plain_torch_and_decide_alike(policy: str, case: str) -> None:
     """To the bit, bfloat16 too: the bound is 0, since each number is computed by the same kernels
     from the same numbers in the same order, whatever lay elsewhere meanwhile."""
     trains_plainly_and_alike(policy, CASES[case])
@@ -44,7 +44,9 @@ def test_it_trains_as_plain_torch_and_is_decided_alike(policy: str, case: str) -
 @pytest.mark.broad(144)
 @pytest.mark.parametrize("case", GRID)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_so_does_each_mode_with_each_accumulation_full_and_lora(policy: str, case: str) -> None:
+def test_each_mode_trains_as_plain_torch_with_each_accumulation_full_and_lora(
+    policy: str, case: str
+) -> None:
     """In fp32."""
     trains_plainly_and_alike(policy, GRID[case])
 
@@ -69,7 +71,7 @@ def test_steps_that_are_planned_unasked_train_the_same(policy: str) -> None:
 @pytest.mark.broad(72)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_so_it_does_with_a_thread_for_each_lane(policy: str, case: str) -> None:
+def test_a_thread_for_each_lane_trains_as_plain_torch(policy: str, case: str) -> None:
     """A job comes at the start, and no policy of training decides by a duration: so law 11 holds of
     the wall clock, too."""
     words = pressing(*job_of(policy, *CASES[case]))
@@ -91,14 +93,14 @@ def test_gradients_may_take_the_place_of_weights(policy: str, mode: Mode) -> Non
 
 
 def trains_plainly_and_alike(policy: str, traits: Words) -> dict[str, Trained]:
-    """Tried in the simulator, in lockstep and on the CPU, in memory that presses."""
+    """In the simulator, in lockstep and on the CPU, in scarce memory."""
     words = pressing(*job_of(policy, *traits))
     runs = {name: train(name, *words) for name in ("sim", "lockstep", "cpu")}
     capacity_bytes = runs["sim"].setting.room.capacity_bytes[GPU]
     if has_sixth(policy, *traits):
         assert capacity_bytes == state_bytes(runs["sim"].setting) // 6
     if policy in EVICTING:
-        assert runs["sim"].log != train("sim", *words, ROOMY).log, "nobody had to make room"
+        assert runs["sim"].log != train("sim", *words, ROOMY).log, "no policy had to make room"
     for name in ("lockstep", "cpu"):
         found = runs[name]
         assert not differing(found.result, trained_plainly(traits))
@@ -109,12 +111,12 @@ def trains_plainly_and_alike(policy: str, traits: Words) -> dict[str, Trained]:
 
 
 def trained_plainly(traits: Words) -> Result:
-    """What plain torch makes of it: the same for every policy."""
+    """The result of plain torch, equal for every policy."""
     return plain("policy=train_on_device", *JOB, *traits)
 
 
 def measured_bytes(found: Trained) -> list[int]:
-    """What torch's storages on the device come to, by the meter, at each row that it read."""
+    """Bytes of torch's storages on the device, at each row that the meter has read."""
     rows = found.recorder.tables()["memory"].to_pylist()
     measured = [r["measured_bytes"] for r in rows if r["tier"] == "gpu"]
     return [nbytes for nbytes in measured if nbytes is not None]

@@ -1,4 +1,4 @@
-"""What training makes beside its regions: nothing that stays, and workspaces as they are booked."""
+"""Storages beside regions: none that stays, and workspaces as booked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def tracked(task: Task, **settings: Any) -> tuple[Hand, dict[str, list[int]]]:
-    """Runs a job by hand; peaks of its backwards and updates. What they leave lies in the store."""
+    """Runs a job by hand; peaks of its backwards and updates. Their results lie in the store."""
     peaks: dict[str, list[int]] = {"backward": [], "update": []}
 
     def run(work: Any, *args: Any) -> None:
@@ -57,23 +57,23 @@ def tracked(task: Task, **settings: Any) -> tuple[Hand, dict[str, list[int]]]:
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_what_a_backward_leaves_lies_in_regions(
+def test_a_backwards_results_lie_in_regions(
     family: str, dtype: str, microbatches: int, chunks_of: Any
 ) -> None:
-    """Also the first share of a tied table, which waits for the second."""
+    """Also the first gradient of a tied table, which waits for the second."""
     recipe = Recipe(dtype=dtype)
     for tied in (False, True):
         task = Task(tiny(family, tie_embeddings=tied), recipe, 2, microbatches)
         tracked(task, chunks_of=chunks_of)
 
 
-def test_where_gradients_take_the_place_of_weights_it_does_too() -> None:
+def test_results_lie_in_regions_where_gradients_replace_weights() -> None:
     task = Task(tiny("gpt2", tie_embeddings=True), Recipe(dtype="bfloat16"))
     tracked(task, reuses=True)
 
 
-def test_the_share_of_a_tied_table_waits_in_a_buffer() -> None:
-    """From the second microbatch on; in the first the sum itself is the place to wait."""
+def test_the_gradient_of_a_tied_table_waits_in_a_buffer() -> None:
+    """From the second microbatch on; in the first the gradient waits in the sum itself."""
     task = Task(tiny("gpt2", tie_embeddings=True), Recipe(), 1, 2)
     hand, waiting = Hand(task, RegionStore(), (Mode.KEEP,)), []
     table_bytes = 4 * task.spec.vocab_size * task.spec.hidden_size
@@ -86,7 +86,7 @@ def test_the_share_of_a_tied_table_waits_in_a_buffer() -> None:
 
 
 def test_a_first_gradient_is_not_copied() -> None:
-    """Autograd's own memory becomes that of the sum; later ones are added there."""
+    """Autograd's own storage becomes that of the sum; later gradients are added there."""
     hand = Hand(Task(tiny(), Recipe(), 1, 2), RegionStore(), (Mode.KEEP,))
     seen: list[list[int]] = []
 
@@ -117,7 +117,7 @@ def pointers(hand: Hand, region: Any) -> list[int]:
 def test_an_update_takes_what_is_laid_out(
     dtype: str, name: str, pieces_of: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """16-bit gradients are widened one piece at a time, and nothing else is made."""
+    """16-bit gradients are widened one piece at a time, and no other storage is made."""
     monkeypatch.setattr(optimizer, "WIDENED", pieces_of)
     monkeypatch.setattr("engine.contract.layout.WIDENED", pieces_of)
     task = Task(tiny(), Recipe(optimizer=name, dtype=dtype), 1, 1)

@@ -59,7 +59,7 @@ def test_a_clock_of_reference_works_is_kept_by_all_shapes() -> None:
     assert shaped.config["training"]["sequence_tokens"] == 32
 
 
-def test_nothing_to_train_is_told(tmp_path: Path) -> None:
+def test_calibration_without_a_training_job_is_refused(tmp_path: Path) -> None:
     point = composed(["backend=sim"])
     with pytest.raises(ValueError, match="nothing to train: choose a job with training="):
         calibrate_training(point, tmp_path / "profile")

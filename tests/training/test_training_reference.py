@@ -38,13 +38,13 @@ def test_a_unit_gives_the_same_gradients_whenever_it_runs(works: Works) -> None:
     assert len(first) > 5 and all(g.abs().sum() > 0 for g in first)  # type: ignore
 
 
-def test_both_take_time_and_the_update_stays_finite(works: Works) -> None:
+def test_both_works_take_time_and_the_update_stays_finite(works: Works) -> None:
     assert min(settled_ns(works, rounds=3)) > 0
     _, update = works
     assert all(torch.isfinite(weight).all() for weight in update._weights)  # type: ignore
 
 
-def test_launches_go_by_the_unit_and_updates_by_the_update(works: Works) -> None:
+def test_launches_are_paced_by_the_unit_and_updates_by_the_update(works: Works) -> None:
     pace = TrainingPace((1000, 1000), works)
     for _ in range(WINDOW):
         pace._decode.note(2000)

@@ -1,4 +1,4 @@
-"""A measured plan log of training played back: the same bytes, copies and losses."""
+"""A measured plan log of training played back: equal bytes, copies and losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAIRS = [
 def test_a_replay_has_identical_bytes_copies_and_losses(
     policy: str, clock: str, case: str, tmp_path: Path, short_probes: None
 ) -> None:
-    """On the chunks of the run that is played back: nobody says again how they were laid out. A
+    """On the chunks of the run that is played back, which need no layout of their own. A
     replay can be played back in its turn."""
     words = pressing(*JOB, *POLICIES[policy], *CASES[case])
     measured = run(tmp_path / "a", *words, "backend=cpu", f"backend.clock={clock}")
@@ -61,13 +61,13 @@ def run(folder: Path, *words: str) -> Run:
 
 
 def booked(run: Run) -> list[tuple[Any, ...]]:
-    """Bytes of each tier after each booking, by what they are for."""
+    """Bytes of each tier after each booking, by kind."""
     columns = ["step", "tier", "capacity_bytes", *(f"{kind}_bytes" for kind in BYTES)]
     rows = run.memory[run.memory["cause"].eq("issue")]
     return [*rows[columns].itertuples(index=False, name=None)]
 
 
 def copies(run: Run) -> list[tuple[Any, ...]]:
-    """Every copy: in which plan, which way, how many bytes."""
+    """Every copy: its plan, direction and bytes."""
     rows = run.steps[run.steps["lane"].str.contains("->")]
     return sorted(rows[["step", "lane", "nbytes"]].itertuples(index=False, name=None))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.support.pressure import STREAMING, WHOLE
-from tests.training.trainings import GPU, Trained, differing, plain, setting, state_bytes, train
+from tests.training.trainings import GPU, Trained, differing, plain, run_spec, state_bytes, train
 
 CHUNKS = "planner.chunk_elements=40000"  # about a layer: more than any table of the model
 RECIPE = (
@@ -22,7 +22,7 @@ TIGHT = ("training.sequence_tokens=8", "training.sequences=1", "model.num_layers
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda words: words[0])
 def test_a_policy_trains_as_plain_torch(policy: tuple[str, ...]) -> None:
-    """And decides in the simulator as it does where the work is done (law 11)."""
+    """Decisions in the simulator equal those of the runtime (law 11)."""
     runs = {name: train(name, *policy, *RECIPE) for name in ("sim", "lockstep", "cpu")}
     for name in ("lockstep", "cpu"):
         assert not differing(runs[name].result, plain(*policy, *RECIPE))
@@ -47,10 +47,10 @@ def test_real_lanes_train_the_same(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", STREAMING)
-def test_it_does_so_in_a_sixth_of_the_memory_of_its_states(policy: str) -> None:
-    """What the meter finds is what the ledger has booked, but for token ids (law 14)."""
+def test_a_policy_trains_in_a_sixth_of_the_memory_of_its_states(policy: str) -> None:
+    """The meter reads what the ledger has booked, but for token ids (law 14)."""
     words = (f"policy={policy}", *TIGHT)
-    whole = state_bytes(setting(*words))
+    whole = state_bytes(run_spec(*words))
     words = (*words, f"budget.device_bytes={whole // 6}")
     found = train("lockstep", *words, "device.host_plan_ns=0", "device.host_slice_ns=0")
     assert not differing(found.result, plain(*words))
@@ -59,14 +59,14 @@ def test_it_does_so_in_a_sixth_of_the_memory_of_its_states(policy: str) -> None:
     assert set(off_bytes(found)) <= {0, *IDS_BYTES}
 
 
-def test_its_clock_may_count_reference_works() -> None:
+def test_a_training_clock_may_count_reference_works() -> None:
     """Those of a model like the one that is trained, beside it: nothing it computes is changed."""
     words = ("policy=train_on_device", *RECIPE)
     paced = train("cpu", *words, "backend.reference_ns=[1000000,1000000]")
     assert not differing(paced.result, plain(*words))
 
 
-def test_a_tied_table_is_booked_while_its_share_waits() -> None:
+def test_a_tied_table_is_booked_while_its_gradient_waits() -> None:
     """From the head's backward to the embedding's, but in the first microbatch of a step."""
     words = ("policy=zero3_offload", "model.tie_embeddings=true", "training.microbatches=2")
     found = train("lockstep", *words, "device.host_plan_ns=0", "device.host_slice_ns=0")
@@ -85,13 +85,13 @@ IDS_BYTES = (64, 72)  # of 8 token ids, and with the loss's count of them
 
 
 def held_bytes(found: Trained) -> list[int]:
-    """What the device's ledger holds, at each row."""
+    """Bytes that the device's ledger holds, at each row."""
     rows = found.recorder.tables()["memory"].to_pylist()
     return [r["capacity_bytes"] - r["free_bytes"] for r in rows if r["tier"] == "gpu"]
 
 
 def off_bytes(found: Trained) -> list[int]:
-    """What the meter finds beyond the ledger, in both tiers."""
+    """Bytes that the meter reads beyond the ledger, in both tiers."""
     rows = found.recorder.tables()["memory"].to_pylist()
     read = [r for r in rows if r["measured_bytes"] is not None]
     booked = [r["capacity_bytes"] - r["free_bytes"] - r["coming_bytes"] for r in read]

@@ -1,4 +1,4 @@
-"""The calibration grid of training: what tells rows from pairs, and nothing that is too big."""
+"""The calibration grid of training: shapes that separate rows from pairs, none too big."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.measure.shapes import SHORTEST, TrainingLimits
-from runtime.measure.shapes import training_grid as grid
-from runtime.measure.shapes import training_holdout as holdout
+from runtime.measure.shapes import (
+    SHORTEST,
+    TrainingLimits,
+    training_grid,
+    training_holdout,
+)
 
 LIMITS = st.builds(TrainingLimits, st.integers(SHORTEST, 4096), st.integers(2 * SHORTEST, 8192))
 
 
 @given(LIMITS)
 def test_all_shapes_fit_and_none_is_measured_twice(limits: TrainingLimits) -> None:
-    found = grid(limits)
+    found = training_grid(limits)
     assert len(set(found)) == len(found)
     assert all(limits.admit(shape) for shape in found)
     reached = max(shape.rows for shape in found)
@@ -26,22 +29,22 @@ def test_all_shapes_fit_and_none_is_measured_twice(limits: TrainingLimits) -> No
 
 @given(LIMITS, st.integers(0, 3))
 def test_held_out_shapes_are_between_and_not_in_the_grid(limits: TrainingLimits, seed: int) -> None:
-    found = holdout(limits, seed)
-    assert not set(found) & set(grid(limits))
+    found = training_holdout(limits, seed)
+    assert not set(found) & set(training_grid(limits))
     assert all(limits.admit(shape) for shape in found)
-    assert found == holdout(limits, seed)
+    assert found == training_holdout(limits, seed)
 
 
 def test_equal_rows_come_in_several_lengths() -> None:
-    """Else a layer's attention could not be told from its products."""
+    """Else a layer's attention could not be separated from its products."""
     lengths = defaultdict(set)
-    for shape in grid(TrainingLimits(1024, 4096)):
+    for shape in training_grid(TrainingLimits(1024, 4096)):
         lengths[shape.rows].add(shape.tokens)
     assert [rows for rows in sorted(lengths) if rows >= 256] == [256, 512, 1024, 2048, 4096]
     assert all(len(found) >= 2 for rows, found in lengths.items() if rows >= 64)
-    assert len(grid(TrainingLimits(1024, 4096))) <= 24
+    assert len(training_grid(TrainingLimits(1024, 4096))) <= 24
 
 
-def test_what_is_too_small_to_measure_is_told() -> None:
+def test_limits_without_a_shape_are_refused() -> None:
     with pytest.raises(ValueError, match="no microbatch of 16 tokens or more fits 8 positions"):
-        grid(TrainingLimits(8, 512))
+        training_grid(TrainingLimits(8, 512))

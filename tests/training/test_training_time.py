@@ -30,7 +30,7 @@ POLICIES = (
 
 
 def run_of(*steps: tuple[str, str | None, int, int]) -> Run:
-    """Of one training job that was issued at 100 and ended at 200."""
+    """The parts of one training job that was issued at 100 and ended at 200."""
     training = pd.DataFrame({"start_ns": [100, 150], "end_ns": [150, 200]})
     tables = {name: pd.DataFrame() for name in ("requests", "memory", "plans")}
     rows = pd.DataFrame(steps, columns=STEPS)
@@ -71,7 +71,7 @@ def test_launches_whose_clocks_overlap_count_once() -> None:
 
 @pytest.mark.parametrize("words", POLICIES, ids=[words[0] for words in POLICIES])
 def test_parts_of_a_run_add_up(words: tuple[str, ...]) -> None:
-    """And each is what one sees who looks at every moment when something begins or ends."""
+    """Each part equals a count over the moments at which a span begins or ends."""
     run = plan_run(composed([*SMALL, *words, "backend=sim"])).run
     found, rows = time_shares(run), run.steps[run.steps["lane"].isin(("compute", "cpu"))]
     assert sum(found.values()) == pytest.approx(1)

@@ -1,4 +1,4 @@
-"""What a run that trains and serves nothing says of itself: on the screen, on file, compared."""
+"""A run that trains and serves nothing: its screen, its report, its comparison."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     return sim, lockstep
 
 
-def test_its_metrics_are_those_of_training(tmp_path: Path) -> None:
+def test_metrics_of_a_training_run_are_those_of_training(tmp_path: Path) -> None:
     run, metrics = trained(tmp_path / "run", "backend=sim")
     kept = [name for name in metrics if name != "num_plans" and name.startswith(OF_SERVING)]
     assert not kept and metrics["train_steps"] == metrics["train_steps_asked"] == 3
@@ -53,7 +53,7 @@ def test_its_metrics_are_those_of_training(tmp_path: Path) -> None:
     assert brief(metrics).startswith("3 of 3 steps, ")
 
 
-def test_its_report_shows_training_alone(
+def test_the_report_of_a_training_run_shows_training_alone(
     runs: tuple[Run, Run], tmp_path: Path, unrendered: None
 ) -> None:
     page = write_run_report(runs[1], tmp_path / "report")

@@ -45,7 +45,7 @@ def job_of(
     recipe: Recipe | None = None,
     **more: Any,
 ) -> TrainingJob:
-    """A job on a model, with whatever differs."""
+    """A job on a model, with other settings."""
     units = spec.num_layers + 2
     return TrainingJob(0, 0, units, tokens, sequences, recipe=recipe or Recipe(), **more)
 

@@ -42,7 +42,7 @@ def tiny(family: str = "llama", **fields: Any) -> ModelSpec:
 
 @dataclass(frozen=True)
 class Task:
-    """What to train, on how much random text."""
+    """The model, recipe and random text of a job."""
 
     spec: ModelSpec
     recipe: Recipe = DEFAULT
@@ -118,7 +118,7 @@ def by_unit(model: Any) -> list[list[int]]:
 
 
 def by_size(elements: int) -> Callable[[Any], list[list[int]]]:
-    """Parameters in their order, in chunks of about so many numbers: they do not follow units."""
+    """Parameters in order, in chunks of about equal size, which do not follow units."""
 
     def chunks(model: Any) -> list[list[int]]:
         found: list[list[int]] = []
@@ -143,7 +143,7 @@ class Hand:
 
     All chunks start and end on the host. `is_exclusive`: a chunk is in one tier at a time, else
     its weights stay on the host too. `updates_on`: the tier of each chunk's update.
-    `spills_inputs`: inputs of units wait for the backward on the host. `padding`: numbers behind
+    `spills_inputs`: inputs of units wait for the backward on the host. `padding`: elements behind
     each chunk's own. `run` calls what computes or copies: here, or on some thread.
     """
 
@@ -198,7 +198,7 @@ class Hand:
     def hidden(self, unit: int, k: int, tier: Tier = GPU) -> Place:
         return regions.hidden(self.job_id, unit, self.units.num_units, k, tier)
 
-    def flow(self, unit: int) -> Place:
+    def input_gradient(self, unit: int) -> Place:
         return regions.flow(self.job_id, unit)
 
     def norm(self, tier: Tier = GPU) -> Place:
@@ -212,7 +212,7 @@ class Hand:
     def clips(self) -> bool:
         return self.has_update and self.task.recipe.clip_norm is not None
 
-    def aside(self, k: int) -> list[Place]:
+    def tied_gradient(self, k: int) -> list[Place]:
         """Where a tied table's gradient waits in a microbatch; nowhere if the sum may be begun."""
         trained = self.units.trained_of
         is_tied = sum(map(len, trained)) > len({p for own in trained for p in own})
@@ -300,8 +300,8 @@ class Hand:
         for chunk in () if self.reuses else self.grown[unit]:
             self.fetch_gradient(chunk)
         if unit > first:
-            self.store.grow(self.flow(unit), 1)
-        for place in self.aside(k) if is_head else ():
+            self.store.grow(self.input_gradient(unit), 1)
+        for place in self.tied_gradient(k) if is_head else ():
             self.store.grow(place, 1)
         makes_norm = self.clips and unit == first and (k + 1) % self.task.microbatches == 0
         if makes_norm:
@@ -312,13 +312,13 @@ class Hand:
             self.move(self.norm(), HOST, keeps=True)
             self.norms = [self.norm(), self.norm(HOST)]
         self.look()
-        for place in self.aside(k) if unit == first else ():
+        for place in self.tied_gradient(k) if unit == first else ():
             self.store.free(place)
         self.store.free(self.saved(unit, k))
         if unit:
             self.store.free(self.hidden(unit, k))
         if not is_head:
-            self.store.free(self.flow(unit + 1))
+            self.store.free(self.input_gradient(unit + 1))
         for chunk in () if self.reuses else self.grown[unit]:
             self.move(self.gradient(chunk, GPU), HOST)
         for chunk in self.read[unit]:
@@ -372,11 +372,9 @@ class Hand:
         return losses, dict(self.trainer.state_dict())
 
 
-def assert_equal(ours: Result, plain: Result) -> None:
+def assert_equal(own: Result, plain: Result) -> None:
     """To the bit."""
-    assert ours[0] == plain[0]
-    assert ours[1].keys() == plain[1].keys()
-    differing = [
-        name for name, weight in plain[1].items() if not torch.equal(ours[1][name], weight)
-    ]
+    assert own[0] == plain[0]
+    assert own[1].keys() == plain[1].keys()
+    differing = [name for name, weight in plain[1].items() if not torch.equal(own[1][name], weight)]
     assert not differing

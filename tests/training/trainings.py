@@ -42,7 +42,7 @@ SMALL = (
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """What a run has left."""
+    """The result of a run."""
 
     setting: RunSpec
     recorder: Recorder
@@ -57,12 +57,12 @@ class Trained:
 
     @property
     def log(self) -> list[str]:
-        """The plans, without when."""
+        """The plans, without their times."""
         return [row["body"] for row in self.recorder.tables()["plans"].to_pylist()]
 
 
-def setting(*overrides: str) -> RunSpec:
-    """The setting of a small training run."""
+def run_spec(*overrides: str) -> RunSpec:
+    """The RunSpec of a small training run."""
     return run_spec_of(composed([*SMALL, *overrides]))
 
 
@@ -78,7 +78,7 @@ def train(backend: str, *overrides: str) -> Trained:
 
 
 def train_at(point: ComposedConfig) -> Trained:
-    """The same of a whole configuration."""
+    """Carries a training run of a whole configuration out."""
     found = run_spec_of(point)
     with _one_thread(), backend_of(found, point.config["backend"]) as world:
         recorder = Recorder(world.meter)
@@ -124,21 +124,21 @@ class _Task:
 
 @lru_cache
 def plain(*overrides: str, device: str = "cpu") -> Result:
-    """Losses and weights of plain torch training of the same job."""
-    found = setting(*overrides)
+    """Losses and weights of plain torch training of the job."""
+    found = run_spec(*overrides)
     with _one_thread():
         return plainly(_Task(found.trainees[0], found.seed), device)  # type: ignore[arg-type]
 
 
-def differing(ours: Result, other: Result) -> Sequence[str]:
-    """Where two results are not equal to the bit."""
+def differing(own: Result, other: Result) -> Sequence[str]:
+    """The parts in which two results are not equal to the bit."""
     wrong = [
         f"loss {k}"
-        for k, pair in enumerate(zip(*(r[0] for r in (ours, other)), strict=True))
+        for k, pair in enumerate(zip(*(r[0] for r in (own, other)), strict=True))
         if len({*pair}) > 1
     ]
-    assert ours[1].keys() == other[1].keys()
-    return wrong + [name for name in other[1] if not torch.equal(ours[1][name], other[1][name])]
+    assert own[1].keys() == other[1].keys()
+    return wrong + [name for name in other[1] if not torch.equal(own[1][name], other[1][name])]
 
 
 @contextmanager
