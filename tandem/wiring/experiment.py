@@ -128,7 +128,7 @@ def engine_of(run_spec: RunSpec, backend: Backend, recorder: Recorder | None = N
         run_spec.policy,
         backend.executor,
         run_spec.room.capacity_bytes,
-        run_spec.room.page,
+        run_spec.page,
         devices=run_spec.replicas,
         router=run_spec.router,
         depth=run_spec.depth,
