@@ -173,7 +173,7 @@ def _largest_models(
                 return  # serves
             words = _apart(task, common)
             rows.append(Tried(words, known.get("parameters", 0), state == OK))
-    if len({model_of(row.words) for row in rows}) > 1:
+    if len({model_of(row.overrides) for row in rows}) > 1:
         yield from (f"{line}\n" for line in told_largest_models(rows, "trained"))
 
 
