@@ -73,7 +73,7 @@ def main(words: Sequence[str]) -> int:
 def carry_out(
     tasks: Sequence[PointTask], jobs: int, engine: str, options: Mapping[str, Any]
 ) -> None:
-    """Runs the tasks through an engine; what becomes of each is in its folder."""
+    """Runs the tasks through an engine; the outcome of each is in its folder."""
     if not tasks:
         return
     from tandem.sweeps.workers import import_files
