@@ -1,6 +1,6 @@
 """The hot path compiled ahead of time: parts of engine, policies and sim as C extensions (mypyc).
 
-`python -m tandem.compiled` builds, where the sources have changed since; `python -m tandem.compiled
+`python -m tandem.compiled` builds, unless the build is of these sources; `python -m tandem.compiled
 WORDS` does that and runs `python WORDS` on the build. Results are those of the interpreted form,
 byte for byte (tests/laws/test_compiled.py). What is compiled is a copy in build/compiled: nothing
 lies beside the sources that could shadow them, and a build of other sources is refused.

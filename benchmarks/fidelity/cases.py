@@ -33,7 +33,7 @@ from tandem.cli.calibrate import main as calibrate
 from tandem.cli.compare import replay_of
 from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
-from tandem.wiring.folder import OK, aside_of, commit, host, status_of
+from tandem.wiring.folder import OK, commit, host, running_folder, status_of
 from tandem.wiring.profile import FITTED, fitted_replay, is_steady, refitted
 
 AT_PACE = "_at_pace_"  # of figures that say what another step time would do
@@ -107,7 +107,7 @@ def run(settings: Sequence[str], folder: Path, replaces: bool = False) -> Run:
 
 def cleared(folder: Path) -> None:
     """Removes a run's folder, and what one that was killed has left beside it."""
-    for path in (folder, aside_of(folder)):
+    for path in (folder, running_folder(folder)):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -1,0 +1,5 @@
+"""The command line: one file per verb, each with `main(words)`, found through VERBS of
+`__main__.py`. Beside them lie what all verbs share: `errors.py`, the two ways in which a command
+ends badly, and `terminal.py`, figures and progress bars as text. A verb may import all of tandem
+and analysis; `config`, `sweeps` and `wiring` import of this folder only `errors.py`, `terminal.py`,
+`catalog.py` and the set-up of warnings."""

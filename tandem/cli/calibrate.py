@@ -28,8 +28,8 @@ def main(words: Sequence[str]) -> int:
         "--replays",
         type=int,
         default=REPLAYS,
-        help="that are fitted, half as many more are held out: more where neighbours make the "
-        "machine's speed wander [%(default)s]",
+        help="that are fitted, half as many more are held out: more where a shared "
+        "machine's speed wanders [%(default)s]",
     )
     parser.add_argument(
         "--stream",

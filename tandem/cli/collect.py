@@ -53,11 +53,13 @@ def main(words: Sequence[str]) -> int:
 def collect(root: Path) -> pd.DataFrame:
     """Reads every run below the folder and writes the table, whole or not at all.
 
-    Columns: run (its folder), status (that of the run, damaged, or superseded: its overrides have
-    been run anew since, by other code or on another trace), error, overrides (JSON), policy; other
+    Columns: run (its folder), status (of the run; or damaged; or superseded, where its overrides
+    have a newer run, by other code or on another trace), error, overrides (JSON), policy; other
     choices of groups by their names; settings as `config.KEY`, provenance as `made.KEY`, metrics
     by their own names.
-    ValueError where there is no run at all.
+
+    Raises:
+        ValueError: No run lies below the folder.
     """
     import pandas as pd
 
@@ -105,6 +107,7 @@ def _row(root: Path, folder: Path, points: Points, superseded: Points) -> dict[s
         config, facts, metrics = {}, {}, {}
         state, error = DAMAGED, str(fault)
         log.warning("left out: %s", error)
+    config = with_current_targets(config)  # runs of all versions share names
     if state == OK and not metrics:
         state = DAMAGED
     words = list(facts.get("overrides") or {**superseded, **points}.get(folder.name, ()))
@@ -115,7 +118,7 @@ def _row(root: Path, folder: Path, points: Points, superseded: Points) -> dict[s
         "overrides": json.dumps(words),
         "policy": policy_name(config, words),
     }
-    flat = dict(_scalars(with_current_targets(config)))
+    flat = dict(_scalars(config))
     for word in words:  # choices of groups are names that the configuration no longer holds
         key, _, value = word.lstrip("+~").partition("=")
         if key not in flat:

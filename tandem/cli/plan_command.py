@@ -348,7 +348,7 @@ class Sized(Protocol):
     """A point: its own overrides, the size of its model, and whether it fits."""
 
     @property
-    def words(self) -> Overrides: ...
+    def overrides(self) -> Overrides: ...
     @property
     def parameters(self) -> int: ...
     @property
@@ -362,7 +362,7 @@ Row = TypeVar("Row", bound=Sized)
 class Tried:
     """A point that was run."""
 
-    words: Overrides
+    overrides: Overrides
     parameters: int
     fits: bool
 
@@ -371,7 +371,7 @@ def largest_models(rows: Iterable[Row]) -> Mapping[Overrides, Row | None]:
     """The largest model that fits, per choice of all else; None where none fits."""
     best: dict[Overrides, Row | None] = {}
     for row in rows:
-        rest = tuple(word for word in row.words if not _is_of_model(word))
+        rest = tuple(word for word in row.overrides if not _is_of_model(word))
         before = best.setdefault(rest, None)
         if row.fits and (before is None or row.parameters > before.parameters):
             best[rest] = row
@@ -394,7 +394,7 @@ def model_of(words: Overrides) -> Overrides:
 def _model_size(row: Sized | None) -> str:
     if row is None:
         return "none"
-    return f"{row.parameters / 1e6:,.1f} M parameters ({' '.join(model_of(row.words))})"
+    return f"{row.parameters / 1e6:,.1f} M parameters ({' '.join(model_of(row.overrides))})"
 
 
 def _is_of_model(word: str) -> bool:
@@ -409,7 +409,7 @@ def _with_overrides(others: Overrides) -> str:
 class PlannedPoint:
     """A point of a grid, planned; `found` is None where it does not fit."""
 
-    words: Overrides
+    overrides: Overrides
     parameters: int
     found: PlannedRun | None
     refusal: str = ""
@@ -449,7 +449,7 @@ def tell(grid: Grid) -> int:
 
 def told_many(row: PlannedPoint) -> str:
     """One line: step time and peaks, or what is missing."""
-    head = f"{' '.join(row.words)}: {row.parameters / 1e6:,.1f} M parameters"
+    head = f"{' '.join(row.overrides)}: {row.parameters / 1e6:,.1f} M parameters"
     if row.found is None:
         return f"{head}, does not fit: {row.refusal.partition(';')[0]}"
     peaks = [

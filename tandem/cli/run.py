@@ -13,7 +13,7 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from tandem.cli.errors import RunFailed
 from tandem.config.compose import (
@@ -85,7 +85,9 @@ def _run_job(cfg: DictConfig) -> None:
     folder = Path(of_hydra.runtime.output_dir)
     is_single = of_hydra.mode is RunMode.RUN
     folders = config_folders(of_hydra.runtime.config_sources)
-    overrides = tuple(str(word) for word in of_hydra.overrides.task)  # as given
+    given = OmegaConf.to_container(of_hydra.overrides.task)  # interpolations as they were written
+    assert isinstance(given, list)
+    overrides = tuple(map(str, given))
     try:
         point = ComposedConfig(plain(cfg, overrides), overrides, folders)
         check_trust(point.config, _given)  # a sweep's own words may be of a yaml

@@ -73,7 +73,7 @@ def main(words: Sequence[str]) -> int:
 def carry_out(
     tasks: Sequence[PointTask], jobs: int, engine: str, options: Mapping[str, Any]
 ) -> None:
-    """Runs the tasks through an engine; what becomes of each is in its folder."""
+    """Runs the tasks through an engine; the outcome of each is in its folder."""
     if not tasks:
         return
     from tandem.sweeps.workers import import_files
@@ -173,7 +173,7 @@ def _largest_models(
                 return  # serves
             words = _apart(task, common)
             rows.append(Tried(words, known.get("parameters", 0), state == OK))
-    if len({model_of(row.words) for row in rows}) > 1:
+    if len({model_of(row.overrides) for row in rows}) > 1:
         yield from (f"{line}\n" for line in told_largest_models(rows, "trained"))
 
 

@@ -151,7 +151,7 @@ class Builder:
         `extra` are arguments that no yaml can hold. ValueError in one line for a wrong target,
         key or value, or a target of another kind than its place wants: before any is called.
         """
-        return _made(self._found(node, where), where, extra)
+        return _called(self._found(node, where), where, extra)
 
     def _found(self, node: Mapping[str, Any], where: str, hint: Any = None) -> Found:
         """The target of a node and what it is given, nested ones alike; nothing is called."""
@@ -213,13 +213,13 @@ class Builder:
         return home in self.folders
 
 
-def _made(found: Any, where: str, extra: Mapping[str, Any] | None = None) -> Any:
+def _called(found: Any, where: str, extra: Mapping[str, Any] | None = None) -> Any:
     """Calls what was found, nested ones first."""
     if isinstance(found, list):
-        return [_made(item, f"{where}[{i}]") for i, item in enumerate(found)]
+        return [_called(item, f"{where}[{i}]") for i, item in enumerate(found)]
     if not isinstance(found, Found):
         return found
-    given = {key: _made(value, f"{where}.{key}") for key, value in found.given.items()}
+    given = {key: _called(value, f"{where}.{key}") for key, value in found.given.items()}
     made = arguments(found.target, {**given, **(extra or {})}, where)
     with exits_fail():
         return found.target(**made)

@@ -22,9 +22,9 @@ from tandem.wiring.folder import (
     OK,
     PACKAGES,
     ROOT,
-    aside_of,
     checked_json,
     run_folder,
+    running_folder,
     status_of,
     versions,
 )
@@ -183,7 +183,7 @@ def lost(task: PointTask, reason: str) -> PointOutcome:
 def clear(folder: Path) -> None:
     """Removes what a failed or killed attempt left; a finished run is never touched."""
     assert status_of(folder) not in ANSWERED
-    for left in (folder, aside_of(folder)):
+    for left in (folder, running_folder(folder)):
         if left.exists():
             shutil.rmtree(left)
 

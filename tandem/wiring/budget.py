@@ -183,6 +183,11 @@ class Room:
     graph_rows: int = 0  # decodes of the largest CUDA graph
 
 
+def page_of(spec: ModelSpec, page_tokens: int) -> PageSize:
+    """A KV page of a model: so many tokens, over all layers."""
+    return PageSize(page_tokens, page_tokens * spec.kv_token_bytes)
+
+
 def room_for(
     budget: Budget,
     device: Device,
@@ -196,7 +201,7 @@ def room_for(
 
     Each replica has a device and host memory of its own, both as large as the budget says.
     """
-    page = PageSize(page_tokens, page_tokens * spec.kv_token_bytes)
+    page = page_of(spec, page_tokens)
     memory = memory_plan(budget, spec, device, page_tokens, requests, policy)
     given = _kv_bytes(budget, page)
     if given is not None and not _is_replay(policy):
@@ -221,7 +226,7 @@ def room_for(
 
 def training_room(budget: Budget, device: Device, spec: ModelSpec, page_tokens: int) -> Room:
     """All of the device for training, where nothing is served."""
-    page = PageSize(page_tokens, page_tokens * spec.kv_token_bytes)
+    page = page_of(spec, page_tokens)
     usable = int(budget.fraction * device.memory_bytes)
     capacity = budget.device_bytes or usable - device.reserve_bytes
     if capacity > device.memory_bytes:
@@ -255,7 +260,7 @@ def memory_plan(
         weights=spec.weight_bytes,
         activation=_workspace_bytes(budget, spec, page_tokens, requests, policy),
         reserve=reserve,
-        page=page_tokens * spec.kv_token_bytes,
+        page=page_of(spec, page_tokens).nbytes,
     )
 
 

@@ -186,7 +186,7 @@ def foreign_cost(
 def check_import(path: Path, cache: Path) -> None:
     """Holds a foreign profile against its hashes at the import, which is its first use.
 
-    They are kept in `cache`, since the profile's own folder may be read-only. ValueError with the
+    They are kept in `cache`, because the profile's own folder may be read-only. ValueError with the
     file that is another one by now. A cache that cannot be written keeps nothing.
     """
     whole_path = path.expanduser().absolute()

@@ -128,7 +128,7 @@ def engine_of(run_spec: RunSpec, backend: Backend, recorder: Recorder | None = N
         run_spec.policy,
         backend.executor,
         run_spec.room.capacity_bytes,
-        run_spec.room.page,
+        run_spec.page,
         devices=run_spec.replicas,
         router=run_spec.router,
         depth=run_spec.depth,
@@ -152,7 +152,7 @@ def drift_of(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
 
 
 def provenance_of(point: ComposedConfig, run_spec: RunSpec) -> dict[str, Any]:
-    """Where the result comes from, whatever becomes of the run."""
+    """Where the result comes from, however the run ends."""
     backend = point.config["backend"]
     is_predicted = backend["name"] in ("sim", "lockstep")
     has_kv = bool(run_spec.requests) and backend["name"] != "openai"  # a server plans its own

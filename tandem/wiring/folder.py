@@ -112,7 +112,7 @@ def run_folder(folder: Path, keeps_rejected: bool = True) -> Iterator[Path]:
         raise ValueError(
             f"{folder}: there is something in it already; results are never overwritten"
         )
-    aside = aside_of(folder)
+    aside = running_folder(folder)
     try:
         aside.mkdir(parents=True)
     except FileExistsError:
@@ -157,7 +157,7 @@ def sole_user(lock: Path, refusal: str) -> Iterator[None]:
             lock.unlink(missing_ok=True)  # while it is still held
 
 
-def aside_of(folder: Path) -> Path:
+def running_folder(folder: Path) -> Path:
     """Where a run is written until it ends, and where a killed one stays."""
     return folder.with_name(f"{folder.name}.running")
 

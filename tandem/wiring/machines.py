@@ -36,9 +36,7 @@ def warn_of_pinned(run_spec: RunSpec) -> None:
             *(run_spec.spec.name, f"{states / MIB:,.0f}", f"{available / MIB:,.0f}"),
         )
     pages = pages_of(run_spec) if run_spec.requests else {}
-    wanted = run_spec.room.page.nbytes * sum(
-        n for (tier, _), n in pages.items() if tier is Tier.HOST
-    )
+    wanted = run_spec.page.nbytes * sum(n for (tier, _), n in pages.items() if tier is Tier.HOST)
     if wanted > available / 2:
         log.warning(
             "budget: %s MiB of host memory for swapped KV will be pinned, and %s MiB are free here "
@@ -53,7 +51,7 @@ def check_here(run_spec: RunSpec) -> None:
     Before the weights are drawn, which takes minutes for large models. The kernel is asked for KV:
     pages that no job holds take no memory.
     """
-    spec, page, available = run_spec.spec, run_spec.room.page, available_bytes()
+    spec, page, available = run_spec.spec, run_spec.page, available_bytes()
     if spec.weight_bytes > available:
         raise ValueError(
             f"model {spec.name}: weights of {spec.weight_bytes / MIB:,.0f} MiB, and "
@@ -156,7 +154,7 @@ def machines(
         ServingMachine(
             model,
             run_spec.spec,
-            run_spec.room.page.tokens,
+            run_spec.page.tokens,
             {pool: count for pool, count in pages.items() if pool[1] == number},
             prompts,
             Sampling(how.temperature, how.top_k, how.top_p, run_spec.seed),

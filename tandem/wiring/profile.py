@@ -33,7 +33,7 @@ from tandem.wiring.backends import (
 )
 from tandem.wiring.cost import COST, about, device_facts
 from tandem.wiring.experiment import run_experiment
-from tandem.wiring.folder import aside_of, commit, sole_user
+from tandem.wiring.folder import commit, running_folder, sole_user
 from tandem.wiring.run_spec import RunSpec, run_spec_of, spec_of
 from tandem.wiring.workload import REQUESTS, synthetic_requests, synthetic_stream
 from traces.files import checked_text, seal, write_text
@@ -84,7 +84,7 @@ def calibrate(
 
 def _measured(point: ComposedConfig, folder: Path, replays: int, streams: bool) -> pd.DataFrame:
     """All that a profile is made of, aside and renamed in the end."""
-    aside = aside_of(folder)
+    aside = running_folder(folder)
     shutil.rmtree(aside, ignore_errors=True)  # of a calibration that was killed
     seed = int(point.config["seed"])
     if is_auto(point.config):
@@ -254,7 +254,7 @@ def calibrate_training(point: ComposedConfig, folder: Path) -> pd.DataFrame:
         point = replace(point, config=with_reference(point.config, nominal_ns))
     lock = folder.with_name(f".{folder.name}.lock")
     with sole_user(lock, f"{folder}: another calibration is running there"):
-        aside = aside_of(folder)
+        aside = running_folder(folder)
         shutil.rmtree(aside, ignore_errors=True)  # of a calibration that was killed
         aside.mkdir(parents=True)
         _measure(point, run_spec, aside)
@@ -313,8 +313,8 @@ def _facts(point: ComposedConfig, run_spec: RunSpec) -> dict[str, Any]:
         "torch": torch.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": asdict(run_spec.spec),
-        "page_tokens": run_spec.room.page.tokens,
-        "page_bytes": run_spec.room.page.nbytes,
+        "page_tokens": run_spec.page.tokens,
+        "page_bytes": run_spec.page.nbytes,
         "seed": run_spec.seed,
         **commit(),
         **device_facts(run_spec.device),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.contract.policy import Policy, Router, traits_of
-from engine.contract.regions import Place, Pool
+from engine.contract.regions import PageSize, Place, Pool
 from engine.results.plan_log import check_jobs, read_plans
 from models.spec import ModelSpec
 from policies.composed import Composed as ComposedPolicy
@@ -49,6 +49,11 @@ class RunSpec:
     decoding: Decoding
     is_replay: bool  # of another run's plan log
     trainees: Sequence[Trainee] = ()
+
+    @property
+    def page(self) -> PageSize:
+        """A KV page of the model, for the ledger, machines and profiles alike."""
+        return self.room.page
 
     @property
     def work(self) -> list[Request | TrainingJob]:

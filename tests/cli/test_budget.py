@@ -36,7 +36,7 @@ TOKENS = 10 * 16  # ten pages
         ("orca memory.max_tokens=200", 13),
     ],
 )
-def test_the_least_budget_that_is_accepted_serves_the_longest_request(
+def test_the_min_budget_that_is_accepted_serves_the_longest_request(
     policy: str, least: int, tmp_path: Path
 ) -> None:
     """vLLM v0's rules want a page free at every decode, or the job is refused on its way."""
@@ -98,7 +98,7 @@ def test_the_plan_of_a_gpu_is_the_memory_model() -> None:
     assert pages(setting) == setting.room.memory.pages
 
 
-def test_who_does_not_cut_prompts_sets_more_aside() -> None:
+def test_a_scheduling_with_whole_prompts_sets_more_aside() -> None:
     small = ("scheduling.token_budget=16", "scheduling.max_jobs=1")
     cut, whole = (
         gpu(f"policy={name}", *small).room.memory.activation
@@ -157,7 +157,7 @@ def test_the_steps_of_a_plan_log_are_not_judged_again() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "a100"])
-def test_who_serves_and_trains_by_turns_sets_aside_what_its_serving_side_takes(device: str) -> None:
+def test_a_time_shared_policy_sets_aside_what_its_serving_side_takes(device: str) -> None:
     words = [f"device={device}", "backend=sim"]
     shared = run_spec_of(composed([*words, "policy=time_shared", "training=random"]))
     served = run_spec_of(composed([*words, "policy=chunked_restart"]))

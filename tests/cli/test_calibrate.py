@@ -69,7 +69,7 @@ def test_no_copies_are_planned_without_a_host_tier() -> None:
     assert not any(shape.moves for shape in grid(ShapeLimits(512, 256, 0), PAGE))
 
 
-def test_held_out_shapes_are_apart_from_the_grid_and_the_same_for_a_seed() -> None:
+def test_held_out_shapes_are_apart_from_the_grid_and_fixed_by_the_seed() -> None:
     limits = ShapeLimits(2048, 2048, 64)
     judged = holdout(limits, PAGE, seed=3)
     assert sum(bool(shape.rows) for shape in judged) == 48

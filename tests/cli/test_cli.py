@@ -67,7 +67,7 @@ def test_the_trace_back_is_there_on_demand(monkeypatch: pytest.MonkeyPatch) -> N
         main(["run", "polic=x"])
 
 
-def test_the_screen_says_what_a_result_rests_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_says_what_a_result_rests_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *SMALL]) == 0
     assert "sim (roofline): 4 of 4 requests finished" in capsys.readouterr().out
 

@@ -39,11 +39,11 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return last_line(capsys)
 
 
-def test_an_outsiders_policy_runs_in_both_worlds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_policy_is_simulated_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
     mine = ["--config-dir", str(EXAMPLE / "conf"), "scheduling=shortest", "scheduling.max_jobs=1"]
     predicted, measured = (load(run(capsys, *mine, f"backend={b}")) for b in ("sim", "cpu"))
     for outcome in (predicted, measured):
-        # the first two are taken before the others can be compared: depth is two
+        # the first two are taken before any other can be compared: depth is two
         order = outcome.requests.sort_values("scheduled_ns")["prompt_tokens"].tolist()
         assert order == sorted(order)
     assert predicted.plans["body"].tolist() == measured.plans["body"].tolist()

@@ -32,7 +32,7 @@ def test_a_row_per_run_with_settings_choices_and_metrics(tmp_path: Path) -> None
     assert pd.isna(b["goodput"])
 
 
-def test_collecting_again_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_collecting_again_gives_equal_bytes(tmp_path: Path) -> None:
     grid(tmp_path)
     before = collected(tmp_path).read_bytes()
     assert collected(tmp_path).read_bytes() == before

@@ -1,4 +1,4 @@
-"""`tandem run` composes once, and what comes of it is what Hydra's own app makes of the words."""
+"""`tandem run` composes once, to what Hydra's own app makes of the words."""
 
 from __future__ import annotations
 

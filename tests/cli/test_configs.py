@@ -27,9 +27,9 @@ TEN = ["limit=10", "backend=sim"]
 SIM = {"name": "sim", "clock": "virtual"}
 NEEDS_A_PATH = {"trace": {"file", "sharegpt", "lengths", "recorded"}, "arrival": {"recorded"}}
 POLICIES = [name for name in options("policy") if name not in ("recorded", *TRAINING)]
-SERVING = [name for name in options("experiment") if not axes_of(name)]  # others train
+SERVING = [name for name in options("experiment") if not axes_of(name)]  # the rest trains
 TRAINS = {"training_order", "training_together", "all_on_device", "demand_paging", "patrickstar"}
-TRAINS |= {"zero_offload", "zero3_offload", "fsdp2_offload"}  # halves that serve nobody
+TRAINS |= {"zero_offload", "zero3_offload", "fsdp2_offload"}  # halves that serve no request
 
 
 def ten(tmp_path: Path, *overrides: str) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Ray and submitit as engines of a sweep: their options, their failures, and who is left behind."""
+"""Ray and submitit as engines of a sweep: their options, their failures, and leftover processes."""
 
 from __future__ import annotations
 

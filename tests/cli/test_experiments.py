@@ -69,7 +69,7 @@ def test_a_users_own_experiment_may_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_hydra_sweeps_the_same_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hydra_sweeps_equal_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = [*TINY, LAYERS, CHUNKS, "budget.device_bytes=3000000", "hydra.sweep.dir=out"]
     assert main(["run", "-m", "experiment=memory_tide", *words]) == 0
@@ -79,8 +79,10 @@ def test_hydra_sweeps_the_same_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_more_memory_never_trains_a_smaller_model(
     tmp_path: Path, unrendered: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And `tandem plan` finds the same largest ones. What does not fit is an answer: the sweep ends
-    well, and tries it no more."""
+    """`tandem plan` finds these largest models too.
+
+    A point that does not fit is an answer: the sweep ends well, and tries it no more.
+    """
     words = ["policy=zero_offload,zero3_offload", "budget.device_bytes=2500000"]
     words += ["budget.host_bytes=10000000,30000000", "model.num_layers=2,4,8"]
     found = swept("max_scale", tmp_path, *words).set_index(["policy", "host_bytes"])
@@ -94,8 +96,8 @@ def test_more_memory_never_trains_a_smaller_model(
     assert (streamed >= whole).all() and (streamed > whole).any(), "weights need not all be there"
     assert found["is_bound"].sum() == 1, "with the most memory all were trained by zero3"
     grid = grid_of([*with_axes(["experiment=max_scale", *TINY, *words])])
-    for others, best in largest_models(plan_points(grid.points(), grid.fixed)).items():
-        chosen = dict(word.split("=") for word in others)
+    for rest, best in largest_models(plan_points(grid.points(), grid.fixed)).items():
+        chosen = dict(word.split("=") for word in rest)
         at = (chosen["policy"], int(chosen["budget.host_bytes"]))
         assert best is not None and best.parameters == found["parameters"][at]
 
@@ -136,7 +138,7 @@ def launch_bytes(*words: str) -> int:
     )
 
 
-def test_who_knows_the_future_moves_least(tmp_path: Path, unrendered: None) -> None:
+def test_a_policy_that_knows_the_future_copies_least(tmp_path: Path, unrendered: None) -> None:
     words = ["model.num_layers=8", "budget.device_bytes=10000000,18000000"]
     found = swept("eviction", tmp_path, *words)
     moved = found.pivot_table(index="device_bytes", columns="order", values="copied_bytes")

@@ -161,7 +161,7 @@ def test_a_mistake_is_told_in_one_line(
 
 
 def test_what_an_experiment_leaves_of_another_choice_is_no_mistake() -> None:
-    """It sets arrival.rate, which recorded times have no use for; who writes that is told."""
+    """It sets arrival.rate, which recorded times have no use for; the user is told."""
     words = ["experiment=demo", "arrival=trace"]
     assert composed(words).config["arrival"]["_target_"] is None
     with pytest.raises(Usage, match=r"arrival\.rate: no such setting"):
@@ -203,7 +203,7 @@ def test_a_rejected_calibration_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rejected_run_leaves_what_others_put_there(tmp_path: Path) -> None:
+def test_a_rejected_run_leaves_files_of_other_origin(tmp_path: Path) -> None:
     Path("here").mkdir()
     Path("here/theirs").touch()
     assert main(["run", "depth=0", "hydra.run.dir=here"]) == 2
@@ -269,10 +269,10 @@ def test_what_this_machine_cannot_hold_is_told_before_weights_are_drawn(
         (["budget.kv_pages=1", "budget.may_refuse=true", "page_tokens=1"], "1 pages of 1 tokens"),
     ],
 )
-def test_a_run_that_serves_nobody_says_why_and_ends_with_1(
+def test_a_run_that_refuses_all_requests_says_why_and_ends_with_1(
     words: list[str], wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The results are in place all the same: nothing failed, everybody was refused."""
+    """The results are in place: no request failed, all were refused."""
     assert main(["run", *SMALL, *words]) == 1
     told = capsys.readouterr()
     assert "0 of 4 requests finished, 4 refused" in told.out

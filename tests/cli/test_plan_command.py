@@ -29,7 +29,7 @@ SMALL = ("trace=none", "training=random", "model=micro_llama", "training.sequenc
 ZERO3 = (*SMALL, "policy=zero3_offload", "budget.device_bytes=4000000")
 
 
-def test_it_tells_step_peaks_and_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_tells_step_peaks_and_the_largest_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *ZERO3, "budget.host_bytes=20000000"]) == 0
     told = capsys.readouterr().out
     heads = [line.partition(":")[0] for line in told.splitlines()]
@@ -59,7 +59,7 @@ def test_what_does_not_fit_is_told_with_what_is_missing(capsys: pytest.CaptureFi
     assert "not even one layer" in told
 
 
-def test_the_least_budget_fits_and_a_byte_less_does_not() -> None:
+def test_the_min_budget_fits_and_a_byte_less_does_not() -> None:
     words = (*SMALL, "policy=train_on_device", "backend=sim", "training.num_steps=1")
     with pytest.raises(DoesNotFit) as short:
         plan_run(composed([*words, "budget.device_bytes=2000000"]))
@@ -71,7 +71,7 @@ def test_the_least_budget_fits_and_a_byte_less_does_not() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 1000, 10_000])
-def test_the_least_is_found_though_each_launch_tells_its_own_deficit(step: int) -> None:
+def test_the_min_budget_is_found_though_each_launch_tells_its_own_deficit(step: int) -> None:
     wanted, tries = {Tier.GPU: 1_000_000, Tier.HOST: 77_777}, list[Need]()
 
     def tried(need: Need) -> DoesNotFit | None:
@@ -89,7 +89,9 @@ def test_the_least_is_found_though_each_launch_tells_its_own_deficit(step: int) 
 
 
 @pytest.mark.parametrize("surplus", [1, 1000, 40_000])
-def test_the_least_is_found_though_a_launch_tells_of_more_than_its_deficit(surplus: int) -> None:
+def test_the_min_budget_is_found_though_a_launch_tells_more_than_its_deficit(
+    surplus: int,
+) -> None:
     most = 1_000_000
 
     def tried(need: Need) -> DoesNotFit | None:
@@ -104,7 +106,7 @@ def test_the_least_is_found_though_a_launch_tells_of_more_than_its_deficit(surpl
 
 
 @pytest.mark.parametrize("policy", ["zero3_offload", "zero_offload", "train_on_device"])
-def test_the_largest_fits_and_the_next_does_not(policy: str) -> None:
+def test_the_largest_model_fits_and_the_next_does_not(policy: str) -> None:
     words = (*SMALL, f"policy={policy}", "budget.device_bytes=12000000")
     point = composed([*words, "budget.host_bytes=20000000", "backend=sim"])
     count = max_layers(point)
@@ -122,7 +124,7 @@ LORA2 = ("training.recipe.frozen_units=2", "training.recipe.lora_rank=4")
 @pytest.mark.parametrize(
     "recipe", [(FROZEN3,), (FROZEN9,), LORA2], ids=["frozen 3", "frozen 9", "adapters"]
 )
-def test_the_largest_is_sought_among_depths_that_train(
+def test_the_largest_model_is_sought_among_depths_that_train(
     recipe: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*ZERO3, "budget.host_bytes=40000000", "model.num_layers=8", *recipe]
@@ -139,7 +141,9 @@ def test_the_largest_is_sought_among_depths_that_train(
         plan_run(point, least - 1)
 
 
-def test_the_least_that_trains_may_be_too_large(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_smallest_trained_model_may_be_too_large(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = [*ZERO3, "budget.host_bytes=1000000", "model.num_layers=8", FROZEN3]
     assert main(["plan", *words]) == 1
     assert capsys.readouterr().out.endswith("largest: not even 2 layers of this width fit\n")
@@ -182,7 +186,7 @@ def test_the_search(
     assert len(asked) == len(set(asked)) < 30, "each is simulated once, and few are"
 
 
-def test_a_family_is_told_row_by_row(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_points_are_told_row_by_row(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", *SMALL, "budget.device_bytes=4000000", "budget.host_bytes=20000000"]
     assert main([*words, "policy=train_on_device,zero3_offload", "model.num_layers=2,4,16"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -192,7 +196,7 @@ def test_a_family_is_told_row_by_row(capsys: pytest.CaptureFixture[str]) -> None
     assert lines[-1].endswith("(model.num_layers=4)")
 
 
-def test_the_largest_is_found_among_whatever_order() -> None:
+def test_the_largest_model_is_found_in_any_order() -> None:
     fits: Any = object()
     rows = [
         PlannedPoint(("policy=a", f"model.num_layers={n}"), n, fits if n < 5 else None)
@@ -201,7 +205,7 @@ def test_the_largest_is_found_among_whatever_order() -> None:
     assert largest_models(rows) == {("policy=a",): rows[0]}
 
 
-def test_a_search_that_is_told_nonsense_ends_all_the_same() -> None:
+def test_a_search_ends_also_with_nonsense_deficits() -> None:
     """Whatever is tried is told to lack all that is missing to what has fitted last."""
     tried, fits = list[int](), {Tier.GPU: 1 << 20}
 
@@ -218,12 +222,12 @@ def test_a_search_that_is_told_nonsense_ends_all_the_same() -> None:
     assert len(tried) < 64
 
 
-def test_a_mistake_is_told_before_anything_is_foreseen() -> None:
+def test_a_mistake_is_told_before_anything_is_planned() -> None:
     with pytest.raises(ValueError, match="did you mean"):
         [*plan_points(grid_of([*ZERO3, "model.num_layer=1,2"]).points())]
 
 
-def test_where_warm_up_has_no_room_for_chunks_the_least_is_of_the_device() -> None:
+def test_where_warm_up_has_no_room_for_chunks_the_min_budget_is_of_the_device() -> None:
     words = (*SMALL, "policy=patrickstar", "backend=sim", "training.num_steps=1")
     point = composed([*words, "budget.device_bytes=100000", "budget.host_bytes=20000000"])
     with pytest.raises(OutOfMemory, match="two chunks of") as refused:

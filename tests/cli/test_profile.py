@@ -31,7 +31,7 @@ PAGE = PageSize(16, 65536)
 
 
 def steps(host_ns: int, length_ns: int, plans: int = 4) -> Any:
-    """Plans of two decodes, each with the same times."""
+    """Plans of two decodes, all with equal times."""
     given = {"lane": "compute", "host_ns": host_ns, "samples": 2, "decode_tokens": 2}
     given |= {
         "work": "serve",
@@ -161,7 +161,7 @@ def test_fitted_replays_lie_on_both_sides_of_the_grid(
     assert done == [*fitted, "held-out-0", "held-out-1"]
 
 
-def test_a_stream_of_made_up_requests_is_as_long_as_sharegpt() -> None:
+def test_a_stream_of_synthetic_requests_is_as_long_as_sharegpt() -> None:
     """Means of 161 and 338 tokens as published, less what the clipping takes of the upper tail."""
     drawn = [r for seed in range(40) for r in synthetic_stream(2048, seed)]
     assert 130 < np.mean([r.prompt_tokens for r in drawn]) < 161

@@ -29,7 +29,7 @@ def test_it_is_full_when_all_steps_are_done() -> None:
     assert done(found.engine.recorder) == amount([job])[0] == 3
 
 
-def test_a_search_is_quiet_where_nobody_looks(
+def test_a_search_is_silent_without_a_terminal(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also about tables that do not reach as far as what it tries."""

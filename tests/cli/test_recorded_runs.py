@@ -65,7 +65,7 @@ def test_times_that_the_default_arrival_replaces_are_told(
     chosen = ["trace=file", f"trace.path={tmp_path}/t.parquet"]
     for name, word in (("keep", "arrival=trace"), ("ask", "arrival.rate=2")):
         run_experiment(composed([*chosen, word]), tmp_path / name)
-    assert not caplog.messages, "somebody asked for it"
+    assert not caplog.messages, "the user asked for it"
     run_experiment(composed(chosen), tmp_path / "unasked")
     [told] = caplog.messages
     assert "arrival times are replaced by the default arrival=poisson; arrival=trace keeps" in told

@@ -71,7 +71,7 @@ def test_each_replica_has_the_memory_of_a_run_alone() -> None:
 def test_two_replicas_are_predicted_measured_and_compared(
     policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], unrendered: None
 ) -> None:
-    """All at once: the same decisions by device, and a replay that books the same pages."""
+    """All at once: equal decisions by device, and a replay that books equal pages."""
     words = [*TWO, *SHORT, PRESSED, f"policy={policy}"]
     predicted, measured = (run(capsys, *words, f"backend={b}") for b in ("sim", "cpu"))
     lockstep = run(capsys, *words, "backend=lockstep")
@@ -97,7 +97,7 @@ def by_device(run: Run) -> dict[int, list[str]]:
 
 
 def booked(run: Run) -> dict[int, list[tuple[int, int]]]:
-    """KV of each device after each of its plans, and who was where."""
+    """KV of each device after each of its plans, and the requests of each device."""
     device_of = run.plans.set_index("step")["device"]
     rows = run.memory[run.memory["cause"].eq("issue") & run.memory["tier"].eq("gpu")]
     rows = rows[rows["step"].map(device_of).eq(rows["device"])].sort_values("step")

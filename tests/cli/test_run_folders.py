@@ -1,4 +1,4 @@
-"""What a command leaves behind: folders of runs, also of those that ended badly."""
+"""What a command leaves behind: folders of runs, also of failed ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_run_writes_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert metrics["num_finished"] == 4 and metrics["cost_form"] == "roofline"
 
 
-def test_one_seed_gives_the_same_bytes_twice(tmp_path: Path) -> None:
+def test_one_seed_gives_equal_bytes_twice(tmp_path: Path) -> None:
     for _ in range(2):
         assert main(["run", *SMALL, "arrival=poisson"]) == 0
     first, second = runs(tmp_path)
@@ -98,7 +98,7 @@ def test_a_run_that_does_not_fit_says_what_plan_says(
     assert states == {"does_not_fit"} and len(runs(tmp_path)) == 3
 
 
-def test_of_what_is_served_beside_no_least_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_beside_served_requests_no_min_budget_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["policy=time_shared", "training=random", "model=micro_llama", "limit=2"]
     words += ["training.sequence_tokens=32", "budget.host_bytes=1000000"]
     assert main(["plan", "--no-largest", *words]) == 1

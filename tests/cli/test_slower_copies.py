@@ -1,4 +1,4 @@
-"""What a prediction of memory hangs on: copies to the host that end just in time."""
+"""Predicted peaks depend on copies to the host that end just in time: both cases are told."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Flat:
         return 1000
 
 
-def test_only_copies_to_the_host_are_late() -> None:
-    late = SlowerCopies(Flat(), 0.03)
+def test_only_copies_to_the_host_are_slower() -> None:
+    slower = SlowerCopies(Flat(), 0.03)
     here, away = (Place(Region(0, Kind.WEIGHT), tier) for tier in (Tier.GPU, Tier.HOST))
-    assert late.copy_ns(Launch(Copy(here, away), nbytes=1)) == 1030
-    assert late.copy_ns(Launch(Copy(away, here), nbytes=1)) == 1000
-    assert late.form == "flat"
+    assert slower.copy_ns(Launch(Copy(here, away), nbytes=1)) == 1030
+    assert slower.copy_ns(Launch(Copy(away, here), nbytes=1)) == 1000
+    assert slower.form == "flat"
 
 
 def test_a_tie_is_told_where_it_decides() -> None:
@@ -44,7 +44,7 @@ def test_a_tie_is_told_where_it_decides() -> None:
     assert f"if copies out are {LATE:.0%} slower" in told(found)
 
 
-def test_where_nothing_is_copied_nothing_is_late() -> None:
+def test_where_nothing_is_copied_nothing_is_slower() -> None:
     words = [word for word in ZERO3 if not word.startswith("policy")]
     found = plan_run(composed([*words, "policy=train_on_device", "backend=sim"]))
     assert found.most_bytes("gpu:0") == found.peak_bytes("gpu:0")["used"]

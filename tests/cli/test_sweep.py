@@ -1,4 +1,4 @@
-"""Sweeps: the same results however they are run, through failing points and killed workers."""
+"""Sweeps: equal results on every engine, through failing points and killed workers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_glob_takes_the_options_that_match_also_the_users_own(tmp_path: Path) 
     assert "policy=orca" in axis.words and "policy=static_mine" not in axis.words
 
 
-def test_serial_and_parallel_sweeps_give_the_same_bytes(
+def test_serial_and_parallel_sweeps_give_equal_bytes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["policy=chunked_restart,static_swap", "arrival.rate=2,8"]
@@ -109,7 +109,7 @@ def test_serial_and_parallel_sweeps_give_the_same_bytes(
             assert (folder / name).read_bytes() == other.read_bytes()
 
 
-def test_a_failing_point_is_recorded_and_the_others_go_on(
+def test_a_failing_point_is_recorded_and_other_points_go_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert sweep("out", "depth=1,0,2", "--engine", "serial") == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.config.compose import composed
-from tandem.sweeps import workers as imports
+from tandem.sweeps import workers
 from tandem.sweeps.workers import import_files
 
 TRAINS = ("trace=none", "policy=train_on_device", "training=text")
@@ -19,9 +19,9 @@ def test_a_text_is_imported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     words = (*TRAINS, f"training.data.path={text}", f"cache={tmp_path / 'cache'}")
     points = [composed([*words, f"training.sequence_tokens={n}"]) for n in (8, 16)]
     asked = []
-    monkeypatch.setattr(imports, "import_text", _counted(imports.import_text, asked))
+    monkeypatch.setattr(workers, "import_text", _counted(workers.import_text, asked))
     import_files(points)
-    assert len(asked) == 1, "the text is the same"
+    assert len(asked) == 1, "both points have one text"
     kept = sorted((tmp_path / "cache").rglob("*.parquet"))
     assert len(kept) == 1
     before = kept[0].stat().st_mtime_ns

@@ -16,7 +16,7 @@ from traces.store import read_trace, sidecar_path, write_trace
 
 @pytest.fixture
 def trace(tmp_path: Path) -> dict[str, Any]:
-    """A text and a tokenizer; nobody reads what is in them."""
+    """A text and a tokenizer; their contents are not read."""
     for name in ("text.json", "tokenizer.json"):
         (tmp_path / name).write_text("1")
     return {"path": str(tmp_path / "text.json"), "tokenizer": str(tmp_path / "tokenizer.json")}
