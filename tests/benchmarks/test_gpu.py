@@ -60,7 +60,7 @@ def writes(path: str) -> gpu.GpuStep:
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of results; work lies beside it."""
     monkeypatch.setattr(gpu, "WORK", tmp_path / "work")
-    monkeypatch.setattr(gpu, "LEAST_S", 0.1)
+    monkeypatch.setattr(gpu, "MIN_STEP_S", 0.1)
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     return tmp_path / "out"
 
