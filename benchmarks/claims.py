@@ -1,4 +1,4 @@
-"""Runs every claim's script and writes the table that README cites, and all that each one prints.
+"""Runs every claim's script, and writes the table that README cites and the output of each script.
 
 A claim is a script in a folder beside this one whose last line is `name value unit bar verdict` and
 whose exit status is the verdict. Its whole output goes to results/SCRIPT.txt; a dry run shows it
@@ -26,8 +26,8 @@ HERE = Path(__file__).resolve().parent
 TABLE = HERE / "CLAIMS.csv"
 PAGE = HERE / "CLAIMS.md"
 VERDICTS = ("pass", "fail")
-COMPILED = ".compiled"  # behind a script's name: judged on the build
-TIMEOUT_S = 7200  # cpu_fidelity throws runs away while the machine drifts
+COMPILED = ".compiled"  # suffix of a script's name: judged on the build
+TIMEOUT_S = 7200  # cpu_fidelity discards runs while the machine drifts
 HEAD = """# Claims
 
 Each row is the last line of a script of benchmarks/; `make claims` runs them all and puts the
@@ -80,7 +80,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def scripts(needs_gpu: bool = False) -> list[Path]:
-    """The claims' scripts: every module in a folder here; those that need a GPU are named gpu_*."""
+    """The claims' scripts: the modules in folders here that can be run; gpu_* need a GPU."""
     found = sorted(HERE.glob("*/*.py"), key=lambda path: path.stem)
     return [path for path in found if _is_claim(path) and path.stem.startswith("gpu_") == needs_gpu]
 
@@ -90,7 +90,7 @@ def _is_claim(path: Path) -> bool:
 
 
 def forms(found: Iterable[Path]) -> Iterator[tuple[Path, str]]:
-    """Each script as it is, and again on the build if it says its form and there can be one."""
+    """Each script as it is, and again on the build if it prints its form and there can be one."""
     for script in found:
         yield script, ""
         if "form()" in script.read_text(encoding="utf-8") and missing() is None:
@@ -100,7 +100,7 @@ def forms(found: Iterable[Path]) -> Iterator[tuple[Path, str]]:
 def carried_out(
     script: Path, is_quick: bool, keep: Path | None = None, form: str = ""
 ) -> tuple[Claim, str]:
-    """Runs one script; its last line, and all that it said, under the command that it was."""
+    """Runs one script; returns its claim, and its output under its command line."""
     text, name = script.read_text(encoding="utf-8"), f"{script.stem}{form}"
     words = [sys.executable, *(["-m", "tandem.compiled"] if form else [])]
     words += ["-m", f"benchmarks.{script.parent.name}.{script.stem}"]
@@ -113,7 +113,7 @@ def carried_out(
         )
         said, code, errors = done.stdout, done.returncode, done.stderr
     except subprocess.TimeoutExpired as error:
-        said = (error.stdout or b"").decode(errors="replace")  # bytes, whatever was asked for
+        said = (error.stdout or b"").decode(errors="replace")  # bytes, in spite of text=True
         code, errors = 124, f"took longer than {TIMEOUT_S} s"
     line, took = last_line(said), f"{time.perf_counter() - began:.0f}"
     output = f"$ python {' '.join(words[1:])}\n{said}"
@@ -125,7 +125,7 @@ def carried_out(
 
 
 def origin() -> str:
-    """Commit and machine, for the heads of published outputs; before a claim changes a file."""
+    """Commit and machine, for the heads of published outputs; read before a claim writes files."""
     made, machine = commit(), host()
     state = " with changes" if made["dirty"] else ""
     cores = f"{machine['processor']}, {machine['cores']} cores, {machine['system']}"
@@ -133,7 +133,7 @@ def origin() -> str:
 
 
 def publish(claim: Claim, output: str, where: str) -> None:
-    """Everything that a claim printed, as results/SCRIPT.txt."""
+    """Writes the output of a claim to results/SCRIPT.txt."""
     folder = HERE / "results"
     folder.mkdir(exist_ok=True)
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -142,20 +142,20 @@ def publish(claim: Claim, output: str, where: str) -> None:
 
 
 def last_line(text: str) -> list[str] | None:
-    """`name value unit bar verdict`, None if the last line is nothing like it."""
+    """The words `name value unit bar verdict` of the last line; None for any other line."""
     lines = text.strip().splitlines()
     words = lines[-1].split() if lines else []
     return words if len(words) == 5 and words[-1] in VERDICTS else None
 
 
 def last_words(errors: str) -> str:
-    """The last line that is no empty one."""
+    """The last line that is not empty."""
     lines = [line for line in errors.splitlines() if line.strip()]
     return lines[-1] if lines else "its last line is no claim"
 
 
 def kept(claims: Iterable[Claim]) -> list[Claim]:
-    """Rows of an earlier table whose scripts are still there and were not run now."""
+    """Rows of the earlier table with an existing script that did not run now."""
     if not TABLE.is_file():
         return []
     ran, there = {claim.script for claim in claims}, {path.stem for path in HERE.glob("*/*.py")}

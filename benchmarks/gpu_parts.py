@@ -1,15 +1,15 @@
-"""`make gpu`: all that needs a GPU, from a bare checkout, in parts of under ten minutes.
+"""`make gpu`: everything that needs a GPU, from a bare checkout, in parts of under ten minutes.
 
-What tells most comes first: the tests marked gpu and those of the Triton kernels; fidelity of an
-8B-shape Llama in bf16 with random weights at two loads, with its calibration and the report of one
-of its runs; the decode step against the memory's bandwidth; hybrid steps; training beyond the
-device's memory, and the report of one such run with its plans replayed. Each part has --minutes of
-its own, and ARGS names some of them (ARGS=fidelity), or steps of them, so that a machine which is
-lent for ten minutes a call does one after the other: a later call goes on with what lies in WORK.
-Whatever was measured is kept when time ends: the log is written as it is printed, tables row by
-row, and $OUT has all of it in few files, twice a minute and behind every step.
+The most important parts come first: the tests marked gpu and those of the Triton kernels; fidelity
+of an 8B-shape Llama in bf16 with random weights at two loads, with its calibration and the report
+of one of its runs; the decode step against the memory's bandwidth; hybrid steps; training beyond
+the device's memory, and the report of one such run with its plans replayed. Each part has --minutes
+of its own. ARGS names parts (ARGS=fidelity) or steps, so that a machine with ten minutes a call
+can run them one by one: a later call resumes from WORK. Measurements survive the end of the time:
+the log is written as it is printed, tables row by row, and $OUT gets all of it in few files, twice
+a minute and after every step.
 
---dry-run goes through the same steps on a CPU, with models that are drawn in no time.
+--dry-run runs these steps on a CPU, with small models.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from typing import Any
 
 from tandem.wiring.folder import ROOT
 
-SITE = ROOT / ".gpu-site"  # made by `make gpu-site` where there is a network
-CARRIED = SITE / "sharegpt.parquet"  # where data is at hand
+SITE = ROOT / ".gpu-site"  # made by `make gpu-site` on a machine with a network
+CARRIED = SITE / "sharegpt.parquet"  # made if the data is available there
 WORK = ROOT / "outputs" / "gpu-work"
 MINUTES = 9.2  # of a part: a call may be cut at ten
-LEAST_S = 10.0  # less is not worth a step's start
-COLLECTED_S = 30.0  # how often what there is goes to $OUT
-NO_TESTS = 5  # pytest's exit status where it collected nothing, which is no failure
+MIN_STEP_S = 10.0  # less time is not worth a step's start
+COLLECTED_S = 30.0  # interval at which WORK is collected into $OUT
+NO_TESTS = 5  # pytest's exit status without any collected test, which is no failure here
 TESTS = (
     "tests/runtime/test_cuda.py",
     "tests/training/test_cuda_training.py",
@@ -52,7 +52,7 @@ POOLED = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # training: a 
 
 @dataclass(frozen=True)
 class GpuStep:
-    """A command, how long it should take on an H200, and what its environment has in addition."""
+    """A command, its expected minutes on an H200, and additions to its environment."""
 
     command: list[str]
     minutes: float
@@ -83,18 +83,20 @@ def main(words: Sequence[str] | None = None) -> int:
     if unknown := set(chosen.names) - parts.keys() - {s for steps in parts.values() for s in steps}:
         known = ", ".join(f"{part} ({', '.join(steps)})" for part, steps in parts.items())
         parser.error(f"no part or step {', '.join(sorted(unknown))}; there are {known}")
-    wanted = {part: _wanted(part, steps, chosen.names) for part, steps in parts.items()}
+    selected = {part: _selected(part, steps, chosen.names) for part, steps in parts.items()}
     out = Path(os.environ.get("OUT", "outputs/gpu")).resolve()
     out = out.with_name(f"{out.name}-dry") if chosen.dry_run else out
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what there is is collected
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # collects before the end
     try:
-        return _run({part: steps for part, steps in wanted.items() if steps}, chosen, out)
+        return _run({part: steps for part, steps in selected.items() if steps}, chosen, out)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _wanted(part: str, steps: Mapping[str, GpuStep], names: Sequence[str]) -> Mapping[str, GpuStep]:
-    """Those steps of a part that were asked for."""
+def _selected(
+    part: str, steps: Mapping[str, GpuStep], names: Sequence[str]
+) -> Mapping[str, GpuStep]:
+    """The steps of a part that the command line names; all without names."""
     if not names or part in names:
         return steps
     return {name: step for name, step in steps.items() if name in names}
@@ -117,18 +119,18 @@ def _run(parts: Parts, chosen: argparse.Namespace, out: Path) -> int:
 
 
 def work_of(chosen: argparse.Namespace) -> Path:
-    """Where runs, profile and tables lie between calls."""
+    """The folder of runs, profile and tables between calls."""
     return WORK.with_name(f"{WORK.name}-dry") if chosen.dry_run else WORK
 
 
 def parts_of(chosen: argparse.Namespace) -> Parts:
-    """All parts in their order, with their steps."""
+    """All parts in order, with their steps."""
     work = work_of(chosen)
     return dict(_dry_parts(work) if chosen.dry_run else _parts(chosen, work))
 
 
 def _parts(chosen: argparse.Namespace, work: Path) -> Iterator[tuple[str, Mapping[str, GpuStep]]]:
-    pytest = ["pytest", "-v", "--timeout=150", "-W", "default"]  # of whatever versions are here
+    pytest = ["pytest", "-v", "--timeout=150", "-W", "default"]  # installed versions may warn
     shape = ["--model", chosen.model, "--device", chosen.device, "--requests", chosen.limit]
     drawn_min = 6 * TRAINED / DRAWN_PER_S / 60  # four policies that fit, and two plain loops
     kernels = [*pytest, "tests/kernels", "--ignore=tests/kernels/test_compile.py"]
@@ -160,7 +162,7 @@ def _parts(chosen: argparse.Namespace, work: Path) -> Iterator[tuple[str, Mappin
 
 
 def _dry_parts(work: Path) -> Iterator[tuple[str, Mapping[str, GpuStep]]]:
-    """The same on a CPU: tests are collected and skip themselves, models are small."""
+    """The parts on a CPU: tests are collected and skip themselves, models are small."""
     real = dict(_parts(argparse.Namespace(model="", device="", limit=""), work))
     small = ["--backend", "cpu", "--device", "cpu", "--model", "micro_llama"]
     steps = {
@@ -207,9 +209,9 @@ def _compared(root: Path, out: Path) -> list[str]:
 
 
 def _done(name: str, step: GpuStep, work: Path, out: Path, until_s: float) -> bool:
-    """Runs one step with its output in a log as it comes; whether it succeeded."""
+    """Runs one step, logging its output as it is printed; returns whether it succeeded."""
     began_s = time.monotonic()
-    if until_s - began_s < LEAST_S:
+    if until_s - began_s < MIN_STEP_S:
         print(f"gpu: {name} left out, no time is left; ARGS={name} in another call")
         return False
     print(f"gpu: {name}", flush=True)
@@ -234,12 +236,12 @@ def _done(name: str, step: GpuStep, work: Path, out: Path, until_s: float) -> bo
 
 def _environment(step: GpuStep) -> dict[str, str]:
     path = os.pathsep.join([str(SITE), str(ROOT)])
-    printed = {"PYTHONUNBUFFERED": "1"}  # or what was printed is gone if the step is cut
+    printed = {"PYTHONUNBUFFERED": "1"}  # else the output of a killed step is lost
     return {**os.environ, **step.environment, **printed, "PYTHONPATH": path}
 
 
 def _ended(process: Any, work: Path, out: Path, until_s: float) -> int:
-    """The exit status of a step; 124 where its time ended first."""
+    """The exit status of a step; 124 if its time ends first."""
     while (left_s := until_s - time.monotonic()) > 0:
         with suppress(subprocess.TimeoutExpired):
             return int(process.wait(min(left_s, COLLECTED_S)))
@@ -248,7 +250,7 @@ def _ended(process: Any, work: Path, out: Path, until_s: float) -> int:
 
 
 def _end(process: Any) -> None:
-    """Ends a step and all that it has started."""
+    """Kills a step and its children."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -256,11 +258,11 @@ def _end(process: Any) -> None:
 
 
 def _collect(work: Path, out: Path) -> None:
-    """What there is so far as one archive, without the cache, and the page of the report."""
+    """Writes WORK as one archive, without the cache, and the page of the report."""
     if work.is_dir():
         aside = out / ".results.tar.gz"
         with tarfile.open(aside, "w:gz") as archive, suppress(OSError):
-            archive.add(work, arcname="gpu", filter=_kept)  # a file may just be written
+            archive.add(work, arcname="gpu", filter=_kept)  # fails for a file that is being written
         aside.rename(out / "results.tar.gz")
     page = work / "report" / "report.html"
     if page.is_file():

@@ -8,8 +8,8 @@ from engine.contract.job import Job
 from engine.results.recorder import Recorder
 
 
-class Stamped(Recorder):
-    """A recorder that notes the CPU time whenever a step of training has ended."""
+class StepStampRecorder(Recorder):
+    """A recorder that notes the CPU time at the end of each training step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Claim: the arrival processes are what they say, over 200 seeds.
+"""Claim: the arrival processes have their stated distributions, over 200 seeds.
 
 Per process: mean rate within 0.5 %, mean coefficient of variation (CV) of the gaps within .005,
 mean gap and CV of every seed inside 4 standard errors, and a Kolmogorov-Smirnov test of the gaps
@@ -7,10 +7,10 @@ that rejects at the 1 % level in at most 3 % of seeds.
 Why 20,000 arrivals per seed: the standard error of a mean gap is c / sqrt(n) of it and that of a
 gamma's sample CV is c * sqrt((1 + c^2) / 2n) (delta method, third and fourth moments of the gamma).
 At the widest process here (burstiness 1/2, c = 1.41) the means over 200 seeds have standard errors
-of 0.07 % and .00087: the bars are 7 and 5.8 of these, so they pass by truth and not by luck, and a
-process off by 1 % would miss them. Under a true null the KS test rejects 2 of 200 seeds on
-average, and more than 6 with probability 0.4 %. Burstiness below 1/2 is left out: at 1/4, 0.7 % of
-the gaps are under a nanosecond, which times in integer nanoseconds cannot tell apart.
+of 0.07 % and .00087: the bars are 7 and 5.8 of these, so chance does not break them, and a process
+off by 1 % would miss them. Under a true null the KS test rejects 2 of 200 seeds on average, and
+more than 6 with probability 0.4 %. Burstiness below 1/2 is left out: at 1/4, 0.7 % of the gaps are
+under a nanosecond, and times are integer nanoseconds.
 """
 
 from __future__ import annotations

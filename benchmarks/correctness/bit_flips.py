@@ -1,12 +1,12 @@
 """Claim: of 1,000 single bits flipped in files of results, none changes a figure in silence.
 
-One bit of one file at a time, both drawn by a seed: the tables, plan log, configuration, metrics
-and status of a simulation that serves and trains; a profile of `tandem calibrate` with its tables
-of launches; profiles as Vidur and LLMServingSim keep theirs, and what the cache knows of them.
-Then whatever reads that file reads it: `load` (reports and comparisons), `collect`, the plan log of
-policy=recorded, the loading of profiles. Each refuses it in one line, a ValueError (`collect` calls
-the run damaged), or gives the figures of before. The claim counts other figures, other errors
-too, and lines that do not name the folder. `python -m benchmarks.correctness.bit_flips [--quick]`.
+A seed draws one file and one bit at a time: the tables, plan log, configuration, metrics and status
+of a simulation that serves and trains; a profile of `tandem calibrate` with its tables of launches;
+profiles of Vidur and LLMServingSim, and their cache. Every reader of the file then reads it: `load`
+(reports and comparisons), `collect`, the plan log of policy=recorded, the loading of profiles. Each
+refuses the file in one line, a ValueError (`collect` calls the run damaged), or gives equal
+figures. The claim counts other figures, other errors, and lines that do not name the folder.
+`python -m benchmarks.correctness.bit_flips [--quick]`.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ ONCE_A_STEP = ("embedding", "final_layernorm")
 
 @dataclass(frozen=True)
 class Reader:
-    """What reads some files, and the figures that it gives."""
+    """A reader of files, and its figures."""
 
     name: str
     files: tuple[Path, ...]
-    read: Callable[[], Any]  # figures that can be compared; a ValueError where it refuses
+    read: Callable[[], Any]  # figures that can be compared; a ValueError for a refused file
 
 
 def main() -> int:
-    """Prints what became of the flips by reader; the last line is the claim."""
+    """Prints the outcomes of the flips by reader; the last line is the claim."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} flips, not {FLIPS:,}")
     flips = QUICK if parser.parse_args().quick else FLIPS
-    logging.disable(logging.WARNING)  # a damaged run is told each time
+    logging.disable(logging.WARNING)  # `collect` warns of each damaged run
     with tempfile.TemporaryDirectory(prefix="tandem-flips-") as folder:
         found = outcomes(Path(folder), flips)
     for (reader, outcome), count in sorted(found.items()):
@@ -84,8 +84,8 @@ def main() -> int:
 
 
 def outcomes(folder: Path, flips: int, seed: int = SEED) -> Counter[tuple[str, str]]:
-    """How often each reader refused a flipped file, gave equal figures, or did anything else."""
-    readers = list(made(folder))
+    """The number of flips per reader and outcome: refused, equal figures, or anything else."""
+    readers = list(readers_in(folder))
     before = {reader.name: reader.read() for reader in readers}
     files = sorted({file for reader in readers for file in reader.files})
     drawn, found = random.Random(seed), Counter[tuple[str, str]]()
@@ -108,7 +108,7 @@ def outcomes(folder: Path, flips: int, seed: int = SEED) -> Counter[tuple[str, s
 
 
 def judged(reader: Reader, before: Any, file: Path) -> str:
-    """What a reader makes of a flipped file."""
+    """The outcome of reading a flipped file."""
     try:
         figures = reader.read()
     except ValueError as error:
@@ -119,8 +119,8 @@ def judged(reader: Reader, before: Any, file: Path) -> str:
     return "equal" if figures == before else "other figures"
 
 
-def made(folder: Path) -> Iterator[Reader]:
-    """A run, profiles, and what reads them."""
+def readers_in(folder: Path) -> Iterator[Reader]:
+    """Writes a run and profiles; yields their readers."""
     cache = folder / "cache"
     point = composed([*WORDS, f"cache={cache}"])
     root, run = folder / "runs", folder / "runs" / "run"
@@ -156,7 +156,7 @@ def _collected(root: Path) -> str:
 
 
 def _write_profile(folder: Path, setting: RunSpec, run: Path) -> None:
-    """A profile of `tandem calibrate` in all that is read of one, with prices made up."""
+    """Writes every file of a `tandem calibrate` profile, with synthetic prices."""
     line = Table(((1, 64, 4000), ), (1e5, 1.5e5, 4e6))  # fmt: skip
     names = (LINEAR, HEAD, FIRST, DECODE, HOST, "gpu->host", "host->gpu")
     grid = {PREFILL_SLICE: Table(((1, 4000), (1, 4000)), (1e4, 2e4, 3e4, 4e4))}
@@ -186,7 +186,7 @@ def _write_vidur(folder: Path) -> Path:
 
 
 def write_kernels(folder: Path) -> Path:
-    """A small profile as LLMServingSim keeps one."""
+    """Writes a small profile in LLMServingSim's format."""
     folder.mkdir()
     nodes = (1, 16, 256)
     dense = [(name, n, 3.5 + 0.25 * n) for name in (*LAYERS, *ONCE_A_STEP) for n in nodes]

@@ -1,16 +1,16 @@
 """Claim: no plan that breaks a rule passes, and no legal one is refused.
 
-3,000 random small replays (scheduling x memory, prefix sharing, swaps, replicas with routers,
-serving beside training, training under all policies, groups, plan logs played back; depths 1 to 3,
-fast-forward on and off, noise, host time) with one lie in each: at a random question a change to
-the plan, or to what is shown, that belongs to one of the rules of engine.contract.rules. Each must
-end in a ContractError of one line that names policy, step and rule, with all books as before the
-plan; or, if the change meant nothing, leave all five tables as they are without it. 3,000 legal
-replays must all finish; of every second one fast-forward and step by step must give equal tables.
-Then the faults of tests/support/broken_books.py: each is caught by the check of its law.
+3,000 random small replays have one lie each (scheduling x memory, prefix sharing, swaps, replicas
+with routers, serving beside training, training under all policies, groups, plan logs played back;
+depths 1 to 3, fast-forward on and off, noise, host time). A lie is a change to the plan or to the
+view at a random call of the policy, which breaks one of the rules of engine.contract.rules. Each
+lie must end in a ContractError of one line that names policy, step and rule, with the ledger as
+before the plan. A change without effect must leave all five tables unchanged. 3,000 legal replays
+must all finish; in every second one, fast-forward and step by step must give equal tables. Each
+fault of tests/support/broken_books.py must be caught by the check of its law.
 
-`python -m benchmarks.correctness.contract_faults [--quick] [--mutations]`: the latter are those
-faults alone. Needs no pytest, and says the same under `python -O` and compiled.
+`python -m benchmarks.correctness.contract_faults [--quick] [--mutations]`: --mutations runs those
+faults alone. Needs no pytest, and gives equal output under `python -O` and compiled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.support.faults import FAULTS, Fault
 COUNT, QUICK, EACH = 3000, 300, 100
 LIES_A_CASE = 5
 TRAINS = ("training", "group", "shared")
-WHERE: dict[Rule, tuple[str, ...]] = {  # kinds of replays that have what a rule is about
+WHERE: dict[Rule, tuple[str, ...]] = {  # kinds of replays in which a rule applies
     Rule.SHARE: ("prefix", "prefix", "prefix", "serving"),
     Rule.KV_CONTENTS: ("swap", "prefix", "playback"),
     Rule.COPY: ("swap", "serving", "training"),
@@ -60,7 +60,7 @@ VERDICTS = ("refused", "by another rule", "meant nothing", "WRONG")
 
 @dataclass
 class Sheet:
-    """What became of all lies, by the rule that they break."""
+    """Verdicts on all lies, by the rule that they break."""
 
     counts: dict[Rule, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     wrong: list[str] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Sheet:
 
 
 def judged(told: Told, honest: dict[str, Any]) -> tuple[str, str]:
-    """What became of a lie, and, if it is wrong, why."""
+    """The verdict on a lie, and the reason if it is wrong."""
     error, fault = told.error, told.fault
     if isinstance(error, ContractError):
         text = str(error)
@@ -99,7 +99,7 @@ def judged(told: Told, honest: dict[str, Any]) -> tuple[str, str]:
 
 
 def lies(count: int, seed: int = 0) -> Sheet:
-    """So many random replays with a lie in each, each rule as often as the others."""
+    """Runs `count` random replays with a lie in each, evenly over the rules."""
     rng, sheet, total = random.Random(seed), Sheet(), 0
     misses: Counter[str] = Counter()
     while total < count and sum(misses.values()) < 40 * count:
@@ -130,8 +130,8 @@ def lies(count: int, seed: int = 0) -> Sheet:
 
 
 def legal(count: int, seed: int = 1) -> tuple[int, list[str]]:
-    """So many legal replays: how many were compared with and without fast-forward, and what is
-    wrong."""
+    """Runs `count` legal replays; returns the number compared with and without fast-forward, and a
+    line per failure."""
     rng, wrong, compared = random.Random(seed), list[str](), 0
     for number in range(count):
         case = random_case(rng.getrandbits(30), KINDS[number % len(KINDS)])
@@ -159,7 +159,7 @@ def carried_out(case: Case, fast_forward: bool | None) -> Any:
 
 
 def mutations() -> list[str]:
-    """The faults of tests/support/broken_books.py that nothing catches."""
+    """The faults of tests/support/broken_books.py that no check catches."""
     missed = list[str]()
     for name, fault in BROKEN.items():
         try:

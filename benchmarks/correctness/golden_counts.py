@@ -22,7 +22,7 @@ TOKENIZERS = {"llama2": "llama2-tinyllama", "llama3": "llama3", "qwen": "qwen", 
 
 
 def differences(golden: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """The golden figures that ours differ from."""
+    """The golden figures with another value in `ours`."""
     wrong = [name for name in golden if golden[name] != ours.get(name)]
     return [f"{name}: {ours.get(name)} != {golden[name]}" for name in wrong]
 

@@ -1,13 +1,13 @@
-"""Claim: the engine waits as M/D/1 says and obeys Little's law.
+"""Claim: waits in the engine follow M/D/1 and Little's law.
 
 One job a step, deterministic service, Poisson arrivals, the real engine over the virtual executor:
 20,000 requests per run at loads of 0.3, 0.6 and 0.8, ten seeds each. The wait of every request
-must equal Lindley's recursion to the nanosecond, and the jobs in the steps the sum of stays
-(Little's law as an identity of the rows). The mean wait over the seeds must lie within 4.8 standard
-errors of load / (2 (1 - load)): the seeds are independent runs, so their mean has a t distribution
-with nine degrees of freedom, beyond 4.8 with a chance of 0.1 %; the tenth of each run that starts
-from an empty queue is left out. Each standard error must stay below 5 % of the wait, so that a
-wrong law would show: exponential service would wait twice as long.
+must equal Lindley's recursion to the nanosecond. The sum over steps of jobs times duration must
+equal the sum of stays (Little's law as an identity of the rows). The mean wait over the seeds must
+lie within 4.8 standard errors of load / (2 (1 - load)): the seeds are independent runs, so their
+mean has a t distribution with nine degrees of freedom, beyond 4.8 with a probability of 0.1 %. The
+first tenth of each run, which starts from an empty queue, is left out. Each standard error must
+stay below 5 % of the wait, so that a wrong law would show: exponential service would double it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BAR, ERROR_BAR = 4.8, 0.05
 
 
 def broken_identities(queue: Queue) -> int:
-    """How many waits are not Lindley's, and one more if Little's identity fails."""
+    """The number of waits unlike Lindley's, plus one if Little's identity fails."""
     waits = queue.finish_ns - queue.arrival_ns - SERVICE_NS
     wrong = int((waits != lindley_ns(queue.arrival_ns, SERVICE_NS)).sum())
     stays = int((queue.finish_ns - queue.scheduled_ns).sum())

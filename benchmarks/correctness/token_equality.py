@@ -1,14 +1,14 @@
-"""Claim: tokens equal model.generate on every request, whatever the policies do to its job.
+"""Claim: tokens equal model.generate on every request, under every policy.
 
-Every pair of static, continuous and chunked scheduling with restart, swap and reservation for all
-families, and the field's named stacks (vLLM, Orca, Sarathi, deadlines, shortest job) for the first.
-Greedy in fp32, end of sequence off, equal lengths; 24 requests at once on the real CPU executor.
-The KV pool holds twice the longest request, so that restarts and swaps must happen; a combination
-that should show them and does not fails. With prefix caching, prompts begin alike and a third of
-them has a second turn: a combination that starts nobody on shared pages fails. Weights are random
-with a standard deviation of 0.15 (not 0.02): there tokens far back decide which one comes next.
-A request may differ only from a token on at which the best two logits of the reference are closer
-than 1e-4; how many did is printed. The value is the number of requests that differ otherwise.
+Every pair of static, continuous and chunked scheduling with restart, swap and reservation runs for
+all families, and the field's named stacks (vLLM, Orca, Sarathi, deadlines, shortest job) for the
+first. Greedy in fp32, end of sequence off, equal lengths; 24 requests at once on the real CPU
+executor. The KV pool holds twice the longest request, so that restarts and swaps must happen; a
+combination that should show them and does not fails. With prefix caching, prompts begin alike and a
+third of them has a second turn; a combination without a request on shared pages fails. Weights are
+random with a standard deviation of 0.15 (not 0.02): tokens far back then decide the next one. A
+request may differ only behind a token at which the best two logits of the reference are closer
+than 1e-4; their number is printed. The value is the number of requests that differ otherwise.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ STACKS = {  # by name in conf/policy: settings that put as much pressure on memo
 
 
 def shows_its_way(name: str, served: Served) -> bool:
-    """Whether a run showed what its memory policy does when short of memory, or shared pages."""
+    """Whether a run preempted in its memory policy's way, or shared pages."""
     if "caching" in name:
         return served.cached_tokens > 0
     if "reservation" in name or name == "orca":
@@ -59,7 +59,7 @@ def shows_its_way(name: str, served: Served) -> bool:
 
 
 def policies(with_stacks: bool) -> Iterator[tuple[str, Policy, int]]:
-    """Name, policy and run-ahead of what is tried."""
+    """Name, policy and run-ahead of each combination."""
     for scheduling, memory in product(SCHEDULING, MEMORY):
         yield f"{scheduling} {memory}", Composed(SCHEDULING[scheduling], MEMORY[memory]), 2
     for name, settings in STACKS.items() if with_stacks else ():
@@ -68,7 +68,7 @@ def policies(with_stacks: bool) -> Iterator[tuple[str, Policy, int]]:
 
 
 def keeping() -> Iterator[tuple[str, Policy, int]]:
-    """The same of what is tried with prefix caching."""
+    """Name, policy and run-ahead of each combination with prefix caching."""
     for scheduling, memory in product(SCHEDULING, KEEPING):
         name = f"{scheduling} {memory} caching"
         yield name, Composed(SCHEDULING[scheduling], KEEPING[memory]), 2
@@ -77,7 +77,7 @@ def keeping() -> Iterator[tuple[str, Policy, int]]:
 def family_rows(
     family: str, requests: Sequence[Request], tried: Iterable[tuple[str, Policy, int]]
 ) -> list[tuple[Agreement, bool]]:
-    """Per combination, how its tokens compare and whether it showed what it should; prints each."""
+    """Per combination, the agreement of its tokens and whether it showed its way; prints each."""
     spec = FAMILIES[family]
     plain = build_model(spec, seed=1, attention="sdpa", spread=SPREAD)
     expected = {

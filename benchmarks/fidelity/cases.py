@@ -1,16 +1,16 @@
-"""What both fidelity claims share: measured reruns beside their predictions, judged row by row.
+"""Shared parts of the fidelity claims: measured reruns beside their predictions, judged by row.
 
-A profile is calibrated on made-up shapes and lengths; the judged trace is ShareGPT. Every measured
-run has drift probes before and after it; a run around which one moved by more than 3 % is thrown
-away, and so is a calibration whose held-out replay is off by more than 3 % in all. Both say that
-the machine was not steady; neither looks at the error of a judged run. An error is the median over
-reruns, whose signs may cancel: the worst rerun is published beside it. A shared machine's speed
-changes by a third within seconds: both clocks therefore count time in reference works
-(runtime/measure/reference.py), in calibration and run alike. What these do not follow lasts for
-minutes (large batches took 8 % longer half an hour after their calibration), so the two sides are
-measured in turns: before and behind every judged run a replay of made-up requests that arrive at
-the case's rate, to which the tables of a case are fitted. Run it alone: with the other core busy,
-launches moved against the reference work by 4 %.
+A profile is calibrated on synthetic shapes and lengths; the judged trace is ShareGPT. Every
+measured run has drift probes before and after it. A run is discarded if a probe moved by more than
+3 %, and a calibration if its held-out replay is off by more than 3 % in all: the machine was not
+steady. Neither rule looks at the error of a judged run. An error is the median over reruns, whose
+signs may cancel: the worst rerun is published beside it. A shared machine's speed changes by a
+third within seconds, so both clocks count time in reference works (runtime/measure/reference.py),
+in calibrations and runs. Changes that these do not follow last for minutes (large batches took 8 %
+longer half an hour after their calibration), so measurement and calibration take turns: before and
+after every judged run, a replay of synthetic requests at the case's rate adds to the calibration of
+its tables. Run it alone: with the other core busy, launches moved against the reference work by
+4 %.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from tandem.wiring.experiment import run_experiment
 from tandem.wiring.folder import OK, commit, host, running_folder, status_of
 from tandem.wiring.profile import FITTED, fitted_replay, is_steady, refitted
 
-AT_PACE = "_at_pace_"  # of figures that say what another step time would do
+AT_PACE = "_at_pace_"  # in names of figures at another step time
 KV_PEAK = 0.03
 ATTEMPTS = 6  # measured runs per accepted one, at the most
 METRICS = ("ttft", "tpot", "e2e")
 STATS = ("mean", "p50", "p90", "p99")
 COLUMNS = ["case", "figure", "measured", "error", "worst_rerun", "rerun_iqr"]
-# Of a profile, without its replays.
+# Files of a profile, without its replays.
 GRID = ("profile.json", "steps.parquet", "holdout.parquet", "hashes.json")
 PACE = "backend.reference_ns="
-# Rows that are 1 where something holds of all reruns; else the claim fails, whatever the errors.
+# Rows that are 1 if a property holds for all reruns; the claim fails if one is not.
 MUST_HOLD = ("kv_peak_replayed_equal", "swapped_in_every_run", "bytes_copied_replayed_equal")
 NEVER_ABOVE = 0.10  # for mean TPOT and E2E
 
 
 @dataclass(frozen=True)
 class Case:
-    """One point: what is run, and into which folder."""
+    """One point: its settings, and the folder of its runs."""
 
     name: str
     settings: tuple[str, ...]
     folder: Path
-    calibration: Path  # whose grid of shapes its own profile shares
+    calibration: Path  # the profile with the grid of shapes
 
     @property
     def profile(self) -> Path:
-        """Fitted to what was measured between its runs."""
+        """The profile that is fitted to replays between the case's runs."""
         return self.folder / "profile"
 
     @property
@@ -84,10 +84,10 @@ def say(text: str) -> None:
 
 
 def run(settings: Sequence[str], folder: Path, replaces: bool = False) -> Run:
-    """One run into a folder of its own, or the one that is there from a claim that was stopped.
+    """Runs into a folder of its own, or loads the run that a stopped claim has left there.
 
-    What a killed or failed run has left there is removed; so is, with `replaces`, a run of other
-    settings or of another commit. ValueError about one otherwise.
+    Remains of a killed or failed run are removed. A run of other settings or of another commit is
+    removed with `replaces`; otherwise it raises ValueError.
     """
     if status_of(folder) == OK:
         found = load(folder)
@@ -106,7 +106,7 @@ def run(settings: Sequence[str], folder: Path, replaces: bool = False) -> Run:
 
 
 def cleared(folder: Path) -> None:
-    """Removes a run's folder, and what one that was killed has left beside it."""
+    """Removes a run's folder, and the remains of a killed run beside it."""
     for path in (folder, running_folder(folder)):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -114,9 +114,9 @@ def cleared(folder: Path) -> None:
 def calibrated(
     name: str, settings: Sequence[str], backend: Sequence[str], folder: Path, replays: int
 ) -> Path:
-    """A profile in `folder`, of a steady machine; RuntimeError if there is none in ATTEMPTS.
+    """Calibrates a profile into `folder` on a steady machine, fitted to `replays` replays.
 
-    Fitted to so many replays. Those thrown away stay beside it.
+    Discarded profiles stay beside it. RuntimeError after ATTEMPTS unsteady calibrations.
     """
     for _ in range(ATTEMPTS):
         if not folder.is_dir():
@@ -126,14 +126,14 @@ def calibrated(
             return folder
         number = len(list(folder.parent.glob(f"{folder.name}-unsteady*")))
         folder.rename(folder.with_name(f"{folder.name}-unsteady{number}"))
-        say(f"{name}: the machine changed during the calibration, which is thrown away")
+        say(f"{name}: the machine changed during the calibration, which is discarded")
     raise RuntimeError(f"{name}: no steady calibration in {ATTEMPTS}; go on later, with --keep")
 
 
 def clock_of(profile: Path) -> str:
-    """The override that names a profile's clock: kept for all policies, which then compare.
+    """The override with a profile's clock: one clock for all policies makes them comparable.
 
-    The decode step took 2.2 to 4.4 ms at the calibrations of one hour here.
+    Calibrations within one hour gave decode steps of 2.2 to 4.4 ms.
     """
     about = json.loads((profile / "profile.json").read_text(encoding="utf-8"))
     return PACE + json.dumps(about["reference_ns"], separators=(",", ":"))
@@ -148,10 +148,10 @@ def capacity(
 
 
 def reruns(case: Case, backend: Sequence[str], count: int) -> list[Pair]:
-    """So many accepted pairs, or fewer where the machine is not steady for long enough."""
+    """`count` accepted pairs, or fewer if the machine is not steady for long enough."""
     accepted = list[Path]()
     for attempt in range(ATTEMPTS * count):
-        made_up(case, backend, attempt)
+        synthetic_replay(case, backend, attempt)
         folder = case.folder / f"run{attempt}"
         moved = drift(run((*case.settings, *backend), folder / "measured"))
         assert moved is not None, "a measured run has probes"
@@ -159,23 +159,23 @@ def reruns(case: Case, backend: Sequence[str], count: int) -> list[Pair]:
         accepted += [folder] if moved <= STEADY else []
         if len(accepted) == count:
             break
-    made_up(case, backend, attempt + 1)
+    synthetic_replay(case, backend, attempt + 1)
     refitted(case.profile)
     return [pair(case, folder) for folder in accepted]
 
 
-def made_up(case: Case, backend: Sequence[str], number: int) -> None:
-    """One more replay of made-up requests for the case's profile, unless it is there."""
+def synthetic_replay(case: Case, backend: Sequence[str], number: int) -> None:
+    """Adds a replay of synthetic requests to the case's profile, unless it is there."""
     if number == 0:
         case.profile.mkdir(parents=True, exist_ok=True)
-        for name in GRID:  # again where a claim goes on: it may have been stopped at this
+        for name in GRID:  # also in a resumed claim: the earlier one may have stopped here
             shutil.copy(case.calibration / name, case.profile)
     if status_of(case.profile / f"{FITTED}-{number}") != OK:
         fitted_replay(composed([*case.settings, *backend]), case.profile, number, streams=True)
 
 
 def pair(case: Case, folder: Path) -> Pair:
-    """A measured run with its prediction, and with its decisions replayed in the simulator."""
+    """A measured run with its prediction, and with its plans replayed in the simulator."""
     measured = load(folder / "measured")
     predicted = run(case.predicted, folder / "predicted")
     replayed = folder / "replayed"
@@ -214,15 +214,15 @@ def table_of(case: Case, pairs: Sequence[Pair], wanted: int) -> pd.DataFrame:
 
 
 def middle(errors: np.ndarray) -> tuple[float, float]:
-    """The median of some signed errors, and the one that is farthest from zero."""
+    """The median of signed errors, and the error that is farthest from zero."""
     return float(np.median(errors)), float(errors[np.abs(errors).argmax()])
 
 
 def bars(row: Mapping[str, object], judges_ttft: bool) -> float | None:
-    """The largest error that passes; None where a figure is published without a bar.
+    """The largest error that passes; None for a figure without a bar.
 
-    Throughput 2 %. Mean TPOT and E2E: 5 %, or what reruns vary by if that is more, never above
-    10 %. TTFT only well below saturation, where it is not queueing: 10 %. KV peak 3 %.
+    Throughput 2 %. Mean TPOT and E2E: 5 %, or the spread of reruns if that is more, never above
+    10 %. TTFT 10 %, and only well below saturation, where requests do not queue. KV peak 3 %.
     """
     figure, spread = str(row["figure"]), float(str(row["rerun_iqr"]))
     if figure == "request_throughput":
@@ -235,7 +235,7 @@ def bars(row: Mapping[str, object], judges_ttft: bool) -> float | None:
 
 
 def judged(table: pd.DataFrame, judges_ttft: bool) -> pd.DataFrame:
-    """The table with its bars, and how much of each bar is used (above 1 fails)."""
+    """The table with its bars, and the used share of each bar (above 1 fails)."""
     table = table.copy()
     table["bar"] = [bars(row, judges_ttft) for row in table.to_dict("records")]
     table["used"] = table["error"].abs() / table["bar"].astype(float)
@@ -246,7 +246,7 @@ def judged(table: pd.DataFrame, judges_ttft: bool) -> pd.DataFrame:
 
 
 def keep(table: pd.DataFrame, out: Path) -> None:
-    """Writes the CSV, and beside it where its figures come from."""
+    """Writes the CSV, and beside it the commit, machine and date of its figures."""
     out.parent.mkdir(parents=True, exist_ok=True)
     table.to_csv(out, index=False)
     about = {**commit(), **host(), "date": datetime.now(UTC).isoformat(timespec="seconds")}

@@ -1,9 +1,9 @@
 """CPU fidelity: 200 ShareGPT requests at 50, 80 and 120 % of the measured capacity, two policies.
 
-The bars are those of benchmarks/fidelity/cases.py; the effect of +-2 % step time on TTFT and on the
-peak of KV is published beside them, because near saturation a queue amplifies that small an error.
-The capacity is the throughput of all requests at once, drain included, which is less than a steady
-stream can be served at: at 120 % of it nobody queues for long here.
+The bars are those of benchmarks/fidelity/cases.py. The effect of +-2 % step time on TTFT and on the
+peak of KV is published beside them, because near saturation a queue amplifies so small an error.
+The capacity is the throughput of all requests at once, drain included, which is less than the rate
+of a steady stream that can be served: at 120 % of it no request queues for long.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ REPLAYS = 2  # of the calibration; more follow between the runs
 MEASURED = (
     "backend=cpu",
     "backend.workspace_every=0",  # no sampling of workspace: only time
-    "backend.probe_look_s=5",  # a shorter look sees a neighbour's mood, not the drift
+    "backend.probe_look_s=5",  # a shorter look sees bursts of other processes, not the drift
 )
 
 
@@ -78,9 +78,9 @@ def main() -> int:
 
 
 def judged_again() -> int:
-    """Today's bars on the figures that were measured last; they and their origin stay as they are.
+    """Judges the last measured figures by the present bars; figures and origin stay unchanged.
 
-    For a change of bars, since a whole measurement takes more than an hour.
+    For a change of bars: a whole measurement takes more than an hour.
     """
     print("measured before:", OUT.with_suffix(".json").read_text(encoding="utf-8"))
     table = pd.read_csv(OUT)[COLUMNS]
@@ -116,7 +116,7 @@ def points(chosen: argparse.Namespace, root: Path) -> Iterator[pd.DataFrame]:
 
 
 def sensitivity(case: Case) -> pd.DataFrame:
-    """What +-2 % step time does to the predicted mean TTFT and peak of KV."""
+    """The effect of +-2 % step time on the predicted mean TTFT and peak of KV."""
     figures = {}
     for pace in (0.98, 1.0, 1.02):
         done = run((*case.predicted, f"pace={pace}"), case.folder / f"pace{pace}")

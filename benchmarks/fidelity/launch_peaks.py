@@ -1,7 +1,7 @@
-"""What the launches of a training run really take beside what lies there, by torch's own storages.
+"""Measured workspace of the launches of a training run, by torch's own storages.
 
-Nothing of the ledger takes part: a tracker sees every storage that torch makes in a launch, and
-weak references say which of those that lay on the device before it are still alive.
+The measurement is independent of the ledger: a tracker sees every storage that torch makes in a
+launch, and weak references tell which of the earlier storages are still alive.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ ID_BYTES = 8  # of a token id, and of the loss's count of them
 
 
 class Watched(NamedTuple):
-    """A run whose launches were watched: bytes that each took at its peak, and the MEMORY rows."""
+    """A run with the peak bytes of each watched launch, and its MEMORY rows."""
 
     launches: pd.DataFrame  # columns work, unit, predicted, measured
     memory: pd.DataFrame
-    ids_bytes: int  # of a microbatch's tokens, which no ledger books
+    ids_bytes: int  # token ids of a microbatch, which the ledger does not book
 
     @property
     def transient_errors(self) -> pd.Series:
-        """Signed, relative to what was measured."""
+        """Signed, relative to the measurement."""
         return self.launches["predicted"] / self.launches["measured"] - 1
 
     @property
     def off_bytes(self) -> pd.Series:
-        """What the meter found beyond the ledger, at each reading, in either tier. Both are read
-        at least once in ten rows, when nothing is on its way."""
+        """The meter's bytes beyond the ledger's, at each reading, in either tier. Each tier is read
+        at least once in ten rows, when nothing is in flight."""
         rows = self.memory.dropna(subset=["measured_bytes"])
         for tier, all_of_it in self.memory.groupby("tier"):
             read = int(rows["tier"].eq(tier).sum())
@@ -50,12 +50,12 @@ class Watched(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether that is nothing, or a microbatch's token ids."""
+        """Whether `off_bytes` are 0 to a microbatch's token ids."""
         return bool(self.off_bytes.between(0, self.ids_bytes).all())
 
 
 def watched(point: ComposedConfig) -> Watched:
-    """Carries a training job out in lockstep, which does the real work in issue order."""
+    """Runs a training job in lockstep, which does the real work in issue order."""
     setting = run_spec_of(point)
     torch.set_num_threads(1)
     with backend_of(setting, point.config["backend"]) as world:
@@ -69,7 +69,7 @@ def watched(point: ComposedConfig) -> Watched:
 
 
 class PeakWatchedMachine:
-    """A machine whose launches of units are measured; in all else the machine itself."""
+    """A machine that measures launches of units, and passes everything else on."""
 
     def __init__(self, machine: Any) -> None:
         self._machine = machine
@@ -92,7 +92,7 @@ class PeakWatchedMachine:
 
 
 class PeakTracker(StorageTracker):
-    """Also counts what lay there before and is gone, or has shrunk, when the peak comes."""
+    """A tracker that also subtracts earlier storages that are freed or smaller at the peak."""
 
     def __init__(self, before: Any) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class PeakTracker(StorageTracker):
 
 
 def _predicted(op: Compute) -> int:
-    """What policies book for a launch: all that begins with it."""
+    """The bytes that policies book for a launch: all places that begin with it."""
     (piece,) = op.slices
     task = piece._replace(work=Work.BACKWARD) if op.again else piece
     found = [launch for launch in launches_of(task, op.device) if launch.again is op.again]

@@ -1,12 +1,12 @@
-"""Claim: the ledger's memory is what the meter reads, and predicted workspace is what torch takes.
+"""Claim: the ledger's memory equals the meter's, and predicted workspace is near torch's.
 
 Forty requests of the sample at once on the real CPU executor, short of KV pages, with restarts and
 with swaps, at depth 1 and 2. KV pages are whole system pages, so the kernel's residency is exact.
-At every settle weights + KV measured must equal the ledger's to the byte at depth 1 with restarts.
-Where another operation may still be in flight (depth 2, or a copy of a swap) they may exceed them
-by what was given back but is still in use, the ledger's coming bytes, and never fall short.
-Workspace of every fifth launch is counted by torch's storages and compared with the
-formula; the value is the larger of the four p90 errors, in percent.
+At every settle, measured weights + KV must equal the ledger's to the byte at depth 1 with restarts.
+With other operations in flight (depth 2, or a copy of a swap) they may exceed the ledger's by freed
+bytes that are still in use, the ledger's coming bytes, and never fall short. Workspace of every
+fifth launch is counted by torch's storages and compared with the formula; the value is the largest
+of the four p90 errors, in percent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PRESSED = ("model=micro_llama", "arrival=all_at_once", "budget.kv_pages=125")
 
 
 def measured(policy: str, depth: int, count: int, folder: Path) -> Run:
-    """A run under pressure whose workspace is sampled."""
+    """A run under memory pressure with sampled workspace."""
     settings = [*PRESSED, f"policy={policy}", f"depth={depth}", f"limit={count}"]
     point = composed([*settings, "backend=cpu", "backend.workspace_every=5"])
     run_experiment(point, folder)
@@ -38,7 +38,7 @@ def measured(policy: str, depth: int, count: int, folder: Path) -> Run:
 
 
 def excess(run: Run) -> pd.DataFrame:
-    """Per settle and pool, what the meter read above the ledger's weights and KV."""
+    """Per settle and pool, the meter's bytes above the ledger's weights and KV."""
     rows = run.memory[run.memory["cause"].eq("settle")].copy()
     assert rows["measured_bytes"].notna().all(), "every settle is metered"
     rows["excess"] = rows["measured_bytes"] - rows["weight_bytes"] - rows["kv_bytes"]
@@ -46,7 +46,7 @@ def excess(run: Run) -> pd.DataFrame:
 
 
 def outside(rows: pd.DataFrame, has_more_in_flight: bool) -> int:
-    """Settles whose excess is outside the bound."""
+    """The number of settles with an excess outside the bound."""
     bound = rows["coming_bytes"] if has_more_in_flight else 0
     return int(((rows["excess"] < 0) | (rows["excess"] > bound)).sum())
 

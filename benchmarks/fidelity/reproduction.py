@@ -1,4 +1,4 @@
-"""analysis/REPRODUCTION.md, made of the tables that the claims on PatrickStar have written."""
+"""Writes analysis/REPRODUCTION.md from the tables of the claims on PatrickStar."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ ASSUMED = """## What was fixed, and on what
 
 
 def write_page() -> None:
-    """Writes the page from whatever tables there are."""
+    """Writes the page from the tables that exist."""
     parts = [HEAD]
     if lines := _lines("patrickstar_tables.csv"):
         parts += ["## Throughput\n", *_throughput(lines)]
     if lines := _lines("patrickstar_scale.csv"):
         parts += ["## The largest model that trains\n", *_scale(lines)]
-    parts += [ASSUMED, _word()]
+    parts += [ASSUMED, _remarks()]
     PAGE.write_text("\n".join(part.rstrip() + "\n" for part in parts), encoding="utf-8")
 
 
-def _word() -> str:
-    """An honest word, written by hand behind a run."""
+def _remarks() -> str:
+    """Remarks on the results, written by hand."""
     path = RESULTS / "patrickstar_word.md"
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 

@@ -1,9 +1,10 @@
-"""Swapping on real threads: wall clock, a throttled link, copies that really take time.
+"""Claim: swapping on real threads is predicted, by the wall clock and over a slow link.
 
-Too little KV for the load, so jobs are copied to the host and back while others compute. Measured
-with a thread per lane in real time (backend=cpu, clock=wall) at 80 % of the measured capacity;
-the bars are those of benchmarks/fidelity/cases.py. Needs an otherwise idle machine: the wall clock
-sees every neighbour. Its rate is that of the reference work, since the machine's speed wanders.
+KV is too small for the load, so jobs are copied to the host and back while other jobs compute. The
+measurement has a thread per lane in real time (backend=cpu, clock=wall) at 80 % of the measured
+capacity; the bars are those of benchmarks/fidelity/cases.py. The machine must be idle otherwise:
+the wall clock sees every other process. Time is counted in reference works, because the machine's
+speed drifts.
 """
 
 from __future__ import annotations
@@ -90,10 +91,10 @@ def measured_table(chosen: argparse.Namespace, root: Path) -> pd.DataFrame:
 
 
 def swapped(case: Case, pairs: Sequence[Pair]) -> pd.DataFrame:
-    """How much was swapped, and two rows that must hold: the test of the test.
+    """Swaps and copied bytes, and two rows that must hold so that the claim tests swapping.
 
-    Every run of every pair swapped; and where the measured plan log is replayed, the same bytes
-    are copied. Free-running decisions may swap at other moments: their figures have no bar.
+    Every run of every pair swapped, and the replay of the measured plan log copied equal bytes.
+    Free-running decisions may swap at other moments: their figures have no bar.
     """
     runs = [run for pair in pairs for run in (pair.measured, pair.predicted)]
     copies = [(copied_bytes(pair.replayed), copied_bytes(pair.measured)) for pair in pairs]
@@ -114,7 +115,7 @@ def swapped(case: Case, pairs: Sequence[Pair]) -> pd.DataFrame:
 
 
 def swaps(run: Run) -> int:
-    """How often a request was swapped out."""
+    """The number of swaps of all requests."""
     return int(run.requests["swaps"].sum())
 
 

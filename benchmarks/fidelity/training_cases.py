@@ -1,12 +1,11 @@
-"""What the claims on training's fidelity judge: recipes, and jobs in budgets that press."""
+"""Cases of the claims on training fidelity: recipes, and jobs in tight budgets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.measure.shapes import Microbatch, TrainingLimits
-from runtime.measure.shapes import training_grid as grid
+from runtime.measure.shapes import Microbatch, TrainingLimits, training_grid
 from tandem.cli.plan_command import plan_run
 from tandem.config.compose import composed
 from tandem.wiring.profile import BEYOND
@@ -15,7 +14,7 @@ COMMON = ("trace=none", "training=random", "model=tiny_llama")
 ROOMY = ("device.memory_bytes=8589934592", "device.host_bytes=8589934592")
 CALIBRATED = Microbatch(4, 96)  # and up to twice as many rows
 ADAMW = "adamw"
-RECIPES = {  # by name: what else is set than float32, all parameters, AdamW
+RECIPES = {  # by name: overrides of float32, all parameters, AdamW
     ADAMW: (),
     "lora": ("training/recipe=lora",),
     "sgd": ("training/recipe=sgd", "training.recipe.dropout=0.1", "training.recipe.clip_norm=1"),
@@ -25,7 +24,7 @@ RECIPES = {  # by name: what else is set than float32, all parameters, AdamW
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """What is trained, in how much of the memory that it would take with all on the device."""
+    """A training job, in a share of the memory that it takes with all states on the device."""
 
     policy: str
     modes: str
@@ -37,13 +36,13 @@ class TrainingCase:
 
     @property
     def name(self) -> str:
-        """In the table."""
+        """Name in the table."""
         words = (self.policy, self.modes) + (() if self.recipe == ADAMW else (self.recipe,))
         return " ".join(words)
 
     @property
     def job(self) -> tuple[str, ...]:
-        """The words of it, but for policy and budget."""
+        """Overrides of the job without policy and budget."""
         sequences, tokens = self.shape
         return (
             *common(self.recipe),
@@ -55,7 +54,7 @@ class TrainingCase:
         )
 
     def settings(self, num_steps: int) -> tuple[str, ...]:
-        """The whole run; its budget is a share of what a simulation without pressure takes."""
+        """Overrides of the run; its budget is a share of the peak of a simulation without one."""
         found = plan_run(composed([*self.job, "policy=train_on_device", *ROOMY, "backend=sim"]))
         budget = int(self.share * found.peak_bytes("gpu:0")["used"])
         words = (*self.job, f"policy={self.policy}", f"budget.device_bytes={budget}")
@@ -64,12 +63,12 @@ class TrainingCase:
 
 
 def common(recipe: str) -> tuple[str, ...]:
-    """Words of all that is run by a recipe: calibrations, probes, cases."""
+    """Overrides of every run of a recipe: calibrations, probes, cases."""
     return (*COMMON, *RECIPES[recipe])
 
 
 def check_unseen(cases: Sequence[TrainingCase]) -> None:
-    """The test of the test: no judged microbatch is one of the calibration's."""
-    known = grid(TrainingLimits(4096, BEYOND * CALIBRATED.rows))
+    """Asserts that no judged microbatch is one of the calibration's."""
+    known = training_grid(TrainingLimits(4096, BEYOND * CALIBRATED.rows))
     assert not {case.shape for case in cases} & {*known}
     assert max(case.shape.rows for case in cases) <= BEYOND * CALIBRATED.rows

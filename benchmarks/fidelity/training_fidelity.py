@@ -1,16 +1,16 @@
-"""Fidelity of training: step time and peak memory foreseen, then measured on this CPU.
+"""Claim: step time and peak memory of training are predicted, then measured on this CPU.
 
-Tables are fitted to short jobs of two layers in two policies, without pressure; what is judged has
-other depths, microbatches, policies, ways of activations and budgets that press. Both clocks count
-time in reference works (runtime/measure/reference.py), since this machine's speed changes by a
-third within seconds. What these do not follow is seen by a probe, a job of the calibration's kind,
-before and behind every judged run: its measured step over the predicted one is the pace at which
-the run is predicted, and a run is thrown away where the two probes differ by more than 3 %. None of
-this looks at the judged run; what is predicted without a pace is printed beside it. Step time has
-to be within 5 % on the service clock and 10 % on the wall clock, with copies throttled to 0.5 GB/s;
-the device's peak, as the ledgers of both have it, within 3 %. That ledgers are right is shown in
-lockstep by a meter that knows none: what lies there between launches is equal to the byte but for
-token ids, what any launch of a unit takes and gives back within 5 %.
+Tables are fitted to short jobs of two layers in two policies, without pressure. Judged jobs have
+other depths, microbatches, policies, modes of activations and tight budgets. Both clocks count time
+in reference works (runtime/measure/reference.py), because the machine's speed changes by a third
+within seconds. Slower changes are seen by a probe, a job of the calibration's kind, before and
+after every judged run: its measured step over its predicted one is the pace of the run's
+prediction. A run is discarded if its two probes differ by more than 3 %. None of this looks at the
+judged run; the prediction without a pace is printed beside it. Step time must be within 5 % on the
+service clock and 10 % on the wall clock, with copies throttled to 0.5 GB/s; the device's peak by
+both ledgers within 3 %. A meter that is independent of the ledger checks it in lockstep: bytes
+between launches are equal but for token ids, and the workspace of each launch of a unit is within
+5 %.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> int:
 def measured(
     chosen: argparse.Namespace, cases: Sequence[TrainingCase], out: Path, is_whole: bool
 ) -> pd.DataFrame:
-    """All cases, judged, and the CSV of them; of a part beside it, which grows: it takes long."""
+    """All cases, judged, with their CSV. An unfinished table is kept beside it as it grows."""
     check_unseen(cases)
     part_of = out.with_stem(f"{out.stem}_part")
     with tempfile.TemporaryDirectory() as temporary:
@@ -107,11 +107,11 @@ def parts(
 # ---- time
 @dataclass(frozen=True)
 class TrainingPair:
-    """A measured run with its prediction, and the pace that probes beside it have shown."""
+    """A measured run with its prediction, and the pace of the probes beside it."""
 
     measured: Run
     predicted: Run
-    unpaced: Run  # the prediction as it was before this machine's speed was looked at
+    unpaced: Run  # the prediction without a pace
     pace: float
 
 
@@ -130,10 +130,10 @@ def calibrated(clock: str, recipe: str, folder: Path) -> Path:
 def reruns(
     case: TrainingCase, clock: str, profile: Path, chosen: argparse.Namespace, root: Path
 ) -> list[TrainingPair]:
-    """So many accepted runs, or fewer where the machine is not steady for long enough."""
+    """Accepted runs: as many as --reruns, or fewer if the machine is not steady for long enough."""
     reference = json.loads((profile / "profile.json").read_text(encoding="utf-8"))["reference_ns"]
-    told = f"backend.reference_ns={json.dumps(reference, separators=(',', ':'))}"
-    backend = (*MEASURED, f"backend.clock={clock}", told)
+    clock_override = f"backend.reference_ns={json.dumps(reference, separators=(',', ':'))}"
+    backend = (*MEASURED, f"backend.clock={clock}", clock_override)
     folder, settings = root / case.name.replace(" ", "-"), case.settings(chosen.steps)
     job = (*common(case.recipe), *PROBE)
     probe = plan_run(composed([*job, f"profile={profile}", "backend=sim"])).step_s
@@ -179,7 +179,7 @@ def timed_rows(
 
 
 def compared(values: np.ndarray) -> tuple[float, float, float]:
-    """The median of what was measured (first column), the median error, the worst."""
+    """The median measurement (first column), the median error, the worst error."""
     return float(np.median(values[:, 0])), *middle(values[:, 1] / values[:, 0] - 1)
 
 
@@ -189,13 +189,13 @@ def step_s(done: Run) -> float:
 
 
 def peak_bytes(done: Run) -> float:
-    """Most that was booked on the device."""
+    """Most bytes booked on the device."""
     return float(pools(done)["gpu:0"]["used_bytes"].max())
 
 
 # ---- memory
 def memory_rows(case: TrainingCase) -> pd.DataFrame:
-    """What a meter finds, and what launches take, against what was booked."""
+    """Errors of the ledger against a meter, and of booked workspace against launches."""
     say(f"{case.name}: memory")
     found = watched(composed([*case.settings(num_steps=3), *STILL, "backend=lockstep"]))
     errors = found.transient_errors
@@ -211,7 +211,7 @@ def memory_rows(case: TrainingCase) -> pd.DataFrame:
 
 # ---- the verdict
 def judged(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with how much of each bar is used (above 1 fails; a bar of 0 allows nothing)."""
+    """The table with the used share of each bar (above 1 fails; a bar of 0 allows no error)."""
     error, bar = table["error"].abs(), table["bar"]
     share = (error / bar.where(bar > 0)).where(bar.notna())
     never = bar.eq(0) & (error > 0)

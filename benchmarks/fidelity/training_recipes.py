@@ -1,8 +1,8 @@
-"""Fidelity of training by other recipes: adapters, SGD with dropout and clipping, bfloat16.
+"""Claim: training by other recipes is predicted: adapters, SGD with dropout and clipping, bfloat16.
 
-The same rules as for training_fidelity (full parameters, AdamW, float32), on the service clock:
-each recipe has a calibration and probes of its own, and the bars are the same. Less presses here
-where states are small, so budgets are larger shares of what a job would take on the device.
+Rules and bars are those of training_fidelity (full parameters, AdamW, float32), on the service
+clock. Each recipe has a calibration and probes of its own. Small states press less, so budgets are
+larger shares of the memory that a job takes on the device.
 """
 
 from __future__ import annotations

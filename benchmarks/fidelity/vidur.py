@@ -1,11 +1,11 @@
-"""Claim: on equal requests and equal costs, our policies give Vidur's latencies.
+"""Claim: on equal requests and equal costs, Tandem's policies give Vidur's latencies.
 
 Vidur's lookup tables of Llama-2-7B on an A100 (7,424 blocks of 16, at most 128 sequences), its
-requests and what it made of them (vidur@7d47513) lie in ../shared/data/peers. Sarathi with a chunk
-of 512 and vLLM-v0's order, run-ahead 1. Compared are p50, p90 and p99 of TTFT and end-to-end over
-all requests; the value is the largest difference, as a share of the bar (1 % for 4,000 requests,
-1.5 % for 1,000). Restarts must be equal in number. What differs by construction: our clock counts
-whole nanoseconds.
+requests and its results (vidur@7d47513) lie in ../shared/data/peers. Policies are Sarathi with a
+token budget of 512 and vLLM-v0's order, run-ahead 1. Compared are p50, p90 and p99 of TTFT and
+end-to-end latency over all requests; the value is the largest difference, as a share of the bar
+(1 % for 4,000 requests, 1.5 % for 1,000). Numbers of restarts must be equal. One difference is by
+construction: Tandem's clock counts whole nanoseconds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_requests(path: Path) -> list[Request]:
 
 
 def simulate(policy: Composed, requests: list[Request], cost: VidurCost) -> tuple[Engine, Recorder]:
-    """One replay with run-ahead 1: Vidur forms a batch when the one before has ended."""
+    """One replay with run-ahead 1: Vidur forms a batch when the previous one has ended."""
     env, recorder = VirtualClock(), Recorder()
     page = PageSize(PAGE_TOKENS, PAGE_TOKENS * LLAMA2_7B.kv_token_bytes)
     capacity = {(Tier.GPU, 0): BLOCKS * page.nbytes, (Tier.HOST, 0): 0}
@@ -66,7 +66,7 @@ def simulate(policy: Composed, requests: list[Request], cost: VidurCost) -> tupl
 
 
 def latencies_s(recorder: Recorder) -> dict[str, np.ndarray]:
-    """TTFT and end-to-end of every request, in the order of their ids."""
+    """TTFT and end-to-end latency of every request, in the order of their ids."""
     outcomes = [outcome for _, outcome in sorted(recorder.outcomes.items())]
     assert all(o.status == "finished" for o in outcomes), "a request did not finish"
     return {

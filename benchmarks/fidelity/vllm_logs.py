@@ -1,19 +1,20 @@
-"""Claim: logs of vLLM 0.19 are predicted from kernel profiles that never saw them.
+"""Claim: logs of vLLM 0.19 are predicted from kernel profiles that were not fitted to them.
 
 Llama-3.1-8B, 300 ShareGPT requests at about 10 per second, on an RTX 4090 (2,588 blocks of 16: KV
 is short, the run preempts) and an RTX PRO 6000 (KV is not binding: 20,000 blocks). Costs are
 LLMServingSim's profiles of single layers, eager; the engines ran compiled, with CUDA graphs and
-asynchronous scheduling: vLLM decides step n+1 while step n runs and learns who ended in n-1, which
-is our run-ahead 2. Requests arrive when the log says they reached the engine.
+asynchronous scheduling. vLLM then plans step n+1 while step n runs, on the results of step n-1:
+that is run-ahead 2. Requests arrive when they reached the engine by the log.
 
-All is built as `tandem run` builds it, by the words printed first. Nothing is fitted to a judged
-log. Skew is the one constant that least squares finds in skew.csv.gz of the same device; none, and
-one constant per class of batches, are printed beside it. So are 200 us of host time per step,
+The run is built as `tandem run` builds it, from the overrides printed first. Nothing is fitted to a
+judged log. Skew is the one constant that least squares finds in skew.csv.gz of the device; no skew,
+and one constant per class of batches, are printed beside it. So are 200 us of host time per step,
 hidden behind the device or not. The logged engines kept full pages for later requests and for their
-own restarts (prefix caching, on by default), and so do we; the row `no prefix caching` shows what
-that is worth, and is judged by nothing, since no log without it is at hand. One page is vLLM's null
-page. Our decisions on both logs, with and without prefix caching, are those of vLLM's loop written
-down without our engine (tests/sim/test_peers_logs.py). vllm_logs_speed.py judges the time it takes.
+own restarts (prefix caching, on by default), and so does the simulation. The row `no prefix
+caching` shows the effect and has no bar, because no log without it exists. One page is vLLM's null
+page. On both logs, with and without prefix caching, the decisions equal those of vLLM's loop as
+written down without the engine (tests/sim/test_peers_logs.py). vllm_logs_speed.py judges the CPU
+time.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from tandem.wiring.run_spec import RunSpec, run_spec_of
 from traces.serving.request import Request
 from traces.store import write_trace
 
-NULL_PAGES = 1  # that vLLM never hands out
+NULL_PAGES = 1  # vLLM never allocates it
 PLAIN = "memory.prefix_caching=false"
-# What our memory model has no formula for, from a bare CUDA context and a library's workspaces to
-# those with graphs captured for every batch size. Stated by us; nothing in the log tells it.
+# Memory without a formula: from a bare CUDA context and a library's workspaces to those with graphs
+# captured for every batch size. An assumption: the log does not show it.
 RESERVES = (256 * 2**20, 1024 * 2**20)
 PERCENTILES = (50, 90, 99)
 COLUMNS = {"ttft": "ttft_s", "tpot": "tpot_ms", "e2e": "latency_s"}
@@ -63,7 +64,7 @@ class LoggedCase:
 
 @dataclass(frozen=True)
 class Log:
-    """What a logged engine measured, by request, and the words that tell `tandem run` of it."""
+    """Measurements of a logged engine by request, and its settings as overrides of `tandem run`."""
 
     case: LoggedCase
     measured: pd.DataFrame
@@ -75,7 +76,7 @@ class Log:
         return run_spec_of(composed([*self.words, f"budget.kv_pages={found}", *words]))
 
     def pages(self, reserve_bytes: int) -> int:
-        """What our memory model finds room for, with so many bytes for what has no formula."""
+        """KV pages by the memory model, with a reserve of `reserve_bytes`."""
         words = [*self.words, f"device.reserve_bytes={reserve_bytes}"]
         return pages_of(run_spec_of(composed(words)))[GPU]
 
@@ -118,7 +119,7 @@ def read_log(data: Path, case: LoggedCase, folder: Path) -> Log:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Our simulator's run: times of tokens by request, and what happened."""
+    """A simulated run: times of tokens by request, and counts."""
 
     times: dict[int, list[int]]
     steps: int
@@ -130,7 +131,7 @@ class Simulated:
 
 
 def simulate(setting: RunSpec) -> Simulated:
-    """Our simulator on a logged engine's settings."""
+    """Simulates a logged engine's settings."""
     with backend_of(setting, SIM) as world, no_full_collections(begins_with_one=False):
         engine = engine_of(setting, world)
         engine.replay(setting.requests)
@@ -174,7 +175,7 @@ def run(log: Log, label: str, *words: str, pages: int | None = None) -> dict[str
 
 
 def judge(log: Log, quick: bool) -> float:
-    """One log, judged and taken apart; returns the worst error as a share of its bar."""
+    """Judges one log and prints variants; returns the worst error as a share of its bar."""
     case = log.case
     print(f"{case.device}: {case.pages} pages, at most {case.sequences} sequences")
     print(f"  {' '.join(word for word in log.words if '/' not in word)}")
@@ -194,8 +195,8 @@ def judge(log: Log, quick: bool) -> float:
 
 
 def holds_memory(log: Log) -> bool:
-    """Whether the engine's pages lie between those that our memory model finds at both ends of the
-    reserve; prints what these lead to."""
+    """Whether the engine's pages lie between those of the memory model at both ends of the reserve;
+    prints a replay with each."""
     found = [log.pages(reserve) for reserve in RESERVES]
     for reserve, pages in zip(RESERVES, found, strict=True):
         kept = f"device.reserve_bytes={reserve}"

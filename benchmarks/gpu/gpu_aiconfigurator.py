@@ -1,10 +1,9 @@
-"""Claim: steps measured on a GPU take at most 1 / 0.6 of what AIConfigurator's tables say.
+"""Claim: steps measured on a GPU take at most 1 / 0.6 of their time by AIConfigurator's tables.
 
-The tables hold vLLM's and TensorRT-LLM's kernels on the same device (../shared, H200), timed by
-others: what a good engine reaches without a host. `--run FOLDER` is a measured run, such as one of
-`make gpu` after it has come home; its launches are priced by the tables, class by class. The value
-is the tables' time for all launches as a share of the measured time. Without a run it says so and
-ends with 0.
+The tables hold independent timings of vLLM's and TensorRT-LLM's kernels on an H200 (../shared): the
+time of a good engine without a host. `--run FOLDER` is a measured run, such as one of `make gpu`;
+its launches are priced by the tables, class by class. The value is the tables' time for all
+launches as a share of the measured time. Without a run it prints so and ends with 0.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tandem.wiring.run_spec import spec_of
 
 TABLES = Path(os.environ.get("TANDEM_SHARED", "../shared")) / "data" / "peers"
 RUN = Path("benchmarks/results/gpu_run")
-BAR = 60.0  # %: what the decode step is to reach of its floor
+BAR = 60.0  # %, as for the decode step and its floor
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -47,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def priced(run: Run, tables: Path) -> pd.DataFrame:
-    """How far the tables' times are from the measured ones, by class of launches."""
+    """Errors of the tables' times against the measured ones, by class of launches."""
     point = composed(list(run.provenance["overrides"]))
     device = Builder().build(point.config["device"], "device")
     assert isinstance(device, Device)

@@ -1,4 +1,4 @@
-"""A batch on a machine of its own, launch by launch: what the GPU claims time."""
+"""A batch on a machine of its own, launch by launch, for the timings of the GPU claims."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from runtime.executors.device import without_cudnn_attention
 from runtime.serving.machine import GPU, ServingMachine
 
 PAGE_TOKENS = 16
-TRIED = "tried"  # instead of a verdict, on a CPU: that it ran is all there is to tell
+TRIED = "tried"  # instead of a verdict, on a CPU, which only shows that the script runs
 MODELS, NAME = Path(__file__).resolve().parents[2] / "conf" / "model", "llama3_8b"
-Wanted = Sequence[tuple[Job, int]]  # jobs, and at most so many tokens of each
+Slices = Sequence[tuple[Job, int]]  # jobs, and the most tokens of each
 
 
 def spec_for(device: str) -> ModelSpec:
@@ -71,10 +71,10 @@ class Batch:
         pools, told = {GPU: len(order)}, dict(enumerate(prompts))
         self.machine = ServingMachine(model, spec, PAGE_TOKENS, pools, told, device=device, **how)
 
-    def launch(self, wanted: Wanted) -> Launch:
-        """A slice of each, as if it had been issued."""
+    def launch(self, tasks: Slices) -> Launch:
+        """A launch with a slice of each job, as the engine would issue it."""
         slices, pieces = [], []
-        for job, most in wanted:
+        for job, most in tasks:
             tokens, context = min(job.remaining_tokens, most), job.computed_tokens
             samples = tokens == job.remaining_tokens
             slices.append(Slice(job, tokens))
@@ -82,13 +82,13 @@ class Batch:
             job._advance(tokens, int(samples))
         return Launch(Compute(tuple(slices)), pieces=tuple(pieces))
 
-    def run(self, wanted: Wanted) -> None:
-        """Carries one launch out and waits for it."""
-        self.machine.execute(self.machine.prepare(self.launch(wanted)))
+    def run(self, tasks: Slices) -> None:
+        """Executes one launch and waits for it."""
+        self.machine.execute(self.machine.prepare(self.launch(tasks)))
 
-    def timed_ms(self, wanted: Iterable[Wanted]) -> list[float]:
-        """What each of these launches takes, all prepared beforehand: by events on a GPU."""
-        steps = [self.machine.prepare(self.launch(each)) for each in wanted]
+    def timed_ms(self, tasks: Iterable[Slices]) -> list[float]:
+        """Milliseconds of each launch, all prepared beforehand; by CUDA events on a GPU."""
+        steps = [self.machine.prepare(self.launch(each)) for each in tasks]
         if self.machine.device == "cpu":  # tries the wiring
             return self._plainly_timed_ms(steps)
         torch.cuda.synchronize()

@@ -1,14 +1,13 @@
-"""Claim: a decode step of an 8B shape in bf16 takes at most 1 / 0.6 of what its bytes take to read.
+"""Claim: a decode step of an 8B shape in bf16 takes at most 1 / 0.6 of the time to read its bytes.
 
 32 jobs with 1,000 tokens each, random weights. The floor is weights (without the embedding table)
-and KV, read at the nominal bandwidth of an H200; on another device at that of a large copy, which
-is measured first and shown beside it in any case. A step is
-the time between CUDA events around it, the median of 20; with our kernels as a CUDA graph, and
-without one. Beside it, each of which may fail alone: the decode kernel by number of splits, a
-step with torch's attention, and what transformers' `generate_batch` (sdpa) takes per step: the
-difference of two runs with 8 and 40 new tokens. The value is the graph's share of the floor.
-Without a GPU it says so and ends with 0; `--device cpu` tries it, on a small shape and without a
-verdict.
+and KV, read at the nominal bandwidth of an H200; on another device at the bandwidth of a large
+copy, which is measured first and always shown. A step's time is the median of 20 between CUDA
+events; with Tandem's kernels as a CUDA graph, and without one. Shown beside it, each of which may
+fail alone: the decode kernel by number of splits, a step with torch's attention, and a step of
+transformers' `generate_batch` (sdpa), the difference of two runs with 8 and 40 new tokens. The
+value is the graph's share of the floor. Without a GPU it prints so and ends with 0; `--device cpu`
+tries it, on a small shape and without a verdict.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def step_ms(batch: Batch, context: int) -> list[float]:
 
 
 def best_s(work: Callable[[], object], count: int = 5) -> float:
-    """Least time of some work on the device, after a first run."""
+    """The shortest seconds of work on the device, after a first run."""
     work()
     times = []
     for _ in range(count):
@@ -87,14 +86,14 @@ def nominal_bytes_per_s(device: str) -> float | None:
 
 
 def floor_bytes(spec: ModelSpec, shape: DecodeShape) -> int:
-    """What a step must read: all weights but the table that it looks a few rows up in, and KV."""
+    """Bytes that a step must read: KV, and all weights but the table that it gathers rows from."""
     table = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden_size * spec.item_bytes
     context = shape.context + WARM_STEPS + STEPS // 2
     return spec.weight_bytes - table + shape.rows * context * spec.kv_token_bytes
 
 
 def kernel_lines(spec: ModelSpec) -> Iterator[str]:
-    """The decode kernel alone, over a new layer each time so that no cache helps."""
+    """Lines on the decode kernel alone, over another layer each time to defeat caches."""
     from runtime.kernels.paged_attention import decode
 
     width, layers = -(-CONTEXT // PAGE_TOKENS), 8
@@ -115,8 +114,8 @@ def kernel_lines(spec: ModelSpec) -> Iterator[str]:
         yield f"decode kernel, {splits} splits: {rate / 1e12:.2f} TB/s"
 
 
-def theirs_ms(spec: ModelSpec, prompts: Sequence[list[int]]) -> float:
-    """Per step of generate_batch, of a model of its own: what 32 more tokens of every job take."""
+def generate_batch_ms(spec: ModelSpec, prompts: Sequence[list[int]]) -> float:
+    """Milliseconds per step of generate_batch, from 32 more tokens of every job."""
     from transformers import GenerationConfig
 
     model = build_model(spec, device="cuda", attention="sdpa")
@@ -142,7 +141,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     spec, is_real = spec_for(device), device == "cuda"
     shape = DecodeShape(ROWS, CONTEXT) if is_real else DecodeShape(3, 40)
-    floor_ms = told_floor_ms(spec, shape, device)
+    floor_ms = floor_ms_of(spec, shape, device)
     draw = torch.Generator().manual_seed(0)
     prompts = torch.randint(spec.vocab_size, shape, generator=draw).tolist()
     model, table = build_model(spec, device=device), pd.DataFrame()
@@ -165,16 +164,16 @@ def main(words: Sequence[str] | None = None) -> int:
         share = step("graph", kernels=True, graph_rows=ROWS)
         step("kernels", kernels=True)
         alone("decode kernel", lambda: print(*kernel_lines(spec), sep="\n"))
-    alone("sdpa", lambda: step("sdpa"))  # torch's own, which need not run for ours to
+    alone("sdpa", lambda: step("sdpa"))  # torch's own attention, not part of the claim
     if is_real:
-        alone("generate_batch", lambda: noted("generate_batch", theirs_ms(spec, prompts)))
+        alone("generate_batch", lambda: noted("generate_batch", generate_batch_ms(spec, prompts)))
     verdict = TRIED if not is_real else "pass" if share >= BAR else "fail"
     print(f"gpu_decode_floor {share:.1f} % {BAR:g} {verdict}")
     return int(verdict == "fail")
 
 
-def told_floor_ms(spec: ModelSpec, shape: DecodeShape, device: str) -> float:
-    """What a step's bytes take to read; says by which bandwidth."""
+def floor_ms_of(spec: ModelSpec, shape: DecodeShape, device: str) -> float:
+    """Milliseconds to read a step's bytes; prints the bandwidths."""
     copied = copy_bytes_per_s(device)
     bandwidth, nbytes = nominal_bytes_per_s(device), floor_bytes(spec, shape)
     floor_ms = nbytes / (bandwidth or copied) * 1e3
@@ -185,7 +184,7 @@ def told_floor_ms(spec: ModelSpec, shape: DecodeShape, device: str) -> float:
 
 
 def alone(name: str, work: Callable[[], object]) -> None:
-    """Something beside what is claimed: where it fails, a line says so."""
+    """Runs work beside the claim; prints a line if it fails."""
     try:
         work()
     except Exception as error:  # interfaces differ between versions, memory may not suffice

@@ -1,12 +1,12 @@
 """Claim: a GPU serves 200 ShareGPT requests as predicted, at 50 and 80 % of its capacity.
 
-An 8B-shape Llama in bf16 with random weights, calibrated once on made-up requests; the capacity is
-measured first. Judged at each load: throughput within 3 %, mean TPOT and E2E within 5 %, the peak
-of KV pages equal where the measured plan log is replayed, the allocator's peak within 3 %. TTFT,
-percentiles, the free-running peak and how far drift probes moved are published without a bar. The
-value is the largest share of a bar that is used. One run per load: a GPU is lent for
-minutes. With --keep a call that was cut goes on.
-Without a GPU it says so and ends with 0; `--backend cpu --model micro_llama --device cpu` tries it.
+An 8B-shape Llama in bf16 with random weights, calibrated once on synthetic requests; the capacity
+is measured first. Judged at each load: throughput within 3 %, mean TPOT and E2E within 5 %, the
+peak of KV pages equal in the replay of the measured plan log, the allocator's peak within 3 %.
+TTFT, percentiles, the free-running peak and the drift of probes are published without a bar. The
+value is the largest used share of a bar. One run per load, because GPU time is short. With --keep
+an interrupted call resumes. Without a GPU it prints so and ends with 0; `--backend cpu --model
+micro_llama --device cpu` tries it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def cases(chosen: argparse.Namespace, root: Path) -> Iterator[pd.DataFrame]:
 
 
 def settings_of(chosen: argparse.Namespace) -> tuple[str, ...]:
-    """What is served, by whom; alike in all runs."""
+    """Overrides of all runs: trace, model, device and policy."""
     trace = [f"trace.path={chosen.trace.absolute()}"] if chosen.trace else []
     on_gpu = ["budget.host_bytes=4294967296", f"budget.graph_rows={chosen.graph_rows}"]
     return (
@@ -111,9 +111,9 @@ def settings_of(chosen: argparse.Namespace) -> tuple[str, ...]:
 
 
 def judged(case: str, measured: Run, predicted: Run, replayed: Run) -> pd.DataFrame:
-    """Figures of one load with their signed relative errors and how much of a bar these use."""
-    real, told = summary(measured), summary(predicted)
-    pairs = [(name, float(real[name]), float(told[name])) for name in FIGURES]
+    """Figures of one load with their signed relative errors and the used shares of bars."""
+    real, guessed = summary(measured), summary(predicted)
+    pairs = [(name, float(real[name]), float(guessed[name])) for name in FIGURES]
     pages = kv_peak_pages(measured)
     pairs.append(("kv_peak_pages_replayed", pages, kv_peak_pages(replayed)))
     pairs.append(("kv_peak_pages", pages, kv_peak_pages(predicted)))
@@ -129,7 +129,7 @@ def judged(case: str, measured: Run, predicted: Run, replayed: Run) -> pd.DataFr
 
 
 def used(error: float, bar: float) -> float:
-    """The share of a bar that an error uses; NaN where there is no bar."""
+    """The share of a bar that an error uses; NaN without a bar."""
     if np.isnan(bar):
         return np.nan
     if error == 0:
@@ -140,8 +140,8 @@ def used(error: float, bar: float) -> float:
 def allocator_peak(run: Run) -> float:
     """Most bytes of the device that clients of torch's allocator held.
 
-    Measured: what stays (weights, the whole arena, graphs) and the largest launch's on top of it.
-    Predicted: what is booked for these, and the formula of that launch.
+    Measured: persistent bytes (weights, the whole arena, graphs) plus those of the largest launch.
+    Predicted: the bytes booked for these, plus the formula of that launch.
     """
     rows, on_top = run.memory[run.memory["tier"].eq("gpu")], launch_peak(run)
     if run.is_measured:
@@ -152,7 +152,7 @@ def allocator_peak(run: Run) -> float:
 
 
 def launch_peak(run: Run) -> float:
-    """Most bytes that a launch took: the part of the peak that is not reserved beforehand."""
+    """Most workspace bytes of a launch: the part of the peak that is not reserved beforehand."""
     return float(run.steps["peak_bytes"].max())
 
 

@@ -1,17 +1,17 @@
-"""Claim: a GPU trains a model whose states exceed an emulated 24 GB, inside it, as foreseen.
+"""Claim: a GPU trains a model inside an emulated 24 GB that its states exceed.
 
-Full fine-tuning in bf16 with fp32 masters of a GPT-2 of 2 billion parameters, whose states are 34
-GB, activations recomputed. Each policy is simulated first (by the device's roofline: no profile),
-then trains on the GPU with torch's allocator cut to the budget. Beside them, on the same tokens:
-FSDP2 with CPU offload under the same cut, and a plain loop with activation checkpointing that may
-take the whole GPU, since it does not fit otherwise. Copies are shown as a share of the link's peak,
-which is measured first with one large pinned copy each way. The value counts systems that broke
-the budget, left it, or whose loss is no number or did not fall; step times and peaks are shown
-beside their predictions without a bar, and so is what torch's allocator reserved at its peak, and
-how often it had to give its cache back: it has a pool for each stream, and what copies free is not
-computing's (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps). With --keep a call that was
-cut goes on: a system that was measured is not measured again. Without a GPU it says so and ends
-with 0; `--backend cpu --device cpu --model tiny_llama --budget 40000000` tries it.
+Full fine-tuning in bf16 with fp32 masters of a GPT-2 of 2 billion parameters with states of 34 GB,
+activations recomputed. Each policy is simulated first (by the device's roofline: no profile), then
+trains on the GPU with torch's allocator cut to the budget. Two other systems train on equal tokens:
+FSDP2 with CPU offload under that cut, and a plain loop with activation checkpointing that may take
+the whole GPU, because it does not fit otherwise. Copies are shown as a share of the link's peak,
+which is measured first with one large pinned copy each way. The value counts systems that exceed
+the budget or fail, and systems with a loss that is no number or did not fall. Step times and peaks
+are shown beside their predictions without a bar. So are the peak reserved by torch's allocator and
+its retries: it has a pool per stream, so bytes that copies free do not serve computing
+(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps). With --keep an interrupted call resumes
+without measuring a system again. Without a GPU it prints so and ends with 0; `--backend cpu
+--device cpu --model tiny_llama --budget 40000000` tries it.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ LANES = {"to_device": "host->gpu", "to_host": "gpu->host"}
 
 @dataclass(frozen=True)
 class GpuTrainingRow:
-    """One system. NaN where nothing was measured, or nobody predicts."""
+    """One system. NaN for figures without a measurement, or without a prediction."""
 
     system: str
     tokens_per_s: float = math.nan
     step_s: float = math.nan
     predicted_step_s: float = math.nan
     peak_bytes: float = math.nan  # of torch's allocator
-    reserved_peak_bytes: float = math.nan  # what it took for that
+    reserved_peak_bytes: float = math.nan  # its pools at their peak
     retries: float = math.nan  # allocations that had to wait for its cache
     predicted_peak_bytes: float = math.nan
     to_device_share: float = math.nan  # of the link's peak, while something is copied
@@ -72,11 +72,11 @@ class GpuTrainingRow:
     last_loss: float = math.nan
     budget_bytes: float = math.nan
     note: str = ""
-    is_beside: bool = False  # another system: that it fails here is no failure of ours
+    is_beside: bool = False  # another system: its failure does not fail the claim
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it did not train inside its budget; one system is to be too large for it."""
+        """Whether it did not train inside its budget; TOO_LARGE must not fit."""
         if self.note and self.is_beside:
             return False
         if self.note:
@@ -117,23 +117,23 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def systems(chosen: argparse.Namespace) -> Iterator[tuple[str, Callable[[], GpuTrainingRow]]]:
-    """Who is measured, in turns; the link first."""
+    """The systems in turns, after the link."""
     job = job_of(chosen)
     peaks = link_peaks("cuda" if chosen.backend == "cuda" else "cpu")
     there, back = peaks["to_device"] / 1e9, peaks["to_host"] / 1e9
     say(f"link: {there:.3g} GB/s to the device, {back:.3g} back")
     for policy in chosen.policies:
-        yield policy, partial(ours, chosen, job, policy, peaks)
+        yield policy, partial(policy_row, chosen, job, policy, peaks)
     others = {"fsdp2 with CPU offload": (fsdp2, chosen.budget)} if chosen.backend == "cuda" else {}
     for name, (loop, budget) in {**others, "plain loop": (plain_loop, math.inf)}.items():
-        yield name, partial(beside, name, loop, chosen, job, budget)
+        yield name, partial(loop_row, name, loop, chosen, job, budget)
 
 
 def kept(
     chosen: argparse.Namespace, name: str, make: Callable[[], GpuTrainingRow]
 ) -> GpuTrainingRow:
-    """A system's row, of this call or of an earlier one over the same job and commit. One that
-    failed is tried again."""
+    """A system's row, of this call or of an earlier one with equal job and commit; failed systems
+    run again."""
     if chosen.keep is None:
         return make()
     path = chosen.keep / f"{name.replace(' ', '_')}.json"
@@ -152,7 +152,7 @@ def kept(
 
 
 def job_of(chosen: argparse.Namespace) -> list[str]:
-    """What is trained, alike for all."""
+    """Overrides of the training job of all systems."""
     return [
         "trace=none",
         "training=random",
@@ -169,11 +169,11 @@ def job_of(chosen: argparse.Namespace) -> list[str]:
     ]
 
 
-# ---- ours
-def ours(
+# ---- Tandem's policies
+def policy_row(
     chosen: argparse.Namespace, job: Sequence[str], policy: str, peaks: dict[str, float]
 ) -> GpuTrainingRow:
-    """Planned, then trained."""
+    """Plans, then simulates, then trains."""
     words = [*job, f"policy={policy}"]
     row = GpuTrainingRow(policy, budget_bytes=chosen.budget)
     try:
@@ -185,7 +185,7 @@ def ours(
     give_back(chosen.backend)
     with tempfile.TemporaryDirectory() as temporary:
         root = (chosen.keep or Path(temporary)) / policy
-        for name in ("predicted", "measured"):  # what a call that was cut has left
+        for name in ("predicted", "measured"):  # remains of an interrupted call
             cleared(root / name)
         try:
             run_experiment(composed([*words, "backend=sim"]), root / "predicted")
@@ -209,14 +209,14 @@ def ours(
 
 
 def copied(done: Run, lane: str) -> float:
-    """Bytes a second of a copy lane while it copies; NaN where it never does."""
+    """Bytes per second of a copy lane while it copies; NaN if it never does."""
     rows = done.steps[done.steps["lane"].eq(lane)]
     busy_ns = float((rows["end_ns"] - rows["start_ns"]).sum())
     return float(rows["nbytes"].sum()) / busy_ns * 1e9 if busy_ns else math.nan
 
 
 def link_peaks(device: str) -> dict[str, float]:
-    """Bytes a second of the best of five large copies, each way."""
+    """Bytes per second of the best of five large copies, each way."""
     host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=device == "cuda")
     there = torch.empty_like(host, device=device)
     pairs = {"to_device": (there, host), "to_host": (host, there)}
@@ -231,15 +231,15 @@ def _copy_s(to: torch.Tensor, what: torch.Tensor) -> float:
     return time.perf_counter() - began
 
 
-# ---- others
-def beside(
+# ---- other systems
+def loop_row(
     name: str,
     loop: Callable[..., TimedLoop],
     chosen: argparse.Namespace,
     job: Sequence[str],
     budget_bytes: float,
 ) -> GpuTrainingRow:
-    """Another system over the same tokens."""
+    """Another system on equal tokens."""
     setting = run_spec_of(composed([*job, "policy=zero3_offload", "backend=sim"]))
     trainee, device = setting.trainees[0], "cuda" if chosen.backend == "cuda" else "cpu"
     give_back(chosen.backend)
@@ -251,7 +251,7 @@ def beside(
     try:
         with limits:
             found = loop(trainee, setting.seed, device)
-    except Exception as error:  # whatever it is: the others' figures are worth having
+    except Exception as error:  # of any kind: the figures of the remaining systems are wanted
         reason = " ".join(str(error).split())[:120]
         return replace(row, note=f"failed: {type(error).__name__}: {reason}")
     return replace(
@@ -264,7 +264,7 @@ def beside(
 
 
 def with_peaks(row: GpuTrainingRow) -> GpuTrainingRow:
-    """What torch's allocator counted since `give_back`."""
+    """The row with the counts of torch's allocator after `give_back`."""
     stats = torch.cuda.memory_stats()
     return replace(
         row,
@@ -275,7 +275,7 @@ def with_peaks(row: GpuTrainingRow) -> GpuTrainingRow:
 
 
 def give_back(backend: str) -> None:
-    """What the one before held is given back, and the allocator counts anew."""
+    """Frees the memory of the previous system, and resets the allocator's counts."""
     gc.collect()
     if backend == "cuda":
         clear_workspaces()

@@ -1,4 +1,4 @@
-"""What training on a GPU is held against: a plain loop, and FSDP2 with CPU offload."""
+"""Training loops to compare with on a GPU: a plain loop, and FSDP2 with CPU offload."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.wiring.training import Trainee
 
 @dataclass(frozen=True)
 class TimedLoop:
-    """Seconds of a step behind the first (median), and all losses."""
+    """Median seconds of a step after the first, and all losses."""
 
     step_s: float
     losses: list[float]
@@ -60,7 +60,7 @@ def fsdp2(trainee: Trainee, seed: int, device: str) -> TimedLoop:
         for layer in getattr(body, "h", None) or body.layers:
             fully_shard(layer, **how)
         fully_shard(model, **how)
-        for buffer in model.buffers():  # these are not moved
+        for buffer in model.buffers():  # FSDP2 does not move them
             buffer.data = buffer.data.to(device)
         optimizer = _adamw(list(model.parameters()), trainee)
 
@@ -72,8 +72,8 @@ def fsdp2(trainee: Trainee, seed: int, device: str) -> TimedLoop:
 
 
 def _checkpoint(model: Any) -> None:
-    """Each layer's activations are computed again in its backward."""
-    newer = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5
+    """Makes each layer recompute its activations in its backward."""
+    newer = getattr(model, "activation_checkpointing_enable", None)  # absent in transformers 4
     (newer or model.gradient_checkpointing_enable)()
 
 
@@ -99,7 +99,7 @@ def _adamw(parameters: list[Tensor], trainee: Trainee) -> torch.optim.Optimizer:
 
 
 def _timed(model: Any, trainee: Trainee, device: str, update: Callable[[], None]) -> TimedLoop:
-    """All steps of the job over its own tokens; each ends when its loss is known and it is idle."""
+    """Times all steps of the job; a step ends when its loss is known and the device is idle."""
     job, losses, took = trainee.job, list[float](), list[float]()
     for step in range(job.num_steps):
         began = time.perf_counter()

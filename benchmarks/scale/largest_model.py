@@ -1,13 +1,12 @@
-"""Claim: the largest model that trains in a device arena of 256 MB, per policy, as foreseen.
+"""Claim: the largest model that trains in a device arena of 256 MB, per policy, as planned.
 
-For each policy `tandem plan` names the deepest Llama of one width, its peak and its step time. Then
-that model trains for 20 steps on this CPU inside the arena, and one that is a layer deeper is tried
-too: it must be refused in the words of the plan. The value counts policies for which anything went
-otherwise: a step missing, a loss that is no number or did not fall, a byte beyond the arena by
-ledger or meter, a peak that is 3 % below what is foreseen or 3 % above what is foreseen for copies
-out that take 3 % longer, another refusal. Step times are shown beside their predictions, by a
-profile of a shallow model of that width, without a bar: the fidelity of those is another claim.
-Activations are recomputed: that makes room for most layers.
+For each policy `tandem plan` names the deepest Llama of one width, its peak and its step time. That
+model then trains for 20 steps on this CPU inside the arena, and a model that is one layer deeper
+must be refused in the words of the plan. The value counts policies with any deviation: a missing
+step, a loss that is no number or did not fall, a byte beyond the arena by ledger or meter, a peak
+3 % below the plan's or 3 % above the plan's with copies out that take 3 % longer, another refusal.
+Step times are shown without a bar beside predictions by a profile of a shallow model of that width:
+their fidelity is another claim. Activations are recomputed, which makes room for most layers.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ PEAK = 0.03  # error of the predicted peak of the device
 
 @dataclass(frozen=True)
 class Size:
-    """How large a claim is."""
+    """Sizes of the claim: model width, memory, steps and policies."""
 
     width: int
     arena_bytes: int
@@ -65,7 +64,7 @@ class Size:
     policies: Sequence[str]
 
     def settings(self, policy: str) -> list[str]:
-        """A job in the arena, of a model whose depth is still to be said."""
+        """A job in the arena, without the depth of its model."""
         words = ["trace=none", "training=sample", f"policy={policy}", "planner.modes=recompute"]
         words += ["model=tiny_llama", f"model.hidden_size={self.width}"]
         words += [f"model.intermediate_size={11 * self.width // 4}"]
@@ -85,13 +84,13 @@ SMALL = Size(256, 64 * MIB, 256 * MIB, 3, QUICK)
 
 @dataclass(frozen=True)
 class LargestModelRow:
-    """One policy: what was foreseen, what was measured, and what was wrong."""
+    """One policy: plan, measurement and deviations."""
 
     policy: str
     layers: int
     parameters: int
     predicted_peak_bytes: int
-    predicted_most_bytes: int  # where copies to the host are a little slower
+    predicted_most_bytes: int  # with slightly slower copies to the host
     peak_bytes: int
     measured_bytes: int  # by the meter, between launches
     predicted_step_s: float
@@ -100,7 +99,7 @@ class LargestModelRow:
     first_loss: float
     last_loss: float
     refusal: str  # of a model that is one layer deeper, by the plan
-    wrong: str  # nothing, if all is as foreseen
+    wrong: str  # deviations from the plan; empty if there are none
 
 
 def main() -> int:
@@ -130,7 +129,7 @@ def main() -> int:
 
 
 def profiled(size: Size, folder: Path) -> Path:
-    """A profile of two layers of that width."""
+    """A profile of two layers of the claim's width."""
     if not folder.is_dir():
         say("calibrating")
         words = [*size.settings("zero3_offload"), "model.num_layers=2", "backend=cpu"]
@@ -139,14 +138,14 @@ def profiled(size: Size, folder: Path) -> Path:
 
 
 def row(size: Size, policy: str, profile: Path, root: Path) -> LargestModelRow:
-    """Foresees, then trains, then tries a layer more."""
+    """Plans, then trains, then tries one layer more."""
     settings = size.settings(policy)
     point = composed([*settings, f"profile={profile}", "backend=sim"])
     layers = max_layers(point)
     if not layers:
         nothing = (0, 0, 0, 0, 0, 0, math.nan, math.nan, 0, math.nan, math.nan)
         return LargestModelRow(policy, *nothing, "", "not one layer fits")
-    say(f"{policy}: {layers} layers are foreseen")
+    say(f"{policy}: {layers} layers are planned")
     found, refusal = plan_run(point, layers), refused(point, layers + 1)
     folder = root / f"{policy}-{layers}"
     words = [*settings, "backend=cpu"]
@@ -156,7 +155,7 @@ def row(size: Size, policy: str, profile: Path, root: Path) -> LargestModelRow:
 
 
 def refused(point: ComposedConfig, layers: int) -> str:
-    """Why the plan refuses that depth; nothing where it does not."""
+    """The plan's reason to refuse that depth; empty if it fits."""
     try:
         plan_run(point, layers)
     except DoesNotFit as error:
@@ -165,7 +164,7 @@ def refused(point: ComposedConfig, layers: int) -> str:
 
 
 def failure(words: Sequence[str], folder: Path) -> str:
-    """What a run says that fails; nothing where it trains."""
+    """The error of a run; empty if it trains."""
     if status_of(folder) is None:
         with suppress(RunFailed):
             run_experiment(composed(words), folder)
@@ -181,7 +180,7 @@ def judged(
     folder: Path,
     refusals: tuple[str, str],
 ) -> LargestModelRow:
-    """The row of a run, with all that was not as foreseen."""
+    """The row of a run, with its deviations from the plan."""
     done = load(folder)
     metrics, rows = training_summary(done), pools(done)["gpu:0"]
     predicted, most = found.peak_bytes("gpu:0")["used"], found.most_bytes("gpu:0")

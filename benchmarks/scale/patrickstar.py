@@ -1,4 +1,4 @@
-"""How the systems that PatrickStar's page compares are simulated.
+"""Simulation of the systems that PatrickStar's page compares.
 
 Settings: its examples/model_builder.py, run_transformers.sh and ps_config.py: BERT with a
 classifier of two labels, float16, dropout 0.1, activations recomputed, memory-saving communication,
@@ -55,14 +55,14 @@ from traces.training.recipe import Recipe
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 VOCABULARY = 50_304  # of the baseline's GPT-2, filled up to a multiple of 128
-STEPS = 3  # a warm-up, one that finds the memory as it was left, and the one that counts
+STEPS = 3  # a warm-up, one step that settles the memory, and the one that counts
 NO_PAGES = PageSize(tokens=16, nbytes=1 << 50)
 BATCHES, CHUNKS = (64, 32, 16, 8, 4), (288, 256, 384)  # a batch per device; Mi of numbers
-# What updates read and write of the host's memory per number. In one pass: a gradient of 2 bytes,
-# states of 12 twice, a weight of 2. DeepSpeed's gradients are float32 there: 8 to scale and clip
-# them, 28 for Adam, 6 to cast weights (its runtime/zero/stage3.py).
+# Bytes that updates read and write in the host's memory per number. In one pass: a gradient of 2
+# bytes, states of 12 twice, a weight of 2. DeepSpeed's gradients are float32 there: 8 bytes to
+# scale and clip them, 28 for Adam, 6 to cast weights (its runtime/zero/stage3.py).
 PASS_BYTES, DEEPS_PASS_BYTES = 28, 42
-SEARCHED = tuple(mebi * MEBI for mebi in range(64, 513, 8))  # chunk sizes where none is named
+SEARCHED = tuple(mebi * MEBI for mebi in range(64, 513, 8))  # chunk sizes of a search
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,19 @@ class PublishedPoint:
 
 
 def tflops(point: PublishedPoint, step_s: float) -> float:
-    """The page's count: eight per number and token, recomputation included, of all devices."""
+    """Tflops of all devices by the page's count: 8 per number and token, recompute included."""
     tokens = point.group.ranks * point.batch * TOKENS
     return 8 * parameters(point.model) * tokens / step_s / 1e12
 
 
-# ---- what is simulated
+# ---- the simulation
 @lru_cache(maxsize=32)
 def spec_of(model: str, system: str = PSTAR) -> ModelSpec:
-    """The decoder nearest to the page's encoder, whose GELU is one kernel: OPT's layers. Its head
-    is as large as the page's pooler and classifier together, and both its tables as the page's.
-    DeepSpeed trained a language model, with a head over all words."""
+    """The decoder nearest to the page's encoder: OPT's layers, since GELU is one kernel there.
+
+    The head is as large as the page's pooler and classifier together, and both tables are as large
+    as the page's. DeepSpeed trained a language model with a head over all words.
+    """
     if system == DEEPS:
         return gpt2_shape(*MODELS[model], vocab_size=VOCABULARY, max_positions=TOKENS)
     head = MODELS[model][0] + LABELS  # rows: the pooler's, and one for each label
@@ -97,7 +99,7 @@ def spec_of(model: str, system: str = PSTAR) -> ModelSpec:
 
 
 class Scales(NamedTuple):
-    """Factors to what conf says of a device: its efficiency curve, its updates on the host."""
+    """Factors to conf's efficiency curve of a device and to its updates on the host."""
 
     compute: float = 1.0
     updates: float = 1.0
@@ -108,7 +110,7 @@ AS_IT_IS = Scales()
 
 @lru_cache(maxsize=8)
 def device_of(name: str, group: Group, scales: Scales = AS_IT_IS) -> Device:
-    """One rank's, from conf."""
+    """The device of one rank, from conf."""
     fields = yaml.safe_load((CONF / "device" / f"{name}.yaml").read_text(encoding="utf-8"))
     device = Device(**{key: value for key, value in fields.items() if not key.startswith("_")})
     curve = tuple((rows, scales.compute * reached) for rows, reached in device.linear_compute)
@@ -118,7 +120,7 @@ def device_of(name: str, group: Group, scales: Scales = AS_IT_IS) -> Device:
 
 @dataclass(frozen=True)
 class System:
-    """How a system plans, and how much of host and device it may use."""
+    """A system's memory policy and planner, and its share of the host's memory."""
 
     memory: Memory
     planner: Planner
@@ -128,8 +130,8 @@ class System:
 def system_of(point: PublishedPoint, device: Device) -> System:
     """PatrickStar as its scripts run it; ZeRO-3 with everything offloaded, one unit ahead; DDP.
 
-    PatrickStar takes nine tenths of all that a device has, our reserve with it. DeepSpeed's own
-    estimator takes 27 bytes of the host per number where our plans book 16.
+    PatrickStar takes nine tenths of the device's memory, the reserve of conf included. DeepSpeed's
+    own estimator takes 27 bytes of the host per number where plans book 16.
     """
     recompute = Mode.RECOMPUTE
     if point.system == DDP:
@@ -151,8 +153,8 @@ def system_of(point: PublishedPoint, device: Device) -> System:
     return System(memory, planner, 0.9)
 
 
-class FigureEnds(Recorder):
-    """Remembers when steps ended, and keeps nothing of single operations."""
+class StepEndRecorder(Recorder):
+    """A recorder that also notes the end of each training step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,8 +166,7 @@ class FigureEnds(Recorder):
 
 
 def step_s(point: PublishedPoint, steps: int = STEPS, scales: Scales = AS_IT_IS) -> float | None:
-    """Seconds of the last of so many steps; None where they, or a module in its chunk, do not
-    fit."""
+    """Seconds of the last of `steps`; None if the states, or a module in its chunk, do not fit."""
     if point.system == DEEPS:
         scales = scales._replace(updates=scales.updates * PASS_BYTES / DEEPS_PASS_BYTES)
     device, spec = device_of(point.device, point.group, scales), spec_of(point.model, point.system)
@@ -175,7 +176,7 @@ def step_s(point: PublishedPoint, steps: int = STEPS, scales: Scales = AS_IT_IS)
         (Tier.GPU, 0): device.usable_bytes,
         (Tier.HOST, 0): int(system.host_share * device.host_bytes),
     }
-    env, recorder = VirtualClock(), FigureEnds()
+    env, recorder = VirtualClock(), StepEndRecorder()
     cost: Any = Roofline(device, spec, group=point.group)
     try:
         layout = system.planner.prepare({0: shape}, [job], capacity, cost)
@@ -197,17 +198,17 @@ def step_s(point: PublishedPoint, steps: int = STEPS, scales: Scales = AS_IT_IS)
 def job_of(
     spec: ModelSpec, batch: int, steps: int, ranks: int
 ) -> tuple[TrainingJob, TrainingShape]:
-    """What each rank trains, and what that takes."""
+    """The training job of each rank, and its shape."""
     recipe = Recipe(dtype="bfloat16", dropout=0.1)
     units = spec.num_layers + 2
     job = TrainingJob(0, 0, units, TOKENS, batch, steps, recipe=recipe, ranks=ranks)
     return job, training_shape(spec, job)
 
 
-# ---- the best of a system's choices, as its own simulation finds it
+# ---- the best of a system's choices by simulation
 @dataclass(frozen=True)
 class Best:
-    """The choice with the most Tflops; `point` None where nothing fits."""
+    """The choice with the most Tflops; `point` is None if nothing fits."""
 
     point: PublishedPoint | None
     tflops: float
@@ -216,7 +217,7 @@ class Best:
 def best(
     system: str, device: str, group: Group, model: str, chunks: Sequence[int] = CHUNKS
 ) -> Best:
-    """Of every batch with every chunk size, each simulated; the first of equals."""
+    """The best of all batches with all chunk sizes; the first of equal ones."""
     found = Best(None, float("nan"))
     for size, batch in product(chunks if system == PSTAR else (0,), BATCHES):
         point = PublishedPoint(system, device, group, model, batch, size)

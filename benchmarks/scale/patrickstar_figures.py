@@ -1,7 +1,8 @@
-"""PatrickStar's published figures, and the models that they are of.
+"""PatrickStar's published figures, and their models.
 
 Read off the plots of Tencent/PatrickStar (../shared/papers/patrickstar_protrain.md, 6.1 and 6.2),
-in Tflops of all devices; those of DeepSpeed and DDP by eye. Models: its examples/model_builder.py.
+in Tflops of all devices; figures of DeepSpeed and DDP are read by eye. Models: its
+examples/model_builder.py.
 """
 
 from __future__ import annotations
@@ -80,13 +81,13 @@ class Published:
 
 
 def published() -> Iterator[Published]:
-    """All figures of one node, as they stand on the page."""
+    """All published figures of one node."""
     for (system, device, count), row in _FIGURES.items():
         for model, tflops in zip(_V100 if device == V100 else _A100, row, strict=False):
             yield Published(system, device, Group(count), model, float(tflops))
 
 
 def parameters(model: str) -> int:
-    """Numbers of the published model, tables and pooler included: what its Tflops count."""
+    """Numbers of the published model, tables and pooler included, as its Tflops count them."""
     width, layers, _ = MODELS[model]
     return layers * (12 * width**2 + 13 * width) + width * (WORDS + TOKENS + 2 + width + 5)

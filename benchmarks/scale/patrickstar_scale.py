@@ -1,12 +1,12 @@
 """Claim: the largest of PatrickStar's published models that trains, simulated.
 
-Grid: the models of its model_builder.py. One fits if a warm-up and two more steps pass at a batch
-of 4 with one of the chunk sizes that the page's figures were swept over (256, 288, 384 Mi), with
-the original's shares of memory, a budget that is not kept being an error (`strict`). Judged: eight
-V100 with 240 GB (published 18B) and eight A100 with 1 TB (68B): the largest models in those
-figures. Published as found: the same with the chunk size, of multiples of 8 Mi up to 512 Mi, that
-has the smallest footprint (`any`); rows of fewer devices and of DeepSpeed, where the largest model
-with a figure need not be the largest that trains.
+Grid: the models of its model_builder.py. A model fits if a warm-up and two more steps pass at a
+batch of 4 with one of the swept chunk sizes of the page's figures (256, 288, 384 Mi) and the
+original's shares of memory; a broken budget is an error (`strict`). Judged: eight V100 with 240 GB
+(published 18B) and eight A100 with 1 TB (68B), the largest models in those figures. Published
+without a verdict: the chunk size with the smallest footprint, of multiples of 8 Mi up to 512 Mi
+(`any`); rows of fewer devices and of DeepSpeed, where the largest model with a figure need not be
+the largest that trains.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ TABLE = RESULTS / "patrickstar_scale.csv"
 JUDGED = {(PSTAR, V100, 8): "18B", (PSTAR, A100, 8): "68B"}
 COLUMNS = ("device", "devices", "system", "chunks", "published", "ours", "next", "judged")
 SWEPT, ANY = "swept", "any"
-SIZES = {SWEPT: CHUNKS, ANY: (0,)}  # Mi of numbers; 0: searched for
+SIZES = {SWEPT: CHUNKS, ANY: (0,)}  # Mi of numbers; 0: searched
 
 
 @dataclass(frozen=True)
 class ScaleRow:
-    """The largest model that trains, and the next one, which does not."""
+    """The largest model that trains, and the next larger one, which does not."""
 
     system: str
     device: str
@@ -57,12 +57,12 @@ class ScaleRow:
 
 
 def grid() -> list[str]:
-    """All models but the one for many nodes, by size."""
+    """All models but the 175B one, which needs many nodes, by size."""
     return sorted((name for name in MODELS if name != "175B"), key=parameters)
 
 
-def largest(system: str, device: str, devices: int, chunks: str) -> ScaleRow:
-    """Looks upwards from the published model, or downwards where that does not fit."""
+def largest_model(system: str, device: str, devices: int, chunks: str) -> ScaleRow:
+    """Searches upwards from the published model, or downwards if that does not fit."""
     names, published = grid(), LARGEST[system, device, devices]
 
     def fits(model: str) -> bool:
@@ -95,11 +95,11 @@ def written(rows: Iterable[ScaleRow], path: Path = TABLE) -> None:
 def main() -> int:
     is_quick, rows = "--quick" in sys.argv[1:], list[ScaleRow]()
     for (system, device, devices), chunks in product(LARGEST, SIZES):
-        if system == DDP or (system == DEEPS and chunks == SWEPT):  # that one has no chunks
+        if system == DDP or (system == DEEPS and chunks == SWEPT):  # DeepSpeed has no chunks
             continue
         if is_quick and (chunks == ANY or (system, device, devices) not in JUDGED):
             continue
-        rows.append(row := largest(system, device, devices, chunks))
+        rows.append(row := largest_model(system, device, devices, chunks))
         word = " (judged)" if row.is_judged else ""
         print(
             f"{device} x{devices} {system}, {chunks} chunks: published {row.published}, "

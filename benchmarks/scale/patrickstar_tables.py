@@ -1,14 +1,14 @@
 """Claim: PatrickStar's published throughputs, simulated.
 
 Every figure of one node (../shared/papers/patrickstar_protrain.md, 6.2): V100 and A100; 1, 2, 4 and
-8 devices; PatrickStar, DeepSpeed, DDP. Each system runs at the best batch of {4, 8, 16, 32, 64} and
-PatrickStar at the best chunk of {256, 288, 384} Mi that its own simulation finds, every batch with
-every size being simulated (256 Mi never holds a layer 8192 wide).
+8 devices; PatrickStar, DeepSpeed, DDP. Each system runs at its best batch of {4, 8, 16, 32, 64},
+PatrickStar also at its best chunk of {256, 288, 384} Mi. The simulation finds the best: every batch
+with every size is simulated (256 Mi never holds a layer 8192 wide).
 The V100's efficiency curve and its rate of updates on the host were fixed on PatrickStar's rows of
-one device, the A100's on a log of one device, whose batch is known (conf/device; `--fit` shows how
-well others would do on the rows). Judged are the rows of 2, 4 and 8 devices: the median error must
-be at most 15 %, and wherever published figures of two systems differ by more than 5 %, the same
-must be ahead here. A model that does not fit counts as an error of 100 %. Several nodes are
+one device, the A100's on a log of one device with a known batch (conf/device; `--fit` shows the
+errors of other factors). Judged are the rows of 2, 4 and 8 devices. The median error must be at
+most 15 %. Wherever published figures of two systems differ by more than 5 %, the simulation must
+order the two alike. A model that does not fit counts as an error of 100 %. Several nodes are
 simulated and shown, not judged: their figures are approximate.
 """
 
@@ -30,7 +30,7 @@ from benchmarks.scale.patrickstar_figures import A100, NODES, PSTAR, V100, Publi
 from sim.devices.group import Group
 
 BAR, GAP = 0.15, 0.05
-COMPUTE, UPDATES = (0.7, 0.8, 0.9, 1.0), (0.35, 0.5, 0.7, 1.0)  # factors that --fit tries
+COMPUTE, UPDATES = (0.7, 0.8, 0.9, 1.0), (0.35, 0.5, 0.7, 1.0)  # factors of --fit
 TABLE = RESULTS / "patrickstar_tables.csv"
 COLUMNS = (
     "device", "nodes", "devices", "system", "model",
@@ -40,7 +40,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """A figure beside ours."""
+    """A published figure beside its simulation."""
 
     figure: Published
     ours: Best
@@ -48,12 +48,12 @@ class PublishedRow:
 
     @property
     def error(self) -> float:
-        """Of ours over the figure; -1 where nothing fits."""
+        """Relative error of the simulation; -1 if nothing fits."""
         return self.reached / self.figure.tflops - 1
 
     @property
     def reached(self) -> float:
-        """Tflops; none where nothing fits."""
+        """Simulated Tflops; 0 if nothing fits."""
         return 0.0 if isnan(self.ours.tflops) else self.ours.tflops
 
 
@@ -63,7 +63,7 @@ def simulated(figure: Published) -> PublishedRow:
 
 
 def over_nodes() -> list[PublishedRow]:
-    """Chunks of 640 Mi for the widest model, whose largest module has 604 M numbers."""
+    """Rows of several nodes. The widest model has a module of 604 M numbers: chunks of 640 Mi."""
     rows = []
     for model, nodes, figured in NODES:
         group, chunks = Group(8, nodes), (640,) if model == "175B" else (288, 384)
@@ -74,8 +74,7 @@ def over_nodes() -> list[PublishedRow]:
 
 
 def wrong_orders(rows: Iterable[PublishedRow]) -> list[str]:
-    """Pairs of systems on the same model and devices whose published gap is clear, and is the other
-    way round here."""
+    """Pairs of systems on one model and group with a clear published gap that is reversed here."""
     same = defaultdict[tuple[str, Group, str], list[PublishedRow]](list)
     for row in rows:
         same[row.figure.device, row.figure.group, row.figure.model].append(row)
@@ -101,7 +100,7 @@ def shown(row: PublishedRow) -> str:
 
 
 def written(rows: Iterable[PublishedRow], path: Path = TABLE) -> None:
-    """The CSV that REPRODUCTION.md is made of."""
+    """Writes the CSV from which REPRODUCTION.md is made."""
     with path.open("w", newline="", encoding="utf-8") as file:
         out = csv.writer(file, lineterminator="\n")
         out.writerow(COLUMNS)
@@ -115,9 +114,11 @@ def written(rows: Iterable[PublishedRow], path: Path = TABLE) -> None:
 
 
 def fit(device: str) -> None:
-    """How well factors to the efficiency curve and to updates on the host do on PatrickStar's rows
-    of one device, each at the choices that are best as conf has it. What fits in memory depends on
-    no factor: what is missing is so for all of them."""
+    """Prints the errors of factors to the efficiency curve and to updates on the host.
+
+    They are errors on PatrickStar's rows of one device, at the best choices under conf's values. A
+    factor does not change what fits in memory, so a missing row is missing for all factors.
+    """
     figures = [f for f in published() if (f.system, f.device) == (PSTAR, device)]
     figures = [f for f in figures if f.group.devices == 1]
     points = [best(f.system, device, f.group, f.model).point for f in figures]

@@ -1,13 +1,12 @@
-"""Claim: to check every plan costs at most 3 % more CPU than the commit before the checks.
+"""Claim: checks of every plan cost at most 3 % more CPU than a commit without them.
 
-Two checkouts in turns, this one and BEFORE (from git, into a temporary folder), a process each, by
-pairs whose order alternates; the value is the largest median ratio of three workloads: the
-simulator (Sarathi on Vidur's tables, 1,000 requests, metrics included), an iteration of GPT-2 20B
-under PatrickStar, and what the CPU runtime takes outside of forwards. Beside, without a bar, are
-iterations for which the policy is asked each time, as only in the first steps of a job.
-Instructions beside, as valgrind counts them (start-up taken off; no neighbour changes them), where
-valgrind is installed. `python -m benchmarks.speed.contract_cost [--quick] [--pairs N] [--before
-COMMIT]`.
+Two checkouts run in turns, this one and BEFORE (from git, into a temporary folder), each in a
+process of its own, in pairs of alternating order. The value is the largest median ratio of three
+workloads: the simulator (Sarathi on Vidur's tables, 1,000 requests, metrics included), an iteration
+of GPT-2 20B under PatrickStar, and the CPU runtime's time outside of forwards. Iterations for which
+the policy is asked each time, as in the first steps of a job, are shown without a bar. If valgrind
+is installed, instructions are shown too, without those of the start-up: no other process changes
+them. `python -m benchmarks.speed.contract_cost [--quick] [--pairs N] [--before COMMIT]`.
 """
 
 from __future__ import annotations
@@ -25,13 +24,17 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("TANDEM_SHARED", ROOT.parent / "shared")).resolve()
-BEFORE = "7f42b6e"  # the last commit that booked plans unchecked
+BEFORE = "7f42b6e"  # the last commit without checks of plans
 BAR = 1.03
 
-# What a child runs: it prints CPU seconds of the work alone. `N` is how much of it.
+# Programs of a child process, which print CPU seconds of the work alone. Their arguments are the
+# size of the work and whether to warm up. BEFORE has all benchmarks in one folder.
 SIMULATOR = """
 import sys, time
-from benchmarks.speed.simulator_speed import *
+try:
+    from benchmarks.speed.simulator_speed import *
+except ImportError:
+    from benchmarks.simulator_speed import *
 peers = Path(os.environ["TANDEM_SHARED"]) / "data" / "peers"
 cost = VidurCost.load(peers / "cost_tables" / "llama2-7b_a100_tp1.npz", LLAMA2_7B)
 requests = read_requests(peers / "inputs/sharegpt_n4000_qps2_seed42.csv")[: int(sys.argv[1])]
@@ -45,19 +48,26 @@ print(time.process_time() - began)
 ITERATION = """
 import sys
 from statistics import median
-from benchmarks import training_planning_speed as speed
-setting = speed.run_spec_of(speed.composed(speed.WORDS))
+try:
+    from benchmarks.speed import training_planning_speed as speed
+except ImportError:
+    from benchmarks import training_planning_speed as speed
+(read,) = [f for name, f in vars(speed).items() if name in ("run_spec_of", "setting" "_of")]
+spec = read(speed.composed(speed.WORDS))
 times = []
 for _ in range(int(sys.argv[1])):
-    times += speed.simulate(setting)[1]
+    times += speed.simulate(spec)[1]
 print(median(times) if times else 0)
 """
 ASKED = ITERATION.replace(
-    "times = []", "setting = speed.replace(setting, policy=speed.Asked(setting.policy))\ntimes = []"
+    "times = []", "spec = speed.replace(spec, policy=speed.Asked(spec.policy))\ntimes = []"
 )
 RUNTIME = """
 import sys
-from benchmarks import runtime_speed as speed
+try:
+    from benchmarks.speed import runtime_speed as speed
+except ImportError:
+    from benchmarks import runtime_speed as speed
 work = speed.WORKLOADS[2]
 requests = speed.requests_of(work)
 model = speed.build_model(work.spec, seed=1, spread=speed.SPREAD)
@@ -66,8 +76,8 @@ if int(sys.argv[2]):
 turn = speed.ours(model, work, requests[: int(sys.argv[1])])
 print(turn.host * turn.took_s)
 """
-UNBARRED = "20B iteration, asked each time"  # as in a job's first steps: told, without a bar
-WORKLOADS = {  # program, how much, and how much where instructions are counted
+UNBARRED = "20B iteration, asked each time"  # as in a job's first steps: shown without a bar
+WORKLOADS = {  # program, size, and size where instructions are counted
     "simulator": (SIMULATOR, 1000, 300),
     "20B iteration": (ITERATION, 2, 1),
     "CPU runtime's bookkeeping": (RUNTIME, 16, 0),
@@ -112,7 +122,7 @@ def seconds(where: Path, program: str, size: int) -> float:
 
 
 def instructions(before: Path, program: str, size: int) -> str:
-    """How many more instructions the work takes here, start-up taken off."""
+    """The share of additional instructions of this checkout, without those of the start-up."""
     if shutil.which("valgrind") is None:
         return "; valgrind is not installed"
     counts = {}
@@ -132,8 +142,7 @@ def counted(where: Path, program: str, size: int) -> int:
 
 
 def run(where: Path, words: list[str], stderr: bool = False) -> str:
-    """What a process that runs a checkout prints, one thread wide, on its last line (or all of its
-    errors)."""
+    """Runs a process with one thread on a checkout; returns its last line, or all of its errors."""
     own = {"PYTHONPATH": str(where), "TANDEM_SHARED": str(SHARED), "PYTHONHASHSEED": "0"}
     own |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}

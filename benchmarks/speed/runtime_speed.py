@@ -1,14 +1,13 @@
-"""Claim: served by the real runtime on a CPU, requests cost less than by `generate_batch`.
+"""Claim: the real runtime serves requests on a CPU at less cost than `generate_batch`.
 
-Three models and workloads (24, 32 and 64 requests at once, ShareGPT-like lengths,
-fp32, greedy, end of sequence off, 512 tokens a step). Ours is the whole engine: policy, ledger,
-recorder, packing and work on the service clock. The other is transformers' continuous batching
-(sdpa) on a model with equal weights, without prefix sharing, with pages of 16 tokens or of its own
-default size, whichever is faster in a first run behind one that warms up. All in one process with
-one thread, by turns, in CPU seconds of the process; medians. Tokens must be equal, but from near
-ties on. `host` is what a replay costs outside of the model's forward: preparation and bookkeeping,
-the kernel's handing out of KV pages included; at most 5 %. The value is the smallest of the three
-ratios over its bar.
+Three models and workloads (24, 32 and 64 requests at once, ShareGPT-like lengths, fp32, greedy, end
+of sequence off, 512 tokens a step). Tandem runs the whole engine: policy, ledger, recorder, packing
+and work on the service clock. The other side is transformers' continuous batching (sdpa) on a model
+with equal weights, without prefix sharing. Its pages have 16 tokens or its default size, the faster
+one of a first run after a warm-up. All run in one process with one thread, by turns, in CPU seconds
+of the process; medians. Tokens must be equal up to near ties. `host` is a replay's share outside of
+the model's forward, at most 5 %: preparation, bookkeeping, and the kernel's page faults of KV. The
+value is the smallest of the three ratios over its bar.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ LLAMA = ModelSpec(
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its requests; totals are fixed, so that runs of any day compare."""
+    """A model and its requests; totals of tokens are fixed."""
 
     spec: ModelSpec
     count: int
@@ -81,7 +80,7 @@ WORKLOADS = (
 
 
 class WatchedMachine(ServingMachine):
-    """A machine that knows how long its forwards took."""
+    """A machine that sums up the time of its forwards."""
 
     forward_ns = 0
 
@@ -105,10 +104,10 @@ def requests_of(work: Workload, seed: int = 0) -> list[Request]:
 
 
 def lengths(rng: np.random.Generator, count: int, total: int, most: int) -> list[int]:
-    """So many lengths from 2 to `most` that add up to `total`; sigma 1 as in chat traces."""
+    """`count` lengths from 2 to `most` that add up to `total`; sigma 1 as in chat traces."""
     drawn = np.clip(rng.lognormal(size=count), 0.1, 8.0)
     scale = total / drawn.sum()
-    for _ in range(50):  # clipping takes from the sum: scale up until it is back
+    for _ in range(50):  # clipping shrinks the sum: scale up until it is `total` again
         scale *= total / np.clip(drawn * scale, 2, most).sum()
     bounds = np.rint(np.cumsum([0, *np.clip(drawn * scale, 2, most)])).astype(int)
     return np.diff(bounds).tolist()
@@ -124,7 +123,7 @@ class Turn:
 
 
 def num_pages(work: Workload, page_tokens: int) -> int:
-    """Room for all requests at the longest that any may be: memory is not what is measured."""
+    """Pages for all requests at the longest possible length: memory never binds."""
     return work.count * -(-(MAX_PROMPT + MAX_OUTPUT) // page_tokens)
 
 
@@ -142,7 +141,7 @@ def ours(model: Any, work: Workload, requests: Sequence[Request]) -> Turn:
 
 
 def theirs(model: Any, work: Workload, requests: Sequence[Request], page_tokens: int) -> Turn:
-    """What generate_batch does, which has one length for all, with each request's own."""
+    """A run of generate_batch's manager, with an output length per request."""
     settings = ContinuousBatchingConfig(
         page_size=page_tokens,
         num_blocks=num_pages(work, page_tokens),

@@ -1,13 +1,13 @@
 """Claim: the simulator serves at least 2,500 requests per CPU second, with every fact kept.
 
 4,000 ShareGPT requests at 2/s, Vidur's tables of Llama-2-7B on an A100, Sarathi-512, 128 jobs,
-7,424 pages of 16, run-ahead 1; TTFT, TPOT and E2E of each request computed, token times kept.
-Nothing is trained or warmed up; no table is written (which predicts workspace). Printed beside: the
-same with `fast_forward=False`, whether all four tables are equal, cost per request from 1,000 to
-100,000 requests (`--quick`: to 4,000), where the time goes, and what Python does for a request (no
-neighbour changes it). The value is CPU time without the neighbours': the work is the same in every
-run, so each stretch of a hundred requests counts as its fastest run. A shared machine slows a core
-in bursts of half a second, which no median of whole runs is rid of; that median is printed beside.
+7,424 pages of 16, run-ahead 1. TTFT, TPOT and E2E of each request are computed, token times kept.
+There is no warm-up, and no table is written (tables need predicted workspace). Printed beside: the
+rate with `fast_forward=False`, whether all four tables are equal, cost per request from 1,000 to
+100,000 requests (`--quick`: to 4,000), time by file, and bytecodes and calls per request, which no
+other process changes. Every run does equal work, so each stretch of a hundred requests counts as
+its fastest run: other processes of a shared machine slow a core in bursts of half a second, which a
+median of whole runs does not remove. That median is printed beside.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tandem.compiled import form
 from traces.serving.request import Request
 
 BAR, SLOPE = 2500, 0.10
-SLICE = 100  # requests of a stretch: 40 ms, far shorter than a neighbour's burst
+STRETCH = 100  # requests: 40 ms, far shorter than a burst of another process
 RUNS = 5
 
 
@@ -67,8 +67,8 @@ def simulate(
     return engine
 
 
-class StampedExecutor(Recorder):
-    """A recorder that notes the CPU time whenever a hundred more requests have ended."""
+class StretchRecorder(Recorder):
+    """A recorder that notes the CPU time after every STRETCH requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class StampedExecutor(Recorder):
     def ended(self, job_id: int, now_ns: int, status: str) -> None:
         super().ended(job_id, now_ns, status)
         self.ends += 1
-        if self.ends % SLICE == 0:
+        if self.ends % STRETCH == 0:
             self.stamps_s.append(time.process_time())
 
 
@@ -94,9 +94,9 @@ def latencies_ns(engine: Engine) -> np.ndarray:
 
 
 def stretches_s(requests: list[Request], cost: VidurCost, fast_forward: bool = True) -> np.ndarray:
-    """CPU seconds of a replay and its metrics by stretches of requests; cleared up before."""
+    """CPU seconds of a replay and its metrics by stretches of requests."""
     gc.collect()
-    recorder = StampedExecutor()
+    recorder = StretchRecorder()
     latencies_ns(simulate(requests, cost, fast_forward, recorder))
     return np.diff([*recorder.stamps_s, time.process_time()])
 
@@ -107,7 +107,7 @@ def undisturbed_s(runs: list[np.ndarray]) -> float:
 
 
 def repeated(requests: list[Request], count: int) -> list[Request]:
-    """The trace again and again, until there are so many requests."""
+    """The trace repeated up to `count` requests."""
     last_ns, found = requests[-1].arrival_ns, []
     for i in range(count):
         turn, at = divmod(i, len(requests))
@@ -117,13 +117,13 @@ def repeated(requests: list[Request], count: int) -> list[Request]:
 
 
 def each_us(requests: list[Request], cost: VidurCost, count: int) -> float:
-    """Microseconds per request in a replay of so many, undisturbed."""
+    """Microseconds per request in a replay of `count`, undisturbed."""
     part = repeated(requests, count)
     return undisturbed_s([stretches_s(part, cost) for _ in range(RUNS)]) / count * 1e6
 
 
 def is_equal(requests: list[Request], cost: VidurCost) -> bool:
-    """Whether all tables are those of the step-by-step run."""
+    """Whether all tables equal those of a step-by-step run."""
     fast, slow = (simulate(requests, cost, f) for f in (True, False))
     print(f"steps {fast.steps}; questions {fast.asked}, step by step {slow.asked}")
     return fast.recorder.tables() == slow.recorder.tables()

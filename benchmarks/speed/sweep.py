@@ -1,11 +1,11 @@
 """60 points on ShareGPT: a worker is killed, the sweep is interrupted, one point is impossible.
 
-Everything that can finish does, nothing is run twice, the report is drawn, and sweeps of the same
-points give the same bytes serially, on a two-worker Ray and through submitit, which `make claims`
-installs into .venv-engines. The claim names those of the two that ran, and fails without either.
-Its value is the CPU time of the sweep's own process per point, of a sweep in which all can be:
-composing, keys, giving out points, collecting, the table. What workers do is not in it: the runs,
-and a start of 1 to 2 s for each worker and sweep; it is printed beside it.
+Every possible point finishes, no point runs twice, the report is drawn, and sweeps of these points
+give equal bytes serially, on a two-worker Ray and through submitit, which `make claims` installs
+into .venv-engines. The claim names those of the two that ran, and fails without either.
+Its value is the CPU time of the sweep's own process per point, of a sweep without an impossible
+point: composing, keys, distributing points, collecting, the table. The time of workers is printed
+beside it: the runs, and a start of 1 to 2 s per worker and sweep.
 `python -m benchmarks.speed.sweep [--quick] [--out DIR]`; --quick takes 24 points.
 """
 
@@ -38,7 +38,7 @@ FIXED = ("model=llama3_8b", "device=a100", "slo=chat", "limit=30")
 POLICIES = "policy=chunked_restart,continuous_restart,continuous_swap,vllm_v1"
 GRID = (POLICIES, "arrival.rate=2,4,6,8,12", "seed=0,1,2")
 QUICK = ("policy=chunked_restart,continuous_swap", "arrival.rate=2,4,8", "seed=0,1,2,3")
-# KV of three pages, which holds no request, for the point that the environment names alone
+# KV of three pages, which holds no request, for the one point that the environment names
 IMPOSSIBLE = ("0", "8", "policies.kv.paged_swap.PagedSwap")
 KV = "budget.kv_pages='${oc.decode:${oc.env:KV_${seed}_${arrival.rate}_${memory._target_},null}}'"
 FILES = ("requests.parquet", "steps.parquet", "memory.parquet", "plans.parquet", "metrics.json")
@@ -122,9 +122,9 @@ def hurt(grid: list[str], out: Path) -> int:
 
 
 def finish(grid: list[str], out: Path, total: int) -> None:
-    """Goes on, draws; checks that nothing was run again, and that one point alone cannot be."""
+    """Resumes and draws; checks that no point ran again, and that one point alone is rejected."""
     before = {path: path.stat().st_mtime_ns for path in finished(out)}
-    assert quietly([*grid, "--jobs", "2", "--out", str(out)]) == 1, "one point cannot be"
+    assert quietly([*grid, "--jobs", "2", "--out", str(out)]) == 1, "one point is rejected"
     assert all(path.stat().st_mtime_ns == at for path, at in before.items())
     states = [status_of(out / key) for key in points_in(out)]
     assert states.count("ok") == total - 1 and states.count("rejected") == 1
@@ -137,7 +137,7 @@ def finish(grid: list[str], out: Path, total: int) -> None:
 
 
 def same(one: Path, two: Path) -> int:
-    """How many files of the points of the second are byte for byte those of the first."""
+    """Checks that the points of two sweeps have equal files; returns the number of files."""
     count = 0
     assert points_in(one).keys() == points_in(two).keys()
     for key in (key for key in points_in(two) if status_of(one / key) == "ok"):
@@ -148,7 +148,7 @@ def same(one: Path, two: Path) -> int:
 
 
 def overhead_ms(grid: list[str], out: Path) -> float:
-    """CPU time per point of the sweep's own process: all of `tandem sweep` but the runs."""
+    """CPU milliseconds per point of the sweep's own process: all of `tandem sweep` but the runs."""
     began, clock, workers = time.process_time(), time.perf_counter(), children_s()
     assert quietly([*grid, "--jobs", "2", "--out", str(out)]) == 0
     used, took = time.process_time() - began, time.perf_counter() - clock
@@ -162,13 +162,13 @@ def overhead_ms(grid: list[str], out: Path) -> float:
 
 
 def children_s() -> float:
-    """CPU time of the children of this process that have ended."""
+    """CPU seconds of this process's children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def await_points(child: subprocess.Popen[bytes], out: Path, count: int) -> None:
-    """Waits until so many points have finished."""
+    """Waits until `count` points have finished."""
     while len(finished(out)) < count:
         assert child.poll() is None, "the sweep ended before it could be hurt"
         time.sleep(0.02)
@@ -181,12 +181,12 @@ def finished(out: Path) -> list[Path]:
 
 
 def is_worker(process: psutil.Process) -> bool:
-    """Whether it runs points; multiprocessing has a resource tracker beside them."""
+    """Whether a process runs points; the resource tracker of multiprocessing does not."""
     return any("spawn_main" in word for word in process.cmdline())
 
 
 def quietly(words: list[str]) -> int:
-    """A sweep in this process, its table not shown; returns its exit code."""
+    """Runs a sweep in this process without showing its table; returns its exit code."""
     with contextlib.redirect_stdout(io.StringIO()):
         return sweep.main(words)
 

@@ -1,16 +1,16 @@
-"""Claim: training through the engine costs what plain torch costs, and streaming hides its copies.
+"""Claim: training through the engine is as fast as plain torch, and streaming hides its copies.
 
 Persistent: two models with all states on the device, on the service clock, against a plain loop
-over transformers' model and torch's fused AdamW; in one process with one thread, by turns, in CPU
-seconds. The work is the same in every run, so each step counts as its fastest run, the first one
-not at all. At most 3 % slower; losses must be equal. Bookkeeping is what the engine's run takes
-outside of its launches, in the middle run: at most 5 % of a step.
+over transformers' model and torch's fused AdamW. Both run in one process with one thread, by turns,
+in CPU seconds. Every run does equal work, so each step counts as its fastest run; the first step
+does not count. The engine is at most 3 % slower, and losses are equal. Bookkeeping, the time of the
+engine's median run outside of launches, takes at most 5 % of a step.
 Streaming: ZeRO-3 with one unit fetched ahead on the wall clock, a thread per lane, over two links.
-Forward and backward take at most 15 % longer than their first fetch and, for each unit in turn,
-the longest of computing, fetching for the next unit and sending the last one's gradients; a step at
-most 15 % longer than that, the last send and the updates one by one, which may run meanwhile, so
-that this figure is the milder one. Computing as it was measured, copies as the link carries them.
-Medians of steps, without the first.
+The ideal time of the passes is the first fetch plus, per unit, the longest of computing, fetching
+for the next unit and sending the previous one's gradients. Forward and backward take at most 15 %
+longer. A step takes at most 15 % longer than that ideal, the last send and all updates in sequence;
+updates may overlap, so this bar is the milder one. Computing counts as measured, copies at the
+link's rate. Medians of steps, without the first.
 The value is the worst of these figures in shares of its bar. `--quick`: fewer runs.
 """
 
@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.stamped import Stamped
+from benchmarks.stamped import StepStampRecorder
 from engine.contract.plan import HOST_LANE, Compute, Copy, Op
 from engine.contract.regions import Place, Tier
 from engine.loop.engine import Engine
@@ -43,7 +43,7 @@ from tandem.wiring.run_spec import RunSpec, run_spec_of
 
 OUT = Path("benchmarks/results/training_speed.csv")
 SLOWER_BAR, HOST_BAR, STREAM_BAR = 0.03, 0.05, 0.15
-STEPS = 10  # a step is planned like those before from the fourth on
+STEPS = 10  # from the fourth step on, plans repeat
 COMMON = (
     "trace=none",
     "training=random",
@@ -107,8 +107,8 @@ def undisturbed_s(runs: Sequence[Sequence[float]]) -> float:
 
 
 def ours(setting: RunSpec) -> TrainingTurn:
-    """A run through the engine. No meter: it would read at every launch, on nobody's time."""
-    recorder = Stamped()
+    """A run through the engine, without a meter: it would read outside of launches' times."""
+    recorder = StepStampRecorder()
     with backend_of(setting, {"name": "cpu", "clock": "service", "workspace_every": 0}) as world:
         engine = engine_of(setting, world, recorder)
         began_s = time.process_time()
@@ -120,7 +120,7 @@ def ours(setting: RunSpec) -> TrainingTurn:
 
 
 def plain(setting: RunSpec) -> TrainingTurn:
-    """The same job as anybody would write it down."""
+    """The job as a plain torch loop."""
     (trainee,) = setting.trainees
     recipe = trainee.job.recipe
     model = build_trainee(trainee.spec, recipe, setting.seed)
@@ -146,7 +146,7 @@ def plain(setting: RunSpec) -> TrainingTurn:
 
 # ---- streaming
 def streaming(mb_per_s: int, runs: int) -> list[TrainingSpeedRow]:
-    """Steps on the wall clock against what their parts take, one behind the other."""
+    """Steps on the wall clock against the sum of their parts."""
     words = [f"device.{way}_bytes_per_s={mb_per_s}e6" for way in ("to_host", "to_device")]
     setting = run_spec_of(composed([*COMMON, *WIDE, *words, "policy=zero3_offload"]))
     found = [over for _ in range(runs) for over in streamed(setting)]
@@ -160,8 +160,7 @@ def streaming(mb_per_s: int, runs: int) -> list[TrainingSpeedRow]:
 
 
 def streamed(setting: RunSpec) -> list[tuple[float, float]]:
-    """Of each step but the first, by how much its passes and all of it took longer than their
-    parts."""
+    """Per step but the first, the excess of its passes and of the whole step over the ideal."""
     recorder, found, before_ns = Recorder(), list[tuple[float, float]](), 0
     with backend_of(setting, {"name": "cpu", "clock": "wall"}) as world:
         engine = engine_of(setting, world, recorder)
@@ -186,7 +185,7 @@ def _copies_ns(setting: RunSpec, recorder: Recorder) -> dict[Op, int]:
 
 
 def _by_step(engine: Engine) -> list[list[Op]]:
-    """What was issued for each step, in its order; a plan has one task here."""
+    """The operations of each step in issue order; a plan has one task here."""
     steps: list[list[Op]] = [[] for _ in range(STEPS)]
     for *_, plan in engine.recorder.plans:
         ops = [op for op in plan.ops if isinstance(op, Compute | Copy)]
@@ -200,7 +199,7 @@ def _updates(op: Op) -> bool:
 
 
 def _ideal_ns(ops: Iterable[Op], recorder: Recorder, copies_ns: dict[Op, int]) -> tuple[int, int]:
-    """The first fetch and per unit the longest of what overlaps; the last send and the updates."""
+    """The first fetch plus the longest overlapping part per unit; the last send plus updates."""
     took_ns = {span.op: span.end_ns - span.start_ns for span in recorder.spans}
     computed, fetched, sent, updates_ns = list[int](), list[int](), list[int](), 0
     coming: dict[Place, int] = {}
@@ -240,7 +239,7 @@ def main() -> int:
 
 
 def write(rows: Sequence[TrainingSpeedRow]) -> None:
-    """The table, for readers."""
+    """Writes the table."""
     with OUT.open("w", newline="", encoding="utf-8") as file:
         names = [field.name for field in fields(TrainingSpeedRow)]
         csv.writer(file, lineterminator="\n").writerows([names, *map(astuple, rows)])

@@ -1,10 +1,10 @@
 """Claim: each of vLLM's logged runs is simulated within a second.
 
 The two logs of vllm_logs.py, judged settings, 300 requests each. CPU seconds of the replay, from
-built settings to every token's time; no table is written (which predicts workspace). Printed
-beside: the same with composing settings and reading the profile, which are the same however long a
-run is. A simulation is deterministic, so the least of RUNS is the work and the rest is the machine.
-The value is the slower log's.
+built settings to every token's time; no table is written (tables need predicted workspace). Printed
+beside: the time with composing settings and reading the profile, which does not grow with a run. A
+simulation is deterministic, so the shortest of RUNS is the work and the rest is noise of the
+machine. The value is the slower log's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RUNS, BAR_S = 3, 1.0
 
 
 def cpu_s(log: Log) -> float:
-    """The least CPU seconds of several replays of a log, each with costs that nobody has asked."""
+    """The fewest CPU seconds of several replays of a log, each with a cost without look-ups."""
     taken, whole = [], []
     for _ in range(RUNS):
         begin = time.process_time()

@@ -1,4 +1,4 @@
-"""SLO classes from a trace or a setting to policies, metrics, screen and reports."""
+"""SLO classes from a trace or a configuration to policies, metrics, terminal and reports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def imported(path: Path, *lines: str, **options: Any) -> list[str]:
 
 def test_a_table_of_lengths_names_classes(tmp_path: Path) -> None:
     rows = ("prompt_tokens,output_tokens,slo,tier", "5,7,chat,1", "0,7,chat,1", "5,7,,2")
-    assert imported(tmp_path / "a.csv", *rows) == ["chat", ""], "each keeps its own"
+    assert imported(tmp_path / "a.csv", *rows) == ["chat", ""], "each request keeps its class"
     assert imported(tmp_path / "a.csv", *rows, slo_column="tier") == ["1", "2"]
     assert imported(tmp_path / "a.csv", "prompt_tokens,output_tokens", "5,7") == [""]
     with pytest.raises(ValueError, match="no column tear for slo_column"):
@@ -91,7 +91,7 @@ def test_shares_are_drawn_by_seed_and_turns_stay_together() -> None:
         ("slo.classes={a: 1}", r"slo\.classes\.a=1"),
     ],
 )
-def test_mistakes_are_told(word: str, told: str, tmp_path: Path) -> None:
+def test_mistakes_are_refused_by_key(word: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=told):
         run_experiment(composed(["limit=2", word]), tmp_path / "run", keeps_rejected=False)
 
@@ -103,7 +103,7 @@ def test_shares_of_an_option_are_replaced_as_its_refusal_says() -> None:
 
 # ---- to policies
 def test_the_urgent_class_is_served_first(tmp_path: Path) -> None:
-    """From the command line: the same load, first come first served and by deadline."""
+    """From the command line: one load, first come first served and by deadline."""
     words = ["model=micro_llama", "limit=60", "arrival=all_at_once", "scheduling.max_jobs=4"]
     words += [HALVES, "slo.ttft_s=1e9"]
     urgent = "scheduling.deadline_s={interactive: 0.1, batch: 60}"
@@ -142,9 +142,7 @@ def test_the_urgent_class_is_served_first(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_class_that_nobody_has_is_refused_with_those_there_are(
-    words: list[str], told: str
-) -> None:
+def test_an_unknown_class_is_refused_with_the_known_ones(words: list[str], told: str) -> None:
     there = (
         rf"scheduling\.{told}: the trace and slo have no such class; there are batch, interactive$"
     )
@@ -152,7 +150,7 @@ def test_a_class_that_nobody_has_is_refused_with_those_there_are(
         run_spec_of(composed(["limit=1", "policy=deadline_restart", *words]))
 
 
-def test_classes_of_trace_and_limits_are_known_whatever_is_taken(tmp_path: Path) -> None:
+def test_classes_of_the_whole_trace_and_of_limits_are_known(tmp_path: Path) -> None:
     imported(tmp_path / "a.csv", "prompt_tokens,output_tokens,slo", "5,7,chat", "5,7,batch")
     words = ["policy=deadline_restart", "trace=file", f"trace.path={tmp_path / 'a.parquet'}"]
     words += ["limit=1", "slo.classes={later: {ttft_s: 9}}"]
@@ -174,7 +172,7 @@ def test_a_predictor_may_go_by_class() -> None:
     assert predictor.output_tokens(type("Job", (), {"slo": "other"})) == 256
 
 
-# ---- to metrics, screen and reports
+# ---- to metrics, terminal and reports
 def test_figures_of_classes_by_hand(tmp_path: Path) -> None:
     """Request 0 has a TTFT of 10 ms and a TPOT of 10 ms, request 1 of 15 ms and 5 ms."""
     run = load(write(tmp_path / "two"))
@@ -196,7 +194,7 @@ def test_figures_of_classes_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_classes_are_told_everywhere(
+def test_classes_are_shown_in_terminal_and_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -78,9 +78,9 @@ def test_the_split_adds_up_and_names_the_cause(make: Maker) -> None:
     steps = found.steps.set_index("group")
     assert steps.loc["decode", "sum_error"] == pytest.approx(1 / 1.5 - 1)
     assert steps.loc["decode", "count"] == int((measured.steps["decode_tokens"] > 0).sum())
-    told, alike = table(found), table(compare(free, free, free))
-    assert "-33.3 % of their time in all, copies too\n  so far off that the split is rough" in told
-    assert "): then each run decides for itself" in told
+    shown, alike = table(found), table(compare(free, free, free))
+    assert "-33.3 % of their time in all, copies too\n  so far off that the split is rough" in shown
+    assert "): then each run decides for itself" in shown
     assert (
         "split is rough" not in alike and f"{len(free.plans)} of {len(free.plans)} (100 %)" in alike
     )
@@ -93,8 +93,8 @@ def test_without_a_common_plan_no_share_is_given_to_decisions(make: Maker) -> No
     other = replace(other, plans=other.plans.assign(body='{"ops": []}'))
     found = compare(other, measured, replayed)
     assert found.plans.common == 0 and found.split.empty
-    shown, said = table(found), headline(found)
-    assert "They have no plan in common" in said and "decisions add" not in said
+    shown, text = table(found), headline(found)
+    assert "They have no plan in common" in text and "decisions add" not in text
     assert f"plans in common             none of {len(measured.plans)}:" in shown
     assert "   decisions " not in shown and max(map(len, shown.splitlines())) <= 80
     assert "   decisions " in table(compare(make("c"), measured, replayed))
@@ -105,7 +105,7 @@ def test_without_a_replay_there_is_no_split(make: Maker) -> None:
 
 
 def test_first_divergence_is_described(make: Maker) -> None:
-    # At plan 1 (10 ms against 4 ms) request 1, arrived at 5 ms, has come in one run only.
+    # At plan 1 (10 ms against 4 ms) request 1, which arrives at 5 ms, is there in one run only.
     quick = make("a", TWO, factor=lambda step: 0.4)
     found = compare(quick, make("b", TWO)).plans
     assert found.common == 1
@@ -139,14 +139,14 @@ def test_a_plan_played_back_frees_what_the_engine_had_returned(make: Maker) -> N
     assert compare(with_log([freed, compute], [8]), native).plans.common == 0
 
 
-def test_a_meter_stands_beside_what_was_predicted(make: Maker) -> None:
+def test_a_meters_reading_stands_beside_the_prediction(make: Maker) -> None:
     found = compare(make("a"), make("b", backend="cpu")).memory
     rows = found[found["kind"].eq("measured")]
     assert rows["stat"].tolist() == ["peak", "mean"] and (rows["error"] == 0).all()
 
 
-def test_workspace_is_compared_launch_by_launch_where_it_was_measured(make: Maker) -> None:
-    """One launch in three is, and each was predicted 10 % too large, the last of them 100 %."""
+def test_workspace_is_compared_over_measured_launches(make: Maker) -> None:
+    """One launch in three is measured, with a prediction 10 % too large, the last one 100 %."""
     predicted, measured = make("a"), make("b", backend="cpu")
     nbytes = 100.0 + measured.steps["step"].where(measured.steps["step"] % 3 == 0)
     guess = (100 + predicted.steps["step"]) * 1.1
@@ -208,7 +208,7 @@ def test_drift_is_the_largest_departure_of_a_probe(make: Maker) -> None:
     assert drift(named) == pytest.approx(0.03)
 
 
-def test_a_trace_that_is_gone_is_told_with_the_way_round(
+def test_a_missing_trace_is_refused_with_the_remedy(
     make: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(*_: object) -> None:
@@ -223,13 +223,13 @@ def test_a_trace_that_is_gone_is_told_with_the_way_round(
 def test_a_runs_folder_adds_no_trust_to_its_replay(
     make: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What may be built is said again by who compares, whatever the folder says of itself."""
+    """Trusted modules and configuration folders come from the command, never from the run."""
     points: list[Any] = []
     monkeypatch.setattr(
         "tandem.wiring.experiment.run_experiment", lambda point, _: points.append(point)
     )
-    theirs: dict[str, Any] = {"kv_pages": 9, "config_folders": [str(tmp_path / "evil")]}
-    run = replace(make("a", TWO), config={"budget": {}, "trusted": ["os"]}, provenance=theirs)
+    claimed: dict[str, Any] = {"kv_pages": 9, "config_folders": [str(tmp_path / "evil")]}
+    run = replace(make("a", TWO), config={"budget": {}, "trusted": ["os"]}, provenance=claimed)
     replay_of(run, run, tmp_path / "replay")
     replay_of(run, run, tmp_path / "replay", [tmp_path], ["fractions"])
     assert [(p.config["trusted"], p.folders) for p in points] == [
@@ -278,7 +278,7 @@ def test_load_says_in_one_line_what_is_wrong(
     assert "\n" not in str(error.value) and str(folder) in str(error.value)
 
 
-def test_load_refuses_what_is_no_folder(tmp_path: Path) -> None:
+def test_load_refuses_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no folder"):
         load(tmp_path / "nowhere")
 

@@ -135,7 +135,7 @@ def test_lanes_and_host_are_shares_of_the_run(tmp_path) -> None:
     assert usage.host_share(run) == pytest.approx(3 / 33)
 
 
-def test_steps_are_grouped_by_what_they_compute(run: Run) -> None:
+def test_steps_are_grouped_by_their_tokens_and_lane(run: Run) -> None:
     lanes = ["compute"] * 3 + ["gpu->host"]
     steps = run.steps.assign(lane=lanes, prefill_tokens=[1, 1, 0, 0], decode_tokens=[0, 1, 1, 0])
     groups = usage.operations(replace(run, steps=steps))["group"]
@@ -154,14 +154,14 @@ def test_summary_is_flat_and_leaves_undefined_out(run: Run) -> None:
     assert "request_throughput" not in nothing
 
 
-def test_a_summary_says_what_its_durations_rest_on(run: Run) -> None:
+def test_a_summary_has_the_source_of_durations(run: Run) -> None:
     priced = {"backend": "sim", "cost_form": "roofline"}
     assert metrics.summary(replace(run, provenance=priced))["cost_form"] == "roofline"
-    priced["backend"] = "cpu"  # where the roofline only answers a policy's questions
+    priced["backend"] = "cpu"  # there the roofline only answers the policy's `op_ns`
     assert metrics.summary(replace(run, provenance=priced))["cost_form"] == "measured"
 
 
-def test_hits_are_tokens_found_of_all_that_had_to_be_computed(run: Run) -> None:
+def test_the_hit_rate_is_of_cached_and_prefilled_tokens(run: Run) -> None:
     assert metrics.prefix_hits(run) == {}
     found = metrics.prefix_hits(with_requests(run, cached_tokens=[5, 0]))
     assert found == {"prefix_hit_rate": 5 / (5 + 10 + 10)}

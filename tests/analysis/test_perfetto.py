@@ -1,4 +1,4 @@
-"""The Perfetto file, parsed back and held against the tables it was made from."""
+"""The Perfetto file, parsed back and compared with its source tables."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def parsed(path: Path, *runs: tuple[str, Run], **options: Any) -> list[dict[str,
     return events
 
 
-def of(events: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
-    return [e for e in events if all(e.get(key) == value for key, value in wanted.items())]
+def of(events: list[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
+    return [e for e in events if all(e.get(key) == value for key, value in fields.items())]
 
 
 @pytest.fixture
@@ -121,18 +121,18 @@ def test_requests_that_never_ended_reach_to_the_end(tmp_path: Path) -> None:
 def test_counters_follow_the_tables(tmp_path: Path) -> None:
     run = load(write(tmp_path / "a", TWO))
     events = parsed(tmp_path / "t.json.gz", ("p", run))
-    told = {
+    counters = {
         name: [(e["ts"], *e["args"].values()) for e in of(events, ph="C", name=name)]
         for name in ("running", "waiting", "KV pages gpu:0")
     }
-    assert told["running"] == [(0.0, 1), (10000.0, 2), (25000.0, 1), (30000.0, 0)]
-    assert told["waiting"] == [(0.0, 0), (5000.0, 1), (10000.0, 0)]
+    assert counters["running"] == [(0.0, 1), (10000.0, 2), (25000.0, 1), (30000.0, 0)]
+    assert counters["waiting"] == [(0.0, 0), (5000.0, 1), (10000.0, 0)]
     pages = run.memory.groupby("at_ns")["kv_pages"].last()
-    assert all(pages[round(ts * 1000)] == value for ts, value in told["KV pages gpu:0"])
-    assert max(value for _, value in told["KV pages gpu:0"]) == pages.max()
+    assert all(pages[round(ts * 1000)] == value for ts, value in counters["KV pages gpu:0"])
+    assert max(value for _, value in counters["KV pages gpu:0"]) == pages.max()
 
 
-def test_a_window_keeps_what_reaches_into_it(tmp_path: Path, both: Any) -> None:
+def test_a_window_keeps_events_that_reach_into_it(tmp_path: Path, both: Any) -> None:
     whole = parsed(tmp_path / "t.json.gz", *both)
     part = parsed(tmp_path / "p.json.gz", *both, window=(0.05, 0.08))
     inside = [e for e in of(whole, ph="X") if e["ts"] + e["dur"] >= 50_000 and e["ts"] <= 80_000]
@@ -144,13 +144,13 @@ def test_a_window_keeps_what_reaches_into_it(tmp_path: Path, both: Any) -> None:
 
 
 def test_runs_of_another_clock_start_together(tmp_path: Path) -> None:
-    late = replace(TWO, arrivals_ns=[t + 77 * MS for t in TWO.arrivals_ns])
+    shifted = replace(TWO, arrivals_ns=[t + 77 * MS for t in TWO.arrivals_ns])
     a = parsed(tmp_path / "a.json.gz", ("p", load(write(tmp_path / "run" / "x", TWO))))
-    b = parsed(tmp_path / "b.json.gz", ("p", load(write(tmp_path / "late" / "x", late))))
+    b = parsed(tmp_path / "b.json.gz", ("p", load(write(tmp_path / "shifted" / "x", shifted))))
     assert of(a, ph="X") == of(b, ph="X")
 
 
-def test_plain_and_packed_files_hold_the_same(tmp_path: Path, both: Any) -> None:
+def test_plain_and_packed_files_hold_equal_events(tmp_path: Path, both: Any) -> None:
     events = parsed(tmp_path / "t.json.gz", *both)
     write_perfetto(tmp_path / "t.json", both)
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == events

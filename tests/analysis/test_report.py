@@ -1,4 +1,4 @@
-"""Reports: whole or not at all, self-contained, and saying what the numbers say."""
+"""Reports: written whole or not at all, self-contained, and in accord with the numbers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import verdicts as words
+from analysis import verdicts
 from analysis.compare import Comparison, compare
-from analysis.figures import plots, timelines
-from analysis.figures import run_figures as figures
+from analysis.figures import plots, run_figures, timelines
 from analysis.figures.style import RUNS
 from analysis.pages import report
 from analysis.pages.report import write_report, write_run_report
@@ -59,8 +58,10 @@ def test_the_page_is_self_contained_and_small(comparison: Comparison, page: Path
     assert f"tandem compare {runs[0].folder} {runs[1].folder}" in text
 
 
-def test_the_terminal_is_told_what_both_runs_rest_on(comparison: Comparison) -> None:
-    [line] = [x for x in words.table(comparison).splitlines() if x.startswith("durations rest on")]
+def test_the_terminal_shows_the_source_of_durations(comparison: Comparison) -> None:
+    [line] = [
+        x for x in verdicts.table(comparison).splitlines() if x.startswith("durations rest on")
+    ]
     assert line.split()[-2:] == ["table", "measured"]
 
 
@@ -90,7 +91,7 @@ def test_the_page_is_well_formed(page: Path) -> None:
 def test_every_figure_has_its_numbers(page: Path) -> None:
     folder = page.parent / "figures"
     names = {path.stem for path in folder.glob("*.svg")}
-    assert names == set(figures.TEXTS) == {path.stem for path in folder.glob("*.csv")}
+    assert names == set(run_figures.TEXTS) == {path.stem for path in folder.glob("*.csv")}
     assert all(len(pd.read_csv(folder / f"{name}.csv")) > 0 for name in names)
 
 
@@ -138,7 +139,7 @@ def test_one_run_has_a_report_too(tmp_path: Path) -> None:
 
 
 def without_a_finished_request(run: Run, status: str) -> tuple[Run, Run]:
-    """The run if all its requests had ended so, with its steps and without."""
+    """The run with that status for all requests, with its steps and without."""
     nothing = replace(run, requests=run.requests.assign(status=status, token_ns=None))
     empty = replace(nothing, steps=run.steps[:0], plans=run.plans[:0], memory=run.memory[:1])
     return nothing, empty
@@ -153,9 +154,9 @@ def test_runs_without_a_finished_request_are_reported(
     pairs = [(run, nothing)] if status == "unfinished" else [(nothing, run), (empty, empty)]
     for number, pair in enumerate(pairs):
         comparison = compare(*pair)
-        assert "(undefined)" in words.headline(comparison)
+        assert "(undefined)" in verdicts.headline(comparison)
         assert write_report(comparison, tmp_path / f"report{number}").is_file()
-        assert words.table(comparison)
+        assert verdicts.table(comparison)
     assert write_run_report(empty, tmp_path / "single").is_file()
 
 
@@ -165,21 +166,21 @@ def test_figures_without_any_point_become_pictures(tmp_path: Path) -> None:
     assert len(list((page.parent / "figures").glob("*.svg"))) >= 4
 
 
-def test_headline_says_how_far_and_why(comparison: Comparison) -> None:
-    text = words.headline(comparison)
+def test_the_headline_has_sizes_and_causes(comparison: Comparison) -> None:
+    text = verdicts.headline(comparison)
     error = comparison.error("tpot", "mean")
     assert f"mean TPOT {abs(error) * 100:.1f} % too low" in text and error < 0
     assert f"the first {comparison.plans.common} of" in text
     rows = comparison.split.set_index("metric")
-    assert words.percent(float(rows.loc["mean e2e", "timing_share"])) in text
+    assert verdicts.percent(float(rows.loc["mean e2e", "timing_share"])) in text
     assert "cost form table" in text and "drifted by 1.0 %" in text
 
 
-def test_a_server_that_shows_no_plans_is_not_said_to_decide_otherwise(
+def test_decisions_of_a_server_without_plans_are_not_compared(
     comparison: Comparison,
 ) -> None:
     silent = replace(comparison.plans, common=0, measurement=0)
-    text = words.headline(replace(comparison, plans=silent))
+    text = verdicts.headline(replace(comparison, plans=silent))
     assert "decisions are not compared" in text and "plans." not in text
 
 
@@ -195,7 +196,7 @@ def test_a_split_whose_parts_cancel_blames_neither(
     comparison: Comparison, timing: float, decisions: float, why: str
 ) -> None:
     rows = {"metric": ["mean e2e"], "timing_share": [timing], "decisions_share": [decisions]}
-    assert why in words.headline(replace(comparison, split=pd.DataFrame(rows)))
+    assert why in verdicts.headline(replace(comparison, split=pd.DataFrame(rows)))
 
 
 @pytest.mark.parametrize(("off", "told"), [(0.9, True), (0.98, False), (1.1, False)])
@@ -207,22 +208,22 @@ def test_decisions_are_not_blamed_alone_where_steps_are_too_short(
     sums = {"sum_prediction_s": [off * 8.0, 9.0], "sum_measurement_s": [8.0, 1.0]}
     steps = pd.DataFrame({"group": ["decode only", "host"], **sums})
     changed = replace(comparison, split=pd.DataFrame(rows), steps=steps)
-    text = words.headline(changed)
+    text = verdicts.headline(changed)
     assert ("Part of it is timing, too: its steps are off by -10.0 % in all" in text) is told
-    shown = words.percent(off - 1)
-    assert f"operations, same plans      {shown} of their time in all" in words.table(changed)
+    shown = verdicts.percent(off - 1)
+    assert f"operations, same plans      {shown} of their time in all" in verdicts.table(changed)
 
 
-def test_a_machine_that_drifted_is_told_beside_the_errors(comparison: Comparison) -> None:
-    assert words.table(comparison).endswith("drift of the machine        +1.0 %")
+def test_drift_is_shown_beside_the_errors(comparison: Comparison) -> None:
+    assert verdicts.table(comparison).endswith("drift of the machine        +1.0 %")
     provenance = {**comparison.measurement.provenance, "probe_ratios": {"decode": 1.2}}
     moved = replace(comparison.measurement, provenance=provenance)
-    assert "+20.0 %: errors of that size" in words.table(replace(comparison, measurement=moved))
+    assert "+20.0 %: errors of that size" in verdicts.table(replace(comparison, measurement=moved))
 
 
 def test_headline_of_equal_runs(tmp_path: Path) -> None:
     run = load(write(tmp_path / "two"))
-    text = words.headline(compare(run, run))
+    text = verdicts.headline(compare(run, run))
     assert "right (within 0.05 %)" in text and "equal to the byte" in text
     assert "the same 4 decisions" in text
 
@@ -239,19 +240,19 @@ def test_headline_of_equal_runs(tmp_path: Path) -> None:
     ],
 )
 def test_verdicts_follow_the_stated_limits(metric: str, error: float, expected: str) -> None:
-    assert words.verdict(metric, error) == expected
+    assert verdicts.verdict(metric, error) == expected
 
 
 def test_amounts_carry_a_unit_of_their_size() -> None:
-    assert words.amount(0.0123, "s") == "12.3 ms"
-    assert words.amount(2e-5, "s") == "20 us"
-    assert words.amount(3 * 2**20, "bytes") == "3 MiB"
-    assert words.amount(1234.5, "tok/s") == "1,234 tok/s"
-    assert words.amount(float("nan"), "s") == "n/a"
+    assert verdicts.amount(0.0123, "s") == "12.3 ms"
+    assert verdicts.amount(2e-5, "s") == "20 us"
+    assert verdicts.amount(3 * 2**20, "bytes") == "3 MiB"
+    assert verdicts.amount(1234.5, "tok/s") == "1,234 tok/s"
+    assert verdicts.amount(float("nan"), "s") == "n/a"
 
 
 def test_the_terminal_table_fits(comparison: Comparison) -> None:
-    lines = words.table(comparison).splitlines()
+    lines = verdicts.table(comparison).splitlines()
     assert max(map(len, lines)) <= 80
     assert any(line.startswith("mean tpot") and line.endswith(" o") for line in lines)
 
@@ -292,7 +293,7 @@ def test_an_ecdf_is_made_of_quantiles(tmp_path: Path) -> None:
     assert data["share"].iloc[[0, -1]].tolist() == [0, 1]
 
 
-def test_plots_draw_what_they_are_given(comparison: Comparison) -> None:
+def test_plots_draw_every_row(comparison: Comparison) -> None:
     data = plots.parity_data(comparison.requests, "e2e")
     ax = plots.plot_parity(data)
     assert len(ax.collections[-1].get_offsets()) == len(data) == 200

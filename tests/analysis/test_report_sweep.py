@@ -1,4 +1,4 @@
-"""The page of a sweep says what the runs say, and carries all it needs."""
+"""The page of a sweep accords with the runs, and is self-contained."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_nothing_beats_a_point_of_the_frontier(points: pd.DataFrame) -> None:
         assert bool(row["is_best"]) != bool(beaten.any())
 
 
-def test_what_else_is_swept_makes_a_series(tmp_path: Path) -> None:
+def test_another_swept_key_makes_a_series(tmp_path: Path) -> None:
     for number, words in enumerate((["policy=a", "depth=1"], ["policy=a", "depth=2"])):
         finished(tmp_path, str(number), [*words, f"seed={number}"], 1.0, output_throughput=1.0)
     found = points_of(collect(tmp_path))
@@ -80,7 +80,7 @@ def test_every_figure_has_its_numbers(page: Path) -> None:
     assert goodput[("fast", 8.0)] == pytest.approx(4.0)
 
 
-def test_the_page_is_self_contained_and_says_it(page: Path, root: Path) -> None:
+def test_the_page_is_self_contained_with_headline_and_errors(page: Path, root: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert re.findall(r'(?:src|href)="(?!#|data:)([^"]*)"|@import|url\((?!#)', text) == []
     assert len(text) < 1_000_000
@@ -114,7 +114,7 @@ def test_points_without_a_rate_still_have_a_page(tmp_path: Path) -> None:
     assert names == {"frontier", "heatmap"}
 
 
-def test_a_sweep_without_a_finished_run_is_told(
+def test_a_sweep_without_a_finished_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed(tmp_path, "a", "no")
@@ -128,10 +128,10 @@ def test_one_run_has_its_own_page(tmp_path: Path, unrendered: None) -> None:
     assert (tmp_path / "run-report" / "report.html").is_file()
 
 
-def test_every_policy_of_ours_has_a_colour_of_its_own() -> None:
-    ours = set(options("policy"))
-    assert ours == set(policy_style.COLORS)
-    assert len(set(policy_style.COLORS.values())) == len(ours)
+def test_every_named_policy_has_a_colour_of_its_own() -> None:
+    named = set(options("policy"))
+    assert named == set(policy_style.COLORS)
+    assert len(set(policy_style.COLORS.values())) == len(named)
     assert policy_style.policy_color("mine") == policy_style.policy_color("mine")
 
 

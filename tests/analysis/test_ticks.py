@@ -1,4 +1,4 @@
-"""Labels of a logarithmic axis are round, and none lies over its neighbour."""
+"""Labels of a logarithmic axis are round, and none overlaps the next one."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def test_there_are_some_and_never_too_many(low: float, ratio: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "wanted"),
+    ("low", "high", "expected"),
     [
         (0.0013, 0.0047, [0.0015, 0.002, 0.003, 0.004]),
         (0.003, 0.12, [0.005, 0.01, 0.02, 0.05, 0.1]),
         (0.04, 16, [0.1, 1, 10]),
     ],
 )
-def test_they_are_round(low: float, high: float, wanted: list[float]) -> None:
-    assert round_values(low, high) == wanted
+def test_they_are_round(low: float, high: float, expected: list[float]) -> None:
+    assert round_values(low, high) == expected
 
 
 @pytest.mark.parametrize("values", [(0.0015, 0.004), (0.003, 0.1), (0.09, 2.7), (0.5, 0.6)])

@@ -15,7 +15,7 @@ from tests.support.synthetic import write
 # The toy run (tests/analysis/test_metrics.py): tokens of request 0, arrived at 0, at 10, 25, 30 ms;
 # of request 1, arrived at 5, at 20, 25 ms. Ten prompt tokens each.
 
-# what vllm/benchmarks/serve.py of 2026 puts into its file
+# the keys of the file that vllm/benchmarks/serve.py writes
 KEYS = {
     "date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts",
     "request_rate", "burstiness", "max_concurrency", "duration", "completed", "failed",

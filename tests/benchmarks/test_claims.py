@@ -11,7 +11,7 @@ from benchmarks import claims
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A benchmarks folder of our own."""
+    """A benchmarks folder of the test."""
     folder = tmp_path / "benchmarks"
     (folder / "kind").mkdir(parents=True)
     (folder / "__init__.py").touch()  # or the package of this checkout is found
@@ -38,7 +38,7 @@ def test_a_table_is_written_from_last_lines(here: Path) -> None:
     assert "| good | error | 0.5 | % | 2 | pass |" in (here / "CLAIMS.md").read_text()
 
 
-def test_all_that_a_claim_prints_is_kept_with_where_it_ran(here: Path) -> None:
+def test_the_output_of_a_claim_is_kept_with_its_origin(here: Path) -> None:
     script(here, "good", "error 0.5 % 2 pass", 0)
     (here / "kind" / "odd.py").write_text(
         'if __name__ == "__main__":\n    raise SystemExit("no data")\n'
@@ -60,7 +60,7 @@ def test_a_name_that_is_no_claim_runs_nothing(
     assert "no claim god here; there are good" in capsys.readouterr().err
 
 
-def test_a_dry_run_shows_all_and_writes_nothing(
+def test_a_dry_run_shows_all_output_and_writes_nothing(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script(here, "good", "error 0.5 % 2 pass", 0)

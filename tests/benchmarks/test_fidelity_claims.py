@@ -1,4 +1,4 @@
-"""What the fidelity claims judge: a run that proves nothing must fail them."""
+"""The fidelity claims: a run that proves nothing must fail them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROBED = {"probe_ratios": {"decode": 1.0}}
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A run whose memory is told at issues, too, and that has copied something for one request."""
+    """A run with memory rows at issues, too, and with a copy for one request."""
     found = load(write(tmp_path / "run", replace(TWO, backend="cpu", provenance=PROBED)))
     memory = pd.concat([found.memory, found.memory.assign(cause="issue")])
     copy = found.steps.iloc[[0]].assign(lane="gpu->host", nbytes=1000)
@@ -34,7 +34,7 @@ def with_swaps(run: Run, count: int) -> Run:
 
 
 def used(pairs: list[Pair], wanted: int = 1) -> pd.Series:
-    """How much of its bar each row uses."""
+    """The used share of each row's bar."""
     rows = pd.concat([table_of(CASE, pairs, wanted), swapped(CASE, pairs)])
     return judged(rows, judges_ttft=False).set_index("figure")["used"]
 
@@ -67,10 +67,10 @@ def test_no_steady_rerun_is_a_failure_and_no_crash(
     assert capsys.readouterr().out.splitlines()[-1] == "swap_fidelity_worst inf of_bar 1 fail"
 
 
-def test_both_sides_are_measured_in_turns_and_only_the_made_up_side_is_fitted(
+def test_both_sides_are_measured_in_turns_and_only_synthetic_replays_are_fitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replay of made-up requests before and behind every run, thrown away or not."""
+    """A replay of synthetic requests runs before and after every run, accepted or not."""
     done: list[str] = []
     drifts = iter([0.0, 0.05, 0.01])
     for name in GRID:
@@ -79,28 +79,28 @@ def test_both_sides_are_measured_in_turns_and_only_the_made_up_side_is_fitted(
 
     def measured(settings: Sequence[str], folder: Path) -> str:
         done.append(folder.parent.name)
-        assert "profile" not in " ".join(settings), "a measurement knows no prediction"
+        assert "profile" not in " ".join(settings), "a measurement takes no profile"
         return "a run"
 
-    def made_up(point: object, profile: Path, number: int, *, streams: bool) -> None:
+    def synthetic(point: object, profile: Path, number: int, *, streams: bool) -> None:
         assert streams
         assert sorted(path.name for path in profile.iterdir()) == sorted(GRID)
-        done.append(f"made up {number}")
+        done.append(f"synthetic {number}")
 
     monkeypatch.setattr(fidelity, "run", measured)
     monkeypatch.setattr(fidelity, "drift", lambda run: next(drifts))
     monkeypatch.setattr(fidelity, "composed", lambda words: words)
-    monkeypatch.setattr(fidelity, "fitted_replay", made_up)
+    monkeypatch.setattr(fidelity, "fitted_replay", synthetic)
     monkeypatch.setattr(fidelity, "refitted", lambda profile: done.append("fit"))
     monkeypatch.setattr(fidelity, "pair", lambda case, folder: folder.name)
     case = Case("some", ("limit=2",), tmp_path / "case", tmp_path / "calibrated")
     assert fidelity.reruns(case, ("backend=cpu",), 2) == ["run0", "run2"]
-    turns = [word for i in range(3) for word in (f"made up {i}", f"run{i}")]
-    assert done == [*turns, "made up 3", "fit"]
+    turns = [word for i in range(3) for word in (f"synthetic {i}", f"run{i}")]
+    assert done == [*turns, "synthetic 3", "fit"]
 
 
 def test_the_peak_of_kv_is_held_to_three_percent() -> None:
-    """Also where steps 2 % slower would move it by more."""
+    """Also if steps 2 % slower move it by more."""
     rows = [("kv_peak_pages", 0.04), ("kv_peak_pages_at_pace_1.02", 0.08)]
     table = pd.DataFrame(rows, columns=["figure", "error"]).assign(measured=1.0, rerun_iqr=0.0)
     assert judged(table, judges_ttft=False)["used"].iloc[0] == pytest.approx(4 / 3)

@@ -1,4 +1,4 @@
-"""What waits for a GPU, as far as a CPU tells: the steps of `make gpu`, the wiring of claims."""
+"""The steps of `make gpu` and the wiring of GPU claims, as far as a CPU can test them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.support.hand_made import TINY
 from tests.support.short_trace import write_short
 from tests.support.synthetic import TWO, write
 
-TRAINED = "model=gpt2_shape model.num_layers=40"  # what benchmarks/gpu/gpu_training.py trains
+TRAINED = "model=gpt2_shape model.num_layers=40"  # the model of benchmarks/gpu/gpu_training.py
 
 
 # ---- make gpu
@@ -60,7 +60,7 @@ def writes(path: str) -> gpu.GpuStep:
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of results; work lies beside it."""
     monkeypatch.setattr(gpu, "WORK", tmp_path / "work")
-    monkeypatch.setattr(gpu, "LEAST_S", 0.1)
+    monkeypatch.setattr(gpu, "MIN_STEP_S", 0.1)
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     return tmp_path / "out"
 
@@ -78,10 +78,10 @@ def archived(out: Path) -> list[str]:
         return sorted(m.name for m in archive.getmembers() if m.isfile())
 
 
-def test_a_part_ends_in_time_and_what_it_has_is_there(
+def test_a_part_ends_in_time_and_its_results_are_collected(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also what a step printed that was cut; the next part has time of its own."""
+    """The output of a killed step is kept; the next part has time of its own."""
     slow = script(
         "import subprocess\n(work / 'half').write_text('')\nprint('begun')\n"
         "subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
@@ -101,9 +101,7 @@ def test_a_part_ends_in_time_and_what_it_has_is_there(
     assert (out / "gpu.log").read_text() == "whole\nwhole\nbegun\nwhole\n"
 
 
-def test_a_call_that_is_ended_from_outside_keeps_what_it_has(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminated_call_keeps_its_results(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"one": {"one": writes("one"), "slow": script("print('begun'); time.sleep(60)")}}
     killer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
     killer.start()
@@ -112,9 +110,7 @@ def test_a_call_that_is_ended_from_outside_keeps_what_it_has(
     assert archived(out) == ["gpu/one"] and (out / "gpu.log").read_text() == "whole\nbegun\n"
 
 
-def test_a_later_call_goes_on_where_one_had_no_time(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_later_call_resumes_an_earlier_one(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"one": {"one": writes("one"), "report": writes("report/report.html")}}
     assert called(monkeypatch, parts, "one") == 0
     assert archived(out) == ["gpu/one", "gpu/report/report.html"], "a part, all of it"
@@ -125,7 +121,7 @@ def test_a_later_call_goes_on_where_one_had_no_time(
         called(monkeypatch, parts, "no_such_step")
 
 
-def test_what_is_missing_is_told_before_anything_runs(
+def test_missing_libraries_are_named_before_a_step_runs(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu, "PACKED", (*gpu.PACKED, "no_such_library"))
@@ -139,7 +135,7 @@ def parts(*words: str) -> gpu.Parts:
     return gpu.parts_of(argparse.Namespace(**named))
 
 
-def test_what_tells_most_comes_first_and_each_part_fits_a_call() -> None:
+def test_important_parts_come_first_and_each_part_fits_a_call() -> None:
     found = parts()
     assert [*found] == ["tests", "fidelity", "decode_floor", "hybrid", "training"]
     assert {part: [*steps] for part, steps in found.items()} == {
@@ -162,7 +158,7 @@ def test_the_steps_are_there() -> None:
 
 
 def test_tests_of_a_gpu_are_all_named_and_no_warning_ends_them() -> None:
-    """Other files need what may be missing there; other versions warn of other things."""
+    """Other test files need libraries that may be missing; other versions have other warnings."""
     folder = gpu.ROOT / "tests"
     marked = {
         str(path.relative_to(gpu.ROOT))
@@ -226,7 +222,7 @@ def test_the_fidelity_claim_runs_whole_on_a_cpu(
     cut.mkdir(parents=True)
     (keep / "capacity").mkdir()
     (keep / "capacity" / "status.json").write_text('{"status": "failed"}')
-    gpu_fidelity.main([*words, "--out", "table.csv"])  # a profile by hand: nobody knows how near
+    gpu_fidelity.main([*words, "--out", "table.csv"])  # a synthetic profile: errors are arbitrary
     assert not cut.exists()
     table = pd.read_csv("table.csv").set_index("figure")
     assert table.loc["kv_peak_pages_replayed", "error"] == 0
@@ -239,8 +235,7 @@ def test_the_fidelity_claim_runs_whole_on_a_cpu(
     assert Path("again.csv").read_text() == Path("table.csv").read_text(), "nothing is done twice"
 
 
-def test_a_run_of_other_settings_makes_room_where_it_may(tmp_path: Path) -> None:
-    """A GPU is lent again when something was mended: its time is not spent on refusals."""
+def test_a_run_of_other_settings_is_replaced_only_on_request(tmp_path: Path) -> None:
     folder, words = tmp_path / "run", ["limit=2", "model=micro_llama", f"cache={tmp_path}"]
     first = fidelity.run(words, folder)
     assert fidelity.run(words, folder).provenance == first.provenance
@@ -255,7 +250,7 @@ def test_a_run_of_other_settings_makes_room_where_it_may(tmp_path: Path) -> None
 def test_the_training_claim_runs_whole_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another system over the same tokens has the same losses; who does not fit says so."""
+    """Another system on equal tokens has equal losses; a system that does not fit is noted."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gpu_training, "LINK_BYTES", 1 << 20)
     words = ["--backend", "cpu", "--device", "cpu", "--model", "micro_llama"]
@@ -321,7 +316,7 @@ def test_a_system_that_leaves_its_budget_or_fails_is_counted() -> None:
 def test_torchs_attention_may_fail_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It comes last, and what was measured before it is kept."""
+    """It comes last, and earlier measurements are kept."""
 
     def fail(*_: Any) -> None:
         raise RuntimeError("no backend for it")
@@ -333,14 +328,14 @@ def test_torchs_attention_may_fail_alone(
     assert told[-1] == "gpu_decode_floor 0.0 % 60 tried", "a CPU gives no verdict"
 
 
-# ---- hybrid steps, and the tables of others
+# ---- hybrid steps, and the tables of AIConfigurator
 def test_hybrid_steps_are_timed_by_kind() -> None:
     found = gpu_hybrid.measured(build_model(TINY, 1), TINY, 3, 20, 8, 2, device="cpu")
     assert min(found) > 0
     assert gpu_hybrid.Hybrid(2.0, 3.0, 4.0).share == pytest.approx(0.8)
 
 
-def test_measured_steps_are_held_against_the_tables_of_others(
+def test_measured_steps_are_compared_with_aiconfigurators_tables(
     shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tables = shared / "data" / "peers" / "aiconfigurator_h200"
@@ -359,7 +354,7 @@ def test_measured_steps_are_held_against_the_tables_of_others(
 
 
 @pytest.mark.parametrize("claim", [gpu_fidelity.main, gpu_aiconfigurator.main, gpu_training.main])
-def test_without_a_gpu_the_claims_say_so(
+def test_without_a_gpu_the_claims_are_skipped(
     claim: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

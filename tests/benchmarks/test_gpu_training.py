@@ -1,4 +1,4 @@
-"""The benchmark of training on a GPU, where there is none."""
+"""The benchmark of training on a GPU, run on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.gpu import gpu_training
 
 @pytest.mark.slow
 def test_rates_are_of_all_microbatches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ours and of the loop beside them alike."""
+    """Rates of a policy and of the plain loop count every microbatch."""
     monkeypatch.setattr(gpu_training, "LINK_BYTES", 1 << 20)
     out = tmp_path / "rows.csv"
     tiny = "--backend cpu --device cpu --model micro_llama --budget 40000000 --host 100000000"

@@ -1,4 +1,4 @@
-"""The memory claim's judge: what it counts as outside its bound."""
+"""The memory claim's judge: its count of settles outside the bound."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.fidelity.memory_fidelity import excess, outside
 
 
 def readings(*above: tuple[int, int]) -> pd.DataFrame:
-    """Settles, and an issue that no meter reads, by (bytes above the ledger, coming bytes)."""
+    """Settles by (bytes above the ledger, coming bytes), and an issue without a reading."""
     rows = [
         {
             "cause": "settle",
@@ -30,5 +30,5 @@ def test_alone_in_flight_every_byte_counts() -> None:
     assert outside(readings((0, 0), (0, 64), (1, 64), (-1, 0)), has_more_in_flight=False) == 2
 
 
-def test_with_more_in_flight_what_is_coming_back_may_still_be_held() -> None:
+def test_with_more_in_flight_coming_bytes_may_still_be_held() -> None:
     assert outside(readings((0, 0), (64, 64), (65, 64), (-1, 64)), has_more_in_flight=True) == 2

@@ -1,4 +1,4 @@
-"""The claims on PatrickStar's published tables: what is counted, judged and written."""
+"""The claims on PatrickStar's published tables: counts, verdicts and the page."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def test_chunks_are_as_many_as_those_of_the_pages_model(model: str) -> None:
         assert held == pytest.approx(-(-count // 8) * size * 2, rel=1e-6), "of the fullest owner"
 
 
-def test_the_largest_model_is_bounded_by_what_its_fullest_owner_has() -> None:
-    """Eight A100 and chunks of 384 Mi: 68B are 25 of a device, and 70B 27, which leave too little
-    to compute with."""
+def test_the_largest_model_is_bounded_by_its_fullest_owner() -> None:
+    """Eight A100 and chunks of 384 Mi: 68B are 25 chunks of a device, and 70B 27, which leave too
+    little workspace."""
     point = PublishedPoint(PSTAR, A100, Group(8), "68B", 4, 384)
     assert step_s(point) is not None
     assert step_s(replace(point, model="70B")) is None
@@ -101,9 +101,9 @@ def test_figures_are_those_of_the_page() -> None:
 
 def row(system: str, figure: float, ours: float, devices: int = 4) -> PublishedRow:
     point = PublishedPoint(system, V100, Group(devices), "4B", 8)
-    told = Published(system, V100, Group(devices), "4B", figure)
+    paper = Published(system, V100, Group(devices), "4B", figure)
     found = Best(point, ours) if ours else Best(None, float("nan"))
-    return PublishedRow(told, found, is_judged=devices > 1)
+    return PublishedRow(paper, found, is_judged=devices > 1)
 
 
 def test_orders_count_where_published_gaps_are_clear() -> None:
@@ -115,7 +115,7 @@ def test_orders_count_where_published_gaps_are_clear() -> None:
     assert wrong_orders([row(PSTAR, 120, 131), row(DEEPS, 100, 0)]) == []
 
 
-def test_what_does_not_fit_is_an_error_of_all() -> None:
+def test_a_model_that_does_not_fit_is_an_error_of_100_percent() -> None:
     assert row(PSTAR, 100, 0).error == -1
     assert row(PSTAR, 100, 90).error == pytest.approx(-0.1)
 
@@ -127,7 +127,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
-def test_the_page_tells_what_the_tables_say(results: Path) -> None:
+def test_the_page_accords_with_the_tables(results: Path) -> None:
     rows = [row(PSTAR, 100, 90), row(DEEPS, 100, 130), row(PSTAR, 50, 45, 1), row(DEEPS, 80, 0)]
     written(rows, results / "patrickstar_tables.csv")
     reproduction.write_page()
@@ -156,7 +156,7 @@ def test_a_point_trains_and_a_small_memory_does_not() -> None:
 
 
 def test_the_baseline_trains_a_language_model() -> None:
-    """Megatron's GPT-2 under DeepSpeed: the same layers, and a head over all words."""
+    """Megatron's GPT-2 under DeepSpeed: equal layers, and a head over all words."""
     ours, theirs = spec_of("4B"), spec_of("4B", DEEPS)
     assert (ours.num_layers, ours.hidden_size) == (theirs.num_layers, theirs.hidden_size)
     assert theirs.vocab_size == 50_304 and ours.vocab_size == ours.hidden_size + 2

@@ -1,4 +1,4 @@
-"""The claims on training: what they judge, and that they would fail."""
+"""The claims on training: their figures, and that wrong figures fail them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def look(*words: str) -> Watched:
 
 
 @pytest.mark.parametrize("modes", ["keep", "recompute", "offload"])
-def test_launches_take_what_is_booked_for_them(modes: str) -> None:
+def test_launches_take_their_booked_bytes(modes: str) -> None:
     found = look("policy=train_lru", f"planner.modes={modes}", "budget.device_bytes=900000")
     assert found.is_exact
     assert set(found.launches["work"]) >= {"forward", "backward"}
@@ -36,9 +36,9 @@ def test_launches_take_what_is_booked_for_them(modes: str) -> None:
     assert found.transient_errors.abs().quantile(0.9) < 0.05
 
 
-def test_wrong_books_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = launch_peaks._predicted
-    monkeypatch.setattr(launch_peaks, "_predicted", lambda op: int(1.2 * told(op)))
+def test_wrong_books_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    predicted = launch_peaks._predicted
+    monkeypatch.setattr(launch_peaks, "_predicted", lambda op: int(1.2 * predicted(op)))
     found = look("policy=zero3_offload")
     assert found.transient_errors.abs().quantile(0.9) > 0.1
     lost = found.memory.assign(measured_bytes=found.memory["measured_bytes"] + 10_000)
@@ -64,7 +64,7 @@ def test_a_bar_of_nothing_allows_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_the_largest_model_trains_as_foreseen_and_the_next_is_refused(tmp_path: Path) -> None:
+def test_the_largest_model_trains_as_planned_and_the_next_is_refused(tmp_path: Path) -> None:
     found = row(TINY, "zero3_offload", Path("null"), tmp_path)
     assert found.wrong in ("", "loss"), "three steps on random words may end anywhere"
     assert found.layers > 1 and found.num_steps == 3

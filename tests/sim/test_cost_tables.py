@@ -1,4 +1,4 @@
-"""Cost tables answer quickly and everywhere, say when they extrapolate, and can be stored."""
+"""Cost tables: look-ups everywhere, warnings of extrapolation, storage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cost() -> TableCost:
 def test_outside_the_grid_it_extrapolates_and_counts(
     cost: TableCost, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cost = replace(cost)  # the same tables, where nobody has looked yet
+    cost = replace(cost)  # equal tables without look-ups
     assert cost.extrapolated == {}
     inside = cost.shape_ns([1] * 8, [500] * 8, 8)
     assert cost.extrapolated == {}

@@ -82,7 +82,7 @@ def test_unseen_errors_are_those_of_the_noise_and_cover_every_class(cost: TableC
     assert list(frame.index) == sorted([*launches, *copies, "host"])
     assert list(frame.columns) == ["rows", "mape", "p90", "bias", "total"]
     assert frame.loc["all launches", "rows"] == frame.loc[launches[1:], "rows"].sum()
-    # The mean absolute error of 3 % noise is 2.4 %; what the fit adds is bounded above by 2 %.
+    # The mean absolute error of 3 % noise is 2.4 %; the fit adds at most 2 %.
     for name in ("all launches", "decode only", "mixed"):
         assert 0.02 < frame.loc[name, "mape"] < 0.045
         assert abs(frame.loc[name, "total"]) < 0.02
@@ -91,7 +91,7 @@ def test_unseen_errors_are_those_of_the_noise_and_cover_every_class(cost: TableC
 def test_outliers_do_not_move_the_fit(noisy: Log) -> None:
     spoilt, rng = noisy.table().to_pylist(), random.Random(2)
     for row in spoilt:
-        if rng.random() < 0.05:  # a neighbour's burst: a step takes three times as long
+        if rng.random() < 0.05:  # a burst of another process: a step takes three times as long
             row["end_ns"] += 2 * (row["end_ns"] - row["start_ns"])
     cost = fit(pa.Table.from_pylist(spoilt, schema=STEPS), MODEL, PAGE)
     # Plain least squares would take on 5 % x 200 % = 10 % of bias.
@@ -100,10 +100,10 @@ def test_outliers_do_not_move_the_fit(noisy: Log) -> None:
 
 
 def test_sums_are_right_where_times_scatter_upwards(noisy: Log) -> None:
-    """A replay's time is a sum, so the fit must find the mean of what scatters, not its middle.
+    """A replay's time is a sum, so the fit must find the mean of scattered times, not the median.
 
-    Two of five times are 20 or 50 % longer, as where neighbours take a share of the core: the mean
-    is 14 % above the median, which stands for repeats of a shape, and plans have many of these.
+    Two of five times are 20 or 50 % longer, as if other processes took a share of the core: the
+    mean is 14 % above the median, which stands for repeats of a shape, and plans have many repeats.
     """
     slowed, rng = [], random.Random(5)
     for row in noisy.table().to_pylist() * 4:
@@ -113,7 +113,7 @@ def test_sums_are_right_where_times_scatter_upwards(noisy: Log) -> None:
         slowed.append(row | {"step": step, "end_ns": row["start_ns"] + took_ns, "host_ns": host_ns})
     table = pa.Table.from_pylist(slowed, schema=STEPS)
     frame = errors(fit(table, MODEL, PAGE), table)
-    # Sums over what was fitted are exact but for the rounding to ns.
+    # Sums over fitted durations are exact but for the rounding to ns.
     assert abs(frame.loc["all launches", "total"]) < 1e-3
     assert abs(frame.loc["host", "total"]) < 1e-3
 
@@ -139,7 +139,7 @@ def test_copies_and_host_parts_are_recovered(cost: TableCost) -> None:
         cost.transfer_ns("gpu->disk", 100)
 
 
-def test_what_no_launch_showed_is_priced_by_its_nearest_kind() -> None:
+def test_a_kind_without_launches_is_priced_by_its_nearest_kind() -> None:
     log = Log(0.0, 0)
     for n in (1, 8, 32, 128, 512):
         log.launch([(n, 0)], 1)
@@ -152,7 +152,7 @@ def test_what_no_launch_showed_is_priced_by_its_nearest_kind() -> None:
 
 
 def test_pandas_rows_hold_what_arrow_rows_hold(noisy: Log) -> None:
-    """All that a fit takes from them."""
+    """Rows of both give equal shapes and durations."""
     frame: pd.DataFrame = noisy.table().to_pandas()
     assert observed(frame) == observed(noisy.table())
 
@@ -164,7 +164,7 @@ def test_errors_of_a_wrong_model_show_its_bias(noisy: Log, cost: TableCost) -> N
 
 
 def test_errors_by_operator_point_at_the_table_that_is_wrong(noisy: Log, cost: TableCost) -> None:
-    """A row for each; of the toy's launches the head never is the half."""
+    """A row per table; the head never makes up half of a toy launch."""
     decode = cost.tables[DECODE]
     slow = Table(decode.axes, tuple(1.5 * value for value in decode.values))
     wrong = TableCost({**cost.tables, DECODE: slow}, MODEL, PAGE, "wrong on purpose")
@@ -187,11 +187,11 @@ def test_any_handful_of_launches_can_be_fitted(noisy: Log, count: int) -> None:
         assert all(np.isfinite(value) for table in cost.tables.values() for value in table.values)
         for shape, ns in some:
             tokens, contexts = [n for n, _ in shape.slices], [c for _, c in shape.slices]
-            # The pulls weigh as much as so few launches do: the size must be right, no more.
+            # The pulls weigh as much as so few launches: only the order of magnitude is right.
             assert 0.5 < cost.shape_ns(tokens, contexts, shape.samples) / ns < 2.0
 
 
-def test_what_every_launch_costs_is_not_taken_for_the_head() -> None:
+def test_the_constant_of_every_launch_does_not_go_to_the_head() -> None:
     # As in the runtime's grid: only slices behind a context come without a sampled row, so the
     # constant could be the head's; a whole prompt that samples nothing would then lack it.
     log, rng = Log(0.03, 4), random.Random(4)
@@ -200,8 +200,8 @@ def test_what_every_launch_costs_is_not_taken_for_the_head() -> None:
             log.launch(slices, samples)
     cost = fit(log.table(), MODEL, PAGE)
     for n in (16, 64, 128):
-        # The constant is 0.9 of 1.4, 2.9 and 4.9 ms: lost, it would be 64, 32 and 18 %. What is
-        # left is the error of a launch known to about 1 % and of steps of 16 rows, as above.
+        # The constant is 0.9 of 1.4, 2.9 and 4.9 ms: lost, it would be 64, 32 and 18 %. The
+        # remaining error is that of a launch known to 1 % and of steps of 16 rows, as above.
         assert cost.shape_ns([n], [0], 0) == pytest.approx(truth_ns([(n, 0)], 0), rel=0.05)
 
 

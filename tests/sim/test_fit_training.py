@@ -1,4 +1,4 @@
-"""Tables fitted to made-up steps of training give back the costs that made them."""
+"""Tables fitted to synthetic steps of training give back the costs behind them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from traces.training.recipe import Recipe
 GRID = [(1, 64), (2, 64), (8, 64), (1, 128), (4, 128), (1, 256), (4, 256), (2, 512), (1, 1024)]
 HELD_OUT = [(3, 64), (2, 96), (1, 192), (6, 96), (1, 700), (3, 300)]
 OF_FORWARD = {FORWARD: 1.0, LIGHT: 0.9, AGAIN: 1.05, BACKWARD: 2.2}
-OF_LOWEST = 0.8  # of what a backward takes whose input wants a gradient
+OF_LOWEST = 0.8  # of a backward that also computes the gradient of its input
 
 
 def truth_ns(launch: Trained) -> float:
-    """Straight in rows and in pairs; what a table's gradient takes whatever the rows."""
+    """Straight in rows and in pairs; the embedding's gradient adds a constant."""
     if launch.work == UPDATE:
         return 20 * US + launch.update_bytes / (14 if launch.lane == HOST_LANE else 21)
     constant, row_us, pair_us = {
@@ -59,7 +59,7 @@ def truth_ns(launch: Trained) -> float:
 
 
 class Steps:
-    """Rows of STEPS as a step of a job would leave them, on a clock with noise."""
+    """Synthetic rows of STEPS of training steps, with noisy durations."""
 
     def __init__(self, noise: float, seed: int) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -80,9 +80,9 @@ class Steps:
     def step(self, job: TrainingJob, layout: TrainingLayout) -> None:
         for work, part, lane in tasks(job, layout):
             launch = shape_of(job, layout, work, part, lane)
-            said = FORWARD if work == LIGHT else work
+            recorded = FORWARD if work == LIGHT else work
             tokens = [1 if work == UPDATE else job.microbatch_tokens]
-            row = {"work": said, "part": part, "tokens": tokens, "contexts": [0]}
+            row = {"work": recorded, "part": part, "tokens": tokens, "contexts": [0]}
             self.add(truth_ns(launch), lane, host_ns(1), **row)
         for nbytes in (1 << 20, 3 << 20):
             for lane in ("gpu->host", "host->gpu"):
@@ -90,7 +90,7 @@ class Steps:
 
 
 def tasks(job: TrainingJob, layout: TrainingLayout) -> Iterator[tuple[str, int, str]]:
-    """A microbatch, and updates on either side in turn."""
+    """The tasks of a microbatch, and updates on the host and the device in turn."""
     units = range(job.num_units)
     recomputed = [unit.mode is Mode.RECOMPUTE for unit in layout.units]
     for u in units:
@@ -141,7 +141,7 @@ def held_out(recipe: Recipe | None = None) -> list[Trained]:
 
 @cache
 def noisy() -> TableCost:
-    return fit_training(runs(GRID, noise=0.03), TINY, PAGE, "made-up steps")
+    return fit_training(runs(GRID, noise=0.03), TINY, PAGE, "synthetic steps")
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def noisy() -> TableCost:
     ids=["full", "lora", "frozen"],
 )
 def test_costs_without_noise_are_given_back(recipe: Recipe) -> None:
-    """They are straight where the tables are, so only the rounding to ns is left."""
+    """They are as straight as the tables, so only the rounding to ns is left."""
     cost = fit_training(runs(GRID, recipe=recipe), TINY, PAGE)
     for launch in held_out(recipe):
         assert cost.trained_ns(launch) == pytest.approx(truth_ns(launch), rel=0.005), launch.group
@@ -169,7 +169,7 @@ def test_noise_averages_out_on_shapes_that_were_not_measured() -> None:
     assert abs(sum(p for p, _ in found) / sum(t for _, t in found) - 1) < 0.01
 
 
-def test_held_out_errors_are_told_by_kind_and_work() -> None:
+def test_held_out_errors_are_listed_by_kind_and_work() -> None:
     measured = [
         one for run in runs(HELD_OUT, noise=0.03, seed=99) for one in all_observed(run, TINY)
     ]
@@ -179,14 +179,14 @@ def test_held_out_errors_are_told_by_kind_and_work() -> None:
     kinds = kinds - {"embedding forward"} | {"head forward", "head backward"}
     copies = {"copy gpu->host", "copy host->gpu"}
     assert set(frame.index) == kinds | copies | {"update cpu", "update compute", "host", ALL}
-    # The mean absolute error of 3 % noise is 2.4 %, to which the fit's own adds.
+    # The mean absolute error of 3 % noise is 2.4 %; the error of the fit adds to it.
     assert frame.loc[ALL, "mape"] < 0.035
     assert abs(frame.loc[ALL, "total"]) < 0.015
     wrong = errors_of(noisy().scaled(1.2, "wrong on purpose"), measured)
     assert wrong.loc["layer backward", "bias"] == pytest.approx(0.2, abs=0.03)
 
 
-def test_few_values_say_all_of_a_table() -> None:
+def test_tables_have_few_values() -> None:
     """Updates and pairs are straight; rows have a node per doubling at most."""
     for name, table in noisy().tables.items():
         ((*nodes,),) = table.axes
@@ -196,8 +196,8 @@ def test_few_values_say_all_of_a_table() -> None:
             assert len(nodes) <= 6, "64 to 1,024"
 
 
-def test_what_was_not_measured_is_taken_from_its_like_or_refused() -> None:
-    """All forwards compute the same; a backward of other parts, or dtype, does not."""
+def test_unmeasured_work_is_priced_by_similar_work_or_refused() -> None:
+    """All forwards compute alike; a backward of other parts, or another dtype, does not."""
     keeping = [replace_modes(run) for run in runs(GRID)]
     cost = fit_training(keeping, TINY, PAGE, "keeping steps")
     job = job_of(TINY, 2, 128)
@@ -214,8 +214,8 @@ def test_what_was_not_measured_is_taken_from_its_like_or_refused() -> None:
 
 
 def test_the_lowest_adapters_have_a_table_of_their_own() -> None:
-    """Their layer's input wants no gradient: the mean of both is too long there, and too short for
-    each layer above."""
+    """The input of the lowest layer needs no gradient: the mean over layers is too long for it, and
+    too short for each layer above."""
     cost = fit_training(runs(GRID, recipe=Recipe(lora_rank=4)), TINY, PAGE, "adapters")
     job = job_of(TINY, 2, 128, Recipe(lora_rank=4))
     lowest, above = (unit_of(TINY, job, u, BACKWARD) for u in (1, 2))
@@ -226,7 +226,7 @@ def test_the_lowest_adapters_have_a_table_of_their_own() -> None:
 
 
 def replace_modes(run: RecordedTraining) -> RecordedTraining:
-    """The same job where all units keep: of its forwards and recomputes only forwards are left."""
+    """The run's job with all activations kept: it has forwards and no recomputes."""
     job, _ = run.jobs[0]
     kept = layout_of(TINY, job)
     steps = Steps(0.0, 0)
@@ -234,17 +234,17 @@ def replace_modes(run: RecordedTraining) -> RecordedTraining:
     return RecordedTraining(pa.Table.from_pylist(steps.rows, schema=STEPS), {0: (job, kept)})
 
 
-def test_a_profile_of_training_alone_is_kept_and_serves_nobody(tmp_path: Path) -> None:
+def test_a_profile_of_training_alone_is_stored_and_refuses_serving(tmp_path: Path) -> None:
     noisy().save(tmp_path / "cost.json")
     again = TableCost.load(tmp_path / "cost.json")
     assert [again.trained_ns(x) for x in held_out()] == [noisy().trained_ns(x) for x in held_out()]
-    with pytest.raises(ValueError, match="made-up steps was calibrated with training alone"):
+    with pytest.raises(ValueError, match="synthetic steps was calibrated with training alone"):
         again.shape_ns([1], [10], 1)
     deeper = replace(TINY, name="deep", num_layers=9)
     assert again.as_deep_as(deeper).model == deeper, "its tables are of single units"
 
 
-def test_such_a_profile_is_refused_where_something_is_served(
+def test_a_profile_of_training_alone_is_refused_for_a_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cost = noisy()
@@ -265,7 +265,7 @@ def test_serving_and_training_are_fitted_side_by_side() -> None:
         assert cost.trained_ns(launch) == noisy().trained_ns(launch)
 
 
-def test_a_profile_without_training_says_so() -> None:
+def test_a_profile_without_training_refuses_training() -> None:
     from tests.support.additive import fitted
 
     with pytest.raises(ValueError, match="has no layer forward in float32"):

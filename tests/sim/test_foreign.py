@@ -1,4 +1,4 @@
-"""Costs of other simulators from the command line: the same run, other tables."""
+"""Costs of other simulators from the command line: equal runs on other tables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_run_rests_on_the_tables_that_it_names(where: str, shared: Path, tmp_p
 
 
 @pytest.mark.parametrize("where", FORMS)
-def test_tables_of_another_device_are_refused_unless_one_insists(where: str, shared: Path) -> None:
+def test_tables_of_another_device_need_profile_may_differ(where: str, shared: Path) -> None:
     path, (model, device, _) = shared / "data/peers" / where, FORMS[where]
     words = [f"model={model}", "device=h100", f"profile={path}", "limit=2", "budget.kv_pages=2000"]
     named = {"a100": "a100", "rtx4090": "RTX4090", "h200": "NVIDIA H200"}[device]
@@ -43,27 +43,27 @@ def test_tables_of_another_device_are_refused_unless_one_insists(where: str, sha
 
 
 @pytest.mark.parametrize(
-    ("where", "wanted", "named"),
+    ("where", "model", "named"),
     [(0, "llama3_8b", "llama2-7b"), (1, "llama2_7b", "Llama-3.1-8B")],
 )
 def test_tables_of_another_model_are_refused(
-    where: int, wanted: str, named: str, shared: Path
+    where: int, model: str, named: str, shared: Path
 ) -> None:
     path = list(FORMS)[where]
-    words = [f"model={wanted}", f"device={FORMS[path][1]}", "limit=2"]
+    words = [f"model={model}", f"device={FORMS[path][1]}", "limit=2"]
     words.append(f"profile={shared / 'data/peers' / path}")
-    with pytest.raises(ValueError, match=f"measured with model {named}, not {wanted}; choose that"):
+    with pytest.raises(ValueError, match=f"measured with model {named}, not {model}; choose that"):
         run_spec_of(composed(words))
 
 
-def test_tables_that_name_nothing_are_taken_at_the_users_word(shared: Path, tmp_path: Path) -> None:
+def test_tables_without_names_are_accepted(shared: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.npz"
     mine.write_bytes((shared / "data/peers" / next(iter(FORMS))).read_bytes())
     cost = run_spec_of(composed(["device=h200", f"profile={mine}", "limit=2"])).cost
     assert cost.provenance == f"Vidur's tables in {mine}, taken for tiny_llama"
 
 
-def test_a_meta_yaml_that_is_no_utf_8_is_told_with_its_path(tmp_path: Path) -> None:
+def test_a_meta_yaml_that_is_no_utf_8_is_refused_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "meta.yaml").write_bytes(b"model: \xff\n")
     with pytest.raises(ValueError, match=r"meta\.yaml: no text in UTF-8 \(byte 7\)"):
         run_spec_of(composed(["limit=2", f"profile={tmp_path}"]))
@@ -88,7 +88,7 @@ def test_one_name_in_two_writings(named: str, mine: str, alike: bool) -> None:
     assert is_alike(named, mine) is is_alike(mine, named) is alike
 
 
-def test_products_in_no_dtype_of_the_model_are_told_so(shared: Path) -> None:
+def test_products_in_other_dtypes_than_the_models_are_refused(shared: Path) -> None:
     words = ["device=h200", f"profile={shared / 'data/peers/aiconfigurator_h200'}", "limit=2"]
     with pytest.raises(ValueError, match=r"in bfloat16, fp8.*, none in float32 as of tiny_llama;"):
         run_spec_of(composed(words))
@@ -122,7 +122,7 @@ def test_a_profile_without_skew_says_so(shared: Path, tmp_path: Path) -> None:
         run_spec_of(composed([*words, "kernel_profile.skew=default"]))
 
 
-def test_what_is_no_profile_is_told_in_a_line(tmp_path: Path) -> None:
+def test_an_incomplete_profile_is_refused_in_one_line(tmp_path: Path) -> None:
     setting = run_spec_of(composed(["limit=2"]))
     assert foreign_cost(tmp_path, setting.device, setting.spec) is None
     (tmp_path / "dense.csv").write_text("tokens\n1\n")  # a kernel profile has three
@@ -130,7 +130,7 @@ def test_what_is_no_profile_is_told_in_a_line(tmp_path: Path) -> None:
         run_spec_of(composed(["limit=2", f"profile={tmp_path}"]))
 
 
-def test_torn_tables_are_told_in_a_line(tmp_path: Path) -> None:
+def test_torn_tables_are_refused_in_one_line(tmp_path: Path) -> None:
     torn = tmp_path / "torn.npz"
     torn.write_bytes(b"PK\x03\x04")
     with pytest.raises(ValueError, match=r"torn\.npz holds no Vidur tables"):

@@ -1,4 +1,4 @@
-"""What exchanges of a group take: rings by formula, a device's share of its node, whole runs."""
+"""Collectives of a group: rings by formula, a device's share of its node, whole runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ A100 = replace(device("a100_superpod"), peer_share=((1, 1.0),), hop_ns=5_000)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_a_ring_passes_each_byte_on_but_once(ranks: int) -> None:
+def test_a_ring_passes_each_byte_on_once(ranks: int) -> None:
     """All-gather and reduce-scatter: n - 1 hops of an n-th part each; all-reduce is both."""
     group, nbytes = Group(ranks), 3 * GB
     alone = (ranks - 1) * (5_000 + nbytes / ranks / 300)  # 300 bytes a ns
@@ -67,7 +67,7 @@ def test_devices_of_a_node_share_its_host() -> None:
     assert equal.update_rate == pytest.approx(whole.update_rate / 4)
 
 
-def test_an_update_is_that_of_the_own_part() -> None:
+def test_a_device_updates_its_own_part() -> None:
     job = job_of(TINY)
     shape = training_shape(TINY, job)
     modes = [Mode.KEEP] * len(shape.units)
@@ -78,8 +78,7 @@ def test_an_update_is_that_of_the_own_part() -> None:
     assert owned == pytest.approx(whole * 2 / 7, abs=1)
 
 
-def test_a_cost_without_groups_says_so() -> None:
-
+def test_a_cost_without_groups_refuses_collectives() -> None:
     class Bare(ShapePriced):
         provenance = "a profile"
 
@@ -95,7 +94,7 @@ GROUP = ("device=a100_superpod", "group.devices=4", "backend=sim")
 @pytest.mark.parametrize(
     "policy", ["train_on_device", "zero_offload", "zero3_offload", "patrickstar"]
 )
-def test_a_group_is_foreseen(policy: str) -> None:
+def test_a_group_is_planned(policy: str) -> None:
     words = [*SMALL, *GROUP, f"policy={policy}"]
     if policy == "patrickstar":
         words.append("planner.chunk_elements=20000")
@@ -107,7 +106,7 @@ def test_a_group_is_foreseen(policy: str) -> None:
     assert set(found.run.training["tokens"]) == {4 * trainee.job.microbatch_tokens}
 
 
-def test_what_a_group_cannot_do_is_refused() -> None:
+def test_serving_missing_links_and_real_backends_are_refused_to_groups() -> None:
     with pytest.raises(ValueError, match="serve nothing"):
         run_spec_of(composed(["group.devices=2", "limit=2", "device=a100"]))
     with pytest.raises(ValueError, match=r"group.nodes=0"):

@@ -1,4 +1,4 @@
-"""The host's memory as one resource: who starts while others use it gets his part of it."""
+"""The host's memory as one resource: a launch that starts beside others is slowed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ GB = 10**9
 OUT, UPDATE = (0, "gpu->host"), (0, HOST_LANE)
 
 
-def test_alone_and_together_within_the_rate_nobody_waits() -> None:
+def test_launches_within_the_rate_are_not_slowed() -> None:
     memory = HostMemory(10 * GB)
     assert memory.duration_ns(OUT, 0, 100, 400) == 100  # 4 bytes a ns
     assert memory.duration_ns(UPDATE, 0, 100, 600) == 100  # and 6: all there is
 
 
-def test_who_starts_beside_others_is_slowed_by_what_all_want() -> None:
+def test_a_launch_beside_others_is_slowed_by_the_total_demand() -> None:
     memory = HostMemory(10 * GB)
     assert memory.duration_ns(UPDATE, 0, 1000, 8000) == 1000
-    # 8 + 4 bytes a ns are wanted of 10; the update, under way, keeps its time.
+    # The demand is 8 + 4 bytes a ns of 10; the update, in flight, keeps its duration.
     assert memory.duration_ns(OUT, 500, 100, 400) == 120
     assert memory.duration_ns(OUT, 1000, 100, 400) == 100, "the update has ended"
     assert memory.duration_ns((1, "gpu->host"), 1050, 100, 400) == 100, "8 of 10"
@@ -36,8 +36,8 @@ def test_who_starts_beside_others_is_slowed_by_what_all_want() -> None:
 
 
 @pytest.mark.parametrize("wants", [(10, 10), (9, 4, 4), (3, 8), (20, 1), (2, 3)])
-def test_lanes_that_are_busy_for_long_move_together_what_there_is(wants: tuple[int, ...]) -> None:
-    """As if all shared fairly at any time: each the same part of what it wants (bytes a ns)."""
+def test_busy_lanes_move_the_rate_of_the_memory_together(wants: tuple[int, ...]) -> None:
+    """As in fair sharing: each lane gets an equal share of its demand (bytes a ns)."""
     memory, now = HostMemory(10 * GB), dict.fromkeys(range(len(wants)), 0)
     moved, alone_ns = dict.fromkeys(now, 0), (1009, 307, 73)
     while min(now.values()) < 10**6:
@@ -46,19 +46,19 @@ def test_lanes_that_are_busy_for_long_move_together_what_there_is(wants: tuple[i
         now[i] += memory.duration_ns((i, "gpu->host"), now[i], alone_ns[i], nbytes)
         moved[i] += nbytes
     share = min(1.0, 10 / sum(wants))
-    # Who starts alone, at first or just when another ends, is not slowed: 1 of 250 here at most.
+    # A launch that starts alone, at first or at another's end, is not slowed: at most 1 of 250.
     for i, want in enumerate(wants):
         assert moved[i] / now[i] == pytest.approx(share * want, rel=4e-3)
 
 
-def test_what_is_placed_for_later_does_not_count_before_it_starts() -> None:
+def test_a_launch_placed_for_later_does_not_count_before_its_start() -> None:
     memory = HostMemory(10 * GB)
     assert memory.duration_ns(UPDATE, 700, 100, 900) == 100
     assert memory.duration_ns(OUT, 500, 100, 900) == 100
     assert memory.duration_ns((0, "host->gpu"), 720, 100, 900) == 180
 
 
-def test_what_has_ended_is_forgotten_and_an_unknown_rate_slows_nobody() -> None:
+def test_ended_launches_are_forgotten_and_an_unknown_rate_slows_none() -> None:
     memory = HostMemory(10 * GB)
     for start in range(0, 1000, 100):
         memory.duration_ns(UPDATE, start, 100, 900)
@@ -80,8 +80,8 @@ def ends(cost: Roofline, launches: Sequence[Launch]) -> list[int]:
 
 
 def test_copies_and_updates_of_a_simulation_share_the_memory_of_the_host() -> None:
-    """A link of 20 GB/s and an update that reaches 80 % of 40 GB/s want 52: the later one of them
-    takes 1.3 times as long. Launches on the device take what they take."""
+    """A link of 20 GB/s and an update that reaches 80 % of 40 GB/s demand 52: the later launch
+    takes 1.3 times as long. Launches on the device are not slowed."""
     slow = replace(device("a100"), host_bandwidth_bytes_per_s=40e9, update_share=0.8, link_ns=0)
     slow = replace(slow, to_host_bytes_per_s=20e9)
     cost, job = Roofline(slow, TINY), trains(job_of(TINY))
@@ -98,7 +98,7 @@ def test_copies_and_updates_of_a_simulation_share_the_memory_of_the_host() -> No
 
 
 def test_a_job_whose_host_is_slow_takes_longer_and_no_more_than_the_sum() -> None:
-    """Between what it takes with memory to spare and that times the largest slowing there is."""
+    """Its time lies between that with ample memory and that time times the largest slowdown."""
     fast = replace(device("a100"), host_bandwidth_bytes_per_s=1e15, update_share=4e-5)  # 40 GB/s
     tight = replace(fast, host_bandwidth_bytes_per_s=44e9, update_share=40 / 44)
     spec = job_of(TINY, num_steps=3)
@@ -106,5 +106,5 @@ def test_a_job_whose_host_is_slow_takes_longer_and_no_more_than_the_sum() -> Non
     plenty, little = (
         train(Roofline(d, TINY), spec, layout, depth=3).engine.state.env.now for d in (fast, tight)
     )
-    wanted = 40e9 + tight.to_host_bytes_per_s + tight.to_device_bytes_per_s
-    assert plenty < little <= plenty * wanted / 44e9
+    demand = 40e9 + tight.to_host_bytes_per_s + tight.to_device_bytes_per_s
+    assert plenty < little <= plenty * demand / 44e9

@@ -13,7 +13,7 @@ from sim.fit.solve import active_set, nonnegative
 
 @pytest.mark.parametrize("seed", range(30))
 def test_without_scipy_the_fit_is_as_good(seed: int) -> None:
-    """Also of columns that say the same, of none that help, and of ones far apart in size."""
+    """Also with equal columns, with none that help, and with columns far apart in size."""
     draw = np.random.default_rng(seed)
     count, columns = int(draw.integers(3, 60)), int(draw.integers(1, 40))
     rows = draw.normal(size=(count, columns)) * 10.0 ** draw.integers(-2, 3, columns)
@@ -29,8 +29,8 @@ def test_without_scipy_the_fit_is_as_good(seed: int) -> None:
         np.testing.assert_allclose(rows @ found, rows @ expected, atol=1e-7 * np.abs(target).max())
 
 
-def test_scipy_is_not_wanted_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scipy_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, target = np.array([[2.0, 1.0], [0.0, 1.0], [1.0, 0.0]]), np.array([3.0, 1.0, 1.0])
-    wanted = nonnegative(rows, target, 100)
+    expected = nonnegative(rows, target, 100)
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    assert nonnegative(rows, target, 100) == pytest.approx(wanted) == [1, 1]
+    assert nonnegative(rows, target, 100) == pytest.approx(expected) == [1, 1]

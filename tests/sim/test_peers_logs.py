@@ -1,4 +1,4 @@
-"""Logs of vLLM 0.19: our engine makes vLLM's decisions on them, and the costs meet the bars."""
+"""Logs of vLLM 0.19: the engine makes vLLM's decisions on them, and the costs meet the bars."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def log(
 
 @pytest.fixture(scope="module")
 def keeping(log: Log) -> Simulated:
-    """Our run of a log with pages kept, once for all that is asked of it."""
+    """A simulated run of a log with prefix caching, shared by the tests."""
     return simulate(log.setting())
 
 
@@ -52,20 +52,20 @@ def test_the_engine_decides_as_vllm_does_on_its_own_log(log: Log, keeping: Simul
 
 
 @pytest.mark.slow
-def test_the_engine_decides_as_vllm_does_where_no_page_is_kept(log: Log) -> None:
+def test_the_engine_decides_as_vllm_does_without_prefix_caching(log: Log) -> None:
     plain = log.setting(PLAIN)
     assert decided_as_vllm(log, plain, simulate(plain), keeps=False).reused_tokens == 0
 
 
 def decided_as_vllm(log: Log, setting: RunSpec, ours: Simulated, keeps: bool) -> Vllm:
-    """Checks a run against vLLM's loop with the same costs, which it returns."""
+    """Checks a run against vLLM's loop with equal costs, and returns that loop."""
     case, page = log.case, setting.room.page
     pages = case.pages - NULL_PAGES
     cost: Any = setting.cost
     given = (pages, page.tokens, cost.shape_ns, 2048, case.sequences, 2)
     vllm = Vllm(*given, prefix_caching=keeps)
     expected = vllm.run(setting.requests)
-    assert vllm.took_from_done == 0, "the one case in which they may differ"
+    assert vllm.took_from_done == 0, "the one case in which the two may differ"
     assert (vllm.restarts > 100) == (case.device == "RTX4090")
     assert ours.times == expected
     figures = (ours.steps, ours.restarts, ours.cached_tokens)
@@ -80,8 +80,8 @@ def test_with_pages_kept_the_logged_means_are_met(log: Log, keeping: Simulated) 
         assert abs(error) * 100 < log.case.bars[name], f"{name} is {error:+.2%} off"
 
 
-def test_what_is_judged_is_what_a_user_gets_from_the_profile_alone(log: Log) -> None:
-    """No word of a judged run sets its costs; each ablation is a setting."""
+def test_judged_costs_come_from_the_profile_alone(log: Log) -> None:
+    """No override of a judged run sets its costs; each ablation is an override."""
     assert not any(word.startswith("kernel_profile") for word in log.words)
 
     def cost(*words: str) -> Any:
@@ -96,7 +96,7 @@ def test_what_is_judged_is_what_a_user_gets_from_the_profile_alone(log: Log) -> 
     assert cost("host_ns_per_plan=200_000").plan_ns(9) == 200_000
 
 
-def test_the_named_policy_is_the_one_that_is_held_against_vllm(log: Log) -> None:
+def test_the_named_policy_is_the_one_compared_with_vllm(log: Log) -> None:
     memory = PagedRestart(watermark=0.0, prompts="must_fit", gives_way=True, prefix_caching=True)
     assert log.setting().policy == Composed(VllmV1(2048, log.case.sequences), memory)
     assert policy_of(composed(["policy=vllm_v1"]).config, Builder()) == Composed(VllmV1(), memory)

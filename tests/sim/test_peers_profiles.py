@@ -36,13 +36,13 @@ def rtx4090(shared: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(rtx4090: Path) -> KernelProfileCost:
-    """Its costs where contexts count by their mean."""
+    """Its costs, with contexts priced at their mean."""
     return KernelProfileCost.load(rtx4090, LLAMA31_8B, "none")
 
 
 @pytest.fixture(scope="module", params=SKEWS)
 def padded(rtx4090: Path, request: pytest.FixtureRequest) -> KernelProfileCost:
-    """Its costs with graphs, for each way to price unequal contexts."""
+    """Its costs with graphs, for each option for unequal contexts."""
     return KernelProfileCost.load(rtx4090, LLAMA31_8B, request.param, padded_to=GRAPH_SIZES)
 
 
@@ -60,8 +60,8 @@ def test_ragged_is_exact_at_nodes_and_straight_between() -> None:
         assert table.value(point) == value
     assert table.value((0, 5)) == 2.0
     assert table.value((2, 10)) == (3.0 + 7.0) / 2
-    assert table.value((4, 30)) == 11.0, "beyond the last node it goes on straight"
-    assert table.value((-1, -5)) == 1.0, "before the first it stays"
+    assert table.value((4, 30)) == 11.0, "a straight line beyond the last node"
+    assert table.value((-1, -5)) == 1.0, "constant before the first node"
 
 
 # ---- kernel profiles
@@ -96,7 +96,7 @@ def test_graphs_pad_tokens_to_the_next_size(plain: KernelProfileCost) -> None:
     assert padded.shape_ns([600], [0], 1) == plain.shape_ns([600], [0], 1), "no graph is as large"
 
 
-def test_step_and_host_time_are_added_where_they_belong(
+def test_step_time_adds_to_launches_and_host_time_to_plans(
     rtx4090: Path, plain: KernelProfileCost
 ) -> None:
     given = {"step_ns": 200_000, "host_ns_per_plan": 7}
@@ -106,7 +106,7 @@ def test_step_and_host_time_are_added_where_they_belong(
 
 
 @pytest.mark.parametrize("contexts", [[700, 900, 4000], [15, 15], [1], [300] * 3 + [5000] * 40])
-def test_many_steps_at_once_cost_what_they_do_one_by_one(
+def test_many_steps_at_once_cost_as_much_as_one_by_one(
     padded: KernelProfileCost, contexts: list[int]
 ) -> None:
     jobs = [Job(i, 0, 1, context + 1, context) for i, context in enumerate(contexts)]
@@ -119,20 +119,20 @@ def test_many_steps_at_once_cost_what_they_do_one_by_one(
 
 @pytest.mark.parametrize("tail", [[], [(1, 40)], [(300, 0)], [(1, 0), (17, 64)]])
 @pytest.mark.parametrize("contexts", [[], [15], [700, 900, 4000]])
-def test_a_cohort_costs_what_its_decodes_do(
+def test_a_decode_batch_costs_as_much_as_its_decodes(
     padded: KernelProfileCost, contexts: list[int], tail: list[tuple[int, int]]
 ) -> None:
     """By sums and ends of its columns, and slice by slice."""
     if not contexts and not tail:
         return
-    cohort, jobs = (
+    batch, jobs = (
         DecodeBatch(PageSize(16, 1)),
         [Job(i, 0, 1, c + 1, c) for i, c in enumerate(contexts)],
     )
     pairs = [(job, kv_place(job.job_id)) for job in jobs]
-    cohort.join(pairs, {place: () for _, place in pairs}, lambda job: 9)
+    batch.join(pairs, {place: () for _, place in pairs}, lambda job: 9)
     tokens = [1] * len(jobs) + [n for n, _ in tail]
-    samples, behind = [True] * len(tokens), cohort.ahead(0, [context for _, context in tail])
+    samples, behind = [True] * len(tokens), batch.ahead(0, [context for _, context in tail])
     op = Compute(tuple(Slice(Job(i, 0), n) for i, n in enumerate(tokens)))
     by_column = Launch(op, pieces=Pieces(range(len(tokens)), tokens, behind, samples, ()))
     by_slice = Launch(op, pieces=Pieces(range(len(tokens)), tokens, list(behind), samples, ()))
@@ -155,7 +155,7 @@ def test_an_incomplete_profile_is_refused(rtx4090: Path, tmp_path: Path) -> None
 
 # ---- skew
 def skewed(alpha: float, rows: int, **axes: float) -> pd.DataFrame:
-    """Batches of two lengths whose excess is the given share of the reach."""
+    """Batches of two lengths with an excess of `alpha` of the reach."""
     mean = np.linspace(100, 200, rows)
     base = {"pc": 0, "kp": 0, "n": 32, "nb": 8, "kv_big": 4096, **axes}
     times = {"t_mean_us": mean, "t_max_us": 3 * mean, "t_skew_us": mean * (1 + 2 * alpha)}
@@ -172,7 +172,7 @@ def test_skew_is_recovered_overall_and_by_bucket() -> None:
     assert fitted.alpha(Mix(512, 0, 100, 0.2, 3000)) == pytest.approx(0.125), "unseen: the default"
 
 
-def test_skew_of_spoilt_rows_is_refused_and_of_equal_lengths_nothing() -> None:
+def test_skew_of_spoilt_rows_is_refused_and_of_equal_lengths_zero() -> None:
     equal = skewed(0.2, 5, n=128, nb=32).assign(t_max_us=100.0, t_mean_us=100.0)
     assert fit_skew(equal, per_bucket=False) == Skew(0.0)
     fitted = fit_skew(pd.concat([skewed(0.2, 5), equal]), per_bucket=True)
@@ -231,15 +231,15 @@ def test_h200_tables_price_an_8b_model_above_its_floor(shared: Path) -> None:
     prompt_ns = cost.shape_ns([4096], [0], 1)
     floor_ns = 2 * 4096 * LLAMA31_8B.layer_matrix_parameters * 32 / 989e12 * 1e9
     assert 1.2 < prompt_ns / floor_ns < 2.0
-    chunked = cost.shape_ns([2048], [0], 0) + cost.shape_ns([2048], [2048], 1)
-    assert chunked == pytest.approx(prompt_ns, rel=0.1), "two halves cost what the whole does"
+    halves = cost.shape_ns([2048], [0], 0) + cost.shape_ns([2048], [2048], 1)
+    assert halves == pytest.approx(prompt_ns, rel=0.1), "two halves cost as much as the whole"
     assert cost.transfer_ns("gpu->host", 52_000_000) == pytest.approx(
         1e6 + device.link_ns, rel=0.01
     )
 
 
 # ---- memory
-def test_memory_adds_up_and_says_when_nothing_is_left() -> None:
+def test_memory_adds_up_and_a_plan_without_a_page_is_refused() -> None:
     plan = plan_memory(LLAMA31_8B, RTX4090_BYTES, 0.9, 2048, 256, 2**30)
     assert plan.weights == 16_060_522_496  # 8.03 B parameters in bf16
     assert plan.activation == 256 * 128256 * 14, "sampling outweighs the forward pass here"

@@ -1,4 +1,4 @@
-"""Vidur's tables give Vidur's batch times, and our policies its decisions."""
+"""Vidur's tables give Vidur's batch times, and Tandem's policies its decisions."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def cost(peers: Path) -> VidurCost:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("sarathi", "sarathi"), ("vllm_v0", "vllm")])
-def test_a_named_policy_is_the_one_that_is_held_against_vidur(name: str, kind: str) -> None:
+def test_a_named_policy_is_the_one_compared_with_vidur(name: str, kind: str) -> None:
     config = composed([f"policy={name}"]).config
     assert policy_of(config, Builder()) == POLICIES[kind]
     assert config["depth"] == 1
 
 
 @pytest.mark.parametrize("kind", POLICIES)
-def test_requests_that_end_before_the_trace_is_cut_take_what_vidur_says(
+def test_requests_that_end_before_the_cut_have_vidurs_latencies(
     peers: Path, cost: VidurCost, kind: str
 ) -> None:
-    """Whoever comes later cannot change them, so a tenth of the trace is enough."""
+    """Later requests cannot change them, so a tenth of the trace is enough."""
     requests = read_requests(peers / "inputs" / "sharegpt_n1000_qps2_seed42.csv")[:120]
     theirs = pd.read_csv(peers / f"vidur_results/c_llama2-7b_{kind}_1000_q2_requests.csv.gz")
     theirs = theirs.sort_values("Request Id").iloc[: len(requests)]
@@ -47,7 +47,7 @@ def test_requests_that_end_before_the_trace_is_cut_take_what_vidur_says(
     whole = ends_s < arrivals_s[-1]
     assert whole.sum() > 50
     ours = latencies_s(simulate(POLICIES[kind], requests, cost)[1])
-    # Their clock is a float sum, ours whole nanoseconds: half of one per step, some 2,000 steps.
+    # Vidur's clock is a float sum, Tandem's in whole ns: half a ns a step over 2,000 steps.
     for name, column in (("ttft", "prefill_e2e_time"), ("e2e", "request_e2e_time")):
         assert np.abs(ours[name] - theirs[column].to_numpy())[whole].max() < 2e-6
 
@@ -67,8 +67,8 @@ def test_batch_times_follow_the_tables(cost: VidurCost) -> None:
     assert cost.layer_ms([1, 1], [100, 119], [50, 50]) == pytest.approx(decodes, abs=1e-12)
     prompts = dense(500) + tables["attn_prefill_ms"][0, 361 - 1]  # sqrt(300^2 + 200^2) = 360.6
     assert cost.layer_ms([300, 200], [0, 0], [300, 200]) == pytest.approx(prompts, abs=1e-12)
-    chunk = dense(101) + tables["attn_prefill_ms"][4, 100 - 1] + tables["attn_decode_ms"][0, 1]
-    assert cost.layer_ms([100, 1], [200, 20], [300, 20]) == pytest.approx(chunk, abs=1e-12)
+    mixed = dense(101) + tables["attn_prefill_ms"][4, 100 - 1] + tables["attn_decode_ms"][0, 1]
+    assert cost.layer_ms([100, 1], [200, 20], [300, 20]) == pytest.approx(mixed, abs=1e-12)
     assert cost.shape_ns([1, 1], [100, 119], 2) == round(decodes * 32 * 1e6)
 
 
@@ -91,7 +91,7 @@ def test_grouped_heads_cost_more_together(cost: VidurCost) -> None:
     assert other.layer_ms(*together) - cost.layer_ms(*together) == pytest.approx(0.1 * attention)
 
 
-def test_outside_the_tables_it_scales_and_says_so(
+def test_outside_the_tables_it_scales_and_warns(
     cost: VidurCost, caplog: pytest.LogCaptureFixture
 ) -> None:
     fresh = VidurCost(cost.tables, cost.model, "test")
@@ -101,11 +101,11 @@ def test_outside_the_tables_it_scales_and_says_so(
     assert outside > 1.9 * inside
     warned = [record.getMessage() for record in caplog.records]
     assert any("dense" in line for line in warned)
-    assert len(warned) == len(set(warned)), "said more than once"
+    assert len(warned) == len(set(warned)), "one warning per table"
     assert fresh.extrapolated["dense"] == 1  # launches of one size are priced once
 
 
-def test_what_is_no_table_is_refused(tmp_path: Path, cost: VidurCost) -> None:
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, cost: VidurCost) -> None:
     with pytest.raises(ValueError, match="holds no Vidur tables"):
         VidurCost.load(tmp_path / "none.npz", LLAMA2_7B)
     np.savez(tmp_path / "other.npz", a=np.zeros(3))

@@ -56,13 +56,13 @@ def test_preparing_takes_the_predicted_host_time() -> None:
     assert SimExecutor(VirtualClock(), Flat()).prepare([Launch(Compute(()))] * 3) == 21
 
 
-def test_launches_of_a_lane_run_one_after_the_other() -> None:
+def test_launches_of_a_lane_run_in_sequence() -> None:
     first, second = Compute(()), Compute(())
     done = spans(Flat(), [Launch(first), Launch(second)])
     assert [(s.op, s.start_ns, s.end_ns) for s in done] == [(first, 0, 100), (second, 100, 200)]
 
 
-def test_a_copy_waits_for_what_it_reads_and_overlaps_the_rest() -> None:
+def test_a_copy_follows_its_waits_and_overlaps_other_launches() -> None:
     out, _ = copies()
     before, after = Compute(()), Compute(())
     launches = [Launch(before), Launch(out, waits=(before,), nbytes=30), Launch(after)]
@@ -74,6 +74,6 @@ def test_a_copy_is_contended_while_the_other_direction_runs() -> None:
     out, back = copies()
     at = {s.op: s.end_ns for s in spans(Flat(), [Launch(out, nbytes=50), Launch(back, nbytes=50)])}
     assert at == {out: 50, back: 100}
-    late, later = copies()
-    launches = [Launch(late, nbytes=50), Launch(later, waits=(late,), nbytes=50)]
-    assert {s.op: s.end_ns for s in spans(Flat(), launches)} == {late: 50, later: 100}
+    first, second = copies()
+    launches = [Launch(first, nbytes=50), Launch(second, waits=(first,), nbytes=50)]
+    assert {s.op: s.end_ns for s in spans(Flat(), launches)} == {first: 50, second: 100}

@@ -1,4 +1,4 @@
-"""The roofline: near published floors within its stated shares, and sane at the edges."""
+"""The roofline: published floors within its stated shares, monotony, and refusals."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_decode_lands_near_the_published_floor(
     tokens, contexts = [1] * batch, [context] * batch
     readers = ("linear", "head", "decode")  # the published floor counts weights and KV only
     # Without shares and overheads only bytes over bandwidth are left: the published floor at its
-    # 4.3 TB/s, rounded to 10 us there, and what activations add: at most 256 rows x 22.5 k numbers
-    # x 28 layers beside 24.7 GB, and 128 x 96 k x 32 beside 31.8 GB, 1.6 and 2.5 %.
+    # 4.3 TB/s, rounded to 10 us there, plus activations: at most 256 rows x 22.5 k numbers x 28
+    # layers beside 24.7 GB, and 128 x 96 k x 32 beside 31.8 GB, 1.6 and 2.5 %.
     flat = ((1.0, 4.3 / 4.8),)
     ideal = replace(h200, linear_memory=flat, decode_memory=flat, kernel_ns=0)
     ideal = replace(ideal, linear_compute=((1.0, 1.0),))
@@ -127,7 +127,7 @@ def test_host_time_counts_slices() -> None:
     assert cost.host_ns(launches) == 100_000 + 2 * 10_000
 
 
-def test_policies_are_quoted_what_the_launch_will_cost() -> None:
+def test_a_policys_quote_equals_the_cost_of_the_launch() -> None:
     cost = Roofline(device("cpu"), model("tiny_llama"))
     quote = PolicyCost(cost, nbytes={kv_place(3): 65536}.__getitem__)
     prompt = Job(1, 0, prompt_tokens=100, known_tokens=100)
@@ -200,8 +200,8 @@ def test_a_copy_to_a_peer_takes_its_own_link() -> None:
 
 def kernel_ratios(cost: Roofline, kernels: Iterable[Operator], measured_us: Iterable[float]) -> Any:
     """Predicted over measured time of single kernels."""
-    quiet = replace(cost.device, dispatch_ns=0)
-    times = [Roofline(quiet, cost.model).kernel_ns(op) / 1e3 for op in kernels]
+    device = replace(cost.device, dispatch_ns=0)
+    times = [Roofline(device, cost.model).kernel_ns(op) / 1e3 for op in kernels]
     return np.array(times) / np.array(list(measured_us))
 
 
@@ -209,10 +209,10 @@ def share_within(ratios: Any, factor: float) -> float:
     return float((np.abs(np.log(ratios)) < np.log(factor)).mean())
 
 
-# The next three hold the stated shares against the tables they were read from: a check of the
-# curves and of the formula around them, not of the world. One curve by size cannot follow tiles:
-# products of equal rows and bytes spread by about 20 % either way in the tables (10th to 90th
-# percentile), so four fifths to nine tenths of the kernels are asked to be within 35 %.
+# The next three tests compare the stated shares with their source tables: they check the curves
+# and the formula. One curve by size cannot follow tiles: products of equal rows and bytes
+# spread by about 20 % either way in the tables (10th to 90th percentile), so four fifths to nine
+# tenths of the kernels must be within 35 %.
 def test_h200_products_follow_the_measured_table(shared: Path) -> None:
     table = pd.read_parquet(shared / "data/peers/aiconfigurator_h200/gemm.parquet")
     large = table.n * table.k >= 1 << 20
@@ -234,7 +234,7 @@ def test_h200_decode_attention_follows_the_measured_table(shared: Path) -> None:
     shape = (table.num_heads == 32) & (table.num_key_value_heads == 8) & (table.head_dim == 128)
     dtype = (table.attn_dtype == "bfloat16") & (table.kv_cache_dtype == "bfloat16")
     rows = table[shape & dtype & (table.window_size == 0) & (table.version == "0.19.0")]
-    # Shorter contexts cost by the sequence, not by the byte: outside of what a curve by bytes says.
+    # Shorter contexts cost by the sequence, not by the byte: a curve by bytes does not cover them.
     rows = rows[(rows.isl + rows.step >= 256) & (rows.batch_size <= 256)]
     cost = Roofline(device("h200"), model("llama3_8b"))
     kernels = [
@@ -262,7 +262,7 @@ def test_rtx4090_layers_follow_the_profile_of_vllm(shared: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in DEVICES if not device(name).is_cpu])
 def test_a_short_slice_takes_a_gpu_no_less_than_a_kernel_that_fills_little_of_it(name: str) -> None:
-    """Attention over one token costs about what it does over 16: too few to fill a device."""
+    """Attention over one token costs about as much as over 16: too few to fill a device."""
     curve = device(name).prefill_compute
     assert curve[0][0] == 1
     one, sixteen = (size**2 / share(curve, size) for size in (1, 16))

@@ -1,4 +1,4 @@
-"""What training launches cost: flops against torch's own count, bytes, order, refusals."""
+"""Costs of training launches: flops against torch's own count, bytes, order, refusals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def flops(spec: ModelSpec, found: Trained) -> int:
 
 
 def step_flops(spec: ModelSpec, recipe: Recipe, sequences: int, tokens: int) -> tuple[int, int]:
-    """Of a forward and a backward through all units: products, attention."""
+    """Flops of a forward and a backward through all units: products, attention."""
     job = job_of(spec, sequences, tokens, recipe)
     first = layout_of(spec, job).first
     kinds: Counter[str] = Counter()
@@ -62,7 +62,7 @@ def step_flops(spec: ModelSpec, recipe: Recipe, sequences: int, tokens: int) -> 
 @pytest.mark.broad(2)
 @pytest.mark.parametrize("recipe", RECIPES, ids=["full", "lora", "frozen"])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.family)
-def test_flops_are_those_that_torch_counts(spec: ModelSpec, recipe: Recipe) -> None:
+def test_flops_equal_torchs_count(spec: ModelSpec, recipe: Recipe) -> None:
     """torch.utils.flop_counter over Hugging Face's model (and peft's adapters), without dropout.
 
     It counts attention over the whole square, where causal pairs are just over half of it, and
@@ -102,7 +102,7 @@ def torch_flops(spec: ModelSpec, recipe: Recipe, sequences: int, tokens: int) ->
     ids = torch.randint(spec.vocab_size, (sequences, tokens))
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    known = {  # it lacks the CPU's kernels
+    known = {  # torch's counter lacks the CPU's kernels
         flash: lambda q, k, v, *rest, **more: sdpa_flop_count(q, k, v),
         back: lambda out, q, k, v, *rest, **more: sdpa_backward_flop_count(out, q, k, v),
     }
@@ -128,7 +128,7 @@ def test_a_layer_takes_six_flops_per_parameter_and_token_beside_attention() -> N
 
 
 def test_forwards_are_those_of_serving() -> None:
-    """A prompt of the same tokens runs the same products and attention, layer by layer."""
+    """A prompt of as many tokens runs equal products and attention, layer by layer."""
     job = job_of(TINY, 1, 100)
 
     def work(ops: list[Operator]) -> dict[str, int]:
@@ -188,7 +188,7 @@ def test_an_update_takes_its_bytes_over_the_bandwidth_of_its_tier(
     assert cost.trained_ns(there) == pytest.approx(seconds * 1e9, abs=1)
 
 
-def test_only_what_trains_is_updated() -> None:
+def test_only_trained_numbers_are_updated() -> None:
     job = job_of(TINY, recipe=Recipe(lora_rank=4))
     layout = layout_of(TINY, job)
     chunk = next(c for c, chunk in enumerate(layout.chunks) if chunk.trains)
@@ -196,7 +196,7 @@ def test_only_what_trains_is_updated() -> None:
     assert update_of(TINY, job, layout, chunk, HOST_LANE).elements == q_and_v
 
 
-def test_a_launch_says_what_it_is() -> None:
+def test_launches_have_the_groups_of_their_work() -> None:
     job = trains(job_of(TINY), layout_of(TINY, job_of(TINY)))
     found = [
         trained_of(given.op, given.op.slices[0], TINY)[0]
@@ -214,7 +214,7 @@ def test_a_launch_says_what_it_is() -> None:
     assert {(t.sequences, t.tokens) for t in found[:5]} == {(2, 64)}
 
 
-def test_the_same_work_is_priced_once_whatever_the_microbatch() -> None:
+def test_equal_work_is_priced_once_for_all_microbatches() -> None:
     asked = []
 
     class Counting(Roofline):
@@ -233,7 +233,7 @@ def test_the_same_work_is_priced_once_whatever_the_microbatch() -> None:
     assert len(asked) == 2 * (2 * units + recomputed + chunks), "another cost, another memory"
 
 
-def test_another_job_of_the_same_id_has_its_own_price() -> None:
+def test_another_job_with_an_equal_id_has_its_own_price() -> None:
     cost = Roofline(device("a100"), TINY)
     short, long = (trains(job_of(TINY, tokens=n)) for n in (64, 1024))
     first = cost.compute_ns(launch(short, B, 1))
@@ -264,20 +264,20 @@ def test_workspace_is_that_of_the_layout() -> None:
     again, back = launch(job, F, 1, again=True), launch(job, B, 1)
     assert cost.peak_bytes(light) == unit.light_bytes
     assert cost.peak_bytes(keeps) == unit.forward_bytes
-    # A forward that comes again puts out what nobody booked.
+    # The output of a recompute is not booked, so it counts as workspace.
     assert cost.peak_bytes(again) == unit.forward_bytes + layout.units[2].input_bytes
     assert cost.peak_bytes(back) == unit.backward_bytes
     assert cost.peak_bytes(launch(job, U, 1)) == 0
-    assert cost.peak_bytes(launch(trains(spec), B, 1)) is None, "nobody laid it out"
+    assert cost.peak_bytes(launch(trains(spec), B, 1)) is None, "a job without a layout"
 
 
-def test_a_policy_is_quoted_what_a_unit_will_take() -> None:
+def test_a_policys_quote_equals_the_cost_of_a_unit() -> None:
     cost, job = Roofline(device("a100"), TINY), trains(job_of(TINY))
     given = launch(job, B, 2)
     assert PolicyCost(cost, {}.__getitem__).op_ns(given.op) == cost.compute_ns(given)
 
 
-def test_what_has_no_price_is_told() -> None:
+def test_work_without_a_price_is_refused() -> None:
     cost, spec = Roofline(device("k80"), TINY), job_of(TINY)
     job = trains(spec)
     with pytest.raises(ValueError, match="k80 says nothing of its host's memory; set host_bandw"):
