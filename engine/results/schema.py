@@ -148,8 +148,8 @@ def write_tables(folder: Path, tables: Mapping[str, pa.Table]) -> None:
     OSError names the file, also where the disk is full.
     """
     for name, table in tables.items():
-        with whole(folder / f"{name}.parquet") as aside:
-            pq.write_table(table, aside, compression="zstd")
+        with whole(folder / f"{name}.parquet") as partial:
+            pq.write_table(table, partial, compression="zstd")
     seal(folder, *(f"{name}.parquet" for name in tables))
 
 

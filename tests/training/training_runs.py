@@ -198,8 +198,8 @@ class Hand:
     def hidden(self, unit: int, k: int, tier: Tier = GPU) -> Place:
         return regions.hidden(self.job_id, unit, self.units.num_units, k, tier)
 
-    def flow(self, unit: int) -> Place:
-        return regions.flow(self.job_id, unit)
+    def input_gradient(self, unit: int) -> Place:
+        return regions.input_gradient(self.job_id, unit)
 
     def norm(self, tier: Tier = GPU) -> Place:
         return regions.norm(self.job_id, tier)
@@ -212,12 +212,12 @@ class Hand:
     def clips(self) -> bool:
         return self.has_update and self.task.recipe.clip_norm is not None
 
-    def aside(self, k: int) -> list[Place]:
+    def tied_gradient(self, k: int) -> list[Place]:
         """Where a tied table's gradient waits in a microbatch; nowhere if the sum may be begun."""
         trained = self.units.trained_of
         is_tied = sum(map(len, trained)) > len({p for own in trained for p in own})
         waits = is_tied and (self.reuses or k % self.task.microbatches > 0)
-        return [regions.aside(self.job_id)] if waits else []
+        return [regions.tied_gradient(self.job_id)] if waits else []
 
     # ---- moves
     def move(self, src: Place, tier: Tier, keeps: bool = False) -> None:
@@ -300,8 +300,8 @@ class Hand:
         for chunk in () if self.reuses else self.grown[unit]:
             self.fetch_gradient(chunk)
         if unit > first:
-            self.store.grow(self.flow(unit), 1)
-        for place in self.aside(k) if is_head else ():
+            self.store.grow(self.input_gradient(unit), 1)
+        for place in self.tied_gradient(k) if is_head else ():
             self.store.grow(place, 1)
         makes_norm = self.clips and unit == first and (k + 1) % self.task.microbatches == 0
         if makes_norm:
@@ -312,13 +312,13 @@ class Hand:
             self.move(self.norm(), HOST, keeps=True)
             self.norms = [self.norm(), self.norm(HOST)]
         self.look()
-        for place in self.aside(k) if unit == first else ():
+        for place in self.tied_gradient(k) if unit == first else ():
             self.store.free(place)
         self.store.free(self.saved(unit, k))
         if unit:
             self.store.free(self.hidden(unit, k))
         if not is_head:
-            self.store.free(self.flow(unit + 1))
+            self.store.free(self.input_gradient(unit + 1))
         for chunk in () if self.reuses else self.grown[unit]:
             self.move(self.gradient(chunk, GPU), HOST)
         for chunk in self.read[unit]:
