@@ -1,1 +1,7 @@
-"""The shared machine: vocabulary, ledger, the one loop and the recorder. Never imports torch."""
+"""The shared machine: what simulation and measurement replay a trace with, line for line alike.
+
+`contract` is what a policy author reads; `memory` keeps the books; `loop` asks the policy, books
+and issues its plans; `fast_forward` spares questions and issues many steps at once; `results` are
+the tables of a run; `laws` judge finished replays. The package imports models and traces, never
+torch, and no package above it (policies, sim, runtime, tandem).
+"""

@@ -10,7 +10,7 @@ from engine.contract.plan import Plan, Slice
 from engine.contract.policy import Memory, Scheduling, Traits, named, traits_of
 from engine.contract.rules import ContractError, Rule
 from engine.contract.view import View
-from engine.memory.plan_builder import DryRunBuilder
+from engine.memory.plan_builder import DryRunPlanBuilder
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Composed:
             raise ContractError(Rule.ANSWER, f"batch returns {named(batch)}: a tuple of Slices")
         if view.reads is not None:
             batch = view.reads.slices(batch)
-        plan, fit = DryRunBuilder(view), self.memory.fit
+        plan, fit = DryRunPlanBuilder(view), self.memory.fit
         try:
             answer: object = fit(batch, view, plan)
         except (AttributeError, TypeError) as error:

@@ -106,9 +106,9 @@ class SimExecutor:
         """
         return self.cost.peak_bytes(launch) if isinstance(launch.op, Compute) else None
 
-    def ends_ns(self, ops: Sequence[Op]) -> list[int]:
+    def end_times_ns(self, ops: Sequence[Op]) -> list[int]:
         """Ends of operations in flight, in nanoseconds of the clock."""
-        return self._lanes.ends_ns(ops)
+        return self._lanes.end_times_ns(ops)
 
     def hold(self, launch: Launch, span: Span, done: Callable[[Span], None]) -> None:
         """Occupies a lane for a known span; `done` is called at its end."""

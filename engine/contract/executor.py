@@ -68,10 +68,10 @@ class Contexts(Sequence[int]):
         return Contexts(self._contexts, self._past, clock, self._young_until, tail)
 
     @property
-    def ends(self) -> tuple[int, ...]:
+    def extremes(self) -> tuple[int, ...]:
         """The least and the largest context of the decodes; none where there are none."""
-        ends = (min(self._contexts), max(self._contexts)) if self._contexts else ()
-        return tuple([context + self._clock for context in ends])
+        found = (min(self._contexts), max(self._contexts)) if self._contexts else ()
+        return tuple([context + self._clock for context in found])
 
     def __len__(self) -> int:
         return len(self._contexts) + len(self.tail)
@@ -232,14 +232,14 @@ class Lanes:
 
     def start_ns(self, lane: Lane, waits: Iterable[Op]) -> int:
         """When a launch on a lane can start, if it is placed now."""
-        start_ns, ends_ns = max(int(self._env.now), self._free_ns[lane]), self._end_ns
+        start_ns, end_times_ns = max(int(self._env.now), self._free_ns[lane]), self._end_ns
         for op in waits:
-            end_ns = ends_ns.get(op, 0)
+            end_ns = end_times_ns.get(op, 0)
             if end_ns > start_ns:
                 start_ns = end_ns
         return start_ns
 
-    def ends_ns(self, ops: Sequence[Op]) -> list[int]:
+    def end_times_ns(self, ops: Sequence[Op]) -> list[int]:
         """When operations in flight will end."""
         return [self._end_ns[op] for op in ops]
 

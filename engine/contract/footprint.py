@@ -14,14 +14,14 @@ from engine.contract.regions import (
     Place,
     Tier,
     Work,
-    aside,
-    flow,
     gathered,
     gradient,
     hidden,
+    input_gradient,
     norm,
     optimizer,
     saved,
+    tied_gradient,
     unreduced,
     weight,
     workspace,
@@ -30,7 +30,7 @@ from traces.serving.request import TrainingJob
 
 
 @dataclass(frozen=True, slots=True)
-class Launching:
+class LaunchFootprint:
     """A launch before it is drafted. What a unit saves has a place also where it takes no bytes:
     something of its graph is there."""
 
@@ -58,7 +58,7 @@ class Launching:
 
 def launches_of(
     piece: Slice, device: int, updates_on: str = COMPUTE_LANE, reuses: bool = False
-) -> Iterator[Launching]:
+) -> Iterator[LaunchFootprint]:
     """A task's launches: one, or two where a forward is repeated before its backward.
 
     With `reuses` gradients lie in the storage of their weights (PatrickStar), which an update then
@@ -111,7 +111,7 @@ class _Maker:
     def _id(self) -> int:
         return self.piece.job.job_id
 
-    def launches(self, updates_on: str) -> Iterator[Launching]:
+    def launches(self, updates_on: str) -> Iterator[LaunchFootprint]:
         """As a device by itself does the task."""
         if self.piece.work is Work.UPDATE:
             yield self.update(updates_on)
@@ -122,7 +122,7 @@ class _Maker:
                 yield self.forward(again=True)
             yield self.backward()
 
-    def forward(self, again: bool = False) -> Launching:
+    def forward(self, again: bool = False) -> LaunchFootprint:
         """Keeps what its backward needs, unless that repeats it or there is none."""
         unit, u, layout = self._unit, self.part, self.layout
         has_backward = u >= layout.first
@@ -135,7 +135,7 @@ class _Maker:
         work = self._workspace(work_bytes)
         grows, below = (*put_out, *kept, *work), _places(self._hidden(u))
         sent = (*(_places(kept) if goes_out(unit) else ()), *_places(() if again else self._sent()))
-        return Launching(
+        return LaunchFootprint(
             self.piece if not again else self.piece._replace(work=Work.FORWARD),
             (*self._weights(), *_brought(self._sent())),
             grows,
@@ -146,16 +146,21 @@ class _Maker:
             again=again,
         )
 
-    def backward(self) -> Launching:
+    def backward(self) -> LaunchFootprint:
         """Adds to gradients and passes one on, as long as something below it trains."""
         unit, u = self._unit, self.part
         trained, kept = unit.trained, self._saved()
-        waiting = self._aside(unit.aside_bytes)
+        waiting = self._tied_gradient(unit.tied_gradient_bytes)
         is_lowest = u == self.layout.first
-        passed = (*(_made_norm(self.piece, self.device) if is_lowest else self._flow(u)), *waiting)
-        came = _places(self._flow(u + 1))
+        passed = (
+            *(_made_norm(self.piece, self.device) if is_lowest else self._input_gradient(u)),
+            *waiting,
+        )
+        came = _places(self._input_gradient(u + 1))
         if is_lowest:
-            came += _places(self._aside(sum([above.aside_bytes for above in self.layout.units])))
+            came += _places(
+                self._tied_gradient(sum([above.tied_gradient_bytes for above in self.layout.units]))
+            )
         work_bytes = unit.backward_bytes - sum([op.nbytes for op in waiting])  # it is made there
         grows = (*passed, *self._workspace(max(0, work_bytes)))
         if self.reuses:
@@ -168,7 +173,7 @@ class _Maker:
             reads, writes = self._weight_places(), tuple([place for place, _ in begun])
         away = _brought((*(kept if goes_out(unit) else ()), *self._sent()))
         inputs = (*_places(kept), *_places(self._hidden(u)), *came)
-        return Launching(
+        return LaunchFootprint(
             self.piece,
             (*self._weights(), *begun, *away),
             grows,
@@ -177,7 +182,7 @@ class _Maker:
             (*_places(grows[len(passed) :]), *inputs),
         )
 
-    def update(self, on: str) -> Launching:
+    def update(self, on: str) -> LaunchFootprint:
         """Of a chunk, on the device or on the host's lane: there all must lie on the host."""
         c, chunk = self.part, self.layout.chunks[self.part]
         tier, device = (Tier.HOST, 0) if on == HOST_LANE else (Tier.GPU, self.device)
@@ -188,10 +193,10 @@ class _Maker:
         work, at = _places(grows), (tier, device)
         writes = (*[place for place, _ in states], *work)
         added = () if self.reuses else ((gradient(self._id, c, *at), chunk.gradient_bytes),)
-        summed = (*added, *_wanted_norm(self.piece, *at))
+        summed = (*added, *_read_norm(self.piece, *at))
         reads = tuple([place for place, _ in summed])
         frees = (*reads[: len(added)], *work, *_ended_norm(self.piece, *at))
-        return Launching(self.piece, (*states, *summed), grows, reads, writes, frees, on=on)
+        return LaunchFootprint(self.piece, (*states, *summed), grows, reads, writes, frees, on=on)
 
     # ---- places of a unit
     def _weights(self) -> tuple[tuple[Place, int], ...]:
@@ -221,20 +226,24 @@ class _Maker:
         """The input, if it waits for the backward on the host."""
         return self._hidden(self.part) if self._unit.sends_input else ()
 
-    def _flow(self, unit: int) -> tuple[Grow, ...]:
+    def _input_gradient(self, unit: int) -> tuple[Grow, ...]:
         units = self.layout.units
         if not 0 < unit < len(units):
             return ()
-        return _grow(flow(self._id, unit, self.device), units[unit].input_bytes)
+        return _grow(input_gradient(self._id, unit, self.device), units[unit].input_bytes)
 
-    def _aside(self, nbytes: int) -> tuple[Grow, ...]:
+    def _tied_gradient(self, nbytes: int) -> tuple[Grow, ...]:
         """Nothing where the sum itself, which begins with it, is the place to wait."""
         training = self.piece.job.training
         assert training is not None
         begins = self.piece.microbatch % training.spec.microbatches == 0
         # a group adds up whole gradients of each microbatch, which begin with it
         begins |= any([chunk.remote_bytes for chunk in self.layout.chunks])
-        return () if begins and not self.reuses else _grow(aside(self._id, self.device), nbytes)
+        return (
+            ()
+            if begins and not self.reuses
+            else _grow(tied_gradient(self._id, self.device), nbytes)
+        )
 
     def _workspace(self, nbytes: int) -> tuple[Grow, ...]:
         return _grow(workspace(self._id, device=self.device), nbytes)
@@ -265,7 +274,7 @@ def _made_norm(piece: Slice, device: int) -> tuple[Grow, ...]:
     return (Grow(norm(piece.job.job_id, device=device), NORM_BYTES),)
 
 
-def _wanted_norm(piece: Slice, tier: Tier, device: int) -> tuple[tuple[Place, int], ...]:
+def _read_norm(piece: Slice, tier: Tier, device: int) -> tuple[tuple[Place, int], ...]:
     """What an update wants beside states and gradients of its chunk."""
     place = norm(piece.job.job_id, tier, device)
     return ((place, NORM_BYTES),) if _clips(_training(piece)) else ()
@@ -273,7 +282,7 @@ def _wanted_norm(piece: Slice, tier: Tier, device: int) -> tuple[tuple[Place, in
 
 def _ended_norm(piece: Slice, tier: Tier, device: int) -> tuple[Place, ...]:
     """What is of no use behind an update: the same, behind the last one of its step."""
-    found = _wanted_norm(piece, tier, device)
+    found = _read_norm(piece, tier, device)
     assert piece.layers is not None, "an update is of one chunk"
     if not found or piece.layers.start != max(_training(piece).trained_by):
         return ()
@@ -304,7 +313,9 @@ class Exchange(NamedTuple):
         return Collective(self.pattern, self.reads, self.writes, self.nbytes, device)
 
 
-def in_group(launch: Launching, training: TrainingProgress, device: int, reuses: bool) -> Launching:
+def in_group(
+    launch: LaunchFootprint, training: TrainingProgress, device: int, reuses: bool
+) -> LaunchFootprint:
     """A launch of a device by itself as each device of a group runs it.
 
     Forward and backward come behind the gathering of weights of which other devices have parts. A
@@ -324,8 +335,8 @@ def in_group(launch: Launching, training: TrainingProgress, device: int, reuses:
 
 
 def _backward(
-    launch: Launching, training: TrainingProgress, u: int, device: int, reuses: bool
-) -> Launching:
+    launch: LaunchFootprint, training: TrainingProgress, u: int, device: int, reuses: bool
+) -> LaunchFootprint:
     layout, job_id = layout_of(training), training.spec.job_id
     ends = reduced(training, u, launch.piece.microbatch)
     reduces = tuple([reduction(training, c, device, reuses) for c in ends])

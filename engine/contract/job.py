@@ -126,7 +126,7 @@ class TrainingProgress:
             self._backward.setdefault(microbatch, ReadOnlyList(backward)),
         )
 
-    def draft(self) -> TrainingProgress:
+    def copy(self) -> TrainingProgress:
         """Another that is as far, to be moved on instead."""
         other, updated = TrainingProgress.__new__(TrainingProgress), dict(self._updated)
         own = {
@@ -242,9 +242,9 @@ class Job:
     """
 
     __slots__ = (
+        "_clock",
         "_computed",
         "_known",
-        "_pace",
         "arrival_ns",
         "device",
         "job_id",
@@ -268,7 +268,7 @@ class Job:
     training: TrainingProgress | None
     _known: int
     _computed: int
-    _pace: TokenClock
+    _clock: TokenClock
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ class Job:
         object.__setattr__(self, "training", training)
         object.__setattr__(self, "_known", known_tokens)
         object.__setattr__(self, "_computed", computed_tokens)
-        object.__setattr__(self, "_pace", ALONE)
+        object.__setattr__(self, "_clock", ALONE)
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_write(f"{name} of job {self.job_id}")
@@ -337,16 +337,16 @@ class Job:
     @property
     def known_tokens(self) -> int:
         """Tokens of the prompt and generated ones."""
-        return self._known + self._pace.clock
+        return self._known + self._clock.clock
 
     @property
     def computed_tokens(self) -> int:
         """Known tokens in the KV pages."""
-        return self._computed + self._pace.clock
+        return self._computed + self._clock.clock
 
     def _compute_from(self, tokens: int) -> None:
         """So many are in the KV pages: those that were found there, or none after a restart."""
-        object.__setattr__(self, "_computed", tokens - self._pace.clock)
+        object.__setattr__(self, "_computed", tokens - self._clock.clock)
 
     def _advance(self, computed_tokens: int, new_tokens: int) -> None:
         """So many more are in the KV pages, and so many more are known."""
@@ -354,12 +354,12 @@ class Job:
         if new_tokens:
             object.__setattr__(self, "_known", self._known + new_tokens)
 
-    def _move_with(self, pace: TokenClock) -> None:
+    def _move_with(self, clock: TokenClock) -> None:
         """From now on it gets a token whenever they do."""
-        clock = self._pace.clock - pace.clock
-        object.__setattr__(self, "_known", self._known + clock)
-        object.__setattr__(self, "_computed", self._computed + clock)
-        object.__setattr__(self, "_pace", pace)
+        ahead = self._clock.clock - clock.clock
+        object.__setattr__(self, "_known", self._known + ahead)
+        object.__setattr__(self, "_computed", self._computed + ahead)
+        object.__setattr__(self, "_clock", clock)
 
     def _record(self, tokens: int) -> None:
         """Activations of so many more are kept."""
@@ -381,4 +381,4 @@ class Job:
     @property
     def is_prefilling(self) -> bool:
         """Whether more than the newest token is missing."""
-        return self._known - self._computed > 1 or not self._computed + self._pace.clock
+        return self._known - self._computed > 1 or not self._computed + self._clock.clock

@@ -66,7 +66,7 @@ class Unit:
     forward_bytes: int  # workspace of a forward that keeps
     light_bytes: int  # of one that does not
     backward_bytes: int
-    aside_bytes: int = 0  # gradients of tables that a unit below adds to as well
+    tied_gradient_bytes: int = 0  # gradients of tables that a unit below adds to as well
     sends_input: bool = False  # to the host, until its backward wants it
 
 
@@ -134,9 +134,11 @@ def lay_out(
         mode = Mode.KEEP if u == len(shape.units) - 1 else modes[u]  # the head's backward follows
         sizes = (unit.input_bytes, unit.saved_bytes, unit.forward_bytes)
         tied = [shape.parameters[p] for p in unit.parameters if p in below]
-        aside = sum([p.elements for p in tied if p.trains]) * shape.item_bytes
+        tied_bytes = sum([p.elements for p in tied if p.trains]) * shape.item_bytes
         below.update(unit.parameters)
-        units.append(Unit(own, trained, mode, *sizes, unit.light_bytes, unit.backward_bytes, aside))
+        units.append(
+            Unit(own, trained, mode, *sizes, unit.light_bytes, unit.backward_bytes, tied_bytes)
+        )
     return TrainingLayout(made, tuple(units), first, ranks)
 
 

@@ -192,7 +192,7 @@ class PlanCheck:
                 return False
             if place != kv_place(number, Tier.GPU, device):
                 return False
-            if leading is not None and job._pace is leading.clock:
+            if leading is not None and job._clock is leading.clock:
                 return False
             context, pages = job.computed_tokens, grown.pop(place, 0) // page_nbytes
             if table is not None:

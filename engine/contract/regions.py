@@ -90,7 +90,7 @@ class PageSize(NamedTuple):
 
 
 NAMES = 1 << 16  # remembered: policies ask for the same ones at every step
-WORKSPACE, FLOW, ASIDE, NORM = 0, 1, 2, 3  # slots of Kind.BUFFER
+WORKSPACE, INPUT_GRADIENT, TIED_GRADIENT, NORM = 0, 1, 2, 3  # slots of Kind.BUFFER
 NORM_BYTES = 4  # a float32
 
 
@@ -128,16 +128,16 @@ def hidden(
 
 
 @lru_cache(maxsize=NAMES)
-def flow(job_id: int, unit: int, device: int = 0) -> Place:
+def input_gradient(job_id: int, unit: int, device: int = 0) -> Place:
     """The gradient of a unit's input, on its way to the unit below."""
-    return Place(Region(job_id, Kind.BUFFER, unit, FLOW), Tier.GPU, device)
+    return Place(Region(job_id, Kind.BUFFER, unit, INPUT_GRADIENT), Tier.GPU, device)
 
 
 @lru_cache(maxsize=NAMES)
-def aside(job_id: int, device: int = 0) -> Place:
+def tied_gradient(job_id: int, device: int = 0) -> Place:
     """The gradient of a tied table from its upper unit, until the lower one's is there: autograd
     adds both before they go to the sum."""
-    return Place(Region(job_id, Kind.BUFFER, 0, ASIDE), Tier.GPU, device)
+    return Place(Region(job_id, Kind.BUFFER, 0, TIED_GRADIENT), Tier.GPU, device)
 
 
 @lru_cache(maxsize=NAMES)
@@ -188,8 +188,8 @@ def unreduced(job_id: int, chunk: int, device: int = 0) -> Place:
 # ---- for messages
 _BUFFERS = {
     WORKSPACE: "workspace",
-    FLOW: "gradient of the input of unit",
-    ASIDE: "tied gradient",
+    INPUT_GRADIENT: "gradient of the input of unit",
+    TIED_GRADIENT: "tied gradient",
     NORM: "norm of all gradients",
     GATHERED: "gathered weights of chunk",
     UNREDUCED: "unreduced gradients of chunk",
@@ -201,7 +201,7 @@ def told(place: Place) -> str:
     (owner, kind, part, slot), tier, device = place
     if kind is Kind.BUFFER:
         name = _BUFFERS.get(slot, f"buffer {slot}")
-        what = name if slot in (WORKSPACE, ASIDE, NORM) else f"{name} {part}"
+        what = name if slot in (WORKSPACE, TIED_GRADIENT, NORM) else f"{name} {part}"
     elif kind is Kind.ACTIVATION:
         what = f"activation {part} of microbatch {slot}"
     elif kind is Kind.KV:

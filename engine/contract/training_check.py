@@ -329,7 +329,7 @@ class _Reading:
         training = self._ahead.get(job_id)
         if training is None:
             assert piece.job.training is not None
-            training = self._ahead[job_id] = piece.job.training.draft()
+            training = self._ahead[job_id] = piece.job.training.copy()
         check_order(piece, training, op.again)
         if training.layout is not None:
             self._check_launch(op, piece, training)

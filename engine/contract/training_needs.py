@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.contract.footprint import Exchange, Launching, launches_of
+from engine.contract.footprint import Exchange, LaunchFootprint, launches_of
 from engine.contract.job import TrainingProgress, layout_of
 from engine.contract.plan import HOST_LANE, Compute, Slice
 from engine.contract.regions import (
-    ASIDE,
-    FLOW,
     GATHERED,
+    INPUT_GRADIENT,
     NORM,
+    TIED_GRADIENT,
     UNREDUCED,
     Kind,
     Place,
@@ -117,7 +117,7 @@ def _moves(place: Place) -> bool:
 
 
 def _added(
-    launch: Launching, piece: Slice, training: TrainingProgress, reuses: bool, device: int
+    launch: LaunchFootprint, piece: Slice, training: TrainingProgress, reuses: bool, device: int
 ) -> tuple[tuple[Place, ...], ...]:
     """Of a backward: gradients that begin with it, those that it adds to, and weights under its
     gradients."""
@@ -156,10 +156,10 @@ def last_use(place: Place, training: TrainingProgress) -> str:
         return _of_activation(part, slot, training)
     if kind is not Kind.BUFFER:
         return ""
-    if slot == FLOW:
-        return _of_flow(part, training)
-    if slot == ASIDE:
-        return _of_aside(training)
+    if slot == INPUT_GRADIENT:
+        return _of_input_gradient(part, training)
+    if slot == TIED_GRADIENT:
+        return _of_tied_gradient(training)
     if slot == NORM:
         return _of_norm(training)
     if slot == UNREDUCED:
@@ -198,7 +198,7 @@ def _of_activation(part: int, microbatch: int, training: TrainingProgress) -> st
     return f"before the {work} of unit {unit}"
 
 
-def _of_flow(unit: int, training: TrainingProgress) -> str:
+def _of_input_gradient(unit: int, training: TrainingProgress) -> str:
     below = unit - 1
     for microbatch in training.microbatches:
         done = training.frontier(microbatch)[1]
@@ -207,11 +207,13 @@ def _of_flow(unit: int, training: TrainingProgress) -> str:
     return ""
 
 
-def _of_aside(training: TrainingProgress) -> str:
+def _of_tied_gradient(training: TrainingProgress) -> str:
     """Between the backward of the upper unit of a tied table and that of the lowest unit."""
     first = training.first
     uppers = [
-        u for u, unit in enumerate(layout_of(training).units) if unit.aside_bytes and u > first
+        u
+        for u, unit in enumerate(layout_of(training).units)
+        if unit.tied_gradient_bytes and u > first
     ]
     for microbatch in training.microbatches:
         done = training.frontier(microbatch)[1]

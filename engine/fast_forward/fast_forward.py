@@ -21,7 +21,7 @@ from engine.fast_forward.reads import SeenReads, can_be_seen
 from engine.fast_forward.recurrence import Recurrence
 from engine.fast_forward.repeated_plan import RepeatedPlan
 from engine.fast_forward.standing_plan import StandingPlan
-from engine.loop.asking import Answer
+from engine.loop.asking import PolicyAnswer
 from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.issuing import Issuing, Moved, PrefixReuse
 from engine.loop.state import EngineState, Issue, Lifecycle, Turn
@@ -92,7 +92,7 @@ class FastForward:
         if self._recurrence is not None:
             self._recurrence.answered(plan)
 
-    def decided(self, answer: Answer) -> None:
+    def decided(self, answer: PolicyAnswer) -> None:
         """See PlanReuse."""
         self._standing.decided(answer.plan, answer.view)
 

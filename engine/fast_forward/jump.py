@@ -13,7 +13,7 @@ import simpy
 from engine.contract.executor import Launch, Span, passed_to
 from engine.contract.plan import Compute, Op
 from engine.contract.regions import Tier
-from engine.fast_forward.repeated_plan import RepeatedPlan, RepeatedSteps, Segment, segments
+from engine.fast_forward.repeated_plan import RepeatedPlan, RepeatedSteps, RunSegment, segments
 from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.in_flight import IssuedOp
 from engine.loop.issuing import Issuing
@@ -31,7 +31,7 @@ class Repeater(Protocol):
         """Durations of `count` launches, each behind the tokens of the one before, and the host's
         time of each. None where durations may not be asked for before they pass."""
 
-    def ends_ns(self, ops: Sequence[Op]) -> list[int]:
+    def end_times_ns(self, ops: Sequence[Op]) -> list[int]:
         """When operations in flight will end."""
 
     def hold(self, launch: Launch, span: Span, done: Callable[[Span], None]) -> None:
@@ -59,11 +59,11 @@ class Jump:
         self._state, self._completions, self._frees = state, completions, frees
         self._issuing, self._lifecycle, self._executor = issuing, lifecycle, executor
         self._next_arrival_ns, self._prefix = next_arrival_ns, issuing.prefix
-        self._pace_ns = 1  # of decodes alone when last looked at: how far to look ahead
+        self._decode_step_ns = 1  # of decodes alone when last looked at: how far to look ahead
         self._seen_ns = 0  # about when the steps looked at will have ended
         self._until_ns: int | None = None  # the next arrival: nothing is issued from then on
         self._run: RepeatedSteps | None = None  # the last one
-        self._least = 1 if state.depth == 1 else state.depth + 1  # steps of a jump
+        self._min_steps = 1 if state.depth == 1 else state.depth + 1  # steps of a jump
         self.steps = 0
 
     def carry_out(
@@ -112,14 +112,19 @@ class Jump:
 
     # ---- planning: nothing is changed
     def _plan(self, repeat: RepeatedPlan, device: int) -> RepeatedSteps | None:
-        limit, least, host_ns, lead = self._limit(repeat), self._least, 0, len(repeat.decodes.jobs)
+        limit, min_steps, host_ns, lead = (
+            self._limit(repeat),
+            self._min_steps,
+            0,
+            len(repeat.decodes.jobs),
+        )
         now_ns = self._seen_ns = self._state.now_ns
         until_ns = self._until_ns = self._next_arrival_ns()
-        if limit < least or (least > 1 and self._steps_wanted() < least):
+        if limit < min_steps or (min_steps > 1 and self._steps_to_arrival() < min_steps):
             return None
-        ahead: list[Segment] = []
+        ahead: list[RunSegment] = []
         durations: list[int] = []
-        for segment in segments(repeat, limit, self._steps_wanted):
+        for segment in segments(repeat, limit, self._steps_to_arrival):
             found = self._executor.repeat(segment.launch, segment.steps)
             if found is None:
                 return None
@@ -130,27 +135,27 @@ class Jump:
             host_ns = found[1]
             self._seen_ns += sum(found[0]) + segment.steps * host_ns
             if sum(tokens := segment.pieces.tokens[lead:]) == len(tokens):  # decodes alone
-                self._pace_ns = max(1, durations[-1] + host_ns)
+                self._decode_step_ns = max(1, durations[-1] + host_ns)
         limit = len(durations)
-        if limit < least:
+        if limit < min_steps:
             return None
         issue, start, end = self._times(now_ns, durations, host_ns)
         if until_ns is not None and issue[-1] >= until_ns:
             limit = bisect_left(issue, until_ns)
-            if limit < least:
+            if limit < min_steps:
                 return None
             issue, start, end = issue[:limit], start[:limit], end[:limit]
             ahead = [segment for segment in ahead if segment.first < limit]
             ahead[-1].cut(limit)
         return self._made(repeat, device, ahead, (issue, start, end), host_ns)
 
-    def _steps_wanted(self) -> int:
+    def _steps_to_arrival(self) -> int:
         """How many more steps will be issued up to the next arrival: rather some more, for too few
         cost another segment."""
         if self._until_ns is None:
             return MOST
         left_ns = self._until_ns - self._seen_ns
-        return 1 + left_ns * 33 // (32 * self._pace_ns) if left_ns > 0 else 0
+        return 1 + left_ns * 33 // (32 * self._decode_step_ns) if left_ns > 0 else 0
 
     def _limit(self, repeat: RepeatedPlan) -> int:
         """How many steps there are to the first end (with run-ahead, exclusive)."""
@@ -177,7 +182,7 @@ class Jump:
             end = array("q", [*accumulate(steps, initial=now_ns)])
             issue = end[:-1]
             return issue, array("q", [at + host_ns for at in issue]) if host_ns else issue, end[1:]
-        before = self._executor.ends_ns(self._state.in_flight.tails)
+        before = self._executor.end_times_ns(self._state.in_flight.tails)
         ends = [0] * (depth - len(before)) + sorted(before)
         issues, starts, at_ns = [], [], now_ns
         for duration_ns in durations:
@@ -192,7 +197,7 @@ class Jump:
         self,
         repeat: RepeatedPlan,
         device: int,
-        ahead: Sequence[Segment],
+        ahead: Sequence[RunSegment],
         times: Moments,
         host_ns: int,
     ) -> RepeatedSteps | None:

@@ -63,7 +63,7 @@ class Growth:
     def __init__(self, queue: list[tuple[int, int, TimedGrow]]) -> None:
         self._queue = queue  # a heap: each operation with its next step and where it is in the plan
         self.first = queue[0][0] if queue else FAR  # the next step at which something grows
-        self._told: tuple[int, list[Due], Growth] | None = None  # the last answer of `before`
+        self._before: tuple[int, list[Due], Growth] | None = None  # the last answer of `before`
 
     @classmethod
     def of(cls, grows: Sequence[TimedGrow]) -> Growth:
@@ -74,8 +74,8 @@ class Growth:
 
     def before(self, step: int) -> tuple[list[Due], Growth]:
         """What grows before that step, and what is left then."""
-        if self._told is not None and self._told[0] == step:
-            return self._told[1:]
+        if self._before is not None and self._before[0] == step:
+            return self._before[1:]
         queue = self._queue.copy()
         due: list[Due] = []
         while queue and queue[0][0] < step:
@@ -86,8 +86,8 @@ class Growth:
             else:
                 heappop(queue)
         due.sort(key=_step)
-        self._told = (step, due, Growth(queue))
-        return self._told[1:]
+        self._before = (step, due, Growth(queue))
+        return self._before[1:]
 
     def is_in_turn(self, steps: Mapping[Place, int], page: PageSize) -> bool:
         """Whether just these places grow, next at these steps, by a page whenever it is full."""
@@ -271,7 +271,7 @@ class RepeatedPlan:
 
 
 @dataclass(slots=True, eq=False)
-class Segment:
+class RunSegment:
     """Steps of a run with one launch; `first` counts from the run's beginning.
 
     A batch of decodes leads its slices: one token each, and one more is sampled. Those in the tail
@@ -315,7 +315,7 @@ def _no_tables(count: int) -> Sequence[Sequence[int]]:
     return ((),) * count
 
 
-def segments(repeat: RepeatedPlan, count: int, reach: Callable[[], int]) -> Iterator[Segment]:
+def segments(repeat: RepeatedPlan, count: int, reach: Callable[[], int]) -> Iterator[RunSegment]:
     """The next steps of a repeated plan, with all jobs as they are; `count` at most.
 
     `reach` says before each segment how many are wanted at once: none ends it.
@@ -331,12 +331,12 @@ def segments(repeat: RepeatedPlan, count: int, reach: Callable[[], int]) -> Iter
     tokens: tuple[int, ...] = ()
     samples: tuple[bool, ...] = ()
     steps = 0
-    while first < count and (wanted := reach()) > 0:
+    while first < count and (reached := reach()) > 0:
         if first and tail:
             contexts = list(map(add, contexts, map(mul, itertools.repeat(steps), tokens)))
             known = list(map(add, known, map(mul, itertools.repeat(steps), samples)))
         part, until = repeat.part(repeat.done + first)
-        steps = min(wanted, min(count, until - repeat.done) - first)
+        steps = min(reached, min(count, until - repeat.done) - first)
         now = decodes.ahead(first, contexts)
         if part:
             tokens = tuple(map(_tokens, part))
@@ -345,7 +345,7 @@ def segments(repeat: RepeatedPlan, count: int, reach: Callable[[], int]) -> Iter
         else:
             pieces = Pieces(ids, ones, now, trues, tables)
         op = repeat.launch(part, repeat.done + first)
-        yield Segment(first, steps, op, pieces, Launch(op, (), pieces))
+        yield RunSegment(first, steps, op, pieces, Launch(op, (), pieces))
         first += steps
 
 
@@ -358,7 +358,7 @@ class RepeatedSteps:
     device: int
     pool: Pool
     returned: tuple[int, ...]
-    segments: Sequence[Segment]
+    segments: Sequence[RunSegment]
     issue_ns: Times
     start_ns: Times
     end_ns: Times
@@ -379,7 +379,7 @@ class RepeatedSteps:
         """The launch of a step."""
         return self._segment(step).launch_at(step)
 
-    def _segment(self, step: int) -> Segment:
+    def _segment(self, step: int) -> RunSegment:
         return next(segment for segment in reversed(self.segments) if segment.first <= step)
 
     def tokens(self) -> list[tuple[tuple[int, ...], Times]]:

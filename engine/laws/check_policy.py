@@ -1,7 +1,7 @@
 """Checks a policy by replays: it is pure, keeps the rules, and its traits hold.
 
 `check_policy(policy)` is what the author of a policy calls in a test. It needs no simulator:
-launches take made-up times on a virtual clock.
+launches take synthetic times on a virtual clock.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _engine(
     return Engine(
         env,
         policy,
-        MadeUpTimes(env),
+        SyntheticTimes(env),
         capacity_bytes,
         page,
         depth=depth,
@@ -121,7 +121,7 @@ def _engine(
     )
 
 
-class MadeUpTimes:
+class SyntheticTimes:
     """An executor whose launches take 50 us, 1 us a token and 37 ns a token of context."""
 
     def __init__(self, env: simpy.Environment) -> None:
@@ -142,9 +142,9 @@ class MadeUpTimes:
         """Durations of launches in a row, each behind the tokens of the one before."""
         return [self._duration_ns(launch, step) for step in range(count)], 0
 
-    def ends_ns(self, ops: Sequence[Op]) -> list[int]:
+    def end_times_ns(self, ops: Sequence[Op]) -> list[int]:
         """When operations in flight will end."""
-        return self._lanes.ends_ns(ops)
+        return self._lanes.end_times_ns(ops)
 
     def hold(self, launch: Launch, span: Span, done: Callable[[Span], None]) -> None:
         """Occupies a lane until a span's end."""

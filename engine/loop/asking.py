@@ -17,7 +17,7 @@ from engine.loop.profile import ShownProfile
 from engine.loop.state import EngineState, Turn
 
 
-class Answer(NamedTuple):
+class PolicyAnswer(NamedTuple):
     """A plan that keeps the rules, and the view that the policy was asked with."""
 
     plan: Plan
@@ -36,7 +36,7 @@ class PlanReuse(Protocol):
     def answered(self, plan: Plan) -> None:
         """The policy has answered; the engine may ask again at once."""
 
-    def decided(self, answer: Answer) -> None:
+    def decided(self, answer: PolicyAnswer) -> None:
         """The last answer is carried out."""
 
     def changed(self) -> None:
@@ -103,7 +103,7 @@ class Asking:
                 return answer.plan
             self._give_back(device, oldest)
 
-    def _ask(self, device: int) -> Answer:
+    def _ask(self, device: int) -> PolicyAnswer:
         self.asked += 1
         policy: Any = self._policy  # that its answer is a plan is checked, not known
         view = self._view(device)
@@ -119,7 +119,7 @@ class Asking:
                 raise
             raise self._located(write, device) from error
         assert isinstance(plan, Plan), "the check has seen that it is one"
-        return Answer(plan, view)
+        return PolicyAnswer(plan, view)
 
     def _located(self, error: ContractError, device: int) -> ContractError:
         return error.located(name_of(self._policy), self._state.in_flight.steps, device)

@@ -305,8 +305,8 @@ class Engine:
         self._check_books()
         host_ns = state.executor.prepare(launches)
         for i, launch in enumerate(launches):
-            told_ns = 0 if i else host_ns
-            state.in_flight.start(IssuedOp(step, device, number, now_ns, told_ns, launch))
+            step_host_ns = 0 if i else host_ns
+            state.in_flight.start(IssuedOp(step, device, number, now_ns, step_host_ns, launch))
         return host_ns
 
     def _own(self, device: int) -> int | None:

@@ -64,7 +64,7 @@ class InFlight:
         self.issued = [0] * devices  # the same per device
         self.level = [0] * devices  # plans in flight per device: the run-ahead
         self._tails: dict[Op, None] = {}  # the last Compute of each plan in flight
-        self._flights: dict[Op, IssuedOp] = {}
+        self._issued_ops: dict[Op, IssuedOp] = {}
 
     @property
     def tails(self) -> tuple[Op, ...]:
@@ -88,13 +88,13 @@ class InFlight:
             self.level[device] += 1
             self._tails[tail] = None
 
-    def start(self, flight: IssuedOp) -> None:
+    def start(self, issued: IssuedOp) -> None:
         """An operation is on its way."""
-        self._flights[flight.launch.op] = flight
+        self._issued_ops[issued.launch.op] = issued
 
     def pop(self, op: Op) -> IssuedOp:
         """An operation has ended; what was known of it."""
-        return self._flights.pop(op)
+        return self._issued_ops.pop(op)
 
     def land(self, op: Op) -> None:
         """An operation has ended, and with its last one a plan."""

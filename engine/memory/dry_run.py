@@ -124,12 +124,12 @@ class DryRun:
         self.room_bytes = dict(room_bytes)
         self._page_runs, self._page_nbytes = page_runs, page_nbytes
         self._held = held_bytes
-        self._late: Sequence[Grow] = ()  # growth of held places that is not in `_known` yet
+        self._unentered: Sequence[Grow] = ()  # growth of held places that is not in `_known` yet
         self._known: dict[Place, int | None] = {}  # by now, of places that were looked at
 
     def held(self, place: Place) -> int | None:
         """Bytes at a place, None where nothing is."""
-        if self._late:
+        if self._unentered:
             self._catch_up()
         found = self._known.get(place, UNKNOWN)
         if found == UNKNOWN:
@@ -145,7 +145,7 @@ class DryRun:
             raise Shortage(place, -left)
         self.room_bytes[pool] = left
         before = self._known.get(place, UNKNOWN)
-        if before == UNKNOWN and (before := self._held.get(place)) is not None and self._late:
+        if before == UNKNOWN and (before := self._held.get(place)) is not None and self._unentered:
             self._catch_up()
             before = self._known.get(place, before)
         self._known[place] = (before or 0) + nbytes
@@ -160,10 +160,10 @@ class DryRun:
                 self.grow(op.place, op.nbytes)
             return
         self.room_bytes[pool] -= nbytes
-        self._late = grows
+        self._unentered = grows
 
     def _catch_up(self) -> None:
-        grows, self._late = self._late, ()
+        grows, self._unentered = self._unentered, ()
         for place, nbytes in grows:
             self._known[place] = self._held[place] + nbytes
 

@@ -128,7 +128,7 @@ class Ledger:
         self.places_of: dict[int, dict[Place, None]] = defaultdict(dict)  # by owner
         self.ended: set[int] = set()  # owners whose states a plan may give back for good
         self.kind_bytes = {pool: dict.fromkeys(Kind, 0) for pool in capacity_bytes}
-        self._returns = {pool: FreeQueue(n) for pool, n in capacity_bytes.items()}
+        self._free_queues = {pool: FreeQueue(n) for pool, n in capacity_bytes.items()}
         self._pools: dict[Pool, PagePool] = {}
         self.sharing: dict[Pool, Sharing] = {}  # pools with prefix caching
         self._journal = journal
@@ -138,35 +138,35 @@ class Ledger:
                 Grow(place, nbytes)
             )
             self._take(place, nbytes)
-        for pool, queue in self._returns.items():
+        for pool, queue in self._free_queues.items():
             keeps = chains is not None and pool[0] is Tier.GPU
             cache = PrefixCache(chains, page.tokens) if chains is not None and keeps else None
             pages = self._pools[pool] = PagePool(queue.free_bytes // page.nbytes, cache)
             if cache is not None:
                 self.sharing[pool] = Sharing(pages, queue, cache, self.pages, page.nbytes, pool[1])
-        self._queues: tuple[FreeQueue | PagePool, ...]  # what waits for ends
-        self._queues = (*self._returns.values(), *self._pools.values())
+        self._settling: tuple[FreeQueue | PagePool, ...]  # settled with each operation
+        self._settling = (*self._free_queues.values(), *self._pools.values())
         self._by_pool = [
-            (pool, nbytes, self._returns[pool], self.kind_bytes[pool], self._pools[pool])
+            (pool, nbytes, self._free_queues[pool], self.kind_bytes[pool], self._pools[pool])
             for pool, nbytes in self.capacity_bytes.items()
         ]
 
     # ---- figures
     def free_bytes(self) -> dict[Pool, int]:
         """Per pool, what can be taken without a wait."""
-        return {pool: queue.free_bytes for pool, queue in self._returns.items()}
+        return {pool: queue.free_bytes for pool, queue in self._free_queues.items()}
 
     def coming_bytes(self) -> dict[Pool, int]:
         """Per pool, what comes back when operations in flight have ended."""
-        return {pool: queue.coming_bytes for pool, queue in self._returns.items()}
+        return {pool: queue.coming_bytes for pool, queue in self._free_queues.items()}
 
     def room_of(self, pool: Pool) -> int:
         """Free and coming bytes of a pool."""
-        return self._returns[pool].room_bytes
+        return self._free_queues[pool].room_bytes
 
     def room_bytes(self) -> dict[Pool, int]:
         """The same of every pool."""
-        return {pool: queue.room_bytes for pool, queue in self._returns.items()}
+        return {pool: queue.room_bytes for pool, queue in self._free_queues.items()}
 
     def held_pages(self, pool: Pool) -> int:
         """KV pages of a pool that somebody holds."""
@@ -187,7 +187,7 @@ class Ledger:
     @property
     def is_calm(self) -> bool:
         """Whether no bytes are on their way back, and nothing runs but launches of one lane."""
-        coming = [queue.coming_bytes for queue in self._returns.values()]
+        coming = [queue.coming_bytes for queue in self._free_queues.values()]
         return self._board.has_one_lane and not any(coming)
 
     def figures(
@@ -223,7 +223,7 @@ class Ledger:
     def grow(self, pool: Pool, pages: int, takers: Iterable[list[int]]) -> None:
         """Books pages of KV, each for one of `self.pages`; the caller has seen that they fit."""
         nbytes = pages * self.page.nbytes
-        givers, (ids, users) = self._returns[pool].take(nbytes), self._pools[pool].take(pages)
+        givers, (ids, users) = self._free_queues[pool].take(nbytes), self._pools[pool].take(pages)
         assert not givers and not users, "a run starts where nothing is on its way back"
         self.kind_bytes[pool][Kind.KV] += nbytes
         deque(map(list.append, takers, ids), maxlen=0)  # a loop in C
@@ -265,8 +265,8 @@ class Ledger:
     def dry_run(self, plan: Plan, lead: int = 0) -> None:
         """Raises Shortage or ContractError where a plan cannot be booked; changes nothing."""
         page_runs = {pool: sharing.dry_run() for pool, sharing in self.sharing.items()}
-        balance = DryRun(self.room_bytes(), self.held_bytes, page_runs, self.page.nbytes)
-        balance.run(plan, lead)
+        run = DryRun(self.room_bytes(), self.held_bytes, page_runs, self.page.nbytes)
+        run.run(plan, lead)
 
     def _run(self, op: Op) -> Booking:
         if isinstance(op, Compute):
@@ -290,7 +290,7 @@ class Ledger:
         region, tier, device = place
         pool, kind = (tier, device), region.kind
         pages: list[int] = []
-        givers = self._returns[pool].take(nbytes)
+        givers = self._free_queues[pool].take(nbytes)
         if kind is Kind.KV:
             self._enter(place)
             pages, waits = self._pools[pool].take(nbytes // self.page.nbytes)
@@ -336,7 +336,7 @@ class Ledger:
         pages = self.pages.pop(place, None)
         if pages is None:
             nbytes = self._booked.pop(place)
-            self._returns[pool].give(nbytes, users)
+            self._free_queues[pool].give(nbytes, users)
         else:
             nbytes = self._give_pages(pool, pages, users)
         self.kind_bytes[pool][kind] -= nbytes
@@ -355,14 +355,14 @@ class Ledger:
         if pool in self.sharing:
             return self.sharing[pool].give(pages, users, self.open)
         nbytes = len(pages) * self.page.nbytes
-        self._returns[pool].give(nbytes, users)
+        self._free_queues[pool].give(nbytes, users)
         self._pools[pool].give(pages, users)
         return nbytes
 
     def settle(self, op: Op) -> None:
         """An operation has ended: bytes that waited for it come back."""
         self._board.settle(op)
-        for queue in self._queues:
+        for queue in self._settling:
             if op in queue.waiting:
                 queue.settle(op)
 
@@ -375,7 +375,7 @@ class Ledger:
         for place, ids in self.pages.items():
             holders[place.pool].update(ids)
         for pool, capacity in self.capacity_bytes.items():
-            queue, counts = self._returns[pool], holders[pool]
+            queue, counts = self._free_queues[pool], holders[pool]
             twice = (counts.total() - len(counts)) * self.page.nbytes
             if held[pool] - twice + queue.room_bytes != capacity:
                 raise BrokenLaw(f"law 2: {pool} does not add up")

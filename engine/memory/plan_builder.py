@@ -11,7 +11,7 @@ from engine.contract.view import RunningDecodes, View
 from engine.memory.dry_run import NO_PAGES, DryRun, Shortage
 
 
-class DryRunBuilder:
+class DryRunPlanBuilder:
     """The PlanBuilder of the contract. Nothing is booked; the view is not changed.
 
     The plan may rest on bytes that are still coming: its launch then waits for them, and the plan
@@ -107,7 +107,7 @@ class DryRunBuilder:
         self._restart.clear()
         self._refuse.clear()
 
-    def within(self, room_bytes: Mapping[Pool, int]) -> DryRunBuilder:
+    def within(self, room_bytes: Mapping[Pool, int]) -> DryRunPlanBuilder:
         return _LimitedBuilder(self, room_bytes)
 
     def plan(self) -> Plan:
@@ -119,10 +119,10 @@ class DryRunBuilder:
         self._ops.append(op)
 
 
-class _LimitedBuilder(DryRunBuilder):
+class _LimitedBuilder(DryRunPlanBuilder):
     """Writes into another builder's plan, on its dry run, within bytes of its own."""
 
-    def __init__(self, whole: DryRunBuilder, room_bytes: Mapping[Pool, int]) -> None:
+    def __init__(self, whole: DryRunPlanBuilder, room_bytes: Mapping[Pool, int]) -> None:
         self._whole = whole
         self._device, self._page_nbytes = whole._device, whole._page_nbytes
         self._follow()

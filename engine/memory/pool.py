@@ -27,7 +27,7 @@ class Chain:
         self._request, self._page_tokens = request, page_tokens
         self._keys: list[int] = []
 
-    def keys(self, start: int, stop: int) -> list[int]:
+    def page_keys(self, start: int, stop: int) -> list[int]:
         """The keys of pages of the request, counted from its first; made as far as asked for."""
         keys = self._keys
         key = keys[-1] if keys else 0
@@ -38,7 +38,7 @@ class Chain:
 
     def of_prompt(self) -> tuple[int, ...]:
         """The keys of the prompt's full pages."""
-        return tuple(self.keys(0, self._request.prompt_tokens // self._page_tokens))
+        return tuple(self.page_keys(0, self._request.prompt_tokens // self._page_tokens))
 
     def _content(self, index: int) -> tuple[Any, ...]:
         request, start = self._request, index * self._page_tokens
@@ -80,7 +80,7 @@ class PrefixCache:
         size, chain = self._page_tokens, self._chains[job.job_id]
         full = min(job.computed_tokens // size, len(table))  # none of one that is freed already
         first = context_tokens // size
-        for key, page in zip(chain.keys(first, full), table[first:full], strict=True):
+        for key, page in zip(chain.page_keys(first, full), table[first:full], strict=True):
             self._keys[page] = key
             self._pages.setdefault(key, {})[page] = None
 
@@ -100,7 +100,7 @@ class PrefixCache:
         """
         found: list[int] = []
         of_key, chain = self._pages, self._chains[job.job_id]
-        for key in chain.keys(0, (job.known_tokens - 1) // self._page_tokens):
+        for key in chain.page_keys(0, (job.known_tokens - 1) // self._page_tokens):
             if key not in of_key:
                 break
             for page in of_key[key]:
@@ -113,7 +113,7 @@ class PrefixCache:
 
     def wrong(self, job: Job, pages: Sequence[int]) -> list[int]:
         """Those of the pages that do not hold their part of a job's beginning."""
-        keys = self._chains[job.job_id].keys(0, len(pages))
+        keys = self._chains[job.job_id].page_keys(0, len(pages))
         return [p for p, key in zip(pages, keys, strict=True) if self._keys.get(p) != key]
 
 

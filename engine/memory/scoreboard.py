@@ -120,14 +120,14 @@ class Scoreboard:
         self._marks: dict[Place, Mark] = {}
         self.written, self.used = Stamps(self, False), Stamps(self, True)
         self.stamp = 0
-        self._late: tuple[Op, tuple[Place, ...], int] | None = None  # not entered yet
+        self._unentered: tuple[Op, tuple[Place, ...], int] | None = None  # not entered yet
         self._left: dict[Place, set[Op]] = {}  # places given back while in use, and by whom
         self._leaving: dict[Op, list[Place]] = {}  # the same by user
         self._journal = journal
 
     def marks(self) -> Mapping[Place, Mark]:
         """Of all places, in the order of their coming."""
-        if self._late is not None:
+        if self._unentered is not None:
             self.catch_up()
         return self._marks
 
@@ -173,9 +173,9 @@ class Scoreboard:
         """
         assert self.has_one_lane and not self._journal, "a run waits for nobody and is not watched"
         self.stamp += steps
-        if self._late is not None and writes[: len(self._late[1])] != self._late[1]:
+        if self._unentered is not None and writes[: len(self._unentered[1])] != self._unentered[1]:
             self.catch_up()
-        self._late = (op, writes, self.stamp)
+        self._unentered = (op, writes, self.stamp)
         if is_open:
             self._start(op, op.lane)
 
@@ -187,8 +187,8 @@ class Scoreboard:
 
     def catch_up(self) -> None:
         """Enters what the last run touched."""
-        if self._late is not None:
-            (op, writes, stamp), self._late = self._late, None
+        if self._unentered is not None:
+            (op, writes, stamp), self._unentered = self._unentered, None
             self._enter(op, op.lane, (), writes, stamp, stamp)
 
     def _enter(
@@ -233,11 +233,11 @@ class Scoreboard:
         """A place ends; returns the operations that still use its bytes."""
         mark = self._marks.pop(place)
         users = self._lane_of.keys() & mark.users.values()
-        if self._late is not None and place in self._late[1]:
-            op, writes, stamp = self._late
+        if self._unentered is not None and place in self._unentered[1]:
+            op, writes, stamp = self._unentered
             users = self._last_of_each_lane((*users, op))
             i = writes.index(place)
-            self._late = (op, writes[:i] + writes[i + 1 :], stamp)
+            self._unentered = (op, writes[:i] + writes[i + 1 :], stamp)
         if mark.givers:
             users = self._last_of_each_lane((*users, *mark.givers))
         if users and place.region.kind is not Kind.KV:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from engine.contract.footprint import Launching, goes_out
+from engine.contract.footprint import LaunchFootprint, goes_out
 from engine.contract.job import Job, layout_of
 from engine.contract.policy import PlanBuilder
 from engine.contract.regions import Kind, Place, Pool, Tier
@@ -42,7 +42,7 @@ class Occupancy:
         self._stamps: dict[Place, int] = {}  # of contents that are drafted
         self._leaving = Candidates()  # what may leave, in the order of booking
         self._pinned: frozenset[Place] = frozenset()
-        self._launch: Launching | None = None  # the one at hand
+        self._launch: LaunchFootprint | None = None  # the one at hand
         self.clock = 0  # launches drafted
         self.state_bytes = 0  # on the device, of what may leave
         self.lacks_bytes = 0  # on the host, for an update that is on the device therefore

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-from engine.contract.footprint import Launching
+from engine.contract.footprint import LaunchFootprint
 from engine.contract.job import Job, layout_of
 from engine.contract.plan import COMPUTE_LANE, HOST_LANE, Slice
 from engine.contract.policy import PlanBuilder, Traits
@@ -156,7 +156,7 @@ class PatrickStar:
         here = self._updated_here(job, budget, others) if updates else ()
         return _Course(view.profile.moment(job.job_id), budget, others, here)
 
-    def _barrier(self, launch: Launching, device: Residency) -> tuple[Place, ...]:
+    def _barrier(self, launch: LaunchFootprint, device: Residency) -> tuple[Place, ...]:
         """The last update on the host writes all weights there: whoever fetches waits for it."""
         piece, training = launch.piece, launch.piece.job.training
         if self.overlaps_updates or launch.on != HOST_LANE or training is None:

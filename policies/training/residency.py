@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from engine.contract.footprint import Exchange, Launching, launches_of
+from engine.contract.footprint import Exchange, LaunchFootprint, launches_of
 from engine.contract.plan import COMPUTE_LANE, HOST_LANE, Compute, Slice
 from engine.contract.policy import PlanBuilder
 from engine.contract.regions import GATHERED, Kind, Place, Work
@@ -32,7 +32,7 @@ class Residency(Occupancy):
         self._gathered: dict[Place, None] = {}  # in this plan, latest last
 
     # ---- a launch
-    def launches(self, piece: Slice, on: str, reuses: bool = False) -> Iterator[Launching]:
+    def launches(self, piece: Slice, on: str, reuses: bool = False) -> Iterator[LaunchFootprint]:
         """Those of a task; an update for which the host has no room runs on the device."""
         self.lacks_bytes = 0
         if on == HOST_LANE and piece.work is Work.UPDATE:
@@ -45,7 +45,7 @@ class Residency(Occupancy):
             self.lacks_bytes = sum(missing) - self._plan.room(self._home)
         yield from launches_of(piece, self._view.device, COMPUTE_LANE, reuses)
 
-    def seat(self, launch: Launching) -> None:
+    def seat(self, launch: LaunchFootprint) -> None:
         """Brings and grows what a launch needs. OutOfMemory where that can never fit."""
         self._begin(launch)
         for place, nbytes in launch.brought:
@@ -56,7 +56,7 @@ class Residency(Occupancy):
         self.make_room(where, sum([op.nbytes for op in launch.grows]))
         self._plan.grow_all(launch.grows)
 
-    def seat_within(self, launch: Launching, limit_bytes: int, strict: bool = False) -> None:
+    def seat_within(self, launch: LaunchFootprint, limit_bytes: int, strict: bool = False) -> None:
         """Seats a launch, and evicts until states, with those that it brings, take no more than a
         limit, or nothing can go. `strict`: OutOfMemory where that is for want of room on the host.
 
@@ -71,7 +71,7 @@ class Residency(Occupancy):
         self.shrink(limit_bytes - sum(brought), strict)
         self.seat(launch)
 
-    def drop_old(self, launch: Launching) -> None:
+    def drop_old(self, launch: LaunchFootprint) -> None:
         """Gives back what a launch on the host has made old on the device."""
         for place in launch.writes if launch.on == HOST_LANE else ():
             if self._plan.held(here := self.elsewhere(place)):
@@ -79,7 +79,7 @@ class Residency(Occupancy):
 
     def run(
         self,
-        launch: Launching,
+        launch: LaunchFootprint,
         also_writes: tuple[Place, ...] = (),
         after: tuple[Place, ...] = (),
     ) -> None:
@@ -101,7 +101,7 @@ class Residency(Occupancy):
         if not self._keeps_gathered:
             self.drop(launch.drops)
 
-    def _begin(self, launch: Launching) -> None:
+    def _begin(self, launch: LaunchFootprint) -> None:
         if launch is not self._launch:
             self._launch = launch
             buffers = [place for exchange in launch.gathers for place in exchange.writes]

@@ -37,11 +37,11 @@ class Activations:
     # ---- gradients
     def input_gradient(self, unit: int, shape: torch.Size, launch: str) -> Tensor:
         """The gradient of the input of a unit, [sequences, tokens, hidden]."""
-        return self._read(regions.flow(self._job_id, unit).region, shape, launch)
+        return self._read(regions.input_gradient(self._job_id, unit).region, shape, launch)
 
     def hand_down(self, unit: int, gradient: Tensor) -> None:
         """Puts the gradient of a unit's input for the unit below."""
-        self._put(regions.flow(self._job_id, unit).region, gradient)
+        self._put(regions.input_gradient(self._job_id, unit).region, gradient)
 
     # ---- graphs
     def keep(self, unit: int, microbatch: int, graph: Graph) -> None:

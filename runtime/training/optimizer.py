@@ -134,7 +134,7 @@ class Sums:
         self._sum = states.weight if reuses else states.gradient  # the region of a chunk's sums
         at = {p: i for own in states.chunks for i, p in enumerate(own)}
         self._at = [[(p, states.chunk_of[p], at[p]) for p in own] for own in trained_of]
-        self._tied = regions.aside(states.job_id).region
+        self._tied = regions.tied_gradient(states.job_id).region
         self.overwritten: set[int] = set()
         self.chunks = frozenset(chunk for own in self._grown for chunk in own)  # that train
 

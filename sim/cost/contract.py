@@ -442,7 +442,7 @@ def load_of(launch: Launch, steps: int) -> Load:
         behind, lead, more = pieces.contexts, pieces.contexts.lead, 1 + steps
         tail = zip(pieces.tokens[lead:], behind.tail, strict=True)
         rest = [(n, context + steps * n) for n, context in tail]
-        return Load.of(rest, lead, behind.total + lead * more, [x + more for x in behind.ends])
+        return Load.of(rest, lead, behind.total + lead * more, [x + more for x in behind.extremes])
     tokens, contexts, _ = forward_shape(launch)
     return Load.of(zip(tokens, shifted(tokens, contexts, steps), strict=True))
 

@@ -73,4 +73,4 @@ def test_contexts_ahead_are_those_of_later(held: list[int], tail: list[int], ste
     later = now.after(steps, tokens)
     assert list(later) == [c + steps * n for c, n in zip(now, tokens, strict=True)]
     assert (now.lead, now.total) == (len(held), sum(held) + 2 * len(held))
-    assert list(now.ends) == ([min(held) + 2, max(held) + 2] if held else [])
+    assert list(now.extremes) == ([min(held) + 2, max(held) + 2] if held else [])

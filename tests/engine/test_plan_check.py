@@ -18,7 +18,7 @@ from engine.contract.regions import Tier, kv_place
 from engine.contract.rules import ContractError, Rule
 from engine.contract.view import View
 from engine.loop.engine import Stalled
-from engine.memory.plan_builder import DryRunBuilder
+from engine.memory.plan_builder import DryRunPlanBuilder
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
 from tests.support.replays import PAGE, composed, random_requests, replay
@@ -112,7 +112,7 @@ class GrowsTwice:
     traits: ClassVar[Traits] = PagedRestart().traits
 
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
-        fitted = DryRunBuilder(view)
+        fitted = DryRunPlanBuilder(view)
         PagedRestart().fit(batch, view, fitted)
         for op in fitted.plan().ops:
             if isinstance(op, Grow):

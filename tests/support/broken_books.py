@@ -93,7 +93,7 @@ def lose_a_job(engine: Engine) -> Any:
 
 
 def lose_bytes(engine: Engine) -> Any:
-    queue = engine.ledger._returns[Tier.GPU, 0]
+    queue = engine.ledger._free_queues[Tier.GPU, 0]
     if queue.free_bytes < PAGE.nbytes:
         return False
     queue.free_bytes -= PAGE.nbytes
@@ -101,7 +101,7 @@ def lose_bytes(engine: Engine) -> Any:
 
 
 def find_bytes(engine: Engine) -> Any:
-    engine.ledger._returns[Tier.GPU, 0].free_bytes += PAGE.nbytes
+    engine.ledger._free_queues[Tier.GPU, 0].free_bytes += PAGE.nbytes
 
 
 def lose_a_page(engine: Engine) -> Any:
@@ -120,7 +120,7 @@ def hold_a_page_twice(engine: Engine) -> Any:
 def forget_users(engine: Engine) -> Any:
     """Who takes bytes that others still use waits for nobody."""
     ledger = engine.ledger
-    for queue in ledger._returns.values():
+    for queue in ledger._free_queues.values():
         for owed in queue._entries:
             queue.busy_bytes -= owed.nbytes if owed.users else 0
             owed.users.clear()

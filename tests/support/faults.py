@@ -347,7 +347,7 @@ writes("sets what a job knows", lambda v: _first(v.serving), _assign("known_toke
 writes("sets a hidden count of a job", lambda v: _first(v.serving), _assign("_computed", 1))
 writes("deletes a field of a job", _any_job, lambda j: delattr(j, "slo"))
 writes("gives a job a new field", _any_job, _assign("rank", 1))
-writes("sets a job's pace", lambda v: _first(v.serving), _assign("_pace", None))
+writes("sets a job's clock", lambda v: _first(v.serving), _assign("_clock", None))
 writes("sets what is recorded of a job", lambda v: _first(v.serving), _assign("recorded_tokens", 9))
 writes("sets a job's training", _any_job, _assign("training", None))
 writes("gives the view a new field", lambda v: v, _assign("colour", 1))

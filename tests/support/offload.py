@@ -281,7 +281,7 @@ def least_device_bytes(
     last, peak, booked = len(layout.units) - 1, 0, 0
     chunks, aside = layout.chunks, 0
     if job.microbatches > 1:  # a tied table's gradient waits from the head's backward on
-        aside = layout.units[last].aside_bytes
+        aside = layout.units[last].tied_gradient_bytes
 
     def weights(u: int) -> int:
         own = range(len(chunks)) if all_weights else layout.units[u].chunks

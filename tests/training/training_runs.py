@@ -199,7 +199,7 @@ class Hand:
         return regions.hidden(self.job_id, unit, self.units.num_units, k, tier)
 
     def input_gradient(self, unit: int) -> Place:
-        return regions.flow(self.job_id, unit)
+        return regions.input_gradient(self.job_id, unit)
 
     def norm(self, tier: Tier = GPU) -> Place:
         return regions.norm(self.job_id, tier)
@@ -217,7 +217,7 @@ class Hand:
         trained = self.units.trained_of
         is_tied = sum(map(len, trained)) > len({p for own in trained for p in own})
         waits = is_tied and (self.reuses or k % self.task.microbatches > 0)
-        return [regions.aside(self.job_id)] if waits else []
+        return [regions.tied_gradient(self.job_id)] if waits else []
 
     # ---- moves
     def move(self, src: Place, tier: Tier, keeps: bool = False) -> None:
