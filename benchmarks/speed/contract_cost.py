@@ -28,10 +28,14 @@ SHARED = Path(os.environ.get("TANDEM_SHARED", ROOT.parent / "shared")).resolve()
 BEFORE = "7f42b6e"  # the last commit that booked plans unchecked
 BAR = 1.03
 
-# What a child runs: it prints CPU seconds of the work alone. `N` is how much of it.
+# What a child runs: it prints CPU seconds of the work alone. `N` is how much of it. In the commit
+# before, the scripts lie in one folder.
 SIMULATOR = """
 import sys, time
-from benchmarks.speed.simulator_speed import *
+try:
+    from benchmarks.speed.simulator_speed import *
+except ModuleNotFoundError:
+    from benchmarks.simulator_speed import *
 peers = Path(os.environ["TANDEM_SHARED"]) / "data" / "peers"
 cost = VidurCost.load(peers / "cost_tables" / "llama2-7b_a100_tp1.npz", LLAMA2_7B)
 requests = read_requests(peers / "inputs/sharegpt_n4000_qps2_seed42.csv")[: int(sys.argv[1])]
@@ -45,7 +49,10 @@ print(time.process_time() - began)
 ITERATION = """
 import sys
 from statistics import median
-from benchmarks import training_planning_speed as speed
+try:
+    from benchmarks.speed import training_planning_speed as speed
+except ModuleNotFoundError:
+    from benchmarks import training_planning_speed as speed
 setting = speed.setting_of(speed.composed(speed.WORDS))
 times = []
 for _ in range(int(sys.argv[1])):
@@ -57,7 +64,10 @@ ASKED = ITERATION.replace(
 )
 RUNTIME = """
 import sys
-from benchmarks import runtime_speed as speed
+try:
+    from benchmarks.speed import runtime_speed as speed
+except ModuleNotFoundError:
+    from benchmarks import runtime_speed as speed
 work = speed.WORKLOADS[2]
 requests = speed.requests_of(work)
 model = speed.build_model(work.spec, seed=1, spread=speed.SPREAD)
