@@ -55,7 +55,7 @@ def collectives(found: Replay) -> list[Collective]:
 
 
 def layout_of(found: Replay) -> Any:
-    return found.engine.layout.training[0]
+    return found.engine.state.layout.training[0]
 
 
 # ---- parts

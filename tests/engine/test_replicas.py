@@ -104,7 +104,7 @@ def test_every_replay_with_replicas_obeys_the_laws(
     run = replay(policy, requests, pages=34, router=router, **setting).check()
     assert run.engine.ledger.held_bytes == {}, "bytes are left over"
     assert policy.idle == 0, "law 9: a replica idled beside work of its own"
-    fleet = run.engine.fleet
+    fleet = run.engine.state.fleet
     assert fleet is not None and sum(fleet.assigned) == len(requests)
     assert all(fleet.outstanding(i) == 0 for i in range(len(fleet))), "somebody never left"
     check_places(run)
@@ -197,7 +197,7 @@ def test_a_request_too_big_for_a_replica_is_refused_and_the_rest_is_served(
     ).check()
     statuses = [run.recorder.outcomes[i].status for i in range(8)]
     assert statuses == ["refused" if i == 3 else "finished" for i in range(8)]
-    assert run.engine.fleet is not None and run.engine.fleet.outstanding(1) == 0
+    assert run.engine.state.fleet is not None and run.engine.state.fleet.outstanding(1) == 0
 
 
 class RefusesToWork:

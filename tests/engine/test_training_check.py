@@ -710,11 +710,11 @@ def test_a_plan_of_many_tasks_is_read_to_its_fault(case: tuple[World, Fault], ta
 def test_what_an_ended_job_holds_may_go() -> None:
     """And before it has ended, or come at all, not."""
     engine, _, job = DEVICE.engine(lambda plan, view: None)
-    contract = engine.training
+    contract = engine._training
     plan = Plan((Free(weight(0, 1, HOST)),))
     for come in (False, True):
         if come:
-            contract.admit(Job.trains(TrainingProgress(job, engine.layout.training[0]), 0))
+            contract.admit(Job.trains(TrainingProgress(job, engine.state.layout.training[0]), 0))
         with pytest.raises(ContractError, match="training freed"):
             contract.check(plan)
     refusing = Plan(plan.ops, refuse=(contract.jobs[0],))
@@ -732,7 +732,7 @@ def test_what_others_hold_stays_too() -> None:
         NO_PAGES, layout=Layout({place: 50}),
     )  # fmt: skip
     with pytest.raises(ContractError, match="weight chunk 0 on gpu:0, the only copy"):
-        engine.training.check(Plan((Free(place),)))
+        engine._training.check(Plan((Free(place),)))
 
 
 def test_serving_is_no_concern() -> None:

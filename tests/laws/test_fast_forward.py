@@ -87,7 +87,7 @@ def test_most_steps_are_jumped_and_files_are_equal(tmp_path: Path) -> None:
         runs = {f: simulated(policy, requests, f, Shaped(700), 900, 0, depth) for f in (1, 0)}
         assert runs[1].asked < 0.2 * runs[0].asked
         assert runs[1].asked <= 1.5 * len(requests), "a prompt and all its decodes are one answer"
-        assert runs[1].jump is not None and runs[1].jump.steps > 0.6 * runs[1].steps
+        assert runs[1].reuse.jump is not None and runs[1].reuse.jump.steps > 0.6 * runs[1].steps
         for name, run in runs.items():
             (tmp_path / f"{depth}{name}").mkdir()
             run.recorder.write(tmp_path / f"{depth}{name}")
@@ -101,9 +101,9 @@ def test_ends_that_nobody_waits_for_take_no_event() -> None:
     for more in (0, 5):
         requests = [Request(i, 0, 10, 20 + more * i) for i in range(12)]
         run = simulated(policy, requests, True, Shaped(700), 900, 0, depth=1)
-        told.append((run.asked, next(run.env._eid)))
+        told.append((run.asked, next(run.state.env._eid)))
         runs = run.recorder._runs
         assert len(runs) == (13 if more else 2)
-        contexts = [leg.pieces.contexts for later in runs[2:] for leg in later.segments]
+        contexts = [leg.pieces.contexts for later in runs[2:] for leg in later.legs]
         assert not any([c.tail for c in contexts]), "who decodes moves with all others"
     assert told[0] == told[1]

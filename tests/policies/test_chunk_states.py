@@ -75,7 +75,7 @@ def _arrives(op: Copy | Grow | Free) -> Place | None:
 
 def freed_is_dead(found: Replay) -> None:
     """FREE: what goes without a copy is not used again in its step; weights and states never go."""
-    there = set(found.engine.layout.places)
+    there = set(found.engine.state.layout.places)
     ended = dict[Region, int]()
     for step, op in operations_by_step(found):
         match op:
@@ -99,8 +99,8 @@ def freed_is_dead(found: Replay) -> None:
 def chunks_are_somewhere(found: Replay, is_exclusive: bool) -> None:
     """HOLD: at each launch the weights of a chunk lie somewhere, and a region of an exclusive tier
     in one place."""
-    there = set(found.engine.layout.places)
-    count = len(found.engine.layout.training[0].chunks)
+    there = set(found.engine.state.layout.places)
+    count = len(found.engine.state.layout.training[0].chunks)
     for _, op in operations_by_step(found):
         if isinstance(op, Copy):
             there.add(op.dst)

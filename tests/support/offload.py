@@ -184,7 +184,7 @@ def check_contents(run: Replay) -> None:
     the own ones; gradients and activations end with their step."""
     newest, there = defaultdict[Region, int](int), dict[Place, int]()
     gathered = dict[Region, int]()  # the version of the own weights
-    there.update(dict.fromkeys(run.engine.layout.places, 0))
+    there.update(dict.fromkeys(run.engine.state.layout.places, 0))
     for plan in run.plans:
         for op in plan.ops:
             match op:
@@ -216,7 +216,7 @@ def check_contents(run: Replay) -> None:
     kinds = {place.region.kind for place in there}
     assert kinds <= {Kind.WEIGHT, Kind.OPTIMIZER}, f"{kinds} are left at the end"
     held = {place.region for place in there}
-    assert held == {*_states(run.engine.layout)}, "states are lost"
+    assert held == {*_states(run.engine.state.layout)}, "states are lost"
 
 
 def _states(layout: Layout) -> Iterator[Region]:

@@ -105,7 +105,7 @@ def check_meaning(run: Replay) -> None:
     """All that plans read, read in their order, is there and the newest; each task runs once; no
     state is lost. Knows nothing of footprints."""
     newest, there = defaultdict[Region, int](int), dict[Place, int | None]()
-    there.update(dict.fromkeys(run.engine.layout.places, 0))
+    there.update(dict.fromkeys(run.engine.state.layout.places, 0))
     gathered, tasks = dict[Region, int](), set[Any]()
     for op in [op for plan in run.plans for op in plan.ops]:
         if isinstance(op, Copy):
@@ -131,7 +131,7 @@ def check_meaning(run: Replay) -> None:
                 if _is_gathered(place.region):
                     gathered[place.region] = newest[_own(place.region)]
     left = {place.region for place, n in there.items() if n == newest[place.region]}
-    for job_id, layout in run.engine.layout.training.items():
+    for job_id, layout in run.engine.state.layout.training.items():
         for c, chunk in enumerate(layout.chunks):
             assert weight(job_id, c).region in left, f"weights of chunk {c} are lost"
             if chunk.optimizer_bytes:
