@@ -45,7 +45,7 @@ class Storage:
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class BackwardNode:
     """The backward of one operator.
 
     A node with several slots belongs to an operator of several results (a split). The node of a
@@ -70,7 +70,7 @@ class Node:
     gradients: list[Storage | None] = field(default_factory=lambda: [None])
 
 
-Edge = tuple[Node, int]  # a node and the slot of it that takes the gradient
+Edge = tuple[BackwardNode, int]  # a node and the slot of it that takes the gradient
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +105,7 @@ class Tape:
     def __init__(self, keeps: bool = True) -> None:
         self._meter = TapeMeter()
         self._keeps = keeps
-        self._nodes: list[Node] = []
+        self._nodes: list[BackwardNode] = []
 
     @property
     def live_bytes(self) -> int:
@@ -136,7 +136,7 @@ class Tape:
         Returns:
             A leaf; its storage has 0 bytes.
         """
-        edge = (Node(elements * item_bytes), 0) if requires_grad and self._keeps else None
+        edge = (BackwardNode(elements * item_bytes), 0) if requires_grad and self._keeps else None
         return Value(self.storage(0), elements, item_bytes, edge)
 
     def make(
@@ -172,7 +172,7 @@ class Tape:
         if any(value.edge for value in inputs):
             edges = tuple(value.edge for value in inputs)
             kept = tuple(s for s in (*saved, storage if saves_result else None) if s is not None)
-            node = Node(made.nbytes, edges, makes, kept, scratch, computes_all)
+            node = BackwardNode(made.nbytes, edges, makes, kept, scratch, computes_all)
             self._nodes.append(node)
             made.edge = (node, 0)
         return made
@@ -191,7 +191,9 @@ class Tape:
         views = [Value(value.storage, size, value.item_bytes) for _ in range(parts)]
         if value.edge:
             part_bytes = size * value.item_bytes
-            node = Node(part_bytes, (value.edge,), (value.nbytes,), gradients=[None] * parts)
+            node = BackwardNode(
+                part_bytes, (value.edge,), (value.nbytes,), gradients=[None] * parts
+            )
             self._nodes.append(node)
             for slot, view in enumerate(views):
                 view.edge = (node, slot)
@@ -210,7 +212,7 @@ class Tape:
         while self._nodes:
             self._pass_on(self._nodes.pop())
 
-    def _pass_on(self, node: Node) -> None:
+    def _pass_on(self, node: BackwardNode) -> None:
         assert None not in node.gradients, "every value recorded is part of the last one"
         made = self._gradients(node)
         node.gradients, node.saved = [], ()
@@ -220,7 +222,7 @@ class Tape:
             if edge and gradient:
                 self._add(*edge, gradient)
 
-    def _gradients(self, node: Node) -> list[Storage | None]:
+    def _gradients(self, node: BackwardNode) -> list[Storage | None]:
         """A gradient per edge; all are computed before any is summed down to a smaller input."""
         scratch = [self.storage(nbytes) for nbytes in node.scratch]
         made: list[Storage | None] = []
@@ -236,7 +238,7 @@ class Tape:
                 made[place] = self.storage(edge[0].slot_bytes)
         return made
 
-    def _add(self, node: Node, slot: int, gradient: Storage) -> None:
+    def _add(self, node: BackwardNode, slot: int, gradient: Storage) -> None:
         """Adds up the gradients of one value, in a new tensor.
 
         Torch does so under a TorchDispatchMode (runtime/measure/tracker.py). Without one it often

@@ -201,8 +201,8 @@ def times_s(window: Window, width_s: float, faster: float, seed: int) -> Floats:
     if total > width_s:
         gaps, total = gaps * (width_s / total), width_s
     offset = (width_s - total) * rng.random()
-    since: Floats = np.concatenate([[0.0], np.cumsum(gaps[:-1])])
-    return window.start_s + offset + since
+    from_start_s: Floats = np.concatenate([[0.0], np.cumsum(gaps[:-1])])
+    return window.start_s + offset + from_start_s
 
 
 def draw(
