@@ -25,7 +25,7 @@ from tests.training.trainings import (
     Trained,
     differing,
     plain,
-    setting,
+    run_spec,
     state_bytes,
     train,
     train_at,
@@ -110,7 +110,7 @@ def test_policies_train_on_streams_as_plain_torch(
 
 
 def test_training_may_take_its_budget_and_the_devices_reserve() -> None:
-    found = setting("policy=zero3_offload", "budget.device_bytes=50000000", "device=h200")
+    found = run_spec("policy=zero3_offload", "budget.device_bytes=50000000", "device=h200")
     assert device_bytes_of(found) == 50_000_000 + found.device.reserve_bytes
 
 
@@ -119,7 +119,7 @@ def test_little_free_memory_is_told_and_refuses_nothing(
 ) -> None:
     """A rented machine may say that little is free, and grow."""
     monkeypatch.setattr(tandem.wiring.machines, "available_bytes", lambda: 1 << 10)
-    warn_of_pinned(setting("policy=zero3_offload", "device=h200"))
+    warn_of_pinned(run_spec("policy=zero3_offload", "device=h200"))
     warn_of_pinned(run_spec_of(composed(["model=micro_llama", "limit=2", "budget.kv_pages=99"])))
     states, swapped = [record.getMessage() for record in caplog.records]
     assert "MiB of its states will be pinned" in states and "planner.start=device" in states
@@ -140,7 +140,7 @@ def as_on_cpu(policy: tuple[str, ...]) -> tuple[str, ...]:
 def in_a_sixth(policy: str) -> tuple[str, ...]:
     """A sixth of the memory of the states."""
     words = (f"policy={policy}", *SHORT)
-    return (*words, f"budget.device_bytes={state_bytes(setting(*words)) // 6}")
+    return (*words, f"budget.device_bytes={state_bytes(run_spec(*words)) // 6}")
 
 
 STREAMING = ("zero3_offload", "train_lru", "fsdp2_offload")
@@ -150,7 +150,7 @@ CASES = [*map(as_on_cpu, POLICIES), *map(in_a_sixth, STREAMING)]
 @pytest.mark.parametrize("words", CASES, ids=lambda words: words[0])
 def test_budgets_of_gpu_tests_hold_what_torch_takes_beside_them(words: tuple[str, ...]) -> None:
     """Its segments, cuBLAS's workspaces; there is no reserve on device=cpu."""
-    found = setting(*words)
+    found = run_spec(*words)
     states = found.room.capacity_bytes[Tier.GPU, 0]
     assert device_bytes_of(found) - states >= MIN_BUDGET_BYTES
 
