@@ -28,7 +28,7 @@ def yaml_value(text: str, where: object) -> Any:
     check_size(text, where)
     with suppress(yaml.YAMLError, ValueError):
         return yaml.load(text, LOADER)
-    try:  # again, since libyaml names other places
+    try:  # again, because libyaml names other places
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: {fault(error)}") from error

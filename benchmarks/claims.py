@@ -118,7 +118,7 @@ def carried_out(
     line, took = last_line(said), f"{time.perf_counter() - began:.0f}"
     output = f"$ python {' '.join(words[1:])}\n{said}"
     if line is None or (line[-1] == "pass") != (code == 0):
-        print(f"{name}: {last_words(errors)}", file=sys.stderr)
+        print(f"{name}: {last_error(errors)}", file=sys.stderr)
         row = Claim(name, name, "-", "-", "-", f"broken({code})", took, _commit())
         return row, f"{output}{errors}"
     return Claim(name, *line, took, _commit()), output
@@ -148,7 +148,7 @@ def last_line(text: str) -> list[str] | None:
     return words if len(words) == 5 and words[-1] in VERDICTS else None
 
 
-def last_words(errors: str) -> str:
+def last_error(errors: str) -> str:
     """The last line that is not empty."""
     lines = [line for line in errors.splitlines() if line.strip()]
     return lines[-1] if lines else "its last line is no claim"
@@ -167,7 +167,7 @@ def kept(claims: Iterable[Claim]) -> list[Claim]:
 
 
 def write(claims: Iterable[Claim]) -> None:
-    """CLAIMS.csv, and the same for readers as CLAIMS.md."""
+    """Writes CLAIMS.csv, and CLAIMS.md for readers."""
     rows = sorted(claims, key=lambda claim: claim.script)
     names = [field.name for field in fields(Claim)]
     with TABLE.open("w", newline="", encoding="utf-8") as file:

@@ -162,7 +162,7 @@ def _write_profile(folder: Path, setting: RunSpec, run: Path) -> None:
     grid = {PREFILL_SLICE: Table(((1, 4000), (1, 4000)), (1e4, 2e4, 3e4, 4e4))}
     page = PageSize(16, 16 * setting.spec.kv_token_bytes)
     folder.mkdir()
-    cost = TableCost({**dict.fromkeys(names, line), **grid}, setting.spec, page, "made up")
+    cost = TableCost({**dict.fromkeys(names, line), **grid}, setting.spec, page, "synthetic")
     cost.save(folder / COST)
     steps = read_table(run / "steps.parquet")
     write_tables(folder, {"steps": steps, "holdout": steps})

@@ -246,7 +246,7 @@ def loop_row(
     row, limits = GpuTrainingRow(name, budget_bytes=budget_bytes, is_beside=True), nullcontext()
     if device == "cuda":
         whole = torch.cuda.get_device_properties(0).total_memory
-        cut = budget_bytes + setting.device.reserve_bytes  # as ours
+        cut = budget_bytes + setting.device.reserve_bytes  # as for policies
         limits = budgets({0: int(min(cut, whole))})
     try:
         with limits:

@@ -119,7 +119,7 @@ def _accumulation(spec: ModelSpec, launch: Trained) -> Iterator[Operator]:
 
 
 ROWS, PAIRS = "by rows", "by pairs"
-ANY = "any"  # a forward without adapters costs the same whether its unit trains or not
+ANY = "any"  # a forward without adapters costs as much whether its unit trains or not
 LIKE = {LIGHT: (FORWARD, AGAIN), AGAIN: (FORWARD, LIGHT), FORWARD: (AGAIN, LIGHT)}
 
 Terms = list[tuple[str, tuple[int, ...]]]
@@ -175,7 +175,7 @@ def is_of_training(name: str) -> bool:
 def likenesses(launch: Trained) -> Iterator[Trained]:
     """Launches whose price may stand in for a launch that was not calibrated.
 
-    All forwards compute the same. The backward of the lowest unit with adapters lacks little of
+    All forwards compute alike. The backward of the lowest unit with adapters lacks little of
     that of the other units.
 
     Args:

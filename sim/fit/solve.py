@@ -61,7 +61,7 @@ def _fit(rows: Array, target: Array, inside: NDArray[np.bool_]) -> Array:
 
 SMOOTHNESS = 1.0  # a kink that changes a launch by 3 % weighs as one launch that is 3 % off: about
 # the noise of a measured launch, and what tables bend by between nodes this near each other
-MODESTY = 1.0  # the pull to zero of a constant that two tables could hold, in the same unit
+MODESTY = 1.0  # the pull to zero of a constant that two tables could hold, in that unit
 ROUNDS = 4  # of reweighting
 OUTLIER = 3.0  # errors beyond so many robust standard deviations lose weight
 

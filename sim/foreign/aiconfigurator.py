@@ -86,7 +86,7 @@ class AiConfiguratorCost(ShapePriced):
         return {name: n for name, n in (tables | self._watch.outside).items() if n}
 
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
-        """One launch by its shape: new tokens and tokens in KV per slice, rows of the head."""
+        """Duration of one serving launch by its kernels. See ShapeCost.shape_ns."""
         total = sum(tokens)
         layer = sum(table[total] for table in self.products) + self._elementwise_ns(total)
         past = [c for n, c in zip(tokens, contexts, strict=True) if n == 1 and c]

@@ -185,7 +185,7 @@ class KernelProfileCost(ShapePriced):
         return {name: n for name, n in (tables | self._watch.outside).items() if n}
 
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
-        """One launch by its shape: new tokens and tokens in KV per slice, rows of the head."""
+        """Duration of one serving launch by its kernels. See ShapeCost.shape_ns."""
         return self._ns(sum(tokens), Load.of(zip(tokens, contexts, strict=True)), samples)
 
     def served_ns(self, launch: Launch) -> int:
@@ -255,11 +255,11 @@ class KernelProfileCost(ShapePriced):
         return self._decode_rows[decodes]
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
-        """The profile has no copies: ValueError."""
+        """Raises ValueError: the profile has no copies."""
         raise ValueError(f"{self.source} has no copies {direction}; take a policy that restarts")
 
     def plan_ns(self, items: int, prompts: int = 0) -> int:
-        """The host's part of a plan, as given."""
+        """The given host time of a plan."""
         return self.host_ns_per_plan
 
     def _padded(self, tokens: int) -> int:

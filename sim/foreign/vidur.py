@@ -164,7 +164,7 @@ class VidurCost(ShapePriced):
         return ms
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
-        """Vidur copies nothing: ValueError."""
+        """Raises ValueError: Vidur has no copies."""
         raise ValueError(f"Vidur has no copies {direction}; take a memory policy that restarts")
 
     def host_ns(self, launches: Sequence[Launch]) -> int:
