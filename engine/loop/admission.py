@@ -1,4 +1,4 @@
-"""When work reaches the engine, and where jobs enter service and leave it."""
+"""Arrivals: when requests and training jobs reach the engine, and where jobs leave it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from engine.memory.pool import Chain
 from traces.serving.request import Request, TrainingJob
 
 Item = Request | TrainingJob
-Release = Callable[[Job], None]  # lets the next turn of a session come
+Release = Callable[[Job], None]  # lets the next turn of a session arrive
 
 
 class ArrivalQueue:
-    """Hands over each item of a trace once; `pending` counts those still to come."""
+    """Hands over each item of a trace once; `pending` counts the items still to come.
+
+    Raises:
+        ValueError: a session has two turns of one number, or lacks a turn before another.
+    """
 
     def __init__(
         self, env: simpy.Environment, work: Iterable[Item], admit: Callable[[Item, int], None]
@@ -38,14 +42,14 @@ class ArrivalQueue:
                 first.append(item)
         self._check_turns({i.session for i in first if isinstance(i, Request)})
         self._first = sorted(first, key=lambda item: item.arrival_ns)
-        self._handed = 0  # of the first ones
-        self._timed: list[int] = []  # a heap: when turns that wait for their time will come
+        self._handed = 0  # of `_first`
+        self._timed: list[int] = []  # a heap: when released turns will arrive
         self.pending = len(self._first) + len(self._turns)
-        self.next_ns: int | None = None  # when something will arrive; None: answers alone bring it
+        self.next_ns: int | None = None  # when an item will arrive; None: only answers release turns
         self._look_ahead()
 
     def run(self) -> Generator[simpy.Event, Any, None]:
-        """The process of all that arrives by the clock."""
+        """The process of the items that arrive by the clock."""
         for item in self._first:
             if item.arrival_ns > self._env.now:
                 yield self._env.timeout(item.arrival_ns - int(self._env.now))
@@ -62,7 +66,7 @@ class ArrivalQueue:
         self.next_ns = at_ns
 
     def release_turn(self, job: Job) -> None:
-        """The client has its answer (or was refused): its next turn comes after it has thought."""
+        """A client has its answer (or was refused): its next turn arrives after its think time."""
         if job.session is None:
             return
         request = self._turns.pop((job.session, job.turn + 1), None)
@@ -92,7 +96,7 @@ class ArrivalQueue:
 
 
 class Admission:
-    """Makes a job of each item that arrives, and takes jobs out that are served or refused."""
+    """Makes a job of each item that arrives, and takes out jobs that are served or refused."""
 
     def __init__(
         self,
@@ -103,8 +107,8 @@ class Admission:
         training: TrainingContract,
         left: Callable[[Job], None],
     ) -> None:
-        """`frees` gets what finished jobs held; None leaves it to the policy. `left` is told of
-        requests that leave."""
+        """`frees` gets the memory of finished jobs; None leaves it to the policy. `left` is called
+        with each request that leaves."""
         self._state, self._completions, self._frees = state, completions, frees
         self._issuing, self._training, self._left = issuing, training, left
 
@@ -119,7 +123,7 @@ class Admission:
             job = Job.trains(TrainingProgress(item, layout, recorded), arrival_ns)
             self._training.admit(job)
         state.jobs.wait(job)
-        if min(state.in_flight.level) < state.depth:  # else an end will tell
+        if min(state.in_flight.level) < state.depth:  # else the end of a plan wakes the loop
             state.wakeup.tell()
 
     def _serving(self, item: Request, arrival_ns: int) -> Job:
@@ -137,7 +141,7 @@ class Admission:
         return job
 
     def refuse(self, job: Job, release_turn: Release) -> None:
-        """A job will never fit: it leaves."""
+        """A job that will never fit leaves."""
         self._state.jobs.refuse(job)
         self._state.give_all(job.job_id)
         self._leave(job, self._state.now_ns, "refused", release_turn)

@@ -1,4 +1,4 @@
-"""What the policy is asked, when, and what it is shown."""
+"""When the policy is asked, and what it is shown."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class PolicyAnswer(NamedTuple):
 
 
 class PlanReuse(Protocol):
-    """Which questions the policy is spared. Results are those of asking at each step (law 15)."""
+    """Decides when the policy is not asked. Results are those of asking at each step (law 15)."""
 
     def next(self) -> Plan | None:
-        """A plan that needs no question, because the one before still holds."""
+        """The next step of the plan before, while it still holds; else None."""
 
     def recurring(self) -> Plan | None:
-        """A plan of a training step that is planned as the step before it."""
+        """The next plan of a training step that is planned like the step before it; else None."""
 
     def answered(self, plan: Plan) -> None:
         """The policy has answered; the engine may ask again at once."""
@@ -40,7 +40,7 @@ class PlanReuse(Protocol):
         """The last answer is carried out."""
 
     def changed(self) -> None:
-        """A job has arrived or left, or a moment has come: ask again."""
+        """A job has arrived or left, or a moment has come: the policy is asked next."""
 
     def returned(self) -> None:
         """Memory of finished jobs has come back."""
@@ -55,14 +55,14 @@ class PlanReuse(Protocol):
         """Decodes of the plan before, for a View."""
 
     def reads(self) -> Reads | None:
-        """What notes the reads of a scheduling that promises nothing."""
+        """Notes the reads of a scheduling that promises nothing; None where that is not needed."""
 
     def unissued_bytes(self, now_ns: int) -> int:
         """KV that is booked for steps which are issued only at `now_ns` or later."""
 
 
 class Asking:
-    """Asks the policy unless a plan stands; shows it the memory of finished jobs in good time."""
+    """Asks the policy where no plan holds, and decides when it sees memory of finished jobs."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Asking:
     ) -> None:
         self._state, self._policy, self._check, self._reuse = state, policy, check, reuse
         self._frees, self._prefix = frees, prefix
-        ledger = state.ledger  # whose own books only the engine writes
+        ledger = state.ledger  # policies see read-only proxies of its books
         self._held_bytes = MappingProxyType(ledger.held_bytes)
         self._written, self._used = MappingProxyType(ledger.written), MappingProxyType(ledger.used)
         self._capacity_bytes = MappingProxyType(ledger.capacity_bytes)
@@ -83,11 +83,11 @@ class Asking:
         self.asked = 0
 
     def decide(self, device: int) -> Plan:
-        """Asks, and again where memory that has come back meanwhile may change the answer.
+        """The next plan of a device. An empty answer is asked again with memory that came back.
 
-        What jobs of plan k held is shown from plan k + depth on, which run-ahead cannot ask for
-        before k has settled, or when the policy wants nothing without it: so decisions do not
-        depend on how soon the engine noticed an end (law 11).
+        The memory of jobs that end with plan k is shown from plan k + depth on: run-ahead cannot
+        ask for that plan before k has settled. It is shown earlier only where the policy plans
+        nothing without it. So decisions do not depend on how soon an end is noticed (law 11).
         """
         self.give_back(device)
         if (again := self._reuse.next()) is not None:
@@ -105,7 +105,7 @@ class Asking:
 
     def _ask(self, device: int) -> PolicyAnswer:
         self.asked += 1
-        policy: Any = self._policy  # that its answer is a plan is checked, not known
+        policy: Any = self._policy  # its answer may be of any type: the check decides
         view = self._view(device)
         try:
             plan = policy.plan(view)
@@ -118,18 +118,18 @@ class Asking:
             if (write := as_write(error)) is None:
                 raise
             raise self._located(write, device) from error
-        assert isinstance(plan, Plan), "the check has seen that it is one"
+        assert isinstance(plan, Plan), "the check lets only a Plan pass"
         return PolicyAnswer(plan, view)
 
     def _located(self, error: ContractError, device: int) -> ContractError:
         return error.located(name_of(self._policy), self._state.in_flight.steps, device)
 
     def give_back(self, device: int) -> None:
-        """Memory of finished jobs that may be shown by now comes back."""
+        """Gives back the memory of finished jobs that may be shown by now."""
         self._give_back(device, self._state.in_flight.issued[device] - self._state.depth)
 
     def give_all_back(self) -> None:
-        """Memory of all finished jobs comes back: no job is left to be asked for."""
+        """Gives back the memory of all finished jobs, where no job is left."""
         for device, number in enumerate(self._state.in_flight.issued):
             self._give_back(device, number)
 
@@ -165,7 +165,7 @@ class Asking:
         )
 
     def _shown(self, jobs: list[Job], device: int) -> list[Job]:
-        """A replica sees its own requests; without a router every device sees all."""
+        """The jobs that a device is shown: a replica sees its own, else each device sees all."""
         if self._state.fleet is None or self._state.devices == 1:
             return jobs
         return ReadOnlyList([job for job in jobs if job.device in (None, device)])

@@ -1,4 +1,4 @@
-"""Which job ends when, and when the memory of an ended job comes back."""
+"""When each job ends, and when the memory of an ended job comes back."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from engine.results.recorder import Recorder
 class DeferredFrees:
     """Per device, jobs that have finished and the plan they finished with, oldest first.
 
-    When their memory is shown again depends on plans alone, never on how soon the engine noticed
-    an end (law 11): whoever asks names the plan up to which it comes back.
+    When their memory is shown again depends on plans alone, never on how soon the engine notices an
+    end (law 11): the caller names the plan up to which it comes back.
     """
 
     def __init__(self, give_all: Callable[[int], None], recorder: Recorder, devices: int) -> None:
@@ -26,7 +26,7 @@ class DeferredFrees:
         self._queues: list[deque[tuple[int, Job]]] = [deque() for _ in range(devices)]
 
     def oldest(self, device: int) -> int | None:
-        """The plan whose jobs' memory comes back next, None where nothing is left over."""
+        """The plan whose jobs' memory comes back next, None where no memory is deferred."""
         return self._queues[device][0][0] if self._queues[device] else None
 
     def leave(self, device: int, number: int, job: Job) -> None:
@@ -34,7 +34,7 @@ class DeferredFrees:
         self._queues[device].append((number, job))
 
     def give_back(self, device: int, number: int) -> bool:
-        """Returns what was held up to the device's plan of that number; whether that was any."""
+        """Gives back the memory of jobs up to the device's plan of that number; whether any did."""
         queue, is_any = self._queues[device], False
         while queue and queue[0][0] <= number:
             _, job = queue.popleft()
@@ -50,7 +50,7 @@ class StepEnd:
 
     job: Job
     step: int
-    open: int  # the last launches of so many lanes have not settled
+    open: int  # lanes whose last launch of the step has not settled
     end_ns: int = 0  # of what has settled
     number: int = 0  # its device's plan up to which it took
 
@@ -61,7 +61,7 @@ class StepEnd:
         return self.step + 1 >= self.job.training.spec.num_steps
 
     def settle(self, end_ns: int, number: int) -> bool:
-        """One of its launches has ended; returns whether the step has."""
+        """A last launch of a lane has ended; returns whether the step has."""
         self.open -= 1
         self.end_ns, self.number = max(self.end_ns, end_ns), max(self.number, number)
         return not self.open
@@ -100,15 +100,15 @@ class Completions:
         return [end for end in ends if end.is_last]
 
     def expect(self, job: Job, output_tokens: int) -> None:
-        """A request has come, and this is how long its answer will be."""
+        """A request has arrived; its answer will be of so many tokens."""
         self._target[job.job_id] = job.known_tokens + output_tokens
 
     def tokens_left(self, job: Job) -> int:
-        """Tokens that are still to be sampled; none or less where the job is complete."""
+        """Tokens that are still to be sampled; 0 or below where the job is complete."""
         return self._target[job.job_id] - job.known_tokens
 
     def end_with(self, op: Op, jobs: Sequence[Job]) -> None:
-        """These jobs leave now and finish when the operation settles."""
+        """These jobs leave service now and finish when the operation settles."""
         self._leave(jobs)
         for job in jobs:
             self._with.setdefault(op, []).append(job)
@@ -129,9 +129,11 @@ class Completions:
         return done
 
     def step_with(self, op: Compute, job: Job, step: int) -> None:
-        """A training job's step is issued whole, with this launch; behind its last one the job
-        leaves now. It ends when all launches of the job up to this one have settled: updates on the
-        host and on the device overtake each other."""
+        """A training job's step is issued whole, with this launch as its last.
+
+        The step ends when all launches of the job up to this one have settled: updates on the host
+        and on the device overtake each other. With its last step the job leaves training now.
+        """
         last = self._last_launches(op, job)
         end = StepEnd(job, step, len(last))
         for other in last:
@@ -140,7 +142,7 @@ class Completions:
             self._leave([job])
 
     def _last_launches(self, op: Compute, job: Job) -> Collection[Op]:
-        """The latest of each lane, up to that one: a lane is first-in-first-out."""
+        """The job's last launch on each lane up to `op`: a lane is first-in-first-out."""
         last: dict[Lane, Op] = {}
         for other in self._in_flight:
             if isinstance(other, Compute) and any([p.job is job for p in other.slices]):
@@ -155,5 +157,5 @@ class Completions:
         return [end for end in ends if end.settle(end_ns, number)]
 
     def pop(self, op: Op) -> Sequence[Job]:
-        """Who finishes with an operation that has ended."""
+        """The jobs that finish with an operation that has ended."""
         return self._with.pop(op, ())

@@ -34,15 +34,16 @@ from engine.memory.scoreboard import Journal
 from engine.results.recorder import Recorder
 from traces.serving.request import Request, TrainingJob
 
-THRESHOLDS = (50_000_000, 1000, 1000)  # the facts of some 300,000 requests
+THRESHOLDS = (50_000_000, 1000, 1000)  # objects before a collection: 300,000 requests have fewer
 
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """While a run keeps all its facts, to look through them again and again is a third of its time.
+    """Garbage collection is rare while a run lasts.
 
-    Facts form no cycles; what does is still found, only later. To look through the facts just once,
-    at the end, would still be 6 %: they join the oldest generation unseen (frozen, thawed at once).
+    A run keeps all its facts, so each collection would look through all of them. Facts form no
+    cycles; cycles are still found, only later. At the end the facts join the oldest generation
+    without a look (frozen, and thawed at once).
     """
     before = gc.get_threshold()
     gc.set_threshold(*THRESHOLDS)
@@ -54,24 +55,42 @@ def few_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-FRUITLESS = 10_000  # plans without an operation, one after the other, are none too few
+FRUITLESS = 10_000  # plans in a row without an operation: the policy will never do anything
 
 
 class Stalled(RuntimeError):
-    """Work is left, and the policy wants nothing, or does nothing for ever. Names the jobs."""
+    """Jobs are left, and the policy plans nothing for them. The message names the jobs."""
 
 
 class Engine:
     """One engine for every backend: a SimPy process over an environment and an executor.
 
-    `depth` is the run-ahead: how many plans of a device may be in flight (until their last Compute
-    ends). `forced` lengths end a request at its recorded output; else sampling ends it (depth 1).
-    `returns_memory=False` leaves a finished job's memory to the policy (playing back a plan log).
-    `fast_forward=False` asks for every step, also where a plan would hold for many, or a step of
-    training is like the one before; same results.
-    With a `router` each device is a replica: it is shown only the requests that were routed to it.
-    `lanes` are the compute lanes that a device has: launches that serve run on no others.
-    What a policy promises (Traits) decides what it is spared, and whether full pages are kept.
+    The policy's Traits decide which questions it is spared, and whether full pages are kept.
+
+    Args:
+        env: the clock; a live one passes by itself.
+        policy: answers each View with a Plan.
+        executor: runs the launches.
+        capacity_bytes: bytes of each pool.
+        page: the page size of KV.
+        devices: how many devices plans are made for.
+        depth: the run-ahead, in plans of a device that may be in flight. A plan is in flight until
+            its last Compute ends.
+        forced: whether a request ends at its recorded output length; else sampling ends it, which
+            needs depth 1.
+        layout: what a planner has decided; places that are held before the first step.
+        cost: predicted durations, for policies that plan by time.
+        recorder: collects the facts of the run.
+        journal: gets every life of a place; with it the laws are checked at each step.
+        returns_memory: whether the engine gives back a finished job's memory; False leaves it to
+            the policy (playing back a plan log).
+        fast_forward: whether questions are spared and steps are issued at once; results are the
+            same without.
+        router: makes each device a replica, which is shown only requests that are routed to it.
+        lanes: the compute lanes of a device; launches that serve run on no other lane.
+
+    Raises:
+        ValueError: `depth` is below 1, or above 1 without `forced`; a trait is declared wrongly.
     """
 
     def __init__(
@@ -161,7 +180,7 @@ class Engine:
             )
         )
         self._fruitless = 0  # plans in a row that launched and refused nothing
-        self._moments = 0  # asked for in a row, while nothing was issued, came or ended
+        self._moments = 0  # asked for in a row, while nothing was issued, arrived or ended
 
     @property
     def recorder(self) -> Recorder:
@@ -189,7 +208,7 @@ class Engine:
         Raises:
             Stalled: the replay cannot end.
             ContractError: a plan breaks a rule.
-            BrokenLaw: the end does: a request is unfinished or of another length, memory is held.
+            BrokenLaw: at the end a request is unfinished or of another length, or memory is held.
         """
         items, state = list(work), self.state
         self._arrivals = ArrivalQueue(state.env, items, self._admit)
@@ -220,7 +239,7 @@ class Engine:
         self._rest()
 
     def _ask_devices(self) -> Generator[simpy.Event, Any, bool]:
-        """Idle devices first, then those with one plan in flight, and so on."""
+        """Asks for idle devices first, then for devices with one plan in flight, and so on."""
         asked, state = False, self.state
         levels = state.in_flight.level
         for level in range(state.depth):
@@ -237,7 +256,7 @@ class Engine:
         return asked
 
     def _wake_at(self, wake_ns: int) -> None:
-        """A moment for which the policy wants to wait, though not for ever."""
+        """Notes the moment that the policy waits for. Stalled where it only ever waits."""
         self._moments += 1
         is_last = self._arrivals.next_ns is None and not self.state.ledger.open
         if self._moments >= FRUITLESS * (1 if is_last else 10):
@@ -290,13 +309,13 @@ class Engine:
         return [self._issuing.launch(op, b, device, moves) for op, b in booked.items()]
 
     def _check_progress(self, plan: Plan, launches: Sequence[Launch]) -> None:
-        """Raises Stalled where the policy's plans do nothing for ever."""
+        """Raises Stalled where many plans in a row hold no operation."""
         self._fruitless = 0 if launches or plan.refuse else self._fruitless + 1
         if self._fruitless >= FRUITLESS:
             raise self._stalled(f"the policy's last {FRUITLESS:,} plans hold no operation")
 
     def _prepared(self, plan: Plan, device: int, launches: Sequence[Launch]) -> int:
-        """Numbers and records a plan in flight; the host's time to prepare its launches."""
+        """Numbers and records a plan; returns the host's time in ns to prepare its launches."""
         state, now_ns = self.state, self.state.now_ns
         step, number = state.in_flight.number(device)
         state.in_flight.last_compute([launch.op for launch in launches], device)
@@ -310,7 +329,7 @@ class Engine:
         return host_ns
 
     def _own(self, device: int) -> int | None:
-        """The device whose pools alone a plan can change: without a router, any device."""
+        """The device whose pools a plan can change; None for all of them, without a router."""
         return None if self.state.fleet is None else device
 
     def _check_books(self) -> None:
@@ -321,7 +340,7 @@ class Engine:
 
     # ---- settle: measurements and tokens arrive
     def settle(self, span: Span) -> None:
-        """An operation has ended: what it sampled and held is there."""
+        """An operation has ended: its tokens are delivered, and bytes that it used come back."""
         self._moments, state = 0, self.state
         issued = state.in_flight.pop(span.op)
         device, number = issued.device, issued.number
@@ -338,13 +357,12 @@ class Engine:
         state.recorder.settled(
             issued.step, issued.issue_ns, issued.host_ns, span, issued.launch, figures
         )
-        if (
-            not state.jobs or min(state.in_flight.level) < state.depth
-        ):  # else no device may be asked
+        may_ask = min(state.in_flight.level) < state.depth  # for a device
+        if may_ask or not state.jobs:
             state.wakeup.tell()
 
     def land(self, op: Op, end_ns: int, device: int, number: int) -> None:
-        """An operation has ended: what waited for it may go on."""
+        """An operation has ended: its bytes, and operations and steps behind it, go on."""
         state = self.state
         state.ledger.settle(op)
         state.in_flight.land(op)
@@ -355,7 +373,7 @@ class Engine:
         self.finish(op, end_ns, device, number)
 
     def finish(self, op: Op, end_ns: int, device: int, number: int) -> None:
-        """Jobs that end with an operation finish."""
+        """The jobs that end with an operation finish."""
         for job in self._completions.pop(op):
             self.finish_job(job, end_ns, device, number)
 
@@ -364,5 +382,5 @@ class Engine:
         self._admission.finish(job, now_ns, device, number, self._arrivals.release_turn)
 
     def give_back(self, device: int) -> None:
-        """Memory of finished jobs that a device may be shown by now comes back."""
+        """Gives back the memory of finished jobs that the device may be shown by now."""
         self._asking.give_back(device)

@@ -12,14 +12,14 @@ from engine.contract.plan import COMPUTE_LANE, Compute, Op
 
 
 class Wakeup:
-    """One event at a time that everybody may tell and the loop waits for.
+    """One event at a time, which the loop waits for and every part of the engine may trigger.
 
-    `at_a_moment` is called where a moment comes that a policy has asked for.
+    `at_a_moment` is called at each moment that a policy has asked for.
     """
 
     def __init__(self, env: simpy.Environment, at_a_moment: Callable[[], None]) -> None:
         self._env, self._at_a_moment = env, at_a_moment
-        self._moments_ns: set[int] = set()  # that lie ahead
+        self._moments_ns: set[int] = set()  # moments that lie ahead
         self.next = env.event()
 
     @property
@@ -33,7 +33,7 @@ class Wakeup:
         self.next = self._env.event()
 
     def wake_at(self, wake_ns: int) -> None:
-        """Tells at that moment, if it is still to come."""
+        """Triggers the event at that moment, if it is still to come."""
         delay_ns = wake_ns - int(self._env.now)
         if delay_ns > 0 and wake_ns not in self._moments_ns:
             self._moments_ns.add(wake_ns)
@@ -46,7 +46,7 @@ class Wakeup:
 
 
 class IssuedOp(NamedTuple):
-    """An operation on its way: its plan (of all, and of its device), and when it was issued."""
+    """An operation in flight: its plan (of all, and of its device), and when it was issued."""
 
     step: int
     device: int
@@ -61,14 +61,14 @@ class InFlight:
 
     def __init__(self, devices: int) -> None:
         self.steps = 0  # plans issued
-        self.issued = [0] * devices  # the same per device
+        self.issued = [0] * devices  # plans issued per device
         self.level = [0] * devices  # plans in flight per device: the run-ahead
         self._tails: dict[Op, None] = {}  # the last Compute of each plan in flight
         self._issued_ops: dict[Op, IssuedOp] = {}
 
     @property
     def tails(self) -> tuple[Op, ...]:
-        """What ends the plans in flight, in issue order."""
+        """The last Compute of each plan in flight, in issue order."""
         return tuple(self._tails)
 
     def number(self, device: int, count: int = 1) -> tuple[int, int]:
@@ -89,15 +89,15 @@ class InFlight:
             self._tails[tail] = None
 
     def start(self, issued: IssuedOp) -> None:
-        """An operation is on its way."""
+        """An operation is in flight."""
         self._issued_ops[issued.launch.op] = issued
 
     def pop(self, op: Op) -> IssuedOp:
-        """An operation has ended; what was known of it."""
+        """An operation has ended; returns what was known of it."""
         return self._issued_ops.pop(op)
 
     def land(self, op: Op) -> None:
-        """An operation has ended, and with its last one a plan."""
+        """An operation has ended; its plan ends with its last Compute."""
         if op in self._tails:
             del self._tails[op]
             self.level[op.lane[0]] -= 1

@@ -1,4 +1,4 @@
-"""From booked operations to launches: the moment at which jobs move on."""
+"""Makes launches of booked operations; jobs move on at that moment."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from engine.memory.pool import Chain
 from engine.results.recorder import Recorder
 from traces.serving.request import Request
 
-Moved = Callable[[Compute, Sequence[Slice]], Pieces]  # jobs move on slice by slice
+Moved = Callable[[Compute, Sequence[Slice]], Pieces]  # moves jobs on slice by slice
 
 
 class Moves(Protocol):
-    """How the jobs of a launch move on where that was found out beforehand."""
+    """Moves on the jobs of a launch of which fast-forward knows more than its slices."""
 
     num_held: int  # places at the head of the launch's writes that are known to be held
 
     def pieces(self, op: Compute, moved: Moved) -> Pieces:
-        """Moves the jobs on, some of them by `moved`; the pieces of the launch."""
+        """Moves the jobs on, some of them by `moved`; returns the pieces of the launch."""
 
 
 class PrefixReuse:
-    """Told of every request, issue and launch where the policy has `prefix_caching`."""
+    """Keeps the page keys of requests and pages where the policy has `prefix_caching`."""
 
     def __init__(self, chains: dict[int, Chain], ledger: Ledger, recorder: Recorder) -> None:
         self._chains, self._ledger, self._recorder = chains, ledger, recorder
@@ -42,7 +42,7 @@ class PrefixReuse:
         return self._ledger.sharing[Tier.GPU, device].dry_run
 
     def arrived(self, request: Request) -> None:
-        """A request may look its beginning up from now on."""
+        """A request has arrived: its beginning can be looked up from now on."""
         self._chains[request.request_id] = Chain(request, self._ledger.page.tokens)
 
     def left(self, job: Job) -> None:
@@ -50,7 +50,7 @@ class PrefixReuse:
         del self._chains[job.job_id]
 
     def start(self, plan: Plan) -> None:
-        """A plan is issued: jobs start behind what they share."""
+        """A plan is issued: its jobs start behind the tokens of the pages that they share."""
         shares = [op for op in plan.ops if isinstance(op, Share)]
         launches = [op for op in plan.ops if isinstance(op, Compute)] if shares else []
         jobs = {piece.job.job_id: piece.job for op in launches for piece in op.slices}
@@ -60,8 +60,10 @@ class PrefixReuse:
             self._recorder.cached(job.job_id, tokens)
 
     def keep(self, device: int, moved: Iterable[tuple[Job, int]]) -> None:
-        """Pages that jobs have filled since they held so many tokens can be found from the next
-        plan on."""
+        """Pages that jobs have filled can be found from the next plan on.
+
+        `moved`: jobs, each with the tokens that it held before.
+        """
         cache, tables = self._ledger.sharing[Tier.GPU, device].cache, self._ledger.pages
         size = self._ledger.page.tokens
         for job, context in moved:
@@ -70,20 +72,20 @@ class PrefixReuse:
 
 
 class Issuing:
-    """Says what an executor must know of an operation, with all jobs as they are at issue."""
+    """Makes the launches of a plan and starts them; a launch keeps its jobs as they are at issue."""
 
     def __init__(
         self, state: EngineState, completions: Completions, prefix: PrefixReuse | None
     ) -> None:
         self._state, self._completions, self.prefix = state, completions, prefix
-        self._recorded: dict[int, int] = {}  # tokens whose activations are kept, per request
+        self._recorded: dict[int, int] = {}  # by request: tokens whose activations are kept
 
     def recorded_tokens(self, request_id: int | None) -> int:
         """Tokens that serving has recorded of a request, for the job that trains on it."""
         return 0 if request_id is None else self._recorded.get(request_id, 0)
 
     def launch(self, op: Op, booking: Booking, device: int, moves: Moves | None = None) -> Launch:
-        """The launch of a booked operation. Its jobs move on."""
+        """The launch of a booked operation, whose jobs move on."""
         if not isinstance(op, Compute):
             return Launch(op, booking.waits, (), *booking.copied)
         assert op.device == device, f"a plan for device {device} computes on {op.device}"
@@ -94,7 +96,10 @@ class Issuing:
         return Launch(op, booking.waits, self._moved(op, op.slices, booking.beside))
 
     def start(self, plan: Plan, launches: Sequence[Launch], settle: Callable[[Span], None]) -> None:
-        """Starts a plan's launches; tells the store between them what is taken and freed but KV."""
+        """Starts a plan's launches in order.
+
+        The store is told between them of memory that is taken and freed, but for KV.
+        """
         store, following = self._state.store, iter(launches)
         run, kv = self._state.executor.run, Kind.KV
         if store is None:
@@ -112,7 +117,7 @@ class Issuing:
                 run(next(following), settle)
 
     def begin(self, job: Job) -> None:
-        """A waiting job is admitted, if it is one."""
+        """Admits a job that waits; no other changes."""
         jobs = self._state.jobs
         if jobs.has_started(job):
             return
@@ -121,12 +126,12 @@ class Issuing:
             self._state.recorder.scheduled(job.job_id, self._state.now_ns)
 
     def _trained(self, op: Compute, piece: Slice, beside: Beside) -> Pieces:
-        """The slice of a launch that trains one job alone: it has no KV, and samples nothing."""
+        """Moves on the only job of a launch that trains: it has no KV, and samples nothing."""
         self._advance(op, piece, beside)
         return _alone(piece.job.job_id, piece.tokens)
 
     def _moved(self, op: Compute, slices: Sequence[Slice], beside: Beside = NOTHING) -> Pieces:
-        """Slices of a launch whose jobs move on one by one."""
+        """Moves the jobs of slices on one by one; returns the pieces of the slices."""
         jobs = [piece.job for piece in slices]
         assert not op.again or all(job.training for job in jobs), "a served job restarts instead"
         ids = tuple([job.job_id for job in jobs])
@@ -164,5 +169,5 @@ class Issuing:
 
 @lru_cache(maxsize=1 << 12)
 def _alone(job_id: int, tokens: int) -> Pieces:
-    """Pieces that every step and every engine shares: they are read only."""
+    """The piece of a launch that trains one job; never written to, so all launches share it."""
     return Pieces((job_id,), (tokens,), (0,), (False,), ((),))

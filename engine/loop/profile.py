@@ -1,4 +1,4 @@
-"""What was measured so far, kept by the engine and read by policies."""
+"""The profile: durations and moments of training launches so far, for policies to read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from engine.memory.ledger import Beside
 
 
 def launch_key(op: Compute) -> LaunchKey:
-    """The unit of measurement is a whole launch: fused work cannot be told apart."""
-    if len(op.slices) == 1:  # training's, but beside serving
+    """The key of a launch in the profile. A whole launch is one unit: fused work has no parts."""
+    if len(op.slices) == 1:  # of a launch that trains, but where it serves as well
         (piece,) = op.slices
         return ((piece.work, piece.layers, piece.tokens),)
     return tuple([(s.work, s.layers, s.tokens) for s in op.slices])
@@ -24,7 +24,7 @@ def launch_key(op: Compute) -> LaunchKey:
 
 @dataclass(slots=True)
 class ProfiledStep:
-    """The launches of a step, and which of them touched each place: found when asked for."""
+    """The launches of a step, and which of them touched each place: found when first read."""
 
     moments: tuple[Moment, ...]
     _uses: Mapping[Place, Sequence[int]] | None = field(default=None, compare=False)
@@ -44,8 +44,8 @@ class EngineProfile:
     """Durations at settle, moments at issue; only launches with training work are kept."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[int, LaunchKey], list[int]] = {}  # of durations, and how many
-        self._steps: dict[int, ProfiledStep] = {}  # the last complete ones
+        self._sums: dict[tuple[int, LaunchKey], list[int]] = {}  # total duration, and launches
+        self._steps: dict[int, ProfiledStep] = {}  # the last complete step by job
         self._recent: dict[int, list[Moment]] = defaultdict(list)
         self._trains = False  # whether any launch had training work
 

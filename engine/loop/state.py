@@ -1,4 +1,4 @@
-"""What all parts of the loop share: clock, executor, books, job lists, and what is in flight."""
+"""What all parts of the loop share: clock, executor, ledger, job lists, operations in flight."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ NAMED = 8  # jobs of a list that a message names
 
 
 class JobLists:
-    """Three lists of jobs, in the order of their coming; each job is in one of them or has left.
+    """Waiting, serving and training jobs, in their order; each job is in one list or has left.
 
-    Policies are shown these very lists, so they are read-only to all but this class.
+    Policies are shown these very lists, so only this class can write to them.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class JobLists:
         self._started: set[int] = set()  # jobs that are not waiting
 
     def __bool__(self) -> bool:
-        """Whether anybody is left."""
+        """Whether a job is left."""
         return bool(self.jobs)
 
     def __iter__(self) -> Iterator[Job]:
@@ -51,37 +51,37 @@ class JobLists:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each job is in one of the lists: C code writes to a list past its class."""
+        """Whether each job is in one of the lists: C code can write to a list past its class."""
         return len(self.waiting) + len(self.serving) + len(self.training) == len(self.jobs)
 
     def has_started(self, job: Job) -> bool:
         return job.job_id in self._started
 
     def wait(self, job: Job) -> None:
-        """A job has come: it waits behind all others."""
+        """A job has arrived: it waits behind all other waiting jobs."""
         self.jobs[job.job_id] = job
         list.append(self.waiting, job)
 
     def start(self, job: Job) -> None:
-        """From waiting into service or training."""
+        """Moves a job from waiting into service or training."""
         self._started.add(job.job_id)
         list.remove(self.waiting, job)
         list.append(self.serving if job.training is None else self.training, job)
 
     def wait_again(self, job: Job) -> None:
-        """From service back to the head of the line."""
+        """Moves a job from service back to the head of the waiting jobs."""
         if job in self.serving:
             list.remove(self.serving, job)
             list.insert(self.waiting, 0, job)
             self._started.discard(job.job_id)
 
     def leave(self, job: Job) -> None:
-        """Out of service or training."""
+        """Takes a job out of service or training."""
         del self.jobs[job.job_id]
         list.remove(self.serving if job.training is None else self.training, job)
 
     def refuse(self, job: Job) -> None:
-        """Out of whichever list it is in."""
+        """Takes a job out of the list that it is in."""
         del self.jobs[job.job_id]
         for jobs in (self.waiting, self.serving, self.training):
             if job in jobs:
@@ -100,7 +100,7 @@ Turn = Generator[simpy.Event, Any, None]  # a part of the loop's process
 
 @dataclass(slots=True, eq=False)
 class EngineState:
-    """One object for the life of an engine; each part of the loop is given it, and callbacks."""
+    """The state of an engine, for its life; each part of the loop takes it, and callbacks."""
 
     env: simpy.Environment
     executor: Executor
@@ -125,31 +125,31 @@ class EngineState:
         return int(self.env.now)
 
     def give_all(self, owner: int) -> None:
-        """All that an owner holds comes back."""
+        """Gives back all memory of an owner."""
         for place in self.ledger.give_all(owner):
             if self.store is not None and place.region.kind is not Kind.KV:
                 self.store.free(place)
 
     def release_idle(self) -> None:
-        """Pages out of all use go back to the machine."""
+        """Hands idle KV pages to the executor, which may return their memory to the system."""
         for pool, pages in self.ledger.drain_idle():
             self.executor.release(pool, pages)
 
 
 class Lifecycle(Protocol):
-    """What an operation that has ended means for the jobs of the engine."""
+    """What the engine does where an operation has ended."""
 
     def settle(self, span: Span) -> None:
         """An operation has ended: measurements and tokens arrive."""
 
     def land(self, op: Op, end_ns: int, device: int, number: int) -> None:
-        """An operation of a device's plan of that number has ended: what waited for it goes on."""
+        """An operation of a device's plan of that number has ended; operations behind it go on."""
 
     def finish(self, op: Op, end_ns: int, device: int, number: int) -> None:
         """The jobs that end with an operation finish."""
 
     def give_back(self, device: int) -> None:
-        """Memory of finished jobs that a device may be shown by now comes back."""
+        """Gives back the memory of finished jobs that the device may be shown by now."""
 
     def finish_job(self, job: Job, now_ns: int, device: int, number: int) -> None:
         """A job is complete with a device's plan of that number."""

@@ -18,15 +18,17 @@ UNKNOWN = -1  # a page that this plan takes: it holds nothing that could be foun
 
 
 class PageDryRun:
-    """Changes nothing. Pages are taken oldest first, so what a plan takes may be what a job of
-    the same plan would have started on: ask in the order of the plan.
+    """KeptPages over a page pool. It changes nothing.
+
+    Pages are taken oldest first, so what a plan takes may be what a later job of the plan would
+    have started on: ask in the order of the plan.
     """
 
     def __init__(
         self, pool: PagePool, tables: Mapping[Place, Sequence[int]], cache: PrefixCache
     ) -> None:
         self._pool, self._tables, self._cache = pool, tables, cache
-        self._holders: dict[int, int] = {}  # where the plan has changed them
+        self._holders: dict[int, int] = {}  # of pages whose holders the plan changes
         self._shared: dict[Place, Sequence[int]] = {}
         self._grown: dict[Place, int] = defaultdict(int)
         self._freed: set[Place] = set()
@@ -41,7 +43,7 @@ class PageDryRun:
         return tuple(self._cache.find(job, self._gone))
 
     def idle(self, pages: Sequence[int]) -> int:
-        """How many of these pages nobody holds: to share them takes room."""
+        """How many of these pages have no holder: sharing them takes room."""
         if self._holders.keys().isdisjoint(pages):
             return self._pool.num_idle(pages)
         return self._holders_of(pages).count(0)
@@ -63,7 +65,7 @@ class PageDryRun:
         self._shared[place] = pages
 
     def free(self, place: Place) -> int:
-        """A place is given back, its last page first; returns how many pages nobody holds now."""
+        """Gives a place back, its last page first; returns how many pages lose their last holder."""
         fresh = self._grown.pop(place, 0)
         self._tail.extend([UNKNOWN] * fresh)
         had = () if place in self._freed else self._tables.get(place, ())
@@ -88,7 +90,7 @@ class PageDryRun:
         if self._oldest is None:
             self._oldest = filterfalse(self._holders.__contains__, self._pool.oldest())
         taken = [*islice(self._oldest, self._due)]
-        while self._tail and len(taken) < self._due:  # if not, such a plan will not be booked
+        while self._tail and len(taken) < self._due:  # a plan that takes more will not be booked
             taken.append(self._tail.popleft())
         self._gone.update(taken)
         self._due -= len(taken)
@@ -98,7 +100,12 @@ NO_PAGES: Mapping[Pool, KeptPages] = MappingProxyType({})
 
 
 class Shortage(MemoryError):
-    """A plan takes more than a pool has; says how much is missing."""
+    """A plan takes more bytes than a pool has.
+
+    Attributes:
+        place: what would have taken them.
+        deficit_bytes: how many bytes the pool lacks.
+    """
 
     def __init__(self, place: Place, deficit_bytes: int) -> None:
         super().__init__(
@@ -109,9 +116,15 @@ class Shortage(MemoryError):
 
 
 class DryRun:
-    """Running figures over the ledger's, used by the ledger itself and by policies' drafts.
+    """What pools and places would hold while a plan is applied, operation by operation.
 
-    `page_runs`: dry runs on pages, for pools where jobs share them.
+    The ledger uses it to check a plan, the plan builder to write one. Neither is changed.
+
+    Args:
+        room_bytes: free and coming bytes of each pool.
+        held_bytes: bytes of each place that is held.
+        page_runs: dry runs on pages, for pools where jobs share them.
+        page_nbytes: bytes of a KV page.
     """
 
     def __init__(
@@ -124,8 +137,8 @@ class DryRun:
         self.room_bytes = dict(room_bytes)
         self._page_runs, self._page_nbytes = page_runs, page_nbytes
         self._held = held_bytes
-        self._unentered: Sequence[Grow] = ()  # growth of held places that is not in `_known` yet
-        self._known: dict[Place, int | None] = {}  # by now, of places that were looked at
+        self._unentered: Sequence[Grow] = ()  # growth of held places that `_known` lacks yet
+        self._known: dict[Place, int | None] = {}  # bytes of places that were looked at; None: not held
 
     def held(self, place: Place) -> int | None:
         """Bytes at a place, None where nothing is."""
@@ -153,8 +166,10 @@ class DryRun:
             pages.take(place, nbytes // self._page_nbytes)
 
     def grow_held(self, pool: Pool, grows: Sequence[Grow], nbytes: int) -> None:
-        """Takes so many bytes in all for places of a pool that are held; the caller has seen that
-        there is room. What each holds is reckoned when it is asked for."""
+        """Takes `nbytes` in all for held places of one pool; the caller has seen that there is room.
+
+        The bytes of each place are added when a place is looked at: most plans look at none.
+        """
         if self._page_runs:
             for op in grows:
                 self.grow(op.place, op.nbytes)
@@ -168,7 +183,7 @@ class DryRun:
             self._known[place] = self._held[place] + nbytes
 
     def share(self, op: Share) -> None:
-        """Starts a place on pages; those that nobody holds take room. Shortage as in `grow`."""
+        """Starts a place on pages; pages without a holder take room. Shortage as in `grow`."""
         place, pages = op.place, self._page_run(op.place)
         if pages is None:
             raise ContractError(
@@ -205,8 +220,10 @@ class DryRun:
             self.grow(op.dst, nbytes)
 
     def compute(self, op: Compute, lead: int = 0) -> None:
-        """Checks that all it reads and writes is where the launch runs; of what it writes the first
-        `lead` places are known to be."""
+        """Checks that all places of a launch are held, and lie where it runs.
+
+        The first `lead` places that it writes are known to be.
+        """
         tier, device = (Tier.HOST, 0) if op.on == "cpu" else (Tier.GPU, op.device)
         held, known = self._held, self._known
         for place in (*op.reads, *op.writes[lead:]):
@@ -221,7 +238,7 @@ class DryRun:
                 raise ContractError(Rule.HELD, f"launch waits for {told(place)}, which is not held")
 
     def collective(self, op: Collective) -> None:
-        """Checks that all it reads and writes is on its device."""
+        """Checks that all places of an exchange are held, and lie on its device."""
         for place in (*op.reads, *op.writes):
             if self.held(place) is None:
                 raise ContractError(

@@ -29,8 +29,10 @@ NOTHING = Beside()
 
 
 class Booking(NamedTuple):
-    """What booking an operation derived. `copied`: bytes and both page tables of a Copy; of a
-    Collective its bytes. `beside`: of a launch that trains.
+    """What booking an operation derived.
+
+    `copied`: the bytes and both page tables of a Copy, or the bytes of a Collective. `beside`: what
+    its device held beside model states, of a launch that trains.
     """
 
     waits: tuple[Op, ...]
@@ -41,8 +43,8 @@ class Booking(NamedTuple):
 class Sharing:
     """The ledger's part for a pool with prefix caching.
 
-    A page that nobody holds is on its way back like any other, so its bytes count as free; whoever
-    shares it takes page and bytes out of the middle of their queues.
+    The bytes of a page without a holder count as free or coming, like those of any other page.
+    Sharing such a page takes the page and its bytes out of the middle of their queues.
     """
 
     def __init__(
@@ -69,26 +71,26 @@ class Sharing:
         self._landing[op] = tuple(pages)
 
     def share(self, pages: Sequence[int], running: Collection[Op]) -> tuple[int, set[Op]]:
-        """One more holder for pages: bytes that this takes, and who may be writing them still.
+        """Adds a holder to pages; returns the bytes this takes, and operations to wait for.
 
-        A launch fills a page before it can be found; who reads it on another lane waits for all
-        launches in flight.
+        A page can be found as soon as the launch that fills it is issued. A reader on another lane
+        therefore waits for all launches in flight.
         """
         idle = self._pool.share(pages)
         self._passed_on.update(pages)
         self._landing = {op: ids for op, ids in self._landing.items() if op in running}
-        wanted = set(pages)
+        shared = set(pages)
         writers: set[Op] = {op for op in running if isinstance(op, Compute) and self._touches(op)}
-        writers.update(op for op, ids in self._landing.items() if not wanted.isdisjoint(ids))
+        writers.update(op for op, ids in self._landing.items() if not shared.isdisjoint(ids))
         for page in idle:
             writers |= self._queue.reclaim(self._owed.pop(page), self._page_nbytes)
         return len(idle) * self._page_nbytes, writers
 
     def give(self, pages: Sequence[int], users: set[Op], running: Collection[Op]) -> int:
-        """One holder less; returns the bytes that come back.
+        """Removes a holder from pages; returns the bytes that come back.
 
-        Pages that were passed on may have users of whom their last holder knows nothing: they
-        come back behind all that is in flight.
+        Pages that were shared may be used by operations of earlier holders, too: they come back
+        behind all operations in flight on the device.
         """
         if not self._passed_on.isdisjoint(pages):
             users = set(filter(self._touches, running))
@@ -106,7 +108,19 @@ class Sharing:
 
 
 class Ledger:
-    """The *predicted* memory: bytes per place, pages per KV place, what comes back and when."""
+    """The *predicted* memory: bytes per place, pages per KV place, what comes back and when.
+
+    Args:
+        capacity_bytes: bytes of each pool.
+        page: the page size of KV.
+        resident: bytes of places that are held from the start, such as weights.
+        journal: gets every life of a place, where a run is to be checked.
+        chains: page keys of serving jobs by number; they turn prefix caching on, for the KV pages
+            of devices.
+
+    Raises:
+        Shortage: `resident` does not fit.
+    """
 
     def __init__(
         self,
@@ -116,7 +130,6 @@ class Ledger:
         journal: Journal | None = None,
         chains: dict[int, Chain] | None = None,
     ) -> None:
-        """`chains` of all serving jobs turn prefix caching on, for the KV pages of devices."""
         self.capacity_bytes = dict(capacity_bytes)
         self.page = page
         self.pages: dict[Place, list[int]] = {}  # a table only grows; a freed one is dropped
@@ -126,7 +139,7 @@ class Ledger:
         self.marks = self._board.marks
         self.written, self.used, self.open = self._board.written, self._board.used, self._board.open
         self.places_of: dict[int, dict[Place, None]] = defaultdict(dict)  # by owner
-        self.ended: set[int] = set()  # owners whose states a plan may give back for good
+        self.ended: set[int] = set()  # owners that have ended: a plan may free their states
         self.kind_bytes = {pool: dict.fromkeys(Kind, 0) for pool in capacity_bytes}
         self._free_queues = {pool: FreeQueue(n) for pool, n in capacity_bytes.items()}
         self._pools: dict[Pool, PagePool] = {}
@@ -169,7 +182,7 @@ class Ledger:
         return {pool: queue.room_bytes for pool, queue in self._free_queues.items()}
 
     def held_pages(self, pool: Pool) -> int:
-        """KV pages of a pool that somebody holds."""
+        """KV pages of a pool with at least one holder."""
         return self._pools[pool].held_pages
 
     def num_pages(self, pool: Pool) -> int:
@@ -177,7 +190,7 @@ class Ledger:
         return self._pools[pool].num_pages
 
     def drain_idle(self) -> list[tuple[Pool, list[int]]]:
-        """Per pool, the pages that have fallen out of all use since the last call."""
+        """Per pool, the pages that have become idle after the last call."""
         found: list[tuple[Pool, list[int]]] = []
         for pool, pages in self._pools.items():
             if pages.idle and (ids := pages.drain_idle()):
@@ -193,7 +206,10 @@ class Ledger:
     def figures(
         self, pool: Pool | None = None, early_bytes: int = 0, device: int | None = None
     ) -> tuple[Figures, ...]:
-        """What every pool (of a device) holds now; with KV bytes of one pool not counted yet."""
+        """What every pool holds now, or every pool of a device.
+
+        `early_bytes` of KV in `pool` are booked for later steps and are not counted yet.
+        """
         rows = [
             (
                 p,
@@ -214,7 +230,7 @@ class Ledger:
 
     # ---- booking
     def hold(self, places: Iterable[Place]) -> None:
-        """Places of KV that may be new hold pages now: perhaps none."""
+        """Begins the places of KV that are not held yet, with no pages."""
         for place in places:
             if place not in self.pages:
                 self._enter(place)
@@ -229,12 +245,11 @@ class Ledger:
         deque(map(list.append, takers, ids), maxlen=0)  # a loop in C
 
     def touch_again(self, op: Compute, steps: int, is_open: bool) -> None:
-        """Books a launch that stands for so many equal ones; if open, it will settle."""
+        """Books a launch that stands for `steps` equal ones; if open, it will settle."""
         self._board.touch_again(op, op.writes, steps, is_open)
 
     def expect(self, plan: Plan) -> None:
-        """The next plan to be booked is like one that was booked on just what is held now: it
-        needs no dry run."""
+        """The next plan to be booked is known to fit: it needs no dry run."""
         self._expected = plan
 
     def expects(self, plan: Plan) -> bool:
@@ -244,8 +259,11 @@ class Ledger:
     def book(self, plan: Plan, lead: int = 0) -> dict[Op, Booking]:
         """Books a plan and returns what each operation waits for, in issue order.
 
-        The first `lead` places that its launch writes are known to be held. Raises Shortage, with
-        nothing changed, where the plan does not fit; so it is where a plan breaks a promise.
+        The first `lead` places that its launch writes are known to be held.
+
+        Raises:
+            Shortage: the plan does not fit; nothing is changed.
+            ContractError: an operation cannot be booked; nothing is changed.
         """
         if not self.expects(plan):
             self.dry_run(plan, lead)
@@ -351,7 +369,7 @@ class Ledger:
         return places
 
     def _give_pages(self, pool: Pool, pages: Sequence[int], users: set[Op]) -> int:
-        """Returns the bytes that come back: of shared pages only those that nobody holds now."""
+        """Returns the bytes that come back: a page that still has a holder is not among them."""
         if pool in self.sharing:
             return self.sharing[pool].give(pages, users, self.open)
         nbytes = len(pages) * self.page.nbytes

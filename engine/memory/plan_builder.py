@@ -1,4 +1,4 @@
-"""A builder for plans: runs the ledger's own dry run while a memory policy writes its program."""
+"""The plan builder of memory policies: runs the ledger's own dry run while a plan is written."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from engine.memory.dry_run import NO_PAGES, DryRun, Shortage
 class DryRunPlanBuilder:
     """The PlanBuilder of the contract. Nothing is booked; the view is not changed.
 
-    The plan may rest on bytes that are still coming: its launch then waits for them, and the plan
-    does not depend on how long copies take.
+    The plan may take bytes that are still coming: its launch then waits for them, so the plan does
+    not depend on how long copies take.
+
+    Args:
+        view: the state that the plan begins with; its device is the plan's.
+
+    Raises:
+        Shortage: by any method that takes bytes, where a pool has too few.
+        ContractError: by any method, where the ledger would not book the operation.
     """
 
     def __init__(self, view: View) -> None:
@@ -111,7 +118,7 @@ class DryRunPlanBuilder:
         return _LimitedBuilder(self, room_bytes)
 
     def plan(self) -> Plan:
-        """The finished plan."""
+        """The finished plan: the operations in the order in which they were added."""
         return Plan(tuple(self._ops), tuple(self._restart), tuple(self._refuse))
 
     def _add(self, op: Op | Grow | Share | Free) -> None:
@@ -120,7 +127,12 @@ class DryRunPlanBuilder:
 
 
 class _LimitedBuilder(DryRunPlanBuilder):
-    """Writes into another builder's plan, on its dry run, within bytes of its own."""
+    """Writes into another builder's plan, on its dry run, within a share of the room.
+
+    Args:
+        whole: the builder that it writes into.
+        room_bytes: bytes that it may take of each pool; a pool that is not named is not limited.
+    """
 
     def __init__(self, whole: DryRunPlanBuilder, room_bytes: Mapping[Pool, int]) -> None:
         self._whole = whole

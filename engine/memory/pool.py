@@ -18,17 +18,17 @@ from traces.serving.request import Request
 class Chain:
     """The keys of a request's full pages: each stands for the tokens in it and all before them.
 
-    A chain of hashes as in vLLM. A token is known by its id where the trace has ids, by its named
-    block and its offset there where it has those (Mooncake), else by its request and position: so
-    are generated tokens, whatever a session's next turn says they were.
+    A chain of hashes as in vLLM. A token is known by its id where the trace has ids, and by its
+    named block and its offset there where the trace has blocks (Mooncake). Any other token, and
+    every generated one, is known by its request and position.
     """
 
     def __init__(self, request: Request, page_tokens: int) -> None:
         self._request, self._page_tokens = request, page_tokens
         self._keys: list[int] = []
 
-    def page_keys(self, start: int, stop: int) -> list[int]:
-        """The keys of pages of the request, counted from its first; made as far as asked for."""
+    def page_hashes(self, start: int, stop: int) -> list[int]:
+        """The keys of pages `start` to `stop` of the request; hashed once, as far as needed."""
         keys = self._keys
         key = keys[-1] if keys else 0
         for index in range(len(keys), stop):
@@ -38,7 +38,7 @@ class Chain:
 
     def of_prompt(self) -> tuple[int, ...]:
         """The keys of the prompt's full pages."""
-        return tuple(self.page_keys(0, self._request.prompt_tokens // self._page_tokens))
+        return tuple(self.page_hashes(0, self._request.prompt_tokens // self._page_tokens))
 
     def _content(self, index: int) -> tuple[Any, ...]:
         request, start = self._request, index * self._page_tokens
@@ -61,9 +61,9 @@ def _cut(blocks: Sequence[int], size: int, start: int, stop: int) -> tuple[Any, 
 
 
 class PrefixCache:
-    """Which pages of a pool hold what. A page keeps its key until it is taken for something else.
+    """The contents of a pool's full pages, by key. A page keeps its key until it is taken for something else.
 
-    Several pages may hold the same, as when two jobs began alike at once; the oldest is found.
+    Several pages may have one key, as when two jobs began alike at once; the oldest is found.
     """
 
     def __init__(self, chains: dict[int, Chain], page_tokens: int) -> None:
@@ -72,15 +72,18 @@ class PrefixCache:
         self._pages: dict[int, dict[int, None]] = {}  # by key, oldest first
 
     def unknown(self, pages: Iterable[int]) -> list[int]:
-        """Those of the pages that hold nothing to be found."""
+        """The given pages that have no key: no job can find their contents."""
         return list(filterfalse(self._keys.__contains__, pages))
 
     def keep(self, job: Job, context_tokens: int, table: Sequence[int]) -> None:
-        """A launch has filled pages of a job that held `context_tokens` before it."""
+        """Gives keys to the pages that a launch has filled.
+
+        The job held `context_tokens` before the launch; `table` is its page table.
+        """
         size, chain = self._page_tokens, self._chains[job.job_id]
-        full = min(job.computed_tokens // size, len(table))  # none of one that is freed already
+        full = min(job.computed_tokens // size, len(table))  # a table that is freed already is empty
         first = context_tokens // size
-        for key, page in zip(chain.page_keys(first, full), table[first:full], strict=True):
+        for key, page in zip(chain.page_hashes(first, full), table[first:full], strict=True):
             self._keys[page] = key
             self._pages.setdefault(key, {})[page] = None
 
@@ -100,7 +103,7 @@ class PrefixCache:
         """
         found: list[int] = []
         of_key, chain = self._pages, self._chains[job.job_id]
-        for key in chain.page_keys(0, (job.known_tokens - 1) // self._page_tokens):
+        for key in chain.page_hashes(0, (job.known_tokens - 1) // self._page_tokens):
             if key not in of_key:
                 break
             for page in of_key[key]:
@@ -112,8 +115,8 @@ class PrefixCache:
         return found
 
     def wrong(self, job: Job, pages: Sequence[int]) -> list[int]:
-        """Those of the pages that do not hold their part of a job's beginning."""
-        keys = self._chains[job.job_id].page_keys(0, len(pages))
+        """The given pages that do not hold their part of a job's beginning."""
+        keys = self._chains[job.job_id].page_hashes(0, len(pages))
         return [p for p, key in zip(pages, keys, strict=True) if self._keys.get(p) != key]
 
 
@@ -157,11 +160,12 @@ class Owed:
 
 
 class FreeQueue:
-    """The bytes of a pool that nobody holds, oldest first; some still have a last user running.
+    """The bytes of a pool that no place holds, oldest first.
 
-    Taken from the head only, so who takes which bytes depends on the order of issue and never on
-    when a copy ended. `free_bytes` is the head whose users have all ended, `coming_bytes` the rest;
-    `busy_bytes` of these are still used, the others only wait for those before them.
+    An entry may still be used by operations in flight. Bytes are taken from the head only, so which
+    place takes which bytes depends on the order of issue and never on when a copy ends.
+    `free_bytes` is the head, whose users have all ended; `coming_bytes` is the rest. Of the coming
+    bytes `busy_bytes` are still used; the remaining ones wait for the entries before them.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -188,8 +192,11 @@ class FreeQueue:
         return owed
 
     def reclaim(self, owed: Owed, nbytes: int) -> set[Op]:
-        """Takes bytes back whose contents are still wanted: nobody has to end first, unless they
-        have been taken for something else and others must do."""
+        """Takes bytes back together with their contents; returns the operations to wait for.
+
+        Bytes of the entry itself wait for no operation. Where a part of it has been taken for
+        something else, the rest comes from the head and waits as in `take`.
+        """
         part = min(owed.nbytes, nbytes)
         owed.nbytes -= part
         self.coming_bytes -= part
@@ -203,7 +210,7 @@ class FreeQueue:
             self.free_bytes -= nbytes
             return set()
         if nbytes > self.room_bytes:
-            raise BrokenLaw("law 3: bytes are taken that are not there: check before you take")
+            raise BrokenLaw("law 3: more bytes are taken than the pool has: check `room_bytes` first")
         now, self.free_bytes = self.free_bytes, 0
         givers: set[Op] = set()
         while now < nbytes:
@@ -233,12 +240,12 @@ class FreeQueue:
             owed = self._entries.popleft()
             self.coming_bytes -= owed.nbytes
             self.free_bytes += owed.nbytes
-            owed.nbytes = 0  # free bytes are nobody's
+            owed.nbytes = 0  # free bytes belong to no entry
 
 
 @dataclass(slots=True, eq=False)
 class Returned:
-    """Pages that nobody holds, and the operations that still use them."""
+    """Pages without a holder, and the operations that still use them."""
 
     ids: list[int]
     users: set[Op]
@@ -247,9 +254,9 @@ class Returned:
 class PagePool:
     """Page ids with reference counts, handed out oldest first.
 
-    Ids come back in issue order, beside the bytes of the ReturnQueue: an id taken again never has
-    to wait longer than the bytes it stands for. With a prefix cache a job's last page comes back
-    first, so that its beginning is kept longest, and pages that nobody holds can be shared.
+    Ids come back in issue order, beside the bytes of the FreeQueue: an id that is taken again never
+    waits longer than the bytes it stands for. With a prefix cache a job's last page comes back
+    first, so that its beginning is kept longest, and pages without a holder can be shared.
     """
 
     def __init__(self, num_pages: int, cache: PrefixCache | None = None) -> None:
@@ -258,9 +265,9 @@ class PagePool:
         self._more: Counter[int] = Counter()  # holders of a shared page beside the first
         self._returned: deque[Returned] = deque()
         self.waiting: dict[Op, list[Returned]] = defaultdict(list)  # by user
-        self.idle: list[Returned] = []  # fallen out of all use since the last call of `drain_idle`
+        self.idle: list[Returned] = []  # idle after the last call of `drain_idle`
         self._next = 0  # ids from here on were never handed out
-        self._where: dict[int, Returned] = {}  # with a cache: pages that nobody holds
+        self._where: dict[int, Returned] = {}  # with a cache: pages without a holder
 
     def take(self, count: int) -> tuple[list[int], set[Op]]:
         """Hands out pages, and the operations that must end before they are written."""
@@ -287,25 +294,25 @@ class PagePool:
         return ids, givers
 
     def holders(self, pages: Iterable[int]) -> list[int]:
-        """How many hold each of these pages (with a cache)."""
+        """The number of holders of each of these pages (with a cache)."""
         end, where, more = self._next, self._where, self._more.get
         return [0 if page in where or page >= end else 1 + more(page, 0) for page in pages]
 
     def num_idle(self, pages: Iterable[int]) -> int:
-        """How many of these pages, all handed out before, nobody holds (with a cache)."""
+        """How many of these pages, all handed out before, have no holder (with a cache)."""
         return sum(map(self._where.__contains__, pages))
 
     def _is_held(self, page: int) -> bool:
         return page < self._next and page not in self._where
 
     def oldest(self) -> Iterator[int]:
-        """Pages that nobody holds, in the order in which they will be handed out."""
+        """Pages without a holder, in the order in which they will be handed out."""
         yield from range(self._next, self.num_pages)
         for returned in self._returned:
             yield from returned.ids
 
     def share(self, ids: Iterable[int]) -> list[int]:
-        """One more holder for pages; returns those that nobody has held since they came back."""
+        """Adds a holder to each of these pages; returns the pages that had none."""
         idle = []
         for page in ids:
             if self._is_held(page):
@@ -324,10 +331,10 @@ class PagePool:
             self._returned.remove(returned)
 
     def give(self, ids: Iterable[int], users: Iterable[Op]) -> list[int]:
-        """One holder less; returns the pages that nobody holds now."""
+        """Removes a holder from each of these pages; returns the pages without one now."""
         back = list(ids)
-        # Seen with a cache only. Without one a place gives its table once, and `check` counts.
-        assert not self._where or self._where.keys().isdisjoint(back), "a page is held by nobody"
+        # Only a pool with a cache can see this here; without one `check` counts the holders.
+        assert not self._where or self._where.keys().isdisjoint(back), "a page without a holder comes back"
         if shared := self._more.keys() & back:
             back = [page for page in back if page not in shared]
             self._more.subtract(shared)
@@ -342,16 +349,16 @@ class PagePool:
         return back
 
     def settle(self, op: Op) -> None:
-        """An operation has ended: nobody has to wait for it any more."""
+        """An operation has ended: pages that it used last are idle now."""
         for returned in self.waiting.pop(op, ()):
             returned.users.discard(op)
             if not returned.users:
                 self.idle.append(returned)
 
     def drain_idle(self) -> list[int]:
-        """Pages that have fallen out of all use since the last call and were not taken again.
+        """Pages that have become idle after the last call and were not taken again.
 
-        Kept pages are not among them: their contents may be wanted.
+        Kept pages are not among them: a job may still find their contents.
         """
         ids = list(chain.from_iterable([returned.ids for returned in self.idle]))
         self.idle.clear()
@@ -360,7 +367,7 @@ class PagePool:
         return ids
 
     def check(self, holders: Counter[int]) -> None:
-        """Law 2: pages are held by exactly so many, and every other page can be handed out."""
+        """Law 2: pages have exactly these holders, and every other page can be handed out."""
         free = list(self.oldest())
         held = set(range(self.num_pages)).difference(free)
         if len(free) + self.held_pages != self.num_pages:

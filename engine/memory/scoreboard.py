@@ -1,4 +1,4 @@
-"""Who wrote and who uses each place, in issue order: what an operation has to wait for."""
+"""The writers and users of each place, in issue order: what an operation has to wait for."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from engine.contract.regions import Kind, Place
 class Life:
     """Bytes from the moment they were booked to the moment they were given back.
 
-    Of KV also which `pages`: those that were shared have several lives at a time.
+    Of KV also its `pages`: a shared page has several lives at a time.
     """
 
     place: Place
     nbytes: int
     taken_ns: int
     pages: Sequence[int] = ()
-    is_shared: bool = False  # pages that held this before
+    is_shared: bool = False  # on pages with contents (prefix caching)
     users: list[Op] = field(default_factory=list)
     freed_ns: int | None = None
 
@@ -56,7 +56,7 @@ Ranks = tuple[tuple[Place, int], ...]
 
 
 class Mark:
-    """What is known of a place while somebody holds it."""
+    """What is known of a place while it is held."""
 
     __slots__ = ("givers", "used", "users", "writer", "written")
 
@@ -64,13 +64,13 @@ class Mark:
         self.written, self.used = 0, -1  # stamps of contents and of use
         self.writer: Op | None = None  # the last one; stays when it has ended
         self.users: dict[Lane, Op] = {}  # the last one of each lane
-        # Who has to end before its bytes are free. Whoever writes first waits for them, and all
-        # others for him, so they are nobody's concern any more.
+        # Operations that end before the bytes of the place are free. The first writer of the place
+        # waits for them, and all later operations wait for that writer.
         self.givers: tuple[Op, ...] = ()
 
 
 class Stamps(Mapping[Place, int]):
-    """A stamp for each place, to read; what a run touched last is entered when somebody looks."""
+    """A stamp for each place, read only. The last run is entered when a stamp is looked up."""
 
     def __init__(self, board: Scoreboard, is_of_use: bool) -> None:
         self._board, self._is_of_use = board, is_of_use
@@ -95,8 +95,11 @@ class Stamps(Mapping[Place, int]):
         return len(self._board.marks())
 
     def ranks(self) -> Ranks:
-        """All places in the order of their coming, with what a stamp says beside its own value:
-        which are older, equal or newer, and which (up to 0) stand for nothing at all."""
+        """All places in the order in which they began, with the rank of each stamp.
+
+        A rank tells which stamps are older, equal or newer. A stamp of 0 or below, which stands
+        for no contents or no use, is its own rank.
+        """
         marks = self._board.marks()
         found = [mark.used if self._is_of_use else mark.written for mark in marks.values()]
         rank = {s: s if s <= 0 else number for number, s in enumerate(sorted({*found}), 1)}
@@ -106,34 +109,37 @@ class Stamps(Mapping[Place, int]):
 class Scoreboard:
     """Stamps of contents and use, and the operations behind them.
 
-    An operation waits for the last writer of what it reads, for all users of what it writes (data)
-    and for whoever has to end before the bytes it rests on are free (bytes). Lanes are
-    first-in-first-out, so only operations on other lanes are named.
+    An operation waits for the last writer of each place that it reads and for all users of each
+    place that it writes (data), and for the operations that end before the bytes of its places are
+    free (bytes). Lanes are first-in-first-out, so only operations on other lanes are named.
     """
 
     def __init__(self, journal: Journal | None = None) -> None:
         self.open: dict[Op, None] = {}  # issued and not ended
-        self._numbers: dict[Op, int] = {}  # their order of issue
-        self._lane_of: dict[Op, Lane] = {}  # theirs, too
-        self._lanes: dict[Lane, int] = defaultdict(int)  # how many of them are on each lane
+        self._numbers: dict[Op, int] = {}  # of open operations: their order of issue
+        self._lane_of: dict[Op, Lane] = {}  # of open operations
+        self._lanes: dict[Lane, int] = defaultdict(int)  # open operations on each lane
         self.has_one_lane = True  # whether nothing runs but launches of one lane
         self._marks: dict[Place, Mark] = {}
         self.written, self.used = Stamps(self, False), Stamps(self, True)
         self.stamp = 0
         self._unentered: tuple[Op, tuple[Place, ...], int] | None = None  # not entered yet
-        self._left: dict[Place, set[Op]] = {}  # places given back while in use, and by whom
-        self._leaving: dict[Op, list[Place]] = {}  # the same by user
+        self._left: dict[Place, set[Op]] = {}  # places given back while in use, with their users
+        self._leaving: dict[Op, list[Place]] = {}  # those places by user
         self._journal = journal
 
     def marks(self) -> Mapping[Place, Mark]:
-        """Of all places, in the order of their coming."""
+        """The marks of all places, in the order in which the places began."""
         if self._unentered is not None:
             self.catch_up()
         return self._marks
 
     def enter(self, place: Place) -> None:
-        """A place begins, with nothing in it. If it was given back while in use, whoever takes it
-        waits for these users: model states have one storage for good."""
+        """A place begins, with nothing in it.
+
+        If it was given back while in use, its next writer waits for these users: model states have
+        one storage for good.
+        """
         self._marks[place] = Mark()
         if self._left and (users := self._left.pop(place, None)):
             self.rest(place, users)
@@ -166,12 +172,12 @@ class Scoreboard:
     def touch_again(
         self, op: Op, writes: tuple[Place, ...], steps: int, is_open: bool = False
     ) -> None:
-        """Stamps a launch that stands for so many, on the only lane that is busy; it is open from
-        now on, or has ended before anybody looks.
+        """Stamps a launch that stands for `steps` equal ones, on the only lane that is busy.
 
-        Its places are entered only if it is not followed by another that touches them, too.
+        The launch is open from now on, or ends before the books are read. Its places are entered
+        when a launch with other places follows, or when a mark is looked up.
         """
-        assert self.has_one_lane and not self._journal, "a run waits for nobody and is not watched"
+        assert self.has_one_lane and not self._journal, "a run waits for no operation and is not watched"
         self.stamp += steps
         if self._unentered is not None and writes[: len(self._unentered[1])] != self._unentered[1]:
             self.catch_up()
@@ -210,7 +216,7 @@ class Scoreboard:
             mark.writer = mark.users[lane] = op
 
     def _waits(self, lane: Lane, reads: Sequence[Place], writes: Sequence[Place]) -> tuple[Op, ...]:
-        """Whom a launch on a lane waits for: only those of other lanes that are open."""
+        """The open operations of other lanes that a launch on this lane waits for."""
         marks, lane_of, found = self._marks, self._lane_of, dict[Op, None]()
         for place in reads:
             mark = marks[place]
@@ -230,7 +236,7 @@ class Scoreboard:
         return tuple(found)
 
     def leave(self, place: Place) -> set[Op]:
-        """A place ends; returns the operations that still use its bytes."""
+        """A place ends; returns the open operations that still use its bytes."""
         mark = self._marks.pop(place)
         users = self._lane_of.keys() & mark.users.values()
         if self._unentered is not None and place in self._unentered[1]:
@@ -247,7 +253,7 @@ class Scoreboard:
         return users
 
     def _last_of_each_lane(self, ops: Iterable[Op]) -> set[Op]:
-        """Of those that are open: when these have ended, all before them on their lanes have."""
+        """The last open operation of each lane: when it has ended, all before it have."""
         found: dict[Lane, Op] = {}
         for op in ops:
             if (lane := self._lane_of.get(op)) is not None:

@@ -144,7 +144,7 @@ def pages_found_too_early(patch: pytest.MonkeyPatch) -> None:
         original(self, job, context, table)
         job_key, last = self._chains[job.job_id], job.computed_tokens // self._page_tokens
         if last < len(table):  # not full yet
-            (key,) = job_key.page_keys(last, last + 1)
+            (key,) = job_key.page_hashes(last, last + 1)
             self._keys[table[last]] = key
             self._pages.setdefault(key, {})[table[last]] = None
 

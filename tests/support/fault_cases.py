@@ -298,7 +298,7 @@ def lie(case: Case, fault: Fault, at: int, seed: int, **how: Any) -> Told:
     def holds(share: Any, pages: Any) -> bool:
         cache = engine.ledger.sharing[share.place.pool].cache
         job = engine.state.jobs.jobs[share.place.region.owner]
-        keys = cache._chains[job.job_id].page_keys(0, len(pages))
+        keys = cache._chains[job.job_id].page_hashes(0, len(pages))
         return all(cache._keys.get(p) == k for p, k in zip(pages, keys, strict=True))
 
     notes["holds"] = holds
