@@ -54,7 +54,6 @@ from engine.contract.regions import (
 from engine.contract.rules import ContractError, Rule
 from engine.contract.training_check import TrainingContract, _Reading
 from engine.contract.view import View
-from engine.loop.asking import Asking
 from engine.loop.engine import Engine
 from engine.memory.scoreboard import Journal
 from engine.results.recorder import Recorder
