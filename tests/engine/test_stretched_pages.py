@@ -50,7 +50,7 @@ def state_of(
 ) -> View:
     """Decodes that hold pages to spare, a prompt that has begun, prompts that wait; free pages."""
     jobs = [decoding(i, context) for i, (context, _) in enumerate(contexts)]
-    held = {i: PAGE.count(c + 1) + spare for i, (c, spare) in enumerate(contexts)}
+    held = {i: PAGE.count(c) + spare for i, (c, spare) in enumerate(contexts)}
     for done, left in begun:
         jobs.append(job(len(jobs), done + left, done))
         held[len(jobs) - 1] = PAGE.count(done)
