@@ -1,4 +1,4 @@
-"""A policy in two halves: a scheduling says what to compute next, a memory policy makes it fit."""
+"""A policy in two halves: a scheduling chooses the batch, a memory policy makes it fit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from engine.memory.plan_builder import DryRunPlanBuilder
 
 @dataclass(frozen=True)
 class Composed:
-    """A policy in two halves.
+    """A policy in two halves: what to compute next, and where it lies.
 
-    Where no wanted slice fits, the scheduling is asked once more as if no job waited: a prompt that
-    finds no room must not keep running jobs from decoding (law 9).
+    Where no slice of the batch fits, the scheduling is asked once more for a view without waiting
+    jobs: a prompt that finds no room must not keep running jobs from decoding (law 9).
+
+    Args:
+        scheduling: chooses the slices of a step and their order.
+        memory: writes a plan for the slices that fit.
     """
 
     scheduling: Scheduling
@@ -36,7 +40,11 @@ class Composed:
         return plan
 
     def _fitted(self, view: View) -> Plan:
-        """What the memory half makes of the batch. ContractError where that is none."""
+        """The plan that the memory half writes for the batch.
+
+        Raises:
+            ContractError: a half answers with something else than the contract says.
+        """
         batch: Any = self.scheduling.batch(view if view.reads is None else view.reads.shown(view))
         if type(batch) is not tuple and not isinstance(batch, list):
             raise ContractError(Rule.ANSWER, f"batch returns {named(batch)}: a tuple of Slices")

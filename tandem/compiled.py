@@ -30,10 +30,10 @@ PACKAGES = ("models", "engine", "policies", "sim")
 # (sim/cost/tables.py). And not what has a cached_property: compiled, it is reckoned at every look
 # (sim/cost/contract.py).
 MODULES = {
-    "engine/contract": "executor job kv_check plan plan_check policy progress regions view",
-    "engine/memory": "dry_run ledger plan_builder pool prefix scoreboard",
-    "engine/loop": "admission asking completions engine in_flight issuing job_lists",
-    "engine/fast_forward": "decode_batch horizon jump repeated_plan segments standing_plan",
+    "engine/contract": "executor job plan plan_check policy progress regions view",
+    "engine/memory": "dry_run ledger plan_builder pool scoreboard",
+    "engine/loop": "admission asking completions engine in_flight issuing state",
+    "engine/fast_forward": "decode_batch fast_forward horizon jump repeated_plan standing_plan",
     "engine/results": "deliveries recorder",
     "policies": "composed",
     "policies/kv": "paged_allocation",
@@ -51,7 +51,7 @@ MARKS = {
     "engine/memory/dry_run.py": {"Shortage": NOT_NATIVE},
     "engine/loop/engine.py": {"Stalled": NOT_NATIVE},
     "engine/results/recorder.py": {"Recorder": OPEN},
-    "policies/kv/paged_allocation.py": {"SeatingRules": OPEN},
+    "policies/kv/paged_allocation.py": {"PagedRules": OPEN},
     "sim/foreign/kernel_profile.py": {"KernelProfileCost": NOT_NATIVE},
     "sim/cost/piecewise.py": {"Ragged": NOT_NATIVE, "Lookup": NOT_NATIVE},
     "sim/foreign/vidur.py": {"VidurCost": NOT_NATIVE},
@@ -63,9 +63,6 @@ RECORDS = {  # dataclasses made so often that the `__init__` which dataclass mak
     "engine/fast_forward/repeated_plan.py": ("Segment", "RepeatedSteps"),
     "engine/contract/view.py": ("View",),
 }
-LATE = {
-    "engine/contract/plan.py": ("Job",)
-}  # types of fields that are imported for the type checker only
 
 CONFIG = """[mypy]
 mypy_path = {root}

@@ -1,4 +1,4 @@
-"""Contiguous KV for the longest possible sequence, taken when a job starts."""
+"""Contiguous KV for the longest possible sequence, reserved when a job starts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ from policies.kv.paged_allocation import PagedAllocation
 
 @dataclass(frozen=True)
 class MaxReservation:
-    """Each job holds `max_tokens` of KV from its first slice on (Orca's "Max", vLLM section 6.2).
+    """Each job holds `max_tokens` of KV from its first slice on (Orca's "Max" in vLLM, SOSP'23,
+    section 6.2).
 
-    Nothing is ever preempted; a job that outgrows its reservation is refused. Takes bytes that are
-    coming, but never waits for a copy, since it makes none.
+    No job is preempted. A job that outgrows its reservation is refused. Plans use coming bytes, but
+    never wait for a copy, since this policy makes none.
+
+    Args:
+        max_tokens: tokens of a reservation.
+        prefix_caching: must be false; the name is there so that a user who sets it is told why.
+
+    Raises:
+        ValueError: `prefix_caching` is set, or `max_tokens` is below 1.
     """
 
     max_tokens: int = 2048
@@ -32,7 +40,7 @@ class MaxReservation:
 
     @property
     def traits(self) -> Traits:
-        """No KV grows behind a job's first slice, until it outgrows its reservation."""
+        """KV grows at the first slice of a job alone, until the job outgrows its reservation."""
         return Traits(kv_growth="reserved", reserved_tokens=self.max_tokens)
 
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
@@ -42,5 +50,5 @@ class MaxReservation:
         def demand(piece: Slice) -> int:
             return reserved if piece.job.known_tokens <= self.max_tokens else never
 
-        alone = replace(view, running=None)  # no job takes a page when its pages are full
+        alone = replace(view, running=None)  # running decodes would take pages one by one
         PagedAllocation(batch, alone, plan, demand).write()

@@ -1,4 +1,4 @@
-"""What all paged memory policies share: seating wanted slices in the pages of a device."""
+"""What all paged memory policies share: the slices of a batch get pages of a device."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from engine.contract.regions import Kind, Place, Tier, kv_place
 from engine.contract.view import View
 
 Demand = Callable[[Slice], int]  # bytes of KV that a job must hold to run a slice
-Preempt = Callable[[Job], None]  # takes all of a job's KV off the device
+Preempt = Callable[[Job], None]  # writes what takes all of a job's KV off the device
 PROMPTS = ("as_computed", "must_fit", "reserved")
 
 
 @dataclass(frozen=True)
 class PagedRules:
-    """How engines differ in handing out pages.
+    """How engines differ in allocating pages (vLLM, SOSP'23, section 4.3, and its versions).
 
-    watermark    share of the KV pool, in whole pages, that admissions leave free
-    prompts      when a prompt's pages are asked for: `as_computed`, slice by slice; `must_fit`,
-                 the same, but the whole prompt must find room to come in; `reserved`, all of them
-                 are taken when it comes in
-    spare_pages  pages that must be free for a decode, whether it needs one or not
-    gives_way    a running job that finds nobody to preempt is preempted itself, else it waits
-    prefix_caching  full pages are kept when nobody holds them; jobs that come in start on those
-                 that hold their beginning
+    Args:
+        watermark: share of the KV pool, in whole pages, that an admission leaves free.
+        prompts: when the pages of a prompt are allocated. `as_computed`: slice by slice.
+            `must_fit`: slice by slice, but the whole prompt must find room at its admission.
+            `reserved`: all of them at its admission.
+        spare_pages: pages that must be free for a decode to run, also where it needs none.
+        gives_way: a running job that finds no victim is preempted itself; else it waits.
+        prefix_caching: full pages are kept when no job holds them, and an admitted job starts on
+            the kept pages of its prefix.
+
+    Raises:
+        ValueError: `watermark` is not in [0, 1), `prompts` is none of the three, or `spare_pages`
+            is below 0.
     """
 
     watermark: float = 0.01
@@ -48,16 +53,16 @@ class PagedRules:
 
     @property
     def traits(self) -> Traits:
-        """Running jobs take a page whenever their last one is full, and nothing else."""
+        """A running job takes a page when its last page is full, and at no other time."""
         return Traits(
             kv_growth="page", spare_pages=self.spare_pages, prefix_caching=self.prefix_caching
         )
 
     def paged_demand(self, view: View) -> Demand:
-        """Bytes of the pages that a job must hold to run a slice."""
+        """For slices of this view, the bytes of the pages that a job must hold to run one."""
         (page_tokens, page_nbytes), is_reserved = view.page, self.prompts == "reserved"
 
-        def demand(piece: Slice) -> int:  # called for every slice: PageSize.bytes_for in line
+        def demand(piece: Slice) -> int:  # PageSize.bytes_for in line: called for every slice
             job = piece.job
             tokens = job.known_tokens if is_reserved else job.computed_tokens + piece.tokens
             return -(-tokens // page_tokens) * page_nbytes
@@ -69,13 +74,27 @@ NO_RULES = PagedRules(watermark=0.0)
 
 
 class PagedAllocation:
-    """Walks the wanted slices in order and writes a plan for as many as find their pages.
+    """Walks a batch in its order and writes a plan for the slices that find their pages.
 
-    A running job may preempt less wanted ones (later in the batch, or not in it). A job that holds
-    nothing on the device, because it waits or was swapped out, takes only free room, leaves the
-    watermark free unless nobody is there, and stays out after any preemption; who waits also stays
-    behind those swapped out. Rests on coming bytes, so it may wait for a copy but decides the same
-    in every backend.
+    A running job that finds no free page preempts jobs behind it: later in the batch, or not in it.
+    A job without KV on the device, because it waits or was swapped out, is admitted under these
+    conditions:
+
+    - Its pages fit into free room, and the watermark stays free beside them. The watermark does not
+      count where no job in service has KV on the device.
+    - The plan has preempted no job.
+    - If it waits, no swapped-out job is left.
+
+    Room counts coming bytes. So a launch may wait for a copy, but the plan is alike in every
+    backend.
+
+    Args:
+        batch: one slice per job, the most wanted first.
+        view: what the policy was shown.
+        plan: where operations are written.
+        demand: bytes that a job must hold to run a slice.
+        preempt: takes a victim's KV off the device; None: no job is preempted.
+        rules: watermark, allocation of prompts, spare pages.
     """
 
     def __init__(
@@ -96,8 +115,8 @@ class PagedAllocation:
         self._slices: list[Slice] = []
         self._places: list[Place] = []
         self._preempted: set[int] = set()
-        self._closed = False  # nobody new comes in
-        # Found when they are asked for first, which most plans never do.
+        self._closed = False  # no more admissions in this plan
+        # Computed at their first use: most plans never use them.
         self._away: set[int] | None = None
         self._victims: list[Job] | None = None
         self._fixed_bytes: int | None = None
@@ -113,7 +132,7 @@ class PagedAllocation:
             if job_id in preempted:
                 continue
             here = kv_place(job_id, Tier.GPU, device)
-            held = held_before(here, 0)  # each job has one slice, so nothing was drafted for it
+            held = held_before(here, 0)  # a job has one slice, so this plan grew nothing for it
             if not held or demand(piece) > held or lacks_spare:  # else: most decodes of most steps
                 placed = self._placed(piece, here, held)
                 if placed is None:
@@ -125,9 +144,10 @@ class PagedAllocation:
             self._plan.compute(self._slices, self._places)
 
     def _place_running(self) -> int:
-        """Places the running decodes at once if all find pages, with room to spare; how many.
+        """Places all running decodes together if all find their pages, spare ones included.
 
-        Else the decodes are placed one by one, since some may preempt others."""
+        Returns the number of slices placed: 0 where pages lack, since decodes that are placed one
+        by one may preempt each other."""
         running = self._running
         if running is None:
             return 0
@@ -150,7 +170,7 @@ class PagedAllocation:
         return kv_place(job.job_id, Tier.GPU, self._view.device)
 
     def _bytes_beside_kv(self) -> int:
-        """What is on the device beside KV."""
+        """Bytes of the device that hold no KV."""
         if self._fixed_bytes is None:
             held = self._view.held_bytes
             others = [place for place in held if place.region.kind is not Kind.KV]
@@ -158,7 +178,7 @@ class PagedAllocation:
         return self._fixed_bytes
 
     def _victims_left(self) -> list[Job]:
-        """Jobs in service, most wanted first: in the order of the batch, then all others."""
+        """Jobs in service, the next victim last: the batch in its order, then all other jobs."""
         if self._victims is None:
             batch = {piece.job.job_id: piece.job for piece in self._batch}
             others = [job for job in self._view.serving if job.job_id not in batch]
@@ -170,13 +190,13 @@ class PagedAllocation:
         return self._spare_bytes > self._plan.room(self._pool)
 
     def _placed(self, piece: Slice, here: Place, held: int) -> Slice | None:
-        """The slice that fits, None where none does."""
+        """The slice as it runs, None where its job finds no pages."""
         return self._place_held(piece, here, held) if held else self._admit(piece, here)
 
     def _place_held(self, piece: Slice, here: Place, held: int) -> Slice | None:
         need = max(0, self._demand(piece) - held)
         ask = max(need, self._spare_bytes) if self._spare_bytes and piece.tokens == 1 else need
-        while ask > self._plan.room(self._pool) and self._take_from_victim(piece.job):
+        while ask > self._plan.room(self._pool) and self._preempt_last(piece.job):
             self._closed = True
         if ask <= self._plan.room(self._pool):
             self._plan.grow(here, need)
@@ -187,7 +207,8 @@ class PagedAllocation:
             self._preempt(piece.job)
         return None
 
-    def _take_from_victim(self, taker: Job) -> bool:
+    def _preempt_last(self, taker: Job) -> bool:
+        """Preempts the last job behind `taker` that has KV on the device; whether there was one."""
         preempt, victims = self._preempt, self._victims_left()
         while preempt is not None and victims and victims[-1] is not taker:
             victim = victims.pop()
@@ -226,7 +247,7 @@ class PagedAllocation:
         return piece
 
     def _left_free_bytes(self) -> int:
-        """The watermark: nothing where nobody in service is on the device."""
+        """Bytes of the watermark; 0 where no job in service has KV on the device."""
         share = self._rules.watermark
         if not share or len(self._view.serving) == len(self._jobs_away()):
             return 0
@@ -236,12 +257,12 @@ class PagedAllocation:
         return int(share * pool_bytes / page) * page
 
     def _whole_bytes(self, job: Job, need: int) -> int:
-        """What must find room for a job to come in."""
+        """Bytes that must find room for a job to be admitted."""
         is_whole = self._rules.prompts == "must_fit"
         return max(need, self._view.page.bytes_for(job.known_tokens)) if is_whole else need
 
     def _refuse_if_hopeless(self, piece: Slice, nbytes: int) -> bool:
-        """Refuses a job that would not find its bytes in the pool even if it were alone."""
+        """Refuses a job whose bytes the pool could not hold even for this job alone."""
         if nbytes <= self._view.capacity_bytes[self._pool] - self._bytes_beside_kv():
             return False
         self._plan.refuse(piece.job)

@@ -1,4 +1,4 @@
-"""Paged KV; a job that loses its pages computes its tokens again."""
+"""Paged KV; a preempted job recomputes its tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from policies.kv.paged_allocation import PagedAllocation, PagedRules
 
 @dataclass(frozen=True)
 class PagedRestart(PagedRules):
-    """Preemption by recomputation (vLLM, SOSP'23, section 4.5). May rest on coming bytes."""
+    """Preemption by recomputation (vLLM, SOSP'23, section 4.5).
+
+    A preempted job frees its pages and later recomputes its tokens. Plans use coming bytes.
+
+    Args, Raises: those of PagedRules.
+    """
 
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
         def preempt(job: Job) -> None:

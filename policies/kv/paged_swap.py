@@ -1,4 +1,4 @@
-"""Paged KV; a job that loses its pages has them copied to the host and back."""
+"""Paged KV; the pages of a preempted job are swapped out to the host."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from policies.kv.paged_allocation import PagedAllocation, PagedRules
 
 @dataclass(frozen=True)
 class PagedSwap(PagedRules):
-    """Preemption by swapping (vLLM, SOSP'23, section 4.5); restarts where the host is full.
+    """Preemption by swapping (vLLM, SOSP'23, section 4.5).
 
-    Each device has host memory of its own. Rests on coming bytes: the launch that takes a victim's
-    pages waits for their copy.
+    The pages of a preempted job are copied to the host, and copied back when they find room. A job
+    whose pages find no room on the host restarts and recomputes its tokens. Each device has host
+    memory of its own. Plans use coming bytes: the launch that takes a victim's pages waits for the
+    copy of these.
+
+    Args, Raises: those of PagedRules.
     """
 
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
@@ -34,5 +38,5 @@ class PagedSwap(PagedRules):
 
     @property
     def traits(self) -> Traits:
-        """As paged; a job that came back holds copies that are not kept pages."""
+        """Those of PagedRules, and `swaps`: a job swapped in holds copies, not kept pages."""
         return replace(super().traits, swaps=True)

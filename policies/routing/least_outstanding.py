@@ -1,4 +1,4 @@
-"""Requests to the replica that has the least to do."""
+"""Requests to the replica with the least outstanding load."""
 
 from __future__ import annotations
 
@@ -11,28 +11,37 @@ LOADS = ("requests", "tokens")
 
 
 def check_load(name: str, load: str) -> None:
-    """ValueError for a load that nobody counts."""
+    """Checks what a router counts as load.
+
+    Raises:
+        ValueError: `load` is not one of LOADS.
+    """
     if load not in LOADS:
         raise ValueError(f"{name}: load is {load!r}, not one of {', '.join(LOADS)}")
 
 
 def load_of(fleet: Fleet, replica: int, load: str) -> int:
-    """Outstanding requests of a replica, or their tokens."""
+    """Outstanding requests of a replica, or the tokens of these, by the name of the load."""
     if load == "tokens":
         return fleet.outstanding_tokens(replica)
     return fleet.outstanding(replica)
 
 
 def least_loaded(fleet: Fleet, load: str) -> int:
-    """At a tie who was given fewer requests so far, then the lower number."""
+    """The replica with the least load. Of equals, the one with fewer requests so far; then the
+    lower number."""
     return min(range(len(fleet)), key=lambda i: (load_of(fleet, i, load), fleet.assigned[i], i))
 
 
 @dataclass(frozen=True)
 class LeastOutstanding:
-    """The replica with the fewest outstanding `requests`, or with the fewest `tokens` of them.
+    """The replica with the least outstanding load: join the shortest queue. Ties: see least_loaded.
 
-    Joining the shortest queue (with tokens, the least KV). Ties: see least_loaded.
+    Args:
+        load: outstanding `requests`, or the `tokens` of these (which bounds their KV).
+
+    Raises:
+        ValueError: `load` is neither.
     """
 
     load: str = "requests"

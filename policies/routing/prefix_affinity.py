@@ -1,4 +1,4 @@
-"""Requests to the replica that has seen most of their prompt."""
+"""Requests to the replica that was sent the longest prefix of their prompt."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ from policies.routing.least_outstanding import check_load, least_loaded
 
 @dataclass(frozen=True)
 class PrefixAffinity:
-    """The replica that last got the longest common chain of blocks, unless it has too much to do.
+    """The replica that last got the longest common chain of blocks, unless it is overloaded.
 
-    It may have, with this request, up to `load_bound` times the mean number of outstanding
-    requests, rounded up (bounded loads: Mirrokni, Thorup, Zadimoghaddam, SODA'18); a hot prefix
-    then spreads. Else, and for a prompt that nobody has seen, the least loaded by `load`.
+    With this request, a replica may have `load_bound` times the mean number of outstanding
+    requests, rounded up (bounded loads: Mirrokni, Thorup, Zadimoghaddam, SODA'18). So a hot prefix
+    spreads. Where the replica is overloaded, or none has seen the prompt, the least loaded replica
+    takes the request.
+
+    Args:
+        load_bound: outstanding requests, as a multiple of their mean; at least 1.
+        load: what decides between replicas without the prefix, `requests` or `tokens`.
+
+    Raises:
+        ValueError: `load_bound` is below 1, or `load` is neither.
     """
 
     load_bound: float = 1.5

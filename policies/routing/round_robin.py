@@ -10,7 +10,7 @@ from engine.contract.policy import Fleet
 
 @dataclass(frozen=True)
 class RoundRobin:
-    """The next replica for every request, whatever it has to do."""
+    """Each request to the next replica, whatever the load of that replica."""
 
     def route(self, job: Job, fleet: Fleet) -> int:
         return sum(fleet.assigned) % len(fleet)

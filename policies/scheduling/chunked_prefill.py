@@ -1,4 +1,4 @@
-"""Chunked prefill: decodes first, then slices of prompts, up to a token budget."""
+"""Chunked prefill: decodes first, then prefill slices, up to a token budget."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from policies.scheduling.order import arrivals, check_limits, fill
 
 @dataclass(frozen=True)
 class ChunkedPrefill:
-    """Every step mixes decodes and prompt slices under one token budget (Sarathi-Serve, OSDI'24).
+    """Every step mixes decodes and prefill slices under one token budget (Sarathi-Serve, OSDI'24,
+    section 4).
 
-    Order: decodes of running jobs, prompts that have begun, prompts that wait.
+    Order of a step: decodes of running jobs, prompts whose prefill has begun, waiting prompts.
+
+    Args:
+        token_budget: tokens of a step, of decodes and prefill slices together.
+        max_jobs: jobs in service.
+
+    Raises:
+        ValueError: a limit is below 1.
     """
 
     token_budget: int = 512
@@ -22,7 +30,7 @@ class ChunkedPrefill:
 
     @property
     def traits(self) -> Traits:
-        """The promises of this scheduling."""
+        """What this scheduling promises to the engine."""
         return Traits(repeats=True, appends=True, step_tokens=self.token_budget)
 
     def __post_init__(self) -> None:

@@ -17,10 +17,17 @@ from policies.scheduling.order import arrivals, check_limits
 class ContinuousBatching:
     """A step holds either whole prompts or one decode of each running job (vLLM v0, 2023).
 
-    Prompts go first. `token_budget` bounds the prompt tokens of a step, but the first prompt is
-    taken whatever its length; `padded` counts each prompt as long as the longest beside it.
-    `max_jobs` bounds the jobs in service. Decodes come in the order of admission or, `by_arrival`,
-    of arrival: the last are preempted first.
+    Prompts go first. The first prompt of a step is taken whatever its length.
+
+    Args:
+        token_budget: prompt tokens of a step.
+        max_jobs: jobs in service.
+        padded: each prompt counts as long as the longest one of its step.
+        by_arrival: decodes come in the order of arrival, else in that of admission. The last decode
+            is preempted first.
+
+    Raises:
+        ValueError: a limit is below 1.
     """
 
     token_budget: int = 2048

@@ -1,4 +1,4 @@
-"""Priorities and SLO classes: the most urgent first, by class and deadline of the first token."""
+"""Priorities and SLO classes: the most urgent job first, by class and first-token deadline."""
 
 from __future__ import annotations
 
@@ -14,14 +14,25 @@ from policies.scheduling.order import by_rank, check_limits, fill
 
 @dataclass(frozen=True)
 class EarliestDeadline:
-    """Decodes, then prompts, each by priority of their class and then by deadline.
+    """Decodes, then prompts, each by the priority of their SLO class and then by deadline.
 
-    `priority` of an SLO class: lower is served first; `deadline_s`: seconds from arrival to the
-    first token. A class that is not named has `default_priority` and `default_deadline_s`. With
-    equal deadlines it is first come first served; with equal priorities it is earliest deadline
-    first, which meets all deadlines where any order of prompts does (on one server, prompts cut).
-    Pages are taken from the end of this order: of prompts, also urgent ones, before decodes, and
-    among either the least urgent first. Who is in service but finds no budget loses them before.
+    Equal deadlines give first come, first served. Equal priorities give earliest deadline first,
+    which meets all deadlines where any order of prompts does (one server, prompts cut into slices).
+
+    Preemption starts at the end of this order: a prompt, also an urgent one, goes before a decode,
+    and the least urgent prompt or decode goes first. A job in service that the token budget leaves
+    out goes before all of these.
+
+    Args:
+        priority: per SLO class; the lowest is served first.
+        deadline_s: per SLO class, seconds from arrival to the first token.
+        default_priority: of a class that `priority` does not name.
+        default_deadline_s: of a class that `deadline_s` does not name, in seconds.
+        token_budget: tokens of a step.
+        max_jobs: jobs in service.
+
+    Raises:
+        ValueError: a limit is below 1, or a deadline below 0.
     """
 
     priority: Mapping[str, int] | None = None
@@ -33,7 +44,7 @@ class EarliestDeadline:
 
     @property
     def traits(self) -> Traits:
-        """The promises of this scheduling."""
+        """What this scheduling promises to the engine."""
         return Traits(repeats=True, step_tokens=self.token_budget)
 
     def __post_init__(self) -> None:

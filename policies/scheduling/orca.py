@@ -13,10 +13,16 @@ from policies.scheduling.order import check_limits
 
 @dataclass(frozen=True)
 class Orca:
-    """Up to `max_jobs` jobs a step, first come first served (Orca, OSDI'22, algorithm 1).
+    """Jobs in the order of arrival, first come, first served (Orca, OSDI'22, algorithm 1).
 
-    A step mixes decodes with whole prompts, however long. Its other half is a reservation of the
-    longest sequence.
+    A step mixes decodes with whole prompts, however long. The memory half that belongs to it is
+    MaxReservation, a reservation of the longest sequence.
+
+    Args:
+        max_jobs: jobs of a step.
+
+    Raises:
+        ValueError: `max_jobs` is below 1.
     """
 
     max_jobs: int = 16

@@ -1,4 +1,4 @@
-"""What schedulings of the field share: seats, ranks and a token budget."""
+"""What the schedulings share: limits on jobs in service, ranks, and a token budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ Rank = Callable[[Job], tuple[float, ...]]  # lowest first
 
 
 def check_limits(name: str, **limits: int) -> None:
-    """ValueError where a limit leaves nothing to schedule."""
+    """Checks the limits of a scheduling.
+
+    Args:
+        name: of the scheduling, for the message.
+        limits: each by its name.
+
+    Raises:
+        ValueError: a limit is below 1, which leaves nothing to schedule.
+    """
     for limit, value in limits.items():
         if value < 1:
             raise ValueError(f"{name}: {limit} is {value}, must be at least 1")
@@ -23,9 +31,16 @@ def check_limits(name: str, **limits: int) -> None:
 def fill(
     jobs: Iterable[Job], token_budget: int, view: View, decodes: tuple[Slice, ...] = ()
 ) -> tuple[Slice, ...]:
-    """Slices of jobs, most wanted first, each as long as the rest of the budget allows.
+    """The batch of a step: decodes, then slices of jobs, as far as the token budget reaches.
 
-    Before them, as many `decodes` as it allows.
+    Args:
+        jobs: in the order in which they are served; each has as long a slice as the budget allows.
+        token_budget: tokens of the batch.
+        view: says whether jobs may start on kept pages (prefix caching).
+        decodes: one token each, before the slices of jobs.
+
+    Returns:
+        Slices of at most `token_budget` tokens together.
     """
     if view.kept_pages is not None and view.waiting:
         return _fill_behind(jobs, token_budget, view, view.kept_pages(), decodes)
@@ -48,9 +63,10 @@ def _fill_behind(
     pages: KeptPages,
     decodes: tuple[Slice, ...],
 ) -> tuple[Slice, ...]:
-    """`fill` with prefix caching: an admitted job starts behind the pages that it finds.
+    """`fill` with prefix caching: an admitted job starts behind the kept pages that it finds.
 
-    Jobs before it may take the pages that it would have found, so they are counted along.
+    A job earlier in the batch may take pages that a later job would have found. So the pages that
+    each job takes are counted along.
     """
     slices: list[Slice] = []
     page, device = view.page, view.device
@@ -69,7 +85,7 @@ def _fill_behind(
             done = len(found) * page.tokens
         left = job.known_tokens - done
         tokens = left if left <= token_budget else token_budget
-        if tokens > 1 or not done % page.tokens:  # else there is room in its last page
+        if tokens > 1 or not done % page.tokens:  # else the last page has room for the token
             here = kv_place(job.job_id, Tier.GPU, device)
             pages.take(here, page.count(done + tokens) - page.count(done))
         slices.append(one_token(job) if tokens == 1 else Slice(job, tokens))
@@ -78,24 +94,34 @@ def _fill_behind(
 
 
 def arrivals(view: View, max_jobs: int) -> Sequence[Job]:
-    """The head of those waiting that `max_jobs` seats leave room for."""
+    """The first waiting jobs, as many as may enter service beside those that are in it.
+
+    Args:
+        view: its waiting jobs, in the order of arrival.
+        max_jobs: jobs in service, those that enter included.
+    """
     return view.waiting[: max(0, max_jobs - len(view.serving))]
 
 
 def num_holders(view: View) -> int:
-    """How many jobs hold KV on the device."""
+    """The number of jobs that hold KV on the device."""
     device = view.device
     places = [r.kind is Kind.KV and t is Tier.GPU and d == device for r, t, d in view.held_bytes]
     return sum(places)
 
 
 def by_rank(view: View, rank: Rank, max_jobs: int) -> Iterable[Job]:
-    """Decodes first, then prompts begun and waiting alike, each by rank.
+    """Jobs in the order in which they are served: decodes by rank, then all prompts by rank.
 
-    Who waits takes free seats in the order of rank. Ties keep the order of admission or arrival.
+    Equal ranks keep the order of admission or arrival.
+
+    Args:
+        view: its jobs in service and waiting.
+        rank: of a job; the lowest is first.
+        max_jobs: jobs in service. Waiting jobs enter by rank as far as this leaves room.
     """
-    seats = max(0, max_jobs - len(view.serving))
-    seated = sorted(view.waiting, key=rank)[:seats]
+    room = max(0, max_jobs - len(view.serving))
+    admitted = sorted(view.waiting, key=rank)[:room]
     begun = [job for job in view.serving if job.is_prefilling]
     yield from sorted((job for job in view.serving if not job.is_prefilling), key=rank)
-    yield from sorted([*begun, *seated], key=rank)
+    yield from sorted([*begun, *admitted], key=rank)

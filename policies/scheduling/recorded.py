@@ -16,17 +16,21 @@ from engine.results.plan_log import LoggedPlan, decode
 class RecordedPlans:
     """Issues the plans of a log in their order, each as soon as its jobs have arrived.
 
-    Also gives back what finished jobs held, where the recorded run did: with an engine that leaves
-    this to the policy (`returns_memory=False`), bytes and pages go through the same states.
+    A plan also frees what finished jobs held, where the recorded run did. With an engine that
+    leaves these frees to the policy (`returns_memory=False`), bytes and pages go through the states
+    of the recorded run.
+
+    Args:
+        log: the plans of all devices, in the order in which they were issued.
     """
 
     log: tuple[LoggedPlan, ...]
 
     @cached_property
     def traits(self) -> Traits:
-        """Prefix caching where jobs of the log started on shared pages: it says on which.
+        """Prefix caching where jobs of the log started on shared pages: the log names the pages.
 
-        States lie where its plans say, so they need room in no tier beforehand.
+        States lie where the plans say, so no tier needs room for them beforehand.
         """
         shares = any('["share"' in logged.body for logged in self.log)
         return Traits(prefix_caching=shares, states_in=())
@@ -57,7 +61,11 @@ class RecordedPlans:
 class RecordedRouter:
     """Sends each request to the replica that served it in a plan log.
 
-    One that no plan names (the log ends before it) goes to the first: nothing will ask for it.
+    A request that no plan names, because the log ends before it, goes to the first replica: no plan
+    will ever ask for it.
+
+    Args:
+        log: the plans of all devices, in the order in which they were issued.
     """
 
     log: tuple[LoggedPlan, ...]

@@ -1,4 +1,4 @@
-"""Shortest job first, by the predicted rest of each job."""
+"""Shortest job first, by the predicted tokens that each job has left."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ from policies.scheduling.order import by_rank, check_limits, fill
 
 
 class LengthPredictor(Protocol):
-    """Pure: equal jobs, equal guesses. The true length is behind the oracle boundary."""
+    """Predicts output lengths. Pure: equal jobs give equal predictions.
+
+    The true length is behind the oracle boundary.
+    """
 
     def output_tokens(self, job: Job) -> float:
-        """Expected output in all, what was generated so far included."""
+        """Expected output of a job in tokens, those generated so far included."""
 
 
 @dataclass(frozen=True)
 class PromptShare:
-    """Output in proportion to the prompt."""
+    """Output in proportion to the prompt.
+
+    Args:
+        share: output tokens per prompt token.
+    """
 
     share: float = 0.5
 
@@ -32,7 +39,12 @@ class PromptShare:
 
 @dataclass(frozen=True)
 class ClassMean:
-    """The mean of a job's SLO class, as known from earlier traffic."""
+    """The mean output of a job's SLO class, as known from earlier traffic.
+
+    Args:
+        mean_tokens: output tokens per SLO class.
+        default_tokens: output tokens of a class that `mean_tokens` does not name.
+    """
 
     mean_tokens: Mapping[str, float] | None = None
     default_tokens: float = 256.0
@@ -43,10 +55,18 @@ class ClassMean:
 
 @dataclass(frozen=True)
 class ShortestJob:
-    """Decodes, then prompts, each by tokens left: of the prompt and, by guess, of the output.
+    """Decodes, then prompts, each by tokens left: of the prompt and, as predicted, of the output.
 
-    Best mean latency where guesses are right; long jobs may starve. A job that outlives its guess
-    counts as one token from its end.
+    The mean latency is the best where predictions are right (shortest remaining processing time);
+    long jobs may starve. A job that outlives its prediction counts as one token from its end.
+
+    Args:
+        predictor: of output lengths.
+        token_budget: tokens of a step.
+        max_jobs: jobs in service.
+
+    Raises:
+        ValueError: a limit is below 1.
     """
 
     predictor: LengthPredictor
@@ -55,7 +75,7 @@ class ShortestJob:
 
     @property
     def traits(self) -> Traits:
-        """The promises of this scheduling."""
+        """What this scheduling promises to the engine."""
         return Traits(step_tokens=self.token_budget)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Static batching: a batch is served to its end before the next one is let in."""
+"""Static batching: a batch is served to its end before the next one is admitted."""
 
 from __future__ import annotations
 
@@ -8,22 +8,28 @@ from typing import ClassVar
 from engine.contract.plan import Slice
 from engine.contract.policy import Traits
 from engine.contract.view import View
+from policies.scheduling.order import check_limits
 
 
 @dataclass(frozen=True)
 class StaticBatching:
     """Request-level scheduling, as before Orca (Orca, OSDI'22, section 2).
 
-    Up to `max_jobs` waiting requests start together; nobody joins until all have finished. Padding
-    of short prompts is not imitated: the cost is that of the tokens themselves.
+    Waiting requests start together; none is admitted until all of them have finished. Padding of
+    short prompts is not imitated: the cost is that of the tokens themselves.
+
+    Args:
+        max_jobs: requests of a batch.
+
+    Raises:
+        ValueError: `max_jobs` is below 1.
     """
 
     max_jobs: int = 16
     traits: ClassVar[Traits] = Traits(repeats=True)
 
     def __post_init__(self) -> None:
-        if self.max_jobs < 1:
-            raise ValueError(f"static batching: max_jobs is {self.max_jobs}, must be at least 1")
+        check_limits("static batching", max_jobs=self.max_jobs)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         jobs = view.serving or view.waiting[: self.max_jobs]

@@ -1,4 +1,4 @@
-"""vLLM v1's scheduler: whoever runs goes first in order, then whoever waits, under one budget."""
+"""vLLM v1's scheduler: jobs in service in order, then waiting jobs, under one token budget."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ from policies.scheduling.order import check_limits, fill, num_holders
 class VllmV1:
     """Prompts and decodes alike are tokens to catch up with, in the order of admission (vLLM 0.19).
 
-    Its other half is paged restart with `prompts: must_fit`, `gives_way: true` and no watermark:
-    the tail of running is preempted, and nobody comes in with a step that preempted.
+    The memory half that belongs to it is PagedRestart with `prompts` must_fit, `gives_way` and no
+    watermark: preemption takes the job admitted last, and a step with a preemption admits no job.
+
+    Args:
+        token_budget: tokens of a step (`max_num_batched_tokens`).
+        max_jobs: jobs in service (`max_num_seqs`).
+
+    Raises:
+        ValueError: a limit is below 1.
     """
 
     token_budget: int = 2048
@@ -24,7 +31,7 @@ class VllmV1:
 
     @property
     def traits(self) -> Traits:
-        """The promises of this scheduling."""
+        """What this scheduling promises to the engine."""
         return Traits(repeats=True, appends=True, step_tokens=self.token_budget)
 
     def __post_init__(self) -> None:
@@ -33,12 +40,13 @@ class VllmV1:
     def batch(self, view: View) -> tuple[Slice, ...]:
         decodes = view.running_decodes()
         others = view.serving[len(decodes) :]
-        coming = view.waiting[: max(0, self.max_jobs - self._seats_taken(view))]
-        return fill(chain(others, coming), self.token_budget, view, decodes)
+        admitted = view.waiting[: max(0, self.max_jobs - self._counted_jobs(view))]
+        return fill(chain(others, admitted), self.token_budget, view, decodes)
 
-    def _seats_taken(self, view: View) -> int:
-        """A job that has ended keeps its seat until its pages are back, as in vLLM."""
-        taken = len(view.serving)
-        if max(len(view.held_bytes), taken) + len(view.waiting) <= self.max_jobs:
-            return taken  # there is a seat for everybody
-        return max(num_holders(view), taken)
+    def _counted_jobs(self, view: View) -> int:
+        """Jobs that count against `max_jobs`: in vLLM, a job that has ended counts until its pages
+        are freed."""
+        running = len(view.serving)
+        if max(len(view.held_bytes), running) + len(view.waiting) <= self.max_jobs:
+            return running  # all waiting jobs may enter, so the exact count decides nothing
+        return max(num_holders(view), running)

@@ -1,4 +1,4 @@
-"""Serving and training in turn on one device: every n-th plan trains."""
+"""Time sharing of one device by serving and training: every n-th plan trains."""
 
 from __future__ import annotations
 
@@ -15,9 +15,19 @@ from policies.training.cycle import training_jobs
 
 @dataclass(frozen=True)
 class TakeTurns:
-    """Of `every` plans the last one trains and the others serve, each side by its own scheduling.
+    """Of `every` plans the last one trains, and the plans before it serve.
 
-    The other side's slices come behind, for when the first wants nothing or finds no room.
+    Each side has a scheduling of its own. A batch holds the slices of both sides: those of the side
+    whose turn it is come first, and those of the other side run where the first side has no work,
+    or finds no room.
+
+    Args:
+        serving: scheduling of the requests.
+        training: scheduling of the training jobs.
+        every: plans in a round, of which one trains.
+
+    Raises:
+        ValueError: `every` is below 2.
     """
 
     serving: Scheduling
@@ -37,16 +47,25 @@ class TakeTurns:
 
 @dataclass(frozen=True)
 class DividedMemory:
-    """Each side has a share of memory and its own policy for it, which sees no other jobs.
+    """Each side has a share of memory and a memory policy of its own, which sees no other jobs.
 
-    A plan is for the side whose slices come first, or for the other if none of them fits. Memory
-    is divided once and for all: neither side takes what the other has left.
+    A plan is for the side whose slices come first, or for the other side if none of these fits.
+    Shares are fixed: neither side takes what the other leaves free.
+
+    Args:
+        serving: memory policy of the requests.
+        training: memory policy of the training jobs.
+        device_share: of the device, for training.
+        host_share: of the host, for training.
+
+    Raises:
+        ValueError: a share is not in [0, 1].
     """
 
     serving: Memory
     training: Memory
-    device_share: float = 0.5  # of the device, for training
-    host_share: float = 0.5  # of the host, for training
+    device_share: float = 0.5
+    host_share: float = 0.5
 
     def __post_init__(self) -> None:
         for name in ("device_share", "host_share"):
@@ -55,7 +74,7 @@ class DividedMemory:
 
     @property
     def traits(self) -> Traits:
-        """Pages are kept as serving says; states of training lie where its policy says."""
+        """Prefix caching as serving has it; tiers of model states as training has them."""
         return Traits(
             prefix_caching=traits_of(self.serving).prefix_caching,
             states_in=traits_of(self.training).states_in,
@@ -71,13 +90,13 @@ class DividedMemory:
                 return
 
     def _divided(self, side: View, view: View, trains: bool) -> View:
-        """What one side holds and may take."""
+        """The view of one side with the memory that this side holds and may take."""
         trained, held = Counter[Pool](), dict[Place, int]()
         served = {SHARED_OWNER, *(job.job_id for job in (*view.serving, *view.waiting))}
         served -= {job.job_id for job in training_jobs(view)}
         for place, nbytes in view.held_bytes.items():
             owner, kind, *_ = place.region
-            is_trained = owner not in served and kind is not Kind.KV  # also left by who has ended
+            is_trained = owner not in served and kind is not Kind.KV  # ended jobs too
             if is_trained:
                 trained[place.pool] += nbytes
             if is_trained is trains:
@@ -86,7 +105,7 @@ class DividedMemory:
         for pool, nbytes in view.capacity_bytes.items():
             share = self.device_share if pool[0] is Tier.GPU else self.host_share
             own = int(nbytes * share)
-            left = own - trained[pool]  # of training's share
+            left = own - trained[pool]  # what training may still take
             room = max(0, min(left, view.room(pool)) if trains else view.room(pool) - left)
             capacity[pool] = own if trains else nbytes - own
             free[pool] = min(room, view.free_bytes[pool])
@@ -103,7 +122,11 @@ class DividedMemory:
 
 @dataclass(frozen=True)
 class WithoutKv:
-    """A profile whose moments leave KV out: it lies in serving's share, not in training's."""
+    """A profile whose moments leave KV out: KV lies in serving's share, not in training's.
+
+    Args:
+        whole: the profile of all jobs.
+    """
 
     whole: Profile
 

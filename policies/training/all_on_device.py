@@ -1,4 +1,4 @@
-"""Training with everything on the device: the reference, and what does not fit."""
+"""Training with everything on the device: the reference without offloading."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from policies.training.residency import Residency
 
 @dataclass(frozen=True)
 class AllOnDevice:
-    """Nothing leaves the device but what units save for the host; updates run there.
+    """All model states stay on the device, and updates run there: training without offloading.
 
-    States that lie on the host at the start come at their first use. Rests on coming bytes.
+    Only activations that their units save for the host leave the device. States that lie on the
+    host at the start come at their first use. Plans use coming bytes.
+
+    Raises (from `fit`):
+        OutOfMemory: a launch can never fit.
     """
 
     traits: ClassVar[Traits] = Traits(recurs=True, states_in=(Tier.GPU,))

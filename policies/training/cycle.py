@@ -1,4 +1,4 @@
-"""One step of a training job, launch by launch: the future that its chain makes certain."""
+"""One step of a training job, launch by launch: what its chain of tasks makes certain."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ class CycleLaunch(NamedTuple):
 
 
 def training_jobs(view: View) -> Iterator[Job]:
-    """All that train or are to, in the order of their coming."""
+    """Training jobs, in service and waiting, in the order of arrival."""
     yield from view.training
     yield from (job for job in view.waiting if job.training is not None)
 
 
 @lru_cache(maxsize=CYCLES)
 def cycle_of(training: TrainingProgress) -> tuple[CycleLaunch, ...]:
-    """The launches of one step in the order of the job's tasks, recomputation included."""
+    """The launches of one step in the order of the job's tasks, recomputation included.
+
+    Args:
+        training: a job's progress; the cycle is that of its layout and tasks.
+    """
     units, links = layout_of(training).units, list[CycleLaunch]()
     for work, part, microbatch in training.tasks:
         if work is Work.BACKWARD and units[part].mode is Mode.RECOMPUTE:
@@ -44,9 +48,15 @@ def cycle_of(training: TrainingProgress) -> tuple[CycleLaunch, ...]:
 def uses_of(
     training: TrainingProgress, device: int, updates_here: bool
 ) -> tuple[Mapping[Place, Sequence[int]], int]:
-    """When launches of a step use each place of model states on a device, and how many there are.
+    """When the launches of a step use each place of model states on a device.
 
-    Updates on the host's lane use nothing of the device.
+    Args:
+        training: a job's progress.
+        device: whose places are meant.
+        updates_here: updates run on the device; on the host's lane they use no place of the device.
+
+    Returns:
+        Per place the numbers of the launches that use it, ascending; and the number of launches.
     """
     layout, job_id = layout_of(training), training.spec.job_id
     uses: dict[Place, list[int]] = {}
@@ -69,7 +79,7 @@ Turn = tuple[Work, int, int]  # of a unit: forward or backward, unit, microbatch
 
 
 class Ahead(NamedTuple):
-    """What comes behind a launch: turns of units, and the chunks and gradients that they use."""
+    """What follows a launch: turns of units, and the chunks and gradients that they use."""
 
     turns: tuple[Turn, ...]
     chunks: frozenset[int]
@@ -77,8 +87,13 @@ class Ahead(NamedTuple):
 
 
 @lru_cache(maxsize=CYCLES)
-def horizon(training: TrainingProgress, turns: int) -> tuple[Ahead, ...]:
-    """Per launch of a step, what the next so many turns behind it use, up to the updates."""
+def lookahead(training: TrainingProgress, turns: int) -> tuple[Ahead, ...]:
+    """Per launch of a step, the next turns of units and what they use, up to the updates.
+
+    Args:
+        training: a job's progress.
+        turns: how many turns to look ahead.
+    """
     links, found = cycle_of(training), list[Ahead]()
     for moment, link in enumerate(links):
         coming = list[Turn]()
@@ -97,9 +112,15 @@ def horizon(training: TrainingProgress, turns: int) -> tuple[Ahead, ...]:
 
 @lru_cache(maxsize=CYCLES)
 def trained_before(training: TrainingProgress, turns: int) -> tuple[tuple[int, ...], ...]:
-    """Per launch of a step, the chunks to whose gradients so many backwards before it have added;
-    none where the launch is no backward, or there are fewer. Backwards that train nothing do not
-    count."""
+    """Per backward of a step, the chunks that the backward some turns before it trains.
+
+    Args:
+        training: a job's progress.
+        turns: 1 means the backward just before. Backwards that train no chunk do not count.
+
+    Returns:
+        One entry per launch: empty where it is no backward, or fewer backwards came before it.
+    """
     units, found, behind = layout_of(training).units, list[tuple[int, ...]](), list[Sequence[int]]()
     for work, part, _, _ in cycle_of(training):
         is_backward = work is Work.BACKWARD

@@ -1,4 +1,4 @@
-"""Chunks come when they are used and leave when room is needed, by LRU, FIFO or Belady's OPT."""
+"""Chunks are fetched at their use and evicted when room is needed: LRU, FIFO or Belady's OPT."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from policies.training.residency import Residency
 
 @dataclass(frozen=True)
 class DemandPaging:
-    """Nothing is fetched ahead.
+    """Demand paging of chunks: none is prefetched (Belady, IBM Systems Journal 1966, for OPT).
 
-    order             who leaves first: `lru`, `fifo`, or `opt` (Belady: whose next use, known from
-                      the chain, is farthest)
-    tiers             `exclusive`: a chunk lies in one tier, and leaving is a copy; `inclusive`: the
-                      host keeps its copy, and what is as new there is dropped
-    updates           on the `host`, or the `device`
-    reuses_gradients  gradients take the place of their weights until the update (PatrickStar)
+    An update for which the host has no room runs on the device. Plans use coming bytes.
 
-    Where the host has no room for what an update needs, it runs on the device. Rests on coming
-    bytes.
+    Args:
+        order: which chunk is evicted first: the least recently used (`lru`), the first to come
+            (`fifo`), or the one whose next use in the step is farthest (`opt`).
+        tiers: `exclusive`: a chunk lies in one tier, and an eviction copies it. `inclusive`: the
+            host keeps its copy, and an eviction copies only what is newer on the device.
+        updates: on the `host`, or on the `device`.
+        reuses_gradients: gradients take the place of their weights until the update (PatrickStar).
+
+    Raises (from `fit`):
+        OutOfMemory: a launch can never fit.
     """
 
     traits: ClassVar[Traits] = Traits(recurs=True)

@@ -1,4 +1,4 @@
-"""Which place leaves the device first when room is needed: replaceable orders."""
+"""The order in which places are evicted from the device when room is needed."""
 
 from __future__ import annotations
 
@@ -11,65 +11,85 @@ from typing import NamedTuple, Protocol
 from engine.contract.regions import Place
 from engine.contract.view import View
 
-Rank = tuple[int, int]  # the lowest goes first; behind it the chunk, for ties
-NOW = 1 << 62  # stamps of what is drafted: behind all that were issued
+Rank = tuple[int, int]  # the lowest is evicted first; the second number, a chunk, breaks ties
+NOW = 1 << 62  # stamps of planned launches lie behind all stamps of issued ones
 
 
 class Order(Protocol):
-    """Ranks places as they stand when a plan begins, and as its launches use them.
+    """An order of eviction: the place with the lowest rank is evicted first."""
 
-    `index`: how many were booked before a place; `clock`: launches drafted before the one that
-    uses it; `rank`: so far, None where the place has just come.
-    """
+    def rank_at_start(self, place: Place, index: int) -> Rank:
+        """The rank of a place that is on the device when a plan begins.
 
-    def standing(self, place: Place, index: int) -> Rank: ...
+        Args:
+            place: of states or activations on the device.
+            index: how many places were booked before it.
+        """
 
-    def used(self, place: Place, clock: int, rank: Rank | None, index: int) -> Rank: ...
+    def rank_after_use(self, place: Place, clock: int, rank: Rank | None, index: int) -> Rank:
+        """The rank of a place behind a launch of the plan that uses it.
+
+        Args:
+            place: of states or activations on the device.
+            clock: launches of the plan before this one.
+            rank: that of the place so far; None where it has just come.
+            index: how many places were booked before it.
+        """
 
 
 @dataclass(frozen=True)
 class LeastRecent:
-    """LRU."""
+    """LRU: the least recently used place is evicted first.
+
+    Args:
+        view: its stamps say when each place was used.
+    """
 
     view: View
 
-    def standing(self, place: Place, index: int) -> Rank:
+    def rank_at_start(self, place: Place, index: int) -> Rank:
         return self.view.used[place], 0
 
-    def used(self, place: Place, clock: int, rank: Rank | None, index: int) -> Rank:
+    def rank_after_use(self, place: Place, clock: int, rank: Rank | None, index: int) -> Rank:
         return NOW + clock, 0
 
 
 class FirstIn:
-    """FIFO: in the order in which places were booked."""
+    """FIFO: the place that was booked first is evicted first."""
 
-    def standing(self, place: Place, index: int) -> Rank:
+    def rank_at_start(self, place: Place, index: int) -> Rank:
         return index, 0
 
-    def used(self, place: Place, clock: int, rank: Rank | None, index: int) -> Rank:
+    def rank_after_use(self, place: Place, clock: int, rank: Rank | None, index: int) -> Rank:
         return (index, 0) if rank is None else rank
 
 
 class LastIn:
-    """What came last is wanted last, where everything comes in the order of its use."""
+    """LIFO: the place that was booked last is evicted first.
 
-    def standing(self, place: Place, index: int) -> Rank:
+    Where places come in the order of their use, the last one is also used last.
+    """
+
+    def rank_at_start(self, place: Place, index: int) -> Rank:
         return -index, 0
 
-    def used(self, place: Place, clock: int, rank: Rank | None, index: int) -> Rank:
+    def rank_after_use(self, place: Place, clock: int, rank: Rank | None, index: int) -> Rank:
         return (-index, 0) if rank is None else rank
 
 
 class Future(NamedTuple):
-    """When launches of a job's step use each place, as far as is known, and where the job is."""
+    """When launches of a job's step use each place, as far as is known, and which one is next."""
 
     uses: Mapping[Place, Sequence[int]]  # numbers of launches, ascending
     length: int  # launches in a step
     moment: int  # number of the next one
 
     def distance(self, place: Place, behind: int) -> int:
-        """Launches from now to the first use behind a moment: in this step, in the next, or, where
-        none is known, later than any."""
+        """Launches from now to the first use of a place behind a moment.
+
+        The use lies in this step or in the next one. A place without a known use comes after all
+        others.
+        """
         moments = self.uses.get(place, ())
         if not moments:
             return 2 * self.length
@@ -80,21 +100,27 @@ class Future(NamedTuple):
 
 @dataclass(frozen=True)
 class FarthestUse:
-    """Belady's OPT over a cyclic future; ties by the smaller chunk."""
+    """Belady's OPT over a cyclic future: the place whose next use is farthest is evicted first.
 
-    futures: Mapping[int, Future] = field(default_factory=dict)  # by job
+    Of equals, the smaller chunk.
 
-    def standing(self, place: Place, index: int) -> Rank:
+    Args:
+        futures: per job, when its places are used.
+    """
+
+    futures: Mapping[int, Future] = field(default_factory=dict)
+
+    def rank_at_start(self, place: Place, index: int) -> Rank:
         future = self.futures[place.region.owner]
         return -future.distance(place, future.moment - 1), place.region.part
 
-    def used(self, place: Place, clock: int, rank: Rank | None, index: int) -> Rank:
+    def rank_after_use(self, place: Place, clock: int, rank: Rank | None, index: int) -> Rank:
         future = self.futures[place.region.owner]
         return -future.distance(place, future.moment + clock), place.region.part
 
 
 class Entry(NamedTuple):
-    """A place as it was ranked last. Of equal ranks, who came first goes first."""
+    """A place as it was ranked last. Of equal ranks, the place that came first is evicted first."""
 
     rank: Rank
     number: int
@@ -102,12 +128,15 @@ class Entry(NamedTuple):
 
 
 class Candidates:
-    """Places by rank. `count`: how many have come so far, those that have left included."""
+    """The places that may be evicted, by rank.
+
+    `count`: how many places have come so far, those that have left included.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self._entries: dict[Place, Entry] = {}
-        self._heap: list[Entry] = []  # made when first asked for; entries may be out of date
+        self._heap: list[Entry] = []  # made at the first eviction; entries may be out of date
 
     def __iter__(self) -> Iterator[Place]:
         return iter(self._entries)
@@ -116,12 +145,12 @@ class Candidates:
         return place in self._entries
 
     def rank(self, place: Place) -> Rank | None:
-        """As it was put last; None where it is no candidate."""
+        """The rank of a place; None where it is no candidate."""
         entry = self._entries.get(place)
         return None if entry is None else entry.rank
 
     def put(self, place: Place, rank: Rank) -> None:
-        """Enters a place, or ranks it anew."""
+        """Adds a place, or changes its rank."""
         old = self._entries.get(place)
         if old is None:
             self.count += 1
@@ -133,11 +162,12 @@ class Candidates:
             heappush(self._heap, entry)
 
     def drop(self, place: Place) -> bool:
-        """Takes a place off; whether it was there."""
+        """Removes a place; whether it was a candidate."""
         return self._entries.pop(place, None) is not None
 
-    def send_first(self, pinned: Collection[Place], send: Callable[[Place], bool]) -> bool:
-        """Has the first that is not pinned and can be sent away leave; whether one was found."""
+    def evict_first(self, pinned: Collection[Place], evict: Callable[[Place], bool]) -> bool:
+        """Evicts the first place that is not pinned and that `evict` can take off the device;
+        whether there was one."""
         if not self._heap:
             self._heap = [*self._entries.values()]
             heapify(self._heap)
@@ -145,7 +175,7 @@ class Candidates:
         while heap and not found:
             entry = heappop(heap)
             if self._entries.get(entry.place) is entry:
-                found = entry.place not in pinned and send(entry.place)
+                found = entry.place not in pinned and evict(entry.place)
                 passed += [] if found else [entry]
         for entry in passed:
             heappush(heap, entry)

@@ -1,4 +1,4 @@
-"""FSDP2 with CPU offloading: all or nothing, one unit ahead."""
+"""FSDP2 with CPU offloading: all states on the host, weights prefetched one unit ahead."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ from policies.training.streaming import Streaming
 
 @dataclass(frozen=True)
 class Fsdp2Offload:
-    """As `fully_shard` with CPUOffloadPolicy on one device: each unit is fetched while the one
-    before it runs, gradients go out, and the host updates behind the whole backward.
+    """PyTorch's `fully_shard` with CPUOffloadPolicy.
 
-    `keeps_root`: weights of the embedding and the head stay from forward to backward, since the
-    root module is not resharded behind its forward. Rests on coming bytes.
+    Weights of a unit are prefetched while the unit before it runs, gradients are offloaded, and the
+    host updates behind the whole backward. Plans use coming bytes.
+
+    Args:
+        keeps_root: weights of the embedding and the head stay from forward to backward, since
+            FSDP2 does not reshard the root module behind its forward.
+
+    Raises (from `fit`):
+        OutOfMemory: a launch can never fit.
     """
 
     traits: ClassVar[Traits] = Traits(recurs=True, states_in=(Tier.HOST,))

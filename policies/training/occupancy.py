@@ -1,4 +1,4 @@
-"""What lies where while a plan for training is made, and who leaves when room is needed."""
+"""What lies where while a plan for training is made, and what is evicted when room is needed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ STATES = (Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER)
 
 
 class Occupancy:
-    """Brings regions to where they are wanted, and makes room for them by an order of eviction.
+    """Brings regions to the tier of their use, and makes room for them by an order of eviction.
 
-    States lie in one tier at a time where tiers are exclusive: coming means leaving the other, and
-    what leaves is copied. Inclusive tiers keep the copy on the host, and what is as new there is
-    dropped. Which copy is new, stamps tell, drafted operations included. It rests on free and
-    coming bytes, so it may wait for copies, but decides the same in every backend.
+    Exclusive tiers hold a region once: a region that comes to one tier leaves the other, and an
+    eviction copies it. Inclusive tiers keep the copy on the host, and an eviction copies only what
+    is newer on the device. Stamps tell which copy is newer, those of planned launches included.
+    Room counts free and coming bytes. So launches may wait for copies, but the plan is alike in
+    every backend.
     """
 
     def __init__(
@@ -33,23 +34,30 @@ class Occupancy:
         kinds: Collection[Kind] = STATES,
         is_exclusive: bool = False,
     ) -> None:
-        """`kinds` of states may leave the device when room is needed; what units save for the host
-        always may."""
+        """Takes up what lies on the device of a view.
+
+        Args:
+            view: what the policy was shown.
+            plan: where operations are written.
+            order: of eviction.
+            kinds: of states that may be evicted; activations saved for the host always may.
+            is_exclusive: tiers are exclusive.
+        """
         self._view, self._plan, self._order = view, plan, order
         self._kinds, self._is_exclusive = kinds, is_exclusive
         self._here: Pool = (Tier.GPU, view.device)
         self._home: Pool = (Tier.HOST, 0)
-        self._stamps: dict[Place, int] = {}  # of contents that are drafted
-        self._leaving = Candidates()  # what may leave, in the order of booking
+        self._stamps: dict[Place, int] = {}  # of contents that this plan writes
+        self._candidates = Candidates()  # for eviction, in the order of booking
         self._pinned: frozenset[Place] = frozenset()
-        self._launch: LaunchFootprint | None = None  # the one at hand
-        self.clock = 0  # launches drafted
-        self.state_bytes = 0  # on the device, of what may leave
-        self.lacks_bytes = 0  # on the host, for an update that is on the device therefore
-        self._host_lacks: int | None = None  # with so much more the draft would be another
+        self._launch: LaunchFootprint | None = None  # the one that is being placed
+        self.clock = 0  # launches planned so far
+        self.state_bytes = 0  # on the device, of states that may be evicted
+        self.lacks_bytes = 0  # of the host, for an update that runs on the device for this reason
+        self._host_lacks: int | None = None  # with so much more the plan would differ
         for place in self._found():
             self._count(place)
-            self._leaving.put(place, order.standing(place, self._leaving.count))
+            self._candidates.put(place, order.rank_at_start(place, self._candidates.count))
 
     def _found(self) -> Iterator[Place]:
         jobs = {job.job_id: job for job in training_jobs(self._view)}
@@ -57,7 +65,7 @@ class Occupancy:
             (owner, kind, part, _), tier, device = place
             if tier is not Tier.GPU or owner not in jobs or device != self._view.device:
                 continue
-            if kind in self._kinds or _is_on_its_way(jobs[owner], kind, part):
+            if kind in self._kinds or _is_offloaded(jobs[owner], kind, part):
                 yield place
 
     # ---- places
@@ -66,18 +74,18 @@ class Occupancy:
         return Place(place.region, *(self._home if place.tier is Tier.GPU else self._here))
 
     def holds(self, place: Place) -> bool:
-        """Whether something is there."""
+        """Whether a place holds bytes."""
         return bool(self._plan.held(place))
 
     def is_new(self, place: Place) -> bool:
-        """Whether what a place holds is as new as what the other tier has."""
+        """Whether a place holds its region, and no older than the other tier does."""
         if not self._plan.held(place):
             return False
         other = self.elsewhere(place)
         return not self._plan.held(other) or self._stamp(place) >= self._stamp(other)
 
     def bring(self, place: Place, nbytes: int) -> None:
-        """Makes a place hold what is new of its region; one that is nowhere begins there."""
+        """Makes a place hold its region as it is newest; a region that is nowhere begins there."""
         if not self.is_new(place):
             other = self.elsewhere(place)
             if size := self._plan.held(other):
@@ -94,32 +102,34 @@ class Occupancy:
             self._touch(place, self.clock)
 
     def _moves(self, place: Place) -> bool:
-        """Whether what comes to a place leaves the other tier. Updates want a norm in both."""
+        """Whether a region that comes here leaves the other tier. Updates need a norm in both."""
         if place.region.kind is Kind.BUFFER:
             return False
         return self._is_exclusive or (place.tier is Tier.HOST and not _is_weight(place))
 
     def offer(self, place: Place, nbytes: int) -> None:
-        """Brings a place from the host if that takes nothing from anybody."""
+        """Brings a place from the host if there is room without an eviction."""
         other = self.elsewhere(place)
         is_away = self._plan.held(other) and not self._plan.held(place)
         if is_away and self._plan.room(place.pool) >= nbytes:
             self.bring(place, nbytes)
 
     def copy(self, src: Place, dst: Place) -> None:
-        """Copies a region whole; the destination is as new as the source then."""
+        """Copies a region whole: the destination is then as new as the source."""
         self._plan.copy(src, dst)
         self._stamps[dst] = self._stamp(src)
 
     def free(self, place: Place) -> None:
-        """Gives a place back."""
-        if self._leaving.drop(place) and place.region.kind in STATES:
+        """Frees a place."""
+        if self._candidates.drop(place) and place.region.kind in STATES:
             self.state_bytes -= self._plan.held(place)
         self._plan.free(place)
 
     def evict(self, place: Place) -> bool:
-        """Takes a place off the device, copied out unless the host has it as new; whether there was
-        room for that."""
+        """Takes a place off the device, with a copy to the host unless the host has it as new.
+
+        Returns whether the host had room for that.
+        """
         away = self.elsewhere(place)
         has_copy = self._plan.held(away)
         if not has_copy or self._stamp(away) < self._stamp(place):
@@ -131,7 +141,11 @@ class Occupancy:
 
     # ---- room
     def make_room(self, pool: Pool, nbytes: int) -> None:
-        """Evicts until so many bytes are left. OutOfMemory where nothing more can go."""
+        """Evicts until so many bytes of a pool are free.
+
+        Raises:
+            OutOfMemory: no place is left to evict.
+        """
         while (room := self._plan.room(pool)) < nbytes:
             if pool == self._here and self._makes_room():
                 continue
@@ -140,20 +154,23 @@ class Occupancy:
             raise self._nearer(pool, nbytes - room)
 
     def _makes_room(self) -> bool:
-        return self._leaving.send_first(self._pinned, self.evict)
+        return self._candidates.evict_first(self._pinned, self.evict)
 
     def shrink(self, limit_bytes: int, strict: bool = False) -> None:
-        """Evicts until states take no more than that, or nothing can go. `strict`: OutOfMemory
-        where that is for want of room on the host."""
+        """Evicts until states take no more than a limit, or no place is left to evict.
+
+        Raises:
+            OutOfMemory: with `strict`, the host has no room for what should leave.
+        """
         while self.state_bytes > limit_bytes:
-            if not self._leaving.send_first(self._pinned, self.evict):
+            if not self._candidates.evict_first(self._pinned, self.evict):
                 break
         if strict and self.state_bytes > limit_bytes and self._is_stuck():
             raise self._host_error()
 
     def _is_stuck(self) -> bool:
-        """Whether something would leave if the host had room for it."""
-        return any([place not in self._pinned for place in self._leaving])
+        """Whether a place would be evicted if the host had room for it."""
+        return any([place not in self._pinned for place in self._candidates])
 
     def _host_has(self, nbytes: int) -> bool:
         if (lacks := nbytes - self._plan.room(self._home)) <= 0:
@@ -162,14 +179,16 @@ class Occupancy:
         return False
 
     def _host_error(self) -> OutOfMemory:
-        """Says the least that the host lacked for anything so far: what is lacking at the end may
-        be more, since something smaller has gone instead and taken room."""
-        assert self._host_lacks is not None, "something could not leave"
+        """The least that the host lacked for any eviction so far.
+
+        What is lacking at the end may be more: a smaller place was evicted instead and took room.
+        """
+        assert self._host_lacks is not None, "an eviction found no room on the host"
         return self._error(self._home, self._host_lacks)
 
     def _nearer(self, pool: Pool, deficit_bytes: int) -> OutOfMemory:
-        """Of an update that is on the device for want of room on the host, what is lacking there,
-        if that is less."""
+        """The smaller deficit: of a pool or, where an update runs on the device for want of room on
+        the host, of the host."""
         if 0 < self.lacks_bytes < deficit_bytes:
             return self._error(self._home, self.lacks_bytes)
         return self._error(pool, deficit_bytes)
@@ -191,11 +210,11 @@ class Occupancy:
         return place.region.kind in self._kinds or place.region.kind is Kind.ACTIVATION
 
     def _touch(self, place: Place, clock: int) -> None:
-        rank = self._leaving.rank(place)
+        rank = self._candidates.rank(place)
         if rank is None:
             self._count(place)
-        rank = self._order.used(place, clock, rank, self._leaving.count)
-        self._leaving.put(place, rank)
+        rank = self._order.rank_after_use(place, clock, rank, self._candidates.count)
+        self._candidates.put(place, rank)
 
     def _count(self, place: Place) -> None:
         if place.region.kind in STATES:
@@ -206,9 +225,9 @@ def _is_weight(place: Place) -> bool:
     return place.region.kind is Kind.WEIGHT
 
 
-def _is_on_its_way(job: Job, kind: Kind, part: int) -> bool:
-    """Whether a place is what a unit saves for the host, or its input that waits there: brought
-    early, or not gone yet."""
+def _is_offloaded(job: Job, kind: Kind, part: int) -> bool:
+    """Whether a place is of an offloaded activation, fetched early or not yet copied out: what a unit
+    saves for the host, or its input."""
     assert job.training is not None
     units = layout_of(job.training).units
     if kind is not Kind.ACTIVATION:

@@ -22,7 +22,7 @@ from engine.contract.regions import (
     weight,
 )
 from engine.contract.view import View
-from policies.training.cycle import Ahead, CycleLaunch, cycle_of, horizon, trained_before
+from policies.training.cycle import Ahead, CycleLaunch, cycle_of, lookahead, trained_before
 from policies.training.eviction import LastIn
 from policies.training.occupancy import STATES
 from policies.training.out_of_memory import patient
@@ -70,7 +70,7 @@ class _Stream:
         training, view, device = piece.job.training, self._view, self._device
         assert training is not None
         first = view.profile.moment(piece.job.job_id)
-        links, ahead = cycle_of(training), horizon(training, max(1, self._how.prefetch))
+        links, ahead = cycle_of(training), lookahead(training, max(1, self._how.prefetch))
         for launch in launches_of(piece, view.device, HOST_LANE):
             moment = first + device.clock
             device.seat(launch)

@@ -1,4 +1,4 @@
-"""ZeRO-3 with everything offloaded: units fetch their weights, some ahead of time."""
+"""ZeRO-3 with all states offloaded: weights are prefetched unit by unit."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from policies.training.streaming import GRADIENTS_OUT, Streaming
 
 @dataclass(frozen=True)
 class Zero3Offload:
-    """Weights are fetched per unit and dropped behind it, gradients go out, the host updates
-    (ZeRO-Infinity, SC'21).
+    """Weights are fetched for each unit and dropped behind it, gradients are offloaded, and the
+    host updates (ZeRO-Infinity, SC'21).
 
-    prefetch          units to fetch for ahead
-    persistent_bytes  chunks whose weights take less than that stay once they have come
-    overlaps_updates  the next forward may begin before the last chunk is updated
-    gradients_out     units whose gradients may be on their way out when another backward begins
+    Plans use coming bytes.
 
-    Rests on coming bytes.
+    Args:
+        prefetch: units whose weights are fetched ahead of time.
+        persistent_bytes: a chunk whose weights take fewer bytes stays on the device once it came.
+        overlaps_updates: the next forward may begin before the last chunk is updated.
+        gradients_out: units whose gradients may still be copied out when another backward begins.
+
+    Raises:
+        ValueError: a number is below 0.
+        OutOfMemory: from `fit`, a launch can never fit.
     """
 
     traits: ClassVar[Traits] = Traits(recurs=True, states_in=(Tier.HOST,))

@@ -16,10 +16,17 @@ from policies.training.streaming import Streaming
 
 @dataclass(frozen=True)
 class ZeroOffload:
-    """Gradients go out while backward goes on, the host updates, weights come back (Ren, ATC'21).
+    """Gradients are offloaded during the backward, the host updates, and new weights are copied
+    back (Ren et al., ZeRO-Offload, ATC'21).
 
-    Accumulated gradients come in again for the next microbatch. With `overlaps_updates` the next
-    forward may begin before the last chunk is updated; the original waits. Rests on coming bytes.
+    Accumulated gradients come back for the next microbatch. Plans use coming bytes.
+
+    Args:
+        overlaps_updates: the next forward may begin before the last chunk is updated; in the
+            original it waits.
+
+    Raises (from `fit`):
+        OutOfMemory: a launch can never fit.
     """
 
     traits: ClassVar[Traits] = Traits(recurs=True, states_in=(Tier.HOST,))

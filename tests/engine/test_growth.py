@@ -1,4 +1,4 @@
-"""What grows in a repeated plan, against counting it step by step."""
+"""What grows in a stretched plan, against counting it step by step."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.job import Job
-from engine.contract.plan import Compute, Grow, Plan
+from engine.contract.plan import Compute, Plan
 from engine.contract.regions import PageSize, kv_place
 from engine.fast_forward.decode_batch import DecodeBatch
-from engine.fast_forward.repeated_plan import Growth, RepeatedPlan
+from engine.fast_forward.repeated_plan import Growth, RepeatedPlan, StretchedPlan, TimedGrow
+from tests.support.stretches import is_due
 
 grows = st.lists(
     st.builds(
-        lambda job, first, every: Grow(kv_place(job), 10, first, every),
+        lambda job, first, every: TimedGrow(kv_place(job), 10, first, every),
         st.integers(0, 3),
         st.integers(0, 30),
         st.integers(0, 7),
@@ -23,15 +24,15 @@ grows = st.lists(
 )
 
 
-def one_by_one(ops: list[Grow], first: int, end: int) -> list[tuple[int, Grow]]:
-    return [(step, op) for step in range(first, end) for op in ops if step in op.steps(step + 1)]
+def one_by_one(ops: list[TimedGrow], first: int, end: int) -> list[tuple[int, TimedGrow]]:
+    return [(step, op) for step in range(first, end) for op in ops if is_due(op, step)]
 
 
 @given(ops=grows, middle=st.integers(0, 40), end=st.integers(0, 80))
 def test_growth_is_what_every_step_takes_in_the_plans_order(
-    ops: list[Grow], middle: int, end: int
+    ops: list[TimedGrow], middle: int, end: int
 ) -> None:
-    growth = Growth.of(Plan((*ops, Compute(())), repeats=100))
+    growth = Growth.of(ops)
     due, rest = growth.before(middle)
     assert due == one_by_one(ops, 0, middle)
     assert rest.before(middle + end)[0] == one_by_one(ops, middle, middle + end)
@@ -39,23 +40,23 @@ def test_growth_is_what_every_step_takes_in_the_plans_order(
 
 
 @given(ops=grows, middle=st.integers(0, 40))
-def test_what_has_left_grows_no_more(ops: list[Grow], middle: int) -> None:
-    _, rest = Growth.of(Plan((*ops, Compute(())), repeats=100)).before(middle)
+def test_what_has_left_grows_no_more(ops: list[TimedGrow], middle: int) -> None:
+    _, rest = Growth.of(ops).before(middle)
     others = [op for op in ops if op.place.region.owner != 1]
     assert rest.without({1}).before(90)[0] == one_by_one(others, middle, 90)
 
 
 def test_only_pages_taken_when_they_are_full_are_taken_in_turn() -> None:
     page, steps = PageSize(4, 10), {kv_place(0): 1, kv_place(1): 3}
-    in_turn = [Grow(kv_place(0), 10, 1, 4), Grow(kv_place(1), 10, 3, 4)]
-    others = (Grow(kv_place(1), 20, 3, 4), Grow(kv_place(1), 10, 2, 4), Grow(kv_place(1), 10, 3))
+    in_turn = [TimedGrow(kv_place(0), 10, 1, 4), TimedGrow(kv_place(1), 10, 3, 4)]
+    others = [TimedGrow(kv_place(1), *how) for how in ((20, 3, 4), (10, 2, 4), (10, 3))]
 
-    def is_in_turn(*ops: Grow) -> bool:
-        return Growth.of(Plan((*ops, Compute(())), repeats=9)).is_in_turn(steps, page)
+    def is_in_turn(*ops: TimedGrow) -> bool:
+        return Growth.of(ops).is_in_turn(steps, page)
 
     assert is_in_turn(*in_turn) and is_in_turn(*reversed(in_turn))
     assert not any([is_in_turn(in_turn[0], other) for other in others])
-    assert not is_in_turn(*in_turn, Grow(kv_place(2), 10, 3, 4))
+    assert not is_in_turn(*in_turn, TimedGrow(kv_place(2), 10, 3, 4))
     assert not is_in_turn(in_turn[0], in_turn[0]) and not is_in_turn(in_turn[0])
 
 
@@ -74,7 +75,7 @@ def test_a_cohort_grows_as_its_places_would_one_by_one(
     pairs = [(Job(i, 0, 8 - n, 9 - n, 8 - n), kv_place(i)) for i, n in enumerate(spare)]
     tables = {place: [0, 1] for _, place in pairs}
     cohort.join(pairs, tables, lambda job: 9)
-    ops = [Grow(kv_place(i), 10, first, 4) for i, first in enumerate(spare)]
+    ops = [TimedGrow(kv_place(i), 10, first, 4) for i, first in enumerate(spare)]
     cohort.clock += start
     for i in gone & set(range(len(ops))):
         cohort.leave(cohort.ids.index(i))
@@ -100,6 +101,7 @@ def test_whoever_holds_pages_to_spare_grows_in_no_turn() -> None:
 @pytest.mark.parametrize("nbytes", [15, -10])
 def test_a_repeated_plan_grows_by_whole_pages(nbytes: int) -> None:
     """Asked before any step is booked (law 3)."""
-    plan = Plan((Grow(kv_place(0), nbytes, 2), Compute(())), repeats=5)
+    launch, late = Compute(()), TimedGrow(kv_place(0), nbytes, 2)
+    plan = StretchedPlan(Plan((launch,)), launch, (late,), steps=5)
     with pytest.raises(AssertionError, match="below zero, or no whole pages"):
         RepeatedPlan(plan, DecodeBatch(PageSize(4, 10))).due(3)

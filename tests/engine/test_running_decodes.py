@@ -6,48 +6,75 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from engine.contract.plan import Plan
+from engine.contract.plan import Grow, Plan
+from engine.contract.policy import Traits
 from engine.contract.view import View
+from engine.fast_forward.decode_batch import GrowCycle
 from engine.results.plan_log import encode
 from policies.composed import Composed
 from tests.laws.test_fast_forward import MEMORY, SCHEDULING
 from tests.support.jumps import Shaped, simulated
 from tests.support.replays import random_requests
+from tests.support.stretches import grows_at, slices_at, stretched_plan
 
-STEPS = (*range(8), 13, 21, 34)  # of a repeated plan that are compared: pages grow every fourth
+STEPS = (*range(8), 13, 21, 34)  # of a stretched plan that are compared: pages grow every fourth
 
 
 @dataclass
 class Twice:
-    """Asks a policy with and without them."""
+    """Asks a policy with and without them, and stretches both answers."""
 
     policy: Composed
     shown: int = 0  # views that had some
     asked: int = 0
 
+    @property
+    def traits(self) -> Traits:
+        return self.policy.traits
+
     def plan(self, view: View) -> Plan:
-        plan, alone = self.policy.plan(view), self.policy.plan(replace(view, decodes=None))
-        assert plan.repeats == alone.repeats
-        for step in (n for n in STEPS if plan and n < plan.repeats):
-            assert encode(plan.at(step)) == encode(alone.at(step))
+        alone = replace(view, running=None)
+        plan, other = self.policy.plan(view), self.policy.plan(alone)
+        assert encode(plan) == encode(other)
         self.asked += 1
-        if view.decodes is not None and view.decodes.slices:
+        cycle = None
+        if view.running is not None and view.running.slices:
             self.shown += 1
             self._check(view)
+            cycle = cycle_of(view)
+        if plan.ops and self.traits.kv_growth != "asked":
+            self._compare(plan, view, cycle)
         return plan
+
+    def _compare(self, plan: Plan, view: View, cycle: GrowCycle | None) -> None:
+        alone = replace(view, running=None)
+        one = stretched_plan(self.policy, plan, view, cycle)
+        other = stretched_plan(self.policy, plan, alone, None)
+        assert one.steps == other.steps
+        for step in (n for n in STEPS if n < one.steps):
+            assert slices_at(one, step) == slices_at(other, step)
+            assert grows_at(one, step) == grows_at(other, step)
 
     @staticmethod
     def _check(view: View) -> None:
         """Against the jobs themselves and what they hold."""
-        assert view.decodes is not None
-        slices, places, growth = view.decodes
+        assert view.running is not None
+        slices, places, full = view.running
         jobs = [job for job in view.serving if not job.is_prefilling]
         assert [(s.job, s.tokens) for s in slices] == [(job, 1) for job in jobs]
         assert [place.region.owner for place in places] == [job.job_id for job in jobs]
-        tokens, nbytes = view.page
-        for job, place in zip(jobs, places, strict=True):
-            spare = view.held_bytes[place] // nbytes * tokens - job.computed_tokens
-            assert place in [op.place for op in growth.by_step[spare]]
+        assert full == cycle_of(view).by_step[0]
+
+
+def cycle_of(view: View) -> GrowCycle:
+    """The page that each running decode takes, and when, by what it holds."""
+    assert view.running is not None
+    tokens, nbytes = view.page
+    turns: list[list[Grow]] = [[] for _ in range(tokens)]
+    for piece, place in zip(view.running.slices, view.running.places, strict=True):
+        spare = view.held_bytes[place] // nbytes * tokens - piece.job.computed_tokens
+        turns[spare].append(Grow(place, nbytes))
+    return GrowCycle(tuple(map(tuple, turns)))
 
 
 @pytest.mark.broad(2)

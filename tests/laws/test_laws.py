@@ -224,7 +224,9 @@ def test_run_ahead_hides_the_host() -> None:
     """With host time of 30 us a plan, two plans in flight end sooner than one (exact times)."""
     requests = random_requests(2, 20)
     ends = [
-        replay(composed("chunked", "restart"), requests, depth=d, host_ns=30_000).engine.state.env.now
+        replay(
+            composed("chunked", "restart"), requests, depth=d, host_ns=30_000
+        ).engine.state.env.now
         for d in (1, 2)
     ]
     assert ends[1] < ends[0]

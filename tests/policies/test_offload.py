@@ -291,7 +291,9 @@ def test_prefetch_hides_transfers_that_run_ahead_alone_does_not() -> None:
     """At run-ahead 1 the next unit's weights come while this one computes, if asked for."""
     shape = shape_of(random.Random(9), layers=5)
     layout, job = laid_out(shape), job_of(shape)
-    ends = [run(Zero3Offload(prefetch=n), layout, job, depth=1).engine.state.env.now for n in (0, 1, 2)]
+    ends = [
+        run(Zero3Offload(prefetch=n), layout, job, depth=1).engine.state.env.now for n in (0, 1, 2)
+    ]
     assert ends[0] > ends[1] >= ends[2]
 
 

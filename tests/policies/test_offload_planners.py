@@ -14,7 +14,7 @@ from engine.contract.layout import Mode
 from engine.contract.plan import Compute, Grow
 from engine.contract.regions import Kind, Pool, Tier, Work
 from models.training.shape import TrainingShape
-from policies.planners.fixed_chunks import FixedChunks
+from policies.planners.fixed_chunks import FixedChunks, OversizeModule
 from policies.planners.placement import modes_of
 from policies.planners.unit_chunks import UnitChunks
 from policies.training.out_of_memory import OutOfMemory
@@ -97,7 +97,7 @@ def test_chunks_of_one_size(
 def test_a_module_larger_than_a_chunk_is_an_error_or_alone() -> None:
     shape = shape_of(random.Random(1), layers=1)
     largest = max(parameter.elements for parameter in shape.parameters)
-    with pytest.raises(ValueError, match=r"planner.oversize=alone"):
+    with pytest.raises(OversizeModule, match=f"more than a chunk of {largest - 1}"):
         FixedChunks(largest - 1).prepare({0: shape}, [job_of(shape)], CAPACITY)
     planner = FixedChunks(largest - 1, oversize="alone", padded=False)
     layout = planner.prepare({0: shape}, [job_of(shape)], CAPACITY).training[0]

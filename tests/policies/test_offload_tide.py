@@ -83,9 +83,11 @@ def test_next_use_wraps_around() -> None:
 
     a, b, c = (weight(0, i) for i in range(3))
     order = FarthestUse({0: Future({a: [1, 4], b: [0, 5]}, 6, moment=3)})
-    assert [order.standing(place, 0) for place in (a, b, c)] == [(-1, 0), (-2, 1), (-12, 2)]
-    assert order.used(a, 1, None, 0) == (-4, 0), "at moment 4; again at 1 of the next step"
-    assert order.used(b, 2, None, 0) == (-3, 1)
+    assert [order.rank_at_start(place, 0) for place in (a, b, c)] == [(-1, 0), (-2, 1), (-12, 2)]
+    assert order.rank_after_use(a, 1, None, 0) == (-4, 0), (
+        "at moment 4; again at 1 of the next step"
+    )
+    assert order.rank_after_use(b, 2, None, 0) == (-3, 1)
 
 
 def share_on_device(found: object, step: int) -> float:

@@ -163,5 +163,5 @@ def test_the_oldest_of_equal_pages_is_found_and_the_next_when_it_is_gone() -> No
 
 
 def test_a_reservation_refuses_to_share() -> None:
-    with pytest.raises(ValueError, match="memory=paged_restart"):
+    with pytest.raises(ValueError, match="take a paged memory policy"):
         MaxReservation(prefix_caching=True)

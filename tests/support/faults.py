@@ -547,9 +547,7 @@ def _(scene: Scene) -> Any:
 # ---- rule TOKENS
 fault("no tokens", Rule.TOKENS)(lambda s: with_slice(s, tokens=0))
 fault("tokens below zero", Rule.TOKENS)(lambda s: with_slice(s, tokens=-2))
-fault("half a token more", Rule.TOKENS)(
-    lambda s: with_slice(s, tokens=lambda p: p.tokens + 0.5)
-)
+fault("half a token more", Rule.TOKENS)(lambda s: with_slice(s, tokens=lambda p: p.tokens + 0.5))
 fault("one token as a float", Rule.TOKENS)(
     lambda s: with_slice(s, tokens=lambda p: float(p.tokens))
 )
@@ -558,18 +556,10 @@ fault("more tokens than remain", Rule.TOKENS)(
     lambda s: with_slice(s, tokens=lambda p: p.job.remaining_tokens + 1)
 )
 fault("huge tokens", Rule.TOKENS)(lambda s: with_slice(s, tokens=10**30))
-fault("tokens in words", Rule.TOKENS, Rule.ANSWER)(
-    lambda s: with_slice(s, tokens="all")
-)
-fault("layers on a served slice", Rule.TOKENS)(
-    lambda s: with_slice(s, layers=range(0, 1))
-)
-fault("a served slice goes backward", Rule.TOKENS)(
-    lambda s: with_slice(s, work=Work.BACKWARD)
-)
-fault("a microbatch of a served slice", Rule.TOKENS)(
-    lambda s: with_slice(s, microbatch=1)
-)
+fault("tokens in words", Rule.TOKENS, Rule.ANSWER)(lambda s: with_slice(s, tokens="all"))
+fault("layers on a served slice", Rule.TOKENS)(lambda s: with_slice(s, layers=range(0, 1)))
+fault("a served slice goes backward", Rule.TOKENS)(lambda s: with_slice(s, work=Work.BACKWARD))
+fault("a microbatch of a served slice", Rule.TOKENS)(lambda s: with_slice(s, microbatch=1))
 fault("again on a served slice", Rule.TOKENS)(lambda s: with_launch(s, again=True))
 
 # ---- rules LANE and DEVICE
@@ -1396,9 +1386,7 @@ def _(scene: Scene) -> Any:
         return None
     moved = {op.place for op in scene.plan.ops if isinstance(op, Free)}
     return (
-        None
-        if place in moved
-        else with_launch(scene, scene.plan, writes=(*launch.writes, place))
+        None if place in moved else with_launch(scene, scene.plan, writes=(*launch.writes, place))
     )
 
 
