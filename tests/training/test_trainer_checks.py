@@ -165,7 +165,7 @@ def test_chunks_are_updated_by_several_threads_at_once() -> None:
     with ThreadPoolExecutor(4, initializer=start) as pool:
         for step in range(TASK.num_steps):
             for _ in range(20):  # all forwards and backwards
-                next(operations)
+                pool.submit(next, operations).result()
             list(pool.map(lambda chunk, step=step: hand.update(chunk, step), hand.chunks))
             operations = hand.steps(step + 1)
         plain = pool.submit(plainly, TASK).result()
