@@ -292,22 +292,22 @@ def _current_value(key: str, value: Any) -> Any:
 
 
 def old_imports(error: BaseException) -> str | None:
-    """All imports of old names in the module that has failed with `error`, each with the new name.
+    """All imports of old names in the module in which one has failed, each with the new name.
 
-    None where no old import has failed. The module is the deepest one in the traceback with an old
-    import.
+    None for any other error, and where the statement that has failed imports no old name.
     """
     if not isinstance(error, ImportError):
         return None
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        if path.is_file() and (told := "; ".join(_old_imports_in(path))):
-            return told
+        found = dict(_old_imports_in(path)) if path.is_file() else {}
+        if any(frame.lineno in lines for lines in found):
+            return "; ".join(found.values())
     return None
 
 
-def _old_imports_in(path: Path) -> Iterator[str]:
-    """A clause for each statement of a Python file that imports old names."""
+def _old_imports_in(path: Path) -> Iterator[tuple[range, str]]:
+    """The lines of each statement of a Python file that imports old names, and a clause on it."""
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             paths = [alias.name for alias in node.names]
@@ -315,8 +315,9 @@ def _old_imports_in(path: Path) -> Iterator[str]:
             paths = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        if news := dict.fromkeys(new for path_ in paths if (new := _renamed(path_))):
-            yield f"{ast.unparse(node)} in {path.name}:{node.lineno}: {', '.join(news)}"
+        if told := dict.fromkeys(clause for name in paths if (clause := _renamed(name))):
+            lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+            yield lines, f"{ast.unparse(node)} in {path.name}:{node.lineno}: {', '.join(told)}"
 
 
 def _renamed(path: str) -> str | None:

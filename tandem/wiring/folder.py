@@ -61,7 +61,11 @@ def host() -> dict[str, Any]:
 def _git(*words: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True, timeout=20
+            ["git", "--no-optional-locks", "-C", str(ROOT), *words],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=20,
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -47,7 +47,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     known = set(sys.modules)
     yield
     for name in set(sys.modules) - known:
-        if name == "mine":
+        if name in ("mine", "beside"):
             del sys.modules[name]
 
 
@@ -187,12 +187,26 @@ def test_a_module_for_both_versions_works(
     assert "engine.plan" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "guarded", ["", "try:\n    import engine.plan\nexcept ImportError: pass\n"]
+)
 @pytest.mark.usefixtures("alone")
 def test_other_missing_modules_are_told_as_they_are(
+    guarded: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(config_of(tmp_path, f"{guarded}import engine.nowhere")) == 1
+    told = capsys.readouterr().err
+    assert "No module named 'engine.nowhere'" in told and "engine.plan" not in told
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_old_import_in_a_module_beside_is_told_with_its_own_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(config_of(tmp_path, "import engine.nowhere")) == 1
-    assert "No module named 'engine.nowhere'" in capsys.readouterr().err
+    words = config_of(tmp_path, "import beside")
+    (tmp_path / "beside.py").write_text("import engine.view\n", encoding="utf-8")
+    assert main(words) == 2
+    assert "import engine.view in beside.py:1: engine.view is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("backend", ["sim", "lockstep"])
