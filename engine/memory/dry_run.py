@@ -138,7 +138,9 @@ class DryRun:
         self._page_runs, self._page_nbytes = page_runs, page_nbytes
         self._held = held_bytes
         self._unentered: Sequence[Grow] = ()  # growth of held places that `_known` lacks yet
-        self._known: dict[Place, int | None] = {}  # bytes of places that were looked at; None: not held
+        self._known: dict[
+            Place, int | None
+        ] = {}  # bytes of places that were looked at; None: not held
 
     def held(self, place: Place) -> int | None:
         """Bytes at a place, None where nothing is."""
