@@ -168,7 +168,7 @@ class DryRun:
             pages.take(place, nbytes // self._page_nbytes)
 
     def grow_held(self, pool: Pool, grows: Sequence[Grow], nbytes: int) -> None:
-        """Takes `nbytes` in all for held places of one pool; the caller has seen that there is room.
+        """Takes `nbytes` in all for held places of a pool; the caller has seen that they fit.
 
         The bytes of each place are added when a place is looked at: most plans look at none.
         """

@@ -61,9 +61,10 @@ def _cut(blocks: Sequence[int], size: int, start: int, stop: int) -> tuple[Any, 
 
 
 class PrefixCache:
-    """The contents of a pool's full pages, by key. A page keeps its key until it is taken for something else.
+    """The contents of a pool's full pages, by key.
 
-    Several pages may have one key, as when two jobs began alike at once; the oldest is found.
+    A page keeps its key until it is taken for other contents. Several pages may have one key, as
+    when two jobs began alike at once; the oldest is found.
     """
 
     def __init__(self, chains: dict[int, Chain], page_tokens: int) -> None:
