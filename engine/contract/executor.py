@@ -259,7 +259,7 @@ class VirtualClock(simpy.Environment):
     """A clock that can pass over time without an event, where no event lies in it."""
 
     def passes_to(self, at_ns: int) -> bool:
-        """Sets the clock to `at_ns`; returns False, and does nothing, where an event comes first."""
+        """Sets the clock to `at_ns`; returns False, with no change, where an event is earlier."""
         if self.peek() <= at_ns:
             return False
         self._now = at_ns

@@ -65,7 +65,7 @@ class PageDryRun:
         self._shared[place] = pages
 
     def free(self, place: Place) -> int:
-        """Gives a place back, its last page first; returns how many pages lose their last holder."""
+        """Gives a place back, its last page first; returns how many pages have no holder now."""
         fresh = self._grown.pop(place, 0)
         self._tail.extend([UNKNOWN] * fresh)
         had = () if place in self._freed else self._tables.get(place, ())
