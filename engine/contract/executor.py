@@ -1,4 +1,4 @@
-"""The seam between deciding and doing: what executors are given and report, and their lanes."""
+"""The seam between the engine and a backend: Launch and Span, Executor, Store, Meter, lanes."""
 
 from __future__ import annotations
 
@@ -15,25 +15,41 @@ from engine.contract.regions import Place, Pool
 
 
 class Piece(NamedTuple):
-    """One slice as it was when its launch was issued (the job itself has moved on since).
+    """One slice as it was when its launch was issued; the job itself moves on.
 
-    `context_tokens` are in the KV pages already; the launch adds `tokens` behind them. `pages`
-    is the job's page table: it only ever grows, so the first
-    ceil((context_tokens + tokens) / page) entries stay what they were at issue.
+    Attributes:
+        job_id: the job of the slice.
+        tokens: tokens that the launch computes, behind the context.
+        context_tokens: tokens whose keys and values are in the KV pages before the launch.
+        samples: whether the slice reaches the last known token, so that it yields the next one.
+        pages: the job's page table. It only grows, so its first
+            ceil((context_tokens + tokens) / page size) entries stay as they were at issue.
     """
 
     job_id: int
     tokens: int
     context_tokens: int
-    samples: bool  # the slice reaches the last known token, so it yields the next one
+    samples: bool
     pages: Sequence[int]
 
 
 class Contexts(Sequence[int]):
     """Context tokens of each slice: of decodes that move together, then of a tail of slices.
 
-    The decodes' are kept as at clock 0, so that a launch some steps later shares them: `lead` of
-    them, `total` tokens in all, `are_generated` where all are behind their prompts.
+    Contexts of decodes are stored as at clock 0, so that launches of later steps share them.
+
+    Args:
+        contexts: tokens of each decode at clock 0.
+        past: their sum.
+        clock: steps from clock 0 on.
+        young_until: the clock from which on all decodes are behind their prompts.
+        tail: tokens of each slice behind the decodes, as they are now.
+
+    Attributes:
+        lead: how many decodes there are.
+        total: context tokens of all decodes now.
+        are_generated: whether all decodes are behind their prompts.
+        tail: as given.
     """
 
     __slots__ = (
@@ -62,14 +78,19 @@ class Contexts(Sequence[int]):
         self.are_generated = clock >= young_until
 
     def after(self, steps: int, tokens: Sequence[int]) -> Contexts:
-        """Contexts so many steps later, with slices of so many tokens each."""
+        """The contexts some steps later.
+
+        Args:
+            steps: how many steps.
+            tokens: tokens that each slice computes at each step.
+        """
         tail = [c + steps * n for c, n in zip(self.tail, tokens[self.lead :], strict=True)]
         clock = self._clock + steps
         return Contexts(self._contexts, self._past, clock, self._young_until, tail)
 
     @property
     def extremes(self) -> tuple[int, ...]:
-        """The least and the largest context of the decodes; none where there are none."""
+        """The smallest and the largest context of the decodes in tokens; () without decodes."""
         found = (min(self._contexts), max(self._contexts)) if self._contexts else ()
         return tuple([context + self._clock for context in found])
 
@@ -85,7 +106,15 @@ class Contexts(Sequence[int]):
 
 
 class Pieces(Sequence[Piece]):
-    """The pieces of a launch, column by column; made into rows only for those who read rows."""
+    """The pieces of a launch, column by column; iteration makes rows.
+
+    Args:
+        job_ids: the job of each slice.
+        tokens: tokens that each slice computes.
+        contexts: tokens in KV before each slice.
+        samples: whether each slice yields a token.
+        tables: the page table of each job; () where no reader needs it.
+    """
 
     __slots__ = ("contexts", "job_ids", "samples", "tables", "tokens")
 
@@ -102,7 +131,7 @@ class Pieces(Sequence[Piece]):
 
     @property
     def sampled_ids(self) -> tuple[int, ...]:
-        """Whose slices yield a token."""
+        """The jobs whose slices yield a token."""
         ids, samples = self.job_ids, self.samples
         return tuple(ids if all(samples) else compress(ids, samples))
 
@@ -122,10 +151,15 @@ class Pieces(Sequence[Piece]):
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """An operation as issued: what it waits for and all that an executor must know to run it.
+    """An operation as issued, with all that an executor must know to run it.
 
-    A Compute has one piece per slice. A Copy has its bytes and, for KV, the page tables on both
-    sides (equal in length).
+    Attributes:
+        op: the operation.
+        waits: operations of other lanes that must end before it starts.
+        pieces: of a Compute, one piece per slice.
+        nbytes: of a Copy or a Collective, the bytes that move.
+        src_pages: of a Copy of KV, the page table of the source.
+        dst_pages: of a Copy of KV, the page table of the destination, equal in length.
     """
 
     op: Op
@@ -139,8 +173,12 @@ class Launch:
 class Span(NamedTuple):
     """When one operation ran, and the workspace it peaked at. Executors report nothing else.
 
-    `peak_bytes` is None where nothing measured or predicted it. `ended` names the jobs whose
-    sampled token was an end of sequence (only where lengths are not forced).
+    Attributes:
+        op: the operation.
+        start_ns: when it started, on the clock of the run.
+        end_ns: when it ended.
+        peak_bytes: the peak of its workspace; None where it is neither measured nor predicted.
+        ended: jobs whose sampled token was an end of sequence (only without forced lengths).
     """
 
     op: Op
@@ -151,49 +189,77 @@ class Span(NamedTuple):
 
 
 class Store(Protocol):
-    """Real memory that is no KV, told of in issue order, between the launches of a plan.
+    """Real memory of places that are no KV.
 
-    A copy makes its destination itself. What is freed stays until all earlier users have ended.
+    Calls come in issue order, between the launches of a plan. A Copy makes its destination itself.
+    Memory that is freed must stay until all launches issued before have ended.
     """
 
     def grow(self, place: Place, nbytes: int) -> None:
-        """Bytes are taken for a place."""
+        """Takes memory for a place.
+
+        Args:
+            place: a new place, or one that is held and grows.
+            nbytes: bytes to add.
+        """
 
     def free(self, place: Place) -> None:
-        """A place is given back."""
+        """Gives back all memory of a place that is held."""
 
 
 class Executor(Protocol):
     """Runs launches on first-in-first-out lanes.
 
-    May have `peak_bytes(launch)`: the workspace it predicts where its spans say none; and a
-    `store`, where places that are no KV have memory.
+    Two attributes are optional. `peak_bytes(launch)` predicts the workspace in bytes where spans
+    have none; `store` is a Store, where places that are no KV have memory.
     """
 
     def prepare(self, launches: Sequence[Launch]) -> int:
-        """Gets a plan's launches ready, in issue order; returns the host's time in ns.
+        """Gets the launches of a plan ready.
 
-        The host's time is what deciding, booking and preparing took. On a virtual clock the
-        engine lets it pass before the launches run; on a live one it has passed already.
+        Args:
+            launches: all of the plan, in issue order.
+
+        Returns:
+            The host's time in ns for deciding, booking and preparing. On a virtual clock the engine
+            lets it pass before the launches run; on a live clock it has passed already.
         """
 
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
-        """Starts a prepared launch; calls `done` once, on the engine's thread, at its end."""
+        """Starts a prepared launch, behind its lane and its waits.
+
+        Args:
+            launch: one of the plan that was prepared last.
+            done: called once at its end, with its span, on the engine's thread.
+        """
 
     def release(self, pool: Pool, pages: Sequence[int]) -> None:
-        """These KV pages are in nobody's use now; their memory may go back to the system."""
+        """Takes back the memory of idle KV pages, if it can.
+
+        Args:
+            pool: where the pages are.
+            pages: page numbers that no place holds and no operation uses.
+        """
 
 
 def due_ns(env: simpy.Environment, host_ns: int) -> int:
-    """How much of a plan's host time has still to pass before its launches run."""
+    """The host time of a plan that must pass before its launches run, in ns.
+
+    Args:
+        env: the clock of the run.
+        host_ns: what `Executor.prepare` returned.
+
+    Returns:
+        `host_ns` on a virtual clock; 0 on a live one, where it has passed.
+    """
     return 0 if getattr(env, "is_live", False) else host_ns
 
 
 class VirtualClock(simpy.Environment):
-    """A clock that can pass over a stretch of time in which nothing happens, without an event."""
+    """A clock that can pass over time without an event, where no event lies in it."""
 
     def passes_to(self, at_ns: int) -> bool:
-        """Sets the clock, unless an event lies up to that moment; whether it did."""
+        """Sets the clock to `at_ns`; returns False, with no change, where an event is earlier."""
         if self.peek() <= at_ns:
             return False
         self._now = at_ns
@@ -201,14 +267,16 @@ class VirtualClock(simpy.Environment):
 
 
 def passed_to(env: simpy.Environment, at_ns: int) -> bool:
-    """Whether a clock has passed to a moment by itself; if not, the caller waits for an event."""
+    """Passes a virtual clock to a moment; where that is False the caller waits for an event."""
     return isinstance(env, VirtualClock) and env.passes_to(at_ns)
 
 
 class Reading(NamedTuple):
-    """What the machine says a pool holds now: never taken from our own counters.
+    """What the machine says a pool holds now; never a figure of the ledger.
 
-    `persistent_bytes` outlives operations, `process_bytes` is the operating system's view.
+    Attributes:
+        persistent_bytes: bytes that outlive operations, by the allocator.
+        process_bytes: bytes of the process, by the operating system; None where unknown.
     """
 
     persistent_bytes: int
@@ -216,14 +284,22 @@ class Reading(NamedTuple):
 
 
 class Meter(Protocol):
-    """Reads what the allocator or the system really holds."""
+    """Reads what the allocator or the operating system really holds."""
 
     def read(self) -> Mapping[Pool, Reading]:
-        """One reading per pool; called at each settle, so it must be cheap."""
+        """Reads all pools. It is called at each settle, so it must be cheap.
+
+        Returns:
+            One reading per pool.
+        """
 
 
 class Lanes:
-    """Places each launch behind its lane and its waits; shared by every virtual-time executor."""
+    """Places each launch behind its lane and its waits, for executors of virtual time.
+
+    Args:
+        env: the clock of the run.
+    """
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
@@ -231,7 +307,15 @@ class Lanes:
         self._end_ns: dict[Op, int] = {}
 
     def start_ns(self, lane: Lane, waits: Iterable[Op]) -> int:
-        """When a launch on a lane can start, if it is placed now."""
+        """When a launch can start, if it is placed now.
+
+        Args:
+            lane: the lane that it runs on.
+            waits: operations that must end first.
+
+        Returns:
+            The latest of now, the end of the lane's last launch and the ends of `waits`, in ns.
+        """
         start_ns, end_times_ns = max(int(self._env.now), self._free_ns[lane]), self._end_ns
         for op in waits:
             end_ns = end_times_ns.get(op, 0)
@@ -240,7 +324,7 @@ class Lanes:
         return start_ns
 
     def end_times_ns(self, ops: Sequence[Op]) -> list[int]:
-        """When operations in flight will end."""
+        """When operations in flight will end, in ns, in their order."""
         return [self._end_ns[op] for op in ops]
 
     def place(
@@ -251,7 +335,15 @@ class Lanes:
         peak_bytes: int | None = None,
         ended: tuple[int, ...] = (),
     ) -> None:
-        """Gives the launch its span and calls `done` at its end."""
+        """Gives a launch its span.
+
+        Args:
+            launch: it starts behind its lane and its waits.
+            duration_ns: how long it runs.
+            done: called with the span at its end.
+            peak_bytes: the workspace of the span.
+            ended: the jobs of the span whose sampled token ended them.
+        """
         op = launch.op
         lane = op.lane
         start = self.start_ns(lane, launch.waits)
@@ -263,7 +355,7 @@ class Lanes:
         self._free_ns[lane] = self._end_ns[op] = span.end_ns
 
         def settle(_: simpy.Event) -> None:
-            del self._end_ns[op]  # nobody waits for what has settled
+            del self._end_ns[op]  # no launch waits for a settled operation
             done(span)
 
         self._env.timeout(span.end_ns - int(self._env.now)).callbacks.append(settle)

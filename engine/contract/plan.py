@@ -30,38 +30,57 @@ class Pattern(StrEnum):
 
 plain(Pattern)
 COPY_LANES = {(src, dst): f"{src}->{dst}" for src in Tier for dst in Tier}
-Lane = tuple[int, str]  # a device and what runs first-in-first-out on it
+Lane = tuple[int, str]  # a device, and the name of a first-in-first-out queue on it
 
 
 class Slice(NamedTuple):
-    """A piece of one job: `tokens` through `layers` (None: all). Checked against the frontier."""
+    """A piece of one job. The engine checks it against the frontier of the job.
+
+    Attributes:
+        job: the job that it moves on.
+        tokens: tokens to compute; of an update 1.
+        work: what is done; a served job goes forward.
+        layers: the units of a training job, or the chunks of an update; None: all.
+        microbatch: counted through the training job.
+        version: of the weights, as the number of their updates; 0: not checked.
+        record: whether a served job keeps the activations that a backward needs.
+    """
 
     job: Job
     tokens: int
     work: Work = Work.FORWARD
     layers: range | None = None
     microbatch: int = 0
-    version: int = 0  # of the weights
-    record: bool = False  # keep what backward needs
+    version: int = 0
+    record: bool = False
 
 
 @lru_cache(maxsize=1 << 12)
 def one_token(job: Job) -> Slice:
-    """The slice of a decode: the same one at every step."""
+    """The slice of a decode; one object for all steps, so that slices compare by identity."""
     return Slice(job, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compute:
-    """One launch. Two slices in it are fused; on="cpu" runs on the host's lane. `after`: places of
-    any tier that it does not look at, and whose last writers it lets end first."""
+    """One launch, in which all slices are fused.
+
+    Attributes:
+        slices: at most one per served job; a task of training is alone, or beside served jobs.
+        reads: places that it reads. KV is named by `writes` alone.
+        writes: places that it writes.
+        device: where it runs.
+        on: its lane on the device; `cpu` is the host's.
+        again: whether a forward is repeated for its backward (recompute); it moves no frontier.
+        after: places of any tier that it does not touch, and whose last writers end first.
+    """
 
     slices: tuple[Slice, ...]
     reads: tuple[Place, ...] = ()
     writes: tuple[Place, ...] = ()
     device: int = 0
     on: str = COMPUTE_LANE
-    again: bool = False  # recompute: moves no frontier
+    again: bool = False
     after: tuple[Place, ...] = ()
 
     @property
@@ -69,7 +88,7 @@ class Compute:
         return (self.device, self.on)
 
     def again_as(self, slices: tuple[Slice, ...]) -> Compute:
-        """Another launch like this one, of these slices."""
+        """A new launch of these slices, else like this one."""
         return Compute(
             slices, self.reads, self.writes, self.device, self.on, self.again, self.after
         )
@@ -77,14 +96,19 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """Copies a region whole. A new destination is booked; a source stays until it is freed."""
+    """Copies a region whole. A new destination is booked; the source stays until it is freed.
+
+    Attributes:
+        src: a place that is held.
+        dst: a place of that region in another pool; if held, as large as the source.
+    """
 
     src: Place
     dst: Place
 
     @property
     def lane(self) -> Lane:
-        """Each direction of each link is a lane of its own; a peer copy is the sender's."""
+        """Each direction of each link is a lane; a copy between devices is on the sender's."""
         if self.src.tier is Tier.GPU and self.dst.tier is Tier.GPU:
             return (self.src.device, f"peer->{self.dst.device}")
         owner = self.src if self.src.tier is Tier.GPU else self.dst
@@ -93,9 +117,14 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collective:
-    """One device's part in an exchange of all devices of its group, which all do the same.
+    """One device's part in an exchange of all devices of its group, which run equal plans.
 
-    `nbytes` of the whole: of all parts together, or of a sum.
+    Attributes:
+        pattern: what is exchanged.
+        reads: the device's own part or addend.
+        writes: what it gets.
+        nbytes: bytes of all parts together, or of a sum.
+        device: where this part runs, on the lane to the group.
     """
 
     pattern: Pattern
@@ -110,15 +139,23 @@ class Collective:
 
 
 class Grow(NamedTuple):
-    """Adds bytes to a place."""
+    """Adds bytes to a place, which begins with them if it is not held.
+
+    Attributes:
+        place: what grows.
+        nbytes: bytes to add; whole pages of KV.
+    """
 
     place: Place
     nbytes: int
 
 
 class Share(NamedTuple):
-    """A job starts on full pages whose contents are there (prefix caching): its place, which held
-    nothing, now holds them, too, in this order. Pages that nobody holds take room, others none.
+    """A job starts on full pages that hold its beginning (prefix caching).
+
+    Attributes:
+        place: KV of the job on a device; it is not held yet, and holds the pages from now on.
+        pages: page numbers in order. Pages without a holder take room, shared ones none.
     """
 
     place: Place
@@ -127,22 +164,28 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Free:
-    """Gives a place back; its bytes return when all earlier users have ended."""
+    """Gives a place back; its bytes return when all earlier users have ended.
+
+    Attributes:
+        place: a place that is held.
+    """
 
     place: Place
 
 
-Op = Compute | Copy | Collective  # what takes time and runs on a lane
+Op = Compute | Copy | Collective  # operations that take time on a lane
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A sequential program for one device. Lanes overlap it; its meaning is its order.
+    """A program for one device. Lanes run operations at the same time; results are those of the
+    written order.
 
-    ops      in the order of booking; an operation waits for what the ones before it have written
-    restart  jobs in service that lose their KV: their tokens must be computed again
-    refuse   jobs that will never fit
-    wake_ns  the engine asks again at this moment at the latest
+    Attributes:
+        ops: in the order of booking; an operation waits for the writers of what it reads.
+        restart: jobs in service that lose their KV: their tokens must be computed again.
+        refuse: jobs that will never fit; they leave.
+        wake_ns: the engine asks again at this moment at the latest; None: at the next event.
     """
 
     ops: tuple[Op | Grow | Share | Free, ...] = ()

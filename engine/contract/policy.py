@@ -1,4 +1,4 @@
-"""The policy contract: pure functions from a View to a Plan, usually in two halves; and routers."""
+"""The policy contract: a Policy, usually in two halves, a Planner and a Router, with their Traits."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from traces.serving.request import TrainingJob
 
 @dataclass(frozen=True)
 class Traits:
-    """What a policy, or a half of one, promises beyond its answers.
+    """Promises of a policy, or of a half of one, about its answers.
 
-    The defaults promise nothing: the engine then asks whenever an answer might be another. A
-    promise that does not hold breaks law 15: results would depend on how often the engine asks.
+    The defaults promise nothing: the engine then asks whenever an answer may differ from the last.
+    A promise that does not hold breaks law 15: results would depend on how often the engine asks.
 
     Of a scheduling:
-        repeats          Until a job arrives, ends, is admitted or finds new room, the next batch
-                         is the decodes of this one, in their order, and behind them the prompt
-                         that the token budget has cut.
+        repeats          The next batch is the decodes of this one, in their order, and behind them
+                         the prompt that the token budget has cut. This holds until a job arrives,
+                         ends, is admitted, or finds new room.
         appends          A prompt that is complete decodes behind all jobs admitted before it.
         step_tokens      The most tokens of a batch; 0 where there is no bound.
         trains_only      The batch never holds a request.
     Of a memory policy:
-        kv_growth        How the KV of running jobs grows: `page` by page when the last one is full,
-                         not at all within a job's `reserved` tokens, or `asked` for at each plan.
+        kv_growth        How the KV of running jobs grows: by a `page` when the last one is full,
+                         never within a job's `reserved` tokens, or as `asked` at each plan.
         spare_pages      Free pages without which a decode does not run.
         reserved_tokens  Tokens that a job's reservation holds, with `reserved`.
         swaps            A preempted job's KV may come back from the host.
-        prefix_caching   Full pages are kept, and jobs start on those that hold their beginning.
+        prefix_caching   Full pages are kept, and jobs start on pages that hold their beginning.
         states_in        Tiers in which states of training may lie for good.
     Of both:
-        recurs           Of times, durations and numbers of plans the policy knows nothing, and of
-                         steps, microbatches and stamps only which are equal and which come first:
-                         a step of training that begins as the one before is planned like it.
+        recurs           The policy reads no times, durations and numbers of plans. Of steps,
+                         microbatches and stamps it reads only which are equal and which come first.
+                         So a training step that begins like the step before is planned like it.
     """
 
     repeats: bool = False
@@ -58,7 +58,14 @@ class Traits:
     recurs: bool = False
 
     def with_memory(self, memory: Traits) -> Traits:
-        """The traits of a scheduling and a memory policy together."""
+        """The traits of a scheduling together with a memory policy.
+
+        Args:
+            memory: the traits of the memory policy; these are the scheduling's.
+
+        Returns:
+            Each half's own promises; `recurs` where both promise it.
+        """
         return replace(
             memory,
             repeats=self.repeats,
@@ -70,17 +77,17 @@ class Traits:
 
     def __str__(self) -> str:
         """The promises that differ from the defaults, for `tandem list`."""
-        told = list[str]()
+        promises = list[str]()
         for field in fields(self):
             value = getattr(self, field.name)
             if value != field.default:
                 named = "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
-                told.append(field.name if value is True else f"{field.name}={named}")
-        return ", ".join(told)
+                promises.append(field.name if value is True else f"{field.name}={named}")
+        return ", ".join(promises)
 
 
 PROMISES_NOTHING = Traits()
-RETIRED_TRAITS = {  # attributes of policies by which earlier versions looked abilities up
+RETIRED_TRAITS = {  # attributes that are no traits, each with the trait to declare instead
     "repeats": "repeats=True",
     "appends": "appends=True",
     "cuts": "step_tokens=self.token_budget",
@@ -92,10 +99,16 @@ RETIRED_TRAITS = {  # attributes of policies by which earlier versions looked ab
 
 
 def traits_of(policy: object) -> Traits:
-    """The traits that a policy or half declares as `traits`; none promised where it does not.
+    """The traits of a policy or a half of one.
+
+    Args:
+        policy: an object that may have an attribute `traits`.
+
+    Returns:
+        Its `traits`, or Traits that promise nothing where it has none.
 
     Raises:
-        ValueError: `traits` is no Traits, or a promise is made by the name of an attribute.
+        ValueError: `traits` is no Traits, or an attribute has the name of a trait.
     """
     name = type(policy).__name__
     for attribute, trait in RETIRED_TRAITS.items():
@@ -111,54 +124,75 @@ def traits_of(policy: object) -> Traits:
 
 
 class Policy(Protocol):
-    """Pure: equal views give equal plans; touches no clock and changes nothing it is shown.
+    """Decides what a device does next: a pure function from a View to a Plan.
 
-    May declare `traits: Traits`, as may its halves.
+    Equal views give equal plans. A policy reads no clock and changes no object that it is shown. It
+    and its halves may declare `traits: Traits`.
     """
 
-    def plan(self, view: View) -> Plan: ...
+    def plan(self, view: View) -> Plan:
+        """The next plan of a device.
+
+        Args:
+            view: the state of the engine, read-only.
+
+        Returns:
+            A plan that keeps the rules of engine/contract/rules.py; an empty one to wait for the
+            next event.
+        """
 
 
 class Scheduling(Protocol):
-    """Says what to compute next."""
+    """Decides what to compute next: the half of a policy that forms batches."""
 
     def batch(self, view: View) -> tuple[Slice, ...]:
-        """Wanted slices, most wanted first."""
+        """The slices of the next launch.
+
+        Args:
+            view: the state of the engine, read-only.
+
+        Returns:
+            Slices by falling priority: the memory policy drops slices from the end. () for none.
+        """
 
 
 class PlanBuilder(Protocol):
     """The plan that a memory policy writes: each operation is tried on a dry run as it is added.
 
-    The dry run counts free and coming bytes, so a launch may wait for bytes that come back. Adding
-    what does not fit raises Shortage; nothing is booked until the engine has the whole plan.
+    The dry run counts free and coming bytes, so a launch may wait for bytes that come back. Nothing
+    is booked until the engine has the whole plan. Figures are those behind the operations so far.
+
+    Raises:
+        Shortage: an operation takes more bytes than a pool has.
+        ContractError: an operation cannot be booked, such as the free of a place that is not held.
     """
 
     def room(self, pool: Pool) -> int:
-        """Bytes that are left behind the operations so far."""
+        """Free and coming bytes of a pool."""
 
     def held(self, place: Place) -> int:
-        """Bytes at a place behind the operations so far; 0 where nothing is."""
+        """Bytes of a place; 0 where it is not held."""
 
     def holds(self, place: Place) -> bool:
-        """Whether a place is there, be it of no bytes."""
+        """Whether a place is held, perhaps with 0 bytes."""
 
     def found(self, job: Job) -> tuple[int, ...]:
-        """Kept pages on which a job could start behind the operations so far (prefix caching)."""
+        """Kept pages on which a job could start (prefix caching)."""
 
     def idle(self, pages: Sequence[int]) -> int:
         """How many of these pages no job holds: sharing them takes room."""
 
     def share(self, place: Place, pages: tuple[int, ...]) -> None:
-        """Starts a place on pages that are there; on none is no operation."""
+        """Starts a place on kept or held pages; without pages no operation is added."""
 
     def grow(self, place: Place, nbytes: int) -> None:
-        """Adds bytes to a place; none is no operation."""
+        """Adds bytes to a place; for 0 bytes no operation is added."""
 
     def grow_all(self, grows: Sequence[Grow]) -> None:
-        """Adds bytes to places."""
+        """Adds bytes to places, in this order."""
 
     def grow_running(self, running: RunningDecodes) -> bool:
-        """Adds the pages that running decodes need, if all find room; whether they did."""
+        """Adds the pages that running decodes need; returns False, with none added, without room."""
 
     def free(self, place: Place) -> None:
         """Gives a place back."""
@@ -170,49 +204,66 @@ class PlanBuilder(Protocol):
         """Copies a region whole; the source stays."""
 
     def compute(self, slices: Sequence[Slice], writes: Sequence[Place]) -> None:
-        """One launch of all slices. That its places are held is checked at booking."""
+        """Adds one launch of all slices, which writes these places. Booking checks its places."""
 
     def launch(self, op: Compute) -> None:
-        """A launch as it is. That its places are held is checked at booking."""
+        """Adds a launch. Booking checks its places."""
 
     def exchange(self, op: Collective) -> None:
-        """A device's part in an exchange of its group."""
+        """Adds a device's part in an exchange of its group."""
 
     def restart(self, job: Job) -> None:
-        """The tokens of a job will be computed again."""
+        """Names a job in service that loses its KV: its tokens are computed again."""
 
     def refuse(self, job: Job) -> None:
-        """A job will never fit."""
+        """Names a job that will never fit."""
 
     def discard(self) -> None:
-        """Empties the plan: nothing of it fits for now."""
+        """Empties the plan."""
 
     def within(self, room_bytes: Mapping[Pool, int]) -> PlanBuilder:
-        """A builder of this plan for a policy that may take no more than these bytes of pools."""
+        """A builder that writes into this plan within a share of the room.
+
+        Args:
+            room_bytes: the most bytes that it may take of each pool that is named.
+        """
 
     def __bool__(self) -> bool:
-        """Whether the plan does anything so far."""
+        """Whether the plan holds an operation, a restart or a refusal."""
 
 
 class Memory(Protocol):
-    """Makes wanted work fit."""
+    """Decides where memory goes: the half of a policy that makes a batch fit."""
 
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
-        """Writes a plan for as many slices as fit, in their order; none where none does.
+        """Writes a plan for as many slices as fit, in their order.
 
-        May take memory from less wanted jobs; admits no waiting job after a preemption.
+        It may preempt jobs of lower priority, and admits no waiting job after a preemption.
+
+        Args:
+            batch: the slices of the scheduling, by falling priority.
+            view: the state of the engine, read-only.
+            plan: the empty plan to write; it stays empty where no slice fits.
         """
 
 
 class Router(Protocol):
-    """Says which of several replicas serves a request. Pure: equal fleets give equal answers."""
+    """Decides which replica serves a request. Pure: equal fleets give equal answers."""
 
     def route(self, job: Job, fleet: Fleet) -> int:
-        """The number of a replica. Asked once, at the arrival; nothing moves a request later."""
+        """The replica of a request. Asked once, at its arrival; the request stays there.
+
+        Args:
+            job: the request, as policies see it.
+            fleet: the requests of each replica so far, read-only.
+
+        Returns:
+            A number from 0 to len(fleet) - 1.
+        """
 
 
 class Planner(Protocol):
-    """Decides once, before the first step, where everything lies."""
+    """Decides once, before the first step, where model states lie."""
 
     def prepare(
         self,
@@ -221,26 +272,45 @@ class Planner(Protocol):
         capacity_bytes: Mapping[Pool, int],
         cost: Cost,
     ) -> Layout:
-        """Lays the jobs out, whose models have these shapes (by job). ValueError where they cannot
-        fit, in one line with the deficit and what would help."""
+        """Lays training jobs out.
+
+        Args:
+            shapes: by job, the shape of its model: units, parameters and bytes.
+            jobs: the training jobs.
+            capacity_bytes: bytes of each pool.
+            cost: predicted durations.
+
+        Returns:
+            Places that are held before the first step, and chunks and units by job.
+
+        Raises:
+            ValueError: the jobs cannot fit; one line with the deficit and what would help.
+        """
 
 
 def name_of(policy: object) -> str:
-    """A policy's name, for messages: those of its halves where it has two."""
+    """A policy's name for messages: its class, or the classes of its halves where it has two."""
     halves = [getattr(policy, half, None) for half in ("scheduling", "memory")]
     names = [type(half).__name__ for half in halves if half is not None]
     return " with ".join(names) or type(policy).__name__
 
 
 class Fleet:
-    """The replicas of a run as those who send requests see them. Only the engine changes it.
+    """The replicas of a run as a client of them sees them. Only the engine changes it.
 
-    A request is outstanding from its arrival until its last token has been delivered (or it was
-    refused): a router learns of an end when the client does.
+    A request is outstanding from its arrival until its last token is delivered, or until it is
+    refused: a router learns of an end when the client does.
+
+    Args:
+        size: how many replicas there are.
+        router: decides for each request.
+
+    Attributes:
+        assigned: by replica, requests so far. Read-only.
     """
 
     def __init__(self, size: int, router: Router) -> None:
-        self.assigned: list[int] = ReadOnlyList([0] * size)  # requests so far, by replica
+        self.assigned: list[int] = ReadOnlyList([0] * size)
         self._router = router
         self._outstanding: list[dict[int, Job]] = [{} for _ in range(size)]
         self._chains = Chains()
@@ -249,24 +319,31 @@ class Fleet:
         return len(self.assigned)
 
     def outstanding(self, replica: int) -> int:
-        """Requests that a replica has not answered yet."""
+        """The number of requests that a replica has not answered yet."""
         return len(self._outstanding[replica])
 
     def outstanding_tokens(self, replica: int) -> int:
-        """Their prompts and what was generated of them so far, as issued: what they need of KV."""
+        """Tokens of KV that these requests need: prompts, and tokens generated so far, as issued."""
         return sum(job.known_tokens for job in self._outstanding[replica].values())
 
     def last_with(self, job: Job) -> int | None:
-        """The replica that last got the longest chain of blocks that this prompt begins with.
+        """The replica that last got the longest known beginning of a job's prompt.
 
-        Token ids name a prompt's full pages, by the keys of the page cache. Where a prompt has
-        neither names nor a full page of ids, the turns of its session count as one chain.
-        None where no replica got any of it.
+        Blocks of a prompt have names in the trace, or are its full pages, by the keys of the page
+        cache. Where a prompt has neither, the turns of its session count as one block.
+
+        Returns:
+            None where no replica got its first block.
         """
         return self._chains.last(_chain(job))
 
     def assign(self, job: Job) -> None:
-        """Routes a job that has just arrived. ValueError where the router names no replica."""
+        """Routes a job that has just arrived.
+
+        Raises:
+            ValueError: the router names no replica.
+            ContractError: the router writes to the job or the fleet.
+        """
         name = type(self._router).__name__
         try:
             answer = self._router.route(job, self)
@@ -288,7 +365,7 @@ class Fleet:
         self._chains.note(_chain(job), replica)
 
     def left(self, job: Job) -> None:
-        """A job was answered or refused."""
+        """A job is answered or refused: it is outstanding no more."""
         assert job.device is not None, f"job {job.job_id} was never routed"
         del self._outstanding[job.device][job.job_id]
 
@@ -300,14 +377,14 @@ def _chain(job: Job) -> Sequence[Hashable]:
 
 
 class Chains:
-    """Chains of block names as a tree; each node knows who got it last."""
+    """Chains of block names as a tree; each node has the replica that got it last."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[int, Hashable], int] = {}  # (parent, name) -> node
         self._last: list[int] = [-1]  # by node; the root is 0
 
     def last(self, chain: Sequence[Hashable]) -> int | None:
-        """Who got the longest known beginning of a chain last; None where not even one block."""
+        """The replica that got the longest known beginning of a chain last; None without one."""
         node = 0
         for name in chain:
             child = self._nodes.get((node, name))
@@ -316,16 +393,16 @@ class Chains:
             node = child
         return self._last[node] if node else None
 
-    def note(self, chain: Sequence[Hashable], who: int) -> None:
-        """Somebody got a chain."""
+    def note(self, chain: Sequence[Hashable], replica: int) -> None:
+        """A replica gets a chain."""
         node = 0
         for name in chain:
             node = self._nodes.setdefault((node, name), len(self._last))
             if node == len(self._last):
-                self._last.append(who)
-            self._last[node] = who
+                self._last.append(replica)
+            self._last[node] = replica
 
 
 def named(value: object) -> str:
-    """What a value is, for messages."""
+    """The type of a value in words, for messages."""
     return "None" if value is None else f"a {type(value).__name__}"

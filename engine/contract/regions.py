@@ -1,4 +1,4 @@
-"""Regions and places: what memory holds, where it lies, and how a training job's is named."""
+"""Regions and places: what memory holds, where it lies, and the names of a training job's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from engine.contract.rules import plain
 
-SHARED_OWNER = -1  # owns what outlives jobs: resident weights
+SHARED_OWNER = -1  # of memory that outlives jobs: resident weights
 
 
 class Tier(StrEnum):
@@ -17,7 +17,7 @@ class Tier(StrEnum):
     GPU = "gpu"
     HOST = "host"
     DISK = "disk"
-    __hash__ = str.__hash__  # every look-up by place needs it: Enum's own is Python
+    __hash__ = str.__hash__  # every look-up by place hashes it, and Enum's own hash is Python
 
 
 class Kind(StrEnum):
@@ -41,23 +41,36 @@ class Work(StrEnum):
     __hash__ = str.__hash__
 
 
-STATES = (Kind.WEIGHT, Kind.OPTIMIZER)  # of a model that trains: they outlive its steps
+STATES = (Kind.WEIGHT, Kind.OPTIMIZER)  # of a model that trains; they outlive its steps
 plain(Tier, Kind)
 plain(Work)
 Pool = tuple[Tier, int]  # a tier of a device; where devices share a HOST or DISK it is device 0's
 
 
 class Region(NamedTuple):
-    """Memory moved and freed as one. An owner need not be a job: weights outlive jobs."""
+    """Memory that is moved and freed as one.
+
+    Attributes:
+        owner: the number of a job, or SHARED_OWNER.
+        kind: what it holds.
+        part: the unit or chunk; 0 for KV.
+        slot: of activations the microbatch, of buffers the use; else 0.
+    """
 
     owner: int
     kind: Kind
-    part: int = 0  # layer or chunk
-    slot: int = 0  # which of several: microbatch, weight buffer, piece of a record
+    part: int = 0
+    slot: int = 0
 
 
 class Place(NamedTuple):
-    """A region in a tier of a device."""
+    """A region in a tier of a device.
+
+    Attributes:
+        region: what is there.
+        tier: where it lies.
+        device: the number of the device; 0 for a tier that devices share.
+    """
 
     region: Region
     tier: Tier
@@ -70,26 +83,31 @@ class Place(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def kv_place(job_id: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
-    """Where a job's KV lies (or would lie) in a tier."""
+    """The place of a job's KV in a tier, held or not."""
     return Place(Region(job_id, Kind.KV), tier, device)
 
 
 class PageSize(NamedTuple):
-    """The fixed run of KV tokens that is handed out as one. `nbytes` covers all layers."""
+    """The size of a KV page, the fixed run of tokens that is handed out as one.
+
+    Attributes:
+        tokens: tokens of a page.
+        nbytes: bytes of a page, over all layers.
+    """
 
     tokens: int
     nbytes: int
 
     def count(self, tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """The number of pages that hold `tokens`."""
         return -(-tokens // self.tokens)
 
     def bytes_for(self, tokens: int) -> int:
-        """Bytes of the pages that hold so many tokens."""
+        """Bytes of the pages that hold `tokens`."""
         return -(-tokens // self.tokens) * self.nbytes
 
 
-NAMES = 1 << 16  # remembered: policies ask for the same ones at every step
+NAMES = 1 << 16  # places that are cached: policies ask for equal ones at every step
 WORKSPACE, INPUT_GRADIENT, TIED_GRADIENT, NORM = 0, 1, 2, 3  # slots of Kind.BUFFER
 NORM_BYTES = 4  # a float32
 
@@ -102,7 +120,7 @@ def weight(job_id: int, chunk: int, tier: Tier = Tier.GPU, device: int = 0) -> P
 
 @lru_cache(maxsize=NAMES)
 def gradient(job_id: int, chunk: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
-    """What backwards of a step have added up for a chunk."""
+    """The sum of a chunk's gradients over the backwards of a step."""
     return Place(Region(job_id, Kind.GRADIENT, chunk), tier, device)
 
 
@@ -114,7 +132,7 @@ def optimizer(job_id: int, chunk: int, tier: Tier = Tier.GPU, device: int = 0) -
 
 @lru_cache(maxsize=NAMES)
 def saved(job_id: int, unit: int, microbatch: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
-    """What a unit's forward keeps for its backward, beside its input and its parameters."""
+    """The activations that a unit's forward keeps for its backward, beside its input."""
     return Place(Region(job_id, Kind.ACTIVATION, unit, microbatch), tier, device)
 
 
@@ -122,7 +140,7 @@ def saved(job_id: int, unit: int, microbatch: int, tier: Tier = Tier.GPU, device
 def hidden(
     job_id: int, unit: int, num_units: int, microbatch: int, tier: Tier = Tier.GPU, device: int = 0
 ) -> Place:
-    """The input of a unit: what the unit below it has put out."""
+    """The input of a unit, which is the output of the unit below it."""
     assert 0 < unit < num_units, f"unit {unit} of {num_units} has no hidden input"
     return Place(Region(job_id, Kind.ACTIVATION, num_units + unit, microbatch), tier, device)
 
@@ -135,31 +153,40 @@ def input_gradient(job_id: int, unit: int, device: int = 0) -> Place:
 
 @lru_cache(maxsize=NAMES)
 def tied_gradient(job_id: int, device: int = 0) -> Place:
-    """The gradient of a tied table from its upper unit, until the lower one's is there: autograd
-    adds both before they go to the sum."""
+    """The gradient of a tied table from its upper unit, until the lower unit has its own.
+
+    Autograd adds both before they go to the sum of the step.
+    """
     return Place(Region(job_id, Kind.BUFFER, 0, TIED_GRADIENT), Tier.GPU, device)
 
 
 @lru_cache(maxsize=NAMES)
 def workspace(job_id: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
-    """What a launch takes and gives back: booked around it, so that others make room for it."""
+    """The workspace of a launch: it is booked around the launch, which then has room for it."""
     return Place(Region(job_id, Kind.BUFFER, 0, WORKSPACE), tier, device)
 
 
 @lru_cache(maxsize=NAMES)
 def norm(job_id: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
-    """That of all gradients of a step, by which they are clipped: known when the last backward has
-    ended, and wanted by every update, wherever that runs."""
+    """The norm of all gradients of a step, by which they are clipped.
+
+    The last backward writes it, and every update reads it, on the device or the host.
+    """
     return Place(Region(job_id, Kind.BUFFER, 0, NORM), tier, device)
 
 
 def is_workspace(place: Place) -> bool:
-    """Whether nothing of a place outlives a launch, so that it is no other launch's concern."""
+    """Whether a place is workspace, whose contents end with its launch."""
     return place.region.kind is Kind.BUFFER and place.region.slot == WORKSPACE
 
 
 def later(place: Place, microbatches: int) -> Place:
-    """What is to a later microbatch as this is to its own: of activations another slot."""
+    """The place that a later microbatch uses as its own uses this: activations have other slots.
+
+    Args:
+        place: a place of a microbatch.
+        microbatches: how many microbatches later.
+    """
     return _slot_later(place, microbatches) if place.region.kind is Kind.ACTIVATION else place
 
 
@@ -170,18 +197,18 @@ def _slot_later(place: Place, microbatches: int) -> Place:
 
 
 # ---- of a group of devices
-GATHERED, UNREDUCED = 8, 9  # slots of Kind.BUFFER, too
+GATHERED, UNREDUCED = 8, 9  # slots of Kind.BUFFER
 
 
 @lru_cache(maxsize=NAMES)
 def gathered(job_id: int, chunk: int, device: int = 0) -> Place:
-    """What other devices of the group have of a chunk's weights, while units compute with them."""
+    """The parts of a chunk's weights that other devices own, while units compute with them."""
     return Place(Region(job_id, Kind.BUFFER, chunk, GATHERED), Tier.GPU, device)
 
 
 @lru_cache(maxsize=NAMES)
 def unreduced(job_id: int, chunk: int, device: int = 0) -> Place:
-    """A chunk's gradients of this device's microbatch alone, whole, until all are added up."""
+    """A chunk's whole gradients of this device's microbatch, until the group adds them up."""
     return Place(Region(job_id, Kind.BUFFER, chunk, UNREDUCED), Tier.GPU, device)
 
 
@@ -197,7 +224,7 @@ _BUFFERS = {
 
 
 def told(place: Place) -> str:
-    """A place in words."""
+    """A place in words, for messages."""
     (owner, kind, part, slot), tier, device = place
     if kind is Kind.BUFFER:
         name = _BUFFERS.get(slot, f"buffer {slot}")

@@ -1,6 +1,7 @@
 """The rules that every plan must keep, the error of a breach, and what makes data read-only.
 
-The engine checks a plan before it books anything, so after a breach all books are as before it."""
+The engine checks a plan before it books anything, so a breach changes no books.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from typing import Any, NoReturn, TypeVar
 
 
 class Rule(StrEnum):
-    """What a plan is held to. The value is the name that an error tells."""
+    """What a plan must keep. The value is the rule's name in an error."""
 
     ANSWER = "answer"  # a policy answers with a Plan whose fields have the types of the contract
-    READ_ONLY = "read only"  # a policy changes nothing that it is shown
+    READ_ONLY = "read only"  # a policy changes no object that it is shown
     JOB = "job"  # slices and KV are those of jobs that wait or are in service on the device
     ONCE = "once"  # a launch serves each job once
     RESTART = "restart"  # names jobs in service, none twice, none with a slice in the plan
@@ -27,26 +28,35 @@ class Rule(StrEnum):
     DEVICE = "device"  # operations run on the plan's device, or between it and another pool
     PLACE = "place"  # places lie in pools that the machine has
     BYTES = "bytes"  # byte counts are whole and not below zero, those of KV whole pages
-    ROOM = "room"  # what a plan takes fits into the pools
-    HELD = "held"  # what is touched, copied, freed or waited for is held
-    TIER = "tier"  # a launch touches what lies where it runs
+    ROOM = "room"  # the bytes that a plan takes fit into the pools
+    HELD = "held"  # a place that is touched, copied, freed or waited for is held
+    TIER = "tier"  # a launch touches places of the tier and device that it runs on
     OWN_KV = "own KV"  # a serving launch writes the KV place of each of its jobs and of no other
-    KV_PAGES = "KV pages"  # these hold context and new tokens
-    KV_CONTENTS = "KV contents"  # and the keys and values of the context are in them
+    KV_PAGES = "KV pages"  # the pages of this place hold context and new tokens
+    KV_CONTENTS = "KV contents"  # keys and values of the context are in these pages
     KV_FREED = "KV freed"  # the only KV of an unfinished job is freed only with a restart
     SHARE = "share"  # shared pages hold the beginning of a job that has not begun
     COPY = "copy"  # keeps region and size, and never puts older contents over newer ones
     OPERATION = "operation"  # an operation is a new object: not in flight, not twice in a plan
     REPEATS = "repeats"  # a repeated plan is growth and one launch, within prompts and pages
     TRAINING_ORDER = "training order"  # forward, backward and update go in the order of the chain
-    TRAINING_PLACES = "training places"  # a launch names what engine/regions says, in its bytes
-    TRAINING_CONTENTS = "training contents"  # what it reads is there, and the newest there is
-    TRAINING_FREED = "training freed"  # nothing is freed before its last use
-    EXCHANGE = "exchange"  # a collective exchanges what the group's layout says, in its bytes
+    TRAINING_PLACES = "training places"  # a launch names the places of its footprint, in its bytes
+    TRAINING_CONTENTS = "training contents"  # it reads places that are written, and the newest copy
+    TRAINING_FREED = "training freed"  # no place is freed before its last use
+    EXCHANGE = "exchange"  # a collective exchanges the bytes that the group's layout says
 
 
 class ContractError(RuntimeError):
-    """A plan breaks a rule. The message is one line: policy, step, device, job, rule, and what."""
+    """A plan breaks a rule. The message is one line: policy, step, device, job, rule, and what.
+
+    Args:
+        rule: the rule.
+        what: what the plan does, in words.
+        job_id: the job that it concerns, if any.
+        policy: the name of the policy, once it is known.
+        step: the number of the plan, over all devices.
+        device: the device that the plan was for.
+    """
 
     def __init__(
         self,
@@ -57,7 +67,9 @@ class ContractError(RuntimeError):
         step: int | None = None,
         device: int | None = None,
     ) -> None:
-        super().__init__(rule, what, job_id, policy, step, device)  # so that it can be copied
+        super().__init__(
+            rule, what, job_id, policy, step, device
+        )  # pickle and copy need all arguments
         self.rule, self.what, self.job_id = rule, what, job_id
         self.policy, self.step, self.device = policy, step, device
 
@@ -72,12 +84,12 @@ class ContractError(RuntimeError):
     def located(
         self, policy: str, step: int | None = None, device: int | None = None
     ) -> ContractError:
-        """The same, with the policy that broke the rule, the step and the device of its plan."""
+        """This error with the policy that broke the rule, and the step and device of its plan."""
         return ContractError(self.rule, self.what, self.job_id, policy, step, device)
 
 
 class BrokenLaw(RuntimeError):
-    """A replay that has ended, or the books of one, break a law of the engine."""
+    """A finished replay, or its books, break a law of the engine."""
 
 
 Item = TypeVar("Item")
@@ -98,12 +110,18 @@ GUARDS = (
     "engine.contract.rules",
     "engine.contract.job",
     "engine.loop.profile",
-    "engine.contract.job",
 )
 
 
 def refuse_write(what: str) -> NoReturn:
-    """Raises ContractError for a write, with the line that wrote."""
+    """Refuses a write to read-only data.
+
+    Args:
+        what: the data, in words.
+
+    Raises:
+        ContractError: always, with the file and line that wrote.
+    """
     frame = sys._getframe(1)
     while _is_between(frame.f_code.co_filename, frame.f_globals) and frame.f_back is not None:
         frame = frame.f_back
@@ -112,13 +130,20 @@ def refuse_write(what: str) -> NoReturn:
 
 
 def _is_between(filename: str, names: dict[str, Any]) -> bool:
-    """Whether a frame only passes a write on: ours, or Python's own (`random.shuffle`)."""
+    """Whether a frame only passes a write on: a guard's, or Python's own (`random.shuffle`)."""
     is_pythons = filename.startswith(PYTHON) and "site-packages" not in filename
     return is_pythons or names.get("__name__") in GUARDS
 
 
 def as_write(error: Exception) -> ContractError | None:
-    """The error of a policy as a breach of READ_ONLY, if it is that of a write to frozen data."""
+    """A policy's error as a breach of READ_ONLY.
+
+    Args:
+        error: what the policy raised.
+
+    Returns:
+        None where the error is not that of a write to frozen data.
+    """
     text = str(error)
     is_write = isinstance(error, TypeError | AttributeError) and any(w in text for w in WRITES)
     if not is_write and not isinstance(error, FrozenInstanceError):
@@ -138,13 +163,16 @@ def _last_line(traceback: TracebackType | None) -> str:
 
 
 class ReadOnlyList(list[Item]):
-    """A list that policies read, as fast as any. The engine writes by `list.append(it, item)`."""
+    """A list that policies only read. The engine writes with `list.append(items, item)`.
+
+    Reads are those of a plain list, so they cost no more.
+    """
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         refuse_write("a list of the view")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is a list like any other."""
+        """A copy is a plain list."""
         return list, (list(self),)
 
     append = extend = insert = remove = pop = clear = sort = reverse = _refuse
@@ -153,15 +181,15 @@ class ReadOnlyList(list[Item]):
 
 def plain(*enums: type[StrEnum]) -> None:
     """Makes members plain attributes, as from Python 3.12 on: 3.11 calls Python for each."""
-    for words in enums:
-        for member in words:
-            type.__setattr__(words, member.name, member)
+    for enum in enums:
+        for member in enum:
+            type.__setattr__(enum, member.name, member)
 
 
 def stored_by_slot(*records: type) -> None:
-    """Gives frozen dataclasses an `__init__` that stores by their slots' own setters.
+    """Gives frozen dataclasses with slots an `__init__` that stores by their slots' setters.
 
-    The one that dataclass writes looks each field up by its name: a third of the time of a record.
+    The `__init__` of dataclass looks each field up by its name, which takes longer.
     """
     for record in records:
         before = record.__init__  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""All that a policy may know."""
+"""The View: all that a policy may know, and the Protocols of what it shows."""
 
 from __future__ import annotations
 
@@ -16,46 +16,62 @@ LaunchKey = tuple[tuple[Work, range | None, int], ...]  # (work, layers, tokens)
 
 
 class Moment(NamedTuple):
-    """One launch of the last complete training step: what it touched and what else was held."""
+    """One launch of the last complete training step.
+
+    Attributes:
+        unit: its key in the profile.
+        places: places that it read or wrote.
+        other_bytes: bytes on its device at issue that are no model states: activations, buffers
+            and KV.
+        kv_bytes: the bytes of KV among them.
+    """
 
     unit: LaunchKey
     places: tuple[Place, ...]
-    other_bytes: int  # on the device, no model states: activations, buffers, KV
-    kv_bytes: int = 0  # of these, KV
+    other_bytes: int
+    kv_bytes: int = 0
 
 
 class Profile(Protocol):
-    """What was measured so far, keyed by whole launches; empty means warm-up."""
+    """Measurements so far, keyed by whole launches; it is empty during warm-up."""
 
     def moments(self, job_id: int) -> Sequence[Moment]:
-        """The launches of a training job's last complete step, in issue order."""
+        """The launches of a training job's last complete step, in issue order; () before one."""
 
     def uses(self, job_id: int) -> Mapping[Place, Sequence[int]]:
-        """Which of these launches, by number, touched each place."""
+        """The launches of `moments` that touched each place, by number in order."""
 
     def moment(self, job_id: int) -> int:
-        """Launches of its present step that have been issued: the number of the next one."""
+        """Launches of the job's present step that are issued: the number of the next one."""
 
     def mean_ns(self, job_id: int, unit: LaunchKey) -> int | None:
-        """Mean duration of a launch of one job, None before its first settle."""
+        """Mean duration of a launch in ns.
+
+        Args:
+            job_id: a training job of the launch.
+            unit: the launch, as (work, layers, tokens) of each slice.
+
+        Returns:
+            None before such a launch has ended.
+        """
 
 
 class Cost(Protocol):
     """Predicted durations, for policies that plan by time."""
 
     def op_ns(self, op: Op) -> int:
-        """Predicted duration of an operation that has not been issued yet."""
+        """Predicted duration in ns of an operation that is not issued yet."""
 
 
 class KeptPages(Protocol):
-    """A dry run on a device's pages, where prefix caching keeps full ones. Changes nothing.
+    """A dry run on a device's pages, where prefix caching keeps full ones. The books stay.
 
     Pages are taken oldest first, so what a plan takes may be what a later job of the plan would
     have started on: ask in the order of the plan.
     """
 
     def found(self, job: Job) -> tuple[int, ...]:
-        """Pages that hold the longest beginning of a job that is kept."""
+        """Page numbers with the longest kept beginning of a job, without its last token."""
 
     def idle(self, pages: Sequence[int]) -> int:
         """How many of these pages no job holds: sharing them takes room."""
@@ -64,68 +80,97 @@ class KeptPages(Protocol):
         """A place grows by so many pages."""
 
     def share(self, place: Place, pages: Sequence[int]) -> None:
-        """A place begins with pages that are there."""
+        """A place begins with pages that are kept or held. ContractError where one is taken."""
 
     def free(self, place: Place) -> int:
         """A place is given back; returns how many pages no job holds then."""
 
 
 class RunningDecodes(NamedTuple):
-    """The decodes of the plan before, which head `View.serving` in the order of their admission."""
+    """The decodes of the plan before, which head `View.serving` in the order of their admission.
 
-    slices: tuple[Slice, ...]  # one token each
-    places: tuple[Place, ...]  # the KV that each writes
-    full: tuple[Grow, ...]  # a page for each decode whose pages are full
+    Attributes:
+        slices: one token of each decode.
+        places: the KV place that each writes.
+        full: a page for each decode whose pages are full.
+    """
+
+    slices: tuple[Slice, ...]
+    places: tuple[Place, ...]
+    full: tuple[Grow, ...]
 
 
 class Reads(Protocol):
-    """Notes what a scheduling reads of a view, where the engine may spare it later questions."""
+    """Notes what a scheduling reads of a view, so that the engine need not ask it again."""
 
     def shown(self, view: View) -> View:
-        """A view that answers as this one does, and notes each read that may come out otherwise."""
+        """A view like this one that notes each read of a fact which a step may change."""
 
     def slices(self, batch: Sequence[Slice]) -> tuple[Slice, ...]:
-        """A batch of the jobs of `shown` as one of the jobs themselves."""
+        """A batch of the jobs of `shown`, with the engine's jobs in their place."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The state at one question, for one device.
+    """The state of the engine at one question, for one device.
 
-    Jobs, held, written, used and issued count work as *issued*. Sequences and mappings are
-    read-only by contract (tested). Bytes come back in issue order: `free_bytes` is the part
-    whose earlier users have all ended, so taking it never waits; taking `coming_bytes` waits.
+    Jobs and memory are shown as *issued*: operations in flight count as done. Sequences and
+    mappings are read-only. Bytes come back in issue order: the earlier users of `free_bytes` have
+    all ended, so a launch that takes them never waits; one that takes `coming_bytes` does.
+
+    Attributes:
+        now_ns: the clock of the run.
+        device: the device that a plan is asked for.
+        issued: plans that are issued to this device so far.
+        serving: jobs in service, in the order of their admission.
+        training: jobs that train, in the order of their admission.
+        waiting: jobs that wait, in the order of arrival; restarted jobs come first.
+        free_bytes: per pool, bytes that can be taken without a wait.
+        coming_bytes: per pool, bytes that are freed and still used by operations in flight.
+        held_bytes: per place, bytes that it holds.
+        written: per place, a stamp of its contents; equal stamps mean equal contents.
+        used: per place, a stamp of its last use; a later use has a larger one.
+        in_flight: operations that are issued and have not ended.
+        capacity_bytes: bytes of each pool.
+        page: the page size of KV.
+        profile: measurements of training so far.
+        layout: what the planner has decided.
+        cost: predicted durations; None where the backend has none.
+        kept_pages: begins a dry run on the device's pages; None without prefix caching.
+        running: the decodes of the plan before; None where that plan lacks a job in service.
+        reads: notes what the scheduling reads; None where that is not needed.
     """
 
     now_ns: int
     device: int
-    issued: int  # plans issued to this device so far
-    serving: Sequence[Job]  # in service, in the order of their admission
+    issued: int
+    serving: Sequence[Job]
     training: Sequence[Job]
     waiting: Sequence[Job]
     free_bytes: Mapping[Pool, int]
     coming_bytes: Mapping[Pool, int]
     held_bytes: Mapping[Place, int]
-    written: Mapping[Place, int]  # stamp of contents: equal = same data
-    used: Mapping[Place, int]  # order of last use
+    written: Mapping[Place, int]
+    used: Mapping[Place, int]
     in_flight: Sequence[Op]
     capacity_bytes: Mapping[Pool, int]
     page: PageSize
     profile: Profile
     layout: Layout
     cost: Cost | None = None
-    kept_pages: Callable[[], KeptPages] | None = None  # begins a dry run; prefix caching only
-    running: RunningDecodes | None = None  # None where the plan before had not all in service
-
-    reads: Reads | None = None  # of the scheduling
+    kept_pages: Callable[[], KeptPages] | None = None
+    running: RunningDecodes | None = None
+    reads: Reads | None = None
 
     def __repr__(self) -> str:
         return f"View(device {self.device} at {self.now_ns} ns, {self.issued} plans issued)"
 
     def in_service(self) -> tuple[tuple[Slice, ...], Sequence[Job]]:
-        """A slice of one token for each decode, and the jobs whose prompts have begun.
+        """The jobs in service, as decodes and prefills.
 
-        Both are in the order of admission.
+        Returns:
+            A slice of one token for each decode, and the jobs whose prompts have begun. Both are in
+            the order of admission.
         """
         if self.running is not None:
             return self.running.slices, self.serving[len(self.running.slices) :]
@@ -133,24 +178,24 @@ class View:
         return tuple([one_token(job) for job in self.serving if not job.is_prefilling]), begun
 
     def running_decodes(self) -> tuple[Slice, ...]:
-        """Decodes of the plan before that head `serving`: a slice each, perhaps none."""
+        """A slice for each running decode, which head `serving`; () where none are known."""
         return () if self.running is None else self.running.slices
 
     def leading_decodes(self, slices: tuple[Slice, ...]) -> RunningDecodes | None:
-        """The running decodes if a batch begins with all of them, in their order."""
+        """The running decodes if a batch begins with all of them, in their order; else None."""
         running = self.running
         if running is None or not running.slices:
             return None
         return running if slices[: len(running.slices)] == running.slices else None
 
     def found_tokens(self, job: Job) -> int:
-        """Tokens of a waiting job that it would find computed if it were admitted now, alone."""
+        """Tokens of a waiting job in kept pages, if it alone were admitted now; else 0."""
         if self.kept_pages is None or job.computed_tokens:
             return 0
         return len(self.kept_pages().found(job)) * self.page.tokens
 
     def room(self, pool: Pool) -> int:
-        """Bytes that can be taken, some of them only after a wait."""
+        """Free and coming bytes of a pool: a plan may take them, some only after a wait."""
         return self.free_bytes[pool] + self.coming_bytes[pool]
 
 

@@ -1,4 +1,4 @@
-"""Decodes that move on together: looked at when they come and go, not at every step."""
+"""Decodes that move on together: a step changes one clock, only a join or leave each column."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ Tables = tuple[list[int], ...]
 
 
 class GrowCycle(NamedTuple):
-    """What decodes take in turn, each a page whenever its last one is full.
+    """The growth of decodes in turn, each by a page whenever its last one is full.
 
-    `by_step[i]` at steps i, i + n, ..., of n tokens a page.
+    With n tokens a page, `by_step[i]` is taken at steps i, i + n, ...
     """
 
     by_step: tuple[tuple[Grow, ...], ...]
 
 
 class DecodeBatch(TokenClock):
-    """Jobs of which each gets one token at every step, column by column, in order of admission.
+    """Jobs that each get one token at every step, column by column, in the order of admission.
 
-    `clock` counts its steps, and the jobs move with it. Columns are as at clock 0 and never changed
-    in place: launches and runs keep them. `turns[i]`: whose pages are full at clocks i, i + n, ...,
-    of n tokens a page; None where somebody holds pages to spare. `growing[i]`: their page tables.
+    `clock` counts the steps, and the jobs move with it. Columns are as at clock 0 and never changed
+    in place: launches and runs keep them. With n tokens a page, `turns[i]` holds a page for each
+    job whose pages are full at clocks i, i + n, ...; it is None where a job holds pages to spare.
+    `growing[i]` holds the page tables of these jobs.
     """
 
     __slots__ = (
@@ -54,14 +55,14 @@ class DecodeBatch(TokenClock):
         self.ids: tuple[int, ...] = ()
         self.slices: tuple[Slice, ...] = ()
         self.places: tuple[Place, ...] = ()
-        self.tables: Tables = ()  # pages of each: they only ever grow
+        self.tables: Tables = ()  # page tables, which only grow
         self.contexts: tuple[int, ...] = ()  # tokens in KV
-        self.left: tuple[int, ...] = ()  # tokens to the end, which no policy may see
-        self.soonest = 0  # the clock at which the first of them ends
+        self.left: tuple[int, ...] = ()  # the clock at which each job ends, which no policy may see
+        self.soonest = 0  # the clock at which the first job ends
         self.turns: list[tuple[Grow, ...]] | None = [()] * page.tokens
         self.growing: list[Tables] = [()] * page.tokens
         self.past = 0  # sum of contexts
-        self.young_until = 0  # from this clock on all are behind their prompts
+        self.young_until = 0  # from this clock on all jobs are behind their prompts
 
     def join(
         self,
@@ -69,7 +70,7 @@ class DecodeBatch(TokenClock):
         tables: Mapping[Place, list[int]],
         tokens_left: Callable[[Job], int],
     ) -> None:
-        """They have come behind all others, each with the place that it writes."""
+        """Adds jobs behind all others, each with the place that it writes."""
         clock, (tokens, nbytes) = self.clock, self.page
         for job, place in jobs:
             context, table = job.computed_tokens, tables[place]
@@ -94,7 +95,7 @@ class DecodeBatch(TokenClock):
                 self.growing[turn] += (table,)
 
     def leave(self, i: int) -> None:
-        """The one at that place is in it no more."""
+        """Removes the job of column i."""
         if self.turns is not None:
             turn, place = -self.contexts[i] % self.page.tokens, self.places[i]
             at = [op.place for op in self.turns[turn]].index(place)
@@ -112,11 +113,11 @@ class DecodeBatch(TokenClock):
         self.soonest = min(self.left, default=0)
 
     def fewest_left(self, otherwise: int) -> int:
-        """Tokens until the first of them is complete; `otherwise` where nobody is in it."""
+        """Tokens until the first job is complete; `otherwise` in an empty batch."""
         return self.soonest - self.clock if self.left else otherwise
 
     def complete(self) -> list[Job]:
-        """Those that have got their last token now."""
+        """The jobs that have got their last token at this clock."""
         clock, left, at = self.clock, self.left, -1
         done: list[Job] = []
         if clock < self.soonest:
@@ -127,7 +128,7 @@ class DecodeBatch(TokenClock):
         return done
 
     def filled(self, steps: int) -> Iterator[tuple[Job, int]]:
-        """Who may have filled a page in the last steps, with the tokens that he held before."""
+        """Jobs that may have filled a page in the last steps, with their tokens before them."""
         n, turns = self.page.tokens, self.turns
         found: Iterable[int] = range(len(self.jobs))
         if turns is not None and steps < n:
@@ -137,23 +138,23 @@ class DecodeBatch(TokenClock):
         return ((self.jobs[i], self.contexts[i] + self.clock - steps) for i in found)
 
     def cycle(self) -> GrowCycle | None:
-        """Whose pages are full from now on, step by step."""
+        """The growth from this clock on; None where a job holds pages to spare."""
         if self.turns is None:
             return None
         now = self.clock % self.page.tokens
         return GrowCycle((*self.turns[now:], *self.turns[:now]))
 
     def due(self, count: int) -> list[tuple[Grow, ...]]:
-        """Whose pages are full at each of the next steps."""
+        """The growth at each of the next `count` steps."""
         assert self.turns is not None
         now, n = self.clock % self.page.tokens, self.page.tokens
         return (self.turns * ((now + count) // n + 1))[now : now + count]
 
     def takers(self, count: int) -> list[Tables]:
-        """The page tables of the same."""
+        """The page tables that grow at each of the next `count` steps."""
         now, n = self.clock % self.page.tokens, self.page.tokens
         return (self.growing * ((now + count) // n + 1))[now : now + count]
 
     def ahead(self, steps: int, tail: Sequence[int]) -> Contexts:
-        """Contexts so many steps from now, and behind them those of other slices."""
+        """Contexts of the jobs after `steps` steps, and behind them those of other slices."""
         return Contexts(self.contexts, self.past, self.clock + steps, self.young_until, tail)

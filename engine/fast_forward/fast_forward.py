@@ -1,6 +1,6 @@
 """Fast-forward: the questions that the policy is spared, and the steps that are issued at once.
 
-The loop knows `PlanReuse` (engine/loop/asking.py) and nothing else of this room.
+The loop reaches this folder by `PlanReuse` (engine/loop/asking.py), `FastForward` and `LoopParts`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FastForward:
         self.jump: Jump | None = None
 
     def carried_out_by(self, parts: LoopParts) -> None:
-        """Gives the parts of the loop, which are made behind this one."""
+        """Takes the parts of the loop, which are made after this object."""
         state, self._parts = self._state, parts
         is_watched = state.is_watched or state.recorder.is_metered
         knows_durations = hasattr(state.executor, "repeat")
@@ -137,7 +137,7 @@ class FastForward:
     # ---- how plans are issued
     def advance(self, plan: Plan, device: int) -> Turn:
         """See PlanReuse."""
-        assert self._parts is not None, "the loop is whole before it runs"
+        assert self._parts is not None, "the engine gives the parts of the loop before it runs"
         repeat = self._standing.repeat
         if repeat is None:
             yield from self._parts.issue(plan, device)
@@ -162,7 +162,7 @@ class FastForward:
 
 
 class StepMoves:
-    """One step of a repeated plan: its decodes move on by their clock, its tail slice by slice."""
+    """The Moves of one step of a repeated plan: decodes by their clock, the tail slice by slice."""
 
     def __init__(
         self,

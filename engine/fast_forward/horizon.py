@@ -21,9 +21,9 @@ _job = itemgetter(0)  # of a slice
 
 
 class Horizon(NamedTuple):
-    """For how many steps the slices of a plan are wanted, and what the last of them become.
+    """For how many steps the slices of a plan hold, and what its last slices become.
 
-    Of the slices `lead` are running decodes, and `num_decodes` decodes at all.
+    The first `lead` slices are running decodes, the first `num_decodes` are decodes.
     """
 
     steps: int
@@ -65,7 +65,7 @@ def horizon(plan: Plan, view: View, appends: bool) -> Horizon:
 
 
 def _decodes_before_prompts(slices: Sequence[Slice], known: int) -> int:
-    """How many slices are before the prompts at the end, if so many are known to be decodes."""
+    """How many slices precede the prompts at the end; the first `known` ones are decodes."""
     count = len(slices)
     while count > known and slices[count - 1].job.is_prefilling:
         count -= 1
@@ -85,9 +85,9 @@ def _of_prompts(
 
 
 def _through(slices: Sequence[Slice], num_decodes: int, others_wait: bool) -> tuple[int, Later]:
-    """The way of prompts into decodes: all but the last end now, the last may take more steps.
+    """How prompts become decodes: all but the last end now, the last may take more steps.
 
-    If others wait, only while the last of them takes all that the budget leaves.
+    Where jobs wait, the plan holds only while the last prompt takes all that the budget leaves.
     """
     *ended, last = slices[num_decodes:]
     ones: tuple[Slice, ...] = ()
@@ -119,9 +119,9 @@ def stretched(
 ) -> StretchedPlan | None:
     """A plan for as many steps as it holds and its KV has room; None where that is one.
 
-    `cycle` is what the running decodes take. Paged KV ends a plan when pages run out: perhaps early
-    where there are prompts, never late; `traits.spare_pages` stay free, as a decode wants to find
-    them. Within reservations nothing grows, until a job outgrows its own.
+    `cycle` is the growth of the running decodes. With paged KV a plan ends when pages run out; with
+    prompts it may end before that, never after. `traits.spare_pages` stay free, without which a
+    decode does not run. With reservations nothing grows until a job outgrows its own.
     """
     launch = plan.ops[-1]
     assert isinstance(launch, Compute)
@@ -149,7 +149,7 @@ def stretched(
 
 
 def _add(grown: dict[int, int], ops: Sequence[object]) -> None:
-    """What operations take, by owner."""
+    """Adds the bytes that operations take to `grown`, by owner."""
     for op in ops:
         if isinstance(op, Grow):
             owner = op.place.region.owner
@@ -157,7 +157,7 @@ def _add(grown: dict[int, int], ops: Sequence[object]) -> None:
 
 
 def _steps(cycle: GrowCycle | None, grows: Sequence[TimedGrow], free: int, page: PageSize) -> int:
-    """For how many steps there are pages: what grows once counts from the first one on."""
+    """For how many steps `free` pages suffice. Growth that comes once counts from the start."""
     turns = [0] * page.tokens if cycle is None else list(map(len, cycle.by_step))
     for op in grows:
         if op.every:
@@ -174,7 +174,7 @@ def has_prompt(plan: Plan) -> bool:
     """Whether a plan of one launch computes tokens of a prompt."""
     launch = plan.ops[-1]
     assert isinstance(launch, Compute)
-    for piece in reversed(launch.slices):  # most likely the last one does
+    for piece in reversed(launch.slices):  # prompts are behind the decodes
         job = piece.job
         if job.computed_tokens < job.prompt_tokens:
             return True
@@ -203,8 +203,10 @@ def _of_decodes(
 def _of_prompt(
     launch: Compute, i: int, view: View, found: Horizon, grown: Mapping[int, int]
 ) -> list[TimedGrow]:
-    """The growth of one prompt's slices, step by step, since slices need not end where pages end;
-    and of the decodes behind them."""
+    """The growth of one prompt's slices and of the decode behind them.
+
+    It is found step by step: slices need not end where pages end.
+    """
     page, count, later = view.page, found.steps, found.later
     piece, place = launch.slices[i], launch.writes[i]
     job, known = piece.job, piece.job.known_tokens
@@ -230,6 +232,6 @@ def _of_prompt(
 
 
 def _at(piece: Slice, behind: int, later: Later, step: int) -> Slice:
-    """What a slice, so many before the end, is at a step."""
+    """What the slice at `behind` places before the end of the launch is at a step."""
     now = next((tail for first, tail in reversed(later) if first <= step), ())
     return now[-behind] if behind <= len(now) else piece

@@ -1,4 +1,4 @@
-"""Fast-forward on a virtual clock: many steps of a repeated plan are issued and settled at once."""
+"""The jump: on a virtual clock, many steps of a repeated plan are issued and settled at once."""
 
 from __future__ import annotations
 
@@ -28,8 +28,16 @@ class Repeater(Protocol):
     """An executor that knows beforehand when its launches will run."""
 
     def repeat(self, launch: Launch, count: int) -> tuple[Sequence[int], int] | None:
-        """Durations of `count` launches, each behind the tokens of the one before, and the host's
-        time of each. None where durations may not be asked for before they pass."""
+        """Predicts launches in a row, each behind the tokens of the one before.
+
+        Args:
+            launch: the first of them.
+            count: how many.
+
+        Returns:
+            The duration of each in ns, and the host's time of each in ns. None where durations are
+            known only when launches run.
+        """
 
     def end_times_ns(self, ops: Sequence[Op]) -> list[int]:
         """When operations in flight will end."""
@@ -39,11 +47,17 @@ class Repeater(Protocol):
 
 
 class Jump:
-    """Steps up to the next arrival (at a tie the arrival comes first) or end.
+    """Issues the steps up to the next arrival or end; at a tie the arrival comes first.
 
-    Equal to issuing them one by one, to the nanosecond and the page: at run-ahead d, issue[i] =
-    max(issue[i-1] + host, end[i-d]), start[i] = max(end[i-1], issue[i] + host). The last d - 1 are
-    in flight when the engine asks next, and settle alone; at run-ahead 1 what stands goes on.
+    Results are those of single steps, to the nanosecond and the page. At run-ahead d step i is
+    issued when the host has prepared step i-1 and step i-d has ended; it starts when step i-1 has
+    ended and the host has prepared it:
+
+        issue[i] = max(issue[i-1] + host, end[i-d])
+        start[i] = max(end[i-1], issue[i] + host)
+
+    The last d-1 steps are still in flight when the engine asks next; each settles by itself. At
+    run-ahead 1 no step is left, so a plan that still holds jumps again.
     """
 
     def __init__(
@@ -59,19 +73,19 @@ class Jump:
         self._state, self._completions, self._frees = state, completions, frees
         self._issuing, self._lifecycle, self._executor = issuing, lifecycle, executor
         self._next_arrival_ns, self._prefix = next_arrival_ns, issuing.prefix
-        self._decode_step_ns = 1  # of decodes alone when last looked at: how far to look ahead
-        self._seen_ns = 0  # about when the steps looked at will have ended
-        self._until_ns: int | None = None  # the next arrival: nothing is issued from then on
-        self._run: RepeatedSteps | None = None  # the last one
-        self._min_steps = 1 if state.depth == 1 else state.depth + 1  # steps of a jump
+        self._decode_step_ns = 1  # duration of the last step of decodes alone
+        self._seen_ns = 0  # about when the steps planned so far end
+        self._until_ns: int | None = None  # the next arrival: no step is issued from then on
+        self._run: RepeatedSteps | None = None  # the last run
+        self._min_steps = 1 if state.depth == 1 else state.depth + 1  # fewest steps of a jump
         self.steps = 0
 
     def carry_out(
         self, repeat: RepeatedPlan, device: int, stands: Callable[[], bool]
     ) -> Generator[simpy.Event, Any, bool]:
-        """Issues what can be issued at once; False where the next step must go alone.
+        """Issues steps at once; returns False where the next step must be issued by itself.
 
-        `stands` says whether the plan goes on behind a run that has settled.
+        `stands` says whether the plan still holds behind a run that has settled.
         """
         run = self._plan(repeat, device) if repeat.is_plain and self._is_calm(device) else None
         if run is None:
@@ -86,16 +100,16 @@ class Jump:
         return True
 
     def _pass(self, run: RepeatedSteps) -> Turn:
-        """Lets its time pass; only the host's where the policy may be asked meanwhile."""
+        """Lets the time of a run pass; with run-ahead only the host's, then the policy is asked."""
         state, env, end_ns = self._state, self._state.env, run.end_ns[run.settled - 1]
-        if state.depth == 1:  # in flight for jobs that arrive meanwhile, and nothing else
+        if state.depth == 1:  # jobs that arrive meanwhile find a plan in flight
             state.in_flight.level[run.device] += 1
             if not passed_to(env, end_ns):
                 yield env.timeout(end_ns - state.now_ns)
             state.in_flight.level[run.device] -= 1
             state.recorder.run_settled(run)
             self._lifecycle.finish(run.op, end_ns, run.device, run.number + run.count - 1)
-            if self._next_arrival_ns() == end_ns:  # turns that an answer brings at once
+            if self._next_arrival_ns() == end_ns:  # turns that arrive with the answer
                 yield env.timeout(0)
             return
         span = Span(run.op, run.start_ns[0], end_ns)
@@ -128,7 +142,7 @@ class Jump:
             found = self._executor.repeat(segment.launch, segment.steps)
             if found is None:
                 return None
-            if segment.first and found[1] != host_ns:  # behind a prompt's end the host takes less
+            if segment.first and found[1] != host_ns:  # a run has one host time
                 break
             ahead.append(segment)
             durations += found[0]
@@ -150,15 +164,17 @@ class Jump:
         return self._made(repeat, device, ahead, (issue, start, end), host_ns)
 
     def _steps_to_arrival(self) -> int:
-        """How many more steps will be issued up to the next arrival: rather some more, for too few
-        cost another segment."""
+        """An estimate of the steps up to the next arrival.
+
+        It is 1/32 too high: a step too many is cut, a step too few costs another segment.
+        """
         if self._until_ns is None:
             return MOST
         left_ns = self._until_ns - self._seen_ns
         return 1 + left_ns * 33 // (32 * self._decode_step_ns) if left_ns > 0 else 0
 
     def _limit(self, repeat: RepeatedPlan) -> int:
-        """How many steps there are to the first end (with run-ahead, exclusive)."""
+        """The number of steps to the first end of a job; with run-ahead without the last."""
         state, tail, left = self._state, repeat.tail, repeat.decodes.fewest_left(otherwise=MOST)
         if tail:
             tokens_left = self._completions.tokens_left
@@ -168,8 +184,7 @@ class Jump:
         return min(repeat.left, MOST, left - (state.depth > 1))
 
     def _is_calm(self, device: int) -> bool:
-        """Whether no memory is on its way back, no job's end is in flight, and the policy has asked
-        for no moment to be woken at."""
+        """Whether no memory is coming back, no job's end is in flight and no wake-up is set."""
         state = self._state
         if self._completions or state.wakeup.will_come or self._frees.oldest(device) is not None:
             return False
@@ -226,7 +241,7 @@ class Jump:
 
     # ---- issue and settle
     def _issue(self, run: RepeatedSteps, repeat: RepeatedPlan) -> None:
-        """What settles together is issued."""
+        """Books and issues the steps that settle together."""
         state, ledger, op = self._state, self._state.ledger, run.op
         ledger.hold(repeat.places)
         ledger.grow(run.pool, run.grown[-1], repeat.takers(run.count, ledger.pages))
@@ -238,7 +253,7 @@ class Jump:
             state.in_flight.last_compute((op,), run.device)
 
     def _issue_alone(self, run: RepeatedSteps, step: int) -> None:
-        """A step that is still in flight when the engine asks next."""
+        """Issues a step that is still in flight when the engine asks next."""
         state, launch = self._state, run.launch_at(step)
         op = launch.op
         assert isinstance(op, Compute)
@@ -250,7 +265,7 @@ class Jump:
         self._executor.hold(launch, span, self._lifecycle.settle)
 
     def _move_on(self, run: RepeatedSteps, plan: RepeatedPlan) -> None:
-        """The jobs of a run move on by all its steps; a job that is admitted is in the tail."""
+        """Moves the jobs of a run on by all its steps; newly admitted jobs are in the tail."""
         decodes, tail, lead, prefix = plan.decodes, plan.tail, len(plan.decodes.jobs), self._prefix
         behind = [] if prefix is None else [(job, job.computed_tokens) for job in tail]
         plan.advance(run.count)

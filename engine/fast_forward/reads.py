@@ -1,8 +1,8 @@
-"""What a scheduling reads of a view: where none of it moves while a plan stands, its answer stays.
+"""Notes what a scheduling reads of a view: where no step changes that, its answer stays.
 
-A scheduling is a pure function of its view. A plan that stands moves the jobs of its launch, memory
-and time, and nothing else. So a batch that was made without looking at any of these would be made
-again, until a job arrives, ends or is admitted.
+A scheduling is a pure function of its view. A standing plan moves the jobs of its launch, memory
+and time, and nothing else. A batch that is made without reading any of these would be made again,
+until a job arrives, ends or is admitted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SeenReads:
         return tuple([self._real(piece) for piece in batch])
 
     def hold(self, plan: Plan) -> bool:
-        """Whether steps of the plan change nothing that was read."""
+        """Whether steps of the plan leave all facts that were read as they are."""
         if self._of_view:
             return False
         launches = [op for op in plan.ops if isinstance(op, Compute)]

@@ -1,4 +1,4 @@
-"""A step of training that begins like the one before is planned like it, without a question."""
+"""Recurring steps: a training step that begins like the step before is planned like it, unasked."""
 
 from __future__ import annotations
 
@@ -29,29 +29,31 @@ AnyOp = Op | Grow | Share | Free
 
 
 class Situation(NamedTuple):
-    """What a policy that recurs may go by at the beginning of a step, but for what the plan before
-    it says: that of the steps before is compared by itself."""
+    """All that a policy that recurs may decide by at the beginning of a training step.
+
+    The plans of the step before count, too; they are compared apart from this.
+    """
 
     held_bytes: tuple[tuple[Place, int], ...]  # in the order of booking
     room_bytes: tuple[tuple[Pool, int], ...]
     written: Ranks
     used: Ranks
-    other_bytes: tuple[int, ...]  # beside the launches of the step before
+    other_bytes: tuple[int, ...]  # held beside each launch of the step before
 
 
 @dataclass(eq=False, slots=True)
 class RecurringStep:
-    """A step as it was planned, part by part. `is_again`: as the step before it, unasked."""
+    """A training step and its plans so far. `is_again`: they are those of the step before it."""
 
     training: TrainingProgress
     number: int
     begins: Situation
     is_again: bool = False
     plans: list[Plan] = field(default_factory=list)
-    moving: Sequence[Sequence[int]] = ()  # where each plan is another a step later: if again
+    moving: Sequence[Sequence[int]] = ()  # by plan: which operations differ a step later
 
     def follows(self, other: RecurringStep) -> bool:
-        """Whether it is the next one of the same job, and begins alike."""
+        """Whether this is the next step of the job of `other`, and begins like it."""
         is_next = self.training is other.training and self.number == other.number + 1
         return is_next and self.begins == other.begins
 
@@ -59,18 +61,18 @@ class RecurringStep:
 class Recurrence:
     """Remembers the last steps of a training job that is alone on its device.
 
-    Where two steps began alike and were planned alike, a third that begins so is planned so, too,
-    as long as the job stays alone: all that a policy with `recurs` decides by is equal then, or a
-    step later.
+    Where two steps begin alike and are planned alike, a third step that begins alike gets the plans
+    of the second, a step later. A policy with `recurs` would answer so: all that it decides by is
+    equal, or a step later. That holds as long as the job is alone.
     """
 
     def __init__(self, ledger: Ledger, jobs: JobLists, profile: EngineProfile) -> None:
         self._ledger, self._jobs, self._profile = ledger, jobs, profile
-        self._before: RecurringStep | None = None  # the one before
-        self._now: RecurringStep | None = None  # the one under way
+        self._before: RecurringStep | None = None  # the step before
+        self._now: RecurringStep | None = None  # the step under way
 
     def next(self) -> Plan | None:
-        """The plan of the step before, a step later; None where the policy has to be asked."""
+        """The next plan of the step before, a step later; None where the policy must be asked."""
         if (job := self._alone()) is not None and job.training is not None:
             if job.training.begins_step:
                 self._begin(job.job_id, job.training)
@@ -87,13 +89,13 @@ class Recurrence:
                 self.forget()
 
     def forget(self) -> None:
-        """Something else happens than in the step before."""
+        """Forgets both steps: an event sets this step apart."""
         self._before = self._now = None
 
     def _again(self, now: RecurringStep) -> Plan | None:
         if not now.is_again:
             return None
-        assert self._before is not None, "a step comes again behind another"
+        assert self._before is not None, "a recurring step has a step before it"
         number, each = len(now.plans), now.training.spec.microbatches
         plan = a_step_later(self._before.plans[number], each, now.moving[number])
         self._ledger.expect(plan)
@@ -110,7 +112,7 @@ class Recurrence:
                 self._now.moving = last.moving or [_moving(plan) for plan in last.plans]
 
     def _alone(self) -> Job | None:
-        """The job that trains, if there is nobody else."""
+        """The training job that is the only job; None where there is none."""
         jobs = self._jobs
         if jobs.waiting or jobs.serving or len(jobs.training) != 1:
             return None
@@ -128,7 +130,7 @@ class Recurrence:
 
 
 def _is_like(step: RecurringStep, before: RecurringStep) -> bool:
-    """Whether it began and was planned like the one before it."""
+    """Whether a step began and was planned like the step before it."""
     each = step.training.spec.microbatches
     return step.follows(before) and [encode(plan) for plan in step.plans] == [
         encode(a_step_later(plan, each)) for plan in before.plans
@@ -140,8 +142,10 @@ def _is_program(plan: Plan) -> bool:
 
 
 def a_step_later(plan: Plan, microbatches: int, moving: Sequence[int] | None = None) -> Plan:
-    """The same program for the microbatches of the next step; `moving`: which of its operations
-    are others then, if that is known."""
+    """A plan's program for the microbatches of the next step.
+
+    `moving`: the operations that differ then, by index; found here where it is None.
+    """
     ops = [*plan.ops]
     for i in _moving(plan) if moving is None else moving:
         ops[i] = _later(ops[i], microbatches)
@@ -149,8 +153,11 @@ def a_step_later(plan: Plan, microbatches: int, moving: Sequence[int] | None = N
 
 
 def _moving(plan: Plan) -> list[int]:
-    """Which of a plan's operations are others a step later: what runs on a lane is new each time,
-    and activations have other places. The same ones of the plan a step later."""
+    """The indices of operations that differ a step later, in any step.
+
+    An operation that runs on a lane is a new object each time, and activations of another
+    microbatch have other places.
+    """
     return [
         i
         for i, op in enumerate(plan.ops)
@@ -176,7 +183,7 @@ def _later(op: AnyOp, count: int) -> AnyOp:
 
 
 def _all_later(places: tuple[Place, ...], count: int) -> tuple[Place, ...]:
-    kind = Kind.ACTIVATION  # looked at here: most places are the same at every step
+    kind = Kind.ACTIVATION  # tested here: most places are equal at every step
     return places and tuple([later(p, count) if p.region.kind is kind else p for p in places])
 
 

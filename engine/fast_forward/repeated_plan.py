@@ -1,4 +1,4 @@
-"""A repeated plan under way: its growth, what is left of it, and its steps as one record."""
+"""A repeated plan under way: its growth, the steps that are left, and its steps as one record."""
 
 from __future__ import annotations
 
@@ -58,22 +58,22 @@ class StretchedPlan(NamedTuple):
 
 
 class Growth:
-    """All that is still to grow: by step, within a step in the plan's order. Never changed."""
+    """The growth that is still to come, by step and then in the plan's order. Immutable."""
 
     def __init__(self, queue: list[tuple[int, int, TimedGrow]]) -> None:
-        self._queue = queue  # a heap: each operation with its next step and where it is in the plan
+        self._queue = queue  # a heap: next step, index in the plan, operation
         self.first = queue[0][0] if queue else FAR  # the next step at which something grows
         self._before: tuple[int, list[Due], Growth] | None = None  # the last answer of `before`
 
     @classmethod
     def of(cls, grows: Sequence[TimedGrow]) -> Growth:
-        """All that a repeated plan takes beside its cycle."""
+        """The growth of a repeated plan beside its cycle."""
         queue = [(op.first, i, op) for i, op in enumerate(grows)]
         heapify(queue)
         return cls(queue)
 
     def before(self, step: int) -> tuple[list[Due], Growth]:
-        """What grows before that step, and what is left then."""
+        """The growth before a step, and the growth that is left then."""
         if self._before is not None and self._before[0] == step:
             return self._before[1:]
         queue = self._queue.copy()
@@ -90,13 +90,13 @@ class Growth:
         return self._before[1:]
 
     def is_in_turn(self, steps: Mapping[Place, int], page: PageSize) -> bool:
-        """Whether just these places grow, next at these steps, by a page whenever it is full."""
+        """Whether just these places grow, next at these steps, by a page whenever one is full."""
         a_page = (page.nbytes, page.tokens)
         found = {op.place: at for at, _, op in self._queue if (op.nbytes, op.every) == a_page}
         return len(self._queue) == len(steps) and found == steps
 
     def without(self, owners: Collection[int]) -> Growth:
-        """The same for all others."""
+        """The growth of all other owners."""
         queue = [due for due in self._queue if due[2].place.region.owner not in owners]
         heapify(queue)
         return Growth(queue)
@@ -108,7 +108,7 @@ _job, _is_prefilling = itemgetter(0), attrgetter("is_prefilling")
 
 
 def _parts(plan: StretchedPlan, lead: int) -> list[Part]:
-    """What follows the first slices of a repeated plan, and up to which step."""
+    """The slices behind the first `lead` ones, with the step up to which they hold."""
     part = plan.launch.slices[lead:]
     if not plan.later:
         return [(part, plan.steps)]
@@ -130,18 +130,18 @@ class RepeatedPlan:
             decodes,
             launch.device,
         )
-        self.done = 0  # steps issued
-        self.growth = Growth.of(plan.grows)  # beside the decodes'
+        self.done = 0  # steps that are issued
+        self.growth = Growth.of(plan.grows)  # beside the growth of the decodes
         self._has_cycle = plan.cycle is not None
         self.places = launch.writes[lead:]  # of the tail
         self._writes, self._first = launch.writes, launch
-        self._parts = _parts(plan, lead)  # what follows the decodes, and up to which step
+        self._parts = _parts(plan, lead)  # slices behind the decodes, and up to which step
         self.tail: list[Job] = list(map(_job, launch.slices[lead:]))
         self._silent = self._steps_to_a_token() if self.tail else 0
         self.is_plain = plan.steps > 1 or self._is_plain()
 
     def _is_plain(self) -> bool:
-        """Whether a single step is nothing but growth and a launch of decodes and then prompts."""
+        """Whether a single step is only growth and one launch, of decodes and then prompts."""
         plan = self.plan
         is_growth = all([type(op) is Grow for op in plan.ops[:-1]])
         is_still = not (plan.restart or plan.refuse)
@@ -149,7 +149,7 @@ class RepeatedPlan:
 
     @property
     def jobs(self) -> list[Job]:
-        """All that are in it."""
+        """All jobs of the plan."""
         return [*self.decodes.jobs, *self.tail]
 
     @property
@@ -159,7 +159,7 @@ class RepeatedPlan:
 
     @property
     def silent(self) -> int:
-        """Steps before the last of its tail yields a token: parts of its prompt but the last."""
+        """Steps before the last job of the tail yields a token: all but the last of its prompt."""
         return max(0, self._silent - self.done)
 
     def _steps_to_a_token(self) -> int:
@@ -173,20 +173,20 @@ class RepeatedPlan:
         return steps
 
     def part(self, step: int) -> Part:
-        """The slices of the tail at that step, and the step at which they become others."""
+        """The slices of the tail at a step, and the step at which others follow."""
         for part in self._parts:
             if step < part[1]:
                 break
         return part
 
     def launch(self, part: tuple[Slice, ...], step: int) -> Compute:
-        """The launch of a step, with its part behind the decodes; the plan's own is the first."""
+        """The launch of a step, with `part` behind the decodes; step 0 has the plan's own."""
         if not step:
             return self._first
         return Compute(self.decodes.slices + part, (), self._writes, self.device, self._first.on)
 
     def due(self, count: int) -> tuple[list[tuple[Taken, ...]], list[int]]:
-        """What grows in each of the next steps, in the order of booking, and how many pages."""
+        """The growth of each of the next steps, in the order of booking, and its pages."""
         found = list[tuple[Taken, ...]]([()] * count)
         if self._has_cycle:
             found = [*self.decodes.due(count)]
@@ -202,7 +202,7 @@ class RepeatedPlan:
         return found, pages
 
     def takers(self, count: int, tables: Mapping[Place, list[int]]) -> Iterator[list[int]]:
-        """The page tables that grow in the next steps, once for each page, in the same order."""
+        """The page tables that grow in the next steps, once for each page, in that order."""
         found: list[Tables] = self.decodes.takers(count) if self._has_cycle else [()] * count
         if self.growth.first < self.done + count:
             page_nbytes = self.decodes.page.nbytes
@@ -211,14 +211,14 @@ class RepeatedPlan:
         return chain.from_iterable(found)
 
     def advance(self, count: int) -> None:
-        """Steps are issued."""
+        """Moves the plan on by steps that are issued."""
         self.done += count
         if self.growth.first < self.done:
             self.growth = self.growth.before(self.done)[1]
         self.decodes.clock += count
 
     def gather(self, tables: Mapping[Place, list[int]], tokens_left: Callable[[Job], int]) -> None:
-        """Where its tail decodes from now on, it moves with the decodes: nothing else changes."""
+        """Moves the tail into the decodes, where it only decodes from now on."""
         page, done, tail = self.decodes.page, self.done, self.tail
         is_last = self.part(done)[1] == self.steps
         if not (is_last and self._has_cycle) or any(map(_is_prefilling, tail)):
@@ -240,20 +240,20 @@ class RepeatedPlan:
         return Plan((*grows, self.launch(self.part(self.done)[0], self.done)))
 
     def fits(self, room_bytes: Callable[[], dict[Pool, int]]) -> bool:
-        """Whether what grows with the next step finds room."""
+        """Whether the growth of the next step finds room."""
         (due,), (pages,) = self.due(1)
         return not pages or pages * self.decodes.page.nbytes <= room_bytes()[due[0].place.pool]
 
     @property
     def is_cut(self) -> bool:
-        """Whether a budget has cut its last slice: there would be more of it if others left."""
+        """Whether a budget has cut the last slice: it would be longer if other jobs left."""
         if not self.tail:
             return False
         last = self.part(self.done)[0][-1]
         return last.tokens < last.job.remaining_tokens
 
     def lose(self, jobs: Sequence[Job]) -> None:
-        """Jobs have ended: they are in it no more."""
+        """Removes jobs that have ended."""
         decodes, gone = self.decodes, {job.job_id for job in jobs}
         for job in jobs:
             if job in decodes.jobs:
@@ -272,24 +272,24 @@ class RepeatedPlan:
 
 @dataclass(slots=True, eq=False)
 class RunSegment:
-    """Steps of a run with one launch; `first` counts from the run's beginning.
+    """Steps of a run with equal slices; `first` counts from the run's beginning.
 
-    A batch of decodes leads its slices: one token each, and one more is sampled. Those in the tail
-    may be parts of prompts, which yield nothing, their ends, which take one step, or decodes.
+    Slices of decodes come first: each computes one token and yields one. A slice of the tail is a
+    part of a prompt, which yields nothing, the end of one, which takes one step, or a decode.
     """
 
     first: int
     steps: int
-    op: Compute  # of its first step, and so its pieces
+    op: Compute  # of the first step, as are `pieces` and `launch`
     pieces: Pieces
-    launch: Launch  # of both
+    launch: Launch
 
     def cut(self, end: int) -> None:
-        """Leaves of it what there is in a run of so many steps."""
+        """Cuts the segment where its run ends with step `end`."""
         self.steps = min(self.steps, end - self.first)
 
     def launch_at(self, step: int) -> Launch:
-        """The launch of a step of the run. Page tables are left out: nothing here reads them."""
+        """The launch of a step of the run, without page tables: rows of results have none."""
         behind, of = step - self.first, self.pieces
         if not behind:
             return self.launch
@@ -306,7 +306,7 @@ _job_id, _computed, _known = map(attrgetter, ("job_id", "computed_tokens", "know
 
 @cache
 def _decodes(count: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Tokens and samples of so many decodes: kept once for all launches."""
+    """Tokens and samples of `count` decodes, kept once for all launches."""
     return (1,) * count, (True,) * count
 
 
@@ -316,13 +316,13 @@ def _no_tables(count: int) -> Sequence[Sequence[int]]:
 
 
 def segments(repeat: RepeatedPlan, count: int, reach: Callable[[], int]) -> Iterator[RunSegment]:
-    """The next steps of a repeated plan, with all jobs as they are; `count` at most.
+    """The next steps of a repeated plan, `count` at most; no job moves on.
 
-    `reach` says before each segment how many are wanted at once: none ends it.
+    `reach` gives the most steps of each segment before it is made; 0 ends the run.
     """
     decodes, tail, first = repeat.decodes, repeat.tail, 0
     ids, (ones, trues) = decodes.ids, _decodes(len(decodes.ids))
-    contexts: list[int] = []  # of the tail, and the same below
+    contexts: list[int] = []  # of the tail, as are `known`, `tokens` and `samples`
     known: list[int] = []
     if tail:
         ids += tuple(map(_job_id, tail))
@@ -372,7 +372,7 @@ class RepeatedSteps:
 
     @property
     def op(self) -> Compute:
-        """What stands for all steps that settle together."""
+        """The launch that stands in the books for all steps that settle together."""
         return self.segments[0].op
 
     def launch_at(self, step: int) -> Launch:
@@ -383,7 +383,7 @@ class RepeatedSteps:
         return next(segment for segment in reversed(self.segments) if segment.first <= step)
 
     def tokens(self) -> list[tuple[tuple[int, ...], Times]]:
-        """Whose tokens the steps that settle together yield, and when."""
+        """Requests that get tokens in the steps that settle together, and when."""
         end_ns, settled = self.end_ns, self.settled
         return [
             (

@@ -1,4 +1,4 @@
-"""The plan that stands: issued again without a question, as long as nothing happens."""
+"""The standing plan: it is issued again without a question until an event may change it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _serves(plan: Plan, launch: Compute, decodes: DecodeBatch) -> bool:
 
 
 class StandingPlan:
-    """The plan that is issued again without a question, as long as nothing happens."""
+    """The last plan, and whether its next step may be issued without a question."""
 
     def __init__(
         self,
@@ -50,16 +50,16 @@ class StandingPlan:
     ) -> None:
         self._is_allowed, self._page = is_allowed, page
         self._traits, self._reads = traits, reads
-        self._holds = False  # also behind an end: the scheduling promises it
+        self._holds = False  # also behind a job's end, as the scheduling promises
         self._tables, self._tokens_left = tables, tokens_left
-        self._last: RepeatedPlan | None = None  # also when it does not hold any more
+        self._last: RepeatedPlan | None = None  # the last plan, even where it holds no more
         self.decodes: DecodeBatch | None = None  # of the last plan
-        self._led: Compute | None = None  # a launch that the decodes leads, as `leads` has seen
-        self.shown: GrowCycle | None = None  # of the decodes, as a View has it
+        self._led: Compute | None = None  # the last launch of which `leads` was true
+        self.shown: GrowCycle | None = None  # the growth of the decodes that a View shows
         self.repeat: RepeatedPlan | None = None
 
     def decided(self, plan: Plan, view: View) -> None:
-        """A plan was decided; it stands for as many steps as it holds."""
+        """The policy has decided a plan; it stands for as many steps as it holds."""
         self._last = self.repeat = None
         if self._is_allowed and plan.ops:
             launch = plan.ops[-1]
@@ -80,9 +80,10 @@ class StandingPlan:
         found = horizon(plan, view, traits.appends)
         if found.steps < 2:
             return None
-        # Room only shrinks while a plan stands, so a job that was kept out stays out. With prefix
-        # caching that needs more: no prompt may fill pages which a waiting job could share, and no
-        # copies come back, which are not kept: their beginning could be taken before its end.
+        # Room only shrinks while a plan stands, so a job that finds no room finds none later. With
+        # prefix caching this holds only where no prompt fills pages that a waiting job could share,
+        # and no KV comes back by a copy: its pages are not kept, so that the beginning of a kept
+        # prefix could be taken before its end.
         if traits.prefix_caching and view.waiting and (traits.swaps or has_prompt(plan)):
             return None
         return stretched(plan, view, found, traits, self.shown)
@@ -90,7 +91,9 @@ class StandingPlan:
     def _stand(self, made: StretchedPlan) -> RepeatedPlan | None:
         plan, launch, cycle = made.plan, made.launch, made.cycle
         decodes, has_cycle = self.decodes, cycle is not None
-        if decodes is not None and made.steps == 1:  # else it takes memory from no job
+        if (
+            decodes is not None and made.steps == 1
+        ):  # a plan of several steps takes memory from no job
             self._part(decodes, plan)
         is_led = launch is self._led or (decodes is not None and _leads(decodes, launch))
         if decodes is None or not is_led or (has_cycle and decodes.turns is None):
@@ -112,7 +115,7 @@ class StandingPlan:
         return RepeatedPlan(made, decodes)
 
     def _part(self, decodes: DecodeBatch, plan: Plan) -> None:
-        """A job that loses its memory or is refused is in the decodes no more."""
+        """Removes jobs that lose their memory or are refused from the decodes."""
         gone = {job.job_id for job in (*plan.restart, *plan.refuse)}
         gone.update([op.place.region.owner for op in plan.ops if isinstance(op, Free)])
         for owner in gone.intersection(decodes.ids):
@@ -120,7 +123,7 @@ class StandingPlan:
             self._led = None
 
     def _join(self, decodes: DecodeBatch, jobs: Sequence[Job], places: Sequence[Place]) -> bool:
-        """Jobs that decode join, up to the first that does not; whether the first does."""
+        """Jobs join up to the first one that is no decode; whether the first one is a decode."""
         if not jobs or jobs[0].is_prefilling:
             return False
         pairs = takewhile(self._is_decode, zip(jobs, places, strict=False))
@@ -129,12 +132,14 @@ class StandingPlan:
 
     def _is_decode(self, pair: tuple[Job, Place]) -> bool:
         job, place = pair
-        is_own = place.region.owner == job.job_id and place in self._tables  # and here already
+        is_own = place.region.owner == job.job_id and place in self._tables  # and held already
         return is_own and not job.is_prefilling
 
     def leads(self, launch: Compute) -> bool:
-        """Whether the decodes of the last plan, in its order, are the first of a launch, which has
-        as many slices as writes."""
+        """Whether a launch begins with the decodes of the last plan, in their order.
+
+        The launch has as many slices as writes.
+        """
         decodes = self.decodes
         if decodes is None or not 0 < len(decodes.jobs) <= len(launch.writes):
             return False
@@ -146,16 +151,19 @@ class StandingPlan:
         return True
 
     def clear(self) -> None:
-        """Nothing is known of the plan before."""
+        """Forgets the plan before."""
         self._last = self.repeat = self.decodes = self._led = None
 
     def drop(self) -> None:
-        """Something happened: the policy has to be asked."""
+        """An event may change the plan: the policy is asked next."""
         self.repeat = None
 
     def lose(self, jobs: Sequence[Job], others_wait: bool) -> None:
-        """Jobs have ended: without them, unless somebody may come in for them, or a prompt would
-        take more of the budget now."""
+        """Jobs have ended: the plan goes on without them.
+
+        The policy is asked instead where a waiting job may take their room, or a prompt more of the
+        budget.
+        """
         last = self._last
         if last is None:
             return
@@ -166,7 +174,7 @@ class StandingPlan:
             self._last = self.repeat = self.decodes = None
 
     def next(self, room_bytes: Callable[[], dict[Pool, int]]) -> Plan | None:
-        """The plan if it still holds; it ends where the growth of its next step finds no room."""
+        """The plan while it holds; it ends where the growth of its next step finds no room."""
         repeat = self.repeat
         if repeat is not None and repeat.left and repeat.fits(room_bytes):
             return repeat.plan
@@ -178,7 +186,7 @@ class StandingPlan:
         last, decodes = self._last, self.decodes
         if last is None or decodes is None or last.jobs != serving:
             return None
-        self._last = None  # what it had may come into the decodes now
+        self._last = None  # jobs of its tail may join the decodes now
         self._join(decodes, last.tail, last.places)
         self.shown = decodes.cycle()
         rest = serving[len(decodes.jobs) :]
@@ -188,7 +196,7 @@ class StandingPlan:
 
 
 def _grows_in_turn(plan: Plan, decodes: DecodeBatch) -> bool:
-    """Whether a single step takes what its decodes need now, and no more."""
+    """Whether a single step grows by just what its decodes need now."""
     if decodes.turns is None:
         return False
     taken, ids = [op for op in plan.ops[:-1] if isinstance(op, Grow)], {*decodes.ids}

@@ -52,7 +52,7 @@ def check_policy(
     step by step and again with the questions that the policy's traits spare.
 
     Args:
-        policy: what would be given to an Engine.
+        policy: an object with `plan(view)`, as an Engine takes it.
         work: requests and training jobs; by default 24 requests of up to 200 tokens.
         capacity_bytes: bytes of each pool; by default a device of 48 pages and a host of 96, in
             which the default requests do not fit at once.
@@ -73,7 +73,7 @@ def check_policy(
     pools = capacity_bytes or {(Tier.GPU, 0): 48 * page.nbytes, (Tier.HOST, 0): 96 * page.nbytes}
     asked = 0
     for depth in depths:
-        told = list[object]()
+        tables = list[object]()
         for fast_forward in (False, True):
             watched = WatchedPolicy(policy)
             engine = _engine(watched, pools, page, depth, layout, fast_forward)
@@ -81,8 +81,8 @@ def check_policy(
             if watched.idle_without_a_plan:
                 raise BrokenLaw(f"law 9: {name_of(policy)} let time pass with nothing in flight")
             asked += watched.asked
-            told.append(engine.recorder.tables())
-        if told[0] != told[1]:
+            tables.append(engine.recorder.tables())
+        if tables[0] != tables[1]:
             raise BrokenLaw(
                 f"law 15: the traits of {name_of(policy)} do not hold: with the questions that "
                 f"they spare, a replay at run-ahead {depth} differs"
@@ -91,7 +91,15 @@ def check_policy(
 
 
 def requests(count: int = 24, seed: int = 0) -> list[Request]:
-    """Requests of 1 to 200 prompt tokens and 1 to 100 output tokens that arrive in bursts."""
+    """Requests that arrive in bursts, of 1 to 200 prompt tokens and 1 to 100 output tokens.
+
+    Args:
+        count: how many.
+        seed: of the random numbers.
+
+    Returns:
+        The requests, by arrival.
+    """
     rng, at_ns, found = random.Random(seed), 0, list[Request]()
     for number in range(count):
         at_ns += rng.choice((0, 0, 1_000_000, 20_000_000))
@@ -160,7 +168,14 @@ class SyntheticTimes:
 
 
 class WatchedPolicy:
-    """A policy that is asked twice at each question, and held to laws 6, 8 and 9."""
+    """A policy that is asked twice at each question, and held to laws 6, 8 and 9.
+
+    Args:
+        policy: the policy that it asks.
+
+    Raises:
+        ValueError: the policy declares its traits wrongly.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.traits = traits_of(policy)
@@ -169,7 +184,12 @@ class WatchedPolicy:
         self.idle_without_a_plan = self.asked = 0
 
     def plan(self, view: View) -> Plan:
-        """The policy's plan. BrokenLaw where it is impure, or the clock ran back."""
+        """The policy's plan for a view.
+
+        Raises:
+            BrokenLaw: the policy changes the view or answers an equal view otherwise, or the clock
+                runs back.
+        """
         if view.now_ns < self._now_ns:
             raise BrokenLaw("law 6: the clock ran back")
         self.idle_without_a_plan += self._wants_nothing and view.now_ns > self._now_ns
@@ -186,12 +206,12 @@ class WatchedPolicy:
 
 
 def snapshot(view: View) -> object:
-    """All that a view shows, by value: a new field is in it from the start."""
+    """All that a view shows, by value, for comparison: every field but functions."""
     return {name: _shown(getattr(view, name)) for name in SHOWN}
 
 
 def _shown(value: object) -> object:
-    """What a field of a view holds now, whatever is written into it later."""
+    """A copy of a field of a view that later writes do not change."""
     match value:
         case Job():
             return [_kept(field) for field in FIELDS(value)]
@@ -207,7 +227,7 @@ def _shown(value: object) -> object:
 
 
 def _kept(value: object) -> object:
-    """What a field of a job holds now, whatever is written into it later."""
+    """A copy of a field of a job that later writes do not change."""
     if isinstance(value, MUTABLE):
         return copy.deepcopy(value) if value else type(value)()
     return value

@@ -19,12 +19,20 @@ _Part = tuple[int, int, int]  # from when, until when, bytes
 
 
 def operations(plans: Iterable[Plan]) -> list[Op]:
-    """All that took time, in issue order."""
+    """The operations of plans that run on a lane, in issue order."""
     return [op for plan in plans for op in plan.ops if isinstance(op, Op)]
 
 
 def check_requests(outcomes: Collection[Outcome], inside: Iterable[Job]) -> None:
-    """Law 1: who has come is inside or has ended."""
+    """Law 1: a request that has arrived is in the engine or has ended.
+
+    Args:
+        outcomes: of all requests that have arrived.
+        inside: jobs that wait, are in service, train, or end with an operation in flight.
+
+    Raises:
+        BrokenLaw: the numbers differ.
+    """
     serving = sum(job.training is None for job in inside)
     ended = sum(outcome.status != "unfinished" for outcome in outcomes)
     if len(outcomes) != serving + ended:
@@ -42,8 +50,16 @@ def check_end(
     """Laws 1 and 2 at the end of a replay: no request is unfinished, each has exactly its output
     tokens, and nothing is held but what was `resident` at the start and belongs to no job.
 
-    `training`: jobs, and how many of their steps have ended. `ended`: jobs whose memory the policy
-    gives back. Without `is_forced` lengths sampling may end a request early.
+    Args:
+        outcomes: of all requests.
+        training: training jobs, each with the number of its steps that have ended.
+        held: places that are held.
+        resident: places that were held at the start.
+        ended: numbers of jobs whose memory the policy gives back.
+        is_forced: whether the trace gives the length of an answer; else sampling may end it early.
+
+    Raises:
+        BrokenLaw: one of these does not hold.
     """
     unfinished, lengths = list[int](), list[str]()
     for outcome in outcomes:
@@ -65,9 +81,9 @@ def check_end(
             raise BrokenLaw(
                 f"law 1: training job {job.job_id} ends after {steps} of {job.num_steps} steps"
             )
-    left = [p for p in held if not _may_stay(p, resident) and p.region.owner not in ended]
-    if left:
-        raise BrokenLaw(f"law 2: the replay ends and {_some(left)} is held")
+    rest = [p for p in held if not _may_stay(p, resident) and p.region.owner not in ended]
+    if rest:
+        raise BrokenLaw(f"law 2: the replay ends and {_some(rest)} is held")
 
 
 def _may_stay(place: Place, resident: Container[Place]) -> bool:
@@ -76,13 +92,21 @@ def _may_stay(place: Place, resident: Container[Place]) -> bool:
 
 
 def _some(items: Sequence[object]) -> str:
-    """The first of them, for messages."""
+    """The first items, for messages."""
     more = len(items) - 3
     return ", ".join(map(str, items[:3])) + (f" and {more} more" if more > 0 else "")
 
 
 def check_lanes(plans: Iterable[Plan], spans: Mapping[Op, Span]) -> None:
-    """Law 5: a lane runs one operation at a time, in issue order."""
+    """Law 5: a lane runs one operation at a time, in issue order.
+
+    Args:
+        plans: in issue order.
+        spans: when each of their operations ran.
+
+    Raises:
+        BrokenLaw: two spans of a lane overlap, or a span ends before it starts.
+    """
     end_ns: dict[Lane, int] = defaultdict(int)
     for op in operations(plans):
         span = spans[op]
@@ -96,17 +120,28 @@ def check_lanes(plans: Iterable[Plan], spans: Mapping[Op, Span]) -> None:
 def check_capacity(
     lives: Iterable[Life], spans: Mapping[Op, Span], capacity_bytes: Mapping[Pool, int]
 ) -> dict[Pool, int]:
-    """Law 11b: no pool overflows in span time. Returns the peak of each pool.
+    """Law 11b: no pool overflows in span time.
 
     Bytes live from the start of their first user (from the beginning, if they were resident) to
-    the end of their last one, or to their Free where that came later. Lives that share a page with
-    the same contents count once.
+    the end of their last one, or to their Free where that came later. Lives that share the contents
+    of a page count once.
+
+    Args:
+        lives: of the run's Journal.
+        spans: when each operation ran.
+        capacity_bytes: bytes of each pool.
+
+    Returns:
+        The peak of each pool in bytes.
+
+    Raises:
+        BrokenLaw: a peak is above its capacity.
     """
     marks: dict[Pool, list[tuple[int, int, int]]] = defaultdict(list)
-    everyone = [life for life in lives if life.users or life.freed_ns is None]
-    shared = {(life.place.pool, p) for life in everyone if life.is_shared for p in life.pages}
+    used = [life for life in lives if life.users or life.freed_ns is None]
+    shared = {(life.place.pool, p) for life in used if life.is_shared for p in life.pages}
     episodes: dict[tuple[Pool, int], list[list[_Part]]] = defaultdict(list)
-    for life in everyone:
+    for life in used:
         pool, (start_ns, end_ns) = life.place.pool, _span(life, spans)
         pages = [page for page in life.pages if (pool, page) in shared]
         page_nbytes = life.nbytes // len(life.pages) if pages else 0
@@ -158,7 +193,17 @@ def check_inputs(plans: Iterable[Plan], spans: Mapping[Op, Span]) -> int:
     """Law 11b: every operation reads what it would read if all ran in issue order.
 
     Each write leaves a stamp made of the operation and all it read; the stamps seen in span time
-    must be those of issue order. Returns the number of operations compared.
+    must be those of issue order.
+
+    Args:
+        plans: in issue order.
+        spans: when each of their operations ran.
+
+    Returns:
+        The number of operations compared.
+
+    Raises:
+        BrokenLaw: an operation reads stale data.
     """
     order = operations(plans)
     index = {op: i for i, op in enumerate(order)}
@@ -203,15 +248,20 @@ def _stamp(op: Op, index: int, seen: tuple[int, ...], place: Place) -> int:
     return seen[0] if isinstance(op, Copy) else hash((index, seen, place))
 
 
-Token = Callable[[int, int], Hashable]  # what a job has at a position, with all before it
+Token = Callable[[int, int], Hashable]  # of a job at a position, with all tokens before it
 Slots = dict[int, Hashable]  # of a pool: room for one token each, and what lies there
 
 
 class Contents:
     """Carries launches out in span time, on slots that hold names instead of numbers.
 
-    What a launch reads must be there at its start and still at its end; from its start on, what
-    it writes holds nothing for anybody else. `read_tokens` counts what was looked at.
+    The context that a launch reads must be there at its start and still at its end. From its start
+    on, the slots that it writes hold nothing for other launches. `read_tokens` counts the context
+    tokens that were compared.
+
+    Args:
+        page: the page size of KV.
+        token: names the token of a job at a position, with all tokens before it.
     """
 
     def __init__(self, page: PageSize, token: Token) -> None:
@@ -221,7 +271,11 @@ class Contents:
         self._moving: dict[Launch, list[Hashable]] = {}
 
     def carry_out(self, runs: Iterable[tuple[Launch, Span]]) -> Contents:
-        """All launches of a run. AssertionError where one reads what it must not."""
+        """Carries out all launches of a run, each with its span.
+
+        Raises:
+            BrokenLaw: a launch reads foreign KV, or a copy's source changes under it.
+        """
         events = []
         for number, (launch, span) in enumerate(runs):
             events += [(span.start_ns, 1, number, launch), (span.end_ns, 0, number, launch)]

@@ -45,7 +45,9 @@ class ArrivalQueue:
         self._handed = 0  # of `_first`
         self._timed: list[int] = []  # a heap: when released turns will arrive
         self.pending = len(self._first) + len(self._turns)
-        self.next_ns: int | None = None  # when an item will arrive; None: only answers release turns
+        self.next_ns: int | None = (
+            None  # when an item will arrive; None: only answers release turns
+        )
         self._look_ahead()
 
     def run(self) -> Generator[simpy.Event, Any, None]:

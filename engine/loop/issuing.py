@@ -72,7 +72,7 @@ class PrefixReuse:
 
 
 class Issuing:
-    """Makes the launches of a plan and starts them; a launch keeps its jobs as they are at issue."""
+    """Makes the launches of a plan, with all jobs as they are at issue, and starts them."""
 
     def __init__(
         self, state: EngineState, completions: Completions, prefix: PrefixReuse | None

@@ -65,7 +65,7 @@ class PageDryRun:
         self._shared[place] = pages
 
     def free(self, place: Place) -> int:
-        """Gives a place back, its last page first; returns how many pages lose their last holder."""
+        """Gives a place back, its last page first; returns how many pages have no holder now."""
         fresh = self._grown.pop(place, 0)
         self._tail.extend([UNKNOWN] * fresh)
         had = () if place in self._freed else self._tables.get(place, ())
@@ -138,7 +138,9 @@ class DryRun:
         self._page_runs, self._page_nbytes = page_runs, page_nbytes
         self._held = held_bytes
         self._unentered: Sequence[Grow] = ()  # growth of held places that `_known` lacks yet
-        self._known: dict[Place, int | None] = {}  # bytes of places that were looked at; None: not held
+        self._known: dict[
+            Place, int | None
+        ] = {}  # bytes of places that were looked at; None: not held
 
     def held(self, place: Place) -> int | None:
         """Bytes at a place, None where nothing is."""
@@ -166,7 +168,7 @@ class DryRun:
             pages.take(place, nbytes // self._page_nbytes)
 
     def grow_held(self, pool: Pool, grows: Sequence[Grow], nbytes: int) -> None:
-        """Takes `nbytes` in all for held places of one pool; the caller has seen that there is room.
+        """Takes `nbytes` in all for held places of a pool; the caller has seen that they fit.
 
         The bytes of each place are added when a place is looked at: most plans look at none.
         """

@@ -61,9 +61,10 @@ def _cut(blocks: Sequence[int], size: int, start: int, stop: int) -> tuple[Any, 
 
 
 class PrefixCache:
-    """The contents of a pool's full pages, by key. A page keeps its key until it is taken for something else.
+    """The contents of a pool's full pages, by key.
 
-    Several pages may have one key, as when two jobs began alike at once; the oldest is found.
+    A page keeps its key until it is taken for other contents. Several pages may have one key, as
+    when two jobs began alike at once; the oldest is found.
     """
 
     def __init__(self, chains: dict[int, Chain], page_tokens: int) -> None:
@@ -81,7 +82,9 @@ class PrefixCache:
         The job held `context_tokens` before the launch; `table` is its page table.
         """
         size, chain = self._page_tokens, self._chains[job.job_id]
-        full = min(job.computed_tokens // size, len(table))  # a table that is freed already is empty
+        full = min(
+            job.computed_tokens // size, len(table)
+        )  # a table that is freed already is empty
         first = context_tokens // size
         for key, page in zip(chain.page_hashes(first, full), table[first:full], strict=True):
             self._keys[page] = key
@@ -210,7 +213,9 @@ class FreeQueue:
             self.free_bytes -= nbytes
             return set()
         if nbytes > self.room_bytes:
-            raise BrokenLaw("law 3: more bytes are taken than the pool has: check `room_bytes` first")
+            raise BrokenLaw(
+                "law 3: more bytes are taken than the pool has: check `room_bytes` first"
+            )
         now, self.free_bytes = self.free_bytes, 0
         givers: set[Op] = set()
         while now < nbytes:
@@ -334,7 +339,9 @@ class PagePool:
         """Removes a holder from each of these pages; returns the pages without one now."""
         back = list(ids)
         # Only a pool with a cache can see this here; without one `check` counts the holders.
-        assert not self._where or self._where.keys().isdisjoint(back), "a page without a holder comes back"
+        assert not self._where or self._where.keys().isdisjoint(back), (
+            "a page without a holder comes back"
+        )
         if shared := self._more.keys() & back:
             back = [page for page in back if page not in shared]
             self._more.subtract(shared)

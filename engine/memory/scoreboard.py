@@ -177,7 +177,9 @@ class Scoreboard:
         The launch is open from now on, or ends before the books are read. Its places are entered
         when a launch with other places follows, or when a mark is looked up.
         """
-        assert self.has_one_lane and not self._journal, "a run waits for no operation and is not watched"
+        assert self.has_one_lane and not self._journal, (
+            "a run waits for no operation and is not watched"
+        )
         self.stamp += steps
         if self._unentered is not None and writes[: len(self._unentered[1])] != self._unentered[1]:
             self.catch_up()

@@ -14,7 +14,7 @@ Times: TypeAlias = "array[int]"  # of int64: one object, whatever its length
 
 
 class Stretch:
-    """Tokens that a request got one after another: a part of the times of a device."""
+    """Tokens that a request got without a gap: a part of the delivery times of a device."""
 
     __slots__ = ("_times", "end", "first")
 
@@ -39,7 +39,7 @@ class Stretch:
 
 
 class Deliveries:
-    """Times at which a device delivered; who gets tokens at each is looked at when it changes."""
+    """Times at which a device delivered tokens; requests are looked at only when they change."""
 
     def __init__(self, outcomes: Mapping[int, Outcome]) -> None:
         self._outcomes = outcomes

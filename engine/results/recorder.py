@@ -104,7 +104,7 @@ def step_row(step: int, issue_ns: int, host_ns: int, span: Span, launch: Launch)
 
 
 def _jobs_of(launch: Launch) -> list[int]:
-    """Those of the slices, or the owner of what is moved."""
+    """The jobs of a launch's slices, or the owner of a region that is copied or exchanged."""
     op = launch.op
     if isinstance(op, Copy):
         return [op.src.region.owner]
@@ -119,10 +119,10 @@ def _work_of(op: Op) -> str | None:
         return None
     if isinstance(op, Collective):
         return op.pattern.value
-    words = {"serve" if s.job.training is None else s.work.value for s in op.slices}
-    if len(words) != 1:
+    kinds = {"serve" if s.job.training is None else s.work.value for s in op.slices}
+    if len(kinds) != 1:
         return "mixed"
-    return "again" if op.again else words.pop()
+    return "again" if op.again else kinds.pop()
 
 
 def _part_of(op: Op) -> int | None:
@@ -151,7 +151,7 @@ ROW_ORDER = ("settle", "return", "issue")  # of MEMORY at one moment
 
 
 class ManySteps(Protocol):
-    """Steps that were issued as one, told row by row when tables are written."""
+    """Steps that were issued as one, and become rows when tables are written."""
 
     device: int
 
@@ -228,7 +228,7 @@ class Recorder:
         self.outcomes[request.request_id] = Outcome(request, now_ns, device)
 
     def returned(self, job_id: int, device: int) -> None:
-        """What a finished job held on a device has come back."""
+        """The memory that a finished job held on a device has come back."""
         self._returned[device].append(job_id)
         self._unseen.add(device)
 
@@ -238,7 +238,7 @@ class Recorder:
         return bool(self._unseen)
 
     def rested(self, now_ns: int, step: int, figures: Sequence[Figures]) -> None:
-        """Memory came back and no plan follows: a row of its own, behind the newest plan."""
+        """Memory came back and no plan follows: adds a row behind the newest plan."""
         self._note(now_ns, "return", step, figures)
 
     # ---- plans and operations
@@ -255,7 +255,7 @@ class Recorder:
         self._note(now_ns, "issue", step, figures)
 
     def take_returned(self, device: int) -> tuple[int, ...]:
-        """Whose memory has come back since the last plan of a device."""
+        """The jobs whose memory has come back after the last plan of a device."""
         return tuple(self._returned.pop(device, ()))
 
     def ran(self, run: ManySteps) -> None:
@@ -331,7 +331,7 @@ class Recorder:
             self.outcomes[op.src.region.owner].swaps += 1
 
     def _memory_rows(self) -> list[tuple[Any, ...]]:
-        """By time; at one moment what settles, what comes back, what is issued; then by step."""
+        """Rows by time; at one moment settle, return and issue rows in this order, then by step."""
         rows = list(chain(self._memory, *(run.memory_rows() for run in self._runs)))
         rows.sort(key=lambda row: (row[0], ROW_ORDER.index(row[1]), row[2]))
         return [memory_row(row, figures) for row in rows for figures in row[3]]
@@ -340,8 +340,12 @@ class Recorder:
     def tables(
         self, outputs: Outputs | None = None, loss_of: LossOf | None = None
     ) -> dict[str, pa.Table]:
-        """All rows, in a fixed order. `outputs` gives the generated ids of a request, `loss_of`
-        the loss of a training job's microbatch."""
+        """All tables by name, their rows in a fixed order.
+
+        Args:
+            outputs: the generated ids of a request, by its number.
+            loss_of: the loss of a training job's microbatch, by both numbers.
+        """
         rows = {
             "requests": [request_row(o, outputs) for _, o in sorted(self.outcomes.items())],
             "steps": [step_row(*row) for row in self.steps],

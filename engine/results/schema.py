@@ -14,9 +14,11 @@ from traces.files import atomically, checked_bytes, checked_text, seal
 
 
 class Figures(NamedTuple):
-    """Predicted by the ledger; in the order of the columns of MEMORY. Coming is what is freed and
-    still used by an operation, free what nobody holds or uses: a View's free bytes may be fewer,
-    since bytes come back in the order of issue."""
+    """What the ledger predicts of a pool, in the order of the columns of MEMORY.
+
+    Coming bytes are freed and still used by an operation; free bytes are neither held nor used. A
+    View may show fewer free bytes, because bytes come back in the order of issue.
+    """
 
     pool: Pool
     capacity_bytes: int
@@ -26,7 +28,7 @@ class Figures(NamedTuple):
     kv_pages: int
 
     def less(self, nbytes: int, pages: int) -> Figures:
-        """The same before these bytes of KV were taken."""
+        """The figures before these bytes of KV were taken."""
         kv, *others = self.kind_bytes
         return self._replace(
             free_bytes=self.free_bytes + nbytes,
@@ -46,7 +48,7 @@ REQUESTS = pa.schema(
         ("session", I64),
         ("turn", I32),
         ("slo", TEXT),
-        ("device", I32),  # the replica it was routed to; null where nobody routed
+        ("device", I32),  # the replica it was routed to; null where there is no router
         ("prompt_tokens", I32),
         ("output_tokens", I32),  # delivered
         ("arrival_ns", I64),
