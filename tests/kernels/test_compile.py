@@ -32,8 +32,8 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(capability: int, tmp_path: P
     ]
     kernels = {row[3].rstrip(":") for row in rows}
     assert kernels == {
-        "decode._split", "decode._join", "prefill._tile", "norm._rows", "activate._block",
-        "rotate._row",
+        "paged_attention._split", "paged_attention._join", "paged_attention._tile", "norm._rows",
+        "norm._block", "rotate._row",
     }  # fmt: skip
     for row in rows:
         stack, shared = int(row[6]), int(row[9])
