@@ -175,8 +175,6 @@ def prepared(name: str, text: str) -> str:
     """A source as mypyc takes it."""
     for record in RECORDS.get(name, ()):
         text = with_init(text, record)
-    for late in LATE.get(name, ()):
-        text = re.sub(rf"(?m)^(    \w+): {late}$", rf'\1: "{late}"', text)
     return with_abc(marked(text, MARKS.get(name, {})))
 
 
