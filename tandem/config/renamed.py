@@ -40,24 +40,24 @@ MODULES: dict[tuple[str, str], str] = {
     ("engine", "models.training"): "tape tape_layers tape_operators training_shape=shape",
     ("engine", "engine.contract"): (
         "contract=rules decodes=view exchange=footprint executor fleet=policy footprint job "
-        "lanes=executor layout members=rules page_need=kv_check plan plan_check "
-        "plan_walk=kv_check policy progress read_only=rules regions training=job "
+        "lanes=executor layout members=rules page_need=plan_check plan plan_check "
+        "plan_walk=plan_check policy progress read_only=rules regions training=job "
         "training_contract=training_check training_layout=layout training_needs "
         "training_progress=progress training_uses=training_needs view"
     ),
     ("engine", "engine.fast_forward"): (
-        "cohort=decode_batch course=horizon growth=repeated_plan jump leg=segments recurrence "
-        "repeat=repeated_plan run=segments standing=standing_plan stretch=horizon"
+        "cohort=decode_batch course=horizon growth=repeated_plan jump leg=repeated_plan recurrence "
+        "repeat=repeated_plan run=repeated_plan standing=standing_plan stretch=horizon"
     ),
     ("engine", "engine.laws"): "checks=check_replay contents=check_replay",
     ("engine", "engine.loop"): (
         "arrivals=admission door=admission ends=completions engine flights=in_flight "
         "garbage=engine launcher=issuing leftovers=completions news=in_flight profile "
-        "questions=asking reuse=issuing roster=job_lists"
+        "questions=asking reuse=issuing roster=state"
     ),
     ("engine", "engine.memory"): (
         "balance=dry_run booking=ledger draft=plan_builder holdings=pool journal=scoreboard "
-        "ledger pages=pool prefix returns=pool scoreboard sharing=ledger trial=dry_run"
+        "ledger pages=pool prefix=pool returns=pool scoreboard sharing=ledger trial=dry_run"
     ),
     ("engine", "engine.results"): (
         "deliveries figures=schema outcome=deliveries planlog=plan_log record=schema recorder "
@@ -93,8 +93,8 @@ MODULES: dict[tuple[str, str], str] = {
     ("sim", "sim.foreign"): "aiconfigurator kernel_profile measured skew=kernel_profile vidur",
     ("runtime", "runtime.client"): "answer gauges openai sse",
     ("runtime", "runtime.executors"): (
-        "clock cuda device executor=lockstep link=wall mixed=several replicas=several streams "
-        "timeline=clock wall"
+        "clock cuda device executor=lockstep link=wall mixed=co_located "
+        "replicas=replica_machines streams timeline=clock wall"
     ),
     ("runtime.kernels", "runtime.kernels"): (
         "activate=norm decode=paged_attention prefill=paged_attention tile=paged_attention"
@@ -146,6 +146,24 @@ MODULES: dict[tuple[str, str], str] = {
 }
 # By name, where a name left its module or has another name there.
 NAMES: dict[str, str] = {
+    "engine.cohort.Behind": "engine.contract.executor.Contexts",
+    "engine.decodes.Decodes": "engine.contract.view.RunningDecodes",
+    "engine.footprint.Launching": "engine.contract.footprint.LaunchFootprint",
+    "engine.plan.GrowCycle": "engine.fast_forward.decode_batch.GrowCycle",
+    "engine.regions.aside": "engine.contract.regions.tied_gradient",
+    "engine.regions.flow": "engine.contract.regions.input_gradient",
+    "engine.reuse.Reuse": "engine.loop.issuing.PrefixReuse",
+    "engine.executor.skipped_to": "engine.contract.executor.passed_to",
+    "engine.tape.Node": "models.training.tape.BackwardNode",
+    "engine.tape_layers.Pass": "models.training.tape_layers.UnitForward",
+    "policies.cycle.horizon": "policies.training.cycle.lookahead",
+    "policies.out_of_memory.knobs_of_launch": "policies.training.out_of_memory.remedies_of_launch",
+    "policies.out_of_memory.knobs_of_states": "policies.training.out_of_memory.remedies_of_states",
+    "policies.seating.Seating": "policies.kv.paged_allocation.PagedAllocation",
+    "policies.seating.SeatingRules": "policies.kv.paged_allocation.PagedRules",
+    "sim.late.Late": "sim.cost.tie_sensitivity.SlowerCopies",
+    "traces.cells.whole": "traces.records.whole_number",
+    "traces.files.whole": "traces.files.atomically",
     "traces.arrivals.Recorded": "traces.serving.arrivals.RecordedArrivals",
     "traces.azure.COLUMNS": "traces.serving.published.AZURE_COLUMNS",
     "traces.burstgpt.COLUMNS": "traces.serving.published.BURSTGPT_COLUMNS",
@@ -156,7 +174,6 @@ NAMES: dict[str, str] = {
     "engine.job.Pace": "engine.contract.job.TokenClock",
     "engine.training.Task": "engine.contract.job.TrainingTask",
     "engine.training.Training": "engine.contract.job.TrainingProgress",
-    "engine.page_need.Part": "engine.contract.kv_check.RepeatedPart",
     "engine.plan.SHARED_OWNER": "engine.contract.regions.SHARED_OWNER",
     "engine.plan.Tier": "engine.contract.regions.Tier",
     "engine.plan.Kind": "engine.contract.regions.Kind",
@@ -168,13 +185,12 @@ NAMES: dict[str, str] = {
     "engine.plan.PageSize": "engine.contract.regions.PageSize",
     "engine.cohort.Cohort": "engine.fast_forward.decode_batch.DecodeBatch",
     "engine.course.Course": "engine.fast_forward.horizon.Horizon",
-    "engine.course.Said": "engine.fast_forward.horizon.SaidHorizon",
     "engine.course.course": "engine.fast_forward.horizon.horizon",
     "engine.recurrence.Step": "engine.fast_forward.recurrence.RecurringStep",
     "engine.repeat.Repeat": "engine.fast_forward.repeated_plan.RepeatedPlan",
-    "engine.leg.Leg": "engine.fast_forward.segments.Segment",
-    "engine.leg.legs": "engine.fast_forward.segments.segments",
-    "engine.run.Run": "engine.fast_forward.segments.RepeatedSteps",
+    "engine.leg.Leg": "engine.fast_forward.repeated_plan.RunSegment",
+    "engine.leg.legs": "engine.fast_forward.repeated_plan.segments",
+    "engine.run.Run": "engine.fast_forward.repeated_plan.RepeatedSteps",
     "engine.standing.Standing": "engine.fast_forward.standing_plan.StandingPlan",
     "engine.arrivals.Arrivals": "engine.loop.admission.ArrivalQueue",
     "engine.door.Door": "engine.loop.admission.Admission",
@@ -185,13 +201,12 @@ NAMES: dict[str, str] = {
     "engine.flights.Flights": "engine.loop.in_flight.InFlight",
     "engine.news.News": "engine.loop.in_flight.Wakeup",
     "engine.launcher.Launcher": "engine.loop.issuing.Issuing",
-    "engine.roster.Roster": "engine.loop.job_lists.JobLists",
+    "engine.roster.Roster": "engine.loop.state.JobLists",
     "engine.profile.Step": "engine.loop.profile.ProfiledStep",
     "engine.balance.Balance": "engine.memory.dry_run.DryRun",
     "engine.trial.Trial": "engine.memory.dry_run.PageDryRun",
-    "engine.draft.Draft": "engine.memory.plan_builder.PlanBuilder",
+    "engine.draft.Draft": "engine.memory.plan_builder.DryRunPlanBuilder",
     "engine.returns.ReturnQueue": "engine.memory.pool.FreeQueue",
-    "engine.policy.Stretch": "policies.composed.Stretch",
     "engine.policy.Composed": "policies.composed.Composed",
     "policies.recorded.Recorded": "policies.scheduling.recorded.RecordedPlans",
     "policies.cycle.Link": "policies.training.cycle.CycleLaunch",
@@ -212,7 +227,7 @@ NAMES: dict[str, str] = {
     "runtime.machine.Part": "runtime.serving.machine.LaunchPart",
     "runtime.machine.Machine": "runtime.serving.machine.ServingMachine",
     "runtime.columns.Columns": "runtime.serving.packing.RowColumns",
-    "runtime.attention.Segment": "runtime.serving.paged.Segment",
+    "runtime.attention.Segment": "runtime.serving.paged.GatheredDecodes",
     "runtime.attention.Group": "runtime.serving.paged.DecodeGroup",
     "runtime.attention.Chunk": "runtime.serving.paged.PrefillSlice",
     "runtime.attention.Rows": "runtime.serving.paged.AttentionRows",
@@ -256,6 +271,23 @@ NAMES: dict[str, str] = {
     "analysis.cells.Table": "analysis.pages.cells.HtmlTable",
     "analysis.class_table.LATENCIES": "analysis.pages.tables.CLASS_LATENCIES",
     "analysis.class_table.COLUMNS": "analysis.pages.tables.CLASS_COLUMNS",
+}
+
+
+# Names without a successor, and what does their work now.
+STRETCHED = "the engine repeats plans by itself, where a policy's Traits promise that it may"
+GONE: dict[str, str] = {
+    "engine.course.Said": STRETCHED,
+    "engine.course.decodes_before_prompts": STRETCHED,
+    "engine.course.last_said": STRETCHED,
+    "engine.jump.offers_jumps": STRETCHED,
+    "engine.page_need.Part": STRETCHED,
+    "engine.page_need.first_lack": STRETCHED,
+    "engine.page_need.parts_of": STRETCHED,
+    "engine.policy.Stretch": STRETCHED,
+    "engine.stretch.base_of": STRETCHED,
+    "policies.order.in_service": "take view.in_service()",
+    "policies.order.known_decodes": "take view.running_decodes()",
 }
 
 
@@ -323,6 +355,8 @@ def _old_imports_in(path: Path) -> Iterator[tuple[range, str]]:
 def _renamed(path: str) -> str | None:
     """Such as: engine.plan is engine.contract.plan now. None for what is there as it is named."""
     old = path if path in modules() else path.rpartition(".")[0]
+    if path in GONE:
+        return f"{path} is gone: {GONE[path]}"
     if (path not in NAMES and old not in modules()) or _exists(path):
         return None
     return f"{path} is {NAMES[path]} now" if path in NAMES else f"{old} is {modules()[old]} now"
