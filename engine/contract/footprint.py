@@ -1,4 +1,4 @@
-"""What a launch of a training job touches, and what it exchanges with its group."""
+"""The footprint of a training launch: the places it touches, and exchanges with its group."""
 
 from __future__ import annotations
 
@@ -31,21 +31,38 @@ from traces.serving.request import TrainingJob
 
 @dataclass(frozen=True, slots=True)
 class LaunchFootprint:
-    """A launch before it is drafted. What a unit saves has a place also where it takes no bytes:
-    something of its graph is there."""
+    """The memory of one launch of a training task, before a memory policy adds it to a plan.
+
+    Saved activations have a place even with 0 bytes: it stands for the graph of the unit.
+
+    Attributes:
+        piece: the slice of the launch.
+        brought: places that hold the newest contents before it, with their bytes, by which places
+            that are not held yet begin.
+        grows: places that begin with it, where it runs.
+        reads: places that it reads.
+        writes: places that it writes.
+        frees: places that end with it, in any tier.
+        sends: places that go to the host behind it.
+        on: its lane.
+        again: whether it repeats a forward for its backward.
+        gathers: exchanges before it, of weights that other devices own.
+        reduces: exchanges behind it, of gradients.
+        drops: gathered weights that the next launch does not use.
+    """
 
     piece: Slice
-    brought: tuple[tuple[Place, int], ...]  # must hold what is new; bytes, for those that begin
-    grows: tuple[Grow, ...]  # begin with it, where it runs
+    brought: tuple[tuple[Place, int], ...]
+    grows: tuple[Grow, ...]
     reads: tuple[Place, ...]
     writes: tuple[Place, ...]
-    frees: tuple[Place, ...] = ()  # end with it, in whatever tier they are
-    sends: tuple[Place, ...] = ()  # go to the host behind it
+    frees: tuple[Place, ...] = ()
+    sends: tuple[Place, ...] = ()
     on: str = COMPUTE_LANE
     again: bool = False
-    gathers: tuple[Exchange, ...] = ()  # weights that other devices have, before it
-    reduces: tuple[Exchange, ...] = ()  # gradients, behind it
-    drops: tuple[Place, ...] = ()  # gathered, and of no use to the next launch
+    gathers: tuple[Exchange, ...] = ()
+    reduces: tuple[Exchange, ...] = ()
+    drops: tuple[Place, ...] = ()
 
     @property
     def name(self) -> str:
@@ -59,10 +76,20 @@ class LaunchFootprint:
 def launches_of(
     piece: Slice, device: int, updates_on: str = COMPUTE_LANE, reuses: bool = False
 ) -> Iterator[LaunchFootprint]:
-    """A task's launches: one, or two where a forward is repeated before its backward.
+    """The footprints of a task's launches: one, or two with a forward repeated for its backward.
 
-    With `reuses` gradients lie in the storage of their weights (PatrickStar), which an update then
-    finds there.
+    Args:
+        piece: a slice of one unit, or of one chunk's update, of a job with a layout.
+        device: where it runs.
+        updates_on: the lane of updates.
+        reuses: whether gradients lie in the storage of their weights (PatrickStar), where an update
+            then finds them.
+
+    Returns:
+        The launches, in order.
+
+    Raises:
+        ValueError: the job has no layout, or its recipe does not allow `reuses`.
     """
     training = piece.job.training
     assert training is not None and piece.layers is not None, "a task of a training job"
@@ -75,7 +102,7 @@ def launches_of(
 
 
 def goes_out(unit: Unit) -> bool:
-    """Whether what it saves goes to the host until its backward."""
+    """Whether the activations that a unit saves go to the host until its backward."""
     return unit.mode is Mode.OFFLOAD and unit.saved_bytes > 0
 
 
@@ -112,7 +139,7 @@ class _Maker:
         return self.piece.job.job_id
 
     def launches(self, updates_on: str) -> Iterator[LaunchFootprint]:
-        """As a device by itself does the task."""
+        """The launches of the task on a device without a group."""
         if self.piece.work is Work.UPDATE:
             yield self.update(updates_on)
         elif self.piece.work is Work.FORWARD:
@@ -123,14 +150,14 @@ class _Maker:
             yield self.backward()
 
     def forward(self, again: bool = False) -> LaunchFootprint:
-        """Keeps what its backward needs, unless that repeats it or there is none."""
+        """A forward. It keeps activations where a backward follows that does not repeat it."""
         unit, u, layout = self._unit, self.part, self.layout
         has_backward = u >= layout.first
         keeps = again or (has_backward and unit.mode is not Mode.RECOMPUTE)
         put_out = () if again else self._hidden(u + 1)
         kept = self._saved() if keeps else ()
         work_bytes = unit.forward_bytes if keeps else unit.light_bytes
-        if again:  # puts out once more what nobody wants
+        if again:  # its output, which no launch reads, is workspace
             work_bytes += sum([op.nbytes for op in self._hidden(u + 1)])
         work = self._workspace(work_bytes)
         grows, below = (*put_out, *kept, *work), _places(self._hidden(u))
@@ -147,7 +174,7 @@ class _Maker:
         )
 
     def backward(self) -> LaunchFootprint:
-        """Adds to gradients and passes one on, as long as something below it trains."""
+        """A backward: adds to gradients, and passes that of its input on if a lower unit trains."""
         unit, u = self._unit, self.part
         trained, kept = unit.trained, self._saved()
         waiting = self._tied_gradient(unit.tied_gradient_bytes)
@@ -161,7 +188,9 @@ class _Maker:
             came += _places(
                 self._tied_gradient(sum([above.tied_gradient_bytes for above in self.layout.units]))
             )
-        work_bytes = unit.backward_bytes - sum([op.nbytes for op in waiting])  # it is made there
+        work_bytes = unit.backward_bytes - sum(
+            [op.nbytes for op in waiting]
+        )  # the gradient is made in its own place
         grows = (*passed, *self._workspace(max(0, work_bytes)))
         if self.reuses:
             begun: tuple[tuple[Place, int], ...] = ()
@@ -183,7 +212,7 @@ class _Maker:
         )
 
     def update(self, on: str) -> LaunchFootprint:
-        """Of a chunk, on the device or on the host's lane: there all must lie on the host."""
+        """The update of a chunk; on the host's lane all its places are on the host."""
         c, chunk = self.part, self.layout.chunks[self.part]
         tier, device = (Tier.HOST, 0) if on == HOST_LANE else (Tier.GPU, self.device)
         states = [(weight(self._id, c, tier, device), chunk.weight_bytes)]
@@ -233,7 +262,7 @@ class _Maker:
         return _grow(input_gradient(self._id, unit, self.device), units[unit].input_bytes)
 
     def _tied_gradient(self, nbytes: int) -> tuple[Grow, ...]:
-        """Nothing where the sum itself, which begins with it, is the place to wait."""
+        """The place of a tied gradient; none where the sum of the step begins with it."""
         training = self.piece.job.training
         assert training is not None
         begins = self.piece.microbatch % training.spec.microbatches == 0
@@ -262,12 +291,11 @@ def _places(grows: tuple[Grow, ...]) -> tuple[Place, ...]:
 
 
 # ---- the norm by which a step's gradients are clipped
-# The last backward makes it, every update reads it, the last one gives it back. So no update begins
-# before all backwards have ended, whichever lane it runs on (PatrickStar's specification, pitfall
-# 9); without clipping each waits for its own.
+# The last backward of a step makes it, every update reads it, and the last update frees it. So no
+# update begins before all backwards have ended, on any lane (PatrickStar's specification, pitfall
+# 9). Without clipping an update waits only for the backwards of its chunk.
 def _made_norm(piece: Slice, device: int) -> tuple[Grow, ...]:
-    """What a backward of the lowest unit that trains puts out, if it is the last one of its step
-    and gradients are clipped."""
+    """The norm, which a step's last backward writes where gradients are clipped."""
     training = _training(piece)
     if not _clips(training) or (piece.microbatch + 1) % training.spec.microbatches:
         return ()
@@ -275,13 +303,13 @@ def _made_norm(piece: Slice, device: int) -> tuple[Grow, ...]:
 
 
 def _read_norm(piece: Slice, tier: Tier, device: int) -> tuple[tuple[Place, int], ...]:
-    """What an update wants beside states and gradients of its chunk."""
+    """The norm that an update reads where gradients are clipped."""
     place = norm(piece.job.job_id, tier, device)
     return ((place, NORM_BYTES),) if _clips(_training(piece)) else ()
 
 
 def _ended_norm(piece: Slice, tier: Tier, device: int) -> tuple[Place, ...]:
-    """What is of no use behind an update: the same, behind the last one of its step."""
+    """The norm, which ends with the last update of a step."""
     found = _read_norm(piece, tier, device)
     assert piece.layers is not None, "an update is of one chunk"
     if not found or piece.layers.start != max(_training(piece).trained_by):
@@ -300,7 +328,15 @@ def _training(piece: Slice) -> TrainingProgress:
 
 
 class Exchange(NamedTuple):
-    """A collective before it is drafted. `begins`: the buffer that it fills."""
+    """A collective before a memory policy adds it to a plan.
+
+    Attributes:
+        pattern: what is exchanged.
+        reads: the device's own part or addend.
+        writes: what it gets.
+        nbytes: bytes of all parts together, or of a sum.
+        begins: the growth of the buffer that it fills; None where it fills none.
+    """
 
     pattern: Pattern
     reads: tuple[Place, ...]
@@ -316,15 +352,21 @@ class Exchange(NamedTuple):
 def in_group(
     launch: LaunchFootprint, training: TrainingProgress, device: int, reuses: bool
 ) -> LaunchFootprint:
-    """A launch of a device by itself as each device of a group runs it.
+    """A launch as each device of a group runs it.
 
-    Forward and backward come behind the gathering of weights of which other devices have parts. A
-    backward adds to whole gradients of its microbatch, which are added up over all devices behind
-    the last unit of their chunk.
+    Before a forward or backward, weights of which other devices own parts are gathered. A backward
+    adds to whole gradients of its microbatch; behind the last unit of a chunk the group adds them
+    up.
+
+    Args:
+        launch: the launch on a device without a group.
+        training: the job's progress.
+        device: where it runs.
+        reuses: whether gradients lie in the storage of their weights.
     """
     layout, piece = layout_of(training), launch.piece
     if piece.work is Work.UPDATE:
-        return launch  # of the own part
+        return launch  # each device updates its own part
     assert piece.layers is not None, "a task of a training job"
     u = piece.layers.start
     found = gathers(layout, training.spec.job_id, u, device)
@@ -341,7 +383,7 @@ def _backward(
     ends = reduced(training, u, launch.piece.microbatch)
     reduces = tuple([reduction(training, c, device, reuses) for c in ends])
     parts = [c for c in layout.units[u].trained if layout.chunks[c].remote_bytes]
-    if reuses:  # gradients lie in what was gathered, too, which then stays until they are reduced
+    if reuses:  # gradients lie over gathered weights, too, which stay until they are reduced
         over = [gathered(job_id, c, device) for c in parts]
         kept = [gathered(job_id, c, device) for c in parts if c not in ends]
         drops = tuple([place for place in launch.drops if place not in kept])
@@ -365,14 +407,14 @@ def _backward(
 
 # ---- weights
 def gather(layout: TrainingLayout, job_id: int, c: int, device: int) -> Exchange:
-    """The other devices' parts of a chunk's weights come beside the own one."""
+    """The exchange that gathers the other devices' parts of a chunk's weights."""
     chunk, away = layout.chunks[c], gathered(job_id, c, device)
     own, begins = weight(job_id, c, device=device), Grow(away, chunk.remote_bytes)
     return Exchange(Pattern.ALL_GATHER, (own,), (away,), chunk.whole_bytes, begins)
 
 
 def gathers(layout: TrainingLayout, job_id: int, u: int, device: int) -> tuple[Exchange, ...]:
-    """Of all chunks of a unit of which other devices have parts; none without a group."""
+    """The exchanges that gather the weights of a unit; none without a group."""
     if layout.ranks == 1:
         return ()
     own = [c for c in layout.units[u].chunks if layout.chunks[c].remote_bytes]
@@ -380,7 +422,7 @@ def gathers(layout: TrainingLayout, job_id: int, u: int, device: int) -> tuple[E
 
 
 def left_behind(training: TrainingProgress, work: Work, u: int, device: int) -> tuple[Place, ...]:
-    """What was gathered for a unit, and is of no use to the launch behind it."""
+    """Gathered weights of a unit that the launch behind it does not use."""
     layout, job_id = layout_of(training), training.spec.job_id
     following: tuple[int, ...] = ()
     if work is Work.FORWARD:  # the head's backward follows its forward
@@ -393,10 +435,15 @@ def left_behind(training: TrainingProgress, work: Work, u: int, device: int) -> 
 
 # ---- gradients
 def reduced(training: TrainingProgress, u: int, microbatch: int) -> tuple[int, ...]:
-    """Chunks whose gradients are complete with the backward of a unit, and are added up.
+    """Chunks whose gradients the group adds up behind the backward of a unit.
 
-    Where devices have parts, behind each microbatch: nobody keeps whole gradients for long. Where
-    each has all, once a step.
+    Where devices own parts, that is behind each microbatch, so that whole gradients are kept for a
+    short time only. Where each device owns all of a chunk, it is once a step.
+
+    Args:
+        training: the job's progress.
+        u: the unit.
+        microbatch: counted through the job.
     """
     layout = layout_of(training)
     ends = [c for c in layout.units[u].trained if min(training.trained_by[c]) == u]
@@ -405,8 +452,11 @@ def reduced(training: TrainingProgress, u: int, microbatch: int) -> tuple[int, .
 
 
 def reduction(training: TrainingProgress, c: int, device: int, reuses: bool) -> Exchange:
-    """Gradients of a chunk become those of all devices: of the own part, or, where each device has
-    all of it, of the whole. With `reuses` they lie over the weights."""
+    """The exchange that adds up the gradients of a chunk over all devices.
+
+    A device gets the sum of its own part, or of the whole chunk where it owns all of it. With
+    `reuses` gradients lie over the weights.
+    """
     layout, job_id = layout_of(training), training.spec.job_id
     chunk, own = layout.chunks[c], gradient(job_id, c, device=device)
     if reuses:

@@ -13,8 +13,13 @@ from traces.serving.request import Request, TrainingJob
 
 
 class TrainingTask(NamedTuple):
-    """A link of a training job's chain: what is done, to which unit (an update: to which chunk of
-    the model), and for which microbatch, counted through the job."""
+    """A link of a training job's chain.
+
+    Attributes:
+        work: what is done.
+        part: the unit; of an update the chunk.
+        microbatch: counted through the job.
+    """
 
     work: Work
     part: int
@@ -24,9 +29,20 @@ class TrainingTask(NamedTuple):
 class TrainingProgress:
     """Progress of a training job: a frontier per microbatch, and updates per chunk.
 
-    A microbatch goes forward through all units and backward down to `first`; a step is complete
-    when all its microbatches are, and all chunks that train have been updated. Without a layout
-    each unit is a chunk of its own.
+    A microbatch goes forward through all units and backward down to `first`. A step is complete
+    when all its microbatches are, and all chunks that train are updated. Without a layout each unit
+    is a chunk of its own. Only the engine changes it.
+
+    Args:
+        spec: the training job.
+        layout: its chunks and units.
+        recorded_tokens: tokens of which serving has kept the activations.
+
+    Attributes:
+        first: the unit at which a backward ends.
+        trained_by: by chunk that trains, the units that add to its gradients.
+        step: steps that are issued whole.
+        updated: by chunk that trains, updates that are issued.
     """
 
     __slots__ = (
@@ -45,11 +61,11 @@ class TrainingProgress:
     spec: TrainingJob
     layout: TrainingLayout | None
     first: int
-    trained_by: Mapping[int, Sequence[int]]  # chunk -> units that add to its gradients
-    recorded_tokens: int  # serving has gone forward so far already
-    step: int  # steps completed
-    updated: Mapping[int, int]  # updates issued per chunk
-    _updated: dict[int, int]  # the same, for the engine to count in
+    trained_by: Mapping[int, Sequence[int]]
+    recorded_tokens: int
+    step: int
+    updated: Mapping[int, int]
+    _updated: dict[int, int]  # behind `updated`, for the engine to count in
     _forward: dict[int, list[int]]  # microbatch -> tokens per unit
     _backward: dict[int, list[int]]
     _tasks: tuple[TrainingTask, ...]
@@ -92,18 +108,18 @@ class TrainingProgress:
 
     @property
     def first_microbatch(self) -> int:
-        """Of the step that is under way."""
+        """The first microbatch of the step under way."""
         return self.step * self.spec.microbatches
 
     @property
     def microbatches(self) -> range:
-        """Those of the step that is under way."""
+        """The microbatches of the step under way, counted through the job."""
         first = self.first_microbatch
         return range(first, first + self.spec.microbatches)
 
     @property
     def begins_step(self) -> bool:
-        """Whether nothing of the step that comes is issued."""
+        """Whether no task of the next step is issued."""
         return not self._forward
 
     @property
@@ -111,7 +127,14 @@ class TrainingProgress:
         return self.step >= self.spec.num_steps
 
     def frontier(self, microbatch: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Tokens done per unit, forward and backward."""
+        """The frontier of a microbatch.
+
+        Args:
+            microbatch: counted through the job.
+
+        Returns:
+            Tokens done per unit, forward and backward.
+        """
         units, total = self.spec.num_units, self.spec.microbatch_tokens
         if microbatch < self.microbatches.start:
             return [total] * units, [total] * units
@@ -119,7 +142,7 @@ class TrainingProgress:
         return forward, self._backward.get(microbatch) or [0] * units
 
     def _progress(self, microbatch: int) -> tuple[list[int], list[int]]:
-        """The same lists, which the engine moves on."""
+        """The lists of a microbatch's frontier, for the engine to move on."""
         forward, backward = self.frontier(microbatch)
         return (
             self._forward.setdefault(microbatch, ReadOnlyList(forward)),
@@ -127,7 +150,7 @@ class TrainingProgress:
         )
 
     def copy(self) -> TrainingProgress:
-        """Another that is as far, to be moved on instead."""
+        """A copy that a check can move on while this one stays."""
         other, updated = TrainingProgress.__new__(TrainingProgress), dict(self._updated)
         own = {
             "updated": MappingProxyType(updated),
@@ -148,22 +171,22 @@ class TrainingProgress:
             list.__setitem__(done, unit, done[unit] + tokens)
 
     def _forget(self) -> None:
-        """Starts the microbatches under way anew, without what serving had recorded."""
+        """Starts the microbatches under way anew, without the activations that serving kept."""
         object.__setattr__(self, "recorded_tokens", 0)
         self._forward.clear()
         self._backward.clear()
 
     def version(self, unit: int) -> int:
-        """Updates issued of a unit's weights; frozen ones are as new as any."""
+        """Updates of a unit's weights that are issued; the steps of a unit that is frozen."""
         own = [self.updated[c] for c, units in self.trained_by.items() if unit in units]
         return min(own, default=self.step)
 
     def is_trained(self, microbatch: int) -> bool:
-        """Whether its backward is complete."""
+        """Whether the backward of a microbatch is complete."""
         return self.frontier(microbatch)[1][self.first] >= self.spec.microbatch_tokens
 
     def _complete_steps(self) -> bool:
-        """Counts what is complete now; returns whether that has grown."""
+        """Counts steps that are complete now; returns whether there is a new one."""
         before = self.step
         while not self.is_complete and self._is_done():
             for microbatch in self.microbatches:
@@ -180,7 +203,7 @@ class TrainingProgress:
     # ---- what comes
     @property
     def position(self) -> int:
-        """Tasks of this step that are issued, where they go in the order of `ahead`."""
+        """The index in `tasks` of the next task, where tasks are issued in that order."""
         total, units, at = self.spec.microbatch_tokens, self.spec.num_units, 0
         for microbatch in self.microbatches:
             forward, backward = self.frontier(microbatch)
@@ -193,8 +216,11 @@ class TrainingProgress:
         return at + sum([count > self.step for count in self.updated.values()])
 
     def ahead(self, n: int) -> Sequence[TrainingTask]:
-        """The next n tasks, one microbatch behind the other, cyclically: what a memory policy may
-        look forward to."""
+        """The next tasks, one microbatch behind the other, for memory policies that look ahead.
+
+        Args:
+            n: how many; behind the last task of the step those of later steps follow.
+        """
         at, tasks, each = self.position, self._tasks, self.spec.microbatches
         found = []
         for i in range(at, at + n):
@@ -205,12 +231,16 @@ class TrainingProgress:
 
     @property
     def tasks(self) -> tuple[TrainingTask, ...]:
-        """All of one step, with microbatches from 0."""
+        """The tasks of one step, with microbatches from 0."""
         return self._tasks
 
 
 def layout_of(training: TrainingProgress) -> TrainingLayout:
-    """What the planner laid out for a job. ValueError where there was none."""
+    """The layout of a training job.
+
+    Raises:
+        ValueError: no planner has laid it out.
+    """
     if training.layout is None:
         raise ValueError(
             f"training job {training.spec.job_id}: nothing is laid out for it; "
@@ -220,7 +250,7 @@ def layout_of(training: TrainingProgress) -> TrainingLayout:
 
 
 class TokenClock:
-    """Of jobs that move together: how often each of them has got a token."""
+    """Counts the tokens that jobs which move together have got, each of them."""
 
     __slots__ = ("clock",)
 
@@ -228,17 +258,26 @@ class TokenClock:
         self.clock = 0
 
 
-ALONE = TokenClock()  # of whoever moves by himself: it stands still
+ALONE = TokenClock()  # of jobs that move by themselves: it stands still
 
 
 class Job:
-    """Progress as *issued*: what is in flight counts as done.
+    """A request in service or a training job, with its progress as *issued*.
 
-    A serving job has `known_tokens` (prompt and generated so far) and `computed_tokens` of them
-    in the KV pages; both grow with its pace. How far a training job is, says its `training`.
-    `recorded_tokens` are a gapless prefix whose activations are kept, `prefix_ids` names of the
-    prompt's blocks (see Request), `device` the replica it was routed to (None: any).
-    The methods that change a job are the engine's; an assignment raises ContractError.
+    Slices in flight count as computed. Only the engine calls the methods that change a job; an
+    assignment raises ContractError.
+
+    Attributes:
+        job_id: the number of the request or training job.
+        arrival_ns: when it arrived, on the clock of the run.
+        prompt_tokens: tokens of the prompt.
+        recorded_tokens: a gapless prefix of the tokens, whose activations are kept.
+        slo: the name of the request's service level.
+        session: the session that it is a turn of; None without one.
+        turn: the number of the turn in its session.
+        prefix_ids: names of the blocks that the prompt begins with (see Request).
+        device: the replica that it is routed to; None: any.
+        training: the progress of a training job; None of a request.
     """
 
     __slots__ = (
@@ -303,7 +342,7 @@ class Job:
         refuse_write(f"{name} of job {self.job_id}")
 
     def __setstate__(self, state: tuple[Any, dict[str, Any]]) -> None:
-        """Of a copy."""
+        """Restores a copy."""
         for name, value in state[1].items():
             object.__setattr__(self, name, value)
 
@@ -317,7 +356,12 @@ class Job:
 
     @classmethod
     def serving(cls, request: Request, arrival_ns: int) -> Job:
-        """A request as it starts its service. Its output length stays behind (oracle boundary)."""
+        """The job of a request. It lacks the output length, which no policy may see.
+
+        Args:
+            request: the request of the trace.
+            arrival_ns: when it arrived, on the clock of the run.
+        """
         return cls(
             request.request_id,
             arrival_ns,
@@ -331,54 +375,59 @@ class Job:
 
     @classmethod
     def trains(cls, training: TrainingProgress, arrival_ns: int) -> Job:
-        """A training job at its first step."""
+        """The job of training that is at its first step.
+
+        Args:
+            training: its progress.
+            arrival_ns: when it arrived, on the clock of the run.
+        """
         return cls(training.spec.job_id, arrival_ns, training=training)
 
     @property
     def known_tokens(self) -> int:
-        """Tokens of the prompt and generated ones."""
+        """Tokens of the prompt, and tokens generated so far."""
         return self._known + self._clock.clock
 
     @property
     def computed_tokens(self) -> int:
-        """Known tokens in the KV pages."""
+        """Known tokens whose keys and values are in the KV pages."""
         return self._computed + self._clock.clock
 
     def _compute_from(self, tokens: int) -> None:
-        """So many are in the KV pages: those that were found there, or none after a restart."""
+        """Sets the computed tokens: found in kept pages, or 0 after a restart."""
         object.__setattr__(self, "_computed", tokens - self._clock.clock)
 
     def _advance(self, computed_tokens: int, new_tokens: int) -> None:
-        """So many more are in the KV pages, and so many more are known."""
+        """Adds tokens that are computed, and tokens that are known."""
         object.__setattr__(self, "_computed", self._computed + computed_tokens)
         if new_tokens:
             object.__setattr__(self, "_known", self._known + new_tokens)
 
     def _move_with(self, clock: TokenClock) -> None:
-        """From now on it gets a token whenever they do."""
+        """From now on the job gets a token whenever the clock counts one."""
         ahead = self._clock.clock - clock.clock
         object.__setattr__(self, "_known", self._known + ahead)
         object.__setattr__(self, "_computed", self._computed + ahead)
         object.__setattr__(self, "_clock", clock)
 
     def _record(self, tokens: int) -> None:
-        """Activations of so many more are kept."""
+        """Adds tokens whose activations are kept."""
         object.__setattr__(self, "recorded_tokens", self.recorded_tokens + tokens)
 
     def _route(self, device: int) -> None:
-        """A replica is to serve it."""
+        """Routes the job to a replica."""
         object.__setattr__(self, "device", device)
 
     def _name_prefix(self, prefix_ids: tuple[int, ...]) -> None:
-        """What its prompt begins with is known by these names."""
+        """Names the blocks that the prompt begins with."""
         object.__setattr__(self, "prefix_ids", prefix_ids)
 
     @property
     def remaining_tokens(self) -> int:
-        """Known tokens that are not computed: a prompt's rest while prefilling, one in decode."""
+        """Known tokens that are not computed: the rest of a prompt, or 1 in decode."""
         return self._known - self._computed
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether more than the newest token is missing."""
+        """Whether more than the newest token is to be computed."""
         return self._known - self._computed > 1 or not self._computed + self._clock.clock

@@ -1,4 +1,4 @@
-"""What a planner decides once, before the first step: chunks, units, and where states lie."""
+"""The layout, which a planner decides before the first step: chunks, units, places of states."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from models.training.shape import TrainingShape
 
 
-WIDENED = 1 << 22  # numbers: 16-bit gradients become float32 for an update in pieces of so many
+WIDENED = 1 << 22  # 16-bit gradients become float32 for an update, so many elements at a time
 WIDE_BYTES = 4
 ALL = Fraction(1)
 
 
 class Mode(StrEnum):
-    """What becomes of a unit's activations between its forward and its backward."""
+    """Where a unit's activations are between its forward and its backward."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -31,18 +31,26 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Parameters that are kept, moved and updated as one. Bytes include what fills it up.
+    """Parameters that are kept, moved and updated as one. Bytes include its padding.
 
-    In a group a device may have a share of the chunks: then bytes are those of its own part of
-    each, and units compute with `remote_bytes` of weights beside it.
+    In a group a device may own a part of each chunk. Bytes are then those of its own part, and
+    units compute with `remote_bytes` of weights beside it.
+
+    Attributes:
+        parameters: parameters of the TrainingShape by number, in the order in which they lie.
+        weight_bytes: bytes of weights.
+        gradient_bytes: bytes of gradients; 0 where no parameter trains.
+        optimizer_bytes: bytes of optimizer states.
+        update_bytes: workspace of an update.
+        remote_bytes: bytes of weights that other devices of the group own.
     """
 
-    parameters: tuple[int, ...]  # of the TrainingShape, in the order in which they lie
+    parameters: tuple[int, ...]
     weight_bytes: int
-    gradient_bytes: int = 0  # none where nothing of it trains
+    gradient_bytes: int = 0
     optimizer_bytes: int = 0
-    update_bytes: int = 0  # workspace of an update
-    remote_bytes: int = 0  # weights of it that other devices of the group have
+    update_bytes: int = 0
+    remote_bytes: int = 0
 
     @property
     def trains(self) -> bool:
@@ -56,24 +64,43 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A link of the chain, for one microbatch: what it touches and what it takes."""
+    """A link of the chain: the chunks that it touches and the bytes it takes for a microbatch.
 
-    chunks: tuple[int, ...]  # whose weights it reads
-    trained: tuple[int, ...]  # whose gradients its backward adds to
+    Attributes:
+        chunks: chunks whose weights it reads.
+        trained: chunks whose gradients its backward adds to.
+        mode: where its activations are between forward and backward.
+        input_bytes: its input, and the gradient of it.
+        saved_bytes: activations that its forward keeps beside the input.
+        forward_bytes: workspace of a forward that keeps activations.
+        light_bytes: workspace of a forward that keeps none.
+        backward_bytes: workspace of its backward.
+        tied_gradient_bytes: gradients of tables that a unit below adds to as well.
+        sends_input: whether its input is on the host until its backward.
+    """
+
+    chunks: tuple[int, ...]
+    trained: tuple[int, ...]
     mode: Mode
     input_bytes: int
     saved_bytes: int
-    forward_bytes: int  # workspace of a forward that keeps
-    light_bytes: int  # of one that does not
+    forward_bytes: int
+    light_bytes: int
     backward_bytes: int
-    tied_gradient_bytes: int = 0  # gradients of tables that a unit below adds to as well
-    sends_input: bool = False  # to the host, until its backward wants it
+    tied_gradient_bytes: int = 0
+    sends_input: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingLayout:
-    """Chunks and units of one job, on one of its `ranks` devices. `first` is the unit at which a
-    backward ends."""
+    """Chunks and units of one training job, on one device of its group.
+
+    Attributes:
+        chunks: its chunks, by number.
+        units: its units, in the order of the forward.
+        first: the unit at which a backward ends.
+        ranks: devices of the group.
+    """
 
     chunks: tuple[Chunk, ...]
     units: tuple[Unit, ...]
@@ -89,7 +116,7 @@ class TrainingLayout:
 
     @property
     def trained_by(self) -> dict[int, tuple[int, ...]]:
-        """Per chunk that trains: the units whose backwards add to its gradients."""
+        """By chunk that trains, the units whose backwards add to its gradients."""
         found: dict[int, tuple[int, ...]] = {}
         for c, chunk in enumerate(self.chunks):
             if chunk.trains:
@@ -98,8 +125,11 @@ class TrainingLayout:
 
 
 def sending_inputs(layout: TrainingLayout) -> TrainingLayout:
-    """The same with inputs on the host until their backwards, of units that keep nothing else on
-    the device."""
+    """A layout whose units that keep no activations on the device send their inputs to the host.
+
+    Args:
+        layout: the layout to change.
+    """
 
     def sends(number: int, unit: Unit) -> bool:
         return number >= layout.first and unit.mode is not Mode.KEEP and unit.input_bytes > 0
@@ -118,9 +148,15 @@ def lay_out(
 ) -> TrainingLayout:
     """The layout of a shape whose parameters lie in these chunks.
 
-    `chunk_elements`: the size that every chunk is filled up to; 0: as large as its parameters.
-    Frozen parameters share no chunk with trained ones: they would be updated with them. `share`:
-    what a device has of every chunk, one of `ranks`.
+    Frozen parameters share no chunk with trained ones: they would be updated with them.
+
+    Args:
+        shape: parameters, units and bytes of the model.
+        chunks: by chunk, its parameters by number; each parameter is in one chunk.
+        modes: by unit, where activations are; the last unit always keeps them.
+        chunk_elements: elements that every chunk is padded to; 0: no padding.
+        ranks: devices of the group.
+        share: the part of every chunk that a device owns.
     """
     made = tuple(_chunk(shape, parameters, chunk_elements, share) for parameters in chunks)
     where = {p: c for c, chunk in enumerate(made) for p in chunk.parameters}
@@ -143,13 +179,20 @@ def lay_out(
 
 
 def equal_share(ranks: int) -> Fraction:
-    """Of a device that has a part of every chunk, as large as that of any other."""
+    """The share of a device where each of `ranks` devices owns an equal part of every chunk."""
     return Fraction(1, ranks)
 
 
 def owners_share(ranks: int, chunks: int) -> Fraction:
-    """Of the device that owns most where each owns whole chunks, in turn: on average over them, so
-    that all that it holds, moves and updates of them is what it would be of its own."""
+    """The share of the device that owns most, where devices own whole chunks in turn.
+
+    It is an average over the chunks, so that the bytes which the device holds, moves and updates
+    of all chunks are those of the chunks that it owns.
+
+    Args:
+        ranks: devices of the group.
+        chunks: how many chunks there are.
+    """
     return Fraction(-(-chunks // ranks), chunks)
 
 
@@ -182,13 +225,18 @@ def _in_order(chunks: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a planner hands over, frozen."""
+    """The decisions of a planner.
 
-    places: Mapping[Place, int] = field(default_factory=dict)  # bytes held before the first step
-    training: Mapping[int, TrainingLayout] = field(default_factory=dict)  # by job
+    Attributes:
+        places: bytes of each place that is held before the first step.
+        training: by job, its chunks and units.
+    """
+
+    places: Mapping[Place, int] = field(default_factory=dict)
+    training: Mapping[int, TrainingLayout] = field(default_factory=dict)
 
     def shown(self) -> Layout:
-        """The same, read-only: what policies see of it."""
+        """A read-only copy, for policies."""
         places, training = MappingProxyType(self.places), MappingProxyType(self.training)
         return replace(self, places=places, training=training)
 

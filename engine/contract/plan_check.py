@@ -1,7 +1,7 @@
 """The check of a plan before it is booked: the rules of engine/contract/rules.py for serving.
 
-A plan of the usual form (growth, then one launch) is looked at where it differs from the plan
-before. Any other is walked in its order. Neither looks again at decodes that go on as they were.
+A plan of the usual form, which is growth and then one launch, is checked where it differs from the
+plan before. Any other plan is walked in its order. Decodes that go on as before are checked once.
 """
 
 from __future__ import annotations
@@ -37,25 +37,31 @@ from engine.contract.regions import (
 from engine.contract.rules import ContractError, Rule
 from engine.contract.training_check import TrainingContract
 
-WHOLE = (Work.FORWARD, None, 0, 0, False)  # a slice of serving, but for its job and tokens
+WHOLE = (Work.FORWARD, None, 0, 0, False)  # fields of a served slice behind job and tokens
 GONE = -1  # tokens of a place that is not held
 OPERATIONS = (Compute, Copy, Collective, Grow, Share, Free)
-LAUNCHED = frozenset((Compute, Copy, Collective))  # what runs on a lane
+LAUNCHED = frozenset((Compute, Copy, Collective))  # operations that run on a lane
 
 
 class Leading(NamedTuple):
-    """Decodes of the plan before that head a launch in their order, and go on as they were."""
+    """Decodes of the plan before that head a launch in their order, and go on as before.
+
+    Attributes:
+        ids: their jobs.
+        full: a page for each decode whose pages are full; None where that is not known.
+        clock: the clock that they move with.
+    """
 
     ids: tuple[int, ...]
-    full: tuple[Grow, ...] | None  # a page for each whose pages are full; None where not known
-    clock: TokenClock  # that they move with
+    full: tuple[Grow, ...] | None
+    clock: TokenClock
 
 
 class KeptContents(Protocol):
-    """What kept pages hold (prefix caching)."""
+    """The contents of kept pages (prefix caching)."""
 
     def wrong(self, job: Job, pages: Sequence[int]) -> list[int]:
-        """Those of the pages that do not hold their part of a job's beginning."""
+        """The given pages that do not hold their part of a job's beginning."""
 
 
 class SharedPool(Protocol):
@@ -66,7 +72,7 @@ class SharedPool(Protocol):
 
 
 class Books(Protocol):
-    """What the checks read of the ledger, and its dry run."""
+    """The ledger, as far as the checks read it, and its dry run."""
 
     page: PageSize
     pages: dict[Place, list[int]]
@@ -82,7 +88,7 @@ class Books(Protocol):
         """Free and coming bytes of a pool."""
 
     def expect(self, plan: Plan) -> None:
-        """A plan was tried: it needs no dry run when it is booked."""
+        """A plan is known to fit: booking it needs no dry run."""
 
     def dry_run(self, plan: Plan) -> None:
         """Raises Shortage or ContractError where a plan cannot be booked."""
@@ -98,9 +104,17 @@ class Jobs(Protocol):
 
 
 class PlanCheck:
-    """Raises ContractError where a plan breaks a rule; changes no books.
+    """Checks the plans of a policy; it changes no books.
 
-    Of contents it keeps exceptions alone: see PlanWalk.
+    Of the contents of KV places it keeps only exceptions: see PlanWalk.
+
+    Args:
+        ledger: the books.
+        jobs: the jobs that wait or are in service.
+        leading: gives the decodes of the plan before that head a launch; None where none do.
+        lanes: compute lanes of a device.
+        training: the check of training.
+        is_routed: whether each device is a replica with jobs of its own.
     """
 
     def __init__(
@@ -120,13 +134,21 @@ class PlanCheck:
         self._filled: dict[Place, int] = {}
 
     def left(self, job: Job) -> None:
-        """A job has left: nothing needs to be known of its places."""
+        """A job has left: forgets its places."""
         if self._filled:
             for place in [p for p in self._filled if p.region.owner == job.job_id]:
                 del self._filled[place]
 
     def check(self, plan: Any, device: int) -> None:
-        """Raises ContractError where a policy's answer for a device breaks a rule."""
+        """Checks a policy's answer.
+
+        Args:
+            plan: the answer, of any type.
+            device: the device that the policy was asked for.
+
+        Raises:
+            ContractError: the answer is no plan, or breaks a rule; nothing is changed.
+        """
         if not isinstance(plan, Plan):
             raise ContractError(Rule.ANSWER, f"{named(plan)} is no plan: return a Plan")
         try:
@@ -164,7 +186,7 @@ class PlanCheck:
             if full and ops[:taken] != full:
                 return False
         room = self._ledger.room_of((Tier.GPU, device)) - taken * page_nbytes
-        if lead == n:  # decodes alone, that go on as they were
+        if lead == n:  # only decodes that go on as before
             return room >= 0 and taken + 1 == len(ops)
         grown: dict[Place, int] = {}
         for op in ops[taken:-1]:
@@ -243,7 +265,7 @@ class PlanCheck:
                 named.add(number)
 
     def _check_operation(self, op: Any, seen: set[Op], device: int) -> None:
-        """What can be said of an operation by itself, and `seen`, those before it in the plan."""
+        """Checks an operation by itself, and against `seen`, the operations before it."""
         kind = type(op)
         if kind is Free:
             if op.place.region.owner == SHARED_OWNER:
@@ -276,7 +298,7 @@ class PlanCheck:
             seen.add(op)
 
     def _check_share(self, op: Share) -> None:
-        """Rule SHARE, as far as it can be said before the dry run."""
+        """Rule SHARE, but for what the dry run checks."""
         number, sharing = op.place.region.owner, self._ledger.sharing.get(op.place.pool)
         job = self._jobs.get(number)
         if job is None or job.training is not None or sharing is None:
@@ -317,7 +339,7 @@ class PlanCheck:
             )
 
     def _check_place(self, place: Place, device: int) -> None:
-        """Rule PLACE, where bytes begin: what is touched, copied or freed must be held anyway."""
+        """Rule PLACE, for places that may be new; rule HELD covers all others."""
         if place[1:] not in self._ledger.capacity_bytes:
             raise ContractError(Rule.PLACE, f"{told(place)} lies in no pool of this machine")
         (owner, kind, part, slot), _, _ = place
@@ -369,11 +391,11 @@ class PlanCheck:
 
 
 class PlanWalk:
-    """One walk over the operations of a plan that serves; what it moves lies over the books.
+    """One walk over the operations of a plan that serves; its changes lie over the books.
 
-    `filled` says of KV places which do not follow their job how many of its tokens they hold: a
-    place that was grown and not written, or a copy. Every other KV place of a job holds all that
-    the job has computed. It is as the plan leaves it when the walk has ended well.
+    A KV place follows its job where it holds all tokens that the job has computed. `filled` has the
+    tokens of every place that does not: one that was grown and not written, or a copy. A walk that
+    finds no breach leaves `filled` as the plan does.
     """
 
     def __init__(
@@ -434,14 +456,14 @@ class PlanWalk:
         return self._computed.get(job.job_id, job.computed_tokens)
 
     def _tokens_of(self, place: Place, job: Job) -> int:
-        """Tokens of its job whose keys and values a place holds."""
+        """The tokens of a job whose keys and values a place holds."""
         if self._pages_of(place) is None:
             return GONE
         found = self._tokens.get(place, self._filled.get(place))
         return self._computed_of(job) if found is None else found
 
     def _others(self, place: Place) -> list[Place]:
-        """Other places that hold this KV."""
+        """Other places that hold the KV of this one's job."""
         booked = self._ledger.places_of.get(place.region.owner, ())
         return [
             other
@@ -511,7 +533,7 @@ class PlanWalk:
             self._serve(piece, written)
 
     def _to_look_at(self, op: Compute, served: Sequence[Slice]) -> Sequence[Slice]:
-        """All but the decodes that go on as they were: they have room in their last pages."""
+        """The slices to check: decodes that go on as before have room in their last pages."""
         leading = self._leading(op)
         if leading is None or leading.full is None:
             return served
@@ -550,7 +572,7 @@ class PlanWalk:
                 Rule.KV_CONTENTS, f"{told(place)} holds {there} of its {computed} tokens", number
             )
         if self._tokens.get(place, self._filled.get(place)) is not None:
-            for other in self._others(place):  # those that followed the job do so no more
+            for other in self._others(place):  # places that followed the job stay behind
                 self._tokens[other] = self._tokens_of(other, job)
         self._tokens[place] = None
         if piece.tokens == known - computed:
@@ -578,7 +600,7 @@ def _check_form(plan: Plan) -> None:
     """Rule ANSWER."""
     for name in ("ops", "restart", "refuse"):
         if type(getattr(plan, name)) is not tuple:
-            what = f"{name} of a plan is {named(getattr(plan, name))}: a tuple is wanted"
+            what = f"{name} of a plan is {named(getattr(plan, name))}: it must be a tuple"
             raise ContractError(Rule.ANSWER, what)
     if plan.wake_ns is not None and type(plan.wake_ns) is not int:
         raise ContractError(Rule.ANSWER, f"wake_ns is {plan.wake_ns!r}: whole nanoseconds, or None")

@@ -1,4 +1,4 @@
-"""The policy contract: a Policy, often in two halves, a Planner and a Router, with Traits."""
+"""The policy contract: Policy and its two halves, Planner and Router, with their Traits."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class PlanBuilder(Protocol):
         """Adds bytes to places, in this order."""
 
     def grow_running(self, running: RunningDecodes) -> bool:
-        """Adds the pages that running decodes need; False, with none added, without room."""
+        """Adds the pages that running decodes need; False, with no change, without room."""
 
     def free(self, place: Place) -> None:
         """Gives a place back."""
@@ -323,7 +323,7 @@ class Fleet:
         return len(self._outstanding[replica])
 
     def outstanding_tokens(self, replica: int) -> int:
-        """Tokens of KV that these requests need: of prompts, and generated so far, as issued."""
+        """Tokens of KV of these requests: prompts, and tokens generated so far, as issued."""
         return sum(job.known_tokens for job in self._outstanding[replica].values())
 
     def last_with(self, job: Job) -> int | None:

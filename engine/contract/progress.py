@@ -1,4 +1,4 @@
-"""Where a job moves on: the one place where the order of its work is checked."""
+"""How jobs move on, and the check of the order of training work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from engine.contract.rules import ContractError, Rule
 
 
 def advance_serving(piece: Slice) -> bool:
-    """Moves a serving job's frontier; returns whether the slice yields the next token."""
+    """Moves a serving job on.
+
+    Args:
+        piece: a slice that has passed the check of plans.
+
+    Returns:
+        Whether the slice yields the next token.
+    """
     job, tokens = piece.job, piece.tokens
     left = job.remaining_tokens - tokens
     assert piece.work is Work.FORWARD, f"job {job.job_id} is served, it has no {piece.work}"
@@ -27,22 +34,29 @@ def advance_serving(piece: Slice) -> bool:
 
 
 def start_behind(job: Job, tokens: int) -> None:
-    """A job starts behind tokens that were found computed (prefix caching)."""
+    """Starts a job behind `tokens` that kept pages hold (prefix caching)."""
     assert not job.computed_tokens, f"job {job.job_id} has begun already"
     assert tokens < job.known_tokens, f"job {job.job_id}: its last token must be computed"
     job._compute_from(tokens)
 
 
 def restart(job: Job) -> None:
-    """Forgets what was computed. What was generated is known and counts as prompt now."""
+    """Forgets the computed tokens of a job; generated tokens stay known, and are prefilled."""
     job._compute_from(0)
     if job.training is not None:
         job.training._forget()
 
 
 def advance_training(piece: Slice, training: TrainingProgress | None = None) -> bool:
-    """Moves a training job's frontier, or that of a draft, by a slice that is in order; returns
-    whether a step is complete with it."""
+    """Moves a training job on.
+
+    Args:
+        piece: a slice that has passed `check_order`.
+        training: the progress to move; None: that of the slice's job.
+
+    Returns:
+        Whether a step is complete with it.
+    """
     if training is None:
         training = piece.job.training
         assert training is not None, f"job {piece.job.job_id} does not train"
@@ -57,10 +71,17 @@ def advance_training(piece: Slice, training: TrainingProgress | None = None) -> 
 
 
 def check_order(piece: Slice, training: TrainingProgress, again: bool = False) -> None:
-    """Raises ContractError unless the slice may be issued now.
+    """Checks that a slice of training may be issued now.
 
-    `again`: a forward that is repeated for its backward, which moves nothing on. Where chunks are
-    laid out a slice is one unit of a whole microbatch, or one chunk's update.
+    Where chunks are laid out a slice is one unit of a whole microbatch, or one chunk's update.
+
+    Args:
+        piece: the slice.
+        training: the progress of its job.
+        again: whether it is a forward that is repeated for its backward, which moves no frontier.
+
+    Raises:
+        ContractError: the slice is out of order.
     """
     job, tokens, work, _, microbatch, version, _ = piece
     job_id = job.job_id
@@ -150,7 +171,7 @@ def _check_forward(
 
 
 def _check_updated(job_id: int, unit: int, training: TrainingProgress) -> None:
-    """A unit computes with weights that all steps before have updated."""
+    """A unit computes with weights that no update of this step has changed."""
     assert training.layout is not None
     if not training.spec.has_update:
         return
@@ -181,7 +202,7 @@ def _check_backward(
     if training.layout is None:
         return
     for other in range(training.microbatches.start, microbatch):
-        if not training.is_trained(other):  # they share the gradients that flow down
+        if not training.is_trained(other):  # microbatches share the buffers of input gradients
             _refuse(job_id, f"backward of microbatch {microbatch} before that of {other} is done")
 
 
@@ -207,7 +228,7 @@ def _check_update(job_id: int, chunks: range | tuple[int, ...], training: Traini
     for chunk in chunks:
         if training.updated[chunk] != step:
             _refuse(job_id, f"update of {chunk} out of order: it has one in this step")
-        # clipped by the norm of all gradients
+        # the norm of all gradients needs every backward
         clips = spec.recipe.clip_norm is not None
         units = (training.first,) if clips else training.trained_by[chunk]
         for microbatch in training.microbatches:

@@ -54,7 +54,7 @@ class Region(NamedTuple):
         owner: the number of a job, or SHARED_OWNER.
         kind: what it holds.
         part: the unit or chunk; 0 for KV.
-        slot: of activations the microbatch, of buffers the use; else 0.
+        slot: of activations the microbatch, of buffers their use; else 0.
     """
 
     owner: int

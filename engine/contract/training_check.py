@@ -1,5 +1,6 @@
-"""What a plan does to training jobs, checked before it is booked: order, places, contents, frees,
-copies and exchanges. It changes nothing; what the plan moves lies over the books while it is read.
+"""The check of a plan's training before it is booked: order, places, contents, frees, exchanges.
+
+The check changes no books: the changes of the plan lie over them while it is read.
 """
 
 from __future__ import annotations
@@ -46,24 +47,27 @@ from engine.contract.training_needs import (
     reuses_weights,
 )
 
-EMPTY = -1  # a stamp: of what a plan begins, and has written nothing to
-GONE = -2  # of what is not held
+EMPTY = -1  # the stamp of a place that the plan begins, and has not written
+GONE = -2  # the stamp of a place that is not held
 
 
 ISSUED = 1 << 62  # a stamp above all that were issued
 
 
 class Stamp(Protocol):
-    """What the books know of the contents of a place."""
+    """The books' mark of a place, as far as its contents go."""
 
-    written: int  # equal stamps, equal contents
+    written: int  # equal stamps mean equal contents
 
 
 class TrainingContract:
-    """Holds plans to the rules of training. Jobs come with `admit` and end with `leave`.
+    """Checks plans against the rules of training. Jobs come with `admit` and end with `leave`.
 
-    `marks`: stamps of all places that are held; `held_bytes`: what they hold; `pools`: those of the
-    machine, in any of which a region may have a copy.
+    Args:
+        layout: what the planner has decided.
+        marks: gives the stamps of all places that are held.
+        held_bytes: bytes of each place that is held.
+        pools: the pools of the machine, in any of which a region may have a copy.
     """
 
     def __init__(
@@ -76,8 +80,8 @@ class TrainingContract:
         self.layout, self.marks, self.held_bytes = layout, marks, held_bytes
         self.pools = tuple(pools)
         self.resident = {place.region for place in layout.places}
-        self.jobs: dict[int, Job] = {}  # that have come, and have not ended
-        self.ended: set[int] = set()  # their memory belongs to no job
+        self.jobs: dict[int, Job] = {}  # jobs that have arrived, and have not ended
+        self.ended: set[int] = set()  # jobs whose memory a plan may free
         self._trains = bool(layout.training)
         self._needs: dict[Key, Needs] = {}
         self.elsewhere = lru_cache(maxsize=NAMES)(self._elsewhere)
@@ -88,12 +92,12 @@ class TrainingContract:
         return tuple([Place(region, *pool) for pool in self.pools if pool != own])
 
     def admit(self, job: Job) -> None:
-        """A training job has come."""
+        """A training job has arrived."""
         self.jobs[job.job_id] = job
         self._trains = True
 
     def leave(self, job_id: int) -> None:
-        """A job has ended: what it holds may go."""
+        """A job has ended: its memory may be freed."""
         self.jobs.pop(job_id, None)
         self.ended.add(job_id)
         for key in [key for key in self._needs if key[0] == job_id]:
@@ -120,12 +124,20 @@ class TrainingContract:
         return trains and any([job.training is not None for job in plan.restart])
 
     def check(self, plan: Plan, device: int = 0) -> None:
-        """Raises ContractError, with nothing changed, where a plan for a device breaks a rule."""
+        """Checks a plan.
+
+        Args:
+            plan: the plan of a policy.
+            device: the device that it is for.
+
+        Raises:
+            ContractError: the plan breaks a rule; nothing is changed.
+        """
         if self.concerns(plan):
             _Reading(self, plan, device).run()
 
     def needs(self, piece: Slice, training: TrainingProgress, op: Compute, reuses: bool) -> Needs:
-        """What the launch of a task of this step must name and find."""
+        """The needs of a task's launch in this step, cached for every microbatch of it."""
         first = training.first_microbatch
         assert piece.layers is not None, "a task has one part"
         k, part = piece.microbatch - first, piece.layers.start
@@ -141,7 +153,7 @@ def _trains_any(slices: Iterable[Slice]) -> bool:
     try:
         return any([piece.job.training is not None for piece in slices])
     except AttributeError:
-        return True  # told where it is read
+        return True  # `_Reading` names what is no slice
 
 
 class _Stamps(dict[Place, int]):
@@ -213,19 +225,19 @@ class _Reading:
         return max(self._stamps[place], self._newest_elsewhere(place))
 
     def _held(self, place: Place) -> int:
-        """Bytes of a place that nothing has been written to yet."""
+        """Bytes of a place that is not written yet."""
         found = self._bytes.get(place)
         return self._contract.held_bytes.get(place, 0) if found is None else found
 
     def _training(self, job_id: int) -> TrainingProgress | None:
-        """A job's progress as the plan has moved it; None of a job that has not come."""
+        """A job's progress as the plan has moved it; None for a job that has not arrived."""
         found = self._ahead.get(job_id)
         if found is None and (job := self._contract.jobs.get(job_id)) is not None:
             return job.training
         return found
 
     def _is_left(self, owner: int) -> bool:
-        """Whether an owner's memory belongs to no job."""
+        """Whether an owner's job has ended, or is refused by the plan."""
         return owner in self._contract.ended or any(
             [job.job_id == owner for job in self._plan.refuse]
         )
@@ -237,7 +249,7 @@ class _Reading:
         self._now = now + 1
 
     def _layout(self, owner: int) -> TrainingLayout | None:
-        """Of an owner that trains, or is to."""
+        """The layout of an owner that trains, or will train."""
         return None if self._is_left(owner) else self._contract.layout.training.get(owner)
 
     # ---- memory
@@ -285,7 +297,7 @@ class _Reading:
             _refuse(Rule.HELD, what, place.region.owner)
 
     def _use_of(self, place: Place, stamp: int) -> str:
-        """What a place is for yet; "" where nothing wants it."""
+        """The last use of a place's contents, in words; "" where there is none."""
         owner, kind, part, _ = place.region
         if self._is_left(owner):
             return ""
@@ -338,7 +350,7 @@ class _Reading:
             advance_training(piece, training)
 
     def _serves(self, op: Compute) -> None:
-        """A launch that trains nothing leaves all that is of training alone."""
+        """A launch that only serves touches no memory of training."""
         for place in (*op.reads, *op.writes):
             owner, kind, _, _ = place.region
             if kind is not Kind.KV and self._layout(owner) is not None:
@@ -357,7 +369,7 @@ class _Reading:
         if op.reads != reads or op.writes != writes or len(op.slices) > 1:
             self._check_named(op, piece, reads, writes)
         for place, nbytes in needs.sizes:
-            if stamps[place] <= 0:  # else what wrote to it has found enough
+            if stamps[place] <= 0:  # else the launch that wrote to it was checked
                 self._check_size(place, nbytes, piece)
         for i, nbytes in needs.kept:
             self._check_size(writes[i], nbytes, piece)
@@ -392,7 +404,7 @@ class _Reading:
     def _check_named(
         self, op: Compute, piece: Slice, reads: tuple[Place, ...], writes: tuple[Place, ...]
     ) -> None:
-        """What a task needs is among what its launch names; what else that writes is as new."""
+        """A launch names all places of its task; other places that it writes hold the newest."""
         job_id, written = piece.job.job_id, {*op.writes}
         for place in writes:
             if place not in written:
@@ -423,7 +435,7 @@ class _Reading:
     def _check_read(self, place: Place, piece: Slice) -> None:
         stamp = self._stamps[place]
         if place.region.owner != piece.job.job_id:
-            return  # what others have it may look at
+            return  # it may read places of other owners
         if stamp <= 0 and not (stamp == 0 and place.region.kind in STATES):
             what = f"{_name(piece)} reads {told(place)}, in which nothing is"
             _refuse(Rule.TRAINING_CONTENTS, what, piece.job.job_id)
@@ -467,7 +479,7 @@ class _Reading:
         self._write(op.writes)
 
     def _gather(self, op: Collective, layout: TrainingLayout, owner: int) -> Exchange:
-        """What an all_gather of a chunk's weights must be, and whether it may come now."""
+        """The exchange that an all_gather of a chunk's weights must be, if it may come now."""
         if self._due:
             self._keep_due((*op.reads, *op.writes))
         place = op.writes[0] if op.writes else op.reads[0]

@@ -1,4 +1,4 @@
-"""What a training launch must name and find, and what of a job's memory is wanted yet."""
+"""Places that a training launch must name and find, and the last use of a job's places."""
 
 from __future__ import annotations
 
@@ -29,26 +29,40 @@ Key = tuple[int, Work, int, int, bool, str, int, bool]
 
 
 class Needs(NamedTuple):
-    """Places of a launch, for the microbatch of a step that they were asked for."""
+    """Places of a launch, for one microbatch of a step.
 
-    reads: tuple[Place, ...]  # hold the newest contents
-    writes: tuple[Place, ...]  # all that is written
-    changes: tuple[Place, ...]  # of these, what is read first
-    begins: tuple[Place, ...]  # gradients that must be empty: nothing of the step is in them
-    sums: tuple[Place, ...]  # gradients that hold what was added before
-    sizes: tuple[tuple[Place, int], ...]  # bytes at least, where nothing is written yet
-    kept: tuple[tuple[int, int], ...]  # the same of activations that it writes, by their index
-    moving: tuple[int, ...]  # which of those read are activations
-    gathered: tuple[tuple[Place, Place], ...]  # weights of other devices, and the own ones
-    state: Place | None  # of the optimizer: may begin with the first update
-    due: tuple[Exchange, ...]  # follows at once
+    Attributes:
+        reads: places that hold the newest contents.
+        writes: places that are written.
+        changes: places among them that are read first.
+        begins: gradients that must hold nothing of the step yet.
+        sums: gradients that hold the sum of earlier backwards.
+        sizes: least bytes of places that are not written yet.
+        kept: least bytes of activations that it writes, by their index in `writes`.
+        moving: indices in `reads` of activations.
+        gathered: weights of other devices, each with the place of the own part.
+        state: optimizer states, which may begin with the first update.
+        due: exchanges that follow at once.
+    """
+
+    reads: tuple[Place, ...]
+    writes: tuple[Place, ...]
+    changes: tuple[Place, ...]
+    begins: tuple[Place, ...]
+    sums: tuple[Place, ...]
+    sizes: tuple[tuple[Place, int], ...]
+    kept: tuple[tuple[int, int], ...]
+    moving: tuple[int, ...]
+    gathered: tuple[tuple[Place, Place], ...]
+    state: Place | None
+    due: tuple[Exchange, ...]
 
     def reads_later(self, microbatches: int) -> tuple[Place, ...]:
-        """What it reads so many microbatches later."""
+        """Places that the launch reads some microbatches later."""
         return _later(self.reads, self.moving, microbatches)
 
     def writes_later(self, microbatches: int) -> tuple[Place, ...]:
-        """What it writes then."""
+        """Places that the launch writes some microbatches later."""
         return _later(self.writes, [i for i, _ in self.kept], microbatches)
 
 
@@ -62,7 +76,7 @@ def _later(places: tuple[Place, ...], moving: Sequence[int], count: int) -> tupl
 
 
 def reuses_weights(op: Compute, piece: Slice, training: TrainingProgress) -> bool:
-    """Whether a backward puts gradients over their weights: it names these, and no gradients."""
+    """Whether a backward puts gradients over weights: it writes weights, and no gradients."""
     layout, job_id = layout_of(training), piece.job.job_id
     if piece.work is not Work.BACKWARD or piece.layers is None:
         return False
@@ -74,7 +88,17 @@ def reuses_weights(op: Compute, piece: Slice, training: TrainingProgress) -> boo
 
 
 def needs_of(piece: Slice, training: TrainingProgress, op: Compute, reuses: bool) -> Needs:
-    """What one launch of a task needs. ValueError where its job cannot reuse weights."""
+    """The needs of one launch of a task.
+
+    Args:
+        piece: the slice of the launch.
+        training: the progress of its job, which has a layout.
+        op: the launch.
+        reuses: whether gradients lie over weights.
+
+    Raises:
+        ValueError: the job's recipe does not allow `reuses`.
+    """
     task = piece._replace(work=Work.BACKWARD) if op.again else piece
     launch = next(x for x in launches_of(task, op.device, op.on, reuses) if x.again == op.again)
     layout, job_id, at = layout_of(training), piece.job.job_id, op.device
@@ -90,7 +114,7 @@ def needs_of(piece: Slice, training: TrainingProgress, op: Compute, reuses: bool
             state = optimizer(job_id, part, tier, device)
     elif piece.work is Work.BACKWARD:
         begins, sums, changes = _added(launch, piece, training, reuses, at)
-    for exchange in launch.reduces:  # into a sum, which is there
+    for exchange in launch.reduces:  # into the sum of the step, which is held
         for place in () if reuses else exchange.writes:
             sizes.setdefault(place, layout.chunks[place.region.part].gradient_bytes)
     gathered = [(p, weight(job_id, p.region.part, device=at)) for p in reads if is_gathered(p)]
@@ -119,8 +143,7 @@ def _moves(place: Place) -> bool:
 def _added(
     launch: LaunchFootprint, piece: Slice, training: TrainingProgress, reuses: bool, device: int
 ) -> tuple[tuple[Place, ...], ...]:
-    """Of a backward: gradients that begin with it, those that it adds to, and weights under its
-    gradients."""
+    """The gradients that begin with a backward, those that it adds to, and weights under them."""
     layout, job_id = layout_of(training), piece.job.job_id
     assert piece.layers is not None, "a task has one part"
     u, k = piece.layers.start, piece.microbatch % training.spec.microbatches
@@ -132,7 +155,7 @@ def _added(
         is_top, is_apart = u == max(training.trained_by[c]), bool(layout.chunks[c].remote_bytes)
         place = (unreduced if is_apart else gradient)(job_id, c, device=device)
         (begins if is_top and (is_apart or not k) else sums).append(place)
-    for exchange in launch.reduces:  # what a microbatch adds up to goes to the sum of the step
+    for exchange in launch.reduces:  # the sum of a microbatch goes to the sum of the step
         if exchange.reads != exchange.writes:
             (sums if k else begins).extend(exchange.writes)
     return tuple(begins), tuple(sums), ()
@@ -144,10 +167,17 @@ def is_gathered(place: Place) -> bool:
 
 
 def last_use(place: Place, training: TrainingProgress) -> str:
-    """What wants the contents of a place of a job under way, in words; "" where nothing does.
+    """The last use of the contents of a place, in words for messages.
 
-    Weights and optimizer states are always wanted, and gathered weights can be gathered again:
-    neither is told here.
+    Weights and optimizer states always have a use, and gathered weights can be gathered again:
+    neither is answered here.
+
+    Args:
+        place: a place of the job.
+        training: the progress of the job.
+
+    Returns:
+        "" where no task under way uses the contents.
     """
     _, kind, part, slot = place.region
     if kind is Kind.GRADIENT:
