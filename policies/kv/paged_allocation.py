@@ -18,7 +18,7 @@ PROMPTS = ("as_computed", "must_fit", "reserved")
 
 @dataclass(frozen=True)
 class PagedRules:
-    """How engines differ in allocating pages (vLLM, SOSP'23, section 4.3, and its versions).
+    """How engines differ in allocating pages (vLLM, SOSP'23, and its later versions).
 
     Args:
         watermark: share of the KV pool, in whole pages, that an admission leaves free.

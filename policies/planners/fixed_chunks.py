@@ -38,20 +38,25 @@ class OversizeModule(Advised, ValueError):
 
 @dataclass(frozen=True)
 class FixedChunks:
-    """Parameters of a module come together or not at all, into the last chunk if they find room
-    there, else into a new one. Frozen and trained ones fill chunks of their own.
+    """Chunks of one size, filled module by module (Fang et al., PatrickStar, TPDS'23).
 
-    chunk_elements  numbers in a chunk; 0: the size of `sizes` with the smallest footprint among
-                    those that fit (of equals the first)
-    padded          chunks take their full size, as the original's buffers; false: what is in them
-    oversize        a module larger than a chunk is an `error`, or a chunk of its own (`alone`)
-    device_share    of the device that the memory policy uses at all, for the search of a size
-    warmup_share    of that, for chunks in warm-up: two must fit for a size to be taken
-    modes, start, shards, offloads_inputs  as those of UnitChunks; a chunk is that of the group
-    owned           whose devices have whole chunks in turn, as in the original: what is planned is
-                    the one that has most, ceil(chunks / devices); false: all have equal parts
-    states          of the optimizer: `given` at the start, or made at the `first_update`, as in the
-                    original: they take nothing before it
+    The parameters of a module lie in one chunk: in the last one if it has room, else in a new one.
+    Frozen and trained parameters fill chunks of their own. In a group, a chunk is that of all
+    devices together.
+
+    Args:
+        chunk_elements: numbers in a chunk; 0: the size among `sizes` with the smallest footprint
+            that fits, see `searched`.
+        sizes: numbers in a chunk, to search among.
+        padded: a chunk takes its full size, as the original's buffers; false: what is in it.
+        oversize: a module larger than a chunk is an `error`, or a chunk of its own (`alone`).
+        device_share: of the device that the memory policy uses at all, for the search of a size.
+        warmup_share: of that, for chunks in warm-up; a size is taken only if two chunks fit there.
+        modes, start, shards, offloads_inputs: see UnitChunks.
+        owned: devices of a group have whole chunks by turns, as in the original, and the plan is
+            that of the device with the most, ceil(chunks / devices); false: all have equal parts.
+        states: of the optimizer, `given` at the start, or made at the `first_update`, as in the
+            original: they take no memory before it.
     """
 
     chunk_elements: int = 0
@@ -74,7 +79,14 @@ class FixedChunks:
         capacity_bytes: Mapping[Pool, int],
         cost: Cost | None = None,
     ) -> Layout:
-        """See Planner. ValueError for wrong modes, OversizeModule, DoesNotFit if nothing fits."""
+        """See Planner.
+
+        Raises:
+            ValueError: the modes do not match the layers of a job.
+            OversizeModule: a module is larger than a chunk of the given size.
+            OutOfMemory: a pool lacks memory for the states, or for a chunk size.
+            DoesNotFit: no chunk size fits, whatever the memory.
+        """
 
         def fixed(shape: TrainingShape, modes: Sequence[Mode], ranks: int) -> TrainingLayout:
             size = self.chunk_elements or self.searched(shape, capacity_bytes, ranks)
@@ -86,7 +98,17 @@ class FixedChunks:
     def laid_out(
         self, shape: TrainingShape, size: int, modes: Sequence[Mode], ranks: int = 1
     ) -> TrainingLayout:
-        """The layout by chunks of a size. OversizeModule where a module is larger."""
+        """The layout by chunks of one size.
+
+        Args:
+            shape: of the model.
+            size: numbers in a chunk.
+            modes: of activations, one per unit.
+            ranks: devices that share the chunks.
+
+        Raises:
+            OversizeModule: a module is larger than a chunk, and `oversize` is an error.
+        """
         chunks = list[list[int]]()
         for part in apart(shape, _in_order_of_use(shape)):
             chunks += self._filled(shape, part, size)
@@ -118,13 +140,23 @@ class FixedChunks:
     ) -> int:
         """The chunk size with the smallest footprint; of equals the first.
 
-        Two chunks must fit what warm-up leaves them of the device, and all states into device and
-        host together. (The original compares bytes with twice the number of elements.) A device
-        whose warm-up leaves no two chunks of any size is smaller than those that `sizes` are for:
-        there all sizes are halved together, until one fits it.
+        Two chunks must fit into the share of the device that warm-up leaves them, and all states
+        into device and host together. (The original compares bytes with twice the number of
+        elements.) `sizes` are for large devices: where the smallest of them is too large for
+        warm-up, all are halved together until one fits.
 
-        OutOfMemory of the device where no size leaves warm-up two chunks, of the tier of `start`
-        where no size leaves room for the states; DoesNotFit where more memory would not help.
+        Args:
+            shape: of the model.
+            capacity_bytes: per pool.
+            ranks: devices that share the chunks.
+
+        Returns:
+            Numbers in a chunk.
+
+        Raises:
+            OutOfMemory: of the device, warm-up has no room for two chunks of any size; or, of the
+                tier where states start, no size leaves room for them.
+            DoesNotFit: more memory would not help.
         """
         whole = capacity_bytes.get((Tier.GPU, 0), 0)
         device = int(whole * self.device_share)
@@ -145,7 +177,7 @@ class FixedChunks:
         return best
 
     def _too_small(self, shape: TrainingShape, most: int, device_bytes: int) -> DoesNotFit:
-        """Why warm-up, with so many numbers at most in a chunk, has room for no size."""
+        """Why no size fits into warm-up, which leaves a chunk `most` numbers."""
         name, largest = _largest_module(shape) if self.oversize == "error" else ("", 1)
         sizes = [n for size in self.sizes for n in _halvings(size) if n >= max(largest, most + 1)]
         if not sizes:
@@ -162,7 +194,7 @@ class FixedChunks:
         lacks = max(1, int(needs / share) - device_bytes)
         what = f"two chunks of {min(sizes):,} numbers in warm-up, in {share:.0%} of it"
         what += f" (module {name} has {largest:,})" if name else ""
-        room = int(device_bytes * self.device_share)  # for chunks, if warm-up had all of it
+        room = int(device_bytes * self.device_share)  # for two chunks, if warm-up had all of it
         remedies = {
             Remedy.LARGER_WARMUP_SHARE: needs <= room,
             Remedy.NAMED_SIZE: needs <= room,
@@ -173,12 +205,13 @@ class FixedChunks:
 
 
 def footprint_bytes(layout: TrainingLayout) -> int:
-    """All states of a layout."""
+    """Bytes of all states of a layout: weights, gradients and optimizer."""
     return sum([c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in layout.chunks])
 
 
 def _in_order_of_use(shape: TrainingShape) -> list[int]:
-    """As units come; OPT's last norm is registered before its layers, and the head uses it."""
+    """Parameters by the first unit that uses them, not by their registration: OPT registers its
+    last norm, which the head uses, before its layers."""
     first = {p: u for u in reversed(range(len(shape.units))) for p in shape.units[u].parameters}
     return sorted(range(len(shape.parameters)), key=first.__getitem__)
 
@@ -194,7 +227,7 @@ def _halvings(size: int) -> list[int]:
 
 
 def _largest_module(shape: TrainingShape) -> tuple[str, int]:
-    """The largest and its numbers, frozen and trained ones apart."""
+    """The name and the numbers of the largest module, frozen and trained ones counted apart."""
     numbers = Counter[tuple[str, bool]]()
     for parameter in shape.parameters:
         numbers[_module(parameter.name), parameter.trains] += parameter.elements

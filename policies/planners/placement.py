@@ -1,4 +1,4 @@
-"""What planners of training have in common: modes of units, and where states lie at the start."""
+"""What the planners share: modes of units, and where model states lie at the start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from policies.training.out_of_memory import OutOfMemory, Remedy, remedies_of_sta
 from traces.serving.request import TrainingJob
 
 Start = Literal["host", "host_first", "device"]
-STARTS: Mapping[Start, frozenset[Tier]] = {  # and where states may then lie
+STARTS: Mapping[Start, frozenset[Tier]] = {  # with the tiers in which states may then lie
     "host": frozenset({Tier.HOST}),
     "host_first": frozenset({Tier.HOST, Tier.GPU}),
     "device": frozenset({Tier.GPU}),
@@ -31,13 +31,23 @@ def prepared(
     states: States = "given",
     offloads_inputs: bool = False,
 ) -> Layout:
-    """The layout of all training jobs. ValueError where modes do not fit them,
-    OutOfMemory where memory does not.
+    """The layout of all training jobs.
 
-    `start`: all states on the host, or on the device, or on the host as far as it has room
-    (optimizer states before weights) and the rest on the device. `states` of the optimizer that are
-    made at the `first_update` lie nowhere before it: they begin where it finds none.
-    `offloads_inputs`: of units that recompute or offload, those wait for the backward on the host.
+    Args:
+        shapes: per job, the shape of its model.
+        jobs: all training jobs.
+        modes: of activations, see `modes_of`.
+        start: all states on the host, or all on the device, or on the host as far as it has room
+            (optimizer states before weights) and the rest on the device.
+        capacity_bytes: per pool.
+        lay_out: the layout of a shape with a mode per unit, for so many ranks.
+        states: of the optimizer; those made at the `first_update` lie nowhere before it.
+        offloads_inputs: inputs of units that recompute or offload wait on the host for the
+            backward.
+
+    Raises:
+        ValueError: the modes do not match the layers of a job.
+        OutOfMemory: the states do not fit.
     """
     ranks = {job.job_id: job.ranks for job in jobs}
     layouts = {
@@ -52,8 +62,17 @@ def prepared(
 
 
 def modes_of(modes: Mode | tuple[Mode, ...], num_units: int, job_id: int) -> tuple[Mode, ...]:
-    """One per unit. A single one is for all layers; a list has one for each layer, or for each
-    unit. Embedding and head keep where nothing is said of them."""
+    """The mode of activations of each unit.
+
+    Args:
+        modes: one for all layers, or one for each layer, or one for each unit. Embedding and head
+            keep their activations where no mode is given for them.
+        num_units: layers, embedding and head.
+        job_id: for the message.
+
+    Raises:
+        ValueError: the number of modes is none of these.
+    """
     if isinstance(modes, Mode):
         modes = (modes,) * (num_units - 2)
     if len(modes) == num_units - 2:
@@ -90,7 +109,7 @@ def _places(
 def _states(
     layouts: Mapping[int, TrainingLayout], kinds: Sequence[Callable[..., Place]]
 ) -> list[tuple[Place, Place, int]]:
-    """Places on host and device with their bytes, kind by kind."""
+    """Per kind and chunk with states: its place on the host, that on the device, and its bytes."""
     found = list[tuple[Place, Place, int]]()
     for kind in kinds:
         for job_id, layout in layouts.items():
@@ -102,6 +121,6 @@ def _states(
 
 
 def apart(shape: TrainingShape, parameters: Sequence[int]) -> list[list[int]]:
-    """Frozen and trained ones of a list of parameters, each in their order; none is empty."""
+    """The frozen and the trained ones of some parameters, each in their order; no empty list."""
     found = [[p for p in parameters if shape.parameters[p].trains is t] for t in (False, True)]
     return [part for part in found if part]

@@ -1,4 +1,4 @@
-"""A chunk for each unit: what a unit needs comes and goes as one."""
+"""A chunk for each unit: the parameters of a unit are moved together."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from traces.serving.request import TrainingJob
 
 @dataclass(frozen=True)
 class UnitChunks:
-    """Parameters of a unit in one chunk, frozen and trained ones apart; a tied table lies with the
-    first unit that uses it.
+    """The parameters of a unit in one chunk, frozen and trained ones apart.
 
-    modes   of activations: keep, recompute or offload, for all layers or one for each
-    start   where states lie before the first step: host, device or host_first
-    shards  in a group: each device has a part of every chunk; false: all of it
-    offloads_inputs  of layers that recompute or offload, too (DeepSpeed's cpu_checkpointing)
+    A tied table lies with the first unit that uses it.
+
+    Args:
+        modes: of activations, keep, recompute or offload; one for all layers, or one for each.
+        start: where states lie before the first step: host, device or host_first.
+        shards: in a group, each device has a part of every chunk; false: each has all of it.
+        offloads_inputs: inputs of layers that recompute or offload wait on the host for the
+            backward (DeepSpeed's cpu_checkpointing).
     """
 
     modes: Mode | tuple[Mode, ...] = Mode.KEEP
@@ -36,7 +39,12 @@ class UnitChunks:
         capacity_bytes: Mapping[Pool, int],
         cost: Cost | None = None,
     ) -> Layout:
-        """See Planner. ValueError for wrong modes, OutOfMemory where states do not fit."""
+        """See Planner.
+
+        Raises:
+            ValueError: the modes do not match the layers of a job.
+            OutOfMemory: the states do not fit.
+        """
 
         def by_unit(shape: TrainingShape, modes: Sequence[Mode], ranks: int) -> TrainingLayout:
             share = equal_share(ranks) if self.shards else ALL
@@ -49,7 +57,7 @@ class UnitChunks:
 
 
 def unit_chunks(shape: TrainingShape) -> list[list[int]]:
-    """Parameters of each unit that no unit before it has, frozen and trained ones apart."""
+    """Per unit, the parameters that no unit before it has, frozen and trained ones apart."""
     seen: set[int] = set()
     chunks: list[list[int]] = []
     for unit in shape.units:

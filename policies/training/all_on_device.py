@@ -33,5 +33,5 @@ class AllOnDevice:
         device = Residency(view, plan, LastIn(), kinds=(), is_exclusive=True)
         for piece in batch:
             for launch in launches_of(piece, view.device):
-                device.seat(launch)
+                device.make_resident(launch)
                 device.run(launch)

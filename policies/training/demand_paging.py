@@ -44,9 +44,9 @@ class DemandPaging:
         on = HOST_LANE if self.updates == "host" else COMPUTE_LANE
         for piece in batch:
             for launch in device.launches(piece, on, self.reuses_gradients):
-                device.seat(launch)
+                device.make_resident(launch)
                 device.run(launch)
-                device.drop_old(launch)
+                device.drop_stale(launch)
 
     def _order(self, view: View) -> Order:
         if self.order == "lru":

@@ -226,8 +226,9 @@ def _is_weight(place: Place) -> bool:
 
 
 def _is_offloaded(job: Job, kind: Kind, part: int) -> bool:
-    """Whether a place is of an offloaded activation, fetched early or not yet copied out: what a
-    unit saves for the host, or its input."""
+    """Whether a place is of an offloaded activation, fetched early or not yet copied out.
+
+    That is what a unit saves for the host, or its input."""
     assert job.training is not None
     units = layout_of(job.training).units
     if kind is not Kind.ACTIVATION:

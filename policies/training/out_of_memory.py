@@ -145,8 +145,11 @@ def remedies_of_states(jobs: Iterable[TrainingJob]) -> tuple[Remedy, ...]:
 
 
 def patient(fit: Fit[Half]) -> Fit[Half]:
-    """A memory policy's `fit` that plans nothing while memory of ended jobs is still to come back:
-    the engine then shows that memory, and asks again."""
+    """Wraps a memory policy's `fit`: it plans nothing while memory of ended jobs is still held.
+
+    The engine shows that memory when it is free, and asks again. So OutOfMemory is raised only
+    where no memory is still to come back.
+    """
 
     @wraps(fit)
     def waiting(half: Half, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:

@@ -1,4 +1,4 @@
-"""PatrickStar: chunks move with the tide of everything else, farthest next use first."""
+"""PatrickStar: chunks use what all else leaves of a device, evicted by farthest next use."""
 
 from __future__ import annotations
 
@@ -17,33 +17,38 @@ from policies.training.eviction import FarthestUse, Future
 from policies.training.out_of_memory import patient
 from policies.training.residency import Residency
 
-WARMUP_SHARE = 0.1  # of the device, for chunks, while nothing is known of the rest: the original's
+WARMUP_SHARE = 0.1  # of the device, for chunks, in the warm-up step: the original's
 
 
-class Tide(NamedTuple):
-    """What the last complete step has shown, per launch: its statistics of warm-up."""
+class StepStatistics(NamedTuple):
+    """What the last complete step has shown, per launch: PatrickStar's statistics of warm-up.
 
-    other_bytes: tuple[int, ...]  # on the device beside chunks
+    Bytes on the device beside chunks are the paper's non-model data, which rises and falls in a
+    step like a tide.
+    """
+
+    other_bytes: tuple[int, ...]  # per launch, on the device beside chunks
     uses: Mapping[Place, Sequence[int]]  # launches that used a place
 
 
-def tide_of(profile: Profile, job_id: int) -> Tide | None:
-    """The tide of a job; None in its warm-up."""
+def statistics_of(profile: Profile, job_id: int) -> StepStatistics | None:
+    """The statistics of a job's last complete step; None in its warm-up."""
     moments = profile.moments(job_id)
     if not moments:
         return None
-    return Tide(tuple([moment.other_bytes for moment in moments]), profile.uses(job_id))
+    return StepStatistics(tuple([moment.other_bytes for moment in moments]), profile.uses(job_id))
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """How many bytes of a device chunks may take.
+    """How many bytes of a device chunks may take (Fang et al., TPDS'23).
 
-    device_bytes   all that may be used
-    buffer_bytes   set aside in forward and backward (the original's for collectives)
-    staging_bytes  set aside in updates (the original's, to cast gradients and weights)
-    warmup_share   of the device, for chunks, while nothing is known of the rest
-    is_static      as in warm-up for ever
+    Args:
+        device_bytes: of the device that may be used at all.
+        buffer_bytes: set aside in forward and backward; the original's are for collectives.
+        staging_bytes: set aside in updates; the original casts gradients and weights there.
+        warmup_share: of `device_bytes`, for chunks, in the warm-up step.
+        is_static: every step has the share of the warm-up step.
     """
 
     device_bytes: int
@@ -53,7 +58,13 @@ class MemoryBudget:
     is_static: bool = False
 
     def available(self, work: Work, moment: int, other_bytes: Sequence[int]) -> int:
-        """At a launch: what is left at this and at the next moment. No `other_bytes`: warm-up."""
+        """Bytes for chunks at a launch: what all else leaves at this and at the next launch.
+
+        Args:
+            work: of the launch.
+            moment: its number in the step.
+            other_bytes: per launch of a step, bytes beside chunks; empty in warm-up.
+        """
         if work is Work.UPDATE:
             return self.device_bytes - self.staging_bytes
         if self.is_static or not other_bytes:
@@ -62,22 +73,30 @@ class MemoryBudget:
         return self.device_bytes - max(now, then) - self.buffer_bytes
 
     def ahead(self, moment: int, other_bytes: Sequence[int]) -> int:
-        """Behind a launch: what the next one leaves, so that it finds its room made."""
+        """Bytes for chunks behind a launch: what all else leaves at the next launch, which then
+        needs no eviction."""
         if self.is_static or not other_bytes:
             return self.device_bytes
         return self.device_bytes - other_bytes[(moment + 1) % len(other_bytes)]
 
     def margin(self, other_bytes: Sequence[int], chunk_bytes: int) -> int:
-        """What is left beside all weights and gradients when everything else is at its peak; may
-        be negative. There is none in warm-up."""
+        """Bytes left beside all weights and gradients when all else is at its peak.
+
+        May be negative; 0 in warm-up.
+        """
         if not other_bytes:
             return 0
         return self.device_bytes - max(other_bytes) - chunk_bytes - self.buffer_bytes
 
 
 def device_updates(margin_bytes: int, share: float, optimizer_bytes: Iterable[int]) -> int:
-    """How many chunks, from the first, are updated on the device: as many as have room for their
-    optimizer states in this share of the margin."""
+    """How many chunks, from the first, are updated on the device.
+
+    Args:
+        margin_bytes: see MemoryBudget.margin.
+        share: of the margin, which their optimizer states may fill.
+        optimizer_bytes: per chunk, in order.
+    """
     left, count = int(margin_bytes * share), 0
     for nbytes in optimizer_bytes:
         left -= nbytes
@@ -89,24 +108,37 @@ def device_updates(margin_bytes: int, share: float, optimizer_bytes: Iterable[in
 
 @dataclass(frozen=True)
 class PatrickStar:
-    """Exclusive tiers, statistics of a warm-up step, budgets by launch, room made ahead for the
-    next launch, and updates on the device as far as there is a margin (Fang et al., TPDS'23).
+    """Chunks in exclusive tiers, with a budget per launch (Fang et al., PatrickStar, TPDS'23).
 
-    device_share      of the device's memory that may be used at all
-    warmup_share      of that, for chunks, in the first step; with `static_partition` for ever
-    margin_share      of the margin that device updates may fill; `updates` may also say where
-    reuses_gradients  gradients take the place of their weights (bfloat16, one microbatch a step)
-    buffer_chunks     chunks' worth of memory set aside in forward and backward; original: 1
-    staging_chunks    the same in updates; original: 8 (16 bytes per number of a chunk)
-    overlaps_updates  the next forward may begin before the host has updated the last chunk; in the
-                      original it waits
-    strict            a budget that cannot be kept since the host is full is an error, as in the
-                      original; else only what cannot run is one
+    A warm-up step measures the tide: what lies on the device beside chunks, launch by launch. Later
+    steps give chunks what the tide leaves, make room ahead for the next launch, evict the chunk
+    whose next use is farthest, and update chunks on the device as far as there is a margin.
 
-    Budgets give way where a launch could not run otherwise. Where the host has no room for what an
-    update needs, it runs on the device. Slips that are mended: an exact number of device updates
-    lost one, the update was a single moment, buffers in backward were counted squared. Rests on
-    coming bytes.
+    A budget is exceeded where a launch could not run otherwise. An update for which the host has no
+    room runs on the device. Plans use coming bytes.
+
+    The original differs in three places that are taken for slips: an exact number of device updates
+    loses one, the update is a single moment, buffers in backward count squared.
+
+    Args:
+        device_share: of the device's memory that may be used at all.
+        warmup_share: of that, for chunks, in the warm-up step; with `static_partition` in all.
+        margin_share: of the margin, which updates on the device may fill.
+        updates: by the `margin`, or all on the `host`, or all on the `device`.
+        reuses_gradients: gradients take the place of their weights (bfloat16, one microbatch per
+            step).
+        static_partition: every step has the budget of the warm-up step.
+        buffer_chunks: memory set aside in forward and backward, in chunks; in the original 1.
+        staging_chunks: memory set aside in updates, in chunks; in the original 8, for 16 bytes per
+            number of a chunk.
+        overlaps_updates: the next forward may begin before the host has updated the last chunk; in
+            the original it waits.
+        strict: a budget that a full host keeps from being met is an error, as in the original; else
+            only a launch that cannot run is one.
+
+    Raises:
+        ValueError: a share is not in [0, 1], or a number is below 0.
+        OutOfMemory: from `fit`, a launch can never fit or, with `strict`, a budget is not met.
     """
 
     traits: ClassVar[Traits] = Traits(recurs=True)
@@ -131,33 +163,36 @@ class PatrickStar:
 
     @patient
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
-        tides = {job.job_id: tide_of(view.profile, job.job_id) for job in training_jobs(view)}
-        device = Residency(view, plan, _order(view, tides), is_exclusive=True)
+        known = {job.job_id: statistics_of(view.profile, job.job_id) for job in training_jobs(view)}
+        device = Residency(view, plan, _order(view, known), is_exclusive=True)
         jobs = {piece.job.job_id: piece.job for piece in batch}
         updates = any([piece.work is Work.UPDATE for piece in batch])
-        courses = {i: self._course(job, view, tides[i], updates) for i, job in jobs.items()}
+        budgets = {i: self._job_budget(job, view, known[i], updates) for i, job in jobs.items()}
         for piece in batch:
-            self._carry_out(piece, device, courses[piece.job.job_id])
+            self._run_task(piece, device, budgets[piece.job.job_id])
 
-    def _carry_out(self, piece: Slice, device: Residency, course: _Course) -> None:
-        first, budget, others, updated_here = course
+    def _run_task(self, piece: Slice, device: Residency, job_budget: _JobBudget) -> None:
+        first, budget, others, updated_here = job_budget
         assert piece.layers is not None, "a task has one part"
         is_away = piece.work is Work.UPDATE and piece.layers.start not in updated_here
         on = HOST_LANE if is_away else COMPUTE_LANE
         for launch in device.launches(piece, on, self.reuses_gradients):
             moment = first + device.clock
             available = budget.available(piece.work, moment, others)
-            device.seat_within(launch, available, self.strict)
+            device.make_resident_within(launch, available, self.strict)
             device.run(launch, self._barrier(launch, device))
             device.shrink(budget.ahead(moment, others))
 
-    def _course(self, job: Job, view: View, tide: Tide | None, updates: bool) -> _Course:
-        budget, others = self._budget(job, view), () if tide is None else tide.other_bytes
+    def _job_budget(
+        self, job: Job, view: View, known: StepStatistics | None, updates: bool
+    ) -> _JobBudget:
+        budget, others = self._budget(job, view), () if known is None else known.other_bytes
         here = self._updated_here(job, budget, others) if updates else ()
-        return _Course(view.profile.moment(job.job_id), budget, others, here)
+        return _JobBudget(view.profile.moment(job.job_id), budget, others, here)
 
     def _barrier(self, launch: LaunchFootprint, device: Residency) -> tuple[Place, ...]:
-        """The last update on the host writes all weights there: whoever fetches waits for it."""
+        """Places that an update also writes: the last update on the host writes all weights there,
+        so that the next fetch waits for it."""
         piece, training = launch.piece, launch.piece.job.training
         if self.overlaps_updates or launch.on != HOST_LANE or training is None:
             return ()
@@ -197,20 +232,19 @@ class PatrickStar:
         return frozenset(trained[:count])
 
 
-class _Course(NamedTuple):
-    """What a plan knows of a job: number of its next launch, budget, tide, chunks that are updated
-    on the device (where it has updates)."""
+class _JobBudget(NamedTuple):
+    """The budget of a job in a plan, and what it is computed from."""
 
-    first: int
+    first: int  # number of the job's next launch in its step
     budget: MemoryBudget
-    other_bytes: tuple[int, ...]
-    updated_here: Collection[int]
+    other_bytes: tuple[int, ...]  # see StepStatistics; empty in warm-up
+    updated_here: Collection[int]  # chunks updated on the device, if the plan has updates
 
 
-def _order(view: View, tides: dict[int, Tide | None]) -> FarthestUse:
-    """In warm-up nothing is known of next uses: the lowest chunk goes first."""
+def _order(view: View, known: Mapping[int, StepStatistics | None]) -> FarthestUse:
+    """The order of eviction. In warm-up no next use is known: the lowest chunk goes first."""
     futures = dict[int, Future]()
-    for job_id, tide in tides.items():
-        uses, length = ({}, 1) if tide is None else (tide.uses, len(tide.other_bytes))
+    for job_id, step in known.items():
+        uses, length = ({}, 1) if step is None else (step.uses, len(step.other_bytes))
         futures[job_id] = Future(uses, length, view.profile.moment(job_id))
     return FarthestUse(futures)

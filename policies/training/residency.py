@@ -1,4 +1,4 @@
-"""Launches of training in a plan in the making, seated within the memory of a device."""
+"""Launches of training: what each one uses is made resident in the memory of a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from policies.training.occupancy import STATES, Occupancy
 
 
 class Residency(Occupancy):
-    """Seats launches, with what other devices of a group have of their weights."""
+    """Makes what launches use resident, also the parts of weights that other devices have."""
 
     def __init__(
         self,
@@ -25,15 +25,26 @@ class Residency(Occupancy):
         is_exclusive: bool = False,
         keeps_gathered: bool = False,
     ) -> None:
-        """See Occupancy. Weights that other devices of a group have are given back behind their
-        launch, unless the policy `keeps_gathered` ones and says itself when they go."""
+        """Takes up what lies on the device of a view.
+
+        Args:
+            view, plan, order, kinds, is_exclusive: see Occupancy.
+            keeps_gathered: the policy frees gathered weights itself; else they are freed behind
+                their launch.
+        """
         super().__init__(view, plan, order, kinds, is_exclusive)
         self._keeps_gathered = keeps_gathered
         self._gathered: dict[Place, None] = {}  # in this plan, latest last
 
     # ---- a launch
     def launches(self, piece: Slice, on: str, reuses: bool = False) -> Iterator[LaunchFootprint]:
-        """Those of a task; an update for which the host has no room runs on the device."""
+        """The launches of a task.
+
+        Args:
+            piece: the task.
+            on: the lane of an update; an update for which the host has no room runs on the device.
+            reuses: gradients take the place of their weights.
+        """
         self.lacks_bytes = 0
         if on == HOST_LANE and piece.work is Work.UPDATE:
             (update,) = launches_of(piece, self._view.device, on, reuses)
@@ -45,8 +56,12 @@ class Residency(Occupancy):
             self.lacks_bytes = sum(missing) - self._plan.room(self._home)
         yield from launches_of(piece, self._view.device, COMPUTE_LANE, reuses)
 
-    def seat(self, launch: LaunchFootprint) -> None:
-        """Brings and grows what a launch needs. OutOfMemory where that can never fit."""
+    def make_resident(self, launch: LaunchFootprint) -> None:
+        """Brings, gathers and grows what a launch needs.
+
+        Raises:
+            OutOfMemory: that can never fit.
+        """
         self._begin(launch)
         for place, nbytes in launch.brought:
             self.bring(place, nbytes)
@@ -56,23 +71,32 @@ class Residency(Occupancy):
         self.make_room(where, sum([op.nbytes for op in launch.grows]))
         self._plan.grow_all(launch.grows)
 
-    def seat_within(self, launch: LaunchFootprint, limit_bytes: int, strict: bool = False) -> None:
-        """Seats a launch, and evicts until states, with those that it brings, take no more than a
-        limit, or nothing can go. `strict`: OutOfMemory where that is for want of room on the host.
+    def make_resident_within(
+        self, launch: LaunchFootprint, limit_bytes: int, strict: bool = False
+    ) -> None:
+        """Makes a launch resident, and evicts until states on the device keep to a limit.
 
-        A launch on the host has its room there first: what is evicted might take it.
+        A launch on the host takes its room there first, since evictions might take it.
+
+        Args:
+            launch: its states count too.
+            limit_bytes: of states on the device; exceeded where no place is left to evict.
+            strict: it is an error if the limit is exceeded for want of room on the host.
+
+        Raises:
+            OutOfMemory: the launch can never fit, or, with `strict`, the limit is exceeded.
         """
         if launch.on == HOST_LANE:
-            self.seat(launch)
+            self.make_resident(launch)
             self.shrink(limit_bytes, strict)
             return
         self._begin(launch)
         brought = [nbytes for place, nbytes in launch.brought if not self._plan.held(place)]
         self.shrink(limit_bytes - sum(brought), strict)
-        self.seat(launch)
+        self.make_resident(launch)
 
-    def drop_old(self, launch: LaunchFootprint) -> None:
-        """Gives back what a launch on the host has made old on the device."""
+    def drop_stale(self, launch: LaunchFootprint) -> None:
+        """Frees the copies on the device that a launch on the host has made stale."""
         for place in launch.writes if launch.on == HOST_LANE else ():
             if self._plan.held(here := self.elsewhere(place)):
                 self.free(here)
@@ -83,7 +107,13 @@ class Residency(Occupancy):
         also_writes: tuple[Place, ...] = (),
         after: tuple[Place, ...] = (),
     ) -> None:
-        """The launch, and behind it what goes out and what ends."""
+        """Writes the launch and, behind it, its collectives, offloads and frees.
+
+        Args:
+            launch: what it uses is resident.
+            also_writes: places beside those of the launch for which later copies wait.
+            after: places whose copies must have come before it begins.
+        """
         pieces, device, writes = (launch.piece,), self._view.device, (*launch.writes, *also_writes)
         op = Compute(pieces, launch.reads, writes, device, launch.on, launch.again, after)
         self._plan.launch(op)
@@ -92,7 +122,7 @@ class Residency(Occupancy):
         for exchange in launch.reduces:
             self.exchange(exchange)
         for place in launch.sends:
-            if not self.evict(place):  # it stays until there is room on the host
+            if not self.evict(place):  # it stays while the host has no room
                 self._touch(place, self.clock - 1)
         for place in launch.frees:
             for copy in (place, self.elsewhere(place)):
@@ -109,9 +139,9 @@ class Residency(Occupancy):
 
     # ---- a group
     def gather(self, exchange: Exchange) -> None:
-        """Brings what other devices have of a chunk's weights, unless it is here."""
+        """Gathers the parts of a chunk's weights that other devices have, unless they are here."""
         begins = exchange.begins
-        assert begins is not None, "what is gathered has a place"
+        assert begins is not None, "gathered weights have a place"
         if not self._plan.holds(begins.place):
             self.make_room(begins.place.pool, begins.nbytes)
             self._plan.grow_all((begins,))
@@ -120,20 +150,20 @@ class Residency(Occupancy):
             self.exchange(exchange)
 
     def offer_gather(self, exchange: Exchange) -> None:
-        """The same if that takes nothing from anybody, and the own part is here."""
+        """Gathers if there is room without an eviction, and the part of this device is here."""
         begins = exchange.begins
-        assert begins is not None, "what is gathered has a place"
+        assert begins is not None, "gathered weights have a place"
         if self._plan.room(self._here) >= begins.nbytes and self.is_new(exchange.reads[0]):
             self.gather(exchange)
 
     def drop(self, places: Iterable[Place]) -> None:
-        """Gives back what of these is here."""
+        """Frees those of these places that are held."""
         for place in places:
             if self._plan.holds(place):
                 self.free(place)
 
     def exchange(self, exchange: Exchange) -> None:
-        """A collective between places that are here."""
+        """Writes a collective between places that are here."""
         self._plan.exchange(exchange.op(self._view.device))
         self._stamps.update(dict.fromkeys(exchange.writes, NOW + self.clock))
 
@@ -141,7 +171,7 @@ class Residency(Occupancy):
         return super()._makes_room() or self._drop_gathered()
 
     def _drop_gathered(self) -> bool:
-        """What came latest, and not for this launch: it was gathered ahead of time."""
+        """Frees the weights gathered last, if not for this launch: they were gathered early."""
         if not self._keeps_gathered:
             return False
         held = [place for place in self._view.held_bytes if place not in self._gathered]

@@ -1,4 +1,4 @@
-"""What offloading in a known order has in common: fetch ahead, give back, update on the host."""
+"""What offloading in a known order has in common: prefetch, offload, update on the host."""
 
 from __future__ import annotations
 
@@ -28,20 +28,23 @@ from policies.training.occupancy import STATES
 from policies.training.out_of_memory import patient
 from policies.training.residency import Residency
 
-GRADIENTS_OUT = 2  # as DeepSpeed's stage 3 allows reduce events, and FSDP2 one reduce beside a copy
-Stays = Callable[[TrainingLayout, int, CycleLaunch], bool]  # a chunk's weights, behind a launch
+GRADIENTS_OUT = 2  # DeepSpeed's stage 3: two reduce events; FSDP2: a reduce beside a copy
+Stays = Callable[[TrainingLayout, int, CycleLaunch], bool]  # of a chunk, behind a launch
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """How a policy streams. Tiers are inclusive: the host has all weights, and optimizer states.
+    """How a policy streams states between host and device, unit by unit.
 
-    prefetch          turns of units (a forward, or a backward) to fetch for, while one runs
-    stays             whether a chunk's weights stay on the device behind a launch
-    may_leave         whether they leave all the same where room is needed
-    overlaps_updates  whether the next forward may begin before the last chunk is updated
-    gradients_out     units whose gradients may still be on their way out when another backward
-                      begins: where the link is slower than computing, they would pile up
+    Tiers are inclusive: the host has all weights and optimizer states.
+
+    Args:
+        prefetch: turns of units (a forward, or a backward) to fetch for while one runs.
+        stays: whether the weights of a chunk stay on the device behind a launch.
+        may_leave: weights that stay are evicted all the same where room is needed.
+        overlaps_updates: the next forward may begin before the last chunk is updated.
+        gradients_out: units whose gradients may still be copied out when another backward begins.
+            Without a bound they would pile up where the link is slower than the computation.
     """
 
     prefetch: int
@@ -52,40 +55,44 @@ class Streaming:
 
     @patient
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
-        """Writes a plan for all of the batch. OutOfMemory where a launch can never fit."""
+        """Writes a plan for all of the batch.
+
+        Raises:
+            OutOfMemory: a launch can never fit.
+        """
         kinds = STATES if self.may_leave else (Kind.GRADIENT,)
         stream = _Stream(self, view, Residency(view, plan, LastIn(), kinds, keeps_gathered=True))
         for piece in batch:
-            stream.carry_out(piece)
+            stream.run_task(piece)
 
 
 class _Stream:
-    """A plan of a streaming policy in the making."""
+    """A plan of a streaming policy while it is written."""
 
     def __init__(self, how: Streaming, view: View, device: Residency) -> None:
         self._how, self._view, self._device = how, view, device
 
-    def carry_out(self, piece: Slice) -> None:
-        """One task: seat, fetch what comes next, launch, give back what is not wanted soon."""
+    def run_task(self, piece: Slice) -> None:
+        """One task: its places, the prefetch for later tasks, the launch, the offload behind it."""
         training, view, device = piece.job.training, self._view, self._device
         assert training is not None
         first = view.profile.moment(piece.job.job_id)
         links, ahead = cycle_of(training), lookahead(training, max(1, self._how.prefetch))
         for launch in launches_of(piece, view.device, HOST_LANE):
             moment = first + device.clock
-            device.seat(launch)
+            device.make_resident(launch)
             if self._how.prefetch:
-                self._fetch(training, ahead[moment])
+                self._prefetch(training, ahead[moment])
             if piece.work is Work.UPDATE:
                 device.run(launch, self._barrier(training, links[moment]))
-                self._renew(training, links[moment])
+                self._refresh(training, links[moment])
             else:
-                device.run(launch, after=self._on_their_way(training, moment))
-                self._give_back(training, links[moment], ahead[moment])
+                device.run(launch, after=self._awaited(training, moment))
+                self._offload(training, links[moment], ahead[moment])
 
     # ---- forward and backward
-    def _fetch(self, training: TrainingProgress, ahead: Ahead) -> None:
-        """What the next turns use comes in their order, as far as there is room."""
+    def _prefetch(self, training: TrainingProgress, ahead: Ahead) -> None:
+        """Fetches what the next turns use, in their order, as far as there is room."""
         layout, job_id, here = layout_of(training), training.spec.job_id, self._view.device
         first = training.step * training.spec.microbatches
         for work, u, k in ahead.turns:
@@ -104,8 +111,8 @@ class _Stream:
                     place = hidden(job_id, u, layout.num_units, first + k, device=here)
                     self._device.offer(place, unit.input_bytes)
 
-    def _give_back(self, training: TrainingProgress, link: CycleLaunch, ahead: Ahead) -> None:
-        """Weights and gradients that the next turns do not use, as far as the host has room."""
+    def _offload(self, training: TrainingProgress, link: CycleLaunch, ahead: Ahead) -> None:
+        """Evicts weights and gradients that the next turns do not use, where the host has room."""
         layout, job_id, here = layout_of(training), training.spec.job_id, self._view.device
         unit = layout.units[link.part]
         for c in unit.chunks:
@@ -118,22 +125,24 @@ class _Stream:
                 if c not in ahead.trained and self._device.holds(place):
                     self._device.evict(place)
 
-    def _on_their_way(self, training: TrainingProgress, moment: int) -> tuple[Place, ...]:
-        """Gradients on the host that must have come before a backward may begin."""
+    def _awaited(self, training: TrainingProgress, moment: int) -> tuple[Place, ...]:
+        """Gradients on the host whose copies must have come before a backward may begin."""
         chunks = trained_before(training, self._how.gradients_out + 1)[moment]
         places = [gradient(training.spec.job_id, c, Tier.HOST) for c in chunks]
         return tuple([place for place in places if self._device.holds(place)])
 
     # ---- updates
     def _barrier(self, training: TrainingProgress, link: CycleLaunch) -> tuple[Place, ...]:
-        """The last update of a step writes all weights, so that whoever fetches waits for it."""
+        """Places that an update also writes: the last update of a step writes all weights, so that
+        the next fetch waits for it."""
         chunks = [*training.trained_by]
         if self._how.overlaps_updates or link.part != chunks[-1]:
             return ()
         return tuple([weight(training.spec.job_id, c, Tier.HOST) for c in chunks[:-1]])
 
-    def _renew(self, training: TrainingProgress, link: CycleLaunch) -> None:
-        """Weights on the device are old now: those that stay are copied, the others given back."""
+    def _refresh(self, training: TrainingProgress, link: CycleLaunch) -> None:
+        """Replaces weights on the device that an update made stale: those that stay are copied from
+        the host, the others are freed."""
         chunks, last = [link.part], [*training.trained_by][-1]
         layout, job_id, here = layout_of(training), training.spec.job_id, self._view.device
         if not self._how.overlaps_updates:

@@ -1,4 +1,4 @@
-"""Training in the order of its chain: forward, backward, updates; several jobs in turn."""
+"""Training tasks in their order: forward, backward, updates; several jobs by turns."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from policies.training.cycle import training_jobs
 class TrainingOrder:
     """The next tasks of one training job, never beyond its step.
 
-    tasks  how many in a plan; 0: all that are left of the step
-    updates  in plans like other tasks (`in_turn`), or all that are left in one (`together`), as a
-           plain loop calls its optimizer once: then an update need not wait for a question, but
-           all that they bring and take is booked at once
-    turns  when another job comes in: behind the whole `job`, behind a `step` (who has done the
-           fewest goes first), or behind a `task`, which holds activations of all jobs at once;
-           a configuration makes one job, so all three are alike there
+    Args:
+        tasks: how many in a plan; 0: all that are left of the step.
+        updates: `in_turn`: planned like other tasks. `together`: all updates that are left in one
+            plan, as a plain loop calls its optimizer once. Then no update waits for another plan,
+            but the memory of all of them is booked at once.
+        turns: when another job takes over: behind the whole `job`; behind a `step`, then the job
+            with the fewest steps is next; or behind a `task`, which keeps the activations of all
+            jobs at once. A configuration makes one job, for which all three are alike.
+
+    Raises:
+        ValueError: `tasks` is below 0.
     """
 
     traits: ClassVar[Traits] = Traits(recurs=True, trains_only=True)
@@ -43,7 +47,7 @@ class TrainingOrder:
         return self._tasks(jobs[0] if self.turns == "job" else min(jobs, key=self._rank))
 
     def _rank(self, job: Job) -> tuple[int, int]:
-        """Lowest first; of equals, who came first."""
+        """The lowest is first; of equals, the job that came first."""
         assert job.training is not None
         step, position = job.training.step, job.training.position
         return (step, position) if self.turns == "task" else (-1 if position else step, 0)
@@ -67,7 +71,7 @@ class TrainingOrder:
         )
 
     def _count(self, left: Sequence[TrainingTask]) -> int:
-        """Tasks of a plan, of those that are left of a step."""
+        """How many of the tasks left of a step are in a plan."""
         if self.updates == "together" and left[0].work is Work.UPDATE:
             return len(left)
         return min(self.tasks or len(left), len(left))

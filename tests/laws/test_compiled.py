@@ -155,8 +155,8 @@ def test_classes_are_marked_in_the_copy_alone() -> None:
 
 
 def test_abstract_classes_are_made_anew_in_the_copy() -> None:
-    source = "class Behind(Sequence[int]):\n    pass\n\n\nclass Plain:\n    pass\n"
-    assert compiled.with_abc(source).endswith("_abc_init(Behind)\n")
+    source = "class Contexts(Sequence[int]):\n    pass\n\n\nclass Plain:\n    pass\n"
+    assert compiled.with_abc(source).endswith("_abc_init(Contexts)\n")
     assert compiled.with_abc("class Plain:\n    pass\n") == "class Plain:\n    pass\n"
 
 

@@ -104,6 +104,6 @@ def test_ends_that_nobody_waits_for_take_no_event() -> None:
         told.append((run.asked, next(run.state.env._eid)))
         runs = run.recorder._runs
         assert len(runs) == (13 if more else 2)
-        contexts = [leg.pieces.contexts for later in runs[2:] for leg in later.legs]
+        contexts = [leg.pieces.contexts for later in runs[2:] for leg in later.segments]
         assert not any([c.tail for c in contexts]), "who decodes moves with all others"
     assert told[0] == told[1]

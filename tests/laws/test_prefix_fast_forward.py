@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.contract.policy import Traits
 from policies.composed import Composed
 from policies.scheduling.earliest_deadline import EarliestDeadline
 from tests.support.jumps import Shaped, both_replayed, both_simulated, kept, simulated
@@ -43,6 +44,14 @@ def test_a_jump_leaves_the_same_pages_and_keys(
     assert kept(fast) == kept(slow)
 
 
+class Promising(EarliestDeadline):
+    """Promises what holds of one prompt under way: it goes on until another finds room."""
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(repeats=True, step_tokens=self.token_budget)
+
+
 @pytest.mark.parametrize("guarded", [True, False])
 def test_whoever_waits_may_share_what_a_prompt_under_way_fills(
     guarded: bool, monkeypatch: pytest.MonkeyPatch
@@ -55,7 +64,7 @@ def test_whoever_waits_may_share_what_a_prompt_under_way_fills(
         Request(0, 0, 160, 30, prompt_ids=prompt),
         Request(1, 1, 160, 30, slo="urgent", prompt_ids=prompt),
     ]
-    scheduling = EarliestDeadline(priority={"urgent": -1}, token_budget=12)
+    scheduling = Promising(priority={"urgent": -1}, token_budget=12)
     policy = Composed(scheduling, MEMORY["v0"])  # all pages of a prompt are taken at once
     fast, slow = (
         simulated(policy, requests, f, Shaped(0), pages=60, host_pages=0, depth=1)

@@ -86,11 +86,16 @@ def both_simulated(
 ) -> tuple[Engine, Engine]:
     """In simulation, with many steps at once and one by one: not a byte differs, nor a page."""
     fast, slow = (simulated(policy, requests, f, cost, **setting) for f in (True, False))
+    check_equal(fast, slow)
+    return fast, slow
+
+
+def check_equal(fast: Engine, slow: Engine) -> None:
+    """Two runs have equal tables, clocks and page tables."""
     assert fast.recorder.tables() == slow.recorder.tables()
     assert (fast.steps, fast.state.env.now) == (slow.steps, slow.state.env.now)
     theirs = page_tables(slow)
     assert all(tables == theirs[step] for step, tables in page_tables(fast).items())
-    return fast, slow
 
 
 def page_tables(engine: Engine) -> dict[int, list[list[int]]]:

@@ -1,0 +1,123 @@
+"""Random schedulings: small expression trees over what a view shows, that promise nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from engine.contract.job import Job
+from engine.contract.plan import Slice
+from engine.contract.regions import Tier, kv_place
+from engine.contract.view import View
+
+Expression = int | str | tuple[str, "Expression", "Expression"]
+Fact = Callable[[View, Job], int]
+
+
+def _other(view: View, job: Job) -> Job:
+    """The job behind this one among those in service, or the first of them, or itself."""
+    if not view.serving:
+        return job
+    ids = [other.job_id for other in view.serving]
+    at = ids.index(job.job_id) + 1 if job.job_id in ids else 0
+    return view.serving[at % len(ids)]
+
+
+def _held_pages(view: View, job: Job) -> int:
+    place = kv_place(job.job_id, Tier.GPU, view.device)
+    return view.held_bytes.get(place, 0) // view.page.nbytes
+
+
+STEADY: dict[str, Fact] = {  # while nothing arrives, ends or is admitted
+    "job_id": lambda view, job: job.job_id,
+    "arrival_ms": lambda view, job: job.arrival_ns // 1_000_000,
+    "prompt_tokens": lambda view, job: job.prompt_tokens,
+    "num_serving": lambda view, job: len(view.serving),
+    "num_waiting": lambda view, job: len(view.waiting),
+}
+MOVING: dict[str, Fact] = {  # some of them not in decodes
+    "is_prefilling": lambda view, job: job.is_prefilling,
+    "remaining_tokens": lambda view, job: job.remaining_tokens,
+    "known_tokens": lambda view, job: job.known_tokens,
+    "computed_tokens": lambda view, job: job.computed_tokens,
+    "other_known_tokens": lambda view, job: _other(view, job).known_tokens,
+    "other_remaining_tokens": lambda view, job: _other(view, job).remaining_tokens,
+    "other_is_prefilling": lambda view, job: _other(view, job).is_prefilling,
+    "time": lambda view, job: view.now_ns // 200_000,
+    "issued": lambda view, job: view.issued,
+    "free_pages": lambda view, job: view.free_bytes[Tier.GPU, view.device] // view.page.nbytes,
+    "room_pages": lambda view, job: view.room((Tier.GPU, view.device)) // view.page.nbytes,
+    "held_pages": _held_pages,
+    "num_in_flight": lambda view, job: len(view.in_flight),
+}
+FACTS = STEADY | MOVING
+OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "%": lambda a, b: a % b if b else a,
+    "<": lambda a, b: int(a < b),
+    "min": min,
+}
+
+
+def value(expression: Expression, view: View, job: Job) -> int:
+    """What a tree says of a job. `if` reads its second branch where its first one is 0."""
+    if isinstance(expression, int):
+        return expression
+    if isinstance(expression, str):
+        return int(FACTS[expression](view, job))
+    name, one, other = expression
+    found = value(one, view, job)
+    if name == "or":
+        return found or value(other, view, job)
+    if name == "and":
+        return found and value(other, view, job)
+    return OPERATIONS[name](found, value(other, view, job))
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A scheduling made of trees: which jobs are in a batch, in which order, with which tokens.
+
+    The job that is longest in service is always in it, first, so that work comes to an end.
+    """
+
+    is_wanted: Expression  # a multiple of 4 is not
+    rank: Expression
+    tokens: Expression  # 0: all that remain
+    token_budget: int
+    max_jobs: int
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        seats = max(0, self.max_jobs - len(view.serving))
+        head, *rest = [*view.serving, *view.waiting[:seats]] or [None]
+        if head is None:
+            return ()
+        wanted = [job for job in rest if value(self.is_wanted, view, job) % 4]
+        wanted.sort(key=lambda job: (value(self.rank, view, job) % 7, job.job_id))
+        slices, left = list[Slice](), self.token_budget
+        for job in (head, *wanted):
+            if left <= 0:
+                break
+            most = value(self.tokens, view, job) % 9
+            tokens = 1 if most == 1 else min(left, job.remaining_tokens, most or left)
+            slices.append(Slice(job, tokens))
+            left -= tokens
+        return tuple(slices)
+
+
+def expressions(facts: dict[str, Fact]) -> st.SearchStrategy[Expression]:
+    """Trees over facts."""
+    leaves = st.one_of(st.integers(0, 5), st.sampled_from([*facts]), st.sampled_from([*facts]))
+    names = st.sampled_from([*OPERATIONS, "or", "and"])
+    return st.recursive(leaves, lambda inner: st.tuples(names, inner, inner), max_leaves=5)
+
+
+def schedulings() -> st.SearchStrategy[Drawn]:
+    """Of each tree half read steady facts alone."""
+    trees = st.one_of(expressions(STEADY), expressions(FACTS))
+    tokens = st.one_of(st.sampled_from([0, 0, 1]), trees)
+    return st.builds(Drawn, trees, trees, tokens, st.sampled_from([8, 24, 64]), st.integers(1, 12))
