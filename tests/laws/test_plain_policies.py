@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from engine.contract.plan import Slice
+from engine.contract.policy import Scheduling
+from engine.contract.view import View
 from engine.fast_forward import reads
 from engine.fast_forward.reads import STEADY_IN_DECODE, SeenReads, can_be_seen
 from engine.loop.engine import Engine, Stalled
@@ -73,7 +77,7 @@ def run(
         return str(stalled)
 
 
-def check(scheduling: Drawn, memory: str, **given: Any) -> tuple[Engine | str, Engine | str]:
+def check(scheduling: Scheduling, memory: str, **given: Any) -> tuple[Engine | str, Engine | str]:
     """With the questions that are spared, and step by step."""
     policy = Composed(scheduling, MEMORY[memory])
     try:
@@ -97,7 +101,7 @@ def test_a_policy_that_promises_nothing_is_asked_where_its_answer_may_change(**g
 
 # ---- it is about something
 def trees(*trees: Any) -> Drawn:
-    return Drawn(*trees, token_budget=24, max_jobs=8)
+    return Drawn(0, *trees, token_budget=24, max_jobs=8)
 
 
 @seen
@@ -125,6 +129,29 @@ def test_whether_questions_are_spared_goes_by_what_is_read(
         assert fast.asked < 0.5 * slow.asked
     else:
         assert fast.asked > 0.8 * slow.asked
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Prompts in odd half milliseconds; in even ones decodes, in reverse while a job waits."""
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        if view.waiting and view.now_ns // 500_000 % 2:
+            return tuple(Slice(job, job.remaining_tokens) for job in view.waiting)
+        jobs = view.serving or view.waiting
+        order = reversed(jobs) if view.waiting else jobs
+        return tuple(Slice(job, job.remaining_tokens) for job in order)
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_what_was_read_for_a_batch_that_finds_no_room_counts_too(memory: str) -> None:
+    """Composed asks again for a view without waiting jobs, for which no clock is read."""
+    requests = [Request(0, 0, 40, 80), Request(1, 0, 40, 80), Request(2, 1_000_000, 80, 40)]
+    given = {"requests": requests, "pages": 65, "host_pages": 0, "depth": 1, "host_ns": 0}
+    fast, slow = check(Turns(), memory, **given)
+    assert isinstance(fast, Engine) and isinstance(slow, Engine)
+    orders = {tuple(s.job.job_id for s in plan.ops[-1].slices) for *_, plan in slow.recorder.plans}  # type: ignore[union-attr]
+    assert {(0, 1), (1, 0)} <= orders, "the clock decides"
 
 
 # ---- reads that are not noted

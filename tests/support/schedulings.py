@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -82,9 +82,11 @@ def value(expression: Expression, view: View, job: Job) -> int:
 class Drawn:
     """A scheduling made of trees: which jobs are in a batch, in which order, with which tokens.
 
-    The job that is longest in service is always in it, first, so that work comes to an end.
+    Either prompts that wait, alone, or all of them behind the job that is longest in service, which
+    is always there, so that work comes to an end.
     """
 
+    are_prompts_alone: Expression  # odd
     is_wanted: Expression  # a multiple of 4 is not
     rank: Expression
     tokens: Expression  # 0: all that remain
@@ -92,14 +94,19 @@ class Drawn:
     max_jobs: int
 
     def batch(self, view: View) -> tuple[Slice, ...]:
-        seats = max(0, self.max_jobs - len(view.serving))
-        head, *rest = [*view.serving, *view.waiting[:seats]] or [None]
+        waiting = view.waiting[: max(0, self.max_jobs - len(view.serving))]
+        if waiting and view.serving and value(self.are_prompts_alone, view, waiting[0]) % 2:
+            return self._slices(view, [*waiting])
+        head, *rest = [*view.serving, *waiting] or [None]
         if head is None:
             return ()
         wanted = [job for job in rest if value(self.is_wanted, view, job) % 4]
         wanted.sort(key=lambda job: (value(self.rank, view, job) % 7, job.job_id))
+        return self._slices(view, [head, *wanted])
+
+    def _slices(self, view: View, jobs: Sequence[Job]) -> tuple[Slice, ...]:
         slices, left = list[Slice](), self.token_budget
-        for job in (head, *wanted):
+        for job in jobs:
             if left <= 0:
                 break
             most = value(self.tokens, view, job) % 9
@@ -117,7 +124,10 @@ def expressions(facts: dict[str, Fact]) -> st.SearchStrategy[Expression]:
 
 
 def schedulings() -> st.SearchStrategy[Drawn]:
-    """Of each tree half read steady facts alone."""
-    trees = st.one_of(expressions(STEADY), expressions(FACTS))
+    """Many trees read steady facts alone; most lists of tokens are all that remain."""
+    few = {name: FACTS[name] for name in ("job_id", "known_tokens", "computed_tokens", "time")}
+    trees = st.one_of(expressions(STEADY), expressions(few), expressions(FACTS))
     tokens = st.one_of(st.sampled_from([0, 0, 1]), trees)
-    return st.builds(Drawn, trees, trees, tokens, st.sampled_from([8, 24, 64]), st.integers(1, 12))
+    budgets, seats = st.sampled_from([8, 24, 64]), st.integers(1, 12)
+    alone = st.one_of(st.just(0), trees)
+    return st.builds(Drawn, alone, trees, trees, tokens, budgets, seats)
