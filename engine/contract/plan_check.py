@@ -277,15 +277,12 @@ class PlanCheck:
             self._check_place(op.dst, device)
             self._check_own(op.src, device)
             ends = [p.device for p in (op.src, op.dst) if p.tier is Tier.GPU]
+            what = f"copy of {told(op.src)}"
             if ends and device not in ends:
-                raise ContractError(
-                    Rule.DEVICE, f"copy of {told(op.src)} in a plan for device {device}"
-                )
+                raise ContractError(Rule.DEVICE, f"{what} in a plan for device {device}")
             if op.src[0] != op.dst[0] or op.src == op.dst:
-                raise ContractError(
-                    Rule.COPY,
-                    f"copy of {told(op.src)} onto {told(op.dst)}: a copy keeps its region",
-                )
+                what += f" onto {told(op.dst)}: a copy keeps its region"
+                raise ContractError(Rule.COPY, what)
         elif kind is Share:
             self._check_place(op.place, device)
             self._check_share(op)
@@ -302,41 +299,32 @@ class PlanCheck:
         number, sharing = op.place.region.owner, self._ledger.sharing.get(op.place.pool)
         job = self._jobs.get(number)
         if job is None or job.training is not None or sharing is None:
-            raise ContractError(
-                Rule.SHARE, "pages are shared for a job that is there, with prefix caching", number
-            )
+            what = "pages are shared for a job that is there, with prefix caching"
+            raise ContractError(Rule.SHARE, what, number)
         if type(op.pages) is not tuple or not op.pages or len({*op.pages}) != len(op.pages):
             raise ContractError(Rule.SHARE, "shared pages are a tuple, and none is twice", number)
         if len(op.pages) * self._page.tokens >= job.known_tokens:
             raise ContractError(Rule.SHARE, "its last token must be computed", number)
         if wrong := sharing.cache.wrong(job, op.pages):
-            raise ContractError(
-                Rule.SHARE, f"it would start on pages {wrong}, which hold other tokens", number
-            )
+            what = f"it would start on pages {wrong}, which hold other tokens"
+            raise ContractError(Rule.SHARE, what, number)
 
     def _check_grow(self, op: Grow, device: int) -> None:
         """Rules PLACE and BYTES."""
-        nbytes, is_kv = op.nbytes, op.place.region.kind is Kind.KV
-        self._check_place(op.place, device)
-        if op.place.tier is Tier.GPU and op.place.device != device:
-            raise ContractError(
-                Rule.DEVICE, f"{told(op.place)} grows in a plan for device {device}"
-            )
+        place, nbytes, size = op.place, op.nbytes, self._page.nbytes
+        owner, is_kv = place.region.owner, place.region.kind is Kind.KV
+        self._check_place(place, device)
+        if place.tier is Tier.GPU and place.device != device:
+            raise ContractError(Rule.DEVICE, f"{told(place)} grows in a plan for device {device}")
         if type(nbytes) is not int or nbytes < 0:
-            raise ContractError(
-                Rule.BYTES, f"{told(op.place)} takes {nbytes!r} bytes: not whole, or below zero"
-            )
-        if is_kv and nbytes % self._page.nbytes:
-            raise ContractError(
-                Rule.BYTES,
-                f"{told(op.place)} takes {nbytes} bytes: no whole pages of {self._page.nbytes}",
-            )
-        if op.place.region.owner not in self._jobs:
-            raise ContractError(
-                Rule.JOB,
-                f"{told(op.place)} takes bytes for a job that is not there",
-                op.place.region.owner,
-            )
+            what = f"{told(place)} takes {nbytes!r} bytes: not whole, or below zero"
+            raise ContractError(Rule.BYTES, what)
+        if is_kv and nbytes % size:
+            what = f"{told(place)} takes {nbytes} bytes: no whole pages of {size}"
+            raise ContractError(Rule.BYTES, what)
+        if owner not in self._jobs:
+            what = f"{told(place)} takes bytes for a job that is not there"
+            raise ContractError(Rule.JOB, what, owner)
 
     def _check_place(self, place: Place, device: int) -> None:
         """Rule PLACE, for places that may be new; rule HELD covers all others."""
@@ -418,8 +406,7 @@ class PlanWalk:
         self._sliced = {
             s.job.job_id for op in plan.ops if isinstance(op, Compute) for s in op.slices
         }
-        gone = [job.job_id for job in (*plan.restart, *plan.refuse)]
-        self._given_up = {*gone}
+        self._given_up = {job.job_id for job in (*plan.restart, *plan.refuse)}
 
     def walk(self) -> None:
         """Raises ContractError where the order of the plan breaks a rule."""
@@ -482,9 +469,8 @@ class PlanWalk:
         place, number = op.place, op.place.region.owner
         job, tokens = self._jobs.get(number), len(op.pages) * self._page.tokens
         if job is None or self._computed_of(job) or number not in self._sliced:
-            raise ContractError(
-                Rule.SHARE, "a job shares pages where it begins, with a slice behind them", number
-            )
+            what = "a job shares pages where it begins, with a slice behind them"
+            raise ContractError(Rule.SHARE, what, number)
         self._computed[number] = tokens
         self._tokens[place], self._pages[place] = None, len(op.pages)
 
@@ -513,9 +499,8 @@ class PlanWalk:
             computed = self._computed_of(job)
             rest = [self._tokens_of(other, job) for other in self._others(place)]
             if computed and max(rest, default=GONE) < computed:
-                raise ContractError(
-                    Rule.KV_FREED, "its only KV is freed: name the job in `restart`", number
-                )
+                what = "its only KV is freed: name the job in `restart`"
+                raise ContractError(Rule.KV_FREED, what, number)
         self._pages[place] = self._tokens[place] = GONE
 
     def _compute(self, op: Compute, is_only: bool) -> None:
@@ -525,9 +510,8 @@ class PlanWalk:
             if place.region.kind is Kind.KV and place not in own:
                 owner = self._jobs.get(place.region.owner)
                 if owner is None or owner.training is None:
-                    raise ContractError(
-                        Rule.OWN_KV, "its KV is written without a slice", place.region.owner
-                    )
+                    what = "its KV is written without a slice"
+                    raise ContractError(Rule.OWN_KV, what, place.region.owner)
         written = set(op.writes)
         for piece in self._to_look_at(op, served) if is_only else served:
             self._serve(piece, written)
@@ -548,11 +532,10 @@ class PlanWalk:
         computed, place = self._computed_of(job), kv_place(number, Tier.GPU, self._device)
         known = self._known.get(number, job.known_tokens)
         if number in self._known:
-            raise ContractError(
-                Rule.ONCE, "a slice behind its next token, with which it may have ended", number
-            )
+            what = "a slice behind its next token, with which it may have ended"
+            raise ContractError(Rule.ONCE, what, number)
         recorded = self._recorded.get(number, job.recorded_tokens)
-        check_slice(piece, known - computed, is_gapless=recorded == computed)
+        _check_slice(piece, known - computed, is_gapless=recorded == computed)
         if piece.record:
             self._recorded[number] = recorded + piece.tokens
         pages = self._pages_of(place)
@@ -561,16 +544,12 @@ class PlanWalk:
         if place not in written:
             raise ContractError(Rule.OWN_KV, f"{told(place)} is not among the writes", number)
         if computed + piece.tokens > pages * self._page.tokens:
-            raise ContractError(
-                Rule.KV_PAGES,
-                f"{pages} pages of {self._page.tokens} for {computed} + {piece.tokens} tokens",
-                number,
-            )
+            what = f"{pages} pages of {self._page.tokens} for {computed} + {piece.tokens} tokens"
+            raise ContractError(Rule.KV_PAGES, what, number)
         there = self._tokens_of(place, job)
         if there < computed:
-            raise ContractError(
-                Rule.KV_CONTENTS, f"{told(place)} holds {there} of its {computed} tokens", number
-            )
+            what = f"{told(place)} holds {there} of its {computed} tokens"
+            raise ContractError(Rule.KV_CONTENTS, what, number)
         if self._tokens.get(place, self._filled.get(place)) is not None:
             for other in self._others(place):  # places that followed the job stay behind
                 self._tokens[other] = self._tokens_of(other, job)
@@ -580,18 +559,16 @@ class PlanWalk:
         self._computed[number] = computed + piece.tokens
 
 
-def check_slice(piece: Slice, remaining_tokens: int, is_gapless: bool) -> None:
-    """Raises ContractError where a slice breaks rule TOKENS."""
+def _check_slice(piece: Slice, remaining_tokens: int, is_gapless: bool) -> None:
+    """Rule TOKENS. `is_gapless`: whether activations of all computed tokens are kept."""
     given: Any = piece  # compiled, what is known to be an int is one: also True
     number, tokens = piece.job.job_id, given[1]
     if piece[2:-1] != WHOLE[:-1]:
-        raise ContractError(
-            Rule.TOKENS, "a served slice goes forward through all layers, and no more", number
-        )
+        what = "a served slice goes forward through all layers, and no more"
+        raise ContractError(Rule.TOKENS, what, number)
     if type(tokens) is not int or not 0 < tokens <= remaining_tokens:
-        raise ContractError(
-            Rule.TOKENS, f"a slice of {tokens!r} tokens, but {remaining_tokens} remain", number
-        )
+        what = f"a slice of {tokens!r} tokens, but {remaining_tokens} remain"
+        raise ContractError(Rule.TOKENS, what, number)
     if piece.record and not is_gapless:
         raise ContractError(Rule.TOKENS, "a record is a gapless prefix", number)
 

@@ -213,9 +213,7 @@ class FreeQueue:
             self.free_bytes -= nbytes
             return set()
         if nbytes > self.room_bytes:
-            raise BrokenLaw(
-                "law 3: more bytes are taken than the pool has: check `room_bytes` first"
-            )
+            raise BrokenLaw("law 3: more bytes are taken than the pool has: check before you take")
         now, self.free_bytes = self.free_bytes, 0
         givers: set[Op] = set()
         while now < nbytes:

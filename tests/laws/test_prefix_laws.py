@@ -123,10 +123,10 @@ def test_each_replica_keeps_pages_of_its_own(memory: str) -> None:
 
 # ---- mutations
 def chain_without_parents(patch: pytest.MonkeyPatch) -> None:
-    def keys(self: Chain, start: int, stop: int) -> Iterator[int]:
+    def page_hashes(self: Chain, start: int, stop: int) -> Iterator[int]:
         return (hash(self._content(index)) for index in range(start, stop))
 
-    patch.setattr(Chain, "keys", keys)
+    patch.setattr(Chain, "page_hashes", page_hashes)
 
 
 def chain_without_contents(patch: pytest.MonkeyPatch) -> None:
