@@ -1,7 +1,7 @@
 """Can a newcomer guess the file? Thirty questions, answered from folder and file names alone.
 
 `python -m benchmarks.room_test --ask` prints the questions and the tree of production files, to be
-given to somebody or something that has seen neither code nor key.
+answered by a reader that has seen neither code nor key.
 `python -m benchmarks.room_test --score ANSWERS` reads a file of lines `number path` and tells how
 many are right: only the count, so that the answers teach nothing for the next time.
 """

@@ -26,7 +26,7 @@ else:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Whoever leaves out the slow tests gets fewer random cases of the properties, too."""
+    """A run without the slow tests draws fewer random cases of the properties, too."""
     is_fast = "not slow" in config.getoption("markexpr")
     if settings is not None:
         settings.load_profile("fast" if is_fast else "full")

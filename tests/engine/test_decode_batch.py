@@ -11,7 +11,7 @@ from engine.fast_forward.decode_batch import DecodeBatch
 from tests.support.strategies import cases
 
 PAGE = PageSize(4, 10)
-HELD = st.lists(st.integers(1, 30), max_size=6)  # tokens in KV when somebody comes in
+HELD = st.lists(st.integers(1, 30), max_size=6)  # tokens in KV when a job joins
 MOVES = st.lists(st.tuples(HELD, st.integers(0, 9), st.sets(st.integers(0, 12))), max_size=5)
 
 

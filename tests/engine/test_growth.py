@@ -92,7 +92,7 @@ def test_a_cohort_grows_as_its_places_would_one_by_one(
     assert [cycle.by_step[i % 4] for i in range(count)] == found
 
 
-def test_whoever_holds_pages_to_spare_grows_in_no_turn() -> None:
+def test_a_job_with_pages_to_spare_grows_in_no_turn() -> None:
     cohort = DecodeBatch(PageSize(4, 10))
     cohort.join([(Job(0, 0, 3, 4, 3), kv_place(0))], {kv_place(0): [0, 1]}, lambda job: 9)
     assert cohort.cycle() is None

@@ -141,7 +141,7 @@ def identical(policy: Policy, requests: Sequence[Request], *setting: int) -> Rec
 
 
 def under_pressure(recorder: Recorder) -> bool:
-    """Whether anybody's memory was taken."""
+    """Whether the run took memory from any job."""
     return any(o.restarts + o.swaps for o in recorder.outcomes.values())
 
 

@@ -194,6 +194,6 @@ def test_the_checks_catch_a_cache_that_is_wrong(
             check_contents(replay(composed("v1", "v1"), requests, pages=40).check(), requests)
         except (BrokenLaw, ContractError):
             caught += 1
-    # Five are caught with every seed; a page found too early only where somebody looks right then:
-    # with 4 of these 6 seeds, counted after the fact.
+    # Five mutations are caught with every seed. A page found too early is caught only where a job
+    # looks for it right then: with 4 of these 6 seeds.
     assert caught >= 4

@@ -22,7 +22,7 @@ from traces.serving.request import Request
 
 
 # ---- vLLM v1
-def test_v1_serves_whoever_runs_in_order_then_whoever_waits() -> None:
+def test_v1_serves_running_jobs_in_order_then_waiting_ones() -> None:
     running = [decoding(0, 8), job(1, 50, computed=20), decoding(2, 8)]
     state = view(running, [job(3, 10), job(4, 40)])
     assert wanted(VllmV1(64, 8), state) == [(0, 1), (1, 30), (2, 1), (3, 10), (4, 22)]
@@ -30,7 +30,7 @@ def test_v1_serves_whoever_runs_in_order_then_whoever_waits() -> None:
     assert wanted(VllmV1(20, 8), state) == [(0, 1), (1, 19)], "the budget ends in the middle"
 
 
-def test_v1_preempts_the_tail_and_lets_nobody_in_with_it() -> None:
+def test_v1_preempts_the_tail_and_admits_no_job_with_it() -> None:
     running = [decoding(0, 8), decoding(1, 8), decoding(2, 8)]
     state = view(running, [job(3, 4)], pages=7)  # 2 each, one free: two need another
     plan = fitted(VllmV1(64, 8), V1, state)
@@ -38,7 +38,7 @@ def test_v1_preempts_the_tail_and_lets_nobody_in_with_it() -> None:
     assert ids(plan.restart) == [2]
 
 
-def test_v1_preempts_even_itself_where_nobody_is_behind() -> None:
+def test_v1_preempts_even_itself_where_no_job_is_behind() -> None:
     running = [decoding(0, 10), decoding(1, 8)]
     state = view(running, [], pages=5)  # 3 + 2: job 0 fits into its last page, job 1 does not
     plan = fitted(VllmV1(64, 8), V1, state)

@@ -48,15 +48,15 @@ FAMILIES: Mapping[str, ModelSpec] = {
 
 
 def own_model(spec: ModelSpec) -> Any:
-    """The runtime's model of a tiny spec, for whoever moves it or changes its weights."""
+    """The runtime's model of a tiny spec, for tests that move it or change its weights."""
     return build_model(spec, seed=1, spread=SPREAD)
 
 
-shared_model = cache(own_model)  # built once for all who only read its weights
+shared_model = cache(own_model)  # built once for all tests that only read its weights
 
 
 class HandMade:
-    """Issues launches; hands out pages in a scrambled order, rubbish wherever nobody may read."""
+    """Issues launches; hands out pages in a scrambled order, rubbish wherever no launch may read."""
 
     def __init__(
         self,

@@ -121,8 +121,8 @@ def least(*words: str) -> Need:
 def pressing(*words: str) -> Words:
     """The words with a sixth of the model's states on the device, or the least that does.
 
-    Whoever has all weights there cannot do with a sixth. Nor can LoRA that keeps activations: its
-    states are little more than the frozen weights, beside which activations weigh the more.
+    A layout with all weights on the device needs more than a sixth. So does LoRA that keeps
+    activations: its states are little more than the frozen weights, and activations come on top.
     """
     sixth = budget({Tier.GPU: state_bytes(run_spec(*words)) // 6})
     if refusal(*words, *sixth) is None:
