@@ -94,11 +94,11 @@ def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     def short(env: Any, executor: Any, machine: Any, look_s: float) -> dict[str, float]:
         return whole(env, executor, machine, 0.0, min_rounds=3)
 
-    def quiet(begins_with_one: bool) -> Any:
+    def keeps_collections(begins_with_one: bool) -> Any:
         return no_full_collections(False)
 
     monkeypatch.setattr(reference, "probe", short)
-    monkeypatch.setattr("tandem.wiring.experiment.no_full_collections", quiet)
+    monkeypatch.setattr("tandem.wiring.experiment.no_full_collections", keeps_collections)
 
 
 @pytest.fixture

@@ -404,5 +404,6 @@ class Chains:
 
 
 def named(value: object) -> str:
-    """The type of a value in words, for messages."""
-    return "None" if value is None else f"a {type(value).__name__}"
+    """The type of a value in words, for messages; that of every job is Job."""
+    kind = Job if isinstance(value, Job) else type(value)
+    return "None" if value is None else f"a {kind.__name__}"

@@ -178,7 +178,7 @@ class FixedChunks:
 
     def _too_small(self, shape: TrainingShape, most: int, device_bytes: int) -> DoesNotFit:
         """Why no size fits into warm-up, which leaves a chunk `most` numbers."""
-        name, largest = _largest_module(shape) if self.oversize == "error" else ("", 1)
+        name, largest = _biggest_module(shape) if self.oversize == "error" else ("", 1)
         sizes = [n for size in self.sizes for n in _halvings(size) if n >= max(largest, most + 1)]
         if not sizes:
             return DoesNotFit(
@@ -226,7 +226,7 @@ def _halvings(size: int) -> list[int]:
     return [size >> times for times in range(size.bit_length())]
 
 
-def _largest_module(shape: TrainingShape) -> tuple[str, int]:
+def _biggest_module(shape: TrainingShape) -> tuple[str, int]:
     """The name and the numbers of the largest module, frozen and trained ones counted apart."""
     numbers = Counter[tuple[str, bool]]()
     for parameter in shape.parameters:

@@ -27,15 +27,24 @@ def load_of(fleet: Fleet, replica: int, load: str) -> int:
     return fleet.outstanding(replica)
 
 
-def least_loaded(fleet: Fleet, load: str) -> int:
-    """The replica with the least load. Of equals, the one with fewer requests so far; then the
-    lower number."""
+def shortest_queue(fleet: Fleet, load: str) -> int:
+    """The replica with the least load.
+
+    Ties go to the replica with fewer requests so far, then to the lower number.
+
+    Args:
+        fleet: The replicas, with what was assigned to each.
+        load: One of LOADS.
+
+    Returns:
+        The number of the replica.
+    """
     return min(range(len(fleet)), key=lambda i: (load_of(fleet, i, load), fleet.assigned[i], i))
 
 
 @dataclass(frozen=True)
 class LeastOutstanding:
-    """The replica with the least outstanding load: join the shortest queue. Ties: see least_loaded.
+    """Join the shortest queue: the replica with the least outstanding load; see shortest_queue.
 
     Args:
         load: outstanding `requests`, or the `tokens` of these (which bounds their KV).
@@ -50,4 +59,4 @@ class LeastOutstanding:
         check_load("least outstanding", self.load)
 
     def route(self, job: Job, fleet: Fleet) -> int:
-        return least_loaded(fleet, self.load)
+        return shortest_queue(fleet, self.load)

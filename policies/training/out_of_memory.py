@@ -1,6 +1,6 @@
 """A training job that cannot run in the memory there is: what lacks where, and what would help.
 
-The errors carry facts and remedies. `tandem.wiring.budget.in_words` names the keys of a
+The errors carry facts and remedies. `tandem.wiring.budget.advised_line` names the keys of a
 configuration for them: policies know none.
 """
 

@@ -216,7 +216,7 @@ def test_a_replica_that_stalls_is_told_with_its_jobs_when_the_others_are_done() 
 # ---- playing back
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 def test_a_plan_log_of_replicas_plays_back_on_other_durations(scheduling: str, memory: str) -> None:
-    """Each device passes through the same plans, pages and bytes, whichever device is faster now."""
+    """Each device passes through the same plans, pages and bytes, whichever is faster now."""
     requests = random_requests(9, 20, rate=2500)
     real = replay(
         composed(scheduling, memory),

@@ -60,10 +60,10 @@ def test_a_moment_is_kept_while_decodes_go_on(depth: int) -> None:
 
 def test_a_moment_that_has_passed_wakes_no_policy() -> None:
     with pytest.raises(Stalled, match=r"waiting \[1\]"):
-        replay(Late(), [Request(1, 0, 10, 4)])
+        replay(WakesAtPresent(), [Request(1, 0, 10, 4)])
 
 
-class Late:
+class WakesAtPresent:
     """Names the present."""
 
     def plan(self, view: View) -> Plan:

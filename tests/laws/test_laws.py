@@ -99,9 +99,7 @@ def test_output_lengths_stay_hidden(
     finish_ns = min(o.finish_ns for run in runs for o in run.recorder.outcomes.values())
     early = [[encode(row[-1]) for row in run.recorder.plans if row[2] < finish_ns] for run in runs]
     common = min(len(log) for log in early) - setting["depth"]  # so many may count on the finish
-    assert common >= 6 - setting["depth"], (
-        "as many tokens as the shortest answer has come before a finish"
-    )
+    assert common >= 6 - setting["depth"], "the shortest answer has 6 tokens"
     assert early[0][:common] == early[1][:common]
 
 

@@ -133,7 +133,7 @@ def chain_without_contents(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Chain, "_content", lambda self, index: ())
 
 
-def pages_that_keep_their_keys(patch: pytest.MonkeyPatch) -> None:
+def pages_that_stay_cached(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "forget", lambda self, pages: None)
 
 
@@ -177,7 +177,7 @@ def holders_never_leave(patch: pytest.MonkeyPatch) -> None:
     [
         chain_without_parents,
         chain_without_contents,
-        pages_that_keep_their_keys,
+        pages_that_stay_cached,
         pages_found_too_early,
         holders_not_counted,
         holders_never_leave,

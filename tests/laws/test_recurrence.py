@@ -27,7 +27,7 @@ from tests.support.offload import (
     ROOMY,
     job_of,
     laid_out,
-    least_device_bytes,
+    min_device_bytes,
     shape_of,
     trained,
 )
@@ -45,7 +45,7 @@ def both(
     shape = shape_of(random.Random(seed), layers=3, tied=bool(seed % 2))
     job = job_of(shape, num_steps=STEPS, microbatches=1 + seed % 3)
     layout = laid_out(shape, mode)
-    least = least_device_bytes(layout.training[0], job, True, True)
+    least = min_device_bytes(layout.training[0], job, True, True)
     gpu = least + int(spare * sum(c.optimizer_bytes for c in layout.training[0].chunks))
     policy = Composed(TrainingOrder(tasks), memory)
     slow = trained(policy, [job], layout, gpu, fast_forward=False, **how)

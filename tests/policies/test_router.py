@@ -231,9 +231,7 @@ def test_affinity_tells_prompts_apart_behind_any_common_beginning() -> None:
     policy = Composed(SCHEDULING["chunked"], PagedRestart(prefix_caching=True))
     run = replay(policy, requests, pages=2500, devices=3, router=PrefixAffinity(load_bound=3))
     cached = [outcome.cached_tokens for outcome in run.check().recorder.outcomes.values()]
-    assert all(tokens == 1320 for tokens in cached[6:]), (
-        "a user's turns go where the user's pages are"
-    )
+    assert all(tokens == 1320 for tokens in cached[6:]), "turns go where their pages are"
 
 
 def sessions_by_replica(turns: list[Request], router: Router) -> dict[int, set[int]]:

@@ -111,10 +111,10 @@ def refusal(*words: str) -> DoesNotFit | None:
 
 
 @cache
-def least(*words: str) -> Need:
+def min_budget(*words: str) -> Need:
     """The least memory that the search of `tandem plan` finds, from next to nothing on."""
     nothing = budget({Tier.GPU: 1, Tier.HOST: 1})
-    return _least(*words, *nothing)
+    return _min_budget(*words, *nothing)
 
 
 @cache
@@ -127,10 +127,10 @@ def pressing(*words: str) -> Words:
     sixth = budget({Tier.GPU: state_bytes(run_spec(*words)) // 6})
     if refusal(*words, *sixth) is None:
         return (*words, *sixth)
-    return (*words, *budget({Tier.GPU: _least(*words, *sixth)[Tier.GPU]}))
+    return (*words, *budget({Tier.GPU: _min_budget(*words, *sixth)[Tier.GPU]}))
 
 
-def _least(*words: str) -> Need:
+def _min_budget(*words: str) -> Need:
     refused = refusal(*words)
     assert refused is not None, "there is no pressure"
     need = min_budget_of(_point(*words), refused)
