@@ -13,6 +13,10 @@ LOADS = ("requests", "tokens")
 def check_load(name: str, load: str) -> None:
     """Checks what a router counts as load.
 
+    Args:
+        name: of the router, for the message.
+        load: the name of a load.
+
     Raises:
         ValueError: `load` is not one of LOADS.
     """
@@ -21,7 +25,16 @@ def check_load(name: str, load: str) -> None:
 
 
 def load_of(fleet: Fleet, replica: int, load: str) -> int:
-    """Outstanding requests of a replica, or the tokens of these, by the name of the load."""
+    """The outstanding load of a replica.
+
+    Args:
+        fleet: the replicas.
+        replica: the number of the replica.
+        load: one of LOADS.
+
+    Returns:
+        Outstanding requests, or the tokens of these.
+    """
     if load == "tokens":
         return fleet.outstanding_tokens(replica)
     return fleet.outstanding(replica)

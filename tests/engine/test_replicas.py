@@ -201,7 +201,7 @@ def test_a_request_too_big_for_a_replica_is_refused_and_the_rest_is_served(
 
 
 class RefusesToWork:
-    """A policy that wants nothing on one device."""
+    """A policy that plans nothing on one device."""
 
     def plan(self, view: View) -> Plan:
         return Plan() if view.device == 1 else composed("chunked", "restart").plan(view)
