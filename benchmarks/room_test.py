@@ -1,7 +1,7 @@
 """Can a newcomer guess the file? Thirty questions, answered from folder and file names alone.
 
 `python -m benchmarks.room_test --ask` prints the questions and the tree of production files, to be
-given to somebody or something that has seen neither code nor key.
+answered by a reader that has seen neither code nor key.
 `python -m benchmarks.room_test --score ANSWERS` reads a file of lines `number path` and tells how
 many are right: only the count, so that the answers teach nothing for the next time.
 """
@@ -20,7 +20,7 @@ PACKAGES = ("traces", "models", "engine", "policies", "sim", "runtime", "tandem"
 BAR = 27
 
 
-def questions() -> list[tuple[str, tuple[str, ...]]]:
+def question_rows() -> list[tuple[str, tuple[str, ...]]]:
     """Each question, and the files of which any is a right answer."""
     with QUESTIONS.open(encoding="utf-8", newline="") as file:
         return [(row["question"], tuple(row["files"].split())) for row in csv.DictReader(file)]
@@ -34,7 +34,9 @@ def tree() -> list[str]:
 
 def num_right(answers: dict[int, str]) -> int:
     """How many answers, by the number of their question from 1 on, name a right file."""
-    return sum(answers.get(number, "") in files for number, (_, files) in enumerate(questions(), 1))
+    return sum(
+        answers.get(number, "") in files for number, (_, files) in enumerate(question_rows(), 1)
+    )
 
 
 def read_answers(path: Path) -> dict[int, str]:
@@ -57,10 +59,10 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.ask:
         print("Answer each question with one path of the tree: a line `number path` for each.\n")
         print("\n".join(tree()), end="\n\n")
-        for number, (question, _) in enumerate(questions(), 1):
+        for number, (question, _) in enumerate(question_rows(), 1):
             print(f"{number}. {question}")
         return 0
-    right, all_of_them = num_right(read_answers(given.score)), len(questions())
+    right, all_of_them = num_right(read_answers(given.score)), len(question_rows())
     is_met = right >= BAR
     print(f"rooms_found_of_{all_of_them} {right} files {BAR} {'pass' if is_met else 'fail'}")
     return int(not is_met)

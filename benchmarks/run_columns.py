@@ -130,7 +130,7 @@ def differences(
     aside = [(out.file, out.column) for out in left_out if is_timed or not out.is_timed]
     compared, found = 0, list[Difference]()
 
-    def is_aside(file: str, column: str) -> bool:
+    def is_left_out(file: str, column: str) -> bool:
         return any(file == name and fnmatchcase(column, pattern) for name, pattern in aside)
 
     for file in sorted({*before, *after}, key=lambda name: (name.endswith(".json"), name)):
@@ -140,7 +140,7 @@ def differences(
             found.append(Difference(file, ALL, None, _there(file in before), _there(file in after)))
             continue
         names = {name: renamed.get((file, name), name) for name in before[file]}
-        kept = [name for name in names if not is_aside(file, name)]
+        kept = [name for name in names if not is_left_out(file, name)]
         old = {name: before[file][name] for name in kept}
         new = {name: after[file][names[name]] for name in kept if names[name] in after[file]}
         if is_timed:
@@ -152,7 +152,7 @@ def differences(
             elif old[name].digest != new[name].digest:
                 found.append(_first(file, name, old[name], new[name]))
         for name in after[file]:
-            if name not in names.values() and not is_aside(file, name):
+            if name not in names.values() and not is_left_out(file, name):
                 found.append(Difference(file, name, None, _there(False), _there(True)))
     return compared, found
 

@@ -201,7 +201,7 @@ def carried_out(
     """Every run in both checkouts, as many processes at once as `jobs`."""
     begun: dict[tuple[str, Checkout], Future[RunResult]] = {}
 
-    def words_of(run: BehaviourRun, side: Checkout) -> list[str]:
+    def arguments_of(run: BehaviourRun, side: Checkout) -> list[str]:
         places = dict(folders)
         if run.plays:  # begun before this one, so that no thread waits for one behind it
             places[PLAYED] = str(begun[run.plays, side].result().folder)
@@ -214,7 +214,7 @@ def carried_out(
         for run in chosen:
             for side in sides:
                 begun[run.name, side] = pool.submit(
-                    lambda run, side: side.carry_out(run, words_of(run, side)), run, side
+                    lambda run, side: side.carry_out(run, arguments_of(run, side)), run, side
                 )
         try:
             for run in chosen:

@@ -126,6 +126,16 @@ class ModelSpec:
         return self.family in GATED
 
     @property
+    def norms_heads(self) -> bool:
+        """Whether every head of q and k is normed."""
+        return self.family == "qwen3"
+
+    @property
+    def activation(self) -> str:
+        """The activation of the MLP, by its name in a Hugging Face config."""
+        return ACTIVATIONS[self.family]
+
+    @property
     def query_size(self) -> int:
         """Width of the queries and of attention's output, in numbers."""
         return self.num_heads * self.head_dim
@@ -152,7 +162,7 @@ class ModelSpec:
         biases = self.query_size + 2 * self.kv_size if self.attention_bias else 0
         if self.attention_bias and self.family != "qwen2":
             biases += self.hidden_size  # Qwen2 has none on the output projection
-        norms += 2 * self.head_dim if self.family == "qwen3" else 0
+        norms += 2 * self.head_dim if self.norms_heads else 0
         return self.layer_matrix_parameters + norms + biases
 
     @property

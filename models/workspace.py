@@ -10,11 +10,13 @@ class Sizes(Protocol):
     """The sizes of a model that its workspaces follow from; see ModelSpec, which has them."""
 
     @property
-    def family(self) -> str: ...
-    @property
     def dtype(self) -> str: ...
     @property
     def is_gated(self) -> bool: ...
+    @property
+    def norms_heads(self) -> bool: ...
+    @property
+    def activation(self) -> str: ...
     @property
     def item_bytes(self) -> int: ...
     @property
@@ -121,7 +123,7 @@ def _projection_row_bytes(spec: Sizes) -> int:
         return 0
     turned = spec.query_size + spec.kv_size
     beside = max(spec.hidden_size, turned) * spec.item_bytes
-    if spec.family == "qwen3":
+    if spec.norms_heads:
         beside = max(beside, 4 * turned * (1 if spec.dtype == "float32" else 2))
     return (spec.hidden_size + spec.query_size + 2 * spec.kv_size) * spec.item_bytes + beside
 
@@ -142,7 +144,7 @@ def _mlp_row_bytes(spec: Sizes) -> int:
     hidden, inner = spec.hidden_size, spec.intermediate_size
     if spec.is_gated:
         return (3 * hidden + 2 * inner) * spec.item_bytes
-    if spec.family == "gpt2":
+    if spec.activation == "gelu_new":
         return 4 * (hidden + inner) * spec.item_bytes
     return max(3 * hidden + inner, 2 * hidden + 2 * inner) * spec.item_bytes
 

@@ -26,7 +26,7 @@ else:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Whoever leaves out the slow tests gets fewer random cases of the properties, too."""
+    """A run without the slow tests draws fewer random cases of the properties, too."""
     is_fast = "not slow" in config.getoption("markexpr")
     if settings is not None:
         settings.load_profile("fast" if is_fast else "full")
@@ -94,11 +94,11 @@ def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     def short(env: Any, executor: Any, machine: Any, look_s: float) -> dict[str, float]:
         return whole(env, executor, machine, 0.0, min_rounds=3)
 
-    def quiet(begins_with_one: bool) -> Any:
+    def keeps_collections(begins_with_one: bool) -> Any:
         return no_full_collections(False)
 
     monkeypatch.setattr(reference, "probe", short)
-    monkeypatch.setattr("tandem.wiring.experiment.no_full_collections", quiet)
+    monkeypatch.setattr("tandem.wiring.experiment.no_full_collections", keeps_collections)
 
 
 @pytest.fixture

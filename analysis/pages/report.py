@@ -132,13 +132,13 @@ def _facts(run: Run) -> Facts:
 
 def written(folder: Path, fill: Callable[[Path], None]) -> Path:
     """Fills a folder aside and puts it in place as a whole; returns the path of its page."""
-    with _aside(folder) as aside:
+    with _renamed_at_end(folder) as aside:
         fill(aside)
     return folder / PAGE
 
 
 @contextmanager
-def _aside(folder: Path) -> Iterator[Path]:
+def _renamed_at_end(folder: Path) -> Iterator[Path]:
     """A folder beside the final one, which takes its place only when all is written."""
     if folder.exists() and not (folder / PAGE).is_file() and any(folder.iterdir()):
         raise ValueError(f"{folder} holds something other than a report: give a new folder")

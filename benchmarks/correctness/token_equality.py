@@ -74,7 +74,7 @@ def keeping() -> Iterator[tuple[str, Policy, int]]:
         yield name, Composed(SCHEDULING[scheduling], KEEPING[memory]), 2
 
 
-def family_rows(
+def rows_of_model(
     family: str, requests: Sequence[Request], tried: Iterable[tuple[str, Policy, int]]
 ) -> list[tuple[Agreement, bool]]:
     """Per combination, the agreement of its tokens and whether it showed its way; prints each."""
@@ -106,8 +106,8 @@ def main() -> int:
     for family in families:
         size = FAMILIES[family].vocab_size
         tried = policies(with_stacks=family == families[0])
-        rows += family_rows(family, short_requests(count, size), tried)
-        rows += family_rows(family, shared_requests(count, size), keeping())
+        rows += rows_of_model(family, short_requests(count, size), tried)
+        rows += rows_of_model(family, shared_requests(count, size), keeping())
     equal, ties = (sum(getattr(row[0], name) for row in rows) for name in ("equal", "near_ties"))
     wrong = sum(len(found.wrong) for found, _ in rows)
     pressed = all(pressed for _, pressed in rows)

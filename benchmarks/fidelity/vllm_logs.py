@@ -70,7 +70,7 @@ class Log:
     measured: pd.DataFrame
     words: tuple[str, ...]  # all but its pages
 
-    def setting(self, *words: str, pages: int | None = None) -> RunSpec:
+    def run_spec(self, *words: str, pages: int | None = None) -> RunSpec:
         """The logged engine's settings, some of them changed, as `tandem run` builds them."""
         found = (self.case.pages if pages is None else pages) - NULL_PAGES
         return run_spec_of(composed([*self.words, f"budget.kv_pages={found}", *words]))
@@ -156,7 +156,7 @@ def latencies(requests: Sequence[Request], times: dict[int, list[int]]) -> dict[
 
 def run(log: Log, label: str, *words: str, pages: int | None = None) -> dict[str, float]:
     """Replays, prints a line and returns the errors of the means in percent."""
-    setting = log.setting(*words, pages=pages)
+    setting = log.run_spec(*words, pages=pages)
     start_s = time.process_time()
     done = simulate(setting)
     cpu_s, found = time.process_time() - start_s, latencies(setting.requests, done.times)

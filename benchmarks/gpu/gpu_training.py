@@ -42,7 +42,7 @@ from runtime.executors.device import budgets, clear_workspaces
 from tandem.cli.errors import RunFailed
 from tandem.cli.plan_command import plan_run
 from tandem.config.compose import composed
-from tandem.wiring.budget import in_words
+from tandem.wiring.budget import advised_line
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.folder import commit
 from tandem.wiring.run_spec import run_spec_of
@@ -179,7 +179,7 @@ def policy_row(
     try:
         found = plan_run(composed([*words, "backend=sim"]))
     except DoesNotFit as error:
-        return replace(row, note=f"does not fit: {in_words(error)}")
+        return replace(row, note=f"does not fit: {advised_line(error)}")
     predicted = found.peak_bytes("gpu:0")["used"]
     row = replace(row, predicted_step_s=found.step_s, predicted_peak_bytes=predicted)
     give_back(chosen.backend)

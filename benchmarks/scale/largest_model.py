@@ -32,7 +32,7 @@ from policies.training.patrickstar import WARMUP_SHARE
 from tandem.cli.errors import RunFailed
 from tandem.cli.plan_command import PlannedRun, max_layers, plan_run
 from tandem.config.compose import ComposedConfig, composed
-from tandem.wiring.budget import in_words
+from tandem.wiring.budget import advised_line
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.folder import status_of
 from tandem.wiring.profile import calibrate_training
@@ -159,7 +159,7 @@ def refused(point: ComposedConfig, layers: int) -> str:
     try:
         plan_run(point, layers)
     except DoesNotFit as error:
-        return in_words(error)
+        return advised_line(error)
     return ""
 
 

@@ -26,7 +26,7 @@ def cpu_s(log: Log) -> float:
     taken, whole = [], []
     for _ in range(RUNS):
         begin = time.process_time()
-        setting = log.setting()
+        setting = log.run_spec()
         start = time.process_time()
         simulate(setting)
         end = time.process_time()

@@ -83,6 +83,9 @@ class Contexts(Sequence[int]):
         Args:
             steps: how many steps.
             tokens: tokens that each slice computes at each step.
+
+        Returns:
+            Contexts as they are then; those of decodes are shared with these.
         """
         tail = [c + steps * n for c, n in zip(self.tail, tokens[self.lead :], strict=True)]
         clock = self._clock + steps
@@ -204,7 +207,11 @@ class Store(Protocol):
         """
 
     def free(self, place: Place) -> None:
-        """Gives back all memory of a place that is held."""
+        """Gives back all memory of a place that is held.
+
+        Args:
+            place: a place that is held and is no KV.
+        """
 
 
 class Executor(Protocol):
@@ -259,7 +266,14 @@ class VirtualClock(simpy.Environment):
     """A clock that can pass over time without an event, where no event lies in it."""
 
     def passes_to(self, at_ns: int) -> bool:
-        """Sets the clock to `at_ns`; returns False, with no change, where an event is earlier."""
+        """Sets the clock to a moment, unless an event lies before it.
+
+        Args:
+            at_ns: the moment, in ns.
+
+        Returns:
+            Whether the clock was set; False leaves it unchanged.
+        """
         if self.peek() <= at_ns:
             return False
         self._now = at_ns
@@ -267,7 +281,15 @@ class VirtualClock(simpy.Environment):
 
 
 def passed_to(env: simpy.Environment, at_ns: int) -> bool:
-    """Passes a virtual clock to a moment; where that is False the caller waits for an event."""
+    """Passes a virtual clock to a moment.
+
+    Args:
+        env: the clock of the run.
+        at_ns: the moment, in ns.
+
+    Returns:
+        Whether the clock is there now. Where it is False the caller waits for an event.
+    """
     return isinstance(env, VirtualClock) and env.passes_to(at_ns)
 
 
@@ -324,7 +346,14 @@ class Lanes:
         return start_ns
 
     def end_times_ns(self, ops: Sequence[Op]) -> list[int]:
-        """When operations in flight will end, in ns, in their order."""
+        """When operations in flight will end.
+
+        Args:
+            ops: operations that were placed and have not ended.
+
+        Returns:
+            The end of each in ns, in their order.
+        """
         return [self._end_ns[op] for op in ops]
 
     def place(
@@ -350,7 +379,13 @@ class Lanes:
         self.hold(lane, Span(op, start, start + duration_ns, peak_bytes, ended), done)
 
     def hold(self, lane: Lane, span: Span, done: Callable[[Span], None]) -> None:
-        """Occupies a lane until a span's end and calls `done` then."""
+        """Occupies a lane until a span's end and calls `done` then.
+
+        Args:
+            lane: the lane.
+            span: of the operation that occupies it.
+            done: called with the span at its end.
+        """
         op = span.op
         self._free_ns[lane] = self._end_ns[op] = span.end_ns
 

@@ -102,7 +102,14 @@ def launches_of(
 
 
 def goes_out(unit: Unit) -> bool:
-    """Whether the activations that a unit saves go to the host until its backward."""
+    """Whether the activations that a unit saves go to the host until its backward.
+
+    Args:
+        unit: a unit of a layout.
+
+    Returns:
+        True where its mode is offload and it saves bytes.
+    """
     return unit.mode is Mode.OFFLOAD and unit.saved_bytes > 0
 
 
@@ -345,7 +352,14 @@ class Exchange(NamedTuple):
     begins: Grow | None = None
 
     def op(self, device: int) -> Collective:
-        """The operation, new each time."""
+        """The operation of this exchange.
+
+        Args:
+            device: where it runs.
+
+        Returns:
+            A new object each time, as plans need.
+        """
         return Collective(self.pattern, self.reads, self.writes, self.nbytes, device)
 
 
@@ -363,6 +377,9 @@ def in_group(
         training: the job's progress.
         device: where it runs.
         reuses: whether gradients lie in the storage of their weights.
+
+    Returns:
+        The launch with its gathers, reduces and drops.
     """
     layout, piece = layout_of(training), launch.piece
     if piece.work is Work.UPDATE:
@@ -407,14 +424,34 @@ def _backward(
 
 # ---- weights
 def gather(layout: TrainingLayout, job_id: int, c: int, device: int) -> Exchange:
-    """The exchange that gathers the other devices' parts of a chunk's weights."""
+    """The exchange that gathers the other devices' parts of a chunk's weights.
+
+    Args:
+        layout: the layout of the job.
+        job_id: the training job.
+        c: the number of the chunk.
+        device: where the weights are gathered.
+
+    Returns:
+        An all-gather that fills a buffer of its own.
+    """
     chunk, away = layout.chunks[c], gathered(job_id, c, device)
     own, begins = weight(job_id, c, device=device), Grow(away, chunk.remote_bytes)
     return Exchange(Pattern.ALL_GATHER, (own,), (away,), chunk.whole_bytes, begins)
 
 
 def gathers(layout: TrainingLayout, job_id: int, u: int, device: int) -> tuple[Exchange, ...]:
-    """The exchanges that gather the weights of a unit; none without a group."""
+    """The exchanges that gather the weights of a unit; none without a group.
+
+    Args:
+        layout: the layout of the job.
+        job_id: the training job.
+        u: the number of the unit.
+        device: where the weights are gathered.
+
+    Returns:
+        One exchange per chunk of which other devices own a part; () without a group.
+    """
     if layout.ranks == 1:
         return ()
     own = [c for c in layout.units[u].chunks if layout.chunks[c].remote_bytes]
@@ -422,7 +459,17 @@ def gathers(layout: TrainingLayout, job_id: int, u: int, device: int) -> tuple[E
 
 
 def left_behind(training: TrainingProgress, work: Work, u: int, device: int) -> tuple[Place, ...]:
-    """Gathered weights of a unit that the launch behind it does not use."""
+    """Gathered weights of a unit that the launch behind it does not use.
+
+    Args:
+        training: the progress of the job, which has a layout.
+        work: forward or backward.
+        u: the number of the unit.
+        device: where the unit runs.
+
+    Returns:
+        The places of the gathered weights.
+    """
     layout, job_id = layout_of(training), training.spec.job_id
     following: tuple[int, ...] = ()
     if work is Work.FORWARD:  # the head's backward follows its forward
@@ -444,6 +491,9 @@ def reduced(training: TrainingProgress, u: int, microbatch: int) -> tuple[int, .
         training: the job's progress.
         u: the unit.
         microbatch: counted through the job.
+
+    Returns:
+        The numbers of these chunks.
     """
     layout = layout_of(training)
     ends = [c for c in layout.units[u].trained if min(training.trained_by[c]) == u]
@@ -456,6 +506,15 @@ def reduction(training: TrainingProgress, c: int, device: int, reuses: bool) -> 
 
     A device gets the sum of its own part, or of the whole chunk where it owns all of it. With
     `reuses` gradients lie over the weights.
+
+    Args:
+        training: the progress of the job, which has a layout.
+        c: the number of the chunk.
+        device: where it runs.
+        reuses: whether gradients lie in the storage of their weights.
+
+    Returns:
+        A reduce-scatter, or an all-reduce where the device owns all of the chunk.
     """
     layout, job_id = layout_of(training), training.spec.job_id
     chunk, own = layout.chunks[c], gradient(job_id, c, device=device)

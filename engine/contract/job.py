@@ -124,6 +124,7 @@ class TrainingProgress:
 
     @property
     def is_complete(self) -> bool:
+        """Whether all steps of the job are done."""
         return self.step >= self.spec.num_steps
 
     def frontier(self, microbatch: int) -> tuple[Sequence[int], Sequence[int]]:
@@ -177,12 +178,26 @@ class TrainingProgress:
         self._backward.clear()
 
     def version(self, unit: int) -> int:
-        """Updates of a unit's weights that are issued; the steps of a unit that is frozen."""
+        """The version of a unit's weights: the number of their updates that are issued.
+
+        Args:
+            unit: the number of the unit, from the embedding on.
+
+        Returns:
+            The version; of a frozen unit the steps that are complete.
+        """
         own = [self.updated[c] for c, units in self.trained_by.items() if unit in units]
         return min(own, default=self.step)
 
     def is_trained(self, microbatch: int) -> bool:
-        """Whether the backward of a microbatch is complete."""
+        """Whether the backward of a microbatch is complete.
+
+        Args:
+            microbatch: counted through the job, from 0.
+
+        Returns:
+            True once every unit that trains has its backward.
+        """
         return self.frontier(microbatch)[1][self.first] >= self.spec.microbatch_tokens
 
     def _complete_steps(self) -> bool:
@@ -220,6 +235,9 @@ class TrainingProgress:
 
         Args:
             n: how many; behind the last task of the step those of later steps follow.
+
+        Returns:
+            `n` tasks in order, with microbatches counted through the job.
         """
         at, tasks, each = self.position, self._tasks, self.spec.microbatches
         found = []
@@ -237,6 +255,12 @@ class TrainingProgress:
 
 def layout_of(training: TrainingProgress) -> TrainingLayout:
     """The layout of a training job.
+
+    Args:
+        training: the progress of the job.
+
+    Returns:
+        Its chunks and units.
 
     Raises:
         ValueError: no planner has laid it out.
@@ -361,6 +385,9 @@ class Job:
         Args:
             request: the request of the trace.
             arrival_ns: when it arrived, on the clock of the run.
+
+        Returns:
+            A job without progress.
         """
         return cls(
             request.request_id,
@@ -380,6 +407,9 @@ class Job:
         Args:
             training: its progress.
             arrival_ns: when it arrived, on the clock of the run.
+
+        Returns:
+            A job without tokens of its own; `training` has its progress.
         """
         return cls(training.spec.job_id, arrival_ns, training=training)
 

@@ -54,6 +54,7 @@ class Chunk:
 
     @property
     def trains(self) -> bool:
+        """Whether its parameters train."""
         return bool(self.gradient_bytes)
 
     @property
@@ -112,6 +113,7 @@ class TrainingLayout:
 
     @property
     def num_units(self) -> int:
+        """Layers, embedding and head."""
         return len(self.units)
 
     @property
@@ -129,6 +131,9 @@ def sending_inputs(layout: TrainingLayout) -> TrainingLayout:
 
     Args:
         layout: the layout to change.
+
+    Returns:
+        An equal layout but for `sends_input` of these units.
     """
 
     def sends(number: int, unit: Unit) -> bool:
@@ -157,6 +162,9 @@ def lay_out(
         chunk_elements: elements that every chunk is padded to; 0: no padding.
         ranks: devices of the group.
         share: the part of every chunk that a device owns.
+
+    Returns:
+        Chunks in the order given, and one unit per unit of the shape, in bytes of one device.
     """
     made = tuple(_chunk(shape, parameters, chunk_elements, share) for parameters in chunks)
     where = {p: c for c, chunk in enumerate(made) for p in chunk.parameters}
@@ -179,7 +187,14 @@ def lay_out(
 
 
 def equal_share(ranks: int) -> Fraction:
-    """The share of a device where each of `ranks` devices owns an equal part of every chunk."""
+    """The share of a device where each of `ranks` devices owns an equal part of every chunk.
+
+    Args:
+        ranks: devices of the group.
+
+    Returns:
+        The part of every chunk that one device owns.
+    """
     return Fraction(1, ranks)
 
 
@@ -192,6 +207,9 @@ def owners_share(ranks: int, chunks: int) -> Fraction:
     Args:
         ranks: devices of the group.
         chunks: how many chunks there are.
+
+    Returns:
+        ceil(chunks / ranks) / chunks.
     """
     return Fraction(-(-chunks // ranks), chunks)
 

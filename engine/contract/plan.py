@@ -57,7 +57,14 @@ class Slice(NamedTuple):
 
 @lru_cache(maxsize=1 << 12)
 def one_token(job: Job) -> Slice:
-    """The slice of a decode; one object for all steps, so that slices compare by identity."""
+    """The slice of a decode.
+
+    Args:
+        job: a job in decode.
+
+    Returns:
+        One object for all steps of a job, so that slices compare by identity.
+    """
     return Slice(job, 1)
 
 
@@ -85,10 +92,18 @@ class Compute:
 
     @property
     def lane(self) -> Lane:
+        """The device and the name of the lane on it."""
         return (self.device, self.on)
 
     def again_as(self, slices: tuple[Slice, ...]) -> Compute:
-        """A new launch of these slices, else like this one."""
+        """A launch like this one, of other slices.
+
+        Args:
+            slices: the slices of the new launch.
+
+        Returns:
+            A new object: an operation is issued once.
+        """
         return Compute(
             slices, self.reads, self.writes, self.device, self.on, self.again, self.after
         )
@@ -135,6 +150,7 @@ class Collective:
 
     @property
     def lane(self) -> Lane:
+        """The lane of its device to the group."""
         return (self.device, NET_LANE)
 
 
@@ -178,8 +194,9 @@ Op = Compute | Copy | Collective  # operations that take time on a lane
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A program for one device. Lanes run operations at the same time; results are those of the
-    written order.
+    """A program for one device.
+
+    Lanes run operations at once; results are those of the written order.
 
     Attributes:
         ops: in the order of booking; an operation waits for the writers of what it reads.

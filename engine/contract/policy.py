@@ -168,55 +168,146 @@ class PlanBuilder(Protocol):
     """
 
     def room(self, pool: Pool) -> int:
-        """Free and coming bytes of a pool."""
+        """Free and coming bytes of a pool.
+
+        Args:
+            pool: a pool of the machine.
+
+        Returns:
+            The bytes that this plan may still take.
+        """
 
     def held(self, place: Place) -> int:
-        """Bytes of a place; 0 where it is not held."""
+        """Bytes of a place.
+
+        Args:
+            place: a place in any tier.
+
+        Returns:
+            The bytes; 0 where the place is not held.
+        """
 
     def holds(self, place: Place) -> bool:
-        """Whether a place is held, perhaps with 0 bytes."""
+        """Whether a place is held.
+
+        Args:
+            place: a place in any tier.
+
+        Returns:
+            True also for a place of 0 bytes.
+        """
 
     def found(self, job: Job) -> tuple[int, ...]:
-        """Kept pages on which a job could start (prefix caching)."""
+        """Kept pages on which a job could start (prefix caching).
+
+        Args:
+            job: a waiting job.
+
+        Returns:
+            Page numbers in order; () without prefix caching.
+        """
 
     def idle(self, pages: Sequence[int]) -> int:
-        """How many of these pages no job holds: sharing them takes room."""
+        """How many pages no job holds. Sharing such a page takes room.
+
+        Args:
+            pages: page numbers of the device.
+
+        Returns:
+            The number of pages without a holder.
+        """
 
     def share(self, place: Place, pages: tuple[int, ...]) -> None:
-        """Starts a place on kept or held pages; without pages no operation is added."""
+        """Starts a place on kept or held pages; without pages no operation is added.
+
+        Args:
+            place: KV of a job, not held yet.
+            pages: page numbers in order.
+        """
 
     def grow(self, place: Place, nbytes: int) -> None:
-        """Adds bytes to a place; for 0 bytes no operation is added."""
+        """Adds bytes to a place; for 0 bytes no operation is added.
+
+        Args:
+            place: a place that is held, or begins with these bytes.
+            nbytes: bytes to add; of KV whole pages.
+        """
 
     def grow_all(self, grows: Sequence[Grow]) -> None:
-        """Adds bytes to places, in this order."""
+        """Adds bytes to places, in this order.
+
+        Args:
+            grows: the growth of each place.
+        """
 
     def grow_running(self, running: RunningDecodes) -> bool:
-        """Adds the pages that running decodes need; False, with no change, without room."""
+        """Adds the pages that running decodes need.
+
+        Args:
+            running: the decodes of the view.
+
+        Returns:
+            Whether there was room; False leaves the plan unchanged.
+        """
 
     def free(self, place: Place) -> None:
-        """Gives a place back."""
+        """Gives a place back.
+
+        Args:
+            place: a place that is held.
+        """
 
     def move(self, src: Place, dst: Place) -> None:
-        """Copies a region whole and gives its source back."""
+        """Copies a region whole and gives its source back.
+
+        Args:
+            src: a place that is held.
+            dst: a place of its region in another pool.
+        """
 
     def copy(self, src: Place, dst: Place) -> None:
-        """Copies a region whole; the source stays."""
+        """Copies a region whole; the source stays.
+
+        Args:
+            src: a place that is held.
+            dst: a place of its region in another pool; if held, as large as the source.
+        """
 
     def compute(self, slices: Sequence[Slice], writes: Sequence[Place]) -> None:
-        """Adds one launch of all slices, which writes these places. Booking checks its places."""
+        """Adds one launch of all slices, which writes these places. Booking checks its places.
+
+        Args:
+            slices: the slices of the launch.
+            writes: the KV place of each slice, in their order.
+        """
 
     def launch(self, op: Compute) -> None:
-        """Adds a launch. Booking checks its places."""
+        """Adds a launch. Booking checks its places.
+
+        Args:
+            op: a new launch, which names its places.
+        """
 
     def exchange(self, op: Collective) -> None:
-        """Adds a device's part in an exchange of its group."""
+        """Adds a device's part in an exchange of its group.
+
+        Args:
+            op: a new collective of the plan's device.
+        """
 
     def restart(self, job: Job) -> None:
-        """Names a job in service that loses its KV: its tokens are computed again."""
+        """Names a job in service that loses its KV: its tokens are computed again.
+
+        Args:
+            job: a job in service.
+        """
 
     def refuse(self, job: Job) -> None:
-        """Names a job that will never fit."""
+        """Names a job that will never fit.
+
+        Args:
+            job: a job that waits or is in service.
+        """
 
     def discard(self) -> None:
         """Empties the plan."""
@@ -226,6 +317,9 @@ class PlanBuilder(Protocol):
 
         Args:
             room_bytes: the most bytes that it may take of each pool that is named.
+
+        Returns:
+            A builder whose operations become operations of this plan.
         """
 
     def __bool__(self) -> bool:
@@ -289,7 +383,14 @@ class Planner(Protocol):
 
 
 def name_of(policy: object) -> str:
-    """A policy's name for messages: its class, or the classes of its halves where it has two."""
+    """A policy's name for messages.
+
+    Args:
+        policy: a policy.
+
+    Returns:
+        Its class, or `SCHEDULING with MEMORY` where it has two halves.
+    """
     halves = [getattr(policy, half, None) for half in ("scheduling", "memory")]
     names = [type(half).__name__ for half in halves if half is not None]
     return " with ".join(names) or type(policy).__name__
@@ -319,11 +420,25 @@ class Fleet:
         return len(self.assigned)
 
     def outstanding(self, replica: int) -> int:
-        """The number of requests that a replica has not answered yet."""
+        """The number of requests that a replica has not answered yet.
+
+        Args:
+            replica: the number of the replica.
+
+        Returns:
+            Requests that are assigned and not answered.
+        """
         return len(self._outstanding[replica])
 
     def outstanding_tokens(self, replica: int) -> int:
-        """Tokens of KV of these requests: prompts, and tokens generated so far, as issued."""
+        """Tokens of KV of the outstanding requests of a replica, as issued.
+
+        Args:
+            replica: the number of the replica.
+
+        Returns:
+            Tokens of their prompts, and tokens generated so far.
+        """
         return sum(job.known_tokens for job in self._outstanding[replica].values())
 
     def last_with(self, job: Job) -> int | None:
@@ -332,13 +447,19 @@ class Fleet:
         Blocks of a prompt have names in the trace, or are its full pages, by the keys of the page
         cache. Where a prompt has neither, the turns of its session count as one block.
 
+        Args:
+            job: a request that has just arrived.
+
         Returns:
-            None where no replica got its first block.
+            The number of the replica; None where no replica got the first block.
         """
         return self._chains.last(_chain(job))
 
     def assign(self, job: Job) -> None:
         """Routes a job that has just arrived.
+
+        Args:
+            job: the job of the request.
 
         Raises:
             ValueError: the router names no replica.
@@ -365,7 +486,11 @@ class Fleet:
         self._chains.note(_chain(job), replica)
 
     def left(self, job: Job) -> None:
-        """A job is answered or refused: it is outstanding no more."""
+        """A job is answered or refused: it is outstanding no more.
+
+        Args:
+            job: a job that was assigned.
+        """
         assert job.device is not None, f"job {job.job_id} was never routed"
         del self._outstanding[job.device][job.job_id]
 
@@ -384,7 +509,14 @@ class Chains:
         self._last: list[int] = [-1]  # by node; the root is 0
 
     def last(self, chain: Sequence[Hashable]) -> int | None:
-        """The replica that got the longest known beginning of a chain last; None without one."""
+        """The replica that got the longest known beginning of a chain last.
+
+        Args:
+            chain: names of blocks, in order.
+
+        Returns:
+            Its number; None where no replica got the first block.
+        """
         node = 0
         for name in chain:
             child = self._nodes.get((node, name))
@@ -394,7 +526,12 @@ class Chains:
         return self._last[node] if node else None
 
     def note(self, chain: Sequence[Hashable], replica: int) -> None:
-        """A replica gets a chain."""
+        """Notes that a replica gets a chain.
+
+        Args:
+            chain: names of blocks, in order.
+            replica: the number of the replica.
+        """
         node = 0
         for name in chain:
             node = self._nodes.setdefault((node, name), len(self._last))
@@ -404,5 +541,13 @@ class Chains:
 
 
 def named(value: object) -> str:
-    """The type of a value in words, for messages."""
-    return "None" if value is None else f"a {type(value).__name__}"
+    """The type of a value in words, for messages; that of every job is Job.
+
+    Args:
+        value: any object.
+
+    Returns:
+        Such as `a list`, or `None`.
+    """
+    kind = Job if isinstance(value, Job) else type(value)
+    return "None" if value is None else f"a {kind.__name__}"

@@ -34,14 +34,23 @@ def advance_serving(piece: Slice) -> bool:
 
 
 def start_behind(job: Job, tokens: int) -> None:
-    """Starts a job behind `tokens` that kept pages hold (prefix caching)."""
+    """Starts a job behind `tokens` that kept pages hold (prefix caching).
+
+    Args:
+        job: a job that has not begun.
+        tokens: tokens of its beginning in these pages; fewer than it knows.
+    """
     assert not job.computed_tokens, f"job {job.job_id} has begun already"
     assert tokens < job.known_tokens, f"job {job.job_id}: its last token must be computed"
     job._compute_from(tokens)
 
 
 def restart(job: Job) -> None:
-    """Forgets the computed tokens of a job; generated tokens stay known, and are prefilled."""
+    """Forgets the computed tokens of a job; generated tokens stay known, and are prefilled.
+
+    Args:
+        job: a job that has started.
+    """
     job._compute_from(0)
     if job.training is not None:
         job.training._forget()

@@ -78,12 +78,22 @@ class Place(NamedTuple):
 
     @property
     def pool(self) -> Pool:
+        """The tier and the device, whose bytes are counted together."""
         return (self.tier, self.device)
 
 
 @lru_cache(maxsize=1 << 16)
 def kv_place(job_id: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
-    """The place of a job's KV in a tier, held or not."""
+    """The place of a job's KV in a tier.
+
+    Args:
+        job_id: the number of the job.
+        tier: where it lies.
+        device: the device.
+
+    Returns:
+        its place, held or not.
+    """
     return Place(Region(job_id, Kind.KV), tier, device)
 
 
@@ -99,11 +109,25 @@ class PageSize(NamedTuple):
     nbytes: int
 
     def count(self, tokens: int) -> int:
-        """The number of pages that hold `tokens`."""
+        """The number of pages that hold `tokens`.
+
+        Args:
+            tokens: tokens of one job.
+
+        Returns:
+            Pages, the last one perhaps partly filled.
+        """
         return -(-tokens // self.tokens)
 
     def bytes_for(self, tokens: int) -> int:
-        """Bytes of the pages that hold `tokens`."""
+        """Bytes of the pages that hold `tokens`.
+
+        Args:
+            tokens: tokens of one job.
+
+        Returns:
+            Bytes of whole pages.
+        """
         return -(-tokens // self.tokens) * self.nbytes
 
 
@@ -114,25 +138,66 @@ NORM_BYTES = 4  # a float32
 
 @lru_cache(maxsize=NAMES)
 def weight(job_id: int, chunk: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
-    """A chunk's parameters, as units compute with them."""
+    """A chunk's parameters, as units compute with them.
+
+    Args:
+        job_id: the training job.
+        chunk: the number of the chunk in its layout.
+        tier: where it lies.
+        device: the device; 0 in a tier that devices share.
+
+    Returns:
+        its place, held or not.
+    """
     return Place(Region(job_id, Kind.WEIGHT, chunk), tier, device)
 
 
 @lru_cache(maxsize=NAMES)
 def gradient(job_id: int, chunk: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
-    """The sum of a chunk's gradients over the backwards of a step."""
+    """The sum of a chunk's gradients over the backwards of a step.
+
+    Args:
+        job_id: the training job.
+        chunk: the number of the chunk in its layout.
+        tier: where it lies.
+        device: the device; 0 in a tier that devices share.
+
+    Returns:
+        its place, held or not.
+    """
     return Place(Region(job_id, Kind.GRADIENT, chunk), tier, device)
 
 
 @lru_cache(maxsize=NAMES)
 def optimizer(job_id: int, chunk: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
-    """A chunk's optimizer states: master weights where units compute in 16 bits, then moments."""
+    """A chunk's optimizer states: master weights where units compute in 16 bits, then moments.
+
+    Args:
+        job_id: the training job.
+        chunk: the number of the chunk in its layout.
+        tier: where it lies.
+        device: the device; 0 in a tier that devices share.
+
+    Returns:
+        its place, held or not.
+    """
     return Place(Region(job_id, Kind.OPTIMIZER, chunk), tier, device)
 
 
 @lru_cache(maxsize=NAMES)
 def saved(job_id: int, unit: int, microbatch: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
-    """The activations that a unit's forward keeps for its backward, beside its input."""
+    """The activations that a unit's forward keeps for its backward, beside its input.
+
+    Args:
+        job_id: the training job.
+        unit: the number of the unit, from the embedding on.
+        microbatch: counted through the job, from 0.
+        tier: where it lies.
+        device: the device; 0 in a tier that devices share.
+
+    Returns:
+        its place, held or not.
+    """
     return Place(Region(job_id, Kind.ACTIVATION, unit, microbatch), tier, device)
 
 
@@ -140,14 +205,35 @@ def saved(job_id: int, unit: int, microbatch: int, tier: Tier = Tier.GPU, device
 def hidden(
     job_id: int, unit: int, num_units: int, microbatch: int, tier: Tier = Tier.GPU, device: int = 0
 ) -> Place:
-    """The input of a unit, which is the output of the unit below it."""
+    """The input of a unit, which is the output of the unit below it.
+
+    Args:
+        job_id: the training job.
+        unit: the number of the unit; not the first.
+        num_units: units of the job.
+        microbatch: counted through the job, from 0.
+        tier: where it lies.
+        device: the device; 0 in a tier that devices share.
+
+    Returns:
+        its place, held or not.
+    """
     assert 0 < unit < num_units, f"unit {unit} of {num_units} has no hidden input"
     return Place(Region(job_id, Kind.ACTIVATION, num_units + unit, microbatch), tier, device)
 
 
 @lru_cache(maxsize=NAMES)
 def input_gradient(job_id: int, unit: int, device: int = 0) -> Place:
-    """The gradient of a unit's input, on its way to the unit below."""
+    """The gradient of a unit's input, on its way to the unit below.
+
+    Args:
+        job_id: the training job.
+        unit: the number of the unit, from the embedding on.
+        device: the device.
+
+    Returns:
+        its place, held or not.
+    """
     return Place(Region(job_id, Kind.BUFFER, unit, INPUT_GRADIENT), Tier.GPU, device)
 
 
@@ -156,13 +242,29 @@ def tied_gradient(job_id: int, device: int = 0) -> Place:
     """The gradient of a tied table from its upper unit, until the lower unit has its own.
 
     Autograd adds both before they go to the sum of the step.
+
+    Args:
+        job_id: the training job.
+        device: the device.
+
+    Returns:
+        its place, held or not.
     """
     return Place(Region(job_id, Kind.BUFFER, 0, TIED_GRADIENT), Tier.GPU, device)
 
 
 @lru_cache(maxsize=NAMES)
 def workspace(job_id: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
-    """The workspace of a launch: it is booked around the launch, which then has room for it."""
+    """The workspace of a launch: it is booked around the launch, which then has room for it.
+
+    Args:
+        job_id: the training job.
+        tier: where it lies.
+        device: the device; 0 in a tier that devices share.
+
+    Returns:
+        its place, held or not.
+    """
     return Place(Region(job_id, Kind.BUFFER, 0, WORKSPACE), tier, device)
 
 
@@ -171,12 +273,27 @@ def norm(job_id: int, tier: Tier = Tier.GPU, device: int = 0) -> Place:
     """The norm of all gradients of a step, by which they are clipped.
 
     The last backward writes it, and every update reads it, on the device or the host.
+
+    Args:
+        job_id: the training job.
+        tier: where it lies.
+        device: the device; 0 in a tier that devices share.
+
+    Returns:
+        its place, held or not.
     """
     return Place(Region(job_id, Kind.BUFFER, 0, NORM), tier, device)
 
 
 def is_workspace(place: Place) -> bool:
-    """Whether a place is workspace, whose contents end with its launch."""
+    """Whether a place is workspace, whose contents end with its launch.
+
+    Args:
+        place: any place.
+
+    Returns:
+        True for the workspace of a training job.
+    """
     return place.region.kind is Kind.BUFFER and place.region.slot == WORKSPACE
 
 
@@ -186,6 +303,9 @@ def later(place: Place, microbatches: int) -> Place:
     Args:
         place: a place of a microbatch.
         microbatches: how many microbatches later.
+
+    Returns:
+        Another place for an activation; `place` itself for all else.
     """
     return _slot_later(place, microbatches) if place.region.kind is Kind.ACTIVATION else place
 
@@ -202,13 +322,31 @@ GATHERED, UNREDUCED = 8, 9  # slots of Kind.BUFFER
 
 @lru_cache(maxsize=NAMES)
 def gathered(job_id: int, chunk: int, device: int = 0) -> Place:
-    """The parts of a chunk's weights that other devices own, while units compute with them."""
+    """The parts of a chunk's weights that other devices own, while units compute with them.
+
+    Args:
+        job_id: the training job.
+        chunk: the number of the chunk in its layout.
+        device: the device that computes with them.
+
+    Returns:
+        its place, held or not.
+    """
     return Place(Region(job_id, Kind.BUFFER, chunk, GATHERED), Tier.GPU, device)
 
 
 @lru_cache(maxsize=NAMES)
 def unreduced(job_id: int, chunk: int, device: int = 0) -> Place:
-    """A chunk's whole gradients of this device's microbatch, until the group adds them up."""
+    """A chunk's whole gradients of this device's microbatch, until the group adds them up.
+
+    Args:
+        job_id: the training job.
+        chunk: the number of the chunk in its layout.
+        device: the device.
+
+    Returns:
+        its place, held or not.
+    """
     return Place(Region(job_id, Kind.BUFFER, chunk, UNREDUCED), Tier.GPU, device)
 
 
@@ -224,7 +362,14 @@ _BUFFERS = {
 
 
 def told(place: Place) -> str:
-    """A place in words, for messages."""
+    """A place in words, for messages.
+
+    Args:
+        place: any place.
+
+    Returns:
+        Such as `weight chunk 3 of job 0 on gpu:0`.
+    """
     (owner, kind, part, slot), tier, device = place
     if kind is Kind.BUFFER:
         name = _BUFFERS.get(slot, f"buffer {slot}")

@@ -84,7 +84,16 @@ class ContractError(RuntimeError):
     def located(
         self, policy: str, step: int | None = None, device: int | None = None
     ) -> ContractError:
-        """This error with the policy that broke the rule, and the step and device of its plan."""
+        """This error with the policy that broke the rule, and the step and device of its plan.
+
+        Args:
+            policy: the name of the policy.
+            step: the number of the plan, over all devices.
+            device: the device that the plan was for.
+
+        Returns:
+            A new error with an equal rule and text.
+        """
         return ContractError(self.rule, self.what, self.job_id, policy, step, device)
 
 

@@ -87,24 +87,39 @@ class TrainingContract:
         self.elsewhere = lru_cache(maxsize=NAMES)(self._elsewhere)
 
     def _elsewhere(self, place: Place) -> tuple[Place, ...]:
-        """The same region in all other pools."""
+        """The places of a region in all other pools."""
         region, own = place.region, place.pool
         return tuple([Place(region, *pool) for pool in self.pools if pool != own])
 
     def admit(self, job: Job) -> None:
-        """A training job has arrived."""
+        """A training job has arrived.
+
+        Args:
+            job: its job.
+        """
         self.jobs[job.job_id] = job
         self._trains = True
 
     def leave(self, job_id: int) -> None:
-        """A job has ended: its memory may be freed."""
+        """A job has ended: its memory may be freed.
+
+        Args:
+            job_id: the number of the job.
+        """
         self.jobs.pop(job_id, None)
         self.ended.add(job_id)
         for key in [key for key in self._needs if key[0] == job_id]:
             del self._needs[key]
 
     def concerns(self, plan: Plan) -> bool:
-        """Whether a plan trains, exchanges, or moves or gives back anything but KV."""
+        """Whether a plan trains, exchanges, or moves or gives back anything but KV.
+
+        Args:
+            plan: the plan of a policy.
+
+        Returns:
+            False where no rule of training can be broken.
+        """
         kv, trains = Kind.KV, self._trains
         for op in plan.ops:
             kind = type(op)

@@ -58,11 +58,25 @@ class Needs(NamedTuple):
     due: tuple[Exchange, ...]
 
     def reads_later(self, microbatches: int) -> tuple[Place, ...]:
-        """Places that the launch reads some microbatches later."""
+        """Places that the launch reads some microbatches later.
+
+        Args:
+            microbatches: how many microbatches later.
+
+        Returns:
+            `reads` with the activations of that microbatch.
+        """
         return _later(self.reads, self.moving, microbatches)
 
     def writes_later(self, microbatches: int) -> tuple[Place, ...]:
-        """Places that the launch writes some microbatches later."""
+        """Places that the launch writes some microbatches later.
+
+        Args:
+            microbatches: how many microbatches later.
+
+        Returns:
+            `writes` with the activations of that microbatch.
+        """
         return _later(self.writes, [i for i, _ in self.kept], microbatches)
 
 
@@ -76,7 +90,16 @@ def _later(places: tuple[Place, ...], moving: Sequence[int], count: int) -> tupl
 
 
 def reuses_weights(op: Compute, piece: Slice, training: TrainingProgress) -> bool:
-    """Whether a backward puts gradients over weights: it writes weights, and no gradients."""
+    """Whether a backward puts gradients over weights: it writes weights, and no gradients.
+
+    Args:
+        op: the launch.
+        piece: its slice of training.
+        training: the progress of the job, which has a layout.
+
+    Returns:
+        True for such a backward alone.
+    """
     layout, job_id = layout_of(training), piece.job.job_id
     if piece.work is not Work.BACKWARD or piece.layers is None:
         return False
@@ -95,6 +118,9 @@ def needs_of(piece: Slice, training: TrainingProgress, op: Compute, reuses: bool
         training: the progress of its job, which has a layout.
         op: the launch.
         reuses: whether gradients lie over weights.
+
+    Returns:
+        The places of the launch, for the microbatch of the slice.
 
     Raises:
         ValueError: the job's recipe does not allow `reuses`.
@@ -162,7 +188,14 @@ def _added(
 
 
 def is_gathered(place: Place) -> bool:
-    """Whether a place holds weights of other devices."""
+    """Whether a place holds weights of other devices.
+
+    Args:
+        place: any place.
+
+    Returns:
+        True for a buffer that a gather fills.
+    """
     return place.region.kind is Kind.BUFFER and place.region.slot == GATHERED
 
 

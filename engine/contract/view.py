@@ -36,13 +36,34 @@ class Profile(Protocol):
     """Measurements so far, keyed by whole launches; it is empty during warm-up."""
 
     def moments(self, job_id: int) -> Sequence[Moment]:
-        """The launches of a training job's last complete step, in issue order; () before one."""
+        """The launches of a training job's last complete step.
+
+        Args:
+            job_id: the training job.
+
+        Returns:
+            One Moment per launch, in issue order; () before the first step is complete.
+        """
 
     def uses(self, job_id: int) -> Mapping[Place, Sequence[int]]:
-        """The launches of `moments` that touched each place, by number in order."""
+        """The launches of `moments` that touched each place.
+
+        Args:
+            job_id: the training job.
+
+        Returns:
+            Per place, the numbers of its launches, ascending.
+        """
 
     def moment(self, job_id: int) -> int:
-        """Launches of the job's present step that are issued: the number of the next one."""
+        """The number of the next launch in the job's present step.
+
+        Args:
+            job_id: the training job.
+
+        Returns:
+            Launches of the step that are issued.
+        """
 
     def mean_ns(self, job_id: int, unit: LaunchKey) -> int | None:
         """Mean duration of a launch in ns.
@@ -60,7 +81,14 @@ class Cost(Protocol):
     """Predicted durations, for policies that plan by time."""
 
     def op_ns(self, op: Op) -> int:
-        """Predicted duration in ns of an operation that is not issued yet."""
+        """Predicted duration of an operation that is not issued yet.
+
+        Args:
+            op: an operation, as a plan would hold it.
+
+        Returns:
+            Nanoseconds on its lane, without waits.
+        """
 
 
 class KeptPages(Protocol):
@@ -71,19 +99,53 @@ class KeptPages(Protocol):
     """
 
     def found(self, job: Job) -> tuple[int, ...]:
-        """Page numbers with the longest kept beginning of a job, without its last token."""
+        """The pages with the longest kept beginning of a job, without its last token.
+
+        Args:
+            job: a waiting job.
+
+        Returns:
+            Page numbers in order.
+        """
 
     def idle(self, pages: Sequence[int]) -> int:
-        """How many of these pages no job holds: sharing them takes room."""
+        """How many pages no job holds. Sharing such a page takes room.
+
+        Args:
+            pages: page numbers.
+
+        Returns:
+            The number of pages without a holder.
+        """
 
     def take(self, place: Place, count: int) -> None:
-        """A place grows by so many pages."""
+        """Adds pages to a place.
+
+        Args:
+            place: KV of a job on the device.
+            count: how many pages.
+        """
 
     def share(self, place: Place, pages: Sequence[int]) -> None:
-        """A place begins with pages that are kept or held. ContractError where one is taken."""
+        """Begins a place with pages that are kept or held.
+
+        Args:
+            place: KV of a job, not held yet.
+            pages: page numbers in order.
+
+        Raises:
+            ContractError: the plan has taken one of the pages.
+        """
 
     def free(self, place: Place) -> int:
-        """A place is given back; returns how many pages no job holds then."""
+        """Gives a place back.
+
+        Args:
+            place: KV of a job that is held.
+
+        Returns:
+            How many pages no job holds then.
+        """
 
 
 class RunningDecodes(NamedTuple):
@@ -104,10 +166,24 @@ class Reads(Protocol):
     """Notes what a scheduling reads of a view, so that the engine need not ask it again."""
 
     def shown(self, view: View) -> View:
-        """A view like this one that notes each read of a fact which a step may change."""
+        """A view like this one that notes each read of a fact which a step may change.
+
+        Args:
+            view: the view of the question.
+
+        Returns:
+            A View with equal facts.
+        """
 
     def slices(self, batch: Sequence[Slice]) -> tuple[Slice, ...]:
-        """A batch of the jobs of `shown`, with the engine's jobs in their place."""
+        """Puts the engine's jobs into a batch that was made of the jobs of `shown`.
+
+        Args:
+            batch: what the scheduling has answered.
+
+        Returns:
+            The slices of the engine's jobs, in their order.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,20 +258,41 @@ class View:
         return () if self.running is None else self.running.slices
 
     def leading_decodes(self, slices: tuple[Slice, ...]) -> RunningDecodes | None:
-        """The running decodes if a batch begins with all of them, in their order; else None."""
+        """The running decodes, if a batch begins with all of them in their order.
+
+        Args:
+            slices: a batch.
+
+        Returns:
+            `running`; None where the batch begins otherwise, or none are known.
+        """
         running = self.running
         if running is None or not running.slices:
             return None
         return running if slices[: len(running.slices)] == running.slices else None
 
     def found_tokens(self, job: Job) -> int:
-        """Tokens of a waiting job in kept pages, if it alone were admitted now; else 0."""
+        """Tokens of a waiting job in kept pages, if it alone were admitted now.
+
+        Args:
+            job: a waiting job.
+
+        Returns:
+            Tokens of whole pages; 0 without prefix caching, or where the job has begun.
+        """
         if self.kept_pages is None or job.computed_tokens:
             return 0
         return len(self.kept_pages().found(job)) * self.page.tokens
 
     def room(self, pool: Pool) -> int:
-        """Free and coming bytes of a pool: a plan may take them, some only after a wait."""
+        """Free and coming bytes of a pool. A plan may take them, some only after a wait.
+
+        Args:
+            pool: a pool of the machine.
+
+        Returns:
+            The bytes.
+        """
         return self.free_bytes[pool] + self.coming_bytes[pool]
 
 

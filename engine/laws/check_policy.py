@@ -67,7 +67,7 @@ def check_policy(
         ContractError: a plan breaks a rule (engine/contract/rules.py).
         BrokenLaw: the policy changes what it is shown, answers equal views differently, lets time
             pass with nothing in flight, or promises traits that do not hold.
-        Stalled: work is left and the policy wants nothing.
+        Stalled: work is left and the policy plans nothing.
     """
     items = [*(requests() if work is None else work)]
     pools = capacity_bytes or {(Tier.GPU, 0): 48 * page.nbytes, (Tier.HOST, 0): 96 * page.nbytes}
@@ -206,7 +206,14 @@ class WatchedPolicy:
 
 
 def snapshot(view: View) -> object:
-    """All that a view shows, by value, for comparison: every field but functions."""
+    """All that a view shows, by value, for comparison.
+
+    Args:
+        view: the view.
+
+    Returns:
+        Every field but functions, as copies that later writes do not change.
+    """
     return {name: _shown(getattr(view, name)) for name in SHOWN}
 
 

@@ -16,7 +16,14 @@ _Part = tuple[int, int, int]  # from when, until when, bytes
 
 
 def operations(plans: Iterable[Plan]) -> list[Op]:
-    """The operations of plans that run on a lane, in issue order."""
+    """The operations of plans that run on a lane, in issue order.
+
+    Args:
+        plans: in issue order.
+
+    Returns:
+        Copies, collectives and launches.
+    """
     return [op for plan in plans for op in plan.ops if isinstance(op, Op)]
 
 

@@ -26,7 +26,7 @@ class DeferredFrees:
         self._queues: list[deque[tuple[int, Job]]] = [deque() for _ in range(devices)]
 
     def oldest(self, device: int) -> int | None:
-        """The plan whose jobs' memory comes back next, None where no memory is deferred."""
+        """The plan whose jobs' memory comes back next; None where no memory is deferred."""
         return self._queues[device][0][0] if self._queues[device] else None
 
     def leave(self, device: int, number: int, job: Job) -> None:

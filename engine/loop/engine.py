@@ -84,8 +84,8 @@ class Engine:
         journal: gets every life of a place; with it the laws are checked at each step.
         returns_memory: whether the engine gives back a finished job's memory; False leaves it to
             the policy (playing back a plan log).
-        fast_forward: whether questions are spared and steps are issued at once; results are the
-            same without.
+        fast_forward: whether questions are spared and steps are issued at once; results are equal
+            without.
         router: makes each device a replica, which is shown only requests that are routed to it.
         lanes: the compute lanes of a device; launches that serve run on no other lane.
 
@@ -232,7 +232,7 @@ class Engine:
                 asking.give_all_back()
             comes = self._arrivals.next_ns is not None or state.wakeup.will_come
             if not (state.ledger.open or comes):  # turns that only answers release never come
-                raise self._stalled("the policy wants nothing although nothing is in flight")
+                raise self._stalled("the policy plans nothing although nothing is in flight")
             self._rest()
             yield state.wakeup.next
         asking.give_all_back()

@@ -178,7 +178,7 @@ class Ledger:
         return self._free_queues[pool].room_bytes
 
     def room_bytes(self) -> dict[Pool, int]:
-        """The same of every pool."""
+        """Free and coming bytes of every pool."""
         return {pool: queue.room_bytes for pool, queue in self._free_queues.items()}
 
     def held_pages(self, pool: Pool) -> int:

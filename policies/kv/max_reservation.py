@@ -15,8 +15,8 @@ class MaxReservation:
     """Each job holds `max_tokens` of KV from its first slice on (Orca's "Max" in vLLM, SOSP'23,
     section 6.2).
 
-    No job is preempted. A job that outgrows its reservation is refused. Plans use coming bytes, but
-    never wait for a copy, since this policy makes none.
+    No job is preempted. A job that outgrows its reservation is refused. Plans use coming bytes. No
+    launch waits for a copy, because this policy makes none.
 
     Args:
         max_tokens: tokens of a reservation.

@@ -59,7 +59,14 @@ class PagedRules:
         )
 
     def paged_demand(self, view: View) -> Demand:
-        """For slices of this view, the bytes of the pages that a job must hold to run one."""
+        """The bytes of the pages that a job must hold to run a slice.
+
+        Args:
+            view: the view that the slices are of.
+
+        Returns:
+            A function from a slice to bytes of whole pages.
+        """
         (page_tokens, page_nbytes), is_reserved = view.page, self.prompts == "reserved"
 
         def demand(piece: Slice) -> int:  # PageSize.bytes_for in line: called for every slice
@@ -146,8 +153,10 @@ class PagedAllocation:
     def _place_running(self) -> int:
         """Places all running decodes together if all find their pages, spare ones included.
 
-        Returns the number of slices placed: 0 where pages lack, since decodes that are placed one
-        by one may preempt each other."""
+        Returns:
+            The number of slices placed. It is 0 where pages lack: decodes that are placed one by
+            one may preempt each other.
+        """
         running = self._running
         if running is None:
             return 0

@@ -106,6 +106,9 @@ class FixedChunks:
             modes: of activations, one per unit.
             ranks: devices that share the chunks.
 
+        Returns:
+            The chunks and units of the job, on one device.
+
         Raises:
             OversizeModule: a module is larger than a chunk, and `oversize` is an error.
         """
@@ -178,7 +181,7 @@ class FixedChunks:
 
     def _too_small(self, shape: TrainingShape, most: int, device_bytes: int) -> DoesNotFit:
         """Why no size fits into warm-up, which leaves a chunk `most` numbers."""
-        name, largest = _largest_module(shape) if self.oversize == "error" else ("", 1)
+        name, largest = _biggest_module(shape) if self.oversize == "error" else ("", 1)
         sizes = [n for size in self.sizes for n in _halvings(size) if n >= max(largest, most + 1)]
         if not sizes:
             return DoesNotFit(
@@ -205,13 +208,23 @@ class FixedChunks:
 
 
 def footprint_bytes(layout: TrainingLayout) -> int:
-    """Bytes of all states of a layout: weights, gradients and optimizer."""
+    """Bytes of all states of a layout: weights, gradients and optimizer.
+
+    Args:
+        layout: chunks and units of a job.
+
+    Returns:
+        Bytes of one device, with the padding of chunks.
+    """
     return sum([c.weight_bytes + c.gradient_bytes + c.optimizer_bytes for c in layout.chunks])
 
 
 def _in_order_of_use(shape: TrainingShape) -> list[int]:
-    """Parameters by the first unit that uses them, not by their registration: OPT registers its
-    last norm, which the head uses, before its layers."""
+    """Parameters by the first unit that uses them.
+
+    The order of registration differs: OPT registers its last norm, which the head uses, before its
+    layers.
+    """
     first = {p: u for u in reversed(range(len(shape.units))) for p in shape.units[u].parameters}
     return sorted(range(len(shape.parameters)), key=first.__getitem__)
 
@@ -226,7 +239,7 @@ def _halvings(size: int) -> list[int]:
     return [size >> times for times in range(size.bit_length())]
 
 
-def _largest_module(shape: TrainingShape) -> tuple[str, int]:
+def _biggest_module(shape: TrainingShape) -> tuple[str, int]:
     """The name and the numbers of the largest module, frozen and trained ones counted apart."""
     numbers = Counter[tuple[str, bool]]()
     for parameter in shape.parameters:

@@ -45,6 +45,9 @@ def prepared(
         offloads_inputs: inputs of units that recompute or offload wait on the host for the
             backward.
 
+    Returns:
+        The layout of each job, and the places that are held before the first step.
+
     Raises:
         ValueError: the modes do not match the layers of a job.
         OutOfMemory: the states do not fit.
@@ -69,6 +72,9 @@ def modes_of(modes: Mode | tuple[Mode, ...], num_units: int, job_id: int) -> tup
             keep their activations where no mode is given for them.
         num_units: layers, embedding and head.
         job_id: for the message.
+
+    Returns:
+        One mode per unit, in the order of the forward.
 
     Raises:
         ValueError: the number of modes is none of these.
@@ -121,6 +127,14 @@ def _states(
 
 
 def apart(shape: TrainingShape, parameters: Sequence[int]) -> list[list[int]]:
-    """The frozen and the trained ones of some parameters, each in their order; no empty list."""
+    """Parts frozen parameters from trained ones.
+
+    Args:
+        shape: the shape of the model.
+        parameters: parameters of the shape, by number.
+
+    Returns:
+        The frozen ones and the trained ones, each in their order; no empty list.
+    """
     found = [[p for p in parameters if shape.parameters[p].trains is t] for t in (False, True)]
     return [part for part in found if part]

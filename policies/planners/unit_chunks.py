@@ -57,7 +57,14 @@ class UnitChunks:
 
 
 def unit_chunks(shape: TrainingShape) -> list[list[int]]:
-    """Per unit, the parameters that no unit before it has, frozen and trained ones apart."""
+    """Per unit, the parameters that no unit before it has, frozen and trained ones apart.
+
+    Args:
+        shape: the shape of the model.
+
+    Returns:
+        Per chunk, its parameters by number.
+    """
     seen: set[int] = set()
     chunks: list[list[int]] = []
     for unit in shape.units:

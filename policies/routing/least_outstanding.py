@@ -13,6 +13,10 @@ LOADS = ("requests", "tokens")
 def check_load(name: str, load: str) -> None:
     """Checks what a router counts as load.
 
+    Args:
+        name: of the router, for the message.
+        load: the name of a load.
+
     Raises:
         ValueError: `load` is not one of LOADS.
     """
@@ -21,21 +25,39 @@ def check_load(name: str, load: str) -> None:
 
 
 def load_of(fleet: Fleet, replica: int, load: str) -> int:
-    """Outstanding requests of a replica, or the tokens of these, by the name of the load."""
+    """The outstanding load of a replica.
+
+    Args:
+        fleet: the replicas.
+        replica: the number of the replica.
+        load: one of LOADS.
+
+    Returns:
+        Outstanding requests, or the tokens of these.
+    """
     if load == "tokens":
         return fleet.outstanding_tokens(replica)
     return fleet.outstanding(replica)
 
 
-def least_loaded(fleet: Fleet, load: str) -> int:
-    """The replica with the least load. Of equals, the one with fewer requests so far; then the
-    lower number."""
+def shortest_queue(fleet: Fleet, load: str) -> int:
+    """The replica with the least load.
+
+    Ties go to the replica with fewer requests so far, then to the lower number.
+
+    Args:
+        fleet: The replicas, with what was assigned to each.
+        load: One of LOADS.
+
+    Returns:
+        The number of the replica.
+    """
     return min(range(len(fleet)), key=lambda i: (load_of(fleet, i, load), fleet.assigned[i], i))
 
 
 @dataclass(frozen=True)
 class LeastOutstanding:
-    """The replica with the least outstanding load: join the shortest queue. Ties: see least_loaded.
+    """Join the shortest queue: the replica with the least outstanding load; see shortest_queue.
 
     Args:
         load: outstanding `requests`, or the `tokens` of these (which bounds their KV).
@@ -50,4 +72,4 @@ class LeastOutstanding:
         check_load("least outstanding", self.load)
 
     def route(self, job: Job, fleet: Fleet) -> int:
-        return least_loaded(fleet, self.load)
+        return shortest_queue(fleet, self.load)

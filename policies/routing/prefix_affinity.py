@@ -7,7 +7,7 @@ from math import ceil
 
 from engine.contract.job import Job
 from engine.contract.policy import Fleet
-from policies.routing.least_outstanding import check_load, least_loaded
+from policies.routing.least_outstanding import check_load, shortest_queue
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PrefixAffinity:
     def route(self, job: Job, fleet: Fleet) -> int:
         seen = fleet.last_with(job)
         return (
-            least_loaded(fleet, self.load) if seen is None or self._is_full(seen, fleet) else seen
+            shortest_queue(fleet, self.load) if seen is None or self._is_full(seen, fleet) else seen
         )
 
     def _is_full(self, replica: int, fleet: Fleet) -> bool:

@@ -99,12 +99,22 @@ def arrivals(view: View, max_jobs: int) -> Sequence[Job]:
     Args:
         view: its waiting jobs, in the order of arrival.
         max_jobs: jobs in service, those that enter included.
+
+    Returns:
+        Waiting jobs in the order of arrival.
     """
     return view.waiting[: max(0, max_jobs - len(view.serving))]
 
 
 def num_holders(view: View) -> int:
-    """The number of jobs that hold KV on the device."""
+    """The number of jobs that hold KV on the device.
+
+    Args:
+        view: the view of the device.
+
+    Returns:
+        The number of KV places in the device's memory.
+    """
     device = view.device
     places = [r.kind is Kind.KV and t is Tier.GPU and d == device for r, t, d in view.held_bytes]
     return sum(places)
@@ -119,6 +129,9 @@ def by_rank(view: View, rank: Rank, max_jobs: int) -> Iterable[Job]:
         view: its jobs in service and waiting.
         rank: of a job; the lowest is first.
         max_jobs: jobs in service. Waiting jobs enter by rank as far as this leaves room.
+
+    Returns:
+        Jobs in service and admitted jobs, each once.
     """
     room = max(0, max_jobs - len(view.serving))
     admitted = sorted(view.waiting, key=rank)[:room]

@@ -1,4 +1,4 @@
-"""Plays back a plan log: the same decisions on another backend."""
+"""Plays back a plan log: the decisions of a run on another backend."""
 
 from __future__ import annotations
 

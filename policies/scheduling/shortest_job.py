@@ -20,7 +20,14 @@ class LengthPredictor(Protocol):
     """
 
     def output_tokens(self, job: Job) -> float:
-        """Expected output of a job in tokens, those generated so far included."""
+        """Expected output of a job in tokens, those generated so far included.
+
+        Args:
+            job: a job that waits or is in service.
+
+        Returns:
+            Tokens; an estimate, which may be no whole number.
+        """
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,7 @@ class PromptShare:
     share: float = 0.5
 
     def output_tokens(self, job: Job) -> float:
+        """See LengthPredictor."""
         return self.share * job.prompt_tokens
 
 
@@ -50,6 +58,7 @@ class ClassMean:
     default_tokens: float = 256.0
 
     def output_tokens(self, job: Job) -> float:
+        """See LengthPredictor."""
         return (self.mean_tokens or {}).get(job.slo, self.default_tokens)
 
 

@@ -44,8 +44,10 @@ class VllmV1:
         return fill(chain(others, admitted), self.token_budget, view, decodes)
 
     def _counted_jobs(self, view: View) -> int:
-        """Jobs that count against `max_jobs`: in vLLM, a job that has ended counts until its pages
-        are freed."""
+        """Jobs that count against `max_jobs`.
+
+        In vLLM, a job that has ended counts until its pages are freed.
+        """
         running = len(view.serving)
         if max(len(view.held_bytes), running) + len(view.waiting) <= self.max_jobs:
             return running  # all waiting jobs may enter, so the exact count decides nothing

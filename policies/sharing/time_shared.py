@@ -151,7 +151,15 @@ class WithoutKv:
 
 
 def side_of(view: View, trains: bool) -> View:
-    """A view of the jobs that train, or of those that are served."""
+    """A view of the jobs that train, or of those that are served.
+
+    Args:
+        view: the view of the device.
+        trains: whether the side is training's.
+
+    Returns:
+        The view with the jobs of that side alone; memory is that of both.
+    """
     return replace(
         view,
         serving=() if trains else view.serving,

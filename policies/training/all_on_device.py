@@ -22,8 +22,8 @@ class AllOnDevice:
     Only activations that their units save for the host leave the device. States that lie on the
     host at the start come at their first use. Plans use coming bytes.
 
-    Raises (from `fit`):
-        OutOfMemory: a launch can never fit.
+    Raises:
+        OutOfMemory: from `fit`, a launch can never fit.
     """
 
     traits: ClassVar[Traits] = Traits(recurs=True, states_in=(Tier.GPU,))

@@ -24,7 +24,14 @@ class CycleLaunch(NamedTuple):
 
 
 def training_jobs(view: View) -> Iterator[Job]:
-    """Training jobs, in service and waiting, in the order of arrival."""
+    """Training jobs, in service and waiting, in the order of arrival.
+
+    Args:
+        view: the view of the device.
+
+    Returns:
+        Jobs in service, then waiting ones.
+    """
     yield from view.training
     yield from (job for job in view.waiting if job.training is not None)
 
@@ -35,6 +42,9 @@ def cycle_of(training: TrainingProgress) -> tuple[CycleLaunch, ...]:
 
     Args:
         training: a job's progress; the cycle is that of its layout and tasks.
+
+    Returns:
+        The launches, numbered from 0 as in a View's profile.
     """
     units, links = layout_of(training).units, list[CycleLaunch]()
     for work, part, microbatch in training.tasks:
@@ -93,6 +103,9 @@ def lookahead(training: TrainingProgress, turns: int) -> tuple[Ahead, ...]:
     Args:
         training: a job's progress.
         turns: how many turns to look ahead.
+
+    Returns:
+        One Ahead per launch, in the order of `cycle_of`.
     """
     links, found = cycle_of(training), list[Ahead]()
     for moment, link in enumerate(links):

@@ -28,8 +28,8 @@ class DemandPaging:
         updates: on the `host`, or on the `device`.
         reuses_gradients: gradients take the place of their weights until the update (PatrickStar).
 
-    Raises (from `fit`):
-        OutOfMemory: a launch can never fit.
+    Raises:
+        OutOfMemory: from `fit`, a launch can never fit.
     """
 
     traits: ClassVar[Traits] = Traits(recurs=True)

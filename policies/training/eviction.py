@@ -89,6 +89,13 @@ class Future(NamedTuple):
 
         The use lies in this step or in the next one. A place without a known use comes after all
         others.
+
+        Args:
+            place: a place of model states.
+            behind: the number of a launch of the step.
+
+        Returns:
+            The number of launches; twice the step where no use is known.
         """
         moments = self.uses.get(place, ())
         if not moments:
@@ -102,7 +109,7 @@ class Future(NamedTuple):
 class FarthestUse:
     """Belady's OPT over a cyclic future: the place whose next use is farthest is evicted first.
 
-    Of equals, the smaller chunk.
+    Of places with equal distances, that of the smaller chunk goes first.
 
     Args:
         futures: per job, when its places are used.
@@ -145,12 +152,24 @@ class Candidates:
         return place in self._entries
 
     def rank(self, place: Place) -> Rank | None:
-        """The rank of a place; None where it is no candidate."""
+        """The rank of a place.
+
+        Args:
+            place: a place of states or activations.
+
+        Returns:
+            None where the place is no candidate.
+        """
         entry = self._entries.get(place)
         return None if entry is None else entry.rank
 
     def put(self, place: Place, rank: Rank) -> None:
-        """Adds a place, or changes its rank."""
+        """Adds a place, or changes its rank.
+
+        Args:
+            place: a place of states or activations.
+            rank: its rank from now on.
+        """
         old = self._entries.get(place)
         if old is None:
             self.count += 1
@@ -162,12 +181,26 @@ class Candidates:
             heappush(self._heap, entry)
 
     def drop(self, place: Place) -> bool:
-        """Removes a place; whether it was a candidate."""
+        """Removes a place.
+
+        Args:
+            place: a place of states or activations.
+
+        Returns:
+            Whether it was a candidate.
+        """
         return self._entries.pop(place, None) is not None
 
     def evict_first(self, pinned: Collection[Place], evict: Callable[[Place], bool]) -> bool:
-        """Evicts the first place that is not pinned and that `evict` can take off the device;
-        whether there was one."""
+        """Evicts the first place that is not pinned and that `evict` can take off the device.
+
+        Args:
+            pinned: places that stay.
+            evict: takes a place off the device; False where it cannot.
+
+        Returns:
+            Whether there was such a place.
+        """
         if not self._heap:
             self._heap = [*self._entries.values()]
             heapify(self._heap)

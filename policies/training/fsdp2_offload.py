@@ -25,8 +25,8 @@ class Fsdp2Offload:
         keeps_root: weights of the embedding and the head stay from forward to backward, since
             FSDP2 does not reshard the root module behind its forward.
 
-    Raises (from `fit`):
-        OutOfMemory: a launch can never fit.
+    Raises:
+        OutOfMemory: from `fit`, a launch can never fit.
     """
 
     traits: ClassVar[Traits] = Traits(recurs=True, states_in=(Tier.HOST,))

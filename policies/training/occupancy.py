@@ -70,22 +70,53 @@ class Occupancy:
 
     # ---- places
     def elsewhere(self, place: Place) -> Place:
-        """The same region in the other tier."""
+        """The place of a region in the other tier.
+
+        Args:
+            place: a place of states or activations.
+
+        Returns:
+            Its place on the host, or on the device of the view.
+        """
         return Place(place.region, *(self._home if place.tier is Tier.GPU else self._here))
 
     def holds(self, place: Place) -> bool:
-        """Whether a place holds bytes."""
+        """Whether a place holds bytes.
+
+        Args:
+            place: a place of states or activations.
+
+        Returns:
+            False for a place of 0 bytes.
+        """
         return bool(self._plan.held(place))
 
     def is_new(self, place: Place) -> bool:
-        """Whether a place holds its region, and no older than the other tier does."""
+        """Whether a place holds the newest contents of its region.
+
+        Args:
+            place: a place of states or activations.
+
+        Returns:
+            False where the place is not held, or the other tier is newer.
+        """
         if not self._plan.held(place):
             return False
         other = self.elsewhere(place)
         return not self._plan.held(other) or self._stamp(place) >= self._stamp(other)
 
     def bring(self, place: Place, nbytes: int) -> None:
-        """Makes a place hold its region as it is newest; a region that is nowhere begins there."""
+        """Makes a place hold the newest contents of its region.
+
+        A region that is in no tier begins there.
+
+        Args:
+            place: a place of states or activations.
+            nbytes: bytes of a region that begins.
+
+        Raises:
+            OutOfMemory: its pool has no room, and no place is left to evict.
+        """
         if not self.is_new(place):
             other = self.elsewhere(place)
             if size := self._plan.held(other):
@@ -108,19 +139,33 @@ class Occupancy:
         return self._is_exclusive or (place.tier is Tier.HOST and not _is_weight(place))
 
     def offer(self, place: Place, nbytes: int) -> None:
-        """Brings a place from the host if there is room without an eviction."""
+        """Brings a place from the host if there is room without an eviction.
+
+        Args:
+            place: a place of states or activations.
+            nbytes: bytes of the region.
+        """
         other = self.elsewhere(place)
         is_away = self._plan.held(other) and not self._plan.held(place)
         if is_away and self._plan.room(place.pool) >= nbytes:
             self.bring(place, nbytes)
 
     def copy(self, src: Place, dst: Place) -> None:
-        """Copies a region whole: the destination is then as new as the source."""
+        """Copies a region whole. The destination is then as new as the source.
+
+        Args:
+            src: a place that is held.
+            dst: the place of its region in the other tier.
+        """
         self._plan.copy(src, dst)
         self._stamps[dst] = self._stamp(src)
 
     def free(self, place: Place) -> None:
-        """Frees a place."""
+        """Frees a place.
+
+        Args:
+            place: a place that is held.
+        """
         if self._candidates.drop(place) and place.region.kind in STATES:
             self.state_bytes -= self._plan.held(place)
         self._plan.free(place)
@@ -128,7 +173,11 @@ class Occupancy:
     def evict(self, place: Place) -> bool:
         """Takes a place off the device, with a copy to the host unless the host has it as new.
 
-        Returns whether the host had room for that.
+        Args:
+            place: a place on the device that is held.
+
+        Returns:
+            Whether the host had room for the copy; False leaves the plan unchanged.
         """
         away = self.elsewhere(place)
         has_copy = self._plan.held(away)
@@ -142,6 +191,10 @@ class Occupancy:
     # ---- room
     def make_room(self, pool: Pool, nbytes: int) -> None:
         """Evicts until so many bytes of a pool are free.
+
+        Args:
+            pool: of the device or the host; only places of the device are evicted.
+            nbytes: bytes that must be free or coming.
 
         Raises:
             OutOfMemory: no place is left to evict.
@@ -158,6 +211,10 @@ class Occupancy:
 
     def shrink(self, limit_bytes: int, strict: bool = False) -> None:
         """Evicts until states take no more than a limit, or no place is left to evict.
+
+        Args:
+            limit_bytes: of states on the device.
+            strict: whether a full host is an error.
 
         Raises:
             OutOfMemory: with `strict`, the host has no room for what should leave.
@@ -187,8 +244,10 @@ class Occupancy:
         return self._error(self._home, self._host_lacks)
 
     def _nearer(self, pool: Pool, deficit_bytes: int) -> OutOfMemory:
-        """The smaller deficit: of a pool or, where an update runs on the device for want of room on
-        the host, of the host."""
+        """The smaller deficit: that of a pool or that of the host.
+
+        The host counts where an update runs on the device because the host has no room.
+        """
         if 0 < self.lacks_bytes < deficit_bytes:
             return self._error(self._home, self.lacks_bytes)
         return self._error(pool, deficit_bytes)
@@ -228,7 +287,8 @@ def _is_weight(place: Place) -> bool:
 def _is_offloaded(job: Job, kind: Kind, part: int) -> bool:
     """Whether a place is of an offloaded activation, fetched early or not yet copied out.
 
-    That is what a unit saves for the host, or its input."""
+    That is what a unit saves for the host, or its input.
+    """
     assert job.training is not None
     units = layout_of(job.training).units
     if kind is not Kind.ACTIVATION:

@@ -1,6 +1,6 @@
 """A training job that cannot run in the memory there is: what lacks where, and what would help.
 
-The errors carry facts and remedies. `tandem.wiring.budget.in_words` names the keys of a
+The errors carry facts and remedies. `tandem.wiring.budget.advised_line` names the keys of a
 configuration for them: policies know none.
 """
 
@@ -101,10 +101,19 @@ class OutOfMemory(DoesNotFit):
 def remedies_of_launch(
     tier: Tier, work: Work, spec: TrainingJob, layout: TrainingLayout
 ) -> tuple[Remedy, ...]:
-    """What a job may change so that a launch takes less of a tier; no remedy that it has taken.
+    """What a job may change so that a launch takes less of a tier.
 
     The device holds activations and, for the moment, chunks. The host holds states, and activations
-    and inputs of layers only where they are offloaded. An update finds no activations any more.
+    and inputs of layers only where they are offloaded. An update runs when activations are gone.
+
+    Args:
+        tier: the tier that is short.
+        work: of the launch.
+        spec: the training job.
+        layout: its chunks and units.
+
+    Returns:
+        Remedies that the job has not taken yet, most useful first.
     """
     layers, updates = layout.units[1:-1], work is Work.UPDATE
     modes, sends = {unit.mode for unit in layers}, any(unit.sends_input for unit in layers)
@@ -138,8 +147,16 @@ def _spans_units(layout: TrainingLayout) -> bool:
 
 
 def remedies_of_states(jobs: Iterable[TrainingJob]) -> tuple[Remedy, ...]:
-    """What makes model states smaller. Where else they may lie depends on the memory policy, which
-    a planner does not know."""
+    """What makes model states smaller.
+
+    Where else they may lie depends on the memory policy, which a planner is not given.
+
+    Args:
+        jobs: all training jobs.
+
+    Returns:
+        Remedies, most useful first.
+    """
     train_all = any([job.recipe.lora_rank is None for job in jobs])
     return (*[Remedy.TRAIN_ADAPTERS] * train_all, Remedy.SMALLER_MODEL)
 
@@ -149,6 +166,12 @@ def patient(fit: Fit[Half]) -> Fit[Half]:
 
     The engine shows that memory when it is free, and asks again. So OutOfMemory is raised only
     where no memory is still to come back.
+
+    Args:
+        fit: the `fit` of a memory policy.
+
+    Returns:
+        The `fit` that waits; it raises what `fit` raises.
     """
 
     @wraps(fit)

@@ -32,7 +32,15 @@ class StepStatistics(NamedTuple):
 
 
 def statistics_of(profile: Profile, job_id: int) -> StepStatistics | None:
-    """The statistics of a job's last complete step; None in its warm-up."""
+    """The statistics of a job's last complete step.
+
+    Args:
+        profile: of the view.
+        job_id: the training job.
+
+    Returns:
+        None in warm-up, before a step is complete.
+    """
     moments = profile.moments(job_id)
     if not moments:
         return None
@@ -64,6 +72,9 @@ class MemoryBudget:
             work: of the launch.
             moment: its number in the step.
             other_bytes: per launch of a step, bytes beside chunks; empty in warm-up.
+
+        Returns:
+            Bytes of the device.
         """
         if work is Work.UPDATE:
             return self.device_bytes - self.staging_bytes
@@ -73,8 +84,15 @@ class MemoryBudget:
         return self.device_bytes - max(now, then) - self.buffer_bytes
 
     def ahead(self, moment: int, other_bytes: Sequence[int]) -> int:
-        """Bytes for chunks behind a launch: what all else leaves at the next launch, which then
-        needs no eviction."""
+        """Bytes for chunks behind a launch, so that the next launch needs no eviction.
+
+        Args:
+            moment: the number of the launch in the step.
+            other_bytes: per launch of a step, bytes beside chunks; empty in warm-up.
+
+        Returns:
+            What all else leaves of the device at the next launch.
+        """
         if self.is_static or not other_bytes:
             return self.device_bytes
         return self.device_bytes - other_bytes[(moment + 1) % len(other_bytes)]
@@ -82,7 +100,12 @@ class MemoryBudget:
     def margin(self, other_bytes: Sequence[int], chunk_bytes: int) -> int:
         """Bytes left beside all weights and gradients when all else is at its peak.
 
-        May be negative; 0 in warm-up.
+        Args:
+            other_bytes: per launch of a step, bytes beside chunks; empty in warm-up.
+            chunk_bytes: of all weights and gradients.
+
+        Returns:
+            Bytes, which may be negative; 0 in warm-up.
         """
         if not other_bytes:
             return 0
@@ -96,6 +119,9 @@ def device_updates(margin_bytes: int, share: float, optimizer_bytes: Iterable[in
         margin_bytes: see MemoryBudget.margin.
         share: of the margin, which their optimizer states may fill.
         optimizer_bytes: per chunk, in order.
+
+    Returns:
+        The number of chunks.
     """
     left, count = int(margin_bytes * share), 0
     for nbytes in optimizer_bytes:
@@ -191,8 +217,10 @@ class PatrickStar:
         return _JobBudget(view.profile.moment(job.job_id), budget, others, here)
 
     def _barrier(self, launch: LaunchFootprint, device: Residency) -> tuple[Place, ...]:
-        """Places that an update also writes: the last update on the host writes all weights there,
-        so that the next fetch waits for it."""
+        """Places that an update also writes.
+
+        The last update on the host writes all weights there, so that the next fetch waits for it.
+        """
         piece, training = launch.piece, launch.piece.job.training
         if self.overlaps_updates or launch.on != HOST_LANE or training is None:
             return ()

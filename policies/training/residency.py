@@ -44,6 +44,9 @@ class Residency(Occupancy):
             piece: the task.
             on: the lane of an update; an update for which the host has no room runs on the device.
             reuses: gradients take the place of their weights.
+
+        Returns:
+            Footprints in order: one, or two with a forward repeated for its backward.
         """
         self.lacks_bytes = 0
         if on == HOST_LANE and piece.work is Work.UPDATE:
@@ -58,6 +61,9 @@ class Residency(Occupancy):
 
     def make_resident(self, launch: LaunchFootprint) -> None:
         """Brings, gathers and grows what a launch needs.
+
+        Args:
+            launch: the footprint of the launch.
 
         Raises:
             OutOfMemory: that can never fit.
@@ -96,7 +102,11 @@ class Residency(Occupancy):
         self.make_resident(launch)
 
     def drop_stale(self, launch: LaunchFootprint) -> None:
-        """Frees the copies on the device that a launch on the host has made stale."""
+        """Frees the copies on the device that a launch on the host has made stale.
+
+        Args:
+            launch: the footprint of a launch that is in the plan.
+        """
         for place in launch.writes if launch.on == HOST_LANE else ():
             if self._plan.held(here := self.elsewhere(place)):
                 self.free(here)
@@ -139,7 +149,11 @@ class Residency(Occupancy):
 
     # ---- a group
     def gather(self, exchange: Exchange) -> None:
-        """Gathers the parts of a chunk's weights that other devices have, unless they are here."""
+        """Gathers the parts of a chunk's weights that other devices have, unless they are here.
+
+        Args:
+            exchange: a gather of one chunk's weights.
+        """
         begins = exchange.begins
         assert begins is not None, "gathered weights have a place"
         if not self._plan.holds(begins.place):
@@ -150,20 +164,32 @@ class Residency(Occupancy):
             self.exchange(exchange)
 
     def offer_gather(self, exchange: Exchange) -> None:
-        """Gathers if there is room without an eviction, and the part of this device is here."""
+        """Gathers if there is room without an eviction, and the part of this device is here.
+
+        Args:
+            exchange: a gather of one chunk's weights.
+        """
         begins = exchange.begins
         assert begins is not None, "gathered weights have a place"
         if self._plan.room(self._here) >= begins.nbytes and self.is_new(exchange.reads[0]):
             self.gather(exchange)
 
     def drop(self, places: Iterable[Place]) -> None:
-        """Frees those of these places that are held."""
+        """Frees those of these places that are held.
+
+        Args:
+            places: places on the device.
+        """
         for place in places:
             if self._plan.holds(place):
                 self.free(place)
 
     def exchange(self, exchange: Exchange) -> None:
-        """Writes a collective between places that are here."""
+        """Writes a collective between places that are here.
+
+        Args:
+            exchange: its places are held.
+        """
         self._plan.exchange(exchange.op(self._view.device))
         self._stamps.update(dict.fromkeys(exchange.writes, NOW + self.clock))
 

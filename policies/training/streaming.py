@@ -133,16 +133,20 @@ class _Stream:
 
     # ---- updates
     def _barrier(self, training: TrainingProgress, link: CycleLaunch) -> tuple[Place, ...]:
-        """Places that an update also writes: the last update of a step writes all weights, so that
-        the next fetch waits for it."""
+        """Places that an update also writes.
+
+        The last update of a step writes all weights, so that the next fetch waits for it.
+        """
         chunks = [*training.trained_by]
         if self._how.overlaps_updates or link.part != chunks[-1]:
             return ()
         return tuple([weight(training.spec.job_id, c, Tier.HOST) for c in chunks[:-1]])
 
     def _refresh(self, training: TrainingProgress, link: CycleLaunch) -> None:
-        """Replaces weights on the device that an update made stale: those that stay are copied from
-        the host, the others are freed."""
+        """Replaces weights on the device that an update made stale.
+
+        Weights that stay are copied from the host; all other weights are freed.
+        """
         chunks, last = [link.part], [*training.trained_by][-1]
         layout, job_id, here = layout_of(training), training.spec.job_id, self._view.device
         if not self._how.overlaps_updates:

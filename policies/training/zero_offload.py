@@ -25,8 +25,8 @@ class ZeroOffload:
         overlaps_updates: the next forward may begin before the last chunk is updated; in the
             original it waits.
 
-    Raises (from `fit`):
-        OutOfMemory: a launch can never fit.
+    Raises:
+        OutOfMemory: from `fit`, a launch can never fit.
     """
 
     traits: ClassVar[Traits] = Traits(recurs=True, states_in=(Tier.HOST,))

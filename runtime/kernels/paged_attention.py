@@ -11,7 +11,7 @@ from runtime.kernels.rotate import store
 from runtime.kernels.shapes import (
     STAGES,
     WAVES,
-    keys_per_turn,
+    kv_tokens_per_turn,
     num_programs,
     num_splits,
     rows_per_tile,
@@ -59,7 +59,7 @@ FLOOR = tl.constexpr(-1e30)  # instead of -inf: the difference of two is no NaN
 
 
 @triton.jit
-def attend_keys(
+def attend_stretch(
     q,  # [ROWS, PADDED], zeros behind SIZE
     sees,  # [ROWS] the last position that each row may read
     pages,  # of one layer: page, token, key or value, KV head, number
@@ -134,7 +134,7 @@ def decode(
         q.stride(0), q.stride(1), pages.stride(0), pages.stride(1), pages.stride(2),
         pages.stride(3), tables.stride(0),
         HEADS=heads, SHARED=shared, ROWS=max(16, triton.next_power_of_2(shared)),
-        PAGE=page_tokens, SIZE=size, PADDED=padded, KEYS=keys_per_turn(q.dtype, padded),
+        PAGE=page_tokens, SIZE=size, PADDED=padded, KEYS=kv_tokens_per_turn(q.dtype, padded),
         MIN_KEYS=MIN_SPLIT_KEYS, num_warps=4, num_stages=STAGES,
     )  # fmt: skip
     _join[(rows, heads)](
@@ -163,7 +163,7 @@ def _split(
     is_q = (m < SHARED)[:, None] & (d < SIZE)[None, :]
     whole = q + row.to(tl.int64) * q_row + head[:, None] * q_head + d[None, :]
     sees = tl.full([ROWS], 0, tl.int32) + (length - 1)
-    best, total, summed = attend_keys(
+    best, total, summed = attend_stretch(
         tl.load(whole, mask=is_q, other=0.0), sees, pages + kv_head * head_stride,
         tables + row.to(tl.int64) * table_row, start, stop, scale,
         page_stride, token_stride, value_shift, PAGE, SIZE, PADDED, ROWS, KEYS,
@@ -221,7 +221,7 @@ def prefill(
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), pages.stride(0), pages.stride(1),
         pages.stride(2), pages.stride(3), tables.stride(0),
         SHARED=shared, TOKENS=rows, ROWS=max(16, triton.next_power_of_2(rows * shared)),
-        PAGE=page_tokens, SIZE=size, PADDED=padded, KEYS=keys_per_turn(q.dtype, padded),
+        PAGE=page_tokens, SIZE=size, PADDED=padded, KEYS=kv_tokens_per_turn(q.dtype, padded),
         num_warps=4 * warps(size, shared), num_stages=2,
     )  # fmt: skip
 
@@ -245,7 +245,7 @@ def _tile(
     row, head = first + m // SHARED, kv_head * SHARED + m % SHARED
     is_q = (row < end)[:, None] & (d < SIZE)[None, :]
     places = row[:, None].to(tl.int64) * q_row + head[:, None] * q_head + d[None, :]
-    _, total, summed = attend_keys(
+    _, total, summed = attend_stretch(
         tl.load(q + places, mask=is_q, other=0.0), past + row - start,
         pages + kv_head * head_stride, tables + piece.to(tl.int64) * table_row, 0,
         past + end - start, scale, page_stride, token_stride, value_shift, PAGE, SIZE, PADDED,

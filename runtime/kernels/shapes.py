@@ -15,7 +15,7 @@ TILE_ROWS, TILE_ROWS_FLOAT32 = 64, 16
 WIDE = 128  # head dimension above which a program holds half as many keys
 
 
-def keys_per_turn(dtype: torch.dtype, size: int) -> int:
+def kv_tokens_per_turn(dtype: torch.dtype, size: int) -> int:
     """Keys that a program holds at once, each of `size` elements."""
     if dtype == torch.float32:
         return 16

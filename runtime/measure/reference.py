@@ -396,7 +396,7 @@ def training_references(spec: ModelSpec, recipe: Recipe) -> tuple[UnitWork, Upda
     return UnitWork(spec, recipe), UpdateWork(recipe)
 
 
-class TrainingPace(ClockPace):
+class TrainingClockPace(ClockPace):
     """A ClockPace by the works of a unit and an update. All but updates go by the unit's."""
 
     def factor_of(self, slices: Sequence[Slice]) -> float:

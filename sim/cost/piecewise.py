@@ -256,13 +256,15 @@ class Ragged:
         """
         return [(part, weight) for part, weight in self._cut(point) if isinstance(part, Ragged)]
 
-    def ends(self) -> tuple[int, ...]:
+    def last_nodes(self) -> tuple[int, ...]:
         """The last node of each axis, over all parts.
 
         Returns:
             One coordinate per axis.
         """
-        inner = zip(*(part.ends() for part in self.parts if isinstance(part, Ragged)), strict=True)
+        inner = zip(
+            *(part.last_nodes() for part in self.parts if isinstance(part, Ragged)), strict=True
+        )
         return (self.nodes[-1], *map(max, inner))
 
     def _cut(self, point: Sequence[float]) -> list[tuple[float | Ragged, float]]:
@@ -312,7 +314,7 @@ class Watch:
             axes: name of each axis.
         """
         self.outside: dict[str, int] = {}
-        ends = zip(axes, table.ends(), strict=True)
+        ends = zip(axes, table.last_nodes(), strict=True)
         self._ends = [(f"{name} by {axis}", end) for axis, end in ends]
 
     def look(self, point: Sequence[float]) -> None:

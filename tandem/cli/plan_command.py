@@ -23,7 +23,7 @@ from tandem.cli.terminal import search_bar, shown_bytes, shown_parts, shown_seco
 from tandem.config.compose import ComposedConfig
 from tandem.sweeps.grid import Grid, grid_of, with_axes
 from tandem.wiring.backends import Backend
-from tandem.wiring.budget import in_words
+from tandem.wiring.budget import advised_line
 from tandem.wiring.experiment import engine_of
 from tandem.wiring.run_spec import RunSpec, builder_of, run_spec_of, spec_of, training_space
 from tandem.wiring.training import Trainee, planner_of
@@ -167,7 +167,7 @@ def main(words: Sequence[str]) -> int:
     try:
         found = plan_run(point)
     except DoesNotFit as error:
-        print(f"does not fit: {in_words(error)}")
+        print(f"does not fit: {advised_line(error)}")
         if least := told_min_budget(point, error):
             print(least)
         _tell_max_layers(point, chosen.no_largest)
@@ -367,7 +367,7 @@ class Tried:
     fits: bool
 
 
-def largest_models(rows: Iterable[Row]) -> Mapping[Overrides, Row | None]:
+def largest_model_by_rest(rows: Iterable[Row]) -> Mapping[Overrides, Row | None]:
     """The largest model that fits, per choice of all else; None where none fits."""
     best: dict[Overrides, Row | None] = {}
     for row in rows:
@@ -378,11 +378,11 @@ def largest_models(rows: Iterable[Row]) -> Mapping[Overrides, Row | None]:
     return best
 
 
-def told_largest_models(rows: Iterable[Sized], verb: str) -> list[str]:
+def largest_model_lines(rows: Iterable[Sized], verb: str) -> list[str]:
     """A line per choice of all else, such as: largest that fits with policy=patrickstar: ..."""
     return [
         f"largest that {verb}{_with_overrides(others)}: {_model_size(best)}"
-        for others, best in largest_models(rows).items()
+        for others, best in largest_model_by_rest(rows).items()
     ]
 
 
@@ -433,7 +433,7 @@ def plan_points(
         try:
             found = plan_run(point)
         except DoesNotFit as error:
-            refusal = in_words(error)
+            refusal = advised_line(error)
         yield PlannedPoint(words, spec_of(point).parameters, found, refusal)
 
 
@@ -443,7 +443,7 @@ def tell(grid: Grid) -> int:
     for row in plan_points(grid.points(), grid.fixed):
         print(told_many(row), flush=True)
         rows.append(row)
-    print("\n".join(told_largest_models(rows, "fits")))
+    print("\n".join(largest_model_lines(rows, "fits")))
     return 0 if any(row.found for row in rows) else 1
 
 

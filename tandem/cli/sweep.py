@@ -15,7 +15,7 @@ from typing import Any
 
 from analysis.yaml_text import yaml_value
 from tandem.cli.errors import Usage
-from tandem.cli.plan_command import Overrides, Tried, model_of, told_largest_models
+from tandem.cli.plan_command import Overrides, Tried, largest_model_lines, model_of
 from tandem.sweeps.engines import ENGINES
 from tandem.sweeps.grid import Grid, grid_of, with_axes
 from tandem.sweeps.point import (
@@ -143,7 +143,7 @@ def _say_end(root: Path, tasks: Sequence[PointTask], words: Sequence[str]) -> in
     lost = [count for found in metrics.values() if (count := num_lost(found))]
     common = set.intersection(*(set(task.point.overrides) for task in tasks))
     print(best({" ".join(_apart(task, common)): metrics[task.key] for task in finished}))
-    print(*_largest_models(tasks, states, common), sep="", end="")
+    print(*_largest_model_lines(tasks, states, common), sep="", end="")
     where = os.path.relpath(root)
     told = f"{len(finished)} of {len(tasks)} points finished, {num_failed} failed"
     told += f", {num_unfit} do not fit" if num_unfit else ""
@@ -161,7 +161,7 @@ def _apart(task: PointTask, common: set[str]) -> Overrides:
     return tuple(word for word in task.point.overrides if word not in common)
 
 
-def _largest_models(
+def _largest_model_lines(
     tasks: Sequence[PointTask], states: Mapping[str, str | None], common: set[str]
 ) -> Iterator[str]:
     """The largest model trained per choice of all else; nothing where one model was swept."""
@@ -174,7 +174,7 @@ def _largest_models(
             words = _apart(task, common)
             rows.append(Tried(words, known.get("parameters", 0), state == OK))
     if len({model_of(row.overrides) for row in rows}) > 1:
-        yield from (f"{line}\n" for line in told_largest_models(rows, "trained"))
+        yield from (f"{line}\n" for line in largest_model_lines(rows, "trained"))
 
 
 def _without_out(words: Sequence[str]) -> list[str]:

@@ -289,7 +289,7 @@ def _nodes(
     yield "", config, tuple(settings())
     yield "sampling.", found.get("sampling", {}), tuple(settings()["sampling"])
     backend = found.get("backend", {})
-    if known := _backend_keys(str(backend.get("name"))):
+    if known := _settings_of_backend(str(backend.get("name"))):
         yield "backend.", backend, known
     for name in CHOICES:
         if name in found and found[name].get("_target_") is None:
@@ -299,7 +299,7 @@ def _nodes(
 
 
 @cache
-def _backend_keys(name: str) -> tuple[str, ...]:
+def _settings_of_backend(name: str) -> tuple[str, ...]:
     """What a backend reads, as its yaml has it; nothing for one that there is not."""
     path = files("conf") / "backend" / f"{name}.yaml"
     if not path.is_file():

@@ -140,7 +140,7 @@ def one_line(error: Exception, overrides: Sequence[str] = ()) -> str:
                 f"{key}: the {key.partition('.')[0]} that is chosen has a mapping there without "
                 f"{inner.removeprefix(f'{key}.')}; replace it: ~{key} '+{key}={{...}}'"
             )
-        if key in (known := _known_keys(key)):  # arrival.rate where arrival=trace
+        if key in (known := _known_settings(key)):  # arrival.rate where arrival=trace
             return f"{key}: no setting of the {key.partition('.')[0]} that is chosen"
         return f"{key}: no such setting{did_you_mean(key, known)}"
     return f"{text} {' '.join(str(cause).split())}" if cause else text
@@ -157,7 +157,7 @@ def _nameless(overrides: Sequence[str]) -> str | None:
     return None
 
 
-def _known_keys(wrong: str) -> list[str]:
+def _known_settings(wrong: str) -> list[str]:
     """Names at the level of the wrong key in the default configuration, groups included.
 
     And keys with an equal end, at any depth of any option of its group: training.path suggests
@@ -167,16 +167,18 @@ def _known_keys(wrong: str) -> list[str]:
         config = default_config()
     except COMPOSING:
         return []
-    everything = list(_keys(config)) + [path.name for path in _groups()]
+    everything = list(_dotted_settings(config)) + [path.name for path in _groups()]
     depth, (group, _, last) = wrong.count("."), wrong.rpartition(".")
     found = [key for key in everything if key.count(".") == depth]
-    return [*found, *(key for key in _keys_of_options(group) if last in key.rpartition(".")[2])]
+    return [*found, *(key for key in _settings_of_options(group) if last in key.rpartition(".")[2])]
 
 
-def _keys_of_options(group: str) -> Iterator[str]:
+def _settings_of_options(group: str) -> Iterator[str]:
     """The keys of all options of a group, nested ones too; none where it is no group."""
     for path in sorted((Path(str(files("conf"))) / group).glob("*.yaml")) if group else ():
-        yield from _keys(yaml_value(path.read_text(encoding="utf-8"), path) or {}, f"{group}.")
+        yield from _dotted_settings(
+            yaml_value(path.read_text(encoding="utf-8"), path) or {}, f"{group}."
+        )
 
 
 @cache
@@ -197,12 +199,12 @@ def default_config() -> dict[str, Any]:
     return {str(key): value for key, value in node.items()}
 
 
-def _keys(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _dotted_settings(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in node.items():
         if not key.startswith("_"):
             yield f"{prefix}{key}"
         if isinstance(value, Mapping):
-            yield from _keys(value, f"{prefix}{key}.")
+            yield from _dotted_settings(value, f"{prefix}{key}.")
 
 
 def _groups() -> list[Path]:

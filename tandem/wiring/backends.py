@@ -261,10 +261,12 @@ def _clock_pace(machine: Any, run_spec: RunSpec, reference_ns: tuple[int, int] |
     if reference_ns is None:
         return None
     if not run_spec.requests:
-        from runtime.measure.reference import TrainingPace, training_references
+        from runtime.measure.reference import TrainingClockPace, training_references
 
         trainee = run_spec.trainees[0]
-        return TrainingPace(reference_ns, training_references(trainee.spec, trainee.job.recipe))
+        return TrainingClockPace(
+            reference_ns, training_references(trainee.spec, trainee.job.recipe)
+        )
     from runtime.measure.reference import ClockPace, references
 
     first = getattr(machine, "machines", [machine])[0]

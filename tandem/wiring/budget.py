@@ -124,7 +124,7 @@ REMEDIES = {  # in words, with the keys of a configuration
 }
 
 
-def in_words(error: BaseException) -> str:
+def advised_line(error: BaseException) -> str:
     """The line of an error for a user of `tandem`: what is wrong, and what would help.
 
     Args:

@@ -137,7 +137,7 @@ def run_folder(folder: Path, keeps_rejected: bool = True) -> Iterator[Path]:
         if state in (REJECTED, INTERRUPTED) or isinstance(error, Usage):
             raise
         if state == DOES_NOT_FIT:
-            line = _in_words(error)
+            line = _advised_line(error)
             raise RunFailed(f"does not fit: {line} (told in {folder}/status.json)") from error
         told = old_imports(error) or f"{type(error).__name__}: {error}{_place(error)}"
         raise RunFailed(f"{told} (traceback in {folder}/status.json)") from error
@@ -218,10 +218,10 @@ def _ending(aside: Path, error: BaseException) -> str:
     return REJECTED if is_wrong else FAILED
 
 
-def _in_words(error: BaseException) -> str:
-    from tandem.wiring.budget import in_words  # where something has failed, not at every start
+def _advised_line(error: BaseException) -> str:
+    from tandem.wiring.budget import advised_line  # where something has failed, not at every start
 
-    return in_words(error)
+    return advised_line(error)
 
 
 def _place(error: BaseException) -> str:
@@ -234,7 +234,7 @@ def _place(error: BaseException) -> str:
 
 
 def _write_failure(aside: Path, state: str, error: BaseException) -> None:
-    reason = f"{type(error).__name__}: {_in_words(error)}"
+    reason = f"{type(error).__name__}: {_advised_line(error)}"
     lines = "".join(traceback.format_exception(error))
     write_status(aside, state, error=reason, traceback=lines)
 

@@ -19,7 +19,7 @@ from models.training.shape import TrainingShape, training_shape
 from policies.planners.placement import STARTS
 from policies.training.out_of_memory import OutOfMemory, Remedy
 from tandem.config.build import Builder
-from tandem.wiring.budget import in_words
+from tandem.wiring.budget import advised_line
 from traces.files import checked_text
 from traces.serving.request import Request, TrainingJob
 from traces.training.batches import ROWS_DROPPED, Batches
@@ -164,7 +164,7 @@ def laid_out(
         try:
             return planner.prepare(shapes, jobs, capacity_bytes, cost)
         except ValueError as error:
-            raise ValueError(f"planner: {in_words(error)}") from error
+            raise ValueError(f"planner: {advised_line(error)}") from error
 
     node = planner_of(config)
     try:

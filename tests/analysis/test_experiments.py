@@ -13,7 +13,7 @@ from analysis.figures.experiments.drawn import FIGURES
 from analysis.figures.experiments.link_bandwidth import crossover
 from tandem.cli.__main__ import main
 from tandem.cli.catalog import options
-from tandem.cli.plan_command import largest_models, plan_points
+from tandem.cli.plan_command import largest_model_by_rest, plan_points
 from tandem.config.compose import composed
 from tandem.sweeps.grid import axes_of, grid_of, with_axes
 from tandem.wiring.run_spec import run_spec_of
@@ -96,7 +96,7 @@ def test_more_memory_never_trains_a_smaller_model(
     assert (streamed >= whole).all() and (streamed > whole).any(), "weights need not all be there"
     assert found["is_bound"].sum() == 1, "with the most memory all were trained by zero3"
     grid = grid_of([*with_axes(["experiment=max_scale", *TINY, *words])])
-    for rest, best in largest_models(plan_points(grid.points(), grid.fixed)).items():
+    for rest, best in largest_model_by_rest(plan_points(grid.points(), grid.fixed)).items():
         chosen = dict(word.split("=") for word in rest)
         at = (chosen["policy"], int(chosen["budget.host_bytes"]))
         assert best is not None and best.parameters == found["parameters"][at]
@@ -114,7 +114,9 @@ def test_throughput_is_told_in_operations_of_the_model(tmp_path: Path, unrendere
         assert part.sort_values("parameters")["copied_bytes"].is_monotonic_increasing
 
 
-def test_the_tide_rises_behind_warm_up_and_never_where_the_share_is_fixed(tmp_path: Path) -> None:
+def test_the_memory_budget_rises_behind_warm_up_and_never_where_the_share_is_fixed(
+    tmp_path: Path,
+) -> None:
     words = (LAYERS, CHUNKS, "budget.device_bytes=3000000")
     found = swept("memory_tide", tmp_path, *words)
     runs = {"static" if "static" in name else "tide": part for name, part in found.groupby("run")}

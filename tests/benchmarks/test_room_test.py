@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.room_test import BAR, main, num_right, questions, tree
+from benchmarks.room_test import BAR, main, num_right, question_rows, tree
 
 
 def test_there_are_thirty_questions_and_each_right_answer_is_a_file() -> None:
-    assert len(questions()) == 30 and BAR == 27
+    assert len(question_rows()) == 30 and BAR == 27
     files = set(tree())
-    assert [name for _, names in questions() for name in names if name not in files] == []
+    assert [name for _, names in question_rows() for name in names if name not in files] == []
 
 
 def test_no_question_names_its_answer() -> None:
-    for question, files in questions():
+    for question, files in question_rows():
         assert not any(Path(name).stem in question.split() for name in files), question
 
 
 def test_only_right_answers_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    right = {number: files[0] for number, (_, files) in enumerate(questions(), 1)}
+    right = {number: files[0] for number, (_, files) in enumerate(question_rows(), 1)}
     assert num_right(right) == 30 and num_right({}) == 0
     answers = tmp_path / "answers.txt"
     wrong = right | {1: "engine/loop/engine.py", 2: "nowhere.py"}

@@ -23,7 +23,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def trace_words(*words: str) -> list[str]:
+def trace_arguments(*words: str) -> list[str]:
     return demo._trace(demo._parser().parse_args(words))
 
 
@@ -33,18 +33,18 @@ def test_a_trace_of_ones_own_is_imported_accounted_for_and_replayed(
     rows = json.loads((SAMPLES / "sharegpt_sample.json").read_text(encoding="utf-8"))[:12]
     (tmp_path / "my chats.json").write_text(json.dumps([*rows, {"conversations": 7}]))
     given = ["--trace", "my chats.json", "--tokenizer", str(SAMPLES / "tokenizer")]
-    words = trace_words(*given)
+    words = trace_arguments(*given)
     told = capsys.readouterr().err
     assert "demo: rows read 13 = kept" in told and "dropped" in told
     setting = run_spec_of(composed([*SETTINGS, *words]))
     kept = len(setting.requests)
     assert f"limit={kept}" in words and 3 < kept < 13, "no more than there are"
-    assert trace_words(*given, "--limit", "3")[-1] == "limit=3"
+    assert trace_arguments(*given, "--limit", "3")[-1] == "limit=3"
 
 
 def test_how_much_is_replayed_and_what_makes_no_sense() -> None:
-    assert trace_words() == [f"limit={demo.REQUESTS}"]
-    assert trace_words("--short") == [f"limit={demo.SHORT}"]
+    assert trace_arguments() == [f"limit={demo.REQUESTS}"]
+    assert trace_arguments("--short") == [f"limit={demo.SHORT}"]
     assert demo.main(["--tokenizer", "x"]) == 2
 
 

@@ -9,8 +9,8 @@ import pytest
 from engine.contract.regions import Tier, Work
 from policies.planners.placement import STARTS
 from policies.training.out_of_memory import OutOfMemory, Remedy, remedies_of_launch
-from tandem.wiring.budget import REMEDIES, in_words
-from tests.support.pressure import POLICIES, budget, least, refusal
+from tandem.wiring.budget import REMEDIES, advised_line
+from tests.support.pressure import POLICIES, budget, min_budget, refusal
 from tests.training.trainings import run_spec, train
 
 INPUTS_OUT = "send layers' inputs to the host (planner.offloads_inputs=true)"
@@ -29,7 +29,7 @@ def told(*words: str) -> str:
     """What a user reads of a job that does not fit."""
     refused = refusal(*words)
     assert refused is not None
-    return in_words(refused)
+    return advised_line(refused)
 
 
 def test_of_a_device_it_names_what_its_activations_are_made_of() -> None:
@@ -78,7 +78,7 @@ HOST_ALONE = (
 @pytest.mark.parametrize("policy", POLICIES)
 def test_another_start_is_named_where_it_makes_room_and_only_there(policy: str) -> None:
     words = ("model.num_layers=2", "training.sequence_tokens=8", *POLICIES[policy])
-    whole = sum(least(*words).values())
+    whole = sum(min_budget(*words).values())
     told = set[str]()
     for start, tier in (("host", Tier.HOST), ("device", Tier.GPU)):
         for share in (4, 16):  # of all it needs: enough for launches, or not
@@ -87,7 +87,7 @@ def test_another_start_is_named_where_it_makes_room_and_only_there(policy: str) 
             assert refused is not None and "the model states" in str(refused)
             assert "=" not in str(refused)
             others = {name: refusal(*words, f"planner.start={name}", *room) for name in STARTS}
-            named = {*re.findall(r"take planner\.start=(\w+)", in_words(refused))}
+            named = {*re.findall(r"take planner\.start=(\w+)", advised_line(refused))}
             helps = {name for name, other in others.items() if other is None}
             assert named <= helps if helps else all("states" not in str(others[n]) for n in named)
             assert named or not helps
@@ -114,10 +114,10 @@ def test_the_line_says_so_where_a_job_fails() -> None:
     words = ("planner.modes=recompute", "training.sequences=1", "policy=zero3_offload")
     with pytest.raises(OutOfMemory) as caught:
         run_spec(*words, "budget.host_bytes=300000")
-    assert re.search(r"states .*give it more memory, or train adapters", in_words(caught.value))
+    assert re.search(r"states .*give it more memory, or train adapters", advised_line(caught.value))
     with pytest.raises(OutOfMemory) as caught:
         train("sim", *words, "budget.device_bytes=60000")
-    line = in_words(caught.value)
+    line = advised_line(caught.value)
     assert line.startswith("gpu:0 is at least") and "\n" not in line
     assert "recompute" not in line and "training.sequences)" not in line
     assert line.endswith(f", or take shorter sequences (training.sequence_tokens), or {INPUTS_OUT}")

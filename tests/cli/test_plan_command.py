@@ -15,7 +15,7 @@ from tandem.cli.plan_command import (
     PRECISION,
     Need,
     PlannedPoint,
-    largest_models,
+    largest_model_by_rest,
     max_layers,
     min_memory,
     plan_points,
@@ -202,7 +202,7 @@ def test_the_largest_model_is_found_in_any_order() -> None:
         PlannedPoint(("policy=a", f"model.num_layers={n}"), n, fits if n < 5 else None)
         for n in (4, 8, 2)
     ]
-    assert largest_models(rows) == {("policy=a",): rows[0]}
+    assert largest_model_by_rest(rows) == {("policy=a",): rows[0]}
 
 
 def test_a_search_ends_also_with_nonsense_deficits() -> None:

@@ -11,7 +11,7 @@ from engine.fast_forward.decode_batch import DecodeBatch
 from tests.support.strategies import cases
 
 PAGE = PageSize(4, 10)
-HELD = st.lists(st.integers(1, 30), max_size=6)  # tokens in KV when somebody comes in
+HELD = st.lists(st.integers(1, 30), max_size=6)  # tokens in KV when a job joins
 MOVES = st.lists(st.tuples(HELD, st.integers(0, 9), st.sets(st.integers(0, 12))), max_size=5)
 
 
@@ -29,20 +29,20 @@ class Alone:
 
 @given(moves=MOVES)
 @cases(200)
-def test_a_cohort_is_its_jobs_one_by_one(
+def test_a_decode_batch_is_its_jobs_one_by_one(
     moves: list[tuple[list[int], int, set[int]]],
 ) -> None:
     """Some come in, all take some steps, some leave, and so on."""
-    cohort, inside, gone = DecodeBatch(PAGE), list[Alone](), list[Alone]()
+    batch, inside, gone = DecodeBatch(PAGE), list[Alone](), list[Alone]()
     for held, steps, leaving in moves:
         first = len(inside) + len(gone)
         new = [Alone(first + i, computed) for i, computed in enumerate(held)]
         tables = {kv_place(one.job.job_id): one.table for one in new}
         pairs = [(one.job, kv_place(one.job.job_id)) for one in new]
-        cohort.join(pairs, tables, lambda job: 9)
+        batch.join(pairs, tables, lambda job: 9)
         inside += new
-        assert list(cohort.ahead(steps, (5,))) == [*(one.computed + steps for one in inside), 5]
-        cohort.clock += steps
+        assert list(batch.ahead(steps, (5,))) == [*(one.computed + steps for one in inside), 5]
+        batch.clock += steps
         for one in inside:
             one.move(steps)
         for one in (*inside, *gone):
@@ -51,12 +51,12 @@ def test_a_cohort_is_its_jobs_one_by_one(
                 one.computed + 1,
             )
         full = [(one.job, one.computed - steps) for one in inside if is_filled(one, steps)]
-        assert [pair for pair in cohort.filled(steps) if pair in full] == full
+        assert [pair for pair in batch.filled(steps) if pair in full] == full
         for one in [one for one in inside if one.job.job_id in leaving]:
-            cohort.leave(cohort.ids.index(one.job.job_id))
+            batch.leave(batch.ids.index(one.job.job_id))
             inside.remove(one)
             gone.append(one)
-        assert cohort.jobs == [one.job for one in inside]
+        assert batch.jobs == [one.job for one in inside]
 
 
 def is_filled(one: Alone, steps: int) -> bool:
@@ -66,10 +66,10 @@ def is_filled(one: Alone, steps: int) -> bool:
 @given(held=HELD, tail=st.lists(st.integers(0, 30), max_size=3), steps=st.integers(0, 9))
 @cases(100)
 def test_contexts_ahead_are_those_of_later(held: list[int], tail: list[int], steps: int) -> None:
-    cohort, jobs = DecodeBatch(PAGE), [Job(i, 0, 1, n + 1, n) for i, n in enumerate(held)]
+    batch, jobs = DecodeBatch(PAGE), [Job(i, 0, 1, n + 1, n) for i, n in enumerate(held)]
     tables = {kv_place(job.job_id): [0] * PAGE.count(job.computed_tokens) for job in jobs}
-    cohort.join([(job, kv_place(job.job_id)) for job in jobs], tables, lambda job: 9)
-    now, tokens = cohort.ahead(2, tail), [1] * len(held) + [3] * len(tail)
+    batch.join([(job, kv_place(job.job_id)) for job in jobs], tables, lambda job: 9)
+    now, tokens = batch.ahead(2, tail), [1] * len(held) + [3] * len(tail)
     later = now.after(steps, tokens)
     assert list(later) == [c + steps * n for c, n in zip(now, tokens, strict=True)]
     assert (now.lead, now.total) == (len(held), sum(held) + 2 * len(held))

@@ -66,36 +66,36 @@ def test_only_pages_taken_when_they_are_full_are_taken_in_turn() -> None:
     gone=st.sets(st.integers(0, 11)),
     count=st.integers(0, 20),
 )
-def test_a_cohort_grows_as_its_places_would_one_by_one(
+def test_a_decode_batch_grows_as_its_places_would_one_by_one(
     spare: list[int], start: int, gone: set[int], count: int
 ) -> None:
     """Pages of 4: decode i has room for spare[i] tokens, then grows every fourth; some leave."""
-    cohort = DecodeBatch(PageSize(4, 10))
-    cohort.clock = 7
+    batch = DecodeBatch(PageSize(4, 10))
+    batch.clock = 7
     pairs = [(Job(i, 0, 8 - n, 9 - n, 8 - n), kv_place(i)) for i, n in enumerate(spare)]
     tables = {place: [0, 1] for _, place in pairs}
-    cohort.join(pairs, tables, lambda job: 9)
+    batch.join(pairs, tables, lambda job: 9)
     ops = [TimedGrow(kv_place(i), 10, first, 4) for i, first in enumerate(spare)]
-    cohort.clock += start
+    batch.clock += start
     for i in gone & set(range(len(ops))):
-        cohort.leave(cohort.ids.index(i))
+        batch.leave(batch.ids.index(i))
     left = [op for op in ops if op.place.region.owner not in gone]
     expected = one_by_one(left, start, start + count)
-    found = cohort.due(count)
+    found = batch.due(count)
     assert [(start + i, op.place) for i, due in enumerate(found) for op in due] == [
         (step, op.place) for step, op in expected
     ]
     takers = [[id(tables[op.place]) for op in due] for due in found]
-    assert [[*map(id, step)] for step in cohort.takers(count)] == takers
-    cycle = cohort.cycle()
+    assert [[*map(id, step)] for step in batch.takers(count)] == takers
+    cycle = batch.cycle()
     assert cycle is not None
     assert [cycle.by_step[i % 4] for i in range(count)] == found
 
 
-def test_whoever_holds_pages_to_spare_grows_in_no_turn() -> None:
-    cohort = DecodeBatch(PageSize(4, 10))
-    cohort.join([(Job(0, 0, 3, 4, 3), kv_place(0))], {kv_place(0): [0, 1]}, lambda job: 9)
-    assert cohort.cycle() is None
+def test_a_job_with_pages_to_spare_grows_in_no_turn() -> None:
+    batch = DecodeBatch(PageSize(4, 10))
+    batch.join([(Job(0, 0, 3, 4, 3), kv_place(0))], {kv_place(0): [0, 1]}, lambda job: 9)
+    assert batch.cycle() is None
 
 
 @pytest.mark.parametrize("nbytes", [15, -10])

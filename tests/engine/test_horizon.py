@@ -94,7 +94,7 @@ def test_what_is_more_than_growth_and_a_launch_holds_once(plan: Plan) -> None:
     assert horizon(plan, STATE, True) == ONCE
 
 
-def test_who_is_left_out_may_come_in_at_the_next_step() -> None:
+def test_a_job_left_out_may_be_admitted_at_the_next_step() -> None:
     assert isinstance(LAUNCH, Compute)
     one = Compute(LAUNCH.slices[:1], writes=LAUNCH.writes[:1])
     assert horizon(replace(DECIDED, ops=(*DECIDED.ops[:-1], one)), STATE, True) == ONCE

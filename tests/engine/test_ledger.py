@@ -54,7 +54,7 @@ op_lists = st.lists(
 @given(st.lists(op_lists, max_size=12), st.randoms(use_true_random=False))
 @cases(200)
 def test_random_plans_conserve_bytes_and_pages(plans: list, rng) -> None:
-    """Law 2 and 3 on programs nobody wrote: grow, free, exchange with the host, run."""
+    """Law 2 and 3 on random programs: grow, free, exchange with the host, run."""
     books = ledger(gpu_pages=12, host_pages=6)
     running: list = []
     for rows in plans:
@@ -97,7 +97,7 @@ def legal(books: Ledger, rows: list) -> list:
     return program
 
 
-def test_who_takes_bytes_of_a_copy_waits_for_the_copy() -> None:
+def test_a_taker_of_the_bytes_of_a_copy_waits_for_the_copy() -> None:
     books = ledger(gpu_pages=4)
     first = launch(0)
     books.book(Plan((Grow(kv_place(0), 400), first)))
@@ -165,7 +165,7 @@ def test_a_plan_that_breaks_a_promise_books_nothing(why: str, first: list, rows:
     assert figures(books) == before
 
 
-def test_bytes_that_only_wait_behind_others_are_nobodys() -> None:
+def test_bytes_behind_a_busy_entry_are_coming_and_not_used() -> None:
     """They come back in the order of issue; what is told of memory is what is used."""
     first, second = (Compute(()) for _ in range(2))
     queue = FreeQueue(100)
@@ -174,7 +174,7 @@ def test_bytes_that_only_wait_behind_others_are_nobodys() -> None:
     assert (queue.free_bytes, queue.coming_bytes, queue.busy_bytes) == (10, 70, 70)
     queue.settle(second)
     assert (queue.free_bytes, queue.coming_bytes, queue.busy_bytes) == (10, 70, 30)
-    assert queue.take(15) == {first}, "from the head, whoever uses it"
+    assert queue.take(15) == {first}, "from the head, also where an operation still uses it"
     assert (queue.coming_bytes, queue.busy_bytes) == (65, 25)
     assert queue.reclaim(older, 5) == set()
     assert queue.busy_bytes == 20

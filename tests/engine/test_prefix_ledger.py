@@ -1,4 +1,4 @@
-"""The ledger on shared pages: bytes count once, and whoever must wait does."""
+"""The ledger on shared pages: bytes count once, and an operation waits for all it depends on."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_kept_page_is_free_room_and_takes_room_when_it_is_shared() -> None:
     books = ledger(pages=4)
     books.settle(filled(books, 0))
     books.book(Plan((Free(kv_place(0)),)))
-    assert books.free_bytes()[GPU] == 400, "nobody holds what is kept"
+    assert books.free_bytes()[GPU] == 400, "kept pages have no holder"
     with pytest.raises(Shortage, match="100 bytes short"):
         books.book(Plan((Share(kv_place(1), (0, 1, 2)), Grow(kv_place(1), 200))))
     books.conserved()
@@ -82,7 +82,7 @@ def test_a_plan_may_not_share_what_it_has_taken() -> None:
     assert books.held_bytes == {}, "law 3"
 
 
-def test_whoever_takes_a_shared_page_waits_for_all_its_users() -> None:
+def test_a_taker_of_a_shared_page_waits_for_all_its_users() -> None:
     """Job 0 goes to the host while job 1 holds its pages, too: the copy still reads them."""
     books = ledger(pages=4)
     books.settle(filled(books, 0))
@@ -98,7 +98,7 @@ def test_whoever_takes_a_shared_page_waits_for_all_its_users() -> None:
     assert booked[taker].waits == (out,)
 
 
-def test_whoever_shares_waits_for_the_writer_on_another_lane() -> None:
+def test_a_sharer_waits_for_the_writer_on_another_lane() -> None:
     books = ledger()
     here, away = kv_place(0), kv_place(0, Tier.HOST)
     first = filled(books, 0)
@@ -109,7 +109,7 @@ def test_whoever_shares_waits_for_the_writer_on_another_lane() -> None:
     assert shared[reader].waits == (), "its own lane is in order, and the copy only reads"
     leaves = Copy(kv_place(1), kv_place(1, Tier.HOST))
     booked = books.book(Plan((leaves,)))
-    assert reader.lane == first.lane, "so whoever waits for the reader waits for the first writer"
+    assert reader.lane == first.lane, "so a wait for the reader is a wait for the first writer"
     assert set(booked[leaves].waits) == {reader}
     back = Copy(away, here)
     booked = books.book(Plan((back,)))
@@ -127,7 +127,7 @@ programs = st.lists(st.lists(letters, max_size=8), max_size=10)
 @given(programs, st.randoms(use_true_random=False))
 @cases(150)
 def test_the_dry_run_says_what_booking_does(plans: list, rng) -> None:
-    """Law 2 and 3 on programs nobody wrote, with shares of whatever can be found at that point."""
+    """Law 2 and 3 on random programs, with shares of whatever can be found at that point."""
     books, running = ledger(pages=12), list[Op]()
     for rows in plans:
         for letter, number, count in rows:
@@ -171,7 +171,7 @@ def program(books: Ledger, letter: str, number: int, count: int) -> list:
 
 
 def behind(books: Ledger, number: int, count: int) -> list:
-    """Frees somebody, grows somebody, then shares what a dry run finds after both."""
+    """Frees one place, grows another, then shares what a dry run finds after both."""
     dry_run: PageDryRun = books.sharing[GPU].dry_run()
     ops: list = []
     other = next((p for p in books.held_bytes if p.tier is Tier.GPU), None)

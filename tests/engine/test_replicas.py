@@ -106,7 +106,7 @@ def test_every_replay_with_replicas_obeys_the_laws(
     assert policy.idle == 0, "law 9: a replica idled beside work of its own"
     fleet = run.engine.state.fleet
     assert fleet is not None and sum(fleet.assigned) == len(requests)
-    assert all(fleet.outstanding(i) == 0 for i in range(len(fleet))), "somebody never left"
+    assert all(fleet.outstanding(i) == 0 for i in range(len(fleet))), "a request never left"
     check_places(run)
 
 
@@ -201,7 +201,7 @@ def test_a_request_too_big_for_a_replica_is_refused_and_the_rest_is_served(
 
 
 class RefusesToWork:
-    """A policy that wants nothing on one device."""
+    """A policy that plans nothing on one device."""
 
     def plan(self, view: View) -> Plan:
         return Plan() if view.device == 1 else composed("chunked", "restart").plan(view)
@@ -216,7 +216,7 @@ def test_a_replica_that_stalls_is_told_with_its_jobs_when_the_others_are_done() 
 # ---- playing back
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 def test_a_plan_log_of_replicas_plays_back_on_other_durations(scheduling: str, memory: str) -> None:
-    """Each device passes through the same plans, pages and bytes, whoever is faster now."""
+    """Each device passes through the same plans, pages and bytes, whichever is faster now."""
     requests = random_requests(9, 20, rate=2500)
     real = replay(
         composed(scheduling, memory),

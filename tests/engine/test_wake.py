@@ -33,7 +33,7 @@ class Gate:
         return replace(CHUNKED.plan(replace(view, waiting=early)), wake_ns=self.opens_ns)
 
 
-def test_who_wants_nothing_is_asked_again_at_its_moment() -> None:
+def test_an_idle_policy_is_asked_again_at_its_moment() -> None:
     run = replay(Gate(5 * MS), [Request(1, 0, 10, 4), Request(2, 0, 10, 4)]).check()
     assert [outcome.scheduled_ns for outcome in run.recorder.outcomes.values()] == [5 * MS] * 2
     assert run.engine.asked < 20
@@ -58,12 +58,12 @@ def test_a_moment_is_kept_while_decodes_go_on(depth: int) -> None:
     assert jump is not None and jump.steps > 0, "behind its last moment it jumps"
 
 
-def test_a_moment_that_has_passed_wakes_nobody() -> None:
+def test_a_moment_that_has_passed_wakes_no_policy() -> None:
     with pytest.raises(Stalled, match=r"waiting \[1\]"):
-        replay(Late(), [Request(1, 0, 10, 4)])
+        replay(WakesAtPresent(), [Request(1, 0, 10, 4)])
 
 
-class Late:
+class WakesAtPresent:
     """Names the present."""
 
     def plan(self, view: View) -> Plan:

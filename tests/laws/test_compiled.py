@@ -120,7 +120,7 @@ def test_two_builds_at_once_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def compile_it(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         compiling.append(1)
         time.sleep(0.3)  # the other one meets this build half done
-        assert (compiled.BUILD / "setup.py").is_file(), "somebody cleared it"
+        assert (compiled.BUILD / "setup.py").is_file(), "the other build cleared it"
         return subprocess.CompletedProcess(words, 0, "", "")
 
     monkeypatch.setattr(compiled.subprocess, "run", compile_it)

@@ -95,7 +95,7 @@ def test_most_steps_are_jumped_and_files_are_equal(tmp_path: Path) -> None:
             assert path.read_bytes() == (tmp_path / f"{depth}1" / path.name).read_bytes()
 
 
-def test_ends_that_nobody_waits_for_take_no_event() -> None:
+def test_an_end_without_a_waiting_job_takes_no_event() -> None:
     """At run-ahead 1 a plan goes on behind them: as many events and questions as for one end."""
     policy, told = Composed(SCHEDULING["continuous"], MEMORY["restart"]), []
     for more in (0, 5):
@@ -105,5 +105,5 @@ def test_ends_that_nobody_waits_for_take_no_event() -> None:
         runs = run.recorder._runs
         assert len(runs) == (13 if more else 2)
         contexts = [leg.pieces.contexts for later in runs[2:] for leg in later.segments]
-        assert not any([c.tail for c in contexts]), "who decodes moves with all others"
+        assert not any([c.tail for c in contexts]), "the jobs in decode move together"
     assert told[0] == told[1]

@@ -99,7 +99,7 @@ def test_output_lengths_stay_hidden(
     finish_ns = min(o.finish_ns for run in runs for o in run.recorder.outcomes.values())
     early = [[encode(row[-1]) for row in run.recorder.plans if row[2] < finish_ns] for run in runs]
     common = min(len(log) for log in early) - setting["depth"]  # so many may count on the finish
-    assert common >= 6 - setting["depth"], "as many tokens as anybody has come before a finish"
+    assert common >= 6 - setting["depth"], "the shortest answer has 6 tokens"
     assert early[0][:common] == early[1][:common]
 
 
@@ -143,7 +143,7 @@ def test_a_policy_that_wants_nothing_is_an_error_that_names_the_jobs(
 
 
 def test_turns_that_never_come_are_no_reason_to_wait() -> None:
-    """Law 10: nobody answers the first one."""
+    """Law 10: the first turn gets no answer."""
     turns = [Request(i, 0, 30, 5, session=0, turn=i) for i in range(3)]
     with pytest.raises(Stalled, match=r"waiting \[0\]"):
         replay(Tired(composed("chunked", "restart"), 0), turns)

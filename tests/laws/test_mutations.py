@@ -143,7 +143,7 @@ def test_a_policy_that_remembers_is_caught() -> None:
 
 
 @pytest.mark.parametrize("name", ["held_bytes", "written", "used", "capacity_bytes"])
-def test_nobody_writes_into_the_books_of_the_ledger(name: str) -> None:
+def test_a_policy_cannot_write_into_the_books_of_the_ledger(name: str) -> None:
     """A policy could raise the real capacity once, and no check would have noticed."""
     meddler = Meddler(lambda view: getattr(view, name).update({POOL: 1}))
     with pytest.raises(ContractError, match=r"test_mutations\.py:\d+: 'mappingproxy'") as caught:
@@ -205,7 +205,7 @@ def test_a_policy_that_rests_beside_a_copy_is_caught(op: Op, idle: int) -> None:
 
 # ---- law 11
 class ByTheClock:
-    """Takes whoever waits in odd microseconds only: decisions that durations change."""
+    """Admits waiting jobs in odd microseconds only: its decisions change with durations."""
 
     def plan(self, view: View) -> Plan:
         is_open = view.now_ns // 1000 % 2 or not view.serving

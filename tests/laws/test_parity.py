@@ -28,7 +28,7 @@ from runtime.executors.wall import WallExecutor
 from runtime.serving.machine import GPU, ServingMachine
 from sim.executor import SimExecutor
 from tests.support.hand_made import HOST, shared_model
-from tests.support.parity import BACKENDS, GPU_PAGES, LINKS, PAGE, SPEC, MadeUp
+from tests.support.parity import BACKENDS, GPU_PAGES, LINKS, PAGE, SPEC, SyntheticCost
 from tests.support.serving import MEMORY, PAGE_TOKENS, SCHEDULING, short_requests
 from tests.support.strategies import SEEDS, cases
 from traces.serving.request import Request
@@ -57,10 +57,10 @@ def world(
     yield (
         env,
         {
-            "sim": lambda: SimExecutor(env, MadeUp()),
-            "fast sim": lambda: SimExecutor(env, MadeUp(speed=20)),
+            "sim": lambda: SimExecutor(env, SyntheticCost()),
+            "fast sim": lambda: SimExecutor(env, SyntheticCost(speed=20)),
             "lockstep": lambda: LockstepExecutor(
-                machine(requests, gpu_pages), SimExecutor(env, MadeUp())
+                machine(requests, gpu_pages), SimExecutor(env, SyntheticCost())
             ),
             "cpu": lambda: CpuExecutor(env, machine(requests, gpu_pages), LINKS),
         }[backend](),
@@ -141,7 +141,7 @@ def identical(policy: Policy, requests: Sequence[Request], *setting: int) -> Rec
 
 
 def under_pressure(recorder: Recorder) -> bool:
-    """Whether anybody's memory was taken."""
+    """Whether the run took memory from any job."""
     return any(o.restarts + o.swaps for o in recorder.outcomes.values())
 
 

@@ -53,7 +53,7 @@ class Promising(EarliestDeadline):
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_whoever_waits_may_share_what_a_prompt_under_way_fills(
+def test_a_waiting_job_may_share_what_a_prompt_under_way_fills(
     guarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its prompt does not fit, until another has computed it: that must end a run."""

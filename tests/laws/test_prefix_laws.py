@@ -133,7 +133,7 @@ def chain_without_contents(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Chain, "_content", lambda self, index: ())
 
 
-def pages_that_keep_their_keys(patch: pytest.MonkeyPatch) -> None:
+def pages_that_stay_cached(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixCache, "forget", lambda self, pages: None)
 
 
@@ -177,7 +177,7 @@ def holders_never_leave(patch: pytest.MonkeyPatch) -> None:
     [
         chain_without_parents,
         chain_without_contents,
-        pages_that_keep_their_keys,
+        pages_that_stay_cached,
         pages_found_too_early,
         holders_not_counted,
         holders_never_leave,
@@ -194,6 +194,6 @@ def test_the_checks_catch_a_cache_that_is_wrong(
             check_contents(replay(composed("v1", "v1"), requests, pages=40).check(), requests)
         except (BrokenLaw, ContractError):
             caught += 1
-    # Five are caught with every seed; a page found too early only where somebody looks right then:
-    # with 4 of these 6 seeds, counted after the fact.
+    # Five mutations are caught with every seed. A page found too early is caught only where a job
+    # looks for it right then: with 4 of these 6 seeds.
     assert caught >= 4

@@ -27,7 +27,7 @@ from tests.support.offload import (
     ROOMY,
     job_of,
     laid_out,
-    least_device_bytes,
+    min_device_bytes,
     shape_of,
     trained,
 )
@@ -45,7 +45,7 @@ def both(
     shape = shape_of(random.Random(seed), layers=3, tied=bool(seed % 2))
     job = job_of(shape, num_steps=STEPS, microbatches=1 + seed % 3)
     layout = laid_out(shape, mode)
-    least = least_device_bytes(layout.training[0], job, True, True)
+    least = min_device_bytes(layout.training[0], job, True, True)
     gpu = least + int(spare * sum(c.optimizer_bytes for c in layout.training[0].chunks))
     policy = Composed(TrainingOrder(tasks), memory)
     slow = trained(policy, [job], layout, gpu, fast_forward=False, **how)
@@ -86,7 +86,7 @@ def test_most_steps_recur(name: str, tasks: int) -> None:
 
 @dataclass(frozen=True)
 class Moody:
-    """Goes by what it says that it does not know."""
+    """Reads what its traits say that it does not read."""
 
     traits: ClassVar[Traits] = Traits(recurs=True)
 
@@ -95,7 +95,7 @@ class Moody:
         memory.fit(batch, view, plan)
 
 
-def test_who_goes_by_more_than_he_says_is_not_asked() -> None:
+def test_a_policy_that_reads_more_than_its_traits_say_is_not_asked() -> None:
     fast, slow = both(Moody(), 3, Mode.KEEP, 0.5)
     assert fast.log() != slow.log()
     assert fast.log()[:-1] == slow.log()[:-1]
@@ -104,7 +104,7 @@ def test_who_goes_by_more_than_he_says_is_not_asked() -> None:
 @pytest.mark.broad(2)
 @pytest.mark.parametrize("tasks", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_who_comes_in_between_ends_it(tasks: int, seed: int) -> None:
+def test_an_arrival_in_between_ends_it(tasks: int, seed: int) -> None:
     """A second job arrives somewhere in a step that recurs, and ends before the first."""
     arrival_ns = random.Random(seed).randrange(120_000, 200_000)
     jobs, policy, layout = two_jobs(arrival_ns, tasks)
@@ -126,7 +126,7 @@ def two_jobs(arrival_ns: int, tasks: int = 1) -> tuple[list[TrainingJob], Compos
 def test_the_hosts_time_passes_as_with_an_event_of_its_own(
     beside_ns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where somebody arrives just when it is over."""
+    """Also where a job arrives just when it is over."""
     jobs, policy, layout = two_jobs(10_000_000)
     rows = trained(policy, jobs, layout, host_ns=300).recorder.steps
     ready_ns = next(at_ns + host_ns for _, at_ns, host_ns, *_ in rows[100:] if host_ns)

@@ -44,9 +44,9 @@ def test_equal_jobs_wait_as_in_one_central_line_to_the_nanosecond(
 ) -> None:
     """With constant services a central line is served in turn: round robin loses nothing.
 
-    Nor does least outstanding, which is then the same: requests leave in the order they came, so
-    those outstanding are the last few of the turn; whoever is next in turn has the fewest, and at
-    a tie was given the fewest so far.
+    Nor does least outstanding, which then equals round robin. Requests leave in the order they
+    came, so those outstanding are the last few of the turn. The replica next in turn has the
+    fewest; at a tie it was given the fewest so far.
     """
     arrivals = poisson_ns(LOAD * replicas, 600, seed=3)
     queue = run_queue(arrivals, replicas=replicas, router=router)

@@ -40,7 +40,7 @@ class Plain:
 
 
 @given(STEPS)
-def test_the_lowest_rank_leaves_first_and_of_equals_who_came_first(steps: list[tuple]) -> None:  # type: ignore[type-arg]
+def test_the_lowest_rank_leaves_first_and_of_equals_the_first_to_come(steps: list[tuple]) -> None:  # type: ignore[type-arg]
     ours, plain = Candidates(), Plain()
     for name, *args in steps:
         answers = []

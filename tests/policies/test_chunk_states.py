@@ -19,7 +19,7 @@ from tests.support.offload import (
     STATES,
     job_of,
     laid_out,
-    least_device_bytes,
+    min_device_bytes,
     run,
     shape_of,
 )
@@ -44,7 +44,7 @@ def random_run(name: str, rng: random.Random) -> Replay:
     shape, mode = shape_of(rng, rng.randint(1, 5), tied=rng.random() < 0.3), rng.choice([*Mode])
     job = job_of(shape, microbatches=rng.choice([1, 2, 4]))
     training = laid_out(shape, mode).training[0]
-    least = least_device_bytes(training, job, False, True)
+    least = min_device_bytes(training, job, False, True)
     gpu = least + 2 * max(chunk.whole_bytes for chunk in training.chunks) + rng.randint(0, 300)
     if name in ("all_on_device", "zero_offload"):  # all weights lie there
         gpu = ROOMY

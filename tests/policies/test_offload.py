@@ -25,7 +25,7 @@ from tests.support.offload import (
     job_of,
     laid_out,
     launches,
-    least_device_bytes,
+    min_device_bytes,
     operations,
     run,
     sent_bytes,
@@ -70,7 +70,7 @@ def test_every_policy_with_every_mode(
     training = layout.training[0]
     gpu = ROOMY
     if name != "all_on_device":
-        gpu = least_device_bytes(training, job, name == "zero_offload", device_updates=True)
+        gpu = min_device_bytes(training, job, name == "zero_offload", device_updates=True)
     found = run(MEMORIES[name], layout, job, gpu=gpu)
     counts = {work: 0 for work in Work}
     for op in launches(found):
@@ -96,7 +96,7 @@ def test_a_whole_step_in_one_plan_is_the_same_program(name: str, mode: Mode) -> 
     layout, job = laid_out(shape, mode), job_of(shape, microbatches=2)
     gpu = ROOMY
     if name != "all_on_device":
-        gpu = least_device_bytes(layout.training[0], job, name == "zero_offload", True) * 5 // 4
+        gpu = min_device_bytes(layout.training[0], job, name == "zero_offload", True) * 5 // 4
     programs = [operations(run(MEMORIES[name], layout, job, gpu=gpu, tasks=n)) for n in (1, 7, 0)]
     assert programs[0] == programs[1] == programs[2]
 
@@ -137,7 +137,7 @@ def test_inclusive_tiers_run_in_the_least_memory_and_only_there(
     shape = shape_of(random.Random(seed), layers, **TRAINED[trained])
     layout, job = laid_out(shape, mode), job_of(shape, microbatches=microbatches)
     training, on_device = layout.training[0], name in ON_DEVICE
-    least = least_device_bytes(training, job, name == "zero_offload", on_device)
+    least = min_device_bytes(training, job, name == "zero_offload", on_device)
     states = state_bytes(training)
     gpu, host = int(least * share), int((states + sent_bytes(training)) * host_share)
     assume(host >= sum(layout.places.values()))
@@ -187,7 +187,7 @@ def test_exclusive_tiers_run_wherever_a_chunk_can_move(
     launch needs, room for the two that change places is all that is ever asked for."""
     shape = shape_of(random.Random(seed), layers, **TRAINED[trained])
     training, job = laid_out(shape, mode).training[0], job_of(shape, microbatches=microbatches)
-    least = least_device_bytes(training, job, False, True)
+    least = min_device_bytes(training, job, False, True)
     gpu = int(least * share)
     host = max(0, int((state_bytes(training) + least) * both_share) - gpu)
     try:
@@ -204,7 +204,7 @@ def test_exclusive_tiers_run_wherever_a_chunk_can_move(
         enough = state_bytes(training) + kept + least + moving
         assert gpu < least or gpu + host < enough, error
     else:
-        needed = least_device_bytes(training, job, False, False)
+        needed = min_device_bytes(training, job, False, False)
         assert gpu >= needed
 
 
@@ -224,7 +224,7 @@ def test_plans_do_not_depend_on_durations(
     gpu = ROOMY
     if name != "all_on_device":
         whole = name == "zero_offload"
-        gpu = least_device_bytes(layout.training[0], job, whole, True) * 4 // 3
+        gpu = min_device_bytes(layout.training[0], job, whole, True) * 4 // 3
     logs = [
         run(MEMORIES[name], layout, job, gpu=gpu, depth=depth, noise=noise, seed=i).log()
         for i, noise in enumerate((0.0, 0.4, 0.4))
@@ -235,7 +235,7 @@ def test_plans_do_not_depend_on_durations(
 def test_out_of_memory_names_the_launch_the_tier_and_the_deficit() -> None:
     shape = shape_of(random.Random(3))
     layout, job = laid_out(shape), job_of(shape)
-    least = least_device_bytes(layout.training[0], job, False, False)
+    least = min_device_bytes(layout.training[0], job, False, False)
     with pytest.raises(
         OutOfMemory, match=r"^gpu:0 is at least 1 bytes short for the .* of training job 0"
     ):
@@ -265,7 +265,7 @@ def test_what_went_in_the_place_of_something_larger_is_no_part_of_a_deficit() ->
 def test_deficits_are_the_same_in_every_timing() -> None:
     shape = shape_of(random.Random(4), layers=4)
     layout, job = laid_out(shape, Mode.OFFLOAD), job_of(shape, microbatches=2)
-    least = least_device_bytes(layout.training[0], job, False, False)
+    least = min_device_bytes(layout.training[0], job, False, False)
     for name in ("zero3_offload", "lru", "patrickstar"):
         said = set()
         for depth, noise in ((1, 0.0), (2, 0.4), (3, 0.4)):
@@ -279,7 +279,7 @@ def test_deficits_are_the_same_in_every_timing() -> None:
 def test_inclusive_tiers_copy_no_weights_out_and_exclusive_ones_each() -> None:
     shape = shape_of(random.Random(8), layers=5)
     layout, job = laid_out(shape), job_of(shape)
-    gpu = least_device_bytes(layout.training[0], job, False, False)
+    gpu = min_device_bytes(layout.training[0], job, False, False)
     for tiers, wanted in (("inclusive", False), ("exclusive", True)):
         found = run(DemandPaging("lru", tiers), layout, job, gpu=gpu)
         out = [op[1] for op in operations(found) if op[0] == "copy" and op[1][4] == Tier.GPU]

@@ -15,7 +15,7 @@ from engine.contract.plan import Copy
 from engine.contract.regions import Kind, Tier
 from tandem.cli.plan_command import PlannedRun, plan_run
 from tandem.config.compose import composed
-from tests.support.offload import MEMORIES, job_of, laid_out, least_device_bytes, run, shape_of
+from tests.support.offload import MEMORIES, job_of, laid_out, min_device_bytes, run, shape_of
 from tests.support.strategies import cases
 from tests.training.trainings import train
 
@@ -77,7 +77,7 @@ def test_they_need_no_more_of_the_device(
     shape = shape_of(random.Random(seed), layers=layers, **trained)
     job = job_of(shape, microbatches=microbatches)
     layouts = [laid_out(shape, mode, offloads_inputs=sends) for sends in (False, True)]
-    least = least_device_bytes(layouts[0].training[0], job, name == "zero_offload", True)
+    least = min_device_bytes(layouts[0].training[0], job, name == "zero_offload", True)
     found = run(MEMORIES[name], layouts[1], job, gpu=least, depth=depth, tasks=tasks)
     assert found.recorder.trained_steps == job.num_steps
 

@@ -17,20 +17,20 @@ from policies.scheduling.orca import Orca
 from policies.scheduling.shortest_job import ClassMean, PromptShare, ShortestJob
 from policies.scheduling.vllm_v1 import VllmV1
 from tests.support.replays import random_requests, replay
-from tests.support.states import V0, V1, decoding, fitted, ids, job, seated, view, wanted
+from tests.support.states import V0, V1, decoding, fitted, ids, job, seated, sliced, view
 from traces.serving.request import Request
 
 
 # ---- vLLM v1
-def test_v1_serves_whoever_runs_in_order_then_whoever_waits() -> None:
+def test_v1_serves_running_jobs_in_order_then_waiting_ones() -> None:
     running = [decoding(0, 8), job(1, 50, computed=20), decoding(2, 8)]
     state = view(running, [job(3, 10), job(4, 40)])
-    assert wanted(VllmV1(64, 8), state) == [(0, 1), (1, 30), (2, 1), (3, 10), (4, 22)]
-    assert wanted(VllmV1(64, 4), state) == [(0, 1), (1, 30), (2, 1), (3, 10)], "four seats"
-    assert wanted(VllmV1(20, 8), state) == [(0, 1), (1, 19)], "the budget ends in the middle"
+    assert sliced(VllmV1(64, 8), state) == [(0, 1), (1, 30), (2, 1), (3, 10), (4, 22)]
+    assert sliced(VllmV1(64, 4), state) == [(0, 1), (1, 30), (2, 1), (3, 10)], "four seats"
+    assert sliced(VllmV1(20, 8), state) == [(0, 1), (1, 19)], "the budget ends in the middle"
 
 
-def test_v1_preempts_the_tail_and_lets_nobody_in_with_it() -> None:
+def test_v1_preempts_the_tail_and_admits_no_job_with_it() -> None:
     running = [decoding(0, 8), decoding(1, 8), decoding(2, 8)]
     state = view(running, [job(3, 4)], pages=7)  # 2 each, one free: two need another
     plan = fitted(VllmV1(64, 8), V1, state)
@@ -38,7 +38,7 @@ def test_v1_preempts_the_tail_and_lets_nobody_in_with_it() -> None:
     assert ids(plan.restart) == [2]
 
 
-def test_v1_preempts_even_itself_where_nobody_is_behind() -> None:
+def test_v1_preempts_even_itself_where_no_job_is_behind() -> None:
     running = [decoding(0, 10), decoding(1, 8)]
     state = view(running, [], pages=5)  # 3 + 2: job 0 fits into its last page, job 1 does not
     plan = fitted(VllmV1(64, 8), V1, state)
@@ -51,9 +51,9 @@ def test_v1_preempts_even_itself_where_nobody_is_behind() -> None:
 # ---- vLLM v0
 def test_v0_counts_prompts_as_long_as_the_longest() -> None:
     state = view([], [job(0, 10), job(1, 30), job(2, 10)])
-    assert wanted(ContinuousBatching(60), state) == [(0, 10), (1, 30), (2, 10)]
-    assert wanted(ContinuousBatching(60, padded=True), state) == [(0, 10), (1, 30)]
-    assert wanted(ContinuousBatching(59, padded=True), state) == [(0, 10)]
+    assert sliced(ContinuousBatching(60), state) == [(0, 10), (1, 30), (2, 10)]
+    assert sliced(ContinuousBatching(60, padded=True), state) == [(0, 10), (1, 30)]
+    assert sliced(ContinuousBatching(59, padded=True), state) == [(0, 10)]
 
 
 def test_v0_restarts_the_youngest_though_it_came_in_earlier() -> None:
@@ -68,8 +68,8 @@ def test_v0_restarts_the_youngest_though_it_came_in_earlier() -> None:
 def test_orca_mixes_whole_prompts_with_decodes_in_the_order_of_arrival() -> None:
     running = [decoding(1, 8, arrival_ns=1), decoding(2, 8, arrival_ns=2)]
     state = view(running, [job(0, 90, arrival_ns=0), job(3, 70, arrival_ns=3)], pages=100)
-    assert wanted(Orca(max_jobs=4), state) == [(0, 90), (1, 1), (2, 1), (3, 70)]
-    assert wanted(Orca(max_jobs=3), state) == [(0, 90), (1, 1), (2, 1)]
+    assert sliced(Orca(max_jobs=4), state) == [(0, 90), (1, 1), (2, 1), (3, 70)]
+    assert sliced(Orca(max_jobs=3), state) == [(0, 90), (1, 1), (2, 1)]
     plan = fitted(Orca(4), MaxReservation(200), view([], [job(0, 90), job(1, 70)], pages=60))
     assert seated(plan) == [(0, 90)], "slots of 50 pages: only one is there"
 
@@ -85,7 +85,7 @@ def test_the_most_urgent_comes_first_within_its_priority() -> None:
         job(3, 10, slo="paid", arrival_ns=9_000_000_000),
     ]
     state = view([decoding(8, 8, slo="batch"), decoding(9, 8, slo="chat")], waiting)
-    order = [job_id for job_id, _ in wanted(scheduling, state)]
+    order = [job_id for job_id, _ in sliced(scheduling, state)]
     assert order == [9, 8, 3, 1, 2, 0], "due at 1, 60 | paid | 6, 13, 60"
 
 
@@ -93,13 +93,13 @@ def test_an_urgent_arrival_overtakes_a_prompt_that_has_begun() -> None:
     begun = job(0, 90, computed=10, slo="batch")
     state = view([begun], [job(1, 30, slo="chat")])
     scheduling = EarliestDeadline(deadline_s={"chat": 1.0, "batch": 60.0}, token_budget=50)
-    assert wanted(scheduling, state) == [(1, 30), (0, 20)]
+    assert sliced(scheduling, state) == [(1, 30), (0, 20)]
 
 
 def test_seats_go_to_the_most_urgent() -> None:
     waiting = [job(0, 10, slo="batch"), job(1, 10, slo="chat")]
     scheduling = EarliestDeadline(deadline_s={"chat": 1.0, "batch": 60.0}, max_jobs=1)
-    assert wanted(scheduling, view([], waiting)) == [(1, 10)]
+    assert sliced(scheduling, view([], waiting)) == [(1, 10)]
 
 
 def test_pages_are_taken_of_prompts_before_decodes_and_of_the_least_urgent_first() -> None:
@@ -129,14 +129,14 @@ def test_deadlines_are_met_that_arrival_order_misses() -> None:
 def test_the_shortest_predicted_rest_comes_first() -> None:
     waiting = [job(0, 100), job(1, 20), job(2, 50)]
     by_prompt = ShortestJob(PromptShare(1.0), token_budget=500)
-    assert [i for i, _ in wanted(by_prompt, view([], waiting))] == [1, 2, 0]
+    assert [i for i, _ in sliced(by_prompt, view([], waiting))] == [1, 2, 0]
     waiting = [job(0, 20, slo="essay"), job(1, 60, slo="label")]
     by_class = ShortestJob(ClassMean({"essay": 500.0, "label": 2.0}), token_budget=500)
-    assert [i for i, _ in wanted(by_class, view([], waiting))] == [1, 0]
+    assert [i for i, _ in sliced(by_class, view([], waiting))] == [1, 0]
     # In decode: 100 expected and 90 generated leave less than 100 expected and 1 generated.
     late, early = job(2, 8, computed=97, known=98), job(3, 8, computed=8, known=9)
     guess = ShortestJob(ClassMean(default_tokens=100.0))
-    assert [i for i, _ in wanted(guess, view([early, late], []))] == [2, 3]
+    assert [i for i, _ in sliced(guess, view([early, late], []))] == [2, 3]
 
 
 def test_right_guesses_lower_the_mean_latency() -> None:

@@ -43,8 +43,8 @@ def test_the_watermark_is_a_share_of_what_is_left_beside_the_weights() -> None:
         assert seated(plan) == [(0, 1), (1, 7)], "2 held, 2 wanted, 1 left free"
 
 
-def test_who_was_swapped_out_finds_the_whole_pool_once_nobody_is_there() -> None:
-    """It is in service itself, so to leave the watermark for those in service would be for ever."""
+def test_a_swapped_job_has_the_whole_pool_once_no_other_job_is_there() -> None:
+    """It is in service itself: a watermark kept for jobs in service would keep it out for ever."""
     away = {kv_place(0, Tier.HOST): 2 * PAGE.nbytes}
     state = replace(view([decoding(0, 6)], [], pages=2, held={}), held_bytes=away)
     assert seated(fitted(ContinuousBatching(), PagedSwap(watermark=0.5), state)) == [(0, 1)]

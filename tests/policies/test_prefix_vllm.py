@@ -124,7 +124,7 @@ def test_a_next_turn_finds_its_prompt_but_no_answer_of_ours() -> None:
 
 
 def test_a_restarted_job_finds_what_it_had_generated() -> None:
-    requests = [Request(i, i, 24, 60) for i in range(8)]  # lengths only: nobody else's pages fit
+    requests = [Request(i, i, 24, 60) for i in range(8)]  # lengths only: no other job's pages fit
     run = ours(requests, 60, 64, 8, 1).check()
     outcomes = run.recorder.outcomes.values()
     assert sum(o.restarts for o in outcomes) > 0
@@ -142,7 +142,7 @@ def test_shared_pages_count_once() -> None:
     held = [sum(PAGE.count(p.context_tokens + p.tokens) for p in pieces) for pieces in steps]
     peak = max(figures[0].kv_pages for _, _, _, figures, _ in run.recorder._memory)
     assert [o.cached_tokens for o in run.recorder.outcomes.values()] == [0, 40, 40, 40]
-    assert peak == max(held) - 3 * 10, "ten full pages of the prompt are everybody's"
+    assert peak == max(held) - 3 * 10, "all four jobs share ten full pages of the prompt"
 
 
 def test_the_oldest_of_equal_pages_is_found_and_the_next_when_it_is_gone() -> None:

@@ -50,7 +50,7 @@ def fleet(size: int, *held: tuple[int, Job]) -> Fleet:
     return made
 
 
-def test_round_robin_goes_on_where_it_was_whoever_has_left() -> None:
+def test_round_robin_goes_on_where_it_was_after_a_job_has_left() -> None:
     jobs = [job(i) for i in range(4)]
     state = Fleet(3, RoundRobin())
     for one in jobs:
@@ -72,7 +72,7 @@ def test_least_outstanding_counts_requests_or_tokens_until_they_have_left() -> N
     assert LeastOutstanding().route(job(9), state) == 1
 
 
-def test_at_a_tie_who_was_given_fewer_comes_first_then_the_lower_number() -> None:
+def test_at_a_tie_the_replica_given_fewer_comes_first_then_the_lower_number() -> None:
     gone = job(0)
     state = fleet(3, (0, gone))
     state.left(gone)
@@ -80,7 +80,7 @@ def test_at_a_tie_who_was_given_fewer_comes_first_then_the_lower_number() -> Non
     assert LeastOutstanding().route(job(9), fleet(3)) == 0
 
 
-def test_affinity_follows_the_longest_chain_and_who_got_it_last() -> None:
+def test_affinity_follows_the_longest_chain_and_its_last_receiver() -> None:
     state = fleet(
         3,
         (0, job(0, prefix_ids=(1, 2, 3))),
@@ -98,7 +98,7 @@ def test_affinity_follows_the_longest_chain_and_who_got_it_last() -> None:
         (1, 2): 1,  # both have it, 1 got it last
         (1, 9): 1,
         (5, 1): 2,
-        (2, 3): 0,  # nobody begins like this: the least loaded
+        (2, 3): 0,  # no job begins like this: the least loaded
     }
 
 
@@ -231,7 +231,7 @@ def test_affinity_tells_prompts_apart_behind_any_common_beginning() -> None:
     policy = Composed(SCHEDULING["chunked"], PagedRestart(prefix_caching=True))
     run = replay(policy, requests, pages=2500, devices=3, router=PrefixAffinity(load_bound=3))
     cached = [outcome.cached_tokens for outcome in run.check().recorder.outcomes.values()]
-    assert all(tokens == 1320 for tokens in cached[6:]), "a user's turns go where his pages are"
+    assert all(tokens == 1320 for tokens in cached[6:]), "turns go where their pages are"
 
 
 def sessions_by_replica(turns: list[Request], router: Router) -> dict[int, set[int]]:

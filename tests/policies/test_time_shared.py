@@ -55,9 +55,11 @@ def test_lockstep_decides_as_the_simulator(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_measured_log_is_played_back(alone: Run, tmp_path: Path, short_probes: None) -> None:
-    """To the same bytes, copies and losses. Training ends long before serving, whose plans then
-    give its states back. (Capacities differ: what steps of a log take at most nobody knows before,
-    and more is left for KV.)"""
+    """To the same bytes, copies and losses.
+
+    Training ends long before serving, whose plans then give its states back. Capacities differ: the
+    most that steps of a log take is not known beforehand, and more is left for KV.
+    """
     measured = carried_out(tmp_path / "a", *BOTH, "backend=cpu")
     replay = ("policy=recorded", "limit=4", f"replayed={tmp_path / 'a'}")
     played = carried_out(tmp_path / "b", *replay, "backend=lockstep")

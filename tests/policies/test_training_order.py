@@ -24,7 +24,7 @@ from tests.support.offload import (
     ROOMY,
     job_of,
     laid_out,
-    least_device_bytes,
+    min_device_bytes,
     run,
     shape_of,
     trained,
@@ -107,7 +107,7 @@ def test_jobs_in_turn_share_little_memory(turns: str, memory: Any) -> None:
     """Activations of both may be there at once; states of the one leave for the other."""
     shapes = [shape_of(random.Random(i), layers=2) for i in (0, 1)]
     least = [
-        least_device_bytes(laid_out(shape).training[0], job_of(shape), False, True)
+        min_device_bytes(laid_out(shape).training[0], job_of(shape), False, True)
         for shape in shapes
     ]
     two_jobs(turns, memory, gpu=sum(least) if turns == "task" else max(least))
@@ -175,7 +175,7 @@ def test_plans_beside_serving_do_not_depend_on_durations() -> None:
 
 
 @pytest.mark.parametrize("share", [0.15, 0.3])
-def test_kv_in_the_share_of_serving_takes_nothing_of_a_tide(share: float) -> None:
+def test_kv_in_the_share_of_serving_takes_nothing_of_a_memory_budget(share: float) -> None:
     """Training beside serving moves and updates what it does alone in its share."""
     watched = [
         beside(requests, PatrickStar(), share=share, pages=60)

@@ -39,16 +39,16 @@ def works() -> Works:
 
 
 @pytest.fixture
-def pace(works: Works) -> ClockPace:
+def clock_pace(works: Works) -> ClockPace:
     """The pace of a machine that does either work in its nominal 1,000 ns."""
     return slowed(ClockPace((1000, 1000), works), 1000, 1000)
 
 
-def slowed(pace: ClockPace, decode_ns: int, prompt_ns: int) -> ClockPace:
+def slowed(clock_pace: ClockPace, decode_ns: int, prompt_ns: int) -> ClockPace:
     for _ in range(WINDOW):
-        pace._decode.note(decode_ns)
-        pace._prompt.note(prompt_ns)
-    return pace
+        clock_pace._decode.note(decode_ns)
+        clock_pace._prompt.note(prompt_ns)
+    return clock_pace
 
 
 def slices(decodes: int, prompt_tokens: int) -> list[Slice]:
@@ -76,24 +76,24 @@ def test_a_machine_twice_as_slow_has_half_the_factor(works: Works) -> None:
         assert gauge.slowdown == slowdown, "the median counts, not the hiccup"
 
 
-def test_a_launch_is_slowed_as_what_it_is_made_of(pace: ClockPace) -> None:
-    slowed(pace, 2000, 1250)  # a neighbour on the memory
-    assert pace.factor == pace.factor_of(()) == pace.factor_of(slices(3, 0)) == 0.5
-    assert pace.factor_of(slices(0, 77)) == 0.8
-    half = pace.factor_of(slices(DECODES, PROMPT_TOKENS))  # nominally as long in each
+def test_a_launch_is_slowed_as_what_it_is_made_of(clock_pace: ClockPace) -> None:
+    slowed(clock_pace, 2000, 1250)  # a neighbour on the memory
+    assert (
+        clock_pace.factor == clock_pace.factor_of(()) == clock_pace.factor_of(slices(3, 0)) == 0.5
+    )
+    assert clock_pace.factor_of(slices(0, 77)) == 0.8
+    half = clock_pace.factor_of(slices(DECODES, PROMPT_TOKENS))  # nominally as long in each
     assert half == pytest.approx(2 / (2 + 1.25))
-    assert 0.5 < pace.factor_of(slices(2 * DECODES, PROMPT_TOKENS)) < half < 0.8
+    assert 0.5 < clock_pace.factor_of(slices(2 * DECODES, PROMPT_TOKENS)) < half < 0.8
 
 
-def test_a_look_is_due_after_so_much_work_and_not_before(pace: ClockPace) -> None:
-    assert not pace.is_due(EVERY_NS // 2 + 1) and pace.is_due(EVERY_NS // 2 + 1)
-    pace.measure()
-    slowed(pace, 1000, 1000)  # however busy the machine was
-    assert not pace.is_due(EVERY_NS // 2 + 1)
-    slowed(
-        pace, EVERY_NS, EVERY_NS
-    )  # a large model: a look after each launch would take all the time
-    assert not pace.is_due(EVERY_NS) and pace.is_due(9 * EVERY_NS)
+def test_a_look_is_due_after_so_much_work_and_not_before(clock_pace: ClockPace) -> None:
+    assert not clock_pace.is_due(EVERY_NS // 2 + 1) and clock_pace.is_due(EVERY_NS // 2 + 1)
+    clock_pace.measure()
+    slowed(clock_pace, 1000, 1000)  # however busy the machine was
+    assert not clock_pace.is_due(EVERY_NS // 2 + 1)
+    slowed(clock_pace, EVERY_NS, EVERY_NS)  # a look after each launch would take all the time
+    assert not clock_pace.is_due(EVERY_NS) and clock_pace.is_due(9 * EVERY_NS)
 
 
 def test_no_nominal_time_is_refused(works: Works) -> None:

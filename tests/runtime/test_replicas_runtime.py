@@ -34,7 +34,7 @@ from runtime.serving.machine import ServingMachine
 from sim.executor import SimExecutor
 from tests.runtime.test_cuda import StandIn
 from tests.support.hand_made import shared_model
-from tests.support.parity import BACKENDS, LINKS, PAGE, SPEC, MadeUp
+from tests.support.parity import BACKENDS, LINKS, PAGE, SPEC, SyntheticCost
 from tests.support.reference import compare, expected
 from tests.support.serving import MEMORY, PAGE_TOKENS, SCHEDULING, short_requests
 from traces.serving.request import Request
@@ -79,8 +79,8 @@ def opened(backend: str, box: ReplicaMachines) -> Iterator[tuple[simpy.Environme
         return
     env = VirtualClock()
     made = {
-        "sim": lambda: SimExecutor(env, MadeUp()),
-        "lockstep": lambda: LockstepExecutor(box, SimExecutor(env, MadeUp())),
+        "sim": lambda: SimExecutor(env, SyntheticCost()),
+        "lockstep": lambda: LockstepExecutor(box, SimExecutor(env, SyntheticCost())),
         "cpu": lambda: CpuExecutor(env, box, LINKS),
     }
     yield env, made[backend]()

@@ -76,9 +76,9 @@ def test_a_swapped_job_goes_on_where_it_was(family: str) -> None:
 def test_slices_may_cross_the_layers_in_several_launches(family: str) -> None:
     made = machine(family)
     made.finish(dict.fromkeys(made.jobs, 3))
-    while wanted := made.wanted(dict.fromkeys(made.jobs, OUTPUT_TOKENS), 1 << 30):
+    while slices := made.next_slices(dict.fromkeys(made.jobs, OUTPUT_TOKENS), 1 << 30):
         for layers in (range(0, 1), range(1, 3)):
-            made.run(*wanted, layers=layers)
+            made.run(*slices, layers=layers)
     check(made, family)
 
 
@@ -87,13 +87,13 @@ def test_launches_may_be_prepared_before_the_tokens_they_read_exist(family: str)
     made = machine(family)
     lengths = dict.fromkeys(made.jobs, OUTPUT_TOKENS)
     victim = list(made.jobs)[2]
-    while wanted := made.wanted(lengths, 1 << 30):
-        ahead = [made.machine.prepare(made.launch(*wanted))]
-        if wanted := made.wanted(lengths, 1 << 30):
-            ahead.append(made.machine.prepare(made.launch(*wanted)))
+    while slices := made.next_slices(lengths, 1 << 30):
+        ahead = [made.machine.prepare(made.launch(*slices))]
+        if slices := made.next_slices(lengths, 1 << 30):
+            ahead.append(made.machine.prepare(made.launch(*slices)))
             if made.jobs[victim].known_tokens == made.jobs[victim].prompt_tokens + 6:
                 made.jobs[victim]._compute_from(0)  # restarts behind two tokens in flight
-                ahead.append(made.machine.prepare(made.launch(*made.wanted(lengths, 1 << 30))))
+                ahead.append(made.machine.prepare(made.launch(*made.next_slices(lengths, 1 << 30))))
         for prepared in ahead:
             made.machine.execute(prepared)
     check(made, family)

@@ -68,7 +68,7 @@ def test_ended_launches_are_forgotten_and_an_unknown_rate_slows_none() -> None:
     assert [unknown.duration_ns(lane, 0, 100, 10**6) for lane in (OUT, UPDATE)] == [100, 100]
 
 
-def ends(cost: Roofline, launches: Sequence[Launch]) -> list[int]:
+def durations_ns(cost: Roofline, launches: Sequence[Launch]) -> list[int]:
     env, done = VirtualClock(), list[Span]()
     executor = SimExecutor(env, cost)
     executor.prepare(launches)
@@ -89,8 +89,12 @@ def test_copies_and_updates_of_a_simulation_share_the_memory_of_the_host() -> No
     copy = Launch(Copy(weight(0, 0), weight(0, 0, Tier.HOST)), nbytes=10**6)
     back = launch(job, Work.BACKWARD, 1)
     alone = cost.compute_ns(update)
-    assert ends(cost, [back, copy, update]) == [cost.compute_ns(back), 50_000, round(1.3 * alone)]
-    assert ends(cost, [update, copy]) == [alone, 65_000]
+    assert durations_ns(cost, [back, copy, update]) == [
+        cost.compute_ns(back),
+        50_000,
+        round(1.3 * alone),
+    ]
+    assert durations_ns(cost, [update, copy]) == [alone, 65_000]
     assert cost.host_traffic(update) == 28 * TINY.layer_parameters
     assert cost.host_traffic(back) == 0
     peer = Copy(weight(0, 0), weight(0, 0, device=1))

@@ -44,16 +44,16 @@ def log(
 @pytest.fixture(scope="module")
 def keeping(log: Log) -> Simulated:
     """A simulated run of a log with prefix caching, shared by the tests."""
-    return simulate(log.setting())
+    return simulate(log.run_spec())
 
 
 def test_the_engine_decides_as_vllm_does_on_its_own_log(log: Log, keeping: Simulated) -> None:
-    assert decided_as_vllm(log, log.setting(), keeping, keeps=True).reused_tokens > 10_000
+    assert decided_as_vllm(log, log.run_spec(), keeping, keeps=True).reused_tokens > 10_000
 
 
 @pytest.mark.slow
 def test_the_engine_decides_as_vllm_does_without_prefix_caching(log: Log) -> None:
-    plain = log.setting(PLAIN)
+    plain = log.run_spec(PLAIN)
     assert decided_as_vllm(log, plain, simulate(plain), keeps=False).reused_tokens == 0
 
 
@@ -74,7 +74,7 @@ def decided_as_vllm(log: Log, setting: RunSpec, ours: Simulated, keeps: bool) ->
 
 
 def test_with_pages_kept_the_logged_means_are_met(log: Log, keeping: Simulated) -> None:
-    found = latencies(log.setting().requests, keeping.times)
+    found = latencies(log.run_spec().requests, keeping.times)
     for name, column in COLUMNS.items():
         error = found[name].mean() / log.measured[column].mean() - 1
         assert abs(error) * 100 < log.case.bars[name], f"{name} is {error:+.2%} off"
@@ -85,7 +85,7 @@ def test_judged_costs_come_from_the_profile_alone(log: Log) -> None:
     assert not any(word.startswith("kernel_profile") for word in log.words)
 
     def cost(*words: str) -> Any:
-        return log.setting(*(f"kernel_profile.{word}" for word in words)).cost
+        return log.run_spec(*(f"kernel_profile.{word}" for word in words)).cost
 
     assert cost().skew.default > 0 and cost().skew.by_bucket is None
     assert cost("skew=per_bucket").skew.by_bucket
@@ -98,7 +98,7 @@ def test_judged_costs_come_from_the_profile_alone(log: Log) -> None:
 
 def test_the_named_policy_is_the_one_compared_with_vllm(log: Log) -> None:
     memory = PagedRestart(watermark=0.0, prompts="must_fit", gives_way=True, prefix_caching=True)
-    assert log.setting().policy == Composed(VllmV1(2048, log.case.sequences), memory)
+    assert log.run_spec().policy == Composed(VllmV1(2048, log.case.sequences), memory)
     assert policy_of(composed(["policy=vllm_v1"]).config, Builder()) == Composed(VllmV1(), memory)
 
 

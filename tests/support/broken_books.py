@@ -82,7 +82,7 @@ def run(
 
 # ---- state
 def lose_a_job(engine: Engine) -> Any:
-    """A request falls out of the lists, and nobody says that it has ended."""
+    """A request falls out of the lists without an end."""
     jobs = engine.state.jobs.waiting
     if not jobs:
         return False
@@ -118,7 +118,7 @@ def hold_a_page_twice(engine: Engine) -> Any:
 
 
 def forget_users(engine: Engine) -> Any:
-    """Who takes bytes that others still use waits for nobody."""
+    """A taker of bytes that operations still use waits for none of them."""
     ledger = engine.ledger
     for queue in ledger._free_queues.values():
         for owed in queue._entries:

@@ -470,7 +470,7 @@ def _bytes_of(owner: int) -> Make:
 
 
 fault("bytes for a stranger", Rule.JOB)(_bytes_of(FOREIGN))
-fault("bytes for nobody", Rule.JOB)(_bytes_of(SHARED_OWNER))
+fault("bytes for no job", Rule.JOB)(_bytes_of(SHARED_OWNER))
 
 
 @fault("a slice behind a last token", Rule.ONCE)

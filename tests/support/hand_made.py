@@ -48,15 +48,15 @@ FAMILIES: Mapping[str, ModelSpec] = {
 
 
 def own_model(spec: ModelSpec) -> Any:
-    """The runtime's model of a tiny spec, for whoever moves it or changes its weights."""
+    """The runtime's model of a tiny spec, for tests that move it or change its weights."""
     return build_model(spec, seed=1, spread=SPREAD)
 
 
-shared_model = cache(own_model)  # built once for all who only read its weights
+shared_model = cache(own_model)  # built once for all tests that only read its weights
 
 
 class HandMade:
-    """Issues launches; hands out pages in a scrambled order, rubbish wherever nobody may read."""
+    """Issues launches; hands out pages in a scrambled order, rubbish where no launch may read."""
 
     def __init__(
         self,
@@ -86,11 +86,11 @@ class HandMade:
         for arena in self.machine.arenas.values():
             arena.pages[:] = rubbish
 
-    def launch(self, *wanted: tuple[int, int], layers: range | None = None) -> Launch:
+    def launch(self, *job_tokens: tuple[int, int], layers: range | None = None) -> Launch:
         """A compute of (job, tokens) slices. With layers, progress moves at the last one."""
         slices, pieces = [], []
         last = layers is None or layers.stop == self.machine.spec.num_layers
-        for job_id, tokens in wanted:
+        for job_id, tokens in job_tokens:
             job, context = self.jobs[job_id], self.jobs[job_id].computed_tokens
             reach = context + tokens
             while len(self.pages[job_id]) * self.page_tokens < reach:
@@ -102,16 +102,16 @@ class HandMade:
                 job._advance(reach - job.computed_tokens, int(samples))
         return Launch(Compute(tuple(slices)), pieces=tuple(pieces))
 
-    def run(self, *wanted: tuple[int, int], layers: range | None = None) -> tuple[int, ...]:
+    def run(self, *job_tokens: tuple[int, int], layers: range | None = None) -> tuple[int, ...]:
         """Issues one compute and carries it out."""
-        return self.machine.execute(self.machine.prepare(self.launch(*wanted, layers=layers)))
+        return self.machine.execute(self.machine.prepare(self.launch(*job_tokens, layers=layers)))
 
     def finish(self, lengths: Mapping[int, int], slice_tokens: int = 1 << 30) -> None:
         """Decodes (and prefills in slices) together until every job has its length."""
-        while wanted := self.wanted(lengths, slice_tokens):
-            self.run(*wanted)
+        while slices := self.next_slices(lengths, slice_tokens):
+            self.run(*slices)
 
-    def wanted(self, lengths: Mapping[int, int], slice_tokens: int) -> list[tuple[int, int]]:
+    def next_slices(self, lengths: Mapping[int, int], slice_tokens: int) -> list[tuple[int, int]]:
         """The next slice of every job that is not at its length."""
         return [
             (i, min(job.remaining_tokens, slice_tokens))

@@ -79,7 +79,7 @@ SERVED = (  # told under chunked prefill with paged swap
     "KV for a stranger",
     "KV in another part",
     "bytes for a stranger",
-    "bytes for nobody",
+    "bytes for no job",
     "a slice behind a last token",
     "no tokens",
     "tokens below zero",

@@ -270,7 +270,7 @@ REUSING = Recipe(dtype="bfloat16")
 
 
 # ---- the least memory that an order of work needs, by hand
-def least_device_bytes(
+def min_device_bytes(
     layout: TrainingLayout, job: TrainingJob, all_weights: bool, device_updates: bool
 ) -> int:
     """What a launch needs at once where everything else can be away, at its worst.

@@ -19,7 +19,7 @@ BACKENDS = ("sim", "lockstep", "cpu", "wall")
 
 
 @dataclass(frozen=True)
-class MadeUp:
+class SyntheticCost:
     """Durations for the virtual clocks; their size must not matter."""
 
     speed: int = 1

@@ -111,26 +111,26 @@ def refusal(*words: str) -> DoesNotFit | None:
 
 
 @cache
-def least(*words: str) -> Need:
+def min_budget(*words: str) -> Need:
     """The least memory that the search of `tandem plan` finds, from next to nothing on."""
     nothing = budget({Tier.GPU: 1, Tier.HOST: 1})
-    return _least(*words, *nothing)
+    return _min_budget(*words, *nothing)
 
 
 @cache
 def pressing(*words: str) -> Words:
     """The words with a sixth of the model's states on the device, or the least that does.
 
-    Whoever has all weights there cannot do with a sixth. Nor can LoRA that keeps activations: its
-    states are little more than the frozen weights, beside which activations weigh the more.
+    A layout with all weights on the device needs more than a sixth. So does LoRA that keeps
+    activations: its states are little more than the frozen weights, and activations come on top.
     """
     sixth = budget({Tier.GPU: state_bytes(run_spec(*words)) // 6})
     if refusal(*words, *sixth) is None:
         return (*words, *sixth)
-    return (*words, *budget({Tier.GPU: _least(*words, *sixth)[Tier.GPU]}))
+    return (*words, *budget({Tier.GPU: _min_budget(*words, *sixth)[Tier.GPU]}))
 
 
-def _least(*words: str) -> Need:
+def _min_budget(*words: str) -> Need:
     refused = refusal(*words)
     assert refused is not None, "there is no pressure"
     need = min_budget_of(_point(*words), refused)

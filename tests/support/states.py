@@ -65,7 +65,7 @@ def view(
     )
 
 
-def wanted(scheduling: Scheduling, state: View) -> list[tuple[int, int]]:
+def sliced(scheduling: Scheduling, state: View) -> list[tuple[int, int]]:
     return [(piece.job.job_id, piece.tokens) for piece in scheduling.batch(state)]
 
 

@@ -1,7 +1,7 @@
 """vLLM v1's loop written down a second time, without our engine: what VllmV1 is held against.
 
 Read in vLLM 0.19's scheduler and KV cache manager: running first, in order; the tail of running is
-preempted; nobody comes in with a step that preempted; a whole prompt must find room; full pages
+preempted; a step that preempted admits no request; a whole prompt must find room; full pages
 keep their hash after they are freed and are taken again oldest first, the end of a job before its
 beginning. With `depth` 2 a step is decided while the one before runs (asynchronous scheduling).
 """
@@ -117,9 +117,9 @@ class Vllm:
 
     def run(self, requests: Sequence[Request]) -> dict[int, list[int]]:
         coming = [Served(r, r.prompt_tokens) for r in sorted(requests, key=lambda r: r.arrival_ns)]
-        everyone, flights = list(coming), list[tuple[int, list[Served]]]()
+        all_served, flights = list(coming), list[tuple[int, list[Served]]]()
         now_ns = lane_ns = 0
-        while any(len(s.token_ns) < s.request.output_tokens for s in everyone):
+        while any(len(s.token_ns) < s.request.output_tokens for s in all_served):
             while coming and coming[0].request.arrival_ns <= now_ns:
                 self.waiting.append(coming.pop(0))
             before = self.restarts
@@ -134,7 +134,7 @@ class Vllm:
             now_ns = max(now_ns, min(events))
             while flights and flights[0][0] <= now_ns:
                 self._settle(*flights.pop(0))
-        return {s.request.request_id: s.token_ns for s in everyone}
+        return {s.request.request_id: s.token_ns for s in all_served}
 
     def _schedule(self) -> list[tuple[Served, int]]:
         budget, batch, preempted = self._budget, list[tuple[Served, int]](), self.restarts

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine.contract.regions import Tier
 from policies.training.out_of_memory import DoesNotFit, OutOfMemory
 from tandem.cli.plan_command import KEYS, Need
-from tests.support.pressure import CASES, POLICIES, Words, budget, least, refusal
+from tests.support.pressure import CASES, POLICIES, Words, budget, min_budget, refusal
 from tests.support.strategies import cases
 from tests.training.trainings import differing, plain, train
 
@@ -33,7 +33,7 @@ def test_too_little_is_refused_in_the_same_words_everywhere(
     all under these policies: of them only the words are judged.
     """
     words = (*SHALLOW, *POLICIES[policy], *CASES[case])
-    need = least(*words)
+    need = min_budget(*words)
     room = {**need, tier: need[tier] * permille // 1000}
     sim, lockstep, cpu = (outcome(name, words, room) for name in ("sim", "lockstep", "cpu"))
     assert sim == lockstep == cpu
@@ -55,7 +55,7 @@ def test_a_budget_that_suffices_in_the_simulator_suffices(policy: str, case: str
     words = (*SHALLOW, *POLICIES[policy], *CASES[case])
     wanted = plain("policy=train_on_device", *SHALLOW, *CASES[case])
     for backend in ("lockstep", "cpu"):
-        assert not differing(train(backend, *words, *budget(least(*words))).result, wanted)
+        assert not differing(train(backend, *words, *budget(min_budget(*words))).result, wanted)
 
 
 def outcome(backend: str, words: Words, need: Need) -> str | list[str]:

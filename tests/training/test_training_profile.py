@@ -10,7 +10,7 @@ import pytest
 from sim.fit.errors import ALL
 from tandem.cli.plan_command import plan_run
 from tandem.config.compose import composed
-from tandem.wiring import profile as training_profile
+from tandem.wiring import profile
 from tandem.wiring.backends import with_reference
 from tandem.wiring.profile import calibrate_training
 
@@ -23,7 +23,7 @@ def test_a_profile_of_the_simulator_predicts_what_its_roofline_does(
 ) -> None:
     """Between the rows that were measured a roofline's shares bend, by less than 1 % over a
     doubling; what is predicted is another depth, policy and microbatch."""
-    monkeypatch.setattr(training_profile, "HELD", 2)
+    monkeypatch.setattr(profile, "HELD", 2)
     table = calibrate_training(composed(SMALL), tmp_path / "profile")
     assert table.loc[ALL, "mape"] < 0.01
     assert {"layer again", "layer backward", "update cpu", "update compute"} <= set(table.index)
@@ -41,7 +41,7 @@ def test_a_profile_of_adapters_knows_what_whole_units_take_on_the_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Adapters themselves are copied in less time than any link's latency."""
-    monkeypatch.setattr(training_profile, "HELD", 2)
+    monkeypatch.setattr(profile, "HELD", 2)
     small = (*SMALL, "training/recipe=lora")
     calibrate_training(composed(small), tmp_path / "profile")
     other = [*small, "trace=none", "policy=fsdp2_offload", "planner.modes=offload"]
@@ -54,7 +54,7 @@ def test_a_clock_of_reference_works_is_kept_by_all_shapes() -> None:
     """Found once, before the first of them is measured."""
     point = with_reference(composed([*SMALL, "backend=cpu"]).config, (7, 9))
     made = replace(composed([*SMALL, "backend=cpu"]), config=point)
-    shaped = training_profile._shaped(made, 2, 32, *training_profile.STACKS[0])
+    shaped = profile._shaped(made, 2, 32, *profile.STACKS[0])
     assert shaped.config["backend"]["reference_ns"] == [7, 9]
     assert shaped.config["training"]["sequence_tokens"] == 32
 

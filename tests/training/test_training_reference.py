@@ -12,7 +12,7 @@ from models.spec import ModelSpec
 from runtime.measure.reference import (
     WINDOW,
     TimedWork,
-    TrainingPace,
+    TrainingClockPace,
     settled_ns,
     training_references,
 )
@@ -45,7 +45,7 @@ def test_both_works_take_time_and_the_update_stays_finite(works: Works) -> None:
 
 
 def test_launches_are_paced_by_the_unit_and_updates_by_the_update(works: Works) -> None:
-    pace = TrainingPace((1000, 1000), works)
+    pace = TrainingClockPace((1000, 1000), works)
     for _ in range(WINDOW):
         pace._decode.note(2000)
         pace._prompt.note(1250)
@@ -59,4 +59,4 @@ def test_a_run_that_only_trains_has_its_own_pace() -> None:
     words = [*SMALL, "policy=zero3_offload", "backend=cpu"]
     point = composed([*words, "backend.reference_ns=[1000000,1000000]"])
     with backend_of(run_spec_of(point), point.config["backend"]) as world:
-        assert isinstance(world.executor._pace, TrainingPace)  # type: ignore[attr-defined]
+        assert isinstance(world.executor._pace, TrainingClockPace)  # type: ignore[attr-defined]

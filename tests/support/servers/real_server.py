@@ -1,4 +1,4 @@
-"""`transformers serve` on a tiny model of ours, as long as somebody wants it."""
+"""`transformers serve` on a tiny model, for as long as a test needs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TOKENIZER = ROOT / "traces" / "samples" / "tokenizer" / "tokenizer.json"
 PYTHONS = (sys.executable, str(ROOT / ".venv-serve" / "bin" / "python"))  # one has the extra, maybe
 ASKED = "from transformers.utils.import_utils import is_serve_available as has; assert has()"
-# It ends with its standard input, and so with whoever has started it, however that ended.
+# The server ends with its standard input, and so with its parent, however the parent ended.
 SERVED = """
 import os, sys, threading
 threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()

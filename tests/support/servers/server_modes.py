@@ -222,7 +222,7 @@ async def chunk_of_negative_size(talk: Talk) -> None:
 
 
 @mode(UNFINISHED)
-async def length_of_words(talk: Talk) -> None:
+async def length_not_a_number(talk: Talk) -> None:
     await talk.say(HEAD + b"Content-Length: many\r\n\r\n", talk.stream())
 
 

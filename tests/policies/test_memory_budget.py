@@ -18,7 +18,7 @@ from tests.support.offload import (
     job_of,
     laid_out,
     launches,
-    least_device_bytes,
+    min_device_bytes,
     run,
     shape_of,
     state_bytes,
@@ -103,7 +103,7 @@ def test_the_margin_moves_updates_to_the_device_behind_warm_up() -> None:
     roomy = state_bytes(layout.training[0]) * 2 + 5_000
     found = run(PatrickStar(), layout, job, gpu=roomy)
     assert [share_on_device(found, step) for step in range(3)] == [0, 1, 1]
-    least = least_device_bytes(layout.training[0], job, False, True)
+    least = min_device_bytes(layout.training[0], job, False, True)
     assert share_on_device(run(PatrickStar(), layout, job, gpu=least), 2) == 0
     for where, share in (("device", 1), ("host", 0)):
         found = run(PatrickStar(updates=where), layout, job, gpu=roomy)  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def test_room_is_made_behind_a_launch_for_the_next_one() -> None:
     their room made."""
     shape = shape_of(random.Random(6), layers=6)
     layout, job = laid_out(shape), job_of(shape)
-    least = least_device_bytes(layout.training[0], job, False, False)
+    least = min_device_bytes(layout.training[0], job, False, False)
     found = run(PatrickStar(updates="host"), layout, job, gpu=least * 3 // 2)
     moved = 0
     for plan in by_step(found)[2]:
@@ -134,7 +134,7 @@ def test_chunks_keep_within_the_budget_of_each_moment() -> None:
     """Where budgets can be kept: at each launch, states on the device against its tide."""
     shape = shape_of(random.Random(21), layers=6)
     layout, job = laid_out(shape), job_of(shape)
-    gpu = least_device_bytes(layout.training[0], job, False, False) * 2
+    gpu = min_device_bytes(layout.training[0], job, False, False) * 2
     found = run(PatrickStar(updates="host"), layout, job, gpu=gpu)
     moments = found.engine.state.profile.moments(0)
     others = [moment.other_bytes for moment in moments]
