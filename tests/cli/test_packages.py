@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +11,9 @@ from tandem.config.build import OWN
 from tandem.config.renamed import MODULES
 from tandem.sweeps.point import CODE, MEASURES
 from tandem.wiring.folder import OURS, PACKAGES
-from tests.laws import test_layers
+from tests.laws.house import PACKAGES as WALKED
+from tests.laws.house import ROOT, imported_modules, module_of, tree
 
-ROOT = Path(__file__).resolve().parents[2]
 UNINSTALLED = {"benchmarks", "tests"}
 FOLDERS = {path.parent.name for path in ROOT.glob("*/__init__.py")} - UNINSTALLED
 ROOMS = {  # of tandem, and the rest of it that each may import
@@ -32,7 +30,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 def test_all_lists_of_packages_agree_with_the_folders() -> None:
     assert len(FOLDERS) == 9 and {"models", "tandem"} <= FOLDERS
-    assert {*PACKAGES} == {*test_layers.OURS} == FOLDERS
+    assert {*PACKAGES} == {*WALKED} == FOLDERS
     assert {*OURS} == {ROOT / name for name in FOLDERS} | {ROOT / "build"}
     assert {*OWN} == FOLDERS - {"conf", "tandem"}
     assert {*CODE} == FOLDERS - {"analysis", "conf"}
@@ -52,7 +50,7 @@ def test_the_compiled_modules_and_what_is_measured_by_are_there() -> None:
     assert {*compiled.PACKAGES} <= FOLDERS
     modules = {f"{place}/{n}" for place, ns in compiled.MODULES.items() for n in ns.split()}
     named = {f"{name}.py" for name in modules}
-    named |= {*compiled.MARKS, *compiled.RECORDS, *compiled.LATE}
+    named |= {*compiled.MARKS, *compiled.RECORDS}
     named |= {f"analysis/{name}" for name in MEASURES}
     assert [name for name in named if not (ROOT / name).is_file()] == []
     assert {name.partition("/")[0] for name in modules} <= {*compiled.PACKAGES}
@@ -64,13 +62,18 @@ def test_the_data_of_packages_is_there() -> None:
             assert any((ROOT / package).glob(pattern)), f"{package}: {pattern}"
 
 
+MODULES_OF_OURS = [module_of(path) for path in tree(*WALKED)]
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_of_tandem_imports_what_its_docstring_allows(room: str) -> None:
     allowed = (f"tandem.{room}", *ROOMS[room])
-    for path in (ROOT / "tandem" / room).glob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        named = {name for name in test_layers.modules(tree) if name.startswith("tandem.")}
-        assert [name for name in named if not name.startswith(allowed)] == [], path
+    files = {path: text for path, text in tree("tandem").items() if f"tandem/{room}/" in path}
+    assert files
+    for path, text in files.items():
+        named = imported_modules(text, MODULES_OF_OURS)
+        inner = [name for name in named if name.startswith("tandem.")]
+        assert [name for name in inner if not name.startswith(allowed)] == [], path
         if room == "config":
-            tops = {name.partition(".")[0] for name in test_layers.modules(tree)} & FOLDERS
+            tops = {name.partition(".")[0] for name in named}
             assert tops <= {"tandem", "models", "analysis"}, path
