@@ -20,7 +20,7 @@ SHARED, INPUTS, PLAYED = "<shared>", "<inputs>", "<played>"  # folders, in the w
 
 
 @dataclass(frozen=True)
-class Run:
+class BehaviourRun:
     """A run by its words behind `tandem run`.
 
     `shows`: what must have happened in it, see benchmarks/same_behaviour.py. `plays`: the run whose
@@ -104,117 +104,121 @@ VIDUR = (
 )
 
 
-def runs() -> tuple[Run, ...]:
+def runs() -> tuple[BehaviourRun, ...]:
     """All runs, each behind the run that it plays back."""
     found = (*_serving(), *_shared_prefixes(), *_fleets(), *_training(), *_groups(), *_both())
     return (*found, *_played(), *_timed(), *_peers())
 
 
-def _serving() -> Iterator[Run]:
+def _serving() -> Iterator[BehaviourRun]:
     for scheduling in SCHEDULINGS:
         for memory, shows in MEMORIES.items():
             name = f"{scheduling}_{memory}"
             room = ("memory.max_tokens=1280",) if memory == "reservation" else ()
-            yield Run(f"{name}/sim", (*PRESSURE, f"policy={name}", *room), shows)
+            yield BehaviourRun(f"{name}/sim", (*PRESSURE, f"policy={name}", *room), shows)
             room = ("memory.max_tokens=128",) if memory == "reservation" else ()
             words = (*SHORT, f"policy={name}", *room, LOCKSTEP)
-            yield Run(f"{name}/lockstep", words, (*shows, "tokens"))
-    yield Run("vllm_v0", (*PRESSURE, "policy=vllm_v0"), ("restarts",))
-    yield Run("vllm_v1", (*PRESSURE, "policy=vllm_v1"), ("restarts",))
-    yield Run("orca", (*PRESSURE, "policy=orca", "memory.max_tokens=1280"))
-    yield Run("sarathi", (*PRESSURE, "policy=sarathi"), ("restarts",))
+            yield BehaviourRun(f"{name}/lockstep", words, (*shows, "tokens"))
+    yield BehaviourRun("vllm_v0", (*PRESSURE, "policy=vllm_v0"), ("restarts",))
+    yield BehaviourRun("vllm_v1", (*PRESSURE, "policy=vllm_v1"), ("restarts",))
+    yield BehaviourRun("orca", (*PRESSURE, "policy=orca", "memory.max_tokens=1280"))
+    yield BehaviourRun("sarathi", (*PRESSURE, "policy=sarathi"), ("restarts",))
     words = ("slo=mixed", "policy=deadline_restart", DEADLINES)
-    yield Run("deadline_restart", (*PRESSURE, *words), ("restarts",))
-    yield Run("shortest_restart", (*PRESSURE, "policy=shortest_restart"), ("restarts",))
+    yield BehaviourRun("deadline_restart", (*PRESSURE, *words), ("restarts",))
+    yield BehaviourRun("shortest_restart", (*PRESSURE, "policy=shortest_restart"), ("restarts",))
     poisson = ("limit=60", "arrival.rate=16", "budget.kv_pages=200")
-    yield Run("depth_1", (*poisson, "policy=chunked_restart", "depth=1"), ("restarts",))
-    yield Run("depth_2", (*poisson, "policy=chunked_restart", "depth=2"), ("restarts",))
-    yield Run("depth_3", (*poisson, "policy=chunked_swap", "depth=3"), ("swaps",))
+    yield BehaviourRun("depth_1", (*poisson, "policy=chunked_restart", "depth=1"), ("restarts",))
+    yield BehaviourRun("depth_2", (*poisson, "policy=chunked_restart", "depth=2"), ("restarts",))
+    yield BehaviourRun("depth_3", (*poisson, "policy=chunked_swap", "depth=3"), ("swaps",))
     words = ("arrival=clients", "arrival.clients=8", "arrival.think_s=0.1", "limit=40")
-    yield Run("clients", words)
+    yield BehaviourRun("clients", words)
     drawn = ("sampling.temperature=0.8", "sampling.top_k=20", "lengths=sampled", "eos_ids=[3,5,7]")
     words = (*SHORT, "arrival=gamma", *drawn, "depth=1", LOCKSTEP)
-    yield Run("sampled/lockstep", words, ("tokens",))
+    yield BehaviourRun("sampled/lockstep", words, ("tokens",))
     refused = ("budget.kv_pages=40", "budget.may_refuse=true", "limit=40", "arrival.rate=8")
-    yield Run("refused", refused, ("refusals",))
+    yield BehaviourRun("refused", refused, ("refusals",))
     small = ("policy=chunked_swap", "budget.host_bytes=2000000")
-    yield Run("small_host", (*PRESSURE, *small), ("swaps", "restarts"))
+    yield BehaviourRun("small_host", (*PRESSURE, *small), ("swaps", "restarts"))
     lengths = "scheduling.predictor.mean_tokens={interactive: 100, batch: 800}"
     words = ("slo=mixed", "policy=shortest_restart", "scheduling=shortest_by_class", lengths)
-    yield Run("shortest_by_class", (*PRESSURE, *words), ("restarts",))
+    yield BehaviourRun("shortest_by_class", (*PRESSURE, *words), ("restarts",))
 
 
-def _shared_prefixes() -> Iterator[Run]:
+def _shared_prefixes() -> Iterator[BehaviourRun]:
     prefix = ("trace.prefix_tokens=64", CACHING)
     words = (*SHORT, "policy=chunked_restart", *prefix)
-    yield Run("prefix/restart/sim", words, ("restarts", "cached tokens"))
-    yield Run("prefix/restart/lockstep", (*words, LOCKSTEP), ("cached tokens", "tokens"))
+    yield BehaviourRun("prefix/restart/sim", words, ("restarts", "cached tokens"))
+    yield BehaviourRun("prefix/restart/lockstep", (*words, LOCKSTEP), ("cached tokens", "tokens"))
     words = (*SHORT, "policy=continuous_swap", *prefix)
-    yield Run("prefix/swap/sim", words, ("swaps", "cached tokens"))
+    yield BehaviourRun("prefix/swap/sim", words, ("swaps", "cached tokens"))
     sessions = ("experiment=sessions", CACHING)
-    yield Run("sessions/sim", (*sessions, "limit=25", "arrival.rate=4"), ("cached tokens",))
+    yield BehaviourRun(
+        "sessions/sim", (*sessions, "limit=25", "arrival.rate=4"), ("cached tokens",)
+    )
     short = ("limit=12", "trace.max_total_tokens=320", "model.num_layers=1", LOCKSTEP)
-    yield Run("sessions/lockstep", (*sessions, *short), ("cached tokens", "tokens"))
+    yield BehaviourRun("sessions/lockstep", (*sessions, *short), ("cached tokens", "tokens"))
 
 
-def _fleets() -> Iterator[Run]:
+def _fleets() -> Iterator[BehaviourRun]:
     two = ("replicas=2", "limit=40", "arrival.rate=16", "budget.kv_pages=90")
-    yield Run(
+    yield BehaviourRun(
         "replicas/round_robin", (*two, "router=round_robin", "policy=chunked_swap"), ("swaps",)
     )
     least = ("router=least_outstanding", "router.load=tokens")
-    yield Run("replicas/least_outstanding", (*two, *least), ("restarts",))
+    yield BehaviourRun("replicas/least_outstanding", (*two, *least), ("restarts",))
     near = ("experiment=sessions", "router=prefix_affinity", CACHING, "replicas=2", "limit=20")
-    yield Run("replicas/prefix_affinity", near, ("cached tokens",))
+    yield BehaviourRun("replicas/prefix_affinity", near, ("cached tokens",))
     short = (*SHORT, "replicas=2", "router=round_robin", "trace.requests=30", LOCKSTEP)
-    yield Run("replicas/lockstep", short, ("restarts", "tokens"))
+    yield BehaviourRun("replicas/lockstep", short, ("restarts", "tokens"))
 
 
-def _training() -> Iterator[Run]:
+def _training() -> Iterator[BehaviourRun]:
     for policy, traits in TRAINED.items():
         words = (*TRAINING, f"policy={policy}", *traits)
         moves = () if policy == STAYS else ("copies",)
-        yield Run(f"{policy}/sim", (*words, "training.num_steps=4"), moves)
+        yield BehaviourRun(f"{policy}/sim", (*words, "training.num_steps=4"), moves)
         if policy == RECURS:
             lockstep = (*words, "training.num_steps=8", LOCKSTEP)
-            yield Run(f"{policy}/lockstep", lockstep, ("copies", "losses", "plans unasked"))
+            yield BehaviourRun(
+                f"{policy}/lockstep", lockstep, ("copies", "losses", "plans unasked")
+            )
         else:
             lockstep = (*words, "training.num_steps=3", LOCKSTEP)
-            yield Run(f"{policy}/lockstep", lockstep, (*moves, "losses"))
+            yield BehaviourRun(f"{policy}/lockstep", lockstep, (*moves, "losses"))
     text = ("trace=none", "training=sample", "model=micro_llama", "policy=zero_offload", LOCKSTEP)
-    yield Run(
+    yield BehaviourRun(
         "text/lockstep", (*text, "model.vocab_size=2048", "training.num_steps=2"), ("losses",)
     )
     unasked = ("copies", "plans unasked")
     many = (*TRAINING, "policy=zero3_offload", SIXTH, "training.num_steps=12")
-    yield Run("recurrence/zero3_offload", many, unasked)
+    yield BehaviourRun("recurrence/zero3_offload", many, unasked)
     tide = ("experiment=memory_tide", "training.num_steps=6")
-    yield Run("recurrence/memory_tide", tide, unasked)
+    yield BehaviourRun("recurrence/memory_tide", tide, unasked)
     inclusive = ("policy=train_lru", "memory.tiers=inclusive", "memory.updates=device", SIXTH)
-    yield Run("options/train_lru", (*TRAINING, *inclusive), ("copies",))
+    yield BehaviourRun("options/train_lru", (*TRAINING, *inclusive), ("copies",))
     early: Words = ("policy=zero3_offload", "memory.prefetch=2", "memory.overlaps_updates=true")
     early = (*early, "memory.persistent_bytes=20000", "training.microbatches=2")
-    yield Run("options/zero3_offload", (*TRAINING, *early), ("copies",))
+    yield BehaviourRun("options/zero3_offload", (*TRAINING, *early), ("copies",))
     still = (
         "memory.static_partition=true",
         "memory.reuses_gradients=true",
         "memory.updates=device",
     )
-    yield Run("options/patrickstar", ("experiment=memory_tide", *still), ("copies",))
+    yield BehaviourRun("options/patrickstar", ("experiment=memory_tide", *still), ("copies",))
     small = ("policy=train_on_device", "budget.device_bytes=100000")
-    yield Run("does_not_fit", (*TRAINING, *small), code=1)
+    yield BehaviourRun("does_not_fit", (*TRAINING, *small), code=1)
 
 
-def _groups() -> Iterator[Run]:
+def _groups() -> Iterator[BehaviourRun]:
     four = ("device=v100_yard", "group.devices=4", "training.sequences=4", "training.num_steps=4")
     for policy in ("zero3_offload", "patrickstar"):
         words = (*LARGE, *four, f"policy={policy}", "planner.modes=recompute")
-        yield Run(f"group/{policy}", words, ("copies", "collectives"))
+        yield BehaviourRun(f"group/{policy}", words, ("copies", "collectives"))
     nodes = ("device=a100_superpod", "group.devices=2", "group.nodes=2", "training.num_steps=4")
-    yield Run("group/nodes", (*LARGE, *nodes, "policy=train_on_device"), ("collectives",))
+    yield BehaviourRun("group/nodes", (*LARGE, *nodes, "policy=train_on_device"), ("collectives",))
 
 
-def _both() -> Iterator[Run]:
+def _both() -> Iterator[BehaviourRun]:
     words = (
         "policy=time_shared",
         "model=micro_llama",
@@ -223,44 +227,48 @@ def _both() -> Iterator[Run]:
         "training.num_steps=3",
         "limit=6",
     )
-    yield Run("time_shared/sim", words, ("copies",))
+    yield BehaviourRun("time_shared/sim", words, ("copies",))
     cut = ("trace=random", "trace.requests=8", "trace.input_tokens=40", "trace.output_tokens=16")
-    yield Run("time_shared/lockstep", (*words, *cut, LOCKSTEP), ("copies", "tokens", "losses"))
+    yield BehaviourRun(
+        "time_shared/lockstep", (*words, *cut, LOCKSTEP), ("copies", "tokens", "losses")
+    )
 
 
-def _played() -> Iterator[Run]:
+def _played() -> Iterator[BehaviourRun]:
     back = ("policy=recorded", f"replayed='{PLAYED}'")
     of = "chunked_swap/lockstep"
-    yield Run("playback/serving/sim", (*SHORT, *back), ("swaps",), of)
-    yield Run("playback/serving/lockstep", (*SHORT, *back, LOCKSTEP), ("swaps", "tokens"), of)
+    yield BehaviourRun("playback/serving/sim", (*SHORT, *back), ("swaps",), of)
+    yield BehaviourRun(
+        "playback/serving/lockstep", (*SHORT, *back, LOCKSTEP), ("swaps", "tokens"), of
+    )
     of = "prefix/restart/sim"
     words: Words = (*SHORT, "trace.prefix_tokens=64", *back)
-    yield Run("playback/prefix", words, ("restarts", "cached tokens"), of)
+    yield BehaviourRun("playback/prefix", words, ("restarts", "cached tokens"), of)
     of, traits = "zero3_offload/lockstep", TRAINED["zero3_offload"]
     words = (*TRAINING, *(word for word in traits if not word.startswith("planner.")), *back)
     words = (*words, "training.num_steps=3")
-    yield Run("playback/training/sim", words, ("copies",), of)
-    yield Run("playback/training/lockstep", (*words, LOCKSTEP), ("copies", "losses"), of)
+    yield BehaviourRun("playback/training/sim", words, ("copies",), of)
+    yield BehaviourRun("playback/training/lockstep", (*words, LOCKSTEP), ("copies", "losses"), of)
     of = "replicas/round_robin"
     two = ("replicas=2", "limit=40", "arrival.rate=16", "budget.kv_pages=90", *back)
-    yield Run("playback/replicas", (*two, "router=round_robin"), ("swaps",), of)
+    yield BehaviourRun("playback/replicas", (*two, "router=round_robin"), ("swaps",), of)
 
 
-def _timed() -> Iterator[Run]:
+def _timed() -> Iterator[BehaviourRun]:
     """Measured on this machine: tokens and losses are the same, times are not."""
     quiet = ("backend.probe_look_s=null",)
     words: Words = (*SHORT, "trace.requests=8", "budget.kv_pages=200", CPU, *quiet)
-    yield Run("serving/cpu", words, ("tokens",), is_timed=True)
-    yield Run("serving/wall", (*words, WALL), ("tokens",), is_timed=True)
+    yield BehaviourRun("serving/cpu", words, ("tokens",), is_timed=True)
+    yield BehaviourRun("serving/wall", (*words, WALL), ("tokens",), is_timed=True)
     words = (*TRAINING, "policy=zero3_offload", *TRAINED["zero3_offload"], CPU, *quiet)
     words = (*words, "training.num_steps=3")
-    yield Run("training/cpu", words, ("copies", "losses"), is_timed=True)
-    yield Run("training/wall", (*words, WALL), ("copies", "losses"), is_timed=True)
+    yield BehaviourRun("training/cpu", words, ("copies", "losses"), is_timed=True)
+    yield BehaviourRun("training/wall", (*words, WALL), ("copies", "losses"), is_timed=True)
 
 
-def _peers() -> Iterator[Run]:
-    yield Run("vidur/sarathi", (*VIDUR, "policy=sarathi"), ("restarts",))
-    yield Run("vidur/vllm_v0", (*VIDUR, "policy=vllm_v0"), ("restarts",))
+def _peers() -> Iterator[BehaviourRun]:
+    yield BehaviourRun("vidur/sarathi", (*VIDUR, "policy=sarathi"), ("restarts",))
+    yield BehaviourRun("vidur/vllm_v0", (*VIDUR, "policy=vllm_v0"), ("restarts",))
     other = ("kernel_profile.skew=per_bucket", "kernel_profile.graphs=true")
     for card, pages, jobs, traits in (
         ("RTX4090", 2587, 256, ()),
@@ -278,13 +286,13 @@ def _peers() -> Iterator[Run]:
             *traits,
         )
         short = ("restarts",) if pages < 10_000 else ()
-        yield Run(f"vllm/{card}", words, ("cached tokens", *short))
+        yield BehaviourRun(f"vllm/{card}", words, ("cached tokens", *short))
     words = ("model=llama3_8b", "device=h200", f"profile='{PEERS}/aiconfigurator_h200'")
-    yield Run("aiconfigurator", (*words, "limit=60", "arrival.rate=20"))
+    yield BehaviourRun("aiconfigurator", (*words, "limit=60", "arrival.rate=20"))
     for kind in ("azure2023_conv", "mooncake_conversation"):
         words = ("model=llama3_8b", "device=h100", "trace=recorded", "trace.max_total_tokens=8192")
         path = f"trace.path='{SHARED}/data/arrivals/{kind}_first45min.parquet'"
-        yield Run(f"recorded/{kind}", (*words, path, "limit=100", "trace.rate=4"))
+        yield BehaviourRun(f"recorded/{kind}", (*words, path, "limit=100", "trace.rate=4"))
 
 
 def write_inputs(shared: Path, folder: Path) -> None:

@@ -35,7 +35,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True, eq=False)
-class Column:
+class DecodedColumn:
     """A decoded column."""
 
     type: str
@@ -54,7 +54,7 @@ class Column:
         return found.hexdigest()
 
 
-Columns = dict[str, Column]
+Columns = dict[str, DecodedColumn]
 Folder = dict[str, Columns]  # by name of the file
 
 
@@ -107,13 +107,13 @@ def read_folder(folder: Path) -> Folder:
             found[path.name] = {name: _decoded(table.column(name)) for name in table.column_names}
         elif path.suffix == ".json":
             content = json.loads(path.read_text(encoding="utf-8"))
-            found[path.name] = {key: Column(JSON, [held]) for key, held in content.items()}
+            found[path.name] = {key: DecodedColumn(JSON, [held]) for key, held in content.items()}
     return found
 
 
-def _decoded(column: pa.ChunkedArray) -> Column:
+def _decoded(column: pa.ChunkedArray) -> DecodedColumn:
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    return Column(str(kind).removeprefix("large_"), column.to_pylist())
+    return DecodedColumn(str(kind).removeprefix("large_"), column.to_pylist())
 
 
 def differences(
@@ -166,12 +166,12 @@ def _sorted(columns: Columns, names: Sequence[str]) -> Columns:
     rows = zip(*(columns[name].cells for name in names), strict=True)
     order = [place for _, place in sorted((row, place) for place, row in enumerate(rows))]
     return {
-        name: Column(column.type, [column.values[place] for place in order])
+        name: DecodedColumn(column.type, [column.values[place] for place in order])
         for name, column in columns.items()
     }
 
 
-def _first(file: str, name: str, old: Column, new: Column) -> Difference:
+def _first(file: str, name: str, old: DecodedColumn, new: DecodedColumn) -> Difference:
     """The first row in which two columns differ."""
     if old.type != new.type:
         return Difference(file, name, None, old.type, new.type)

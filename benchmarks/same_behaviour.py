@@ -34,7 +34,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.behaviour_runs import INPUTS, PLAYED, SHARED, Run, runs, write_inputs
+from benchmarks.behaviour_runs import INPUTS, PLAYED, SHARED, BehaviourRun, runs, write_inputs
 from benchmarks.run_columns import ALL, Folder, LeftOut, differences, read_folder
 
 HERE = Path(__file__).resolve().parent.parent
@@ -127,7 +127,7 @@ class Checkout:
         env["PYTHONPYCACHEPREFIX"] = str(self.out.parent / "bytecode")
         return env
 
-    def carry_out(self, run: Run, words: Sequence[str]) -> Outcome:
+    def carry_out(self, run: BehaviourRun, words: Sequence[str]) -> RunResult:
         """One run, in a folder of its own."""
         folder = self.out / run.name.replace("/", "-")
         folder.mkdir()
@@ -142,11 +142,11 @@ class Checkout:
             code, said = 124, f"took longer than {TIMEOUT_S} s"
         took_s = time.perf_counter() - began
         found = [path.parent for path in folder.glob("outputs/*/*/status.json")]
-        return Outcome(code, said, took_s, found[0] if len(found) == 1 else None)
+        return RunResult(code, said, took_s, found[0] if len(found) == 1 else None)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """How a run of a checkout ended, and where its folder is; None where there is not one."""
 
     code: int
@@ -154,7 +154,7 @@ class Outcome:
     took_s: float
     folder: Path | None
 
-    def wrong(self, run: Run) -> str:
+    def wrong(self, run: BehaviourRun) -> str:
         """Why it cannot be compared; empty where it can."""
         if self.code != run.code:
             return f"exit status {self.code}, not {run.code}: {self.said[-300:] or 'nothing said'}"
@@ -165,7 +165,7 @@ class Outcome:
 class Verdict:
     """What became of one run in both checkouts."""
 
-    run: Run
+    run: BehaviourRun
     took_s: tuple[float, float]
     compared: int
     shown: Mapping[str, int]
@@ -179,7 +179,7 @@ class Verdict:
         return "\n    ".join((head, *self.wrong))
 
 
-def judged(run: Run, before: Outcome, after: Outcome) -> Verdict:
+def judged(run: BehaviourRun, before: RunResult, after: RunResult) -> Verdict:
     """Compares both ends of a run."""
     took_s = (before.took_s, after.took_s)
     ends = {"before": before, "after": after}
@@ -196,12 +196,12 @@ def judged(run: Run, before: Outcome, after: Outcome) -> Verdict:
 
 
 def carried_out(
-    chosen: Sequence[Run], sides: Sequence[Checkout], folders: Mapping[str, str], jobs: int
+    chosen: Sequence[BehaviourRun], sides: Sequence[Checkout], folders: Mapping[str, str], jobs: int
 ) -> Iterator[Verdict]:
     """Every run in both checkouts, as many processes at once as `jobs`."""
-    begun: dict[tuple[str, Checkout], Future[Outcome]] = {}
+    begun: dict[tuple[str, Checkout], Future[RunResult]] = {}
 
-    def words_of(run: Run, side: Checkout) -> list[str]:
+    def words_of(run: BehaviourRun, side: Checkout) -> list[str]:
         places = dict(folders)
         if run.plays:  # begun before this one, so that no thread waits for one behind it
             places[PLAYED] = str(begun[run.plays, side].result().folder)
@@ -223,7 +223,7 @@ def carried_out(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def chosen_of(only: Sequence[str], shared: Path) -> tuple[list[Run], list[str]]:
+def chosen_of(only: Sequence[str], shared: Path) -> tuple[list[BehaviourRun], list[str]]:
     """The runs whose names begin with one of `only`, with what they play back, and the names of
     those whose data is absent."""
     every = {run.name: run for run in runs()}

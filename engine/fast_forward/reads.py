@@ -44,7 +44,7 @@ class SeenReads:
         return SeenView.of(view, self)
 
     def slices(self, batch: Sequence[Any]) -> tuple[Slice, ...]:
-        """See Reads. What is no slice of a shown job stays as it is, for the checks."""
+        """See Reads. What is no slice stays what it is, for the checks."""
         return tuple([self._real(piece) for piece in batch])
 
     def hold(self, plan: Plan) -> bool:
@@ -77,7 +77,7 @@ class SeenReads:
     def _real(self, piece: Any) -> Any:
         if isinstance(piece, Slice) and isinstance(piece.job, SeenJob):
             return piece._replace(job=piece.job.real)
-        return piece
+        return piece.real if isinstance(piece, SeenJob) else piece
 
 
 class SeenJob(Job):

@@ -20,7 +20,6 @@ from engine.contract.regions import PageSize, Pool, Tier
 from engine.contract.training_check import TrainingContract
 from engine.contract.view import Cost
 from engine.fast_forward.fast_forward import FastForward, LoopParts
-from engine.laws.check_replay import check_end, check_requests
 from engine.loop.admission import Admission, ArrivalQueue
 from engine.loop.asking import Asking
 from engine.loop.completions import Completions, DeferredFrees
@@ -31,6 +30,7 @@ from engine.loop.state import EngineState, JobLists, Turn
 from engine.memory.ledger import Ledger
 from engine.memory.pool import Chain
 from engine.memory.scoreboard import Journal
+from engine.results.deliveries import check_end, check_requests
 from engine.results.recorder import Recorder
 from traces.serving.request import Request, TrainingJob
 

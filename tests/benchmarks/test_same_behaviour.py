@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks import same_behaviour
-from benchmarks.behaviour_runs import PLAYED, SCHEDULINGS, TRAINED, Run, runs
+from benchmarks.behaviour_runs import PLAYED, SCHEDULINGS, TRAINED, BehaviourRun, runs
 from benchmarks.claims import scripts
 from benchmarks.run_columns import ALL, LeftOut, differences, encoded, read_folder
 from benchmarks.same_behaviour import HERE, LEFT_OUT, SHOWS, checkout_of, main
@@ -233,8 +233,8 @@ for name in ("metrics", "provenance"):
 sys.exit({code})
 """
 FAKE_RUNS = (
-    Run("one", ("a=1",), ("plans unasked",)),
-    Run("again", (f"replayed={PLAYED}",), (), "one"),
+    BehaviourRun("one", ("a=1",), ("plans unasked",)),
+    BehaviourRun("again", (f"replayed={PLAYED}",), (), "one"),
 )
 
 

@@ -24,7 +24,7 @@ from tandem.cli.compare import compare_folders
 from tandem.cli.errors import RunFailed
 from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
-from tests.support.fake_server import METRICS, FakeServer
+from tests.support.servers.fake_server import METRICS, FakeServer
 from traces.serving.request import Request, prompt_of
 
 MS = 1_000_000

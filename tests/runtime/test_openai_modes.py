@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from runtime.client.openai import Server, replay
 from runtime.client.sse import StreamLimits
-from tests.support.fake_server import FakeServer
-from tests.support.server_modes import FINISHED, MODES, REFUSED
+from tests.support.servers.fake_server import FakeServer
+from tests.support.servers.server_modes import FINISHED, MODES, REFUSED
 from traces.serving.request import Request, prompt_of
 
 MS = 1_000_000

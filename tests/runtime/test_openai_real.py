@@ -9,7 +9,13 @@ import pandas as pd
 import pytest
 
 from tandem.cli.__main__ import main
-from tests.support.real_server import ROOT, TOKENIZER, python_that_serves, save_tiny, serving
+from tests.support.servers.real_server import (
+    ROOT,
+    TOKENIZER,
+    python_that_serves,
+    save_tiny,
+    serving,
+)
 
 COUNT = 40
 SAMPLE = ROOT / "traces" / "samples" / "sharegpt_sample.json"

@@ -11,7 +11,7 @@ import pytest
 
 from runtime.client.openai import model_served
 from tandem.cli.__main__ import main
-from tests.support.fake_server import METRICS, FakeServer
+from tests.support.servers.fake_server import METRICS, FakeServer
 
 CHOSEN = ["limit=8", "arrival.rate=200", "backend=openai", "model=micro_llama"]
 QUICK = ["backend.timeout_s=20", "backend.scrape_s=0.05"]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TOKENIZER = ROOT / "traces" / "samples" / "tokenizer" / "tokenizer.json"
 PYTHONS = (sys.executable, str(ROOT / ".venv-serve" / "bin" / "python"))  # one has the extra, maybe
 ASKED = "from transformers.utils.import_utils import is_serve_available as has; assert has()"

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.server_modes import FINISHED, MODES, UNFINISHED, Talk
+from tests.support.servers.server_modes import FINISHED, MODES, UNFINISHED, Talk
 
 METRICS = """# HELP vllm:kv_cache_usage_perc share of KV blocks in use
 vllm:kv_cache_usage_perc{engine="0",model_name="fake"} 0.25
