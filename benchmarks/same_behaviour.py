@@ -250,7 +250,7 @@ def checkout_of(named: str, root: Path, name: str) -> Checkout:
         if packed.returncode:
             why = packed.stderr.decode(errors="replace").strip()
             sys.exit(f"{named}: neither a folder nor a revision ({why})")
-        with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
+        with tarfile.open(None, "r:", io.BytesIO(packed.stdout)) as archive:
             archive.extractall(code, filter="data")
     return Checkout(code, out)
 

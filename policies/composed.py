@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 from engine.contract.plan import Plan, Slice
@@ -57,6 +58,9 @@ class Composed:
             if wrong := _no_slices(batch):
                 what = f"batch returns a tuple with {named(wrong[0])}: only Slices belong in it"
                 raise ContractError(Rule.ANSWER, what) from error
+            if not _takes_a_plan(fit):
+                what = f"fit{signature(fit)} takes no plan: fit(batch, view, plan) writes to one"
+                raise ContractError(Rule.ANSWER, what) from error
             raise
         if answer is not None:
             what = f"fit returns {named(answer)}: it writes to the plan that it is given"
@@ -66,3 +70,11 @@ class Composed:
 
 def _no_slices(batch: Sequence[object]) -> list[object]:
     return [item for item in batch if not isinstance(item, Slice)]
+
+
+def _takes_a_plan(fit: Callable[..., object]) -> bool:
+    try:
+        signature(fit).bind((), None, None)
+    except TypeError:
+        return False
+    return True

@@ -20,7 +20,7 @@ from engine.contract.layout import Layout
 from engine.contract.plan import Compute, Op, Plan
 from engine.contract.policy import Policy, name_of, traits_of
 from engine.contract.regions import PageSize, Pool, Tier
-from engine.contract.rules import BrokenLaw
+from engine.contract.rules import BrokenLaw, ContractError
 from engine.contract.view import View
 from engine.loop.engine import Engine
 from engine.loop.profile import EngineProfile
@@ -77,7 +77,10 @@ def check_policy(
         for fast_forward in (False, True):
             watched = WatchedPolicy(policy)
             engine = _engine(watched, pools, page, depth, layout, fast_forward)
-            engine.replay(items)
+            try:
+                engine.replay(items)
+            except ContractError as error:
+                raise error.located(name_of(policy), error.step, error.device) from error.__cause__
             if watched.idle_without_a_plan:
                 raise BrokenLaw(f"law 9: {name_of(policy)} let time pass with nothing in flight")
             asked += watched.asked

@@ -1,4 +1,4 @@
-"""Shortest prompt first: who waits with the shortest prompt is let in first.
+"""Shortest prompt first: the waiting job with the shortest prompt is admitted first.
 
 A policy from outside the project. It needs the engine's vocabulary and nothing else:
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.resources import files
 from itertools import dropwhile, takewhile
 from pathlib import Path
+from typing import Any
 
+from analysis.yaml_text import yaml_value
 from engine.contract.policy import traits_of
+from tandem.config.build import Builder
 
-TARGET = re.compile(r"^_target_:\s*([\w.]+)", re.MULTILINE)
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")  # between two
 PLURALS = {
     "policies": "policy",
@@ -63,17 +64,30 @@ def options(group: str, config_dir: str | None = None) -> dict[str, str]:
 
 
 def _promises(path: Path) -> str:
-    """The traits of the policy of ours that a yaml file names, as far as its defaults tell them."""
-    target = TARGET.search(path.read_text(encoding="utf-8"))
-    if target is None or not target[1].startswith("policies."):
-        return ""
-    module, _, name = target[1].rpartition(".")
-    policy = getattr(import_module(module), name, None)
+    """The traits of the policy of ours that a yaml file describes, with its settings."""
     try:
-        told = str(traits_of(policy())) if policy is not None else ""
-    except TypeError:  # it needs more than its defaults
+        node = _node(path)
+        if not str(node.get("_target_")).startswith("policies."):
+            return ""
+        told = str(traits_of(Builder().build(node, path.parent.name)))
+    except Exception:  # a list shows also what cannot be built: a yaml of a user may hold anything
         return ""
     return f" [{told}]" if told else ""
+
+
+def _node(path: Path) -> dict[str, Any]:
+    """A yaml file with the files of its folder that its defaults name: NAME, or NAME@KEY."""
+    given = yaml_value(path.read_text(encoding="utf-8"), path) or {}
+    node = dict[str, Any]()
+    for entry in given.pop("defaults", ()):
+        name, _, key = entry.partition("@")
+        if name == "_self_":
+            node |= given
+        elif key:
+            node[key] = _node(path.with_name(f"{name}.yaml"))
+        else:
+            node |= _node(path.with_name(f"{name}.yaml"))
+    return node | given
 
 
 def is_comment(line: str) -> bool:

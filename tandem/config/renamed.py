@@ -287,7 +287,7 @@ GONE: dict[str, str] = {
     "engine.page_need.Part": STRETCHED,
     "engine.page_need.first_lack": STRETCHED,
     "engine.page_need.parts_of": STRETCHED,
-    "engine.plan_walk.check_slice": "PlanWalk checks every slice that it walks",
+    "engine.plan_walk.check_slice": "the engine checks every slice of a plan by itself",
     "engine.policy.Stretch": STRETCHED,
     "engine.stretch.base_of": STRETCHED,
     "policies.order.in_service": "take view.in_service()",

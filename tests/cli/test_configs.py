@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product, zip_longest
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.contract.plan import Plan
-from engine.contract.policy import Policy
+from engine.contract.policy import Policy, traits_of
 from engine.contract.view import View
 from tandem.cli.catalog import PLURALS, options
 from tandem.config.build import Builder
@@ -23,6 +24,7 @@ from tests.policies.test_offload_configs import TRAINING
 from tests.support.short_trace import write_short
 from tests.support.watched import Watched
 
+WITH_TRAITS = re.compile(r"[^\[\]]*\.(?: \[(?P<traits>[^\[\]]+)\])?")
 TEN = ["limit=10", "backend=sim"]
 SIM = {"name": "sim", "clock": "virtual"}
 NEEDS_A_PATH = {"trace": {"file", "sharegpt", "lengths", "recorded"}, "arrival": {"recorded"}}
@@ -88,8 +90,30 @@ def test_every_group_and_option_has_a_line_on_it() -> None:
     for group in PLURALS.values():
         found = options(group)
         assert found, f"conf/{group} is empty"
-        broken = [name for name, line in found.items() if not line.endswith((".", "..."))]
+        told = {name: WITH_TRAITS.fullmatch(line) for name, line in found.items()}
+        broken = [name for name, match in told.items() if match is None]
         assert not broken, f"conf/{group}: of these no sentence is told"
+        promising = {name for name, match in told.items() if match and match["traits"]}
+        assert bool(promising) == (group in ("scheduling", "memory")), group
+
+
+def test_the_line_of_a_policy_ends_with_its_traits() -> None:
+    for group in ("scheduling", "memory"):
+        for name, line in options(group).items():
+            node = composed([f"{group}={name}"]).config[group]
+            told = str(traits_of(Builder().build(node, group)))
+            match = WITH_TRAITS.fullmatch(line)
+            assert match and (match["traits"] or "") == told, name
+    assert WITH_TRAITS.fullmatch("No sentence [swaps]") is None
+
+
+def test_a_policy_that_cannot_be_built_is_listed(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    for name, text in (("loop", "defaults: [loop]\n"), ("key", "nowhere: 1\n"), ("list", "- 1\n")):
+        text = f"# A sentence.\n{text}_target_: policies.kv.paged_swap.PagedSwap\n"
+        (tmp_path / "memory" / f"{name}.yaml").write_text(text)
+    found = options("memory", str(tmp_path))
+    assert {found[name] for name in ("loop", "key", "list")} == {"A sentence."}
 
 
 @pytest.mark.slow

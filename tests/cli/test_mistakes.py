@@ -130,7 +130,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "sampling.top_p=0"], "sampling.top_p=0.0: it must be above 0 and at most 1"),
         (
             ["run", "policy=chunked_reservation", "memory.prefix_caching=true"],
-            "take memory=paged_restart",
+            "take a paged memory policy or leave it out",
         ),
         (["run", "budget.kv_pages=10"], "pages of KV"),
         (

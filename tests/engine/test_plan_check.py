@@ -163,6 +163,26 @@ def test_a_memory_that_returns_a_plan_is_told() -> None:
         replay(Composed(HONEST.scheduling, Memory()), random_requests(3, 3))
 
 
+def test_a_memory_that_takes_no_plan_is_told() -> None:
+    class Memory:
+        def fit(self, batch: tuple[Slice, ...], view: View) -> Plan:
+            return Plan()
+
+    memory: Any = Memory()
+    told = r"with Memory.*fit\(batch: .*, view: .*takes no plan: fit\(batch, view, plan\) writes"
+    with pytest.raises(ContractError, match=told):
+        replay(Composed(HONEST.scheduling, memory), random_requests(3, 3))
+
+
+def test_a_type_error_of_a_memory_stays_what_it_is() -> None:
+    class Memory:
+        def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+            len(3)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match="has no len"):
+        replay(Composed(HONEST.scheduling, Memory()), random_requests(3, 3))
+
+
 # ---- writes
 def test_a_write_is_told_with_the_line_of_the_policy() -> None:
     def shuffles(view: View, plan: Plan) -> Plan:
