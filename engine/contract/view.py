@@ -106,8 +106,13 @@ class Reads(Protocol):
     def shown(self, view: View) -> View:
         """A view like this one that notes each read of a fact which a step may change."""
 
-    def slices(self, batch: Sequence[Slice]) -> tuple[Slice, ...]:
-        """A batch of the jobs of `shown`, with the engine's jobs in their place."""
+    def slices(self, batch: Sequence[Slice], scheduling: object) -> tuple[Slice, ...]:
+        """A batch with the engine's jobs in place of those of `shown`.
+
+        Args:
+            batch: the slices of the scheduling.
+            scheduling: what made it; where it holds another state now, it is asked again.
+        """
 
 
 @dataclass(frozen=True, slots=True)
