@@ -50,7 +50,7 @@ class Composed:
         if type(batch) is not tuple and not isinstance(batch, list):
             raise ContractError(Rule.ANSWER, f"batch returns {named(batch)}: a tuple of Slices")
         if view.reads is not None:
-            batch = view.reads.slices(batch)
+            batch = view.reads.slices(batch, self.scheduling)
         plan, fit = DryRunPlanBuilder(view), self.memory.fit
         try:
             answer: object = fit(batch, view, plan)

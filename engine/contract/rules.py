@@ -38,7 +38,6 @@ class Rule(StrEnum):
     SHARE = "share"  # shared pages hold the beginning of a job that has not begun
     COPY = "copy"  # keeps region and size, and never puts older contents over newer ones
     OPERATION = "operation"  # an operation is a new object: not in flight, not twice in a plan
-    REPEATS = "repeats"  # a repeated plan is growth and one launch, within prompts and pages
     TRAINING_ORDER = "training order"  # forward, backward and update go in the order of the chain
     TRAINING_PLACES = "training places"  # a launch names the places of its footprint, in its bytes
     TRAINING_CONTENTS = "training contents"  # it reads places that are written, and the newest copy

@@ -175,11 +175,12 @@ class Reads(Protocol):
             A View with equal facts.
         """
 
-    def slices(self, batch: Sequence[Slice]) -> tuple[Slice, ...]:
-        """Puts the engine's jobs into a batch that was made of the jobs of `shown`.
+    def slices(self, batch: Sequence[Slice], scheduling: object) -> tuple[Slice, ...]:
+        """A batch with the engine's jobs in place of those of `shown`.
 
         Args:
-            batch: what the scheduling has answered.
+            batch: the slices of the scheduling.
+            scheduling: what made it; where it holds another state now, it is asked again.
 
         Returns:
             The slices of the engine's jobs, in their order.

@@ -118,6 +118,8 @@ class FastForward:
 
     def reads(self) -> Reads | None:
         """See PlanReuse."""
+        if self._reads is not None:
+            self._reads.begin(self._state.jobs.jobs)
         return self._reads
 
     def leading(self, launch: Compute) -> Leading | None:

@@ -2,14 +2,16 @@
 
 A scheduling is a pure function of its view. A standing plan moves the jobs of its launch, memory
 and time, and nothing else. A batch that is made without reading any of these would be made again,
-until a job arrives, ends or is admitted.
+until a job arrives, ends or is admitted. The scheduling's own state counts as read where it changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from types import FunctionType
+from io import BytesIO
+from pickle import Pickler
+from types import FunctionType, ModuleType
 from typing import Any
 
 from engine.contract.job import Job
@@ -27,32 +29,46 @@ def can_be_seen() -> bool:
 
 
 class SeenReads:
-    """The reads of one batch. Views of it are made at each question, jobs once for their life."""
+    """The reads of all batches of one question. Jobs are shown as one object for their life."""
 
     def __init__(self) -> None:
+        self._is_shown = False  # a policy that reads the engine's own view is asked at each step
         self._of_view = False  # something was read that moves with any step
         self._of_jobs: set[tuple[int, str]] = set()
         self._jobs: dict[int, SeenJob] = {}
+        self._states: dict[int, bytes | None] = {}  # of schedulings, behind their last batches
+
+    def begin(self, jobs: Iterable[int]) -> None:
+        """A question begins, while these jobs have not left."""
+        self._is_shown = self._of_view = False
+        self._of_jobs.clear()
+        for job_id in self._jobs.keys() - set(jobs):
+            del self._jobs[job_id]
 
     def shown(self, view: View) -> View:
         """See Reads."""
-        self._of_view = False
-        self._of_jobs.clear()
-        here = {job.job_id: job for job in (*view.serving, *view.waiting)}
-        for job_id in self._jobs.keys() - here.keys():
-            del self._jobs[job_id]
+        self._is_shown = True
         return SeenView.of(view, self)
 
-    def slices(self, batch: Sequence[Any]) -> tuple[Slice, ...]:
+    def slices(self, batch: Sequence[Any], scheduling: object) -> tuple[Slice, ...]:
         """See Reads. What is no slice stays what it is, for the checks."""
+        state = state_of(scheduling)
+        if state is None or state != self._states.get(id(scheduling)):
+            self._of_view = True
+        self._states[id(scheduling)] = state
         return tuple([self._real(piece) for piece in batch])
 
-    def hold(self, plan: Plan) -> bool:
-        """Whether steps of the plan leave all facts that were read as they are."""
-        if self._of_view:
+    def hold(self, plan: Plan, waiting: Sequence[Job]) -> bool:
+        """Whether steps of the plan leave all facts that were read as they are.
+
+        A plan that admits a waiting job changes the lists of the view.
+        """
+        if self._of_view or not self._is_shown:
             return False
         launches = [op for op in plan.ops if isinstance(op, Compute)]
         moved = {piece.job.job_id: piece.job for op in launches for piece in op.slices}
+        if not moved.keys().isdisjoint([job.job_id for job in waiting]):
+            return False
         for job_id, name in self._of_jobs:
             job = moved.get(job_id)
             if job is not None and (job.is_prefilling or name not in STEADY_IN_DECODE):
@@ -78,6 +94,25 @@ class SeenReads:
         if isinstance(piece, Slice) and isinstance(piece.job, SeenJob):
             return piece._replace(job=piece.job.real)
         return piece.real if isinstance(piece, SeenJob) else piece
+
+
+class StatePickler(Pickler):
+    """Writes what an object holds; classes, modules and functions without a closure by identity."""
+
+    def persistent_id(self, value: Any) -> int | None:
+        """See Pickler."""
+        is_plain = isinstance(value, FunctionType) and value.__closure__ is None
+        return id(value) if is_plain or isinstance(value, type | ModuleType) else None
+
+
+def state_of(scheduling: object) -> bytes | None:
+    """What a scheduling holds, for comparison; None where it holds what cannot be compared."""
+    written = BytesIO()
+    try:
+        StatePickler(written).dump(scheduling)
+    except Exception:  # what a user's object raises
+        return None
+    return written.getvalue()
 
 
 class SeenJob(Job):

@@ -75,7 +75,7 @@ class StandingPlan:
         self._holds = traits.repeats
         if traits.kv_growth == "asked" or plan.wake_ns is not None:
             return None
-        if not traits.repeats and (self._reads is None or not self._reads.hold(plan)):
+        if not traits.repeats and not (self._reads and self._reads.hold(plan, view.waiting)):
             return None
         found = horizon(plan, view, traits.appends)
         if found.steps < 2:

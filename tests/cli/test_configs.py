@@ -13,6 +13,7 @@ import pytest
 from engine.contract.plan import Plan
 from engine.contract.policy import Policy, traits_of
 from engine.contract.view import View
+from engine.laws.check_policy import WatchedPolicy
 from tandem.cli.catalog import PLURALS, options
 from tandem.config.build import Builder
 from tandem.config.compose import composed
@@ -22,7 +23,6 @@ from tandem.wiring.experiment import engine_of, run_experiment
 from tandem.wiring.run_spec import RunSpec, policy_of, run_spec_of
 from tests.policies.test_offload_configs import TRAINING
 from tests.support.short_trace import write_short
-from tests.support.watched import Watched
 
 WITH_TRAITS = re.compile(r"[^\[\]]*\.(?: \[(?P<traits>[^\[\]]+)\])?")
 TEN = ["limit=10", "backend=sim"]
@@ -62,9 +62,9 @@ def test_policy(name: str, tmp_path: Path) -> None:
     """It serves ten requests, and law 8 is watched at every question."""
     short = ["trace=file", f"trace.path={write_short(tmp_path)}"]
     setting = run_spec_of(composed([f"policy={name}", *TEN, *short]))
-    watched = Watched(setting.policy)
+    watched = WatchedPolicy(setting.policy)
     assert fates(replace(setting, policy=watched)) == ["finished"] * 10
-    assert watched.questions > 0
+    assert watched.asked > 0
 
 
 def test_sessions_find_what_they_repeat(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from engine.contract.plan import Compute, Free, Grow, Plan
 from engine.contract.policy import Policy
 from engine.contract.regions import Tier, kv_place
 from engine.contract.view import View
+from engine.laws.check_policy import WatchedPolicy
 from engine.loop.engine import Stalled
 from engine.results.plan_log import encode
 from policies.composed import Composed
@@ -31,7 +32,6 @@ from tests.support.replays import (
     replay,
 )
 from tests.support.strategies import SEEDS, TIMING, cases, room, traces
-from tests.support.watched import Watched
 from traces.serving.request import Request
 
 
@@ -41,7 +41,7 @@ from traces.serving.request import Request
 def test_every_replay_obeys_the_laws(
     scheduling: str, memory: str, requests: list[Request], **setting: Any
 ) -> None:
-    policy = Watched(composed(scheduling, memory))
+    policy = WatchedPolicy(composed(scheduling, memory))
     run = replay(policy, requests, **setting).check()
     assert run.engine.ledger.held_bytes == {}, "bytes are left over"
     assert len(run.recorder.outcomes) == len(requests)
@@ -179,7 +179,7 @@ def test_a_plan_log_plays_back_byte_for_byte(
     """Timed arrivals, other durations: pages and bytes go through the same states."""
     noisy = {"noise": 0.4, "seed": seed, "host_ns": 9_000}
     measured = replay(composed(scheduling, memory), requests, **noisy, **setting)
-    policy = Watched(RecordedPlans(measured.plan_log()))
+    policy = WatchedPolicy(RecordedPlans(measured.plan_log()))
     played = replay(policy, requests, returns_memory=False, **setting).check()
     assert played.booked() == measured.booked() != []
     assert [s.pieces for s in played.launches()] == [s.pieces for s in measured.launches()]

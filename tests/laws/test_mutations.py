@@ -15,6 +15,7 @@ from engine.contract.plan import Compute, Copy, Grow, Lane, Op, Plan
 from engine.contract.regions import Tier, kv_place
 from engine.contract.rules import BrokenLaw, ContractError, Rule
 from engine.contract.view import View
+from engine.laws.check_policy import WatchedPolicy
 from engine.laws.check_replay import check_capacity, check_inputs
 from engine.loop.admission import Admission, ArrivalQueue
 from engine.loop.engine import Stalled
@@ -25,7 +26,6 @@ from policies.composed import Composed
 from tests.engine.test_ledger import figures, launch, ledger
 from tests.support.replays import ToyExecutor, composed, random_requests, replay
 from tests.support.states import POOL, decoding, job, view
-from tests.support.watched import Watched
 
 CHUNKED = composed("chunked", "restart")
 
@@ -93,7 +93,7 @@ def test_a_lane_that_runs_two_at_once_is_caught(monkeypatch: pytest.MonkeyPatch)
 
 # ---- laws 6 and 8: a watched policy
 def test_a_clock_that_runs_back_is_caught() -> None:
-    watched, state = Watched(CHUNKED), view([], [job(0, 10)])
+    watched, state = WatchedPolicy(CHUNKED), view([], [job(0, 10)])
     watched.plan(replace(state, now_ns=5))
     with pytest.raises(BrokenLaw, match="law 6"):
         watched.plan(replace(state, now_ns=4))
@@ -134,12 +134,12 @@ class Moody:
 @pytest.mark.parametrize("what", MEDDLING)
 def test_a_policy_that_meddles_is_caught(what: str) -> None:
     with pytest.raises(BrokenLaw, match="law 8: the policy changed what it was shown"):
-        Watched(Meddler(MEDDLING[what])).plan(view([decoding(0, 9)], [job(1, 10)]))
+        WatchedPolicy(Meddler(MEDDLING[what])).plan(view([decoding(0, 9)], [job(1, 10)]))
 
 
 def test_a_policy_that_remembers_is_caught() -> None:
     with pytest.raises(BrokenLaw, match="law 8: equal views, other plans"):
-        Watched(Moody()).plan(view([decoding(0, 9)], [job(1, 10)]))
+        WatchedPolicy(Moody()).plan(view([decoding(0, 9)], [job(1, 10)]))
 
 
 @pytest.mark.parametrize("name", ["held_bytes", "written", "used", "capacity_bytes"])
@@ -175,7 +175,7 @@ def test_a_policy_that_asks_only_once_idles_beside_runnable_work(
     monkeypatch.setattr(Composed, "plan", plan)
     caught = 0
     for seed in range(6):
-        watched = Watched(composed("continuous", "restart"))
+        watched = WatchedPolicy(composed("continuous", "restart"))
         try:
             replay(watched, random_requests(seed, 30, rate=1500), pages=40)
         except Stalled:
@@ -197,7 +197,7 @@ class Patient:
 )
 def test_a_policy_that_rests_beside_a_copy_is_caught(op: Op, idle: int) -> None:
     """Beside a launch it may: the lane is busy."""
-    watched, state = Watched(Patient()), view([decoding(0, 9)], [])
+    watched, state = WatchedPolicy(Patient()), view([decoding(0, 9)], [])
     watched.plan(replace(state, in_flight=(op,)))
     watched.plan(replace(state, now_ns=state.now_ns + 1))
     assert watched.idle_without_a_plan == idle

@@ -11,6 +11,7 @@ from hypothesis import given
 
 from engine.contract.plan import Share
 from engine.contract.rules import BrokenLaw, ContractError
+from engine.laws.check_policy import WatchedPolicy
 from engine.memory.ledger import Sharing
 from engine.memory.pool import Chain, PagePool, PrefixCache
 from policies.routing.prefix_affinity import PrefixAffinity
@@ -27,7 +28,6 @@ from tests.support.prefixes import (
 )
 from tests.support.replays import replay
 from tests.support.strategies import TIMING, cases, room
-from tests.support.watched import Watched
 from traces.serving.request import Request
 
 COMBINATIONS = [(s, m) for s in SCHEDULING for m in MEMORY]
@@ -42,7 +42,7 @@ FEW += [("orca", "v0"), ("deadline", "restart")]
 def test_every_replay_obeys_the_laws(
     scheduling: str, memory: str, requests: list[Request], **setting: Any
 ) -> None:
-    policy = Watched(composed(scheduling, memory))
+    policy = WatchedPolicy(composed(scheduling, memory))
     run = replay(policy, requests, **setting).check()
     check_contents(run, requests)
     assert run.engine.ledger.held_bytes == {}, "bytes are left over"

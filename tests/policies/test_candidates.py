@@ -16,7 +16,7 @@ STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("put"), PLACE, st.tuples(st.integers(0, 3), st.integers(0, 1))),
         st.tuples(st.just("drop"), PLACE),
-        st.tuples(st.just("send"), st.sets(PLACE), st.sets(PLACE)),
+        st.tuples(st.just("evict"), st.sets(PLACE), st.sets(PLACE)),
     ),
     max_size=40,
 )
@@ -34,9 +34,9 @@ class Plain:
     def drop(self, place: Place) -> bool:
         return self.ranks.pop(place, None) is not None
 
-    def send_first(self, pinned: set[Place], send: Callable[[Place], bool]) -> bool:
+    def evict_first(self, pinned: set[Place], evict: Callable[[Place], bool]) -> bool:
         free = [place for place in self.ranks if place not in pinned]
-        return any(send(place) for place in sorted(free, key=self.ranks.__getitem__))
+        return any(evict(place) for place in sorted(free, key=self.ranks.__getitem__))
 
 
 @given(STEPS)
@@ -47,12 +47,12 @@ def test_the_lowest_rank_leaves_first_and_of_equals_the_first_to_come(steps: lis
         for them in (ours, plain):
             asked: list[Place] = []
 
-            def send(place: Place, them=them, asked=asked, args=args) -> bool:  # type: ignore[no-untyped-def]
+            def evict(place: Place, them=them, asked=asked, args=args) -> bool:  # type: ignore[no-untyped-def]
                 asked.append(place)
                 return place not in args[1] and them.drop(place)
 
-            given = (args[0], send) if name == "send" else args
-            method = them.send_first if name == "send" else getattr(them, name)
+            given = (args[0], evict) if name == "evict" else args
+            method = them.evict_first if name == "evict" else getattr(them, name)
             answers.append((method(*given), asked))
         assert answers[0] == answers[1]
         assert [*ours] == [*plain.ranks]

@@ -7,11 +7,11 @@ import random
 import pytest
 
 from engine.contract.regions import Tier
+from engine.laws.check_policy import WatchedPolicy
 from policies.composed import Composed
 from tandem.config.build import Builder
 from tandem.config.compose import composed
 from tests.support.offload import ROOMY, job_of, shape_of, trained
-from tests.support.watched import Watched
 
 TRAINING = (
     "train_on_device",
@@ -40,6 +40,6 @@ def test_policy_trains(name: str, mode: str) -> None:
     shape = shape_of(random.Random(1), layers=4)
     job, capacity = job_of(shape), {(Tier.GPU, 0): ROOMY, (Tier.HOST, 0): ROOMY}
     layout = planner.prepare({0: shape}, [job], capacity, None)
-    watched = Watched(Composed(*halves))
+    watched = WatchedPolicy(Composed(*halves))
     trained(watched, [job], layout)
-    assert watched.questions > 0
+    assert watched.asked > 0

@@ -19,6 +19,7 @@ from engine.contract.policy import traits_of
 from engine.contract.regions import Tier, kv_place
 from engine.contract.rules import BrokenLaw, ContractError
 from engine.contract.view import View
+from engine.laws.check_policy import WatchedPolicy
 from engine.laws.check_replay import check_capacity, check_inputs
 from engine.loop.engine import Engine, Stalled
 from engine.memory.scoreboard import Journal
@@ -26,7 +27,6 @@ from engine.results.recorder import Recorder
 from policies.composed import Composed
 from tests.support.replays import PAGE, Replay, ToyExecutor, composed, random_requests
 from tests.support.states import POOL, decoding, job, view
-from tests.support.watched import Watched
 from traces.serving.request import Request
 
 CHUNKED = composed("chunked", "restart")
@@ -285,7 +285,7 @@ def _checked(executor: Any, requests: list[Request]) -> Callable[[], str]:
 
 
 def _watched(meddle: Callable[[View], Any]) -> Callable[[], str]:
-    policy = Watched(Meddler(meddle))
+    policy = WatchedPolicy(Meddler(meddle))
     return lambda: caught(lambda: policy.plan(view([decoding(0, 9)], [job(1, 10)])))
 
 
@@ -300,7 +300,7 @@ def _half_a_plan() -> str:
 
 
 def _clock() -> str:
-    watched, state = Watched(CHUNKED), view([], [job(0, 10)])
+    watched, state = WatchedPolicy(CHUNKED), view([], [job(0, 10)])
     watched.plan(replace(state, now_ns=5))
     return caught(lambda: watched.plan(replace(state, now_ns=4)))
 
@@ -316,7 +316,7 @@ def _unseeded() -> str:
 
 def _idles() -> str:
     for seed in range(6):
-        watched = Watched(AsksOnce(composed("continuous", "restart")))
+        watched = WatchedPolicy(AsksOnce(composed("continuous", "restart")))
         found = caught(lambda: run(watched, random_requests(seed, 30, rate=1500), pages=40))  # noqa: B023
         if not found and not watched.idle_without_a_plan:
             return ""
@@ -324,10 +324,10 @@ def _idles() -> str:
 
 
 def _rests() -> str:
-    watched, state = Watched(Patient()), view([decoding(0, 9)], [])
+    watched, state = WatchedPolicy(Patient()), view([decoding(0, 9)], [])
     watched.plan(replace(state, in_flight=(Copy(kv_place(1), kv_place(1, Tier.HOST)),)))
     watched.plan(replace(state, now_ns=state.now_ns + 1))
-    beside = Watched(Patient())
+    beside = WatchedPolicy(Patient())
     beside.plan(replace(state, in_flight=(Compute(()),)))
     beside.plan(replace(state, now_ns=state.now_ns + 1))
     is_told = watched.idle_without_a_plan == 1 and beside.idle_without_a_plan == 0
@@ -361,7 +361,7 @@ FAULTS: dict[str, Callable[[], str]] = {
     "the layout changed": _watched(lambda v: v.layout.places.update({kv_place(7): 1})),  # type: ignore[attr-defined]
     "the profile changed": _watched(lambda v: v.profile.completed_step(7)),  # type: ignore[attr-defined]
     "a policy that remembers": lambda: caught(
-        lambda: Watched(Moody()).plan(view([decoding(0, 9)], [job(1, 10)]))
+        lambda: WatchedPolicy(Moody()).plan(view([decoding(0, 9)], [job(1, 10)]))
     ),
     "durations without a seed": _unseeded,
     "a policy that asks once": _idles,

@@ -43,7 +43,7 @@ SPEC = replace(FAMILIES["llama"], name="tiny-flat", num_layers=1)
 PAGE = PageSize(PAGE_TOKENS, PAGE_TOKENS * SPEC.kv_token_bytes)
 PAGES = 26
 LINKS = {name: Link(200e6, 20_000) for name in ("gpu->host", "host->gpu")}
-LATE_NS = 6_000_000  # when the last request comes
+LATE_NS = 1_000_000_000  # when the last request comes: behind the first questions anywhere
 
 SERVED = (  # told under chunked prefill with paged swap
     "no KV",
@@ -121,7 +121,7 @@ SERVED = (  # told under chunked prefill with paged swap
     "sets a job's class",
     "sets what a job has computed",
     "sets a hidden count of a job",
-    "sets a job's pace",
+    "sets a job's clock",
     "gives the view a new field",
     "changes a launch's lane",
     "changes the layout",
