@@ -1,12 +1,12 @@
 """Counts the lines that steps of serving execute, in the checkout that is on the path.
 
-`python -P step_trace.py CODE FIRST LAST WORDS...` carries out `tandem run WORDS...` with the code of
-the folder CODE, and prints its steps FIRST to LAST as JSON: line events by file and line. Nothing of
-Tandem is imported by name but its engine, so that the code may be an earlier one.
+`python -P step_trace.py CODE FIRST LAST WORDS...` carries out `tandem run WORDS...` by the code in
+CODE, and prints its steps FIRST to LAST as JSON: line events by file and line. Only the
+engine's module is named here (ENGINES), so that CODE may be an earlier checkout.
 
 A step is what happens from one question to the policy to the next. Fast-forward is off, so that
-every plan is asked for. Line events are those of the interpreter, in files of CODE alone: what SimPy
-and the standard library execute does not count.
+every plan is asked for. Line events are those of the interpreter, in files of CODE alone: what
+SimPy and the standard library execute does not count.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from engine.contract.plan import Compute, Copy, Lane, Op, Plan
 from engine.contract.regions import SHARED_OWNER, PageSize, Place, Pool, Tier
 from engine.contract.rules import BrokenLaw
 from engine.memory.scoreboard import Life
-from engine.results.deliveries import Outcome
+from engine.results.recorder import Outcome
 from traces.serving.request import TrainingJob
 
 FOREVER_NS = 1 << 62
