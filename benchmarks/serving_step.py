@@ -5,7 +5,7 @@
 A step is what happens from one question to the policy to the next, in a replay of synthetic
 requests by continuous batching, paged restart and the roofline, with fast-forward off. Steps 50 to
 60 have several decodes in flight, and some admit a request (benchmarks/step_trace.py). A line event
-is a line that the interpreter begins; a distinct line counts once in a step. BEFORE is the folder of
+is a line that the interpreter begins; a distinct line counts once in a step. BEFORE is a folder of
 another checkout or a revision, and is counted the same way by the code here.
 
 Two counts of files: `files` are all of the project; `engine_files` are those of engine/ without the
