@@ -11,7 +11,7 @@ from engine.contract.plan import Plan, Slice
 from engine.contract.policy import Memory, Scheduling, Traits, named, traits_of
 from engine.contract.rules import ContractError, Rule
 from engine.contract.view import View
-from engine.memory.plan_builder import DryRunPlanBuilder
+from engine.memory.dry_run import DryRunPlanBuilder
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,10 @@ PACKAGES = ("models", "engine", "policies", "sim")
 # (sim/cost/contract.py).
 MODULES = {
     "engine/contract": "executor job plan plan_check policy progress regions view",
-    "engine/memory": "dry_run ledger plan_builder pool scoreboard",
-    "engine/loop": "admission asking completions engine in_flight issuing state",
+    "engine/memory": "dry_run ledger pool scoreboard",
+    "engine/loop": "admission asking completions engine issuing state",
     "engine/fast_forward": "decode_batch fast_forward horizon jump repeated_plan standing_plan",
-    "engine/results": "deliveries recorder",
+    "engine/results": "recorder",
     "policies": "composed",
     "policies/kv": "paged_allocation",
     "policies/scheduling": "order",

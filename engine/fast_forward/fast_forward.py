@@ -39,23 +39,23 @@ class LoopParts(NamedTuple):
 
 
 class FastForward:
-    """The PlanReuse of an engine; `is_allowed=False` spares no question and takes single steps."""
+    """The PlanReuse of an engine with one device."""
 
     def __init__(
         self,
-        is_allowed: bool,
         traits: Traits,
         state: EngineState,
         tokens_left: Callable[[Job], int],
     ) -> None:
-        self._state, self._is_allowed = state, is_allowed
-        notes = is_allowed and not traits.repeats and traits.kv_growth != "asked" and can_be_seen()
+        self._state = state
+        notes = not traits.repeats and traits.kv_growth != "asked" and can_be_seen()
         self._reads = SeenReads() if notes else None
         self._standing = StandingPlan(
-            is_allowed, traits, self._reads, state.page, state.ledger.pages, tokens_left
+            traits, self._reads, state.page, state.ledger.pages, tokens_left
         )
-        recurs = is_allowed and traits.recurs
-        self._recurrence = Recurrence(state.ledger, state.jobs, state.profile) if recurs else None
+        self._recurrence = (
+            Recurrence(state.ledger, state.jobs, state.profile) if traits.recurs else None
+        )
         self._parts: LoopParts | None = None
         self.jump: Jump | None = None
 
@@ -64,7 +64,7 @@ class FastForward:
         state, self._parts = self._state, parts
         is_watched = state.is_watched or state.recorder.is_metered
         knows_durations = hasattr(state.executor, "repeat")
-        if self._is_allowed and state.forced and not is_watched and knows_durations:
+        if state.forced and not is_watched and knows_durations:
             self.jump = Jump(
                 state,
                 parts.completions,

@@ -15,10 +15,9 @@ from engine.contract.plan import Compute, Op
 from engine.contract.regions import Tier
 from engine.fast_forward.repeated_plan import RepeatedPlan, RepeatedSteps, RunSegment, segments
 from engine.loop.completions import Completions, DeferredFrees
-from engine.loop.in_flight import IssuedOp
 from engine.loop.issuing import Issuing
-from engine.loop.state import EngineState, Lifecycle, Turn
-from engine.results.deliveries import Times
+from engine.loop.state import EngineState, IssuedOp, Lifecycle, Turn
+from engine.results.recorder import Times
 
 MOST = 1024  # steps of one jump
 Moments = tuple[Times, Times, Times]  # when steps are issued, start and end

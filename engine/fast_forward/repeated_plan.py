@@ -17,7 +17,7 @@ from engine.contract.job import Job
 from engine.contract.plan import Compute, Grow, Plan, Slice
 from engine.contract.regions import PageSize, Place, Pool
 from engine.fast_forward.decode_batch import DecodeBatch, GrowCycle, Tables
-from engine.results.deliveries import Times
+from engine.results.recorder import Times
 from engine.results.schema import Figures
 
 Due = tuple[int, "TimedGrow"]  # with its step

@@ -41,15 +41,13 @@ class StandingPlan:
 
     def __init__(
         self,
-        is_allowed: bool,
         traits: Traits,
         reads: SeenReads | None,
         page: PageSize,
         tables: Mapping[Place, list[int]],
         tokens_left: Callable[[Job], int],
     ) -> None:
-        self._is_allowed, self._page = is_allowed, page
-        self._traits, self._reads = traits, reads
+        self._page, self._traits, self._reads = page, traits, reads
         self._holds = False  # also behind a job's end, as the scheduling promises
         self._tables, self._tokens_left = tables, tokens_left
         self._last: RepeatedPlan | None = None  # the last plan, even where it holds no more
@@ -61,7 +59,7 @@ class StandingPlan:
     def decided(self, plan: Plan, view: View) -> None:
         """The policy has decided a plan; it stands for as many steps as it holds."""
         self._last = self.repeat = None
-        if self._is_allowed and plan.ops:
+        if plan.ops:
             launch = plan.ops[-1]
             if isinstance(launch, Compute):
                 made = self._stretched(plan, view) or StretchedPlan.once(plan, launch)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from engine.contract.job import Job
-from engine.contract.plan import Plan
+from engine.contract.plan import Compute, Plan
 from engine.contract.plan_check import PlanCheck
 from engine.contract.policy import Policy, name_of
 from engine.contract.rules import ContractError, ReadOnlyList, Rule, as_write
@@ -14,7 +15,7 @@ from engine.contract.view import Reads, RunningDecodes, View
 from engine.loop.completions import DeferredFrees
 from engine.loop.issuing import PrefixReuse
 from engine.loop.profile import ShownProfile
-from engine.loop.state import EngineState, Turn
+from engine.loop.state import EngineState, Issue, Turn
 
 
 class PolicyAnswer(NamedTuple):
@@ -59,6 +60,49 @@ class PlanReuse(Protocol):
 
     def unissued_bytes(self, now_ns: int) -> int:
         """KV that is booked for steps which are issued only at `now_ns` or later."""
+
+
+class NoReuse:
+    """The PlanReuse of an engine without fast-forward: every plan is asked for, and is one step."""
+
+    jump = None
+
+    def __init__(self, issue: Issue) -> None:
+        self.advance = issue
+
+    def next(self) -> None:
+        """See PlanReuse."""
+
+    def recurring(self) -> None:
+        """See PlanReuse."""
+
+    def answered(self, plan: Plan) -> None:
+        """See PlanReuse."""
+
+    def decided(self, answer: PolicyAnswer) -> None:
+        """See PlanReuse."""
+
+    def changed(self) -> None:
+        """See PlanReuse."""
+
+    def returned(self) -> None:
+        """See PlanReuse."""
+
+    def ended(self, jobs: Sequence[Job]) -> None:
+        """See PlanReuse."""
+
+    def running(self) -> None:
+        """See PlanReuse."""
+
+    def reads(self) -> None:
+        """See PlanReuse."""
+
+    def leading(self, launch: Compute) -> None:
+        """No plan before is known."""
+
+    def unissued_bytes(self, now_ns: int) -> int:
+        """See PlanReuse."""
+        return 0
 
 
 class Asking:

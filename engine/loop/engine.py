@@ -21,16 +21,14 @@ from engine.contract.training_check import TrainingContract
 from engine.contract.view import Cost
 from engine.fast_forward.fast_forward import FastForward, LoopParts
 from engine.loop.admission import Admission, ArrivalQueue
-from engine.loop.asking import Asking
+from engine.loop.asking import Asking, NoReuse
 from engine.loop.completions import Completions, DeferredFrees
-from engine.loop.in_flight import InFlight, IssuedOp, Wakeup
 from engine.loop.issuing import Issuing, Moves, PrefixReuse
 from engine.loop.profile import EngineProfile
-from engine.loop.state import EngineState, JobLists, Turn
+from engine.loop.state import EngineState, InFlight, IssuedOp, JobLists, Turn, Wakeup
 from engine.memory.ledger import Ledger
 from engine.memory.pool import Chain
 from engine.memory.scoreboard import Journal
-from engine.results.deliveries import check_end, check_requests
 from engine.results.recorder import Recorder
 from traces.serving.request import Request, TrainingJob
 
@@ -141,12 +139,9 @@ class Engine:
             EngineProfile(),
             Wakeup(env, self._changed),
         )
-        self.reuse = FastForward(
-            fast_forward and devices == 1,
-            traits,
-            state,
-            lambda job: self._completions.tokens_left(job),
-        )
+        self.reuse: FastForward | NoReuse = NoReuse(self._issue)
+        if fast_forward and devices == 1:
+            self.reuse = FastForward(traits, state, lambda job: self._completions.tokens_left(job))
         self._completions = Completions(
             state.jobs, ledger.open, self.reuse.ended, self.reuse.changed
         )
@@ -169,16 +164,17 @@ class Engine:
         )
         self._arrivals = ArrivalQueue(env, (), self._admit)
         self._asking = Asking(state, policy, check, self.reuse, frees, prefix)
-        self.reuse.carried_out_by(
-            LoopParts(
-                self._completions,
-                frees,
-                self._issuing,
-                self,
-                self._issue,
-                lambda: self._arrivals.next_ns,
+        if isinstance(self.reuse, FastForward):
+            self.reuse.carried_out_by(
+                LoopParts(
+                    self._completions,
+                    frees,
+                    self._issuing,
+                    self,
+                    self._issue,
+                    lambda: self._arrivals.next_ns,
+                )
             )
-        )
         self._fruitless = 0  # plans in a row that launched and refused nothing
         self._moments = 0  # asked for in a row, while nothing was issued, arrived or ended
 
@@ -344,7 +340,8 @@ class Engine:
         self._moments, state = 0, self.state
         issued = state.in_flight.pop(span.op)
         device, number = issued.device, issued.number
-        state.profile.settled(span)
+        if state.profile.trains:
+            state.profile.settled(span)
         state.recorder.delivered(device, issued.launch.pieces, span.end_ns)
         self.land(span.op, span.end_ns, device, number)
         if not state.forced:

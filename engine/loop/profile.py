@@ -47,7 +47,7 @@ class EngineProfile:
         self._sums: dict[tuple[int, LaunchKey], list[int]] = {}  # total duration, and launches
         self._steps: dict[int, ProfiledStep] = {}  # the last complete step by job
         self._recent: dict[int, list[Moment]] = defaultdict(list)
-        self._trains = False  # whether any launch had training work
+        self.trains = False  # whether any launch had training work
 
     def moments(self, job_id: int) -> Sequence[Moment]:
         """The launches of a training job's last complete step, in issue order."""
@@ -68,7 +68,7 @@ class EngineProfile:
 
     def issued(self, op: Compute, job_id: int, beside: Beside) -> None:
         """A launch of a training job was issued."""
-        self._trains = True
+        self.trains = True
         moment = Moment(launch_key(op), (*op.reads, *op.writes), *beside)
         self._recent[job_id].append(moment)
 
@@ -79,7 +79,7 @@ class EngineProfile:
     def settled(self, span: Span) -> None:
         """A duration was measured."""
         op, sums = span.op, self._sums
-        if not self._trains or not isinstance(op, Compute):
+        if not isinstance(op, Compute):
             return
         trained = [piece.job.job_id for piece in op.slices if piece.job.training is not None]
         for job_id in trained:

@@ -51,17 +51,17 @@ MODULES: dict[tuple[str, str], str] = {
     ),
     ("engine", "engine.laws"): "checks=check_replay contents=check_replay",
     ("engine", "engine.loop"): (
-        "arrivals=admission door=admission ends=completions engine flights=in_flight "
-        "garbage=engine launcher=issuing leftovers=completions news=in_flight profile "
+        "arrivals=admission door=admission ends=completions engine flights=state "
+        "garbage=engine launcher=issuing leftovers=completions news=state profile "
         "questions=asking reuse=issuing roster=state"
     ),
     ("engine", "engine.memory"): (
-        "balance=dry_run booking=ledger draft=plan_builder holdings=pool journal=scoreboard "
+        "balance=dry_run booking=ledger draft=dry_run holdings=pool journal=scoreboard "
         "ledger pages=pool prefix=pool returns=pool scoreboard sharing=ledger trial=dry_run"
     ),
     ("engine", "engine.results"): (
-        "deliveries figures=schema outcome=deliveries planlog=plan_log record=schema recorder "
-        "rows=recorder"
+        "deliveries=recorder figures=schema outcome=recorder planlog=plan_log record=schema "
+        "recorder rows=recorder"
     ),
     ("policies", "policies.kv"): (
         "max_reservation paged_restart paged_swap seating=paged_allocation"
@@ -198,15 +198,15 @@ NAMES: dict[str, str] = {
     "engine.questions.Questions": "engine.loop.asking.Asking",
     "engine.ends.Ends": "engine.loop.completions.Completions",
     "engine.leftovers.Leftovers": "engine.loop.completions.DeferredFrees",
-    "engine.flights.Flight": "engine.loop.in_flight.IssuedOp",
-    "engine.flights.Flights": "engine.loop.in_flight.InFlight",
-    "engine.news.News": "engine.loop.in_flight.Wakeup",
+    "engine.flights.Flight": "engine.loop.state.IssuedOp",
+    "engine.flights.Flights": "engine.loop.state.InFlight",
+    "engine.news.News": "engine.loop.state.Wakeup",
     "engine.launcher.Launcher": "engine.loop.issuing.Issuing",
     "engine.roster.Roster": "engine.loop.state.JobLists",
     "engine.profile.Step": "engine.loop.profile.ProfiledStep",
     "engine.balance.Balance": "engine.memory.dry_run.DryRun",
     "engine.trial.Trial": "engine.memory.dry_run.PageDryRun",
-    "engine.draft.Draft": "engine.memory.plan_builder.DryRunPlanBuilder",
+    "engine.draft.Draft": "engine.memory.dry_run.DryRunPlanBuilder",
     "engine.returns.ReturnQueue": "engine.memory.pool.FreeQueue",
     "engine.policy.Composed": "policies.composed.Composed",
     "policies.recorded.Recorded": "policies.scheduling.recorded.RecordedPlans",

@@ -18,7 +18,7 @@ from engine.contract.regions import Tier, kv_place
 from engine.contract.rules import ContractError, Rule
 from engine.contract.view import View
 from engine.loop.engine import Stalled
-from engine.memory.plan_builder import DryRunPlanBuilder
+from engine.memory.dry_run import DryRunPlanBuilder
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
 from tests.support.replays import PAGE, composed, random_requests, replay
