@@ -43,7 +43,7 @@ from tests.support.schedulings import Counts, Drawn, Draws, going_by, rememberin
 from tests.support.strategies import room, traces
 from traces.serving.request import Request
 
-MEMORY = {
+MEMORY: dict[str, Any] = {
     "paged_restart": PagedRestart(),
     "paged_swap": PagedSwap(),
     "max_reservation": MaxReservation(max_tokens=120),
