@@ -143,7 +143,12 @@ class Policy(Protocol):
 
 
 class Scheduling(Protocol):
-    """Decides what to compute next: the half of a policy that forms batches."""
+    """Decides what to compute next: the half of a policy that forms batches.
+
+    Without promises it is asked again when something that it has read of the View may have changed,
+    and while the state that it keeps in `self` changes. State elsewhere (in a class, a module or a
+    closure) is not seen: a scheduling that goes by the number of the step reads `view.issued`.
+    """
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         """The slices of the next launch.

@@ -23,6 +23,7 @@ from engine.fast_forward.fast_forward import FastForward, LoopParts
 from engine.loop.admission import Admission, ArrivalQueue
 from engine.loop.asking import Asking, NoReuse
 from engine.loop.completions import Completions, DeferredFrees
+from engine.loop.conservation import check_end, check_requests
 from engine.loop.issuing import Issuing, Moves, PrefixReuse
 from engine.loop.profile import EngineProfile
 from engine.loop.state import EngineState, InFlight, IssuedOp, JobLists, Turn, Wakeup

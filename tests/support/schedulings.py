@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from engine.contract.job import Job
 from engine.contract.plan import Slice
-from engine.contract.regions import Tier, kv_place
+from engine.contract.policy import Scheduling
+from engine.contract.regions import Place, Tier, kv_place
 from engine.contract.view import View
 
 Expression = int | str | tuple[str, "Expression", "Expression"]
@@ -25,9 +27,12 @@ def _other(view: View, job: Job) -> Job:
     return view.serving[at % len(ids)]
 
 
-def _held_pages(view: View, job: Job) -> int:
-    place = kv_place(job.job_id, Tier.GPU, view.device)
-    return view.held_bytes.get(place, 0) // view.page.nbytes
+def _place(view: View, job: Job) -> Place:
+    return kv_place(job.job_id, Tier.GPU, view.device)
+
+
+def _kept_pages(view: View, job: Job) -> int:
+    return 0 if view.kept_pages is None else len(view.kept_pages().found(job))
 
 
 STEADY: dict[str, Fact] = {  # while nothing arrives, ends or is admitted
@@ -36,6 +41,12 @@ STEADY: dict[str, Fact] = {  # while nothing arrives, ends or is admitted
     "prompt_tokens": lambda view, job: job.prompt_tokens,
     "num_serving": lambda view, job: len(view.serving),
     "num_waiting": lambda view, job: len(view.waiting),
+    "last_arrival_ms": lambda view, job: (
+        max([other.arrival_ns for other in (*view.serving, *view.waiting)]) // 1_000_000
+    ),
+    "capacity_pages": lambda view, job: (
+        view.capacity_bytes[Tier.GPU, view.device] // view.page.nbytes
+    ),
 }
 MOVING: dict[str, Fact] = {  # some of them not in decodes
     "is_prefilling": lambda view, job: job.is_prefilling,
@@ -45,11 +56,18 @@ MOVING: dict[str, Fact] = {  # some of them not in decodes
     "other_known_tokens": lambda view, job: _other(view, job).known_tokens,
     "other_remaining_tokens": lambda view, job: _other(view, job).remaining_tokens,
     "other_is_prefilling": lambda view, job: _other(view, job).is_prefilling,
+    "num_prefilling": lambda view, job: len([j for j in view.serving if j.is_prefilling]),
+    "most_known_tokens": lambda view, job: max([j.known_tokens for j in view.serving], default=0),
+    "waited_ms": lambda view, job: (view.now_ns - job.arrival_ns) // 1_000_000,
     "time": lambda view, job: view.now_ns // 200_000,
     "issued": lambda view, job: view.issued,
     "free_pages": lambda view, job: view.free_bytes[Tier.GPU, view.device] // view.page.nbytes,
     "room_pages": lambda view, job: view.room((Tier.GPU, view.device)) // view.page.nbytes,
-    "held_pages": _held_pages,
+    "coming_pages": lambda view, job: view.coming_bytes[Tier.GPU, view.device] // view.page.nbytes,
+    "kept_pages": _kept_pages,
+    "held_pages": lambda view, job: view.held_bytes.get(_place(view, job), 0) // view.page.nbytes,
+    "written": lambda view, job: view.written.get(_place(view, job), 0),
+    "used": lambda view, job: view.used.get(_place(view, job), 0),
     "num_in_flight": lambda view, job: len(view.in_flight),
 }
 FACTS = STEADY | MOVING
@@ -116,6 +134,41 @@ class Drawn:
         return tuple(slices)
 
 
+class Counts:
+    """Turns to another scheduling at each n-th question: state that moves with every question."""
+
+    def __init__(self, usual: Drawn, other: Drawn, n: int) -> None:
+        self.usual, self.other, self.n, self.asked = usual, other, n, 0
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        self.asked += 1
+        return (self.usual if self.asked % self.n else self.other).batch(view)
+
+
+class Compares:
+    """Turns to another scheduling while a fact is not what it was at the question before."""
+
+    def __init__(self, usual: Drawn, other: Drawn, fact: str) -> None:
+        self.usual, self.other, self.fact = usual, other, fact
+        self.before: dict[str, int] = {}
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        jobs = [*view.serving, *view.waiting]
+        now = FACTS[self.fact](view, jobs[0]) if jobs else 0
+        before, self.before[self.fact] = self.before.get(self.fact), now
+        return (self.usual if now == before else self.other).batch(view)
+
+
+class Draws:
+    """Draws one of two schedulings at each question, from a generator of its own."""
+
+    def __init__(self, usual: Drawn, other: Drawn, seed: int) -> None:
+        self.usual, self.other, self.rng = usual, other, random.Random(seed)
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        return self.rng.choice((self.usual, self.usual, self.other)).batch(view)
+
+
 def expressions(facts: dict[str, Fact]) -> st.SearchStrategy[Expression]:
     """Trees over facts."""
     leaves = st.one_of(st.integers(0, 5), st.sampled_from([*facts]), st.sampled_from([*facts]))
@@ -123,7 +176,22 @@ def expressions(facts: dict[str, Fact]) -> st.SearchStrategy[Expression]:
     return st.recursive(leaves, lambda inner: st.tuples(names, inner, inner), max_leaves=5)
 
 
-def schedulings() -> st.SearchStrategy[Drawn]:
+def schedulings() -> st.SearchStrategy[Scheduling]:
+    """Pure ones and, one in four, such as remember."""
+    return st.integers(0, 3).flatmap(lambda n: remembering(drawn()) if n == 3 else drawn())
+
+
+def remembering(pure: st.SearchStrategy[Drawn]) -> st.SearchStrategy[Scheduling]:
+    """Schedulings that keep state of their own, and turn from one pure one to another by it."""
+    numbers = st.integers(2, 9)
+    return st.one_of(
+        st.builds(Counts, pure, pure, numbers),
+        st.builds(Compares, pure, pure, st.sampled_from([*FACTS])),
+        st.builds(Draws, pure, pure, numbers),
+    )
+
+
+def drawn() -> st.SearchStrategy[Drawn]:
     """Many trees read steady facts alone; most lists of tokens are all that remain."""
     few = {name: FACTS[name] for name in ("job_id", "known_tokens", "computed_tokens", "time")}
     trees = st.one_of(expressions(STEADY), expressions(few), expressions(FACTS))
@@ -131,3 +199,14 @@ def schedulings() -> st.SearchStrategy[Drawn]:
     budgets, seats = st.sampled_from([8, 24, 64]), st.integers(1, 12)
     alone = st.one_of(st.just(0), trees)
     return st.builds(Drawn, alone, trees, trees, tokens, budgets, seats)
+
+
+def going_by(names: Sequence[str]) -> st.SearchStrategy[Drawn]:
+    """Schedulings that read these facts and no other: which jobs, their order, or their tokens."""
+    trees = expressions({name: FACTS[name] for name in names})
+    budgets, seats = st.sampled_from([24, 64]), st.integers(4, 12)
+    return st.one_of(
+        st.builds(Drawn, st.just(0), trees, st.just(0), st.sampled_from([0, 1]), budgets, seats),
+        st.builds(Drawn, st.just(0), st.just(1), trees, st.sampled_from([0, 1]), budgets, seats),
+        st.builds(Drawn, st.just(0), st.just(1), st.just(0), trees, budgets, seats),
+    )
