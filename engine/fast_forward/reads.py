@@ -2,7 +2,8 @@
 
 A scheduling is a pure function of its view. A standing plan moves the jobs of its launch, memory
 and time, and nothing else. A batch that is made without reading any of these would be made again,
-until a job arrives, ends or is admitted. The scheduling's own state counts as read where it changes.
+until a job arrives, ends or is admitted. The scheduling's own state counts as read where it
+changes.
 """
 
 from __future__ import annotations
