@@ -167,9 +167,9 @@ def forgets_prompts(patch: pytest.MonkeyPatch) -> None:
     """As if a prompt under way stood still, too."""
     hold = SeenReads.hold
 
-    def holds(self: SeenReads, plan: Any) -> bool:
+    def holds(self: SeenReads, plan: Any, waiting: Any) -> bool:
         self._of_jobs = {(i, name) for i, name in self._of_jobs if name not in STEADY_IN_DECODE}
-        return hold(self, plan)
+        return hold(self, plan, waiting)
 
     patch.setattr(SeenReads, "hold", holds)
 
