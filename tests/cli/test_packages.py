@@ -52,7 +52,7 @@ def test_the_compiled_modules_and_what_is_measured_by_are_there() -> None:
     assert {*compiled.PACKAGES} <= FOLDERS
     modules = {f"{place}/{n}" for place, ns in compiled.MODULES.items() for n in ns.split()}
     named = {f"{name}.py" for name in modules}
-    named |= {*compiled.MARKS, *compiled.RECORDS, *compiled.LATE}
+    named |= {*compiled.MARKS, *compiled.RECORDS}
     named |= {f"analysis/{name}" for name in MEASURES}
     assert [name for name in named if not (ROOT / name).is_file()] == []
     assert {name.partition("/")[0] for name in modules} <= {*compiled.PACKAGES}
