@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import tomllib
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from tandem.config.build import OWN
 from tandem.config.renamed import MODULES
 from tandem.sweeps.point import CODE, MEASURES
 from tandem.wiring.folder import OURS, PACKAGES
-from tests.laws import test_layers
+from tests.laws import house
 
 ROOT = Path(__file__).resolve().parents[2]
 UNINSTALLED = {"benchmarks", "tests"}
@@ -32,7 +31,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 def test_all_lists_of_packages_agree_with_the_folders() -> None:
     assert len(FOLDERS) == 9 and {"models", "tandem"} <= FOLDERS
-    assert {*PACKAGES} == {*test_layers.OURS} == FOLDERS
+    assert {*PACKAGES} == {*house.PACKAGES} == FOLDERS
     assert {*OURS} == {ROOT / name for name in FOLDERS} | {ROOT / "build"}
     assert {*OWN} == FOLDERS - {"conf", "tandem"}
     assert {*CODE} == FOLDERS - {"analysis", "conf"}
@@ -68,9 +67,9 @@ def test_the_data_of_packages_is_there() -> None:
 def test_a_room_of_tandem_imports_what_its_docstring_allows(room: str) -> None:
     allowed = (f"tandem.{room}", *ROOMS[room])
     for path in (ROOT / "tandem" / room).glob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        named = {name for name in test_layers.modules(tree) if name.startswith("tandem.")}
-        assert [name for name in named if not name.startswith(allowed)] == [], path
+        named = {module for module, _ in house.imports(path.read_text(encoding="utf-8"))}
+        inner = [name for name in named if name.startswith("tandem.")]
+        assert [name for name in inner if not name.startswith(allowed)] == [], path
         if room == "config":
-            tops = {name.partition(".")[0] for name in test_layers.modules(tree)} & FOLDERS
+            tops = {name.partition(".")[0] for name in named} & FOLDERS
             assert tops <= {"tandem", "models", "analysis"}, path
