@@ -23,9 +23,9 @@ from policies.kv.max_reservation import MaxReservation
 from policies.kv.paged_restart import PagedRestart
 from policies.kv.paged_swap import PagedSwap
 from tandem.config.compose import composed
-from tandem.wiring.backends import world_of
+from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
-from tandem.wiring.run_spec import setting_of
+from tandem.wiring.run_spec import run_spec_of
 from tests.support.jumps import Shaped, check_equal, simulated
 from tests.support.schedulings import Drawn, schedulings
 from tests.support.strategies import cases, room, traces
@@ -220,8 +220,8 @@ def asked(scheduling: str) -> int:
     """Questions of a run as in README.md, section "Your own policy"."""
     words = (f"scheduling={scheduling}", "arrival.rate=16", "scheduling.max_jobs=16")
     point = composed(words, str(EXAMPLE))
-    found = setting_of(point)
-    with world_of(found, point.config["backend"]) as world:
+    found = run_spec_of(point)
+    with backend_of(found, point.config["backend"]) as world:
         engine = engine_of(found, world, Recorder(world.meter))
         engine.replay(found.work)
     return engine.asked
