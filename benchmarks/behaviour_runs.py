@@ -295,13 +295,18 @@ def _peers() -> Iterator[BehaviourRun]:
         yield BehaviourRun(f"recorded/{kind}", (*words, path, "limit=100", "trace.rate=4"))
 
 
+def write_vidur(requests: Path, out: Path) -> None:
+    """Vidur's list of requests, with the columns that `trace=recorded` reads."""
+    names = {"arrived_at": "arrival_s", "num_prefill_tokens": "prompt_tokens"}
+    names["num_decode_tokens"] = "output_tokens"
+    pd.read_csv(requests).rename(columns=names)[list(names.values())].to_csv(out, index=False)
+
+
 def write_inputs(shared: Path, folder: Path) -> None:
     """Vidur's requests and those of vLLM's logs, as tables that `trace=recorded` reads."""
     folder.mkdir()
-    rows = pd.read_csv(shared / "data/peers/inputs/sharegpt_n1000_qps2_seed42.csv")
-    names = {"arrived_at": "arrival_s", "num_prefill_tokens": "prompt_tokens"}
-    names["num_decode_tokens"] = "output_tokens"
-    rows.rename(columns=names)[list(names.values())].to_csv(folder / "vidur.csv", index=False)
+    requests = shared / "data/peers/inputs/sharegpt_n1000_qps2_seed42.csv"
+    write_vidur(requests, folder / "vidur.csv")
     source = shared / "data/sharegpt/sharegpt_gpt4_llama3_ids_300.jsonl.gz"
     with gzip.open(source, "rt", encoding="utf-8") as file:
         prompts = [json.loads(line)["input_tok_ids"] for line in file]

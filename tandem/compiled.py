@@ -60,7 +60,7 @@ RECORDS = {  # dataclasses made so often that the `__init__` which dataclass mak
     "engine/contract/executor.py": ("Launch",),
     "engine/contract/plan.py": ("Compute", "Copy", "Free", "Plan"),
     "engine/memory/pool.py": ("Owed", "Returned"),
-    "engine/fast_forward/repeated_plan.py": ("Segment", "RepeatedSteps"),
+    "engine/fast_forward/repeated_plan.py": ("RunSegment", "RepeatedSteps"),
     "engine/contract/view.py": ("View",),
 }
 
