@@ -85,7 +85,7 @@ def test_what_fails_or_cannot_run_does_not_pass(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = checkout(tmp_path / "a"), checkout(tmp_path / "b", code=3)
-    with pytest.raises(SystemExit, match=r"b: .*\nserved 100.0* a second"):
+    with pytest.raises(SystemExit, match="served 100 a second"):
         main([good, bad, "--only", "count", "--pairs", "1"])
     with pytest.raises(SystemExit, match="no case begins with two"):
         main([good, "--only", "two"])
