@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine.memory.plan_builder import DryRunPlanBuilder
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +32,7 @@ from engine.fast_forward.reads import (
     state_of,
 )
 from engine.loop.engine import Engine, Stalled
+from engine.memory.dry_run import DryRunPlanBuilder
 from policies.composed import Composed
 from policies.kv.max_reservation import MaxReservation
 from policies.kv.paged_restart import PagedRestart
