@@ -97,7 +97,8 @@ def cpu_s(words: Sequence[str], side: Checkout, folder: Path, env: Mapping[str, 
         _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)  # Popen did not see its end
     if process.returncode:
-        sys.exit(f"{side.code}: {' '.join(words)}\n{said.read_text(errors='replace')[-2000:]}")
+        told = said.read_text(encoding="utf-8", errors="replace")[-2000:]
+        sys.exit(f"{side.code}: {' '.join(words)}\n{told}")
     return used.ru_utime + used.ru_stime
 
 

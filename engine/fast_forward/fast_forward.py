@@ -1,12 +1,12 @@
 """Fast-forward: the questions that the policy is spared, and the steps that are issued at once.
 
-The loop reaches this folder by `PlanReuse` (engine/loop/asking.py), `FastForward` and `LoopParts`.
+The loop knows a `FastForward` by its protocol `PlanReuse` (engine/loop/asking.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import simpy
 
@@ -21,21 +21,10 @@ from engine.fast_forward.reads import SeenReads, can_be_seen
 from engine.fast_forward.recurrence import Recurrence
 from engine.fast_forward.repeated_plan import RepeatedPlan
 from engine.fast_forward.standing_plan import StandingPlan
-from engine.loop.asking import PolicyAnswer
-from engine.loop.completions import Completions, DeferredFrees
-from engine.loop.issuing import Issuing, Moved, PrefixReuse
-from engine.loop.state import EngineState, Issue, Lifecycle, Turn
-
-
-class LoopParts(NamedTuple):
-    """The parts of the loop that carry out what fast-forward decides."""
-
-    completions: Completions
-    frees: DeferredFrees
-    issuing: Issuing
-    lifecycle: Lifecycle
-    issue: Issue
-    next_arrival_ns: Callable[[], int | None]
+from engine.loop.asking import LoopParts, PolicyAnswer
+from engine.loop.completions import Completions
+from engine.loop.issuing import Moved, PrefixReuse
+from engine.loop.state import EngineState, Turn
 
 
 class FastForward:
@@ -60,7 +49,7 @@ class FastForward:
         self.jump: Jump | None = None
 
     def carried_out_by(self, parts: LoopParts) -> None:
-        """Takes the parts of the loop, which are made after this object."""
+        """See PlanReuse."""
         state, self._parts = self._state, parts
         is_watched = state.is_watched or state.recorder.is_metered
         knows_durations = hasattr(state.executor, "repeat")
@@ -123,7 +112,7 @@ class FastForward:
         return self._reads
 
     def leading(self, launch: Compute) -> Leading | None:
-        """Decodes of the plan before that head a launch in their order, for the check of plans."""
+        """See PlanReuse."""
         decodes = self._standing.decodes
         if decodes is None or not self._standing.leads(launch):
             return None

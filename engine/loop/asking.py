@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Plan
-from engine.contract.plan_check import PlanCheck
+from engine.contract.plan_check import Leading, PlanCheck
 from engine.contract.policy import Policy, name_of
 from engine.contract.rules import ContractError, ReadOnlyList, Rule, as_write
 from engine.contract.view import Reads, RunningDecodes, View
-from engine.loop.completions import DeferredFrees
-from engine.loop.issuing import PrefixReuse
+from engine.loop.completions import Completions, DeferredFrees
+from engine.loop.issuing import Issuing, PrefixReuse
 from engine.loop.profile import ShownProfile
-from engine.loop.state import EngineState, Issue, Turn
+from engine.loop.state import EngineState, Issue, Lifecycle, Turn
 
 
 class PolicyAnswer(NamedTuple):
@@ -23,6 +23,17 @@ class PolicyAnswer(NamedTuple):
 
     plan: Plan
     view: View
+
+
+class LoopParts(NamedTuple):
+    """The parts of the loop that carry out what fast-forward decides."""
+
+    completions: Completions
+    frees: DeferredFrees
+    issuing: Issuing
+    lifecycle: Lifecycle
+    issue: Issue
+    next_arrival_ns: Callable[[], int | None]
 
 
 class PlanReuse(Protocol):
@@ -58,14 +69,18 @@ class PlanReuse(Protocol):
     def reads(self) -> Reads | None:
         """Notes the reads of a scheduling that promises nothing; None where that is not needed."""
 
+    def leading(self, launch: Compute) -> Leading | None:
+        """Decodes of the plan before that head a launch in their order, for the check of plans."""
+
     def unissued_bytes(self, now_ns: int) -> int:
         """KV that is booked for steps which are issued only at `now_ns` or later."""
+
+    def carried_out_by(self, parts: LoopParts) -> None:
+        """Takes the parts of the loop, which are made after this object."""
 
 
 class NoReuse:
     """The PlanReuse of an engine without fast-forward: every plan is asked for, and is one step."""
-
-    jump = None
 
     def __init__(self, issue: Issue) -> None:
         self.advance = issue
@@ -98,11 +113,14 @@ class NoReuse:
         """See PlanReuse."""
 
     def leading(self, launch: Compute) -> None:
-        """No plan before is known."""
+        """See PlanReuse."""
 
     def unissued_bytes(self, now_ns: int) -> int:
         """See PlanReuse."""
         return 0
+
+    def carried_out_by(self, parts: LoopParts) -> None:
+        """See PlanReuse."""
 
 
 class Asking:

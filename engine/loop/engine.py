@@ -19,9 +19,9 @@ from engine.contract.progress import restart
 from engine.contract.regions import PageSize, Pool, Tier
 from engine.contract.training_check import TrainingContract
 from engine.contract.view import Cost
-from engine.fast_forward.fast_forward import FastForward, LoopParts
+from engine.fast_forward.fast_forward import FastForward
 from engine.loop.admission import Admission, ArrivalQueue
-from engine.loop.asking import Asking, NoReuse
+from engine.loop.asking import Asking, LoopParts, NoReuse, PlanReuse
 from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.conservation import check_end, check_requests
 from engine.loop.issuing import Issuing, Moves, PrefixReuse
@@ -140,7 +140,7 @@ class Engine:
             EngineProfile(),
             Wakeup(env, self._changed),
         )
-        self.reuse: FastForward | NoReuse = NoReuse(self._issue)
+        self.reuse: PlanReuse = NoReuse(self._issue)
         if fast_forward and devices == 1:
             self.reuse = FastForward(traits, state, lambda job: self._completions.tokens_left(job))
         self._completions = Completions(
@@ -165,17 +165,16 @@ class Engine:
         )
         self._arrivals = ArrivalQueue(env, (), self._admit)
         self._asking = Asking(state, policy, check, self.reuse, frees, prefix)
-        if isinstance(self.reuse, FastForward):
-            self.reuse.carried_out_by(
-                LoopParts(
-                    self._completions,
-                    frees,
-                    self._issuing,
-                    self,
-                    self._issue,
-                    lambda: self._arrivals.next_ns,
-                )
+        self.reuse.carried_out_by(
+            LoopParts(
+                self._completions,
+                frees,
+                self._issuing,
+                self,
+                self._issue,
+                lambda: self._arrivals.next_ns,
             )
+        )
         self._fruitless = 0  # plans in a row that launched and refused nothing
         self._moments = 0  # asked for in a row, while nothing was issued, arrived or ended
 

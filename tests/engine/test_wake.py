@@ -11,7 +11,7 @@ from engine.contract.plan import Plan
 from engine.contract.policy import Traits
 from engine.contract.view import View
 from engine.loop.engine import Stalled
-from tests.support.jumps import Shaped, both_replayed, both_simulated
+from tests.support.jumps import Shaped, both_replayed, both_simulated, jumped_steps
 from tests.support.replays import composed, replay
 from traces.serving.request import Request
 
@@ -54,8 +54,7 @@ def test_a_moment_is_kept_while_decodes_go_on(depth: int) -> None:
         assert scheduled_ns is not None and 5 * MS <= scheduled_ns < 5.2 * MS, "two steps"
         early = sum(at_ns < 5 * MS for _, _, at_ns, _, _ in engine.recorder.plans)
         assert early <= engine.asked <= early + 5 < engine.steps - 90
-    jump = jumping.reuse.jump
-    assert jump is not None and jump.steps > 0, "behind its last moment it jumps"
+    assert jumped_steps(jumping) > 0, "behind its last moment it jumps"
 
 
 def test_a_moment_that_has_passed_wakes_no_policy() -> None:

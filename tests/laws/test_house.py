@@ -40,7 +40,7 @@ FILES_IN_A_PACKAGE = {
 LINES_IN_A_FILE = 600
 FILES_THAT_KNOW_OF_FAST_FORWARD = 6
 ABILITIES = {"repeats", "later"}  # of a plan: only fast-forward reads or sets them
-REUSED = {"GrowCycle", "Decodes"}  # what only a repeated plan needs
+REUSED = {"GrowCycle", "Decodes", "RunningDecodes", "PlanReuse"}  # what only a repeated plan needs
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 

@@ -43,8 +43,14 @@ def test_a_step_of_serving_keeps_its_bars(tmp_path: Path) -> None:
     ("hop", "missed"),
     [
         ("def hop():\n    pass\n", {"files"}),
-        ("def hop():\n    for i in range(200):\n        i += 1\n", {"files", "events"}),
-        ("def hop():\n" + "    x = 1\n" * 120, {"files", "lines"}),
+        pytest.param(
+            "def hop():\n    for i in range(200):\n        i += 1\n",
+            {"files", "events"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "def hop():\n" + "    x = 1\n" * 120, {"files", "lines"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_hop_more_is_seen(hop: str, missed: set[str], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from engine.contract.executor import VirtualClock
 from engine.contract.policy import Router
 from engine.contract.regions import PageSize, Tier
+from engine.fast_forward.fast_forward import FastForward
 from engine.loop.engine import Engine
 from engine.results.recorder import Recorder
 from policies.composed import Composed
@@ -112,3 +113,10 @@ def kept(engine: Engine) -> object:
     """Which pages hold what, and in which order equal ones would be found."""
     caches = [sharing.cache for sharing in engine.ledger.sharing.values()]
     return [(c._keys, {key: [*pages] for key, pages in c._pages.items()}) for c in caches]
+
+
+def jumped_steps(engine: Engine) -> int:
+    """Steps of an engine with fast-forward that were issued many at once."""
+    reuse = engine.reuse
+    assert isinstance(reuse, FastForward) and reuse.jump is not None
+    return reuse.jump.steps
