@@ -3,3 +3,12 @@
 ends badly, and `terminal.py`, figures and progress bars as text. A verb may import all of tandem
 and analysis; `config`, `sweeps` and `wiring` import of this folder only `errors.py`, `terminal.py`,
 `catalog.py` and the set-up of warnings."""
+
+from __future__ import annotations
+
+
+def main() -> int:
+    """Runs the command `tandem` with the words of the process; returns its exit status."""
+    from tandem.cli.__main__ import main
+
+    return main()
