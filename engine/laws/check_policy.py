@@ -18,7 +18,7 @@ from engine.contract.executor import Lanes, Launch, Pieces, Span, VirtualClock
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Compute, Op, Plan
-from engine.contract.policy import Policy, name_of, traits_of
+from engine.contract.policy import Policy, name_of, notes_reads, traits_of
 from engine.contract.regions import PageSize, Pool, Tier
 from engine.contract.rules import BrokenLaw, ContractError
 from engine.contract.view import View
@@ -185,6 +185,11 @@ class WatchedPolicy:
         self._policy, self._now_ns = policy, 0
         self._wants_nothing = False  # the last answer, while no launch was in flight
         self.idle_without_a_plan = self.asked = 0
+
+    @property
+    def notes_reads(self) -> bool:
+        """As the policy that it asks."""
+        return notes_reads(self._policy)
 
     def plan(self, view: View) -> Plan:
         """The policy's plan for a view.
