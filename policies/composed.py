@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.contract.plan import Plan, Slice
 from engine.contract.policy import Memory, Scheduling, Traits, named, traits_of
@@ -28,6 +28,7 @@ class Composed:
 
     scheduling: Scheduling
     memory: Memory
+    notes_reads: ClassVar[bool] = True
 
     @property
     def traits(self) -> Traits:

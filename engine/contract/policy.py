@@ -123,6 +123,20 @@ def traits_of(policy: object) -> Traits:
     return traits
 
 
+def notes_reads(policy: object) -> bool:
+    """Whether a policy goes only by what `Reads.shown` notes and by its memory half.
+
+    The policy's own class has to say so: what a wrapper or a subclass reads beside is not noted.
+
+    Args:
+        policy: an object with `plan(view)`.
+
+    Returns:
+        The `notes_reads` that its class defines; False where that class defines none.
+    """
+    return "notes_reads" in vars(type(policy)) and policy.notes_reads is True  # type: ignore[attr-defined]
+
+
 class Policy(Protocol):
     """Decides what a device does next: a pure function from a View to a Plan.
 

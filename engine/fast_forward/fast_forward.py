@@ -33,12 +33,13 @@ class FastForward:
     def __init__(
         self,
         traits: Traits,
+        notes_reads: bool,
         state: EngineState,
         tokens_left: Callable[[Job], int],
     ) -> None:
         self._state = state
-        notes = not traits.repeats and traits.kv_growth != "asked" and can_be_seen()
-        self._reads = SeenReads() if notes else None
+        is_plain = not traits.repeats and traits.kv_growth != "asked"
+        self._reads = SeenReads() if is_plain and notes_reads and can_be_seen() else None
         self._standing = StandingPlan(
             traits, self._reads, state.page, state.ledger.pages, tokens_left
         )

@@ -18,17 +18,16 @@ from engine.contract.executor import Lanes, Launch, Pieces, Span, VirtualClock
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Compute, Op, Plan
-from engine.contract.policy import Policy, name_of, traits_of
+from engine.contract.policy import Policy, name_of, notes_reads, traits_of
 from engine.contract.regions import PageSize, Pool, Tier
 from engine.contract.rules import BrokenLaw, ContractError
-from engine.contract.view import View
+from engine.contract.view import Profile, View
 from engine.loop.engine import Engine
-from engine.loop.profile import EngineProfile
 from engine.results.plan_log import encode
 from engine.results.recorder import Recorder
 from traces.serving.request import Request, TrainingJob
 
-ANSWERS = ("cost", "kept_pages", "reads")  # functions: there is nothing in them to write to
+ANSWERS = ("profile", "cost", "kept_pages", "reads")  # functions: they hold nothing to write to
 SHOWN = [field.name for field in dataclasses.fields(View) if field.name not in ANSWERS]
 TOKENS = ("known_tokens", "computed_tokens")
 SLOTS = getattr(Job, "__slots__", None) or Job.__mypyc_attrs__  # type: ignore[attr-defined]
@@ -186,6 +185,11 @@ class WatchedPolicy:
         self._wants_nothing = False  # the last answer, while no launch was in flight
         self.idle_without_a_plan = self.asked = 0
 
+    @property
+    def notes_reads(self) -> bool:
+        """As the policy that it asks."""
+        return notes_reads(self._policy)
+
     def plan(self, view: View) -> Plan:
         """The policy's plan for a view.
 
@@ -202,10 +206,24 @@ class WatchedPolicy:
         plan = self._policy.plan(view)
         if snapshot(view) != before:
             raise BrokenLaw("law 8: the policy changed what it was shown")
-        if encode(plan) != encode(self._policy.plan(view)):
+        again: object = self._policy.plan(view)
+        written = _written(plan)
+        if written is None:
+            return plan  # the engine's check says what is wrong with it
+        if written != _written(again):
             raise BrokenLaw("law 8: equal views, other plans")
         self._wants_nothing = not (plan or any(isinstance(op, Compute) for op in view.in_flight))
         return plan
+
+
+def _written(plan: object) -> str | None:
+    """A plan as text; None where it is no Plan, or holds what is no part of one."""
+    if not isinstance(plan, Plan):
+        return None
+    try:
+        return encode(plan)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return None
 
 
 def snapshot(view: View) -> object:
@@ -215,9 +233,20 @@ def snapshot(view: View) -> object:
         view: the view.
 
     Returns:
-        Every field but functions, as copies that later writes do not change.
+        Every field but functions, as copies that later writes do not change; of the profile, what
+        it answers for each job that is shown.
     """
-    return {name: _shown(getattr(view, name)) for name in SHOWN}
+    found = {name: _shown(getattr(view, name)) for name in SHOWN}
+    jobs = (*view.serving, *view.training, *view.waiting)
+    return found | {"profile": [_profiled(view.profile, job.job_id) for job in jobs]}
+
+
+def _profiled(profile: Profile, job_id: int) -> object:
+    """All that a profile answers for a job."""
+    moments = (*profile.moments(job_id),)
+    uses = {place: (*numbers,) for place, numbers in profile.uses(job_id).items()}
+    means_ns = {unit: profile.mean_ns(job_id, unit) for unit in {m.unit for m in moments}}
+    return moments, uses, profile.moment(job_id), means_ns
 
 
 def _shown(value: object) -> object:
@@ -227,8 +256,6 @@ def _shown(value: object) -> object:
             return [_kept(field) for field in FIELDS(value)]
         case Layout():
             return [_shown(getattr(value, field.name)) for field in dataclasses.fields(value)]
-        case EngineProfile():
-            return copy.deepcopy(vars(value))
         case Mapping():
             return dict(value)
         case list():

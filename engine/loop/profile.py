@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from engine.contract.executor import Span
 from engine.contract.plan import Compute
@@ -22,6 +23,9 @@ def launch_key(op: Compute) -> LaunchKey:
     return tuple([(s.work, s.layers, s.tokens) for s in op.slices])
 
 
+NO_USES: Mapping[Place, Sequence[int]] = MappingProxyType({})
+
+
 @dataclass(slots=True)
 class ProfiledStep:
     """The launches of a step, and which of them touched each place: found when first read."""
@@ -30,13 +34,14 @@ class ProfiledStep:
     _uses: Mapping[Place, Sequence[int]] | None = field(default=None, compare=False)
 
     def uses(self) -> Mapping[Place, Sequence[int]]:
-        """Numbers of launches by place."""
+        """Numbers of launches by place, read-only."""
         if self._uses is None:
             found = dict[Place, list[int]]()
             for number, moment in enumerate(self.moments):
                 for place in moment.places:
                     found.setdefault(place, []).append(number)
-            self._uses = found
+            numbers = {place: tuple(launches) for place, launches in found.items()}
+            self._uses = MappingProxyType(numbers)
         return self._uses
 
 
@@ -55,7 +60,7 @@ class EngineProfile:
 
     def uses(self, job_id: int) -> Mapping[Place, Sequence[int]]:
         """Which of these launches, by number, touched each place."""
-        return self._steps[job_id].uses() if job_id in self._steps else {}
+        return self._steps[job_id].uses() if job_id in self._steps else NO_USES
 
     def mean_ns(self, job_id: int, unit: LaunchKey) -> int | None:
         """Mean duration of a launch of one job, None before its first settle."""

@@ -20,6 +20,7 @@ from engine.laws.check_replay import check_capacity, check_inputs
 from engine.loop.admission import Admission, ArrivalQueue
 from engine.loop.engine import Stalled
 from engine.memory.dry_run import DryRun
+from engine.memory.ledger import NOTHING
 from engine.memory.pool import FreeQueue, PagePool
 from engine.memory.scoreboard import Scoreboard
 from policies.composed import Composed
@@ -116,7 +117,7 @@ MEDDLING: dict[str, Callable[[Any], Any]] = {
     "capacity": lambda view: view.capacity_bytes.update({POOL: 1}),
     "bytes": lambda view: view.free_bytes.update({POOL: 1}),
     "the layout": lambda view: view.layout.places.update({kv_place(7): 1}),
-    "the profile": lambda view: view.profile.completed_step(7),
+    "the profile": lambda view: view.profile.issued(Compute(()), 0, NOTHING),
 }
 
 

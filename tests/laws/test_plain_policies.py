@@ -19,8 +19,9 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from engine.contract.job import Job
-from engine.contract.plan import Plan, Slice
+from engine.contract.plan import Compute, Plan, Slice
 from engine.contract.policy import Scheduling
+from engine.contract.rules import BrokenLaw
 from engine.contract.view import View
 from engine.fast_forward import reads
 from engine.fast_forward.reads import (
@@ -31,6 +32,7 @@ from engine.fast_forward.reads import (
     can_be_seen,
     state_of,
 )
+from engine.laws.check_policy import check_policy
 from engine.loop.engine import Engine, Stalled
 from engine.memory.dry_run import DryRunPlanBuilder
 from policies.composed import Composed
@@ -397,6 +399,81 @@ def test_a_policy_that_reads_the_engines_own_view_is_asked_at_each_step() -> Non
     fast, slow = (simulated(InOnePart(), requests, f, Bounded(0), **given) for f in (True, False))
     check_equal(fast, slow)
     assert fast.asked == slow.asked
+
+
+@dataclass(frozen=True)
+class First:
+    """The first jobs, so many of them."""
+
+    max_jobs: int
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        jobs = [*view.serving, *view.waiting][: self.max_jobs]
+        return tuple(Slice(job, job.remaining_tokens) for job in jobs)
+
+
+MANY, FEW = (Composed(First(count), MEMORY["paged_restart"]) for count in (8, 2))
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A wrapper with the traits of two policies that chooses one of them by a fact of the view."""
+
+    chooses_few: Callable[[View], bool]
+    traits = MANY.traits
+
+    def plan(self, view: View) -> Plan:
+        return (FEW if self.chooses_few(view) else MANY).plan(view)
+
+
+class Derived(Composed):
+    """A subclass that reads beside its scheduling."""
+
+    def plan(self, view: View) -> Plan:
+        return (FEW if view.issued % 20 < 10 else self._many()).plan(view)
+
+    def _many(self) -> Composed:
+        return Composed(self.scheduling, self.memory)
+
+
+def by_the_plan(view: View) -> bool:
+    """A job of the engine's own is read by way of a plan."""
+    [launch] = [op for op in MANY.plan(view).ops if isinstance(op, Compute)] or [None]
+    return launch is not None and launch.slices[0].job.known_tokens % 8 < 4
+
+
+SWITCHES: dict[str, Any] = {
+    "issued": Switch(lambda view: view.issued % 20 < 10),
+    "now_ns": Switch(lambda view: view.now_ns // 3_000_000 % 2 == 0),
+    "jobs": Switch(lambda view: any(job.known_tokens % 8 < 4 for job in view.serving)),
+    "plan": Switch(by_the_plan),
+    "subclass": Derived(First(8), MEMORY["paged_restart"]),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_policy_that_wraps_a_composed_one_is_asked_at_each_step(name: str) -> None:
+    requests = [Request(i, 0, 20, 60) for i in range(6)]
+    given = {"pages": 400, "host_pages": 0, "depth": 1}
+    policy = SWITCHES[name]
+    fast, slow = (simulated(policy, requests, f, Bounded(0), **given) for f in (True, False))
+    check_equal(fast, slow)
+    assert fast.asked == slow.asked
+    plans = [plan for *_, plan in slow.recorder.plans]  # type: ignore[union-attr]
+    sizes = {len(plan.ops[-1].slices) for plan in plans}
+    assert {2, 6} <= sizes, "it switches"
+    assert check_policy(policy)
+
+
+@seen
+def test_check_policy_tries_the_questions_that_a_composed_policy_is_spared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = Composed(Turns(), MEMORY["paged_restart"])
+    assert check_policy(policy)
+    forgets("now_ns")(monkeypatch)
+    with pytest.raises(BrokenLaw, match="law 15"):
+        check_policy(policy)
 
 
 # ---- the policy of the README

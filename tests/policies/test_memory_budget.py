@@ -198,7 +198,7 @@ def test_a_profile_says_which_launches_touched_a_place() -> None:
     moments, uses = profile.moments(0), profile.uses(0)
     assert {place for moment in moments for place in moment.places} == {*uses}
     for place, numbers in uses.items():
-        assert numbers == sorted(numbers)
+        assert [*numbers] == sorted(numbers)
         assert {*numbers} == {i for i, moment in enumerate(moments) if place in moment.places}
     assert not profile.uses(1), "nothing is known of others"
 

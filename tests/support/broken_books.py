@@ -22,6 +22,7 @@ from engine.contract.view import View
 from engine.laws.check_policy import WatchedPolicy
 from engine.laws.check_replay import check_capacity, check_inputs
 from engine.loop.engine import Engine, Stalled
+from engine.memory.ledger import NOTHING
 from engine.memory.scoreboard import Journal
 from engine.results.recorder import Recorder
 from policies.composed import Composed
@@ -359,7 +360,7 @@ FAULTS: dict[str, Callable[[], str]] = {
     "capacity changed": _watched(lambda v: v.capacity_bytes.update({POOL: 1})),  # type: ignore[attr-defined]
     "bytes changed": _watched(lambda v: v.free_bytes.update({POOL: 1})),  # type: ignore[attr-defined]
     "the layout changed": _watched(lambda v: v.layout.places.update({kv_place(7): 1})),  # type: ignore[attr-defined]
-    "the profile changed": _watched(lambda v: v.profile.completed_step(7)),  # type: ignore[attr-defined]
+    "the profile changed": _watched(lambda v: v.profile.issued(Compute(()), 0, NOTHING)),  # type: ignore[attr-defined]
     "a policy that remembers": lambda: caught(
         lambda: WatchedPolicy(Moody()).plan(view([decoding(0, 9)], [job(1, 10)]))
     ),
