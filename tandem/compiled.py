@@ -28,7 +28,8 @@ PACKAGES = ("models", "engine", "policies", "sim")
 # Not what Hydra builds: its arguments are checked by annotations, of which mypyc keeps little. And
 # not what adds floats up by sum(... for ...): mypyc adds plainly, Python 3.12 with compensation
 # (sim/cost/tables.py). And not what has a cached_property: compiled, it is reckoned at every look
-# (sim/cost/contract.py).
+# (sim/cost/contract.py). Reads of a View or Job are noted only where these classes are interpreted
+# (can_be_seen of engine/fast_forward/reads.py), which would cost every replay more than it saves.
 MODULES = {
     "engine/contract": "executor job plan plan_check policy progress regions view",
     "engine/memory": "dry_run ledger pool scoreboard",
