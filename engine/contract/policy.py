@@ -253,7 +253,7 @@ class PlanBuilder(Protocol):
         """
 
     def grow_all(self, grows: Sequence[Grow]) -> None:
-        """Adds bytes to places, in this order.
+        """Adds bytes to places, in this order. A Shortage leaves those before it in the plan.
 
         Args:
             grows: the growth of each place.

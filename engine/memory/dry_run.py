@@ -339,7 +339,7 @@ class DryRunPlanBuilder:
     def grow_all(self, grows: Sequence[Grow]) -> None:
         for op in grows:
             self._dry_run.grow(op.place, op.nbytes)
-        self._ops += grows
+            self._ops.append(op)
 
     def grow_running(self, running: RunningDecodes) -> bool:
         pool, nbytes = (Tier.GPU, self._device), len(running.full) * self._page_nbytes
@@ -420,7 +420,7 @@ class _LimitedBuilder(DryRunPlanBuilder):
     def grow_all(self, grows: Sequence[Grow]) -> None:
         for op in grows:
             self._check(op.place, op.nbytes)
-        super().grow_all(grows)
+            super().grow_all((op,))
 
     def copy(self, src: Place, dst: Place) -> None:
         if not self.holds(dst):

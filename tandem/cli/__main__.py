@@ -38,7 +38,7 @@ VERBS = {
 }
 EXAMPLES = """examples:
   tandem run                                      the sample trace, simulated
-  tandem run backend=cpu                          the same, measured on this CPU
+  tandem run backend=cpu                          the sample trace, measured on this CPU
   tandem sweep policy=chunked_restart,static_restart arrival.rate=2,4,8
   tandem compare outputs/.../SIM outputs/.../CPU  both together, with a report
   tandem trace import ShareGPT_V3.json --tokenizer path/to/tokenizer --out sharegpt.parquet

@@ -301,7 +301,7 @@ def test_gathered_weights_of_a_tied_table_stay_while_gradients_lie_there(mode: M
 
 
 def test_patrickstar_makes_room_for_what_is_gathered() -> None:
-    """Gathered weights are in the tide: other bytes of a launch that uses them."""
+    """Gathered weights count as other bytes of the launches that use them."""
     found = in_group(PatrickStar(), 4)
     layout = layout_of(found)
     moments = found.engine.state.profile.moments(0)

@@ -14,6 +14,7 @@ from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.run_spec import run_spec_of
 from tests.support.hand_made import FAMILIES, TINY, HandMade, make_prompts
+from tests.support.published_configs import yaml_spec
 
 PAGE_TOKENS = 16
 LAUNCHES = {
@@ -64,6 +65,19 @@ def test_the_formula_is_what_torch_allocates(name: str) -> None:
     for kind, shape in LAUNCHES.items():
         measured, predicted = measured_bytes(SPECS[name], shape)
         assert predicted == pytest.approx(measured, rel=TOLERANCE), kind
+
+
+def test_the_formula_is_the_largest_of_its_moments() -> None:
+    """Three peaks by hand: the logits, the MLP, and the keys and values gathered for a slice."""
+    head = yaml_spec("gpt2").workspace_bytes([1] * 8, [10] * 8, samples=8)
+    assert head == 8 * 4 * (768 + 768 + 50257)  # eight decodes
+    spec = yaml_spec("tiny_llama")
+    mlp = spec.workspace_bytes([512], [0], samples=0)
+    assert mlp == 512 * 4 * (3 * 256 + 2 * 704 + 2 * 32)
+    gather = spec.workspace_bytes([2], [4000], samples=0, page_tokens=32)
+    # Input, q, k, v and the outputs of all; the slice's own output, its sums; cosines and sines.
+    rows, mask = 2 * (256 + 256 + 2 * 128 + 256 + 256 + 8 + 2 * 32), 2 * 4002
+    assert gather == 4 * (rows + mask + 2 * 128 * 4032)  # 4002 tokens lie in 126 pages of 32
 
 
 @pytest.mark.parametrize("policy", ["chunked_restart", "continuous_restart", "static_restart"])

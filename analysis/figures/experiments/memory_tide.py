@@ -21,8 +21,8 @@ TEXT = (
     "The memory tide",
     "States on the device, stacked from below, and activations with workspace, hanging from "
     "above; black: the bytes left to chunks. In the first step, which warms up, chunks get a "
-    "fixed share; then they follow the tide, or, under a static partition, never do. Dotted: the "
-    "ends of steps.",
+    "fixed share; then they follow the bytes left, or, under a static partition, never do. "
+    "Dotted: the ends of steps.",
 )
 
 

@@ -28,10 +28,10 @@ class FakeServer:
 
     `faults` maps a request's number (of x-request-id) to what goes wrong with it: an HTTP status,
     "stall" (after the first token), "silence" (no answer at all), "cut", "garbage", "error",
-    "empty", "short" (half the tokens), or a mode of tests/support/server_modes.py. `seen` holds
-    bodies, headers and times by number, `counted` what the server has made of a request (finished,
-    refused, unfinished), and how many tokens it counts. `knows_chat_only` has no /v1/completions;
-    `refuses` names keys of a body that are an error.
+    "empty", "short" (half the tokens), or a mode of tests/support/servers/server_modes.py. `seen`
+    holds bodies, headers and times by number, `counted` what the server has made of a request
+    (finished, refused, unfinished), and how many tokens it counts. `knows_chat_only` has no
+    /v1/completions; `refuses` names keys of a body that are an error.
     """
 
     first_s: float = 0.02
