@@ -268,7 +268,7 @@ def layout_of(training: TrainingProgress) -> TrainingLayout:
     if training.layout is None:
         raise ValueError(
             f"training job {training.spec.job_id}: nothing is laid out for it; "
-            "choose a planner that makes chunks, such as planner=unit_chunks"
+            "choose a planner that cuts chunks at units"
         )
     return training.layout
 

@@ -39,6 +39,7 @@ class Traits:
         swaps            A preempted job's KV may come back from the host.
         prefix_caching   Full pages are kept, and jobs start on pages that hold their beginning.
         states_in        Tiers in which states of training may lie for good.
+        reuses_gradients  Gradients of training take the place of their weights.
     Of both:
         recurs           The policy reads no times, durations and numbers of plans. Of steps,
                          microbatches and stamps it reads only which are equal and which come first.
@@ -55,6 +56,7 @@ class Traits:
     swaps: bool = False
     prefix_caching: bool = False
     states_in: tuple[Tier, ...] = tuple(Tier)
+    reuses_gradients: bool = False
     recurs: bool = False
 
     def with_memory(self, memory: Traits) -> Traits:
@@ -96,6 +98,9 @@ RETIRED_TRAITS = {  # attributes that are no traits, each with the trait to decl
     "states_in": "states_in=(...)",
     "stretch": 'kv_growth="page"',
 }
+SETTINGS_OF_TRAITS = {  # settings that a policy may have, where it declares the trait as well
+    name: f"{name}=self.{name}" for name in ("spare_pages", "prefix_caching", "reuses_gradients")
+}
 
 
 def traits_of(policy: object) -> Traits:
@@ -108,19 +113,28 @@ def traits_of(policy: object) -> Traits:
         Its `traits`, or Traits that promise nothing where it has none.
 
     Raises:
-        ValueError: `traits` is no Traits, or an attribute has the name of a trait.
+        ValueError: `traits` is no Traits, an attribute has the name of a trait, or a setting of a
+            policy without `traits` is one of SETTINGS_OF_TRAITS and not 0 or False.
     """
     name = type(policy).__name__
     for attribute, trait in RETIRED_TRAITS.items():
         if hasattr(policy, attribute):
-            raise ValueError(
-                f"{name}.{attribute} is read no more; declare `traits = Traits({trait})` "
-                "(engine.contract.policy) instead"
-            )
+            raise ValueError(_instead(name, attribute, trait))
+    if not hasattr(policy, "traits"):
+        for attribute, trait in SETTINGS_OF_TRAITS.items():
+            if getattr(policy, attribute, False):
+                raise ValueError(_instead(name, attribute, trait))
     traits = getattr(policy, "traits", PROMISES_NOTHING)
     if not isinstance(traits, Traits):
         raise ValueError(f"{name}.traits is {named(traits)}; it must be a Traits")
     return traits
+
+
+def _instead(name: str, attribute: str, trait: str) -> str:
+    return (
+        f"{name}.{attribute} is read no more; declare `traits = Traits({trait})` "
+        "(engine.contract.policy) instead"
+    )
 
 
 def notes_reads(policy: object) -> bool:

@@ -115,7 +115,7 @@ class Engine:
         if depth < 1:
             raise ValueError(f"depth is {depth}: at least one plan must be in flight")
         if not forced and depth > 1:
-            raise ValueError(f"depth is {depth}: sampled lengths need depth 1 (set depth=1)")
+            raise ValueError(f"depth is {depth}: sampled lengths need at most one plan in flight")
         traits, recorder = traits_of(policy), recorder or Recorder()
         recorder.predicted_bytes = getattr(executor, "peak_bytes", None)
         shown = (layout or Layout()).shown()

@@ -74,10 +74,11 @@ class DividedMemory:
 
     @property
     def traits(self) -> Traits:
-        """Prefix caching as serving has it; tiers of model states as training has them."""
+        """Prefix caching as serving has it; what is told of model states as training has it."""
         return Traits(
             prefix_caching=traits_of(self.serving).prefix_caching,
             states_in=traits_of(self.training).states_in,
+            reuses_gradients=traits_of(self.training).reuses_gradients,
         )
 
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:

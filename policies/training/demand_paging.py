@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from engine.contract.plan import COMPUTE_LANE, HOST_LANE, Slice
 from engine.contract.policy import PlanBuilder, Traits
@@ -32,11 +32,14 @@ class DemandPaging:
         OutOfMemory: from `fit`, a launch can never fit.
     """
 
-    traits: ClassVar[Traits] = Traits(recurs=True)
     order: Literal["lru", "fifo", "opt"] = "lru"
     tiers: Literal["exclusive", "inclusive"] = "exclusive"
     updates: Literal["host", "device"] = "host"
     reuses_gradients: bool = False
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(reuses_gradients=self.reuses_gradients, recurs=True)
 
     @patient
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from engine.contract.footprint import LaunchFootprint
 from engine.contract.job import Job, layout_of
@@ -167,7 +167,6 @@ class PatrickStar:
         OutOfMemory: from `fit`, a launch can never fit or, with `strict`, a budget is not met.
     """
 
-    traits: ClassVar[Traits] = Traits(recurs=True)
     device_share: float = 1.0
     warmup_share: float = WARMUP_SHARE
     margin_share: float = 0.8
@@ -178,6 +177,10 @@ class PatrickStar:
     staging_chunks: int = 0
     overlaps_updates: bool = True
     strict: bool = False
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(reuses_gradients=self.reuses_gradients, recurs=True)
 
     def __post_init__(self) -> None:
         for name in ("device_share", "warmup_share", "margin_share"):

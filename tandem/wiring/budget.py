@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine.contract.layout import Layout
-from engine.contract.policy import traits_of
+from engine.contract.policy import Traits, traits_of
 from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Pool, Region, Tier
 from models.spec import ModelSpec
 from policies.training.out_of_memory import Advised, OutOfMemory, Remedy
@@ -208,10 +208,11 @@ def room_for(
         check_whole(budget, device, memory, given)
     kv = memory.left if given is None else given
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
-    reserved = getattr(_serving(policy, "memory"), "max_tokens", None)  # by each job, whole
+    promised = _memory_traits(policy)
+    reserved = promised.reserved_tokens or None  # by each job, whole
     if reserved is not None and not budget.may_refuse:
         check_reservation(reserved, longest)
-    needed = page.bytes_for(reserved or longest) + _spare_pages(policy) * page.nbytes
+    needed = page.bytes_for(reserved or longest) + promised.spare_pages * page.nbytes
     if kv < (page.nbytes if budget.may_refuse else needed):
         short = Short(*asks(longest, reserved), needed // page.nbytes, needed, needed - kv)
         raise ValueError(deficit(budget, device, memory, short))
@@ -288,9 +289,10 @@ def _is_replay(policy: Any) -> bool:
     return getattr(policy, "scheduling", None) is None
 
 
-def _spare_pages(policy: Any) -> int:
-    """Pages that must be free beside those of a job, for the memory policies that ask for some."""
-    return int(getattr(_serving(policy, "memory"), "spare_pages", 0))
+def _memory_traits(policy: Any) -> Traits:
+    """The traits of the memory half that serves; of the whole policy where it has no halves."""
+    memory = _serving(policy, "memory")
+    return traits_of(policy if memory is None else memory)
 
 
 def _serving(policy: Any, half: str) -> Any:

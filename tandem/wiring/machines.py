@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.contract.executor import Meter
+from engine.contract.policy import traits_of
 from engine.contract.regions import Pool, Tier
 from tandem.wiring.budget import MIB
 from tandem.wiring.run_spec import RunSpec
@@ -123,7 +124,7 @@ def training_machine(run_spec: RunSpec, device: str = "cpu") -> Any:
     from runtime.training.trainer import Trainer, build_trainee
 
     store, trainers, layout = RegionStore(device), dict[int, Any](), run_spec.room.layout
-    reuses = getattr(getattr(run_spec.policy, "memory", None), "reuses_gradients", False)
+    reuses = traits_of(run_spec.policy).reuses_gradients
     for trainee in run_spec.trainees:
         job = trainee.job
         model = build_trainee(trainee.spec, job.recipe, run_spec.seed)

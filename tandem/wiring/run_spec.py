@@ -101,6 +101,9 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
     quoted = PolicyCost(cost, _nothing)
     planned = laid_out(config, builder, trainees, room.capacity_bytes, quoted, policy)
     places = {**room.layout.places, **planned.places}
+    depth, decoding = _int_within(1, MOST_DEPTH, config, "depth"), decoding_of(config, spec)
+    if not decoding.forced and depth > 1:
+        raise ValueError(f"depth={depth}: sampled lengths need one plan at a time; set depth=1")
     return RunSpec(
         requests,
         spec,
@@ -110,9 +113,9 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
         replace(room, layout=replace(planned, places=places)),
         replicas,
         router_of(config, builder, policy, replicas),
-        _int_within(1, MOST_DEPTH, config, "depth"),
+        depth,
         seed,
-        decoding_of(config, spec),
+        decoding,
         is_replay=config.get("replayed") is not None,
         trainees=trainees,
     )

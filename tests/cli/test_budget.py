@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from engine.contract.plan import Slice
+from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.regions import Tier
+from engine.contract.view import View
+from policies.composed import Composed
+from policies.scheduling.chunked_prefill import ChunkedPrefill
 from policies.scheduling.recorded import RecordedPlans
+from policies.sharing.time_shared import DividedMemory
+from policies.training.patrickstar import PatrickStar
 from sim.devices.kv_room import plan_memory
 from tandem.cli.terminal import told
 from tandem.config.compose import composed
@@ -54,6 +61,34 @@ def test_the_min_budget_that_is_accepted_serves_the_longest_request(
     assert enough and run_spec_of(composed([*words, f"budget.kv_bytes={enough[1]}"]))
     metrics = run_experiment(composed([*words, f"budget.kv_pages={least}"]), tmp_path / "run")
     assert metrics["num_finished"] == 1
+
+
+class Promising:
+    """A memory policy that is known by its traits alone."""
+
+    def __init__(self, traits: Traits) -> None:
+        self.traits = traits
+
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+        raise AssertionError("a budget plans nothing")
+
+
+@pytest.mark.parametrize(
+    ("traits", "least"),
+    [
+        (Traits(), 10),
+        (Traits(spare_pages=3), 13),
+        (Traits(kv_growth="reserved", reserved_tokens=200), 13),
+    ],
+)
+def test_a_budget_goes_by_the_traits_of_the_memory_policy(traits: Traits, least: int) -> None:
+    setting = run_spec_of(composed(["model=micro_llama", "limit=2"]))
+    for memory in (Promising(traits), DividedMemory(Promising(traits), PatrickStar())):
+        policy = Composed(ChunkedPrefill(), memory)
+        given = (setting.device, setting.spec, 16, [Request(0, 0, 100, TOKENS - 100)], policy)
+        with pytest.raises(ValueError, match=rf"raise budget\.kv_pages to {least},"):
+            room_for(Budget(kv_pages=least - 1), *given)
+        assert room_for(Budget(kv_pages=least), *given)
 
 
 def test_a_reservation_that_the_longest_request_outgrows_is_told_before_anything_runs(

@@ -213,5 +213,5 @@ def test_real_ends_of_sequence_end_requests_early_and_keep_the_laws() -> None:
 
 
 def test_sampled_lengths_refuse_run_ahead() -> None:
-    with pytest.raises(ValueError, match="set depth=1"):
+    with pytest.raises(ValueError, match="at most one plan in flight"):
         Engine(VirtualClock(), RecordedPlans(()), None, {}, PAGE, depth=2, forced=False)  # type: ignore[arg-type]

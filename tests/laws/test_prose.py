@@ -1,4 +1,4 @@
-"""The prose of the house: comments, docstrings, messages and names of tests speak of the code.
+"""The prose of the house: comments, docstrings, messages, names of tests, and documents.
 
 The subject of a sentence is a noun of the code, and no file tells how the project is worked on.
 """
@@ -76,6 +76,13 @@ def yamls() -> Tree:
     return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}
 
 
+def documents() -> Tree:
+    """The pages for readers: all of their text is prose."""
+    tops = [ROOT / name for name in ("README.md", "DESIGN.md", "CHANGELOG.md")]
+    paths = [*tops, *sorted((ROOT / "docs").rglob("*.md"))]
+    return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}
+
+
 def comments(text: str) -> Iterator[str]:
     """The comments of a yaml."""
     yield from re.findall(r"(?:^|\s)#.*", text)
@@ -91,6 +98,13 @@ def test_prose_speaks_of_the_code(package: str) -> None:
     counts = Counter(phrase for phrases in found.values() for phrase in phrases)
     lines = [f"{path}: {', '.join(phrases)}" for path, phrases in found.items()]
     assert not found, "\n".join([f"{counts.total()} in {package}", *lines])
+
+
+def test_documents_speak_of_the_code() -> None:
+    pages = documents()
+    assert {"README.md", "DESIGN.md", "docs/own-policy.md", "docs/decisions/README.md"} <= {*pages}
+    found = {path: told for path, text in pages.items() if (told := found_in(iter([text])))}
+    assert not found, "\n".join(f"{path}: {', '.join(told)}" for path, told in found.items())
 
 
 @pytest.mark.parametrize(
