@@ -56,7 +56,7 @@ ITERATION = {
 
 
 @dataclass(frozen=True)
-class Case:
+class UserCommand:
     """A process by its words behind `python -m`.
 
     Attributes:
@@ -79,13 +79,13 @@ class Case:
 
 
 CASES = (
-    Case("help", ("tandem", "--help")),
-    Case("sweep", SWEEP),
-    Case("run", RUN, needs_shared=True),
-    Case("run.compiled", (*COMPILED, *RUN), needs_shared=True),
-    Case("simulator", (SIMULATOR, "--quick"), RATE, needs_shared=True),
-    Case("simulator.compiled", (*COMPILED, SIMULATOR, "--quick"), RATE, needs_shared=True),
-    Case("planning", (PLANNING, "--quick"), ITERATION),
+    UserCommand("help", ("tandem", "--help")),
+    UserCommand("sweep", SWEEP),
+    UserCommand("run", RUN, needs_shared=True),
+    UserCommand("run.compiled", (*COMPILED, *RUN), needs_shared=True),
+    UserCommand("simulator", (SIMULATOR, "--quick"), RATE, needs_shared=True),
+    UserCommand("simulator.compiled", (*COMPILED, SIMULATOR, "--quick"), RATE, needs_shared=True),
+    UserCommand("planning", (PLANNING, "--quick"), ITERATION),
 )
 
 
@@ -121,7 +121,7 @@ def figures(
     sys.exit(f"{' '.join(words)} does not print {', '.join(printed)}\n{''.join(said)[-2000:]}")
 
 
-def words_in(case: Case, side: Checkout, folders: Mapping[str, str]) -> list[str]:
+def command_in(case: UserCommand, side: Checkout, folders: Mapping[str, str]) -> list[str]:
     """The words of a case in a checkout."""
     words = [sys.executable, "-m"]
     for word in case.words:
@@ -134,9 +134,9 @@ def words_in(case: Case, side: Checkout, folders: Mapping[str, str]) -> list[str
     return words
 
 
-def sample(case: Case, side: Checkout, folders: Mapping[str, str]) -> dict[str, float]:
+def sample(case: UserCommand, side: Checkout, folders: Mapping[str, str]) -> dict[str, float]:
     """The figures of one process of a case."""
-    words = words_in(case, side, folders)
+    words = command_in(case, side, folders)
     env = {**side.env, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryDirectory(dir=side.out) as folder:
         if case.printed:
@@ -145,7 +145,7 @@ def sample(case: Case, side: Checkout, folders: Mapping[str, str]) -> dict[str, 
 
 
 @dataclass(frozen=True)
-class Pair:
+class ProcessPair:
     """A figure of one process of each checkout, one behind the other."""
 
     case: str
@@ -162,8 +162,8 @@ class Pair:
 
 
 def measured(
-    cases: Sequence[Case], sides: Sequence[Checkout], folders: Mapping[str, str], pairs: int
-) -> Iterator[Pair]:
+    cases: Sequence[UserCommand], sides: Sequence[Checkout], folders: Mapping[str, str], pairs: int
+) -> Iterator[ProcessPair]:
     """Pairs of all cases, round by round; the checkout that goes first takes turns."""
     for number in range(-1, pairs):
         for case in cases:
@@ -173,10 +173,10 @@ def measured(
                 continue  # bytecode and caches were written
             before, after = (taken[side.out.name] for side in sides)
             for name in before:
-                yield Pair(case.name, name, number, before[name], after[name])
+                yield ProcessPair(case.name, name, number, before[name], after[name])
 
 
-def table(found: Sequence[Pair]) -> tuple[list[str], float]:
+def table(found: Sequence[ProcessPair]) -> tuple[list[str], float]:
     """A line for each figure of each case, and the largest ratio."""
     lines = [f"{'case':32}{'before':>10}{'after':>10}{'ratio':>8}{'quartiles':>16}{'pairs':>7}"]
     worst = 0.0
@@ -194,7 +194,7 @@ def table(found: Sequence[Pair]) -> tuple[list[str], float]:
     return lines, worst
 
 
-def chosen_of(only: Sequence[str], shared: Path) -> tuple[list[Case], list[str]]:
+def chosen_of(only: Sequence[str], shared: Path) -> tuple[list[UserCommand], list[str]]:
     """The cases whose names begin with one of `only`, and why others of them cannot run here."""
     named = [case for case in CASES if not only or case.name.startswith(tuple(only))]
     if not named:
@@ -220,10 +220,10 @@ def compared(words: argparse.Namespace, root: Path) -> int:
     folders = {SHARED: str(shared), INPUTS: str(root)}
     if any(case.needs_shared for case in cases):
         write_vidur(shared / "data" / "peers" / "inputs" / REQUESTS, root / "vidur.csv")
-    found = list[Pair]()
+    found = list[ProcessPair]()
     with words.csv.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
-        rows.writerow((*(name.name for name in fields(Pair)), "ratio"))
+        rows.writerow((*(name.name for name in fields(ProcessPair)), "ratio"))
         for pair in measured(cases, sides, folders, words.pairs):
             found.append(pair)
             rows.writerow((*astuple(pair), pair.ratio))

@@ -12,7 +12,15 @@ import pytest
 from benchmarks import same_speed
 from benchmarks.claims import scripts
 from benchmarks.same_behaviour import HERE, checkout_of
-from benchmarks.same_speed import CASES, PLANNING, SIMULATOR, Case, Pair, main, words_in
+from benchmarks.same_speed import (
+    CASES,
+    PLANNING,
+    SIMULATOR,
+    ProcessPair,
+    UserCommand,
+    command_in,
+    main,
+)
 
 # Counts up, and leaves a line in the file that the environment names.
 WORKS = """
@@ -28,9 +36,9 @@ sys.exit({code})
 """
 SERVED = {"requests_per_s": r"served (\S+) a second"}
 FAKE_CASES = (
-    Case("count", ("tandem",)),
-    Case("serve", ("tandem", "wait"), SERVED),
-    Case("shared", ("tandem",), needs_shared=True),
+    UserCommand("count", ("tandem",)),
+    UserCommand("serve", ("tandem", "wait"), SERVED),
+    UserCommand("shared", ("tandem",), needs_shared=True),
 )
 
 
@@ -105,7 +113,7 @@ def test_the_scripts_of_claims_are_found_and_print_what_is_read(tmp_path: Path) 
     named = {word for case in CASES for word in case.words} & {SIMULATOR, PLANNING}
     assert named == {SIMULATOR, PLANNING}
     for case in CASES:
-        script = words_in(case, side, {})[-2]
+        script = command_in(case, side, {})[-2]
         if case.printed:
             text = (HERE / f"{script.replace('.', '/')}.py").read_text(encoding="utf-8")
             for pattern in case.printed.values():
@@ -113,8 +121,8 @@ def test_the_scripts_of_claims_are_found_and_print_what_is_read(tmp_path: Path) 
 
 
 def test_a_rate_counts_the_other_way() -> None:
-    assert Pair("simulator", "requests_per_s", 0, 200.0, 100.0).ratio == 2
-    assert Pair("help", "cpu_s", 0, 2.0, 1.0).ratio == 0.5
+    assert ProcessPair("simulator", "requests_per_s", 0, 200.0, 100.0).ratio == 2
+    assert ProcessPair("help", "cpu_s", 0, 2.0, 1.0).ratio == 0.5
 
 
 def test_it_is_no_claim() -> None:
