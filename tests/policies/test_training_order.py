@@ -209,5 +209,5 @@ def test_settings_of_turns_are_checked() -> None:
         TrainingOrder(-1)
     empty = Composed(TrainingOrder(), Zero3Offload())
     job = TrainingJob(0, 0, 3, 8)
-    with pytest.raises(ValueError, match="choose a planner that makes chunks"):
+    with pytest.raises(ValueError, match="choose a planner that cuts chunks at units"):
         replay(empty, [job], layout=Layout())
