@@ -144,6 +144,14 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.fixture
+def _hangup() -> Iterator[None]:
+    """A hang-up ends what is started here, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @contextmanager
 def child(
     monkeypatch: pytest.MonkeyPatch, *before: str, **more: Any
@@ -163,6 +171,7 @@ def child(
             found.kill()
 
 
+@pytest.mark.usefixtures("_hangup")
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP], ids=str)
 def test_a_run_that_is_told_to_end_says_so(
     how: signal.Signals, monkeypatch: pytest.MonkeyPatch
@@ -185,6 +194,7 @@ def test_a_run_under_nohup_goes_on_without_its_terminal(monkeypatch: pytest.Monk
         assert run.wait(timeout=60) == 128 + signal.SIGTERM
 
 
+@pytest.mark.usefixtures("_hangup")
 @pytest.mark.slow
 def test_a_terminal_that_is_closed_ends_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can be told there any more, and what there is, is kept."""
