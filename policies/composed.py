@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any
 
 from engine.contract.plan import Plan, Slice
 from engine.contract.policy import Memory, Scheduling, Traits, named, traits_of
@@ -28,7 +28,11 @@ class Composed:
 
     scheduling: Scheduling
     memory: Memory
-    notes_reads: ClassVar[bool] = True
+
+    @property
+    def notes_reads(self) -> bool:
+        """The scheduling is shown a View that notes its reads."""
+        return True
 
     @property
     def traits(self) -> Traits:
