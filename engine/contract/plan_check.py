@@ -6,8 +6,9 @@ plan before. Any other plan is walked in its order. Decodes that go on as before
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from engine.contract.job import Job, TokenClock
 from engine.contract.plan import (
@@ -57,21 +58,7 @@ class Leading(NamedTuple):
     clock: TokenClock
 
 
-class KeptContents(Protocol):
-    """The contents of kept pages (prefix caching)."""
-
-    def wrong(self, job: Job, pages: Sequence[int]) -> list[int]:
-        """The given pages that do not hold their part of a job's beginning."""
-
-
-class SharedPool(Protocol):
-    """A pool whose full pages are kept."""
-
-    @property
-    def cache(self) -> KeptContents: ...
-
-
-class Books(Protocol):
+class Books(ABC):
     """The ledger, as far as the checks read it, and its dry run."""
 
     page: PageSize
@@ -79,26 +66,35 @@ class Books(Protocol):
     open: dict[Op, None]
     capacity_bytes: dict[Pool, int]
 
-    @property
-    def sharing(self) -> Mapping[Pool, SharedPool]: ...
-    @property
-    def places_of(self) -> Mapping[int, Mapping[Place, None]]: ...
+    places_of: dict[int, dict[Place, None]]
 
+    @abstractmethod
     def room_of(self, pool: Pool) -> int:
         """Free and coming bytes of a pool."""
 
+    @abstractmethod
+    def keeps_pages(self, pool: Pool) -> bool:
+        """Whether full pages of a pool are kept (prefix caching)."""
+
+    @abstractmethod
+    def wrong_pages(self, pool: Pool, job: Job, pages: Sequence[int]) -> list[int]:
+        """The kept pages of those given that do not hold their part of a job's beginning."""
+
+    @abstractmethod
     def expect(self, plan: Plan) -> None:
         """A plan is known to fit: booking it needs no dry run."""
 
+    @abstractmethod
     def dry_run(self, plan: Plan) -> None:
         """Raises Shortage or ContractError where a plan cannot be booked."""
 
 
-class Jobs(Protocol):
+class Jobs(ABC):
     """The jobs that wait or are in service."""
 
     jobs: dict[int, Job]
 
+    @abstractmethod
     def has_started(self, job: Job) -> bool:
         """Whether a job is in service or trains."""
 
@@ -296,16 +292,16 @@ class PlanCheck:
 
     def _check_share(self, op: Share) -> None:
         """Rule SHARE, but for what the dry run checks."""
-        number, sharing = op.place.region.owner, self._ledger.sharing.get(op.place.pool)
+        number, pool = op.place.region.owner, op.place.pool
         job = self._jobs.get(number)
-        if job is None or job.training is not None or sharing is None:
+        if job is None or job.training is not None or not self._ledger.keeps_pages(pool):
             what = "pages are shared for a job that is there, with prefix caching"
             raise ContractError(Rule.SHARE, what, number)
         if type(op.pages) is not tuple or not op.pages or len({*op.pages}) != len(op.pages):
             raise ContractError(Rule.SHARE, "shared pages are a tuple, and none is twice", number)
         if len(op.pages) * self._page.tokens >= job.known_tokens:
             raise ContractError(Rule.SHARE, "its last token must be computed", number)
-        if wrong := sharing.cache.wrong(job, op.pages):
+        if wrong := self._ledger.wrong_pages(pool, job, op.pages):
             what = f"it would start on pages {wrong}, which hold other tokens"
             raise ContractError(Rule.SHARE, what, number)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import index
@@ -189,7 +190,7 @@ class Scheduling(Protocol):
         """
 
 
-class PlanBuilder(Protocol):
+class PlanBuilder(ABC):
     """The plan that a memory policy writes: each operation is tried on a dry run as it is added.
 
     The dry run counts free and coming bytes, so a launch may wait for bytes that come back. Nothing
@@ -200,6 +201,7 @@ class PlanBuilder(Protocol):
         ContractError: an operation cannot be booked, such as the free of a place that is not held.
     """
 
+    @abstractmethod
     def room(self, pool: Pool) -> int:
         """Free and coming bytes of a pool.
 
@@ -210,6 +212,7 @@ class PlanBuilder(Protocol):
             The bytes that this plan may still take.
         """
 
+    @abstractmethod
     def held(self, place: Place) -> int:
         """Bytes of a place.
 
@@ -220,6 +223,7 @@ class PlanBuilder(Protocol):
             The bytes; 0 where the place is not held.
         """
 
+    @abstractmethod
     def holds(self, place: Place) -> bool:
         """Whether a place is held.
 
@@ -230,6 +234,7 @@ class PlanBuilder(Protocol):
             True also for a place of 0 bytes.
         """
 
+    @abstractmethod
     def found(self, job: Job) -> tuple[int, ...]:
         """Kept pages on which a job could start (prefix caching).
 
@@ -240,6 +245,7 @@ class PlanBuilder(Protocol):
             Page numbers in order; () without prefix caching.
         """
 
+    @abstractmethod
     def idle(self, pages: Sequence[int]) -> int:
         """How many pages no job holds. Sharing such a page takes room.
 
@@ -250,6 +256,7 @@ class PlanBuilder(Protocol):
             The number of pages without a holder.
         """
 
+    @abstractmethod
     def share(self, place: Place, pages: tuple[int, ...]) -> None:
         """Starts a place on kept or held pages; without pages no operation is added.
 
@@ -258,6 +265,7 @@ class PlanBuilder(Protocol):
             pages: page numbers in order.
         """
 
+    @abstractmethod
     def grow(self, place: Place, nbytes: int) -> None:
         """Adds bytes to a place; for 0 bytes no operation is added.
 
@@ -266,6 +274,7 @@ class PlanBuilder(Protocol):
             nbytes: bytes to add; of KV whole pages.
         """
 
+    @abstractmethod
     def grow_all(self, grows: Sequence[Grow]) -> None:
         """Adds bytes to places, in this order. A Shortage leaves those before it in the plan.
 
@@ -273,6 +282,7 @@ class PlanBuilder(Protocol):
             grows: the growth of each place.
         """
 
+    @abstractmethod
     def grow_running(self, running: RunningDecodes) -> bool:
         """Adds the pages that running decodes need.
 
@@ -283,6 +293,7 @@ class PlanBuilder(Protocol):
             Whether there was room; False leaves the plan unchanged.
         """
 
+    @abstractmethod
     def free(self, place: Place) -> None:
         """Gives a place back.
 
@@ -290,6 +301,7 @@ class PlanBuilder(Protocol):
             place: a place that is held.
         """
 
+    @abstractmethod
     def move(self, src: Place, dst: Place) -> None:
         """Copies a region whole and gives its source back.
 
@@ -298,6 +310,7 @@ class PlanBuilder(Protocol):
             dst: a place of its region in another pool.
         """
 
+    @abstractmethod
     def copy(self, src: Place, dst: Place) -> None:
         """Copies a region whole; the source stays.
 
@@ -306,6 +319,7 @@ class PlanBuilder(Protocol):
             dst: a place of its region in another pool; if held, as large as the source.
         """
 
+    @abstractmethod
     def compute(self, slices: Sequence[Slice], writes: Sequence[Place]) -> None:
         """Adds one launch of all slices, which writes these places. Booking checks its places.
 
@@ -314,6 +328,7 @@ class PlanBuilder(Protocol):
             writes: the KV place of each slice, in their order.
         """
 
+    @abstractmethod
     def launch(self, op: Compute) -> None:
         """Adds a launch. Booking checks its places.
 
@@ -321,6 +336,7 @@ class PlanBuilder(Protocol):
             op: a new launch, which names its places.
         """
 
+    @abstractmethod
     def exchange(self, op: Collective) -> None:
         """Adds a device's part in an exchange of its group.
 
@@ -328,6 +344,7 @@ class PlanBuilder(Protocol):
             op: a new collective of the plan's device.
         """
 
+    @abstractmethod
     def restart(self, job: Job) -> None:
         """Names a job in service that loses its KV: its tokens are computed again.
 
@@ -335,6 +352,7 @@ class PlanBuilder(Protocol):
             job: a job in service.
         """
 
+    @abstractmethod
     def refuse(self, job: Job) -> None:
         """Names a job that will never fit.
 
@@ -342,9 +360,11 @@ class PlanBuilder(Protocol):
             job: a job that waits or is in service.
         """
 
+    @abstractmethod
     def discard(self) -> None:
         """Empties the plan."""
 
+    @abstractmethod
     def within(self, room_bytes: Mapping[Pool, int]) -> PlanBuilder:
         """A builder that writes into this plan within a share of the room.
 
@@ -355,6 +375,7 @@ class PlanBuilder(Protocol):
             A builder whose operations become operations of this plan.
         """
 
+    @abstractmethod
     def __bool__(self) -> bool:
         """Whether the plan holds an operation, a restart or a refusal."""
 

@@ -1,6 +1,6 @@
 """Fast-forward: the questions that the policy is spared, and the steps that are issued at once.
 
-The loop knows a `FastForward` by its protocol `PlanReuse` (engine/loop/asking.py).
+The loop knows a `FastForward` as a `PlanReuse` (engine/loop/asking.py).
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from engine.fast_forward.reads import SeenReads, can_be_seen
 from engine.fast_forward.recurrence import Recurrence
 from engine.fast_forward.repeated_plan import RepeatedPlan
 from engine.fast_forward.standing_plan import StandingPlan
-from engine.loop.asking import LoopParts, PolicyAnswer
+from engine.loop.asking import LoopParts, PlanReuse, PolicyAnswer
 from engine.loop.completions import Completions
-from engine.loop.issuing import Moved, PrefixReuse
-from engine.loop.state import EngineState, Turn
+from engine.loop.issuing import Moved, Moves, PrefixReuse
+from engine.loop.state import EngineState, Issue, Turn
 
 
-class FastForward:
+class FastForward(PlanReuse):
     """The PlanReuse of an engine with one device."""
 
     def __init__(
         self,
+        issue: Issue,
         traits: Traits,
         notes_reads: bool,
         state: EngineState,
         tokens_left: Callable[[Job], int],
     ) -> None:
+        super().__init__(issue)
         self._state = state
         is_plain = not traits.repeats and traits.kv_growth != "asked"
         self._reads = SeenReads() if is_plain and notes_reads and can_be_seen() else None
@@ -132,12 +134,12 @@ class FastForward:
         assert self._parts is not None, "the engine gives the parts of the loop before it runs"
         repeat = self._standing.repeat
         if repeat is None:
-            yield from self._parts.issue(plan, device)
+            yield from self._issue(plan, device)
         elif self.jump is None or not (yield from self._jumped(self.jump, repeat, device)):
             moves = StepMoves(
                 repeat, self._state, self._parts.completions, self._parts.issuing.prefix
             )
-            yield from self._parts.issue(repeat.next(), device, moves)
+            yield from self._issue(repeat.next(), device, moves)
 
     def _jumped(
         self, jump: Jump, repeat: RepeatedPlan, device: int
@@ -153,8 +155,8 @@ class FastForward:
         return (yield from jump.carry_out(repeat, device, stands))
 
 
-class StepMoves:
-    """The Moves of one step of a repeated plan: decodes by their clock, the tail slice by slice."""
+class StepMoves(Moves):
+    """One step of a repeated plan: decodes by their clock, the tail slice by slice."""
 
     def __init__(
         self,

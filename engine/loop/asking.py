@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Plan
@@ -32,18 +32,31 @@ class LoopParts(NamedTuple):
     frees: DeferredFrees
     issuing: Issuing
     lifecycle: Lifecycle
-    issue: Issue
     next_arrival_ns: Callable[[], int | None]
 
 
-class PlanReuse(Protocol):
-    """Decides when the policy is not asked. Results are those of asking at each step (law 15)."""
+class PlanReuse:
+    """Decides when the policy is not asked; this one has it asked for each plan, of one step.
+
+    Subclasses spare questions. Results are those of asking at each step (law 15).
+
+    Args:
+        issue: issues one plan.
+    """
+
+    def __init__(self, issue: Issue) -> None:
+        self._issue = issue
+
+    def carried_out_by(self, parts: LoopParts) -> None:
+        """Takes the parts of the loop, which are made after this object."""
 
     def next(self) -> Plan | None:
         """The next step of the plan before, while it still holds; else None."""
+        return None
 
     def recurring(self) -> Plan | None:
         """The next plan of a training step that is planned like the step before it; else None."""
+        return None
 
     def answered(self, plan: Plan) -> None:
         """The policy has answered; the engine may ask again at once."""
@@ -57,70 +70,28 @@ class PlanReuse(Protocol):
     def returned(self) -> None:
         """Memory of finished jobs has come back."""
 
-    def ended(self, jobs: list[Job]) -> None:
+    def ended(self, jobs: Sequence[Job]) -> None:
         """Jobs leave service at issue."""
 
     def advance(self, plan: Plan, device: int) -> Turn:
         """Issues a plan, and with it as many steps as can be issued at once."""
+        return self._issue(plan, device)
 
     def running(self) -> RunningDecodes | None:
         """Decodes of the plan before, for a View."""
+        return None
 
     def reads(self) -> Reads | None:
         """Notes the reads of a scheduling that promises nothing; None where that is not needed."""
+        return None
 
     def leading(self, launch: Compute) -> Leading | None:
         """Decodes of the plan before that head a launch in their order, for the check of plans."""
+        return None
 
     def unissued_bytes(self, now_ns: int) -> int:
         """KV that is booked for steps which are issued only at `now_ns` or later."""
-
-    def carried_out_by(self, parts: LoopParts) -> None:
-        """Takes the parts of the loop, which are made after this object."""
-
-
-class NoReuse:
-    """The PlanReuse of an engine without fast-forward: every plan is asked for, and is one step."""
-
-    def __init__(self, issue: Issue) -> None:
-        self.advance = issue
-
-    def next(self) -> None:
-        """See PlanReuse."""
-
-    def recurring(self) -> None:
-        """See PlanReuse."""
-
-    def answered(self, plan: Plan) -> None:
-        """See PlanReuse."""
-
-    def decided(self, answer: PolicyAnswer) -> None:
-        """See PlanReuse."""
-
-    def changed(self) -> None:
-        """See PlanReuse."""
-
-    def returned(self) -> None:
-        """See PlanReuse."""
-
-    def ended(self, jobs: Sequence[Job]) -> None:
-        """See PlanReuse."""
-
-    def running(self) -> None:
-        """See PlanReuse."""
-
-    def reads(self) -> None:
-        """See PlanReuse."""
-
-    def leading(self, launch: Compute) -> None:
-        """See PlanReuse."""
-
-    def unissued_bytes(self, now_ns: int) -> int:
-        """See PlanReuse."""
         return 0
-
-    def carried_out_by(self, parts: LoopParts) -> None:
-        """See PlanReuse."""
 
 
 class Asking:

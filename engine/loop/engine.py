@@ -21,12 +21,12 @@ from engine.contract.training_check import TrainingContract
 from engine.contract.view import Cost
 from engine.fast_forward.fast_forward import FastForward
 from engine.loop.admission import Admission, ArrivalQueue
-from engine.loop.asking import Asking, LoopParts, NoReuse, PlanReuse
+from engine.loop.asking import Asking, LoopParts, PlanReuse
 from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.conservation import check_end, check_requests
 from engine.loop.issuing import Issuing, Moves, PrefixReuse
 from engine.loop.profile import EngineProfile
-from engine.loop.state import EngineState, InFlight, IssuedOp, JobLists, Turn, Wakeup
+from engine.loop.state import EngineState, InFlight, IssuedOp, JobLists, Lifecycle, Turn, Wakeup
 from engine.memory.ledger import Ledger
 from engine.memory.pool import Chain
 from engine.memory.scoreboard import Journal
@@ -61,7 +61,7 @@ class Stalled(RuntimeError):
     """Jobs are left, and the policy plans nothing for them. The message names the jobs."""
 
 
-class Engine:
+class Engine(Lifecycle):
     """One engine for every backend: a SimPy process over an environment and an executor.
 
     The policy's Traits decide which questions it is spared, and whether full pages are kept.
@@ -140,9 +140,10 @@ class Engine:
             EngineProfile(),
             Wakeup(env, self._changed),
         )
-        self.reuse: PlanReuse = NoReuse(self._issue)
+        self.reuse = PlanReuse(self._issue)
         if fast_forward and devices == 1:
             self.reuse = FastForward(
+                self._issue,
                 traits,
                 notes_reads(policy),
                 state,
@@ -176,7 +177,6 @@ class Engine:
                 frees,
                 self._issuing,
                 self,
-                self._issue,
                 lambda: self._arrivals.next_ns,
             )
         )

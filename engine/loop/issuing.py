@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Protocol
 
 from engine.contract.executor import Launch, Pieces, Span
 from engine.contract.job import Job
@@ -22,11 +22,12 @@ from traces.serving.request import Request
 Moved = Callable[[Compute, Sequence[Slice]], Pieces]  # moves jobs on slice by slice
 
 
-class Moves(Protocol):
+class Moves(ABC):
     """Moves on the jobs of a launch of which fast-forward knows more than its slices."""
 
     num_held: int  # places at the head of the launch's writes that are known to be held
 
+    @abstractmethod
     def pieces(self, op: Compute, moved: Moved) -> Pieces:
         """Moves the jobs on, some of them by `moved`; returns the pieces of the launch."""
 

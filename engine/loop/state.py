@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -13,6 +14,7 @@ from engine.contract.executor import Executor, Launch, Span, Store
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import COMPUTE_LANE, Compute, Op, Plan
+from engine.contract.plan_check import Jobs
 from engine.contract.policy import Fleet
 from engine.contract.regions import Kind, PageSize
 from engine.contract.rules import ReadOnlyList
@@ -117,7 +119,7 @@ class InFlight:
 NAMED = 8  # jobs of a list that a message names
 
 
-class JobLists:
+class JobLists(Jobs):
     """Waiting, serving and training jobs, in their order; each job is in one list or has left.
 
     Policies are shown these very lists, so only this class can write to them.
@@ -228,21 +230,26 @@ class EngineState:
             self.executor.release(pool, pages)
 
 
-class Lifecycle(Protocol):
+class Lifecycle(ABC):
     """What the engine does where an operation has ended."""
 
+    @abstractmethod
     def settle(self, span: Span) -> None:
         """An operation has ended: measurements and tokens arrive."""
 
+    @abstractmethod
     def land(self, op: Op, end_ns: int, device: int, number: int) -> None:
         """An operation of a device's plan of that number has ended; operations behind it go on."""
 
+    @abstractmethod
     def finish(self, op: Op, end_ns: int, device: int, number: int) -> None:
         """The jobs that end with an operation finish."""
 
+    @abstractmethod
     def give_back(self, device: int) -> None:
         """Gives back the memory of finished jobs that the device may be shown by now."""
 
+    @abstractmethod
     def finish_job(self, job: Job, now_ns: int, device: int, number: int) -> None:
         """A job is complete with a device's plan of that number."""
 

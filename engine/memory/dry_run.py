@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from engine.contract.job import Job
 from engine.contract.plan import Collective, Compute, Copy, Free, Grow, Op, Plan, Share, Slice
+from engine.contract.policy import PlanBuilder
 from engine.contract.regions import Kind, Place, Pool, Tier, told
 from engine.contract.rules import ContractError, Rule
 from engine.contract.view import KeptPages, RunningDecodes, View
@@ -279,7 +280,7 @@ class DryRun:
             self.apply(op, lead)
 
 
-class DryRunPlanBuilder:
+class DryRunPlanBuilder(PlanBuilder):
     """The PlanBuilder of the contract. Nothing is booked; the view is not changed.
 
     The plan may take bytes that are still coming: its launch then waits for them, so the plan does

@@ -7,7 +7,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
+from engine.contract.job import Job
 from engine.contract.plan import Collective, Compute, Copy, Free, Grow, Op, Plan, Share
+from engine.contract.plan_check import Books
 from engine.contract.regions import Kind, PageSize, Place, Pool, Tier
 from engine.contract.rules import BrokenLaw
 from engine.memory.dry_run import DryRun, PageDryRun
@@ -107,7 +109,7 @@ class Sharing:
         return op.device == self._device
 
 
-class Ledger:
+class Ledger(Books):
     """The *predicted* memory: bytes per place, pages per KV place, what comes back and when.
 
     Args:
@@ -176,6 +178,14 @@ class Ledger:
     def room_of(self, pool: Pool) -> int:
         """Free and coming bytes of a pool."""
         return self._free_queues[pool].room_bytes
+
+    def keeps_pages(self, pool: Pool) -> bool:
+        """Whether full pages of a pool are kept (prefix caching)."""
+        return pool in self.sharing
+
+    def wrong_pages(self, pool: Pool, job: Job, pages: Sequence[int]) -> list[int]:
+        """The kept pages of those given that do not hold their part of a job's beginning."""
+        return self.sharing[pool].cache.wrong(job, pages)
 
     def room_bytes(self) -> dict[Pool, int]:
         """Free and coming bytes of every pool."""

@@ -43,7 +43,7 @@ ROOMS: dict[str, set[str]] = {
     "fast_forward": {"contract", "results", "memory", "loop"},
     "laws": {"contract", "results", "memory", "loop"},
 }
-# One module of the loop builds fast_forward, which answers the loop's protocol PlanReuse.
+# One module of the loop builds fast_forward, a subclass of the loop's PlanReuse.
 SEAM = ("loop", "fast_forward")
 
 
