@@ -101,6 +101,7 @@ def test_shares_of_an_option_are_replaced_as_its_refusal_says() -> None:
     assert {request.slo for request in run_spec_of(composed(words)).requests} == {"chat"}
 
 
+@pytest.mark.slow
 # ---- to policies
 def test_the_urgent_class_is_served_first(tmp_path: Path) -> None:
     """From the command line: one load, first come first served and by deadline."""

@@ -42,6 +42,7 @@ def test_every_sweep_has_its_figure_and_every_figure_its_sweep() -> None:
     assert set(SWEEPS) == set(FIGURES)
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize("name", SWEEPS)
 def test_the_ends_of_each_axis_compose(name: str) -> None:
     grid = grid_of(with_axes([f"experiment={name}"]))
@@ -76,6 +77,7 @@ def test_hydra_sweeps_equal_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len([*(tmp_path / "out").glob("*/metrics.json")]) == 2
 
 
+@pytest.mark.slow
 def test_more_memory_never_trains_a_smaller_model(
     tmp_path: Path, unrendered: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +116,7 @@ def test_throughput_is_told_in_operations_of_the_model(tmp_path: Path, unrendere
         assert part.sort_values("parameters")["copied_bytes"].is_monotonic_increasing
 
 
+@pytest.mark.slow
 def test_the_memory_budget_rises_behind_warm_up_and_never_where_the_share_is_fixed(
     tmp_path: Path,
 ) -> None:
@@ -140,6 +143,7 @@ def launch_bytes(*words: str) -> int:
     )
 
 
+@pytest.mark.slow
 def test_a_policy_that_knows_the_future_copies_least(tmp_path: Path, unrendered: None) -> None:
     words = ["model.num_layers=8", "budget.device_bytes=10000000,18000000"]
     found = swept("eviction", tmp_path, *words)
@@ -149,6 +153,7 @@ def test_a_policy_that_knows_the_future_copies_least(tmp_path: Path, unrendered:
     assert moved["opt"].is_monotonic_decreasing
 
 
+@pytest.mark.slow
 def test_larger_chunks_are_fewer_and_all_are_counted(tmp_path: Path, unrendered: None) -> None:
     words = ["planner.chunk_elements=66000,100000,200000", "budget.device_bytes=12000000", LAYERS]
     found = swept("chunk_size", tmp_path, *words)

@@ -145,6 +145,7 @@ def without_a_finished_request(run: Run, status: str) -> tuple[Run, Run]:
     return nothing, empty
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("status", ["refused", "unfinished"])
 def test_runs_without_a_finished_request_are_reported(
     tmp_path: Path, status: str, unrendered: None
@@ -160,6 +161,7 @@ def test_runs_without_a_finished_request_are_reported(
     assert write_run_report(empty, tmp_path / "single").is_file()
 
 
+@pytest.mark.slow
 def test_figures_without_any_point_become_pictures(tmp_path: Path) -> None:
     _, empty = without_a_finished_request(load(write(tmp_path / "two")), "refused")
     page = write_report(compare(empty, empty), tmp_path / "report")

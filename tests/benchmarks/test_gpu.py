@@ -209,6 +209,7 @@ def test_bars_are_used_by_what_differs(pair: tuple[Run, Run]) -> None:
     assert np.isnan(gpu_fidelity.used(0.5, np.nan))
 
 
+@pytest.mark.slow
 def test_the_fidelity_claim_runs_whole_on_a_cpu(
     tmp_path: Path, short_probes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +336,7 @@ def test_hybrid_steps_are_timed_by_kind() -> None:
     assert gpu_hybrid.Hybrid(2.0, 3.0, 4.0).share == pytest.approx(0.8)
 
 
+@pytest.mark.slow
 def test_measured_steps_are_compared_with_aiconfigurators_tables(
     shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

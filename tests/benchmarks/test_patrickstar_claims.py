@@ -82,6 +82,7 @@ def test_chunks_are_as_many_as_those_of_the_pages_model(model: str) -> None:
         assert held == pytest.approx(-(-count // 8) * size * 2, rel=1e-6), "of the fullest owner"
 
 
+@pytest.mark.slow
 def test_the_largest_model_is_bounded_by_its_fullest_owner() -> None:
     """Eight A100 and chunks of 384 Mi: 68B are 25 chunks of a device, and 70B 27, which leave too
     little workspace."""

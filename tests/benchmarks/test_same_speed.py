@@ -50,6 +50,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TANDEM_SHARED", str(tmp_path / "nowhere"))
 
 
+@pytest.mark.slow
 def test_a_slower_checkout_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = checkout(tmp_path / "a"), checkout(tmp_path / "b", loops=20_000_000)
     pairs = tmp_path / "pairs.csv"

@@ -27,6 +27,7 @@ def look(*words: str) -> Watched:
     return watched(composed([*SMALL, *STILL, "backend=lockstep", *words]))
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("modes", ["keep", "recompute", "offload"])
 def test_launches_take_their_booked_bytes(modes: str) -> None:
     found = look("policy=train_lru", f"planner.modes={modes}", "budget.device_bytes=900000")

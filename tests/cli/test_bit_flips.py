@@ -77,6 +77,7 @@ def test_a_flip_that_nothing_checks_would_be_counted(
     assert {outcome for _, outcome in found} - {*RIGHT}
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("name", [*TABLES, "config", "provenance", "metrics"])
 def test_a_file_that_was_changed_is_refused_by_its_name(
     name: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
@@ -252,6 +253,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_is_told_with_its_path(tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

@@ -31,6 +31,7 @@ from traces.store import write_trace
 TOKENS = 10 * 16  # ten pages
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize(
     ("policy", "least"),
     [

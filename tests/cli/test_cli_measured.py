@@ -75,6 +75,7 @@ def bare(source: str) -> str:
     return ast.dump(tree)
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("clock", ["service", "wall"])
 def test_compare_replays_what_was_measured(
     clock: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

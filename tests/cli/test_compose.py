@@ -49,6 +49,7 @@ def test_a_run_is_composed_once_and_is_that_of_hydras_app(
     assert ours.parent == theirs.parent, "a folder by date"
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize(
     "words",
     [

@@ -48,6 +48,7 @@ def fates(setting: RunSpec) -> list[str]:
     return [outcome.status for outcome in engine.recorder.outcomes.values()]
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("name", SERVING)
 def test_experiment(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     text = (Path(__file__).parents[2] / "conf" / "experiment" / f"{name}.yaml").read_text()
@@ -57,6 +58,7 @@ def test_experiment(name: str, tmp_path: Path, request: pytest.FixtureRequest) -
     assert ten(tmp_path, f"experiment={name}")["num_finished"] == 10
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("name", POLICIES)
 def test_policy(name: str, tmp_path: Path) -> None:
     """It serves ten requests, and law 8 is watched at every question."""

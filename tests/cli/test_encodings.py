@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tandem.config.compose import composed
 from tandem.wiring.folder import PACKAGES
 
@@ -51,6 +53,7 @@ def test_an_encoding_that_is_left_out_is_found(tmp_path: Path) -> None:
     assert unnamed(path) == [1, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_folder_with_umlauts_works_where_the_locale_has_none(tmp_path: Path) -> None:
     folder = tmp_path / "größe [1] it's"
     (folder / "mein/scheduling").mkdir(parents=True)

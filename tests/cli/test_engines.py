@@ -39,7 +39,7 @@ def test_every_point_is_run(engine: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [status_of(Path("out") / key) for key in points_in(Path("out"))] == ["ok"] * 3
 
 
-@pytest.mark.broad(2)
+@pytest.mark.broad(4)
 @pytest.mark.parametrize(
     ("engine", "option", "chosen"),
     [

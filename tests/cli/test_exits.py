@@ -65,6 +65,7 @@ def statuses() -> list[str | None]:
     return [status_of(path.parent) for path in Path().rglob("status.json")]
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize(
     ("world", "code"), [(name, "0") for name in WORLDS] + [("sim", c) for c in ("3", "'bye'", "")]
 )
@@ -84,6 +85,7 @@ def test_a_policy_that_exits_has_failed(
     assert "quits.py" in json.loads(path.read_text())["traceback"]
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize(("text", "line"), [(INIT, 4), (IMPORT, 1)])
 @pytest.mark.parametrize("verb", ["run", "run -m"])
 def test_so_has_one_that_exits_before_it_is_asked(
@@ -99,6 +101,7 @@ def test_so_has_one_that_exits_before_it_is_asked(
     assert set(statuses()) <= {"failed"}
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("engine", ["processes", "serial"])
 def test_in_a_sweep_it_is_one_points_failure_and_not_tried_again(
     engine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -171,6 +174,7 @@ def child(
             found.kill()
 
 
+@pytest.mark.broad(2)
 @pytest.mark.usefixtures("_hangup")
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP], ids=str)
 def test_a_run_that_is_told_to_end_says_so(

@@ -76,6 +76,7 @@ def test_a_point_is_what_tandem_run_would_compose(words: list[str]) -> None:
     assert check(words) == 2 ** len(words)
 
 
+@pytest.mark.slow
 def test_what_refers_to_a_swept_setting_follows_it(own: str) -> None:
     words = ["slo=mine,chat", "seed=1,2", "budget.fraction=0.5,0.25"]
     assert check(words, own) == 8

@@ -105,6 +105,7 @@ FOLDERS = {
 CASES = [(kind, *case) for kind, cases in FOLDERS.items() for case in cases]
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize(("kind", "where", "text"), CASES)
 def test_a_hostile_folder_is_refused_in_a_line(
     kind: str, where: str, text: str, capsys: pytest.CaptureFixture[str]
@@ -112,6 +113,7 @@ def test_a_hostile_folder_is_refused_in_a_line(
     told(["run", f"{Path(where).parent}=mine", *SMALL], text, where, capsys)
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("verb", ["run", "sweep", "calibrate"])
 def test_every_verb_that_composes_refuses_them(
     verb: str, capsys: pytest.CaptureFixture[str]
@@ -196,6 +198,7 @@ def test_a_text_is_measured_without_writing_its_aliases_out() -> None:
 PLANS = ("model=micro_llama", "trace=none", "training=random", "training.sequence_tokens=32")
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize(
     ("planner", "wanted"),
     [

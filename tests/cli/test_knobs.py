@@ -75,6 +75,7 @@ HOST_ALONE = (
 )  # updates run there, and nowhere else
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_another_start_is_named_where_it_makes_room_and_only_there(policy: str) -> None:
     words = ("model.num_layers=2", "training.sequence_tokens=8", *POLICIES[policy])

@@ -254,6 +254,7 @@ def test_what_this_machine_cannot_hold_is_told_before_weights_are_drawn(
         assert len(told.splitlines()) == 1
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [

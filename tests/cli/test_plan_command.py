@@ -105,6 +105,7 @@ def test_the_min_budget_is_found_though_a_launch_tells_more_than_its_deficit(
     assert found[Tier.HOST] == start[Tier.HOST]
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("policy", ["zero3_offload", "zero_offload", "train_on_device"])
 def test_the_largest_model_fits_and_the_next_does_not(policy: str) -> None:
     words = (*SMALL, f"policy={policy}", "budget.device_bytes=12000000")
@@ -121,6 +122,7 @@ FROZEN9 = "training.recipe.frozen_units=9"
 LORA2 = ("training.recipe.frozen_units=2", "training.recipe.lora_rank=4")
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize(
     "recipe", [(FROZEN3,), (FROZEN9,), LORA2], ids=["frozen 3", "frozen 9", "adapters"]
 )

@@ -161,6 +161,7 @@ def config_of(folder: Path, imports: str, late: str = "pass") -> list[str]:
     return ["run", "--config-dir", str(folder / "conf"), "scheduling=mine", *SMALL, out]
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize(("imports", "told"), IMPORTS)
 @pytest.mark.usefixtures("alone")
 def test_old_imports_of_a_users_module_are_told_with_the_new_names(
@@ -210,6 +211,7 @@ def test_an_old_import_in_a_module_beside_is_told_with_its_own_line(
     assert "import engine.view in beside.py:1: engine.view is" in capsys.readouterr().err
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("backend", ["sim", "lockstep"])
 def test_an_earlier_run_compares_with_one_of_now(backend: str, earlier: Path) -> None:
     run_experiment(composed([*SMALL, f"backend={backend}"]), earlier / "now")

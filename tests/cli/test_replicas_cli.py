@@ -37,6 +37,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> Run:
     return load(capsys.readouterr().out.strip().splitlines()[-1])
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("router", [name for name in options("router") if name != "none"])
 def test_every_router_serves_two_replicas(router: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = run(capsys, *SHORT, "replicas=2", f"router={router}", "arrival=poisson")

@@ -255,6 +255,7 @@ def test_a_killed_workers_point_is_tried_again_a_few_times(
     assert not list(Path("out").glob("*.running"))
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize(
     "how",
     [
@@ -302,6 +303,7 @@ def test_two_sweeps_may_not_share_a_folder(
     assert "another sweep is running there" in capsys.readouterr().err
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("other", ["seed=1,2", "seed=3", "seed=0,1 depth=1,2"])
 def test_another_sweep_in_the_folder_is_refused(
     other: str, capsys: pytest.CaptureFixture[str]

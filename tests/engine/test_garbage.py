@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
+
 from engine.loop.engine import few_collections
 
 
@@ -14,6 +16,7 @@ class Node:
     me: Node
 
 
+@pytest.mark.slow
 def test_a_cycle_is_found_after_the_run_and_thresholds_are_as_before() -> None:
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     with few_collections():

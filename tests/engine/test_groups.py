@@ -161,7 +161,7 @@ def test_every_policy_trains_in_a_group(name: str, mode: Mode, microbatches: int
     assert Pattern.ALL_REDUCE not in counts
 
 
-@pytest.mark.broad(2)
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("name", MEMORIES)
 def test_a_whole_step_in_one_plan_is_the_same_program(name: str) -> None:
     shape = shape_of(random.Random(5), tied=True)

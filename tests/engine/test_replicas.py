@@ -45,7 +45,7 @@ def logs(run: Replay) -> dict[int, list[str]]:
 
 
 # ---- a replica is a run of its own
-@pytest.mark.broad(2)
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 def test_each_replica_is_the_single_run_of_its_own_requests(
@@ -158,7 +158,7 @@ def test_under_pressure_jobs_restart_and_swap_on_their_replica() -> None:
         assert min(by_device.values()) >= 3 and len(by_device) == 2
 
 
-@pytest.mark.broad(2)
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 def test_decisions_of_a_replica_do_not_depend_on_durations(
@@ -213,6 +213,7 @@ def test_a_replica_that_stalls_is_told_with_its_jobs_when_the_others_are_done() 
         replay(RefusesToWork(), requests, devices=2, router=RoundRobin())
 
 
+@pytest.mark.broad(4)
 # ---- playing back
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 def test_a_plan_log_of_replicas_plays_back_on_other_durations(scheduling: str, memory: str) -> None:

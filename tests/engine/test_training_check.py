@@ -819,6 +819,7 @@ WORLDS: dict[str, tuple[str, Rule, Fault]] = {
 }
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("backend", ["sim", "lockstep", "cpu"])
 @pytest.mark.parametrize("name", WORLDS)
 def test_no_world_carries_it_out(name: str, backend: str) -> None:

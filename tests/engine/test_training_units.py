@@ -80,6 +80,7 @@ def stream(depth: int, slots: int, noise: float = 0.0, seed: int = 0) -> Replay:
     ).check()
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("slots", [2, 3, 6])
 def test_streamed_training_obeys_the_laws_and_repeats_its_plans(depth: int, slots: int) -> None:

@@ -41,7 +41,7 @@ MEMORY = {
 }
 
 
-@pytest.mark.broad(2)
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("scheduling", SCHEDULING)
 @given(requests=traces(12, 60), **room(160), **TIMING)

@@ -35,6 +35,7 @@ from tests.support.strategies import SEEDS, TIMING, cases, room, traces
 from traces.serving.request import Request
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 @given(requests=traces(), **room(), **TIMING)
 @cases(80)
@@ -71,6 +72,7 @@ def test_pressure_is_real() -> None:
     assert sum(o.swaps for o in swaps.recorder.outcomes.values()) >= 5
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 @given(requests=traces(16), seed=SEEDS, **room(50), **TIMING)
 @cases(20)
@@ -86,6 +88,7 @@ def test_one_seed_gives_identical_bytes(
     assert len(one) == 6 and one == two, "five tables and their hashes"
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 @given(requests=traces(12, least_output_tokens=6), **room(), **TIMING)
 @cases(20)
@@ -170,6 +173,7 @@ def test_plans_without_end_that_do_nothing_are_an_error_that_names_the_jobs(
             replay(Idle(), requests, **setting)
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 @given(requests=traces(16), seed=SEEDS, **room(50))
 @cases(20)

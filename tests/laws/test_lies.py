@@ -37,6 +37,7 @@ def test_no_backend_that_works_believes_a_lie(name: str, backend: str) -> None:
     refused(name, backend)
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_moment_that_is_asked_for_for_ever_is_a_stall(
     backend: str, monkeypatch: pytest.MonkeyPatch

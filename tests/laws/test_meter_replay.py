@@ -102,6 +102,7 @@ def test_restart_at_depth_1_is_exact_to_the_page(seed: int) -> None:
     assert (rows["excess"] == 0).all()
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize("clock", ["service", "wall"])
 @pytest.mark.parametrize("memory", MEMORY)
 @given(seed=SEEDS, gpu_pages=st.integers(8, 16), depth=st.sampled_from([2, 1, 3]))

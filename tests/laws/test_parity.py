@@ -110,6 +110,7 @@ def pages(recorder: Recorder) -> list[tuple[int, list[int]]]:
     ]
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("scheduling", SCHEDULING)
 def test_all_backends_issue_identical_plans(scheduling: str, memory: str) -> None:

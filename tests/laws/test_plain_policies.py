@@ -286,6 +286,7 @@ FAULTS: dict[str, tuple[Fault, list[str]]] = {  # and the facts by which schedul
 LONG = ("admissions", "in_flight", "steady computed_tokens")  # to find a policy that shows them
 
 
+@pytest.mark.broad(4)
 @seen
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in FAULTS]
@@ -451,6 +452,7 @@ SWITCHES: dict[str, Any] = {
 }
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_policy_that_wraps_a_composed_one_is_asked_at_each_step(name: str) -> None:
     requests = [Request(i, 0, 20, 60) for i in range(6)]

@@ -35,7 +35,7 @@ FEW = [("static", "restart"), ("continuous", "swap"), ("chunked", "swap"), ("v1"
 FEW += [("orca", "v0"), ("deadline", "restart")]
 
 
-@pytest.mark.broad(3)
+@pytest.mark.broad(6)
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 @given(requests=alike_or_not(), **room(), **TIMING)
 @cases(32)
@@ -49,7 +49,7 @@ def test_every_replay_obeys_the_laws(
     assert policy.idle_without_a_plan == 0, "law 9: the device idled beside runnable work"
 
 
-@pytest.mark.broad(3)
+@pytest.mark.broad(6)
 @pytest.mark.parametrize(("scheduling", "memory"), COMBINATIONS)
 def test_tokens_are_found_while_memory_is_short(scheduling: str, memory: str) -> None:
     """The property above is not about nothing."""
@@ -172,6 +172,7 @@ def holders_never_leave(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sharing, "give", give)
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize(
     "mutate",
     [

@@ -101,7 +101,7 @@ def test_a_policy_that_reads_more_than_its_traits_say_is_not_asked() -> None:
     assert fast.log()[:-1] == slow.log()[:-1]
 
 
-@pytest.mark.broad(2)
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("tasks", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(4))
 def test_an_arrival_in_between_ends_it(tasks: int, seed: int) -> None:
@@ -122,6 +122,7 @@ def two_jobs(arrival_ns: int, tasks: int = 1) -> tuple[list[TrainingJob], Compos
     return jobs, Composed(TrainingOrder(tasks, turns="step"), PatrickStar()), layout
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("beside_ns", [-1, 0, 1])
 def test_the_hosts_time_passes_as_with_an_event_of_its_own(
     beside_ns: int, monkeypatch: pytest.MonkeyPatch

@@ -39,6 +39,7 @@ def test_a_step_of_serving_keeps_its_bars(tmp_path: Path) -> None:
     assert len(decodes) == len(steps), "every step issues a plan"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hop", "missed"),
     [

@@ -26,6 +26,7 @@ def test_every_wait_follows_lindleys_recursion_to_the_nanosecond(depth: int) -> 
     assert (waits > 0).any()
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize(
     ("load", "count"),
     [(0.3, 2500), (0.6, 2500), pytest.param(0.8, 12_000, marks=pytest.mark.slow)],

@@ -15,6 +15,7 @@ from tests.support.strategies import SEEDS, cases
 COUNT, GPU_PAGES = 8, 26  # twice the longest request: 100 tokens are 13 pages
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("scheduling", SCHEDULING)
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])

@@ -83,7 +83,7 @@ class Step:
                 self.sums[p].add_(found.pop(0))
 
 
-@pytest.mark.broad(3)
+@pytest.mark.broad(6)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("mode", ["keep", "recompute", "every second"])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -105,7 +105,7 @@ def test_the_peak_of_a_step(name: str, recipe: str, mode: str, microbatches: int
     assert predicted.total_bytes - predicted.optimizer_bytes == weights + tracker.peak_bytes
 
 
-@pytest.mark.broad(2)
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("recipe", ["full", "adapters", "frozen"])
 @pytest.mark.parametrize("name", SPECS)
 def test_the_peak_of_a_plain_training_loop(name: str, recipe: str) -> None:

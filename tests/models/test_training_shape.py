@@ -54,7 +54,7 @@ def job_of(spec: ModelSpec, recipe: Recipe, sequences: int, tokens: int) -> Trai
     return TrainingJob(0, 0, spec.num_layers + 2, tokens, sequences, microbatches=2, recipe=recipe)
 
 
-@pytest.mark.broad(3)
+@pytest.mark.broad(6)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_shapes_equal_what_torch_takes(name: str, recipe: str) -> None:

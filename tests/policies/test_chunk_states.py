@@ -29,6 +29,7 @@ from tests.support.strategies import cases
 EXCLUSIVE = ("lru", "opt_on_device", "patrickstar", "patrickstar_static")
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("name", MEMORIES)
 @cases(20)
 @given(st.integers(0, 2**32))

@@ -19,6 +19,7 @@ from tests.support.offload import duration_ns, job_of, laid_out, launches, run, 
 from tests.support.replays import Replay
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("tasks", [1, 0])
 def test_gradients_on_their_way_out_do_not_pile_up(

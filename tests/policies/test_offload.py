@@ -86,6 +86,7 @@ def test_every_policy_with_every_mode(
     )
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("name", MEMORIES)
 @pytest.mark.parametrize(
     "mode", [Mode.RECOMPUTE, pytest.param(Mode.OFFLOAD, marks=pytest.mark.slow)]

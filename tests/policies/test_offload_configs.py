@@ -26,7 +26,7 @@ TRAINING = (
 )
 
 
-@pytest.mark.broad(2)
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("mode", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("name", TRAINING)
 def test_policy_trains(name: str, mode: str) -> None:

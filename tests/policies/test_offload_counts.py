@@ -26,7 +26,7 @@ def moves(memory: object, chunks: int, fit: int, *, has_update: bool, **how: int
     return evictions(found, 4)
 
 
-@pytest.mark.broad(2)
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("fit", SWEEPS)
 @pytest.mark.parametrize("order", ["opt", "lru"])
 @pytest.mark.parametrize("depth", [1, 2])
@@ -35,13 +35,14 @@ def test_a_palindrome_moves_twice_what_does_not_fit(fit: int, order: str, depth:
     assert moves(memory, 24, fit, has_update=False, depth=depth) == 2 * (24 - fit)
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize(("fit", "expected"), [(8, 32), (12, 24), (16, 24), (20, 24)])
 def test_fifo_is_as_good_only_while_half_or_less_fits(fit: int, expected: int) -> None:
     memory = DemandPaging("fifo", updates="device", reuses_gradients=True)
     assert moves(memory, 24, fit, has_update=False) == expected
 
 
-@pytest.mark.broad(3)
+@pytest.mark.broad(6)
 @pytest.mark.parametrize("fit", SWEEPS)
 @pytest.mark.parametrize("order", ["opt", "lru", "fifo"])
 @pytest.mark.parametrize("tasks", [1, 0])
@@ -50,7 +51,7 @@ def test_three_sweeps_move_what_the_specification_says(fit: int, order: str, tas
     assert moves(memory, 24, fit, has_update=True, tasks=tasks) == SWEEPS[fit][order]
 
 
-@pytest.mark.broad(2)
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("fit", SWEEPS)
 def test_patrickstar_is_belady_where_nothing_else_takes_memory(fit: int) -> None:
     """Its future is what warm-up has recorded, opt's is derived from the chain: the same moves."""

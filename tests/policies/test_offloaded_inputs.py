@@ -30,6 +30,7 @@ def foreseen(policy: str, *words: str) -> PlannedRun:
     return plan_run(composed([*JOB, f"policy={policy}", *words, "backend=sim"]))
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("policy", ["zero_offload", "zero3_offload", "fsdp2_offload"])
 def test_the_device_keeps_none_of_them(policy: str) -> None:
     most = [activations(foreseen(policy, *words)) for words in ((), (OUT,))]

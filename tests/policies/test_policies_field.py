@@ -166,6 +166,7 @@ MEMORIES = {
 }
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("scheduling", SCHEDULINGS)

@@ -28,7 +28,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return carried_out(folder, "policy=zero3_offload", "trace=none", "backend=lockstep")
 
 
-@pytest.mark.broad(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend", [("lockstep",), ("cpu",), ("cpu", "backend.clock=wall")], ids="-".join
 )

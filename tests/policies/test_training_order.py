@@ -132,7 +132,7 @@ def beside(
     return replay(policy, work, page=PAGE, layout=layout, host_pages=60, **how).check()
 
 
-@pytest.mark.broad(3)
+@pytest.mark.broad(6)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("memory", [Zero3Offload(), PatrickStar(), DemandPaging("opt")])
 @pytest.mark.parametrize("serving", [PagedRestart(), PagedSwap()])

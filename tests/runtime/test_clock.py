@@ -169,6 +169,7 @@ def test_a_held_clock_stands_still_and_goes_on_at_the_pace_of_then() -> None:
     assert shown_ns > 2 * real_ns * 0.9  # four, read a moment apart
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_held_while_threads_read_it_never_runs_back() -> None:
     clock, seen, done = WallClock(pace=lambda: 3.0), [], threading.Event()
     clock.start()

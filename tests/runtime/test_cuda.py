@@ -152,6 +152,7 @@ def machine(device: str, **options: Any) -> ServingMachine:
     return ServingMachine(model, TINY, PAGE_TOKENS, pools, prompts, device=device, **options)
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("memory", MEMORY)
 def test_wiring_gives_the_cpu_executors_tokens_and_a_wait_per_wait(
     memory: str, monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,7 @@ from tests.support.serving import KEEPING, SCHEDULING, serve_with, shared_reques
 COUNT, GPU_PAGES = 9, 26  # twice the longest request: 100 tokens are 13 pages
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize("memory", KEEPING)
 @pytest.mark.parametrize("scheduling", SCHEDULING)
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
@@ -47,6 +48,7 @@ def test_tokens_equal_generate_on_shared_pages(family: str, scheduling: str, mem
         assert served.swaps if memory == "paged_swap" else served.restarts, "no pressure"
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize("memory", KEEPING)
 @pytest.mark.parametrize("scheduling", SCHEDULING)
 def test_all_backends_issue_identical_plans(scheduling: str, memory: str) -> None:
@@ -59,6 +61,7 @@ def test_all_backends_issue_identical_plans(scheduling: str, memory: str) -> Non
         assert pages(runs[name]) == pages(runs["sim"]), f"{name} has other pages"
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize("measured", ["cpu", "wall"])
 @pytest.mark.parametrize("memory", KEEPING)
 def test_a_measured_plan_log_gives_identical_counters_in_sim(memory: str, measured: str) -> None:

@@ -138,6 +138,7 @@ def pages(recorder: Recorder) -> list[list[tuple[int, list[int]]]]:
     ]
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize(
     ("scheduling", "memory"),
     [

@@ -28,6 +28,7 @@ def check(made: HandMade, family: str) -> None:
     assert compare(outputs, expected) == (len(outputs), 0, [])
 
 
+@pytest.mark.broad(4)
 @families
 @pytest.mark.parametrize(
     "slice_tokens", [7, 8, 1 << 30, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 33))]

@@ -99,6 +99,7 @@ def test_outliers_do_not_move_the_fit(noisy: Log) -> None:
         assert abs(relative.mean()) < 0.03, kind
 
 
+@pytest.mark.slow
 def test_sums_are_right_where_times_scatter_upwards(noisy: Log) -> None:
     """A replay's time is a sum, so the fit must find the mean of scattered times, not the median.
 

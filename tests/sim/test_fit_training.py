@@ -254,6 +254,7 @@ def test_a_profile_of_training_alone_is_refused_for_a_trace(
     run_spec_of(composed(["profile=mine", "trace=none", "training=random", "policy=train_lru"]))
 
 
+@pytest.mark.slow
 def test_serving_and_training_are_fitted_side_by_side() -> None:
     from tests.support.additive import noisy_log, unseen
 

@@ -20,6 +20,7 @@ FORMS = {
 }
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("where", FORMS)
 def test_a_run_rests_on_the_tables_that_it_names(where: str, shared: Path, tmp_path: Path) -> None:
     model, device, told = FORMS[where]
@@ -31,6 +32,7 @@ def test_a_run_rests_on_the_tables_that_it_names(where: str, shared: Path, tmp_p
     assert about["cost_form"] == "table" and told in about["cost_provenance"]
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("where", FORMS)
 def test_tables_of_another_device_need_profile_may_differ(where: str, shared: Path) -> None:
     path, (model, device, _) = shared / "data/peers" / where, FORMS[where]

@@ -91,6 +91,7 @@ def test_a_cost_without_groups_refuses_collectives() -> None:
 GROUP = ("device=a100_superpod", "group.devices=4", "backend=sim")
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize(
     "policy", ["train_on_device", "zero_offload", "zero3_offload", "patrickstar"]
 )

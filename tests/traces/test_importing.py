@@ -227,6 +227,7 @@ def test_a_trace_is_shown(tmp_path: Path) -> None:
     json.dumps(shown)
 
 
+@pytest.mark.slow
 def test_published_tokenizers_know_their_bos(shared: Path) -> None:
     folder = shared / "data" / "tokenizers"
     loaded = {

@@ -241,6 +241,7 @@ def test_published_pools_are_read(shared: Path, model: str) -> None:
     assert len(found) == rows.rows_read == counts[model] and not rows.dropped
 
 
+@pytest.mark.slow
 def test_a_real_hour_has_its_rate_and_varies(shared: Path, tmp_path: Path) -> None:
     source = shared / "data" / "arrivals" / "servegen_deepseek-r1_client_windows.parquet"
     out = tmp_path / "out.parquet"

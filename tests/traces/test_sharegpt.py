@@ -209,6 +209,7 @@ def test_any_json_is_kept_or_named(rows: list[Any]) -> None:
         assert len(conversation.roles) == len(conversation.texts)
 
 
+@pytest.mark.slow
 def test_reading_leaves_nothing_in_the_home(tmp_path: Path) -> None:
     path = written(tmp_path / "a.json", json.dumps([GOOD]))
     home, temporary = tmp_path / "home", tmp_path / "tmp"

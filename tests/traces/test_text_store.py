@@ -194,6 +194,7 @@ def test_a_wrong_value_is_named(tmp_path: Path, column: pa.Array, what: str) -> 
     assert "a.parquet" in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize(
     ("name", "end"),
     [

@@ -86,7 +86,7 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     return noted
 
 
-@pytest.mark.broad(4)
+@pytest.mark.broad(8)
 @pytest.mark.parametrize("mode", ["keep", "offload"])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda words: words[0])
 def test_policies_train_on_streams_as_plain_torch(
@@ -147,6 +147,7 @@ STREAMING = ("zero3_offload", "train_lru", "fsdp2_offload")
 CASES = [*map(as_on_cpu, POLICIES), *map(in_a_sixth, STREAMING)]
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("words", CASES, ids=lambda words: words[0])
 def test_budgets_of_gpu_tests_hold_what_torch_takes_beside_them(words: tuple[str, ...]) -> None:
     """Its segments, cuBLAS's workspaces; there is no reserve on device=cpu."""

@@ -61,6 +61,7 @@ def test_each_mode(mode: Mode) -> None:
     assert hand.peak_state_bytes < whole / 6
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_tied_tables_add_both_gradients_as_autograd_does(mode: Mode, microbatches: int) -> None:
@@ -118,6 +119,7 @@ def test_steps_leave_no_tensors_behind(recipe: Recipe) -> None:
     assert living(1, recipe) == living(4, recipe) > 0
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("mode", Mode)
 def test_adapters(family: str, mode: Mode) -> None:

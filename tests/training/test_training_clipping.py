@@ -72,6 +72,7 @@ def test_without_clipping_updates_wait_for_their_own_gradients_alone(name: str) 
         assert early(run), "the host updates beside the backward"
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize("clock", ["service", "wall"])
 @pytest.mark.parametrize("name", ["margin", "host", "zero3_offload"])
 def test_clipped_training_is_plain_training(name: str, clock: str) -> None:

@@ -68,7 +68,7 @@ def test_steps_that_are_planned_unasked_train_the_same(policy: str) -> None:
         assert 3 * found.asked <= 2 * found.plans, "two of six steps at least recur"
 
 
-@pytest.mark.broad(72)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_thread_for_each_lane_trains_as_plain_torch(policy: str, case: str) -> None:

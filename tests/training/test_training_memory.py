@@ -52,7 +52,7 @@ def tracked(task: Task, **settings: Any) -> tuple[Hand, dict[str, list[int]]]:
     return hand, peaks
 
 
-@pytest.mark.broad(3)
+@pytest.mark.broad(6)
 @pytest.mark.parametrize("chunks_of", [by_unit, by_size(3000)])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -20,6 +20,7 @@ POLICIES = [(f"policy={name}",) for name in (*STREAMING, *WHOLE)] + [("policy=pa
 TIGHT = ("training.sequence_tokens=8", "training.sequences=1", "model.num_layers=8")
 
 
+@pytest.mark.broad(4)
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda words: words[0])
 def test_a_policy_trains_as_plain_torch(policy: tuple[str, ...]) -> None:
     """Decisions in the simulator equal those of the runtime (law 11)."""
@@ -39,6 +40,7 @@ def test_states_may_be_made_at_the_first_update(dtype: str) -> None:
         assert not differing(found[1].result, plain(*words))
 
 
+@pytest.mark.broad(2)
 @pytest.mark.parametrize("policy", ["zero3_offload", "train_lru", "patrickstar"])
 def test_real_lanes_train_the_same(policy: str) -> None:
     """With a thread for each lane, and copies that take time beside the computing."""
@@ -46,6 +48,7 @@ def test_real_lanes_train_the_same(policy: str) -> None:
     assert not differing(train("cpu", *words, "backend.clock=wall").result, plain(*words))
 
 
+@pytest.mark.broad(3)
 @pytest.mark.parametrize("policy", STREAMING)
 def test_a_policy_trains_in_a_sixth_of_the_memory_of_its_states(policy: str) -> None:
     """The meter reads what the ledger has booked, but for token ids (law 14)."""
