@@ -215,14 +215,15 @@ class Scheduling(Protocol):
     closure) is not seen: a scheduling that goes by the number of the step reads `view.issued`.
     """
 
-    def batch(self, view: View) -> tuple[Slice, ...]:
+    def batch(self, view: View) -> Sequence[Slice]:
         """The slices of the next launch.
 
         Args:
             view: the state of the engine, read-only.
 
         Returns:
-            Slices by falling priority: the memory policy drops slices from the end. () for none.
+            A tuple or list of slices by falling priority: the memory policy gets a tuple of them
+            and drops slices from the end. () for none.
         """
 
 
