@@ -17,6 +17,8 @@ from engine.contract.view import Cost, RunningDecodes, View
 from models.training.shape import TrainingShape
 from traces.serving.request import TrainingJob
 
+KV_GROWTH = ("asked", "page", "reserved")
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -45,6 +47,9 @@ class Traits:
         recurs           The policy reads no times, durations and numbers of plans. Of steps,
                          microbatches and stamps it reads only which are equal and which come first.
                          So a training step that begins like the step before is planned like it.
+
+    Raises:
+        ValueError: a trait has a value that it may not have.
     """
 
     repeats: bool = False
@@ -59,6 +64,18 @@ class Traits:
     states_in: tuple[Tier, ...] = tuple(Tier)
     reuses_gradients: bool = False
     recurs: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value: object = getattr(self, field.name)
+            if not _is_allowed(field.name, field.default, value):
+                allowed = _allowed(field.name, field.default)
+                raise ValueError(f"Traits({field.name}={value!r}): it must be {allowed}")
+        if self.kv_growth == "reserved" and not self.reserved_tokens:
+            raise ValueError(
+                'Traits(kv_growth="reserved"): reserved_tokens must be 1 or more, the tokens that '
+                "each job's KV holds"
+            )
 
     def with_memory(self, memory: Traits) -> Traits:
         """The traits of a scheduling together with a memory policy.
@@ -87,6 +104,26 @@ class Traits:
                 named = "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
                 promises.append(field.name if value is True else f"{field.name}={named}")
         return ", ".join(promises)
+
+
+def _is_allowed(name: str, default: object, value: object) -> bool:
+    """Whether a trait may have a value. True is no whole number here."""
+    if name == "kv_growth":
+        return isinstance(value, str) and value in KV_GROWTH
+    if isinstance(default, tuple):
+        return isinstance(value, tuple) and all(isinstance(tier, Tier) for tier in value)
+    if isinstance(default, bool):
+        return isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _allowed(name: str, default: object) -> str:
+    """The values that a trait may have, in words."""
+    if name == "kv_growth":
+        return " or ".join(f'"{growth}"' for growth in KV_GROWTH)
+    if isinstance(default, tuple):
+        return f"a tuple of {', '.join(f'Tier.{tier.name}' for tier in Tier)}"
+    return "True or False" if isinstance(default, bool) else "a whole number, 0 or more"
 
 
 PROMISES_NOTHING = Traits()
@@ -179,14 +216,15 @@ class Scheduling(Protocol):
     closure) is not seen: a scheduling that goes by the number of the step reads `view.issued`.
     """
 
-    def batch(self, view: View) -> tuple[Slice, ...]:
+    def batch(self, view: View) -> Sequence[Slice]:
         """The slices of the next launch.
 
         Args:
             view: the state of the engine, read-only.
 
         Returns:
-            Slices by falling priority: the memory policy drops slices from the end. () for none.
+            A tuple or list of slices by falling priority: the memory policy gets a tuple of them
+            and drops slices from the end. () for none.
         """
 
 

@@ -14,7 +14,8 @@ from engine.contract.executor import Pieces
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Plan
 from engine.contract.plan_check import Leading
-from engine.contract.policy import Traits
+from engine.contract.policy import Policy, name_of, notes_reads, traits_of
+from engine.contract.rules import ContractError
 from engine.contract.view import Reads, RunningDecodes
 from engine.fast_forward.jump import Jump, Repeater
 from engine.fast_forward.reads import SeenReads, can_be_seen
@@ -33,15 +34,14 @@ class FastForward(PlanReuse):
     def __init__(
         self,
         issue: Issue,
-        traits: Traits,
-        notes_reads: bool,
+        policy: Policy,
         state: EngineState,
         tokens_left: Callable[[Job], int],
     ) -> None:
         super().__init__(issue)
-        self._state = state
+        self._policy, self._state, traits = policy, state, traits_of(policy)
         is_plain = not traits.repeats and traits.kv_growth != "asked"
-        self._reads = SeenReads() if is_plain and notes_reads and can_be_seen() else None
+        self._reads = SeenReads() if is_plain and notes_reads(policy) and can_be_seen() else None
         self._standing = StandingPlan(
             traits, self._reads, state.page, state.ledger.pages, tokens_left
         )
@@ -86,7 +86,11 @@ class FastForward(PlanReuse):
 
     def decided(self, answer: PolicyAnswer) -> None:
         """See PlanReuse."""
-        self._standing.decided(answer.plan, answer.view)
+        try:
+            self._standing.decided(answer.plan, answer.view)
+        except ContractError as error:
+            step = self._state.in_flight.steps
+            raise error.located(name_of(self._policy), step, answer.view.device) from None
 
     def changed(self) -> None:
         """See PlanReuse."""

@@ -10,8 +10,8 @@ from engine.contract.job import Job
 from engine.contract.plan import COMPUTE_LANE, Compute, Free, Grow, Plan
 from engine.contract.plan_check import WHOLE
 from engine.contract.policy import Traits
-from engine.contract.regions import PageSize, Place, Pool
-from engine.contract.rules import BrokenLaw
+from engine.contract.regions import PageSize, Place, Pool, Tier, kv_place
+from engine.contract.rules import BrokenLaw, ContractError, Rule
 from engine.contract.view import RunningDecodes, View
 from engine.fast_forward.decode_batch import DecodeBatch, GrowCycle
 from engine.fast_forward.horizon import has_prompt, horizon, stretched
@@ -57,7 +57,11 @@ class StandingPlan:
         self.repeat: RepeatedPlan | None = None
 
     def decided(self, plan: Plan, view: View) -> None:
-        """The policy has decided a plan; it stands for as many steps as it holds."""
+        """The policy has decided a plan; it stands for as many steps as it holds.
+
+        Raises:
+            ContractError: KV that is promised as reserved does not hold the tokens of these steps.
+        """
         self._last = self.repeat = None
         if plan.ops:
             launch = plan.ops[-1]
@@ -84,7 +88,29 @@ class StandingPlan:
         # prefix could be taken before its end.
         if traits.prefix_caching and view.waiting and (traits.swaps or has_prompt(plan)):
             return None
-        return stretched(plan, view, found, traits, self.shown)
+        made = stretched(plan, view, found, traits, self.shown)
+        if made is None or made.steps < 2:
+            return None
+        if traits.kv_growth == "reserved":
+            self._check_reserved(made)
+        return made
+
+    def _check_reserved(self, made: StretchedPlan) -> None:
+        """Rule KV_PAGES of the steps ahead, for which no plan is asked that could be checked."""
+        page_tokens, reserved = self._page.tokens, self._traits.reserved_tokens
+        grown: dict[Place, int] = {}
+        for op in made.grows:
+            grown[op.place] = grown.get(op.place, 0) + op.nbytes // self._page.nbytes
+        for piece in made.launch.slices:
+            place = kv_place(piece.job.job_id, Tier.GPU, made.launch.device)
+            pages = len(self._tables.get(place, ())) + grown.get(place, 0)
+            tokens = piece.job.known_tokens + made.steps - 1
+            if tokens > pages * page_tokens:
+                what = (
+                    f'Traits(kv_growth="reserved", reserved_tokens={reserved}) do not hold: '
+                    f"{pages} pages of {page_tokens} for {tokens} tokens of the steps ahead"
+                )
+                raise ContractError(Rule.KV_PAGES, what, piece.job.job_id)
 
     def _stand(self, made: StretchedPlan) -> RepeatedPlan | None:
         plan, launch, cycle = made.plan, made.launch, made.cycle

@@ -20,9 +20,11 @@ from engine.contract.layout import Layout
 from engine.contract.plan import Compute, Op, Plan
 from engine.contract.policy import Policy, name_of, notes_reads, traits_of
 from engine.contract.regions import PageSize, Pool, Tier
-from engine.contract.rules import BrokenLaw, ContractError
+from engine.contract.rules import BrokenLaw, ContractError, Rule
 from engine.contract.view import Profile, View
-from engine.loop.engine import Engine
+from engine.laws.differences import MOST, of_plans, of_runs, of_views
+from engine.loop.engine import Engine, Stalled
+from engine.memory.dry_run import Shortage
 from engine.results.plan_log import encode
 from engine.results.recorder import Recorder
 from traces.serving.request import Request, TrainingJob
@@ -31,9 +33,12 @@ ANSWERS = ("profile", "cost", "kept_pages", "reads")  # functions: they hold not
 SHOWN = [field.name for field in dataclasses.fields(View) if field.name not in ANSWERS]
 TOKENS = ("known_tokens", "computed_tokens")
 SLOTS = getattr(Job, "__slots__", None) or Job.__mypyc_attrs__  # type: ignore[attr-defined]
-FIELDS = attrgetter(*TOKENS, *(name for name in SLOTS if not name.startswith("_")))
+NAMES = (*TOKENS, *(name for name in SLOTS if not name.startswith("_")))
+FIELDS = attrgetter(*NAMES)
 MUTABLE = (dict, list)
 PAGE = PageSize(tokens=16, nbytes=1 << 16)
+ROOMY = 48  # pages of a device
+DEVICE = 0
 
 
 def check_policy(
@@ -48,13 +53,15 @@ def check_policy(
     """Replays work under memory pressure, and raises where a policy breaks its contract.
 
     Each question is asked twice, of views that are compared before and after. Each replay is run
-    step by step and again with the questions that the policy's traits spare.
+    step by step and again with the questions that the policy's traits spare. Where no pool is given
+    there are two: a roomy one, and a tight one of half more than the longest request, in which
+    running jobs lose their KV again and again.
 
     Args:
         policy: an object with `plan(view)`, as an Engine takes it.
         work: requests and training jobs; by default 24 requests of up to 200 tokens.
-        capacity_bytes: bytes of each pool; by default a device of 48 pages and a host of 96, in
-            which the default requests do not fit at once.
+        capacity_bytes: bytes of each pool; by default a host of 96 pages with a device of 48 pages
+            and then with a tight one, in neither of which the default requests fit at once.
         layout: where training jobs lie, if there are any.
         page: the page size of KV.
         depths: the run-ahead of each replay.
@@ -69,27 +76,68 @@ def check_policy(
         Stalled: work is left and the policy plans nothing.
     """
     items = [*(requests() if work is None else work)]
-    pools = capacity_bytes or {(Tier.GPU, 0): 48 * page.nbytes, (Tier.HOST, 0): 96 * page.nbytes}
+    pages = [ROOMY, *_tight(items, page)]
+    host, sizes = {(Tier.HOST, DEVICE): 96 * page.nbytes}, list[Mapping[Pool, int]]()
+    sizes += [{(Tier.GPU, DEVICE): count * page.nbytes, **host} for count in pages]
     asked = 0
-    for depth in depths:
-        tables = list[object]()
-        for fast_forward in (False, True):
-            watched = WatchedPolicy(policy)
-            engine = _engine(watched, pools, page, depth, layout, fast_forward)
-            try:
-                engine.replay(items)
-            except ContractError as error:
-                raise error.located(name_of(policy), error.step, error.device) from error.__cause__
-            if watched.idle_without_a_plan:
-                raise BrokenLaw(f"law 9: {name_of(policy)} let time pass with nothing in flight")
-            asked += watched.asked
-            tables.append(engine.recorder.tables())
-        if tables[0] != tables[1]:
-            raise BrokenLaw(
-                f"law 15: the traits of {name_of(policy)} do not hold: with the questions that "
-                f"they spare, a replay at run-ahead {depth} differs"
-            )
+    for pools in [capacity_bytes] if capacity_bytes else sizes:
+        for depth in depths:
+            asked += _check_replay(policy, items, pools, page, depth, layout)
     return asked
+
+
+def _tight(items: Sequence[Request | TrainingJob], page: PageSize) -> list[int]:
+    """Pages of a pool in which the longest request has little room beside it; none for training."""
+    tokens = [i.prompt_tokens + i.output_tokens for i in items if isinstance(i, Request)]
+    longest = page.count(max(tokens, default=0))
+    return [tight] if 0 < (tight := longest + longest // 2) < ROOMY else []
+
+
+def _check_replay(
+    policy: Policy,
+    items: Sequence[Request | TrainingJob],
+    pools: Mapping[Pool, int],
+    page: PageSize,
+    depth: int,
+    layout: Layout | None,
+) -> int:
+    """Replays work with fast-forward and without it; returns the questions asked."""
+    asked, name, recorders = 0, name_of(policy), list[Recorder]()
+    for fast_forward in (False, True):
+        watched = WatchedPolicy(policy)
+        engine = _engine(watched, pools, page, depth, layout, fast_forward)
+        try:
+            engine.replay(items)
+        except ContractError as error:
+            raise error.located(name, error.step, error.device) from error.__cause__
+        except Shortage as short:  # of the plan builder, within the policy
+            what, owner = f"{short}: ask plan.room() before", short.place.region.owner
+            raise ContractError(Rule.ROOM, what, owner, name, engine.steps, DEVICE) from short
+        except Stalled as error:
+            pages = pools[Tier.GPU, DEVICE] // page.nbytes
+            raise Stalled(f"policy {name}, a pool of {pages} pages: {error}") from error
+        except BrokenLaw as error:
+            if name in str(error):
+                raise
+            raise BrokenLaw(f"{error} (policy {name}, step {engine.steps})") from error
+        if watched.idle_without_a_plan:
+            raise BrokenLaw(watched.told_idle())
+        asked += watched.asked
+        recorders.append(engine.recorder)
+    one, other = recorders
+    if one.tables() != other.tables():
+        raise BrokenLaw(
+            f"law 15: policy {name}, run-ahead {depth}, "
+            f"{of_runs(one, other).told('asked at each step', 'asked less')}; {_remedy(policy)}"
+        )
+    return asked
+
+
+def _remedy(policy: Policy) -> str:
+    """What to do where sparing questions changes the results."""
+    if traits := str(traits_of(policy)):
+        return f"leave out what does not hold of Traits({traits})"
+    return "keep state that changes in `self` alone, and read the rest of the view"
 
 
 def requests(count: int = 24, seed: int = 0) -> list[Request]:
@@ -183,6 +231,7 @@ class WatchedPolicy:
         self.traits = traits_of(policy)
         self._policy, self._now_ns = policy, 0
         self._wants_nothing = False  # the last answer, while no launch was in flight
+        self._idle = ""  # the first question behind which time passed so
         self.idle_without_a_plan = self.asked = 0
 
     @property
@@ -197,36 +246,53 @@ class WatchedPolicy:
             BrokenLaw: the policy changes the view or answers an equal view otherwise, or the clock
                 runs back.
         """
+        where = f"policy {name_of(self._policy)}, step {view.issued}, device {view.device}"
         if view.now_ns < self._now_ns:
-            raise BrokenLaw("law 6: the clock ran back")
+            raise BrokenLaw(f"law 6: {where}: the clock ran back")
         self.idle_without_a_plan += self._wants_nothing and view.now_ns > self._now_ns
         self._now_ns = view.now_ns
         self.asked += 1
         before = snapshot(view)
         plan = self._policy.plan(view)
-        if snapshot(view) != before:
-            raise BrokenLaw("law 8: the policy changed what it was shown")
+        if (after := snapshot(view)) != before:
+            what = of_views(before, after, NAMES)
+            raise BrokenLaw(
+                f"law 8: {where}: the policy changed what it was shown, {what}: work on a copy"
+            )
         again: object = self._policy.plan(view)
         written = _written(plan)
         if written is None:
             return plan  # the engine's check says what is wrong with it
-        if written != _written(again):
-            raise BrokenLaw("law 8: equal views, other plans")
+        if written != _written(again) and (found := of_plans(plan, again)):
+            raise BrokenLaw(
+                f"law 8: {where}: equal views, other plans: {found.told('at first', 'then')}; "
+                "plan by the view alone"
+            )
         self._wants_nothing = not (plan or any(isinstance(op, Compute) for op in view.in_flight))
+        if self._wants_nothing and not self.idle_without_a_plan:
+            jobs = [job.job_id for job in (*view.serving, *view.waiting)]
+            self._idle = f"{where}: it planned nothing at {view.now_ns} ns for jobs {jobs[:MOST]}"
         return plan
 
+    def told_idle(self) -> str:
+        """Law 9 in a line, where time passed with nothing in flight."""
+        return (
+            f"law 9: {self._idle}, and time passed with nothing in flight: plan what fits, and "
+            "refuse what never will"
+        )
 
-def _written(plan: object) -> str | None:
-    """A plan as text; None where it is no Plan, or holds what is no part of one."""
+
+def _written(plan: object) -> tuple[str, int | None] | None:
+    """A plan as text, and its moment; None where it is no Plan, or holds what is no part of one."""
     if not isinstance(plan, Plan):
         return None
     try:
-        return encode(plan)
+        return encode(plan), plan.wake_ns
     except (AttributeError, LookupError, TypeError, ValueError):
         return None
 
 
-def snapshot(view: View) -> object:
+def snapshot(view: View) -> dict[str, object]:
     """All that a view shows, by value, for comparison.
 
     Args:

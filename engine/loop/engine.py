@@ -14,7 +14,7 @@ from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import COMPUTE_LANE, Op, Plan
 from engine.contract.plan_check import PlanCheck
-from engine.contract.policy import Fleet, Policy, Router, notes_reads, traits_of
+from engine.contract.policy import Fleet, Policy, Router, traits_of
 from engine.contract.progress import restart
 from engine.contract.regions import PageSize, Pool, Tier
 from engine.contract.training_check import TrainingContract
@@ -144,8 +144,7 @@ class Engine(Lifecycle):
         if fast_forward and devices == 1:
             self.reuse = FastForward(
                 self._issue,
-                traits,
-                notes_reads(policy),
+                policy,
                 state,
                 lambda job: self._completions.tokens_left(job),
             )

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -177,15 +178,17 @@ class Builder:
         return value
 
     def _follow(self, path: str, where: str) -> Any:
+        module_name, _, name = path.rpartition(".")
+        if not module_name or not name:
+            raise ValueError(f"{where}: target {path} is no MODULE.CLASS")
         top = path.split(".")[0]
         if top not in self.trusted and not self._is_beside_config(top):
+            if not _is_there(top):
+                raise ValueError(f"{where}: {self._not_found(top, path)}")
             raise ValueError(
                 f"{where}: target {path} is neither ours nor beside a config folder you gave; "
                 f"add it with 'trusted=[{top}]'"
             )
-        module_name, _, name = path.rpartition(".")
-        if not module_name or not name:
-            raise ValueError(f"{where}: target {path} is no MODULE.CLASS")
         try:
             with exits_fail():
                 module = importlib.import_module(module_name)
@@ -201,6 +204,16 @@ class Builder:
             raise ValueError(f"{where}: {module_name} has no {name}{did_you_mean(name, public)}")
         return getattr(module, name)
 
+    def _not_found(self, top: str, path: str) -> str:
+        """That there is no such module, where was looked, and what is there with a like name."""
+        beside = [file.stem for folder in self.folders for file in folder.glob("*.py")]
+        beside += [file.parent.name for f in self.folders for file in f.glob("*/__init__.py")]
+        near = get_close_matches(top, [*beside, *self.trusted])
+        places = ", ".join([*map(str, self.folders), "our packages", "the installed packages"])
+        return f"no module {top} for target {path}: looked in {places}" + (
+            f"; did you mean {' or '.join(near)}?" if near else ""
+        )
+
     def _is_beside_config(self, top: str) -> bool:
         try:
             spec = importlib.util.find_spec(top)
@@ -211,6 +224,14 @@ class Builder:
         origin = Path(spec.origin).resolve()
         home = origin.parent.parent if origin.name == "__init__.py" else origin.parent
         return home in self.folders
+
+
+def _is_there(top: str) -> bool:
+    """Whether a module or package can be found by its name; it is not imported."""
+    try:
+        return importlib.util.find_spec(top) is not None
+    except ValueError:  # imported without a spec
+        return True
 
 
 def _called(found: Any, where: str, extra: Mapping[str, Any] | None = None) -> Any:

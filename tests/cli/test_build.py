@@ -47,6 +47,37 @@ def test_a_foreign_target_is_refused(path: str, tmp_path: Path) -> None:
         Builder(folders=[tmp_path]).build({"_target_": path}, "policy")
 
 
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("mypolcies.Mine", "; did you mean mypolicies or policies?"),
+        ("mypackge.inner.Mine", "; did you mean mypackage?"),
+        ("polices.composed.Composed", "; did you mean policies or mypolicies?"),
+        ("qqqqqqqqq.Mine", ""),
+    ],
+)
+def test_a_module_that_is_nowhere_is_told_with_where_was_looked(
+    path: str, near: str, tmp_path: Path
+) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "mypackage").mkdir()
+    (tmp_path / "mypackage" / "__init__.py").touch()
+    (tmp_path / "mypolicies.py").touch()
+    with pytest.raises(ValueError) as caught:
+        Builder(folders=[tmp_path / "conf"]).build({"_target_": path}, "policy")
+    module = path.partition(".")[0]
+    assert str(caught.value) == (
+        f"policy: no module {module} for target {path}: looked in {tmp_path / 'conf'}, {tmp_path}, "
+        f"our packages, the installed packages{near}"
+    )
+
+
+@pytest.mark.parametrize("path", ["Mine", "mine.", ".Mine"])
+def test_a_target_without_a_module_is_told(path: str) -> None:
+    with pytest.raises(ValueError, match=f"target {path} is no MODULE.CLASS"):
+        Builder().build({"_target_": path}, "policy")
+
+
 def test_a_named_package_is_trusted() -> None:
     built = Builder(trusted=["fractions"]).build({"_target_": "fractions.Fraction"}, "x")
     assert built == 0

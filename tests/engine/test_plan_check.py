@@ -21,6 +21,7 @@ from engine.loop.engine import Stalled
 from engine.memory.dry_run import DryRunPlanBuilder
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
+from policies.scheduling.chunked_prefill import ChunkedPrefill
 from tests.support.replays import PAGE, composed, random_requests, replay
 from traces.serving.request import Request
 
@@ -142,7 +143,10 @@ def test_pages_that_are_taken_in_two_parts_are_counted(depth: int) -> None:
     [
         (lambda view: None, "batch returns None"),
         (lambda view: (s for s in ()), "batch returns a generator"),
-        (lambda view: tuple(view.waiting), "a tuple with a Job: only Slices belong in it"),
+        (
+            lambda view: tuple(view.waiting),
+            "batch returns a Job among its Slices: only Slices belong there",
+        ),
     ],
 )
 def test_a_batch_that_is_none_is_told(answer: Callable[[View], Any], told: str) -> None:
@@ -152,6 +156,61 @@ def test_a_batch_that_is_none_is_told(answer: Callable[[View], Any], told: str) 
 
     with pytest.raises(ContractError, match=f"Scheduling with PagedRestart.*{told}"):
         replay(Composed(Scheduling(), PagedRestart()), random_requests(3, 3))
+
+
+@pytest.mark.parametrize("fast_forward", [False, True])
+def test_a_batch_may_be_a_list(fast_forward: bool) -> None:
+    class Listed(ChunkedPrefill):
+        def batch(self, view: View) -> Any:
+            return [*super().batch(view)]
+
+    class Looks(PagedRestart):
+        def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+            assert type(batch) is tuple
+            super().fit(batch, view, plan)
+
+    requests = random_requests(3, 8)
+    logs = [
+        replay(Composed(scheduling, Looks()), requests, fast_forward=fast_forward).log()
+        for scheduling in (Listed(), ChunkedPrefill())
+    ]
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("fast_forward", [False, True])
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("remaining", ""),
+        ("prompt_token", "prompt_tokens, "),
+        (
+            "xyz",
+            "arrival_ns, computed_tokens, device, is_prefilling, job_id, known_tokens, ",
+        ),
+    ],
+)
+def test_an_attribute_that_a_job_lacks_is_told_with_those_nearby(
+    name: str, near: str, fast_forward: bool
+) -> None:
+    class Reads:
+        def batch(self, view: View) -> list[Slice]:
+            return [Slice(job, getattr(job, name)) for job in [*view.serving, *view.waiting]]
+
+    policy = Composed(Reads(), PagedRestart())
+    with pytest.raises(AttributeError) as caught:
+        replay(policy, random_requests(3, 3), fast_forward=fast_forward)
+    assert str(caught.value).startswith(f"'Job' object has no attribute {name!r}; there is {near}")
+
+
+@pytest.mark.parametrize("fast_forward", [False, True])
+def test_an_attribute_that_another_object_lacks_is_told_as_it_is(fast_forward: bool) -> None:
+    class Reads:
+        def batch(self, view: View) -> Any:
+            return view.waiting.xyz  # type: ignore[attr-defined]
+
+    policy = Composed(Reads(), PagedRestart())
+    with pytest.raises(AttributeError, match=r"'ReadOnlyList' object has no attribute 'xyz'$"):
+        replay(policy, random_requests(3, 3), fast_forward=fast_forward)
 
 
 def test_a_memory_that_returns_a_plan_is_told() -> None:

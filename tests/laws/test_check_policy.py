@@ -11,20 +11,33 @@ from typing import Any
 
 import pytest
 
-from engine.contract.plan import Compute, Plan, Slice
-from engine.contract.policy import Traits
-from engine.contract.regions import Tier
+from engine.contract.plan import Compute, Copy, Free, Grow, Plan, Slice
+from engine.contract.policy import PlanBuilder, Traits
+from engine.contract.regions import Tier, kv_place
 from engine.contract.rules import BrokenLaw, ContractError, Rule
 from engine.contract.view import View
-from engine.laws.check_policy import check_policy, requests
+from engine.laws.check_policy import PAGE, ROOMY, check_policy, requests
+from engine.laws.differences import of_plans, of_runs
+from engine.loop.engine import Stalled
 from engine.loop.profile import EngineProfile
 from engine.memory.ledger import NOTHING
+from engine.results.recorder import Recorder
 from policies.composed import Composed
+from policies.kv.max_reservation import MaxReservation
 from policies.kv.paged_restart import PagedRestart
+from policies.kv.paged_swap import PagedSwap
 from policies.scheduling.chunked_prefill import ChunkedPrefill
+from policies.scheduling.continuous_batching import ContinuousBatching
+from policies.scheduling.earliest_deadline import EarliestDeadline
+from policies.scheduling.orca import Orca
+from policies.scheduling.shortest_job import PromptShare, ShortestJob
+from policies.scheduling.static_batching import StaticBatching
+from policies.scheduling.vllm_v1 import VllmV1
 from policies.training.patrickstar import PatrickStar
 from policies.training.training_order import TrainingOrder
-from tests.support.offload import ROOMY, job_of, laid_out, shape_of
+from tests.support.offload import ROOMY as ROOMY_BYTES
+from tests.support.offload import job_of, laid_out, shape_of
+from tests.support.states import job
 
 GOOD = Composed(ChunkedPrefill(), PagedRestart())
 TRAINS = Composed(TrainingOrder(), PatrickStar())
@@ -53,6 +66,53 @@ class Alternates:
         return tuple(Slice(job, job.remaining_tokens) for job in jobs)
 
 
+@dataclass(frozen=True)
+class CountsTwice:
+    """A memory policy that counts what a restart gives, and not what is taken behind it."""
+
+    traits = Traits(kv_growth="page")
+
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+        pool = (Tier.GPU, view.device)
+        running = [job for job in view.serving if plan.holds(kv_place(job.job_id, *pool))]
+        room, restarted, slices, places = view.room(pool), set[int](), list[Slice](), []
+        for piece in batch:
+            job, place = piece.job, kv_place(piece.job.job_id, *pool)
+            need = view.page.bytes_for(job.computed_tokens + piece.tokens) - plan.held(place)
+            while need > room and job in running and running[-1] is not job:
+                last = kv_place(running[-1].job_id, *pool)
+                room += plan.held(last)
+                plan.free(last)
+                plan.restart(running[-1])
+                restarted.add(running.pop().job_id)
+            if job.job_id in restarted:
+                continue
+            if need > room:
+                break
+            plan.grow(place, need)
+            room -= 0 if restarted else need
+            slices.append(piece)
+            places.append(place)
+        plan.compute(slices, places)
+
+
+class Naps:
+    """A policy that plans nothing for jobs that have just come, and asks for a moment later."""
+
+    def plan(self, view: View) -> Plan:
+        if not view.serving and [job for job in view.waiting if job.arrival_ns == view.now_ns]:
+            return Plan(wake_ns=view.now_ns + 5_000)
+        return GOOD.plan(view)
+
+
+class NeedsMuch:
+    """A policy that plans nothing while less than 40 pages are free, and refuses nothing."""
+
+    def plan(self, view: View) -> Plan:
+        has_room = view.free_bytes[Tier.GPU, 0] >= 40 * view.page.nbytes
+        return GOOD.plan(view) if has_room or view.serving else Plan()
+
+
 def without_pages(plan: Plan, asked: int) -> Plan:
     return Plan(tuple(op for op in plan.ops if isinstance(op, Compute)))
 
@@ -65,12 +125,14 @@ FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     "remembers": (
         Wrapper(lambda plan, asked: Plan() if asked % 2 else plan),
         BrokenLaw,
-        "law 8: equal views, other plans",
+        "law 8: policy Wrapper, step 0, device 0: equal views, other plans: tokens of job 0: 195 "
+        "at first, none then; plan by the view alone",
     ),
     "None at times": (
         Wrapper(lambda plan, asked: None if asked == 5 else plan),
         BrokenLaw,
-        "law 8: equal views, other plans",
+        "law 8: policy Wrapper, step 2, device 0: equal views, other plans: the answer: a Plan at "
+        "first, None then; plan by the view alone",
     ),
     "takes no pages": (
         Wrapper(without_pages),
@@ -80,8 +142,28 @@ FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     "traits that do not hold": (
         Composed(Alternates(), PagedRestart()),
         BrokenLaw,
-        "law 15: the traits of Alternates with PagedRestart do not hold: with the questions that "
-        "they spare, a replay at run-ahead 1 differs",
+        "law 15: policy Alternates with PagedRestart, run-ahead 1, step 2, device 0: the order of "
+        "jobs: [0, 1] asked at each step, [1, 0] asked less; leave out what does not hold of "
+        "Traits(repeats, kv_growth=page)",
+    ),
+    "naps": (
+        Naps(),
+        BrokenLaw,
+        "law 9: policy Naps, step 0, device 0: it planned nothing at 20000000 ns for jobs [0, 1], "
+        "and time passed with nothing in flight: plan what fits, and refuse what never will",
+    ),
+    "counts room twice": (
+        Composed(ChunkedPrefill(), CountsTwice()),
+        ContractError,
+        "policy ChunkedPrefill with CountsTwice, step 142, device 0, job 8: gpu:0 is 327680 bytes "
+        "short for KV of job 8 on gpu:0: ask plan.room() before (rule: room)",
+    ),
+    "needs more than the tight pool": (
+        NeedsMuch(),
+        Stalled,
+        "policy NeedsMuch, a pool of 24 pages: the policy plans nothing although nothing is in "
+        "flight: waiting [0, 1, 2, 3, 4, 5, 6, 7] and 16 more; free bytes {'gpu:0': 1572864, "
+        "'host:0': 6291456}",
     ),
     "None": (
         Wrapper(lambda plan, asked: None),
@@ -117,6 +199,87 @@ def test_a_fault_is_told_in_one_line(fault: str) -> None:
     assert str(caught.value) == line
 
 
+def test_restarts_show_a_fault_that_a_roomy_pool_hides() -> None:
+    roomy = {(Tier.GPU, 0): ROOMY * PAGE.nbytes, (Tier.HOST, 0): 96 * PAGE.nbytes}
+    policy = Composed(ChunkedPrefill(), CountsTwice())
+    assert check_policy(policy, capacity_bytes=roomy)
+    with pytest.raises(ContractError, match="rule: room"):
+        check_policy(policy)
+
+
+SHIPPED: dict[str, Composed] = {
+    "static": Composed(StaticBatching(max_jobs=6), MaxReservation(304)),
+    "continuous": Composed(ContinuousBatching(token_budget=128), PagedSwap()),
+    "orca": Composed(Orca(max_jobs=8), PagedRestart(prompts="reserved", spare_pages=1)),
+    "vllm_v1": Composed(VllmV1(token_budget=24), PagedRestart(prefix_caching=True)),
+    "deadline": Composed(EarliestDeadline(token_budget=24), PagedSwap(prefix_caching=True)),
+    "shortest": Composed(ShortestJob(PromptShare()), PagedRestart(0.0, gives_way=True)),
+}
+
+
+@pytest.mark.broad(3)
+@pytest.mark.parametrize("name", SHIPPED)
+def test_policies_of_ours_pass_also_where_jobs_restart(name: str) -> None:
+    assert check_policy(SHIPPED[name])
+
+
+# ---- what differs
+def recorded(*plans: Plan) -> Recorder:
+    """A recorder of plans that were issued."""
+    found = Recorder()
+    for step, plan in enumerate(plans):
+        found.issued(step, 0, 10 * step, plan, ())
+    return found
+
+
+PIECES = [Slice(job(number, 10), 4) for number in range(3)]
+LAUNCH = Plan((Compute((PIECES[0], PIECES[1])),))
+DIFFERENT: dict[str, tuple[Plan, Plan, str]] = {
+    "a job": (LAUNCH, Plan((Compute((PIECES[0],)),)), "tokens of job 1: 4 A, none B"),
+    "an order": (
+        LAUNCH,
+        Plan((Compute((PIECES[1], PIECES[0])),)),
+        "the order of jobs: [0, 1] A, [1, 0] B",
+    ),
+    "a restart": (
+        LAUNCH,
+        replace(LAUNCH, restart=(PIECES[2].job,)),
+        "jobs to restart: [] A, [2] B",
+    ),
+    "a refusal": (Plan(), Plan(refuse=(PIECES[2].job,)), "jobs to refuse: [] A, [2] B"),
+    "a moment": (Plan(wake_ns=5), Plan(), "wake_ns: 5 A, None B"),
+    "an operation": (
+        Plan((Grow(kv_place(0), 64),)),
+        Plan((Free(kv_place(0)),)),
+        "operation 0: Grow of KV of job 0 on gpu:0 by 64 bytes A, Free of KV of job 0 on gpu:0 B",
+    ),
+    "one operation more": (
+        Plan(),
+        Plan((Copy(kv_place(0), kv_place(0, Tier.HOST)),)),
+        "operation 0: none A, Copy of KV of job 0 on gpu:0 to host:0 B",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_the_first_difference_of_plans_is_named(what: str) -> None:
+    one, other, told = DIFFERENT[what]
+    found = of_plans(one, other)
+    assert found is not None and found.told("A", "B") == told
+    assert of_plans(one, one) is None is of_plans(other, other)
+    assert of_runs(recorded(LAUNCH, one), recorded(LAUNCH, other)).what == (
+        f"step 1, device 0: {found.what}"
+    )
+
+
+def test_the_first_difference_of_runs_with_equal_plans_is_named() -> None:
+    one, other = recorded(LAUNCH), recorded(LAUNCH, LAUNCH)
+    assert of_runs(one, other).told("A", "B") == "the number of plans: 1 A, 2 B"
+    late = Recorder()
+    late.issued(0, 0, 7, LAUNCH, ())
+    assert of_runs(one, late).what.endswith("in row 0 of plans")
+
+
 # ---- the profile
 def check_training(meddle: Callable[[View], Any]) -> int:
     """Checks a policy that trains one job and does something once a step is complete."""
@@ -130,7 +293,7 @@ def check_training(meddle: Callable[[View], Any]) -> int:
             return TRAINS.plan(view)
 
     shape = shape_of(random.Random(16), layers=3)
-    capacity = {(Tier.GPU, 0): ROOMY, (Tier.HOST, 0): ROOMY}
+    capacity = {(Tier.GPU, 0): ROOMY_BYTES, (Tier.HOST, 0): ROOMY_BYTES}
     return check_policy(
         Meddles(), [job_of(shape)], capacity_bytes=capacity, layout=laid_out(shape), depths=[1]
     )
@@ -150,7 +313,7 @@ MEDDLING: dict[str, Callable[[View], Any]] = {
 
 @pytest.mark.parametrize("what", MEDDLING)
 def test_a_profile_that_changes_is_seen(what: str) -> None:
-    with pytest.raises(BrokenLaw, match="law 8: the policy changed what it was shown"):
+    with pytest.raises(BrokenLaw, match=r"^law 8: policy Meddles, .* shown, view.profile:"):
         check_training(MEDDLING[what])
 
 

@@ -9,10 +9,11 @@ from types import ModuleType
 
 import pytest
 
+from engine.contract.job import Job
 from engine.contract.policy import traits_of
 from engine.contract.rules import BrokenLaw, ContractError
 from engine.laws.check_policy import check_policy
-from policies.composed import Composed
+from policies.composed import MAKERS, Composed
 from policies.scheduling.chunked_prefill import ChunkedPrefill
 from tandem.cli.__main__ import main
 
@@ -81,6 +82,20 @@ def test_check_policy_tells_a_policy_that_remembers(monkeypatch: pytest.MonkeyPa
             return super().batch(view)[: 1 + len(self.asked) % 2]
 
     assert str(traits_of(KeepsRoom())) == "kv_growth=page"
-    with pytest.raises(BrokenLaw, match="law 8: equal views, other plans"):
+    with pytest.raises(BrokenLaw, match=r"^law 8: policy Remembers .* equal views, other plans"):
         check_policy(Composed(Remembers(), KeepsRoom()))
     sys.modules.pop("keeps_room")
+
+
+def test_the_guide_has_every_fact_of_a_job() -> None:
+    text = (ROOT / "docs/own-policy.md").read_text(encoding="utf-8")
+    table = text.partition("## What a job shows")[2].partition("\n## ")[0]
+    told = [name for cell in re.findall(r"^\| (`.*?) \|", table, re.M) for name in cell.split(", ")]
+    facts = {name for name in dir(Job) if not name.startswith("_")} - {*MAKERS}
+    assert sorted(name.strip("`") for name in told) == sorted(facts)
+
+
+@pytest.mark.parametrize("word", ["run-ahead", "watermark", "spare pages", "law"])
+def test_the_guide_explains_a_word_where_it_first_stands(word: str) -> None:
+    text = (ROOT / "docs/own-policy.md").read_text(encoding="utf-8").lower()
+    assert text.index(f"*{word}*") + 1 == re.search(rf"\b{word}\b", text).start()  # type: ignore[union-attr]

@@ -59,3 +59,37 @@ def test_the_reuse_of_gradients_is_a_trait(
     training = memory(reuses_gradients=reuses)
     for whole in (training, DividedMemory(PagedRestart(), training)):
         assert traits_of(Composed(ChunkedPrefill(), whole)).reuses_gradients is reuses
+
+
+WRONG = {  # by a wrong value, what a refusal says of it
+    "kv_growth='pages'": ({"kv_growth": "pages"}, 'it must be "asked" or "page" or "reserved"'),
+    "kv_growth=['page']": ({"kv_growth": ["page"]}, 'it must be "asked" or "page" or "reserved"'),
+    "repeats='yes'": ({"repeats": "yes"}, "it must be True or False"),
+    "recurs=1": ({"recurs": 1}, "it must be True or False"),
+    "swaps=None": ({"swaps": None}, "it must be True or False"),
+    "reserved_tokens=-1": ({"reserved_tokens": -1}, "it must be a whole number, 0 or more"),
+    "spare_pages=True": ({"spare_pages": True}, "it must be a whole number, 0 or more"),
+    "step_tokens=512.0": ({"step_tokens": 512.0}, "it must be a whole number, 0 or more"),
+    "states_in='gpu'": (
+        {"states_in": "gpu"},
+        "it must be a tuple of Tier.GPU, Tier.HOST, Tier.DISK",
+    ),
+    "states_in=('gpu',)": (
+        {"states_in": ("gpu",)},
+        "it must be a tuple of Tier.GPU, Tier.HOST, Tier.DISK",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_trait_with_a_wrong_value_is_refused_in_one_line(wrong: str) -> None:
+    values, allowed = WRONG[wrong]
+    with pytest.raises(ValueError) as caught:
+        Traits(**values)  # type: ignore[arg-type]
+    assert str(caught.value) == f"Traits({wrong}): {allowed}"
+
+
+def test_a_reservation_says_how_many_tokens_it_holds() -> None:
+    assert Traits(kv_growth="reserved", reserved_tokens=1).reserved_tokens == 1
+    with pytest.raises(ValueError, match="reserved_tokens must be 1 or more"):
+        Traits(kv_growth="reserved")

@@ -177,13 +177,15 @@ def policy_for(name: str) -> Any:
     return Composed(SCHEDULING["chunked_prefill"], memory)
 
 
-def executor_for(backend: str, env: simpy.Environment, requests: list[Request]) -> Any:
+def executor_for(
+    backend: str, env: simpy.Environment, requests: list[Request], device_pages: int = PAGES
+) -> Any:
     """The real machine of a backend over a small arena; the simulator needs none."""
     predicted = SimExecutor(env, Shaped(40_000))
     if backend == "sim":
         return predicted
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
-    pages = {GPU: PAGES, HOST: 4 * PAGES}
+    pages = {GPU: device_pages, HOST: 4 * PAGES}
     machine = ServingMachine(shared_model(SPEC), SPEC, PAGE_TOKENS, pages, prompts)
     if backend == "lockstep":
         return LockstepExecutor(machine, predicted)
