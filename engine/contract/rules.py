@@ -1,4 +1,4 @@
-"""The rules that every plan must keep, the error of a breach, and what makes data read-only.
+"""The rules that every plan must keep, errors with their remedies, and what makes data read-only.
 
 The engine checks a plan before it books anything, so a breach changes no books.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, fields
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -94,6 +95,56 @@ class ContractError(RuntimeError):
             A new error with an equal rule and text.
         """
         return ContractError(self.rule, self.what, self.job_id, policy, step, device)
+
+
+class Remedy(Enum):
+    """A change to a run that would help, beside more memory. Tandem names its settings."""
+
+    # of what is trained
+    TRAIN_ADAPTERS = auto()  # LoRA: states of the adapters alone
+    SMALLER_MODEL = auto()
+    SMALLER_MICROBATCHES = auto()  # fewer sequences
+    SHORTER_SEQUENCES = auto()
+    # of activations
+    RECOMPUTE = auto()
+    OFFLOAD_INPUTS = auto()  # inputs of layers wait for the backward on the host
+    KEEP_INPUTS = auto()  # on the device
+    # of where model states lie before the first step
+    START_ON_HOST = auto()
+    START_ON_HOST_FIRST = auto()  # the device takes what the host has no room for
+    START_ON_DEVICE = auto()
+    # of chunks
+    SMALLER_CHUNKS = auto()
+    LARGER_CHUNKS = auto()
+    LARGER_SIZES = auto()  # to search among
+    NAMED_SIZE = auto()  # none is searched
+    OVERSIZE_ALONE = auto()  # a module larger than a chunk has a chunk of its own
+    # of shares of the device
+    LARGER_WARMUP_SHARE = auto()  # for chunks in warm-up
+    LARGER_SHARES = auto()  # that one, and that of the device which is used at all
+    # of a memory policy
+    OWN_GRADIENTS = auto()  # gradients have places of their own, apart from their weights
+    PAGED_MEMORY = auto()  # KV in pages, without reservations
+    NO_PREFIX_CACHING = auto()
+
+
+class Advised(Exception):
+    """An error that names what would help."""
+
+    remedies: tuple[Remedy, ...] = ()
+
+
+class SettingsConflict(Advised, ValueError):
+    """Settings of a policy that do not go together, or not with what it is to do.
+
+    Args:
+        problem: one line with what is wrong.
+        remedies: what would help, most useful first.
+    """
+
+    def __init__(self, problem: str, remedies: Sequence[Remedy]) -> None:
+        super().__init__(problem)
+        self.remedies = tuple(remedies)
 
 
 class BrokenLaw(RuntimeError):

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from engine.contract.layout import Layout
 from engine.contract.policy import Traits, traits_of
 from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Pool, Region, Tier
+from engine.contract.rules import Advised, Remedy
 from models.spec import ModelSpec
-from policies.training.out_of_memory import Advised, OutOfMemory, Remedy
+from policies.training.out_of_memory import OutOfMemory
 from sim.devices.device import Device
 from sim.devices.kv_room import MemoryPlan, graph_bytes, plan_memory
 from traces.serving.request import Request
@@ -121,6 +122,9 @@ REMEDIES = {  # in words, with the keys of a configuration
     Remedy.LARGER_SHARES: (
         f"take larger {WARMUP_SHARE} and memory.device_share (or planner.device_share)"
     ),
+    Remedy.OWN_GRADIENTS: "set reuses_gradients=false",
+    Remedy.PAGED_MEMORY: "take memory=paged_restart",
+    Remedy.NO_PREFIX_CACHING: "leave memory.prefix_caching out",
 }
 
 
