@@ -29,7 +29,11 @@ class Traits:
                          the prompt that the token budget has cut. This holds until a job arrives,
                          ends, is admitted, or finds new room.
         appends          A prompt that is complete decodes behind all jobs admitted before it.
-        step_tokens      The most tokens of a batch; 0 where there is no bound.
+        step_tokens      The most tokens of requests in a batch; 0 where there is no bound.
+        prompt_tokens    The most tokens of a batch with several prompts; a single prompt may be
+                         longer. 0 where there is no bound.
+        max_jobs         The most requests in service; 0 where there is no bound. By these three a
+                         run sets memory aside for its largest step.
         trains_only      The batch never holds a request.
     Of a memory policy:
         kv_growth        How the KV of running jobs grows: by a `page` when the last one is full,
@@ -49,6 +53,8 @@ class Traits:
     repeats: bool = False
     appends: bool = False
     step_tokens: int = 0
+    prompt_tokens: int = 0
+    max_jobs: int = 0
     trains_only: bool = False
     kv_growth: Literal["asked", "page", "reserved"] = "asked"
     spare_pages: int = 0
@@ -73,6 +79,8 @@ class Traits:
             repeats=self.repeats,
             appends=self.appends,
             step_tokens=self.step_tokens,
+            prompt_tokens=self.prompt_tokens,
+            max_jobs=self.max_jobs,
             trains_only=self.trains_only,
             recurs=self.recurs and memory.recurs,
         )
