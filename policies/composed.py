@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from engine.contract.plan import Plan, Slice
 from engine.contract.policy import Memory, Scheduling, Traits, named, traits_of
-from engine.contract.rules import ContractError, Rule
+from engine.contract.rules import ContractError, Rule, defined_at
 from engine.contract.view import View
 from engine.memory.dry_run import DryRunPlanBuilder
 
@@ -49,7 +49,8 @@ class Composed:
         """
         batch: Any = self.scheduling.batch(view if view.reads is None else view.reads.shown(view))
         if type(batch) is not tuple and not isinstance(batch, list):
-            raise ContractError(Rule.ANSWER, f"batch returns {named(batch)}: a tuple of Slices")
+            what = f"batch returns {named(batch)}: a tuple of Slices"
+            raise _wrong_answer(what, self.scheduling.batch)
         if view.reads is not None:
             batch = view.reads.slices(batch, self.scheduling)
         plan, fit = DryRunPlanBuilder(view), self.memory.fit
@@ -58,15 +59,20 @@ class Composed:
         except (AttributeError, TypeError) as error:
             if wrong := _no_slices(batch):
                 what = f"batch returns a tuple with {named(wrong[0])}: only Slices belong in it"
-                raise ContractError(Rule.ANSWER, what) from error
+                raise _wrong_answer(what, self.scheduling.batch) from error
             if not _takes_a_plan(fit):
                 what = f"fit{signature(fit)} takes no plan: fit(batch, view, plan) writes to one"
-                raise ContractError(Rule.ANSWER, what) from error
+                raise _wrong_answer(what, fit) from error
             raise
         if answer is not None:
             what = f"fit returns {named(answer)}: it writes to the plan that it is given"
-            raise ContractError(Rule.ANSWER, what)
+            raise _wrong_answer(what, fit)
         return plan.plan()
+
+
+def _wrong_answer(what: str, function: object) -> ContractError:
+    """The error of a half whose function answers with what the contract does not know."""
+    return ContractError(Rule.ANSWER, what, at=defined_at(function))
 
 
 def _no_slices(batch: Sequence[object]) -> list[object]:

@@ -11,7 +11,15 @@ from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Collective, Compute, Grow, Plan, Slice
 from engine.contract.regions import Place, Pool, Tier
-from engine.contract.rules import ContractError, ReadOnlyList, as_write
+from engine.contract.rules import (
+    OURS,
+    ContractError,
+    ReadOnlyList,
+    Rule,
+    as_write,
+    defined_at,
+    package_of,
+)
 from engine.contract.view import Cost, RunningDecodes, View
 from models.training.shape import TrainingShape
 from traces.serving.request import TrainingJob
@@ -423,6 +431,30 @@ class Planner(Protocol):
         """
 
 
+RULES_OF_A_BATCH = (Rule.JOB, Rule.ONCE, Rule.TOKENS, Rule.TRAINING_ORDER)
+
+
+def made_at(policy: object, rule: Rule) -> str:
+    """Where the code is that made a plan which breaks a rule.
+
+    Args:
+        policy: a policy, or a router.
+        rule: the rule; it tells which half made what breaks it, where both are a user's own.
+
+    Returns:
+        File and line of the user's own `plan`, `batch`, `fit` or `route`; of a policy without any,
+        those of the half. "" where no source is known.
+    """
+    halves = [("scheduling", "batch"), ("memory", "fit")]
+    if rule not in RULES_OF_A_BATCH:
+        halves.reverse()
+    found = [getattr(getattr(policy, half, None), name, None) for half, name in halves]
+    whole = [getattr(policy, name, None) for name in ("plan", "route")]
+    made = [f for f in (*found, *whole) if f is not None and package_of(f) != "engine"]
+    own = [function for function in made if package_of(function) not in OURS]
+    return next(filter(None, map(defined_at, own or made)), "")
+
+
 def name_of(policy: object) -> str:
     """A policy's name for messages.
 
@@ -517,9 +549,10 @@ class Fleet:
             raise write.located(name) from error
         replica = index(answer) if hasattr(answer, "__index__") else -1
         if not 0 <= replica < len(self):
+            at = made_at(self._router, Rule.ANSWER)
             raise ValueError(
-                f"router {name} sends request {job.job_id} to replica {answer!r}, but there are "
-                f"{len(self)}: it must name one of 0 to {len(self) - 1}"
+                f"router {name}{f' ({at})' if at else ''} sends request {job.job_id} to replica "
+                f"{answer!r}, but there are {len(self)}: it must name one of 0 to {len(self) - 1}"
             )
         job._route(replica)
         list.__setitem__(self.assigned, replica, self.assigned[replica] + 1)

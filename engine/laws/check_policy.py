@@ -18,7 +18,7 @@ from engine.contract.executor import Lanes, Launch, Pieces, Span, VirtualClock
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Compute, Op, Plan
-from engine.contract.policy import Policy, name_of, notes_reads, traits_of
+from engine.contract.policy import Policy, made_at, name_of, notes_reads, traits_of
 from engine.contract.regions import PageSize, Pool, Tier
 from engine.contract.rules import BrokenLaw, ContractError
 from engine.contract.view import Profile, View
@@ -79,7 +79,8 @@ def check_policy(
             try:
                 engine.replay(items)
             except ContractError as error:
-                raise error.located(name_of(policy), error.step, error.device) from error.__cause__
+                name, at = name_of(policy), made_at(policy, error.rule)
+                raise error.located(name, error.step, error.device, at) from error.__cause__
             if watched.idle_without_a_plan:
                 raise BrokenLaw(f"law 9: {name_of(policy)} let time pass with nothing in flight")
             asked += watched.asked

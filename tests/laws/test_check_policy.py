@@ -14,7 +14,7 @@ import pytest
 from engine.contract.plan import Compute, Plan, Slice
 from engine.contract.policy import Traits
 from engine.contract.regions import Tier
-from engine.contract.rules import BrokenLaw, ContractError, Rule
+from engine.contract.rules import BrokenLaw, ContractError, Rule, defined_at
 from engine.contract.view import View
 from engine.laws.check_policy import check_policy, requests
 from engine.loop.profile import EngineProfile
@@ -61,6 +61,7 @@ def with_none(plan: Plan, asked: int) -> Plan:
     return Plan((*plan.ops, None))  # type: ignore[arg-type]
 
 
+TOLD = f"policy Wrapper ({defined_at(Wrapper.plan)}), step 0, device 0"
 FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     "remembers": (
         Wrapper(lambda plan, asked: Plan() if asked % 2 else plan),
@@ -75,7 +76,7 @@ FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     "takes no pages": (
         Wrapper(without_pages),
         ContractError,
-        "policy Wrapper, step 0, device 0, job 0: KV of job 0 on gpu:0 is not held (rule: own KV)",
+        f"{TOLD}, job 0: KV of job 0 on gpu:0 is not held (rule: own KV)",
     ),
     "traits that do not hold": (
         Composed(Alternates(), PagedRestart()),
@@ -86,17 +87,17 @@ FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     "None": (
         Wrapper(lambda plan, asked: None),
         ContractError,
-        "policy Wrapper, step 0, device 0: None is no plan: return a Plan (rule: answer)",
+        f"{TOLD}: None is no plan: return a Plan (rule: answer)",
     ),
     "a tuple": (
         Wrapper(lambda plan, asked: plan.ops),
         ContractError,
-        "policy Wrapper, step 0, device 0: a tuple is no plan: return a Plan (rule: answer)",
+        f"{TOLD}: a tuple is no plan: return a Plan (rule: answer)",
     ),
     "no operation": (
         Wrapper(with_none),
         ContractError,
-        "policy Wrapper, step 0, device 0: None is no operation of a plan (rule: answer)",
+        f"{TOLD}: None is no operation of a plan (rule: answer)",
     ),
 }
 

@@ -139,7 +139,9 @@ def facts(state: Fleet, asked: Job) -> object:
 
 
 def test_wrong_routers_and_wrong_rules_are_told_in_a_line() -> None:
-    with pytest.raises(ValueError, match="Given sends request 5 to replica 2, but there are 2"):
+    with pytest.raises(
+        ValueError, match=r"Given \(\S+\) sends request 5 to replica 2, but there are 2"
+    ):
         Fleet(2, Given([2])).assign(job(5))
     with pytest.raises(ValueError, match="load is 'bytes', not one of requests, tokens"):
         LeastOutstanding("bytes")
