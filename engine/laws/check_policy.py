@@ -14,7 +14,7 @@ from operator import attrgetter
 
 import simpy
 
-from engine.contract.executor import Lanes, Launch, Pieces, Span, VirtualClock
+from engine.contract.executor import Lanes, Launch, Pieces, Span
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Compute, Op, Plan
@@ -23,6 +23,7 @@ from engine.contract.regions import PageSize, Pool, Tier
 from engine.contract.rules import BrokenLaw, ContractError
 from engine.contract.view import Profile, View
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.results.plan_log import encode
 from engine.results.recorder import Recorder
 from traces.serving.request import Request, TrainingJob

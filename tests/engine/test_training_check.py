@@ -12,7 +12,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.contract.executor import VirtualClock
 from engine.contract.job import Job, TrainingProgress
 from engine.contract.layout import Layout, Mode
 from engine.contract.plan import (
@@ -55,6 +54,7 @@ from engine.contract.rules import ContractError, Rule
 from engine.contract.training_check import TrainingContract, _Reading
 from engine.contract.view import View
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.memory.scoreboard import Journal
 from engine.results.recorder import Recorder
 from policies.composed import Composed

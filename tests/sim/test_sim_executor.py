@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.contract.executor import Executor, Launch, Span, VirtualClock
+from engine.contract.executor import Executor, Launch, Span
 from engine.contract.plan import Compute, Copy
 from engine.contract.regions import Tier, kv_place
+from engine.loop.state import VirtualClock
 from sim.cost.contract import LaunchCost
 from sim.executor import SimExecutor
 
