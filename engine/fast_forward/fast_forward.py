@@ -12,8 +12,8 @@ import simpy
 
 from engine.contract.executor import Pieces
 from engine.contract.job import Job
+from engine.contract.kv_check import Leading
 from engine.contract.plan import Compute, Plan
-from engine.contract.plan_check import Leading
 from engine.contract.policy import Traits
 from engine.contract.view import Reads, RunningDecodes
 from engine.fast_forward.jump import Jump, Repeater

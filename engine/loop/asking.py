@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from engine.contract.job import Job
+from engine.contract.kv_check import Leading
 from engine.contract.plan import Compute, Plan
-from engine.contract.plan_check import Leading, PlanCheck
+from engine.contract.plan_check import PlanCheck
 from engine.contract.policy import Policy, made_at, name_of
 from engine.contract.rules import ContractError, ReadOnlyList, Rule, as_write, line_of_policy
 from engine.contract.view import Reads, RunningDecodes, View

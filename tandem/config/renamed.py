@@ -41,7 +41,7 @@ MODULES: dict[tuple[str, str], str] = {
     ("engine", "engine.contract"): (
         "contract=rules decodes=view exchange=footprint executor fleet=policy footprint job "
         "lanes=executor layout members=rules page_need=plan_check plan plan_check "
-        "plan_walk=plan_check policy progress read_only=rules regions training=job "
+        "plan_walk=kv_check policy progress read_only=rules regions training=job "
         "training_contract=training_check training_layout=layout training_needs "
         "training_progress=progress training_uses=training_needs view"
     ),
