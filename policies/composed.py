@@ -11,7 +11,7 @@ from typing import Any
 from engine.contract.job import Job
 from engine.contract.plan import Plan, Slice
 from engine.contract.policy import Memory, Scheduling, Traits, named, traits_of
-from engine.contract.rules import ContractError, Rule
+from engine.contract.rules import ContractError, Rule, defined_at
 from engine.contract.view import View
 from engine.memory.dry_run import DryRunPlanBuilder
 
@@ -65,7 +65,7 @@ class Composed:
         if type(batch) is not tuple:
             if not isinstance(batch, Sequence) or isinstance(batch, str | bytes | Slice):
                 what = f"batch returns {named(batch)}: a tuple or list of Slices is wanted"
-                raise ContractError(Rule.ANSWER, what)
+                raise _wrong_answer(what, self.scheduling.batch)
             batch = tuple(batch)
         if view.reads is not None:
             batch = view.reads.slices(batch, self.scheduling)
@@ -75,16 +75,16 @@ class Composed:
         except (AttributeError, TypeError) as error:
             if wrong := _no_slices(batch):
                 what = f"batch returns {named(wrong[0])} among its Slices: only Slices belong there"
-                raise ContractError(Rule.ANSWER, what) from error
+                raise _wrong_answer(what, self.scheduling.batch) from error
             if not _takes_a_plan(fit):
                 what = f"fit{signature(fit)} takes no plan: fit(batch, view, plan) writes to one"
-                raise ContractError(Rule.ANSWER, what) from error
+                raise _wrong_answer(what, fit) from error
             if (told := _lacking(error)) is None:
                 raise
             raise told from error
         if answer is not None:
             what = f"fit returns {named(answer)}: it writes to the plan that it is given"
-            raise ContractError(Rule.ANSWER, what)
+            raise _wrong_answer(what, fit)
         return plan.plan()
 
 
@@ -99,6 +99,11 @@ def _lacking(error: AttributeError | TypeError) -> AttributeError | None:
     facts = [fact for fact in dir(Job) if not fact.startswith("_") and fact not in MAKERS]
     near = ", ".join(get_close_matches(name, facts, n=3) or facts)
     return AttributeError(f"'Job' object has no attribute {name!r}; there is {near}")
+
+
+def _wrong_answer(what: str, function: object) -> ContractError:
+    """The error of a half whose function answers with what the contract does not know."""
+    return ContractError(Rule.ANSWER, what, at=defined_at(function))
 
 
 def _no_slices(batch: Sequence[object]) -> list[object]:

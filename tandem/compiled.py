@@ -31,7 +31,7 @@ PACKAGES = ("models", "engine", "policies", "sim")
 # (sim/cost/contract.py). Reads of a View or Job are noted only where these classes are interpreted
 # (can_be_seen of engine/fast_forward/reads.py), which would cost every replay more than it saves.
 MODULES = {
-    "engine/contract": "executor job plan plan_check policy progress regions view",
+    "engine/contract": "executor job kv_check plan plan_check policy progress regions view",
     "engine/memory": "dry_run ledger pool scoreboard",
     "engine/loop": "admission asking completions engine issuing state",
     "engine/fast_forward": "decode_batch fast_forward horizon jump repeated_plan standing_plan",

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from engine.contract.executor import VirtualClock
 from engine.contract.regions import PageSize, Tier
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.results.recorder import Recorder
 from models.spec import ModelSpec
 from policies.composed import Composed

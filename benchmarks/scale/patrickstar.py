@@ -28,12 +28,12 @@ from benchmarks.scale.patrickstar_figures import (
     WORDS,
     parameters,
 )
-from engine.contract.executor import VirtualClock
 from engine.contract.job import Job
 from engine.contract.layout import Mode
 from engine.contract.policy import Memory, Planner
 from engine.contract.regions import PageSize, Pool, Tier
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.results.recorder import Recorder
 from models.by_size import gpt2_shape
 from models.spec import ModelSpec

@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.fidelity.vidur import BLOCKS, LLAMA2_7B, PAGE_TOKENS, POLICIES, read_requests
-from engine.contract.executor import VirtualClock
 from engine.contract.regions import PageSize, Tier
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.results.recorder import Recorder
 from sim.executor import SimExecutor
 from sim.foreign.vidur import VidurCost

@@ -23,11 +23,11 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.stamped import StepStampRecorder
-from engine.contract.executor import VirtualClock
 from engine.contract.plan import Compute, Copy, Plan
 from engine.contract.policy import Policy
 from engine.contract.view import View
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from sim.executor import SimExecutor
 from tandem.compiled import form
 from tandem.config.compose import composed

@@ -262,37 +262,6 @@ def due_ns(env: simpy.Environment, host_ns: int) -> int:
     return 0 if getattr(env, "is_live", False) else host_ns
 
 
-class VirtualClock(simpy.Environment):
-    """A clock that can pass over time without an event, where no event lies in it."""
-
-    def passes_to(self, at_ns: int) -> bool:
-        """Sets the clock to a moment, unless an event lies before it.
-
-        Args:
-            at_ns: the moment, in ns.
-
-        Returns:
-            Whether the clock was set; False leaves it unchanged.
-        """
-        if self.peek() <= at_ns:
-            return False
-        self._now = at_ns
-        return True
-
-
-def passed_to(env: simpy.Environment, at_ns: int) -> bool:
-    """Passes a virtual clock to a moment.
-
-    Args:
-        env: the clock of the run.
-        at_ns: the moment, in ns.
-
-    Returns:
-        Whether the clock is there now. Where it is False the caller waits for an event.
-    """
-    return isinstance(env, VirtualClock) and env.passes_to(at_ns)
-
-
 class Reading(NamedTuple):
     """What the machine says a pool holds now; never a figure of the ledger.
 

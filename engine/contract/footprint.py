@@ -26,6 +26,7 @@ from engine.contract.regions import (
     weight,
     workspace,
 )
+from engine.contract.rules import Remedy, SettingsConflict
 from traces.serving.request import TrainingJob
 
 
@@ -89,7 +90,8 @@ def launches_of(
         The launches, in order.
 
     Raises:
-        ValueError: the job has no layout, or its recipe does not allow `reuses`.
+        ValueError: the job has no layout.
+        SettingsConflict: its recipe does not allow `reuses`.
     """
     training = piece.job.training
     assert training is not None and piece.layers is not None, "a task of a training job"
@@ -121,9 +123,10 @@ def _check_reuse(spec: TrainingJob) -> None:
     if microbatches > 1:
         needs.append(f"one microbatch a step, not {microbatches}")
     if needs:
-        raise ValueError(
+        raise SettingsConflict(
             f"training job {spec.job_id}: reuses_gradients puts gradients over weights, which "
-            f"needs {' and '.join(needs)}; set reuses_gradients=false"
+            f"needs {' and '.join(needs)}",
+            (Remedy.OWN_GRADIENTS,),
         )
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from operator import index
 from typing import Literal, Protocol
 
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Collective, Compute, Grow, Plan, Slice
 from engine.contract.regions import Place, Pool, Tier
-from engine.contract.rules import ContractError, ReadOnlyList, as_write
+from engine.contract.rules import (
+    OURS,
+    Rule,
+    defined_at,
+    package_of,
+)
 from engine.contract.view import Cost, RunningDecodes, View
 from models.training.shape import TrainingShape
 from traces.serving.request import TrainingJob
@@ -32,7 +36,11 @@ class Traits:
                          the prompt that the token budget has cut. This holds until a job arrives,
                          ends, is admitted, or finds new room.
         appends          A prompt that is complete decodes behind all jobs admitted before it.
-        step_tokens      The most tokens of a batch; 0 where there is no bound.
+        step_tokens      The most tokens of requests in a batch; 0 where there is no bound.
+        prompt_tokens    The most tokens of a batch with several prompts; a single prompt may be
+                         longer. 0 where there is no bound.
+        max_jobs         The most requests in service; 0 where there is no bound. By these three a
+                         run sets memory aside for its largest step.
         trains_only      The batch never holds a request.
     Of a memory policy:
         kv_growth        How the KV of running jobs grows: by a `page` when the last one is full,
@@ -55,6 +63,8 @@ class Traits:
     repeats: bool = False
     appends: bool = False
     step_tokens: int = 0
+    prompt_tokens: int = 0
+    max_jobs: int = 0
     trains_only: bool = False
     kv_growth: Literal["asked", "page", "reserved"] = "asked"
     spare_pages: int = 0
@@ -91,6 +101,8 @@ class Traits:
             repeats=self.repeats,
             appends=self.appends,
             step_tokens=self.step_tokens,
+            prompt_tokens=self.prompt_tokens,
+            max_jobs=self.max_jobs,
             trains_only=self.trains_only,
             recurs=self.recurs and memory.recurs,
         )
@@ -433,6 +445,54 @@ class Memory(Protocol):
         """
 
 
+class Fleet(Protocol):
+    """The replicas of a run as a client of them sees them: what a router reads.
+
+    A request is outstanding from its arrival until its last token is delivered, or until it is
+    refused: a router learns of an end when the client does.
+    """
+
+    @property
+    def assigned(self) -> Sequence[int]:
+        """Requests so far, by replica."""
+
+    def __len__(self) -> int:
+        """The number of replicas."""
+
+    def outstanding(self, replica: int) -> int:
+        """The number of requests that a replica has not answered yet.
+
+        Args:
+            replica: the number of the replica.
+
+        Returns:
+            Requests that are assigned and not answered.
+        """
+
+    def outstanding_tokens(self, replica: int) -> int:
+        """Tokens of KV of the outstanding requests of a replica, as issued.
+
+        Args:
+            replica: the number of the replica.
+
+        Returns:
+            Tokens of their prompts, and tokens generated so far.
+        """
+
+    def last_with(self, job: Job) -> int | None:
+        """The replica that last got the longest known beginning of a job's prompt.
+
+        Blocks of a prompt have names in the trace, or are its full pages, by the keys of the page
+        cache. Where a prompt has neither, the turns of its session count as one block.
+
+        Args:
+            job: a request that has just arrived.
+
+        Returns:
+            The number of the replica; None where no replica got the first block.
+        """
+
+
 class Router(Protocol):
     """Decides which replica serves a request. Pure: equal fleets give equal answers."""
 
@@ -474,6 +534,30 @@ class Planner(Protocol):
         """
 
 
+RULES_OF_A_BATCH = (Rule.JOB, Rule.ONCE, Rule.TOKENS, Rule.TRAINING_ORDER)
+
+
+def made_at(policy: object, rule: Rule) -> str:
+    """Where the code is that made a plan which breaks a rule.
+
+    Args:
+        policy: a policy, or a router.
+        rule: the rule; it tells which half made what breaks it, where both are a user's own.
+
+    Returns:
+        File and line of the user's own `plan`, `batch`, `fit` or `route`; of a policy without any,
+        those of the half. "" where no source is known.
+    """
+    halves = [("scheduling", "batch"), ("memory", "fit")]
+    if rule not in RULES_OF_A_BATCH:
+        halves.reverse()
+    found = [getattr(getattr(policy, half, None), name, None) for half, name in halves]
+    whole = [getattr(policy, name, None) for name in ("plan", "route")]
+    made = [f for f in (*found, *whole) if f is not None and package_of(f) != "engine"]
+    own = [function for function in made if package_of(function) not in OURS]
+    return next(filter(None, map(defined_at, own or made)), "")
+
+
 def name_of(policy: object) -> str:
     """A policy's name for messages.
 
@@ -486,150 +570,6 @@ def name_of(policy: object) -> str:
     halves = [getattr(policy, half, None) for half in ("scheduling", "memory")]
     names = [type(half).__name__ for half in halves if half is not None]
     return " with ".join(names) or type(policy).__name__
-
-
-class Fleet:
-    """The replicas of a run as a client of them sees them. Only the engine changes it.
-
-    A request is outstanding from its arrival until its last token is delivered, or until it is
-    refused: a router learns of an end when the client does.
-
-    Args:
-        size: how many replicas there are.
-        router: decides for each request.
-
-    Attributes:
-        assigned: by replica, requests so far. Read-only.
-    """
-
-    def __init__(self, size: int, router: Router) -> None:
-        self.assigned: list[int] = ReadOnlyList([0] * size)
-        self._router = router
-        self._outstanding: list[dict[int, Job]] = [{} for _ in range(size)]
-        self._chains = Chains()
-
-    def __len__(self) -> int:
-        return len(self.assigned)
-
-    def outstanding(self, replica: int) -> int:
-        """The number of requests that a replica has not answered yet.
-
-        Args:
-            replica: the number of the replica.
-
-        Returns:
-            Requests that are assigned and not answered.
-        """
-        return len(self._outstanding[replica])
-
-    def outstanding_tokens(self, replica: int) -> int:
-        """Tokens of KV of the outstanding requests of a replica, as issued.
-
-        Args:
-            replica: the number of the replica.
-
-        Returns:
-            Tokens of their prompts, and tokens generated so far.
-        """
-        return sum(job.known_tokens for job in self._outstanding[replica].values())
-
-    def last_with(self, job: Job) -> int | None:
-        """The replica that last got the longest known beginning of a job's prompt.
-
-        Blocks of a prompt have names in the trace, or are its full pages, by the keys of the page
-        cache. Where a prompt has neither, the turns of its session count as one block.
-
-        Args:
-            job: a request that has just arrived.
-
-        Returns:
-            The number of the replica; None where no replica got the first block.
-        """
-        return self._chains.last(_chain(job))
-
-    def assign(self, job: Job) -> None:
-        """Routes a job that has just arrived.
-
-        Args:
-            job: the job of the request.
-
-        Raises:
-            ValueError: the router names no replica.
-            ContractError: the router writes to the job or the fleet.
-        """
-        name = type(self._router).__name__
-        try:
-            answer = self._router.route(job, self)
-        except ContractError as error:
-            raise error.located(name) from None
-        except (TypeError, AttributeError) as error:
-            if (write := as_write(error)) is None:
-                raise
-            raise write.located(name) from error
-        replica = index(answer) if hasattr(answer, "__index__") else -1
-        if not 0 <= replica < len(self):
-            raise ValueError(
-                f"router {name} sends request {job.job_id} to replica {answer!r}, but there are "
-                f"{len(self)}: it must name one of 0 to {len(self) - 1}"
-            )
-        job._route(replica)
-        list.__setitem__(self.assigned, replica, self.assigned[replica] + 1)
-        self._outstanding[replica][job.job_id] = job
-        self._chains.note(_chain(job), replica)
-
-    def left(self, job: Job) -> None:
-        """A job is answered or refused: it is outstanding no more.
-
-        Args:
-            job: a job that was assigned.
-        """
-        assert job.device is not None, f"job {job.job_id} was never routed"
-        del self._outstanding[job.device][job.job_id]
-
-
-def _chain(job: Job) -> Sequence[Hashable]:
-    if job.prefix_ids or job.session is None:
-        return job.prefix_ids
-    return (("session", job.session),)
-
-
-class Chains:
-    """Chains of block names as a tree; each node has the replica that got it last."""
-
-    def __init__(self) -> None:
-        self._nodes: dict[tuple[int, Hashable], int] = {}  # (parent, name) -> node
-        self._last: list[int] = [-1]  # by node; the root is 0
-
-    def last(self, chain: Sequence[Hashable]) -> int | None:
-        """The replica that got the longest known beginning of a chain last.
-
-        Args:
-            chain: names of blocks, in order.
-
-        Returns:
-            Its number; None where no replica got the first block.
-        """
-        node = 0
-        for name in chain:
-            child = self._nodes.get((node, name))
-            if child is None:
-                break
-            node = child
-        return self._last[node] if node else None
-
-    def note(self, chain: Sequence[Hashable], replica: int) -> None:
-        """Notes that a replica gets a chain.
-
-        Args:
-            chain: names of blocks, in order.
-            replica: the number of the replica.
-        """
-        node = 0
-        for name in chain:
-            node = self._nodes.setdefault((node, name), len(self._last))
-            if node == len(self._last):
-                self._last.append(replica)
-            self._last[node] = replica
 
 
 def named(value: object) -> str:

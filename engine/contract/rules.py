@@ -1,14 +1,17 @@
-"""The rules that every plan must keep, the error of a breach, and what makes data read-only.
+"""The rules that every plan must keep, errors with their remedies, and what makes data read-only.
 
 The engine checks a plan before it books anything, so a breach changes no books.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import FrozenInstanceError, fields
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -46,7 +49,7 @@ class Rule(StrEnum):
 
 
 class ContractError(RuntimeError):
-    """A plan breaks a rule. The message is one line: policy, step, device, job, rule, and what.
+    """A plan breaks a rule. The message is one line: policy, line, step, device, job, what, rule.
 
     Args:
         rule: the rule.
@@ -55,6 +58,7 @@ class ContractError(RuntimeError):
         policy: the name of the policy, once it is known.
         step: the number of the plan, over all devices.
         device: the device that the plan was for.
+        at: file and line of the policy, as `FILE:LINE`; "" where they are not known.
     """
 
     def __init__(
@@ -65,15 +69,17 @@ class ContractError(RuntimeError):
         policy: str = "",
         step: int | None = None,
         device: int | None = None,
+        at: str = "",
     ) -> None:
         super().__init__(
-            rule, what, job_id, policy, step, device
+            rule, what, job_id, policy, step, device, at
         )  # pickle and copy need all arguments
         self.rule, self.what, self.job_id = rule, what, job_id
-        self.policy, self.step, self.device = policy, step, device
+        self.policy, self.step, self.device, self.at = policy, step, device, at
 
     def __str__(self) -> str:
-        where = [f"policy {self.policy}"] if self.policy else []
+        made = f"policy {self.policy} ({self.at})" if self.at else f"policy {self.policy}"
+        where = [made] if self.policy else [self.at] if self.at else []
         where += [f"step {self.step}"] if self.step is not None else []
         where += [f"device {self.device}"] if self.device is not None else []
         is_of_job = self.job_id is not None and self.job_id >= 0  # -1 owns what belongs to no job
@@ -81,7 +87,7 @@ class ContractError(RuntimeError):
         return f"{', '.join(where)}{': ' if where else ''}{self.what} (rule: {self.rule})"
 
     def located(
-        self, policy: str, step: int | None = None, device: int | None = None
+        self, policy: str, step: int | None = None, device: int | None = None, at: str = ""
     ) -> ContractError:
         """This error with the policy that broke the rule, and the step and device of its plan.
 
@@ -89,11 +95,63 @@ class ContractError(RuntimeError):
             policy: the name of the policy.
             step: the number of the plan, over all devices.
             device: the device that the plan was for.
+            at: file and line of the policy, where this error knows none.
 
         Returns:
             A new error with an equal rule and text.
         """
-        return ContractError(self.rule, self.what, self.job_id, policy, step, device)
+        at = self.at or at
+        return ContractError(self.rule, self.what, self.job_id, policy, step, device, at)
+
+
+class Remedy(Enum):
+    """A change to a run that would help, beside more memory. Tandem names its settings."""
+
+    # of what is trained
+    TRAIN_ADAPTERS = auto()  # LoRA: states of the adapters alone
+    SMALLER_MODEL = auto()
+    SMALLER_MICROBATCHES = auto()  # fewer sequences
+    SHORTER_SEQUENCES = auto()
+    # of activations
+    RECOMPUTE = auto()
+    OFFLOAD_INPUTS = auto()  # inputs of layers wait for the backward on the host
+    KEEP_INPUTS = auto()  # on the device
+    # of where model states lie before the first step
+    START_ON_HOST = auto()
+    START_ON_HOST_FIRST = auto()  # the device takes what the host has no room for
+    START_ON_DEVICE = auto()
+    # of chunks
+    SMALLER_CHUNKS = auto()
+    LARGER_CHUNKS = auto()
+    LARGER_SIZES = auto()  # to search among
+    NAMED_SIZE = auto()  # none is searched
+    OVERSIZE_ALONE = auto()  # a module larger than a chunk has a chunk of its own
+    # of shares of the device
+    LARGER_WARMUP_SHARE = auto()  # for chunks in warm-up
+    LARGER_SHARES = auto()  # that one, and that of the device which is used at all
+    # of a memory policy
+    OWN_GRADIENTS = auto()  # gradients have places of their own, apart from their weights
+    PAGED_MEMORY = auto()  # KV in pages, without reservations
+    NO_PREFIX_CACHING = auto()
+
+
+class Advised(Exception):
+    """An error that names what would help."""
+
+    remedies: tuple[Remedy, ...] = ()
+
+
+class SettingsConflict(Advised, ValueError):
+    """Settings of a policy that do not go together, or not with what it is to do.
+
+    Args:
+        problem: one line with what is wrong.
+        remedies: what would help, most useful first.
+    """
+
+    def __init__(self, problem: str, remedies: Sequence[Remedy]) -> None:
+        super().__init__(problem)
+        self.remedies = tuple(remedies)
 
 
 class BrokenLaw(RuntimeError):
@@ -114,6 +172,7 @@ WRITES = (
 )
 # Modules whose frames lie between a write and its refusal.
 PYTHON = str(Path(os.__file__).parent)
+OURS = ("engine", "policies")  # packages whose lines a user cannot mend
 GUARDS = (
     "engine.contract.rules",
     "engine.contract.job",
@@ -133,8 +192,8 @@ def refuse_write(what: str) -> NoReturn:
     frame = sys._getframe(1)
     while _is_between(frame.f_code.co_filename, frame.f_globals) and frame.f_back is not None:
         frame = frame.f_back
-    where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    raise ContractError(Rule.READ_ONLY, f"{where} writes to {what}, which is read-only")
+    at = file_line(frame.f_code.co_filename, frame.f_lineno) or "a line that is not known"
+    raise ContractError(Rule.READ_ONLY, f"a write to {what}, which is read-only", at=at)
 
 
 def _is_between(filename: str, names: dict[str, Any]) -> bool:
@@ -156,18 +215,75 @@ def as_write(error: Exception) -> ContractError | None:
     is_write = isinstance(error, TypeError | AttributeError) and any(w in text for w in WRITES)
     if not is_write and not isinstance(error, FrozenInstanceError):
         return None
-    return ContractError(Rule.READ_ONLY, f"{_last_line(error.__traceback__)}: {text}")
+    lines = [*_lines(error.__traceback__)]
+    at = lines[-1][1] if lines else "a line that is not known"
+    return ContractError(Rule.READ_ONLY, text, at=at)
 
 
-def _last_line(traceback: TracebackType | None) -> str:
-    """Where an error was raised: the last line that lies in a file."""
-    found = "a line that is not known"
+def line_of_policy(error: Exception) -> str:
+    """The last line of a user's own code that an error has passed.
+
+    Args:
+        error: what was raised while a policy planned.
+
+    Returns:
+        Such as `mine.py:12`; "" where the error has passed our own code alone.
+    """
+    lines = [at for package, at in _lines(error.__traceback__) if package not in OURS]
+    return lines[-1] if lines else ""
+
+
+def _lines(traceback: TracebackType | None) -> Iterator[tuple[str, str]]:
+    """The package, and file and line, of each frame of a traceback that lies in a file."""
     while traceback is not None:
-        name = traceback.tb_frame.f_code.co_filename
-        if not name.startswith("<"):
-            found = f"{name}:{traceback.tb_lineno}"
+        code, names = traceback.tb_frame.f_code, traceback.tb_frame.f_globals
+        is_pythons = code.co_filename.startswith(PYTHON) and "site-packages" not in code.co_filename
+        if not is_pythons and (at := file_line(code.co_filename, traceback.tb_lineno)):
+            yield str(names.get("__name__")).partition(".")[0], at
         traceback = traceback.tb_next
-    return found
+
+
+def defined_at(function: object) -> str:
+    """Where a function or method is defined.
+
+    Args:
+        function: any object.
+
+    Returns:
+        Such as `mine.py:12`; "" where no source is known: a compiled function, or one that was made
+        by exec or typed in.
+    """
+    try:
+        code = inspect.unwrap(function).__code__  # type: ignore[arg-type]
+        return file_line(code.co_filename, code.co_firstlineno)
+    except (AttributeError, TypeError, ValueError):  # no function, or wrapped around itself
+        return ""
+
+
+def package_of(function: object) -> str:
+    """The outermost package of a function, such as `engine`; "" where it has no module.
+
+    Args:
+        function: any object.
+    """
+    return str(getattr(function, "__module__", "")).partition(".")[0]
+
+
+def file_line(filename: str, number: int) -> str:
+    """A line of a file for messages.
+
+    Args:
+        filename: its path, as Python knows it.
+        number: of the line, from 1.
+
+    Returns:
+        `FILE:LINE`, relative to the working directory where the file lies below it; "" for no file.
+    """
+    if not os.path.isfile(filename):
+        return ""
+    with suppress(ValueError, OSError):  # elsewhere, or the working directory is gone
+        filename = str(Path(filename).relative_to(Path.cwd()))
+    return f"{filename}:{number}"
 
 
 class ReadOnlyList(list[Item]):

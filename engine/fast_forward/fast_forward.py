@@ -12,9 +12,9 @@ import simpy
 
 from engine.contract.executor import Pieces
 from engine.contract.job import Job
+from engine.contract.kv_check import Leading
 from engine.contract.plan import Compute, Plan
-from engine.contract.plan_check import Leading
-from engine.contract.policy import Policy, name_of, notes_reads, traits_of
+from engine.contract.policy import Policy, made_at, name_of, notes_reads, traits_of
 from engine.contract.rules import ContractError
 from engine.contract.view import Reads, RunningDecodes
 from engine.fast_forward.jump import Jump, Repeater
@@ -90,7 +90,8 @@ class FastForward(PlanReuse):
             self._standing.decided(answer.plan, answer.view)
         except ContractError as error:
             step = self._state.in_flight.steps
-            raise error.located(name_of(self._policy), step, answer.view.device) from None
+            name, at = name_of(self._policy), made_at(self._policy, error.rule)
+            raise error.located(name, step, answer.view.device, at) from None
 
     def changed(self) -> None:
         """See PlanReuse."""

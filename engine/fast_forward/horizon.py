@@ -14,7 +14,14 @@ from engine.contract.policy import Traits
 from engine.contract.regions import PageSize, Tier
 from engine.contract.view import View
 from engine.fast_forward.decode_batch import GrowCycle
-from engine.fast_forward.repeated_plan import Later, StretchedPlan, TimedGrow
+from engine.fast_forward.repeated_plan import (
+    Later,
+    Part,
+    StretchedPlan,
+    TimedGrow,
+    part_at,
+    parts_of,
+)
 
 FOREVER = 1 << 30
 _job = itemgetter(0)  # of a slice
@@ -139,8 +146,10 @@ def stretched(
     else:
         _add(grown, plan.ops)
         cycle, timed = _of_decodes(launch, found.num_decodes, view, grown)
-    for i in range(found.num_decodes, len(launch.slices)):
-        timed += _of_prompt(launch, i, view, found, grown)
+    num_decodes = found.num_decodes
+    parts = parts_of(launch.slices[num_decodes:], found.later, found.steps)
+    for i in range(num_decodes, len(launch.slices)):
+        timed += _of_prompt(launch, i, view, found, grown, parts)
     free = view.room((Tier.GPU, view.device)) // page.nbytes - traits.spare_pages
     steps = min(found.steps, _steps(cycle, timed, free, page))
     if steps < 2:
@@ -201,11 +210,17 @@ def _of_decodes(
 
 
 def _of_prompt(
-    launch: Compute, i: int, view: View, found: Horizon, grown: Mapping[int, int]
+    launch: Compute,
+    i: int,
+    view: View,
+    found: Horizon,
+    grown: Mapping[int, int],
+    parts: Sequence[Part],
 ) -> list[TimedGrow]:
     """The growth of one prompt's slices and of the decode behind them.
 
-    It is found step by step: slices need not end where pages end.
+    It is found step by step: slices need not end where pages end. `parts` are those of the slices
+    behind the decodes.
     """
     page, count, later = view.page, found.steps, found.later
     piece, place = launch.slices[i], launch.writes[i]
@@ -217,9 +232,8 @@ def _of_prompt(
         if count < FOREVER:  # its prompt grows no more, and does not end in this plan
             return grows
         done, step = known, later[-1][0]
-    behind = len(launch.slices) - i
     while done < known and step < count:
-        done = min(known, done + _at(piece, behind, later, step).tokens)
+        done = min(known, done + part_at(parts, step)[0][i - found.num_decodes].tokens)
         need = page.bytes_for(done) - held
         if need > 0:
             grows.append(TimedGrow(place, need, step))
@@ -229,9 +243,3 @@ def _of_prompt(
         reach = held // page.nbytes * page.tokens - known
         grows.append(TimedGrow(place, page.nbytes, step + reach, page.tokens))
     return grows
-
-
-def _at(piece: Slice, behind: int, later: Later, step: int) -> Slice:
-    """What the slice at `behind` places before the end of the launch is at a step."""
-    now = next((tail for first, tail in reversed(later) if first <= step), ())
-    return now[-behind] if behind <= len(now) else piece

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import simpy
 
-from engine.contract.executor import Launch, Span, passed_to
+from engine.contract.executor import Launch, Span
 from engine.contract.plan import Compute, Op
 from engine.contract.regions import Tier
 from engine.fast_forward.repeated_plan import RepeatedPlan, RepeatedSteps, RunSegment, segments
 from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.issuing import Issuing
-from engine.loop.state import EngineState, IssuedOp, Lifecycle, Turn
+from engine.loop.state import EngineState, IssuedOp, Lifecycle, Turn, passed_to
 from engine.results.recorder import Times
 
 MOST = 1024  # steps of one jump

@@ -107,16 +107,21 @@ Part = tuple[tuple[Slice, ...], int]
 _job, _is_prefilling = itemgetter(0), attrgetter("is_prefilling")
 
 
-def _parts(plan: StretchedPlan, lead: int) -> list[Part]:
-    """The slices behind the first `lead` ones, with the step up to which they hold."""
-    part = plan.launch.slices[lead:]
-    if not plan.later:
-        return [(part, plan.steps)]
-    found, now = list[Part](), part
-    for step, last in plan.later:
+def parts_of(tail: tuple[Slice, ...], later: Later, steps: int) -> list[Part]:
+    """The slices that a tail of a launch has one after the other, each up to the step it holds."""
+    found, now = list[Part](), tail
+    for step, last in later:
         found.append((now, step))
-        now = part[: -len(last)] + last
-    return [*found, (now, plan.steps)]
+        now = tail[: -len(last)] + last
+    return [*found, (now, steps)]
+
+
+def part_at(parts: Sequence[Part], step: int) -> Part:
+    """The slices of a tail at a step, and the step at which others follow."""
+    for part in parts:
+        if step < part[1]:
+            break
+    return part
 
 
 class RepeatedPlan:
@@ -135,7 +140,9 @@ class RepeatedPlan:
         self._has_cycle = plan.cycle is not None
         self.places = launch.writes[lead:]  # of the tail
         self._writes, self._first = launch.writes, launch
-        self._parts = _parts(plan, lead)  # slices behind the decodes, and up to which step
+        self._parts = parts_of(
+            launch.slices[lead:], plan.later, plan.steps
+        )  # slices behind the decodes, and up to which step
         self.tail: list[Job] = list(map(_job, launch.slices[lead:]))
         self._silent = self._steps_to_a_token() if self.tail else 0
         self.is_plain = plan.steps > 1 or self._is_plain()
@@ -174,10 +181,7 @@ class RepeatedPlan:
 
     def part(self, step: int) -> Part:
         """The slices of the tail at a step, and the step at which others follow."""
-        for part in self._parts:
-            if step < part[1]:
-                break
-        return part
+        return part_at(self._parts, step)
 
     def launch(self, part: tuple[Slice, ...], step: int) -> Compute:
         """The launch of a step, with `part` behind the decodes; step 0 has the plan's own."""

@@ -7,8 +7,8 @@ from itertools import takewhile
 from operator import is_, itemgetter
 
 from engine.contract.job import Job
+from engine.contract.kv_check import WHOLE
 from engine.contract.plan import COMPUTE_LANE, Compute, Free, Grow, Plan
-from engine.contract.plan_check import WHOLE
 from engine.contract.policy import Traits
 from engine.contract.regions import PageSize, Place, Pool, Tier, kv_place
 from engine.contract.rules import BrokenLaw, ContractError, Rule

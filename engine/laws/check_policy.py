@@ -14,16 +14,17 @@ from operator import attrgetter
 
 import simpy
 
-from engine.contract.executor import Lanes, Launch, Pieces, Span, VirtualClock
+from engine.contract.executor import Lanes, Launch, Pieces, Span
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Compute, Op, Plan
-from engine.contract.policy import Policy, name_of, notes_reads, traits_of
+from engine.contract.policy import Policy, made_at, name_of, notes_reads, traits_of
 from engine.contract.regions import PageSize, Pool, Tier
 from engine.contract.rules import BrokenLaw, ContractError, Rule
 from engine.contract.view import Profile, View
 from engine.laws.differences import MOST, of_plans, of_runs, of_views
 from engine.loop.engine import Engine, Stalled
+from engine.loop.state import VirtualClock
 from engine.memory.dry_run import Shortage
 from engine.results.plan_log import encode
 from engine.results.recorder import Recorder
@@ -109,10 +110,13 @@ def _check_replay(
         try:
             engine.replay(items)
         except ContractError as error:
-            raise error.located(name, error.step, error.device) from error.__cause__
+            at = made_at(policy, error.rule)
+            raise error.located(name, error.step, error.device, at) from error.__cause__
         except Shortage as short:  # of the plan builder, within the policy
             what, owner = f"{short}: ask plan.room() before", short.place.region.owner
-            raise ContractError(Rule.ROOM, what, owner, name, engine.steps, DEVICE) from short
+            found = ContractError(Rule.ROOM, what, owner)
+            at = made_at(policy, Rule.ROOM)
+            raise found.located(name, engine.steps, DEVICE, at) from short
         except Stalled as error:
             pages = pools[Tier.GPU, DEVICE] // page.nbytes
             raise Stalled(f"policy {name}, a pool of {pages} pages: {error}") from error

@@ -7,10 +7,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from engine.contract.job import Job
+from engine.contract.kv_check import Leading
 from engine.contract.plan import Compute, Plan
-from engine.contract.plan_check import Leading, PlanCheck
-from engine.contract.policy import Policy, name_of
-from engine.contract.rules import ContractError, ReadOnlyList, Rule, as_write
+from engine.contract.plan_check import PlanCheck
+from engine.contract.policy import Policy, made_at, name_of
+from engine.contract.rules import ContractError, ReadOnlyList, Rule, as_write, line_of_policy
 from engine.contract.view import Reads, RunningDecodes, View
 from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.issuing import Issuing, PrefixReuse
@@ -155,7 +156,8 @@ class Asking:
         return PolicyAnswer(plan, view)
 
     def _located(self, error: ContractError, device: int) -> ContractError:
-        return error.located(name_of(self._policy), self._state.in_flight.steps, device)
+        at = error.at or line_of_policy(error) or made_at(self._policy, error.rule)
+        return error.located(name_of(self._policy), self._state.in_flight.steps, device, at)
 
     def give_back(self, device: int) -> None:
         """Gives back the memory of finished jobs that may be shown by now."""

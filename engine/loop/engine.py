@@ -9,12 +9,12 @@ from typing import Any
 
 import simpy
 
-from engine.contract.executor import Executor, Launch, Span, due_ns, passed_to
+from engine.contract.executor import Executor, Launch, Span, due_ns
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import COMPUTE_LANE, Op, Plan
 from engine.contract.plan_check import PlanCheck
-from engine.contract.policy import Fleet, Policy, Router, traits_of
+from engine.contract.policy import Policy, Router, traits_of
 from engine.contract.progress import restart
 from engine.contract.regions import PageSize, Pool, Tier
 from engine.contract.training_check import TrainingContract
@@ -26,7 +26,17 @@ from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.conservation import check_end, check_requests
 from engine.loop.issuing import Issuing, Moves, PrefixReuse
 from engine.loop.profile import EngineProfile
-from engine.loop.state import EngineState, InFlight, IssuedOp, JobLists, Lifecycle, Turn, Wakeup
+from engine.loop.state import (
+    EngineState,
+    InFlight,
+    IssuedOp,
+    JobLists,
+    Lifecycle,
+    RoutedFleet,
+    Turn,
+    Wakeup,
+    passed_to,
+)
 from engine.memory.ledger import Ledger
 from engine.memory.pool import Chain
 from engine.memory.scoreboard import Journal
@@ -134,7 +144,7 @@ class Engine(Lifecycle):
             recorder,
             getattr(executor, "store", None),
             ledger,
-            None if router is None else Fleet(devices, router),
+            None if router is None else RoutedFleet(devices, router),
             JobLists(),
             InFlight(devices),
             EngineProfile(),

@@ -3,25 +3,79 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import index
 from typing import Any, NamedTuple, Protocol
 
 import simpy
+from simpy.core import Infinity
+from simpy.events import NORMAL
 
 from engine.contract.executor import Executor, Launch, Span, Store
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import COMPUTE_LANE, Compute, Op, Plan
 from engine.contract.plan_check import Jobs
-from engine.contract.policy import Fleet
+from engine.contract.policy import Router, made_at
 from engine.contract.regions import Kind, PageSize
-from engine.contract.rules import ReadOnlyList
+from engine.contract.rules import ContractError, ReadOnlyList, Rule, as_write
 from engine.contract.view import Cost
 from engine.loop.profile import EngineProfile
 from engine.memory.ledger import Ledger
 from engine.results.recorder import Recorder
+
+
+class VirtualClock(simpy.Environment):
+    """Virtual time in ns, which can pass over a stretch without an event.
+
+    The time of simpy itself stands at its last event. This clock says `now`, and gives an event
+    that is scheduled the time that has passed since.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at_ns = 0
+
+    @property
+    def now(self) -> int:
+        return self._at_ns
+
+    def schedule(self, event: simpy.Event, priority: Any = NORMAL, delay: float = 0) -> None:
+        super().schedule(event, priority, self._at_ns - super().now + delay)
+
+    def step(self) -> None:
+        if (at_ns := self.peek()) != Infinity:
+            self._at_ns = int(at_ns)
+        super().step()
+
+    def passes_to(self, at_ns: int) -> bool:
+        """Sets the clock to a moment, unless an event lies before it.
+
+        Args:
+            at_ns: the moment, in ns.
+
+        Returns:
+            Whether the clock was set; False leaves it unchanged.
+        """
+        if self.peek() <= at_ns:
+            return False
+        self._at_ns = at_ns
+        return True
+
+
+def passed_to(env: simpy.Environment, at_ns: int) -> bool:
+    """Passes a virtual clock to a moment.
+
+    Args:
+        env: the clock of the run.
+        at_ns: the moment, in ns.
+
+    Returns:
+        Whether the clock is there now. Where it is False the caller waits for an event.
+    """
+    return isinstance(env, VirtualClock) and env.passes_to(at_ns)
 
 
 class Wakeup:
@@ -189,6 +243,121 @@ def _some(jobs: list[Job]) -> str:
     return f"{named} and {more} more" if more > 0 else named
 
 
+class RoutedFleet:
+    """The Fleet that a router is shown: requests by replica, as the router has decided.
+
+    Args:
+        size: how many replicas there are.
+        router: decides for each request.
+    """
+
+    def __init__(self, size: int, router: Router) -> None:
+        self.assigned: list[int] = ReadOnlyList([0] * size)
+        self._router = router
+        self._outstanding: list[dict[int, Job]] = [{} for _ in range(size)]
+        self._chains = Chains()
+
+    def __len__(self) -> int:
+        return len(self.assigned)
+
+    def outstanding(self, replica: int) -> int:
+        """See Fleet."""
+        return len(self._outstanding[replica])
+
+    def outstanding_tokens(self, replica: int) -> int:
+        """See Fleet."""
+        return sum(job.known_tokens for job in self._outstanding[replica].values())
+
+    def last_with(self, job: Job) -> int | None:
+        """See Fleet."""
+        return self._chains.last(_chain(job))
+
+    def assign(self, job: Job) -> None:
+        """Routes a job that has just arrived.
+
+        Args:
+            job: the job of the request.
+
+        Raises:
+            ValueError: the router names no replica.
+            ContractError: the router writes to the job or the fleet.
+        """
+        name = type(self._router).__name__
+        try:
+            answer = self._router.route(job, self)
+        except ContractError as error:
+            raise error.located(name) from None
+        except (TypeError, AttributeError) as error:
+            if (write := as_write(error)) is None:
+                raise
+            raise write.located(name) from error
+        replica = index(answer) if hasattr(answer, "__index__") else -1
+        if not 0 <= replica < len(self):
+            at = made_at(self._router, Rule.ANSWER)
+            raise ValueError(
+                f"router {name}{f' ({at})' if at else ''} sends request {job.job_id} to replica "
+                f"{answer!r}, but there are {len(self)}: it must name one of 0 to {len(self) - 1}"
+            )
+        job._route(replica)
+        list.__setitem__(self.assigned, replica, self.assigned[replica] + 1)
+        self._outstanding[replica][job.job_id] = job
+        self._chains.note(_chain(job), replica)
+
+    def left(self, job: Job) -> None:
+        """A job is answered or refused: it is outstanding no more.
+
+        Args:
+            job: a job that was assigned.
+        """
+        assert job.device is not None, f"job {job.job_id} was never routed"
+        del self._outstanding[job.device][job.job_id]
+
+
+def _chain(job: Job) -> Sequence[Hashable]:
+    if job.prefix_ids or job.session is None:
+        return job.prefix_ids
+    return (("session", job.session),)
+
+
+class Chains:
+    """Chains of block names as a tree; each node has the replica that got it last."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[int, Hashable], int] = {}  # (parent, name) -> node
+        self._last: list[int] = [-1]  # by node; the root is 0
+
+    def last(self, chain: Sequence[Hashable]) -> int | None:
+        """The replica that got the longest known beginning of a chain last.
+
+        Args:
+            chain: names of blocks, in order.
+
+        Returns:
+            Its number; None where no replica got the first block.
+        """
+        node = 0
+        for name in chain:
+            child = self._nodes.get((node, name))
+            if child is None:
+                break
+            node = child
+        return self._last[node] if node else None
+
+    def note(self, chain: Sequence[Hashable], replica: int) -> None:
+        """Notes that a replica gets a chain.
+
+        Args:
+            chain: names of blocks, in order.
+            replica: the number of the replica.
+        """
+        node = 0
+        for name in chain:
+            node = self._nodes.setdefault((node, name), len(self._last))
+            if node == len(self._last):
+                self._last.append(replica)
+            self._last[node] = replica
+
+
 Turn = Generator[simpy.Event, Any, None]  # a part of the loop's process
 
 
@@ -208,7 +377,7 @@ class EngineState:
     recorder: Recorder
     store: Store | None
     ledger: Ledger
-    fleet: Fleet | None
+    fleet: RoutedFleet | None
     jobs: JobLists
     in_flight: InFlight
     profile: EngineProfile

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.contract.plan import Slice
+from engine.contract.policy import Traits
 from engine.contract.view import View
 
 
@@ -19,6 +20,10 @@ class ShortestPromptFirst:
 
     token_budget: int = 512
     max_jobs: int = 64
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(step_tokens=self.token_budget, max_jobs=self.max_jobs)
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         room = max(0, self.max_jobs - len(view.serving))

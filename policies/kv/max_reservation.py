@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from engine.contract.plan import Slice
 from engine.contract.policy import PlanBuilder, Traits
+from engine.contract.rules import Remedy, SettingsConflict
 from engine.contract.view import View
 from policies.kv.paged_allocation import PagedAllocation
 
@@ -23,7 +24,8 @@ class MaxReservation:
         prefix_caching: must be false; the name is there so that a user who sets it is told why.
 
     Raises:
-        ValueError: `prefix_caching` is set, or `max_tokens` is below 1.
+        SettingsConflict: `prefix_caching` is set.
+        ValueError: `max_tokens` is below 1.
     """
 
     max_tokens: int = 2048
@@ -31,9 +33,10 @@ class MaxReservation:
 
     def __post_init__(self) -> None:
         if self.prefix_caching:
-            raise ValueError(
+            raise SettingsConflict(
                 "reservation: prefix_caching shares pages, but a reservation is one stretch of its "
-                "own; take a paged memory policy or leave it out"
+                "own",
+                (Remedy.PAGED_MEMORY, Remedy.NO_PREFIX_CACHING),
             )
         if self.max_tokens < 1:
             raise ValueError(f"reservation: max_tokens is {self.max_tokens}, must be at least 1")

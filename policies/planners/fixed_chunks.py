@@ -19,10 +19,11 @@ from engine.contract.layout import (
     owners_share,
 )
 from engine.contract.regions import Pool, Tier
+from engine.contract.rules import Advised, Remedy
 from engine.contract.view import Cost
 from models.training.shape import TrainingShape
 from policies.planners.placement import Start, States, apart, modes_of, prepared
-from policies.training.out_of_memory import Advised, DoesNotFit, OutOfMemory, Remedy
+from policies.training.out_of_memory import DoesNotFit, OutOfMemory
 from policies.training.patrickstar import WARMUP_SHARE
 from traces.serving.request import TrainingJob
 

@@ -7,8 +7,9 @@ from typing import Literal
 
 from engine.contract.layout import Layout, Mode, TrainingLayout, sending_inputs
 from engine.contract.regions import Place, Pool, Tier, optimizer, weight
+from engine.contract.rules import Remedy
 from models.training.shape import TrainingShape
-from policies.training.out_of_memory import OutOfMemory, Remedy, remedies_of_states
+from policies.training.out_of_memory import OutOfMemory, remedies_of_states
 from traces.serving.request import TrainingJob
 
 Start = Literal["host", "host_first", "device"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from engine.contract.job import Job
 from engine.contract.plan import Slice
@@ -34,7 +33,10 @@ class ContinuousBatching:
     max_jobs: int = 256
     padded: bool = False
     by_arrival: bool = False
-    traits: ClassVar[Traits] = Traits(repeats=True)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(repeats=True, prompt_tokens=self.token_budget, max_jobs=self.max_jobs)
 
     def __post_init__(self) -> None:
         check_limits("continuous batching", token_budget=self.token_budget, max_jobs=self.max_jobs)

@@ -45,7 +45,7 @@ class EarliestDeadline:
     @property
     def traits(self) -> Traits:
         """What this scheduling promises to the engine."""
-        return Traits(repeats=True, step_tokens=self.token_budget)
+        return Traits(repeats=True, step_tokens=self.token_budget, max_jobs=self.max_jobs)
 
     def __post_init__(self) -> None:
         check_limits("earliest deadline", token_budget=self.token_budget, max_jobs=self.max_jobs)

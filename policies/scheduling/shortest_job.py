@@ -85,7 +85,7 @@ class ShortestJob:
     @property
     def traits(self) -> Traits:
         """What this scheduling promises to the engine."""
-        return Traits(step_tokens=self.token_budget)
+        return Traits(step_tokens=self.token_budget, max_jobs=self.max_jobs)
 
     def __post_init__(self) -> None:
         check_limits("shortest job", token_budget=self.token_budget, max_jobs=self.max_jobs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from engine.contract.plan import Slice
 from engine.contract.policy import Traits
@@ -26,7 +25,10 @@ class StaticBatching:
     """
 
     max_jobs: int = 16
-    traits: ClassVar[Traits] = Traits(repeats=True)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(repeats=True, max_jobs=self.max_jobs)
 
     def __post_init__(self) -> None:
         check_limits("static batching", max_jobs=self.max_jobs)

@@ -32,7 +32,9 @@ class VllmV1:
     @property
     def traits(self) -> Traits:
         """What this scheduling promises to the engine."""
-        return Traits(repeats=True, appends=True, step_tokens=self.token_budget)
+        return Traits(
+            repeats=True, appends=True, step_tokens=self.token_budget, max_jobs=self.max_jobs
+        )
 
     def __post_init__(self) -> None:
         check_limits("vLLM v1", token_budget=self.token_budget, max_jobs=self.max_jobs)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from engine.contract.footprint import LaunchFootprint
 from engine.contract.job import Job, TrainingProgress, layout_of
 from engine.contract.layout import Mode, TrainingLayout
 from engine.contract.regions import Place, Work, gradient, optimizer, weight
@@ -52,6 +53,33 @@ def cycle_of(training: TrainingProgress) -> tuple[CycleLaunch, ...]:
             links.append(CycleLaunch(Work.FORWARD, part, microbatch, again=True))
         links.append(CycleLaunch(work, part, microbatch))
     return tuple(links)
+
+
+def number_of(launch: LaunchFootprint, training: TrainingProgress) -> int:
+    """The number of a launch in its step.
+
+    It is told by the task, not by the launches that were issued: these may be more than a step has,
+    where a forward was repeated more than once for its backward.
+
+    Args:
+        launch: a launch of a task of the job.
+        training: the progress of the job.
+
+    Returns:
+        The index in `cycle_of`; 0 for a task that no step has, which no check of plans lets pass.
+    """
+    piece, is_update = launch.piece, launch.piece.work is Work.UPDATE
+    assert piece.layers is not None, "a task has one part"
+    microbatch = 0 if is_update else piece.microbatch % training.spec.microbatches
+    link = CycleLaunch(piece.work, piece.layers.start, microbatch, launch.again)
+    return _numbers(training).get(link, 0)
+
+
+@lru_cache(maxsize=CYCLES)
+def _numbers(training: TrainingProgress) -> Mapping[CycleLaunch, int]:
+    """The launches of a step by number; the microbatch of an update is 0, whichever it names."""
+    links = enumerate(cycle_of(training))
+    return {k._replace(microbatch=0) if k.work is Work.UPDATE else k: n for n, k in links}
 
 
 @lru_cache(maxsize=CYCLES)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum, auto
 from functools import wraps
 from typing import TypeVar
 
@@ -16,44 +15,12 @@ from engine.contract.layout import Mode, TrainingLayout
 from engine.contract.plan import Slice
 from engine.contract.policy import PlanBuilder
 from engine.contract.regions import SHARED_OWNER, Pool, Tier, Work
+from engine.contract.rules import Advised, Remedy
 from engine.contract.view import View
 from traces.serving.request import TrainingJob
 
 Half = TypeVar("Half")
 Fit = Callable[[Half, tuple[Slice, ...], View, PlanBuilder], None]
-
-
-class Remedy(Enum):
-    """A change to a run, beside more memory, that lowers what a job needs."""
-
-    # of what is trained
-    TRAIN_ADAPTERS = auto()  # LoRA: states of the adapters alone
-    SMALLER_MODEL = auto()
-    SMALLER_MICROBATCHES = auto()  # fewer sequences
-    SHORTER_SEQUENCES = auto()
-    # of activations
-    RECOMPUTE = auto()
-    OFFLOAD_INPUTS = auto()  # inputs of layers wait for the backward on the host
-    KEEP_INPUTS = auto()  # on the device
-    # of where model states lie before the first step
-    START_ON_HOST = auto()
-    START_ON_HOST_FIRST = auto()  # the device takes what the host has no room for
-    START_ON_DEVICE = auto()
-    # of chunks
-    SMALLER_CHUNKS = auto()
-    LARGER_CHUNKS = auto()
-    LARGER_SIZES = auto()  # to search among
-    NAMED_SIZE = auto()  # none is searched
-    OVERSIZE_ALONE = auto()  # a module larger than a chunk has a chunk of its own
-    # of shares of the device
-    LARGER_WARMUP_SHARE = auto()  # for chunks in warm-up
-    LARGER_SHARES = auto()  # that one, and that of the device which is used at all
-
-
-class Advised(Exception):
-    """An error that names what would help."""
-
-    remedies: tuple[Remedy, ...] = ()
 
 
 class DoesNotFit(Advised, MemoryError):

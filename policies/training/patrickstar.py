@@ -51,6 +51,9 @@ def statistics_of(profile: Profile, job_id: int) -> StepStatistics | None:
 class MemoryBudget:
     """How many bytes of a device chunks may take (Fang et al., TPDS'23).
 
+    A step may have launches that the step of the statistics had not: a forward that was repeated
+    once more. For these the peak of that step counts.
+
     Args:
         device_bytes: of the device that may be used at all.
         buffer_bytes: set aside in forward and backward; the original's are for collectives.
@@ -80,6 +83,8 @@ class MemoryBudget:
             return self.device_bytes - self.staging_bytes
         if self.is_static or not other_bytes:
             return int(self.device_bytes * self.warmup_share)
+        if moment >= len(other_bytes):
+            return self.device_bytes - max(other_bytes) - self.buffer_bytes
         now, then = other_bytes[moment], other_bytes[(moment + 1) % len(other_bytes)]
         return self.device_bytes - max(now, then) - self.buffer_bytes
 
@@ -95,6 +100,8 @@ class MemoryBudget:
         """
         if self.is_static or not other_bytes:
             return self.device_bytes
+        if moment >= len(other_bytes):
+            return self.device_bytes - max(other_bytes)
         return self.device_bytes - other_bytes[(moment + 1) % len(other_bytes)]
 
     def margin(self, other_bytes: Sequence[int], chunk_bytes: int) -> int:

@@ -22,7 +22,14 @@ from engine.contract.regions import (
     weight,
 )
 from engine.contract.view import View
-from policies.training.cycle import Ahead, CycleLaunch, cycle_of, lookahead, trained_before
+from policies.training.cycle import (
+    Ahead,
+    CycleLaunch,
+    cycle_of,
+    lookahead,
+    number_of,
+    trained_before,
+)
 from policies.training.eviction import LastIn
 from policies.training.occupancy import STATES
 from policies.training.out_of_memory import patient
@@ -74,12 +81,11 @@ class _Stream:
 
     def run_task(self, piece: Slice) -> None:
         """One task: its places, the prefetch for later tasks, the launch, the offload behind it."""
-        training, view, device = piece.job.training, self._view, self._device
+        training, device = piece.job.training, self._device
         assert training is not None
-        first = view.profile.moment(piece.job.job_id)
         links, ahead = cycle_of(training), lookahead(training, max(1, self._how.prefetch))
-        for launch in launches_of(piece, view.device, HOST_LANE):
-            moment = first + device.clock
+        for launch in launches_of(piece, self._view.device, HOST_LANE):
+            moment = number_of(launch, training)
             device.make_resident(launch)
             if self._how.prefetch:
                 self._prefetch(training, ahead[moment])

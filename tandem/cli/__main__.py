@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 
-from tandem.cli.errors import RunFailed
+from tandem.cli.errors import RunFailed, line_of
 
 VERBS = {
     "run": ("tandem.cli.run", "one run or a sweep (-m): predicted or measured, by backend=..."),
@@ -95,7 +95,7 @@ def guarded(verb: Callable[[], int]) -> int:
     except (ValueError, RunFailed) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        print(f"tandem: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"tandem: {' '.join(line_of(error).split())}", file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
     except KeyboardInterrupt as error:
         print("tandem: interrupted", file=sys.stderr)

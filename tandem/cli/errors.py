@@ -7,6 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+def line_of(error: BaseException) -> str:
+    """The line of an error: with the settings that would help, where it names remedies."""
+    from engine.contract.rules import Advised  # where something has failed, not at every start
+
+    if not isinstance(error, Advised):
+        return str(error)
+    from tandem.wiring.budget import advised_line
+
+    return advised_line(error)
+
+
 class Usage(ValueError):
     """The command or its settings are wrong; the message is one line for the user."""
 

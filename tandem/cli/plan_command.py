@@ -12,8 +12,8 @@ from typing import Protocol, TypeVar
 from analysis.run import Run
 from analysis.training import training_steps, training_summary
 from analysis.usage import fullest, lane_shares, pools
-from engine.contract.executor import VirtualClock
 from engine.contract.regions import Tier
+from engine.loop.state import VirtualClock
 from engine.results.recorder import Recorder
 from policies.training.out_of_memory import DoesNotFit, OutOfMemory
 from sim.cost.contract import LaunchCost

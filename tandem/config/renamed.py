@@ -41,7 +41,7 @@ MODULES: dict[tuple[str, str], str] = {
     ("engine", "engine.contract"): (
         "contract=rules decodes=view exchange=footprint executor fleet=policy footprint job "
         "lanes=executor layout members=rules page_need=plan_check plan plan_check "
-        "plan_walk=plan_check policy progress read_only=rules regions training=job "
+        "plan_walk=kv_check policy progress read_only=rules regions training=job "
         "training_contract=training_check training_layout=layout training_needs "
         "training_progress=progress training_uses=training_needs view"
     ),
@@ -155,7 +155,12 @@ NAMES: dict[str, str] = {
     "engine.regions.aside": "engine.contract.regions.tied_gradient",
     "engine.regions.flow": "engine.contract.regions.input_gradient",
     "engine.reuse.Reuse": "engine.loop.issuing.PrefixReuse",
-    "engine.executor.skipped_to": "engine.contract.executor.passed_to",
+    "engine.executor.skipped_to": "engine.loop.state.passed_to",
+    "engine.executor.VirtualClock": "engine.loop.state.VirtualClock",
+    "engine.contract.executor.VirtualClock": "engine.loop.state.VirtualClock",
+    "engine.contract.executor.passed_to": "engine.loop.state.passed_to",
+    "engine.fleet.Chains": "engine.loop.state.Chains",
+    "engine.contract.policy.Chains": "engine.loop.state.Chains",
     "engine.tape.Node": "models.training.tape.BackwardNode",
     "engine.tape_layers.Pass": "models.training.tape_layers.UnitForward",
     "policies.cycle.horizon": "policies.training.cycle.lookahead",

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tandem.cli.errors import RunFailed
+from tandem.cli.errors import RunFailed, line_of
 from tandem.config.compose import ComposedConfig
 from tandem.config.outside import with_absolute_paths, with_paths
 from tandem.wiring.experiment import run_experiment, write_config
@@ -149,7 +149,7 @@ def run_point(task: PointTask) -> PointOutcome:
     try:
         metrics = run_experiment(task.point, task.folder)
     except (ValueError, RunFailed) as error:
-        found = answer_of(task) or PointOutcome(task.key, " ".join(str(error).split()))
+        found = answer_of(task) or PointOutcome(task.key, " ".join(line_of(error).split()))
         return replace(found, wall_s=time.perf_counter() - began)
     return PointOutcome(task.key, None, metrics, time.perf_counter() - began)
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import simpy
 
-from engine.contract.executor import Executor, Meter, VirtualClock
+from engine.contract.executor import Executor, Meter
+from engine.loop.state import VirtualClock
 from models.spec import ModelSpec
 from tandem.config.check import conform
 from tandem.wiring.cost import about

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from engine.contract.layout import Layout
 from engine.contract.policy import Traits, traits_of
 from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Pool, Region, Tier
+from engine.contract.rules import Advised, Remedy
 from models.spec import ModelSpec
-from policies.training.out_of_memory import Advised, OutOfMemory, Remedy
+from policies.training.out_of_memory import OutOfMemory
 from sim.devices.device import Device
 from sim.devices.kv_room import MemoryPlan, graph_bytes, plan_memory
 from traces.serving.request import Request
@@ -26,6 +27,7 @@ class Short(NamedTuple):
     pages: int
     nbytes: int
     missing_bytes: int
+    smaller_step: str  # what makes the largest step take less
 
 
 def deficit(budget: Budget, device: Device, memory: MemoryPlan, short: Short) -> str:
@@ -43,8 +45,8 @@ def deficit(budget: Budget, device: Device, memory: MemoryPlan, short: Short) ->
     helps = "take a larger device (device=...; `tandem list devices`), or a smaller model"
     if memory.weights + memory.reserve + memory.page <= device.memory_bytes:
         helps += (
-            ", raise budget.fraction, lower the scheduling's token_budget or max_jobs "
-            f"(activations) or page_tokens, or {short.remedy}"
+            f", raise budget.fraction, {short.smaller_step} (activations), lower page_tokens, "
+            f"or {short.remedy}"
         )
     stand_in = ", a stand-in for a GPU" if device.is_cpu else ""
     return (
@@ -58,7 +60,9 @@ def _mib(nbytes: int) -> str:
     return f"{nbytes / MIB:,.1f} MiB"
 
 
-def check_whole(budget: Budget, device: Device, memory: MemoryPlan, kv: int) -> None:
+def check_whole(
+    budget: Budget, device: Device, memory: MemoryPlan, kv: int, smaller_step: str
+) -> None:
     """ValueError where KV of a given size has no room beside all else on the whole device."""
     room = device.memory_bytes - memory.usable + memory.left  # for KV, whatever the fraction
     if kv <= room:
@@ -69,9 +73,8 @@ def check_whole(budget: Budget, device: Device, memory: MemoryPlan, kv: int) -> 
         key, most = "kv_bytes", f"budget.kv_bytes; at most {pages * memory.page} fit"
     raise ValueError(
         f"budget: {_mib(kv - room)} short: {_parts(memory)}, KV {_mib(kv)} ({most}) do not fit "
-        f"into the {_mib(device.memory_bytes)} of {device.name}; lower budget.{key} or the "
-        "scheduling's token_budget or max_jobs (activations), or take a smaller model or another "
-        "device"
+        f"into the {_mib(device.memory_bytes)} of {device.name}; lower budget.{key}, "
+        f"{smaller_step} (activations), or take a smaller model or another device"
     )
 
 
@@ -121,6 +124,9 @@ REMEDIES = {  # in words, with the keys of a configuration
     Remedy.LARGER_SHARES: (
         f"take larger {WARMUP_SHARE} and memory.device_share (or planner.device_share)"
     ),
+    Remedy.OWN_GRADIENTS: "set reuses_gradients=false",
+    Remedy.PAGED_MEMORY: "take memory=paged_restart",
+    Remedy.NO_PREFIX_CACHING: "leave memory.prefix_caching out",
 }
 
 
@@ -205,16 +211,17 @@ def room_for(
     memory = memory_plan(budget, spec, device, page_tokens, requests, policy)
     given = _kv_bytes(budget, page)
     if given is not None and not _is_replay(policy):
-        check_whole(budget, device, memory, given)
+        check_whole(budget, device, memory, given, _smaller_step(policy))
     kv = memory.left if given is None else given
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
-    promised = _memory_traits(policy)
+    promised = _traits_of_half(policy, "memory")
     reserved = promised.reserved_tokens or None  # by each job, whole
     if reserved is not None and not budget.may_refuse:
         check_reservation(reserved, longest)
     needed = page.bytes_for(reserved or longest) + promised.spare_pages * page.nbytes
     if kv < (page.nbytes if budget.may_refuse else needed):
-        short = Short(*asks(longest, reserved), needed // page.nbytes, needed, needed - kv)
+        pages, missing = needed // page.nbytes, needed - kv
+        short = Short(*asks(longest, reserved), pages, needed, missing, _smaller_step(policy))
         raise ValueError(deficit(budget, device, memory, short))
     host = device.host_bytes if budget.host_bytes is None else budget.host_bytes
     capacity, weights = dict[Pool, int](), dict[Place, int]()
@@ -266,15 +273,16 @@ def memory_plan(
 
 
 def _max_step(budget: Budget, requests: Sequence[Request], policy: Any) -> tuple[int, int]:
-    """Tokens and sequences of the largest step: of the policy, not of the trace, where it has one.
+    """Tokens and sequences of the largest step: those that the scheduling tells by its traits.
 
-    A scheduling that does not cut prompts may have to compute the longest request whole.
+    Where it tells none, all requests may be in service, and all prompts may start together. A
+    scheduling that does not cut prompts may have to compute the longest request whole.
     """
-    scheduling = _serving(policy, "scheduling")
-    jobs = getattr(scheduling, "max_jobs", len(requests))
-    if limit := budget.step_tokens or traits_of(scheduling).step_tokens:
+    promised = _traits_of_half(policy, "scheduling")
+    jobs = promised.max_jobs or len(requests)
+    if limit := budget.step_tokens or promised.step_tokens:
         return limit, min(jobs, limit)
-    bound = getattr(scheduling, "token_budget", None)
+    bound = promised.prompt_tokens
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
     prompts = sorted((r.prompt_tokens for r in requests), reverse=True)
     return max(bound or sum(prompts[:jobs]), longest), jobs
@@ -284,15 +292,23 @@ def _kv_bytes(budget: Budget, page: PageSize) -> int | None:
     return budget.kv_bytes if budget.kv_pages is None else budget.kv_pages * page.nbytes
 
 
+def _smaller_step(policy: Any) -> str:
+    """What makes the largest step of a policy take less memory, in words."""
+    promised = _traits_of_half(policy, "scheduling")
+    if promised.step_tokens or promised.prompt_tokens or promised.max_jobs:
+        return "lower the scheduling's token_budget or max_jobs"
+    return "declare step_tokens and max_jobs in the scheduling's traits"
+
+
 def _is_replay(policy: Any) -> bool:
     """Whether a plan log is played back: its steps are given, and fitted where they were made."""
     return getattr(policy, "scheduling", None) is None
 
 
-def _memory_traits(policy: Any) -> Traits:
-    """The traits of the memory half that serves; of the whole policy where it has no halves."""
-    memory = _serving(policy, "memory")
-    return traits_of(policy if memory is None else memory)
+def _traits_of_half(policy: Any, half: str) -> Traits:
+    """The traits of the half that serves; of the whole policy where it has no halves."""
+    found = _serving(policy, half)
+    return traits_of(policy if found is None else found)
 
 
 def _serving(policy: Any, half: str) -> Any:
@@ -304,15 +320,15 @@ def _serving(policy: Any, half: str) -> Any:
 def _workspace_bytes(
     budget: Budget, spec: ModelSpec, page_tokens: int, requests: Sequence[Request], policy: Any
 ) -> int:
-    """Of the largest step: prompts that start together up to the policy's token budget.
+    """Of the largest step: prompts that start together up to the tokens that the policy promises.
 
-    One of them is the longest request computed whole after a restart or, under a token budget, the
+    One of them is the longest request computed whole after a restart or, under such a bound, the
     end of it: a slice behind a context, which takes a mask.
     """
-    scheduling = _serving(policy, "scheduling")
+    promised = _traits_of_half(policy, "scheduling")
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
-    limit = budget.step_tokens or getattr(scheduling, "token_budget", None) or 0
-    jobs = min(len(requests), getattr(scheduling, "max_jobs", len(requests)))
+    limit = budget.step_tokens or promised.step_tokens or promised.prompt_tokens
+    jobs = min(len(requests), promised.max_jobs or len(requests))
     prompts = sorted((r.prompt_tokens for r in requests), reverse=True)
     wanted = limit or sum(prompts[:jobs])  # all that may start together where nothing limits a step
     sizes = []

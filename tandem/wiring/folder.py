@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tandem.cli.errors import RunFailed, Usage, exits_fail
+from tandem.cli.errors import RunFailed, Usage, exits_fail, line_of
 from tandem.config.renamed import old_imports
 from traces.files import checked_text, write_text
 
@@ -137,9 +137,9 @@ def run_folder(folder: Path, keeps_rejected: bool = True) -> Iterator[Path]:
         if state in (REJECTED, INTERRUPTED) or isinstance(error, Usage):
             raise
         if state == DOES_NOT_FIT:
-            line = _advised_line(error)
+            line = line_of(error)
             raise RunFailed(f"does not fit: {line} (told in {folder}/status.json)") from error
-        told = old_imports(error) or f"{type(error).__name__}: {error}{_place(error)}"
+        told = old_imports(error) or f"{type(error).__name__}: {line_of(error)}{_place(error)}"
         raise RunFailed(f"{told} (traceback in {folder}/status.json)") from error
     _rename(aside, folder)
 
@@ -218,12 +218,6 @@ def _ending(aside: Path, error: BaseException) -> str:
     return REJECTED if is_wrong else FAILED
 
 
-def _advised_line(error: BaseException) -> str:
-    from tandem.wiring.budget import advised_line  # where something has failed, not at every start
-
-    return advised_line(error)
-
-
 def _place(error: BaseException) -> str:
     """The deepest line of the traceback in code of the user's own, if there is one."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -234,7 +228,7 @@ def _place(error: BaseException) -> str:
 
 
 def _write_failure(aside: Path, state: str, error: BaseException) -> None:
-    reason = f"{type(error).__name__}: {_advised_line(error)}"
+    reason = f"{type(error).__name__}: {line_of(error)}"
     lines = "".join(traceback.format_exception(error))
     write_status(aside, state, error=reason, traceback=lines)
 

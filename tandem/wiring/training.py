@@ -13,11 +13,12 @@ from analysis.yaml_text import yaml_value
 from engine.contract.layout import Layout
 from engine.contract.policy import Planner, Policy, traits_of
 from engine.contract.regions import Pool, Tier
+from engine.contract.rules import Remedy
 from engine.contract.view import Cost
 from models.spec import ModelSpec
 from models.training.shape import TrainingShape, training_shape
 from policies.planners.placement import STARTS
-from policies.training.out_of_memory import OutOfMemory, Remedy
+from policies.training.out_of_memory import OutOfMemory
 from tandem.config.build import Builder
 from tandem.wiring.budget import advised_line
 from traces.files import checked_text

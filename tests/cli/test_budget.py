@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from engine.contract.plan import Slice
-from engine.contract.policy import PlanBuilder, Traits
+from engine.contract.policy import PROMISES_NOTHING, PlanBuilder, Traits
 from engine.contract.regions import Tier
 from engine.contract.view import View
 from policies.composed import Composed
+from policies.kv.paged_restart import PagedRestart
 from policies.scheduling.chunked_prefill import ChunkedPrefill
 from policies.scheduling.recorded import RecordedPlans
 from policies.sharing.time_shared import DividedMemory
@@ -21,7 +22,7 @@ from policies.training.patrickstar import PatrickStar
 from sim.devices.kv_room import plan_memory
 from tandem.cli.terminal import told
 from tandem.config.compose import composed
-from tandem.wiring.budget import Budget, room_for
+from tandem.wiring.budget import Budget, memory_plan, room_for
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.machines import pages_of
 from tandem.wiring.run_spec import RunSpec, run_spec_of
@@ -29,6 +30,7 @@ from traces.serving.request import Request
 from traces.store import write_trace
 
 TOKENS = 10 * 16  # ten pages
+MODELS = {"cpu": "tiny_llama", "rtx4090": "llama3_8b"}
 
 
 @pytest.mark.broad(3)
@@ -145,6 +147,46 @@ def test_a_scheduling_with_whole_prompts_sets_more_aside() -> None:
     assert told_so.activation == cut
 
 
+@dataclass(frozen=True)
+class Own(ChunkedPrefill):
+    """A scheduling of a user's own, with settings of the usual names."""
+
+    traits: Traits = PROMISES_NOTHING
+
+
+@pytest.mark.parametrize("device", ["cpu", "rtx4090"])
+def test_memory_for_a_step_goes_by_what_a_scheduling_tells(device: str) -> None:
+    """Settings are not read. Where no bound is told, all prompts may start together."""
+    words = [f"device={device}", "limit=20", f"model={MODELS[device]}"]
+    found = run_spec_of(composed([*words, "budget.may_refuse=true"]))
+    card, spec, requests = found.device, found.spec, list(found.requests)
+
+    def activation(traits: Traits) -> int:
+        policy = Composed(Own(traits=traits), PagedRestart())
+        return memory_plan(Budget(), spec, card, 16, requests, policy).activation
+
+    told = activation(Traits(step_tokens=512, max_jobs=256))
+    assert told == found.room.memory.activation, "as of our own"
+    longest = max(r.prompt_tokens + r.output_tokens for r in requests)
+    prompts = sum(r.prompt_tokens for r in requests)
+    assert prompts > max(512, longest)
+    assert activation(Traits(prompt_tokens=512)) < activation(Traits())
+    assert activation(Traits(max_jobs=1)) < activation(Traits(max_jobs=len(requests)))
+    assert activation(Traits(max_jobs=len(requests))) == activation(Traits())
+
+
+def test_a_scheduling_that_tells_no_bound_is_told_so_where_memory_is_short() -> None:
+    found = gpu("policy=vllm_v1", "budget.may_refuse=true")
+    short = replace(found.device, memory_bytes=found.spec.weight_bytes + (2 << 30))
+    for traits, helps in (
+        (Traits(), "declare step_tokens and max_jobs in the scheduling's traits (activations)"),
+        (Traits(step_tokens=4), "lower the scheduling's token_budget or max_jobs (activations)"),
+    ):
+        policy = Composed(Own(traits=traits), PagedRestart())
+        with pytest.raises(ValueError, match=re.escape(helps)):
+            room_for(Budget(), short, found.spec, 16, list(found.requests), policy)
+
+
 def test_what_memory_is_for_is_told(tmp_path: Path) -> None:
     words = [*RTX4090, "limit=2", "policy=vllm_v1", "arrival=all_at_once"]
     metrics = run_experiment(composed(words), tmp_path / "run")
@@ -168,7 +210,7 @@ def test_kv_of_a_given_size_must_fit_beside_all_else() -> None:
     huge = ["model=llama3_70b", "device=rtx4090", "limit=2", "budget.kv_pages=1000"]
     with pytest.raises(ValueError, match=r"short: weights 134,\d+.*at most 0 fit.*of rtx4090"):
         run_spec_of(composed(huge))
-    with pytest.raises(ValueError, match=r"lower budget\.kv_pages or the scheduling's") as told:
+    with pytest.raises(ValueError, match=r"lower budget\.kv_pages, lower the scheduling's") as told:
         gpu("budget.kv_pages=100000")
     most = int(re.findall(r"at most (\d+) fit", str(told.value))[0])
     assert pages(gpu(f"budget.kv_pages={most}")) == most > pages(gpu()), "all of it, not 90 %"

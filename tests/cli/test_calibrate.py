@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from engine.contract.executor import VirtualClock
 from engine.contract.regions import PageSize, Tier
+from engine.loop.state import VirtualClock
 from engine.results.schema import STEPS
 from models.spec import ModelSpec
 from runtime.executors.lockstep import CpuExecutor

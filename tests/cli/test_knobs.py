@@ -7,8 +7,9 @@ import re
 import pytest
 
 from engine.contract.regions import Tier, Work
+from engine.contract.rules import Remedy
 from policies.planners.placement import STARTS
-from policies.training.out_of_memory import OutOfMemory, Remedy, remedies_of_launch
+from policies.training.out_of_memory import OutOfMemory, remedies_of_launch
 from tandem.wiring.budget import REMEDIES, advised_line
 from tests.support.pressure import POLICIES, budget, min_budget, refusal
 from tests.training.trainings import run_spec, train

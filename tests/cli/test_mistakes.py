@@ -130,7 +130,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "sampling.top_p=0"], "sampling.top_p=0.0: it must be above 0 and at most 1"),
         (
             ["run", "policy=chunked_reservation", "memory.prefix_caching=true"],
-            "take a paged memory policy or leave it out",
+            "of its own; take memory=paged_restart, or leave memory.prefix_caching out",
         ),
         (["run", "budget.kv_pages=10"], "pages of KV"),
         (
@@ -252,6 +252,19 @@ def test_what_this_machine_cannot_hold_is_told_before_weights_are_drawn(
         told = capsys.readouterr().err.strip()
         assert wanted in told and "backend=sim" in told
         assert len(told.splitlines()) == 1
+
+
+def test_settings_that_conflict_end_a_run_in_one_line_with_the_setting_that_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A policy says so while it plans: the line has the setting, and so has the run's folder."""
+    words = ("policy=patrickstar", "training=random", "trace=none", "memory.reuses_gradients=true")
+    assert main(["run", *words, "model=tiny_llama"]) == 1
+    told = capsys.readouterr().err.strip()
+    helps = "needs masters (bfloat16, not float32); set reuses_gradients=false"
+    assert helps in told and len(told.splitlines()) == 1
+    [status] = tmp_path.rglob("status.json")
+    assert json.loads(status.read_text())["error"].endswith(helps)
 
 
 @pytest.mark.broad(2)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Copy, Free, Grow, Plan, Slice
-from engine.contract.policy import Fleet, PlanBuilder, Traits
+from engine.contract.policy import Fleet, PlanBuilder, Traits, name_of
 from engine.contract.regions import Tier, kv_place
-from engine.contract.rules import ContractError, Rule
+from engine.contract.rules import ContractError, Rule, defined_at, file_line
 from engine.contract.view import View
 from engine.loop.engine import Stalled
 from engine.memory.dry_run import DryRunPlanBuilder
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
 from policies.scheduling.chunked_prefill import ChunkedPrefill
+from policies.scheduling.orca import Orca
 from tests.support.replays import PAGE, composed, random_requests, replay
 from traces.serving.request import Request
 
@@ -267,14 +271,121 @@ def test_a_router_that_writes_is_told_by_its_name() -> None:
             fleet.assigned[0] = 7
             return 0
 
-    with pytest.raises(ContractError, match=r"policy Writes: .*test_plan_check.py"):
+    with pytest.raises(ContractError, match=r"policy Writes \(\S*test_plan_check.py:\d+\): "):
         replay(HONEST, random_requests(3, 3), devices=2, router=Writes())
 
 
 def test_an_error_can_be_copied_and_sent() -> None:
     error = ContractError(Rule.JOB, "what", 3).located("P", 4, 0)
+    placed = ContractError(Rule.JOB, "what").located("P", at="mine.py:3")
+    assert str(pickle.loads(pickle.dumps(placed))) == "policy P (mine.py:3): what (rule: job)"
+    assert placed.located("Q", at="other.py:4").at == "mine.py:3", "the first one is the nearest"
     for other in (copy.copy(error), pickle.loads(pickle.dumps(error)), type(error)(*error.args)):
         assert str(other) == str(error) == "policy P, step 4, device 0, job 3: what (rule: job)"
+
+
+# ---- the line of a policy
+class TooMany:
+    """A scheduling that wants a token more than remain."""
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        jobs = [*view.serving, *view.waiting[: 0 if view.serving else 1]]
+        return tuple(Slice(job, job.remaining_tokens + 1) for job in jobs)
+
+
+class NoPages:
+    """A memory policy that takes no pages."""
+
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+        plan.compute(batch, ())
+
+
+class FreesTwice:
+    """A memory policy that the plan builder stops at a line of its own."""
+
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+        place = kv_place(batch[0].job.job_id)
+        plan.free(place)
+
+
+class Answers:
+    """A policy as a whole, and a scheduling, that answer with None."""
+
+    def plan(self, view: View) -> Any:
+        return None
+
+    def batch(self, view: View) -> Any:
+        return None
+
+
+class PlansItself(Composed):
+    """A policy in two halves with a plan of its own."""
+
+    def plan(self, view: View) -> Any:
+        return ()
+
+
+TAKES_NO_PLAN: Any = type("TakesNoPlan", (), {"fit": lambda self, batch, view: None})()
+TYPED: dict[str, Any] = {}
+exec("class Typed:\n    def plan(self, view):\n        return None", TYPED)
+
+
+@pytest.mark.parametrize(
+    ("policy", "at"),
+    [
+        (Answers(), Answers.plan),
+        (Composed(Answers(), PagedRestart()), Answers.batch),
+        (Composed(TooMany(), PagedRestart()), TooMany.batch),
+        (Composed(TooMany(), NoPages()), TooMany.batch),
+        (Composed(HONEST.scheduling, NoPages()), NoPages.fit),
+        (Composed(Orca(), NoPages()), NoPages.fit),
+        (Composed(HONEST.scheduling, TAKES_NO_PLAN), TAKES_NO_PLAN.fit),
+        (PlansItself(HONEST.scheduling, PagedRestart()), PlansItself.plan),
+    ],
+)
+def test_a_refusal_tells_where_what_made_the_plan_is_defined(policy: Any, at: Any) -> None:
+    with pytest.raises(ContractError) as caught:
+        replay(policy, random_requests(3, 8))
+    where = defined_at(at)
+    assert re.fullmatch(r"\S*test_plan_check\.py:\d+", where) and caught.value.at == where
+    assert str(caught.value).startswith(f"policy {name_of(policy)} ({where}), step 0")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_line_at_which_the_plan_builder_stops_a_policy_is_told_itself() -> None:
+    with pytest.raises(ContractError, match="not held") as caught:
+        replay(Composed(HONEST.scheduling, FreesTwice()), random_requests(3, 3))
+    lines = inspect.getsourcelines(FreesTwice.fit)
+    assert caught.value.at.endswith(f"test_plan_check.py:{lines[1] + len(lines[0]) - 1}")
+
+
+def test_a_policy_without_source_is_told_without_a_line() -> None:
+    with pytest.raises(ContractError, match="policy Typed, step 0, device 0: None is no plan"):
+        replay(TYPED["Typed"](), random_requests(3, 3))
+    assert defined_at(len) == defined_at(None) == defined_at(TYPED["Typed"].plan) == ""
+
+
+def test_a_path_is_told_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "sub/mine.py"
+    file.parent.mkdir()
+    file.touch()
+    assert file_line(str(file), 3) == f"{file}:3"
+    monkeypatch.chdir(tmp_path)
+    assert file_line(str(file), 3) == "sub/mine.py:3"
+    monkeypatch.chdir(file.parent)
+    assert file_line(str(file), 3) == "mine.py:3"
+    assert file_line(str(tmp_path / "none.py"), 3) == file_line("<stdin>", 3) == ""
+
+
+def test_a_router_that_names_no_replica_is_told_with_its_line() -> None:
+    class Far:
+        def route(self, job: Job, fleet: Fleet) -> int:
+            return 7
+
+    with pytest.raises(ValueError, match=r"router Far \(\S*test_plan_check.py:\d+\) sends"):
+        replay(HONEST, random_requests(3, 3), devices=2, router=Far())
 
 
 # ---- moments

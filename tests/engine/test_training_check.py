@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.contract.executor import VirtualClock
 from engine.contract.job import Job, TrainingProgress
 from engine.contract.layout import Layout, Mode
 from engine.contract.plan import (
@@ -55,6 +54,7 @@ from engine.contract.rules import ContractError, Rule
 from engine.contract.training_check import TrainingContract, _Reading
 from engine.contract.view import View
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.memory.scoreboard import Journal
 from engine.results.recorder import Recorder
 from policies.composed import Composed
@@ -775,6 +775,7 @@ def is_harmless(engine: Engine) -> bool:
 
 
 @cases(300)
+@example(seed=1972, name="zero3_offload", mode=Mode.RECOMPUTE, ranks=1, microbatches=1, tasks=1)
 @given(
     seed=st.integers(0, 1 << 20),
     name=st.sampled_from([*MEMORIES, "reusing"]),
@@ -796,6 +797,25 @@ def test_a_random_fault_is_refused_or_does_no_harm(
         assert "dry_run.py" in str(traceback.extract_tb(error.__traceback__)[-1].filename)
     else:
         assert is_harmless(engine)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("name", MEMORIES)
+def test_a_forward_may_be_repeated_twice(name: str, step: int) -> None:
+    """A step then has a launch more than a policy planned, and than the step before had."""
+    memory, steps = MEMORIES[name], {"num_steps": 3}
+    lying = at(F, 2, lambda op: (op, other(op)), again=True, k=step)
+    told = list[Plan]()
+
+    def once(plan: Plan, view: View) -> Ops | Plan | None:
+        found = None if told else lying(plan, view)
+        if found is not None:
+            told.append(plan)
+        return found
+
+    engine, _, job = World(memory, Mode.RECOMPUTE, job=steps).engine(once)
+    engine.replay([job])
+    assert told and is_harmless(engine)
 
 
 def test_the_oracle_knows_harm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from engine.contract.plan import Compute, Copy, Free, Grow, Plan, Slice
 from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.regions import Tier, kv_place
-from engine.contract.rules import BrokenLaw, ContractError, Rule
+from engine.contract.rules import BrokenLaw, ContractError, Rule, defined_at
 from engine.contract.view import View
 from engine.laws.check_policy import PAGE, ROOMY, check_policy, requests
 from engine.laws.differences import of_plans, of_runs
@@ -121,6 +121,7 @@ def with_none(plan: Plan, asked: int) -> Plan:
     return Plan((*plan.ops, None))  # type: ignore[arg-type]
 
 
+TOLD = f"policy Wrapper ({defined_at(Wrapper.plan)}), step 0, device 0"
 FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     "remembers": (
         Wrapper(lambda plan, asked: Plan() if asked % 2 else plan),
@@ -137,7 +138,7 @@ FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     "takes no pages": (
         Wrapper(without_pages),
         ContractError,
-        "policy Wrapper, step 0, device 0, job 0: KV of job 0 on gpu:0 is not held (rule: own KV)",
+        f"{TOLD}, job 0: KV of job 0 on gpu:0 is not held (rule: own KV)",
     ),
     "traits that do not hold": (
         Composed(Alternates(), PagedRestart()),
@@ -168,17 +169,17 @@ FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     "None": (
         Wrapper(lambda plan, asked: None),
         ContractError,
-        "policy Wrapper, step 0, device 0: None is no plan: return a Plan (rule: answer)",
+        f"{TOLD}: None is no plan: return a Plan (rule: answer)",
     ),
     "a tuple": (
         Wrapper(lambda plan, asked: plan.ops),
         ContractError,
-        "policy Wrapper, step 0, device 0: a tuple is no plan: return a Plan (rule: answer)",
+        f"{TOLD}: a tuple is no plan: return a Plan (rule: answer)",
     ),
     "no operation": (
         Wrapper(with_none),
         ContractError,
-        "policy Wrapper, step 0, device 0: None is no operation of a plan (rule: answer)",
+        f"{TOLD}: None is no operation of a plan (rule: answer)",
     ),
 }
 

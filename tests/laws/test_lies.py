@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from engine.contract.rules import ContractError
@@ -18,9 +20,10 @@ def refused(name: str, backend: str) -> None:
     assert isinstance(error, ContractError), repr(error)
     assert error.rule in lie.rules, error
     line = str(error)
-    assert "\n" not in line and line.startswith(f"policy {error.policy}, step {error.step}")
+    assert "\n" not in line
+    assert re.match(rf"policy Liar \(\S+\.py:\d+\), step {error.step}, ", line), line
     assert error.policy == "Liar" and line.endswith(f"(rule: {error.rule})")
-    assert not lie.is_written or "faults.py:" in line, line
+    assert not lie.is_written or "faults.py:" in error.at, line
     assert told.differs == "", "the books are as before the plan"
     assert name in TRAINED or told.finished < len(told.engine.recorder.outcomes)
 

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.contract.executor import VirtualClock
 from engine.contract.policy import Policy
 from engine.contract.regions import PageSize
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.results.recorder import Recorder
 from policies.composed import Composed
 from runtime.executors.clock import WallClock

@@ -12,11 +12,11 @@ import simpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.contract.executor import VirtualClock
 from engine.contract.policy import Policy
 from engine.contract.regions import Pool
 from engine.laws.check_replay import check_capacity, check_inputs, check_lanes
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.memory.scoreboard import Journal
 from engine.results.plan_log import LoggedPlan, encode
 from engine.results.recorder import Recorder

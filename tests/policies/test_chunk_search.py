@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.regions import Pool, Tier
+from engine.contract.rules import Remedy
 from policies.planners.fixed_chunks import MEBI, SIZES, FixedChunks, footprint_bytes
-from policies.training.out_of_memory import DoesNotFit, OutOfMemory, Remedy
+from policies.training.out_of_memory import DoesNotFit, OutOfMemory
 from tandem.config.compose import composed
 from tests.support.offload import ROOMY, job_of, model
 from tests.support.strategies import cases

@@ -37,6 +37,13 @@ def test_chunks_get_what_this_moment_and_the_next_leave(moment: int, expected: i
     assert budget.ahead(moment, TIDE) == 100 - TIDE[(moment + 1) % 6]
 
 
+def test_a_launch_that_the_step_before_had_not_counts_with_its_peak() -> None:
+    budget = MemoryBudget(100, buffer_bytes=7)
+    for moment in (len(TIDE), len(TIDE) + 3):
+        assert budget.available(B, moment, TIDE) == 100 - max(TIDE) - 7
+        assert budget.ahead(moment, TIDE) == 100 - max(TIDE)
+
+
 def test_buffers_are_set_aside_once_forward_and_backward_alike() -> None:
     """The original squares the factor in backward."""
     budget = MemoryBudget(100, buffer_bytes=7, staging_bytes=30)

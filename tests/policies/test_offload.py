@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from engine.contract.layout import Mode
 from engine.contract.plan import COMPUTE_LANE, HOST_LANE
 from engine.contract.regions import Kind, Tier, Work
+from engine.contract.rules import Remedy, SettingsConflict
 from policies.training.demand_paging import DemandPaging
 from policies.training.out_of_memory import OutOfMemory
 from policies.training.patrickstar import PatrickStar
 from policies.training.zero3_offload import Zero3Offload
+from tandem.wiring.budget import advised_line
 from tests.support.offload import (
     MEMORIES,
     REUSING,
@@ -318,8 +320,10 @@ def test_gradients_in_the_place_of_weights_have_no_region() -> None:
         assert Kind.GRADIENT not in {p.region.kind for op in launches(found) for p in op.writes}
     for recipe, microbatches in ((Recipe(), 1), (REUSING, 2)):
         job = job_of(shape, recipe=recipe, microbatches=microbatches)
-        with pytest.raises(ValueError, match="reuses_gradients=false"):
+        with pytest.raises(SettingsConflict, match="reuses_gradients puts gradients") as caught:
             run(PatrickStar(reuses_gradients=True), layout, job)
+        assert caught.value.remedies == (Remedy.OWN_GRADIENTS,)
+        assert advised_line(caught.value).endswith("; set reuses_gradients=false")
 
 
 def test_an_optimizer_without_states_has_no_region() -> None:

@@ -11,6 +11,7 @@ from hypothesis import assume, given
 
 from engine.contract.job import Job
 from engine.contract.regions import Kind, PageSize
+from engine.contract.rules import Remedy, SettingsConflict
 from engine.memory.pool import Chain, PrefixCache
 from policies.composed import Composed
 from policies.kv.max_reservation import MaxReservation
@@ -163,5 +164,6 @@ def test_the_oldest_of_equal_pages_is_found_and_the_next_when_it_is_gone() -> No
 
 
 def test_a_reservation_refuses_to_share() -> None:
-    with pytest.raises(ValueError, match="take a paged memory policy"):
+    with pytest.raises(SettingsConflict, match="shares pages") as caught:
         MaxReservation(prefix_caching=True)
+    assert caught.value.remedies == (Remedy.PAGED_MEMORY, Remedy.NO_PREFIX_CACHING)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from engine.contract.job import Job
-from engine.contract.policy import Chains, Fleet, Router
+from engine.contract.policy import Fleet, Router
+from engine.loop.state import Chains, RoutedFleet
 from engine.results.plan_log import LoggedPlan
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
@@ -44,7 +45,7 @@ def job(job_id: int, tokens: int = 10, **given: Any) -> Job:
 
 def fleet(size: int, *held: tuple[int, Job]) -> Fleet:
     """A fleet whose replicas were given these jobs."""
-    made = Fleet(size, Given([replica for replica, _ in held]))
+    made = RoutedFleet(size, Given([replica for replica, _ in held]))
     for _, one in held:
         made.assign(one)
     return made
@@ -52,7 +53,7 @@ def fleet(size: int, *held: tuple[int, Job]) -> Fleet:
 
 def test_round_robin_goes_on_where_it_was_after_a_job_has_left() -> None:
     jobs = [job(i) for i in range(4)]
-    state = Fleet(3, RoundRobin())
+    state = RoutedFleet(3, RoundRobin())
     for one in jobs:
         state.assign(one)
     assert [one.device for one in jobs] == [0, 1, 2, 0]
@@ -112,13 +113,13 @@ def test_affinity_takes_a_session_for_a_chain_where_blocks_have_no_names() -> No
 
 def test_a_hot_prefix_cannot_overload_a_replica() -> None:
     """All requests begin alike: none ever has more than the bound, and all four are in use."""
-    state = Fleet(4, PrefixAffinity(load_bound=1.5))
+    state = RoutedFleet(4, PrefixAffinity(load_bound=1.5))
     for i in range(40):
         state.assign(job(i, prefix_ids=(1, i)))
         mean = (i + 1) / 4
         assert max(state.outstanding(r) for r in range(4)) <= -(-1.5 * mean // 1)
     assert min(state.assigned) > 0
-    alone = Fleet(4, PrefixAffinity(load_bound=4))
+    alone = RoutedFleet(4, PrefixAffinity(load_bound=4))
     for i in range(40):
         alone.assign(job(i, prefix_ids=(1, i)))
     assert alone.assigned == [40, 0, 0, 0], "a bound of all replicas is none"
@@ -139,8 +140,10 @@ def facts(state: Fleet, asked: Job) -> object:
 
 
 def test_wrong_routers_and_wrong_rules_are_told_in_a_line() -> None:
-    with pytest.raises(ValueError, match="Given sends request 5 to replica 2, but there are 2"):
-        Fleet(2, Given([2])).assign(job(5))
+    with pytest.raises(
+        ValueError, match=r"Given \(\S+\) sends request 5 to replica 2, but there are 2"
+    ):
+        RoutedFleet(2, Given([2])).assign(job(5))
     with pytest.raises(ValueError, match="load is 'bytes', not one of requests, tokens"):
         LeastOutstanding("bytes")
     with pytest.raises(ValueError, match=r"load_bound is 0\.5, must be at least 1"):

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine.contract.executor import VirtualClock
 from engine.contract.regions import PageSize
 from engine.laws.check_replay import Contents
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.results.plan_log import LoggedPlan, encode
 from engine.results.recorder import Recorder
 from policies.composed import Composed

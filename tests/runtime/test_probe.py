@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.contract.executor import VirtualClock
 from engine.contract.regions import Tier
+from engine.loop.state import VirtualClock
 from models.spec import ModelSpec
 from runtime.executors.clock import WallClock
 from runtime.executors.lockstep import CpuExecutor

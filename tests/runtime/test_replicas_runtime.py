@@ -13,11 +13,11 @@ import pytest
 import simpy
 import torch
 
-from engine.contract.executor import VirtualClock
 from engine.contract.plan import Compute
 from engine.contract.regions import Pool, Tier
 from engine.laws.check_replay import check_capacity, check_inputs, check_lanes
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.memory.scoreboard import Journal
 from engine.results.plan_log import LoggedPlan, encode
 from engine.results.recorder import Recorder

@@ -10,9 +10,10 @@ import pytest
 import simpy
 import torch
 
-from engine.contract.executor import Executor, Launch, Span, VirtualClock
+from engine.contract.executor import Executor, Launch, Span
 from engine.contract.plan import Copy
 from engine.contract.regions import Tier, kv_place
+from engine.loop.state import VirtualClock
 from runtime.executors.lockstep import CpuExecutor, LockstepExecutor
 from runtime.executors.wall import Link
 from runtime.serving.machine import GPU

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from engine.contract.executor import Launch, Span, VirtualClock
+from engine.contract.executor import Launch, Span
 from engine.contract.plan import HOST_LANE, Copy
 from engine.contract.regions import Tier, Work, weight
+from engine.loop.state import VirtualClock
 from sim.cost.roofline import Roofline
 from sim.devices.host_memory import HostMemory
 from sim.executor import SimExecutor

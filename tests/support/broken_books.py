@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.contract.executor import Launch, Span, VirtualClock
+from engine.contract.executor import Launch, Span
 from engine.contract.plan import Compute, Copy, Grow, Plan
 from engine.contract.policy import traits_of
 from engine.contract.regions import Tier, kv_place
@@ -22,6 +22,7 @@ from engine.contract.view import View
 from engine.laws.check_policy import WatchedPolicy
 from engine.laws.check_replay import check_capacity, check_inputs
 from engine.loop.engine import Engine, Stalled
+from engine.loop.state import VirtualClock
 from engine.memory.ledger import NOTHING
 from engine.memory.scoreboard import Journal
 from engine.results.recorder import Recorder

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.contract.executor import VirtualClock
 from engine.contract.layout import Layout, Mode
 from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Region, Tier
 from engine.loop.conservation import check_requests
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.memory.scoreboard import Journal
 from engine.results.plan_log import LoggedPlan, encode
 from engine.results.recorder import Recorder

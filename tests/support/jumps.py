@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engine.contract.executor import VirtualClock
 from engine.contract.policy import Router
 from engine.contract.regions import PageSize, Tier
 from engine.fast_forward.fast_forward import FastForward
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.results.recorder import Recorder
 from policies.composed import Composed
 from sim.cost.contract import ShapePriced

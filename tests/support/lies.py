@@ -9,10 +9,10 @@ from typing import Any
 
 import simpy
 
-from engine.contract.executor import VirtualClock
 from engine.contract.plan import Plan
 from engine.contract.regions import PageSize
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.results.recorder import Recorder
 from policies.composed import Composed
 from runtime.executors.lockstep import CpuExecutor, LockstepExecutor

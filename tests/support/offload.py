@@ -8,12 +8,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from engine.contract.executor import Launch, VirtualClock
+from engine.contract.executor import Launch
 from engine.contract.layout import Chunk, Layout, Mode, TrainingLayout, Unit
 from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Free, Grow, Plan
 from engine.contract.policy import Memory, Policy
 from engine.contract.regions import GATHERED, Kind, PageSize, Place, Region, Tier, optimizer, weight
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.memory.scoreboard import Journal
 from engine.results.recorder import Recorder
 from models.parameters import Parameter

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.stats import poisson
 
-from engine.contract.executor import Launch, VirtualClock
+from engine.contract.executor import Launch
 from engine.contract.policy import Router
 from engine.contract.regions import PageSize, Tier
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.results.recorder import Recorder
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart

@@ -11,7 +11,7 @@ from typing import Any
 
 import simpy
 
-from engine.contract.executor import Lanes, Launch, Span, VirtualClock
+from engine.contract.executor import Lanes, Launch, Span
 from engine.contract.layout import Layout
 from engine.contract.plan import Op, Plan
 from engine.contract.policy import Policy, Router
@@ -19,6 +19,7 @@ from engine.contract.regions import PageSize, Tier
 from engine.contract.rules import BrokenLaw
 from engine.laws.check_replay import check_capacity, check_inputs, check_lanes
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.memory.scoreboard import Journal
 from engine.results.plan_log import LoggedPlan, encode
 from engine.results.recorder import Recorder

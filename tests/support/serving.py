@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.contract.executor import VirtualClock
 from engine.contract.policy import Memory, Policy, Scheduling
 from engine.contract.regions import PageSize, Pool
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.results.recorder import Recorder
 from models.spec import ModelSpec
 from policies.composed import Composed

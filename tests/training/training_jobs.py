@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from engine.contract.executor import Launch, Piece, VirtualClock
+from engine.contract.executor import Launch, Piece
 from engine.contract.footprint import launches_of
 from engine.contract.job import Job, TrainingProgress
 from engine.contract.layout import Layout, Mode, TrainingLayout, lay_out
@@ -17,6 +17,7 @@ from engine.contract.plan import COMPUTE_LANE, HOST_LANE, Compute, Copy, Free, G
 from engine.contract.regions import PageSize, Tier, Work, gradient, hidden, optimizer, saved, weight
 from engine.contract.view import View
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.memory.scoreboard import Journal
 from engine.results.recorder import Recorder
 from models.spec import ModelSpec
