@@ -59,7 +59,7 @@ Folder = dict[str, Columns]  # by name of the file
 
 
 @dataclass(frozen=True)
-class Difference:
+class ColumnDifference:
     """Where two run folders differ; `row` is None where a whole column does."""
 
     file: str
@@ -122,13 +122,13 @@ def differences(
     renamed: Mapping[tuple[str, str], str],
     left_out: Sequence[LeftOut],
     is_timed: bool = False,
-) -> tuple[int, list[Difference]]:
+) -> tuple[int, list[ColumnDifference]]:
     """How many columns were compared, and those that differ.
 
     With `is_timed` rows are put into the order of their cells first: a clock orders them.
     """
     aside = [(out.file, out.column) for out in left_out if is_timed or not out.is_timed]
-    compared, found = 0, list[Difference]()
+    compared, found = 0, list[ColumnDifference]()
 
     def is_left_out(file: str, column: str) -> bool:
         return any(file == name and fnmatchcase(column, pattern) for name, pattern in aside)
@@ -137,7 +137,9 @@ def differences(
         if (file, ALL) in aside:
             continue
         if file not in before or file not in after:
-            found.append(Difference(file, ALL, None, _there(file in before), _there(file in after)))
+            found.append(
+                ColumnDifference(file, ALL, None, _there(file in before), _there(file in after))
+            )
             continue
         names = {name: renamed.get((file, name), name) for name in before[file]}
         kept = [name for name in names if not is_left_out(file, name)]
@@ -148,12 +150,12 @@ def differences(
         for name in kept:
             compared += 1
             if name not in new:
-                found.append(Difference(file, name, None, _there(True), _there(False)))
+                found.append(ColumnDifference(file, name, None, _there(True), _there(False)))
             elif old[name].digest != new[name].digest:
                 found.append(_first(file, name, old[name], new[name]))
         for name in after[file]:
             if name not in names.values() and not is_left_out(file, name):
-                found.append(Difference(file, name, None, _there(False), _there(True)))
+                found.append(ColumnDifference(file, name, None, _there(False), _there(True)))
     return compared, found
 
 
@@ -171,14 +173,14 @@ def _sorted(columns: Columns, names: Sequence[str]) -> Columns:
     }
 
 
-def _first(file: str, name: str, old: DecodedColumn, new: DecodedColumn) -> Difference:
+def _first(file: str, name: str, old: DecodedColumn, new: DecodedColumn) -> ColumnDifference:
     """The first row in which two columns differ."""
     if old.type != new.type:
-        return Difference(file, name, None, old.type, new.type)
+        return ColumnDifference(file, name, None, old.type, new.type)
     common = min(len(old.cells), len(new.cells))
     row = next((i for i in range(common) if old.cells[i] != new.cells[i]), common)
     texts = [repr(c.values[row]) if row < len(c.values) else "no row" for c in (old, new)]
-    return Difference(file, name, row, *_cut(*texts))
+    return ColumnDifference(file, name, row, *_cut(*texts))
 
 
 def _cut(one: str, other: str) -> tuple[str, str]:

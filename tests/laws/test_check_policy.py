@@ -156,8 +156,9 @@ FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     "counts room twice": (
         Composed(ChunkedPrefill(), CountsTwice()),
         ContractError,
-        "policy ChunkedPrefill with CountsTwice, step 142, device 0, job 8: gpu:0 is 327680 bytes "
-        "short for KV of job 8 on gpu:0: ask plan.room() before (rule: room)",
+        f"policy ChunkedPrefill with CountsTwice ({defined_at(CountsTwice.fit)}), step 142, "
+        "device 0, job 8: gpu:0 is 327680 bytes short for KV of job 8 on gpu:0: ask plan.room() "
+        "before (rule: room)",
     ),
     "needs more than the tight pool": (
         NeedsMuch(),

@@ -158,7 +158,8 @@ def test_a_policy_that_remembers_is_caught() -> None:
 def test_a_policy_cannot_write_into_the_books_of_the_ledger(name: str) -> None:
     """A policy could raise the real capacity once, and no check would have noticed."""
     meddler = Meddler(lambda view: getattr(view, name).update({POOL: 1}))
-    with pytest.raises(ContractError, match=r"test_mutations\.py:\d+: 'mappingproxy'") as caught:
+    told = r"^policy Meddler \(.*test_mutations\.py:\d+\), step 0, .*: 'mappingproxy'"
+    with pytest.raises(ContractError, match=told) as caught:
         replay(meddler, random_requests(3, 5))
     assert caught.value.rule is Rule.READ_ONLY
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from engine.contract.executor import VirtualClock
 from engine.contract.plan import Slice
 from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.regions import Tier, kv_place
-from engine.contract.rules import ContractError, Rule
+from engine.contract.rules import ContractError, Rule, defined_at
 from engine.contract.view import View
 from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
 from engine.results.recorder import Recorder
 from policies.composed import Composed
 from policies.kv.max_reservation import MaxReservation
@@ -87,7 +87,8 @@ def test_a_false_reservation_is_refused_where_its_plan_is_repeated(
     assert error is not None and error.rule is Rule.KV_PAGES
     assert (error.step, error.device, error.job_id is None) == (0, 0, False)
     line = str(error)
-    assert line.startswith(f"policy ChunkedPrefill with {type(memory).__name__}, step 0, device 0")
+    told = f"policy ChunkedPrefill with {type(memory).__name__} ({defined_at(type(memory).fit)})"
+    assert line.startswith(f"{told}, step 0, device 0")
     assert f'Traits(kv_growth="reserved", reserved_tokens={LONGEST}) do not hold' in line
     assert line == str(ended(memory, "sim", fast_forward=True, depth=1))
 
