@@ -10,8 +10,6 @@ from operator import index
 from typing import Any, NamedTuple, Protocol
 
 import simpy
-from simpy.core import Infinity
-from simpy.events import NORMAL
 
 from engine.contract.executor import Executor, Launch, Span, Store
 from engine.contract.job import Job
@@ -30,25 +28,8 @@ from engine.results.recorder import Recorder
 class VirtualClock(simpy.Environment):
     """Virtual time in ns, which can pass over a stretch without an event.
 
-    The time of simpy itself stands at its last event. This clock says `now`, and gives an event
-    that is scheduled the time that has passed since.
+    simpy keeps its time in `_now`, which it leaves to subclasses and has no public way to set.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._at_ns = 0
-
-    @property
-    def now(self) -> int:
-        return self._at_ns
-
-    def schedule(self, event: simpy.Event, priority: Any = NORMAL, delay: float = 0) -> None:
-        super().schedule(event, priority, self._at_ns - super().now + delay)
-
-    def step(self) -> None:
-        if (at_ns := self.peek()) != Infinity:
-            self._at_ns = int(at_ns)
-        super().step()
 
     def passes_to(self, at_ns: int) -> bool:
         """Sets the clock to a moment, unless an event lies before it.
@@ -61,7 +42,7 @@ class VirtualClock(simpy.Environment):
         """
         if self.peek() <= at_ns:
             return False
-        self._at_ns = at_ns
+        self._now = at_ns
         return True
 
 
