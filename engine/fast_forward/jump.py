@@ -104,19 +104,19 @@ class Jump:
         if state.depth == 1:  # jobs that arrive meanwhile find a plan in flight
             state.in_flight.level[run.device] += 1
             if not passed_to(env, end_ns):
-                yield env.timeout(end_ns - state.now_ns)
+                yield simpy.Timeout(env, end_ns - state.now_ns)
             state.in_flight.level[run.device] -= 1
             state.recorder.run_settled(run)
             self._lifecycle.finish(run.op, end_ns, run.device, run.number + run.count - 1)
             if self._next_arrival_ns() == end_ns:  # turns that arrive with the answer
-                yield env.timeout(0)
+                yield simpy.Timeout(env, 0)
             return
         span = Span(run.op, run.start_ns[0], end_ns)
         self._executor.hold(run.segments[0].launch, span, lambda span: self._tell(run, span))
         for step in range(run.settled, run.count):
             self._issue_alone(run, step)
         if (host_left_ns := run.issue_ns[-1] + run.host_ns - state.now_ns) > 0:
-            yield env.timeout(host_left_ns)
+            yield simpy.Timeout(env, host_left_ns)
 
     def unissued_bytes(self, now_ns: int) -> int:
         """KV that is booked for steps which are issued only at `now_ns` or later."""

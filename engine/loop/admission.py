@@ -54,11 +54,11 @@ class ArrivalQueue:
         """The process of the items that arrive by the clock."""
         for item in self._first:
             if item.arrival_ns > self._env.now:
-                yield self._env.timeout(item.arrival_ns - int(self._env.now))
+                yield simpy.Timeout(self._env, item.arrival_ns - int(self._env.now))
             self._handed += 1
             self._look_ahead()
             self._hand_over(item, item.arrival_ns)
-        yield self._env.timeout(0)  # a process needs one event to be one
+        yield simpy.Timeout(self._env, 0)  # a process needs one event to be one
 
     def _look_ahead(self) -> None:
         first, handed = self._first, self._handed
@@ -76,7 +76,7 @@ class ArrivalQueue:
             return
         now_ns = int(self._env.now)
         at_ns = max(request.arrival_ns, now_ns + request.think_ns)
-        timer = self._env.timeout(at_ns - now_ns)
+        timer = simpy.Timeout(self._env, at_ns - now_ns)
         heappush(self._timed, at_ns)
         self._look_ahead()
         timer.callbacks.append(lambda _: self._hand_over_turn(request, at_ns))

@@ -302,7 +302,7 @@ class Engine(Lifecycle):
         host_ns = self._prepared(plan, device, launches)
         wait_ns, env = due_ns(self.state.env, host_ns), self.state.env
         if wait_ns and not passed_to(env, self.state.now_ns + wait_ns):
-            yield env.timeout(wait_ns)
+            yield simpy.Timeout(env, wait_ns)
         self._issuing.start(plan, launches, self.settle)
 
     def _booked(self, plan: Plan, device: int, moves: Moves | None) -> list[Launch]:

@@ -85,7 +85,7 @@ class Wakeup:
         delay_ns = wake_ns - int(self._env.now)
         if delay_ns > 0 and wake_ns not in self._moments_ns:
             self._moments_ns.add(wake_ns)
-            self._env.timeout(delay_ns).callbacks.append(lambda _: self._wake(wake_ns))
+            simpy.Timeout(self._env, delay_ns).callbacks.append(lambda _: self._wake(wake_ns))
 
     def _wake(self, wake_ns: int) -> None:
         self._moments_ns.discard(wake_ns)
