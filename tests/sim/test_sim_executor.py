@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import simpy
-
 from engine.contract.executor import Executor, Launch, Span
 from engine.contract.plan import Compute, Copy
 from engine.contract.regions import Tier, kv_place
