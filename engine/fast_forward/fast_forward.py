@@ -5,10 +5,8 @@ The loop knows a `FastForward` as a `PlanReuse` (engine/loop/asking.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, cast
-
-import simpy
+from collections.abc import Callable, Sequence
+from typing import cast
 
 from engine.contract.executor import Pieces
 from engine.contract.job import Job
@@ -16,13 +14,13 @@ from engine.contract.kv_check import Leading
 from engine.contract.plan import Compute, Plan
 from engine.contract.policy import Policy, made_at, name_of, notes_reads, traits_of
 from engine.contract.rules import ContractError
-from engine.contract.view import Reads, RunningDecodes
+from engine.contract.view import Reads, RunningDecodes, View
 from engine.fast_forward.jump import Jump, Repeater
 from engine.fast_forward.reads import SeenReads, can_be_seen
 from engine.fast_forward.recurrence import Recurrence
 from engine.fast_forward.repeated_plan import RepeatedPlan
 from engine.fast_forward.standing_plan import StandingPlan
-from engine.loop.asking import LoopParts, PlanReuse, PolicyAnswer
+from engine.loop.asking import LoopParts, PlanReuse
 from engine.loop.completions import Completions
 from engine.loop.issuing import Moved, Moves, PrefixReuse
 from engine.loop.state import EngineState, Issue, Turn
@@ -84,14 +82,14 @@ class FastForward(PlanReuse):
         if self._recurrence is not None:
             self._recurrence.answered(plan)
 
-    def decided(self, answer: PolicyAnswer) -> None:
+    def decided(self, plan: Plan, view: View) -> None:
         """See PlanReuse."""
         try:
-            self._standing.decided(answer.plan, answer.view)
+            self._standing.decided(plan, view)
         except ContractError as error:
             step = self._state.in_flight.steps
             name, at = name_of(self._policy), made_at(self._policy, error.rule)
-            raise error.located(name, step, answer.view.device, at) from None
+            raise error.located(name, step, view.device, at) from None
 
     def changed(self) -> None:
         """See PlanReuse."""
@@ -137,27 +135,18 @@ class FastForward(PlanReuse):
     def advance(self, plan: Plan, device: int) -> Turn:
         """See PlanReuse."""
         assert self._parts is not None, "the engine gives the parts of the loop before it runs"
-        repeat = self._standing.repeat
+        repeat, jump = self._standing.repeat, self.jump
         if repeat is None:
             yield from self._issue(plan, device)
-        elif self.jump is None or not (yield from self._jumped(self.jump, repeat, device)):
+        elif jump is None or not (yield from jump.carry_out(repeat, device, self._stands)):
             moves = StepMoves(
                 repeat, self._state, self._parts.completions, self._parts.issuing.prefix
             )
             yield from self._issue(repeat.next(), device, moves)
 
-    def _jumped(
-        self, jump: Jump, repeat: RepeatedPlan, device: int
-    ) -> Generator[simpy.Event, Any, bool]:
-        assert self._parts is not None
-        lifecycle = self._parts.lifecycle
-
-        def stands() -> bool:
-            """Whether the plan still holds, with the memory that may be shown by now."""
-            lifecycle.give_back(device)
-            return self._standing.repeat is repeat
-
-        return (yield from jump.carry_out(repeat, device, stands))
+    def _stands(self, repeat: RepeatedPlan) -> bool:
+        """Whether a plan still holds."""
+        return self._standing.repeat is repeat
 
 
 class StepMoves(Moves):

@@ -80,11 +80,12 @@ class Jump:
         self.steps = 0
 
     def carry_out(
-        self, repeat: RepeatedPlan, device: int, stands: Callable[[], bool]
+        self, repeat: RepeatedPlan, device: int, stands: Callable[[RepeatedPlan], bool]
     ) -> Generator[simpy.Event, Any, bool]:
         """Issues steps at once; returns False where the next step must be issued by itself.
 
-        `stands` says whether the plan still holds behind a run that has settled.
+        `stands` says whether the plan still holds behind a run that has settled, with the memory
+        that may be shown by then.
         """
         run = self._plan(repeat, device) if repeat.is_plain and self._is_calm(device) else None
         if run is None:
@@ -94,8 +95,10 @@ class Jump:
             self.steps += run.count
             self._issue(run, repeat)
             yield from self._pass(run)
-            goes_on = self._state.depth == 1 and stands()
-            run = self._plan(repeat, device) if goes_on else None
+            if self._state.depth > 1:
+                break
+            self._lifecycle.give_back(device)
+            run = self._plan(repeat, device) if stands(repeat) else None
         return True
 
     def _pass(self, run: RepeatedSteps) -> Turn:

@@ -19,13 +19,6 @@ from engine.loop.profile import ShownProfile
 from engine.loop.state import EngineState, Issue, Lifecycle, Turn
 
 
-class PolicyAnswer(NamedTuple):
-    """A plan that keeps the rules, and the view that the policy was asked with."""
-
-    plan: Plan
-    view: View
-
-
 class LoopParts(NamedTuple):
     """The parts of the loop that carry out what fast-forward decides."""
 
@@ -62,8 +55,8 @@ class PlanReuse:
     def answered(self, plan: Plan) -> None:
         """The policy has answered; the engine may ask again at once."""
 
-    def decided(self, answer: PolicyAnswer) -> None:
-        """The last answer is carried out."""
+    def decided(self, plan: Plan, view: View) -> None:
+        """The policy's plan for a view is carried out."""
 
     def changed(self) -> None:
         """A job has arrived or left, or a moment has come: the policy is asked next."""
@@ -129,15 +122,16 @@ class Asking:
         while True:
             if (recurring := self._reuse.recurring()) is not None:
                 return recurring
-            answer = self._ask(device)
-            self._reuse.answered(answer.plan)
+            plan, view = self._ask(device)
+            self._reuse.answered(plan)
             oldest = self._frees.oldest(device)
-            if answer.plan or oldest is None:
-                self._reuse.decided(answer)
-                return answer.plan
+            if plan or oldest is None:
+                self._reuse.decided(plan, view)
+                return plan
             self._give_back(device, oldest)
 
-    def _ask(self, device: int) -> PolicyAnswer:
+    def _ask(self, device: int) -> tuple[Plan, View]:
+        """A plan that keeps the rules, and the view that the policy was asked with."""
         self.asked += 1
         policy: Any = self._policy  # its answer may be of any type: the check decides
         view = self._view(device)
@@ -153,7 +147,7 @@ class Asking:
                 raise
             raise self._located(write, device) from error
         assert isinstance(plan, Plan), "the check lets only a Plan pass"
-        return PolicyAnswer(plan, view)
+        return plan, view
 
     def _located(self, error: ContractError, device: int) -> ContractError:
         at = error.at or line_of_policy(error) or made_at(self._policy, error.rule)
