@@ -139,6 +139,7 @@ def sample(case: SpeedCase, side: Checkout, folders: Mapping[str, str]) -> dict[
     """The figures of one process of a case."""
     words = command_in(case, side, folders)
     env = {**side.env, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    env["TANDEM_SHARED"] = folders[SHARED]  # claims look beside their own checkout otherwise
     with tempfile.TemporaryDirectory(dir=side.out) as folder:
         if case.printed:
             return figures(words, Path(folder), env, case.printed)

@@ -19,6 +19,8 @@ WORKS = """
 import os, sys
 with open({log!r}, "a") as log:
     log.write({name!r} + os.environ["OMP_NUM_THREADS"] + chr(10))
+with open({log!r} + ".shared", "a") as log:
+    log.write(os.environ["TANDEM_SHARED"] + chr(10))
 for _ in range({loops}):
     pass
 print("served", {rate}, "a second", flush=True)
@@ -70,6 +72,17 @@ def test_checkouts_take_turns_on_one_thread_behind_a_pair_that_does_not_count(
     main([*both, "--only", "count", "--pairs", "3"])
     order = (tmp_path / "log").read_text(encoding="utf-8").split()
     assert order == ["a1", "b1", "b1", "a1", "a1", "b1", "b1", "a1"]
+
+
+def test_both_checkouts_read_one_folder_of_shared_data(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TANDEM_SHARED", "beside")
+    both = checkout(tmp_path / "a"), checkout(tmp_path / "b")
+    main([*both, "--only", "count", "--pairs", "1"])
+    read = (tmp_path / "log.shared").read_text(encoding="utf-8").splitlines()
+    assert read == [str(tmp_path / "beside")] * 4
 
 
 def test_a_printed_rate_counts_and_ends_the_process(
