@@ -9,7 +9,8 @@ import pandas as pd
 from analysis.agreement import common_plans
 from analysis.distance import relative_error
 from analysis.figures.style import RUNS
-from analysis.metrics import LATENCIES, THROUGHPUTS, samples, throughput
+from analysis.metric_names import LATENCIES, THROUGHPUTS
+from analysis.metrics import samples, throughput
 from analysis.run import Run
 from analysis.training import MEAN_STEP, STEP, training_summary
 from analysis.usage import host_share, lane_shares, memory_use, operations

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 
-SLO_KEYS = ("ttft_s", "tpot_s", "e2e_s")
-OF = "_of_"  # before the class, in the names of figures
+from analysis.metric_names import OF, SLO_KEYS
+
 CUTS = {"p50": 0.5, "p99": 0.99}
 
 Slo = Mapping[str, Any]  # limits in seconds by SLO_KEYS; `classes`: such limits by class
@@ -74,9 +74,3 @@ def class_figures(rows: pd.DataFrame) -> dict[str, float | int]:
 def _named(rows: pd.DataFrame) -> list[str]:
     """The classes that requests name, sorted."""
     return sorted({str(name) for name in rows["slo"]} - {""})
-
-
-def classes_in(names: Iterable[object]) -> list[str]:
-    """The classes that appear in names of figures."""
-    head = f"num_requests{OF}"
-    return [name.removeprefix(head) for name in map(str, names) if name.startswith(head)]

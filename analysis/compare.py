@@ -11,7 +11,8 @@ import pandas as pd
 from analysis.agreement import Agreement, agreement
 from analysis.causes import config_differences, matched_steps, shares, split, step_errors
 from analysis.distance import ks, relative_error, wasserstein
-from analysis.metrics import LATENCIES, THROUGHPUTS, per_request, samples, statistics, throughput
+from analysis.metric_names import LATENCIES, THROUGHPUTS
+from analysis.metrics import per_request, samples, statistics, throughput
 from analysis.run import Run
 from analysis.training import (
     UNITS,

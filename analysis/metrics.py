@@ -6,7 +6,6 @@ e2e / output tokens (GuideLLM) or be called ITL (aiperf). Here TPOT leaves out t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -14,6 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from analysis.classes import Slo, attained, class_figures, has_limits, met
+from analysis.metric_names import LATENCIES, PERCENTILES
 from analysis.replicas import imbalance
 from analysis.run import Run
 from analysis.training import training_summary
@@ -22,28 +22,8 @@ from analysis.workspace import workspace_figures
 
 Floats = NDArray[np.float64]
 
-LATENCIES = ("ttft", "tpot", "itl", "e2e", "norm_latency")
-THROUGHPUTS = ("request_throughput", "output_throughput", "total_token_throughput")
-BEST = {  # metrics that rank the points of a sweep: whether more is better
-    "goodput": True,
-    "slo_attainment": True,
-    "request_throughput": True,
-    "output_throughput": True,
-    "train_tokens_per_s": True,
-    "p50_ttft_s": False,
-    "p99_ttft_s": False,
-    "p99_tpot_s": False,
-    "p99_e2e_s": False,
-}
-PERCENTILES = (50, 90, 95, 99)
 TRIM = 0.1  # share of the finishes cut off at each end of the steady window
 _SAMPLES: WeakKeyDictionary[Run, dict[str, Floats]] = WeakKeyDictionary()
-
-
-def ties(values: Iterable[float], best: float) -> str:
-    """A suffix with the number of other values equal to the best; empty without any."""
-    others = sum(value == best for value in values) - 1
-    return f" (and {others} more)" if others > 0 else ""
 
 
 def per_request(run: Run) -> pd.DataFrame:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
+from analysis.metric_names import TIMES, WAITING
 from analysis.run import Run
 
 STEP = "mean_train_step_s"
@@ -137,9 +137,6 @@ def losses(steps: pd.DataFrame) -> Losses:
     return Losses(len(steps), int((~equal).sum()), float(apart.max()) if len(apart) else 0.0)
 
 
-WORKS = ("forward", "again", "backward", "update")
-WAITING = "waiting"  # no lane computes: copies or collectives are in flight, or plans are made
-TIMES = (*WORKS, "mixed", "serving", WAITING)
 SERVED = {"serve": "serving"}  # a work of STEPS, and its name in tables
 
 
@@ -171,19 +168,3 @@ def alone_ns(rows: pd.DataFrame) -> pd.Series:
     starts, ends = rows["start_ns"].to_numpy(float), rows["end_ns"].to_numpy(float)
     reached = np.maximum.accumulate(np.concatenate([[-np.inf], ends]))[:-1]
     return pd.Series(np.maximum(ends - np.maximum(starts, reached), 0.0), index=rows.index)
-
-
-def shares_in(metrics: Mapping[str, float | int | str]) -> dict[str, float]:
-    """`time_shares` as they stand in the metrics of a run; empty without training."""
-    names = {part: f"train_{part}_share" for part in TIMES}
-    return {part: float(metrics[name]) for part, name in names.items() if name in metrics}
-
-
-def percents(shares: Mapping[str, float], decimals: int = 0) -> dict[str, str]:
-    """Shares as percentages without a sign, rounded so that they add up (largest remainders)."""
-    units = {part: share * 10 ** (2 + decimals) for part, share in shares.items()}
-    whole = {part: int(value) for part, value in units.items()}
-    left = round(sum(units.values())) - sum(whole.values())
-    for part in sorted(units, key=lambda part: whole[part] - units[part])[:left]:
-        whole[part] += 1
-    return {part: f"{value / 10**decimals:.{decimals}f}" for part, value in whole.items()}

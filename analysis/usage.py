@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
+from analysis.metric_names import KINDS, PARTS
 from analysis.run import Run
 
-KINDS = ("kv", "weight", "gradient", "optimizer", "activation", "buffer")
-PENDING = "pending"  # freed, and still in use by an operation
-PARTS = (*KINDS, PENDING)  # they add up to the used bytes
 OVERALL = ("used", "measured", "process")
 
 

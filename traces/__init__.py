@@ -1,7 +1,8 @@
 """What happens: requests, sessions, arrivals, training jobs and their text.
 
 `serving/` has requests and where they come from, `training/` jobs, recipes and text to train on.
-`importing` makes a normalised trace of a file, `store` keeps it on disk, and the other modules read
-files. `samples/` ships with the project. This package imports nothing else of ours, and torch
-never; `tokenizers`, `transformers` and `datasets` only where an import needs them.
+`importing` makes a normalised trace of a file, `store` keeps it on disk, `import_cache` makes none
+twice, and the other modules read files. `samples/` ships with the project. This package imports
+nothing else of ours, and torch never; `tokenizers`, `transformers` and `datasets` only where an
+import needs them.
 """

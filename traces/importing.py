@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,20 +20,15 @@ from traces.serving.selection import Selection, select
 from traces.serving.sessions import Think, with_think
 from traces.serving.sharegpt import ShareGPT, read_sharegpt
 from traces.store import (
-    SCHEMA_VERSION,
-    content_hash,
     read_sidecar,
     read_trace,
     sha256_of,
-    sidecar_path,
     write_trace,
 )
 from traces.tokenizer import described, tokenizer_for
-from traces.training.text_store import import_text, inspect_text
+from traces.training.texts import import_text, inspect_text
 
 KINDS_WITH_SLO = ("lengths", "burstgpt")
-FILE_OPTIONS = ("tokenizer", "lengths")  # options of an import that name files
-IMPORT_VERSION = 3  # to be raised where an import keeps something else than before
 
 
 def import_trace(source: str | Path, out: str | Path, **options: Any) -> dict[str, Any]:
@@ -83,33 +76,6 @@ def import_trace(source: str | Path, out: str | Path, **options: Any) -> dict[st
         "oversampled": len(filled) - len(requests),
     }
     return write_trace(out, filled, origin)
-
-
-def cached_import(path: Path, options: Mapping[str, Any], cache: Path) -> Path:
-    """The normalised trace of a file, imported where the cache lacks it.
-
-    A trace is kept under the hash of source, options and versions. The sidecar is written last, so
-    a trace without one is an import that was killed or is under way.
-
-    Args:
-        path: The source.
-        options: Fields of traces.import_options.Options.
-        cache: The folder of imported traces.
-
-    Returns:
-        The trace in the cache.
-
-    Raises:
-        ValueError: The source or an option is unusable; one line.
-    """
-    hashes = [content_hash(Path(str(options[n]))) for n in FILE_OPTIONS if options.get(n)]
-    versions = f"{SCHEMA_VERSION} {IMPORT_VERSION}"
-    made_of = f"{versions} {sha256_of(path)} {hashes} {sorted(options.items())}"
-    key = hashlib.sha256(made_of.encode()).hexdigest()
-    kept = cache / f"{path.stem}-{key[:16]}.parquet"
-    if not sidecar_path(kept).is_file():
-        import_trace(path, kept, **options)
-    return kept
 
 
 def inspect_trace(path: str | Path) -> dict[str, Any]:

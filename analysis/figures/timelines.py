@@ -8,8 +8,9 @@ import numpy as np
 import pandas as pd
 
 from analysis.figures.style import BLACK, KINDS, axes, group_color, legend, line
+from analysis.metric_names import PARTS, PENDING
 from analysis.run import Run
-from analysis.usage import PARTS, PENDING, devices, operations, pools
+from analysis.usage import devices, operations, pools
 
 BINS = 300  # columns of a timeline
 WINDOW_OPS = 40  # operations in a Gantt chart

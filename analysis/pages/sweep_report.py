@@ -10,12 +10,11 @@ from typing import Any
 import pandas as pd
 
 from analysis import verdicts
-from analysis.classes import classes_in
 from analysis.figures.experiments.drawn import training_figures
 from analysis.figures.run_figures import Shown
 from analysis.figures.sweep_plots import drawn
 from analysis.figures.sweep_points import capacity, points_of
-from analysis.metrics import BEST, ties
+from analysis.metric_names import BEST, classes_in, ties
 from analysis.pages.cells import KEPT, Cell, HtmlTable, kept_cell
 from analysis.pages.report import Facts, write_page, written
 from analysis.pages.tables import CLASS_COLUMNS, NOTE, class_cells

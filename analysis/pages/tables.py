@@ -8,10 +8,10 @@ from typing import Any
 import pandas as pd
 
 from analysis import verdicts
-from analysis.classes import OF, classes_in
 from analysis.compare import Comparison
 from analysis.distance import drift
-from analysis.metrics import LATENCIES, PERCENTILES, THROUGHPUTS, samples, statistics
+from analysis.metric_names import LATENCIES, OF, PERCENTILES, THROUGHPUTS, classes_in
+from analysis.metrics import samples, statistics
 from analysis.pages.cells import KEPT, Cell, HtmlTable, amount_cell, kept_cell
 from analysis.pages.training_tables import compared_training, training_table
 from analysis.replicas import replicas

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from analysis import verdicts
 from analysis.compare import Comparison
+from analysis.metric_names import percents, shares_in
 from analysis.pages.cells import Cell, HtmlTable, amount_cell
-from analysis.training import LABELS, UNITS, percents, shares_in
+from analysis.training import LABELS, UNITS
 
 TITLE = "Training"
 NOTE = "Rates leave out each job's first step, which warms up."

@@ -17,7 +17,7 @@ from engine.contract.plan import Compute
 from engine.contract.regions import Tier, Work
 from engine.results.recorder import Recorder
 from runtime.measure.tracker import StorageTracker
-from tandem.config.compose import ComposedConfig
+from tandem.config.composed_config import ComposedConfig
 from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
 from tandem.wiring.run_spec import run_spec_of

@@ -31,7 +31,8 @@ from policies.training.out_of_memory import DoesNotFit
 from policies.training.patrickstar import WARMUP_SHARE
 from tandem.cli.errors import RunFailed
 from tandem.cli.plan_command import PlannedRun, max_layers, plan_run
-from tandem.config.compose import ComposedConfig, composed
+from tandem.config.compose import composed
+from tandem.config.composed_config import ComposedConfig
 from tandem.wiring.budget import advised_line
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.folder import status_of

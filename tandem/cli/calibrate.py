@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.config.compose import ComposedConfig, composed
+from tandem.config.compose import composed
+from tandem.config.composed_config import ComposedConfig
 
 
 def main(words: Sequence[str]) -> int:

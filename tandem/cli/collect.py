@@ -6,9 +6,15 @@ import argparse
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from analysis.yaml_text import yaml_value
 from tandem.config.renamed import with_current_targets
@@ -44,13 +50,19 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     folder = parser.parse_args(words).folder
-    rows = collect(folder)
-    counts = ", ".join(f"{n} {status}" for status, n in rows["status"].value_counts().items())
-    print(f"{os.path.relpath(folder / TABLE)}: {len(rows)} runs ({counts})")
+    found = Counter(write_runs(folder)["status"].to_pylist())
+    counts = ", ".join(f"{n} {status}" for status, n in found.most_common())
+    print(f"{os.path.relpath(folder / TABLE)}: {found.total()} runs ({counts})")
     return 0
 
 
 def collect(root: Path) -> pd.DataFrame:
+    """The table that `write_runs` writes, as a data frame."""
+    table: pd.DataFrame = write_runs(root).to_pandas()
+    return table
+
+
+def write_runs(root: Path) -> pa.Table:
     """Reads every run below the folder and writes the table, whole or not at all.
 
     Columns: run (its folder), status (of the run; or damaged; or superseded, where its overrides
@@ -61,8 +73,6 @@ def collect(root: Path) -> pd.DataFrame:
     Raises:
         ValueError: No run lies below the folder.
     """
-    import pandas as pd
-
     if not root.is_dir():
         raise ValueError(f"{root} is no folder: give that of a sweep, or one with runs in it")
     folders = run_folders(root)
@@ -73,11 +83,10 @@ def collect(root: Path) -> pd.DataFrame:
         log.warning(UNSEALED, len(old), len(folders), old[0])
     if not rows:
         raise ValueError(f"{root}: no run lies there")
-    table = pd.DataFrame(rows)
-    for name in filter(lambda name: pd.api.types.is_object_dtype(table[name]), table):
-        table[name] = _one_type(table[name])
+    names = dict.fromkeys(chain.from_iterable(rows))
+    table = pa.table({name: _column([row.get(name) for row in rows]) for name in names})
     with atomically(root / TABLE) as aside:
-        table.to_parquet(aside, index=False)
+        pq.write_table(table, aside)
     return table
 
 
@@ -138,16 +147,16 @@ def _scalars(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", value
 
 
-def _one_type(column: pd.Series) -> pd.Series:
-    """Parquet wants one type per column: mixed ones (10 and 'auto') become text."""
-    import pandas as pd
-
-    kinds = {type(value) for value in column if value is not None and not pd.isna(value)}
-    if kinds <= {bool} or kinds <= {str}:
-        return column
-    if kinds <= {int, float}:
-        return pd.to_numeric(column)
-    return column.map(lambda value: None if value is None or value != value else str(value))
+def _column(values: Sequence[Any]) -> pa.Array:
+    """Values of one type, null where there is none: mixed ones (10 and 'auto') become text."""
+    known = [None if value != value else value for value in values]  # NaN: undefined
+    kinds = {type(value) for value in known if value is not None}
+    with suppress(OverflowError):  # a whole number beyond 64 bits is text, too
+        if kinds and kinds <= {int, float}:
+            return pa.array(known, pa.float64() if float in kinds else pa.int64())
+        if len(kinds) <= 1:
+            return pa.array(known)
+    return pa.array([None if value is None else str(value) for value in known], pa.string())
 
 
 def _json(path: Path) -> dict[str, Any]:

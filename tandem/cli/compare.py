@@ -113,7 +113,7 @@ def replay_of(
     Raises:
         Usage: Another run lies in `folder`, or the files of the predicted run have changed.
     """
-    from tandem.config.compose import ComposedConfig
+    from tandem.config.composed_config import ComposedConfig
     from tandem.wiring.cost import profile_hash
     from tandem.wiring.experiment import run_experiment
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 from analysis.run import Run
 from analysis.training import training_steps, training_summary
@@ -19,8 +18,16 @@ from policies.training.out_of_memory import DoesNotFit, OutOfMemory
 from sim.cost.contract import LaunchCost
 from sim.cost.tie_sensitivity import SlowerCopies
 from sim.executor import SimExecutor
-from tandem.cli.terminal import search_bar, shown_bytes, shown_parts, shown_seconds, shown_times
-from tandem.config.compose import ComposedConfig
+from tandem.cli.terminal import (
+    Overrides,
+    largest_model_lines,
+    search_bar,
+    shown_bytes,
+    shown_parts,
+    shown_seconds,
+    shown_times,
+)
+from tandem.config.composed_config import ComposedConfig
 from tandem.sweeps.grid import Grid, grid_of, with_axes
 from tandem.wiring.backends import Backend
 from tandem.wiring.budget import advised_line
@@ -339,70 +346,6 @@ def _beyond(point: ComposedConfig, nbytes: int) -> str:
         return ""
     has = shown_bytes(device["memory_bytes"])
     return f"; that is more than the {has} of {device['name']}: take a larger device, device=..."
-
-
-Overrides = tuple[str, ...]
-
-
-class Sized(Protocol):
-    """A point: its own overrides, the size of its model, and whether it fits."""
-
-    @property
-    def overrides(self) -> Overrides: ...
-    @property
-    def parameters(self) -> int: ...
-    @property
-    def fits(self) -> bool: ...
-
-
-Row = TypeVar("Row", bound=Sized)
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A point that was run."""
-
-    overrides: Overrides
-    parameters: int
-    fits: bool
-
-
-def largest_model_by_rest(rows: Iterable[Row]) -> Mapping[Overrides, Row | None]:
-    """The largest model that fits, per choice of all else; None where none fits."""
-    best: dict[Overrides, Row | None] = {}
-    for row in rows:
-        rest = tuple(word for word in row.overrides if not _is_of_model(word))
-        before = best.setdefault(rest, None)
-        if row.fits and (before is None or row.parameters > before.parameters):
-            best[rest] = row
-    return best
-
-
-def largest_model_lines(rows: Iterable[Sized], verb: str) -> list[str]:
-    """A line per choice of all else, such as: largest that fits with policy=patrickstar: ..."""
-    return [
-        f"largest that {verb}{_with_overrides(others)}: {_model_size(best)}"
-        for others, best in largest_model_by_rest(rows).items()
-    ]
-
-
-def model_of(words: Overrides) -> Overrides:
-    """Those of the words that choose the model."""
-    return tuple(word for word in words if _is_of_model(word))
-
-
-def _model_size(row: Sized | None) -> str:
-    if row is None:
-        return "none"
-    return f"{row.parameters / 1e6:,.1f} M parameters ({' '.join(model_of(row.overrides))})"
-
-
-def _is_of_model(word: str) -> bool:
-    return word.lstrip("+~").partition("=")[0].partition(".")[0] == "model"
-
-
-def _with_overrides(others: Overrides) -> str:
-    return f" with {' '.join(others)}" if others else ""
 
 
 @dataclass(frozen=True, eq=False)

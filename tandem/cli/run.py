@@ -16,13 +16,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from tandem.cli.errors import RunFailed
-from tandem.config.compose import (
-    ComposedConfig,
-    composing,
-    config_folders,
-    plain,
-    register_resolvers,
-)
+from tandem.config.compose import composing, config_folders, plain, register_resolvers
+from tandem.config.composed_config import ComposedConfig
 from tandem.config.outside import check_trust
 from tandem.sweeps.grid import unswept
 from tandem.wiring.folder import provenance_in, remove_empty

@@ -15,7 +15,7 @@ from typing import Any
 
 from analysis.yaml_text import yaml_value
 from tandem.cli.errors import Usage
-from tandem.cli.plan_command import Overrides, Tried, largest_model_lines, model_of
+from tandem.cli.terminal import Overrides, Tried, best, largest_model_lines, model_of, num_lost
 from tandem.sweeps.engines import ENGINES
 from tandem.sweeps.grid import Grid, grid_of, with_axes
 from tandem.sweeps.point import (
@@ -130,11 +130,10 @@ def _say_end(root: Path, tasks: Sequence[PointTask], words: Sequence[str]) -> in
 
     Returns how many points failed, were rejected or lost requests.
     """
-    from tandem.cli.collect import collect, run_folders
-    from tandem.cli.terminal import best, num_lost
+    from tandem.cli.collect import run_folders, write_runs
 
     if run_folders(root):
-        collect(root)
+        write_runs(root)
     states = {task.key: status_of(task.folder) for task in tasks}
     finished = [task for task in tasks if states[task.key] == OK]
     counted = [list(states.values()).count(s) for s in (DOES_NOT_FIT, FAILED, REJECTED)]

@@ -5,15 +5,23 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from analysis.classes import OF, classes_in
-from analysis.metrics import BEST, PERCENTILES, ties
-from analysis.training import percents, shares_in
-from analysis.usage import PARTS, PENDING
+from analysis.metric_names import (
+    BEST,
+    OF,
+    PARTS,
+    PENDING,
+    PERCENTILES,
+    classes_in,
+    percents,
+    shares_in,
+    ties,
+)
 from engine.loop.engine import Engine
 from engine.results.recorder import Recorder
 from tandem.wiring.folder import provenance_in
@@ -202,6 +210,70 @@ def best(points: Mapping[str, Mapping[str, Any]]) -> str:
             shown = shown_seconds(value) if is_time else f"{value:.4g}"
             lines.append(f"{metric:20}{shown:>12}  {name}")
     return "\n".join(["best of each metric:", *lines] if lines else [])
+
+
+Overrides = tuple[str, ...]
+
+
+class Sized(Protocol):
+    """A point: its own overrides, the size of its model, and whether it fits."""
+
+    @property
+    def overrides(self) -> Overrides: ...
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def fits(self) -> bool: ...
+
+
+Row = TypeVar("Row", bound=Sized)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A point that was run."""
+
+    overrides: Overrides
+    parameters: int
+    fits: bool
+
+
+def largest_model_by_rest(rows: Iterable[Row]) -> Mapping[Overrides, Row | None]:
+    """The largest model that fits, per choice of all else; None where none fits."""
+    best: dict[Overrides, Row | None] = {}
+    for row in rows:
+        rest = tuple(word for word in row.overrides if not _is_of_model(word))
+        before = best.setdefault(rest, None)
+        if row.fits and (before is None or row.parameters > before.parameters):
+            best[rest] = row
+    return best
+
+
+def largest_model_lines(rows: Iterable[Sized], verb: str) -> list[str]:
+    """A line per choice of all else, such as: largest that fits with policy=patrickstar: ..."""
+    return [
+        f"largest that {verb}{_with_overrides(others)}: {_model_size(best)}"
+        for others, best in largest_model_by_rest(rows).items()
+    ]
+
+
+def model_of(words: Overrides) -> Overrides:
+    """Those of the words that choose the model."""
+    return tuple(word for word in words if _is_of_model(word))
+
+
+def _model_size(row: Sized | None) -> str:
+    if row is None:
+        return "none"
+    return f"{row.parameters / 1e6:,.1f} M parameters ({' '.join(model_of(row.overrides))})"
+
+
+def _is_of_model(word: str) -> bool:
+    return word.lstrip("+~").partition("=")[0].partition(".")[0] == "model"
+
+
+def _with_overrides(others: Overrides) -> str:
+    return f" with {' '.join(others)}" if others else ""
 
 
 def _counts(metrics: Mapping[str, Any]) -> str:

@@ -14,8 +14,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
-
 from analysis.yaml_text import yaml_value
 from tandem.cli.errors import Usage
 
@@ -304,4 +302,4 @@ def _settings_of_backend(name: str) -> tuple[str, ...]:
     path = files("conf") / "backend" / f"{name}.yaml"
     if not path.is_file():
         return ()
-    return tuple(str(key) for key in OmegaConf.create(path.read_text(encoding="utf-8")))
+    return tuple(map(str, yaml_value(path.read_text(encoding="utf-8"), path)))

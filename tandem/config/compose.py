@@ -6,7 +6,6 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -23,17 +22,8 @@ from analysis.yaml_text import fault_in_file, libyaml, yaml_value
 from tandem.cli.errors import Usage
 from tandem.config.build import OWN
 from tandem.config.check import check_unused_keys, did_you_mean
+from tandem.config.composed_config import ComposedConfig
 from tandem.config.outside import check_sources, check_trust, own_package
-
-
-@dataclass(frozen=True)
-class ComposedConfig:
-    """A resolved configuration as plain values, and the folders of the user's own yaml files."""
-
-    config: dict[str, Any]
-    overrides: tuple[str, ...]
-    folders: tuple[Path, ...] = ()
-
 
 COMPOSING = (CompactHydraException, OmegaConfBaseException, YAMLError)  # what it raises
 NO_NAME = "Config group override must be a string"  # what Hydra says

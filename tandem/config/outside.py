@@ -15,42 +15,6 @@ from analysis.yaml_text import yaml_value
 from tandem.cli.errors import Usage
 from tandem.config.check import given
 
-PATHS = (
-    "profile",
-    "model.path",
-    "replayed",
-    "cache",
-    "trace.path",
-    "trace.tokenizer",
-    "trace.lengths",
-    "arrival.path",
-    "backend.tokenizer",
-    "training.data.path",
-    "training.data.tokenizer",
-)
-
-
-def with_paths(
-    config: Mapping[str, Any], change: Callable[[Path], str], prefix: str = ""
-) -> dict[str, Any]:
-    """The configuration with `change` applied to every path in it."""
-    out: dict[str, Any] = {}
-    for key, value in config.items():
-        where = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            out[key] = with_paths(value, change, f"{where}.")
-        elif where in PATHS and value is not None:
-            out[key] = change(Path(str(value)))
-        else:
-            out[key] = value
-    return out
-
-
-def with_absolute_paths(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration such that it works from any folder."""
-    return with_paths(config, lambda path: str(path.expanduser().absolute()))
-
-
 TRUSTED, HYDRA = "trusted", "hydra"
 RESERVED = (TRUSTED, HYDRA)
 RESOLVERS = ("package", "run_id", "now", "oc.select")  # that a yaml from outside may call

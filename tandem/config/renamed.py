@@ -19,7 +19,7 @@ from typing import Any
 # By old and new package: a module that kept its own name, or OLD=NEW.
 MODULES: dict[tuple[str, str], str] = {
     ("traces", "traces"): (
-        "cached=importing cells=records dataset=tables drops=records fingerprint=store "
+        "cached=import_cache cells=records dataset=tables drops=records fingerprint=store "
         "import_=importing json_value=records options=import_options"
     ),
     ("traces", "traces.serving"): (
@@ -31,7 +31,7 @@ MODULES: dict[tuple[str, str], str] = {
         "units=recorded_times"
     ),
     ("traces", "traces.training"): (
-        "batches eos=texts packing=batches recipe text_import=text_store text_sample text_store "
+        "batches eos=texts packing=batches recipe text_import=texts text_sample text_store "
         "texts training=job"
     ),
     ("engine", "models"): (
@@ -118,8 +118,8 @@ MODULES: dict[tuple[str, str], str] = {
         "refusal=terminal report run screen=terminal sweep trace"
     ),
     ("tandem", "tandem.config"): (
-        "build compose composed=compose conform=check decoding=slo keys=check kinds=build "
-        "outside paths=outside slo wanted=check"
+        "build compose composed=composed_config conform=check decoding=slo keys=check kinds=build "
+        "outside paths=composed_config slo wanted=check"
     ),
     ("tandem", "tandem.sweeps"): (
         "axes=grid base=grid engines grid imports=workers manifest=point point workers"
@@ -247,7 +247,7 @@ NAMES: dict[str, str] = {
     "runtime.lane_store.Stay": "runtime.training.store.LaneStay",
     "runtime.store.Store": "runtime.training.store.RegionStore",
     "tandem.family.told": "tandem.cli.plan_command.told_many",
-    "tandem.composed.Composed": "tandem.config.compose.ComposedConfig",
+    "tandem.composed.Composed": "tandem.config.composed_config.ComposedConfig",
     "tandem.point.Task": "tandem.sweeps.point.PointTask",
     "tandem.point.Outcome": "tandem.sweeps.point.PointOutcome",
     "tandem.pace.about": "tandem.wiring.cost.about",
@@ -264,9 +264,9 @@ NAMES: dict[str, str] = {
     "tandem.foresight.largest": "tandem.cli.plan_command.max_layers",
     "tandem.foresight.least_layers": "tandem.cli.plan_command.min_layers",
     "tandem.keys.check_keys": "tandem.config.check.check_unused_keys",
-    "tandem.largest.Words": "tandem.cli.plan_command.Overrides",
-    "tandem.largest.largest_of": "tandem.cli.plan_command.largest_model_by_rest",
-    "tandem.largest.told_largest": "tandem.cli.plan_command.largest_model_lines",
+    "tandem.largest.Words": "tandem.cli.terminal.Overrides",
+    "tandem.largest.largest_of": "tandem.cli.terminal.largest_model_by_rest",
+    "tandem.largest.told_largest": "tandem.cli.terminal.largest_model_lines",
     "tandem.least.least_memory": "tandem.cli.plan_command.min_memory",
     "tandem.least.least_of": "tandem.cli.plan_command.min_budget_of",
     "tandem.least.told_least": "tandem.cli.plan_command.told_min_budget",

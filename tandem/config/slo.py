@@ -103,7 +103,7 @@ def _mapping(node: Any, name: str) -> Mapping[str, Any]:
 
 
 def _checked(node: Mapping[str, Any], where: str) -> dict[str, float | None]:
-    from analysis.classes import SLO_KEYS
+    from analysis.metric_names import SLO_KEYS
 
     limits = {key: conform(value, float | None, f"{where}.{key}") for key, value in node.items()}
     for key, limit in limits.items():

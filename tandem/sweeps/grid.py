@@ -20,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from analysis.yaml_text import yaml_value
 from tandem.cli.catalog import options
 from tandem.cli.errors import Usage
-from tandem.config.compose import ComposedConfig, config_of, one_line, plain
+from tandem.config.compose import config_of, one_line, plain
+from tandem.config.composed_config import ComposedConfig
 from tandem.config.outside import check_outside
 
 CHOICE = "experiment="

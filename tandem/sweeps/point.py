@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.errors import RunFailed, line_of
-from tandem.config.compose import ComposedConfig
-from tandem.config.outside import with_absolute_paths, with_paths
+from tandem.config.composed_config import ComposedConfig, with_absolute_paths, with_paths
 from tandem.wiring.experiment import run_experiment, write_config
 from tandem.wiring.folder import (
     ANSWERED,
@@ -90,6 +89,7 @@ CODE = tuple(name for name in PACKAGES if name not in ("analysis", "conf"))
 MEASURES = (
     "classes.py",
     "distance.py",
+    "metric_names.py",
     "metrics.py",
     "replicas.py",
     "run.py",

@@ -15,7 +15,7 @@ from typing import Any
 
 from tandem.cli.__main__ import warnings_are_ours
 from tandem.config.build import Builder
-from tandem.config.compose import ComposedConfig
+from tandem.config.composed_config import ComposedConfig
 from tandem.sweeps.point import PointOutcome, PointTask, lost, run_point
 from tandem.wiring.workload import is_file, trace_file
 

@@ -17,8 +17,7 @@ from engine.results.recorder import Recorder
 from sim.cost.contract import PolicyCost
 from tandem.cli.terminal import progress_bar
 from tandem.compiled import form
-from tandem.config.compose import ComposedConfig
-from tandem.config.outside import with_absolute_paths
+from tandem.config.composed_config import ComposedConfig, with_absolute_paths
 from tandem.config.slo import limits_of
 from tandem.wiring.backends import Backend, backend_of, no_full_collections, resolved
 from tandem.wiring.budget import GPU

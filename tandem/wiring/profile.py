@@ -22,7 +22,8 @@ from sim.cost.tables import TableCost
 from sim.fit.errors import ALL, errors_of, operator_errors
 from sim.fit.fit_tables import RecordedTraining, all_observed, fit_observed, fit_training
 from sim.fit.recorded_shapes import HOST, Copied, Observed, Planned, observed
-from tandem.config.compose import ComposedConfig, composed
+from tandem.config.compose import composed
+from tandem.config.composed_config import ComposedConfig
 from tandem.wiring.backends import (
     MEASURED,
     backend_of,

@@ -19,7 +19,7 @@ from sim.devices.device import Device
 from sim.devices.group import Group, check_links, rank_device
 from tandem.config.build import Builder
 from tandem.config.check import arguments, conform
-from tandem.config.compose import ComposedConfig
+from tandem.config.composed_config import ComposedConfig
 from tandem.config.slo import Decoding, decoding_of
 from tandem.wiring.budget import Budget, Room, room_for, training_room
 from tandem.wiring.cost import KernelProfile, foreign_cost, is_kernel_profile

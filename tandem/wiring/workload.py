@@ -17,7 +17,7 @@ from tandem.config.build import Builder
 from tandem.config.check import arguments, conform
 from tandem.config.slo import check_classes, shares_of
 from traces.files import absent
-from traces.importing import cached_import
+from traces.import_cache import cached_import
 from traces.serving.arrivals import assign, num_arrivals
 from traces.serving.request import Request
 from traces.serving.sessions import with_shares

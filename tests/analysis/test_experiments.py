@@ -13,7 +13,8 @@ from analysis.figures.experiments.drawn import FIGURES
 from analysis.figures.experiments.link_bandwidth import crossover
 from tandem.cli.__main__ import main
 from tandem.cli.catalog import options
-from tandem.cli.plan_command import largest_model_by_rest, plan_points
+from tandem.cli.plan_command import plan_points
+from tandem.cli.terminal import largest_model_by_rest
 from tandem.config.compose import composed
 from tandem.sweeps.grid import axes_of, grid_of, with_axes
 from tandem.wiring.run_spec import run_spec_of

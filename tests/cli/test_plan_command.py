@@ -15,14 +15,15 @@ from tandem.cli.plan_command import (
     PRECISION,
     Need,
     PlannedPoint,
-    largest_model_by_rest,
     max_layers,
     min_memory,
     plan_points,
     plan_run,
     told_min_budget,
 )
-from tandem.config.compose import ComposedConfig, composed
+from tandem.cli.terminal import largest_model_by_rest
+from tandem.config.compose import composed
+from tandem.config.composed_config import ComposedConfig
 from tandem.sweeps.grid import grid_of
 
 SMALL = ("trace=none", "training=random", "model=micro_llama", "training.sequence_tokens=32")

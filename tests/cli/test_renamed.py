@@ -17,7 +17,8 @@ from tandem.cli.__main__ import main
 from tandem.cli.collect import collect
 from tandem.cli.compare import compare_folders
 from tandem.config.build import Builder
-from tandem.config.compose import ComposedConfig, composed
+from tandem.config.compose import composed
+from tandem.config.composed_config import ComposedConfig
 from tandem.config.renamed import GONE, NAMES, current, modules, with_current_targets
 from tandem.wiring.experiment import run_experiment
 

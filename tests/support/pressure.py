@@ -7,7 +7,8 @@ from functools import cache
 from engine.contract.regions import Tier
 from policies.training.out_of_memory import DoesNotFit
 from tandem.cli.plan_command import KEYS, Need, min_budget_of, plan_run
-from tandem.config.compose import ComposedConfig, composed
+from tandem.config.compose import composed
+from tandem.config.composed_config import ComposedConfig
 from tests.training.trainings import SMALL, run_spec, state_bytes
 
 Words = tuple[str, ...]

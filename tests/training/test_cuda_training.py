@@ -14,7 +14,8 @@ import tandem.wiring.machines
 from engine.contract.regions import Tier
 from runtime.executors.device import MIN_BUDGET_BYTES
 from runtime.training.trainer import Trainer
-from tandem.config.compose import ComposedConfig, composed
+from tandem.config.compose import composed
+from tandem.config.composed_config import ComposedConfig
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.machines import device_bytes_of, warn_of_pinned
 from tandem.wiring.run_spec import run_spec_of

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from analysis.metric_names import TIMES, percents
 from analysis.metrics import summary
 from analysis.pages.training_tables import training_table
 from analysis.run import Run
-from analysis.training import TIMES, percents, time_shares
+from analysis.training import time_shares
 from tandem.cli.__main__ import main
 from tandem.cli.plan_command import plan_run
 from tandem.config.compose import composed

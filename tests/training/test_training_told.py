@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from analysis.compare import check_same_work, compare
+from analysis.metric_names import KINDS, PARTS
 from analysis.pages.report import as_dict, write_report, write_run_report
 from analysis.pages.training_tables import compared_training
 from analysis.run import Run, load
-from analysis.usage import KINDS, PARTS
 from analysis.verdicts import headline, table
 from tandem.cli.terminal import brief, told
 from tandem.config.compose import composed

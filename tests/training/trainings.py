@@ -13,7 +13,8 @@ import torch
 
 from engine.contract.regions import Tier
 from engine.results.recorder import Recorder
-from tandem.config.compose import ComposedConfig, composed
+from tandem.config.compose import composed
+from tandem.config.composed_config import ComposedConfig
 from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of
 from tandem.wiring.run_spec import RunSpec, run_spec_of

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from traces.files import absent
-from traces.importing import cached_import
+from traces.import_cache import cached_import
 from traces.serving.recorded_times import UNITS_NS
 from traces.serving.request import TrainingJob
 from traces.store import read_sidecar, sidecar_path

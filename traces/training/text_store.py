@@ -1,22 +1,16 @@
-"""Tokenised training text on disk, one document per row, and its import."""
+"""Tokenised training text on disk, one document per row."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from traces.import_options import Options
-from traces.serving.rules import spread
-from traces.store import checked_table, read_sidecar, sha256_of, write_table
-from traces.tokenizer import LoadedTokenizer, described, tokenizer_for
-from traces.training.texts import Texts, eos_of, read_texts
-
-BATCH = 1000  # documents that are tokenised together
+from traces.store import checked_table, read_sidecar, write_table
 
 
 def write_documents(
@@ -42,7 +36,7 @@ def write_documents(
 def read_documents(path: str | Path) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
     """All tokens of a text, joined, and the place among them where each document ends.
 
-    Imports no tokenizer, datasets or torch. Raises a ValueError of one line where the file is no
+    Raises a ValueError of one line where the file is no
     tokenised text as it was written.
     """
     path = Path(path)
@@ -65,58 +59,3 @@ def _schema() -> Any:
     import pyarrow as pa
 
     return pa.schema([pa.field("ids", pa.large_list(pa.int32()), nullable=False)])
-
-
-def import_text(source: Path, out: Path, options: Options) -> dict[str, Any]:
-    """Reads documents and writes them tokenised, each between BOS and its end-of-sequence token.
-
-    Returns the sidecar. Raises a ValueError of one line where no document is left.
-    """
-    tokenizer = tokenizer_for(source, options.tokenizer, options.bos_token)
-    eos_token, eos_id = eos_of(tokenizer, options.eos_token)
-    chosen = (options.text_field, options.sample_by, options.max_message_chars, options.limit)
-    texts = read_texts(source, *chosen)
-    documents = list(_tokenised(texts, tokenizer, eos_id))
-    account = texts.account(len(documents))
-    if not documents:
-        dropped = sorted(texts.dropped.items())
-        why = ", ".join(f"{count} {reason}" for reason, count in dropped) or "no rows"
-        raise ValueError(f"{source}: no document left of {texts.rows_read} rows: {why}")
-    origin = {
-        "kind": "text",
-        "source": str(source),
-        "source_sha256": sha256_of(source),
-        **account,
-        "rule": {
-            "text_field": options.text_field,
-            "sample_by": options.sample_by,
-            "max_message_chars": options.max_message_chars,
-            "eos_token": eos_token,
-            "eos_id": eos_id,
-        },
-        "limit": options.limit,
-        "tokenizer": described(tokenizer),
-    }
-    return write_documents(out, documents, origin)
-
-
-def inspect_text(path: Path) -> dict[str, Any]:
-    """A summary of tokenised text: lengths of its documents, and its sidecar."""
-    _, ends = read_documents(path)
-    lengths = [int(end - start) for start, end in zip([0, *ends], ends, strict=False)]
-    return {
-        "path": str(path),
-        "documents": len(lengths),
-        "document_tokens": spread(lengths),
-        "sidecar": read_sidecar(path),
-    }
-
-
-def _tokenised(texts: Texts, tokenizer: LoadedTokenizer, eos_id: int) -> Iterator[list[int]]:
-    for start in range(0, len(texts.documents), BATCH):
-        batch = texts.documents[start : start + BATCH]
-        for (row, _), ids in zip(batch, tokenizer.encode([text for _, text in batch]), strict=True):
-            if ids:
-                yield [*tokenizer.bos_ids, *ids, eos_id]
-            else:
-                texts.drop("no token in it", row)

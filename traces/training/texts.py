@@ -1,24 +1,29 @@
-"""Documents to train on, of JSON, Parquet or plain text, through Hugging Face `datasets`.
+"""Documents to train on, of JSON, Parquet or plain text, and their import as tokens.
 
-Files are .json (a list of rows), .jsonl and .txt, each also with .gz, and .parquet. Every row
-becomes a document or is counted under its fault.
+Hugging Face `datasets` reads the files: .json (a list of rows), .jsonl and .txt, each also with
+.gz, and .parquet. Every row becomes a document or is counted under its fault.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from traces.files import absent
+from traces.import_options import Options
 from traces.plain_json import count_rows, is_beyond_datasets, plain_rows
 from traces.records import NOT_JSON, Drops, Unusable, header, is_unicode, opened
+from traces.serving.rules import spread
 from traces.serving.sharegpt import MAX_MESSAGE_CHARS
+from traces.store import read_sidecar, sha256_of
 from traces.tables import opened_dataset
-from traces.tokenizer import LoadedTokenizer
+from traces.tokenizer import LoadedTokenizer, described, tokenizer_for
+from traces.training.text_store import read_documents, write_documents
 
+BATCH = 1000  # documents that are tokenised together
 KNOWN_EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>")  # GPT-2 and Qwen; Llama 2, OPT; Llama 3
 
 
@@ -180,3 +185,58 @@ def _refuse_field(path: Path, text_field: str, names: Iterable[str]) -> None:
     listed = " ".join(", ".join(names).split())  # a name may have several lines
     how = "name one with text_field (--text-field; training.data.text_field)"
     raise ValueError(f"{path}: no field {text_field}; it has {listed}: {how}")
+
+
+def import_text(source: Path, out: Path, options: Options) -> dict[str, Any]:
+    """Reads documents and writes them tokenised, each between BOS and its end-of-sequence token.
+
+    Returns the sidecar. Raises a ValueError of one line where no document is left.
+    """
+    tokenizer = tokenizer_for(source, options.tokenizer, options.bos_token)
+    eos_token, eos_id = eos_of(tokenizer, options.eos_token)
+    chosen = (options.text_field, options.sample_by, options.max_message_chars, options.limit)
+    texts = read_texts(source, *chosen)
+    documents = list(_tokenised(texts, tokenizer, eos_id))
+    account = texts.account(len(documents))
+    if not documents:
+        dropped = sorted(texts.dropped.items())
+        why = ", ".join(f"{count} {reason}" for reason, count in dropped) or "no rows"
+        raise ValueError(f"{source}: no document left of {texts.rows_read} rows: {why}")
+    origin = {
+        "kind": "text",
+        "source": str(source),
+        "source_sha256": sha256_of(source),
+        **account,
+        "rule": {
+            "text_field": options.text_field,
+            "sample_by": options.sample_by,
+            "max_message_chars": options.max_message_chars,
+            "eos_token": eos_token,
+            "eos_id": eos_id,
+        },
+        "limit": options.limit,
+        "tokenizer": described(tokenizer),
+    }
+    return write_documents(out, documents, origin)
+
+
+def inspect_text(path: Path) -> dict[str, Any]:
+    """A summary of tokenised text: lengths of its documents, and its sidecar."""
+    _, ends = read_documents(path)
+    lengths = [int(end - start) for start, end in zip([0, *ends], ends, strict=False)]
+    return {
+        "path": str(path),
+        "documents": len(lengths),
+        "document_tokens": spread(lengths),
+        "sidecar": read_sidecar(path),
+    }
+
+
+def _tokenised(texts: Texts, tokenizer: LoadedTokenizer, eos_id: int) -> Iterator[list[int]]:
+    for start in range(0, len(texts.documents), BATCH):
+        batch = texts.documents[start : start + BATCH]
+        for (row, _), ids in zip(batch, tokenizer.encode([text for _, text in batch]), strict=True):
+            if ids:
+                yield [*tokenizer.bos_ids, *ids, eos_id]
+            else:
+                texts.drop("no token in it", row)
