@@ -6,7 +6,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, filterfalse
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -55,6 +55,7 @@ class Deliveries:
         self._outcomes = outcomes
         self._times: Times = array("q")
         self._ids: Sequence[int] = ()
+        self._now: set[int] = set()  # of these ids
         self._open: dict[int, Stretch] = {}  # by request
 
     def add(self, ids: tuple[int, ...], times_ns: Iterable[int]) -> None:
@@ -64,15 +65,13 @@ class Deliveries:
         self._times.extend(times_ns)
 
     def _change(self, ids: tuple[int, ...]) -> None:
-        going_on = self._open
-        new = [*filterfalse(going_on.__contains__, ids)]
-        if len(going_on) + len(new) > len(ids):
-            for i in going_on.keys() - ids:
-                going_on.pop(i).end = len(self._times)
-        for i in new:
+        before, now, going_on = self._now, set(ids), self._open
+        for i in before - now:
+            going_on.pop(i).end = len(self._times)
+        for i in now - before:
             going_on[i] = stretch = Stretch(self._times)
             self._outcomes[i].stretches.append(stretch)
-        self._ids = ids
+        self._ids, self._now = ids, now
 
 
 @dataclass(slots=True)
