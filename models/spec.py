@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from models import workspace
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -208,6 +211,17 @@ class ModelSpec:
             Bytes beside weights and KV, by models/workspace.py.
         """
         return workspace.peak_bytes(self, tokens, contexts, samples, page_tokens)
+
+    def workspaces_bytes(
+        self,
+        tokens: npt.NDArray[np.int64],
+        contexts: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64],
+        samples: npt.NDArray[np.int64],
+        page_tokens: int = 16,
+    ) -> npt.NDArray[np.int64]:
+        """`workspace_bytes` of many launches at once; see models.workspace.peaks_bytes."""
+        return workspace.peaks_bytes(self, tokens, contexts, starts, samples, page_tokens)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], name: str = "") -> ModelSpec:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
 
 class Sizes(Protocol):
     """The sizes of a model that its workspaces follow from; see ModelSpec, which has them."""
@@ -110,6 +115,66 @@ def peak_bytes(
     # The rows of the last layer; norm and logits of the sampled rows.
     head = (rows * spec.hidden_size + samples * (spec.hidden_size + spec.vocab_size)) * item
     return shared + max(layers + masks + gathered * page_bytes, head)
+
+
+def peaks_bytes(
+    spec: Sizes, tokens: Ints, contexts: Ints, starts: Ints, samples: Ints, page_tokens: int
+) -> Ints:
+    """`peak_bytes` of many launches at once.
+
+    Args:
+        spec: The model.
+        tokens: New tokens of each slice, launch by launch.
+        contexts: Tokens that each slice has in KV before.
+        starts: The first slice of each launch, and behind them the number of all slices.
+        samples: Rows of each launch that the head computes logits of.
+        page_tokens: Tokens of a KV page.
+
+    Returns:
+        Bytes of each launch beside weights and KV.
+    """
+    begins, item = starts[:-1], spec.item_bytes
+    if not len(begins):
+        return np.empty(0, np.int64)
+    is_decode, has_past = tokens == 1, contexts > 0
+    rows = np.add.reduceat(tokens, begins)
+    num_decodes = np.add.reduceat(is_decode, begins, dtype=np.int64)
+    shared = 2 * rows * spec.head_dim * item if spec.is_gated else 0
+    pairs = np.where(~is_decode & has_past, tokens * (tokens + contexts), 0)
+    masks = np.add.reduceat(pairs, begins) * item
+    page_bytes = 2 * spec.kv_size * item * page_tokens
+    counts = contexts[is_decode] // page_tokens + 1
+    gathered = _most_gathered(counts, num_decodes, GATHER_BYTES // page_bytes)
+    output, sums = spec.query_size * item, 4 * spec.num_heads
+    pages = np.where(has_past, -(-(tokens + contexts) // page_tokens), 0)
+    sliced = np.where(is_decode, 0, pages * page_bytes + tokens * (output + sums))
+    attended = np.where(num_decodes > 0, num_decodes * output + sums, 0)
+    attended = np.maximum(attended, np.maximum.reduceat(sliced, begins))
+    if not spec.is_gated:
+        attended = np.maximum(attended, rows * spec.hidden_size * item)
+    layers = np.maximum(
+        np.maximum(rows * _projection_row_bytes(spec), rows * _held_row_bytes(spec) + attended),
+        rows * _mlp_row_bytes(spec),
+    )
+    head = (rows * spec.hidden_size + samples * (spec.hidden_size + spec.vocab_size)) * item
+    found: Ints = shared + np.maximum(layers + masks + gathered * page_bytes, head)
+    return found
+
+
+def _most_gathered(counts: Ints, num_decodes: Ints, max_pages: int) -> Ints:
+    """The pages of the largest of each launch's `gathers`, all launches decode by decode."""
+    order = np.argsort(-num_decodes, kind="stable")  # those with most decodes first
+    begins = (np.cumsum(num_decodes) - num_decodes)[order]
+    still = np.searchsorted(-num_decodes[order], -np.arange(num_decodes.max(initial=0)), "left")
+    most, total = np.zeros(len(order), np.int64), np.zeros(len(order), np.int64)
+    for i, count in enumerate(still):  # launches that have an i-th decode
+        more, now = counts[begins[:count] + i], total[:count]
+        is_full = (now > 0) & (now + more > max_pages)
+        np.maximum(most[:count], now, out=most[:count])
+        total[:count] = np.where(is_full, more, now + more)
+    found = np.empty(len(order), np.int64)
+    found[order] = np.maximum(most, total)
+    return found
 
 
 def _projection_row_bytes(spec: Sizes) -> int:

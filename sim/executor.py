@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import simpy
 
-from engine.contract.executor import Lanes, Launch, Span
+from engine.contract.executor import Lanes, Launch, ServedLaunches, Span
 from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Lane, Op
 from engine.contract.regions import Pool
 from sim.cost.contract import LaunchCost
@@ -105,6 +106,11 @@ class SimExecutor:
             Bytes; None where they are unknown. Spans carry none: only the recorder asks for them.
         """
         return self.cost.peak_bytes(launch) if isinstance(launch.op, Compute) else None
+
+    @property
+    def served_peaks(self) -> Callable[[ServedLaunches], Any] | None:
+        """Predicted workspaces of many launches that serve; None where the cost has no such."""
+        return getattr(self.cost, "served_peaks", None)
 
     def end_times_ns(self, ops: Sequence[Op]) -> list[int]:
         """Ends of operations in flight, in nanoseconds of the clock."""

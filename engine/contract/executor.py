@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import chain, compress, repeat
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import simpy
 
 from engine.contract.plan import Lane, Op
@@ -150,6 +152,22 @@ class Pieces(Sequence[Piece]):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+
+class ServedLaunches(NamedTuple):
+    """Many launches that only serve, as columns of numpy's int64.
+
+    Attributes:
+        tokens: tokens that each slice computes, launch by launch.
+        contexts: tokens in KV before each slice.
+        starts: the first slice of each launch, and behind them the number of all slices.
+        samples: rows of each launch that yield a token.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    contexts: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    samples: npt.NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)

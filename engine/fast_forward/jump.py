@@ -17,7 +17,7 @@ from engine.fast_forward.repeated_plan import RepeatedPlan, RepeatedSteps, RunSe
 from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.issuing import Issuing
 from engine.loop.state import EngineState, IssuedOp, Lifecycle, Turn, passed_to
-from engine.results.recorder import Times
+from engine.results.tables import Times
 
 MOST = 1024  # steps of one jump
 Moments = tuple[Times, Times, Times]  # when steps are issued, start and end

@@ -17,8 +17,8 @@ from engine.contract.job import Job
 from engine.contract.plan import Compute, Grow, Plan, Slice
 from engine.contract.regions import PageSize, Place, Pool
 from engine.fast_forward.decode_batch import DecodeBatch, GrowCycle, Tables
-from engine.results.recorder import Times
 from engine.results.schema import Figures
+from engine.results.tables import Times
 
 Due = tuple[int, "TimedGrow"]  # with its step
 Later = tuple[tuple[int, tuple[Slice, ...]], ...]  # from a step on, the last slices are these
@@ -403,6 +403,10 @@ class RepeatedSteps:
         issued = bisect_left(self.issue_ns, now_ns)
         pages = self.grown[-1] - (self.grown[issued - 1] if issued else 0)
         return pages * self.page_nbytes
+
+    def grows(self) -> Iterator[Sequence[Taken]]:
+        """The growth of each step, in the order of booking."""
+        return iter(self.due)
 
     # ---- rows, as the recorder has them of single steps
     def plan_rows(self) -> Iterator[tuple[int, int, int, tuple[int, ...], Plan]]:

@@ -22,8 +22,7 @@ from engine.contract.view import Cost
 from engine.fast_forward.fast_forward import FastForward
 from engine.loop.admission import Admission, ArrivalQueue
 from engine.loop.asking import Asking, LoopParts, PlanReuse
-from engine.loop.completions import Completions, DeferredFrees
-from engine.loop.conservation import check_end, check_requests
+from engine.loop.completions import Completions, DeferredFrees, check_end, check_requests
 from engine.loop.issuing import Issuing, Moves, PrefixReuse
 from engine.loop.profile import EngineProfile
 from engine.loop.state import (
@@ -128,6 +127,7 @@ class Engine(Lifecycle):
             raise ValueError(f"depth is {depth}: sampled lengths need at most one plan in flight")
         traits, recorder = traits_of(policy), recorder or Recorder()
         recorder.predicted_bytes = getattr(executor, "peak_bytes", None)
+        recorder.predicted_peaks = getattr(executor, "served_peaks", None)
         shown = (layout or Layout()).shown()
         chains: dict[int, Chain] | None = {} if traits.prefix_caching else None
         ledger = Ledger(capacity_bytes, page, shown.places, journal, chains)

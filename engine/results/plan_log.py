@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from engine.contract.job import Job
 from engine.contract.plan import (
@@ -23,6 +23,16 @@ from engine.contract.plan import (
 from engine.contract.regions import Kind, Place, Region, Tier, Work
 from engine.results.schema import read_table
 from traces.files import is_sealed
+
+
+class Growing(Protocol):
+    """A place that takes bytes."""
+
+    @property
+    def place(self) -> Place: ...
+    @property
+    def nbytes(self) -> int: ...
+
 
 AnyOp = Op | Grow | Share | Free
 
@@ -121,7 +131,31 @@ def encode(plan: Plan) -> str:
         "restart": [job.job_id for job in plan.restart],
         "refuse": [job.job_id for job in plan.refuse],
     }
+    return _text(content)
+
+
+def _text(content: object) -> str:
     return json.dumps(content, separators=(",", ":"))
+
+
+def encode_steps(grows: Iterable[Iterable[Growing]], launches: Iterable[Op]) -> Iterator[str]:
+    """The text of plans that are growth and one launch each, as `encode` has it.
+
+    Args:
+        grows: what grows in each plan, in order.
+        launches: the launch of each plan; one object for launches that are written alike.
+    """
+    before, tail = None, ""
+    places: dict[Place, str] = {}
+    for taken, launch in zip(grows, launches, strict=True):
+        if launch is not before:
+            before, tail = launch, f'{_text(_encode_op(launch))}],"restart":[],"refuse":[]}}'
+        head = []
+        for op in taken:
+            if (place := places.get(op.place)) is None:
+                place = places[op.place] = _text(_encode_place(op.place))
+            head.append(f'["grow",{place},{op.nbytes},0,0],')
+        yield f'{{"ops":[{"".join(head)}{tail}'
 
 
 def decode(body: str, jobs: Mapping[int, Job]) -> Plan:

@@ -4,23 +4,38 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
 
 import pyarrow as pa
 
-from engine.contract.executor import Launch, Meter, Piece, Pieces, Reading, Span
+from engine.contract.executor import Launch, Meter, Piece, Pieces, Span
 from engine.contract.job import Job
-from engine.contract.plan import Collective, Copy, Op, Plan
-from engine.contract.regions import Kind, Pool, Tier
-from engine.results.plan_log import encode
-from engine.results.schema import SCHEMA_VERSION, TABLES, Figures, write_tables
+from engine.contract.plan import Copy, Plan
+from engine.contract.regions import Kind, Tier
+from engine.results.schema import Figures, write_tables
+from engine.results.tables import (
+    LossOf,
+    ManySteps,
+    MemoryRow,
+    Outputs,
+    PlanRow,
+    Predict,
+    PredictServed,
+    StepRow,
+    Times,
+    TrainedRow,
+    memory_table,
+    plans_table,
+    predicted,
+    requests_table,
+    steps_table,
+    table_of,
+    training_row,
+)
 from traces.serving.request import Request
-
-Times: TypeAlias = "array[int]"  # of int64: one object, whatever its length
 
 
 class Stretch:
@@ -44,8 +59,8 @@ class Stretch:
         return self._times[self.first + len(self) - 1]
 
     @property
-    def times_ns(self) -> list[int]:
-        return self._times[self.first : self.first + len(self)].tolist()
+    def times(self) -> Times:
+        return self._times[self.first : self.first + len(self)]
 
 
 class Deliveries:
@@ -107,156 +122,7 @@ class Outcome:
     @property
     def token_ns(self) -> list[int]:
         """When each output token was delivered."""
-        return list(chain.from_iterable([stretch.times_ns for stretch in self.stretches]))
-
-
-PlanRow = tuple[int, int, int, tuple[int, ...], Plan]
-StepRow = tuple[int, int, int, Span, Launch]
-TrainedRow = tuple[int, int, int, int, range, int]  # job, step, start, end, microbatches, tokens
-MemoryRow = tuple[int, str, int, Sequence[Figures], Mapping[Pool, Reading] | None]
-
-
-_KIND_COLUMNS = [Kind.KV, Kind.WEIGHT, Kind.GRADIENT, Kind.OPTIMIZER]
-_KIND_COLUMNS += [Kind.ACTIVATION, Kind.BUFFER]
-assert list(Kind) == _KIND_COLUMNS, "the columns of MEMORY follow the order of Kind"
-
-
-def table_of(name: str, rows: Sequence[Sequence[Any]]) -> pa.Table:
-    """Rows in the order of a schema's columns, as one of the tables of engine/results/schema.py."""
-    schema = TABLES[name]
-    columns = zip(*rows, strict=True) if rows else ([] for _ in schema)
-    arrays = [pa.array(list(c), f.type) for c, f in zip(columns, schema, strict=True)]
-    table = pa.Table.from_arrays(arrays, schema=schema)
-    return table.replace_schema_metadata({"schema_version": str(SCHEMA_VERSION)})
-
-
-def memory_row(row: MemoryRow, figures: Figures) -> tuple[Any, ...]:
-    """A row of MEMORY."""
-    at_ns, cause, step, _, readings = row
-    (tier, device), *counts = figures[:4]
-    reading = readings.get(figures.pool) if readings else None
-    measured = (reading.persistent_bytes, reading.process_bytes) if reading else (None, None)
-    kinds = (*figures.kind_bytes, figures.kv_pages)
-    return (at_ns, cause, step, tier.value, device, *counts, *kinds, *measured)
-
-
-def request_row(
-    outcome: Outcome, outputs: Callable[[int], Sequence[int]] | None
-) -> tuple[Any, ...]:
-    """A row of REQUESTS."""
-    request, tokens = outcome.request, outcome.token_ns
-    ids = None if outputs is None else list(outputs(request.request_id))
-    return (
-        request.request_id,
-        request.session,
-        request.turn,
-        request.slo,
-        outcome.device,
-        request.prompt_tokens,
-        len(tokens),
-        outcome.arrival_ns,
-        outcome.scheduled_ns,
-        tokens[0] if tokens else None,
-        outcome.finish_ns,
-        outcome.restarts,
-        outcome.swaps,
-        outcome.cached_tokens,
-        outcome.status,
-        tokens,
-        ids,
-    )
-
-
-def step_row(step: int, issue_ns: int, host_ns: int, span: Span, launch: Launch) -> tuple[Any, ...]:
-    """A row of STEPS."""
-    pieces, (device, lane) = launch.pieces, span.op.lane
-    part = _part_of(span.op)
-    served = pieces if part is None else ()
-    decodes = sum(1 for p in served if p.tokens == 1 and p.context_tokens)
-    return (
-        step,
-        device,
-        lane,
-        issue_ns,
-        span.start_ns,
-        span.end_ns,
-        host_ns,
-        _work_of(span.op),
-        part,
-        sum(p.tokens for p in served) - decodes,
-        decodes,
-        sum(1 for p in served if p.samples),
-        launch.nbytes,
-        span.peak_bytes,
-        _jobs_of(launch),
-        [p.tokens for p in pieces],
-        [p.context_tokens for p in pieces],
-    )
-
-
-def _jobs_of(launch: Launch) -> list[int]:
-    """The jobs of a launch's slices, or the owner of a region that is copied or exchanged."""
-    op = launch.op
-    if isinstance(op, Copy):
-        return [op.src.region.owner]
-    if isinstance(op, Collective):
-        return [op.writes[0].region.owner]
-    return [piece.job_id for piece in launch.pieces]
-
-
-def _work_of(op: Op) -> str | None:
-    """What a launch does, in one word; nothing for a copy."""
-    if isinstance(op, Copy):
-        return None
-    if isinstance(op, Collective):
-        return op.pattern.value
-    kinds = {"serve" if s.job.training is None else s.work.value for s in op.slices}
-    if len(kinds) != 1:
-        return "mixed"
-    return "again" if op.again else kinds.pop()
-
-
-def _part_of(op: Op) -> int | None:
-    """The first unit of a training launch, or the chunk that it updates or exchanges."""
-    if isinstance(op, Collective):
-        return op.writes[0].region.part
-    if isinstance(op, Copy) or op.slices[0].job.training is None:
-        return None
-    layers = op.slices[0].layers
-    return layers.start if layers else 0
-
-
-def training_row(row: TrainedRow, loss_of: Callable[[int, int], float] | None) -> tuple[Any, ...]:
-    """A row of TRAINING; `loss_of` gives that of a job's microbatch."""
-    job_id, step, start_ns, end_ns, microbatches, tokens = row
-    loss = None
-    if loss_of is not None:
-        loss = sum([loss_of(job_id, k) for k in microbatches]) / len(microbatches)
-    return job_id, step, start_ns, end_ns, tokens, loss
-
-
-Predict = Callable[[Launch], int | None]
-Outputs = Callable[[int], Sequence[int]]
-LossOf = Callable[[int, int], float]
-ROW_ORDER = ("settle", "return", "issue")  # of MEMORY at one moment
-
-
-class ManySteps(Protocol):
-    """Steps that were issued as one, and become rows when tables are written."""
-
-    device: int
-
-    def tokens(self) -> list[tuple[tuple[int, ...], Times]]:
-        """Requests that got tokens, and when."""
-
-    def plan_rows(self) -> Iterator[tuple[int, int, int, tuple[int, ...], Plan]]:
-        """Rows of `plans`."""
-
-    def step_rows(self) -> Iterator[tuple[int, int, int, Span, Launch]]:
-        """Rows of `steps`."""
-
-    def memory_rows(self) -> Iterator[tuple[int, str, int, Sequence[Figures], Any]]:
-        """Rows of `memory`."""
+        return list(chain.from_iterable([stretch.times for stretch in self.stretches]))
 
 
 class Recorder:
@@ -275,6 +141,7 @@ class Recorder:
         self._unseen: set[int] = set()  # devices whose memory has come back; no row says so yet
         self._meter = meter
         self.predicted_bytes: Predict | None = None  # workspace, where a span says none
+        self.predicted_peaks: PredictServed | None = None  # and of many launches that serve
 
     @property
     def is_metered(self) -> bool:
@@ -299,15 +166,9 @@ class Recorder:
     @property
     def steps(self) -> list[StepRow]:
         """All operations by end and step: step, issue, host time, span, launch."""
-        rows = map(self._predicted, chain(self._steps, *(run.step_rows() for run in self._runs)))
-        return sorted(rows, key=lambda row: (row[3].end_ns, row[0]))
-
-    def _predicted(self, row: StepRow) -> StepRow:
-        step, issue_ns, host_ns, span, launch = row
-        if span.peak_bytes is not None or self.predicted_bytes is None:
-            return row
-        span = span._replace(peak_bytes=self.predicted_bytes(launch))
-        return step, issue_ns, host_ns, span, launch
+        rows = [*self._steps, *chain(*(run.step_rows() for run in self._runs))]
+        found = [predicted(row, self.predicted_bytes) for row in rows]
+        return sorted(found, key=lambda row: (row[3].end_ns, row[0]))
 
     @property
     def spans(self) -> list[Span]:
@@ -421,12 +282,6 @@ class Recorder:
         if op.src.region.kind is Kind.KV and op.src.region.owner in self.outcomes:
             self.outcomes[op.src.region.owner].swaps += 1
 
-    def _memory_rows(self) -> list[tuple[Any, ...]]:
-        """Rows by time; at one moment settle, return and issue rows in this order, then by step."""
-        rows = list(chain(self._memory, *(run.memory_rows() for run in self._runs)))
-        rows.sort(key=lambda row: (row[0], ROW_ORDER.index(row[1]), row[2]))
-        return [memory_row(row, figures) for row in rows for figures in row[3]]
-
     # ---- tables
     def tables(
         self, outputs: Outputs | None = None, loss_of: LossOf | None = None
@@ -437,14 +292,15 @@ class Recorder:
             outputs: the generated ids of a request, by its number.
             loss_of: the loss of a training job's microbatch, by both numbers.
         """
-        rows = {
-            "requests": [request_row(o, outputs) for _, o in sorted(self.outcomes.items())],
-            "steps": [step_row(*row) for row in self.steps],
-            "memory": self._memory_rows(),
-            "plans": [(s, d, at, list(back), encode(p)) for s, d, at, back, p in self.plans],
-            "training": [training_row(row, loss_of) for row in self._trained],
+        predicted = (self.predicted_bytes, self.predicted_peaks)
+        outcomes = [outcome for _, outcome in sorted(self.outcomes.items())]
+        return {
+            "requests": requests_table(outcomes, outputs),
+            "steps": steps_table(self._steps, self._runs, *predicted),
+            "memory": memory_table(self._memory, self._runs),
+            "plans": plans_table(self._plans, self._runs),
+            "training": table_of("training", [training_row(row, loss_of) for row in self._trained]),
         }
-        return {name: table_of(name, rows[name]) for name in TABLES}
 
     def write(
         self, folder: Path, outputs: Outputs | None = None, loss_of: LossOf | None = None

@@ -18,8 +18,8 @@ import simpy
 import torch
 
 from engine.contract.executor import Executor
-from engine.results.recorder import step_row, table_of
 from engine.results.schema import write_tables
+from engine.results.tables import step_row, table_of
 from runtime.measure.driver import DrivenRun, Driver, driving
 from runtime.measure.reference import probe, ratios
 from runtime.measure.shapes import Shape, ShapeRows, grid, holdout

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, cast
 
-from engine.contract.executor import Contexts, Launch, Piece, Pieces
+import numpy as np
+import numpy.typing as npt
+
+from engine.contract.executor import Contexts, Launch, Piece, Pieces, ServedLaunches
 from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Op, Pattern, Slice
 from engine.contract.regions import Place, Tier, Work
 from models.spec import ModelSpec
@@ -297,6 +300,11 @@ class ShapePriced:
             nbytes.append(self.model.workspace_bytes(*shape, self.page_tokens))
         known = [n for n in nbytes if n is not None]
         return sum(known) if len(known) == len(nbytes) else None
+
+    def served_peaks(self: _Shapes, launches: ServedLaunches) -> npt.NDArray[np.int64]:
+        """`peak_bytes` of many launches that only serve, by the model's formula."""
+        tokens, contexts, starts, samples = launches
+        return self.model.workspaces_bytes(tokens, contexts, starts, samples, self.page_tokens)
 
 
 class _Shapes(ShapeCost, Protocol):

@@ -146,8 +146,8 @@ MODULES: dict[tuple[str, str], str] = {
 }
 # By name, where a name left its module or has another name there.
 NAMES: dict[str, str] = {
-    "engine.checks.check_end": "engine.loop.conservation.check_end",
-    "engine.checks.check_requests": "engine.loop.conservation.check_requests",
+    "engine.checks.check_end": "engine.loop.completions.check_end",
+    "engine.checks.check_requests": "engine.loop.completions.check_requests",
     "engine.cohort.Behind": "engine.contract.executor.Contexts",
     "engine.decodes.Decodes": "engine.contract.view.RunningDecodes",
     "engine.footprint.Launching": "engine.contract.footprint.LaunchFootprint",

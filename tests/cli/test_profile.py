@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from engine.contract.regions import PageSize
-from engine.results.recorder import table_of
 from engine.results.schema import STEPS
+from engine.results.tables import table_of
 from sim.cost.piecewise import Table
 from sim.cost.tables import HOST, TableCost
 from tandem.cli.__main__ import main

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.contract.layout import Layout, Mode
 from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Region, Tier
-from engine.loop.conservation import check_requests
+from engine.loop.completions import check_requests
 from engine.loop.engine import Engine
 from engine.loop.state import VirtualClock
 from engine.memory.scoreboard import Journal

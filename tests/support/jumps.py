@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from engine.contract.policy import Router
 from engine.contract.regions import PageSize, Tier
@@ -39,6 +42,17 @@ class Shaped(ShapePriced):
         self, tokens: Sequence[int], contexts: Sequence[int], samples: int, page_tokens: int
     ) -> int:
         return sum(tokens) + max(contexts) + page_tokens
+
+    def workspaces_bytes(
+        self, tokens: Any, contexts: Any, starts: Any, samples: Any, page_tokens: int
+    ) -> Any:
+        parts = [slice(*pair) for pair in pairwise(starts)]
+        shapes = zip(parts, samples, strict=True)
+        found = [
+            self.workspace_bytes(tokens[part], contexts[part], count, page_tokens)
+            for part, count in shapes
+        ]
+        return np.array(found, np.int64)
 
 
 def simulated(
