@@ -8,8 +8,7 @@ import pandas as pd
 
 from analysis.agreement import common_plans
 from analysis.distance import relative_error
-from analysis.figures.style import RUNS
-from analysis.metric_names import LATENCIES, THROUGHPUTS
+from analysis.metric_names import LATENCIES, MEASUREMENT, PREDICTION, THROUGHPUTS
 from analysis.metrics import samples, throughput
 from analysis.run import Run
 from analysis.training import MEAN_STEP, STEP, training_summary
@@ -48,7 +47,8 @@ def step_errors(rows: pd.DataFrame) -> pd.DataFrame:
         single = ((a - b) / b.where(b > 0)).abs().mean()
         total = relative_error(float(a.sum()), float(b.sum()))
         out.append((name, len(part), a.sum(), b.sum(), a.mean(), b.mean(), total, single))
-    sums = [f"{figure}_{run}_s" for figure in ("sum", "mean") for run in RUNS]
+    runs = (PREDICTION, MEASUREMENT)
+    sums = [f"{figure}_{run}_s" for figure in ("sum", "mean") for run in runs]
     return pd.DataFrame(out, columns=["group", "count", *sums, "sum_error", "mean_abs"])
 
 

@@ -21,6 +21,7 @@ BEST = {  # metrics that rank the points of a sweep: whether more is better
     "p99_e2e_s": False,
 }
 PERCENTILES = (50, 90, 95, 99)
+PREDICTION, MEASUREMENT = "prediction", "measurement"  # the runs of a comparison
 
 KINDS = ("kv", "weight", "gradient", "optimizer", "activation", "buffer")
 PENDING = "pending"  # freed, and still in use by an operation

@@ -3,5 +3,5 @@
 `spec` holds the sizes of a model; `hf_config` reads them from a config.json and `by_size` makes
 them of a width and a depth. `parameters` names the weights, `operators` counts the FLOPs and bytes
 of a forward launch, and `workspace` counts its temporary memory. `training/` does so for a training
-job. This package imports `traces` and the standard library: no engine, no policy, no torch.
+job. The package may import `traces` and the standard library; never torch.
 """

@@ -4,6 +4,6 @@ A policy is a pure function of what it is shown: no torch, no simpy, no clock, n
 keys. `composed` joins a scheduling and a memory policy into one. The folders hold the schedulings
 of serving (`scheduling`), memory policies for KV (`kv`), offloading of training (`training`), its
 layouts (`planners`), routers between replicas (`routing`), and serving and training at once
-(`sharing`). Policies may import engine.contract, engine.memory.dry_run, models, traces and
-each other; never engine.loop, engine.fast_forward, sim or runtime.
+(`sharing`). Policies may import engine.contract, models, traces and, each in one module,
+engine.memory.dry_run (`composed`) and engine.results.plan_log (`recorded`); never the loop.
 """

@@ -116,7 +116,7 @@ def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_heap() -> Iterator[None]:
-    """Who walks the collector's objects meets those made from here on, not all of pytest's."""
+    """A walk over the collector's objects meets those made from here on, not all of pytest's."""
     gc.freeze()
     yield
     gc.unfreeze()

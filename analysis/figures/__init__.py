@@ -1,4 +1,5 @@
 """Figures as SVG with the numbers behind them as CSV: of one run, of a comparison, of a sweep.
 
-May import analysis and engine.results.schema; matplotlib is imported only where a figure is drawn.
+May import the modules of analysis and engine.results.schema; matplotlib is
+imported only where a figure is drawn.
 """

@@ -12,7 +12,6 @@ import pandas as pd
 from analysis.causes import matched_steps
 from analysis.figures.style import (
     BLACK,
-    MEASUREMENT,
     MEASUREMENT_S,
     PREDICTION_S,
     RUNS,
@@ -20,6 +19,7 @@ from analysis.figures.style import (
     group_color,
     line,
 )
+from analysis.metric_names import MEASUREMENT
 from analysis.metrics import samples
 from analysis.run import Run
 

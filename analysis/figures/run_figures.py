@@ -11,7 +11,8 @@ import pandas as pd
 
 from analysis.compare import Comparison
 from analysis.figures import plots, timelines, training_plots
-from analysis.figures.style import MEASUREMENT, PREDICTION, RC, legend, save
+from analysis.figures.style import RC, legend, save
+from analysis.metric_names import MEASUREMENT, PREDICTION
 from analysis.run import Run
 from analysis.usage import devices
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pandas as pd
 
+from analysis.metric_names import MEASUREMENT, PREDICTION
+
 # Okabe and Ito's eight colours for policies that are often shown together; shades for variants.
 COLORS = {
     "static_reservation": "#E69F00",
@@ -58,7 +60,6 @@ BLACK, ORANGE, SKY, GREEN = "#222222", "#E69F00", "#56B4E9", "#009E73"
 BLUE, RED, PINK, GREY = "#0072B2", "#D55E00", "#CC79A7", "#B5B5B5"
 YELLOW = "#F0E442"
 
-PREDICTION, MEASUREMENT = "prediction", "measurement"
 PREDICTION_S, MEASUREMENT_S = f"{PREDICTION}_s", f"{MEASUREMENT}_s"  # columns of durations
 RUNS: dict[str, dict[str, Any]] = {
     PREDICTION: {"color": RED, "linestyle": (0, (4, 1.5)), "linewidth": 1.6, "zorder": 3},

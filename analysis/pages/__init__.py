@@ -1,4 +1,5 @@
 """HTML reports of a run, a comparison or a sweep: cells, tables and pages.
 
-May import analysis and engine.results.schema.
+May import the modules of analysis, analysis.figures, analysis.figures.experiments and
+engine.results.schema.
 """

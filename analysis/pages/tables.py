@@ -208,7 +208,7 @@ def _steps(comparison: Comparison) -> HtmlTable:
         ]
         for row in comparison.steps.to_dict("records")
     ]
-    note = "The same operations in both runs; `host` is the time between plans."
+    note = "Matched operations of both runs; `host` is the time between plans."
     columns = ["class", "count", "mean predicted", "mean measured", "error of sum", "mean |error|"]
     return HtmlTable("Step times", note, columns, rows)
 

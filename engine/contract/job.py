@@ -151,7 +151,11 @@ class TrainingProgress:
         )
 
     def copy(self) -> TrainingProgress:
-        """A copy that a check can move on while this one stays."""
+        """A copy that a check can move on while this one stays.
+
+        Returns:
+            Progress of the same job with lists of its own.
+        """
         other, updated = TrainingProgress.__new__(TrainingProgress), dict(self._updated)
         own = {
             "updated": MappingProxyType(updated),

@@ -254,7 +254,11 @@ class Layout:
     training: Mapping[int, TrainingLayout] = field(default_factory=dict)
 
     def shown(self) -> Layout:
-        """A read-only copy, for policies."""
+        """A read-only copy, for policies.
+
+        Returns:
+            A layout whose mappings refuse writes.
+        """
         places, training = MappingProxyType(self.places), MappingProxyType(self.training)
         return replace(self, places=places, training=training)
 

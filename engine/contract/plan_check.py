@@ -54,23 +54,58 @@ class Books(ABC):
 
     @abstractmethod
     def room_of(self, pool: Pool) -> int:
-        """Free and coming bytes of a pool."""
+        """Free and coming bytes of a pool.
+
+        Args:
+            pool: a pool of the machine.
+
+        Returns:
+            The bytes.
+        """
 
     @abstractmethod
     def keeps_pages(self, pool: Pool) -> bool:
-        """Whether full pages of a pool are kept (prefix caching)."""
+        """Whether full pages of a pool are kept (prefix caching).
+
+        Args:
+            pool: a pool of the machine.
+
+        Returns:
+            Whether they are.
+        """
 
     @abstractmethod
     def wrong_pages(self, pool: Pool, job: Job, pages: Sequence[int]) -> list[int]:
-        """The kept pages of those given that do not hold their part of a job's beginning."""
+        """The kept pages of those given that do not hold their part of a job's beginning.
+
+        Args:
+            pool: a pool that keeps pages.
+            job: the job that would start on them.
+            pages: numbers of pages, in the order of the job's tokens.
+
+        Returns:
+            Numbers of the pages with other contents; [] where all fit.
+        """
 
     @abstractmethod
     def expect(self, plan: Plan) -> None:
-        """A plan is known to fit: booking it needs no dry run."""
+        """A plan is known to fit: booking it needs no dry run.
+
+        Args:
+            plan: the plan that is booked next.
+        """
 
     @abstractmethod
     def dry_run(self, plan: Plan) -> None:
-        """Raises Shortage or ContractError where a plan cannot be booked."""
+        """Tries a plan without booking it.
+
+        Args:
+            plan: the plan of a policy.
+
+        Raises:
+            Shortage: a pool lacks room; it is a MemoryError with the place.
+            ContractError: the plan breaks a rule.
+        """
 
 
 class Jobs(ABC):
@@ -80,7 +115,14 @@ class Jobs(ABC):
 
     @abstractmethod
     def has_started(self, job: Job) -> bool:
-        """Whether a job is in service or trains."""
+        """Whether a job is in service or trains.
+
+        Args:
+            job: any job.
+
+        Returns:
+            Whether it is; False for a job that waits, or that is not in `jobs`.
+        """
 
 
 class PlanCheck:
@@ -114,7 +156,11 @@ class PlanCheck:
         self._filled: dict[Place, int] = {}
 
     def left(self, job: Job) -> None:
-        """A job has left: forgets its places."""
+        """A job has left: forgets its places.
+
+        Args:
+            job: the job.
+        """
         if self._filled:
             for place in [p for p in self._filled if p.region.owner == job.job_id]:
                 del self._filled[place]

@@ -261,10 +261,13 @@ def defined_at(function: object) -> str:
 
 
 def package_of(function: object) -> str:
-    """The outermost package of a function, such as `engine`; "" where it has no module.
+    """The outermost package of a function.
 
     Args:
         function: any object.
+
+    Returns:
+        Such as `engine`; "" where the function has no module.
     """
     return str(getattr(function, "__module__", "")).partition(".")[0]
 

@@ -152,7 +152,20 @@ class TrainingContract:
             _Reading(self, plan, device).run()
 
     def needs(self, piece: Slice, training: TrainingProgress, op: Compute, reuses: bool) -> Needs:
-        """The needs of a task's launch in this step, cached for every microbatch of it."""
+        """The needs of a task's launch in this step, cached for every microbatch of it.
+
+        Args:
+            piece: the task.
+            training: the progress of its job, when the launch is issued.
+            op: the launch that holds the task.
+            reuses: whether gradients lie over weights.
+
+        Returns:
+            The places of the launch, for its microbatch counted from the first of the step.
+
+        Raises:
+            ValueError: the job's recipe does not allow `reuses`.
+        """
         first = training.first_microbatch
         assert piece.layers is not None, "a task has one part"
         k, part = piece.microbatch - first, piece.layers.start

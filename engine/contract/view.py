@@ -255,7 +255,11 @@ class View:
         return tuple([one_token(job) for job in self.serving if not job.is_prefilling]), begun
 
     def running_decodes(self) -> tuple[Slice, ...]:
-        """A slice for each running decode, which head `serving`; () where none are known."""
+        """The decodes that run, which head `serving`.
+
+        Returns:
+            A slice of one token for each, in the order of admission; () where none are known.
+        """
         return () if self.running is None else self.running.slices
 
     def leading_decodes(self, slices: tuple[Slice, ...]) -> RunningDecodes | None:

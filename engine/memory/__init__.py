@@ -2,5 +2,5 @@
 
 The ledger books whole plans in issue order over a page pool and a scoreboard. A dry run tries a
 plan without booking it, for the ledger itself and for the plan builder that memory policies write
-with. The folder imports contract and results.
+with. May import contract, results and traces.
 """

@@ -1,4 +1,4 @@
 """The tables of a run: their schema, the recorder that fills them, and the log of plans.
 
-One schema serves simulation and measurement. The folder imports contract.
+One schema serves simulation and measurement. May import contract and traces.
 """

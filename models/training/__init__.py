@@ -3,5 +3,5 @@
 `shape` is the entry: parameters, saved activations and workspaces of each unit of a job. `tape`
 follows the storages of one unit through its forward and backward, `tape_operators` says what each
 operator of torch allocates and saves, and `tape_layers` writes down the layers of Hugging Face with
-these operators. This package imports `models` and `traces`, and no torch.
+these operators. May import the modules of `models` and `traces`; never torch.
 """

@@ -122,7 +122,14 @@ class Tape:
         self._meter.peak_bytes = self._meter.live_bytes
 
     def storage(self, nbytes: int) -> Storage:
-        """A fresh allocation of `nbytes`."""
+        """A fresh allocation.
+
+        Args:
+            nbytes: Its size.
+
+        Returns:
+            The storage, whose bytes this tape counts while a reference to it lives.
+        """
         return Storage(self._meter, nbytes)
 
     def outside(self, elements: int, item_bytes: int, requires_grad: bool = False) -> Value:

@@ -50,7 +50,11 @@ class UnitForward:
         }
 
     def embedding(self) -> Value:
-        """Unit 0: token ids to hidden states [rows, hidden_size]."""
+        """Unit 0: token ids to hidden states.
+
+        Returns:
+            Hidden states [rows, hidden_size].
+        """
         table, *positions = self.own.values()
         hidden = op.embedding(self.tape, table, self.rows * self.spec.hidden_size)
         if not positions:
@@ -68,12 +72,26 @@ class UnitForward:
         return op.embedding(self.tape, table, self.rows * self.spec.hidden_size, shifted)
 
     def layer(self, hidden: Value) -> Value:
-        """Units 1 to num_layers: hidden states to hidden states, both [rows, hidden_size]."""
+        """Units 1 to num_layers: hidden states to hidden states.
+
+        Args:
+            hidden: Hidden states [rows, hidden_size].
+
+        Returns:
+            Hidden states [rows, hidden_size].
+        """
         of_family = {"gpt2": self._gpt2_layer, "opt": self._opt_layer}
         return of_family.get(self.spec.family, self._gated_layer)(hidden)
 
     def head(self, hidden: Value) -> Value:
-        """The last unit: hidden states to the loss, divided by the number of microbatches."""
+        """The last unit: hidden states to the loss, divided by the number of microbatches.
+
+        Args:
+            hidden: Hidden states [rows, hidden_size].
+
+        Returns:
+            The loss: one number of float32.
+        """
         return op.copy(self.tape, self._loss(hidden))
 
     def _loss(self, hidden: Value) -> Value:

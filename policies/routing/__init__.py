@@ -1,4 +1,4 @@
 """Routers: which replica serves a request.
 
-One file per named router. They may import engine.contract alone, and what other routers share.
+One file per named router. They may import engine.contract, and what other routers share.
 """

@@ -24,6 +24,9 @@ class Order(Protocol):
         Args:
             place: of states or activations on the device.
             index: how many places were booked before it.
+
+        Returns:
+            Its rank.
         """
 
     def rank_after_use(self, place: Place, clock: int, rank: Rank | None, index: int) -> Rank:
@@ -34,6 +37,9 @@ class Order(Protocol):
             clock: launches of the plan before this one.
             rank: that of the place so far; None where it has just come.
             index: how many places were booked before it.
+
+        Returns:
+            Its rank from that launch on.
         """
 
 

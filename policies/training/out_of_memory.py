@@ -60,7 +60,14 @@ class OutOfMemory(DoesNotFit):
         self.pool, self.deficit_bytes, self.what, self.start = pool, deficit_bytes, what, start
 
     def with_first(self, *remedies: Remedy) -> OutOfMemory:
-        """This error with more remedies, before those that it names."""
+        """This error with more remedies, before those that it names.
+
+        Args:
+            remedies: what else a job may change, most useful first.
+
+        Returns:
+            A new error.
+        """
         named = (*remedies, *self.remedies)
         return OutOfMemory(self.pool, self.deficit_bytes, self.what, named, self.start)
 

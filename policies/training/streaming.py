@@ -64,6 +64,11 @@ class Streaming:
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
         """Writes a plan for all of the batch.
 
+        Args:
+            batch: tasks of training jobs, in their order.
+            view: what the policy may know.
+            plan: takes the operations.
+
         Raises:
             OutOfMemory: a launch can never fit.
         """

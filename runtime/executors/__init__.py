@@ -2,5 +2,5 @@
 
 `machine` is the protocol of all machines; `co_located` and `replica_machines` make one machine of
 several. `lockstep` keeps a virtual clock, `wall` and `cuda` a real one over `streams` and `clock`.
-Imports engine.contract, runtime.serving, runtime.training and runtime.measure.
+May import engine.contract, runtime.serving, runtime.training and runtime.measure.
 """

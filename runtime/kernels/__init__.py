@@ -1,8 +1,8 @@
 """Triton kernels over paged KV: attention, norms, rotation and KV writes.
 
 No module imports the kernels, nor Triton, at its top, but runtime.serving.fused: they are loaded
-where `backend.attention=triton` was chosen. Here lie that choice and its checks. Imports models and
-runtime.serving (how a launch's rows lie).
+where `backend.attention=triton` was chosen. Here lie that choice and its checks. May import models
+and runtime.serving (how a launch's rows lie).
 """
 
 from __future__ import annotations

@@ -2,5 +2,6 @@
 
 `meter` and `tracker` read memory. `reference` times fixed work: the drift probe and the pace of a
 clock. `driver` launches the synthetic launches of `shapes`, and `calibrate` writes their spans as
-a profile. Imports engine, models, traces and runtime's machines.
+a profile. May import engine.contract, models, traces, runtime.serving, runtime.training, of
+`runtime.executors` only `machine.py` (the protocol) and, in `calibrate`, engine.results.
 """

@@ -65,12 +65,20 @@ class Alive:
         self._storages = [weakref.ref(storage) for storage in storages.values()]
 
     def read_bytes(self) -> int:
-        """Bytes of the storages that are still alive."""
+        """Adds up the storages that are still alive.
+
+        Returns:
+            Their bytes.
+        """
         alive = (ref() for ref in self._storages)
         return sum(storage.nbytes() for storage in alive if storage is not None)
 
     def addresses(self) -> set[int]:
-        """Addresses of the storages that are still alive."""
+        """Finds the storages that are still alive.
+
+        Returns:
+            Their addresses in memory.
+        """
         alive = (ref() for ref in self._storages)
         return {storage.data_ptr() for storage in alive if storage is not None}
 

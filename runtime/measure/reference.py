@@ -128,7 +128,14 @@ class TimedWork:
     tokens: int
 
     def work(self) -> object:
-        """Does the work once; its results are equal every time."""
+        """Does the work once.
+
+        Returns:
+            Its results, equal every time.
+
+        Raises:
+            NotImplementedError: always; each work overrides this method.
+        """
         raise NotImplementedError
 
     def timed_ns(self) -> int:

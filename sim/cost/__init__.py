@@ -2,5 +2,5 @@
 
 Training launches have shapes (`training_launch`) and operators (`training_operators`) of their own.
 `piecewise` holds the interpolated tables, `tie_sensitivity` a cost with slower copies. May import
-engine, models, traces and sim.devices; never torch.
+engine.contract, models, traces and sim.devices; never torch.
 """

@@ -14,10 +14,8 @@ from engine.contract.executor import Contexts, Launch, Piece, Pieces, ServedLaun
 from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Op, Pattern, Slice
 from engine.contract.regions import Place, Tier, Work
 from models.spec import ModelSpec
-from sim.cost.training_launch import Trained, is_light, trained_of, workspace_of
-from sim.cost.training_operators import training_operators
-
-Key = tuple[Any, ...]
+from sim.cost.training_launch import Trained, workspace_of
+from sim.cost.training_operators import Prices
 
 
 class LaunchCost(Protocol):
@@ -29,7 +27,8 @@ class LaunchCost(Protocol):
     """
 
     @property
-    def form(self) -> str: ...
+    def form(self) -> str:
+        """The kind of the cost, in one word for results."""
 
     @property
     def provenance(self) -> str:
@@ -181,7 +180,14 @@ class ShapePriced:
     def compute_ns(self: _Shapes, launch: Launch) -> int:
         """Duration of a launch: the sum of its training slices, then its serving slices as one.
 
-        See LaunchCost.compute_ns.
+        Args:
+            launch: a Compute with its pieces.
+
+        Returns:
+            Nanoseconds on the launch's lane.
+
+        Raises:
+            ValueError: the cost has no price for work of this kind.
         """
         training = training_slices(launch)
         if not training:
@@ -205,10 +211,16 @@ class ShapePriced:
         return self.shape_ns(*forward_shape(launch))
 
     def trained_ns(self, trained: Trained) -> int:
-        """No price by default. See ShapeCost.trained_ns.
+        """No price by default.
+
+        Args:
+            trained: the shape of one unit's training work, or of one chunk's update.
+
+        Returns:
+            Nanoseconds, where a cost with training overrides this method.
 
         Raises:
-            ValueError: always; a cost with training overrides this method.
+            ValueError: always, here.
         """
         raise ValueError(
             f"{cast(LaunchCost, self).provenance} has no training; take the device's roofline "
@@ -238,20 +250,48 @@ class ShapePriced:
         return [price(tokens, shifted(tokens, contexts, i), samples) for i in range(count)]
 
     def copy_ns(self: _Shapes, launch: Launch, contended: bool = False) -> int:
-        """Duration of a copy by its lane and bytes. See LaunchCost.copy_ns."""
+        """Duration of a copy by its lane and bytes.
+
+        Args:
+            launch: a Copy with its `nbytes`.
+            contended: the other direction of the link is busy.
+
+        Returns:
+            Nanoseconds on the copy's lane.
+
+        Raises:
+            ValueError: the cost has no copies in that direction.
+        """
         return self.transfer_ns(launch.op.lane[1], launch.nbytes, contended)
 
     def collective_ns(self, launch: Launch) -> int:
-        """Duration of a collective by its pattern and bytes. See LaunchCost.collective_ns."""
+        """Duration of a collective by its pattern and bytes.
+
+        Args:
+            launch: a Collective with its `nbytes`, the whole tensor's.
+
+        Returns:
+            Nanoseconds on the collective's lane.
+
+        Raises:
+            ValueError: the cost knows no groups, or the device no link to its peers.
+        """
         op = launch.op
         assert isinstance(op, Collective)
         return self.exchange_ns(op.pattern, launch.nbytes)
 
     def exchange_ns(self, pattern: Pattern, nbytes: int) -> int:
-        """No price by default. See ShapeCost.exchange_ns.
+        """No price by default.
+
+        Args:
+            pattern: all-gather, reduce-scatter or all-reduce.
+            nbytes: bytes of the whole tensor.
+
+        Returns:
+            Nanoseconds, where a cost with groups overrides this method.
 
         Raises:
-            ValueError: always; a cost with groups overrides this method.
+            ValueError: always, here.
         """
         raise ValueError(
             f"{cast(LaunchCost, self).provenance} knows no groups; take the device's roofline "
@@ -276,7 +316,14 @@ class ShapePriced:
         return sum([self.prices.moved_bytes(op, s) for s in op.slices])
 
     def host_ns(self: _Shapes, launches: Sequence[Launch]) -> int:
-        """Host time of a plan by its slices, copies and prompts. See LaunchCost.host_ns."""
+        """Host time of a plan by its slices, copies and prompts.
+
+        Args:
+            launches: all launches of the plan.
+
+        Returns:
+            Nanoseconds before the first launch is issued.
+        """
         items = sum([len(launch.pieces) or 1 for launch in launches])
         return self.plan_ns(items, sum([prompts_of(launch) for launch in launches]))
 
@@ -317,71 +364,6 @@ class _Shapes(ShapeCost, Protocol):
     def prices(self) -> Prices: ...
 
     def served_ns(self, launch: Launch) -> int: ...
-
-
-class Prices:
-    """Durations and traffic of training slices, each looked up once.
-
-    The key holds all that a price depends on. It names the job by its own progress: a job of
-    another run may have an equal id.
-    """
-
-    def __init__(self, model: ModelSpec, price: Callable[[Trained], int]) -> None:
-        """A memory of one cost model.
-
-        Args:
-            model: the model that the jobs train.
-            price: nanoseconds of one unit's work or one chunk's update.
-        """
-        self._model, self._price = model, price
-        self._ns: dict[Key, int] = {}
-        self._moved: dict[Key, int] = {}
-
-    def ns(self, op: Compute, piece: Slice) -> int:
-        """Duration of a training slice.
-
-        Args:
-            op: the operation that holds the slice.
-            piece: the slice.
-
-        Returns:
-            Nanoseconds, summed over its units or chunks.
-
-        Raises:
-            ValueError: the slice has no price, see `trained_of` and the cost model.
-        """
-        key = _key(op, piece)
-        ns = self._ns.get(key)
-        if ns is None:
-            found = trained_of(op, piece, self._model)
-            ns = self._ns[key] = sum(self._price(trained) for trained in found)
-        return ns
-
-    def moved_bytes(self, op: Compute, piece: Slice) -> int:
-        """Memory traffic of a training slice.
-
-        Args:
-            op: the operation that holds the slice.
-            piece: the slice.
-
-        Returns:
-            Bytes that its kernels read and write.
-
-        Raises:
-            ValueError: the slice has no shape, see `trained_of`.
-        """
-        key = _key(op, piece)
-        nbytes = self._moved.get(key)
-        if nbytes is None:
-            found = trained_of(op, piece, self._model)
-            kernels = [k for trained in found for k in training_operators(self._model, trained)]
-            nbytes = self._moved[key] = sum(k.repeats * k.nbytes for k in kernels)
-        return nbytes
-
-
-def _key(op: Compute, piece: Slice) -> Key:
-    job, tokens, work, layers = piece[:4]
-    return job.training, tokens, work, layers, op.on, op.again, is_light(op, piece)
 
 
 class Load(NamedTuple):

@@ -64,18 +64,37 @@ class Roofline(ShapePriced):
         return totals
 
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
-        """Duration of one serving launch by its operators. See ShapeCost.shape_ns."""
+        """Duration of one serving launch by its operators.
+
+        Args:
+            tokens: new tokens per slice.
+            contexts: tokens in KV per slice, before the launch.
+            samples: rows of the head.
+
+        Returns:
+            Nanoseconds.
+
+        Raises:
+            ValueError: the device has no rate for the model's dtype.
+        """
         ops = self._operators(tokens, contexts, samples)
         attention = len(tokens) * self.device.sequence_kernels * self.model.num_layers
         return self._launch_ns(ops, self.model.dtype, attention)
 
     def trained_ns(self, trained: Trained) -> int:
-        """Duration of training work by its operators. See ShapeCost.trained_ns.
+        """Duration of training work by its operators.
 
         On the host's lane only bytes count, at the device's update rate.
 
+        Args:
+            trained: the shape of one unit's work, or of one chunk's update.
+
+        Returns:
+            Nanoseconds.
+
         Raises:
-            ValueError: matrix products on the host's lane, or a host memory without a rate.
+            ValueError: matrix products on the host's lane, a host memory without a rate, or a
+                device without one for the dtype.
         """
         ops = training_operators(self.model, trained)
         if trained.lane != HOST_LANE:
@@ -85,18 +104,49 @@ class Roofline(ShapePriced):
         return round(sum(op.repeats * op.nbytes for op in ops) / self.device.update_rate * 1e9)
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
-        """Latency of a copy plus bytes over the link's rate. See ShapeCost.transfer_ns."""
+        """Latency of a copy plus bytes over the link's rate.
+
+        Args:
+            direction: name of the copy lane, such as gpu->host.
+            nbytes: bytes moved.
+            contended: the other direction of the link is busy.
+
+        Returns:
+            Nanoseconds.
+
+        Raises:
+            ValueError: the copy goes to or from a peer, and the device has no link to its peers.
+        """
         device = self.device
         rate = device.link_rate(direction)
         rate *= device.duplex if contended else 1.0
         return device.link_ns + round(nbytes / rate * 1e9)
 
     def exchange_ns(self, pattern: Pattern, nbytes: int) -> int:
-        """Duration of a collective round a ring of the group. See ShapeCost.exchange_ns."""
+        """Duration of a collective round a ring of the group.
+
+        Args:
+            pattern: all-gather, reduce-scatter or all-reduce.
+            nbytes: bytes of the whole tensor.
+
+        Returns:
+            Nanoseconds; 0 for a single device.
+
+        Raises:
+            ValueError: the device names no link that the ring needs.
+        """
         return exchange_ns(self.device, self.group, pattern, nbytes)
 
     def plan_ns(self, items: int, prompts: int = 0) -> int:
-        """A constant per plan and one per slice and copy. See ShapeCost.plan_ns."""
+        """Host time of one plan: a constant, and another one per slice and copy.
+
+        Args:
+            items: slices and copies of the plan.
+            prompts: slices of several tokens among them, which cost no more here.
+
+        Returns:
+            Nanoseconds.
+        """
         return self.device.host_plan_ns + items * self.device.host_slice_ns
 
     def _operators(

@@ -69,6 +69,7 @@ class TableCost(ShapePriced):
 
     @property
     def page_tokens(self) -> int:
+        """Tokens in a page of the calibration's KV."""
         return self.page.tokens
 
     @property
@@ -87,7 +88,15 @@ class TableCost(ShapePriced):
         return {name: lookup.outside for name, lookup in self._lookups.items() if lookup.outside}
 
     def shape_ns(self, tokens: Sequence[int], contexts: Sequence[int], samples: int) -> int:
-        """Duration of one serving launch: a sum over tables. See ShapeCost.shape_ns.
+        """Duration of one serving launch: a sum over tables.
+
+        Args:
+            tokens: new tokens per slice.
+            contexts: tokens in KV per slice, before the launch.
+            samples: rows of the head.
+
+        Returns:
+            Nanoseconds.
 
         Raises:
             ValueError: the profile was calibrated with training alone.
@@ -107,9 +116,13 @@ class TableCost(ShapePriced):
         return round(busy)
 
     def trained_ns(self, trained: Trained) -> int:
-        """Duration of training work, by the nearest kind that was calibrated.
+        """Duration of training work, by the nearest kind that was calibrated (`likenesses`).
 
-        See ShapeCost.trained_ns and `likenesses`.
+        Args:
+            trained: the shape of one unit's work, or of one chunk's update.
+
+        Returns:
+            Nanoseconds.
 
         Raises:
             ValueError: the profile has no such work.
@@ -124,9 +137,17 @@ class TableCost(ShapePriced):
         )
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
-        """Duration of one copy. See ShapeCost.transfer_ns.
+        """Duration of one copy.
 
         A contended copy costs as one alone where the profile has no contended ones.
+
+        Args:
+            direction: name of the copy lane, such as gpu->host.
+            nbytes: bytes moved.
+            contended: the other direction of the link is busy.
+
+        Returns:
+            Nanoseconds.
 
         Raises:
             ValueError: the profile has no copies in that direction.
@@ -139,7 +160,15 @@ class TableCost(ShapePriced):
         return round(lookup[nbytes])
 
     def plan_ns(self, items: int, prompts: int = 0) -> int:
-        """Host time of one plan. See ShapeCost.plan_ns."""
+        """Host time of one plan.
+
+        Args:
+            items: slices and copies of the plan.
+            prompts: slices of several tokens among them.
+
+        Returns:
+            Nanoseconds.
+        """
         host_ns = self._lookups[HOST][items]
         if prompts and PROMPTS in self._lookups:
             host_ns += self._lookups[PROMPTS][prompts]

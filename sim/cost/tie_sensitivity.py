@@ -30,7 +30,18 @@ class SlowerCopies:
         return getattr(self._cost, name)
 
     def copy_ns(self, launch: Launch, contended: bool = False) -> int:
-        """Duration of a copy, longer where it goes to the host. See LaunchCost.copy_ns."""
+        """Duration of a copy, longer where it goes to the host.
+
+        Args:
+            launch: a Copy with its `nbytes`.
+            contended: the other direction of the link is busy.
+
+        Returns:
+            Nanoseconds on the copy's lane.
+
+        Raises:
+            ValueError: the cost has no copies in that direction.
+        """
         alone_ns: int = self._cost.copy_ns(launch, contended)
         is_out = isinstance(launch.op, Copy) and launch.op.dst.tier is Tier.HOST
         return alone_ns + int(self._share * alone_ns) if is_out else alone_ns

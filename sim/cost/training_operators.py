@@ -1,10 +1,12 @@
-"""Operators of training launches, and the tables that a profile keeps for them."""
+"""Operators of training launches, the tables that a profile keeps for them, and their prices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
+from engine.contract.plan import Compute, Slice
 from models.operators import Operator, elementwise, prefill_operator, product
 from models.spec import ModelSpec
 from sim.cost.training_launch import (
@@ -17,7 +19,11 @@ from sim.cost.training_launch import (
     LIGHT,
     UPDATE,
     Trained,
+    is_light,
+    trained_of,
 )
+
+Key = tuple[Any, ...]
 
 # A fused backward of attention runs five products over the pairs where its forward runs two: the
 # scores again, and gradients of queries, keys, values and probabilities (FlashAttention's count).
@@ -189,3 +195,68 @@ def likenesses(launch: Trained) -> Iterator[Trained]:
         yield launch._replace(is_lowest=not launch.is_lowest)
     for work in LIKE.get(launch.work, ()):
         yield launch._replace(work=work)
+
+
+class Prices:
+    """Durations and traffic of training slices, each looked up once.
+
+    The key holds all that a price depends on. It names the job by its own progress: a job of
+    another run may have an equal id.
+    """
+
+    def __init__(self, model: ModelSpec, price: Callable[[Trained], int]) -> None:
+        """A memory of one cost model.
+
+        Args:
+            model: the model that the jobs train.
+            price: nanoseconds of one unit's work or one chunk's update.
+        """
+        self._model, self._price = model, price
+        self._ns: dict[Key, int] = {}
+        self._moved: dict[Key, int] = {}
+
+    def ns(self, op: Compute, piece: Slice) -> int:
+        """Duration of a training slice.
+
+        Args:
+            op: the operation that holds the slice.
+            piece: the slice.
+
+        Returns:
+            Nanoseconds, summed over its units or chunks.
+
+        Raises:
+            ValueError: the slice has no price, see `trained_of` and the cost model.
+        """
+        key = _key(op, piece)
+        ns = self._ns.get(key)
+        if ns is None:
+            found = trained_of(op, piece, self._model)
+            ns = self._ns[key] = sum(self._price(trained) for trained in found)
+        return ns
+
+    def moved_bytes(self, op: Compute, piece: Slice) -> int:
+        """Memory traffic of a training slice.
+
+        Args:
+            op: the operation that holds the slice.
+            piece: the slice.
+
+        Returns:
+            Bytes that its kernels read and write.
+
+        Raises:
+            ValueError: the slice has no shape, see `trained_of`.
+        """
+        key = _key(op, piece)
+        nbytes = self._moved.get(key)
+        if nbytes is None:
+            found = trained_of(op, piece, self._model)
+            kernels = [k for trained in found for k in training_operators(self._model, trained)]
+            nbytes = self._moved[key] = sum(k.repeats * k.nbytes for k in kernels)
+        return nbytes
+
+
+def _key(op: Compute, piece: Slice) -> Key:
+    job, tokens, work, layers = piece[:4]
+    return job.training, tokens, work, layers, op.on, op.again, is_light(op, piece)

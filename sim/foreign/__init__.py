@@ -1,4 +1,4 @@
 """Cost models on tables of other projects: Vidur, AIConfigurator and LLMServingSim.
 
-May import engine, models, sim.cost and sim.devices; never torch.
+May import engine.contract, models, sim.cost and sim.devices; never torch.
 """

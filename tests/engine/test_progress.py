@@ -1,4 +1,4 @@
-"""Where a job moves on: records, versions of weights, recomputation, and whom to ask first."""
+"""Where a job moves on: records, versions of weights, recomputation, and the device asked first."""
 
 from __future__ import annotations
 

@@ -210,12 +210,12 @@ def other(op: Compute, **fields: Any) -> Compute:
 
 
 def piece(op: Compute, **fields: Any) -> Sequence[Any]:
-    """The same launch of another slice."""
+    """A launch like this one, of another slice."""
     return (other(op, slices=(op.slices[0]._replace(**fields),)),)
 
 
 def without(kind: Kind, slot: int | None = None, low: int = 0, high: int = 99) -> Any:
-    """The same launch, which does not name places of a kind."""
+    """A launch like this one that does not name places of a kind."""
 
     def change(op: Compute) -> Sequence[Any]:
         def is_named(place: Place) -> bool:

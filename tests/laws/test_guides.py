@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from engine.contract.job import Job
-from engine.contract.policy import traits_of
+from engine.contract.policy import Traits, traits_of
 from engine.contract.rules import BrokenLaw, ContractError
 from engine.laws.check_policy import check_policy
 from policies.composed import MAKERS, Composed
@@ -94,6 +95,14 @@ def test_the_guide_has_every_fact_of_a_job() -> None:
     told = [name for cell in re.findall(r"^\| (`.*?) \|", table, re.M) for name in cell.split(", ")]
     facts = {name for name in dir(Job) if not name.startswith("_")} - {*MAKERS}
     assert sorted(name.strip("`") for name in told) == sorted(facts)
+
+
+def test_the_guide_has_every_trait() -> None:
+    text = (ROOT / "docs/own-policy.md").read_text(encoding="utf-8")
+    section = text.partition("## Traits")[2].partition("\n## ")[0]
+    promised = section.partition("A scheduling may promise")[2].partition("The docstring of")[0]
+    traits = [trait.name for trait in fields(Traits)]
+    assert sorted(re.findall(r"`(\w+)`", promised)) == sorted(traits)
 
 
 @pytest.mark.parametrize("word", ["run-ahead", "watermark", "spare pages", "law"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from tandem import compiled
 from tandem.config.build import OWN
 from tandem.config.renamed import MODULES
@@ -17,14 +15,6 @@ from tests.laws import house
 ROOT = Path(__file__).resolve().parents[2]
 UNINSTALLED = {"benchmarks", "tests"}
 FOLDERS = {path.parent.name for path in ROOT.glob("*/__init__.py")} - UNINSTALLED
-ROOMS = {  # of tandem, and the rest of it that each may import
-    "config": ("tandem.cli.errors",),
-    "wiring": ("tandem.config", "tandem.compiled", "tandem.cli.errors", "tandem.cli.terminal"),
-    "sweeps": (
-        *("tandem.config", "tandem.wiring", "tandem.cli.errors", "tandem.cli.catalog"),
-        "tandem.cli.__main__",
-    ),
-}
 UNTYPED = {"conf"}  # yaml files alone
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
 
@@ -61,15 +51,3 @@ def test_the_data_of_packages_is_there() -> None:
     for package, patterns in PROJECT["setuptools"]["package-data"].items():
         for pattern in patterns:
             assert any((ROOT / package).glob(pattern)), f"{package}: {pattern}"
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_of_tandem_imports_what_its_docstring_allows(room: str) -> None:
-    allowed = (f"tandem.{room}", *ROOMS[room])
-    for path in (ROOT / "tandem" / room).glob("*.py"):
-        named = {module for module, _ in house.imports(path.read_text(encoding="utf-8"))}
-        inner = [name for name in named if name.startswith("tandem.")]
-        assert [name for name in inner if not name.startswith(allowed)] == [], path
-        if room == "config":
-            tops = {name.partition(".")[0] for name in named} & FOLDERS
-            assert tops <= {"tandem", "models", "analysis"}, path

@@ -19,7 +19,8 @@ from tests.laws.house import EVERYWHERE, ROOT, Tree, parsed, tree
 PHRASES = {
     "a person": r"\b(?:whoever|whomever|(?:some|any|every|no)body|(?:some|any|every)one)\b",
     "a pronoun": r"\b(?:he|him|his|she|her|hers)\b",
-    "who comes in": r"\bwho comes? in\b",
+    "who": r"(?<!user )\bwhom?\b",
+    "the same as a subject": r"^# the same\b|(?:^|(?<=[.!?] ))(?-i:The) same\b",
     "a date": r"\b2026(?:-\d\d|\b)",
     "how it is worked on": (
         r"\b(?:issue|issues|ticket|pr|milestone|sprint) #?\d+\b"
@@ -115,7 +116,13 @@ def test_documents_speak_of_the_code() -> None:
         ('raise ValueError(f"job {job} waits for nobody")', ["a person: nobody"]),
         ("def test_everybody_is_served(): ...", ["a person: everybody"]),
         ("x = 1  # with the tokens that he held", ["a pronoun: he"]),
-        ('"""A job that waits, and who comes in."""', ["who comes in: who comes in"]),
+        ('"""A job that waits, and who comes in."""', ["who: who"]),
+        ('"""Who leaves first."""', ["who: Who"]),
+        ("# pages are given back by who serves with them", ["who: who"]),
+        ("def test_whom_the_engine_asks(): ...", ["who: whom"]),
+        ('"""The same on the host."""', ["the same as a subject: The same"]),
+        ("x = 1  # the same with pages", ["the same as a subject: # the same"]),
+        ('"""Runs a policy. The same is run again."""', ["the same as a subject: The same"]),
         ("# measured on 2026-11-21, best of 5", ["a date: 2026-11"]),
         ("# as in vLLM of 2026", ["a date: 2026"]),
         ("# issue 21 asks for it", ["how it is worked on: issue 21"]),
@@ -136,6 +143,8 @@ def test_a_phrase_is_seen(text: str, told: list[str]) -> None:
         "# he5, there and others",
         "# PatrickStar's pull request 269 has the figures",
         '"""Requests of a session, in issue order."""',
+        '"""Refused, so that a user who sets it is told why."""',
+        '"""Whose pages they are; a launch of the same job has the same ones."""',
     ],
 )
 def test_code_data_and_terms_are_let_pass(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Who leaves first, against the plain way to find it: the least of all, again at each question."""
+"""The place that leaves first, against a plain search for the lowest rank at each question."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class AsksOnce:
 
 
 class ByTheClock:
-    """Takes in who waits in odd microseconds only: decisions that durations change."""
+    """Admits waiting jobs in odd microseconds only: decisions that durations change."""
 
     def plan(self, view: View) -> Plan:
         is_open = view.now_ns // 1000 % 2 or not view.serving

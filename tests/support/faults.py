@@ -57,7 +57,7 @@ class Scene:
         return kv_place(job.job_id, Tier.GPU, self.view.device)
 
     def away(self, job: Job) -> Place:
-        """The same on the host that the device can reach."""
+        """The place of a job's KV on the host that the device can reach."""
         hosts = [d for tier, d in self.view.capacity_bytes if tier is Tier.HOST]
         device = self.view.device if self.view.device in hosts else 0
         return kv_place(job.job_id, Tier.HOST, device)
@@ -1344,7 +1344,7 @@ _free_of("activations freed before their backward", lambda s, p: (
 
 @fault("resident weights freed", Rule.TRAINING_FREED, Rule.HELD)
 def _(scene: Scene) -> Any:
-    """Weights that outlive all jobs are given back by who serves with them."""
+    """The weights that serving uses, and that outlive all jobs, are given back."""
     place = pick(scene, [p for p in scene.view.held_bytes if p.region.owner == SHARED_OWNER])
     return None if place is None else ahead(scene.plan, Free(place))
 

@@ -1,4 +1,4 @@
-"""The same run with fast-forward and step by step: law 15 compares the two."""
+"""A run with fast-forward and again step by step: law 15 compares the two."""
 
 from __future__ import annotations
 

@@ -76,14 +76,14 @@ def alike(seed: int, count: int = 24, rate: float | None = None) -> list[Request
             now_ns += int(rng.expovariate(rate) * 1e9)
         base = rng.choice([*begins, *[r.prompt_ids or () for r in requests[-4:]]])[:60]
         if not rng.randrange(4):
-            base = (rng.randrange(VOCABULARY), *base[1:])  # the same pages behind another first one
+            base = (rng.randrange(VOCABULARY), *base[1:])  # equal pages behind another first one
         ids = base + tuple(rng.choices(range(VOCABULARY), k=rng.randint(1, 20)))
         requests.append(Request(i, now_ns, len(ids), rng.randint(1, 40), prompt_ids=ids))
     return requests
 
 
 def in_blocks(requests: Sequence[Request], block_tokens: int = 4) -> list[Request]:
-    """The same prompts by the names of their blocks: each stands for all before it, too."""
+    """These prompts by the names of their blocks; a name stands for all blocks before it, too."""
     names: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def blocks(ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ def job_of(policy: str, *traits: str) -> Words:
 
 
 def has_sixth(policy: str, *traits: str) -> bool:
-    """Whether a policy trains in a sixth of the model's states; see `pressing` for who does not."""
+    """Whether a policy trains in a sixth of the model's states; for others see `pressing`."""
     return policy not in WHOLE and not (LORA in traits and "planner.modes=keep" in traits)
 
 

@@ -144,7 +144,7 @@ def own_lines_ns(arrival_ns: Times, service_ns: Times, servers: int, joins_short
 
     Between equally short lines, the one that fewest have joined so far, then the first.
     """
-    ends: list[list[int]] = [[] for _ in range(servers)]  # of all who ever joined
+    ends: list[list[int]] = [[] for _ in range(servers)]  # of all that ever joined
     waits = np.zeros(len(arrival_ns), dtype=np.int64)
     for i, (at, service) in enumerate(zip(arrival_ns.tolist(), service_ns.tolist(), strict=True)):
         lengths = [(len(line) - bisect_right(line, at), len(line)) for line in ends]

@@ -112,7 +112,7 @@ def serve_with(
     model: Any = None,
     depth: int = 2,
 ) -> Served:
-    """The same under any policy."""
+    """Replays requests as `serve` does, under any policy."""
     pages = {GPU: gpu_pages, HOST: 4 * gpu_pages}
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
     machine = ServingMachine(model or shared_model(spec), spec, PAGE_TOKENS, pages, prompts)

@@ -38,7 +38,7 @@ def view(
     held: dict[int, int] | None = None,
     weight_bytes: int = 0,
 ) -> View:
-    """A state of one device; `held` says who holds how many pages, else what is computed."""
+    """A state of one device; `held`: pages by job, those of the computed tokens unless given."""
     if held is None:
         held = {j.job_id: PAGE.count(j.computed_tokens) for j in serving if j.computed_tokens}
     places = {kv_place(i): n * PAGE.nbytes for i, n in held.items()}

@@ -2,6 +2,6 @@
 
 `request` is the type that every layer knows. `sharegpt`, `rules` and `selection` make requests of
 conversations, `lengths` of token counts, `published` with `recorded`, `mooncake` and `servegen` of
-recorded traces. `arrivals` and `sessions` give them times. This folder imports the rest of `traces`
-and no other package of ours; of `traces.training` it needs the recipe alone.
+recorded traces. `arrivals` and `sessions` give them times. May import the modules of `traces`, and
+of `traces.training` only `recipe.py`; no other package of ours.
 """
