@@ -138,7 +138,7 @@ class DryRun:
         self.room_bytes = dict(room_bytes)
         self._page_runs, self._page_nbytes = page_runs, page_nbytes
         self._held = held_bytes
-        self._unentered: Sequence[Grow] = ()  # growth of held places that `_known` lacks yet
+        self._unentered: Sequence[Grow] = ()  # growth that `_known` lacks yet
         self._known: dict[
             Place, int | None
         ] = {}  # bytes of places that were looked at; None: not held
@@ -161,10 +161,9 @@ class DryRun:
             raise Shortage(place, -left)
         self.room_bytes[pool] = left
         before = self._known.get(place, UNKNOWN)
-        if before == UNKNOWN and (before := self._held.get(place)) is not None and self._unentered:
-            self._catch_up()
-            before = self._known.get(place, before)
-        self._known[place] = (before or 0) + nbytes
+        if before == UNKNOWN:
+            before = self._held.get(place)
+        self._known[place] = (before or 0) + nbytes  # the unentered may be added behind
         if self._page_runs and (pages := self._page_run(place)):
             pages.take(place, nbytes // self._page_nbytes)
 
@@ -177,13 +176,18 @@ class DryRun:
             for op in grows:
                 self.grow(op.place, op.nbytes)
             return
+        if self._unentered:
+            self._catch_up()
         self.room_bytes[pool] -= nbytes
         self._unentered = grows
 
     def _catch_up(self) -> None:
         grows, self._unentered = self._unentered, ()
         for place, nbytes in grows:
-            self._known[place] = self._held[place] + nbytes
+            before = self._known.get(place, UNKNOWN)
+            if before == UNKNOWN:
+                before = self._held.get(place)
+            self._known[place] = (before or 0) + nbytes
 
     def share(self, op: Share) -> None:
         """Starts a place on pages; pages without a holder take room. Shortage as in `grow`."""
