@@ -409,10 +409,10 @@ class DryRunPlanBuilder(PlanBuilder):
     ) -> None:
         """Writes for a share: what is added is signed, and its bytes count for the share."""
         self._shares = shares = self._shares or _Shares(([], [], []))
-        shares.sign(None, self._parts)
-        before = dict(self._dry_run.room_bytes)
+        parts, before = self._parts, dict(self._dry_run.room_bytes)
+        shares.sign(None, parts)
         write(written)
-        shares.sign(share, self._parts)
+        shares.sign(share, parts)
         shares.charge(share, before, self._dry_run.room_bytes)
 
     def _discard_share(self, share: _LimitedBuilder) -> None:
@@ -454,7 +454,8 @@ class _Shares:
     def sign(self, writer: _LimitedBuilder | None, parts: Parts) -> None:
         """Signs all that is not signed yet."""
         for part, writers in zip(parts, self._writers, strict=True):
-            writers.extend([writer] * (len(part) - len(writers)))
+            if count := len(part) - len(writers):
+                writers.extend([writer] * count)
 
     def charge(
         self, writer: _LimitedBuilder, before: Mapping[Pool, int], after: Mapping[Pool, int]
