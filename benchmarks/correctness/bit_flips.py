@@ -160,7 +160,7 @@ def _write_profile(folder: Path, setting: RunSpec, run: Path) -> None:
     line = Table(((1, 64, 4000), ), (1e5, 1.5e5, 4e6))  # fmt: skip
     names = (LINEAR, HEAD, FIRST, DECODE, HOST, "gpu->host", "host->gpu")
     grid = {PREFILL_SLICE: Table(((1, 4000), (1, 4000)), (1e4, 2e4, 3e4, 4e4))}
-    page = PageSize(16, 16 * setting.spec.kv_token_bytes)
+    page = PageSize.of(setting.spec, 16)
     folder.mkdir()
     cost = TableCost({**dict.fromkeys(names, line), **grid}, setting.spec, page, "synthetic")
     cost.save(folder / COST)
@@ -172,7 +172,7 @@ def _write_profile(folder: Path, setting: RunSpec, run: Path) -> None:
 
 
 def _profiled(folder: Path, setting: RunSpec) -> Any:
-    cost = read_cost(folder, setting.spec, setting.device, 16)
+    cost = read_cost(folder, setting.spec, setting.device, setting.page)
     tables = [read_table(folder / f"{name}.parquet").to_pylist() for name in ("steps", "holdout")]
     return cost.tables, cost.source, tables
 

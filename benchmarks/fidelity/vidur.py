@@ -57,7 +57,7 @@ def read_requests(path: Path) -> list[Request]:
 def simulate(policy: Composed, requests: list[Request], cost: VidurCost) -> tuple[Engine, Recorder]:
     """One replay with run-ahead 1: Vidur forms a batch when the previous one has ended."""
     env, recorder = VirtualClock(), Recorder()
-    page = PageSize(PAGE_TOKENS, PAGE_TOKENS * LLAMA2_7B.kv_token_bytes)
+    page = PageSize.of(LLAMA2_7B, PAGE_TOKENS)
     capacity = {(Tier.GPU, 0): BLOCKS * page.nbytes, (Tier.HOST, 0): 0}
     executor = SimExecutor(env, cost)
     engine = Engine(env, policy, executor, capacity, page, depth=1, recorder=recorder)

@@ -15,6 +15,7 @@ import yaml
 from engine.contract.executor import Launch, Piece
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Slice
+from engine.contract.regions import PageSize
 from models.spec import ModelSpec
 from runtime.executors.device import without_cudnn_attention
 from runtime.serving.machine import GPU, ServingMachine
@@ -63,13 +64,14 @@ class Batch:
             without_cudnn_attention()
         else:
             torch.set_num_threads(1)
-        counts = [-(-(len(prompt) + more_tokens) // PAGE_TOKENS) for prompt in prompts]
+        page = PageSize.of(spec, PAGE_TOKENS)
+        counts = [page.count(len(prompt) + more_tokens) for prompt in prompts]
         order = torch.randperm(sum(counts)).tolist()
         ends = accumulate(counts)
         self.pages = [order[end - n : end] for n, end in zip(counts, ends, strict=True)]
         self.jobs = [Job(i, 0, len(p), len(p)) for i, p in enumerate(prompts)]
         pools, told = {GPU: len(order)}, dict(enumerate(prompts))
-        self.machine = ServingMachine(model, spec, PAGE_TOKENS, pools, told, device=device, **how)
+        self.machine = ServingMachine(model, spec, page, pools, told, device=device, **how)
 
     def launch(self, tasks: Slices) -> Launch:
         """A launch with a slice of each job, as the engine would issue it."""

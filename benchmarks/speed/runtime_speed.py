@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from engine.contract.regions import PageSize
 from models.spec import ModelSpec
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
@@ -133,7 +134,8 @@ def ours(model: Any, work: Workload, requests: Sequence[Request]) -> Turn:
     pages = {GPU: num_pages(work, PAGE_TOKENS)}
     policy = Composed(ChunkedPrefill(TOKEN_BUDGET, MAX_JOBS), PagedRestart())
     start = time.process_time()
-    machine = WatchedMachine(model, work.spec, PAGE_TOKENS, pages, prompts)
+    page = PageSize.of(work.spec, PAGE_TOKENS)
+    machine = WatchedMachine(model, work.spec, page, pages, prompts)
     replay(policy, machine, pages, requests)
     took_s = time.process_time() - start
     outputs = {r.request_id: machine.outputs(r.request_id) for r in requests}

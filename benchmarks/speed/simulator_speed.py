@@ -51,7 +51,7 @@ def simulate(
 ) -> Engine:
     """One replay."""
     env = VirtualClock()
-    page = PageSize(PAGE_TOKENS, PAGE_TOKENS * LLAMA2_7B.kv_token_bytes)
+    page = PageSize.of(LLAMA2_7B, PAGE_TOKENS)
     capacity = {(Tier.GPU, 0): BLOCKS * page.nbytes, (Tier.HOST, 0): 0}
     engine = Engine(
         env,

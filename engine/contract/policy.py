@@ -412,22 +412,30 @@ class PlanBuilder(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """Empties the plan."""
+        """Takes back all that this builder and the shares made within it have written.
+
+        Raises:
+            Shortage: an operation that stays would take more bytes than there are without these.
+            ContractError: an operation that stays needs one of these. The plan is unchanged.
+        """
 
     @abstractmethod
     def within(self, room_bytes: Mapping[Pool, int]) -> PlanBuilder:
         """A builder that writes into this plan within a share of the room.
 
+        What the share frees it may take again. It never has more room than this builder.
+
         Args:
             room_bytes: the most bytes that it may take of each pool that is named.
 
         Returns:
-            A builder whose operations become operations of this plan.
+            A builder whose operations become operations of this plan. It shows what all of the
+            plan holds, and discards what the share has written.
         """
 
     @abstractmethod
     def __bool__(self) -> bool:
-        """Whether the plan holds an operation, a restart or a refusal."""
+        """Whether this builder, or a share made within it, has written anything."""
 
 
 class Memory(Protocol):

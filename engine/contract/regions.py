@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from engine.contract.rules import plain
+from models.spec import ModelSpec
 
 SHARED_OWNER = -1  # of memory that outlives jobs: resident weights
 
@@ -107,6 +108,19 @@ class PageSize(NamedTuple):
 
     tokens: int
     nbytes: int
+
+    @classmethod
+    def of(cls, model: ModelSpec, tokens: int) -> PageSize:
+        """The page of a model. No other function multiplies tokens of a page by bytes of KV.
+
+        Args:
+            model: the model that is served.
+            tokens: tokens of a page.
+
+        Returns:
+            So many tokens, over all layers.
+        """
+        return cls(tokens, tokens * model.kv_token_bytes)
 
     def count(self, tokens: int) -> int:
         """The number of pages that hold `tokens`.

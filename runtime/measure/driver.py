@@ -13,7 +13,7 @@ import simpy
 from engine.contract.executor import Executor, Launch, Piece, Span, due_ns
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Copy, Slice
-from engine.contract.regions import PageSize, Pool, Tier, kv_place
+from engine.contract.regions import Pool, Tier, kv_place
 from runtime.measure.shapes import Move, Shape, ShapeLimits, ShapeRows
 from runtime.serving.machine import ServingMachine
 from runtime.serving.packing import Transcript
@@ -68,7 +68,7 @@ class Driver:
         self.env, self.executor, self.machine = env, executor, machine
         self._max_tokens = max_tokens  # of a launch
         arena = machine.arenas[GPU]
-        self.page = PageSize(arena.page_tokens, arena.page_nbytes)
+        self.page = arena.page
         rng = np.random.default_rng(seed)
         self._scattered = {
             pool: rng.permutation(arena.num_pages).tolist()

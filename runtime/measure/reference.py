@@ -15,7 +15,7 @@ import torch
 from engine.contract.executor import Executor, Launch, Piece
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Slice
-from engine.contract.regions import Work
+from engine.contract.regions import PageSize, Work
 from models.spec import ModelSpec
 from runtime.measure.driver import driving
 from runtime.measure.shapes import probes
@@ -164,10 +164,11 @@ class Reference(TimedWork):
             context: Tokens of each job in the KV before the step.
             tokens: Tokens that each job computes: 1 is a decode.
         """
-        pages = -(-(context + tokens) // PAGE_TOKENS)
+        page = PageSize.of(spec, PAGE_TOKENS)
+        pages = page.count(context + tokens)
         prompt = [i % spec.vocab_size for i in range(context + tokens)]
         prompts: dict[int, Sequence[int]] = dict.fromkeys(range(jobs), prompt)
-        self._machine = ServingMachine(model, spec, PAGE_TOKENS, {GPU: jobs * pages}, prompts)
+        self._machine = ServingMachine(model, spec, page, {GPU: jobs * pages}, prompts)
         tables = [list(range(i * pages, (i + 1) * pages)) for i in range(jobs)]
         pieces = tuple(Piece(i, tokens, context, True, table) for i, table in enumerate(tables))
         slices = tuple(Slice(Job(i, 0), tokens) for i in range(jobs))

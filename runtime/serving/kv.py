@@ -9,7 +9,7 @@ from weakref import finalize
 
 import torch
 
-from engine.contract.regions import Tier
+from engine.contract.regions import PageSize, Tier
 from models.spec import ModelSpec
 from runtime.training.store import HostAllocator, typed
 
@@ -36,17 +36,17 @@ class Arena:
     def __init__(
         self,
         spec: ModelSpec,
-        page_tokens: int,
+        page: PageSize,
         num_pages: int,
         tier: Tier = Tier.GPU,
         device: str = "cpu",
     ) -> None:
-        self.tier, self.num_pages, self.page_tokens = tier, num_pages, page_tokens
+        self.tier, self.num_pages, self.page = tier, num_pages, page
         self.num_layers = spec.num_layers
-        self.page_nbytes = page_tokens * spec.kv_token_bytes
+        self.page_tokens, self.page_nbytes = page
         self.layer_page_nbytes = self.page_nbytes // spec.num_layers
         heads = (2, spec.num_kv_heads, spec.head_dim)
-        shape = (num_pages, spec.num_layers, page_tokens, *heads)
+        shape = (num_pages, spec.num_layers, page.tokens, *heads)
         dtype = getattr(torch, spec.dtype)
         self._map = _mapping(num_pages * self.page_nbytes) if device == "cpu" else None
         if self._map is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.contract.executor import Launch, Piece
 from engine.contract.plan import Compute, Copy, Slice
-from engine.contract.regions import Kind, Pool, Tier, Work
+from engine.contract.regions import Kind, PageSize, Pool, Tier, Work
 from models.spec import ModelSpec
 from runtime.executors.device import clear_workspaces
 from runtime.executors.machine import Machine, Tokens
@@ -49,7 +49,7 @@ class ServingMachine(Machine[Prepared]):
         self,
         model: Any,
         spec: ModelSpec,
-        page_tokens: int,
+        page: PageSize,
         num_pages: Mapping[Pool, int],
         prompts: Mapping[int, Sequence[int]],
         sampling: Sampling | None = None,
@@ -64,7 +64,7 @@ class ServingMachine(Machine[Prepared]):
         Args:
             model: A Hugging Face model on the device.
             spec: Its spec.
-            page_tokens: Tokens of a KV page.
+            page: A KV page of the model.
             num_pages: KV pages of each pool of the device.
             prompts: Token ids of each job's prompt.
             sampling: How tokens are chosen; None: greedily.
@@ -81,8 +81,7 @@ class ServingMachine(Machine[Prepared]):
         self.eos_ids = frozenset(eos_ids)
         self.decoder = _decoder(model, kernels)
         self.arenas = {
-            pool: Arena(spec, page_tokens, count, pool[0], device)
-            for pool, count in num_pages.items()
+            pool: Arena(spec, page, count, pool[0], device) for pool, count in num_pages.items()
         }
         pads = device != "cpu" if pads_decodes is None else pads_decodes
         shared = spec.num_heads // spec.num_kv_heads if kernels else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.contract.regions import PageSize
 from models.spec import ModelSpec
 
 GRAPH_RESERVE_BYTES = 64 << 20  # cuBLAS's workspace (32 MiB on Hopper), segments not filled
@@ -57,7 +58,7 @@ def plan_memory(
     step_tokens: int,
     sequences: int,
     reserve_bytes: int,
-    page_tokens: int = 16,
+    page: PageSize,
 ) -> MemoryPlan:
     """The memory plan of an engine that profiles itself at its largest step, as vLLM does.
 
@@ -68,7 +69,7 @@ def plan_memory(
         step_tokens: tokens of the largest step.
         sequences: most sequences of a step.
         reserve_bytes: bytes without a formula.
-        page_tokens: tokens in a page of KV.
+        page: a page of the model's KV.
 
     Returns:
         The plan.
@@ -80,11 +81,11 @@ def plan_memory(
         weights=model.weight_bytes,
         activation=max(forward, sampling),
         reserve=reserve_bytes,
-        page=page_tokens * model.kv_token_bytes,
+        page=page.nbytes,
     )
 
 
-def graph_bytes(model: ModelSpec, rows: int, page_tokens: int) -> int:
+def graph_bytes(model: ModelSpec, rows: int, page: PageSize) -> int:
     """Memory that CUDA graphs of decodes keep at all times.
 
     They hold buffers (seven numbers and a page table per row, as long as the model's positions),
@@ -94,15 +95,15 @@ def graph_bytes(model: ModelSpec, rows: int, page_tokens: int) -> int:
     Args:
         model: the model.
         rows: decodes of the largest graph; 0 without graphs.
-        page_tokens: tokens in a page of KV.
+        page: a page of the model's KV.
 
     Returns:
         Bytes; 0 without graphs.
     """
     if not rows:
         return 0
-    table = 4 * 16 * -(-model.max_positions // (16 * page_tokens))  # rows of 16 page ids
+    table = 4 * 16 * -(-model.max_positions // (16 * page.tokens))  # rows of 16 page ids
     shared = model.num_heads // model.num_kv_heads
     split = max(rows * model.num_kv_heads, SPLIT_ROWS) * shared * 4 * (model.head_dim + 1)
-    workspace = model.workspace_bytes([1] * rows, samples=rows, page_tokens=page_tokens)
+    workspace = model.workspace_bytes([1] * rows, samples=rows, page_tokens=page.tokens)
     return rows * (7 * 8 + table) + workspace + split + GRAPH_RESERVE_BYTES

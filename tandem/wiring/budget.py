@@ -189,16 +189,11 @@ class Room:
     graph_rows: int = 0  # decodes of the largest CUDA graph
 
 
-def page_of(spec: ModelSpec, page_tokens: int) -> PageSize:
-    """A KV page of a model: so many tokens, over all layers."""
-    return PageSize(page_tokens, page_tokens * spec.kv_token_bytes)
-
-
 def room_for(
     budget: Budget,
     device: Device,
     spec: ModelSpec,
-    page_tokens: int,
+    page: PageSize,
     requests: Sequence[Request],
     policy: Any,
     replicas: int = 1,
@@ -207,8 +202,7 @@ def room_for(
 
     Each replica has a device and host memory of its own, both as large as the budget says.
     """
-    page = page_of(spec, page_tokens)
-    memory = memory_plan(budget, spec, device, page_tokens, requests, policy)
+    memory = memory_plan(budget, spec, device, page, requests, policy)
     given = _kv_bytes(budget, page)
     if given is not None and not _is_replay(policy):
         check_whole(budget, device, memory, given, _smaller_step(policy))
@@ -232,9 +226,8 @@ def room_for(
     return Room(capacity, page, Layout(weights), memory, budget.graph_rows)
 
 
-def training_room(budget: Budget, device: Device, spec: ModelSpec, page_tokens: int) -> Room:
+def training_room(budget: Budget, device: Device, page: PageSize) -> Room:
     """All of the device for training, where nothing is served."""
-    page = page_of(spec, page_tokens)
     usable = int(budget.fraction * device.memory_bytes)
     capacity = budget.device_bytes or usable - device.reserve_bytes
     if capacity > device.memory_bytes:
@@ -250,7 +243,7 @@ def memory_plan(
     budget: Budget,
     spec: ModelSpec,
     device: Device,
-    page_tokens: int,
+    page: PageSize,
     requests: Sequence[Request],
     policy: Any,
 ) -> MemoryPlan:
@@ -258,17 +251,17 @@ def memory_plan(
 
     The CPU stand-in sets aside what its own largest step is measured to allocate.
     """
-    reserve = device.reserve_bytes + graph_bytes(spec, budget.graph_rows, page_tokens)
+    reserve = device.reserve_bytes + graph_bytes(spec, budget.graph_rows, page)
     if not device.is_cpu:
         tokens, jobs = _max_step(budget, requests, policy)
-        given = (device.memory_bytes, budget.fraction, tokens, jobs, reserve, page_tokens)
+        given = (device.memory_bytes, budget.fraction, tokens, jobs, reserve, page)
         return plan_memory(spec, *given)
     return MemoryPlan(
         usable=int(budget.fraction * device.memory_bytes),
         weights=spec.weight_bytes,
-        activation=_workspace_bytes(budget, spec, page_tokens, requests, policy),
+        activation=_workspace_bytes(budget, spec, page.tokens, requests, policy),
         reserve=reserve,
-        page=page_of(spec, page_tokens).nbytes,
+        page=page.nbytes,
     )
 
 

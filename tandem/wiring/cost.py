@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from analysis.yaml_text import yaml_value
+from engine.contract.regions import PageSize
 from models.spec import ModelSpec
 from sim.cost.contract import LaunchCost
 from sim.cost.tables import TableCost
@@ -37,7 +38,7 @@ def about(profile: Path) -> dict[str, Any]:
 COST = "cost.json"
 
 
-def read_cost(folder: Path, spec: ModelSpec, device: Device, page_tokens: int) -> TableCost:
+def read_cost(folder: Path, spec: ModelSpec, device: Device, page: PageSize) -> TableCost:
     """The tables of a profile. ValueError if there are none, or they are of something else."""
     path = folder / COST
     if not path.is_file():
@@ -51,9 +52,9 @@ def read_cost(folder: Path, spec: ModelSpec, device: Device, page_tokens: int) -
             f"profile={folder} was measured with model {cost.model.name}, not {spec.name}; "
             f"run `tandem calibrate model={spec.name}`"
         )
-    if cost.page.tokens != page_tokens:
+    if cost.page.tokens != page.tokens:
         raise ValueError(
-            f"profile={folder} was measured with page_tokens={cost.page.tokens}, not {page_tokens}"
+            f"profile={folder} was measured with page_tokens={cost.page.tokens}, not {page.tokens}"
         )
     measured = about(folder)
     for name, value in device_facts(device).items():

@@ -155,7 +155,7 @@ def machines(
         ServingMachine(
             model,
             run_spec.spec,
-            run_spec.page.tokens,
+            run_spec.page,
             {pool: count for pool, count in pages.items() if pool[1] == number},
             prompts,
             Sampling(how.temperature, how.top_k, how.top_p, run_spec.seed),

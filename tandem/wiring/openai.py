@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from engine.contract.regions import PageSize
 from engine.results.schema import SCHEMA_VERSION, TABLES, write_tables
 from runtime.client.answer import Answer
 from runtime.client.gauges import Gauges
@@ -193,7 +194,7 @@ def _memory_rows(run_spec: RunSpec, gauges: Gauges) -> Iterator[dict[str, Any]]:
     """
     if gauges.kv_usage is None or not gauges.kv_blocks or not gauges.block_tokens:
         return
-    block_bytes = gauges.block_tokens * run_spec.spec.kv_token_bytes
+    block_bytes = PageSize.of(run_spec.spec, gauges.block_tokens).nbytes
     if gauges.kv_blocks * block_bytes > MAX_BYTES:
         return
     held = round(gauges.kv_usage * gauges.kv_blocks)

@@ -91,13 +91,14 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
     if isinstance(policy, RecordedPlans):
         ids = {r.request_id for r in requests} | {t.job.job_id for t in trainees}
         check_jobs(log_path(config), policy.log, ids)
-    cost = cost_of(config, device, spec, page_tokens, group)
+    page = PageSize.of(spec, page_tokens)
+    cost = cost_of(config, device, spec, page, group)
     if requests and config["backend"]["name"] == "sim" and not getattr(cost, "serves", True):
         raise ValueError(
             f"profile={config['profile']} was calibrated with training alone: it has no prices for "
             "what is served; take another, or none (profile=null)"
         )
-    room = _room(config, device, spec, page_tokens, requests, trainees, policy, replicas)
+    room = _room(config, device, spec, page, requests, trainees, policy, replicas)
     quoted = PolicyCost(cost, _nothing)
     planned = laid_out(config, builder, trainees, room.capacity_bytes, quoted, policy)
     places = {**room.layout.places, **planned.places}
@@ -125,7 +126,7 @@ def _room(
     config: Mapping[str, Any],
     device: Device,
     spec: ModelSpec,
-    page_tokens: int,
+    page: PageSize,
     requests: Sequence[Request],
     trainees: Sequence[Trainee],
     policy: Policy,
@@ -145,16 +146,16 @@ def _room(
     if requests and budget.device_bytes is not None:
         raise ValueError("budget.device_bytes is for training alone; take budget.fraction")
     if requests:
-        return room_for(budget, device, spec, page_tokens, requests, policy, replicas)
-    return training_room(budget, device, spec, page_tokens)
+        return room_for(budget, device, spec, page, requests, policy, replicas)
+    return training_room(budget, device, page)
 
 
 def training_space(point: ComposedConfig) -> dict[Pool, int]:
     """The bytes of each tier for training alone."""
     device, _ = _device(point.config, builder_of(point))
     budget, device = _space(point.config, device)
-    page_tokens = _int_from(1, point.config, "page_tokens")
-    return training_room(budget, device, spec_of(point), page_tokens).capacity_bytes
+    page = PageSize.of(spec_of(point), _int_from(1, point.config, "page_tokens"))
+    return training_room(budget, device, page).capacity_bytes
 
 
 def _device(config: Mapping[str, Any], builder: Builder) -> tuple[Device, Group]:
@@ -225,7 +226,7 @@ def cost_of(
     config: Mapping[str, Any],
     device: Device,
     spec: ModelSpec,
-    page_tokens: int,
+    page: PageSize,
     group: Group,
 ) -> LaunchCost:
     """Tables of a profile, calibrated or foreign, if one is named, else the device's roofline."""
@@ -242,7 +243,7 @@ def cost_of(
             raise ValueError(f"pace={pace}: only a profile has a pace; set profile=")
         if config["backend"]["name"] == "sim":  # other backends know no groups, and say so
             check_links(device, group)
-        return Roofline(device, spec, page_tokens, group)
+        return Roofline(device, spec, page.tokens, group)
     may_differ = conform(config.get("profile_may_differ", False), bool, "profile_may_differ")
     cache = Path(str(config["cache"]))
     if (foreign := foreign_cost(path, device, spec, how, may_differ, cache)) is not None:
@@ -251,7 +252,7 @@ def cost_of(
         return foreign
     from tandem.wiring.cost import read_cost
 
-    cost = read_cost(path, spec, device, page_tokens)
+    cost = read_cost(path, spec, device, page)
     return cost if pace == 1 else cost.scaled(pace, "pace")
 
 

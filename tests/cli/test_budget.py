@@ -88,7 +88,8 @@ def test_a_budget_goes_by_the_traits_of_the_memory_policy(traits: Traits, least:
     setting = run_spec_of(composed(["model=micro_llama", "limit=2"]))
     for memory in (Promising(traits), DividedMemory(Promising(traits), PatrickStar())):
         policy = Composed(ChunkedPrefill(), memory)
-        given = (setting.device, setting.spec, 16, [Request(0, 0, 100, TOKENS - 100)], policy)
+        requests = [Request(0, 0, 100, TOKENS - 100)]
+        given = (setting.device, setting.spec, setting.page, requests, policy)
         with pytest.raises(ValueError, match=rf"raise budget\.kv_pages to {least},"):
             room_for(Budget(kv_pages=least - 1), *given)
         assert room_for(Budget(kv_pages=least), *given)
@@ -131,7 +132,7 @@ def test_a_run_on_a_gpu_has_the_kv_that_vllm_found_room_for() -> None:
 def test_the_plan_of_a_gpu_is_the_memory_model() -> None:
     setting = gpu("policy=vllm_v1", "budget.graph_rows=0")
     card = setting.device
-    given = (card.memory_bytes, 0.9, 2048, 256, card.reserve_bytes)
+    given = (card.memory_bytes, 0.9, 2048, 256, card.reserve_bytes, setting.page)
     assert setting.room.memory == plan_memory(setting.spec, *given)
     assert pages(setting) == setting.room.memory.pages
 
@@ -163,7 +164,7 @@ def test_memory_for_a_step_goes_by_what_a_scheduling_tells(device: str) -> None:
 
     def activation(traits: Traits) -> int:
         policy = Composed(Own(traits=traits), PagedRestart())
-        return memory_plan(Budget(), spec, card, 16, requests, policy).activation
+        return memory_plan(Budget(), spec, card, found.page, requests, policy).activation
 
     told = activation(Traits(step_tokens=512, max_jobs=256))
     assert told == found.room.memory.activation, "as of our own"
@@ -184,7 +185,7 @@ def test_a_scheduling_that_tells_no_bound_is_told_so_where_memory_is_short() -> 
     ):
         policy = Composed(Own(traits=traits), PagedRestart())
         with pytest.raises(ValueError, match=re.escape(helps)):
-            room_for(Budget(), short, found.spec, 16, list(found.requests), policy)
+            room_for(Budget(), short, found.spec, found.page, list(found.requests), policy)
 
 
 def test_what_memory_is_for_is_told(tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def test_kv_of_a_given_size_must_fit_beside_all_else() -> None:
     assert pages(gpu(f"budget.kv_pages={most}")) == most > pages(gpu()), "all of it, not 90 %"
     with pytest.raises(ValueError, match="MiB short"):
         gpu(f"budget.kv_pages={most + 1}")
-    page_bytes = 16 * gpu().spec.kv_token_bytes
+    page_bytes = gpu().page.nbytes
     with pytest.raises(ValueError, match=rf"budget\.kv_bytes; at most {most * page_bytes} fit"):
         gpu(f"budget.kv_bytes={(most + 1) * page_bytes}")
 
@@ -226,7 +227,7 @@ def test_the_steps_of_a_plan_log_are_not_judged_again() -> None:
     setting = run_spec_of(composed(["model=micro_llama", "limit=2"]))
     many = [Request(i, 0, 1000, 10) for i in range(200)]
     budget = Budget(kv_pages=100, may_refuse=True)
-    given = (setting.device, setting.spec, 16, many)
+    given = (setting.device, setting.spec, setting.page, many)
     assert room_for(budget, *given, RecordedPlans(())).page.tokens == 16
     whole = run_spec_of(composed(["model=micro_llama", "limit=2", "policy=static_restart"])).policy
     unlimited = replace(whole, scheduling=replace(whole.scheduling, max_jobs=200))

@@ -95,7 +95,7 @@ def test_copies_are_held_out_in_both_directions_and_at_once_between_the_grids_si
 def test_a_profile_holds_two_tables_and_says_what_it_measured(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     box, env = (
-        ServingMachine(build_model(MICRO), MICRO, 16, {GPU: 60, HOST: 8}, {}),
+        ServingMachine(build_model(MICRO), MICRO, PageSize.of(MICRO, 16), {GPU: 60, HOST: 8}, {}),
         VirtualClock(),
     )
     links = {name: Link(500e6, 20_000) for name in ("gpu->host", "host->gpu")}
@@ -111,7 +111,7 @@ def test_a_profile_holds_two_tables_and_says_what_it_measured(tmp_path: Path) ->
     steps, judged = (pq.read_table(folder / f"{n}.parquet") for n in ("steps", "holdout"))
     assert steps.schema.remove_metadata() == judged.schema.remove_metadata() == STEPS
     limits = ShapeLimits(MICRO.max_positions, 60, 8)
-    page = PageSize(16, 16 * MICRO.kv_token_bytes)
+    page = PageSize.of(MICRO, 16)
     for table, shapes in ((steps, grid(limits, page)), (judged, holdout(limits, page, 0, 6))):
         kept = sum(repeats(shape) - 1 for shape in shapes)
         assert len(set(table["step"].to_pylist())) == kept > 0
@@ -135,7 +135,7 @@ def test_two_copies_of_one_plan_run_side_by_side(tmp_path: Path) -> None:
 
     torch.set_num_threads(1)
     box, env = (
-        ServingMachine(build_model(MICRO), MICRO, 16, {GPU: 60, HOST: 8}, {}),
+        ServingMachine(build_model(MICRO), MICRO, PageSize.of(MICRO, 16), {GPU: 60, HOST: 8}, {}),
         VirtualClock(),
     )
     links = {name: Link(1e6) for name in ("gpu->host", "host->gpu")}

@@ -117,16 +117,16 @@ def test_a_profile_of_something_else_is_refused_in_one_line(tmp_path: Path) -> N
     TableCost(tables, TINY, PAGE, "by hand").save(tmp_path / COST)
     (tmp_path / "profile.json").write_text(json.dumps(device_facts(cpu)))
     seal(tmp_path, "profile.json")
-    assert read_cost(tmp_path, TINY, cpu, PAGE.tokens).tables
+    assert read_cost(tmp_path, TINY, cpu, PAGE).tables
     other = replace(TINY, name="other", hidden_size=128)
-    for spec, device, page_tokens, words in (
-        (other, cpu, PAGE.tokens, "model"),
-        (TINY, cpu, 2 * PAGE.tokens, "page_tokens"),
-        (TINY, replace(cpu, name="h200"), PAGE.tokens, "device cpu, not h200"),
-        (TINY, replace(cpu, to_host_bytes_per_s=1e6), PAGE.tokens, "to_host_bytes_per_s"),
+    for spec, device, page, words in (
+        (other, cpu, PAGE, "model"),
+        (TINY, cpu, PageSize.of(TINY, 2 * PAGE.tokens), "page_tokens"),
+        (TINY, replace(cpu, name="h200"), PAGE, "device cpu, not h200"),
+        (TINY, replace(cpu, to_host_bytes_per_s=1e6), PAGE, "to_host_bytes_per_s"),
     ):
         with pytest.raises(ValueError, match=words):
-            read_cost(tmp_path, spec, device, page_tokens)
+            read_cost(tmp_path, spec, device, page)
 
 
 def test_a_calibration_ends_with_what_it_made_and_how_long_it_took(

@@ -216,9 +216,7 @@ def profiled(folder: Path, longest: int = 4000) -> Path:
     names = dict.fromkeys((LINEAR, HEAD, FIRST, DECODE, HOST, "gpu->host", "host->gpu"), line)
     spec = run_spec_of(composed(SMALL)).spec
     folder.mkdir()
-    cost = TableCost(
-        {**names, PREFILL_SLICE: grid}, spec, PageSize(16, 16 * spec.kv_token_bytes), "a test"
-    )
+    cost = TableCost({**names, PREFILL_SLICE: grid}, spec, PageSize.of(spec, 16), "a test")
     cost.save(folder / "cost.json")
     return folder
 

@@ -39,7 +39,9 @@ def machine(page_tokens: int, gpu_pages: int, seed: int = 0, model: Any = None) 
     requests = toy_requests(seed)
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
     pages = {GPU: gpu_pages, HOST: 4 * gpu_pages}
-    return ServingMachine(model or shared_model(TINY), TINY, page_tokens, pages, prompts)
+    return ServingMachine(
+        model or shared_model(TINY), TINY, PageSize.of(TINY, page_tokens), pages, prompts
+    )
 
 
 @contextmanager
@@ -69,7 +71,7 @@ def replay_with(
     every: int = 0,
     seed: int = 0,
 ) -> Recorder:
-    page = PageSize(box.arenas[GPU].page_tokens, box.arenas[GPU].page_nbytes)
+    page = box.arenas[GPU].page
     weights = {GPU: box.decoder.model.parameters()}
     meter = CpuMeter(weights, {pool: arena.pages for pool, arena in box.arenas.items()})
     capacity = {pool: arena.num_pages * page.nbytes for pool, arena in box.arenas.items()}
@@ -134,7 +136,7 @@ def test_storages_of_weights_and_arenas_are_what_the_pools_were_given(small_heap
     box = machine(page_tokens=16, gpu_pages=16, model=own_model(TINY))
     weights = {GPU: box.decoder.model.parameters()}
     meter = CpuMeter(weights, {pool: arena.pages for pool, arena in box.arenas.items()})
-    page_bytes = 16 * TINY.kv_token_bytes
+    page_bytes = box.arenas[GPU].page_nbytes
     assert storage_bytes(box.decoder.model.parameters()) == TINY.weight_bytes
     for pool, count in ((GPU, 16), (HOST, 64)):
         assert storage_bytes([box.arenas[pool].pages]) == count * page_bytes

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.contract.policy import Policy
-from engine.contract.regions import Pool
+from engine.contract.regions import PageSize, Pool
 from engine.laws.check_replay import check_capacity, check_inputs, check_lanes
 from engine.loop.engine import Engine
 from engine.loop.state import VirtualClock
@@ -37,7 +37,7 @@ from traces.serving.request import Request
 def machine(requests: Sequence[Request], gpu_pages: int = GPU_PAGES) -> ServingMachine:
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
     pages = {GPU: gpu_pages, HOST: 4 * gpu_pages}
-    return ServingMachine(shared_model(SPEC), SPEC, PAGE_TOKENS, pages, prompts)
+    return ServingMachine(shared_model(SPEC), SPEC, PageSize.of(SPEC, PAGE_TOKENS), pages, prompts)
 
 
 def capacity(gpu_pages: int = GPU_PAGES) -> dict[Pool, int]:

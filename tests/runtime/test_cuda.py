@@ -132,7 +132,7 @@ class StandIn:
 
 
 def replay(box: ServingMachine, executor: CudaExecutor, memory: str, meter: Any = None) -> Recorder:
-    page = PageSize(PAGE_TOKENS, PAGE_TOKENS * TINY.kv_token_bytes)
+    page = PageSize.of(TINY, PAGE_TOKENS)
     capacity = {pool: arena.num_pages * page.nbytes for pool, arena in box.arenas.items()}
     policy = Composed(SCHEDULING["chunked_prefill"], MEMORY[memory])
     recorder = Recorder(meter)
@@ -149,7 +149,9 @@ def machine(device: str, **options: Any) -> ServingMachine:
     prompts = {r.request_id: r.prompt_ids or () for r in short_requests(14, TINY.vocab_size)}
     model = own_model(TINY).to(device)  # the CPU's weights, moved
     pools = {GPU: PAGES, HOST: 4 * PAGES}
-    return ServingMachine(model, TINY, PAGE_TOKENS, pools, prompts, device=device, **options)
+    return ServingMachine(
+        model, TINY, PageSize.of(TINY, PAGE_TOKENS), pools, prompts, device=device, **options
+    )
 
 
 @pytest.mark.broad(2)
@@ -357,11 +359,13 @@ def test_the_allocators_bytes_are_weights_arena_and_graphs(options: dict[str, An
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     box = machine("cuda", **options)
     assert (box.graph_bytes[0] > 0) == ("graph_rows" in options)
-    assert box.graph_bytes[0] <= graph_bytes(TINY, options.get("graph_rows", 0), PAGE_TOKENS)
+    assert box.graph_bytes[0] <= graph_bytes(
+        TINY, options.get("graph_rows", 0), PageSize.of(TINY, PAGE_TOKENS)
+    )
     meter = CudaMeter(0, [box.arenas[HOST].pages], graph_bytes=box.graph_bytes[0])
     with CudaExecutor(WallClock(), box) as executor:
         recorder = replay(box, executor, "paged_swap", meter)
-    given = TINY.weight_bytes + PAGES * PAGE_TOKENS * TINY.kv_token_bytes + box.graph_bytes[0]
+    given = TINY.weight_bytes + PAGES * PageSize.of(TINY, PAGE_TOKENS).nbytes + box.graph_bytes[0]
     rows = recorder.tables()["memory"].to_pandas()
     held = rows[(rows["cause"] == "settle") & (rows["tier"] == "gpu")]["measured_bytes"] - before
     extra = held - given - box._ring.untyped_storage().nbytes()

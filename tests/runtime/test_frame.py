@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.contract.executor import Piece
+from engine.contract.regions import PageSize
 from runtime.serving.kv import Arena
 from runtime.serving.packing import RING, Column, Frame, Packer, bucket_for, buckets_of, ring_size
 from runtime.serving.paged import ALIGNED, paged_of, table_of, tiles_of
@@ -21,7 +22,7 @@ BUCKETS = buckets_of(6)
 def packer(sampling: Sampling | None = None) -> Packer:
     """Three jobs whose prompts are known; pages of four tokens."""
     prompts = {i: list(range(10 * i, 10 * i + 9)) for i in (1, 2, 3)}
-    arena = Arena(TINY, page_tokens=4, num_pages=20)
+    arena = Arena(TINY, PageSize.of(TINY, 4), num_pages=20)
     return Packer(arena, prompts, sampling or Sampling(), shared=2, buckets=BUCKETS)
 
 

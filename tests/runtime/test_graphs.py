@@ -14,6 +14,7 @@ import runtime.executors.device
 import runtime.kernels
 import runtime.serving.graphs
 from engine.contract.executor import Piece
+from engine.contract.regions import PageSize
 from models.spec import ModelSpec
 from runtime.kernels import MAX_HEAD_DIM, are_chosen, check_shape
 from runtime.serving.graphs import Capture, DecodeGraphs, direct
@@ -51,7 +52,7 @@ class Counting:
 
 
 def test_a_replay_reads_known_tokens_and_those_in_flight_and_leaves_no_trace_of_padding() -> None:
-    forward, arena = Counting(), Arena(TINY, page_tokens=4, num_pages=9)
+    forward, arena = Counting(), Arena(TINY, PageSize.of(TINY, 4), num_pages=9)
     prompts = {1: [100, 200], 2: [300], 3: [400, 401, 402]}
     packer = Packer(arena, prompts, Sampling(), shared=2, buckets=buckets_of(MOST))
     buckets = buckets_of(MOST)
@@ -74,7 +75,7 @@ def test_a_replay_reads_known_tokens_and_those_in_flight_and_leaves_no_trace_of_
 
 
 def test_buffers_start_as_padding_so_that_a_capture_writes_nothing() -> None:
-    forward, arena = Counting(), Arena(TINY, page_tokens=4, num_pages=9)
+    forward, arena = Counting(), Arena(TINY, PageSize.of(TINY, 4), num_pages=9)
 
     def recorded(step):  # type: ignore[no-untyped-def]
         step()
@@ -188,13 +189,14 @@ def test_graphs_take_their_memory_from_the_kv_in_every_backend() -> None:
             "torch_dtype": "bfloat16",
         }
     )
-    taken = graph_bytes(spec, 64, 16)
+    page = PageSize.of(spec, 16)
+    taken = graph_bytes(spec, 64, page)
     # Logits are the largest moment; a table of 8,192 pages a row; 1,024 splits of four heads.
     logits = 64 * (4096 + 4096 + 128256) * 2 + 2 * 64 * 128 * 2
     assert taken == logits + 64 * (56 + 32768) + 1024 * 4 * 4 * 129 + GRAPH_RESERVE_BYTES
     assert graphed.memory.reserve - plain.memory.reserve == taken
     missing = plain.capacity_bytes[GPU] - graphed.capacity_bytes[GPU]
     assert 0 <= missing - taken + graphed.page.nbytes <= 2 * graphed.page.nbytes
-    assert (plain.graph_rows, graphed.graph_rows) == (0, 64) and graph_bytes(spec, 0, 16) == 0
+    assert (plain.graph_rows, graphed.graph_rows) == (0, 64) and graph_bytes(spec, 0, page) == 0
     with pytest.raises(ValueError, match="graph_rows=-1"):
         room(-1)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from engine.contract.regions import Tier
+from engine.contract.regions import PageSize, Tier
 from models.spec import ModelSpec
 from runtime.measure.meter import CpuMeter, ProcessResidency, page_slack_bytes, process_bytes
 from runtime.serving.kv import Arena
@@ -22,7 +22,7 @@ def tiny(kv_heads: int = 2, head_dim: int = 32) -> ModelSpec:
 
 
 def aligned() -> Arena:
-    arena = Arena(tiny(), page_tokens=16, num_pages=64)
+    arena = Arena(tiny(), PageSize.of(tiny(), 16), num_pages=64)
     assert arena.page_nbytes % mmap.PAGESIZE == 0
     return arena
 
@@ -53,7 +53,7 @@ def test_residency_follows_random_holds_and_releases_to_the_byte() -> None:
 
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(1, 3), (1, 20), (2, 21)])
 def test_unaligned_pages_stay_within_the_stated_slack(kv_heads: int, head_dim: int) -> None:
-    arena = Arena(tiny(kv_heads, head_dim), page_tokens=16, num_pages=50)
+    arena = Arena(tiny(kv_heads, head_dim), PageSize.of(tiny(kv_heads, head_dim), 16), num_pages=50)
     slack = page_slack_bytes(arena.num_pages, arena.page_nbytes)
     assert arena.page_nbytes % mmap.PAGESIZE and slack > 0
     meter, rng, held = CpuMeter({}, {GPU: arena.pages}), random.Random(7), set()

@@ -123,4 +123,6 @@ def test_memory_measured_above_the_ledger_is_kept_pages() -> None:
 
 def keeping_machine(requests: Sequence[Any]) -> ServingMachine:
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
-    return ServingMachine(shared_model(TINY), TINY, 16, {GPU: 14, HOST: 0}, prompts)
+    return ServingMachine(
+        shared_model(TINY), TINY, PageSize.of(TINY, 16), {GPU: 14, HOST: 0}, prompts
+    )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.contract.regions import Tier
+from engine.contract.regions import PageSize, Tier
 from engine.loop.state import VirtualClock
 from models.spec import ModelSpec
 from runtime.executors.clock import WallClock
@@ -25,7 +25,9 @@ MICRO = ModelSpec("micro", "llama", 2, 64, 4, 2, 16, 176, 211, 512, dtype="float
 
 def machine(pages: int = 256) -> ServingMachine:
     torch.set_num_threads(1)
-    return ServingMachine(build_model(MICRO), MICRO, 32, {GPU: pages, HOST: 16}, {})
+    return ServingMachine(
+        build_model(MICRO), MICRO, PageSize.of(MICRO, 32), {GPU: pages, HOST: 16}, {}
+    )
 
 
 def test_probes_are_timed_and_leave_pages_and_transcripts_as_they_were() -> None:

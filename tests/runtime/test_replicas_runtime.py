@@ -14,7 +14,7 @@ import simpy
 import torch
 
 from engine.contract.plan import Compute
-from engine.contract.regions import Pool, Tier
+from engine.contract.regions import PageSize, Pool, Tier
 from engine.laws.check_replay import check_capacity, check_inputs, check_lanes
 from engine.loop.engine import Engine
 from engine.loop.state import VirtualClock
@@ -58,7 +58,7 @@ def replicas(requests: Sequence[Request], gpus: Sequence[str] = ()) -> ReplicaMa
             ServingMachine(
                 copy.deepcopy(model).to(gpus[number]) if gpus else model,
                 SPEC,
-                PAGE_TOKENS,
+                PageSize.of(SPEC, PAGE_TOKENS),
                 {pool: n for pool, n in PAGES.items() if pool[1] == number},
                 prompts,
                 device=gpus[number] if gpus else "cpu",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.contract.executor import Launch, Piece
 from engine.contract.plan import Compute, Slice
-from engine.contract.regions import Tier, Work
+from engine.contract.regions import PageSize, Tier, Work
 from runtime.measure.meter import ProcessResidency
 from runtime.serving.kv import Arena, DeviceOOM, WrongTier, copy_pages, paired_runs, runs
 from runtime.serving.machine import GPU
@@ -27,7 +27,7 @@ def resident_bytes(arena: Arena) -> int:
 
 
 def test_resident_pages_are_the_held_pages() -> None:
-    arena = Arena(WIDE, 16, 50)
+    arena = Arena(WIDE, PageSize.of(WIDE, 16), 50)
     assert resident_bytes(arena) == 0
     arena.hold([3, 4, 5, 20, 49])
     assert resident_bytes(arena) == 5 * arena.page_nbytes
@@ -38,7 +38,7 @@ def test_resident_pages_are_the_held_pages() -> None:
 
 
 def test_holding_changes_no_contents_and_releasing_touches_no_neighbour() -> None:
-    arena = Arena(ODD, 8, 40)  # pages share system pages
+    arena = Arena(ODD, PageSize.of(ODD, 8), 40)  # pages share system pages
     arena.hold(range(40))
     arena.pages[:] = torch.arange(40.0).view(-1, 1, 1, 1, 1, 1)
     arena.hold([7, 8])
@@ -51,7 +51,7 @@ def test_holding_changes_no_contents_and_releasing_touches_no_neighbour() -> Non
 
 def test_an_older_kernel_is_served_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.serving.kv.POPULATE_WRITE", 9999)
-    arena = Arena(WIDE, 16, 8)
+    arena = Arena(WIDE, PageSize.of(WIDE, 16), 8)
     arena.hold([2])
     arena.pages[2] = 5.0
     arena.hold([2, 3])
@@ -61,7 +61,7 @@ def test_an_older_kernel_is_served_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("page", [-1, 5, 500])
 def test_a_page_beyond_the_budget_is_out_of_memory(page: int) -> None:
-    arena = Arena(TINY, 8, 5)
+    arena = Arena(TINY, PageSize.of(TINY, 8), 5)
     for use in (arena.hold, arena.release, arena.check):
         with pytest.raises(DeviceOOM):
             use([0, page])
@@ -75,7 +75,7 @@ def test_a_launch_beyond_the_budget_is_out_of_memory() -> None:
 
 
 def test_compute_cannot_read_the_host_tier() -> None:
-    arena = Arena(TINY, 8, 5, Tier.HOST)
+    arena = Arena(TINY, PageSize.of(TINY, 8), 5, Tier.HOST)
     with pytest.raises(WrongTier):
         arena.layer(0)
     with pytest.raises(WrongTier):
@@ -84,7 +84,7 @@ def test_compute_cannot_read_the_host_tier() -> None:
 
 def test_a_tier_without_budget_has_no_pages() -> None:
     with pytest.raises(DeviceOOM):
-        Arena(TINY, 8, 0).hold([0])
+        Arena(TINY, PageSize.of(TINY, 8), 0).hold([0])
 
 
 def test_training_work_is_refused_in_words() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from engine.contract import regions
 from engine.contract.layout import Mode
-from engine.contract.regions import Kind, Place, Region, Tier
+from engine.contract.regions import Kind, PageSize, Place, Region, Tier
 from runtime.measure.meter import CudaMeter
 from runtime.measure.tracker import StorageTracker
 from runtime.serving.kv import Arena
@@ -194,7 +194,7 @@ def test_an_arena_on_the_host_pins_what_it_needs_and_as_long_as_it_lives(
     """torch's own pinned memory comes in powers of two: 5 GiB took 8."""
     cuda = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
-    arena = Arena(TINY, page_tokens=16, num_pages=5, tier=Tier.HOST, device="cuda")
+    arena = Arena(TINY, PageSize.of(TINY, 16), num_pages=5, tier=Tier.HOST, device="cuda")
     nbytes = 5 * arena.page_nbytes
     assert [*cuda.registered.values()] == [nbytes] == [arena.pages.untyped_storage().nbytes()]
     meter = CudaMeter(0, [arena.pages])

@@ -239,15 +239,18 @@ def test_h200_tables_price_an_8b_model_above_its_floor(shared: Path) -> None:
 
 
 # ---- memory
+PAGE = PageSize.of(LLAMA31_8B, 16)
+
+
 def test_memory_adds_up_and_a_plan_without_a_page_is_refused() -> None:
-    plan = plan_memory(LLAMA31_8B, RTX4090_BYTES, 0.9, 2048, 256, 2**30)
+    plan = plan_memory(LLAMA31_8B, RTX4090_BYTES, 0.9, 2048, 256, 2**30, PAGE)
     assert plan.weights == 16_060_522_496  # 8.03 B parameters in bf16
     assert plan.activation == 256 * 128256 * 14, "sampling outweighs the forward pass here"
     used = plan.weights + plan.activation + plan.reserve + plan.pages * plan.page
     assert 0 <= plan.usable - used < plan.page
-    forward = plan_memory(LLAMA31_8B, RTX4090_BYTES, 0.9, 8192, 1, 2**30)
+    forward = plan_memory(LLAMA31_8B, RTX4090_BYTES, 0.9, 8192, 1, 2**30, PAGE)
     assert forward.activation == LLAMA31_8B.workspace_bytes([8192])
-    small = plan_memory(LLAMA31_8B, 16 * 2**30, 0.9, 2048, 256, 2**30)
+    small = plan_memory(LLAMA31_8B, 16 * 2**30, 0.9, 2048, 256, 2**30, PAGE)
     with pytest.raises(ValueError, match="leave no page"):
         _ = small.pages
 

@@ -17,7 +17,7 @@ from sim.cost.tables import TableCost
 from sim.fit.fit_tables import fit
 
 MODEL = ModelSpec("toy", "llama", 4, 256, 8, 4, 32, 704, 2048, 4096, dtype="float32")
-PAGE = PageSize(16, 16 * MODEL.kv_token_bytes)
+PAGE = PageSize.of(MODEL, 16)
 US = 1000
 Slices = Sequence[tuple[int, int]]
 

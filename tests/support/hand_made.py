@@ -13,7 +13,7 @@ import torch
 from engine.contract.executor import Launch, Piece
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Copy, Slice
-from engine.contract.regions import Tier, kv_place
+from engine.contract.regions import PageSize, Tier, kv_place
 from models.spec import ModelSpec
 from runtime.serving.machine import GPU, ServingMachine
 from runtime.serving.model import build_model
@@ -76,7 +76,14 @@ class HandMade:
             model = shared_model(spec) if device == "cpu" else own_model(spec).to(device)
         pools = {GPU: num_pages, HOST: num_pages}
         self.machine = ServingMachine(
-            model, spec, page_tokens, pools, prompts, sampling, eos_ids, **options
+            model,
+            spec,
+            PageSize.of(spec, page_tokens),
+            pools,
+            prompts,
+            sampling,
+            eos_ids,
+            **options,
         )
         self.page_tokens, self.rubbish = page_tokens, rubbish
         self.jobs = {i: Job(i, 0, len(p), len(p)) for i, p in prompts.items()}

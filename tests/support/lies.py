@@ -40,7 +40,7 @@ from traces.serving.request import Request
 
 BACKENDS = ("sim", "lockstep", "cpu")
 SPEC = replace(FAMILIES["llama"], name="tiny-flat", num_layers=1)
-PAGE = PageSize(PAGE_TOKENS, PAGE_TOKENS * SPEC.kv_token_bytes)
+PAGE = PageSize.of(SPEC, PAGE_TOKENS)
 PAGES = 26
 LINKS = {name: Link(200e6, 20_000) for name in ("gpu->host", "host->gpu")}
 LATE_NS = 1_000_000_000  # when the last request comes: behind the first questions anywhere
@@ -186,7 +186,9 @@ def executor_for(
         return predicted
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
     pages = {GPU: device_pages, HOST: 4 * PAGES}
-    machine = ServingMachine(shared_model(SPEC), SPEC, PAGE_TOKENS, pages, prompts)
+    machine = ServingMachine(
+        shared_model(SPEC), SPEC, PageSize.of(SPEC, PAGE_TOKENS), pages, prompts
+    )
     if backend == "lockstep":
         return LockstepExecutor(machine, predicted)
     return CpuExecutor(env, machine, LINKS)

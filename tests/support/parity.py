@@ -12,7 +12,7 @@ from tests.support.hand_made import FAMILIES
 from tests.support.serving import PAGE_TOKENS
 
 SPEC = replace(FAMILIES["llama"], name="tiny-flat", num_layers=1)  # decisions know no layers
-PAGE = PageSize(PAGE_TOKENS, PAGE_TOKENS * SPEC.kv_token_bytes)
+PAGE = PageSize.of(SPEC, PAGE_TOKENS)
 GPU_PAGES = 26
 LINKS = {name: Link(200e6, 20_000) for name in ("gpu->host", "host->gpu")}
 BACKENDS = ("sim", "lockstep", "cpu", "wall")

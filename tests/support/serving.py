@@ -115,7 +115,9 @@ def serve_with(
     """Replays requests as `serve` does, under any policy."""
     pages = {GPU: gpu_pages, HOST: 4 * gpu_pages}
     prompts = {r.request_id: r.prompt_ids or () for r in requests}
-    machine = ServingMachine(model or shared_model(spec), spec, PAGE_TOKENS, pages, prompts)
+    machine = ServingMachine(
+        model or shared_model(spec), spec, PageSize.of(spec, PAGE_TOKENS), pages, prompts
+    )
     outcomes = replay(policy, machine, pages, requests, depth).outcomes
     assert {o.status for o in outcomes.values()} == {"finished"}
     return Served(
@@ -136,7 +138,7 @@ def replay(
     """One run of the engine on the service clock."""
     env, recorder = VirtualClock(), Recorder()
     arena = machine.arenas[GPU]
-    page = PageSize(arena.page_tokens, arena.page_nbytes)
+    page = arena.page
     capacity = {pool: count * page.nbytes for pool, count in pages.items()}
     executor = CpuExecutor(env, machine)
     engine = Engine(env, policy, executor, capacity, page, depth=depth, recorder=recorder)
