@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -138,7 +139,7 @@ def _text(content: object) -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
-def encode_steps(grows: Iterable[Iterable[Growing]], launches: Iterable[Op]) -> Iterator[str]:
+def encode_steps(grows: Iterable[Iterable[Growing]], launches: Iterable[Compute]) -> Iterator[str]:
     """The text of plans that are growth and one launch each, as `encode` has it.
 
     Args:
@@ -146,16 +147,26 @@ def encode_steps(grows: Iterable[Iterable[Growing]], launches: Iterable[Op]) -> 
         launches: the launch of each plan; one object for launches that are written alike.
     """
     before, tail = None, ""
-    places: dict[Place, str] = {}
+    texts = _Texts()
     for taken, launch in zip(grows, launches, strict=True):
         if launch is not before:
-            before, tail = launch, f'{_text(_encode_op(launch))}],"restart":[],"refuse":[]}}'
-        head = []
-        for op in taken:
-            if (place := places.get(op.place)) is None:
-                place = places[op.place] = _text(_encode_place(op.place))
-            head.append(f'["grow",{place},{op.nbytes},0,0],')
+            before, tail = launch, f'{texts.launch(launch)}],"restart":[],"refuse":[]}}'
+        head = [f'["grow",{texts.place(op.place)},{op.nbytes},0,0],' for op in taken]
         yield f'{{"ops":[{"".join(head)}{tail}'
+
+
+class _Texts:
+    """The text of launches, of which each slice and each place is written once."""
+
+    def __init__(self) -> None:
+        self.place = cache(lambda place: _text(_encode_place(place)))
+        self._slice = cache(lambda piece: _text(_encode_slice(piece)))
+
+    def launch(self, op: Compute) -> str:
+        sides = (op.reads, op.writes, op.after) if op.after else (op.reads, op.writes)
+        parts = [map(self._slice, op.slices), *(map(self.place, side) for side in sides)]
+        lists = ",".join([f"[{','.join(part)}]" for part in parts])
+        return f'["compute",{_text(op.device)},{_text(op.on)},{_text(op.again)},{lists}]'
 
 
 def decode(body: str, jobs: Mapping[int, Job]) -> Plan:
