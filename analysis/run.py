@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pyarrow as pa
 from analysis.yaml_text import yaml_value
 from engine.results.schema import SCHEMA_VERSION, TABLES, read_table, read_text
 
+NOTHING: Mapping[str, Collection[str]] = {}
 STATUS = "status.json"  # has no hash: it changes until the run ends
 
 
@@ -71,19 +72,33 @@ def load(folder: Path | str) -> Run:
     return read_run(folder)
 
 
-def read_run(folder: Path) -> Run:
-    """Reads the folder of a run of any status, also of one that is still being written."""
+def read_run(folder: Path, left_out: Mapping[str, Collection[str]] = NOTHING) -> Run:
+    """Reads the folder of a run of any status, also of one that is still being written.
+
+    Args:
+        folder: the folder.
+        left_out: columns that the tables of the run are to lack, by table.
+
+    Raises:
+        ValueError: in one line, see `load`.
+    """
     return Run(
         folder,
-        **read_tables(folder),
+        **read_tables(folder, left_out),
         provenance=_json(folder / "provenance.json"),
         config=_config(folder / "config.yaml"),
     )
 
 
-def read_tables(folder: Path) -> dict[str, pd.DataFrame]:
+def read_tables(
+    folder: Path, left_out: Mapping[str, Collection[str]] = NOTHING
+) -> dict[str, pd.DataFrame]:
     """The tables of a folder, checked against the schema, whatever the run's status."""
-    return {name: _table(folder, name, schema) for name, schema in TABLES.items()}
+    tables = {}
+    for name, schema in TABLES.items():
+        fields = [field for field in schema if field.name not in left_out.get(name, ())]
+        tables[name] = _table(folder, name, pa.schema(fields))
+    return tables
 
 
 def _check_finished(folder: Path) -> None:
@@ -124,7 +139,7 @@ def _table(folder: Path, name: str, schema: pa.Schema) -> pd.DataFrame:
     path = folder / f"{name}.parquet"
     if not path.is_file():
         raise ValueError(f"{folder} has no {path.name}: the run is incomplete, run it again")
-    table = read_table(path)
+    table = read_table(path, schema.names)
     version = (table.schema.metadata or {}).get(b"schema_version", b"").decode()
     if version and version != str(SCHEMA_VERSION):
         raise ValueError(

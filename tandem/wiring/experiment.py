@@ -219,10 +219,17 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     seal(folder, "config.yaml")
 
 
+LARGE = {  # columns that no metric is made of, and that hold most of what a run has written
+    "requests": ("output_ids",),
+    "steps": ("tokens", "contexts"),
+    "plans": ("returned", "body"),
+}
+
+
 def _write_metrics(folder: Path, limits: Mapping[str, Any]) -> dict[str, Any]:
     from analysis.metrics import summary
     from analysis.run import read_run
 
-    metrics = dict(summary(read_run(folder), limits or None))
+    metrics = dict(summary(read_run(folder, LARGE), limits or None))
     write_json(folder / "metrics.json", metrics)
     return metrics
