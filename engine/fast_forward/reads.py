@@ -2,14 +2,14 @@
 
 A scheduling is a pure function of its view. A standing plan moves the jobs of its launch, memory
 and time, and nothing else. A batch that is made without reading any of these would be made again,
-until a job arrives, ends or is admitted. State of the scheduling that changes counts as read.
+until a job arrives, ends or is admitted. A scheduling whose own state changes is asked again. That
+state is compared only where all that was read lets the plan stand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from io import BytesIO
 from pickle import Pickler
 from types import FunctionType, ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ from engine.contract.rules import ReadOnlyList
 from engine.contract.view import Cost, KeptPages, Profile, View
 
 STEADY_IN_DECODE = frozenset(("remaining_tokens", "is_prefilling"))
+MOST_STATE_BYTES = 1 << 16  # to compare more takes longer than the questions that it spares
 
 
 def can_be_seen() -> bool:
@@ -36,12 +37,16 @@ class SeenReads:
         self._of_view = False  # something was read that moves with any step
         self._of_jobs: set[tuple[int, str]] = set()
         self._jobs: dict[int, SeenJob] = {}
-        self._states: dict[int, bytes | None] = {}  # of schedulings, behind their last batches
+        self._asked: dict[int, object] = {}  # schedulings of this question, by identity
+        self._states: dict[int, bytes | None] = {}  # theirs behind the whole answer, where taken
+        self._before: dict[int, bytes | None] = {}  # those behind the answer before
 
     def begin(self, jobs: Iterable[int]) -> None:
         """A question begins, while these jobs have not left."""
         self._is_shown = self._of_view = False
         self._of_jobs.clear()
+        self._asked.clear()
+        self._states, self._before = {}, self._states
         for job_id in self._jobs.keys() - set(jobs):
             del self._jobs[job_id]
 
@@ -52,28 +57,39 @@ class SeenReads:
 
     def slices(self, batch: Sequence[Any], scheduling: object) -> tuple[Slice, ...]:
         """See Reads. What is no slice stays what it is, for the checks."""
-        state = state_of(scheduling)
-        if state is None or state != self._states.get(id(scheduling)):
-            self._of_view = True
-        self._states[id(scheduling)] = state
+        self._asked[id(scheduling)] = scheduling
         return tuple([self._real(piece) for piece in batch])
 
     def hold(self, plan: Plan, waiting: Sequence[Job]) -> bool:
-        """Whether steps of the plan leave all facts that were read as they are.
+        """Whether steps of the plan leave all facts that were read as they are, and no state moves.
 
-        A plan that admits a waiting job changes the lists of the view.
+        A plan that admits a waiting job changes the lists of the view. A state is taken also where
+        it is prompts or an admission alone that move, so that the next answer can be compared.
         """
         if self._of_view or not self._is_shown:
             return False
         launches = [op for op in plan.ops if isinstance(op, Compute)]
         moved = {piece.job.job_id: piece.job for op in launches for piece in op.slices}
-        if not moved.keys().isdisjoint([job.job_id for job in waiting]):
-            return False
+        stand_still = moved.keys().isdisjoint([job.job_id for job in waiting])
         for job_id, name in self._of_jobs:
-            job = moved.get(job_id)
-            if job is not None and (job.is_prefilling or name not in STEADY_IN_DECODE):
+            if (job := moved.get(job_id)) is None:
+                continue
+            if name not in STEADY_IN_DECODE:
                 return False
-        return True
+            stand_still = stand_still and not job.is_prefilling
+        return self._keep_their_states() and stand_still
+
+    def _keep_their_states(self) -> bool:
+        """Whether each scheduling holds what it held behind the answer before.
+
+        A state that could not be compared then is not tried again.
+        """
+        keep = True
+        for number, scheduling in self._asked.items():
+            before = self._before.get(number, b"")  # no state is empty
+            now = self._states[number] = None if before is None else state_of(scheduling)
+            keep = keep and now is not None and now == before
+        return keep
 
     def read(self) -> None:
         """A fact was read that moves with any step."""
@@ -96,23 +112,47 @@ class SeenReads:
         return piece.real if isinstance(piece, SeenJob) else piece
 
 
-class StatePickler(Pickler):
-    """Writes what an object holds; classes, modules and functions without a closure by identity."""
+class TooMuchState(Exception):
+    """An object holds more than MOST_STATE_BYTES."""
 
-    def persistent_id(self, value: Any) -> int | None:
+
+class StateBytes(bytearray):
+    """A file of MOST_STATE_BYTES at most."""
+
+    def write(self, data: bytes) -> None:
+        """See Pickler.
+
+        Raises:
+            TooMuchState: the file would become too long.
+        """
+        if len(self) + len(data) > MOST_STATE_BYTES:
+            raise TooMuchState
+        self += data
+
+
+class StatePickler(Pickler):
+    """Writes what an object holds.
+
+    Classes, modules and functions without a closure are written by identity, and a SeenJob by its
+    number: its reads are noted, and it is one object for its life.
+    """
+
+    def persistent_id(self, value: Any) -> int | str | None:
         """See Pickler."""
+        if isinstance(value, SeenJob):
+            return f"job {value.job_id}"
         is_plain = isinstance(value, FunctionType) and value.__closure__ is None
         return id(value) if is_plain or isinstance(value, type | ModuleType) else None
 
 
 def state_of(scheduling: object) -> bytes | None:
-    """What a scheduling holds, for comparison; None where it holds what cannot be compared."""
-    written = BytesIO()
+    """What a scheduling holds, for comparison; None where it is too much or cannot be compared."""
+    written = StateBytes()
     try:
         StatePickler(written).dump(scheduling)
     except Exception:  # what a user's object raises
         return None
-    return written.getvalue()
+    return bytes(written)
 
 
 class SeenJob(Job):

@@ -9,9 +9,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +29,6 @@ from engine.fast_forward.reads import (
     SeenReads,
     SeenView,
     can_be_seen,
-    state_of,
 )
 from engine.laws.check_policy import check_policy
 from engine.loop.engine import Engine, Stalled
@@ -41,7 +39,7 @@ from policies.kv.paged_restart import PagedRestart
 from policies.kv.paged_swap import PagedSwap
 from tests.support.jumps import Shaped, check_equal, simulated
 from tests.support.prefixes import alike_or_not
-from tests.support.schedulings import Counts, Drawn, Draws, going_by, remembering, schedulings
+from tests.support.schedulings import Drawn, going_by, remembering, schedulings
 from tests.support.strategies import room, traces
 from traces.serving.request import Request
 
@@ -306,63 +304,7 @@ def test_a_read_that_is_not_noted_is_caught(name: str, monkeypatch: pytest.Monke
         whole()
 
 
-# ---- what a policy is asked that remembers, admits, or looks past the view that notes
-@seen
-def test_state_that_moves_is_seen_and_state_that_stays_is_not_read_again() -> None:
-    table = {"a": [1, 2], "b": {3}}
-    held = [Counts(trees(1, 0, 0), trees(1, 0, 0), 2), Draws(trees(1, 0, 0), trees(1, 0, 0), 2)]
-    held += [SimpleNamespace(table=table, sort=sorted, order=int, job=Job(0, 0, 5))]
-    empty = SimpleNamespace(serving=[], waiting=[])
-    assert [state_of(one) for one in held] == [state_of(one) for one in deepcopy(held)]
-    before = [state_of(one) for one in held]
-    for one in held[:2]:
-        one.batch(empty)
-    table["b"].add(4)  # type: ignore[attr-defined]
-    assert all(now != then for now, then in zip(map(state_of, held), before, strict=True))
-    assert None not in before
-    assert state_of(SimpleNamespace(rows=(n for n in range(3)))) is None  # cannot be compared
-
-
-@dataclass
-class Aging:
-    """Counts in `self` the questions that each job has seen, and lets the oldest in first."""
-
-    seen: dict[int, int] = field(default_factory=dict)
-
-    def batch(self, view: View) -> tuple[Slice, ...]:
-        for job in view.serving:
-            self.seen[job.job_id] = self.seen.get(job.job_id, 0) + 1
-        oldest = sorted(view.serving, key=lambda job: -self.seen[job.job_id] % 5)
-        jobs = [*oldest, *view.waiting[: 4 - len(view.serving)]]
-        return tuple(Slice(job, job.remaining_tokens) for job in jobs)
-
-
-@dataclass
-class Remembers:
-    """Keeps in `self` what it has found of each job: nothing moves once it knows them."""
-
-    rank: dict[int, int] = field(default_factory=dict)
-
-    def batch(self, view: View) -> tuple[Slice, ...]:
-        jobs = [*view.serving, *view.waiting]
-        for job in jobs:
-            self.rank.setdefault(job.job_id, job.prompt_tokens)
-        jobs.sort(key=lambda job: self.rank[job.job_id])
-        return tuple(Slice(job, job.remaining_tokens) for job in jobs)
-
-
-@seen
-@pytest.mark.parametrize(("scheduling", "is_spared"), [(Aging(), False), (Remembers(), True)])
-def test_a_policy_that_keeps_state_is_asked_while_that_moves(
-    scheduling: Scheduling, is_spared: bool
-) -> None:
-    requests = [Request(i, 0, 20 + i, 60) for i in range(6)]
-    given = {"pages": 400, "host_pages": 0, "depth": 1, "host_ns": 0}
-    fast, slow = check(scheduling, "paged_restart", requests=requests, **given)
-    assert isinstance(fast, Engine) and isinstance(slow, Engine)
-    assert (fast.asked < 0.5 * slow.asked) if is_spared else (fast.asked == slow.asked)
-
-
+# ---- what a policy is asked that admits, or looks past the view that notes
 @dataclass(frozen=True)
 class ByTheQueue:
     """A token of a prompt while it waits, three of it in service: it reads no fact of a job."""
