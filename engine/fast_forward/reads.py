@@ -37,18 +37,21 @@ class SeenReads:
         self._of_view = False  # something was read that moves with any step
         self._of_jobs: set[tuple[int, str]] = set()
         self._jobs: dict[int, SeenJob] = {}
+        self._ops: dict[Op, Op] = {}  # operations in flight, as they are shown
         self._asked: dict[int, object] = {}  # schedulings of this question, by identity
         self._states: dict[int, bytes | None] = {}  # theirs behind the whole answer, where taken
         self._before: dict[int, bytes | None] = {}  # those behind the answer before
 
-    def begin(self, jobs: Iterable[int]) -> None:
-        """A question begins, while these jobs have not left."""
+    def begin(self, jobs: Iterable[int], in_flight: Iterable[Op]) -> None:
+        """A question begins, while these jobs have not left and these operations have not ended."""
         self._is_shown = self._of_view = False
         self._of_jobs.clear()
         self._asked.clear()
         self._states, self._before = {}, self._states
-        for job_id in self._jobs.keys() - set(jobs):
-            del self._jobs[job_id]
+        if gone := self._jobs.keys() - set(jobs):
+            launches = [op for op in in_flight if isinstance(op, Compute)]
+            for job_id in gone - {piece.job.job_id for op in launches for piece in op.slices}:
+                del self._jobs[job_id]
 
     def shown(self, view: View) -> View:
         """See Reads."""
@@ -105,6 +108,21 @@ class SeenReads:
         if seen is None or seen.real is not job:
             seen = self._jobs[job.job_id] = SeenJob(job, self)
         return seen
+
+    def jobs(self, jobs: Sequence[Job]) -> Sequence[SeenJob]:
+        """A list of the view as a scheduling is shown it."""
+        return ReadOnlyList(map(self.job, jobs))
+
+    def ops(self, in_flight: Sequence[Op]) -> tuple[Op, ...]:
+        """Operations in flight with SeenJobs in their slices: one object each while in flight."""
+        before = self._ops
+        self._ops = {op: before.get(op) or self._op(op) for op in in_flight}
+        return tuple(self._ops.values())
+
+    def _op(self, op: Op) -> Op:
+        if not isinstance(op, Compute):
+            return op
+        return op.again_as(tuple([s._replace(job=self.job(s.job)) for s in op.slices]))
 
     def _real(self, piece: Any) -> Any:
         if isinstance(piece, Slice) and isinstance(piece.job, SeenJob):
@@ -207,15 +225,19 @@ class SeenJob(Job):
         """The job's own is read: none is kept here."""
 
 
-def _noted(name: str) -> Any:
-    """A property for a field of View that notes that it is read."""
+def _as_it_is(reads: SeenReads, value: Any) -> Any:
+    return value
+
+
+def _noted(name: str, shown: Callable[[SeenReads, Any], Any] = _as_it_is) -> Any:
+    """A property for a field of View that notes that it is read; `shown` is what it answers."""
     stored = vars(View)[name]
 
     def read(view: SeenView) -> Any:
         reads = view.reads
         assert isinstance(reads, SeenReads)
         reads.read()
-        return stored.__get__(view)
+        return shown(reads, stored.__get__(view))
 
     return property(read)
 
@@ -227,13 +249,13 @@ class SeenView(View):
     if can_be_seen():
         now_ns: int = _noted("now_ns")
         issued: int = _noted("issued")
-        training: Sequence[Job] = _noted("training")
+        training: Sequence[Job] = _noted("training", SeenReads.jobs)
         free_bytes: Mapping[Pool, int] = _noted("free_bytes")
         coming_bytes: Mapping[Pool, int] = _noted("coming_bytes")
         held_bytes: Mapping[Place, int] = _noted("held_bytes")
         written: Mapping[Place, int] = _noted("written")
         used: Mapping[Place, int] = _noted("used")
-        in_flight: Sequence[Op] = _noted("in_flight")
+        in_flight: Sequence[Op] = _noted("in_flight", SeenReads.ops)
         profile: Profile = _noted("profile")
         cost: Cost | None = _noted("cost")
         kept_pages: Callable[[], KeptPages] | None = _noted("kept_pages")
@@ -242,7 +264,6 @@ class SeenView(View):
     def of(cls, view: View, reads: SeenReads) -> SeenView:
         """What a view shows, with jobs that note their reads and no decodes known beforehand."""
         values = {field.name: getattr(view, field.name) for field in fields(View)}
-        values["serving"] = ReadOnlyList(map(reads.job, view.serving))
-        values["waiting"] = ReadOnlyList(map(reads.job, view.waiting))
+        values["serving"], values["waiting"] = reads.jobs(view.serving), reads.jobs(view.waiting)
         values["running"] = None
         return cls(**values)

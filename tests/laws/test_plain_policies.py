@@ -235,6 +235,11 @@ def forgets_of_jobs(field: str) -> Fault:
     return lambda patch: patch.setattr(SeenJob, field, own)
 
 
+def shows_the_engines_jobs_in_flight(patch: pytest.MonkeyPatch) -> None:
+    """Operations in flight have other job objects than those in service."""
+    patch.setattr(SeenView, "in_flight", reads._noted("in_flight"))
+
+
 def forgets_prompts(patch: pytest.MonkeyPatch) -> None:
     """A prompt under way is taken to stand still, too."""
     hold = SeenReads.hold
@@ -270,6 +275,7 @@ FAULTS: dict[str, tuple[Fault, list[str]]] = {  # and the facts by which schedul
     "written": (forgets("written"), ["written"]),
     "used": (forgets("used"), ["used"]),
     "in_flight": (forgets("in_flight"), ["num_in_flight"]),
+    "jobs in flight": (shows_the_engines_jobs_in_flight, ["slices_in_flight"]),
     "known_tokens": (forgets_of_jobs("known_tokens"), ["known_tokens", "most_known_tokens"]),
     "computed_tokens": (forgets_of_jobs("computed_tokens"), ["computed_tokens"]),
     "other jobs": (forgets_of_jobs("known_tokens"), ["other_known_tokens"]),

@@ -1,4 +1,4 @@
-"""The state that a scheduling without promises keeps."""
+"""The objects that a scheduling without promises is shown, and the state that it keeps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from engine.contract.job import Job
-from engine.contract.plan import Plan, Slice
+from engine.contract.plan import Compute, Copy, Plan, Slice
 from engine.contract.policy import PlanBuilder, Scheduling, Traits
-from engine.contract.regions import Tier
+from engine.contract.regions import Tier, kv_place
 from engine.contract.view import View
 from engine.fast_forward import reads
 from engine.fast_forward.reads import MOST_STATE_BYTES, SeenReads, state_of
+from engine.laws.check_policy import check_policy
 from engine.loop.engine import Engine
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
@@ -27,6 +28,50 @@ from tests.support.schedulings import Counts, Draws
 from traces.serving.request import Request
 
 GIVEN: dict[str, Any] = {"pages": 400, "host_pages": 0, "depth": 1, "host_ns": 0}
+
+
+# ---- objects
+@dataclass(frozen=True)
+class NotInFlight:
+    """Serves the first three jobs that are not in flight."""
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        launches = [op for op in view.in_flight if isinstance(op, Compute)]
+        busy = [piece.job for op in launches for piece in op.slices]
+        jobs = [job for job in (*view.serving, *view.waiting) if job not in busy]
+        return tuple(Slice(job, job.remaining_tokens) for job in jobs[:3])
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_policy_finds_its_own_jobs_in_flight(depth: int) -> None:
+    requests = [Request(i, 0, 20 + i, 30) for i in range(6)]
+    check(NotInFlight(), "paged_restart", requests=requests, **GIVEN | {"depth": depth})
+    assert check_policy(Composed(NotInFlight(), PagedRestart()))
+
+
+@seen
+def test_a_job_is_one_object_wherever_a_view_shows_it() -> None:
+    served, trained = states.job(0, 8), states.job(1, 8)
+    op, moved = Compute((Slice(served, 4), Slice(trained, 4))), Copy(kv_place(0), kv_place(0))
+    engines = replace(states.view([served], []), training=[trained], in_flight=(op, moved))
+    seen_reads = SeenReads()
+
+    def asked() -> tuple[View, bool]:
+        seen_reads.begin({}, engines.in_flight)  # also of jobs that have left
+        shown = seen_reads.shown(replace(engines, reads=seen_reads))
+        seen_reads.slices((), served)
+        return shown, seen_reads.hold(Plan(), ())
+
+    first, _ = asked()
+    again, holds = asked()
+    assert holds, "nothing is read yet"
+    for shown in (first, again):
+        launch, copied = shown.in_flight
+        assert isinstance(launch, Compute)
+        own = [piece.job for piece in launch.slices]
+        assert own == [*shown.serving, *shown.training] == [*again.serving, *again.training]
+        assert launch is again.in_flight[0] and copied is moved
+        assert served not in own and not seen_reads.hold(Plan(), ())
 
 
 # ---- state
@@ -158,7 +203,7 @@ def test_a_state_is_compared_behind_the_whole_answer() -> None:
     scheduling, seen_reads = SimpleNamespace(is_tight=False), SeenReads()
 
     def holds(change: Callable[[], None] = lambda: None) -> bool:
-        seen_reads.begin({})
+        seen_reads.begin({}, ())
         seen_reads.shown(replace(states.view([], []), reads=seen_reads))
         seen_reads.slices((), scheduling)
         change()
@@ -166,7 +211,7 @@ def test_a_state_is_compared_behind_the_whole_answer() -> None:
 
     assert [holds(), holds(), holds(lambda: setattr(scheduling, "is_tight", True))] == [0, 1, 0]
     assert holds()
-    seen_reads.begin({})  # a question whose answer was not carried out
+    seen_reads.begin({}, ())  # a question whose answer was not carried out
     assert [holds(), holds()] == [0, 1]
 
 
