@@ -14,7 +14,7 @@ from pickle import Pickler
 from types import FunctionType, ModuleType
 from typing import Any
 
-from engine.contract.job import Job
+from engine.contract.job import ALONE, Job
 from engine.contract.plan import Compute, Op, Plan, Slice
 from engine.contract.regions import Place, Pool
 from engine.contract.rules import ReadOnlyList
@@ -194,6 +194,14 @@ class SeenJob(Job):
         object.__setattr__(self, "device", job.device)
         object.__setattr__(self, "real", job)
         object.__setattr__(self, "_reads", reads)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is a Job with the facts of now: the engine refuses it like any copy of a job."""
+        self._reads.read()
+        real: Any = self.real
+        _, _, (_, facts), *rest = real.__reduce_ex__(protocol)
+        now = {"_known": real.known_tokens, "_computed": real.computed_tokens, "_clock": ALONE}
+        return Job.__new__, (Job,), (None, facts | now), *rest
 
     @property
     def known_tokens(self) -> int:

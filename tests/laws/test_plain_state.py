@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
+from pickle import dumps, loads
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from engine.contract.job import Job
 from engine.contract.plan import Compute, Copy, Plan, Slice
 from engine.contract.policy import PlanBuilder, Scheduling, Traits
 from engine.contract.regions import Tier, kv_place
+from engine.contract.rules import ContractError, Rule
 from engine.contract.view import View
 from engine.fast_forward import reads
 from engine.fast_forward.reads import MOST_STATE_BYTES, SeenReads, state_of
@@ -72,6 +74,55 @@ def test_a_job_is_one_object_wherever_a_view_shows_it() -> None:
         assert own == [*shown.serving, *shown.training] == [*again.serving, *again.training]
         assert launch is again.in_flight[0] and copied is moved
         assert served not in own and not seen_reads.hold(Plan(), ())
+
+
+COPIES: dict[str, Callable[[Job], Job]] = {
+    "copy": copy,
+    "deepcopy": deepcopy,
+    "pickle": lambda job: loads(dumps(job)),  # type: ignore[no-any-return]
+}
+
+
+@dataclass(frozen=True)
+class ServesCopies:
+    """Slices of copies of jobs."""
+
+    copied: Callable[[Job], Job]
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        return tuple(Slice(self.copied(job), job.remaining_tokens) for job in view.waiting)
+
+
+@dataclass(frozen=True)
+class ReadsCopies:
+    """Reverses the jobs by what copies of them know."""
+
+    copied: Callable[[Job], Job]
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        jobs = [*view.serving, *view.waiting]
+        if any(self.copied(job).known_tokens % 8 < 4 for job in jobs):
+            jobs.reverse()
+        return tuple(Slice(job, job.remaining_tokens) for job in jobs)
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_slice_of_a_copied_job_is_refused_also_where_reads_are_noted(name: str) -> None:
+    policy, told = Composed(ServesCopies(COPIES[name]), PagedRestart()), []
+    for fast in (True, False):
+        with pytest.raises(ContractError) as caught:
+            run(policy, [Request(0, 0, 20, 10)], fast, **GIVEN)
+        assert caught.value.rule is Rule.JOB
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_of_a_job_counts_as_a_read_of_it(name: str) -> None:
+    requests = [Request(i, 0, 20 + i, 30) for i in range(3)]
+    fast, slow = check(ReadsCopies(COPIES[name]), "paged_restart", requests=requests, **GIVEN)
+    assert isinstance(fast, Engine) and isinstance(slow, Engine)
+    assert fast.asked == slow.asked
 
 
 # ---- state
