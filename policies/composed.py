@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from enum import Enum
 from inspect import signature
+from types import FunctionType, NoneType
 from typing import Any
 
 from engine.contract.job import Job
@@ -15,6 +17,7 @@ from engine.contract.rules import ContractError, Rule, defined_at
 from engine.contract.view import View
 from engine.memory.dry_run import DryRunPlanBuilder
 
+STILL = (int, float, str, bytes, tuple, frozenset, Enum, type, FunctionType, NoneType)
 MAKERS = ("serving", "trains")  # of jobs; all other public names of Job are facts of a job
 
 
@@ -35,8 +38,11 @@ class Composed:
 
     @property
     def notes_reads(self) -> bool:
-        """The scheduling is shown a View that notes its reads."""
-        return True
+        """The scheduling is shown a View that notes its reads.
+
+        What the memory policy reads is not noted, so no state may pass from it to the scheduling.
+        """
+        return not _share_state(self.scheduling, self.memory)
 
     @property
     def traits(self) -> Traits:
@@ -86,6 +92,13 @@ class Composed:
             what = f"fit returns {named(answer)}: it writes to the plan that it is given"
             raise _wrong_answer(what, fit)
         return plan.plan()
+
+
+def _share_state(scheduling: object, memory: object) -> bool:
+    """Whether the halves are one object, or one of them or both hold an object that may change."""
+    one, other = ([half, *getattr(half, "__dict__", {}).values()] for half in (scheduling, memory))
+    of_one = {id(value) for value in one if not isinstance(value, STILL)}
+    return not of_one.isdisjoint(map(id, other))
 
 
 def _lacking(error: AttributeError | TypeError) -> AttributeError | None:

@@ -44,8 +44,12 @@ class Traits:
         trains_only      The batch never holds a request.
     Of a memory policy:
         kv_growth        How the KV of running jobs grows: by a `page` when the last one is full,
-                         never within a job's `reserved` tokens, or as `asked` at each plan.
-        spare_pages      Free pages without which a decode does not run.
+                         never within a job's `reserved` tokens, or as `asked` at each plan. The
+                         first two also promise that free pages, less `spare_pages`, are all that
+                         decides which slices fit: a job that finds no room finds none until memory
+                         comes back. A policy that admits by anything else is `asked`.
+        spare_pages      Free pages without which a decode does not run. They are part of the
+                         promise `kv_growth`.
         reserved_tokens  Tokens that a job's reservation holds, with `reserved`.
         swaps            A preempted job's KV may come back from the host.
         prefix_caching   Full pages are kept, and jobs start on pages that hold their beginning.
@@ -163,9 +167,12 @@ def traits_of(policy: object) -> Traits:
         Its `traits`, or Traits that promise nothing where it has none.
 
     Raises:
-        ValueError: `traits` is no Traits, an attribute has the name of a trait, or a setting of a
-            policy without `traits` is one of SETTINGS_OF_TRAITS and not 0 or False.
+        ValueError: the policy is a class, `traits` is no Traits, an attribute has the name of a
+            trait, or a setting of a policy without `traits` is one of SETTINGS_OF_TRAITS and not 0
+            or False.
     """
+    if isinstance(policy, type):
+        raise ValueError(f"{policy.__name__} is a class: give an object, {policy.__name__}(...)")
     name = type(policy).__name__
     for attribute, trait in RETIRED_TRAITS.items():
         if hasattr(policy, attribute):
@@ -224,8 +231,10 @@ class Scheduling(Protocol):
     """Decides what to compute next: the half of a policy that forms batches.
 
     Without promises it is asked again when something that it has read of the View may have changed,
-    and while the state that it keeps in `self` changes. State elsewhere (in a class, a module or a
-    closure) is not seen: a scheduling that goes by the number of the step reads `view.issued`.
+    and while the state that it keeps in `self` changes, or is more than 64 KiB. State elsewhere (in
+    a class, a module or a closure) is not seen: a scheduling that goes by the number of the step
+    reads `view.issued`. A scheduling that shares an object with its memory policy is asked at each
+    step.
     """
 
     def batch(self, view: View) -> Sequence[Slice]:

@@ -114,7 +114,7 @@ class FastForward(PlanReuse):
     def reads(self) -> Reads | None:
         """See PlanReuse."""
         if self._reads is not None:
-            self._reads.begin(self._state.jobs.jobs)
+            self._reads.begin(self._state.jobs.jobs, self._state.ledger.open)
         return self._reads
 
     def leading(self, launch: Compute) -> Leading | None:

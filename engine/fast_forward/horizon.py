@@ -87,6 +87,8 @@ def _of_prompts(
     if appends and queue[: len(prompts)] == prompts:
         return _through(slices, num_decodes, others_wait=len(queue) > len(prompts))
     last = slices[-1]
+    if last.record:
+        return 1, ()
     cut = (last.job.remaining_tokens - 1) // last.tokens  # slices like this that leave a rest
     return (cut, ()) if cut and len(prompts) == 1 else (1, ())
 
@@ -100,7 +102,7 @@ def _through(slices: Sequence[Slice], num_decodes: int, others_wait: bool) -> tu
     ones: tuple[Slice, ...] = ()
     tokens = last.tokens  # of the last one beside decodes
     for piece in ended:
-        if piece.tokens < piece.job.remaining_tokens:
+        if piece.record or piece.tokens < piece.job.remaining_tokens:
             return 1, ()
         ones += (one_token(piece.job),)
         tokens += piece.tokens - 1

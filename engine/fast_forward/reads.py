@@ -2,25 +2,26 @@
 
 A scheduling is a pure function of its view. A standing plan moves the jobs of its launch, memory
 and time, and nothing else. A batch that is made without reading any of these would be made again,
-until a job arrives, ends or is admitted. State of the scheduling that changes counts as read.
+until a job arrives, ends or is admitted. A scheduling whose own state changes is asked again. That
+state is compared only where all that was read lets the plan stand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from io import BytesIO
 from pickle import Pickler
 from types import FunctionType, ModuleType
 from typing import Any
 
-from engine.contract.job import Job
+from engine.contract.job import ALONE, Job
 from engine.contract.plan import Compute, Op, Plan, Slice
 from engine.contract.regions import Place, Pool
 from engine.contract.rules import ReadOnlyList
 from engine.contract.view import Cost, KeptPages, Profile, View
 
 STEADY_IN_DECODE = frozenset(("remaining_tokens", "is_prefilling"))
+MOST_STATE_BYTES = 1 << 16  # to compare more takes longer than the questions that it spares
 
 
 def can_be_seen() -> bool:
@@ -36,14 +37,21 @@ class SeenReads:
         self._of_view = False  # something was read that moves with any step
         self._of_jobs: set[tuple[int, str]] = set()
         self._jobs: dict[int, SeenJob] = {}
-        self._states: dict[int, bytes | None] = {}  # of schedulings, behind their last batches
+        self._ops: dict[Op, Op] = {}  # operations in flight, as they are shown
+        self._asked: dict[int, object] = {}  # schedulings of this question, by identity
+        self._states: dict[int, bytes | None] = {}  # theirs behind the whole answer, where taken
+        self._before: dict[int, bytes | None] = {}  # those behind the answer before
 
-    def begin(self, jobs: Iterable[int]) -> None:
-        """A question begins, while these jobs have not left."""
+    def begin(self, jobs: Iterable[int], in_flight: Iterable[Op]) -> None:
+        """A question begins, while these jobs have not left and these operations have not ended."""
         self._is_shown = self._of_view = False
         self._of_jobs.clear()
-        for job_id in self._jobs.keys() - set(jobs):
-            del self._jobs[job_id]
+        self._asked.clear()
+        self._states, self._before = {}, self._states
+        if gone := self._jobs.keys() - set(jobs):
+            launches = [op for op in in_flight if isinstance(op, Compute)]
+            for job_id in gone - {piece.job.job_id for op in launches for piece in op.slices}:
+                del self._jobs[job_id]
 
     def shown(self, view: View) -> View:
         """See Reads."""
@@ -52,28 +60,39 @@ class SeenReads:
 
     def slices(self, batch: Sequence[Any], scheduling: object) -> tuple[Slice, ...]:
         """See Reads. What is no slice stays what it is, for the checks."""
-        state = state_of(scheduling)
-        if state is None or state != self._states.get(id(scheduling)):
-            self._of_view = True
-        self._states[id(scheduling)] = state
+        self._asked[id(scheduling)] = scheduling
         return tuple([self._real(piece) for piece in batch])
 
     def hold(self, plan: Plan, waiting: Sequence[Job]) -> bool:
-        """Whether steps of the plan leave all facts that were read as they are.
+        """Whether steps of the plan leave all facts that were read as they are, and no state moves.
 
-        A plan that admits a waiting job changes the lists of the view.
+        A plan that admits a waiting job changes the lists of the view. A state is taken also where
+        it is prompts or an admission alone that move, so that the next answer can be compared.
         """
         if self._of_view or not self._is_shown:
             return False
         launches = [op for op in plan.ops if isinstance(op, Compute)]
         moved = {piece.job.job_id: piece.job for op in launches for piece in op.slices}
-        if not moved.keys().isdisjoint([job.job_id for job in waiting]):
-            return False
+        stand_still = moved.keys().isdisjoint([job.job_id for job in waiting])
         for job_id, name in self._of_jobs:
-            job = moved.get(job_id)
-            if job is not None and (job.is_prefilling or name not in STEADY_IN_DECODE):
+            if (job := moved.get(job_id)) is None:
+                continue
+            if name not in STEADY_IN_DECODE:
                 return False
-        return True
+            stand_still = stand_still and not job.is_prefilling
+        return self._keep_their_states() and stand_still
+
+    def _keep_their_states(self) -> bool:
+        """Whether each scheduling holds what it held behind the answer before.
+
+        A state that could not be compared then is not tried again.
+        """
+        keep = True
+        for number, scheduling in self._asked.items():
+            before = self._before.get(number, b"")  # no state is empty
+            now = self._states[number] = None if before is None else state_of(scheduling)
+            keep = keep and now is not None and now == before
+        return keep
 
     def read(self) -> None:
         """A fact was read that moves with any step."""
@@ -90,29 +109,68 @@ class SeenReads:
             seen = self._jobs[job.job_id] = SeenJob(job, self)
         return seen
 
+    def jobs(self, jobs: Sequence[Job]) -> Sequence[SeenJob]:
+        """A list of the view as a scheduling is shown it."""
+        return ReadOnlyList(map(self.job, jobs))
+
+    def ops(self, in_flight: Sequence[Op]) -> tuple[Op, ...]:
+        """Operations in flight with SeenJobs in their slices: one object each while in flight."""
+        before = self._ops
+        self._ops = {op: before.get(op) or self._op(op) for op in in_flight}
+        return tuple(self._ops.values())
+
+    def _op(self, op: Op) -> Op:
+        if not isinstance(op, Compute):
+            return op
+        return op.again_as(tuple([s._replace(job=self.job(s.job)) for s in op.slices]))
+
     def _real(self, piece: Any) -> Any:
         if isinstance(piece, Slice) and isinstance(piece.job, SeenJob):
             return piece._replace(job=piece.job.real)
         return piece.real if isinstance(piece, SeenJob) else piece
 
 
-class StatePickler(Pickler):
-    """Writes what an object holds; classes, modules and functions without a closure by identity."""
+class TooMuchState(Exception):
+    """An object holds more than MOST_STATE_BYTES."""
 
-    def persistent_id(self, value: Any) -> int | None:
+
+class StateBytes(bytearray):
+    """A file of MOST_STATE_BYTES at most."""
+
+    def write(self, data: bytes) -> None:
+        """See Pickler.
+
+        Raises:
+            TooMuchState: the file would become too long.
+        """
+        if len(self) + len(data) > MOST_STATE_BYTES:
+            raise TooMuchState
+        self += data
+
+
+class StatePickler(Pickler):
+    """Writes what an object holds.
+
+    Classes, modules and functions without a closure are written by identity, and a SeenJob by its
+    number: its reads are noted, and it is one object for its life.
+    """
+
+    def persistent_id(self, value: Any) -> int | str | None:
         """See Pickler."""
+        if isinstance(value, SeenJob):
+            return f"job {value.job_id}"
         is_plain = isinstance(value, FunctionType) and value.__closure__ is None
         return id(value) if is_plain or isinstance(value, type | ModuleType) else None
 
 
 def state_of(scheduling: object) -> bytes | None:
-    """What a scheduling holds, for comparison; None where it holds what cannot be compared."""
-    written = BytesIO()
+    """What a scheduling holds, for comparison; None where it is too much or cannot be compared."""
+    written = StateBytes()
     try:
         StatePickler(written).dump(scheduling)
     except Exception:  # what a user's object raises
         return None
-    return written.getvalue()
+    return bytes(written)
 
 
 class SeenJob(Job):
@@ -136,6 +194,14 @@ class SeenJob(Job):
         object.__setattr__(self, "device", job.device)
         object.__setattr__(self, "real", job)
         object.__setattr__(self, "_reads", reads)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is a Job with the facts of now: the engine refuses it like any copy of a job."""
+        self._reads.read()
+        real: Any = self.real
+        _, _, (_, facts), *rest = real.__reduce_ex__(protocol)
+        now = {"_known": real.known_tokens, "_computed": real.computed_tokens, "_clock": ALONE}
+        return Job.__new__, (Job,), (None, facts | now), *rest
 
     @property
     def known_tokens(self) -> int:
@@ -167,15 +233,19 @@ class SeenJob(Job):
         """The job's own is read: none is kept here."""
 
 
-def _noted(name: str) -> Any:
-    """A property for a field of View that notes that it is read."""
+def _as_it_is(reads: SeenReads, value: Any) -> Any:
+    return value
+
+
+def _noted(name: str, shown: Callable[[SeenReads, Any], Any] = _as_it_is) -> Any:
+    """A property for a field of View that notes that it is read; `shown` is what it answers."""
     stored = vars(View)[name]
 
     def read(view: SeenView) -> Any:
         reads = view.reads
         assert isinstance(reads, SeenReads)
         reads.read()
-        return stored.__get__(view)
+        return shown(reads, stored.__get__(view))
 
     return property(read)
 
@@ -187,13 +257,13 @@ class SeenView(View):
     if can_be_seen():
         now_ns: int = _noted("now_ns")
         issued: int = _noted("issued")
-        training: Sequence[Job] = _noted("training")
+        training: Sequence[Job] = _noted("training", SeenReads.jobs)
         free_bytes: Mapping[Pool, int] = _noted("free_bytes")
         coming_bytes: Mapping[Pool, int] = _noted("coming_bytes")
         held_bytes: Mapping[Place, int] = _noted("held_bytes")
         written: Mapping[Place, int] = _noted("written")
         used: Mapping[Place, int] = _noted("used")
-        in_flight: Sequence[Op] = _noted("in_flight")
+        in_flight: Sequence[Op] = _noted("in_flight", SeenReads.ops)
         profile: Profile = _noted("profile")
         cost: Cost | None = _noted("cost")
         kept_pages: Callable[[], KeptPages] | None = _noted("kept_pages")
@@ -202,7 +272,6 @@ class SeenView(View):
     def of(cls, view: View, reads: SeenReads) -> SeenView:
         """What a view shows, with jobs that note their reads and no decodes known beforehand."""
         values = {field.name: getattr(view, field.name) for field in fields(View)}
-        values["serving"] = ReadOnlyList(map(reads.job, view.serving))
-        values["waiting"] = ReadOnlyList(map(reads.job, view.waiting))
+        values["serving"], values["waiting"] = reads.jobs(view.serving), reads.jobs(view.waiting)
         values["running"] = None
         return cls(**values)

@@ -18,7 +18,7 @@ from engine.contract.executor import Lanes, Launch, Pieces, Span
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Compute, Op, Plan
-from engine.contract.policy import Policy, made_at, name_of, notes_reads, traits_of
+from engine.contract.policy import Policy, made_at, name_of, named, notes_reads, traits_of
 from engine.contract.regions import PageSize, Pool, Tier
 from engine.contract.rules import BrokenLaw, ContractError, Rule
 from engine.contract.view import Profile, View
@@ -75,7 +75,9 @@ def check_policy(
         BrokenLaw: the policy changes what it is shown, answers equal views differently, lets time
             pass with nothing in flight, or promises traits that do not hold.
         Stalled: work is left and the policy plans nothing.
+        ValueError: `policy` is a class or half of a policy, or declares its traits wrongly.
     """
+    _check_is_whole(policy)
     items = [*(requests() if work is None else work)]
     pages = [ROOMY, *_tight(items, page)]
     host, sizes = {(Tier.HOST, DEVICE): 96 * page.nbytes}, list[Mapping[Pool, int]]()
@@ -85,6 +87,19 @@ def check_policy(
         for depth in depths:
             asked += _check_replay(policy, items, pools, page, depth, layout)
     return asked
+
+
+def _check_is_whole(policy: object) -> None:
+    """Raises ValueError for what is no policy, with what to give instead."""
+    traits_of(policy)
+    if hasattr(policy, "plan"):
+        return
+    name = type(policy).__name__
+    if hasattr(policy, "batch"):
+        raise ValueError(f"{name} is a scheduling: give Composed({name}(...), MEMORY), a policy")
+    if hasattr(policy, "fit"):
+        raise ValueError(f"{name} is a memory policy: give Composed(SCHEDULING, {name}(...))")
+    raise ValueError(f"{named(policy)} is no policy: give an object with plan(view)")
 
 
 def _tight(items: Sequence[Request | TrainingJob], page: PageSize) -> list[int]:
@@ -139,9 +154,13 @@ def _check_replay(
 
 def _remedy(policy: Policy) -> str:
     """What to do where sparing questions changes the results."""
-    if traits := str(traits_of(policy)):
+    traits = traits_of(policy)
+    if traits.repeats or traits.recurs or not notes_reads(policy):
         return f"leave out what does not hold of Traits({traits})"
-    return "keep state that changes in `self` alone, and read the rest of the view"
+    return (
+        "let the scheduling go by `self` and the view alone, and leave out what does not hold of "
+        f"the memory policy's Traits({traits})"
+    )
 
 
 def requests(count: int = 24, seed: int = 0) -> list[Request]:

@@ -16,6 +16,7 @@ from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.regions import Tier, kv_place
 from engine.contract.rules import BrokenLaw, ContractError, Rule, defined_at
 from engine.contract.view import View
+from engine.fast_forward.reads import can_be_seen
 from engine.laws.check_policy import PAGE, ROOMY, check_policy, requests
 from engine.laws.differences import of_plans, of_runs
 from engine.loop.engine import Stalled
@@ -199,6 +200,95 @@ def test_a_fault_is_told_in_one_line(fault: str) -> None:
     with pytest.raises(error) as caught:
         check_policy(deepcopy(policy))
     assert str(caught.value) == line
+
+
+class NoPolicy:
+    """It has neither `plan` nor a half's `batch` or `fit`."""
+
+
+NO_POLICIES: dict[str, tuple[Any, str]] = {
+    "a scheduling": (
+        ChunkedPrefill(),
+        "ChunkedPrefill is a scheduling: give Composed(ChunkedPrefill(...), MEMORY), a policy",
+    ),
+    "a memory policy": (
+        PagedRestart(),
+        "PagedRestart is a memory policy: give Composed(SCHEDULING, PagedRestart(...))",
+    ),
+    "a class": (Composed, "Composed is a class: give an object, Composed(...)"),
+    "a class of a half": (
+        Composed(ChunkedPrefill, PagedRestart()),  # type: ignore[arg-type]
+        "ChunkedPrefill is a class: give an object, ChunkedPrefill(...)",
+    ),
+    "no policy": (NoPolicy(), "a NoPolicy is no policy: give an object with plan(view)"),
+}
+
+
+@pytest.mark.parametrize("what", NO_POLICIES)
+def test_what_is_no_policy_is_told_with_what_to_give_instead(what: str) -> None:
+    policy, line = NO_POLICIES[what]
+    with pytest.raises(ValueError) as caught:
+        check_policy(policy)
+    assert str(caught.value) == line
+
+
+@dataclass(frozen=True)
+class AdmitsAtTimes:
+    """A memory policy whose KV grows by pages, and that admits in every tenth plan alone."""
+
+    traits = Traits(kv_growth="page")
+
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+        if view.issued % 10 and view.serving:
+            batch = tuple(piece for piece in batch if piece.job.computed_tokens)
+        PagedRestart().fit(batch, view, plan)
+
+
+class PromisesNothing:
+    """All jobs that are shown, in their order."""
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        return tuple(Slice(job, job.remaining_tokens) for job in (*view.serving, *view.waiting))
+
+
+class GoesByItsClass:
+    """Reverses the jobs at every other ten questions, which a class counts."""
+
+    asked = 0  # twice at each question of check_policy
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        jobs = [*view.serving, *view.waiting]
+        if GoesByItsClass.asked // 20 % 2:
+            jobs.reverse()
+        GoesByItsClass.asked += 1
+        return tuple(Slice(job, job.remaining_tokens) for job in jobs)
+
+
+OF_MEMORY = (
+    "let the scheduling go by `self` and the view alone, and leave out what does not hold of the "
+    "memory policy's Traits(kv_growth=page)"
+)
+REMEDIES: dict[str, tuple[Composed, str]] = {
+    "memory": (
+        Composed(ChunkedPrefill(), AdmitsAtTimes()),
+        "leave out what does not hold of Traits(repeats, appends, step_tokens=512, max_jobs=256, "
+        "kv_growth=page)",
+    ),
+    "memory beside a scheduling that promises nothing": (
+        Composed(PromisesNothing(), AdmitsAtTimes()),
+        OF_MEMORY,
+    ),
+    "a scheduling that promises nothing": (Composed(GoesByItsClass(), PagedRestart()), OF_MEMORY),
+}
+
+
+@pytest.mark.parametrize("what", REMEDIES)
+def test_the_remedy_of_law_15_names_what_was_promised(what: str) -> None:
+    policy, remedy = REMEDIES[what]
+    if policy.traits.repeats or can_be_seen():
+        with pytest.raises(BrokenLaw, match=r"^law 15: ") as caught:
+            check_policy(policy)
+        assert str(caught.value).endswith(f"; {remedy}")
 
 
 def test_restarts_show_a_fault_that_a_roomy_pool_hides() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from engine.contract.job import Job
-from engine.contract.plan import Slice
+from engine.contract.plan import Compute, Slice
 from engine.contract.policy import Scheduling
 from engine.contract.regions import Place, Tier, kv_place
 from engine.contract.view import View
@@ -33,6 +33,11 @@ def _place(view: View, job: Job) -> Place:
 
 def _kept_pages(view: View, job: Job) -> int:
     return 0 if view.kept_pages is None else len(view.kept_pages().found(job))
+
+
+def _jobs_in_flight(view: View) -> list[Job]:
+    launches = [op for op in view.in_flight if isinstance(op, Compute)]
+    return [piece.job for op in launches for piece in op.slices]
 
 
 STEADY: dict[str, Fact] = {  # while nothing arrives, ends or is admitted
@@ -69,6 +74,8 @@ MOVING: dict[str, Fact] = {  # some of them not in decodes
     "written": lambda view, job: view.written.get(_place(view, job), 0),
     "used": lambda view, job: view.used.get(_place(view, job), 0),
     "num_in_flight": lambda view, job: len(view.in_flight),
+    "slices_in_flight": lambda view, job: _jobs_in_flight(view).count(job),
+    "most_in_flight": lambda view, job: max([j.job_id for j in _jobs_in_flight(view)], default=0),
 }
 FACTS = STEADY | MOVING
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
