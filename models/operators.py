@@ -167,6 +167,11 @@ def decode_operator(spec: ModelSpec, contexts: Sequence[int]) -> Operator:
         4 * keys * query_size FLOPs, where keys counts all contexts and the new tokens; the bytes of
         keys, values, queries and output.
     """
-    keys = sum(contexts) + len(contexts)
-    nbytes = (2 * keys * spec.kv_size + 2 * len(contexts) * spec.query_size) * spec.item_bytes
+    return decode_of(spec, sum(contexts), len(contexts))
+
+
+def decode_of(spec: ModelSpec, past: int, decodes: int) -> Operator:
+    """`decode_operator` of so many sequences with so many tokens in KV in all."""
+    keys = past + decodes
+    nbytes = (2 * keys * spec.kv_size + 2 * decodes * spec.query_size) * spec.item_bytes
     return Operator("decode", spec.num_layers, 4 * keys * spec.query_size, nbytes, keys)

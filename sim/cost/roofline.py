@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from engine.contract.executor import Launch
 from engine.contract.plan import HOST_LANE, Pattern
-from models.operators import Operator, operators
+from models.operators import Operator, decode_of, operators, prefill_operator
 from models.spec import ModelSpec
-from sim.cost.contract import ShapePriced
+from sim.cost.contract import ShapePriced, forward_shape
 from sim.cost.training_launch import Trained
 from sim.cost.training_operators import training_operators
 from sim.devices.device import Device, share
 from sim.devices.group import ALONE, Group, exchange_ns
+
+Floats = npt.NDArray[np.float64]
+FEW = 4  # steps that are priced one by one faster than together
+BLOCK = 256  # contexts whose decodes are priced at once, when the first of them is met
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,9 @@ class Roofline(ShapePriced):
     page_tokens: int = 16
     group: Group = ALONE
     form: str = field(default="roofline", init=False)
+    _decodes_ns: dict[int, Floats] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def provenance(self) -> str:
@@ -78,8 +90,59 @@ class Roofline(ShapePriced):
             ValueError: the device has no rate for the model's dtype.
         """
         ops = self._operators(tokens, contexts, samples)
-        attention = len(tokens) * self.device.sequence_kernels * self.model.num_layers
-        return self._launch_ns(ops, self.model.dtype, attention)
+        return self._launch_ns(ops, self.model.dtype, self._sequence_kernels(len(tokens)))
+
+    def repeat_ns(self, launch: Launch, count: int) -> Any:
+        """See ShapePriced.repeat_ns: only attention is priced anew at each step.
+
+        Kernels are added in the order of the definition, so durations are equal to the bit.
+        """
+        tokens, contexts, samples = forward_shape(launch)
+        if count < FEW or any([n == 1 and not c for n, c in zip(tokens, contexts, strict=True)]):
+            return super().repeat_ns(launch, count)  # such a slice becomes a decode
+        ops = self._operators(tokens, contexts, samples)
+        kernels = sum([op.repeats for op in ops]) + self._sequence_kernels(len(tokens))
+        busy_ns: Any = np.zeros(count)
+        attention = iter(self._attention_ns(tokens, contexts, count))
+        for op in ops:
+            changes = op.kind in ("prefill", "decode")
+            busy_ns += op.repeats * (next(attention) if changes else self.kernel_ns(op))
+        busy_ns += self._sequence_kernels(len(tokens)) * self.device.kernel_ns
+        return np.rint(np.maximum(busy_ns, kernels * self.device.dispatch_ns)).astype(np.int64)
+
+    def _attention_ns(
+        self, tokens: Sequence[int], contexts: Sequence[int], count: int
+    ) -> Iterator[Floats]:
+        """Durations of each kernel of attention at each step, in the order of `operators`."""
+        pairs, layers = list(zip(tokens, contexts, strict=True)), self.model.num_layers
+        for n, c in pairs:
+            if n > 1:
+                steps = (prefill_operator(self.model, layers, n, c + i * n) for i in range(count))
+                yield np.fromiter(map(self.kernel_ns, steps), np.float64, count)
+        decodes = [c for n, c in pairs if n == 1]
+        if self.device.sequence_kernels:
+            for context in decodes:
+                first, last = context // BLOCK, (context + count - 1) // BLOCK
+                blocks = [self._decode_ns(block) for block in range(first, last + 1)]
+                row = blocks[0] if first == last else np.concatenate(blocks)
+                yield row[context - first * BLOCK :][:count]
+        elif decodes:
+            past = (sum(decodes) + i * len(decodes) for i in range(count))
+            ops = (decode_of(self.model, keys, len(decodes)) for keys in past)
+            yield np.fromiter(map(self.kernel_ns, ops), np.float64, count)
+
+    def _decode_ns(self, block: int) -> Floats:
+        """Durations of a decode's own kernel, of BLOCK contexts in a row."""
+        if (known := self._decodes_ns.get(block)) is None:
+            contexts = range(block * BLOCK, (block + 1) * BLOCK)
+            ops = (decode_of(self.model, context, 1) for context in contexts)
+            known = np.fromiter(map(self.kernel_ns, ops), np.float64, BLOCK)
+            self._decodes_ns[block] = known
+        return known
+
+    def _sequence_kernels(self, slices: int) -> int:
+        """Kernels of attention that take no time beside their overhead."""
+        return slices * self.device.sequence_kernels * self.model.num_layers
 
     def trained_ns(self, trained: Trained) -> int:
         """Duration of training work by its operators.
@@ -158,7 +221,9 @@ class Roofline(ShapePriced):
     def _launch_ns(self, ops: Sequence[Operator], dtype: str, more_kernels: int = 0) -> int:
         """All kernels in sequence; `more_kernels` take no time beside their overhead."""
         kernels = sum(op.repeats for op in ops) + more_kernels
-        busy = sum(op.repeats * self.kernel_ns(op, dtype) for op in ops)
+        busy = 0.0
+        for op in ops:  # one by one: sum() of Python 3.12 compensates
+            busy += op.repeats * self.kernel_ns(op, dtype)
         busy += more_kernels * self.device.kernel_ns
         return round(max(busy, kernels * self.device.dispatch_ns))
 

@@ -12,6 +12,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.contract.executor import Launch, Piece
 from engine.contract.job import Job
@@ -19,9 +21,10 @@ from engine.contract.plan import Compute, Copy, Slice
 from engine.contract.regions import Kind, Place, Region, Tier, Work, kv_place
 from models.operators import Operator, decode_operator, operators
 from models.spec import ModelSpec
-from sim.cost.contract import PolicyCost
+from sim.cost.contract import PolicyCost, forward_shape, shifted
 from sim.cost.roofline import Roofline
 from sim.devices.device import Device, share
+from tests.support.strategies import cases
 
 CONF = Path(__file__).parents[2] / "conf"
 DEVICES = sorted(path.stem for path in (CONF / "device").glob("*.yaml"))
@@ -108,6 +111,24 @@ def test_flops_follow_two_per_weight_and_token() -> None:
     weights = spec.num_layers * spec.layer_matrix_parameters + spec.vocab_size * spec.hidden_size
     attention = spec.num_layers * 4 * spec.query_size  # one query, one key
     assert flops == 2 * weights + attention
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@given(st.data())
+@cases(40)
+def test_steps_priced_together_are_those_priced_alone(name: str, data: st.DataObject) -> None:
+    slices = st.tuples(
+        st.one_of(st.just(1), st.integers(1, 300)), st.one_of(st.just(0), st.integers(0, 3_000))
+    )
+    shapes = data.draw(st.lists(slices, min_size=1, max_size=20))
+    samples = data.draw(st.integers(0, len(shapes)))
+    count = data.draw(st.integers(1, 600))
+    hardware = device(name)
+    cost = Roofline(hardware, replace(model("llama3_8b"), dtype=min(hardware.flops_per_s)))
+    launch = compute(*[(n, c, i < samples) for i, (n, c) in enumerate(shapes)])
+    tokens, contexts, sampled = forward_shape(launch)
+    rows = (shifted(tokens, contexts, i) for i in range(count))
+    assert list(cost.repeat_ns(launch, count)) == [cost.shape_ns(tokens, r, sampled) for r in rows]
 
 
 def test_copies_take_latency_and_bytes_by_direction() -> None:
