@@ -1,4 +1,4 @@
-"""The tables of a run: their schema, the recorder that fills them, and the log of plans.
+"""The tables of a run: their schema, the recorder of facts, the tables made of them, plan logs.
 
 One schema serves simulation and measurement. May import contract and traces.
 """

@@ -61,7 +61,7 @@ MODULES: dict[tuple[str, str], str] = {
     ),
     ("engine", "engine.results"): (
         "deliveries=recorder figures=schema outcome=recorder planlog=plan_log record=schema "
-        "recorder rows=recorder"
+        "recorder rows=tables"
     ),
     ("policies", "policies.kv"): (
         "max_reservation paged_restart paged_swap seating=paged_allocation"
@@ -146,6 +146,7 @@ MODULES: dict[tuple[str, str], str] = {
 }
 # By name, where a name left its module or has another name there.
 NAMES: dict[str, str] = {
+    "engine.rows.request_row": "engine.results.tables.requests_table",
     "engine.checks.check_end": "engine.loop.completions.check_end",
     "engine.checks.check_requests": "engine.loop.completions.check_requests",
     "engine.cohort.Behind": "engine.contract.executor.Contexts",

@@ -13,7 +13,7 @@ from tests.laws.house import PACKAGES, ROOT, Tree, parsed, tree
 DECISION = ROOT / "docs/decisions/39-one-place-for-model-page-and-cost.md"
 BYTES_OF_KV = {"engine/contract/regions.py", "models/spec.py"}  # PageSize.of, and the figure itself
 WIRING = "tandem/wiring/"
-MAKERS = {  # calls that make a part of a run for a model, and who else makes one
+MAKERS = {  # calls that make a part of a run for a model, and what else makes one
     "RunSpec": {},
     "PageSize.of": {"runtime/measure/reference.py": "reference works have pages of their own"},
     "Roofline": {"sim/foreign/aiconfigurator.py": "prices what the tables lack"},
