@@ -12,8 +12,8 @@ from engine.contract.executor import Pieces
 from engine.contract.job import Job
 from engine.contract.kv_check import Leading
 from engine.contract.plan import Compute, Plan
-from engine.contract.policy import Policy, made_at, name_of, notes_reads, traits_of
-from engine.contract.rules import ContractError
+from engine.contract.policy import Policy, notes_reads, traits_of
+from engine.contract.rules import ContractError, made_at, name_of
 from engine.contract.view import Reads, RunningDecodes, View
 from engine.fast_forward.jump import Jump, Repeater
 from engine.fast_forward.reads import SeenReads, can_be_seen

@@ -18,9 +18,9 @@ from engine.contract.executor import Lanes, Launch, Pieces, Span
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Compute, Op, Plan
-from engine.contract.policy import Policy, made_at, name_of, notes_reads, traits_of
+from engine.contract.policy import Policy, notes_reads, traits_of
 from engine.contract.regions import PageSize, Pool, Tier
-from engine.contract.rules import BrokenLaw, ContractError, Rule
+from engine.contract.rules import BrokenLaw, ContractError, Rule, made_at, name_of
 from engine.contract.view import Profile, View
 from engine.laws.differences import MOST, of_plans, of_runs, of_views
 from engine.loop.engine import Engine, Stalled

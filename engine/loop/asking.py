@@ -10,8 +10,16 @@ from engine.contract.job import Job
 from engine.contract.kv_check import Leading
 from engine.contract.plan import Compute, Plan
 from engine.contract.plan_check import PlanCheck
-from engine.contract.policy import Policy, made_at, name_of
-from engine.contract.rules import ContractError, ReadOnlyList, Rule, as_write, line_of_policy
+from engine.contract.policy import Policy
+from engine.contract.rules import (
+    ContractError,
+    ReadOnlyList,
+    Rule,
+    as_write,
+    line_of_policy,
+    made_at,
+    name_of,
+)
 from engine.contract.view import Reads, RunningDecodes, View
 from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.issuing import Issuing, PrefixReuse

@@ -16,9 +16,9 @@ import pytest
 
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Copy, Free, Grow, Plan, Slice
-from engine.contract.policy import Fleet, PlanBuilder, Traits, name_of
+from engine.contract.policy import Fleet, PlanBuilder, Traits
 from engine.contract.regions import Tier, kv_place
-from engine.contract.rules import ContractError, Rule, defined_at, file_line
+from engine.contract.rules import ContractError, Rule, defined_at, file_line, name_of
 from engine.contract.view import View
 from engine.loop.engine import Stalled
 from engine.memory.dry_run import DryRunPlanBuilder
