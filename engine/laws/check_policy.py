@@ -14,7 +14,7 @@ from operator import attrgetter
 
 import simpy
 
-from engine.contract.executor import Lanes, Launch, Pieces, Span
+from engine.contract.executor import Lanes, Launch, Pieces, Repeater, Span
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Compute, Op, Plan
@@ -183,7 +183,7 @@ def _engine(
     )
 
 
-class SyntheticTimes:
+class SyntheticTimes(Repeater):
     """An executor whose launches take 50 us, 1 us a token and 37 ns a token of context."""
 
     def __init__(self, env: simpy.Environment) -> None:

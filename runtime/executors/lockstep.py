@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import simpy
 import torch
@@ -19,20 +19,12 @@ from runtime.measure.reference import ClockPace
 from runtime.measure.tracker import Workspace
 
 
-class Predicted(Executor, Protocol):
-    """An executor that only keeps time: the simulator's."""
-
-    def peak_bytes(self, launch: Launch) -> int | None:
-        """The predicted workspace of a launch; None where no prediction is made."""
-        ...
-
-
-class LockstepExecutor:
+class LockstepExecutor(Executor):
     """Carries every launch out in issue order; its span is that of a predicting executor."""
 
-    def __init__(self, machine: Machine[Any], predicted: Predicted) -> None:
+    def __init__(self, machine: Machine[Any], predicted: Executor) -> None:
         self.machine, self.store = machine, machine.store
-        self._predicted, self.peak_bytes = predicted, predicted.peak_bytes
+        self._predicted = predicted
         self._prepared: dict[Op, Any] = {}
 
     def prepare(self, launches: Sequence[Launch]) -> int:
@@ -49,8 +41,12 @@ class LockstepExecutor:
         """See Executor."""
         self.machine.release(pool, pages)
 
+    def peak_bytes(self, launch: Launch) -> int | None:
+        """See Executor."""
+        return self._predicted.peak_bytes(launch)
 
-class CpuExecutor:
+
+class CpuExecutor(Executor):
     """The service clock: a compute takes the thread's CPU time, a copy the link's time.
 
     Work is done in issue order on one thread, so a busy machine cannot spoil a duration. The

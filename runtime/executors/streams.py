@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
-from engine.contract.executor import Launch, Span
+from engine.contract.executor import Executor, Launch, Span
 from engine.contract.plan import Copy, Lane, Op
 from engine.contract.regions import Kind, Place, Pool, Tier, is_workspace
 from runtime.executors.clock import WallClock
@@ -61,12 +61,15 @@ class StreamLane(Protocol):
         """Returns when no launch of this lane runs any more."""
 
 
-class StreamExecutor:
-    """An engine.contract.executor.Executor in real time over lanes of one kind.
+class StreamExecutor(Executor):
+    """An executor in real time over lanes of one kind.
 
     A failed launch raises in the engine, at the poll that finds its mark. Use the executor as a
     context manager: its lanes end with the block, also after an error.
     """
+
+    is_live: ClassVar[bool] = True
+    store: LaneStore | None
 
     def __init__(
         self,

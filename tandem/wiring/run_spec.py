@@ -92,7 +92,7 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
         ids = {r.request_id for r in requests} | {t.job.job_id for t in trainees}
         check_jobs(log_path(config), policy.log, ids)
     cost = cost_of(config, device, spec, page_tokens, group)
-    if requests and config["backend"]["name"] == "sim" and not getattr(cost, "serves", True):
+    if requests and config["backend"]["name"] == "sim" and not cost.serves:
         raise ValueError(
             f"profile={config['profile']} was calibrated with training alone: it has no prices for "
             "what is served; take another, or none (profile=null)"
