@@ -221,11 +221,14 @@ class Executor(ABC):
     Attributes:
         is_live: whether the clock passes by itself, so that the host's time has passed when
             `prepare` returns.
-        store: memory of places that are no KV; None where they have none.
     """
 
     is_live: ClassVar[bool] = False
-    store: Store | None = None
+
+    @property
+    def store(self) -> Store | None:
+        """Memory of places that are no KV; None where they have none."""
+        return None
 
     @abstractmethod
     def prepare(self, launches: Sequence[Launch]) -> int:

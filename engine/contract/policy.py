@@ -208,9 +208,12 @@ def _answers_as_declared(policy: object) -> bool:
 
 def _instead(policy: object, attributes: Sequence[str], trait: str) -> str:
     names = " and ".join([f"{type(policy).__name__}.{attribute}" for attribute in attributes])
+    declared = f"`traits = Traits({trait})`"
+    if "self." in trait:
+        declared = f"a property `traits` that returns `Traits({trait})`"
     told = (
-        f"{names} {'is' if len(attributes) == 1 else 'are'} read no more; declare "
-        f"`traits = Traits({trait})` (engine.contract.policy) instead"
+        f"{names} {'is' if len(attributes) == 1 else 'are'} read no more; declare {declared} "
+        "(engine.contract.policy) instead"
     )
     if "token_budget" in attributes:
         told += ", with step_tokens for prompt_tokens where no step has more tokens"
@@ -235,7 +238,8 @@ class Policy(Protocol):
     """Decides what a device does next: a pure function from a View to a Plan.
 
     Equal views give equal plans. A policy reads no clock and changes no object that it is shown. It
-    and its halves may declare `traits: Traits`.
+    and its halves may declare `traits: Traits`. A policy that shows its scheduling nothing but
+    `view.reads.shown(view)` says so by `notes_reads = True` in its class.
     """
 
     def plan(self, view: View) -> Plan:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 class Rule(StrEnum):
     """What a plan must keep. The value is the rule's name in an error."""
 
-    ANSWER = "answer"  # a policy answers with a Plan whose fields have the types of the contract
+    ANSWER = "answer"  # a policy answers with a Plan of the contract's names and types
     READ_ONLY = "read only"  # a policy changes no object that it is shown
     JOB = "job"  # slices and KV are those of jobs that wait or are in service on the device
     ONCE = "once"  # a launch serves each job once

@@ -20,12 +20,11 @@ from engine.contract.layout import Layout
 from engine.contract.plan import Compute, Op, Plan
 from engine.contract.policy import Policy, notes_reads, traits_of
 from engine.contract.regions import PageSize, Pool, Tier
-from engine.contract.rules import BrokenLaw, ContractError, Rule, made_at, name_of
+from engine.contract.rules import BrokenLaw, ContractError, made_at, name_of
 from engine.contract.view import Profile, View
 from engine.laws.differences import MOST, of_plans, of_runs, of_views
 from engine.loop.engine import Engine, Stalled
 from engine.loop.state import VirtualClock
-from engine.memory.dry_run import Shortage
 from engine.results.plan_log import encode
 from engine.results.recorder import Recorder
 from traces.serving.request import Request, TrainingJob
@@ -112,11 +111,6 @@ def _check_replay(
         except ContractError as error:
             at = made_at(policy, error.rule)
             raise error.located(name, error.step, error.device, at) from error.__cause__
-        except Shortage as short:  # of the plan builder, within the policy
-            what, owner = f"{short}: ask plan.room() before", short.place.region.owner
-            found = ContractError(Rule.ROOM, what, owner)
-            at = made_at(policy, Rule.ROOM)
-            raise found.located(name, engine.steps, DEVICE, at) from short
         except Stalled as error:
             pages = pools[Tier.GPU, DEVICE] // page.nbytes
             raise Stalled(f"policy {name}, a pool of {pages} pages: {error}") from error

@@ -10,7 +10,7 @@ from typing import Any
 import simpy
 import torch
 
-from engine.contract.executor import Executor, Lanes, Launch, Span
+from engine.contract.executor import Executor, Lanes, Launch, Span, Store
 from engine.contract.plan import Compute, Op, Slice
 from engine.contract.regions import Pool
 from runtime.executors.machine import Machine
@@ -23,9 +23,13 @@ class LockstepExecutor(Executor):
     """Carries every launch out in issue order; its span is that of a predicting executor."""
 
     def __init__(self, machine: Machine[Any], predicted: Executor) -> None:
-        self.machine, self.store = machine, machine.store
-        self._predicted = predicted
+        self.machine, self._predicted = machine, predicted
         self._prepared: dict[Op, Any] = {}
+
+    @property
+    def store(self) -> Store | None:
+        """See Executor."""
+        return self.machine.store
 
     def prepare(self, launches: Sequence[Launch]) -> int:
         """See Executor: packs the launches; the host's time is predicted."""
@@ -73,13 +77,18 @@ class CpuExecutor(Executor):
         """
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # denormals made a matmul 30 times slower
-        self.machine, self.store = machine, machine.store
+        self.machine = machine
         self._links = dict(links or {})
         self._workspace, self._pace = workspace, pace
         self._lanes = Lanes(env)
         self._prepared: dict[Op, Any] = {}
         self._since_ns: int | None = None  # the host's time is counted up to here
         self._host_ns = 0
+
+    @property
+    def store(self) -> Store | None:
+        """See Executor."""
+        return self.machine.store
 
     def prepare(self, launches: Sequence[Launch]) -> int:
         """See Executor: packs the launches; returns the host's CPU time since the last call."""

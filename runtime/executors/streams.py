@@ -69,7 +69,6 @@ class StreamExecutor(Executor):
     """
 
     is_live: ClassVar[bool] = True
-    store: LaneStore | None
 
     def __init__(
         self,
@@ -91,7 +90,7 @@ class StreamExecutor(Executor):
         """
         self.clock = clock
         self.machine = machine
-        self.store = None if machine.store is None else LaneStore(machine.store, on_open)
+        self._store = None if machine.store is None else LaneStore(machine.store, on_open)
         self._open_lane = open_lane
         self._part_bytes = part_bytes
         self._uploading = uploading
@@ -100,6 +99,11 @@ class StreamExecutor(Executor):
         self._marks: dict[Op, LaneMark] = {}
         self._since_ns: int | None = None  # host time is reported up to here
         self._paused_ns = 0
+
+    @property
+    def store(self) -> LaneStore | None:
+        """See Executor."""
+        return self._store
 
     def prepare(self, launches: Sequence[Launch]) -> int:
         """Builds what the launches need; returns the engine thread's CPU time since the last call.
@@ -134,11 +138,11 @@ class StreamExecutor(Executor):
         op = launch.op
         waits = [self._marks[other] for other in launch.waits if other in self._marks]
         work = self._work.pop(op)
-        if self.store is not None:
-            stays = self.store.begin(places_of(op))
+        if self._store is not None:
+            stays = self._store.begin(places_of(op))
             kept = [stay for stay in stays if not is_workspace(stay.place)]
-            opens = partial(self.store.open, kept) if kept else None  # serving takes none
-            work = replace(work, leave=partial(self.store.end, stays), open=opens)
+            opens = partial(self._store.open, kept) if kept else None  # serving takes none
+            work = replace(work, leave=partial(self._store.end, stays), open=opens)
         mark = self._marks[op] = self._lane(op.lane).start(work, waits)
 
         def settle(span: Span) -> None:

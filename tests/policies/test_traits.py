@@ -49,7 +49,8 @@ def test_an_attribute_with_the_name_of_a_trait_is_refused(attribute: str) -> Non
 def test_a_setting_that_is_a_trait_is_refused_without_traits(setting: str) -> None:
     line = refusal(SimpleNamespace(**{setting: 2}))
     assert (
-        f".{setting} is read no more; declare `traits = Traits({setting}=self.{setting})`" in line
+        f".{setting} is read no more; declare a property `traits` that returns "
+        f"`Traits({setting}=self.{setting})`" in line
     )
     assert "\n" not in line
     assert traits_of(SimpleNamespace(**{setting: 0})) == PROMISES_NOTHING
@@ -83,13 +84,14 @@ class Untyped(Reserved):
 def test_bounds_that_are_no_traits_are_refused_with_what_they_were() -> None:
     assert refusal(Budgeted()) == (
         f"{at(Budgeted)}: Budgeted.token_budget and Budgeted.max_jobs are read no more; declare "
-        "`traits = Traits(prompt_tokens=self.token_budget, max_jobs=self.max_jobs)` "
-        "(engine.contract.policy) instead, with step_tokens for prompt_tokens where no step has "
+        "a property `traits` that returns `Traits(prompt_tokens=self.token_budget, "
+        "max_jobs=self.max_jobs)` (engine.contract.policy) instead, with step_tokens for prompt_tokens where no step has "
         "more tokens"
     )
     assert refusal(Reserved()) == (
         f"{at(Reserved)}: Reserved.max_tokens is read no more; declare "
-        "`traits = Traits(reserved_tokens=self.max_tokens)` (engine.contract.policy) instead"
+        "a property `traits` that returns `Traits(reserved_tokens=self.max_tokens)` "
+        "(engine.contract.policy) instead"
     )
     for half in (Budgeted, Reserved):
         assert traits_of(type("Declared", (half,), {"traits": Traits()})()) == Traits()
