@@ -214,8 +214,8 @@ def test_bounds_of_an_earlier_scheduling_are_told_before_memory_is_set_aside(
     assert capsys.readouterr().err == (
         f"tandem: {tmp_path / 'mine.py'}:6: Policy.token_budget and Policy.max_jobs are read no "
         "more; declare a property `traits` that returns `Traits(prompt_tokens=self.token_budget, "
-        "max_jobs=self.max_jobs)` (engine.contract.policy) instead, with step_tokens for prompt_tokens where no step has "
-        "more tokens\n"
+        "max_jobs=self.max_jobs)` (engine.contract.policy) instead, with step_tokens for "
+        "prompt_tokens where no step has more tokens\n"
     )
 
 

@@ -85,8 +85,8 @@ def test_bounds_that_are_no_traits_are_refused_with_what_they_were() -> None:
     assert refusal(Budgeted()) == (
         f"{at(Budgeted)}: Budgeted.token_budget and Budgeted.max_jobs are read no more; declare "
         "a property `traits` that returns `Traits(prompt_tokens=self.token_budget, "
-        "max_jobs=self.max_jobs)` (engine.contract.policy) instead, with step_tokens for prompt_tokens where no step has "
-        "more tokens"
+        "max_jobs=self.max_jobs)` (engine.contract.policy) instead, with step_tokens for "
+        "prompt_tokens where no step has more tokens"
     )
     assert refusal(Reserved()) == (
         f"{at(Reserved)}: Reserved.max_tokens is read no more; declare "
