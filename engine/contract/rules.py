@@ -325,6 +325,7 @@ def file_line(filename: str, number: int) -> str:
     return f"{filename}:{number}"
 
 
+HALVES = (("scheduling", "batch"), ("memory", "fit"))
 RULES_OF_A_BATCH = (Rule.JOB, Rule.ONCE, Rule.TOKENS, Rule.TRAINING_ORDER)
 
 
@@ -339,7 +340,7 @@ def made_at(policy: object, rule: Rule) -> str:
         File and line of the user's own `plan`, `batch`, `fit` or `route`; of a policy without any,
         those of the half. "" where no source is known.
     """
-    halves = [("scheduling", "batch"), ("memory", "fit")]
+    halves = [*HALVES]
     if rule not in RULES_OF_A_BATCH:
         halves.reverse()
     found = [getattr(getattr(policy, half, None), name, None) for half, name in halves]
@@ -358,8 +359,8 @@ def name_of(policy: object) -> str:
     Returns:
         Its class, or `SCHEDULING with MEMORY` where it has two halves.
     """
-    halves = [getattr(policy, half, None) for half in ("scheduling", "memory")]
-    names = [type(half).__name__ for half in halves if half is not None]
+    halves = [(getattr(policy, half, None), method) for half, method in HALVES]
+    names = [type(half).__name__ for half, method in halves if hasattr(half, method)]
     return " with ".join(names) or type(policy).__name__
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -206,6 +207,12 @@ def test_an_attribute_that_a_job_lacks_is_told_with_those_nearby(
     assert caught.value.what.startswith(f"'Job' object has no attribute {name!r}; there is {near}")
     at = file_line(__file__, Reads.batch.__code__.co_firstlineno + 1)
     assert str(caught.value).startswith(f"policy Reads with PagedRestart ({at}), step 0, device 0:")
+
+
+def test_a_policy_is_named_by_halves_that_are_halves() -> None:
+    own = SimpleNamespace(scheduling={}, memory=[], plan=None)
+    assert name_of(own) == "SimpleNamespace"
+    assert name_of(Composed(ChunkedPrefill(), PagedRestart())) == "ChunkedPrefill with PagedRestart"
 
 
 def by_its_own(view: View) -> Any:
