@@ -43,7 +43,10 @@ TAKE = {  # by class and name of earlier versions: what does its work now
 }
 READ = (Job, View, PlanBuilder, Plan)  # what a policy knows by these names
 MAKERS = ("serving", "trains")  # of jobs; all other public names of Job are facts of a job
-GIVEN = re.compile(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'")
+UNKNOWN = re.compile(  # an argument of Plan, as Python tells it, and as its compiled form does
+    r"Plan\.__init__\(\) got an unexpected keyword argument '(\w+)'"
+    r"|'(\w+)' is an invalid keyword argument for __init__\(\)"
+)
 
 
 def _as_lacking(error: Exception) -> ContractError | None:
@@ -51,11 +54,10 @@ def _as_lacking(error: Exception) -> ContractError | None:
 
     A view and a job that note their reads are told as the View and the Job that a policy knows.
     """
-    if isinstance(error, TypeError) and (given := GIVEN.match(str(error))):
-        owner, name = given.groups()
-        take = TAKE.get(owner, {}).get(name)
-        what = f"{owner} has no {name!r}; {take}"
-        return ContractError(Rule.ANSWER, what) if take else None
+    if isinstance(error, TypeError) and (given := UNKNOWN.match(str(error))):
+        name = given[1] or given[2]
+        take = TAKE["Plan"].get(name)
+        return ContractError(Rule.ANSWER, f"Plan has no {name!r}; {take}") if take else None
     if not isinstance(error, AttributeError) or error.name is None:
         return None
     kind = next((kind for kind in READ if isinstance(error.obj, kind)), None)
