@@ -139,7 +139,7 @@ def _table(folder: Path, name: str, schema: pa.Schema) -> pd.DataFrame:
     path = folder / f"{name}.parquet"
     if not path.is_file():
         raise ValueError(f"{folder} has no {path.name}: the run is incomplete, run it again")
-    table = read_table(path, schema.names)
+    table = read_table(path, None if schema == TABLES[name] else schema.names)
     version = (table.schema.metadata or {}).get(b"schema_version", b"").decode()
     if version and version != str(SCHEMA_VERSION):
         raise ValueError(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from enum import Enum
 from inspect import signature
 from types import FunctionType, NoneType
 from typing import Any
 
-from engine.contract.job import Job
 from engine.contract.plan import Plan, Slice
 from engine.contract.policy import Memory, Scheduling, Traits, named, traits_of
 from engine.contract.rules import ContractError, Rule, defined_at
@@ -18,7 +16,6 @@ from engine.contract.view import View
 from engine.memory.dry_run import DryRunPlanBuilder
 
 STILL = (int, float, str, bytes, tuple, frozenset, Enum, type, FunctionType, NoneType)
-MAKERS = ("serving", "trains")  # of jobs; all other public names of Job are facts of a job
 
 
 @dataclass(frozen=True)
@@ -61,13 +58,8 @@ class Composed:
         Raises:
             ContractError: a half answers with something else than the contract says.
         """
-        try:
-            shown = view if view.reads is None else view.reads.shown(view)
-            batch: Any = self.scheduling.batch(shown)
-        except AttributeError as error:
-            if (told := _lacking(error)) is None:
-                raise
-            raise told from error
+        shown = view if view.reads is None else view.reads.shown(view)
+        batch: Any = self.scheduling.batch(shown)
         if type(batch) is not tuple:
             if not isinstance(batch, Sequence) or isinstance(batch, str | bytes | Slice):
                 what = f"batch returns {named(batch)}: a tuple or list of Slices is wanted"
@@ -85,9 +77,7 @@ class Composed:
             if not _takes_a_plan(fit):
                 what = f"fit{signature(fit)} takes no plan: fit(batch, view, plan) writes to one"
                 raise _wrong_answer(what, fit) from error
-            if (told := _lacking(error)) is None:
-                raise
-            raise told from error
+            raise
         if answer is not None:
             what = f"fit returns {named(answer)}: it writes to the plan that it is given"
             raise _wrong_answer(what, fit)
@@ -99,19 +89,6 @@ def _share_state(scheduling: object, memory: object) -> bool:
     one, other = ([half, *getattr(half, "__dict__", {}).values()] for half in (scheduling, memory))
     of_one = {id(value) for value in one if not isinstance(value, STILL)}
     return not of_one.isdisjoint(map(id, other))
-
-
-def _lacking(error: AttributeError | TypeError) -> AttributeError | None:
-    """The error of a name that a job lacks, with the names that it has; None of another error.
-
-    A job that notes its reads is told as a Job, which is what a policy knows.
-    """
-    name = getattr(error, "name", None)
-    if name is None or not isinstance(getattr(error, "obj", None), Job) or hasattr(Job, name):
-        return None
-    facts = [fact for fact in dir(Job) if not fact.startswith("_") and fact not in MAKERS]
-    near = ", ".join(get_close_matches(name, facts, n=3) or facts)
-    return AttributeError(f"'Job' object has no attribute {name!r}; there is {near}")
 
 
 def _wrong_answer(what: str, function: object) -> ContractError:

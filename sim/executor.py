@@ -9,14 +9,14 @@ from typing import Any
 
 import simpy
 
-from engine.contract.executor import Lanes, Launch, ServedLaunches, Span
+from engine.contract.executor import Lanes, Launch, Repeater, ServedLaunches, Span
 from engine.contract.plan import HOST_LANE, Collective, Compute, Copy, Lane, Op
 from engine.contract.regions import Pool
 from sim.cost.contract import LaunchCost
 from sim.devices.host_memory import HostMemory
 
 
-class SimExecutor:
+class SimExecutor(Repeater):
     """The Executor of simulations: gives each launch a span behind its lane and its waits.
 
     A copy is contended if the other direction of its link is busy at its start; a copy in flight
@@ -28,13 +28,10 @@ class SimExecutor:
 
         Args:
             env: the simulation's clock, in integer nanoseconds.
-            cost: the durations. Its optional `repeat_ns`, `host_bandwidth_bytes_per_s` and
-                `host_traffic` are used where it has them, see sim.cost.contract.
+            cost: the durations.
         """
         self.cost = cost
-        self._repeat_ns = getattr(cost, "repeat_ns", None)
-        self._host_memory = HostMemory(getattr(cost, "host_bandwidth_bytes_per_s", None))
-        self._traffic = getattr(cost, "host_traffic", lambda launch: 0)
+        self._host_memory = HostMemory(cost.host_bandwidth_bytes_per_s)
         self._env, self._lanes = env, Lanes(env)
         self._busy_until: dict[Lane, int] = defaultdict(int)
 
@@ -73,7 +70,7 @@ class SimExecutor:
             alone_ns = self.cost.copy_ns(launch, is_contended)
         else:
             alone_ns = self.cost.compute_ns(launch)
-        traffic = self._traffic(launch)
+        traffic = self.cost.host_traffic(launch)
         end_ns = start_ns + self._host_memory.duration_ns(lane, start_ns, alone_ns, traffic)
         self._busy_until[lane] = end_ns
         self._lanes.hold(lane, Span(launch.op, start_ns, end_ns), done)
@@ -87,11 +84,11 @@ class SimExecutor:
 
         Returns:
             Durations in nanoseconds, and the host's nanoseconds per launch; None where the cost
-            has no `repeat_ns`: a cost that draws noise must not draw it twice.
+            does not know them beforehand.
         """
-        if self._repeat_ns is None:
+        durations = self.cost.repeat_ns(launch, count)
+        if durations is None:
             return None
-        durations = self._repeat_ns(launch, count)
         if not isinstance(durations, list):
             durations = durations.tolist()
         return durations, self.cost.host_ns((launch,))
@@ -107,10 +104,9 @@ class SimExecutor:
         """
         return self.cost.peak_bytes(launch) if isinstance(launch.op, Compute) else None
 
-    @property
-    def served_peaks(self) -> Callable[[ServedLaunches], Any] | None:
-        """Predicted workspaces of many launches that serve; None where the cost has no such."""
-        return getattr(self.cost, "served_peaks", None)
+    def served_peaks(self, launches: ServedLaunches) -> Any:
+        """Predicted workspaces of many launches that only serve. See Executor."""
+        return self.cost.served_peaks(launches)
 
     def end_times_ns(self, ops: Sequence[Op]) -> list[int]:
         """Ends of operations in flight, in nanoseconds of the clock."""

@@ -48,6 +48,7 @@ MODULES = {
 NOT_NATIVE = "native_class=False"  # of bases that mypyc cannot inherit, or read by __slots__
 OPEN = "allow_interpreted_subclasses=True"
 MARKS = {
+    "engine/contract/executor.py": {"Executor": OPEN, "Repeater": OPEN},
     "engine/contract/job.py": {"TrainingProgress": NOT_NATIVE},
     "engine/memory/dry_run.py": {"Shortage": NOT_NATIVE},
     "engine/loop/engine.py": {"Stalled": NOT_NATIVE},

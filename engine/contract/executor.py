@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress, repeat
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -232,13 +233,22 @@ class Store(Protocol):
         """
 
 
-class Executor(Protocol):
+class Executor(ABC):
     """Runs launches on first-in-first-out lanes.
 
-    Two attributes are optional. `peak_bytes(launch)` predicts the workspace in bytes where spans
-    have none; `store` is a Store, where places that are no KV have memory.
+    Attributes:
+        is_live: whether the clock passes by itself, so that the host's time has passed when
+            `prepare` returns.
     """
 
+    is_live: ClassVar[bool] = False
+
+    @property
+    def store(self) -> Store | None:
+        """Memory of places that are no KV; None where they have none."""
+        return None
+
+    @abstractmethod
     def prepare(self, launches: Sequence[Launch]) -> int:
         """Gets the launches of a plan ready.
 
@@ -246,10 +256,11 @@ class Executor(Protocol):
             launches: all of the plan, in issue order.
 
         Returns:
-            The host's time in ns for deciding, booking and preparing. On a virtual clock the engine
-            lets it pass before the launches run; on a live clock it has passed already.
+            The host's time in ns for deciding, booking and preparing. The engine lets it pass
+            before the launches run, unless the clock is live.
         """
 
+    @abstractmethod
     def run(self, launch: Launch, done: Callable[[Span], None]) -> None:
         """Starts a prepared launch, behind its lane and its waits.
 
@@ -258,6 +269,7 @@ class Executor(Protocol):
             done: called once at its end, with its span, on the engine's thread.
         """
 
+    @abstractmethod
     def release(self, pool: Pool, pages: Sequence[int]) -> None:
         """Takes back the memory of idle KV pages, if it can.
 
@@ -266,18 +278,78 @@ class Executor(Protocol):
             pages: page numbers that no place holds and no operation uses.
         """
 
+    def peak_bytes(self, launch: Launch) -> int | None:
+        """Predicts the workspace of a launch whose span has none.
 
-def due_ns(env: simpy.Environment, host_ns: int) -> int:
+        Args:
+            launch: a launch that has ended.
+
+        Returns:
+            Bytes; None where they are unknown.
+        """
+        return None
+
+    def served_peaks(self, launches: ServedLaunches) -> npt.NDArray[np.int64] | None:
+        """`peak_bytes` of many launches that only serve.
+
+        Args:
+            launches: launches that have ended.
+
+        Returns:
+            Bytes of each; None where each launch must be asked for by itself.
+        """
+        return None
+
+
+class Repeater(Executor):
+    """An executor that knows beforehand when its launches will run."""
+
+    @abstractmethod
+    def repeat(self, launch: Launch, count: int) -> tuple[Sequence[int], int] | None:
+        """Predicts launches in a row, each behind the tokens of the one before.
+
+        Args:
+            launch: the first of them.
+            count: how many.
+
+        Returns:
+            The duration of each in ns, and the host's time of each in ns. None where durations are
+            known only when launches run.
+        """
+
+    @abstractmethod
+    def end_times_ns(self, ops: Sequence[Op]) -> list[int]:
+        """When operations in flight will end.
+
+        Args:
+            ops: operations that run.
+
+        Returns:
+            The end of each in ns, in their order.
+        """
+
+    @abstractmethod
+    def hold(self, launch: Launch, span: Span, done: Callable[[Span], None]) -> None:
+        """Occupies the launch's lane until a span ends.
+
+        Args:
+            launch: it names the lane.
+            span: when it runs.
+            done: called at the span's end, with the span.
+        """
+
+
+def due_ns(executor: Executor, host_ns: int) -> int:
     """The host time of a plan that must pass before its launches run, in ns.
 
     Args:
-        env: the clock of the run.
-        host_ns: what `Executor.prepare` returned.
+        executor: of the run.
+        host_ns: what its `prepare` returned.
 
     Returns:
         `host_ns` on a virtual clock; 0 on a live one, where it has passed.
     """
-    return 0 if getattr(env, "is_live", False) else host_ns
+    return 0 if executor.is_live else host_ns
 
 
 class Reading(NamedTuple):

@@ -11,12 +11,7 @@ from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Collective, Compute, Grow, Plan, Slice
 from engine.contract.regions import Place, Pool, Tier
-from engine.contract.rules import (
-    OURS,
-    Rule,
-    defined_at,
-    package_of,
-)
+from engine.contract.rules import at_caller, at_class
 from engine.contract.view import Cost, RunningDecodes, View
 from models.training.shape import TrainingShape
 from traces.serving.request import TrainingJob
@@ -84,12 +79,11 @@ class Traits:
             value: object = getattr(self, field.name)
             if not _is_allowed(field.name, field.default, value):
                 allowed = _allowed(field.name, field.default)
-                raise ValueError(f"Traits({field.name}={value!r}): it must be {allowed}")
+                told = f"Traits({field.name}={value!r}): it must be {allowed}"
+                raise ValueError(at_caller(told))
         if self.kv_growth == "reserved" and not self.reserved_tokens:
-            raise ValueError(
-                'Traits(kv_growth="reserved"): reserved_tokens must be 1 or more, the tokens that '
-                "each job's KV holds"
-            )
+            told = 'Traits(kv_growth="reserved"): reserved_tokens must be 1 or more, the tokens '
+            raise ValueError(at_caller(f"{told}that each job's KV holds"))
 
     def with_memory(self, memory: Traits) -> Traits:
         """The traits of a scheduling together with a memory policy.
@@ -153,12 +147,23 @@ RETIRED_TRAITS = {  # attributes that are no traits, each with the trait to decl
     "stretch": 'kv_growth="page"',
 }
 SETTINGS_OF_TRAITS = {  # settings that a policy may have, where it declares the trait as well
-    name: f"{name}=self.{name}" for name in ("spare_pages", "prefix_caching", "reuses_gradients")
+    "spare_pages": "spare_pages",
+    "prefix_caching": "prefix_caching",
+    "reuses_gradients": "reuses_gradients",
 }
+SETTINGS_OF_HALVES = {  # those of a half that has this method
+    "batch": {"token_budget": "prompt_tokens", "max_jobs": "max_jobs"},
+    "fit": {"max_tokens": "reserved_tokens"},
+}
+ANSWERS = ("batch", "fit", "plan")  # the methods of which traits promise something
 
 
 def traits_of(policy: object) -> Traits:
     """The traits of a policy or a half of one.
+
+    Traits are promises of the class that declares them. A class below it that overrides a method
+    answers in its own way: it keeps bounds and settings, and the engine asks it as one that
+    promises nothing. It promises more by `traits` of its own.
 
     Args:
         policy: an object that may have an attribute `traits`.
@@ -168,30 +173,58 @@ def traits_of(policy: object) -> Traits:
 
     Raises:
         ValueError: the policy is a class, `traits` is no Traits, an attribute has the name of a
-            trait, or a setting of a policy without `traits` is one of SETTINGS_OF_TRAITS and not 0
-            or False.
+            trait, or a policy without `traits` has one of SETTINGS_OF_TRAITS or SETTINGS_OF_HALVES
+            that is not 0 or False.
     """
     if isinstance(policy, type):
         raise ValueError(f"{policy.__name__} is a class: give an object, {policy.__name__}(...)")
-    name = type(policy).__name__
     for attribute, trait in RETIRED_TRAITS.items():
         if hasattr(policy, attribute):
-            raise ValueError(_instead(name, attribute, trait))
+            raise ValueError(_instead(policy, [attribute], trait))
     if not hasattr(policy, "traits"):
-        for attribute, trait in SETTINGS_OF_TRAITS.items():
-            if getattr(policy, attribute, False):
-                raise ValueError(_instead(name, attribute, trait))
+        known = dict(SETTINGS_OF_TRAITS)
+        for method, settings in SETTINGS_OF_HALVES.items():
+            known |= settings if hasattr(policy, method) else {}
+        if found := [attribute for attribute in known if getattr(policy, attribute, False)]:
+            trait = ", ".join([f"{known[attribute]}=self.{attribute}" for attribute in found])
+            raise ValueError(_instead(policy, found, trait))
     traits = getattr(policy, "traits", PROMISES_NOTHING)
     if not isinstance(traits, Traits):
-        raise ValueError(f"{name}.traits is {named(traits)}; it must be a Traits")
-    return traits
+        told = f"{type(policy).__name__}.traits is {named(traits)}; it must be a Traits"
+        raise ValueError(at_class(type(policy), told))
+    if _answers_as_declared(policy):
+        return traits
+    return replace(traits, repeats=False, appends=False, kv_growth="asked", recurs=False)
 
 
-def _instead(name: str, attribute: str, trait: str) -> str:
-    return (
-        f"{name}.{attribute} is read no more; declare `traits = Traits({trait})` "
+def _answers_as_declared(policy: object) -> bool:
+    """Whether no class below the one that declares `traits` overrides one of its methods."""
+    own: Mapping[str, object] = getattr(policy, "__dict__", {})
+    if "traits" in own or not own.keys().isdisjoint(ANSWERS):
+        return "traits" in own
+    for kind in type(policy).__mro__:
+        if "traits" in vars(kind):
+            return True
+        for name, value in vars(kind).items():
+            is_method = callable(value) or isinstance(value, property)
+            is_known = not name.startswith("__") and any(hasattr(b, name) for b in kind.__bases__)
+            if name in ANSWERS or (is_method and is_known):
+                return False
+    return True
+
+
+def _instead(policy: object, attributes: Sequence[str], trait: str) -> str:
+    names = " and ".join([f"{type(policy).__name__}.{attribute}" for attribute in attributes])
+    declared = f"`traits = Traits({trait})`"
+    if "self." in trait:
+        declared = f"a property `traits` that returns `Traits({trait})`"
+    told = (
+        f"{names} {'is' if len(attributes) == 1 else 'are'} read no more; declare {declared} "
         "(engine.contract.policy) instead"
     )
+    if "token_budget" in attributes:
+        told += ", with step_tokens for prompt_tokens where no step has more tokens"
+    return at_class(type(policy), told)
 
 
 def notes_reads(policy: object) -> bool:
@@ -212,7 +245,8 @@ class Policy(Protocol):
     """Decides what a device does next: a pure function from a View to a Plan.
 
     Equal views give equal plans. A policy reads no clock and changes no object that it is shown. It
-    and its halves may declare `traits: Traits`.
+    and its halves may declare `traits: Traits`. A policy that shows its scheduling nothing but
+    `view.reads.shown(view)` says so by `notes_reads = True` in its class.
     """
 
     def plan(self, view: View) -> Plan:
@@ -549,44 +583,6 @@ class Planner(Protocol):
         Raises:
             ValueError: the jobs cannot fit; one line with the deficit and what would help.
         """
-
-
-RULES_OF_A_BATCH = (Rule.JOB, Rule.ONCE, Rule.TOKENS, Rule.TRAINING_ORDER)
-
-
-def made_at(policy: object, rule: Rule) -> str:
-    """Where the code is that made a plan which breaks a rule.
-
-    Args:
-        policy: a policy, or a router.
-        rule: the rule; it tells which half made what breaks it, where both are a user's own.
-
-    Returns:
-        File and line of the user's own `plan`, `batch`, `fit` or `route`; of a policy without any,
-        those of the half. "" where no source is known.
-    """
-    halves = [("scheduling", "batch"), ("memory", "fit")]
-    if rule not in RULES_OF_A_BATCH:
-        halves.reverse()
-    found = [getattr(getattr(policy, half, None), name, None) for half, name in halves]
-    whole = [getattr(policy, name, None) for name in ("plan", "route")]
-    made = [f for f in (*found, *whole) if f is not None and package_of(f) != "engine"]
-    own = [function for function in made if package_of(function) not in OURS]
-    return next(filter(None, map(defined_at, own or made)), "")
-
-
-def name_of(policy: object) -> str:
-    """A policy's name for messages.
-
-    Args:
-        policy: a policy.
-
-    Returns:
-        Its class, or `SCHEDULING with MEMORY` where it has two halves.
-    """
-    halves = [getattr(policy, half, None) for half in ("scheduling", "memory")]
-    names = [type(half).__name__ for half in halves if half is not None]
-    return " with ".join(names) or type(policy).__name__
 
 
 def named(value: object) -> str:

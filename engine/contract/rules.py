@@ -13,14 +13,14 @@ from contextlib import suppress
 from dataclasses import FrozenInstanceError, fields
 from enum import Enum, StrEnum, auto
 from pathlib import Path
-from types import FunctionType, TracebackType
+from types import FrameType, FunctionType, TracebackType
 from typing import Any, NoReturn, TypeVar
 
 
 class Rule(StrEnum):
     """What a plan must keep. The value is the rule's name in an error."""
 
-    ANSWER = "answer"  # a policy answers with a Plan whose fields have the types of the contract
+    ANSWER = "answer"  # a policy answers with a Plan of the contract's names and types
     READ_ONLY = "read only"  # a policy changes no object that it is shown
     JOB = "job"  # slices and KV are those of jobs that wait or are in service on the device
     ONCE = "once"  # a launch serves each job once
@@ -172,6 +172,7 @@ WRITES = (
 )
 # Modules whose frames lie between a write and its refusal.
 PYTHON = str(Path(os.__file__).parent)
+CALLED = "engine.contract.policy"  # its frames lie between a user's line and a message on it
 OURS = ("engine", "policies")  # packages whose lines a user cannot mend
 GUARDS = (
     "engine.contract.rules",
@@ -243,6 +244,44 @@ def _lines(traceback: TracebackType | None) -> Iterator[tuple[str, str]]:
         traceback = traceback.tb_next
 
 
+def at_caller(told: str) -> str:
+    """A message with the line of a user's own code that has called the contract.
+
+    Args:
+        told: the message.
+
+    Returns:
+        Such as `mine.py:12: TOLD`; the message alone where our own code has called.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")) in (CALLED, "dataclasses"):
+        frame = frame.f_back
+    if frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in OURS:
+        return told
+    at = file_line(frame.f_code.co_filename, frame.f_lineno)
+    return f"{at}: {told}" if at else told
+
+
+def at_class(kind: type, told: str) -> str:
+    """A message with the line where a user's own class begins.
+
+    Args:
+        kind: the class.
+        told: the message.
+
+    Returns:
+        Such as `mine.py:12: TOLD`; the message alone for our own classes, and without a source.
+    """
+    if package_of(kind) in OURS:
+        return told
+    try:
+        filename, line = inspect.getsourcefile(kind), inspect.getsourcelines(kind)[1]
+    except (OSError, TypeError):  # no source, or built in
+        return told
+    at = file_line(filename or "", line)
+    return f"{at}: {told}" if at else told
+
+
 def defined_at(function: object) -> str:
     """Where a function or method is defined.
 
@@ -287,6 +326,45 @@ def file_line(filename: str, number: int) -> str:
     with suppress(ValueError, OSError):  # elsewhere, or the working directory is gone
         filename = str(Path(filename).relative_to(Path.cwd()))
     return f"{filename}:{number}"
+
+
+HALVES = (("scheduling", "batch"), ("memory", "fit"))
+RULES_OF_A_BATCH = (Rule.JOB, Rule.ONCE, Rule.TOKENS, Rule.TRAINING_ORDER)
+
+
+def made_at(policy: object, rule: Rule) -> str:
+    """Where the code is that made a plan which breaks a rule.
+
+    Args:
+        policy: a policy, or a router.
+        rule: the rule; it tells which half made what breaks it, where both are a user's own.
+
+    Returns:
+        File and line of the user's own `plan`, `batch`, `fit` or `route`; of a policy without any,
+        those of the half. "" where no source is known.
+    """
+    halves = [*HALVES]
+    if rule not in RULES_OF_A_BATCH:
+        halves.reverse()
+    found = [getattr(getattr(policy, half, None), name, None) for half, name in halves]
+    whole = [getattr(policy, name, None) for name in ("plan", "route")]
+    made = [f for f in (*found, *whole) if f is not None and package_of(f) != "engine"]
+    own = [function for function in made if package_of(function) not in OURS]
+    return next(filter(None, map(defined_at, own or made)), "")
+
+
+def name_of(policy: object) -> str:
+    """A policy's name for messages.
+
+    Args:
+        policy: a policy.
+
+    Returns:
+        Its class, or `SCHEDULING with MEMORY` where it has two halves.
+    """
+    halves = [(getattr(policy, half, None), method) for half, method in HALVES]
+    names = [type(half).__name__ for half, method in halves if hasattr(half, method)]
+    return " with ".join(names) or type(policy).__name__
 
 
 class ReadOnlyList(list[Item]):

@@ -6,16 +6,15 @@ The loop knows a `FastForward` as a `PlanReuse` (engine/loop/asking.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
-from engine.contract.executor import Pieces
+from engine.contract.executor import Pieces, Repeater
 from engine.contract.job import Job
 from engine.contract.kv_check import Leading
 from engine.contract.plan import Compute, Plan
-from engine.contract.policy import Policy, made_at, name_of, notes_reads, traits_of
-from engine.contract.rules import ContractError
+from engine.contract.policy import Policy, notes_reads, traits_of
+from engine.contract.rules import ContractError, made_at, name_of
 from engine.contract.view import Reads, RunningDecodes, View
-from engine.fast_forward.jump import Jump, Repeater
+from engine.fast_forward.jump import Jump
 from engine.fast_forward.reads import SeenReads, can_be_seen
 from engine.fast_forward.recurrence import Recurrence
 from engine.fast_forward.repeated_plan import RepeatedPlan
@@ -53,8 +52,8 @@ class FastForward(PlanReuse):
         """See PlanReuse."""
         state, self._parts = self._state, parts
         is_watched = state.is_watched or state.recorder.is_metered
-        knows_durations = hasattr(state.executor, "repeat")
-        if state.forced and not is_watched and knows_durations:
+        executor = state.executor
+        if state.forced and not is_watched and isinstance(executor, Repeater):
             self.jump = Jump(
                 state,
                 parts.completions,
@@ -62,7 +61,7 @@ class FastForward(PlanReuse):
                 parts.issuing,
                 parts.lifecycle,
                 parts.next_arrival_ns,
-                cast(Repeater, state.executor),
+                executor,
             )
 
     # ---- which questions are spared

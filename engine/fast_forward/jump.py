@@ -6,12 +6,12 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate, chain
-from typing import Any, Protocol
+from typing import Any
 
 import simpy
 
-from engine.contract.executor import Launch, Span
-from engine.contract.plan import Compute, Op
+from engine.contract.executor import Repeater, Span
+from engine.contract.plan import Compute
 from engine.contract.regions import Tier
 from engine.fast_forward.repeated_plan import RepeatedPlan, RepeatedSteps, RunSegment, segments
 from engine.loop.completions import Completions, DeferredFrees
@@ -21,28 +21,6 @@ from engine.results.tables import Times
 
 MOST = 1024  # steps of one jump
 Moments = tuple[Times, Times, Times]  # when steps are issued, start and end
-
-
-class Repeater(Protocol):
-    """An executor that knows beforehand when its launches will run."""
-
-    def repeat(self, launch: Launch, count: int) -> tuple[Sequence[int], int] | None:
-        """Predicts launches in a row, each behind the tokens of the one before.
-
-        Args:
-            launch: the first of them.
-            count: how many.
-
-        Returns:
-            The duration of each in ns, and the host's time of each in ns. None where durations are
-            known only when launches run.
-        """
-
-    def end_times_ns(self, ops: Sequence[Op]) -> list[int]:
-        """When operations in flight will end."""
-
-    def hold(self, launch: Launch, span: Span, done: Callable[[Span], None]) -> None:
-        """Occupies the launch's lane until the span ends, then calls `done`."""
 
 
 class Jump:

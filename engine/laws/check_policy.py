@@ -14,18 +14,17 @@ from operator import attrgetter
 
 import simpy
 
-from engine.contract.executor import Lanes, Launch, Pieces, Span
+from engine.contract.executor import Lanes, Launch, Pieces, Repeater, Span
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Compute, Op, Plan
-from engine.contract.policy import Policy, made_at, name_of, named, notes_reads, traits_of
+from engine.contract.policy import Policy, named, notes_reads, traits_of
 from engine.contract.regions import PageSize, Pool, Tier
-from engine.contract.rules import BrokenLaw, ContractError, Rule
+from engine.contract.rules import BrokenLaw, ContractError, made_at, name_of
 from engine.contract.view import Profile, View
 from engine.laws.differences import MOST, of_plans, of_runs, of_views
 from engine.loop.engine import Engine, Stalled
 from engine.loop.state import VirtualClock
-from engine.memory.dry_run import Shortage
 from engine.results.plan_log import encode
 from engine.results.recorder import Recorder
 from traces.serving.request import Request, TrainingJob
@@ -127,11 +126,6 @@ def _check_replay(
         except ContractError as error:
             at = made_at(policy, error.rule)
             raise error.located(name, error.step, error.device, at) from error.__cause__
-        except Shortage as short:  # of the plan builder, within the policy
-            what, owner = f"{short}: ask plan.room() before", short.place.region.owner
-            found = ContractError(Rule.ROOM, what, owner)
-            at = made_at(policy, Rule.ROOM)
-            raise found.located(name, engine.steps, DEVICE, at) from short
         except Stalled as error:
             pages = pools[Tier.GPU, DEVICE] // page.nbytes
             raise Stalled(f"policy {name}, a pool of {pages} pages: {error}") from error
@@ -202,7 +196,7 @@ def _engine(
     )
 
 
-class SyntheticTimes:
+class SyntheticTimes(Repeater):
     """An executor whose launches take 50 us, 1 us a token and 37 ns a token of context."""
 
     def __init__(self, env: simpy.Environment) -> None:

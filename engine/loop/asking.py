@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -10,13 +12,70 @@ from engine.contract.job import Job
 from engine.contract.kv_check import Leading
 from engine.contract.plan import Compute, Plan
 from engine.contract.plan_check import PlanCheck
-from engine.contract.policy import Policy, made_at, name_of
-from engine.contract.rules import ContractError, ReadOnlyList, Rule, as_write, line_of_policy
+from engine.contract.policy import PlanBuilder, Policy
+from engine.contract.rules import (
+    ContractError,
+    ReadOnlyList,
+    Rule,
+    as_write,
+    line_of_policy,
+    made_at,
+    name_of,
+)
 from engine.contract.view import Reads, RunningDecodes, View
 from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.issuing import Issuing, PrefixReuse
 from engine.loop.profile import ShownProfile
 from engine.loop.state import EngineState, Issue, Lifecycle, Turn
+from engine.memory.dry_run import Shortage
+
+REPEATED = "the engine repeats plans by itself, where Traits promise that it may"
+TAKE = {  # by class and name of earlier versions: what does its work now
+    "View": {
+        "decodes": "take view.running",
+        "lead": "take view.leading_decodes(slices)",
+        "trial": "take view.kept_pages, or the `plan` of fit(batch, view, plan)",
+    },
+    "PlanBuilder": {"grow_decodes": "take plan.grow_running(view.running)"},
+    "Plan": dict.fromkeys(
+        ("at", "later", "launch", "one_step", "repeats", "slices", "slices_at", "until"), REPEATED
+    ),
+}
+READ = (Job, View, PlanBuilder, Plan)  # what a policy knows by these names
+MAKERS = ("serving", "trains")  # of jobs; all other public names of Job are facts of a job
+UNKNOWN = re.compile(  # an argument of Plan, as Python tells it, and as its compiled form does
+    r"Plan\.__init__\(\) got an unexpected keyword argument '(\w+)'"
+    r"|'(\w+)' is an invalid keyword argument for __init__\(\)"
+)
+
+
+def _as_lacking(error: Exception) -> ContractError | None:
+    """An error of a name that the contract lacks, with the names that it has; None of another.
+
+    A view and a job that note their reads are told as the View and the Job that a policy knows.
+    """
+    if isinstance(error, TypeError) and (given := UNKNOWN.match(str(error))):
+        name = given[1] or given[2]
+        take = TAKE["Plan"].get(name)
+        return ContractError(Rule.ANSWER, f"Plan has no {name!r}; {take}") if take else None
+    if not isinstance(error, AttributeError) or error.name is None:
+        return None
+    kind = next((kind for kind in READ if isinstance(error.obj, kind)), None)
+    if kind is None or hasattr(kind, error.name):
+        return None
+    if (take := TAKE.get(kind.__name__, {}).get(error.name)) is None:
+        facts = [fact for fact in dir(kind) if not fact.startswith("_") and fact not in MAKERS]
+        take = f"there is {', '.join(get_close_matches(error.name, facts, n=3) or facts)}"
+    what = f"'{kind.__name__}' object has no attribute {error.name!r}; {take}"
+    return ContractError(Rule.ANSWER, what)
+
+
+def _as_shortage(error: Exception) -> ContractError | None:
+    """A Shortage that a policy has left to the engine, as a breach of ROOM; None of another."""
+    if not isinstance(error, Shortage):
+        return None
+    what = f"{error}: ask plan.room() before"
+    return ContractError(Rule.ROOM, what, error.place.region.owner)
 
 
 class LoopParts(NamedTuple):
@@ -143,9 +202,10 @@ class Asking:
         except ContractError as error:
             raise self._located(error, device) from error.__cause__
         except Exception as error:
-            if (write := as_write(error)) is None:
+            if (found := as_write(error) or _as_lacking(error) or _as_shortage(error)) is None:
                 raise
-            raise self._located(write, device) from error
+            found.at = found.at or line_of_policy(error)
+            raise self._located(found, device) from error
         assert isinstance(plan, Plan), "the check lets only a Plan pass"
         return plan, view
 

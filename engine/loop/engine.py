@@ -126,8 +126,8 @@ class Engine(Lifecycle):
         if not forced and depth > 1:
             raise ValueError(f"depth is {depth}: sampled lengths need at most one plan in flight")
         traits, recorder = traits_of(policy), recorder or Recorder()
-        recorder.predicted_bytes = getattr(executor, "peak_bytes", None)
-        recorder.predicted_peaks = getattr(executor, "served_peaks", None)
+        recorder.predicted_bytes = executor.peak_bytes
+        recorder.predicted_peaks = executor.served_peaks
         shown = (layout or Layout()).shown()
         chains: dict[int, Chain] | None = {} if traits.prefix_caching else None
         ledger = Ledger(capacity_bytes, page, shown.places, journal, chains)
@@ -142,7 +142,7 @@ class Engine(Lifecycle):
             cost,
             journal is not None,
             recorder,
-            getattr(executor, "store", None),
+            executor.store,
             ledger,
             None if router is None else RoutedFleet(devices, router),
             JobLists(),
@@ -300,7 +300,7 @@ class Engine(Lifecycle):
         launches = self._booked(plan, device, moves)
         self._check_progress(plan, launches)
         host_ns = self._prepared(plan, device, launches)
-        wait_ns, env = due_ns(self.state.env, host_ns), self.state.env
+        wait_ns, env = due_ns(self.state.executor, host_ns), self.state.env
         if wait_ns and not passed_to(env, self.state.now_ns + wait_ns):
             yield simpy.Timeout(env, wait_ns)
         self._issuing.start(plan, launches, self.settle)

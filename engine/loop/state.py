@@ -16,9 +16,9 @@ from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import COMPUTE_LANE, Compute, Op, Plan
 from engine.contract.plan_check import Jobs
-from engine.contract.policy import Router, made_at
+from engine.contract.policy import Router
 from engine.contract.regions import Kind, PageSize
-from engine.contract.rules import ContractError, ReadOnlyList, Rule, as_write
+from engine.contract.rules import ContractError, ReadOnlyList, Rule, as_write, made_at
 from engine.contract.view import Cost
 from engine.loop.profile import EngineProfile
 from engine.memory.ledger import Ledger

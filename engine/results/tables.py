@@ -32,7 +32,7 @@ TrainedRow = tuple[int, int, int, int, range, int]  # job, step, start, end, mic
 MemoryRow = tuple[int, str, int, Sequence[Figures], Mapping[Pool, Reading] | None]
 
 Predict = Callable[[Launch], int | None]
-PredictServed = Callable[[ServedLaunches], Ints]
+PredictServed = Callable[[ServedLaunches], Ints | None]
 Outputs = Callable[[int], Sequence[int]]
 LossOf = Callable[[int, int], float]
 ROW_ORDER = ("settle", "return", "issue")  # of MEMORY at one moment
@@ -445,18 +445,19 @@ def _peaks(
     predict_served: PredictServed | None,
 ) -> pa.Array:
     """Workspace of each row: measured, else predicted; null where neither."""
-    num_rows, measured = len(found.step), found.peak_bytes
-    if predict_served is not None:
-        values = predict_served(shapes)
-    elif predict is not None:
-        values = [predict(found.launches(row)) for row in range(num_rows)]  # type: ignore[assignment]
-    else:
-        return pa.array([*measured, *([None] * (num_rows - len(measured)))], pa.int64())
-    if all(nbytes is None for nbytes in measured):
-        return pa.array(values, pa.int64())
-    pairs = zip(measured, values, strict=False)
-    known = [guess if nbytes is None else nbytes for nbytes, guess in pairs]
-    return pa.array([*known, *values[len(known) :]], pa.int64())
+    alone, count = found.peak_bytes, len(found.step)
+    measured = [*alone, *([None] * (count - len(alone)))]
+    guesses = predict_served(shapes) if predict_served and None in measured else None
+    if guesses is not None:
+        known = [(i, nbytes) for i, nbytes in enumerate(alone) if nbytes is not None]
+        if known:
+            rows, values = zip(*known, strict=True)
+            guesses[list(rows)] = values
+        return pa.array(guesses, pa.int64())
+    if predict is not None:
+        for i in [i for i, nbytes in enumerate(measured) if nbytes is None]:
+            measured[i] = predict(found.launches(i))
+    return pa.array(measured, pa.int64())
 
 
 CAUSES = {cause: number for number, cause in enumerate(ROW_ORDER)}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.contract.job import Job
 from engine.contract.plan import Slice
-from engine.contract.policy import PlanBuilder
+from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.regions import Tier, kv_place
 from engine.contract.view import View
 from policies.kv.paged_allocation import PagedAllocation, PagedRules
@@ -27,3 +27,8 @@ class PagedRestart(PagedRules):
             plan.restart(job)
 
         PagedAllocation(batch, view, plan, self.paged_demand(view), preempt, self).write()
+
+    @property
+    def traits(self) -> Traits:
+        """Those of PagedRules."""
+        return super().traits

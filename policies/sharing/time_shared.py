@@ -38,6 +38,16 @@ class TakeTurns:
         if self.every < 2:
             raise ValueError(f"time shared: every is {self.every}, must be at least 2")
 
+    @property
+    def traits(self) -> Traits:
+        """The bounds of serving: training slices are no tokens of requests."""
+        serving = traits_of(self.serving)
+        return Traits(
+            step_tokens=serving.step_tokens,
+            prompt_tokens=serving.prompt_tokens,
+            max_jobs=serving.max_jobs,
+        )
+
     def batch(self, view: View) -> tuple[Slice, ...]:
         serves = self.serving.batch(side_of(view, trains=False))
         trains = self.training.batch(side_of(view, trains=True))
@@ -74,11 +84,14 @@ class DividedMemory:
 
     @property
     def traits(self) -> Traits:
-        """Prefix caching as serving has it; what is told of model states as training has it."""
+        """What is told of KV as serving has it, and of model states as training has it."""
+        serving, training = traits_of(self.serving), traits_of(self.training)
         return Traits(
-            prefix_caching=traits_of(self.serving).prefix_caching,
-            states_in=traits_of(self.training).states_in,
-            reuses_gradients=traits_of(self.training).reuses_gradients,
+            spare_pages=serving.spare_pages,
+            reserved_tokens=serving.reserved_tokens,
+            prefix_caching=serving.prefix_caching,
+            states_in=training.states_in,
+            reuses_gradients=training.reuses_gradients,
         )
 
     def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:

@@ -44,8 +44,6 @@ class WallClock(simpy.Environment):
     than the nominal one, whose time the clock then counts.
     """
 
-    is_live = True  # a host's time passes by itself: see engine.contract.executor.due_ns
-
     def __init__(self, poll_ns: int = 50_000, pace: Callable[[], float] = lambda: 1.0) -> None:
         super().__init__(initial_time=0)
         self._pace = pace

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from torch import UntypedStorage
 
 from engine.contract.executor import Launch
 from engine.contract.plan import Compute
-from engine.contract.regions import Pool
+from engine.contract.regions import Pool, Tier
 from runtime.executors.machine import Machine, Tokens
 from runtime.serving.machine import Prepared, ServingMachine
 from runtime.training.machine import IssuedTraining, TrainingMachine
@@ -18,8 +20,12 @@ class CoLocatedMachine(Machine[Prepared | IssuedTraining]):
     def __init__(self, serving: ServingMachine, training: TrainingMachine) -> None:
         self.serving, self.training = serving, training
         self.arenas, self.graph_bytes = serving.arenas, serving.graph_bytes
-        self.decoder, self.packer, self.spec = serving.decoder, serving.packer, serving.spec
         self.store = training.store
+
+    @property
+    def parts(self) -> tuple[ServingMachine, TrainingMachine]:
+        """See Machine: both of one device."""
+        return self.serving, self.training
 
     def prepare(self, launch: Launch) -> Prepared | IssuedTraining:
         """See Machine. NotImplementedError where one launch holds slices of both."""
@@ -56,6 +62,10 @@ class CoLocatedMachine(Machine[Prepared | IssuedTraining]):
         """See Machine."""
         return self.serving.outputs(job_id)
 
+    def held(self, tier: Tier) -> Iterable[UntypedStorage]:
+        """See Machine."""
+        return self.training.held(tier)
+
     def loss(self, job_id: int, microbatch: int) -> float:
-        """The mean loss of a training job's microbatch."""
+        """See Machine."""
         return self.training.loss(job_id, microbatch)

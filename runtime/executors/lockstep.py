@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import simpy
 import torch
 
-from engine.contract.executor import Executor, Lanes, Launch, Span
+from engine.contract.executor import Executor, Lanes, Launch, ServedLaunches, Span, Store
 from engine.contract.plan import Compute, Op, Slice
 from engine.contract.regions import Pool
 from runtime.executors.machine import Machine
@@ -19,21 +19,17 @@ from runtime.measure.reference import ClockPace
 from runtime.measure.tracker import Workspace
 
 
-class Predicted(Executor, Protocol):
-    """An executor that only keeps time: the simulator's."""
-
-    def peak_bytes(self, launch: Launch) -> int | None:
-        """The predicted workspace of a launch; None where no prediction is made."""
-        ...
-
-
-class LockstepExecutor:
+class LockstepExecutor(Executor):
     """Carries every launch out in issue order; its span is that of a predicting executor."""
 
-    def __init__(self, machine: Machine[Any], predicted: Predicted) -> None:
-        self.machine, self.store = machine, machine.store
-        self._predicted, self.peak_bytes = predicted, predicted.peak_bytes
+    def __init__(self, machine: Machine[Any], predicted: Executor) -> None:
+        self.machine, self._predicted = machine, predicted
         self._prepared: dict[Op, Any] = {}
+
+    @property
+    def store(self) -> Store | None:
+        """See Executor."""
+        return self.machine.store
 
     def prepare(self, launches: Sequence[Launch]) -> int:
         """See Executor: packs the launches; the host's time is predicted."""
@@ -49,8 +45,16 @@ class LockstepExecutor:
         """See Executor."""
         self.machine.release(pool, pages)
 
+    def peak_bytes(self, launch: Launch) -> int | None:
+        """See Executor."""
+        return self._predicted.peak_bytes(launch)
 
-class CpuExecutor:
+    def served_peaks(self, launches: ServedLaunches) -> Any:
+        """See Executor."""
+        return self._predicted.served_peaks(launches)
+
+
+class CpuExecutor(Executor):
     """The service clock: a compute takes the thread's CPU time, a copy the link's time.
 
     Work is done in issue order on one thread, so a busy machine cannot spoil a duration. The
@@ -77,13 +81,18 @@ class CpuExecutor:
         """
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)  # denormals made a matmul 30 times slower
-        self.machine, self.store = machine, machine.store
+        self.machine = machine
         self._links = dict(links or {})
         self._workspace, self._pace = workspace, pace
         self._lanes = Lanes(env)
         self._prepared: dict[Op, Any] = {}
         self._since_ns: int | None = None  # the host's time is counted up to here
         self._host_ns = 0
+
+    @property
+    def store(self) -> Store | None:
+        """See Executor."""
+        return self.machine.store
 
     def prepare(self, launches: Sequence[Launch]) -> int:
         """See Executor: packs the launches; returns the host's CPU time since the last call."""

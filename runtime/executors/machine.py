@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from engine.contract.executor import Launch
-from engine.contract.regions import Pool
+from engine.contract.regions import Pool, Tier
 from runtime.serving.kv import Arena
 from runtime.training.store import RegionStore
 
@@ -35,6 +35,11 @@ class Machine(Protocol[PreparedT]):
     arenas: Mapping[Pool, Arena]
     graph_bytes: Mapping[int, int]
     store: RegionStore | None
+
+    @property
+    def parts(self) -> Sequence[Machine[Any]]:
+        """The machines that it is made of, in the order of their devices; itself if it is one."""
+        return (self,)
 
     def prepare(self, launch: Launch) -> PreparedT:
         """Builds what a launch needs before it can start.
@@ -85,3 +90,26 @@ class Machine(Protocol[PreparedT]):
     def outputs(self, job_id: int) -> list[int]:
         """The token ids that a job has generated so far; none for a training job."""
         ...
+
+    def held(self, tier: Tier) -> Iterable[UntypedStorage]:
+        """What training holds in a tier of device 0.
+
+        Args:
+            tier: The tier.
+
+        Returns:
+            Storages, some repeatedly; none where nothing trains.
+        """
+        return ()
+
+    def loss(self, job_id: int, microbatch: int) -> float:
+        """The mean loss of a training job's microbatch.
+
+        Args:
+            job_id: The job.
+            microbatch: Its number, from 0 over all steps.
+
+        Raises:
+            LookupError: The machine trains nothing.
+        """
+        raise LookupError(f"job {job_id} has no loss: this machine only serves")

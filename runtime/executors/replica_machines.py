@@ -20,6 +20,11 @@ class ReplicaMachines(Machine[Prepared]):
         self.arenas = {pool: arena for m in self.machines for pool, arena in m.arenas.items()}
         self.graph_bytes = {i: nbytes for m in self.machines for i, nbytes in m.graph_bytes.items()}
 
+    @property
+    def parts(self) -> Sequence[ServingMachine]:
+        """See Machine."""
+        return self.machines
+
     def prepare(self, launch: Launch) -> Prepared:
         """See Machine."""
         return self.machines[launch.op.lane[0]].prepare(launch)

@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
-from engine.contract.executor import Launch, Span
+from engine.contract.executor import Executor, Launch, Span
 from engine.contract.plan import Copy, Lane, Op
 from engine.contract.regions import Kind, Place, Pool, Tier, is_workspace
 from runtime.executors.clock import WallClock
@@ -61,12 +61,14 @@ class StreamLane(Protocol):
         """Returns when no launch of this lane runs any more."""
 
 
-class StreamExecutor:
-    """An engine.contract.executor.Executor in real time over lanes of one kind.
+class StreamExecutor(Executor):
+    """An executor in real time over lanes of one kind.
 
     A failed launch raises in the engine, at the poll that finds its mark. Use the executor as a
     context manager: its lanes end with the block, also after an error.
     """
+
+    is_live: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class StreamExecutor:
         """
         self.clock = clock
         self.machine = machine
-        self.store = None if machine.store is None else LaneStore(machine.store, on_open)
+        self._store = None if machine.store is None else LaneStore(machine.store, on_open)
         self._open_lane = open_lane
         self._part_bytes = part_bytes
         self._uploading = uploading
@@ -97,6 +99,11 @@ class StreamExecutor:
         self._marks: dict[Op, LaneMark] = {}
         self._since_ns: int | None = None  # host time is reported up to here
         self._paused_ns = 0
+
+    @property
+    def store(self) -> LaneStore | None:
+        """See Executor."""
+        return self._store
 
     def prepare(self, launches: Sequence[Launch]) -> int:
         """Builds what the launches need; returns the engine thread's CPU time since the last call.
@@ -131,11 +138,11 @@ class StreamExecutor:
         op = launch.op
         waits = [self._marks[other] for other in launch.waits if other in self._marks]
         work = self._work.pop(op)
-        if self.store is not None:
-            stays = self.store.begin(places_of(op))
+        if self._store is not None:
+            stays = self._store.begin(places_of(op))
             kept = [stay for stay in stays if not is_workspace(stay.place)]
-            opens = partial(self.store.open, kept) if kept else None  # serving takes none
-            work = replace(work, leave=partial(self.store.end, stays), open=opens)
+            opens = partial(self._store.open, kept) if kept else None  # serving takes none
+            work = replace(work, leave=partial(self._store.end, stays), open=opens)
         mark = self._marks[op] = self._lane(op.lane).start(work, waits)
 
         def settle(span: Span) -> None:

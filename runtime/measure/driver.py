@@ -121,7 +121,7 @@ class Driver:
         """Issues a plan as the engine does."""
         issue_ns, host_ns = int(self.env.now), self.executor.prepare(launches)
         times += [issue_ns, host_ns]
-        if wait_ns := due_ns(self.env, host_ns):
+        if wait_ns := due_ns(self.executor, host_ns):
             yield self.env.timeout(wait_ns)
         by_op = {launch.op: launch for launch in launches}
         for launch in launches:

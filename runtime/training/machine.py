@@ -114,5 +114,5 @@ class TrainingMachine(Machine[IssuedTraining]):
         return self._trainers[job_id].state_dict()
 
     def loss(self, job_id: int, microbatch: int) -> float:
-        """The mean loss of a job's microbatch."""
+        """See Machine."""
         return self._trainers[job_id].loss(microbatch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, cast
@@ -21,9 +21,7 @@ from sim.cost.training_operators import Prices
 class LaunchCost(Protocol):
     """Predicted durations of launches, in integer nanoseconds, as SimExecutor asks for them.
 
-    `form` is "table" or "roofline" and goes into results. A cost may also have
-    `host_bandwidth_bytes_per_s`, the rate of the host's memory, and `host_traffic(launch)`, the
-    bytes that a launch reads and writes there: concurrent launches then share that rate.
+    `form` is "table" or "roofline" and goes into results. A body is a default.
     """
 
     @property
@@ -33,6 +31,41 @@ class LaunchCost(Protocol):
     @property
     def provenance(self) -> str:
         """Source of the numbers, in one line for results."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether there are prices for what is served."""
+        return True
+
+    @property
+    def extrapolated(self) -> Mapping[str, int]:
+        """Look-ups outside what was measured, by table; empty is good."""
+        return {}
+
+    @property
+    def host_bandwidth_bytes_per_s(self) -> float | None:
+        """Rate of the host's memory, which concurrent launches share; None: without a limit."""
+        return None
+
+    def host_traffic(self, launch: Launch) -> int:
+        """Traffic of a launch in the host's memory: bytes that it reads and writes there."""
+        return 0
+
+    def repeat_ns(self, launch: Launch, count: int) -> Any:
+        """Durations of a serving launch that is repeated.
+
+        Args:
+            launch: the first launch. Each later one finds the tokens of all earlier ones in KV.
+            count: number of launches.
+
+        Returns:
+            `count` durations in nanoseconds: a list, or an int64 array. None where durations are
+            not known beforehand: a cost that draws noise must not draw it twice.
+
+        Raises:
+            ValueError: the cost was not made for serving.
+        """
+        return None
 
     def compute_ns(self, launch: Launch) -> int:
         """Duration of a compute launch.
@@ -93,6 +126,17 @@ class LaunchCost(Protocol):
         Returns:
             Bytes; None where they are unknown.
         """
+
+    def served_peaks(self, launches: ServedLaunches) -> npt.NDArray[np.int64] | None:
+        """`peak_bytes` of many launches that only serve; None: each is to be asked for by itself.
+
+        Args:
+            launches: their shapes.
+
+        Returns:
+            Bytes of each.
+        """
+        return None
 
 
 class ShapeCost(Protocol):
@@ -167,7 +211,7 @@ class ShapeCost(Protocol):
         """
 
 
-class ShapePriced:
+class ShapePriced(LaunchCost):
     """Makes a LaunchCost of a ShapeCost: reads the shape of each launch and prices that."""
 
     model: ModelSpec
@@ -223,7 +267,7 @@ class ShapePriced:
             ValueError: always, here.
         """
         raise ValueError(
-            f"{cast(LaunchCost, self).provenance} has no training; take the device's roofline "
+            f"{self.provenance} has no training; take the device's roofline "
             "(profile=null) or a profile that was calibrated with training"
         )
 
@@ -233,18 +277,7 @@ class ShapePriced:
         return Prices(self.model, cast(ShapeCost, self).trained_ns)
 
     def repeat_ns(self, launch: Launch, count: int) -> Any:
-        """Durations of a serving launch that is repeated.
-
-        Args:
-            launch: the first launch. Each later one finds the tokens of all earlier ones in KV.
-            count: number of launches.
-
-        Returns:
-            `count` durations in nanoseconds: a list, or an int64 array.
-
-        Raises:
-            ValueError: the cost was not made for serving.
-        """
+        """Durations of a launch that is repeated, by shape. See LaunchCost.repeat_ns."""
         tokens, contexts, samples = forward_shape(launch)
         price = cast(ShapeCost, self).shape_ns
         return [price(tokens, shifted(tokens, contexts, i), samples) for i in range(count)]
@@ -294,20 +327,12 @@ class ShapePriced:
             ValueError: always, here.
         """
         raise ValueError(
-            f"{cast(LaunchCost, self).provenance} knows no groups; take the device's roofline "
+            f"{self.provenance} knows no groups; take the device's roofline "
             "(profile=null), or group.devices=1"
         )
 
     def host_traffic(self, launch: Launch) -> int:
-        """Traffic of a launch in the host's memory.
-
-        Args:
-            launch: any launch.
-
-        Returns:
-            Bytes read and written there by a copy from or to the host, or by a launch on the
-            host's lane; 0 for all other launches.
-        """
+        """Bytes of a copy from or to the host, or of a launch on the host's lane; else 0."""
         op = launch.op
         if isinstance(op, Copy):
             return launch.nbytes if Tier.HOST in (op.src.tier, op.dst.tier) else 0
@@ -331,9 +356,6 @@ class ShapePriced:
         """Workspace of a launch. See LaunchCost.peak_bytes.
 
         Serving slices take the model's formula, training slices what their layout says.
-
-        Args:
-            launch: any launch.
 
         Returns:
             Bytes; None for copies and collectives, and for training without a layout.

@@ -46,9 +46,7 @@ class VidurCost(ShapePriced):
     _grouped: float = field(init=False, repr=False, compare=False)
     _once: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     # number of look-ups outside each table; empty is good
-    extrapolated: dict[str, int] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _outside: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         names = [f"{name}_ms" for name in (*ONCE, *NORMS)]
@@ -80,6 +78,11 @@ class VidurCost(ShapePriced):
     def provenance(self) -> str:
         """The file of the tables."""
         return f"Vidur's tables in {self.source}, taken for {self.model.name}"
+
+    @property
+    def extrapolated(self) -> dict[str, int]:
+        """Number of look-ups outside each table; empty is good."""
+        return self._outside
 
     def served_ns(self, launch: Launch) -> int:
         """Duration of a serving launch; as in Vidur, the request tells whether a token decodes."""
@@ -192,9 +195,9 @@ class VidurCost(ShapePriced):
         return scale * self._at(name, rows[row], column)
 
     def _count(self, name: str, index: int) -> None:
-        if name not in self.extrapolated:
+        if name not in self._outside:
             warn_beyond(name, index)
-        self.extrapolated[name] = self.extrapolated.get(name, 0) + 1
+        self._outside[name] = self._outside.get(name, 0) + 1
 
 
 Mix = tuple[int, int, list[tuple[int, int]]]  # see VidurCost._mix_ms

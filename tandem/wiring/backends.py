@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import simpy
 
@@ -25,10 +25,16 @@ from tandem.wiring.machines import (
     links_of,
     on_cpu,
     on_gpus,
+    served,
     warn_of_pinned,
 )
 from tandem.wiring.run_spec import RunSpec
 from traces.training.recipe import Recipe
+
+if TYPE_CHECKING:  # torch comes with them
+    from runtime.executors.machine import Machine
+    from runtime.measure.reference import ClockPace
+    from runtime.serving.machine import ServingMachine
 
 NEVER = 1_000_000  # collections of the middle generation before one of the oldest
 
@@ -136,13 +142,13 @@ class Opened(NamedTuple):
 class Backend:
     """Where a run happens: a clock, an executor and, unless it is simulated, a machine.
 
-    `machine` is one that executors share, or Replicas. `fresh` opens another executor over this
+    Executors share `machine`; a simulation has none. `fresh` opens another executor over this
     machine, on a clock of its own, for probes and calibration.
     """
 
     env: simpy.Environment
     executor: Executor
-    machine: Any = None
+    machine: Machine[Any] | None = None
     meter: Meter | None = None
     fresh: Callable[[], AbstractContextManager[Opened]] | None = None
     probe_look_s: float | None = None  # how long each look for drift takes
@@ -155,12 +161,12 @@ class Backend:
     @property
     def loss_of(self) -> Callable[[int, int], float] | None:
         """Loss by step and microbatch of a training job; None where nothing is really trained."""
-        return getattr(self.machine, "loss", None)
+        return None if self.machine is None else self.machine.loss
 
     @property
-    def first(self) -> Any:
-        """The machine of the first device: what is probed and calibrated."""
-        return getattr(self.machine, "machines", [self.machine])[0]
+    def serving(self) -> ServingMachine | None:
+        """What serves on the first device: it is probed and calibrated."""
+        return next(iter(served(self.machine)), None) if self.machine is not None else None
 
     def probe(self) -> dict[str, float]:
         """Seconds of fixed pieces of work; empty in a simulation, and where probes are off."""
@@ -168,10 +174,10 @@ class Backend:
             return {}
         from runtime.measure.reference import probe, probe_plainly
 
-        if not self.first.arenas:
+        if (serving := self.serving) is None:
             return probe_plainly(self.probe_look_s)
         with self.fresh() as opened:
-            return probe(opened.env, opened.executor, self.first, self.probe_look_s)
+            return probe(opened.env, opened.executor, serving, self.probe_look_s)
 
 
 @contextmanager
@@ -256,7 +262,9 @@ def _service(
         yield Backend(main.env, main.executor, machine, main.meter, fresh)
 
 
-def _clock_pace(machine: Any, run_spec: RunSpec, reference_ns: tuple[int, int] | None) -> Any:
+def _clock_pace(
+    machine: Machine[Any], run_spec: RunSpec, reference_ns: tuple[int, int] | None
+) -> ClockPace | None:
     """The yardsticks of a clock, over the weights that are served, or by the width of what is
     trained where nothing is served; None where time is real."""
     if reference_ns is None:
@@ -270,7 +278,7 @@ def _clock_pace(machine: Any, run_spec: RunSpec, reference_ns: tuple[int, int] |
         )
     from runtime.measure.reference import ClockPace, references
 
-    first = getattr(machine, "machines", [machine])[0]
+    first = served(machine)[0]
     return ClockPace(reference_ns, references(first.decoder.model, run_spec.spec))
 
 
@@ -334,5 +342,5 @@ def _cuda(run_spec: RunSpec, attention: Any = None) -> Iterator[Backend]:
             with fresh() as main:
                 yield Backend(main.env, main.executor, machine, main.meter, fresh)
         finally:
-            if (store := getattr(machine, "store", None)) is not None:
-                store.close()
+            if machine.store is not None:
+                machine.store.close()

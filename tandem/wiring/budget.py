@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from engine.contract.layout import Layout
-from engine.contract.policy import Traits, traits_of
+from engine.contract.policy import Policy, traits_of
 from engine.contract.regions import SHARED_OWNER, Kind, PageSize, Place, Pool, Region, Tier
 from engine.contract.rules import Advised, Remedy
 from models.spec import ModelSpec
+from policies.scheduling.recorded import RecordedPlans
 from policies.training.out_of_memory import OutOfMemory
 from sim.devices.device import Device
 from sim.devices.kv_room import MemoryPlan, graph_bytes, plan_memory
@@ -195,7 +196,7 @@ def room_for(
     spec: ModelSpec,
     page: PageSize,
     requests: Sequence[Request],
-    policy: Any,
+    policy: Policy,
     replicas: int = 1,
 ) -> Room:
     """Weights, KV and workspace inside the budget. ValueError where they cannot fit.
@@ -208,7 +209,7 @@ def room_for(
         check_whole(budget, device, memory, given, _smaller_step(policy))
     kv = memory.left if given is None else given
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
-    promised = _traits_of_half(policy, "memory")
+    promised = traits_of(policy)
     reserved = promised.reserved_tokens or None  # by each job, whole
     if reserved is not None and not budget.may_refuse:
         check_reservation(reserved, longest)
@@ -245,7 +246,7 @@ def memory_plan(
     device: Device,
     page: PageSize,
     requests: Sequence[Request],
-    policy: Any,
+    policy: Policy,
 ) -> MemoryPlan:
     """What a device's memory is for: on a GPU as an engine plans that profiles itself.
 
@@ -265,13 +266,13 @@ def memory_plan(
     )
 
 
-def _max_step(budget: Budget, requests: Sequence[Request], policy: Any) -> tuple[int, int]:
+def _max_step(budget: Budget, requests: Sequence[Request], policy: Policy) -> tuple[int, int]:
     """Tokens and sequences of the largest step: those that the scheduling tells by its traits.
 
     Where it tells none, all requests may be in service, and all prompts may start together. A
     scheduling that does not cut prompts may have to compute the longest request whole.
     """
-    promised = _traits_of_half(policy, "scheduling")
+    promised = traits_of(policy)
     jobs = promised.max_jobs or len(requests)
     if limit := budget.step_tokens or promised.step_tokens:
         return limit, min(jobs, limit)
@@ -285,40 +286,28 @@ def _kv_bytes(budget: Budget, page: PageSize) -> int | None:
     return budget.kv_bytes if budget.kv_pages is None else budget.kv_pages * page.nbytes
 
 
-def _smaller_step(policy: Any) -> str:
+def _smaller_step(policy: Policy) -> str:
     """What makes the largest step of a policy take less memory, in words."""
-    promised = _traits_of_half(policy, "scheduling")
+    promised = traits_of(policy)
     if promised.step_tokens or promised.prompt_tokens or promised.max_jobs:
         return "lower the scheduling's token_budget or max_jobs"
     return "declare step_tokens and max_jobs in the scheduling's traits"
 
 
-def _is_replay(policy: Any) -> bool:
+def _is_replay(policy: Policy) -> bool:
     """Whether a plan log is played back: its steps are given, and fitted where they were made."""
-    return getattr(policy, "scheduling", None) is None
-
-
-def _traits_of_half(policy: Any, half: str) -> Traits:
-    """The traits of the half that serves; of the whole policy where it has no halves."""
-    found = _serving(policy, half)
-    return traits_of(policy if found is None else found)
-
-
-def _serving(policy: Any, half: str) -> Any:
-    """The half of a policy that serves: of one that serves and trains by turns, that side of it."""
-    whole = getattr(policy, half, None)
-    return getattr(whole, "serving", whole)
+    return isinstance(policy, RecordedPlans)
 
 
 def _workspace_bytes(
-    budget: Budget, spec: ModelSpec, page_tokens: int, requests: Sequence[Request], policy: Any
+    budget: Budget, spec: ModelSpec, page_tokens: int, requests: Sequence[Request], policy: Policy
 ) -> int:
     """Of the largest step: prompts that start together up to the tokens that the policy promises.
 
     One of them is the longest request computed whole after a restart or, under such a bound, the
     end of it: a slice behind a context, which takes a mask.
     """
-    promised = _traits_of_half(policy, "scheduling")
+    promised = traits_of(policy)
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
     limit = budget.step_tokens or promised.step_tokens or promised.prompt_tokens
     jobs = min(len(requests), promised.max_jobs or len(requests))

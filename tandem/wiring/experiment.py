@@ -87,11 +87,8 @@ def replay(
         engine.replay(run_spec.work)
     drift = drift_of(before, backend.probe())
     engine.recorder.write(folder, backend.outputs, backend.loss_of)
-    beyond = dict(
-        getattr(run_spec.cost, "extrapolated", {})
-    )  # look-ups outside a profile, by table
     notes: dict[str, Any] = {"plans": engine.steps, "questions": engine.asked}
-    notes["cost_extrapolated"] = beyond
+    notes["cost_extrapolated"] = dict(run_spec.cost.extrapolated)
     if backend.fresh is not None:  # a simulation's rows are predictions themselves
         notes["workspace"] = _sampled(engine.recorder, run_spec)
     return notes | drift

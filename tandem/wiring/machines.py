@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.contract.executor import Meter
 from engine.contract.policy import traits_of
@@ -17,6 +17,11 @@ from tandem.wiring.budget import MIB
 from tandem.wiring.run_spec import RunSpec
 from tandem.wiring.workload import warn_of_ids
 from traces.serving.request import prompt_of
+
+if TYPE_CHECKING:  # torch comes with them
+    from runtime.executors.machine import Machine
+    from runtime.serving.machine import ServingMachine
+    from runtime.training.machine import TrainingMachine
 
 MANY = 10**9  # parameters: they take half a minute to draw
 log = logging.getLogger(__name__)
@@ -87,35 +92,42 @@ def available_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def on_cpu(run_spec: RunSpec) -> Any:
+def on_cpu(run_spec: RunSpec) -> Machine[Any]:
     """The model on this CPU; replicas share one copy of weights, which the meter shows for each."""
     import torch
 
-    from runtime.executors.co_located import CoLocatedMachine
     from runtime.serving.model import build_model
 
     torch.set_num_threads(1)  # a device's stand-in is one core; lanes and yardstick follow it
     training = training_machine(run_spec)
     if not run_spec.requests:
-        return training
-    serving = machines(run_spec, [build_model(run_spec.spec, run_spec.seed)] * run_spec.replicas)
-    return serving if training is None else CoLocatedMachine(serving, training)
+        return _joined([], training)
+    model = build_model(run_spec.spec, run_spec.seed)
+    return _joined(machines(run_spec, [model] * run_spec.replicas), training)
 
 
-def on_gpus(run_spec: RunSpec, gpus: Sequence[str], kernels: bool) -> Any:
+def on_gpus(run_spec: RunSpec, gpus: Sequence[str], kernels: bool) -> Machine[Any]:
     """The model on these GPUs, one each; what trains does so on the first."""
-    from runtime.executors.co_located import CoLocatedMachine
     from runtime.serving.model import build_model
 
     training = training_machine(run_spec, gpus[0])
     if not run_spec.requests:
-        return training
+        return _joined([], training)
     models = [build_model(run_spec.spec, run_spec.seed, gpu) for gpu in gpus]
-    serving = machines(run_spec, models, gpus, kernels)
-    return serving if training is None else CoLocatedMachine(serving, training)
+    return _joined(machines(run_spec, models, gpus, kernels), training)
 
 
-def training_machine(run_spec: RunSpec, device: str = "cpu") -> Any:
+def _joined(serving: Sequence[ServingMachine], training: TrainingMachine | None) -> Machine[Any]:
+    """What serves, by device, and what trains on the first device as one machine."""
+    from runtime.executors.co_located import CoLocatedMachine
+    from runtime.executors.replica_machines import ReplicaMachines
+
+    if training is not None:
+        return CoLocatedMachine(serving[0], training) if serving else training
+    return serving[0] if len(serving) == 1 else ReplicaMachines(serving)
+
+
+def training_machine(run_spec: RunSpec, device: str = "cpu") -> TrainingMachine | None:
     """What trains on a device, memory as the planner laid it out; None without training."""
     if not run_spec.trainees:
         return None
@@ -144,14 +156,13 @@ def training_machine(run_spec: RunSpec, device: str = "cpu") -> Any:
 
 def machines(
     run_spec: RunSpec, models: Sequence[Any], devices: Sequence[str] = (), kernels: bool = False
-) -> Any:
-    """A machine per model, with the KV pages that the ledger books for its device; all as one."""
-    from runtime.executors.replica_machines import ReplicaMachines
+) -> list[ServingMachine]:
+    """A machine per model, with the KV pages that the ledger books for its device."""
     from runtime.serving.machine import ServingMachine
     from runtime.serving.sampling import Sampling
 
     how, pages, prompts = run_spec.decoding, pages_of(run_spec), prompts_of(run_spec)
-    made = [
+    return [
         ServingMachine(
             model,
             run_spec.spec,
@@ -167,7 +178,13 @@ def machines(
         )
         for number, model in enumerate(models)
     ]
-    return made[0] if len(made) == 1 else ReplicaMachines(made)
+
+
+def served(machine: Machine[Any]) -> list[ServingMachine]:
+    """The machines that serve, in the order of their devices; none where nothing is served."""
+    from runtime.serving.machine import ServingMachine
+
+    return [part for part in machine.parts if isinstance(part, ServingMachine)]
 
 
 def pages_of(run_spec: RunSpec) -> dict[Pool, int]:
@@ -207,22 +224,25 @@ def device_bytes_of(run_spec: RunSpec) -> int:
     return run_spec.room.capacity_bytes[Tier.GPU, 0] + run_spec.device.reserve_bytes
 
 
-def gpu_meter(machine: Any, number: int, paused: Callable[[], Any], every: int) -> Meter:
+def gpu_meter(machine: Machine[Any], number: int, paused: Callable[[], Any], every: int) -> Meter:
     """The allocator of one GPU, and its host's memory; training is the first one's."""
     from runtime.measure.meter import CudaMeter
 
     arena = machine.arenas.get((Tier.HOST, number))
     arenas = [] if arena is None else [arena.pages]
-    training = getattr(machine, "training", machine)
-    held = getattr(training, "held", None) if number == 0 else None
+    held = None if number or machine.store is None else machine.held
     return CudaMeter(number, arenas, every, paused, machine.graph_bytes.get(number, 0), held)
 
 
-def cpu_meter(machine: Any, paused: Callable[[], Any] = nullcontext, every: int = 1) -> Meter:
-    """Weights and KV pages of every pool; weights that replicas share are each one's own here."""
+def cpu_meter(
+    machine: Machine[Any], paused: Callable[[], Any] = nullcontext, every: int = 1
+) -> Meter:
+    """Weights and KV pages of every pool, and what training holds; weights that replicas share are
+    each one's own here."""
     from runtime.measure.meter import CpuMeter
 
     arenas = {pool: arena.pages for pool, arena in machine.arenas.items()}
-    served = [m for m in getattr(machine, "machines", [machine]) if hasattr(m, "decoder")]
-    weights = {(Tier.GPU, i): list(m.decoder.model.parameters()) for i, m in enumerate(served)}
-    return CpuMeter(weights, arenas, every, paused, getattr(machine, "held", None))
+    parts = enumerate(served(machine))
+    weights = {(Tier.GPU, i): list(m.decoder.model.parameters()) for i, m in parts}
+    held = None if machine.store is None else machine.held
+    return CpuMeter(weights, arenas, every, paused, held)

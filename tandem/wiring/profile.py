@@ -172,12 +172,11 @@ def _profile_shapes(point: ComposedConfig, folder: Path) -> None:
     run_spec, node = run_spec_of(point), point.config["backend"]
     facts = {**commit(), **device_facts(run_spec.device), **node}
     with backend_of(run_spec, node) as backend:
-        assert backend.fresh is not None, "a measured backend has a machine"
+        serving = backend.serving
+        assert backend.fresh is not None and serving is not None, "a measured backend has a machine"
         with backend.fresh() as (env, executor, meter):
             look = None if meter is None else meter.read
-            profile(
-                env, executor, backend.machine, folder, seed=run_spec.seed, facts=facts, look=look
-            )
+            profile(env, executor, serving, folder, seed=run_spec.seed, facts=facts, look=look)
 
 
 def replayed_count(scheduling: Mapping[str, Any] | None) -> int:

@@ -93,7 +93,7 @@ def run_spec_of(point: ComposedConfig, spec: ModelSpec | None = None) -> RunSpec
         check_jobs(log_path(config), policy.log, ids)
     page = PageSize.of(spec, page_tokens)
     cost = cost_of(config, device, spec, page, group)
-    if requests and config["backend"]["name"] == "sim" and not getattr(cost, "serves", True):
+    if requests and config["backend"]["name"] == "sim" and not cost.serves:
         raise ValueError(
             f"profile={config['profile']} was calibrated with training alone: it has no prices for "
             "what is served; take another, or none (profile=null)"

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from engine.contract.plan import Slice
 from engine.contract.policy import PROMISES_NOTHING, PlanBuilder, Traits
-from engine.contract.regions import Tier
+from engine.contract.regions import PageSize, Tier
 from engine.contract.view import View
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
 from policies.scheduling.chunked_prefill import ChunkedPrefill
 from policies.scheduling.recorded import RecordedPlans
-from policies.sharing.time_shared import DividedMemory
+from policies.sharing.time_shared import DividedMemory, TakeTurns
 from policies.training.patrickstar import PatrickStar
+from policies.training.training_order import TrainingOrder
 from sim.devices.kv_room import plan_memory
 from tandem.cli.terminal import told
 from tandem.config.compose import composed
@@ -93,6 +94,34 @@ def test_a_budget_goes_by_the_traits_of_the_memory_policy(traits: Traits, least:
         with pytest.raises(ValueError, match=rf"raise budget\.kv_pages to {least},"):
             room_for(Budget(kv_pages=least - 1), *given)
         assert room_for(Budget(kv_pages=least), *given)
+
+
+@dataclass
+class Holds:
+    """A scheduling whose attributes have the names that composing policies have."""
+
+    serving: dict[int, int] = field(default_factory=dict)
+    traits: Traits = Traits(step_tokens=64, max_jobs=4)  # noqa: RUF009
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        raise AssertionError("a budget plans nothing")
+
+
+def test_a_budget_looks_for_no_attribute_but_traits() -> None:
+    setting = run_spec_of(composed(["model=micro_llama", "limit=2"]))
+    requests = [Request(i, 0, 400, 40) for i in range(8)]
+    bounded = ChunkedPrefill(token_budget=64, max_jobs=4)
+    sides = DividedMemory(PagedRestart(), PatrickStar())
+    page = PageSize.of(setting.spec, 16)
+    found = [
+        room_for(Budget(), setting.device, setting.spec, page, requests, policy).memory.activation
+        for policy in (
+            Composed(bounded, PagedRestart()),
+            Composed(Holds(), PagedRestart()),
+            Composed(TakeTurns(Holds(), TrainingOrder()), sides),
+        )
+    ]
+    assert len(set(found)) == 1
 
 
 def test_a_reservation_that_the_longest_request_outgrows_is_told_before_anything_runs(

@@ -127,6 +127,13 @@ IMPORTS = [
         "now, engine.plan.Tier is engine.contract.regions.Tier now",
     ),
     (
+        "from engine.plan import GrowCycle\nfrom engine.draft import Draft",
+        "from engine.plan import GrowCycle in mine.py:3: engine.plan.GrowCycle is gone: the engine "
+        "repeats plans by itself, where a policy's Traits promise that it may; "
+        "from engine.draft import Draft in mine.py:4: engine.draft.Draft is gone: write to the "
+        "`plan` of fit(batch, view, plan)",
+    ),
+    (
         "from engine.contract import plan\nfrom engine.contract import ContractError",
         "from engine.contract import ContractError in mine.py:4: engine.contract is "
         "engine.contract.rules now",
@@ -179,6 +186,51 @@ def test_an_old_import_inside_a_function_is_told_when_it_is_reached(
     assert main(config_of(tmp_path, "", "from engine.plan import Slice")) == 1
     told = "tandem: from engine.plan import Slice in mine.py:9: engine.plan is engine.contract.plan"
     assert capsys.readouterr().err.startswith(told)
+
+
+BOUNDED = """from dataclasses import dataclass
+
+from engine.contract.plan import Slice
+
+
+@dataclass(frozen=True)
+class Policy:
+    token_budget: int = 512
+    max_jobs: int = 64
+
+    def batch(self, view):
+        jobs = [*view.serving, *view.waiting][: self.max_jobs]
+        return tuple(Slice(job, job.remaining_tokens) for job in jobs)
+"""
+
+
+@pytest.mark.usefixtures("alone")
+def test_bounds_of_an_earlier_scheduling_are_told_before_memory_is_set_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = config_of(tmp_path, "")
+    (tmp_path / "mine.py").write_text(BOUNDED, encoding="utf-8")
+    assert main(words) == 2
+    assert capsys.readouterr().err == (
+        f"tandem: {tmp_path / 'mine.py'}:6: Policy.token_budget and Policy.max_jobs are read no "
+        "more; declare a property `traits` that returns `Traits(prompt_tokens=self.token_budget, "
+        "max_jobs=self.max_jobs)` (engine.contract.policy) instead, with step_tokens for "
+        "prompt_tokens where no step has more tokens\n"
+    )
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_earlier_name_of_the_view_is_told_once_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(config_of(tmp_path, "", "view.decodes")) == 1
+    told = (
+        f"tandem: ContractError: policy Policy with PagedRestart ({tmp_path / 'mine.py'}:9), step"
+    )
+    told += (
+        " 0, device 0: 'View' object has no attribute 'decodes'; take view.running (rule: answer)"
+    )
+    assert capsys.readouterr().err.startswith(f"{told} (traceback in ")
 
 
 @pytest.mark.usefixtures("alone")

@@ -10,15 +10,16 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Copy, Free, Grow, Plan, Slice
-from engine.contract.policy import Fleet, PlanBuilder, Traits, name_of
+from engine.contract.policy import Fleet, PlanBuilder, Traits
 from engine.contract.regions import Tier, kv_place
-from engine.contract.rules import ContractError, Rule, defined_at, file_line
+from engine.contract.rules import ContractError, Rule, defined_at, file_line, name_of
 from engine.contract.view import View
 from engine.loop.engine import Stalled
 from engine.memory.dry_run import DryRunPlanBuilder
@@ -201,9 +202,83 @@ def test_an_attribute_that_a_job_lacks_is_told_with_those_nearby(
             return [Slice(job, getattr(job, name)) for job in [*view.serving, *view.waiting]]
 
     policy = Composed(Reads(), PagedRestart())
-    with pytest.raises(AttributeError) as caught:
+    with pytest.raises(ContractError) as caught:
         replay(policy, random_requests(3, 3), fast_forward=fast_forward)
-    assert str(caught.value).startswith(f"'Job' object has no attribute {name!r}; there is {near}")
+    assert caught.value.what.startswith(f"'Job' object has no attribute {name!r}; there is {near}")
+    at = file_line(__file__, Reads.batch.__code__.co_firstlineno + 1)
+    assert str(caught.value).startswith(f"policy Reads with PagedRestart ({at}), step 0, device 0:")
+
+
+def test_a_policy_is_named_by_halves_that_are_halves() -> None:
+    own = SimpleNamespace(scheduling={}, memory=[], plan=None)
+    assert name_of(own) == "SimpleNamespace"
+    assert name_of(Composed(ChunkedPrefill(), PagedRestart())) == "ChunkedPrefill with PagedRestart"
+
+
+def by_its_own(view: View) -> Any:
+    return Plan(repeats=2)  # type: ignore[call-arg]
+
+
+EARLIER: dict[str, tuple[Callable[..., Any], str]] = {
+    "trial": (
+        lambda view, plan: view.trial,
+        "'View' object has no attribute 'trial'; take view.kept_pages, or the `plan` of fit(",
+    ),
+    "decodes": (
+        lambda view, plan: view.decodes.slices,
+        "'View' object has no attribute 'decodes'; take view.running",
+    ),
+    "lead": (
+        lambda view, plan: view.lead(()),
+        "'View' object has no attribute 'lead'; take view.leading_decodes(slices)",
+    ),
+    "another": (
+        lambda view, plan: view.free_byte,
+        "'View' object has no attribute 'free_byte'; there is free_bytes",
+    ),
+    "grow_decodes": (
+        lambda view, plan: plan.grow_decodes(()),
+        "'PlanBuilder' object has no attribute 'grow_decodes'; take plan.grow_running(view.running",
+    ),
+    "repeats": (
+        lambda view, plan: by_its_own(view),
+        "Plan has no 'repeats'; the engine repeats plans by itself, where Traits promise that it",
+    ),
+    "until": (
+        lambda view, plan: Plan().until(1),  # type: ignore[attr-defined]
+        "'Plan' object has no attribute 'until'; the engine repeats plans by itself, where Traits",
+    ),
+    "too many bytes": (
+        lambda view, plan: plan.grow(kv_place(0), 1 << 40),
+        "gpu:0 is ",
+    ),
+}
+
+
+@pytest.mark.parametrize("earlier", EARLIER)
+@pytest.mark.parametrize("fast_forward", [False, True])
+def test_a_name_of_earlier_versions_is_told_with_policy_line_and_new_name(
+    earlier: str, fast_forward: bool
+) -> None:
+    reads, told = EARLIER[earlier]
+
+    class Fits:
+        def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+            reads(view, plan)
+
+    class Reads:
+        def batch(self, view: View) -> tuple[Slice, ...]:
+            if earlier not in ("grow_decodes", "too many bytes"):
+                reads(view, None)
+            return tuple([Slice(job, 1) for job in view.waiting[:1]])
+
+    with pytest.raises(ContractError) as caught:
+        replay(Composed(Reads(), Fits()), random_requests(3, 3), fast_forward=fast_forward)
+    code = (by_its_own if earlier == "repeats" else reads).__code__
+    lines = {file_line(__file__, code.co_firstlineno + i) for i in (0, 1)}
+    assert caught.value.what.startswith(told) and caught.value.at in lines
+    assert str(caught.value).startswith(f"policy Reads with Fits ({caught.value.at}), step 0,")
+    assert "\n" not in str(caught.value) and "Seen" not in str(caught.value)
 
 
 @pytest.mark.parametrize("fast_forward", [False, True])

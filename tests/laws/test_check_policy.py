@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from inspect import getsourcelines
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from engine.contract.plan import Compute, Copy, Free, Grow, Plan, Slice
 from engine.contract.policy import PlanBuilder, Traits
 from engine.contract.regions import Tier, kv_place
-from engine.contract.rules import BrokenLaw, ContractError, Rule, defined_at
+from engine.contract.rules import BrokenLaw, ContractError, Rule, defined_at, file_line
 from engine.contract.view import View
 from engine.fast_forward.reads import can_be_seen
 from engine.laws.check_policy import PAGE, ROOMY, check_policy, requests
@@ -122,6 +123,8 @@ def with_none(plan: Plan, asked: int) -> Plan:
     return Plan((*plan.ops, None))  # type: ignore[arg-type]
 
 
+SOURCE, FIRST = getsourcelines(CountsTwice.fit)
+GROWS = file_line(__file__, FIRST + SOURCE.index("            plan.grow(place, need)\n"))
 TOLD = f"policy Wrapper ({defined_at(Wrapper.plan)}), step 0, device 0"
 FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     "remembers": (
@@ -157,7 +160,7 @@ FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     "counts room twice": (
         Composed(ChunkedPrefill(), CountsTwice()),
         ContractError,
-        f"policy ChunkedPrefill with CountsTwice ({defined_at(CountsTwice.fit)}), step 142, "
+        f"policy ChunkedPrefill with CountsTwice ({GROWS}), step 142, "
         "device 0, job 8: gpu:0 is 327680 bytes short for KV of job 8 on gpu:0: ask plan.room() "
         "before (rule: room)",
     ),

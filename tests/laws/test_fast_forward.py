@@ -9,6 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.contract.regions import Tier
+from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
+from engine.results.recorder import Recorder
 from policies.composed import Composed
 from policies.kv.max_reservation import MaxReservation
 from policies.kv.paged_restart import PagedRestart
@@ -20,6 +24,7 @@ from policies.scheduling.orca import Orca
 from policies.scheduling.static_batching import StaticBatching
 from policies.scheduling.vllm_v1 import VllmV1
 from tests.support.jumps import Shaped, both_replayed, both_simulated, jumped_steps, simulated
+from tests.support.replays import PAGE, ToyExecutor
 from tests.support.strategies import TIMING, cases, room, sessions, traces
 from traces.serving.request import Request
 
@@ -54,6 +59,25 @@ def test_repeated_plans_are_what_would_be_decided(
     fast, slow = both_replayed(policy, requests, **setting)
     assert fast.engine.asked <= slow.engine.asked
     fast.check()
+
+
+class OtherNames(ToyExecutor):
+    """An executor with attributes that only look like abilities."""
+
+    repeat = "three times"
+    end_times_ns = hold = None
+
+
+def test_an_executor_knows_its_durations_by_its_class_alone() -> None:
+    policy, requests = Composed(ChunkedPrefill(), PagedRestart()), [Request(0, 0, 20, 60)]
+    ended_ns = []
+    for kind in (ToyExecutor, OtherNames):
+        env, recorder = VirtualClock(), Recorder()
+        pools = {(Tier.GPU, 0): 60 * PAGE.nbytes}
+        engine = Engine(env, policy, kind(env), pools, PAGE, depth=1, recorder=recorder)
+        engine.replay(requests)
+        ended_ns.append([span.end_ns for span in recorder.spans])
+    assert ended_ns[0] == ended_ns[1]
 
 
 @pytest.mark.broad(2)

@@ -14,7 +14,8 @@ from engine.contract.job import Job
 from engine.contract.policy import Traits, traits_of
 from engine.contract.rules import BrokenLaw, ContractError
 from engine.laws.check_policy import check_policy
-from policies.composed import MAKERS, Composed
+from engine.loop.asking import MAKERS
+from policies.composed import Composed
 from policies.scheduling.chunked_prefill import ChunkedPrefill
 from tandem.cli.__main__ import main
 

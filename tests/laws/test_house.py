@@ -41,6 +41,9 @@ LINES_IN_A_FILE = 600
 FILES_THAT_KNOW_OF_FAST_FORWARD = 6
 ABILITIES = {"repeats", "later"}  # of a plan: only fast-forward reads or sets them
 REUSED = {"GrowCycle", "Decodes", "RunningDecodes", "PlanReuse"}  # what only a repeated plan needs
+SEAMS = ("engine/loop/", "engine/fast_forward/", "sim/executor.py", "tandem/wiring/")
+SEAMS += ("runtime/executors/",)
+FOREIGN = {"__index__", "_cuda_clearCublasWorkspaces", "as_sessions", "tokenizer"}  # or of traces
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -177,6 +180,20 @@ def silent_packages(files: Tree) -> list[str]:
     return [str(folder) for folder, text in inits.items() if not ast.get_docstring(parsed(text))]
 
 
+def looked_up_by_name(files: Tree) -> list[str]:
+    """Reads of an attribute by its name at the seams, whose contracts declare all abilities."""
+    return [
+        f"{path}: {name.value}"
+        for path, text in files.items()
+        if path.startswith(SEAMS)
+        for node in ast.walk(parsed(text))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1
+        for name in node.args[1:2]
+        if node.func.id in ("getattr", "hasattr") and isinstance(name, ast.Constant)
+        if name.value not in FOREIGN
+    ]
+
+
 BARS: dict[Callable[[Tree], list[str]], tuple[str, ...]] = {
     full_folders: EVERYWHERE,
     full_packages: PRODUCTION,
@@ -186,6 +203,7 @@ BARS: dict[Callable[[Tree], list[str]], tuple[str, ...]] = {
     retired_names: EVERYWHERE,
     spread_fast_forward: PRODUCTION,
     silent_packages: EVERYWHERE,
+    looked_up_by_name: PRODUCTION,
 }
 
 
@@ -261,6 +279,16 @@ FAULTS: list[tuple[Callable[[Tree], list[str]], Tree, list[str]]] = [
         ],
     ),
     (silent_packages, {"a/b/c.py": "", "a/b/__init__.py": "# a comment"}, ["a/b"]),
+    (
+        looked_up_by_name,
+        {
+            "sim/executor.py": "traffic = getattr(cost, 'host_traffic', None)",
+            "engine/loop/a.py": "if hasattr(executor, 'repeat'):\n    pass",
+            "tandem/wiring/a.py": "value = getattr(config, name)",
+            "models/a.py": "table = getattr(body, 'wpe', None)",
+        },
+        ["sim/executor.py: host_traffic", "engine/loop/a.py: repeat"],
+    ),
     (silent_packages, {"a/b/c.py": ""}, ["a/b"]),
 ]
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Plan, Slice
-from engine.contract.policy import Scheduling
+from engine.contract.policy import PlanBuilder, Scheduling
 from engine.contract.rules import BrokenLaw
 from engine.contract.view import View
 from engine.fast_forward import reads
@@ -37,6 +37,7 @@ from policies.composed import Composed
 from policies.kv.max_reservation import MaxReservation
 from policies.kv.paged_restart import PagedRestart
 from policies.kv.paged_swap import PagedSwap
+from policies.scheduling.chunked_prefill import ChunkedPrefill
 from tests.support.jumps import Shaped, check_equal, simulated
 from tests.support.prefixes import alike_or_not
 from tests.support.schedulings import Drawn, going_by, remembering, schedulings
@@ -119,6 +120,42 @@ def drawn_cases(count: int, *phases: Phase) -> settings:
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
+
+
+@dataclass(frozen=True)
+class EveryOtherMs(ChunkedPrefill):
+    """A subclass that leaves the last job out in every second millisecond."""
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        batch = super().batch(view)
+        return batch[:-1] if view.now_ns // 1_000_000 % 2 and len(batch) > 1 else batch
+
+
+@dataclass(frozen=True)
+class SparesPages(PagedRestart):
+    """A subclass that takes fewer slices in every second millisecond."""
+
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: PlanBuilder) -> None:
+        is_odd = view.now_ns // 1_000_000 % 2 and len(batch) > 1
+        super().fit(batch[:-1] if is_odd else batch, view, plan)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Composed(EveryOtherMs(), PagedRestart()),
+        Composed(ChunkedPrefill(), SparesPages()),
+        Composed(EveryOtherMs(), MaxReservation(max_tokens=120)),
+    ],
+    ids=["scheduling", "memory", "reservation"],
+)
+def test_a_subclass_that_answers_otherwise_is_asked_as_one_without_promises(
+    policy: Composed,
+) -> None:
+    requests = [Request(i, i * 300_000, 20, 60) for i in range(4)]
+    how: dict[str, Any] = {"pages": 400, "host_pages": 0, "depth": 1}
+    fast, slow = (simulated(policy, requests, fast, Bounded(0), **how) for fast in (True, False))
+    check_equal(fast, slow)
 
 
 @dataclass
@@ -374,10 +411,10 @@ def test_a_policy_that_reads_the_engines_own_view_is_asked_at_each_step() -> Non
 class First:
     """The first jobs, so many of them."""
 
-    max_jobs: int
+    count: int
 
     def batch(self, view: View) -> tuple[Slice, ...]:
-        jobs = [*view.serving, *view.waiting][: self.max_jobs]
+        jobs = [*view.serving, *view.waiting][: self.count]
         return tuple(Slice(job, job.remaining_tokens) for job in jobs)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 import random
 from contextlib import contextmanager
+from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
@@ -13,6 +15,8 @@ from engine.contract.regions import PageSize, Tier
 from models.spec import ModelSpec
 from runtime.measure.meter import CpuMeter, ProcessResidency, page_slack_bytes, process_bytes
 from runtime.serving.kv import Arena
+from tandem.config.compose import composed
+from tandem.wiring.experiment import run_experiment
 
 GPU, HOST = (Tier.GPU, 0), (Tier.HOST, 0)
 
@@ -25,6 +29,17 @@ def aligned() -> Arena:
     arena = Arena(tiny(), PageSize.of(tiny(), 16), num_pages=64)
     assert arena.page_nbytes % mmap.PAGESIZE == 0
     return arena
+
+
+def test_the_memory_of_training_is_read_beside_what_is_served(tmp_path: Path) -> None:
+    words = ["model=micro_llama", "policy=time_shared", "training=random", "backend=lockstep"]
+    words += ["training.sequence_tokens=32", "trace=random", "trace.requests=3"]
+    words += ["trace.input_tokens=20", "trace.output_tokens=5", "budget.kv_pages=8000"]
+    run_experiment(composed(words), tmp_path / "run")
+    rows = pd.read_parquet(tmp_path / "run" / "memory.parquet").query("tier == 'host'")
+    states = rows[["weight_bytes", "gradient_bytes", "optimizer_bytes"]].sum(axis=1)
+    measured = rows["measured_bytes"].dropna()
+    assert len(measured) > 10 and measured.max() == states.max() > 0
 
 
 def test_an_untouched_arena_holds_nothing_and_a_written_page_shows() -> None:

@@ -17,11 +17,12 @@ from engine.loop.state import VirtualClock
 from runtime.executors.lockstep import CpuExecutor, LockstepExecutor
 from runtime.executors.wall import Link
 from runtime.serving.machine import GPU
+from sim.cost.contract import LaunchCost
 from sim.executor import SimExecutor
 from tests.support.hand_made import TINY, HandMade, make_prompts
 
 
-class Fixed:
+class Fixed(LaunchCost):
     """Durations that are checked by hand."""
 
     form, provenance = "made up", "a test"

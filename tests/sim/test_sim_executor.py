@@ -12,7 +12,7 @@ from sim.cost.contract import LaunchCost
 from sim.executor import SimExecutor
 
 
-class Flat:
+class Flat(LaunchCost):
     """Compute 100 ns, copies a ns per byte (double when contended), 7 ns of host a plan."""
 
     form, provenance = "table", "a test"

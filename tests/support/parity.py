@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from engine.contract.executor import Launch
 from engine.contract.regions import PageSize
 from runtime.executors.wall import Link
+from sim.cost.contract import LaunchCost
 from tests.support.hand_made import FAMILIES
 from tests.support.serving import PAGE_TOKENS
 
@@ -19,7 +20,7 @@ BACKENDS = ("sim", "lockstep", "cpu", "wall")
 
 
 @dataclass(frozen=True)
-class SyntheticCost:
+class SyntheticCost(LaunchCost):
     """Durations for the virtual clocks; their size must not matter."""
 
     speed: int = 1

@@ -23,6 +23,7 @@ from engine.results.recorder import Recorder
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
 from policies.scheduling.chunked_prefill import ChunkedPrefill
+from sim.cost.contract import LaunchCost
 from sim.executor import SimExecutor
 from traces.serving.arrivals import Poisson
 from traces.serving.request import Request
@@ -34,7 +35,7 @@ PAGE = PageSize(16, 1024)
 
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(LaunchCost):
     """Every launch takes the same time, or so much for each token; the host takes none."""
 
     duration_ns: int

@@ -11,7 +11,7 @@ from typing import Any
 
 import simpy
 
-from engine.contract.executor import Lanes, Launch, Span
+from engine.contract.executor import Executor, Lanes, Launch, Span
 from engine.contract.layout import Layout
 from engine.contract.plan import Op, Plan
 from engine.contract.policy import Policy, Router
@@ -62,7 +62,7 @@ def duration_ns(launch: Launch) -> int:
     return 50_000 + 1_000 * sum(p.tokens for p in launch.pieces) + 20 * launch.nbytes
 
 
-class ToyExecutor:
+class ToyExecutor(Executor):
     """Virtual time with made-up durations; `noise` varies each by up to that share."""
 
     def __init__(

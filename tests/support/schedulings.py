@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hypothesis import strategies as st
 
 from engine.contract.job import Job
 from engine.contract.plan import Compute, Slice
-from engine.contract.policy import Scheduling
+from engine.contract.policy import PROMISES_NOTHING, Scheduling, Traits
 from engine.contract.regions import Place, Tier, kv_place
 from engine.contract.view import View
 
@@ -117,6 +118,7 @@ class Drawn:
     tokens: Expression  # 0: all that remain
     token_budget: int
     max_jobs: int
+    traits: ClassVar[Traits] = PROMISES_NOTHING
 
     def batch(self, view: View) -> tuple[Slice, ...]:
         waiting = view.waiting[: max(0, self.max_jobs - len(view.serving))]
