@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterable, Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -156,15 +155,25 @@ def encode_steps(grows: Iterable[Iterable[Growing]], launches: Iterable[Compute]
 
 
 class _Texts:
-    """The text of launches, of which each slice and each place is written once."""
+    """The texts of slices and places, by object: each is written once, whatever launch has it."""
 
     def __init__(self) -> None:
-        self.place = cache(lambda place: _text(_encode_place(place)))
-        self._slice = cache(lambda piece: _text(_encode_slice(piece)))
+        self._places: dict[int, tuple[Place, str]] = {}  # which keep the object
+        self._slices: dict[int, tuple[Slice, str]] = {}
+
+    def place(self, place: Place) -> str:
+        if (known := self._places.get(id(place))) is None:
+            known = self._places[id(place)] = (place, _text(_encode_place(place)))
+        return known[1]
+
+    def slice(self, piece: Slice) -> str:
+        if (known := self._slices.get(id(piece))) is None:
+            known = self._slices[id(piece)] = (piece, _text(_encode_slice(piece)))
+        return known[1]
 
     def launch(self, op: Compute) -> str:
         sides = (op.reads, op.writes, op.after) if op.after else (op.reads, op.writes)
-        parts = [map(self._slice, op.slices), *(map(self.place, side) for side in sides)]
+        parts = [map(self.slice, op.slices), *(map(self.place, side) for side in sides)]
         lists = ",".join([f"[{','.join(part)}]" for part in parts])
         return f'["compute",{_text(op.device)},{_text(op.on)},{_text(op.again)},{lists}]'
 

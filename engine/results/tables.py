@@ -546,6 +546,7 @@ def plans_table(rows: Sequence[PlanRow], runs: Sequence[ManySteps]) -> pa.Table:
         device += [run.device] * count
         at_ns += run.issue_ns
         returned += [list(run.returned), *([[]] * (count - 1))]
-        launches = chain.from_iterable([[part.op] * part.steps for part in run.segments])
-        body += encode_steps(run.grows(), launches)
+    grows = chain.from_iterable([run.grows() for run in runs])
+    parts = chain.from_iterable([run.segments for run in runs])
+    body += encode_steps(grows, chain.from_iterable([[part.op] * part.steps for part in parts]))
     return _sorted(_table("plans", (step, device, at_ns, returned, body)), _ints(step))
