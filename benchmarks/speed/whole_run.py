@@ -1,0 +1,128 @@
+"""Claim: `tandem run` is fast as a user types it, start-up and tables on disk included.
+
+Each case is a process of its own, measured by the CPU time and the peak memory of its process. A
+case is run three times, and its median counts. The cases:
+
+- serve: 4,000 ShareGPT requests at 2/s, Vidur's tables of Llama-2-7B on an A100, Sarathi-512,
+  run-ahead 1, 54,912 steps; at least 1,500 requests per CPU second, at most 400 MB
+- roofline: 1,000 first turns at 12/s, Llama-3-8B on an A100, vLLM's scheduling; at most 1.4 s
+- default: 1,000 first turns at 4/s on the default device; at most 4 s
+- train: PatrickStar trains GPT-2 20B for 50 steps; at most 3 s
+- help: `tandem --help`; at most 0.1 s
+
+Bars are those of a machine whose engine alone serves 4,000 requests a CPU second, which
+benchmarks/speed/simulator_speed.py measures beside them: they are scaled by that rate. The value is
+the largest share of a bar. `--quick` runs each case once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.behaviour_runs import write_vidur
+from benchmarks.speed.training_planning_speed import WORDS as TRAINED
+from traces.importing import import_trace
+
+RATE = 4000.0  # requests per CPU second of the engine on the machine of the bars
+MEGABYTES = 400.0  # of the case that serves
+REQUESTS = 4000
+RUNS = 3
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """A process by its words behind `tandem`, and the most CPU seconds that it may take."""
+
+    name: str
+    words: tuple[str, ...]
+    bar_s: float
+
+
+def cases(data: Path, folder: Path) -> list[WholeRun]:
+    """The cases; their traces are written into the folder."""
+    write_vidur(data / "peers/inputs/sharegpt_n4000_qps2_seed42.csv", folder / "vidur.csv")
+    source, lengths = (
+        data / "lengths/sharegpt_v3_firstturn_llama2.parquet",
+        folder / "first.parquet",
+    )
+    import_trace(source, lengths, max_total_tokens=2048)
+    first = ("trace=file", f"trace.path={lengths}", "limit=1000")
+    return [
+        WholeRun(
+            "serve",
+            (
+                *("run", "model=llama2_7b", "device=a100", "policy=sarathi", "depth=1"),
+                f"profile='{data / 'peers/cost_tables/llama2-7b_a100_tp1.npz'}'",
+                *("budget.kv_pages=7424", "trace=recorded", f"trace.path={folder / 'vidur.csv'}"),
+            ),
+            REQUESTS / 1500,
+        ),
+        WholeRun(
+            "roofline",
+            ("run", "model=llama3_8b", "device=a100", "policy=vllm_v1", "arrival.rate=12", *first),
+            1.4,
+        ),
+        WholeRun("default", ("run", "arrival.rate=4", *first), 4.0),
+        WholeRun("train", ("run", *TRAINED, "training.num_steps=50"), 3.0),
+        WholeRun("help", ("--help",), 0.1),
+    ]
+
+
+def measured(case: WholeRun, folder: Path) -> tuple[float, float]:
+    """CPU seconds and peak MB of a process. SystemExit where it fails."""
+    words = [sys.executable, "-m", "tandem", *case.words]
+    if case.words[0] == "run":
+        words += ["hydra.run.dir=out", f"cache={folder / 'cache'}"]
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with open(Path(own) / "said.txt", "wb") as said:
+            process = subprocess.Popen(words, cwd=own, env=env, stdout=said, stderr=said)
+            _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)  # Popen did not see its end
+        if process.returncode:
+            sys.exit(f"{' '.join(words)}\n{(Path(own) / 'said.txt').read_text()[-2000:]}")
+    return used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6
+
+
+def engine_rate() -> float:
+    """Requests per CPU second of the engine alone."""
+    words = [sys.executable, "-m", "benchmarks.speed.simulator_speed", "--quick"]
+    said = subprocess.run(words, capture_output=True, text=True).stdout
+    found = re.search(r"requests per CPU second: (\d+) by fastest", said)
+    assert found is not None, said
+    return float(found[1])
+
+
+def main() -> int:
+    """Prints a line for each case; the last line is the largest share of a bar."""
+    data = Path(os.environ.get("TANDEM_SHARED", "../shared")).resolve() / "data"
+    runs, shares = 1 if "--quick" in sys.argv else RUNS, []
+    rate = engine_rate()
+    print(
+        f"engine alone: {rate:.0f} requests per CPU second, {rate / RATE:.2f} of the bars' machine"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases(data, Path(folder)):
+            found = [measured(case, Path(folder)) for _ in range(runs + 1)][1:]  # caches are filled
+            taken_s, peak_mb = (statistics.median(values) for values in zip(*found, strict=True))
+            bar_s = case.bar_s * RATE / rate
+            shares.append(taken_s / bar_s)
+            told = f"{case.name}: {taken_s:.2f} CPU s (bar {bar_s:.2f}), {peak_mb:.0f} MB"
+            if case.name == "serve":
+                shares.append(peak_mb / MEGABYTES)
+                told += f" (bar {MEGABYTES:.0f}), {REQUESTS / taken_s:.0f} requests per CPU second"
+            print(told)
+    worst = max(shares)
+    print(f"whole_run_share_of_bar {worst:.2f} ratio 1 {'pass' if worst <= 1 else 'fail'}")
+    return int(worst > 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
