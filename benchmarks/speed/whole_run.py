@@ -52,8 +52,8 @@ def cases(data: Path, folder: Path) -> list[WholeRun]:
         data / "lengths/sharegpt_v3_firstturn_llama2.parquet",
         folder / "first.parquet",
     )
-    import_trace(source, lengths, max_total_tokens=2048)
-    first = ("trace=file", f"trace.path={lengths}", "limit=1000")
+    import_trace(source, lengths, limit=1000, max_total_tokens=2048)
+    first = ("trace=file", f"trace.path={lengths}")
     return [
         WholeRun(
             "serve",

@@ -138,44 +138,57 @@ def _text(content: object) -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
-def encode_steps(grows: Iterable[Iterable[Growing]], launches: Iterable[Compute]) -> Iterator[str]:
-    """The text of plans that are growth and one launch each, as `encode` has it.
-
-    Args:
-        grows: what grows in each plan, in order.
-        launches: the launch of each plan; one object for launches that are written alike.
-    """
-    before, tail = None, ""
-    texts = _Texts()
-    for taken, launch in zip(grows, launches, strict=True):
-        if launch is not before:
-            before, tail = launch, f'{texts.launch(launch)}],"restart":[],"refuse":[]}}'
-        head = [f'["grow",{texts.place(op.place)},{op.nbytes},0,0],' for op in taken]
-        yield f'{{"ops":[{"".join(head)}{tail}'
-
-
-class _Texts:
-    """The texts of slices and places, by object: each is written once, whatever launch has it."""
+class PlanTexts:
+    """Texts of many plans, as `encode` has them: each slice and place is written once."""
 
     def __init__(self) -> None:
-        self._places: dict[int, tuple[Place, str]] = {}  # which keep the object
+        self._places: dict[int, tuple[Place, str]] = {}  # by object, which they keep
         self._slices: dict[int, tuple[Slice, str]] = {}
 
-    def place(self, place: Place) -> str:
+    def plan(self, plan: Plan) -> str:
+        """The text of a plan."""
+        restart, refuse = ([job.job_id for job in jobs] for jobs in (plan.restart, plan.refuse))
+        ops = ",".join(map(self._op, plan.ops))
+        return f'{{"ops":[{ops}],"restart":{_text(restart)},"refuse":{_text(refuse)}}}'
+
+    def steps(
+        self, grows: Iterable[Iterable[Growing]], launches: Iterable[Compute]
+    ) -> Iterator[str]:
+        """Texts of plans that are growth and one launch each.
+
+        Args:
+            grows: what grows in each plan, in order.
+            launches: the launch of each plan; one object for launches that are written alike.
+        """
+        before, tail = None, ""
+        for taken, launch in zip(grows, launches, strict=True):
+            if launch is not before:
+                before, tail = launch, f'{self._launch(launch)}],"restart":[],"refuse":[]}}'
+            yield f'{{"ops":[{"".join([f"{self._grow(op)}," for op in taken])}{tail}'
+
+    def _op(self, op: AnyOp) -> str:
+        if isinstance(op, Compute):
+            return self._launch(op)
+        return self._grow(op) if isinstance(op, Grow) else _text(_encode_op(op))
+
+    def _grow(self, op: Growing) -> str:
+        return f'["grow",{self._place(op.place)},{op.nbytes},0,0]'
+
+    def _launch(self, op: Compute) -> str:
+        sides = (op.reads, op.writes, op.after) if op.after else (op.reads, op.writes)
+        parts = [map(self._slice, op.slices), *(map(self._place, side) for side in sides)]
+        lists = ",".join([f"[{','.join(part)}]" for part in parts])
+        return f'["compute",{_text(op.device)},{_text(op.on)},{_text(op.again)},{lists}]'
+
+    def _place(self, place: Place) -> str:
         if (known := self._places.get(id(place))) is None:
             known = self._places[id(place)] = (place, _text(_encode_place(place)))
         return known[1]
 
-    def slice(self, piece: Slice) -> str:
+    def _slice(self, piece: Slice) -> str:
         if (known := self._slices.get(id(piece))) is None:
             known = self._slices[id(piece)] = (piece, _text(_encode_slice(piece)))
         return known[1]
-
-    def launch(self, op: Compute) -> str:
-        sides = (op.reads, op.writes, op.after) if op.after else (op.reads, op.writes)
-        parts = [map(self.slice, op.slices), *(map(self.place, side) for side in sides)]
-        lists = ",".join([f"[{','.join(part)}]" for part in parts])
-        return f'["compute",{_text(op.device)},{_text(op.on)},{_text(op.again)},{lists}]'
 
 
 def decode(body: str, jobs: Mapping[int, Job]) -> Plan:

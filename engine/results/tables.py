@@ -19,7 +19,7 @@ import pyarrow as pa
 from engine.contract.executor import Launch, Pieces, Reading, ServedLaunches, Span
 from engine.contract.plan import Collective, Compute, Copy, Op, Plan
 from engine.contract.regions import Kind, Pool
-from engine.results.plan_log import encode, encode_steps
+from engine.results.plan_log import PlanTexts
 from engine.results.schema import SCHEMA_VERSION, TABLES, Figures
 from traces.serving.request import Request
 
@@ -533,13 +533,14 @@ def _settled_pages(run: ManySteps) -> Times:
 
 def plans_table(rows: Sequence[PlanRow], runs: Sequence[ManySteps]) -> pa.Table:
     """PLANS in the order of their steps."""
+    texts = PlanTexts()
     step, device, at_ns, returned, body = (list[Any]() for _ in range(5))
     for number, own_device, own_ns, back, plan in rows:
         step.append(number)
         device.append(own_device)
         at_ns.append(own_ns)
         returned.append(list(back))
-        body.append(encode(plan))
+        body.append(texts.plan(plan))
     for run in runs:
         count = len(run.issue_ns)
         step += range(run.step, run.step + count)
@@ -548,5 +549,5 @@ def plans_table(rows: Sequence[PlanRow], runs: Sequence[ManySteps]) -> pa.Table:
         returned += [list(run.returned), *([[]] * (count - 1))]
     grows = chain.from_iterable([run.grows() for run in runs])
     parts = chain.from_iterable([run.segments for run in runs])
-    body += encode_steps(grows, chain.from_iterable([[part.op] * part.steps for part in parts]))
+    body += texts.steps(grows, chain.from_iterable([[part.op] * part.steps for part in parts]))
     return _sorted(_table("plans", (step, device, at_ns, returned, body)), _ints(step))
