@@ -169,7 +169,7 @@ class StandingPlan:
             return False
         if not all(map(is_, decodes.slices, launch.slices)):
             return False
-        if not all(map(is_, decodes.places, launch.writes)):
+        if launch.writes[: len(decodes.places)] != decodes.places:
             return False
         self._led = launch
         return True
