@@ -25,13 +25,14 @@ ALL = "*"
 class LeftOut:
     """Columns that are not compared, and why; `is_timed`: only where a clock decides when.
 
-    `column` is a name, or a pattern as a shell has them.
+    `column` and `run` are names, or patterns as a shell has them.
     """
 
     file: str
     column: str
     reason: str
     is_timed: bool = False
+    run: str = "*"
 
 
 @dataclass(frozen=True, eq=False)

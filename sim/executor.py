@@ -106,7 +106,8 @@ class SimExecutor(Repeater):
 
     def served_peaks(self, launches: ServedLaunches) -> Any:
         """Predicted workspaces of many launches that only serve. See Executor."""
-        return self.cost.served_peaks(launches)
+        is_own = type(self).peak_bytes is SimExecutor.peak_bytes
+        return self.cost.served_peaks(launches) if is_own else None
 
     def end_times_ns(self, ops: Sequence[Op]) -> list[int]:
         """Ends of operations in flight, in nanoseconds of the clock."""

@@ -1,7 +1,7 @@
 """Claim: `tandem run` is fast as a user types it, start-up and tables on disk included.
 
 Each case is a process of its own, measured by the CPU time and the peak memory of its process. A
-case is run three times, and its median counts. The cases:
+case is run three times after a run that fills caches, and its median counts. The cases:
 
 - serve: 4,000 ShareGPT requests at 2/s, Vidur's tables of Llama-2-7B on an A100, Sarathi-512,
   run-ahead 1, 54,912 steps; at least 1,500 requests per CPU second, at most 400 MB
@@ -12,7 +12,7 @@ case is run three times, and its median counts. The cases:
 
 Bars are those of a machine whose engine alone serves 4,000 requests a CPU second, which
 benchmarks/speed/simulator_speed.py measures beside them: they are scaled by that rate. The value is
-the largest share of a bar. `--quick` runs each case once.
+the largest share of a bar. `--quick` counts one run.
 """
 
 from __future__ import annotations
@@ -82,12 +82,14 @@ def measured(case: WholeRun, folder: Path) -> tuple[float, float]:
         words += ["hydra.run.dir=out", f"cache={folder / 'cache'}"]
     with tempfile.TemporaryDirectory(dir=folder) as own:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with open(Path(own) / "said.txt", "wb") as said:
+        with (Path(own) / "said.txt").open("wb") as said:
             process = subprocess.Popen(words, cwd=own, env=env, stdout=said, stderr=said)
             _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)  # Popen did not see its end
         if process.returncode:
-            sys.exit(f"{' '.join(words)}\n{(Path(own) / 'said.txt').read_text()[-2000:]}")
+            sys.exit(
+                f"{' '.join(words)}\n{(Path(own) / 'said.txt').read_text(encoding='utf-8')[-2000:]}"
+            )
     return used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6
 
 

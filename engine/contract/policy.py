@@ -172,9 +172,8 @@ def traits_of(policy: object) -> Traits:
         Its `traits`, or Traits that promise nothing where it has none.
 
     Raises:
-        ValueError: the policy is a class, `traits` is no Traits, an attribute has the name of a
-            trait, or a policy without `traits` has one of SETTINGS_OF_TRAITS or SETTINGS_OF_HALVES
-            that is not 0 or False.
+        ValueError: the policy is a class, `traits` is no Traits, or an attribute does what a trait
+            does: by its name, or without `traits` by one of the SETTINGS.
     """
     if isinstance(policy, type):
         raise ValueError(f"{policy.__name__} is a class: give an object, {policy.__name__}(...)")
@@ -200,14 +199,17 @@ def traits_of(policy: object) -> Traits:
 def _answers_as_declared(policy: object) -> bool:
     """Whether no class below the one that declares `traits` overrides one of its methods."""
     own: Mapping[str, object] = getattr(policy, "__dict__", {})
-    if "traits" in own or not own.keys().isdisjoint(ANSWERS):
+    shadowed = any(callable(getattr(type(policy), name, None)) for name in own)
+    if "traits" in own or shadowed or not own.keys().isdisjoint(ANSWERS):
         return "traits" in own
-    for kind in type(policy).__mro__:
+    for i, kind in enumerate(kinds := type(policy).__mro__):
         if "traits" in vars(kind):
             return True
         for name, value in vars(kind).items():
-            is_method = callable(value) or isinstance(value, property)
-            is_known = not name.startswith("__") and any(hasattr(b, name) for b in kind.__bases__)
+            if name.startswith("__") or name == "notes_reads":
+                continue
+            is_method = callable(value) or hasattr(value, "__get__")
+            is_known = any(name in vars(later) for later in kinds[i + 1 :])
             if name in ANSWERS or (is_method and is_known):
                 return False
     return True

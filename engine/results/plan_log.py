@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from engine.contract.job import Job
+from engine.contract.kv_check import WHOLE
 from engine.contract.plan import (
     Collective,
     Compute,
@@ -138,12 +139,14 @@ def _text(content: object) -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
+WHOLE_TEXT = _text([*WHOLE])[1:]  # of a served slice, behind its job and tokens
+
+
 class PlanTexts:
-    """Texts of many plans, as `encode` has them: each slice and place is written once."""
+    """Texts of many plans, as `encode` has them: each place is written once."""
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[Place, str]] = {}  # by object, which they keep
-        self._slices: dict[int, tuple[Slice, str]] = {}
 
     def plan(self, plan: Plan) -> str:
         """The text of a plan."""
@@ -176,7 +179,7 @@ class PlanTexts:
 
     def _launch(self, op: Compute) -> str:
         sides = (op.reads, op.writes, op.after) if op.after else (op.reads, op.writes)
-        parts = [map(self._slice, op.slices), *(map(self._place, side) for side in sides)]
+        parts = [map(_slice_text, op.slices), *(map(self._place, side) for side in sides)]
         lists = ",".join([f"[{','.join(part)}]" for part in parts])
         return f'["compute",{_text(op.device)},{_text(op.on)},{_text(op.again)},{lists}]'
 
@@ -185,10 +188,11 @@ class PlanTexts:
             known = self._places[id(place)] = (place, _text(_encode_place(place)))
         return known[1]
 
-    def _slice(self, piece: Slice) -> str:
-        if (known := self._slices.get(id(piece))) is None:
-            known = self._slices[id(piece)] = (piece, _text(_encode_slice(piece)))
-        return known[1]
+
+def _slice_text(piece: Slice) -> str:
+    if piece[2:] != WHOLE or type(piece.tokens) is not int:
+        return _text(_encode_slice(piece))
+    return f"[{piece.job.job_id},{piece.tokens},{WHOLE_TEXT}"
 
 
 def decode(body: str, jobs: Mapping[int, Job]) -> Plan:

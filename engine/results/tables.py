@@ -1,7 +1,8 @@
 """Facts of a run as the tables of engine/results/schema.py.
 
-A row function has the definition of each table's row. Launches that serve, and steps that were
-issued as one, are far more than all other facts: their rows are made column by column in numpy.
+`step_row`, `memory_row` and `training_row` define a row of their tables. Launches that serve, and
+steps that were issued as one, are far more than all other facts: their rows are made column by
+column in numpy.
 """
 
 from __future__ import annotations
@@ -550,4 +551,6 @@ def plans_table(rows: Sequence[PlanRow], runs: Sequence[ManySteps]) -> pa.Table:
     grows = chain.from_iterable([run.grows() for run in runs])
     parts = chain.from_iterable([run.segments for run in runs])
     body += texts.steps(grows, chain.from_iterable([[part.op] * part.steps for part in parts]))
-    return _sorted(_table("plans", (step, device, at_ns, returned, body)), _ints(step))
+    columns = [step, device, at_ns, returned, body]
+    order = sorted(range(len(step)), key=step.__getitem__)  # Arrow takes no texts beyond 2 GiB
+    return _table("plans", [[column[i] for i in order] for column in columns])

@@ -117,7 +117,9 @@ class PagedAllocation:
         self._plan, self._rules = plan, rules
         self._pool = (Tier.GPU, view.device)
         self._spare_bytes = rules.spare_pages * view.page.nbytes
-        self._running = view.leading_decodes(batch)
+        # Running decodes take their pages together only by the usual demand.
+        is_usual = type(rules).paged_demand is PagedRules.paged_demand
+        self._running = view.leading_decodes(batch) if is_usual else None
         self._known = 0 if self._running is None else len(self._running.slices)
         self._slices: list[Slice] = []
         self._places: list[Place] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,10 +26,12 @@ class LaunchCost(Protocol):
     """
 
     @property
+    @abstractmethod
     def form(self) -> str:
         """The kind of the cost, in one word for results."""
 
     @property
+    @abstractmethod
     def provenance(self) -> str:
         """Source of the numbers, in one line for results."""
 
@@ -67,6 +70,7 @@ class LaunchCost(Protocol):
         """
         return None
 
+    @abstractmethod
     def compute_ns(self, launch: Launch) -> int:
         """Duration of a compute launch.
 
@@ -80,6 +84,7 @@ class LaunchCost(Protocol):
             ValueError: the cost has no price for work of this kind.
         """
 
+    @abstractmethod
     def copy_ns(self, launch: Launch, contended: bool = False) -> int:
         """Duration of a copy.
 
@@ -104,9 +109,11 @@ class LaunchCost(Protocol):
             Nanoseconds on the collective's lane.
 
         Raises:
-            ValueError: the cost knows no groups, or the device no link to its peers.
+            ValueError: the cost knows no groups, as here, or the device no link to its peers.
         """
+        raise ValueError(f"{self.provenance} knows no groups of devices; set group.devices=1")
 
+    @abstractmethod
     def host_ns(self, launches: Sequence[Launch]) -> int:
         """Host time of one plan: deciding and preparing it.
 
@@ -117,6 +124,7 @@ class LaunchCost(Protocol):
             Nanoseconds before the first launch is issued.
         """
 
+    @abstractmethod
     def peak_bytes(self, launch: Launch) -> int | None:
         """Workspace at the peak of a launch.
 
@@ -283,32 +291,11 @@ class ShapePriced(LaunchCost):
         return [price(tokens, shifted(tokens, contexts, i), samples) for i in range(count)]
 
     def copy_ns(self: _Shapes, launch: Launch, contended: bool = False) -> int:
-        """Duration of a copy by its lane and bytes.
-
-        Args:
-            launch: a Copy with its `nbytes`.
-            contended: the other direction of the link is busy.
-
-        Returns:
-            Nanoseconds on the copy's lane.
-
-        Raises:
-            ValueError: the cost has no copies in that direction.
-        """
+        """See LaunchCost: by lane and bytes."""
         return self.transfer_ns(launch.op.lane[1], launch.nbytes, contended)
 
     def collective_ns(self, launch: Launch) -> int:
-        """Duration of a collective by its pattern and bytes.
-
-        Args:
-            launch: a Collective with its `nbytes`, the whole tensor's.
-
-        Returns:
-            Nanoseconds on the collective's lane.
-
-        Raises:
-            ValueError: the cost knows no groups, or the device no link to its peers.
-        """
+        """See LaunchCost: by pattern and bytes."""
         op = launch.op
         assert isinstance(op, Collective)
         return self.exchange_ns(op.pattern, launch.nbytes)
@@ -370,8 +357,13 @@ class ShapePriced(LaunchCost):
         known = [n for n in nbytes if n is not None]
         return sum(known) if len(known) == len(nbytes) else None
 
-    def served_peaks(self: _Shapes, launches: ServedLaunches) -> npt.NDArray[np.int64]:
-        """`peak_bytes` of many launches that only serve, by the model's formula."""
+    def served_peaks(self: _Shapes, launches: ServedLaunches) -> npt.NDArray[np.int64] | None:
+        """`peak_bytes` of many launches that only serve, by the model's formula.
+
+        None where a subclass has a formula of its own.
+        """
+        if cast(Any, type(self)).peak_bytes is not ShapePriced.peak_bytes:
+            return None
         tokens, contexts, starts, samples = launches
         return self.model.workspaces_bytes(tokens, contexts, starts, samples, self.page_tokens)
 

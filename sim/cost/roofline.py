@@ -98,8 +98,10 @@ class Roofline(ShapePriced):
         Kernels are added in the order of the definition, so durations are equal to the bit.
         """
         tokens, contexts, samples = forward_shape(launch)
-        if count < FEW or any([n == 1 and not c for n, c in zip(tokens, contexts, strict=True)]):
-            return super().repeat_ns(launch, count)  # such a slice becomes a decode
+        is_own = type(self).shape_ns is Roofline.shape_ns
+        becomes_decode = any([n == 1 and not c for n, c in zip(tokens, contexts, strict=True)])
+        if not is_own or count < FEW or becomes_decode:
+            return super().repeat_ns(launch, count)
         ops = self._operators(tokens, contexts, samples)
         kernels = sum([op.repeats for op in ops]) + self._sequence_kernels(len(tokens))
         busy_ns: Any = np.zeros(count)

@@ -151,11 +151,12 @@ def _column(values: Sequence[Any]) -> pa.Array:
     """Values of one type, null where there is none: mixed ones (10 and 'auto') become text."""
     known = [None if value != value else value for value in values]  # NaN: undefined
     kinds = {type(value) for value in known if value is not None}
-    with suppress(OverflowError):  # a whole number beyond 64 bits is text, too
-        if kinds and kinds <= {int, float}:
-            return pa.array(known, pa.float64() if float in kinds else pa.int64())
+    is_float = any(isinstance(value, float) for value in values)
+    with suppress(OverflowError, pa.ArrowException):  # a number beyond 64 bits is text, too
+        if is_float and kinds <= {int, float}:
+            return pa.array([None if value is None else float(value) for value in known])
         if len(kinds) <= 1:
-            return pa.array(known)
+            return pa.array(known, pa.float64() if is_float and not kinds else None)
     return pa.array([None if value is None else str(value) for value in known], pa.string())
 
 

@@ -146,7 +146,6 @@ MODULES: dict[tuple[str, str], str] = {
 }
 # By name, where a name left its module or has another name there.
 NAMES: dict[str, str] = {
-    "engine.rows.request_row": "engine.results.tables.requests_table",
     "engine.checks.check_end": "engine.loop.completions.check_end",
     "engine.checks.check_requests": "engine.loop.completions.check_requests",
     "engine.cohort.Behind": "engine.contract.executor.Contexts",
@@ -289,6 +288,7 @@ NAMES: dict[str, str] = {
 # Names without a successor, and what does their work now.
 STRETCHED = "the engine repeats plans by itself, where a policy's Traits promise that it may"
 GONE: dict[str, str] = {
+    "engine.rows.request_row": "engine.results.tables.requests_table makes them all",
     "engine.course.Said": STRETCHED,
     "engine.draft.Draft": "write to the `plan` of fit(batch, view, plan)",
     "engine.plan.GrowCycle": STRETCHED,

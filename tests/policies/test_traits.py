@@ -22,6 +22,7 @@ from engine.contract.policy import (
 )
 from engine.contract.rules import file_line
 from engine.contract.view import View
+from engine.laws.check_policy import check_policy
 from policies.composed import Composed
 from policies.kv.max_reservation import MaxReservation
 from policies.kv.paged_restart import PagedRestart
@@ -131,6 +132,13 @@ class Again(Otherwise):
         return Traits(repeats=True)
 
 
+class Widens:
+    """A rule that a class may take over."""
+
+    def paged_demand(self, view: View) -> Callable[[Slice], int]:
+        return lambda piece: view.page.nbytes
+
+
 class Demanding(PagedRestart):
     """A memory policy with another rule beside `fit`."""
 
@@ -150,6 +158,37 @@ def test_inherited_promises_hold_where_the_answers_are_inherited() -> None:
     assert traits_of(patched) == BOUNDS
     object.__setattr__(patched, "order", len)  # no method of the class
     assert traits_of(patched) == BOUNDS
+
+
+class FromAnother(Widens, PagedRestart):
+    """A memory policy whose other rule comes from a class before ours."""
+
+
+class Cached(PagedRestart):
+    """A memory policy whose other rule is no plain function."""
+
+    @classmethod
+    def paged_demand(cls, view: View) -> Callable[[Slice], int]:  # type: ignore[override]
+        return lambda piece: view.page.nbytes
+
+
+class Wider(PagedRestart):
+    """A memory policy that takes a page three tokens before it is full."""
+
+    def paged_demand(self, view: View) -> Callable[[Slice], int]:
+        page = view.page
+        return lambda s: page.nbytes * -(-(s.job.computed_tokens + s.tokens + 3) // page.tokens)
+
+
+def test_promises_end_at_whatever_overrides_a_method() -> None:
+    assert traits_of(FromAnother()).kv_growth == traits_of(Cached()).kv_growth == "asked"
+    shadowed = PagedRestart()
+    object.__setattr__(shadowed, "paged_demand", Wider().paged_demand)
+    assert traits_of(shadowed).kv_growth == "asked"
+
+
+def test_a_demand_of_its_own_is_asked_for_running_decodes_too() -> None:
+    assert check_policy(Composed(ChunkedPrefill(64, 8), Wider())) > 0
 
 
 def test_two_sides_have_the_bounds_of_the_side_that_serves() -> None:

@@ -80,7 +80,7 @@ def test_a_device_updates_its_own_part() -> None:
 
 def test_a_cost_without_groups_refuses_collectives() -> None:
     class Bare(ShapePriced):
-        provenance = "a profile"
+        form, provenance = "table", "a profile"
 
     with pytest.raises(ValueError, match=r"knows no groups.*group.devices=1"):
         Bare().exchange_ns(Pattern.ALL_GATHER, 1)
