@@ -221,12 +221,11 @@ def _instead(policy: object, attributes: Sequence[str], trait: str) -> str:
     if "self." in trait:
         declared = f"a property `traits` that returns `Traits({trait})`"
     told = (
-        f"{names} {'is' if len(attributes) == 1 else 'are'} read no more; declare {declared} "
-        "(engine.contract.policy) instead"
+        f"{names} {'is no trait' if len(attributes) == 1 else 'are no traits'}; declare {declared}"
     )
     if "token_budget" in attributes:
-        told += ", with step_tokens for prompt_tokens where no step has more tokens"
-    return at_class(type(policy), told)
+        told += ", with step_tokens for prompt_tokens where no batch has more tokens"
+    return at_class(type(policy), f"{told} (engine.contract.policy)")
 
 
 def notes_reads(policy: object) -> bool:

@@ -18,7 +18,7 @@ from engine.contract.executor import Lanes, Launch, Pieces, Repeater, Span
 from engine.contract.job import Job
 from engine.contract.layout import Layout
 from engine.contract.plan import Compute, Op, Plan
-from engine.contract.policy import Policy, named, notes_reads, traits_of
+from engine.contract.policy import Policy, Traits, named, notes_reads, traits_of
 from engine.contract.regions import PageSize, Pool, Tier
 from engine.contract.rules import BrokenLaw, ContractError, made_at, name_of
 from engine.contract.view import Profile, View
@@ -260,8 +260,8 @@ class WatchedPolicy:
         """The policy's plan for a view.
 
         Raises:
-            BrokenLaw: the policy changes the view or answers an equal view otherwise, or the clock
-                runs back.
+            BrokenLaw: the policy changes the view or answers an equal view otherwise, a batch is
+                beyond the bounds of its traits, or the clock runs back.
         """
         where = f"policy {name_of(self._policy)}, step {view.issued}, device {view.device}"
         if view.now_ns < self._now_ns:
@@ -285,6 +285,8 @@ class WatchedPolicy:
                 f"law 8: {where}: equal views, other plans: {found.told('at first', 'then')}; "
                 "plan by the view alone"
             )
+        if beyond := _beyond(plan, view, self.traits):
+            raise BrokenLaw(f"{where}: {beyond}; a run sets memory aside by these bounds")
         self._wants_nothing = not (plan or any(isinstance(op, Compute) for op in view.in_flight))
         if self._wants_nothing and not self.idle_without_a_plan:
             jobs = [job.job_id for job in (*view.serving, *view.waiting)]
@@ -297,6 +299,24 @@ class WatchedPolicy:
             f"law 9: {self._idle}, and time passed with nothing in flight: plan what fits, and "
             "refuse what never will"
         )
+
+
+def _beyond(plan: Plan, view: View, traits: Traits) -> str | None:
+    """The bound of a policy's traits that a plan breaks, in words; None where it keeps all."""
+    serving = {job.job_id for job in view.serving} - {job.job_id for job in plan.restart}
+    for op in plan.ops:
+        if not isinstance(op, Compute):
+            continue
+        served = [piece for piece in op.slices if piece.job.training is None]
+        prompts = [piece.tokens for piece in served if piece.job.is_prefilling]
+        serving.update(piece.job.job_id for piece in served)
+        if (tokens := sum([piece.tokens for piece in served])) > (traits.step_tokens or tokens):
+            return f"a batch of {tokens} tokens, Traits(step_tokens={traits.step_tokens})"
+        if len(prompts) > 1 and sum(prompts) > (traits.prompt_tokens or sum(prompts)):
+            return f"prompts of {sum(prompts)} tokens, Traits(prompt_tokens={traits.prompt_tokens})"
+    if len(serving) > (traits.max_jobs or len(serving)):
+        return f"{len(serving)} jobs in service, Traits(max_jobs={traits.max_jobs})"
+    return None
 
 
 def _written(plan: object) -> tuple[str, int | None] | None:

@@ -212,10 +212,10 @@ def test_bounds_of_an_earlier_scheduling_are_told_before_memory_is_set_aside(
     (tmp_path / "mine.py").write_text(BOUNDED, encoding="utf-8")
     assert main(words) == 2
     assert capsys.readouterr().err == (
-        f"tandem: {tmp_path / 'mine.py'}:6: Policy.token_budget and Policy.max_jobs are read no "
-        "more; declare a property `traits` that returns `Traits(prompt_tokens=self.token_budget, "
-        "max_jobs=self.max_jobs)` (engine.contract.policy) instead, with step_tokens for "
-        "prompt_tokens where no step has more tokens\n"
+        f"tandem: {tmp_path / 'mine.py'}:6: Policy.token_budget and Policy.max_jobs are no "
+        "traits; declare a property `traits` that returns `Traits(prompt_tokens=self.token_budget, "
+        "max_jobs=self.max_jobs)`, with step_tokens for prompt_tokens where no batch has more "
+        "tokens (engine.contract.policy)\n"
     )
 
 

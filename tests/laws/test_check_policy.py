@@ -420,3 +420,28 @@ def test_what_a_profile_shows_of_places_cannot_be_written_to() -> None:
     with pytest.raises(ContractError) as caught:
         check_training(lambda view: view.profile.uses(0).update({}))  # type: ignore[attr-defined]
     assert caught.value.rule is Rule.READ_ONLY
+
+
+@dataclass(frozen=True)
+class Unbounded:
+    """A scheduling that takes more than its traits say."""
+
+    traits: Traits
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        return tuple(Slice(job, job.remaining_tokens) for job in (*view.serving, *view.waiting))
+
+
+@pytest.mark.parametrize(
+    ("traits", "told"),
+    [
+        (Traits(step_tokens=4), r"a batch of \d+ tokens, Traits\(step_tokens=4\)"),
+        (Traits(prompt_tokens=8), r"prompts of \d+ tokens, Traits\(prompt_tokens=8\)"),
+        (Traits(max_jobs=1), r"\d jobs in service, Traits\(max_jobs=1\)"),
+    ],
+    ids=["step_tokens", "prompt_tokens", "max_jobs"],
+)
+def test_a_bound_that_does_not_hold_is_told(traits: Traits, told: str) -> None:
+    with pytest.raises(BrokenLaw, match=rf"^policy Unbounded with PagedRestart, step \d+.*{told}"):
+        check_policy(Composed(Unbounded(traits), PagedRestart()))
+    assert check_policy(Composed(Unbounded(Traits()), PagedRestart())) > 0

@@ -42,7 +42,7 @@ def refusal(policy: object) -> str:
 @pytest.mark.parametrize("attribute", RETIRED_TRAITS)
 def test_an_attribute_with_the_name_of_a_trait_is_refused(attribute: str) -> None:
     line = refusal(SimpleNamespace(**{attribute: True}, traits=Traits()))
-    assert f".{attribute} is read no more" in line and "\n" not in line
+    assert f".{attribute} is no trait" in line and "\n" not in line
     assert f"Traits({RETIRED_TRAITS[attribute]})" in line
 
 
@@ -50,7 +50,7 @@ def test_an_attribute_with_the_name_of_a_trait_is_refused(attribute: str) -> Non
 def test_a_setting_that_is_a_trait_is_refused_without_traits(setting: str) -> None:
     line = refusal(SimpleNamespace(**{setting: 2}))
     assert (
-        f".{setting} is read no more; declare a property `traits` that returns "
+        f".{setting} is no trait; declare a property `traits` that returns "
         f"`Traits({setting}=self.{setting})`" in line
     )
     assert "\n" not in line
@@ -84,15 +84,15 @@ class Untyped(Reserved):
 
 def test_bounds_that_are_no_traits_are_refused_with_what_they_were() -> None:
     assert refusal(Budgeted()) == (
-        f"{at(Budgeted)}: Budgeted.token_budget and Budgeted.max_jobs are read no more; declare "
+        f"{at(Budgeted)}: Budgeted.token_budget and Budgeted.max_jobs are no traits; declare "
         "a property `traits` that returns `Traits(prompt_tokens=self.token_budget, "
-        "max_jobs=self.max_jobs)` (engine.contract.policy) instead, with step_tokens for "
-        "prompt_tokens where no step has more tokens"
+        "max_jobs=self.max_jobs)`, with step_tokens for prompt_tokens where no batch has more "
+        "tokens (engine.contract.policy)"
     )
     assert refusal(Reserved()) == (
-        f"{at(Reserved)}: Reserved.max_tokens is read no more; declare "
+        f"{at(Reserved)}: Reserved.max_tokens is no trait; declare "
         "a property `traits` that returns `Traits(reserved_tokens=self.max_tokens)` "
-        "(engine.contract.policy) instead"
+        "(engine.contract.policy)"
     )
     for half in (Budgeted, Reserved):
         assert traits_of(type("Declared", (half,), {"traits": Traits()})()) == Traits()
