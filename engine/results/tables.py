@@ -25,7 +25,7 @@ from engine.results.schema import SCHEMA_VERSION, TABLES, Figures
 from traces.serving.request import Request
 
 Times: TypeAlias = "array[int]"  # of int64: one object, whatever its length
-Ints = npt.NDArray[np.int64]
+Ints: TypeAlias = npt.NDArray[np.int64]
 
 PlanRow = tuple[int, int, int, tuple[int, ...], Plan]
 StepRow = tuple[int, int, int, Span, Launch]

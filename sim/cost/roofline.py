@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from sim.cost.training_operators import training_operators
 from sim.devices.device import Device, share
 from sim.devices.group import ALONE, Group, exchange_ns
 
-Floats = npt.NDArray[np.float64]
+Floats: TypeAlias = npt.NDArray[np.float64]
 FEW = 4  # steps that are priced one by one faster than together
 BLOCK = 256  # contexts whose decodes are priced at once, when the first of them is met
 
