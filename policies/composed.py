@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.contract.plan import Plan, Slice
 from engine.contract.policy import Memory, Scheduling, Traits, named, traits_of
-from engine.contract.rules import ContractError, Rule, defined_at
+from engine.contract.rules import ContractError, Rule, at_class, defined_at
 from engine.contract.view import View
 from engine.memory.dry_run import DryRunPlanBuilder
 
@@ -32,6 +32,17 @@ class Composed:
 
     scheduling: Scheduling
     memory: Memory
+
+    def __post_init__(self) -> None:
+        """ValueError where a half lacks its method."""
+        halves: tuple[tuple[object, str], ...] = (
+            (self.scheduling, "batch(view)"),
+            (self.memory, "fit(batch, view, plan)"),
+        )
+        for half, method in halves:
+            if not callable(getattr(half, method.partition("(")[0], None)):
+                told = f"{named(half)} has no {method}: give Composed(SCHEDULING, MEMORY)"
+                raise ValueError(at_class(type(half), told))
 
     @property
     def notes_reads(self) -> bool:
@@ -59,7 +70,13 @@ class Composed:
             ContractError: a half answers with something else than the contract says.
         """
         shown = view if view.reads is None else view.reads.shown(view)
-        batch: Any = self.scheduling.batch(shown)
+        try:
+            batch: Any = self.scheduling.batch(shown)
+        except TypeError as error:
+            if not _takes(self.scheduling.batch, 1):
+                what = f"batch{signature(self.scheduling.batch)} takes no view: write batch(view)"
+                raise _wrong_answer(what, self.scheduling.batch) from error
+            raise
         if type(batch) is not tuple:
             if not isinstance(batch, Sequence) or isinstance(batch, str | bytes | Slice):
                 what = f"batch returns {named(batch)}: a tuple or list of Slices is wanted"
@@ -74,7 +91,7 @@ class Composed:
             if wrong := _no_slices(batch):
                 what = f"batch returns {named(wrong[0])} among its Slices: only Slices belong there"
                 raise _wrong_answer(what, self.scheduling.batch) from error
-            if not _takes_a_plan(fit):
+            if not _takes(fit, 3):
                 what = f"fit{signature(fit)} takes no plan: fit(batch, view, plan) writes to one"
                 raise _wrong_answer(what, fit) from error
             raise
@@ -100,9 +117,10 @@ def _no_slices(batch: Sequence[object]) -> list[object]:
     return [item for item in batch if not isinstance(item, Slice)]
 
 
-def _takes_a_plan(fit: Callable[..., object]) -> bool:
+def _takes(method: Callable[..., object], count: int) -> bool:
+    """Whether a method takes so many arguments by position."""
     try:
-        signature(fit).bind((), None, None)
+        signature(method).bind(*[None] * count)
     except TypeError:
         return False
     return True

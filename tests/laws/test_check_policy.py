@@ -445,3 +445,24 @@ def test_a_bound_that_does_not_hold_is_told(traits: Traits, told: str) -> None:
     with pytest.raises(BrokenLaw, match=rf"^policy Unbounded with PagedRestart, step \d+.*{told}"):
         check_policy(Composed(Unbounded(traits), PagedRestart()))
     assert check_policy(Composed(Unbounded(Traits()), PagedRestart())) > 0
+
+
+class NoView:
+    """A scheduling whose batch takes no view."""
+
+    def batch(self) -> tuple[Slice, ...]:
+        return ()
+
+
+def test_halves_in_each_others_place_and_a_batch_without_a_view_are_told() -> None:
+    halves: Any = (PagedRestart(), ChunkedPrefill())
+    with pytest.raises(ValueError, match=r"^a PagedRestart has no batch\(view\): give Composed"):
+        Composed(*halves)
+    with pytest.raises(ValueError, match=r"None has no fit\(batch, view, plan\)"):
+        Composed(ChunkedPrefill(), None)  # type: ignore[arg-type]
+    wrong: Any = NoView()
+    with pytest.raises(
+        ContractError, match=r"batch\(\).* takes no view: write batch\(view\)"
+    ) as told:
+        check_policy(Composed(wrong, PagedRestart()))
+    assert "test_check_policy.py:" in str(told.value)

@@ -202,7 +202,7 @@ def test_two_sides_have_the_bounds_of_the_side_that_serves() -> None:
 
 
 def test_a_half_without_traits_is_refused_in_a_composed_policy() -> None:
-    memory = SimpleNamespace(prefix_caching=True, fit=None)
+    memory = SimpleNamespace(prefix_caching=True, fit=print)
     assert "prefix_caching=self.prefix_caching" in refusal(Composed(ChunkedPrefill(), memory))
 
 
