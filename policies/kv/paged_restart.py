@@ -30,5 +30,5 @@ class PagedRestart(PagedRules):
 
     @property
     def traits(self) -> Traits:
-        """Those of PagedRules."""
+        """Those of PagedRules, which `fit` keeps: promises hold of the class that declares them."""
         return super().traits

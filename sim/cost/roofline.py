@@ -105,7 +105,7 @@ class Roofline(ShapePriced):
         ops = self._operators(tokens, contexts, samples)
         kernels = sum([op.repeats for op in ops]) + self._sequence_kernels(len(tokens))
         busy_ns: Any = np.zeros(count)
-        attention = iter(self._attention_ns(tokens, contexts, count))
+        attention = self._attention_ns(tokens, contexts, count)
         for op in ops:
             changes = op.kind in ("prefill", "decode")
             busy_ns += op.repeats * (next(attention) if changes else self.kernel_ns(op))
