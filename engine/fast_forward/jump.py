@@ -226,7 +226,7 @@ class Jump:
         ledger.hold(repeat.places)
         ledger.grow(run.pool, run.grown[-1], repeat.takers(run.count, ledger.pages))
         state.in_flight.number(run.device, run.count)
-        state.recorder.ran(run)
+        state.recorder.ran(run, state.now_ns)
         self._move_on(run, repeat)
         ledger.touch_again(op, run.settled, is_open=state.depth > 1)
         if state.depth > 1:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.results.plan_log import encode
+from engine.results.plan_log import PlanTexts
 from engine.results.recorder import Recorder
 from engine.results.tables import ROW_ORDER, memory_row, step_row, table_of
 from models.spec import ModelSpec
@@ -38,10 +38,12 @@ TRAINING = ("training=random", "training.sequence_tokens=16", "training.num_step
 
 def by_rows(recorder: Recorder) -> dict[str, Any]:
     """Tables as they are defined: row by row, in order."""
-    runs = recorder._runs
-    memory = [*recorder._memory, *(row for run in runs for row in run.memory_rows())]
+    runs = recorder._facts.runs
+    memory = [*recorder._facts.memory, *(row for run in runs for row in run.memory_rows())]
     memory.sort(key=lambda row: (row[0], ROW_ORDER.index(row[1]), row[2]))
-    plans = [(s, d, at, list(back), encode(plan)) for s, d, at, back, plan in recorder.plans]
+    plans = [
+        (s, d, at, list(back), *PlanTexts().plan(plan)) for s, d, at, back, plan in recorder.plans
+    ]
     return {
         "steps": table_of("steps", [step_row(*row) for row in recorder.steps]),
         "memory": table_of("memory", [memory_row(row, f) for row in memory for f in row[3]]),
@@ -85,8 +87,8 @@ def test_workspace_is_measured_or_predicted_or_unknown(has_served_peaks: bool) -
     if not has_served_peaks:
         recorder.predicted_peaks = None
     check(recorder)
-    step, issue_ns, host_ns, span, launch = recorder._steps[0]
-    recorder._steps[0] = (step, issue_ns, host_ns, span._replace(peak_bytes=123), launch)
+    step, issue_ns, host_ns, span, launch = recorder._facts.steps[0]
+    recorder._facts.steps[0] = (step, issue_ns, host_ns, span._replace(peak_bytes=123), launch)
     check(recorder)
     assert 123 in recorder.tables()["steps"]["peak_bytes"].to_pylist()
     recorder.predicted_bytes = recorder.predicted_peaks = None

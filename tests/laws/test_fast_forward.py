@@ -126,7 +126,7 @@ def test_an_end_without_a_waiting_job_takes_no_event() -> None:
         requests = [Request(i, 0, 10, 20 + more * i) for i in range(12)]
         run = simulated(policy, requests, True, Shaped(700), 900, 0, depth=1)
         told.append((run.asked, next(run.state.env._eid)))
-        runs = run.recorder._runs
+        runs = run.recorder._facts.runs
         assert len(runs) == (13 if more else 2)
         contexts = [leg.pieces.contexts for later in runs[2:] for leg in later.segments]
         assert not any([c.tail for c in contexts]), "the jobs in decode move together"

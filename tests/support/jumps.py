@@ -118,7 +118,7 @@ def page_tables(engine: Engine) -> dict[int, list[list[int]]]:
 
     Launches of a run have no page tables, also those that settle alone at its end.
     """
-    launches = ((row[0], row[-1].pieces) for row in engine.recorder._steps)
+    launches = ((row[0], row[-1].pieces) for row in engine.recorder._facts.steps)
     tables = ((step, [list(piece.pages) for piece in pieces]) for step, pieces in launches)
     return {step: ids for step, ids in tables if any(ids)}
 
