@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from analysis.columns import Block, block_of_frame, blocks_of_file, count_of, joined
+from analysis.columns import Block, block_of, block_of_frame, blocks_of_file, count_of, joined
 from analysis.yaml_text import yaml_value
 from engine.results.schema import SCHEMA_VERSION, TABLES, of_version_4, read_table, read_text
 
@@ -90,7 +90,10 @@ class Run(RunFacts):
     def blocks(self, table: str, columns: Sequence[str]) -> Iterator[Block]:
         """A whole table at once, see RunFacts."""
         frame = getattr(self, table)
-        yield block_of_frame(frame[[*columns]])
+        if frame.empty:  # its lists and texts look alike
+            yield block_of(pa.Table.from_batches([], TABLES[table]).select([*columns]))
+        else:
+            yield block_of_frame(frame[[*columns]])
 
 
 @dataclass(frozen=True, eq=False)

@@ -94,8 +94,9 @@ class PoolUse:
         known = np.flatnonzero(~np.isnan(used))
         if len(known) and used[known].max() > self.fullest.get("used", -1):
             row = known[int(used[known].argmax())]
-            parts = {part: int(rows[f"{part}_bytes"][row]) for part in PARTS}
-            self.fullest = {"used": int(used[row]), **{k: n for k, n in parts.items() if n > 0}}
+            parts = {part: rows[f"{part}_bytes"][row] for part in PARTS}
+            held = {part: int(nbytes) for part, nbytes in parts.items() if nbytes > 0}
+            self.fullest = {"used": int(used[row]), **held}
         room = rows["kv_bytes"] + rows["free_bytes"] + rows["coming_bytes"]
         share = rows["kv_bytes"] / np.where(room > 0, room, np.nan)
         self.peak_kv = float(np.fmax(self.peak_kv, np.fmax.reduce(share, initial=np.nan)))
@@ -117,7 +118,8 @@ def _amounts(rows: Block) -> Block:
     """
     used = rows["capacity_bytes"] - rows["free_bytes"]
     held = sum(np.nan_to_num(rows[f"{kind}_bytes"]) for kind in KINDS)
-    return rows | {"used_bytes": used, "held_bytes": held, "pending_bytes": used - held}
+    pending = used - held
+    return rows | {"used_bytes": used, "held_bytes": held, "pending_bytes": pending}
 
 
 def pool_uses(run: RunFacts) -> dict[tuple[str, int], PoolUse]:
