@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import simpy
 
-from engine.contract.executor import Repeater, Span
+from engine.contract.executor import Launch, Repeater, Span
 from engine.contract.plan import Compute
 from engine.contract.regions import Tier
 from engine.fast_forward.repeated_plan import RepeatedPlan, RepeatedSteps, RunSegment, segments
@@ -20,7 +21,27 @@ from engine.loop.state import EngineState, IssuedOp, Lifecycle, Turn, passed_to
 from engine.results.tables import Times
 
 MOST = 1024  # steps of one jump
-Moments = tuple[Times, Times, Times]  # when steps are issued, start and end
+Moments = tuple[Times, Times, Times, int]  # when steps are issued, start and end; the next question
+
+
+class LateStep(NamedTuple):
+    """The last step of a run, or one that has not ended when the engine asks next."""
+
+    run: RepeatedSteps
+    step: int  # of the run
+    op: Compute
+    is_open: bool  # its launch is in the books: it has not ended when the engine asks next
+    has_ends: bool  # jobs end with it
+
+    @property
+    def end_ns(self) -> int:
+        """When it ends."""
+        return self.run.end_ns[self.step]
+
+    @property
+    def number(self) -> int:
+        """Over the plans of the device."""
+        return self.run.number + self.step
 
 
 class Jump:
@@ -33,8 +54,9 @@ class Jump:
         issue[i] = max(issue[i-1] + host, end[i-d])
         start[i] = max(end[i-1], issue[i] + host)
 
-    The last d-1 steps are still in flight when the engine asks next; each settles by itself. At
-    run-ahead 1 no step is left, so a plan that still holds jumps again.
+    A run passes up to the issue of the step behind it, where the engine asks next. The last d-1
+    steps are late: they have not ended by then. They end while the next run passes. Only where no
+    run follows does each of them settle by an event of its own.
     """
 
     def __init__(
@@ -52,9 +74,9 @@ class Jump:
         self._next_arrival_ns, self._prefix = next_arrival_ns, issuing.prefix
         self._decode_step_ns = 1  # duration of the last step of decodes alone
         self._seen_ns = 0  # about when the steps planned so far end
-        self._until_ns: int | None = None  # the next arrival: no step is issued from then on
+        self._until_ns: int | None = None  # no step is issued from then on
         self._run: RepeatedSteps | None = None  # the last run
-        self._min_steps = 1 if state.depth == 1 else state.depth + 1  # fewest steps of a jump
+        self._late: deque[LateStep] = deque()
         self.steps = 0
 
     def carry_out(
@@ -62,63 +84,92 @@ class Jump:
     ) -> Generator[simpy.Event, Any, bool]:
         """Issues steps at once; returns False where the next step must be issued by itself.
 
-        `stands` says whether the plan still holds behind a run that has settled, with the memory
-        that may be shown by then.
+        `stands` says whether the plan still holds behind a run, with the memory that may be shown
+        by then.
         """
-        run = self._plan(repeat, device) if repeat.is_plain and self._is_calm(device) else None
+        run = self._plan(repeat, device) if repeat.is_plain else None
         if run is None:
             return False
+        level = self._state.in_flight.level
         while run is not None:
             self._run = run
             self.steps += run.count
             self._issue(run, repeat)
+            level[device] += self._state.depth  # jobs that arrive meanwhile wake nothing
             yield from self._pass(run)
-            if self._state.depth > 1:
-                break
+            level[device] -= self._state.depth
+            if not self._state.jobs or level[device] > len(self._late):
+                self.settle_alone()
             self._lifecycle.give_back(device)
             run = self._plan(repeat, device) if stands(repeat) else None
         return True
 
     def _pass(self, run: RepeatedSteps) -> Turn:
-        """Lets the time of a run pass; with run-ahead only the host's, then the policy is asked."""
-        state, env, end_ns = self._state, self._state.env, run.end_ns[run.settled - 1]
-        if state.depth == 1:  # jobs that arrive meanwhile find a plan in flight
-            state.in_flight.level[run.device] += 1
-            if not passed_to(env, end_ns):
-                yield simpy.Timeout(env, end_ns - state.now_ns)
-            state.in_flight.level[run.device] -= 1
+        """Lets time pass up to the next question. Jobs finish at the moment of their end."""
+        env, late, asks_ns = self._state.env, self._late, run.asks_ns
+        due: simpy.Event | None = None
+        while late and (end_ns := late[0].end_ns) <= asks_ns:
+            step = late.popleft()
+            if step.has_ends:
+                if due is None and end_ns < asks_ns:
+                    due = simpy.Timeout(env, asks_ns - self._state.now_ns)
+                yield from self._wait_for(end_ns)
+            self._land(step, run)
+        yield from self._wait_for(asks_ns) if due is None else (due,)
+        is_woken = self._state.depth == 1 or asks_ns > run.issue_ns[-1] + run.host_ns
+        if is_woken and self._next_arrival_ns() == asks_ns:  # turns that arrive with the answer
+            yield simpy.Timeout(env, 0)
+
+    def _wait_for(self, at_ns: int) -> Turn:
+        state = self._state
+        if at_ns > state.now_ns and not passed_to(state.env, at_ns):
+            yield simpy.Timeout(state.env, at_ns - state.now_ns)
+
+    def _land(self, step: LateStep, now: RepeatedSteps) -> None:
+        """A step has ended, while the run `now` passes."""
+        state, run, end_ns = self._state, step.run, step.end_ns
+        if step.is_open:
+            state.ledger.settle(step.op)
+            state.in_flight.land(step.op)
+            pages = state.ledger.held_pages(run.pool) - now.unissued_pages(end_ns)
+            run.late_pages.append(pages - run.held_pages)
+        if step.step == run.count - 1:
             state.recorder.run_settled(run)
-            self._lifecycle.finish(run.op, end_ns, run.device, run.number + run.count - 1)
-            if self._next_arrival_ns() == end_ns:  # turns that arrive with the answer
-                yield simpy.Timeout(env, 0)
-            return
-        span = Span(run.op, run.start_ns[0], end_ns)
-        self._executor.hold(run.segments[0].launch, span, lambda span: self._tell(run, span))
-        for step in range(run.settled, run.count):
-            self._issue_alone(run, step)
-        if (host_left_ns := run.issue_ns[-1] + run.host_ns - state.now_ns) > 0:
-            yield simpy.Timeout(env, host_left_ns)
+        if step.has_ends:
+            self._lifecycle.finish(step.op, end_ns, run.device, step.number)
+
+    def settle_alone(self) -> None:
+        """No run follows now: each late step settles by an event of its own."""
+        state, late = self._state, self._late
+        for step in late:
+            step.run.settled -= 1
+        for run in dict.fromkeys([step.run for step in late]):
+            state.recorder.run_settled(run)
+        for run, i, op, *_ in late:
+            launch = Launch(op, (), run.launch_at(i).pieces)
+            numbers, issue_ns = (run.step + i, run.device, run.number + i), run.issue_ns[i]
+            state.in_flight.start(IssuedOp(*numbers, issue_ns, run.host_ns, launch))
+            span = Span(op, run.start_ns[i], run.end_ns[i])
+            self._executor.hold(launch, span, self._lifecycle.settle)
+        late.clear()
 
     def unissued_bytes(self, now_ns: int) -> int:
         """KV that is booked for steps which are issued only at `now_ns` or later."""
         run = self._run
-        return 0 if run is None or now_ns > run.issue_ns[-1] else run.unissued_bytes(now_ns)
+        if run is None or now_ns > run.issue_ns[-1]:
+            return 0
+        return run.unissued_pages(now_ns) * run.page_nbytes
 
     # ---- planning: nothing is changed
     def _plan(self, repeat: RepeatedPlan, device: int) -> RepeatedSteps | None:
-        limit, min_steps, host_ns, lead = (
-            self._limit(repeat),
-            self._min_steps,
-            0,
-            len(repeat.decodes.jobs),
-        )
-        now_ns = self._seen_ns = self._state.now_ns
-        until_ns = self._until_ns = self._next_arrival_ns()
-        if limit < min_steps or (min_steps > 1 and self._steps_to_arrival() < min_steps):
+        limit, lead, host_ns = self._limit(repeat, device), len(repeat.decodes.jobs), 0
+        if limit < 1 or not self._is_calm():
             return None
+        now_ns = self._seen_ns = self._state.now_ns
+        until_ns = self._until_ns = self._first_change_ns()
         ahead: list[RunSegment] = []
         durations: list[int] = []
-        for segment in segments(repeat, limit, self._steps_to_arrival):
+        for segment in segments(repeat, limit, self._steps_to_change):
             found = self._executor.repeat(segment.launch, segment.steps)
             if found is None:
                 return None
@@ -127,24 +178,32 @@ class Jump:
             ahead.append(segment)
             durations += found[0]
             host_ns = found[1]
-            self._seen_ns += sum(found[0]) + segment.steps * host_ns
+            beside_ns = host_ns if self._state.depth == 1 else 0  # else the host works meanwhile
+            self._seen_ns += sum(found[0]) + segment.steps * beside_ns
             if sum(tokens := segment.pieces.tokens[lead:]) == len(tokens):  # decodes alone
-                self._decode_step_ns = max(1, durations[-1] + host_ns)
-        limit = len(durations)
-        if limit < min_steps:
+                self._decode_step_ns = max(1, durations[-1] + beside_ns, host_ns)
+        if not durations:
             return None
-        issue, start, end = self._times(now_ns, durations, host_ns)
-        if until_ns is not None and issue[-1] >= until_ns:
-            limit = bisect_left(issue, until_ns)
-            if limit < min_steps:
+        times = self._times(now_ns, durations, host_ns)
+        if until_ns is not None and times[0][-1] >= until_ns:
+            limit = bisect_left(times[0], until_ns)
+            if not limit:
                 return None
-            issue, start, end = issue[:limit], start[:limit], end[:limit]
+            times = self._times(now_ns, durations[:limit], host_ns)
             ahead = [segment for segment in ahead if segment.first < limit]
             ahead[-1].cut(limit)
-        return self._made(repeat, device, ahead, (issue, start, end), host_ns)
+        return self._made(repeat, device, ahead, times, host_ns)
 
-    def _steps_to_arrival(self) -> int:
-        """An estimate of the steps up to the next arrival.
+    def _first_change_ns(self) -> int | None:
+        """When the next job arrives, or one that has left ends: its next turn may arrive then."""
+        arrives_ns = self._next_arrival_ns()
+        for step in self._late:
+            if step.has_ends:
+                return step.end_ns if arrives_ns is None else min(arrives_ns, step.end_ns)
+        return arrives_ns
+
+    def _steps_to_change(self) -> int:
+        """An estimate of the steps up to the next arrival or end.
 
         It is 1/32 too high: a step too many is cut, a step too few costs another segment.
         """
@@ -153,22 +212,30 @@ class Jump:
         left_ns = self._until_ns - self._seen_ns
         return 1 + left_ns * 33 // (32 * self._decode_step_ns) if left_ns > 0 else 0
 
-    def _limit(self, repeat: RepeatedPlan) -> int:
-        """The number of steps to the first end of a job; with run-ahead without the last."""
+    def _limit(self, repeat: RepeatedPlan, device: int) -> int:
+        """The number of steps to the first end of a job, or to the return of memory."""
         state, tail, left = self._state, repeat.tail, repeat.decodes.fewest_left(otherwise=MOST)
         if tail:
             tokens_left = self._completions.tokens_left
             left = min(left, tokens_left(tail[-1]) + repeat.silent)
             for job in tail[:-1]:
                 left = min(left, tokens_left(job))
-        return min(repeat.left, MOST, left - (state.depth > 1))
+        if (oldest := self._oldest(device)) is not None:
+            left = min(left, oldest + state.depth - state.in_flight.issued[device])
+        return min(repeat.left, MOST, left)
 
-    def _is_calm(self, device: int) -> bool:
-        """Whether no memory is coming back, no job's end is in flight and no wake-up is set."""
+    def _oldest(self, device: int) -> int | None:
+        """The oldest plan with which jobs have ended or will, and whose memory is not back."""
+        if (oldest := self._frees.oldest(device)) is not None:
+            return oldest
+        return next((step.number for step in self._late if step.has_ends), None)
+
+    def _is_calm(self) -> bool:
+        """Whether no memory is coming back, no wake-up is set, and all ends in flight are late."""
         state = self._state
-        if self._completions or state.wakeup.will_come or self._frees.oldest(device) is not None:
+        if self._completions and not any([step.has_ends for step in self._late]):
             return False
-        return state.ledger.is_calm
+        return not state.wakeup.will_come and state.ledger.is_calm
 
     def _times(self, now_ns: int, durations: Sequence[int], host_ns: int) -> Moments:
         depth = self._state.depth
@@ -176,9 +243,12 @@ class Jump:
             steps = (host_ns + duration_ns for duration_ns in durations) if host_ns else durations
             end = array("q", [*accumulate(steps, initial=now_ns)])
             issue = end[:-1]
-            return issue, array("q", [at + host_ns for at in issue]) if host_ns else issue, end[1:]
-        before = self._executor.end_times_ns(self._state.in_flight.tails)
-        ends = [0] * (depth - len(before)) + sorted(before)
+            start = array("q", [at + host_ns for at in issue]) if host_ns else issue
+            return issue, start, end[1:], end[-1]
+        before = [step.end_ns for step in self._late]
+        if not before:
+            before = sorted(self._executor.end_times_ns(self._state.in_flight.tails))
+        ends = [0] * (depth - len(before)) + before
         issues, starts, at_ns = [], [], now_ns
         for duration_ns in durations:
             at_ns = max(at_ns, ends[-depth])
@@ -186,7 +256,8 @@ class Jump:
             at_ns += host_ns
             starts.append(max(ends[-1], at_ns))
             ends.append(starts[-1] + duration_ns)
-        return array("q", issues), array("q", starts), array("q", ends[depth:])
+        asks_ns = max(at_ns, ends[-depth])
+        return array("q", issues), array("q", starts), array("q", ends[depth:]), asks_ns
 
     def _made(
         self,
@@ -212,7 +283,7 @@ class Jump:
             *times,
             host_ns,
             count,
-            count - state.depth + 1,
+            count,
             state.ledger.figures(),
             grown,
             state.page.nbytes,
@@ -221,31 +292,32 @@ class Jump:
 
     # ---- issue and settle
     def _issue(self, run: RepeatedSteps, repeat: RepeatedPlan) -> None:
-        """Books and issues the steps that settle together."""
-        state, ledger, op = self._state, self._state.ledger, run.op
+        """Books and issues the steps of a run."""
+        state, ledger = self._state, self._state.ledger
         ledger.hold(repeat.places)
         ledger.grow(run.pool, run.grown[-1], repeat.takers(run.count, ledger.pages))
         state.in_flight.number(run.device, run.count)
         state.recorder.ran(run)
-        self._move_on(run, repeat)
-        ledger.touch_again(op, run.settled, is_open=state.depth > 1)
-        if state.depth > 1:
-            state.in_flight.last_compute((op,), run.device)
+        has_ends = self._move_on(run, repeat)
+        if state.depth > 1 and not state.jobs:
+            run.asks_ns = run.issue_ns[-1] + run.host_ns  # the engine asks nothing, but looks
+        ended = bisect_right(run.end_ns, run.asks_ns)
+        if ended:
+            ledger.touch_again(run.op, ended, is_open=False)
+        for step in range(min(ended, run.count - 1), run.count):
+            op, is_last = run.segment(step).op, step == run.count - 1
+            if not is_last:
+                op = op.again_as(op.slices)
+            if is_open := step >= ended:
+                ledger.touch_again(op, 1, is_open=True)
+                state.in_flight.last_compute((op,), run.device)
+            self._late.append(LateStep(run, step, op, is_open, is_last and has_ends))
 
-    def _issue_alone(self, run: RepeatedSteps, step: int) -> None:
-        """Issues a step that is still in flight when the engine asks next."""
-        state, launch = self._state, run.launch_at(step)
-        op = launch.op
-        assert isinstance(op, Compute)
-        state.ledger.touch_again(op, 1, is_open=True)
-        state.in_flight.last_compute((op,), run.device)
-        numbers, issue_ns = (run.step + step, run.device, run.number + step), run.issue_ns[step]
-        state.in_flight.start(IssuedOp(*numbers, issue_ns, run.host_ns, launch))
-        span = Span(op, run.start_ns[step], run.end_ns[step])
-        self._executor.hold(launch, span, self._lifecycle.settle)
+    def _move_on(self, run: RepeatedSteps, plan: RepeatedPlan) -> bool:
+        """Moves the jobs of a run on by all its steps; whether jobs end with the last one.
 
-    def _move_on(self, run: RepeatedSteps, plan: RepeatedPlan) -> None:
-        """Moves the jobs of a run on by all its steps; newly admitted jobs are in the tail."""
+        Newly admitted jobs are in the tail.
+        """
         decodes, tail, lead, prefix = plan.decodes, plan.tail, len(plan.decodes.jobs), self._prefix
         behind = [] if prefix is None else [(job, job.computed_tokens) for job in tail]
         plan.advance(run.count)
@@ -262,13 +334,7 @@ class Jump:
         if prefix is not None:
             prefix.keep(run.device, chain(decodes.filled(run.count), behind))
         if done:
-            self._completions.end_with(run.op, done)
+            self._completions.end_with(run.segments[-1].op, done)
         if plan.tail:
             plan.gather(self._state.ledger.pages, self._completions.tokens_left)
-
-    def _tell(self, run: RepeatedSteps, span: Span) -> None:
-        state = self._state
-        state.recorder.run_settled(run)
-        self._lifecycle.land(span.op, span.end_ns, run.device, run.number + run.count - 1)
-        state.release_idle()
-        state.wakeup.tell()
+        return bool(done)

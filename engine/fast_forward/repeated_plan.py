@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
@@ -355,7 +356,7 @@ def segments(repeat: RepeatedPlan, count: int, reach: Callable[[], int]) -> Iter
 
 @dataclass(slots=True, eq=False)
 class RepeatedSteps:
-    """Steps that were issued at once. The last of them may settle one by one (run-ahead)."""
+    """Steps that were issued at once. The last of them may end while another run passes."""
 
     step: int  # of the first one, over all plans
     number: int  # of the first one, over the plans of the device
@@ -366,24 +367,32 @@ class RepeatedSteps:
     issue_ns: Times
     start_ns: Times
     end_ns: Times
+    asks_ns: int  # when the engine may ask for the step behind the last one
     host_ns: int
     count: int  # steps
-    settled: int  # steps that settle together
+    settled: int  # steps that do not settle by an event of their own
     figures: tuple[Figures, ...]  # before the first step
     grown: Times  # KV pages taken up to and with each step
     page_nbytes: int
     due: Sequence[Sequence[Taken]]  # what grows at each step, in the order of booking
+    late_pages: list[int] = field(default_factory=list)  # as `grown`, where the last steps settle
 
     @property
     def op(self) -> Compute:
-        """The launch that stands in the books for all steps that settle together."""
+        """The launch that stands in the books for all steps that end before the next question."""
         return self.segments[0].op
+
+    @property
+    def held_pages(self) -> int:
+        """KV pages that are held before the first step."""
+        return next(figures.kv_pages for figures in self.figures if figures.pool == self.pool)
 
     def launch_at(self, step: int) -> Launch:
         """The launch of a step."""
-        return self._segment(step).launch_at(step)
+        return self.segment(step).launch_at(step)
 
-    def _segment(self, step: int) -> RunSegment:
+    def segment(self, step: int) -> RunSegment:
+        """The segment of a step."""
         return next(segment for segment in reversed(self.segments) if segment.first <= step)
 
     def tokens(self) -> list[tuple[tuple[int, ...], Times]]:
@@ -398,11 +407,16 @@ class RepeatedSteps:
             if segment.first < settled
         ]
 
-    def unissued_bytes(self, now_ns: int) -> int:
-        """KV bytes of steps that are booked but issued only at `now_ns` or later."""
+    def unissued_pages(self, now_ns: int) -> int:
+        """KV pages of steps that are booked but issued only at `now_ns` or later."""
         issued = bisect_left(self.issue_ns, now_ns)
-        pages = self.grown[-1] - (self.grown[issued - 1] if issued else 0)
-        return pages * self.page_nbytes
+        return self.grown[-1] - (self.grown[issued - 1] if issued else 0)
+
+    def settled_pages(self) -> Times:
+        """As `grown`, where each step settles: by then later steps are issued."""
+        ends = self.end_ns[: self.settled - len(self.late_pages)]
+        pages = [self.grown[bisect_left(self.issue_ns, end_ns) - 1] for end_ns in ends]
+        return array("q", pages + self.late_pages)
 
     def grows(self) -> Iterator[Sequence[Taken]]:
         """The growth of each step, in the order of booking."""
@@ -411,7 +425,7 @@ class RepeatedSteps:
     # ---- rows, as the recorder has them of single steps
     def plan_rows(self) -> Iterator[tuple[int, int, int, tuple[int, ...], Plan]]:
         for i, (at_ns, due) in enumerate(zip(self.issue_ns, self.due, strict=True)):
-            plan = Plan((*[Grow(op.place, op.nbytes) for op in due], self._segment(i).op))
+            plan = Plan((*[Grow(op.place, op.nbytes) for op in due], self.segment(i).op))
             yield self.step + i, self.device, at_ns, () if i else self.returned, plan
 
     def step_rows(self) -> Iterator[tuple[int, int, int, Span, Launch]]:
@@ -427,10 +441,8 @@ class RepeatedSteps:
         grown = self.grown
         for i, at_ns in enumerate(self.issue_ns):
             yield at_ns, "issue", self.step + i, self._after(grown[i]), None
-        ends = self.end_ns[: self.settled]
-        issued = [bisect_left(self.issue_ns, end_ns) for end_ns in ends]
-        for i, (at_ns, count) in enumerate(zip(ends, issued, strict=True)):
-            yield at_ns, "settle", self.step + i, self._after(grown[count - 1]), None
+        for i, pages in enumerate(self.settled_pages()):
+            yield self.end_ns[i], "settle", self.step + i, self._after(pages), None
 
     def _after(self, pages: int) -> tuple[Figures, ...]:
         nbytes = pages * self.page_nbytes

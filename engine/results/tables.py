@@ -8,7 +8,6 @@ column in numpy.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -92,7 +91,7 @@ class ManySteps(Protocol):
     start_ns: Times
     end_ns: Times
     host_ns: int
-    settled: int  # steps that settle together; the others have rows of their own
+    settled: int  # steps that have no rows of their own; the others settle by themselves
     figures: tuple[Figures, ...]  # before the first step
     grown: Times  # KV pages taken up to and with each step
     page_nbytes: int
@@ -100,6 +99,9 @@ class ManySteps(Protocol):
     @property
     def segments(self) -> Sequence[EqualSteps]:
         """All steps, in order."""
+
+    def settled_pages(self) -> Times:
+        """As `grown`, where each step settles: by then later steps are issued."""
 
     def tokens(self) -> list[tuple[tuple[int, ...], Times]]:
         """Requests that got tokens, and when."""
@@ -486,7 +488,7 @@ def _grown(runs: Sequence[ManySteps]) -> tuple[pa.Table, Ints]:
     events = issues + settles
     is_issue = _within(events) < np.repeat(issues, events)
     at_ns = _joined(chain.from_iterable([(r.issue_ns, r.end_ns[: r.settled]) for r in runs]))
-    pages = _joined(chain.from_iterable([(r.grown, _settled_pages(r)) for r in runs]))
+    pages = _joined(chain.from_iterable([(r.grown, r.settled_pages()) for r in runs]))
     step = np.repeat(_ints([r.step for r in runs]), events) + _within(events)
     step -= np.where(is_issue, 0, np.repeat(issues, events))
 
@@ -524,12 +526,6 @@ def _grown(runs: Sequence[ManySteps]) -> tuple[pa.Table, Ints]:
         unknown,
     ]
     return _table("memory", columns), cause
-
-
-def _settled_pages(run: ManySteps) -> Times:
-    """Pages that are taken when each step settles: those of all steps issued before."""
-    grown, issue_ns = run.grown, run.issue_ns
-    return array("q", [grown[bisect_left(issue_ns, ns) - 1] for ns in run.end_ns[: run.settled]])
 
 
 def plans_table(rows: Sequence[PlanRow], runs: Sequence[ManySteps]) -> pa.Table:
