@@ -293,6 +293,10 @@ class RunSegment:
         """Cuts the segment where its run ends with step `end`."""
         self.steps = min(self.steps, end - self.first)
 
+    def again(self) -> Compute:
+        """An operation for another step than the first."""
+        return self.op.again_as(self.op.slices)
+
     def launch_at(self, step: int) -> Launch:
         """The launch of a step of the run, without page tables: rows of results have none."""
         behind, of = step - self.first, self.pieces
@@ -302,7 +306,7 @@ class RunSegment:
         assert isinstance(contexts, Contexts)
         later = contexts.after(behind, of.tokens)
         pieces = Pieces(of.job_ids, of.tokens, later, of.samples, of.tables)
-        return Launch(self.op.again_as(self.op.slices), (), pieces)
+        return Launch(self.again(), (), pieces)
 
 
 _tokens = itemgetter(1)  # of a slice
@@ -375,7 +379,7 @@ class RepeatedSteps:
     grown: Times  # KV pages taken up to and with each step
     page_nbytes: int
     due: Sequence[Sequence[Taken]]  # what grows at each step, in the order of booking
-    late_pages: list[int] = field(default_factory=list)  # as `grown`, where the last steps settle
+    last_pages: list[int] = field(default_factory=list)  # as `grown`, where the last steps settle
 
     @property
     def op(self) -> Compute:
@@ -414,9 +418,9 @@ class RepeatedSteps:
 
     def settled_pages(self) -> Times:
         """As `grown`, where each step settles: by then later steps are issued."""
-        ends = self.end_ns[: self.settled - len(self.late_pages)]
+        ends = self.end_ns[: self.settled - len(self.last_pages)]
         pages = [self.grown[bisect_left(self.issue_ns, end_ns) - 1] for end_ns in ends]
-        return array("q", pages + self.late_pages)
+        return array("q", pages + self.last_pages)
 
     def grows(self) -> Iterator[Sequence[Taken]]:
         """The growth of each step, in the order of booking."""
