@@ -7,15 +7,22 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate, chain
-from operator import sub
+from operator import add, sub
 from typing import Any, NamedTuple
 
 import simpy
 
 from engine.contract.executor import Launch, Repeater, Span
+from engine.contract.job import Job
 from engine.contract.plan import Compute
 from engine.contract.regions import Tier
-from engine.fast_forward.repeated_plan import RepeatedPlan, RepeatedSteps, RunSegment, segments
+from engine.fast_forward.repeated_plan import (
+    RepeatedPlan,
+    RepeatedSteps,
+    RunSegment,
+    StepsAhead,
+    segments,
+)
 from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.issuing import Issuing
 from engine.loop.state import EngineState, IssuedOp, Lifecycle, Turn, passed_to
@@ -25,18 +32,21 @@ MOST = 1024  # steps of one jump
 Moments = tuple[Times, Times, Times]  # when steps are issued, start and end
 
 
-class LastStep(NamedTuple):
-    """A step at the end of a run with which jobs end, or which is open.
-
-    An open one has not ended when the engine asks next: its launch is in the books.
-    """
+class OpenStep(NamedTuple):
+    """A step of a run that has not ended when the engine asks next: its launch is in the books."""
 
     end_ns: int
     run: RepeatedSteps
     step: int  # of the run
     op: Compute
-    is_open: bool
-    has_ends: bool  # jobs end with it
+
+
+class JobsEnd(NamedTuple):
+    """Jobs end with a step of a run."""
+
+    end_ns: int
+    number: int  # of the step, over the plans of the device
+    op: Compute
 
 
 class Jump:
@@ -51,7 +61,8 @@ class Jump:
 
     A run passes up to the issue of the step behind it, where the engine asks next. By then its last
     d-1 steps are open: they end while the next run passes. Only where no run follows does each of
-    them settle by an event of its own.
+    them settle by an event of its own. The memory of jobs that end with step i is back for step
+    i+d: a run goes on behind the end of a job up to there, as a part of its own.
     """
 
     def __init__(
@@ -71,7 +82,8 @@ class Jump:
         self._seen_ns = 0  # about when the steps planned so far end
         self._until_ns: int | None = None  # no step is issued from then on
         self._run: RepeatedSteps | None = None  # the last run
-        self._last: deque[LastStep] = deque()  # in the order of their ends
+        self._open: deque[OpenStep] = deque()
+        self._ends: deque[JobsEnd] = deque()  # that have not come
         self.steps = 0
 
     def carry_out(
@@ -79,78 +91,75 @@ class Jump:
     ) -> Generator[simpy.Event, Any, bool]:
         """Issues steps at once; returns False where the next step must be issued by itself.
 
-        `stands` says whether the plan still holds behind a run, with the memory that may be shown
-        by then.
+        `stands` says whether the plan still holds behind the end of a job or behind a run, with the
+        memory that may be shown by then.
         """
-        run = self._plan(repeat, device) if repeat.is_plain else None
+        run = self._issue(repeat, device, stands) if repeat.is_plain else None
         if run is None:
             return False
-        level = self._state.in_flight.level
+        state, level = self._state, self._state.in_flight.level
         while run is not None:
-            self._run = run
             self.steps += run.count
-            self._issue(run, repeat)
-            level[device] += self._state.depth  # jobs that arrive meanwhile wake nothing
+            level[device] += state.depth  # jobs that arrive meanwhile wake nothing
             yield from self._pass(run)
-            level[device] -= self._state.depth
-            if not self._state.jobs or level[device] > len(self._last):
+            level[device] -= state.depth
+            if not state.jobs or not level[device] == len(self._open) < state.depth:
                 self.settle_alone()
             self._lifecycle.give_back(device)
-            run = self._plan(repeat, device) if stands(repeat) else None
+            run = self._issue(repeat, device, stands) if stands(repeat) else None
         return True
 
     def _pass(self, run: RepeatedSteps) -> Turn:
         """Lets time pass up to the next question. Jobs finish at the moment of their end."""
-        env, last, asks_ns = self._state.env, self._last, run.asks_ns
-        now_ns, due = run.issue_ns[0], None
-        while last and last[0].end_ns <= asks_ns:
-            step = last.popleft()
-            if step.has_ends:
-                end_ns = step.end_ns
-                if due is None and end_ns < asks_ns:
-                    due = simpy.Timeout(env, asks_ns - now_ns)
-                if end_ns > now_ns and not passed_to(env, end_ns):
-                    yield simpy.Timeout(env, end_ns - now_ns)
-                now_ns = end_ns
-                self._lifecycle.finish(step.op, end_ns, run.device, step.run.number + step.step)
-            if step.is_open:
-                self._land(step, run)
+        state, ends, steps, asks_ns = self._state, self._ends, self._open, run.asks_ns
+        env, now_ns, due, is_told = state.env, run.issue_ns[0], None, run.ended == run.count
+        while ends and ends[0].end_ns <= asks_ns:
+            end_ns, number, op = ends.popleft()
+            if due is None and end_ns < asks_ns:
+                due = simpy.Timeout(env, asks_ns - now_ns)
+            if end_ns > now_ns and not passed_to(env, end_ns):
+                yield simpy.Timeout(env, end_ns - now_ns)
+            now_ns, is_told = end_ns, True
+            self._lifecycle.finish(op, end_ns, run.device, number)
         if due is not None:
             yield due
         elif asks_ns > now_ns and not passed_to(env, asks_ns):
             yield simpy.Timeout(env, asks_ns - now_ns)
-        if run.end_ns[-1] <= asks_ns:
-            self._state.recorder.run_settled(run)
+        while steps and steps[0].end_ns <= asks_ns:
+            self._land(steps.popleft(), run)
+        if is_told:
+            state.recorder.run_settled(run, run.ended)
         if self._next_arrival_ns() == asks_ns and self._is_woken(run):  # turns behind an answer
             yield simpy.Timeout(env, 0)
 
     def _is_woken(self, run: RepeatedSteps) -> bool:
         """Whether the engine asks because a step ends, not because the host is ready."""
-        return self._state.depth == 1 or run.asks_ns > run.issue_ns[-1] + run.host_ns
+        return self._state.depth == 1 or run.asks_ns > run.issue_ns[-1] + run.segments[-1].host_ns
 
-    def _land(self, step: LastStep, now: RepeatedSteps) -> None:
+    def _land(self, step: OpenStep, now: RepeatedSteps) -> None:
         """An open step of an earlier run has ended, while the run `now` passes."""
-        state, end_ns, run, at, op, *_ = self._state, *step
+        state, end_ns, run, i, op = self._state, *step
         state.ledger.settle(op)
         state.in_flight.land(op)
         pages = state.ledger.held_pages(run.pool) - now.unissued_pages(end_ns)
         run.last_pages.append(pages - run.held_pages)
-        if at == run.count - 1:
-            state.recorder.run_settled(run)
+        state.recorder.run_settled(run, i + 1)
 
     def settle_alone(self) -> None:
         """No run follows now: each open step settles by an event of its own."""
-        state, last = self._state, self._last
-        for step in last:
+        state = self._state
+        for step in self._open:
             step.run.settled -= 1
-        for run in dict.fromkeys([step.run for step in last]):
-            state.recorder.run_settled(run)
-        for end_ns, run, i, op, *_ in last:
+        for run in dict.fromkeys([step.run for step in self._open]):
+            state.recorder.run_settled(run, run.settled)
+        for end_ns, run, i, op in self._open:
             launch = Launch(op, (), run.launch_at(i).pieces)
-            numbers, issue_ns = (run.step + i, run.device, run.number + i), run.issue_ns[i]
-            state.in_flight.start(IssuedOp(*numbers, issue_ns, run.host_ns, launch))
+            times = run.issue_ns[i], run.segment(i).host_ns
+            issued = IssuedOp(run.step + i, run.device, run.number + i, *times, launch)
+            state.in_flight.start(issued)
             self._executor.hold(launch, Span(op, run.start_ns[i], end_ns), self._lifecycle.settle)
-        last.clear()
+        self._open.clear()
+        self._ends.clear()
 
     def unissued_bytes(self, now_ns: int) -> int:
         """KV that is booked for steps which are issued only at `now_ns` or later."""
@@ -160,35 +169,37 @@ class Jump:
         return run.unissued_pages(now_ns) * run.page_nbytes
 
     # ---- planning: nothing is changed
-    def _plan(self, repeat: RepeatedPlan, device: int) -> RepeatedSteps | None:
-        end = self._next_end() if self._last else None
-        limit, lead, host_ns = self._limit(repeat, device, end), len(repeat.decodes.jobs), 0
-        if limit < 1 or not self._is_calm(end):
+    def _look_ahead(
+        self, repeat: RepeatedPlan, device: int, now_ns: int, before: Sequence[int]
+    ) -> StepsAhead | None:
+        """The next steps, behind plans that end at `before`; None where one is issued by itself."""
+        limit, lead = self._limit(repeat, device), len(repeat.decodes.jobs)
+        if limit < 1 or not self._is_calm():
             return None
-        now_ns = self._seen_ns = self._state.now_ns
-        until_ns = self._next_arrival_ns()
-        if end is not None:  # the next turn of its job may arrive then
-            until_ns = end.end_ns if until_ns is None else min(until_ns, end.end_ns)
+        until_ns, self._seen_ns = self._next_arrival_ns(), now_ns
+        if self._ends:  # the next turn of its session may arrive then
+            end_ns = self._ends[0].end_ns
+            until_ns = end_ns if until_ns is None else min(until_ns, end_ns)
         self._until_ns = until_ns
+        host_ns = 0
         ahead: list[RunSegment] = []
         durations: list[int] = []
+        hosts: list[int] = []
         for segment in segments(repeat, limit, self._steps_to_change):
             found = self._executor.repeat(segment.launch, segment.steps)
             if found is None:
                 return None
-            if segment.first and found[1] != host_ns:  # a run has one host time
-                break
+            segment.host_ns = host_ns = found[1]
             ahead.append(segment)
             durations += found[0]
-            host_ns = found[1]
+            hosts += [host_ns] * segment.steps
             beside_ns = host_ns if self._state.depth == 1 else 0  # else the host works meanwhile
             self._seen_ns += sum(found[0]) + segment.steps * beside_ns
             if sum(tokens := segment.pieces.tokens[lead:]) == len(tokens):  # decodes alone
                 self._decode_step_ns = max(1, durations[-1] + beside_ns, host_ns)
         if not durations:
             return None
-        before = self._ends_before()
-        issue, start, end = _times(now_ns, before, durations, host_ns)
+        issue, start, end = _times(now_ns, before, durations, hosts)
         if until_ns is not None and issue[-1] >= until_ns:
             limit = bisect_left(issue, until_ns)
             if not limit:
@@ -197,23 +208,23 @@ class Jump:
             ahead = [segment for segment in ahead if segment.first < limit]
             ahead[-1].cut(limit)
         count = len(issue)
+        due, pages = repeat.due(count)
+        grown = array("q", [*accumulate(pages)])
+        if grown[-1] * self._state.page.nbytes > self._state.ledger.room_of((Tier.GPU, device)):
+            return None
         asks_ns = end[-len(before)] if count >= len(before) else before[count]
-        asks_ns = max(asks_ns, issue[-1] + host_ns)
-        return self._made(repeat, device, ahead, (issue, start, end), asks_ns, host_ns)
+        asks_ns = max(asks_ns, issue[-1] + ahead[-1].host_ns)
+        return StepsAhead(ahead, issue, start, end, asks_ns, due, grown)
 
-    def _ends_before(self) -> Sequence[int]:
+    def _before(self) -> Sequence[int]:
         """When as many plans as may be in flight end, before the first step; 0 for none."""
         depth = self._state.depth
         if depth == 1:
             return (0,)
-        found = [step.end_ns for step in self._last]
+        found = [step.end_ns for step in self._open]
         if not found:
             found = sorted(self._executor.end_times_ns(self._state.in_flight.tails))
         return [0] * (depth - len(found)) + found
-
-    def _next_end(self) -> LastStep | None:
-        """The first open step with which jobs end."""
-        return next((step for step in self._last if step.has_ends), None)
 
     def _steps_to_change(self) -> int:
         """An estimate of the steps up to the next arrival or end.
@@ -225,11 +236,8 @@ class Jump:
         left_ns = self._until_ns - self._seen_ns
         return 1 + left_ns * 33 // (32 * self._decode_step_ns) if left_ns > 0 else 0
 
-    def _limit(self, repeat: RepeatedPlan, device: int, end: LastStep | None) -> int:
-        """The number of steps to the first end of a job, or to the return of memory.
-
-        `end`: the first open step with which jobs end.
-        """
+    def _limit(self, repeat: RepeatedPlan, device: int) -> int:
+        """The number of steps to the first end of a job, or to the return of memory."""
         state, tail, left = self._state, repeat.tail, repeat.decodes.fewest_left(otherwise=MOST)
         if tail:
             tokens_left = self._completions.tokens_left
@@ -237,90 +245,97 @@ class Jump:
             for job in tail[:-1]:
                 left = min(left, tokens_left(job))
         oldest = self._frees.oldest(device)
-        if oldest is None and end is not None:
-            oldest = end.run.number + end.step
+        if oldest is None and self._ends:
+            oldest = self._ends[0].number
         if oldest is not None:
             left = min(left, oldest + state.depth - state.in_flight.issued[device])
         return min(repeat.left, MOST, left)
 
-    def _is_calm(self, end: LastStep | None) -> bool:
+    def _is_calm(self) -> bool:
         """Whether no memory is coming back, no wake-up is set, and all ends are those of runs."""
         state = self._state
-        if (self._completions and end is None) or state.wakeup.will_come:
+        if (self._completions and not self._ends) or state.wakeup.will_come:
             return False
         return state.ledger.is_calm
 
-    def _made(
-        self,
-        repeat: RepeatedPlan,
-        device: int,
-        ahead: Sequence[RunSegment],
-        times: Moments,
-        asks_ns: int,
-        host_ns: int,
+    # ---- issue
+    def _issue(
+        self, repeat: RepeatedPlan, device: int, stands: Callable[[RepeatedPlan], bool]
     ) -> RepeatedSteps | None:
-        state, count = self._state, len(times[0])
-        due, pages = repeat.due(count)
-        grown = array("q", [*accumulate(pages)])
-        pool = (Tier.GPU, device)
-        if grown[-1] * state.page.nbytes > state.ledger.room_of(pool):
+        """Books and issues the steps of the next run; None where there is none."""
+        state, before = self._state, self._before()
+        steps = self._look_ahead(repeat, device, state.now_ns, before)
+        if steps is None:
             return None
-        return RepeatedSteps(
+        run = RepeatedSteps(
             state.in_flight.steps,
             state.in_flight.issued[device],
             device,
-            pool,
+            (Tier.GPU, device),
             state.recorder.take_returned(device),
-            ahead,
-            *times,
-            asks_ns,
-            host_ns,
-            count,
-            count,
             state.ledger.figures(),
-            grown,
             state.page.nbytes,
-            due,
+            *steps,
+            len(steps.issue_ns),
+            len(steps.issue_ns),
         )
+        parts = [(steps.segments[0].op, 0)]  # the launch of each in the books, and its first step
+        while self._book(run, steps, repeat) and state.depth > 1 and stands(repeat):
+            before = [*before, *steps.end_ns][-state.depth :]
+            steps = self._look_ahead(repeat, device, run.asks_ns, before)
+            if steps is None:
+                break
+            parts.append((steps.segments[0].op, run.count))
+            run.add(steps)
+        if state.depth > 1 and not state.jobs:
+            run.asks_ns = run.issue_ns[-1] + run.segments[-1].host_ns  # nothing is asked there
+        run.ended = bisect_right(run.end_ns, run.asks_ns)
+        self._run = run
+        state.recorder.ran(run)
+        self._enter(run, parts)
+        return run
 
-    # ---- issue and settle
-    def _issue(self, run: RepeatedSteps, repeat: RepeatedPlan) -> None:
-        """Books and issues the steps of a run."""
+    def _book(self, run: RepeatedSteps, steps: StepsAhead, repeat: RepeatedPlan) -> bool:
+        """Books a steps, and moves its jobs on; whether jobs end with it."""
         state, ledger = self._state, self._state.ledger
         ledger.hold(repeat.places)
-        ledger.grow(run.pool, run.grown[-1], repeat.takers(run.count, ledger.pages))
-        state.in_flight.number(run.device, run.count)
-        state.recorder.ran(run)
-        has_ends = self._move_on(run, repeat)
-        if state.depth > 1 and not state.jobs:
-            run.asks_ns = run.issue_ns[-1] + run.host_ns  # the engine asks nothing, but looks
-        last = run.count - 1
-        if run.end_ns[last] <= run.asks_ns:
-            ledger.touch_again(run.op, run.count, is_open=False)
-            if has_ends:
-                step = LastStep(run.end_ns[last], run, last, run.segments[-1].op, False, True)
-                self._last.append(step)
-            return
-        if ended := bisect_right(run.end_ns, run.asks_ns):
-            ledger.touch_again(run.op, ended, is_open=False)
-        for i in range(ended, run.count):
-            op = run.segments[-1].op if i == last else run.segment(i).again()
-            ledger.touch_again(op, 1, is_open=True)
-            state.in_flight.last_compute((op,), run.device)
-            self._last.append(LastStep(run.end_ns[i], run, i, op, True, has_ends and i == last))
+        count = len(steps.issue_ns)
+        ledger.grow(run.pool, steps.grown[-1], repeat.takers(count, ledger.pages))
+        state.in_flight.number(run.device, count)
+        if done := self._move_on(steps, repeat, run.device):
+            op = steps.segments[-1].op
+            self._completions.end_with(op, done)
+            self._ends.append(JobsEnd(steps.end_ns[-1], run.number + run.count - 1, op))
+        if repeat.tail:
+            repeat.gather(ledger.pages, self._completions.tokens_left)
+        return bool(done)
 
-    def _move_on(self, run: RepeatedSteps, plan: RepeatedPlan) -> bool:
-        """Moves the jobs of a run on by all its steps; whether jobs end with the last one.
+    def _enter(self, run: RepeatedSteps, parts: Sequence[tuple[Compute, int]]) -> None:
+        """Enters steps into the books: one launch for all steps of a part that are not open."""
+        ledger, behind = self._state.ledger, [first for _, first in parts[1:]]
+        for (op, first), end in zip(parts, [*behind, run.count], strict=True):
+            if first < run.ended:
+                ledger.touch_again(op, min(run.ended, end) - first, is_open=False)
+            for i in range(max(first, run.ended), end):
+                segment = run.segment(i)
+                op = segment.op if i + 1 == segment.first + segment.steps else segment.again()
+                ledger.touch_again(op, 1, is_open=True)
+                self._state.in_flight.last_compute((op,), run.device)
+                self._open.append(OpenStep(run.end_ns[i], run, i, op))
+
+    def _move_on(self, steps: StepsAhead, plan: RepeatedPlan, device: int) -> list[Job]:
+        """Moves jobs on by all these steps; returns those that end with the last one.
 
         Newly admitted jobs are in the tail.
         """
         decodes, tail, lead, prefix = plan.decodes, plan.tail, len(plan.decodes.jobs), self._prefix
         behind = [] if prefix is None else [(job, job.computed_tokens) for job in tail]
-        plan.advance(run.count)
+        count = len(steps.issue_ns)
+        plan.advance(count)
         done = decodes.complete()
         for i, job in enumerate(tail, lead):
             self._issuing.begin(job)
-            for segment in run.segments:
+            for segment in steps.segments:
                 job._advance(
                     segment.steps * segment.pieces.tokens[i],
                     segment.steps * segment.pieces.samples[i],
@@ -328,28 +343,26 @@ class Jump:
             if self._completions.tokens_left(job) <= 0:
                 done.append(job)
         if prefix is not None:
-            prefix.keep(run.device, chain(decodes.filled(run.count), behind))
-        if done:
-            self._completions.end_with(run.segments[-1].op, done)
-        if plan.tail:
-            plan.gather(self._state.ledger.pages, self._completions.tokens_left)
-        return bool(done)
+            prefix.keep(device, chain(decodes.filled(count), behind))
+        return done
 
 
-def _times(now_ns: int, before: Sequence[int], durations: Sequence[int], host_ns: int) -> Moments:
+def _times(
+    now_ns: int, before: Sequence[int], durations: Sequence[int], hosts: Sequence[int]
+) -> Moments:
     """The moments of steps behind those that end at `before`; these may be in flight at once."""
     depth, count = len(before), len(durations)
-    if depth == 1 and host_ns:
-        end = array("q", [*accumulate([host_ns + ns for ns in durations], initial=now_ns)])
-        issue = end[:-1]
-        return issue, array("q", [at + host_ns for at in issue]), end[1:]
-    line = [now_ns, *before[1:]]
-    gaps = [*map(sub, line[1:], line), *durations]
-    if min(gaps) >= host_ns:  # each step is issued when one ends, and starts when another does
-        moments = array("q", [*accumulate(gaps, initial=now_ns)])
-        return moments[:count], moments[depth - 1 : -1], moments[depth:]
+    if depth == 1:
+        line = array("q", [*accumulate(map(add, hosts, durations), initial=now_ns)])
+        issue = line[:-1]
+        return issue, array("q", map(add, issue, hosts)), line[1:]
+    ends = [now_ns, *before[1:]]
+    gaps = [*map(sub, ends[1:], ends), *durations]
+    if min(gaps) >= max(hosts):  # a step is issued when one ends, and starts when another does
+        line = array("q", [*accumulate(gaps, initial=now_ns)])
+        return line[:count], line[depth - 1 : -1], line[depth:]
     issues, starts, ends, at_ns = list[int](), list[int](), [*before], now_ns
-    for duration_ns in durations:
+    for duration_ns, host_ns in zip(durations, hosts, strict=True):
         at_ns = max(at_ns, ends[-depth])
         issues.append(at_ns)
         at_ns += host_ns

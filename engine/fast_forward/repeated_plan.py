@@ -288,6 +288,7 @@ class RunSegment:
     op: Compute  # of the first step, as are `pieces` and `launch`
     pieces: Pieces
     launch: Launch
+    host_ns: int = 0  # of each step
 
     def cut(self, end: int) -> None:
         """Cuts the segment where its run ends with step `end`."""
@@ -358,6 +359,18 @@ def segments(repeat: RepeatedPlan, count: int, reach: Callable[[], int]) -> Iter
         first += steps
 
 
+class StepsAhead(NamedTuple):
+    """Steps up to the end of a job, not issued yet: a run, or a part of one (run-ahead)."""
+
+    segments: list[RunSegment]
+    issue_ns: Times
+    start_ns: Times
+    end_ns: Times
+    asks_ns: int  # when the engine may ask for the step behind the last one
+    due: list[tuple[Taken, ...]]  # what grows at each step, in the order of booking
+    grown: Times  # KV pages taken up to and with each step
+
+
 @dataclass(slots=True, eq=False)
 class RepeatedSteps:
     """Steps that were issued at once. The last of them may end while another run passes."""
@@ -367,24 +380,34 @@ class RepeatedSteps:
     device: int
     pool: Pool
     returned: tuple[int, ...]
-    segments: Sequence[RunSegment]
+    figures: tuple[Figures, ...]  # before the first step
+    page_nbytes: int
+    segments: list[RunSegment]  # this and what follows are as of StepsAhead
     issue_ns: Times
     start_ns: Times
     end_ns: Times
-    asks_ns: int  # when the engine may ask for the step behind the last one
-    host_ns: int
+    asks_ns: int
+    due: list[tuple[Taken, ...]]
+    grown: Times
     count: int  # steps
     settled: int  # steps that do not settle by an event of their own
-    figures: tuple[Figures, ...]  # before the first step
-    grown: Times  # KV pages taken up to and with each step
-    page_nbytes: int
-    due: Sequence[Sequence[Taken]]  # what grows at each step, in the order of booking
+    ended: int = 0  # steps that end before the next question
+    told: int = 0  # steps whose tokens are delivered
     last_pages: list[int] = field(default_factory=list)  # as `grown`, where the last steps settle
 
-    @property
-    def op(self) -> Compute:
-        """The launch that stands in the books for all steps that end before the next question."""
-        return self.segments[0].op
+    def add(self, steps: StepsAhead) -> None:
+        """Goes on with the steps of another steps."""
+        for segment in steps.segments:
+            segment.first += self.count
+        pages = self.grown[-1]
+        self.grown.extend([pages + more for more in steps.grown])
+        self.segments += steps.segments
+        self.issue_ns += steps.issue_ns
+        self.start_ns += steps.start_ns
+        self.end_ns += steps.end_ns
+        self.asks_ns = steps.asks_ns
+        self.due += steps.due
+        self.count = self.settled = len(self.issue_ns)
 
     @property
     def held_pages(self) -> int:
@@ -399,16 +422,16 @@ class RepeatedSteps:
         """The segment of a step."""
         return next(segment for segment in reversed(self.segments) if segment.first <= step)
 
-    def tokens(self) -> list[tuple[tuple[int, ...], Times]]:
-        """Requests that get tokens in the steps that settle together, and when."""
-        end_ns, settled = self.end_ns, self.settled
+    def tokens(self, until: int) -> list[tuple[tuple[int, ...], Times]]:
+        """Requests that get tokens in the steps up to this one that are not told, and when."""
+        begin, self.told = self.told, until
         return [
             (
                 segment.pieces.sampled_ids,
-                end_ns[segment.first : min(segment.first + segment.steps, settled)],
+                self.end_ns[max(segment.first, begin) : min(segment.first + segment.steps, until)],
             )
             for segment in self.segments
-            if segment.first < settled
+            if segment.first < until and begin < segment.first + segment.steps
         ]
 
     def unissued_pages(self, now_ns: int) -> int:
@@ -438,7 +461,7 @@ class RepeatedSteps:
             if i < self.settled:
                 launch = self.launch_at(i)
                 span = Span(launch.op, start, end)
-                yield self.step + i, issue, self.host_ns, span, launch
+                yield self.step + i, issue, self.segment(i).host_ns, span, launch
 
     def memory_rows(self) -> Iterator[tuple[int, str, int, Sequence[Figures], Any]]:
         """At each issue, and at each settle after all that was issued before it."""

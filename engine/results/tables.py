@@ -75,6 +75,7 @@ class EqualSteps(Protocol):
     steps: int
     op: Compute
     pieces: Pieces  # of the first step
+    host_ns: int  # of each step
 
 
 class ManySteps(Protocol):
@@ -90,7 +91,6 @@ class ManySteps(Protocol):
     issue_ns: Times
     start_ns: Times
     end_ns: Times
-    host_ns: int
     settled: int  # steps that have no rows of their own; the others settle by themselves
     figures: tuple[Figures, ...]  # before the first step
     grown: Times  # KV pages taken up to and with each step
@@ -103,8 +103,8 @@ class ManySteps(Protocol):
     def settled_pages(self) -> Times:
         """As `grown`, where each step settles: by then later steps are issued."""
 
-    def tokens(self) -> list[tuple[tuple[int, ...], Times]]:
-        """Requests that got tokens, and when."""
+    def tokens(self, until: int) -> list[tuple[tuple[int, ...], Times]]:
+        """Requests that got tokens in the steps up to this one that are not told, and when."""
 
     def launch_at(self, step: int) -> Launch:
         """The launch of a step."""
@@ -360,12 +360,14 @@ def _launches(
     own = [rows[i] for i in served]
     pieces = [row[-1].pieces for row in own]
     lanes, counts = [row[3].op.lane for row in own], [1] * len(own)
+    hosts = [row[2] for row in own]
     for run in runs:
         for part in run.segments:
             if (count := min(part.steps, run.settled - part.first)) > 0:
                 pieces.append(part.pieces)
                 lanes.append(part.op.lane)
                 counts.append(count)
+                hosts.append(part.host_ns)
     settled = _ints([run.settled for run in runs])
     spans = [row[3] for row in own]
     each = np.repeat(np.arange(len(runs)), settled)
@@ -386,7 +388,7 @@ def _launches(
         column([row[1] for row in own], _joined([r.issue_ns[: r.settled] for r in runs])),
         column([span.start_ns for span in spans], _joined([r.start_ns[: r.settled] for r in runs])),
         column([span.end_ns for span in spans], _joined([r.end_ns[: r.settled] for r in runs])),
-        column([row[2] for row in own], np.repeat(_ints([r.host_ns for r in runs]), settled)),
+        np.repeat(_ints(hosts), counts),
         column(served, len(rows) + np.arange(settled.sum())),
         [span.peak_bytes for span in spans],
         launch,
