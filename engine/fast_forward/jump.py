@@ -103,7 +103,7 @@ class Jump:
             level[device] += state.depth  # jobs that arrive meanwhile wake nothing
             yield from self._pass(run)
             level[device] -= state.depth
-            if not state.jobs or not level[device] == len(self._open) < state.depth:
+            if self._open and not (state.jobs and level[device] == len(self._open) < state.depth):
                 self.settle_alone()
             self._lifecycle.give_back(device)
             run = self._issue(repeat, device, stands) if stands(repeat) else None
@@ -267,7 +267,8 @@ class Jump:
         steps = self._look_ahead(repeat, device, state.now_ns, before)
         if steps is None:
             return None
-        run = RepeatedSteps(
+        count = len(steps.issue_ns)
+        run = self._run = RepeatedSteps(
             state.in_flight.steps,
             state.in_flight.issued[device],
             device,
@@ -276,33 +277,28 @@ class Jump:
             state.ledger.figures(),
             state.page.nbytes,
             *steps,
-            len(steps.issue_ns),
-            len(steps.issue_ns),
+            count,
+            count,
+            count,
         )
-        parts = [(steps.segments[0].op, 0)]  # the launch of each in the books, and its first step
-        while self._book(run, steps, repeat) and state.depth > 1 and stands(repeat):
-            before = [*before, *steps.end_ns][-state.depth :]
-            steps = self._look_ahead(repeat, device, run.asks_ns, before)
-            if steps is None:
-                break
-            parts.append((steps.segments[0].op, run.count))
-            run.add(steps)
-        if state.depth > 1 and not state.jobs:
-            run.asks_ns = run.issue_ns[-1] + run.segments[-1].host_ns  # nothing is asked there
-        run.ended = bisect_right(run.end_ns, run.asks_ns)
-        self._run = run
+        has_end = self._book(run, steps, repeat)
+        if state.depth == 1:
+            state.ledger.touch_again(run.segments[0].op, count, is_open=False)
+        else:
+            if has_end:
+                self._go_on(run, repeat, before, stands)
+            self._enter(run)
         state.recorder.ran(run)
-        self._enter(run, parts)
         return run
 
     def _book(self, run: RepeatedSteps, steps: StepsAhead, repeat: RepeatedPlan) -> bool:
-        """Books a steps, and moves its jobs on; whether jobs end with it."""
-        state, ledger = self._state, self._state.ledger
+        """Books steps ahead, and moves their jobs on; whether jobs end with the last one."""
+        state, ledger, count = self._state, self._state.ledger, len(steps.issue_ns)
         ledger.hold(repeat.places)
-        count = len(steps.issue_ns)
         ledger.grow(run.pool, steps.grown[-1], repeat.takers(count, ledger.pages))
         state.in_flight.number(run.device, count)
-        if done := self._move_on(steps, repeat, run.device):
+        done = self._move_on(steps, repeat, run.device)
+        if done:
             op = steps.segments[-1].op
             self._completions.end_with(op, done)
             self._ends.append(JobsEnd(steps.end_ns[-1], run.number + run.count - 1, op))
@@ -310,15 +306,35 @@ class Jump:
             repeat.gather(ledger.pages, self._completions.tokens_left)
         return bool(done)
 
-    def _enter(self, run: RepeatedSteps, parts: Sequence[tuple[Compute, int]]) -> None:
-        """Enters steps into the books: one launch for all steps of a part that are not open."""
-        ledger, behind = self._state.ledger, [first for _, first in parts[1:]]
-        for (op, first), end in zip(parts, [*behind, run.count], strict=True):
-            if first < run.ended:
-                ledger.touch_again(op, min(run.ended, end) - first, is_open=False)
-            for i in range(max(first, run.ended), end):
-                segment = run.segment(i)
-                op = segment.op if i + 1 == segment.first + segment.steps else segment.again()
+    def _go_on(
+        self,
+        run: RepeatedSteps,
+        repeat: RepeatedPlan,
+        before: Sequence[int],
+        stands: Callable[[RepeatedPlan], bool],
+    ) -> None:
+        """Goes on behind an end, while the plan stands, up to the return of memory."""
+        depth, device, is_end = self._state.depth, run.device, True
+        while is_end and stands(repeat):
+            ends = [*before, *run.end_ns[-depth:]][-depth:]
+            steps = self._look_ahead(repeat, device, run.asks_ns, ends)
+            if steps is None:
+                break
+            run.add(steps)
+            is_end = self._book(run, steps, repeat)
+        if not self._state.jobs:  # then nothing is asked
+            run.asks_ns = run.issue_ns[-1] + run.segments[-1].host_ns
+
+    def _enter(self, run: RepeatedSteps) -> None:
+        """Enters the launches of a run into the books: one for steps that are not open."""
+        ledger, ended = self._state.ledger, bisect_right(run.end_ns, run.asks_ns)
+        run.ended = ended
+        for segment in run.segments:
+            first, behind = segment.first, segment.first + segment.steps
+            if first < ended:
+                ledger.touch_again(segment.op, min(ended, behind) - first, is_open=False)
+            for i in range(max(first, ended), behind):
+                op = segment.op if i + 1 == behind else segment.again()
                 ledger.touch_again(op, 1, is_open=True)
                 self._state.in_flight.last_compute((op,), run.device)
                 self._open.append(OpenStep(run.end_ns[i], run, i, op))

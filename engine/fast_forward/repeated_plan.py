@@ -396,7 +396,7 @@ class RepeatedSteps:
     last_pages: list[int] = field(default_factory=list)  # as `grown`, where the last steps settle
 
     def add(self, steps: StepsAhead) -> None:
-        """Goes on with the steps of another steps."""
+        """Goes on with more steps."""
         for segment in steps.segments:
             segment.first += self.count
         pages = self.grown[-1]

@@ -182,10 +182,9 @@ class Scoreboard:
             "a run waits for no operation and is not watched"
         )
         self.stamp += steps
-        if self._unentered is not None:
+        if self._unentered is not None and writes[: len(self._unentered[1])] != self._unentered[1]:
             before, places, stamp = self._unentered
-            if others := _others(places, writes):
-                self._enter(before, before.lane, (), others, stamp, stamp)
+            self._enter(before, before.lane, (), _others(places, writes), stamp, stamp)
         self._unentered = (op, writes, self.stamp)
         if is_open:
             self._start(op, op.lane)
