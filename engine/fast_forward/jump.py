@@ -326,18 +326,19 @@ class Jump:
             run.asks_ns = run.issue_ns[-1] + run.segments[-1].host_ns
 
     def _enter(self, run: RepeatedSteps) -> None:
-        """Enters the launches of a run into the books: one for steps that are not open."""
-        ledger, ended = self._state.ledger, bisect_right(run.end_ns, run.asks_ns)
-        run.ended = ended
+        """Enters the launches of a run into the books; those of open steps settle later."""
+        ledger, in_flight, ends = self._state.ledger, self._state.in_flight, run.end_ns
+        run.ended = ended = bisect_right(ends, run.asks_ns)
         for segment in run.segments:
             first, behind = segment.first, segment.first + segment.steps
-            if first < ended:
-                ledger.touch_again(segment.op, min(ended, behind) - first, is_open=False)
             for i in range(max(first, ended), behind):
                 op = segment.op if i + 1 == behind else segment.again()
-                ledger.touch_again(op, 1, is_open=True)
-                self._state.in_flight.last_compute((op,), run.device)
-                self._open.append(OpenStep(run.end_ns[i], run, i, op))
+                ledger.touch_again(op, i + 1 - first, is_open=True)  # with the steps before it
+                in_flight.add_tail(op, run.device)
+                self._open.append(OpenStep(ends[i], run, i, op))
+                first = i + 1
+            if first < behind:
+                ledger.touch_again(segment.op, behind - first, is_open=False)
 
     def _move_on(self, steps: StepsAhead, plan: RepeatedPlan, device: int) -> list[Job]:
         """Moves jobs on by all these steps; returns those that end with the last one.
