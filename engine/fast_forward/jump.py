@@ -84,7 +84,7 @@ class Jump:
         self._run: RepeatedSteps | None = None  # the last run
         self._open: deque[OpenStep] = deque()
         self._ends: deque[JobsEnd] = deque()  # that have not come
-        self.steps = 0
+        self.steps = self.runs = 0
 
     def carry_out(
         self, repeat: RepeatedPlan, device: int, stands: Callable[[RepeatedPlan], bool]
@@ -99,7 +99,7 @@ class Jump:
             return False
         state, level = self._state, self._state.in_flight.level
         while run is not None:
-            self.steps += run.count
+            self.steps, self.runs = self.steps + run.count, self.runs + 1
             level[device] += state.depth  # jobs that arrive meanwhile wake nothing
             yield from self._pass(run)
             level[device] -= state.depth

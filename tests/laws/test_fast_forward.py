@@ -111,7 +111,7 @@ def test_most_steps_are_jumped_and_files_are_equal(tmp_path: Path) -> None:
         runs = {f: simulated(policy, requests, f, Shaped(700), 900, 0, depth) for f in (1, 0)}
         assert runs[1].asked < 0.2 * runs[0].asked
         assert runs[1].asked <= 1.5 * len(requests), "a prompt and all its decodes are one answer"
-        assert jumped_steps(runs[1]) > 0.6 * runs[1].steps
+        assert jumped_steps(runs[1]) == runs[1].steps, f"at run-ahead {depth} too"
         for name, run in runs.items():
             (tmp_path / f"{depth}{name}").mkdir()
             run.recorder.write(tmp_path / f"{depth}{name}")
