@@ -244,10 +244,7 @@ class Jump:
             left = min(left, tokens_left(tail[-1]) + repeat.silent)
             for job in tail[:-1]:
                 left = min(left, tokens_left(job))
-        oldest = self._frees.oldest(device)
-        if oldest is None and self._ends:
-            oldest = self._ends[0].number
-        if oldest is not None:
+        if (oldest := self._frees.oldest(device)) is not None:
             left = min(left, oldest + state.depth - state.in_flight.issued[device])
         return min(repeat.left, MOST, left)
 
