@@ -277,6 +277,8 @@ class Jump:
             count,
             count,
             count,
+            0,
+            [],
         )
         has_end = self._book(run, steps, repeat)
         if state.depth == 1:

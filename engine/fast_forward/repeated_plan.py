@@ -6,7 +6,7 @@ import itertools
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
@@ -391,9 +391,9 @@ class RepeatedSteps:
     grown: Times
     count: int  # steps
     settled: int  # steps that do not settle by an event of their own
-    ended: int = 0  # steps that end before the next question
-    told: int = 0  # steps whose tokens are delivered
-    last_pages: list[int] = field(default_factory=list)  # as `grown`, where the last steps settle
+    ended: int  # steps that end before the next question
+    told: int  # steps whose tokens are delivered
+    last_pages: list[int]  # as `grown`, where the last steps settle
 
     def add(self, steps: StepsAhead) -> None:
         """Goes on with more steps."""
