@@ -369,9 +369,11 @@ def _times(
     """The moments of steps behind those that end at `before`; these may be in flight at once."""
     depth, count = len(before), len(durations)
     if depth == 1:
-        line = array("q", [*accumulate(map(add, hosts, durations), initial=now_ns)])
+        has_host = any(hosts)
+        steps = map(add, hosts, durations) if has_host else durations
+        line = array("q", [*accumulate(steps, initial=now_ns)])
         issue = line[:-1]
-        return issue, array("q", map(add, issue, hosts)), line[1:]
+        return issue, array("q", map(add, issue, hosts)) if has_host else issue, line[1:]
     ends = [now_ns, *before[1:]]
     gaps = [*map(sub, ends[1:], ends), *durations]
     if min(gaps) >= max(hosts):  # a step is issued when one ends, and starts when another does
