@@ -153,6 +153,22 @@ def test_at_a_tie_a_jump_sees_what_single_steps_see(
     both_simulated(policy, requests, Round(1_000 * host_us), pages=pages, host_pages=0, depth=depth)
 
 
+def test_an_open_step_that_settles_alone_comes_before_an_arrival_of_its_moment() -> None:
+    """No run follows where no job is left, and the next turn of one that ends comes at once."""
+    rows = [
+        (2_000, 1, 13, 0, 0, 0),
+        (2_000, 12, 4, 0, 1, 0),
+        (2_000, 63, 10, 0, 2, 0),
+        (2_000, 22, 15, 1, 0, 0),
+        (0, 9, 15, 2, 0, 0),
+        (0, 18, 19, 2, 1, 6_000),
+        (2_000, 23, 13, 3, 0, 0),
+    ]
+    requests = [Request(i, *row) for i, row in enumerate(rows)]
+    policy = Composed(SCHEDULING["chunked"], MEMORY["reservation"])
+    both_simulated(policy, requests, Round(0), pages=160, host_pages=100, depth=4)
+
+
 def test_most_steps_are_jumped_and_files_are_equal(tmp_path: Path) -> None:
     """The property above is not about nothing: few questions, and identical Parquet files."""
     requests = [Request(i, i * 9_000_000, 30 + i, 120) for i in range(12)]
