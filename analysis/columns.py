@@ -16,11 +16,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from engine.results.schema import values_of
+from engine.results.schema import TABLES, values_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
+LISTS = {field.name for schema in TABLES.values() for field in schema if field.type.num_fields}
 Numbers: TypeAlias = NDArray[Any]
 Mask: TypeAlias = NDArray[np.bool_]
 
@@ -105,8 +106,8 @@ def block_of_frame(frame: pd.DataFrame) -> Block:
     for name, column in frame.items():
         if column.dtype != object and column.dtype.name not in ("category", "str", "string"):
             found[str(name)] = column.to_numpy()
-        elif len(column) and not isinstance(column.iloc[0], str | None):
-            parts = [np.asarray(part, np.int64) for part in column]
+        elif name in LISTS:
+            parts = [np.asarray([] if part is None else part, np.int64) for part in column]
             starts = np.cumsum([0, *map(len, parts)])
             found[str(name)] = Lists(starts, np.concatenate([np.empty(0, np.int64), *parts]))
         else:

@@ -243,9 +243,9 @@ class Recorder:
             self._facts.runs.append(run)
         self._unseen.discard(run.device)
 
-    def run_settled(self, run: ManySteps) -> None:
-        """The steps of a run that settle together have ended."""
-        for job_ids, times in run.tokens():
+    def run_settled(self, run: ManySteps, until: int) -> None:
+        """The steps of a run up to this one have ended."""
+        for job_ids, times in run.tokens(until):
             self._delivered(run.device, job_ids, times)
 
     def scheduled(self, job_id: int, now_ns: int) -> None:

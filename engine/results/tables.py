@@ -8,7 +8,6 @@ column in numpy.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -89,6 +88,7 @@ class EqualSteps(Protocol):
     steps: int
     op: Compute
     pieces: Pieces  # of the first step
+    host_ns: int  # of each step
 
 
 class ManySteps(Protocol):
@@ -104,8 +104,7 @@ class ManySteps(Protocol):
     issue_ns: Times
     start_ns: Times
     end_ns: Times
-    host_ns: int
-    settled: int  # steps that settle together; the others have rows of their own
+    settled: int  # steps that have no rows of their own; the others settle by themselves
     figures: tuple[Figures, ...]  # before the first step
     grown: Times  # KV pages taken up to and with each step
     page_nbytes: int
@@ -114,8 +113,11 @@ class ManySteps(Protocol):
     def segments(self) -> Sequence[EqualSteps]:
         """All steps, in order."""
 
-    def tokens(self) -> list[tuple[tuple[int, ...], Times]]:
-        """Requests that got tokens, and when."""
+    def settled_pages(self) -> Times:
+        """As `grown`, where each step settles: by then later steps are issued."""
+
+    def tokens(self, until: int) -> list[tuple[tuple[int, ...], Times]]:
+        """Requests that got tokens in the steps up to this one that are not told, and when."""
 
     def launch_at(self, step: int) -> Launch:
         """The launch of a step."""
@@ -398,12 +400,14 @@ def _launches(
     own = [rows[i] for i in served]
     pieces = [row[-1].pieces for row in own]
     lanes, counts = [row[3].op.lane for row in own], [1] * len(own)
+    hosts = [row[2] for row in own]
     for run in runs:
         for part in run.segments:
             if (count := min(part.steps, run.settled - part.first)) > 0:
                 pieces.append(part.pieces)
                 lanes.append(part.op.lane)
                 counts.append(count)
+                hosts.append(part.host_ns)
     settled = _ints([run.settled for run in runs])
     spans = [row[3] for row in own]
     each = np.repeat(np.arange(len(runs)), settled)
@@ -424,7 +428,7 @@ def _launches(
         column([row[1] for row in own], _joined([r.issue_ns[: r.settled] for r in runs])),
         column([span.start_ns for span in spans], _joined([r.start_ns[: r.settled] for r in runs])),
         column([span.end_ns for span in spans], _joined([r.end_ns[: r.settled] for r in runs])),
-        column([row[2] for row in own], np.repeat(_ints([r.host_ns for r in runs]), settled)),
+        np.repeat(_ints(hosts), counts),
         column(served, len(rows) + np.arange(settled.sum())),
         [span.peak_bytes for span in spans],
         launch,
@@ -519,7 +523,7 @@ def _grown(runs: Sequence[ManySteps]) -> pa.Table:
     events = issues + settles
     is_issue = _within(events) < np.repeat(issues, events)
     at_ns = _joined(chain.from_iterable([(r.issue_ns, r.end_ns[: r.settled]) for r in runs]))
-    pages = _joined(chain.from_iterable([(r.grown, _settled_pages(r)) for r in runs]))
+    pages = _joined(chain.from_iterable([(r.grown, r.settled_pages()) for r in runs]))
     step = np.repeat(_ints([r.step for r in runs]), events) + _within(events)
     step -= np.where(is_issue, 0, np.repeat(issues, events))
 
@@ -557,12 +561,6 @@ def _grown(runs: Sequence[ManySteps]) -> pa.Table:
         unknown,
     ]
     return _table("memory", columns)
-
-
-def _settled_pages(run: ManySteps) -> Times:
-    """Pages that are taken when each step settles: those of all steps issued before."""
-    grown, issue_ns = run.grown, run.issue_ns
-    return array("q", [grown[bisect_left(issue_ns, ns) - 1] for ns in run.end_ns[: run.settled]])
 
 
 def plans_table(rows: Sequence[PlanRow], runs: Sequence[ManySteps]) -> pa.Table:
