@@ -66,9 +66,10 @@ def simulated(
     page: PageSize = PAGE,
     devices: int = 1,
     router: Router | None = None,
+    recorder: Recorder | None = None,
 ) -> Engine:
     """A run of the simulator; of each device so many pages, and of its host."""
-    env, recorder = VirtualClock(), Recorder()
+    env = VirtualClock()
     capacity = {(Tier.GPU, d): pages * page.nbytes for d in range(devices)}
     capacity |= {(Tier.HOST, d): host_pages * page.nbytes for d in range(devices)}
     engine = Engine(
@@ -79,7 +80,7 @@ def simulated(
         page,
         devices=devices,
         depth=depth,
-        recorder=recorder,
+        recorder=recorder or Recorder(),
         fast_forward=fast_forward,
         router=router,
     )
