@@ -22,6 +22,7 @@ from tandem.config.outside import check_trust
 from tandem.sweeps.grid import unswept
 from tandem.wiring.folder import provenance_in, remove_empty
 
+FOLDER = "hydra.run.dir="
 SHORT_FLAGS = ("-c", "-p", "-i", "-cp", "-cn", "-cd")  # Hydra's, that a value follows
 
 log = logging.getLogger(__name__)
@@ -42,8 +43,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def _is_for_app(words: Sequence[str]) -> bool:
-    """Whether Hydra itself is asked for something: a flag, or a setting of its own."""
-    return any(word.startswith("-") or "hydra" in word for word in words)
+    """Whether Hydra itself is asked for something: a flag, or a setting of its own, the folder
+    aside."""
+    others = (word for word in words if not word.startswith(FOLDER))
+    return any(word.startswith("-") or "hydra" in word for word in others)
 
 
 def _run_once(words: Sequence[str]) -> None:
@@ -54,7 +57,8 @@ def _run_once(words: Sequence[str]) -> None:
         folder = Path(cfg.hydra.run.dir).absolute()
     with open_dict(cfg):
         del cfg["hydra"]
-    point = ComposedConfig(plain(cfg, words), tuple(words))
+    overrides = tuple(word for word in words if not word.startswith(FOLDER))
+    point = ComposedConfig(plain(cfg, overrides), overrides)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         _carry_out(point, folder, is_single=True)

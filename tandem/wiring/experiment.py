@@ -209,9 +209,12 @@ def _memory_plan(run_spec: RunSpec) -> dict[str, int]:
     }
 
 
+DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # a tenth of the time where there is libyaml
+
+
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """config.yaml of a run folder: what it takes to run it again."""
-    text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+    text = yaml.dump(dict(config), Dumper=DUMPER, sort_keys=False, allow_unicode=True)
     write_text(folder / "config.yaml", text)
     seal(folder, "config.yaml")
 
