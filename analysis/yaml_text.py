@@ -1,4 +1,4 @@
-"""Values of YAML texts, with one-line errors."""
+"""Values of YAML texts, with one-line errors, and texts of values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ import yaml  # type: ignore[import-untyped]
 
 DEEPEST, MOST = 50, 100_000  # levels and values of a text
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where there is libyaml
+DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # likewise
+
+
+def yaml_text(value: Any) -> str:
+    """The text of plain values, keys in their order."""
+    return str(yaml.dump(value, Dumper=DUMPER, sort_keys=False, allow_unicode=True))
 
 
 def yaml_value(text: str, where: object) -> Any:

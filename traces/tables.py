@@ -84,12 +84,13 @@ def read_columns(path: Path, names: Iterable[str]) -> Columns:
 
 
 def read_table(path: Path) -> Any:
-    """A Parquet file as a pyarrow Table."""
+    """A Parquet file as a pyarrow Table. The file alone: a data set would import pandas."""
     import pyarrow as pa
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.read_table(path)
+        with pyarrow.parquet.ParquetFile(path) as file:
+            return file.read()
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path}: not a readable .parquet file ({reason})") from error

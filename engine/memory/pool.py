@@ -373,9 +373,9 @@ class PagePool:
 
     def check(self, holders: Counter[int]) -> None:
         """Law 2: pages have exactly these holders, and every other page can be handed out."""
-        free = list(self.oldest())
-        held = set(range(self.num_pages)).difference(free)
-        if len(free) + self.held_pages != self.num_pages:
+        free = list(chain.from_iterable([returned.ids for returned in self._returned]))
+        held = set(range(self._next)).difference(free)  # what was never handed out is free
+        if len(free) + self.held_pages != self._next:
             raise BrokenLaw("law 2: a page is lost")
         if len(held) != self.held_pages:
             raise BrokenLaw("law 2: a page comes back twice")

@@ -18,6 +18,8 @@ from models.spec import ModelSpec
 from sim.cost.training_launch import Trained, workspace_of
 from sim.cost.training_operators import Prices
 
+FEW = 4  # steps that are priced one by one faster than together
+
 
 class LaunchCost(Protocol):
     """Predicted durations of launches, in integer nanoseconds, as SimExecutor asks for them.

@@ -184,6 +184,7 @@ class Lookup(dict[int | tuple[int, int], float]):
         super().__init__()
         self.name, self.table, self.units = name, table, units
         self.outside = 0  # distinct points asked for that the grid does not cover
+        self._known: Any = np.full(0, np.nan)  # values by point, for `values_of`
 
     def __missing__(self, key: int | tuple[int, int]) -> float:
         point = key if isinstance(key, tuple) else (key,)
@@ -193,6 +194,25 @@ class Lookup(dict[int | tuple[int, int], float]):
             self.outside += 1
         value = self[key] = self.table.value(point)
         return value
+
+    def values_of(self, points: Any) -> Any:
+        """Values at many points of a table of one axis.
+
+        Args:
+            points: array of whole coordinates from 0 on, of any shape.
+
+        Returns:
+            Array of nanoseconds of that shape: what each look-up gives.
+        """
+        if (more := int(points.max(initial=0)) + 1 - len(self._known)) > 0:
+            self._known = np.pad(self._known, (0, more + len(self._known)), constant_values=np.nan)
+        found = self._known[points]
+        unknown = np.isnan(found)
+        if unknown.any():
+            for point in np.unique(points[unknown]).tolist():
+                self._known[point] = self[point]
+            found = self._known[points]
+        return found
 
     def _told(self, point: Sequence[int]) -> str:
         """The point, and where the grid ends."""
@@ -234,16 +254,33 @@ class Ragged:
         Returns:
             Array of values, shape (n,), equal to the bit to `value` at each.
         """
+        return sum([weights * values for weights, values in self._around(points)])
+
+    def _around(self, points: Any) -> list[tuple[Any, Any]]:
+        """(weights, values) of the node below each point of the only axis, then of that above."""
         if not self._arrays:
             self._arrays.extend((np.asarray(self.nodes), np.asarray(self.parts, float)))
         nodes, parts = self._arrays
         if len(nodes) == 1:
-            return np.full(len(points), parts[0])
+            return [(1.0, np.full(len(points), parts[0]))]
         points = np.maximum(points, nodes[0])
         high = np.searchsorted(nodes, points, side="right")
         high = np.minimum(np.maximum(high, 1), len(nodes) - 1)
         share = (points - nodes[high - 1]) / (nodes[high] - nodes[high - 1])
-        return (1.0 - share) * parts[high - 1] + share * parts[high]
+        return [(1.0 - share, parts[high - 1]), (share, parts[high])]
+
+    def values_at(self, point: Sequence[float], last: Any) -> Any:
+        """Values along the last axis of a function of several.
+
+        Args:
+            point: one coordinate per axis but the last.
+            last: array of coordinates on that one, shape (n,).
+
+        Returns:
+            Array of values, shape (n,), equal to the bit to `value` at each.
+        """
+        terms = ((w * share, v) for row, w in self.rows(point) for share, v in row._around(last))
+        return sum([weights * values for weights, values in terms])
 
     def rows(self, point: Sequence[float]) -> list[tuple[Ragged, float]]:
         """The functions of the last axis that remain when all other axes are fixed.
@@ -328,3 +365,15 @@ class Watch:
                 if name not in self.outside:
                     warn_beyond(name, x)
                 self.outside[name] = self.outside.get(name, 0) + 1
+
+    def look_along(self, point: Sequence[float], last: Any) -> None:
+        """Counts look-ups at points in a row.
+
+        Args:
+            point: their common coordinates, one per axis but the last.
+            last: array of their rising coordinates on that one.
+        """
+        ends = zip((*point, last[-1]), self._ends, strict=True)
+        if any([x > end for x, (_, end) in ends]):
+            for x in last.tolist():
+                self.look((*point, x))

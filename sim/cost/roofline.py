@@ -13,14 +13,13 @@ from engine.contract.executor import Launch
 from engine.contract.plan import HOST_LANE, Pattern
 from models.operators import Operator, decode_of, operators, prefill_operator
 from models.spec import ModelSpec
-from sim.cost.contract import ShapePriced, forward_shape
+from sim.cost.contract import FEW, ShapePriced, forward_shape
 from sim.cost.training_launch import Trained
 from sim.cost.training_operators import training_operators
 from sim.devices.device import Device, share
 from sim.devices.group import ALONE, Group, exchange_ns
 
 Floats: TypeAlias = npt.NDArray[np.float64]
-FEW = 4  # steps that are priced one by one faster than together
 BLOCK = 256  # contexts whose decodes are priced at once, when the first of them is met
 
 

@@ -9,9 +9,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from engine.contract.executor import Launch
 from engine.contract.regions import PageSize
 from models.spec import ModelSpec
-from sim.cost.contract import ShapePriced
+from sim.cost.contract import FEW, ShapePriced, forward_shape
 from sim.cost.piecewise import Lookup, Table, check_nodes, check_times
 from sim.cost.training_launch import Trained
 from sim.cost.training_operators import is_of_training, likenesses, training_terms
@@ -114,6 +117,31 @@ class TableCost(ShapePriced):
             else:
                 busy += later[n, context]
         return round(busy)
+
+    def repeat_ns(self, launch: Launch, count: int) -> Any:
+        """See ShapePriced.repeat_ns: a row of steps for each slice, added in the slices' order."""
+        tokens, contexts, samples = forward_shape(launch)
+        if count < FEW or not self.serves:
+            return super().repeat_ns(launch, count)
+        lookups, steps = self._lookups, np.arange(count)
+        rows = np.empty((1 + len(tokens), count))
+        rows[0] = lookups[LINEAR][sum(tokens)] + (lookups[HEAD][samples] if samples else 0.0)
+        pairs = list(zip(tokens, contexts, strict=True))
+        are_decodes = np.array([n == 1 and context > 0 for n, context in pairs])
+        behind = np.array(contexts)[are_decodes]
+        rows[1:][are_decodes] = lookups[DECODE].values_of(behind[:, None] + steps)
+        for at, (n, context) in enumerate(pairs, 1):
+            if n > 1 or not context:
+                rows[at] = [self._slice_ns(n, context + step * n) for step in range(count)]
+        return np.rint(np.add.accumulate(rows)[-1]).astype(np.int64)
+
+    def _slice_ns(self, tokens: int, context: int) -> float:
+        """Attention of one slice."""
+        if not context:
+            return self._lookups[FIRST][tokens]
+        if tokens == 1:
+            return self._lookups[DECODE][context]
+        return self._lookups[PREFILL_SLICE][tokens, context]
 
     def trained_ns(self, trained: Trained) -> int:
         """Duration of training work, by the nearest kind that was calibrated (`likenesses`).

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from engine.contract.executor import Launch
 from models.spec import ModelSpec
-from sim.cost.contract import ShapePriced
+from sim.cost.contract import FEW, ShapePriced, forward_shape
 from sim.cost.piecewise import Lookup, Ragged, Table, Watch, hats
 from sim.cost.roofline import Roofline
 from sim.devices.device import Device
@@ -92,13 +93,36 @@ class AiConfiguratorCost(ShapePriced):
         past = [c for n, c in zip(tokens, contexts, strict=True) if n == 1 and c]
         for n, context in zip(tokens, contexts, strict=True):
             if n > 1 or not context:
-                layer += self.prompt[round((n * (n + 1) + 2 * n * context) ** 0.5)]
+                layer += self._prompt_ns(n, context)
         if past:
             point = (len(past), sum(past) / len(past))
             self._watch.look(point)
             layer += self.decode.value(point) * 1e6
         busy = layer * self.model.num_layers + (self.head[samples] if samples else 0.0)
         return round(busy)
+
+    def repeat_ns(self, launch: Launch, count: int) -> Any:
+        """See ShapePriced.repeat_ns. Decodes take one pass over the table, equal to the bit."""
+        tokens, contexts, samples = forward_shape(launch)
+        pairs = list(zip(tokens, contexts, strict=True))
+        if count < FEW or any([n == 1 and not c for n, c in pairs]):  # it becomes a decode
+            return super().repeat_ns(launch, count)
+        total, steps = sum(tokens), np.arange(count)
+        once = sum(table[total] for table in self.products) + self._elementwise_ns(total)
+        layer: Any = np.full(count, once)
+        for n, context in pairs:
+            if n > 1:
+                layer += [self._prompt_ns(n, context + step * n) for step in range(count)]
+        if past := [c for n, c in pairs if n == 1]:
+            means = (sum(past) + len(past) * steps) / len(past)
+            self._watch.look_along((len(past),), means)
+            layer += self.decode.values_at((len(past),), means) * 1e6
+        busy: Any = layer * self.model.num_layers + (self.head[samples] if samples else 0.0)
+        return np.rint(busy).astype(np.int64)
+
+    def _prompt_ns(self, tokens: int, context: int) -> float:
+        """Attention of a prompt slice: of the whole prompt with as many query-key pairs."""
+        return self.prompt[round((tokens * (tokens + 1) + 2 * tokens * context) ** 0.5)]
 
     def transfer_ns(self, direction: str, nbytes: int, contended: bool = False) -> int:
         """The device's link."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.contract.executor import Launch
 from models.spec import ModelSpec
-from sim.cost.contract import Load, ShapePriced, load_of, sizes
+from sim.cost.contract import FEW, Load, ShapePriced, load_of, sizes
 from sim.cost.piecewise import Lookup, Ragged, Table, Watch, check_times
 from sim.foreign.measured import read_times
 
@@ -103,7 +103,6 @@ PER_SEQUENCE = ("lm_head", "sampler")
 SKEWS = ("none", "default", "per_bucket")
 ATTENTION = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")  # columns of attention.csv
 AXES = ("prompt tokens", "their context", "decodes", "context")  # of attention
-FEW = 4  # fewer steps are priced faster one by one than as arrays
 GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))  # vLLM's CUDA graphs, default
 
 
@@ -219,7 +218,10 @@ class KernelProfileCost(ShapePriced):
         return at_mean + alpha * max(0.0, reach)
 
     def repeat_ns(self, launch: Launch, count: int) -> Any:
-        """See ShapePriced.repeat_ns. Decodes take one pass over the table, equal to the bit."""
+        """See ShapePriced.repeat_ns. Decodes take one pass over the table, equal to the bit.
+
+        Prompts are priced step by step: each of their steps lies between other nodes.
+        """
         tokens, samples = sizes(launch)
         prompt_tokens, _, decodes, past, longest, shortest = load_of(launch, 0)
         if prompt_tokens or count < FEW:
@@ -227,7 +229,7 @@ class KernelProfileCost(ShapePriced):
         steps = np.arange(count)
         most: Any = longest + steps
         least: Any = shortest + steps
-        self._watch.look((0, 0, decodes, int(most[-1])))
+        self._watch.look_along((0, 0, decodes), most)
         mean = (past + decodes * steps) / decodes
         rows = self._rows(0, 0, decodes)
         us = at_mean = _weighted(rows, mean)

@@ -1,10 +1,10 @@
-"""`tandem list`: what can be chosen, each with one line on it."""
+"""`tandem list`: what can be chosen, each with one line on it; and what an experiment sweeps."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 from analysis.yaml_text import yaml_value
 from engine.contract.policy import traits_of
 from tandem.config.build import Builder
+from tandem.config.outside import check_outside
 
 SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")  # between two
 PLURALS = {
@@ -104,3 +105,38 @@ def about(path: Path) -> str:
     if not told or told[0].endswith("."):
         return "".join(told[:1])
     return SENTENCE.split(" ".join(told))[0]
+
+
+CHOICE = "experiment="
+
+
+def with_axes(words: Sequence[str], config_dir: str | None = None) -> list[str]:
+    """The words, and behind them the axes of the experiment that they choose.
+
+    A key that the words give themselves is not swept. ValueError for a yaml that is none.
+    """
+    given = {word.lstrip("+~").partition("=")[0] for word in words}
+    found = [word.removeprefix(CHOICE) for word in words if word.startswith(CHOICE)]
+    swept = axes_of(found[-1], config_dir) if found else {}
+    return [*words, *(f"{key}={values}" for key, values in swept.items() if key not in given)]
+
+
+def unswept(words: Sequence[str], folders: Sequence[Path] = ()) -> list[str]:
+    """The keys that the experiment of the words sweeps and the words leave alone."""
+    added = with_axes(words, str(folders[0]) if folders else None)[len(words) :]
+    return [word.partition("=")[0] for word in added]
+
+
+def axes_of(name: str, config_dir: str | None = None) -> Mapping[str, str]:
+    """What each key of an experiment takes, as on the command line; nothing if it is no sweep."""
+    roots = [Path(config_dir)] if config_dir else []
+    for root in (*roots, Path(str(files("conf")))):
+        path = root / "experiment" / f"{name}.yaml"
+        if path.is_file():
+            if root in roots:
+                check_outside(path, path.relative_to(root))
+            node = yaml_value(path.read_text(encoding="utf-8"), path)
+            for key in ("hydra", "sweeper", "params"):
+                node = (node or {}).get(key)
+            return {key: " ".join(str(values).split()) for key, values in (node or {}).items()}
+    return {}  # Hydra says which experiments there are

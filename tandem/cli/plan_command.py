@@ -18,6 +18,7 @@ from policies.training.out_of_memory import DoesNotFit, OutOfMemory
 from sim.cost.contract import LaunchCost
 from sim.cost.tie_sensitivity import SlowerCopies
 from sim.executor import SimExecutor
+from tandem.cli.catalog import with_axes
 from tandem.cli.terminal import (
     Overrides,
     largest_model_lines,
@@ -28,7 +29,7 @@ from tandem.cli.terminal import (
     shown_times,
 )
 from tandem.config.composed_config import ComposedConfig
-from tandem.sweeps.grid import Grid, grid_of, with_axes
+from tandem.sweeps.grid import Grid, grid_of
 from tandem.wiring.backends import Backend
 from tandem.wiring.budget import advised_line
 from tandem.wiring.experiment import engine_of

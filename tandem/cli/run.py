@@ -8,24 +8,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import hydra
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
-
+from tandem.cli.catalog import unswept
 from tandem.cli.errors import RunFailed
-from tandem.config.compose import composing, config_folders, plain, register_resolvers
-from tandem.config.composed_config import ComposedConfig
+from tandem.config.composed_config import FOLDER, ComposedConfig, keep, overrides_of, recalled
 from tandem.config.outside import check_trust
-from tandem.sweeps.grid import unswept
 from tandem.wiring.folder import provenance_in, remove_empty
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 SHORT_FLAGS = ("-c", "-p", "-i", "-cp", "-cn", "-cd")  # Hydra's, that a value follows
 
 log = logging.getLogger(__name__)
-register_resolvers()
 _given: list[str] = []  # the words of the command line
 _failed: list[Exception] = []  # of a single run, for `_run_app` to raise without Hydra's own words
 
@@ -36,28 +32,33 @@ def main(words: Sequence[str]) -> int:
         from tandem.sweeps.grid import check_ranges
 
         check_ranges(words)
-    with composing(words):
-        (_run_app if _is_for_app(words) else _run_once)(words)
+    if _is_for_app(words):
+        _run_app(words)
+    elif (known := recalled(words)) is not None:
+        _run_once(words, known.config, known.new_folder())
+    else:
+        from tandem.config.compose import composed_run, composing
+
+        with composing(words):
+            composed, folder, unresolved = composed_run(words)
+            _run_once(words, composed.config, folder)
+        keep(words, composed, unresolved)
     return 0
 
 
 def _is_for_app(words: Sequence[str]) -> bool:
-    """Whether Hydra itself is asked for something: a flag, or a setting of its own."""
-    return any(word.startswith("-") or "hydra" in word for word in words)
+    """Whether Hydra itself is asked for something: a flag, or a setting of its own, the folder
+    aside."""
+    others = (word for word in words if not word.startswith(FOLDER))
+    return any(word.startswith("-") or "hydra" in word for word in others)
 
 
-def _run_once(words: Sequence[str]) -> None:
+def _run_once(words: Sequence[str], config: dict[str, Any], named: str) -> None:
     """What Hydra's app would do with these words; the app composes them twice, first for a mode."""
-    with hydra.initialize_config_module("conf", version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        cfg = loader.load_configuration("config", [*words], RunMode.RUN)
-        folder = Path(cfg.hydra.run.dir).absolute()
-    with open_dict(cfg):
-        del cfg["hydra"]
-    point = ComposedConfig(plain(cfg, words), tuple(words))
+    folder = Path(named).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        _carry_out(point, folder, is_single=True)
+        _carry_out(ComposedConfig(config, overrides_of(words)), folder, is_single=True)
     except (ValueError, RunFailed):
         remove_empty(folder)
         raise
@@ -65,10 +66,15 @@ def _run_once(words: Sequence[str]) -> None:
 
 def _run_app(words: Sequence[str]) -> None:
     """Sweeps, the user's own folders, `--cfg`, `--help`: whatever Hydra can do."""
+    import hydra
+
+    from tandem.config.compose import composing, register_resolvers
+
     _failed.clear()
     _given[:] = words
+    register_resolvers()
     app = hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
-    with _raising_hydra(["tandem run", *options_first(words)]):
+    with composing(words), _raising_hydra(["tandem run", *options_first(words)]):
         app(_run_job)()
     if _failed:
         raise _failed[0]
@@ -76,6 +82,12 @@ def _run_app(words: Sequence[str]) -> None:
 
 def _run_job(cfg: DictConfig) -> None:
     """One point, into Hydra's folder. In a sweep an error passes on once all points have run."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
+    from tandem.config.compose import config_folders, plain
+
     of_hydra = HydraConfig.get()
     folder = Path(of_hydra.runtime.output_dir)
     is_single = of_hydra.mode is RunMode.RUN

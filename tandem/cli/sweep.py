@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from analysis.yaml_text import yaml_value
+from tandem.cli.catalog import with_axes
 from tandem.cli.errors import Usage
 from tandem.cli.terminal import Overrides, Tried, best, largest_model_lines, model_of, num_lost
 from tandem.sweeps.engines import ENGINES
-from tandem.sweeps.grid import Grid, grid_of, with_axes
+from tandem.sweeps.grid import Grid, grid_of
 from tandem.sweeps.point import (
     PointOutcome,
     PointTask,

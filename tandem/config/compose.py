@@ -14,7 +14,8 @@ from typing import Any
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import CompactHydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
@@ -22,7 +23,7 @@ from analysis.yaml_text import fault_in_file, libyaml, yaml_value
 from tandem.cli.errors import Usage
 from tandem.config.build import OWN
 from tandem.config.check import check_unused_keys, did_you_mean
-from tandem.config.composed_config import ComposedConfig
+from tandem.config.composed_config import ComposedConfig, KeptRun, overrides_of
 from tandem.config.outside import check_sources, check_trust, own_package
 
 COMPOSING = (CompactHydraException, OmegaConfBaseException, YAMLError)  # what it raises
@@ -62,6 +63,22 @@ def config_of(overrides: Sequence[str], config_dir: str | None = None) -> DictCo
         with suppress(YAMLError), libyaml():
             return _hydras(words)
         return _hydras(words)  # again: libyaml names other places
+
+
+def composed_run(words: Sequence[str]) -> tuple[KeptRun, str, Any]:
+    """What the words of `tandem run` compose, the folder of the run, and the configuration with its
+    interpolations."""
+    register_resolvers()
+    with initialize_config_module("conf", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        cfg = loader.load_configuration("config", [*words], RunMode.RUN)
+        template = OmegaConf.to_container(cfg.hydra.run)
+        folder = str(cfg.hydra.run.dir)
+    assert isinstance(template, dict)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    unresolved = OmegaConf.to_container(cfg)
+    return KeptRun(plain(cfg, overrides_of(words)), str(template["dir"])), folder, unresolved
 
 
 def _quoted(folder: str) -> str:

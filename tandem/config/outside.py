@@ -8,9 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.sources_registry import SourcesRegistry
-from hydra.core.plugins import Plugins
-
 from analysis.yaml_text import yaml_value
 from tandem.cli.errors import Usage
 from tandem.config.check import given
@@ -25,6 +22,9 @@ PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 @cache  # once per process
 def check_sources() -> None:
     """From now on Hydra reads no file of a folder that `check_outside` refuses."""
+    from hydra._internal.sources_registry import SourcesRegistry
+    from hydra.core.plugins import Plugins
+
     Plugins.instance()  # finds the sources
     source = SourcesRegistry.instance().resolve("file")
     setattr(source, "load_config", _checking(source.load_config))  # noqa: B010

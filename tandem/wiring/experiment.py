@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
+from analysis.yaml_text import yaml_text
 from engine.contract.executor import Launch
 from engine.contract.plan import Compute
 from engine.contract.regions import Place
@@ -218,8 +217,7 @@ def _memory_plan(run_spec: RunSpec) -> dict[str, int]:
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """config.yaml of a run folder: what it takes to run it again."""
-    text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-    write_text(folder / "config.yaml", text)
+    write_text(folder / "config.yaml", yaml_text(dict(config)))
     seal(folder, "config.yaml")
 
 

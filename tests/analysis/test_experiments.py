@@ -12,11 +12,11 @@ import pytest
 from analysis.figures.experiments.drawn import FIGURES
 from analysis.figures.experiments.link_bandwidth import crossover
 from tandem.cli.__main__ import main
-from tandem.cli.catalog import options
+from tandem.cli.catalog import axes_of, options, with_axes
 from tandem.cli.plan_command import plan_points
 from tandem.cli.terminal import largest_model_by_rest
 from tandem.config.compose import composed
-from tandem.sweeps.grid import axes_of, grid_of, with_axes
+from tandem.sweeps.grid import grid_of
 from tandem.wiring.run_spec import run_spec_of
 
 SWEEPS = [name for name in options("experiment") if axes_of(name)]

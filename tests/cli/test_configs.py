@@ -14,10 +14,9 @@ from engine.contract.plan import Plan
 from engine.contract.policy import Policy, traits_of
 from engine.contract.view import View
 from engine.laws.check_policy import WatchedPolicy
-from tandem.cli.catalog import PLURALS, options
+from tandem.cli.catalog import PLURALS, axes_of, options
 from tandem.config.build import Builder
 from tandem.config.compose import composed
-from tandem.sweeps.grid import axes_of
 from tandem.wiring.backends import backend_of
 from tandem.wiring.experiment import engine_of, run_experiment
 from tandem.wiring.run_spec import RunSpec, policy_of, run_spec_of

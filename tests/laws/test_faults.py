@@ -134,7 +134,8 @@ class Still(datetime.datetime):
 def test_two_runs_and_two_calibrations_in_one_second_have_folders_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hydra.core.utils.datetime", Still)
+    for module in ("hydra.core.utils", "tandem.config.composed_config"):
+        monkeypatch.setattr(f"{module}.datetime", Still)
     for _ in range(2):
         assert main(["run", *SMALL]) == 0
     folders = [path.parent for path in Path("outputs/2026-11-21").glob("*/metrics.json")]
