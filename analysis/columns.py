@@ -157,33 +157,31 @@ def sorted_by(block: Block, name: str) -> Block:
 
 
 # ---- figures of many numbers
+MERGED = 1 << 20  # numbers of several blocks, before equal ones are put together
+
+
 class CountedNumbers:
-    """Numbers, with equal ones counted where they come in several blocks."""
+    """Numbers in several blocks, of which equal ones are counted."""
 
     def __init__(self) -> None:
-        self._parts: list[Numbers] = []
-        self._counts: list[Numbers] = []
+        self._parts = [(np.empty(0, np.int64), np.empty(0, np.int64))]  # numbers, how often each
+        self._merged = 0  # numbers when they were put together last
 
     def add(self, values: Numbers) -> None:
         """More numbers."""
-        if len(self._parts) == 1 and not self._counts:
-            self._count(self._parts.pop())
-        if self._counts:
-            self._count(values)
-        else:
-            self._parts.append(values)
-
-    def _count(self, values: Numbers) -> None:
-        found, counts = np.unique(values, return_counts=True)
-        self._parts.append(found)
-        self._counts.append(counts)
+        self._parts.append(np.unique(values, return_counts=True))
+        if sum(len(part) for part, _ in self._parts) > MERGED + 2 * self._merged:
+            self._parts = [self.sorted()]
+            self._merged = len(self._parts[0][0])
 
     def sorted(self) -> tuple[Numbers, Numbers]:
         """All numbers in order, and how often each comes."""
-        values = np.concatenate([*self._parts, np.empty(0)])
-        counts = np.concatenate(self._counts) if self._counts else np.ones(len(values), np.int64)
+        values, counts = (np.concatenate(parts) for parts in zip(*self._parts, strict=True))
         order = np.argsort(values, kind="stable")
-        return values[order], counts[order]
+        values, counts = values[order], counts[order]
+        is_first = np.diff(values, prepend=values[:1] - 1) != 0
+        begins = np.flatnonzero(is_first)
+        return values[begins], np.add.reduceat(counts, begins) if len(begins) else counts
 
 
 def percentiles(values: Numbers, counts: Numbers, ranks: Sequence[float]) -> list[float]:

@@ -145,22 +145,27 @@ def steady_window_ns(run: RunFacts, trim: float = TRIM) -> tuple[float, float, i
 
 def token_figures(run: RunFacts, trim: float = TRIM) -> dict[str, float]:
     """Throughput in the steady window, whose tokens count by their own times, and ITL."""
-    window, tokens, gaps_ns = steady_window_ns(run, trim), 0, CountedNumbers()
-    gaps, num_blocks = np.empty(0, np.int64), 0
+    window, tokens = steady_window_ns(run, trim), 0
+    gaps, num_blocks, gaps_ns = np.empty(0, np.int64), 0, CountedNumbers()
     for block in run.blocks("requests", ("status", "token_ns")):
         done, times = block["status"].is_("finished"), block["token_ns"]
         if window is not None:
             own = times.of(done)
             tokens += int(((own > window[0]) & (own <= window[1])).sum())
+        if num_blocks:
+            gaps_ns.add(gaps)
         gaps, num_blocks = times.gaps(done), num_blocks + 1
-        gaps_ns.add(gaps)
     out: dict[str, float] = {}
     if window is not None:
         duration_s = (window[1] - window[0]) / 1e9
         out["steady_duration_s"] = duration_s
         out["steady_request_throughput"] = window[2] / duration_s
         out["steady_output_throughput"] = tokens / duration_s
-    found = statistics(gaps / 1e9) if num_blocks == 1 else _counted_statistics(gaps_ns)
+    if num_blocks == 1:
+        found = statistics(gaps / 1e9)
+    else:
+        gaps_ns.add(gaps)
+        found = _counted_statistics(gaps_ns)
     return out | {f"{stat}_itl_s": value for stat, value in found.items()}
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from analysis import columns
 from analysis.columns import (
     CountedNumbers,
     Lists,
@@ -29,15 +30,19 @@ from tests.support.strategies import cases
 numbers = st.lists(st.integers(-5, 5), max_size=40)
 
 
-@given(numbers, st.lists(st.integers(0, 40), max_size=4), st.floats(0, 100))
-@cases(200)
+@pytest.mark.parametrize("merged", [0, 5, 1 << 20])
+@given(values=numbers, cuts=st.lists(st.integers(0, 40), max_size=4), rank=st.floats(0, 100))
+@cases(100)
 def test_percentiles_of_counted_numbers_are_numpys(
-    values: list[int], cuts: list[int], rank: float
+    merged: int, values: list[int], cuts: list[int], rank: float
 ) -> None:
     counted = CountedNumbers()
-    for part in np.split(np.array(values, np.int64), sorted(cuts)):
-        counted.add(part)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "MERGED", merged)
+        for part in np.split(np.array(values, np.int64), sorted(cuts)):
+            counted.add(part)
     found, counts = counted.sorted()
+    assert (np.diff(found) > 0).all()
     assert np.repeat(found, counts).tolist() == sorted(values)
     if values:
         wanted = float(np.percentile(np.array(values) / 1e9, rank, method="linear"))
