@@ -70,10 +70,10 @@ def test_a_block_of_arrow_is_that_of_a_frame() -> None:
     values = {
         "a": [1, None, 3, 4],
         "b": ["x", None, "y", "x"],
-        "c": [[1, 2], [], [3], [4, 5]],
+        "tokens": [[1, 2], [], [3], [4, 5]],
         "d": [1.5, 2.5, None, 0.0],
     }
-    kinds = {"a": pa.int64(), "b": pa.string(), "c": pa.list_(pa.int64()), "d": pa.float64()}
+    kinds = {"a": pa.int64(), "b": pa.string(), "tokens": pa.list_(pa.int64()), "d": pa.float64()}
     table = pa.table({name: column(own, kinds[name]) for name, own in values.items()})
     for cut in range(5):
         parts = [table.slice(0, cut), table.slice(cut)]
@@ -87,8 +87,8 @@ def test_a_block_of_arrow_is_that_of_a_frame() -> None:
                 [False, False, True, False],
                 [False] * 4,
             ]
-            assert found["c"].starts.tolist() == [0, 2, 2, 3, 5]
-            assert found["c"].values.tolist() == [1, 2, 3, 4, 5]
+            assert found["tokens"].starts.tolist() == [0, 2, 2, 3, 5]
+            assert found["tokens"].values.tolist() == [1, 2, 3, 4, 5]
             assert np.array_equal(found["d"], [1.5, 2.5, np.nan, 0.0], equal_nan=True)
         two = joined([block_of(part.select(["a", "b"])) for part in parts])
         assert two["b"].is_("x").tolist() == [True, False, False, True]
