@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pandas as pd
+import numpy as np
+from numpy.typing import NDArray
 
+from analysis.columns import Block, Mask, Named
 from analysis.metric_names import OF, SLO_KEYS
 
-CUTS = {"p50": 0.5, "p99": 0.99}
+CUTS = {"p50": 50, "p99": 99}
 
 Slo = Mapping[str, Any]  # limits in seconds by SLO_KEYS; `classes`: such limits by class
 
@@ -30,47 +32,46 @@ def has_limits(slo: Slo | None) -> bool:
     return any(limit is not None for limits in own for limit in limits.values())
 
 
-def met(rows: pd.DataFrame, slo: Slo) -> pd.Series:
+def met(rows: Block, slo: Slo) -> Mask:
     """Whether each request finished within its class's limits, or the general ones without a class.
 
-    `rows` come from `per_request`. A request of one token has a TPOT of 0, as in vLLM.
+    `rows` come from `latencies`. A request of one token has a TPOT of 0, as in vLLM.
     """
-    kept = rows["status"].eq("finished")
-    classes = slo.get("classes") or {}
+    kept: Mask = rows["status"].is_("finished")
+    named, classes = rows["slo"], slo.get("classes") or {}
     for key in SLO_KEYS:
-        limit = {name: own.get(key, slo.get(key)) for name, own in classes.items()}
-        limits = [limit.get(name, slo.get(key)) for name in rows["slo"]]
-        most = pd.Series(limits, index=rows.index, dtype="float64").fillna(float("inf"))
-        values = rows[key].fillna(0.0) if key == "tpot_s" else rows[key]
-        kept &= values <= most
+        limits = [classes.get(name, {}).get(key, slo.get(key)) for name in named.names]
+        limits = [np.inf if most is None else float(most) for most in (*limits, slo.get(key))]
+        values = np.nan_to_num(rows[key]) if key == "tpot_s" else rows[key]
+        kept = kept & (values <= np.array(limits)[named.chosen])  # the last is of no class
     return kept
 
 
-def attained(rows: pd.DataFrame, kept: pd.Series, duration_s: float | None) -> dict[str, float]:
+def attained(rows: Block, kept: Mask, duration_s: float | None) -> dict[str, float]:
     """SLO attainment and goodput in requests per second of each named class."""
     out: dict[str, float] = {}
-    for name in _named(rows):
-        part = kept[rows["slo"].eq(name)]
+    for name, is_own in _classes(rows["slo"]):
+        part = kept[is_own]
         out[f"slo_attainment{OF}{name}"] = float(part.mean())
         out |= {f"goodput{OF}{name}": float(part.sum()) / duration_s} if duration_s else {}
     return out
 
 
-def class_figures(rows: pd.DataFrame) -> dict[str, float | int]:
+def class_figures(rows: Block) -> dict[str, float | int]:
     """The number of requests of each named class, and its latencies in seconds."""
     out: dict[str, float | int] = {}
-    for name in _named(rows):
-        part = rows[rows["slo"].eq(name)]
-        out[f"num_requests{OF}{name}"] = len(part)
+    for name, is_own in _classes(rows["slo"]):
+        out[f"num_requests{OF}{name}"] = int(is_own.sum())
         for latency_s in SLO_KEYS:
-            values = part[latency_s].dropna()
+            values: NDArray[np.float64] = rows[latency_s][is_own]
+            values = values[~np.isnan(values)]
             if len(values):
                 out[f"mean_{latency_s}{OF}{name}"] = float(values.mean())
-                cuts = {stat: float(values.quantile(cut)) for stat, cut in CUTS.items()}
+                cuts = {stat: float(np.percentile(values, cut)) for stat, cut in CUTS.items()}
                 out |= {f"{stat}_{latency_s}{OF}{name}": value for stat, value in cuts.items()}
     return out
 
 
-def _named(rows: pd.DataFrame) -> list[str]:
-    """The classes that requests name, sorted."""
-    return sorted({str(name) for name in rows["slo"]} - {""})
+def _classes(named: Named) -> list[tuple[str, Mask]]:
+    """The classes that requests name, sorted, and whose requests are theirs."""
+    return [(name, named.is_(name)) for name in sorted({*named.names} - {""})]

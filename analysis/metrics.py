@@ -6,70 +6,90 @@ e2e / output tokens (GuideLLM) or be called ITL (aiperf). Here TPOT leaves out t
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from analysis.classes import Slo, attained, class_figures, has_limits, met
+from analysis.columns import Block, CountedNumbers, percentiles, sorted_by
 from analysis.metric_names import LATENCIES, PERCENTILES
-from analysis.replicas import imbalance
-from analysis.run import Run
-from analysis.training import training_summary
-from analysis.usage import copied_bytes, host_share, kv_usage, lane_shares, memory_use, window_ns
+from analysis.replicas import imbalance, replica_rows
+from analysis.run import Run, RunFacts, whole
+from analysis.usage import LaneTimes, kv_usage, lane_times, pool_uses, use_rows, window_ns
 from analysis.workspace import workspace_figures
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Floats = NDArray[np.float64]
 
 TRIM = 0.1  # share of the finishes cut off at each end of the steady window
-_SAMPLES: WeakKeyDictionary[Run, dict[str, Floats]] = WeakKeyDictionary()
+_SAMPLES: WeakKeyDictionary[RunFacts, dict[str, Floats]] = WeakKeyDictionary()
+COUNTS = ("prompt_tokens", "output_tokens", "restarts", "swaps", "cached_tokens")
+READ = ["request_id", "status", "slo", "device", "arrival_ns", "scheduled_ns", "first_token_ns"]
+READ += ["finish_ns", *COUNTS]
+OF_A_REQUEST = ("arrival_s", "queue_s", "ttft_s", "tpot_s", "e2e_s", "norm_latency_s")
 
 
-def per_request(run: Run) -> pd.DataFrame:
-    """Latencies per request, indexed by request_id; NaN where undefined.
+def latencies(run: RunFacts) -> Block:
+    """Columns of the requests by request_id, and their latencies; NaN where undefined.
 
     ttft_s: first token - arrival, queueing included. tpot_s: (finish - first token) / (output - 1),
     undefined for one token or none. e2e_s: finish - arrival. norm_latency_s: e2e / output tokens.
     queue_s: first issue - arrival. Only finished requests have latencies, as in vLLM.
     """
+    rows = sorted_by(run.columns("requests", READ), "request_id")
+    done = rows["status"].is_("finished")
+    arrival, finish = rows["arrival_ns"], np.where(done, rows["finish_ns"], np.nan)
+    first, tokens = np.where(done, rows["first_token_ns"], np.nan), rows["output_tokens"]
+    e2e_s = (finish - arrival) / 1e9
+    found = {
+        "arrival_s": arrival / 1e9,
+        "queue_s": (np.where(done, rows["scheduled_ns"], np.nan) - arrival) / 1e9,
+        "ttft_s": (first - arrival) / 1e9,
+        "tpot_s": (finish - first) / np.where(tokens > 1, tokens - 1, np.nan) / 1e9,
+        "e2e_s": e2e_s,
+        "norm_latency_s": e2e_s / np.where(tokens > 0, tokens, np.nan),
+    }
+    return rows | found
+
+
+def per_request(run: Run) -> pd.DataFrame:
+    """The latencies of `latencies` as a frame, indexed by request_id."""
     rows = run.requests.set_index("request_id").sort_index()
-    counts = ["prompt_tokens", "output_tokens", "restarts", "swaps", "cached_tokens"]
-    out = rows[["status", "slo", "device", *counts]].copy()
-    done = rows["status"].eq("finished")
-    arrival, finish = rows["arrival_ns"], rows["finish_ns"].where(done)
-    first, tokens = rows["first_token_ns"].where(done), rows["output_tokens"]
-    out["arrival_s"] = arrival / 1e9
-    out["queue_s"] = (rows["scheduled_ns"].where(done) - arrival) / 1e9
-    out["ttft_s"] = (first - arrival) / 1e9
-    out["tpot_s"] = (finish - first) / (tokens - 1).where(tokens > 1) / 1e9
-    out["e2e_s"] = (finish - arrival) / 1e9
-    out["norm_latency_s"] = out["e2e_s"] / tokens.where(tokens > 0)
-    return out
+    found = latencies(run)
+    out = rows[["status", "slo", "device", *COUNTS]]
+    return out.assign(**{name: found[name] for name in OF_A_REQUEST})
 
 
-def itl(run: Run) -> Floats:
+def itl(run: RunFacts) -> Floats:
     """Every gap between consecutive tokens of a finished request, in seconds, pooled.
 
     A long request weighs more here than in TPOT, which has one value per request.
     """
-    done = run.requests["status"].eq("finished")
-    gaps = [np.diff(np.asarray(t, np.float64)) for t in run.requests.loc[done, "token_ns"]]
-    return np.concatenate([*gaps, np.empty(0)]) / 1e9
+    found = [
+        block["token_ns"].gaps(block["status"].is_("finished"))
+        for block in run.blocks("requests", ("status", "token_ns"))
+    ]
+    return np.concatenate(found) / 1e9
 
 
-def samples(run: Run) -> dict[str, Floats]:
+def samples(run: RunFacts) -> dict[str, Floats]:
     """The defined values of each latency: one per request, ITL pooled. Seconds.
 
     Computed once per run, because every figure and table reads them. Callers must not change them.
     """
     if run not in _SAMPLES:
-        rows = per_request(run)
-        _SAMPLES[run] = {
-            name: itl(run) if name == "itl" else rows[f"{name}_s"].dropna().to_numpy(np.float64)
-            for name in LATENCIES
-        }
+        _SAMPLES[run] = {**_request_samples(latencies(run)), "itl": itl(run)}
+        _SAMPLES[run] = {name: _SAMPLES[run][name] for name in LATENCIES}
     return _SAMPLES[run]
+
+
+def _request_samples(rows: Block) -> dict[str, Floats]:
+    found = {name: rows[f"{name}_s"] for name in LATENCIES if name != "itl"}
+    return {name: values[~np.isnan(values)] for name, values in found.items()}
 
 
 def statistics(values: Floats) -> dict[str, float]:
@@ -81,115 +101,166 @@ def statistics(values: Floats) -> dict[str, float]:
     return {"mean": float(values.mean()), **named}
 
 
-def throughput(run: Run) -> dict[str, float]:
+def _counted_statistics(gaps_ns: CountedNumbers) -> dict[str, float]:
+    """`statistics` of gaps in seconds, of which equal ones are counted."""
+    values, counts = gaps_ns.sorted()
+    if not len(values):
+        return {}
+    values = values / 1e9
+    found = percentiles(values, counts, PERCENTILES)
+    named = {f"p{q}": value for q, value in zip(PERCENTILES, found, strict=True)}
+    return {"mean": float((values * counts).sum() / counts.sum()), **named}
+
+
+def throughput(run: RunFacts) -> dict[str, float]:
     """Finished requests, their output tokens and all their tokens, per second of the window."""
-    done = run.requests[run.requests["status"].eq("finished")]
+    rows = run.columns("requests", ("status", "prompt_tokens", "output_tokens"))
+    done = rows["status"].is_("finished")
     start, end = window_ns(run)
     duration_s = (end - start) / 1e9
     if not duration_s > 0:
         return {}
-    output = float(done["output_tokens"].sum())
+    output = float(rows["output_tokens"][done].sum())
     return {
         "duration_s": duration_s,
-        "request_throughput": len(done) / duration_s,
+        "request_throughput": int(done.sum()) / duration_s,
         "output_throughput": output / duration_s,
-        "total_token_throughput": (output + float(done["prompt_tokens"].sum())) / duration_s,
+        "total_token_throughput": (output + float(rows["prompt_tokens"][done].sum())) / duration_s,
     }
 
 
-def steady_throughput(run: Run, trim: float = TRIM) -> dict[str, float]:
-    """Throughput without warm-up and drain.
+def steady_window_ns(run: RunFacts, trim: float = TRIM) -> tuple[float, float, int] | None:
+    """The window without warm-up and drain, and the finishes inside it.
 
-    The window leaves out the first and the last `trim` of the finishes. Finishes and tokens inside
-    it count.
+    The window leaves out the first and the last `trim` of the finishes. None where nothing is left.
     """
-    done = run.requests[run.requests["status"].eq("finished")]
-    finish = np.sort(done["finish_ns"].to_numpy(np.float64))
+    rows = run.columns("requests", ("status", "finish_ns"))
+    finish = np.sort(rows["finish_ns"][rows["status"].is_("finished")].astype(float))
     cut = int(len(finish) * trim)
     if len(finish) < 3 or cut == 0 or finish[cut - 1] >= finish[-cut - 1]:
-        return {}
+        return None
     start, end = finish[cut - 1], finish[-cut - 1]
-    tokens = np.concatenate([np.asarray(t, np.float64) for t in done["token_ns"]])
-    duration_s = float(end - start) / 1e9
-    return {
-        "steady_duration_s": duration_s,
-        "steady_request_throughput": float(((finish > start) & (finish <= end)).sum()) / duration_s,
-        "steady_output_throughput": float(((tokens > start) & (tokens <= end)).sum()) / duration_s,
-    }
+    return float(start), float(end), int(((finish > start) & (finish <= end)).sum())
 
 
-def goodput(run: Run, slo: Slo) -> dict[str, float]:
+def token_figures(run: RunFacts, trim: float = TRIM) -> dict[str, float]:
+    """Throughput in the steady window, whose tokens count by their own times, and ITL."""
+    window, tokens, gaps_ns = steady_window_ns(run, trim), 0, CountedNumbers()
+    gaps, num_blocks = np.empty(0, np.int64), 0
+    for block in run.blocks("requests", ("status", "token_ns")):
+        done, times = block["status"].is_("finished"), block["token_ns"]
+        if window is not None:
+            own = times.of(done)
+            tokens += int(((own > window[0]) & (own <= window[1])).sum())
+        gaps, num_blocks = times.gaps(done), num_blocks + 1
+        gaps_ns.add(gaps)
+    out: dict[str, float] = {}
+    if window is not None:
+        duration_s = (window[1] - window[0]) / 1e9
+        out["steady_duration_s"] = duration_s
+        out["steady_request_throughput"] = window[2] / duration_s
+        out["steady_output_throughput"] = tokens / duration_s
+    found = statistics(gaps / 1e9) if num_blocks == 1 else _counted_statistics(gaps_ns)
+    return out | {f"{stat}_itl_s": value for stat, value in found.items()}
+
+
+def steady_throughput(run: RunFacts, trim: float = TRIM) -> dict[str, float]:
+    """The throughputs of `token_figures`."""
+    found = token_figures(run, trim)
+    return {name: value for name, value in found.items() if name.startswith("steady_")}
+
+
+def goodput(run: RunFacts, slo: Slo) -> dict[str, float]:
     """Requests that meet all limits, per second (goodput) and as a share (slo_attainment).
 
     Both are given over all requests and per SLO class of the trace. The share is of all requests:
     refused and unfinished ones miss their limits. ValueError for a limit outside SLO_KEYS.
     """
     has_limits(slo)
-    rows, duration_s = per_request(run), throughput(run).get("duration_s")
+    rows, duration_s = latencies(run), throughput(run).get("duration_s")
     kept = met(rows, slo)
-    out = {"slo_attainment": float(kept.mean())} if len(rows) else {}
+    out = {"slo_attainment": float(kept.mean())} if len(kept) else {}
     out |= {"goodput": float(kept.sum()) / duration_s} if duration_s else {}
     return out | attained(rows, kept, duration_s)
 
 
-def max_concurrency(run: Run) -> int:
+def max_concurrency(run: RunFacts) -> int:
     """Most requests that had arrived and not finished at one time."""
-    done = run.requests[run.requests["status"].eq("finished")]
-    at = np.concatenate([done["arrival_ns"].to_numpy(float), done["finish_ns"].to_numpy(float)])
-    change = np.repeat([1, -1], len(done))
+    rows = run.columns("requests", ("status", "arrival_ns", "finish_ns"))
+    done = rows["status"].is_("finished")
+    at = np.concatenate([rows[name][done].astype(float) for name in ("arrival_ns", "finish_ns")])
+    change = np.repeat([1, -1], int(done.sum()))
     order = np.lexsort((change, at))  # a finish before an arrival at the same time
     return int(np.cumsum(change[order]).max(initial=0))
 
 
-def prefix_hits(run: Run) -> dict[str, float]:
+def prefix_hits(run: RunFacts, prefill_tokens: int) -> dict[str, float]:
     """Share of tokens found in the prefix cache, of those and all prefilled ones.
 
     A restart counts its tokens again. Empty without hits.
     """
-    found = float(run.requests["cached_tokens"].sum())
-    computed = float(run.steps["prefill_tokens"].sum())
-    return {"prefix_hit_rate": found / (found + computed)} if found else {}
+    found = float(run.columns("requests", ("cached_tokens",))["cached_tokens"].sum())
+    return {"prefix_hit_rate": found / (found + float(prefill_tokens))} if found else {}
 
 
-def summary(run: Run, slo: Slo | None = None) -> dict[str, float | int | str]:
+def summary(run: RunFacts, slo: Slo | None = None) -> dict[str, float | int | str]:
     """All metrics of a run as flat scalars, for metrics.json. Undefined metrics are left out.
 
     Metrics of serving need requests, those of training need steps. Goodput needs a limit of the
     SLO: without one it would equal the throughput. `fullest_` bytes of a pool's kinds add up to the
-    peak of its `used`.
+    peak of its `used`. A run that kept no steps has the metrics of its requests.
     """
     out: dict[str, float | int | str] = {"backend": run.backend, "cost_form": run.cost_form}
-    out |= {"num_plans": len(run.plans)}
-    out |= (_served(run, slo) if len(run.requests) else {}) | training_summary(run)
-    for row in memory_use(run).to_dict("records"):
-        key = f"{str(row['pool']).replace(':', '')}_{row['kind']}_bytes"
-        out |= {f"peak_{key}": int(row["peak"]), f"mean_{key}": float(row["mean"])}
-        if row["fullest"] > 0:
-            out[f"fullest_{key}"] = int(row["fullest"])
-    out |= workspace_figures(run)
-    for lane, share in lane_shares(run).items():
-        out[f"busy_share_{lane}"] = share
-    return out | {"host_share": host_share(run), "copied_bytes": copied_bytes(run)}
+    has_steps = run.has("steps")
+    if has_steps:
+        out |= {"num_plans": run.rows("plans")}
+    times = lane_times(run) if has_steps else None
+    uses = pool_uses(run) if has_steps else {}
+    if run.rows("requests"):
+        out |= _served(run, slo, times) | kv_usage(uses)
+        if times is not None:
+            out |= imbalance(replica_rows(run, uses, times.lane_shares))
+    if run.rows("training"):
+        from analysis.training import training_summary
+
+        out |= training_summary(whole(run))
+    for pool, kind, peak, mean, fullest in use_rows(uses):
+        key = f"{pool.replace(':', '')}_{kind}_bytes"
+        out |= {f"peak_{key}": int(peak), f"mean_{key}": float(mean)}
+        if fullest is not None and fullest > 0:
+            out[f"fullest_{key}"] = int(fullest)
+    if times is None:
+        return out
+    out |= workspace_figures(run, times.peak_bytes)
+    out |= {f"busy_share_{lane}": share for lane, share in times.lane_shares.items()}
+    return out | {"host_share": times.host_share, "copied_bytes": times.copied_bytes}
 
 
-def _served(run: Run, slo: Slo | None) -> dict[str, float | int]:
+def _served(run: RunFacts, slo: Slo | None, times: LaneTimes | None) -> dict[str, float | int]:
     """Metrics of requests."""
-    out: dict[str, float | int] = {**_counts(run), **throughput(run), **steady_throughput(run)}
-    out |= prefix_hits(run)
+    out: dict[str, float | int] = {**_counts(run), **throughput(run)}
+    of_tokens, rows = token_figures(run), latencies(run)
+    out |= {name: value for name, value in of_tokens.items() if name.startswith("steady_")}
+    if times is not None:
+        out |= prefix_hits(run, times.prefill_tokens)
     if slo and has_limits(slo):
         out |= goodput(run, slo)
-    out |= class_figures(per_request(run))
-    for name, values in samples(run).items():
-        out |= {f"{stat}_{name}_s": value for stat, value in statistics(values).items()}
-    return out | kv_usage(run) | imbalance(run)
+    out |= class_figures(rows)
+    values = _request_samples(rows)
+    for name in LATENCIES:
+        if name == "itl":
+            out |= {key: value for key, value in of_tokens.items() if key.endswith("_itl_s")}
+        else:
+            found = statistics(values[name])
+            out |= {f"{stat}_{name}_s": value for stat, value in found.items()}
+    return out
 
 
-def _counts(run: Run) -> dict[str, int]:
-    rows = run.requests
-    out = {"num_requests": len(rows)}
+def _counts(run: RunFacts) -> dict[str, int]:
+    rows = run.columns("requests", ("status", *COUNTS))
+    out = {"num_requests": len(rows["restarts"])}
     for status in ("finished", "refused", "unfinished"):
-        out[f"num_{status}"] = int(rows["status"].eq(status).sum())
+        out[f"num_{status}"] = int(rows["status"].is_(status).sum())
     out |= {name: int(rows[name].sum()) for name in ("restarts", "swaps", "cached_tokens")}
-    out |= {"prompt_tokens": int(rows["prompt_tokens"].sum())}
-    out |= {"output_tokens": int(rows["output_tokens"].sum())}
+    out |= {name: int(rows[name].sum()) for name in ("prompt_tokens", "output_tokens")}
     return out | {"max_concurrency": max_concurrency(run)}

@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import pyarrow as pa
 
+from analysis.columns import Block, block_of, block_of_frame, blocks_of_file, count_of, joined
 from analysis.yaml_text import yaml_value
-from engine.results.schema import SCHEMA_VERSION, TABLES, read_table, read_text
+from engine.results.schema import SCHEMA_VERSION, TABLES, of_version_4, read_table, read_text
 
-NOTHING: Mapping[str, Collection[str]] = {}
+if TYPE_CHECKING:  # it takes longer to load than the metrics of a small run
+    import pandas as pd
+
 STATUS = "status.json"  # has no hash: it changes until the run ends
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
-    """The tables of a run, its provenance and its configuration.
-
-    Integer columns with nulls are float64, which is exact below 2**53 ns (104 days of run).
-    """
+class RunFacts(ABC):
+    """The columns of a run, its provenance and its configuration: what metrics are made of."""
 
     folder: Path
-    requests: pd.DataFrame
-    steps: pd.DataFrame
-    memory: pd.DataFrame
-    plans: pd.DataFrame
-    training: pd.DataFrame
     provenance: Mapping[str, Any]
     config: Mapping[str, Any]
+
+    @abstractmethod
+    def has(self, table: str) -> bool:
+        """Whether the run has kept a table."""
+
+    @abstractmethod
+    def rows(self, table: str) -> int:
+        """Rows of a table."""
+
+    @abstractmethod
+    def blocks(self, table: str, columns: Sequence[str]) -> Iterator[Block]:
+        """Columns of a table by blocks of its rows, in order; at least one block."""
+
+    def columns(self, table: str, columns: Sequence[str]) -> Block:
+        """Columns of numbers and texts of a whole table."""
+        return joined(self.blocks(table, columns))
 
     @property
     def name(self) -> str:
@@ -55,6 +66,63 @@ class Run:
         return "measured" if self.is_measured else str(self.provenance.get("cost_form") or "-")
 
 
+@dataclass(frozen=True, eq=False)
+class Run(RunFacts):
+    """A run whose tables are frames.
+
+    Integer columns with nulls are float64, which is exact below 2**53 ns (104 days of run).
+    """
+
+    requests: pd.DataFrame
+    steps: pd.DataFrame
+    memory: pd.DataFrame
+    plans: pd.DataFrame
+    training: pd.DataFrame
+
+    def has(self, table: str) -> bool:
+        """Whether the run has kept a table: all of them."""
+        return table in TABLES
+
+    def rows(self, table: str) -> int:
+        """Rows of a table."""
+        return len(getattr(self, table))
+
+    def blocks(self, table: str, columns: Sequence[str]) -> Iterator[Block]:
+        """A whole table at once, see RunFacts."""
+        frame = getattr(self, table)
+        if frame.empty:  # its lists and texts look alike
+            yield block_of(pa.Table.from_batches([], TABLES[table]).select([*columns]))
+        else:
+            yield block_of_frame(frame[[*columns]])
+
+
+@dataclass(frozen=True, eq=False)
+class RunFiles(RunFacts):
+    """A run whose tables stay in their files, unchecked: the run has just been written."""
+
+    def has(self, table: str) -> bool:
+        """Whether the run has kept a table."""
+        return self._path(table).is_file()
+
+    def rows(self, table: str) -> int:
+        """Rows of a table; of one that was not kept, none."""
+        return count_of(self._path(table)) if self.has(table) else 0
+
+    def blocks(self, table: str, columns: Sequence[str]) -> Iterator[Block]:
+        """A group of rows of the file at a time, see RunFacts."""
+        return blocks_of_file(self._path(table), columns)
+
+    def _path(self, table: str) -> Path:
+        return self.folder / f"{table}.parquet"
+
+
+def whole(facts: RunFacts) -> Run:
+    """A run with its tables as frames."""
+    if isinstance(facts, Run):
+        return facts
+    return read_run(facts.folder)
+
+
 def load(folder: Path | str) -> Run:
     """Reads the folder of a finished run.
 
@@ -72,33 +140,27 @@ def load(folder: Path | str) -> Run:
     return read_run(folder)
 
 
-def read_run(folder: Path, left_out: Mapping[str, Collection[str]] = NOTHING) -> Run:
+def read_run(folder: Path) -> Run:
     """Reads the folder of a run of any status, also of one that is still being written.
 
     Args:
         folder: the folder.
-        left_out: columns that the tables of the run are to lack, by table.
 
     Raises:
         ValueError: in one line, see `load`.
     """
-    return Run(
-        folder,
-        **read_tables(folder, left_out),
-        provenance=_json(folder / "provenance.json"),
-        config=_config(folder / "config.yaml"),
-    )
+    facts = run_files(folder)
+    return Run(folder, facts.provenance, facts.config, **read_tables(folder))
 
 
-def read_tables(
-    folder: Path, left_out: Mapping[str, Collection[str]] = NOTHING
-) -> dict[str, pd.DataFrame]:
+def run_files(folder: Path) -> RunFiles:
+    """The run of a folder, whose tables are read when they are asked for."""
+    return RunFiles(folder, _json(folder / "provenance.json"), _config(folder / "config.yaml"))
+
+
+def read_tables(folder: Path) -> dict[str, pd.DataFrame]:
     """The tables of a folder, checked against the schema, whatever the run's status."""
-    tables = {}
-    for name, schema in TABLES.items():
-        fields = [field for field in schema if field.name not in left_out.get(name, ())]
-        tables[name] = _table(folder, name, pa.schema(fields))
-    return tables
+    return {name: _table(folder, name, schema) for name, schema in TABLES.items()}
 
 
 def _check_finished(folder: Path) -> None:
@@ -139,9 +201,11 @@ def _table(folder: Path, name: str, schema: pa.Schema) -> pd.DataFrame:
     path = folder / f"{name}.parquet"
     if not path.is_file():
         raise ValueError(f"{folder} has no {path.name}: the run is incomplete, run it again")
-    table = read_table(path, None if schema == TABLES[name] else schema.names)
+    table = read_table(path)
     version = (table.schema.metadata or {}).get(b"schema_version", b"").decode()
-    if version and version != str(SCHEMA_VERSION):
+    if version == "4":
+        table = of_version_4(name, table)
+    elif version and version != str(SCHEMA_VERSION):
         raise ValueError(
             f"{path} has schema version {version}, this Tandem reads {SCHEMA_VERSION}: "
             "run it again, or read it with the Tandem that wrote it"

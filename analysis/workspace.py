@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
+from analysis.run import RunFacts
 
-from analysis.distance import relative_error
-from analysis.run import Run
+if TYPE_CHECKING:
+    import pandas as pd
 
 KIND, P90 = "workspace", "p90 |error|"  # in the memory table of a comparison
 
@@ -34,13 +34,15 @@ def workspace_errors(pairs: pd.DataFrame) -> dict[str, float | int]:
     }
 
 
-def workspace_figures(run: Run) -> dict[str, float | int]:
-    """Workspace figures of a run for its metrics; a simulation has the largest predicted launch."""
+def workspace_figures(run: RunFacts, peak_bytes: float) -> dict[str, float | int]:
+    """Workspace figures of a run for its metrics; a simulation has the largest predicted launch.
+
+    `peak_bytes`: the largest workspace of the run's operations.
+    """
     if run.is_measured:
         found = run.provenance.get("workspace") or {}
         return {f"{KIND}_{name}": value for name, value in found.items()}
-    peak = run.steps["peak_bytes"].max()
-    return {} if pd.isna(peak) else {f"{KIND}_predicted_bytes": int(peak)}
+    return {} if peak_bytes != peak_bytes else {f"{KIND}_predicted_bytes": int(peak_bytes)}
 
 
 def workspace_rows(matched: pd.DataFrame) -> list[tuple[Any, ...]]:
@@ -48,6 +50,10 @@ def workspace_rows(matched: pd.DataFrame) -> list[tuple[Any, ...]]:
 
     They hold the largest workspace of each run, and the p90 of the absolute errors of launches.
     """
+    import pandas as pd
+
+    from analysis.distance import relative_error
+
     rows: list[tuple[Any, ...]] = []
     for device, part in matched.groupby("device"):
         pair = {"predicted": part["peak_bytes_prediction"]}

@@ -16,6 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from engine.results.plan_log import whole_body
+
 SHOWN = 60  # characters of a value that differs
 JSON = "json"  # the type of a column that is a key of a JSON file
 ALL = "*"
@@ -105,7 +107,12 @@ def read_folder(folder: Path) -> Folder:
     for path in sorted(folder.iterdir()):
         if path.suffix == ".parquet":
             table = pq.read_table(path)
-            found[path.name] = {name: _decoded(table.column(name)) for name in table.column_names}
+            columns = {name: _decoded(table.column(name)) for name in table.column_names}
+            if "grows" in columns:  # beside the body since version 5 of the schema
+                grows, bodies = columns.pop("grows").values, columns["body"].values
+                whole = [whole_body(g, b) for g, b in zip(grows, bodies, strict=True)]
+                columns["body"] = DecodedColumn(columns["body"].type, whole)
+            found[path.name] = columns
         elif path.suffix == ".json":
             content = json.loads(path.read_text(encoding="utf-8"))
             found[path.name] = {key: DecodedColumn(JSON, [held]) for key, held in content.items()}

@@ -20,6 +20,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis.run import Run, load
+from analysis.usage import lane_times
 from analysis.workspace import workspace_figures
 from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
@@ -59,7 +60,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as root:
         for policy, depth in product(POLICIES, DEPTHS):
             run = measured(policy, depth, count, Path(root) / f"{policy}-{depth}")
-            rows, workspace = excess(run), workspace_figures(run)
+            rows, workspace = excess(run), workspace_figures(run, lane_times(run).peak_bytes)
             taken = int(run.requests[["restarts", "swaps"]].sum().sum())
             wrong = outside(rows, depth > 1 or policy == "chunked_swap")
             exact = int(rows["excess"].eq(0).sum())

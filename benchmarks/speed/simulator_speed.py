@@ -48,6 +48,7 @@ def simulate(
     cost: VidurCost,
     fast_forward: bool = True,
     recorder: Recorder | None = None,
+    depth: int = 1,
 ) -> Engine:
     """One replay."""
     env = VirtualClock()
@@ -59,7 +60,7 @@ def simulate(
         SimExecutor(env, cost),
         capacity,
         page,
-        depth=1,
+        depth=depth,
         recorder=recorder or Recorder(),
         fast_forward=fast_forward,
     )

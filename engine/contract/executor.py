@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import simpy
+from simpy.events import URGENT
 
 from engine.contract.plan import Lane, Op
 from engine.contract.regions import Place, Pool
@@ -440,6 +441,8 @@ class Lanes:
     def hold(self, lane: Lane, span: Span, done: Callable[[Span], None]) -> None:
         """Occupies a lane until a span's end and calls `done` then.
 
+        At one moment ends come before arrivals and timers, whenever each was scheduled.
+
         Args:
             lane: the lane.
             span: of the operation that occupies it.
@@ -452,4 +455,7 @@ class Lanes:
             del self._end_ns[op]  # no launch waits for a settled operation
             done(span)
 
-        self._env.timeout(span.end_ns - int(self._env.now)).callbacks.append(settle)
+        ended = simpy.Event(self._env)  # as Timeout makes itself, but urgent
+        ended.callbacks.append(settle)
+        ended._ok, ended._value = True, None
+        self._env.schedule(ended, URGENT, span.end_ns - int(self._env.now))

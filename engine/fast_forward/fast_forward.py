@@ -80,6 +80,8 @@ class FastForward(PlanReuse):
         """See PlanReuse."""
         if self._recurrence is not None:
             self._recurrence.answered(plan)
+        if not plan and self.jump is not None:
+            self.jump.settle_alone()
 
     def decided(self, plan: Plan, view: View) -> None:
         """See PlanReuse."""
@@ -135,9 +137,13 @@ class FastForward(PlanReuse):
         """See PlanReuse."""
         assert self._parts is not None, "the engine gives the parts of the loop before it runs"
         repeat, jump = self._standing.repeat, self.jump
+        if jump is not None:
+            if repeat is not None and (yield from jump.carry_out(repeat, device, self._stands)):
+                return
+            jump.settle_alone()
         if repeat is None:
             yield from self._issue(plan, device)
-        elif jump is None or not (yield from jump.carry_out(repeat, device, self._stands)):
+        else:
             moves = StepMoves(
                 repeat, self._state, self._parts.completions, self._parts.issuing.prefix
             )

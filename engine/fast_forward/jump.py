@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate, chain
-from typing import Any
+from operator import add, sub
+from typing import Any, NamedTuple
 
 import simpy
 
-from engine.contract.executor import Repeater, Span
+from engine.contract.executor import Launch, Repeater, Span
+from engine.contract.job import Job
 from engine.contract.plan import Compute
 from engine.contract.regions import Tier
-from engine.fast_forward.repeated_plan import RepeatedPlan, RepeatedSteps, RunSegment, segments
+from engine.fast_forward.repeated_plan import (
+    RepeatedPlan,
+    RepeatedSteps,
+    RunSegment,
+    StepsAhead,
+    segments,
+)
 from engine.loop.completions import Completions, DeferredFrees
 from engine.loop.issuing import Issuing
 from engine.loop.state import EngineState, IssuedOp, Lifecycle, Turn, passed_to
@@ -21,6 +30,23 @@ from engine.results.tables import Times
 
 MOST = 1024  # steps of one jump
 Moments = tuple[Times, Times, Times]  # when steps are issued, start and end
+
+
+class OpenStep(NamedTuple):
+    """A step of a run that has not ended when the engine asks next: its launch is in the books."""
+
+    end_ns: int
+    run: RepeatedSteps
+    step: int  # of the run
+    op: Compute
+
+
+class JobsEnd(NamedTuple):
+    """Jobs end with a step of a run."""
+
+    end_ns: int
+    number: int  # of the step, over the plans of the device
+    op: Compute
 
 
 class Jump:
@@ -33,8 +59,10 @@ class Jump:
         issue[i] = max(issue[i-1] + host, end[i-d])
         start[i] = max(end[i-1], issue[i] + host)
 
-    The last d-1 steps are still in flight when the engine asks next; each settles by itself. At
-    run-ahead 1 no step is left, so a plan that still holds jumps again.
+    A run passes up to the issue of the step behind it, where the engine asks next. By then its last
+    d-1 steps are open: they end while the next run passes. Only where no run follows does each of
+    them settle by an event of its own. The memory of jobs that end with step i is back for step
+    i+d: a run goes on behind the end of a job up to there, as a part of its own.
     """
 
     def __init__(
@@ -52,99 +80,154 @@ class Jump:
         self._next_arrival_ns, self._prefix = next_arrival_ns, issuing.prefix
         self._decode_step_ns = 1  # duration of the last step of decodes alone
         self._seen_ns = 0  # about when the steps planned so far end
-        self._until_ns: int | None = None  # the next arrival: no step is issued from then on
+        self._until_ns: int | None = None  # no step is issued from then on
         self._run: RepeatedSteps | None = None  # the last run
-        self._min_steps = 1 if state.depth == 1 else state.depth + 1  # fewest steps of a jump
-        self.steps = 0
+        self._open: deque[OpenStep] = deque()
+        self._ends: deque[JobsEnd] = deque()  # that have not come
+        self.steps = self.runs = 0
 
     def carry_out(
         self, repeat: RepeatedPlan, device: int, stands: Callable[[RepeatedPlan], bool]
     ) -> Generator[simpy.Event, Any, bool]:
         """Issues steps at once; returns False where the next step must be issued by itself.
 
-        `stands` says whether the plan still holds behind a run that has settled, with the memory
-        that may be shown by then.
+        `stands` says whether the plan still holds behind the end of a job or behind a run, with the
+        memory that may be shown by then.
         """
-        run = self._plan(repeat, device) if repeat.is_plain and self._is_calm(device) else None
+        run = self._issue(repeat, device, stands) if repeat.is_plain else None
         if run is None:
             return False
+        state, level = self._state, self._state.in_flight.level
         while run is not None:
-            self._run = run
-            self.steps += run.count
-            self._issue(run, repeat)
+            self.steps, self.runs = self.steps + run.count, self.runs + 1
+            level[device] += state.depth  # jobs that arrive meanwhile wake nothing
             yield from self._pass(run)
-            if self._state.depth > 1:
-                break
+            level[device] -= state.depth
+            if self._open and not (state.jobs and level[device] == len(self._open) < state.depth):
+                self.settle_alone()
             self._lifecycle.give_back(device)
-            run = self._plan(repeat, device) if stands(repeat) else None
+            run = self._issue(repeat, device, stands) if stands(repeat) else None
         return True
 
     def _pass(self, run: RepeatedSteps) -> Turn:
-        """Lets the time of a run pass; with run-ahead only the host's, then the policy is asked."""
-        state, env, end_ns = self._state, self._state.env, run.end_ns[run.settled - 1]
-        if state.depth == 1:  # jobs that arrive meanwhile find a plan in flight
-            state.in_flight.level[run.device] += 1
-            if not passed_to(env, end_ns):
-                yield simpy.Timeout(env, end_ns - state.now_ns)
-            state.in_flight.level[run.device] -= 1
-            state.recorder.run_settled(run)
-            self._lifecycle.finish(run.op, end_ns, run.device, run.number + run.count - 1)
-            if self._next_arrival_ns() == end_ns:  # turns that arrive with the answer
-                yield simpy.Timeout(env, 0)
-            return
-        span = Span(run.op, run.start_ns[0], end_ns)
-        self._executor.hold(run.segments[0].launch, span, lambda span: self._tell(run, span))
-        for step in range(run.settled, run.count):
-            self._issue_alone(run, step)
-        if (host_left_ns := run.issue_ns[-1] + run.host_ns - state.now_ns) > 0:
-            yield simpy.Timeout(env, host_left_ns)
+        """Lets time pass up to the next question. Jobs finish at the moment of their end."""
+        state, ends, steps, asks_ns = self._state, self._ends, self._open, run.asks_ns
+        env, now_ns, due, is_told = state.env, run.issue_ns[0], None, run.ended == run.count
+        while ends and ends[0].end_ns <= asks_ns:
+            end_ns, number, op = ends.popleft()
+            if due is None and end_ns < asks_ns:
+                due = simpy.Timeout(env, asks_ns - now_ns)
+            if end_ns > now_ns and not passed_to(env, end_ns):
+                yield simpy.Timeout(env, end_ns - now_ns)
+            now_ns, is_told = end_ns, True
+            self._lifecycle.finish(op, end_ns, run.device, number)
+        if due is not None:
+            yield due
+        elif asks_ns > now_ns and not passed_to(env, asks_ns):
+            yield simpy.Timeout(env, asks_ns - now_ns)
+        while steps and steps[0].end_ns <= asks_ns:
+            self._land(steps.popleft(), run)
+        if is_told:
+            state.recorder.run_settled(run, run.ended)
+        if self._next_arrival_ns() == asks_ns and self._is_woken(run):  # turns behind an answer
+            yield simpy.Timeout(env, 0)
+
+    def _is_woken(self, run: RepeatedSteps) -> bool:
+        """Whether the engine asks because a step ends, not because the host is ready."""
+        return self._state.depth == 1 or run.asks_ns > run.issue_ns[-1] + run.segments[-1].host_ns
+
+    def _land(self, step: OpenStep, now: RepeatedSteps) -> None:
+        """An open step of an earlier run has ended, while the run `now` passes."""
+        state, end_ns, run, i, op = self._state, *step
+        state.ledger.settle(op)
+        state.in_flight.land(op)
+        pages = state.ledger.held_pages(run.pool) - now.unissued_pages(end_ns)
+        run.last_pages.append(pages - run.held_pages)
+        state.recorder.run_settled(run, i + 1)
+
+    def settle_alone(self) -> None:
+        """No run follows now: each open step settles by an event of its own."""
+        state = self._state
+        for step in self._open:
+            step.run.settled -= 1
+        for run in dict.fromkeys([step.run for step in self._open]):
+            state.recorder.run_settled(run, run.settled)
+        for end_ns, run, i, op in self._open:
+            launch = Launch(op, (), run.launch_at(i).pieces)
+            times = run.issue_ns[i], run.segment(i).host_ns
+            issued = IssuedOp(run.step + i, run.device, run.number + i, *times, launch)
+            state.in_flight.start(issued)
+            self._executor.hold(launch, Span(op, run.start_ns[i], end_ns), self._lifecycle.settle)
+        self._open.clear()
+        self._ends.clear()
 
     def unissued_bytes(self, now_ns: int) -> int:
         """KV that is booked for steps which are issued only at `now_ns` or later."""
         run = self._run
-        return 0 if run is None or now_ns > run.issue_ns[-1] else run.unissued_bytes(now_ns)
+        if run is None or now_ns > run.issue_ns[-1]:
+            return 0
+        return run.unissued_pages(now_ns) * run.page_nbytes
 
     # ---- planning: nothing is changed
-    def _plan(self, repeat: RepeatedPlan, device: int) -> RepeatedSteps | None:
-        limit, min_steps, host_ns, lead = (
-            self._limit(repeat),
-            self._min_steps,
-            0,
-            len(repeat.decodes.jobs),
-        )
-        now_ns = self._seen_ns = self._state.now_ns
-        until_ns = self._until_ns = self._next_arrival_ns()
-        if limit < min_steps or (min_steps > 1 and self._steps_to_arrival() < min_steps):
+    def _look_ahead(
+        self, repeat: RepeatedPlan, device: int, now_ns: int, before: Sequence[int]
+    ) -> StepsAhead | None:
+        """The next steps, behind plans that end at `before`; None where one is issued by itself."""
+        limit, lead = self._limit(repeat, device), len(repeat.decodes.jobs)
+        if limit < 1 or not self._is_calm():
             return None
+        until_ns, self._seen_ns = self._next_arrival_ns(), now_ns
+        if self._ends:  # the next turn of its session may arrive then
+            end_ns = self._ends[0].end_ns
+            until_ns = end_ns if until_ns is None else min(until_ns, end_ns)
+        self._until_ns = until_ns
+        host_ns = 0
         ahead: list[RunSegment] = []
         durations: list[int] = []
-        for segment in segments(repeat, limit, self._steps_to_arrival):
+        hosts: list[int] = []
+        for segment in segments(repeat, limit, self._steps_to_change):
             found = self._executor.repeat(segment.launch, segment.steps)
             if found is None:
                 return None
-            if segment.first and found[1] != host_ns:  # a run has one host time
-                break
+            segment.host_ns = host_ns = found[1]
             ahead.append(segment)
             durations += found[0]
-            host_ns = found[1]
-            self._seen_ns += sum(found[0]) + segment.steps * host_ns
+            hosts += [host_ns] * segment.steps
+            beside_ns = host_ns if self._state.depth == 1 else 0  # else the host works meanwhile
+            self._seen_ns += sum(found[0]) + segment.steps * beside_ns
             if sum(tokens := segment.pieces.tokens[lead:]) == len(tokens):  # decodes alone
-                self._decode_step_ns = max(1, durations[-1] + host_ns)
-        limit = len(durations)
-        if limit < min_steps:
+                self._decode_step_ns = max(1, durations[-1] + beside_ns, host_ns)
+        if not durations:
             return None
-        issue, start, end = self._times(now_ns, durations, host_ns)
+        issue, start, end = _times(now_ns, before, durations, hosts)
         if until_ns is not None and issue[-1] >= until_ns:
             limit = bisect_left(issue, until_ns)
-            if limit < min_steps:
+            if not limit:
                 return None
             issue, start, end = issue[:limit], start[:limit], end[:limit]
             ahead = [segment for segment in ahead if segment.first < limit]
             ahead[-1].cut(limit)
-        return self._made(repeat, device, ahead, (issue, start, end), host_ns)
+        count = len(issue)
+        due, pages = repeat.due(count)
+        grown = array("q", [*accumulate(pages)])
+        if grown[-1] * self._state.page.nbytes > self._state.ledger.room_of((Tier.GPU, device)):
+            return None
+        asks_ns = end[-len(before)] if count >= len(before) else before[count]
+        asks_ns = max(asks_ns, issue[-1] + ahead[-1].host_ns)
+        return StepsAhead(ahead, issue, start, end, asks_ns, due, grown)
 
-    def _steps_to_arrival(self) -> int:
-        """An estimate of the steps up to the next arrival.
+    def _before(self) -> Sequence[int]:
+        """When as many plans as may be in flight end, before the first step; 0 for none."""
+        depth = self._state.depth
+        if depth == 1:
+            return (0,)
+        found = [step.end_ns for step in self._open]
+        if not found:
+            found = sorted(self._executor.end_times_ns(self._state.in_flight.tails))
+        return [0] * (depth - len(found)) + found
+
+    def _steps_to_change(self) -> int:
+        """An estimate of the steps up to the next arrival or end.
 
         It is 1/32 too high: a step too many is cut, a step too few costs another segment.
         """
@@ -153,106 +236,122 @@ class Jump:
         left_ns = self._until_ns - self._seen_ns
         return 1 + left_ns * 33 // (32 * self._decode_step_ns) if left_ns > 0 else 0
 
-    def _limit(self, repeat: RepeatedPlan) -> int:
-        """The number of steps to the first end of a job; with run-ahead without the last."""
+    def _limit(self, repeat: RepeatedPlan, device: int) -> int:
+        """The number of steps to the first end of a job, or to the return of memory."""
         state, tail, left = self._state, repeat.tail, repeat.decodes.fewest_left(otherwise=MOST)
         if tail:
             tokens_left = self._completions.tokens_left
             left = min(left, tokens_left(tail[-1]) + repeat.silent)
             for job in tail[:-1]:
                 left = min(left, tokens_left(job))
-        return min(repeat.left, MOST, left - (state.depth > 1))
+        if (oldest := self._frees.oldest(device)) is not None:
+            left = min(left, oldest + state.depth - state.in_flight.issued[device])
+        return min(repeat.left, MOST, left)
 
-    def _is_calm(self, device: int) -> bool:
-        """Whether no memory is coming back, no job's end is in flight and no wake-up is set."""
+    def _is_calm(self) -> bool:
+        """Whether no memory is coming back, no wake-up is set, and all ends are those of runs."""
         state = self._state
-        if self._completions or state.wakeup.will_come or self._frees.oldest(device) is not None:
+        if (self._completions and not self._ends) or state.wakeup.will_come:
             return False
         return state.ledger.is_calm
 
-    def _times(self, now_ns: int, durations: Sequence[int], host_ns: int) -> Moments:
-        depth = self._state.depth
-        if depth == 1:
-            steps = (host_ns + duration_ns for duration_ns in durations) if host_ns else durations
-            end = array("q", [*accumulate(steps, initial=now_ns)])
-            issue = end[:-1]
-            return issue, array("q", [at + host_ns for at in issue]) if host_ns else issue, end[1:]
-        before = self._executor.end_times_ns(self._state.in_flight.tails)
-        ends = [0] * (depth - len(before)) + sorted(before)
-        issues, starts, at_ns = [], [], now_ns
-        for duration_ns in durations:
-            at_ns = max(at_ns, ends[-depth])
-            issues.append(at_ns)
-            at_ns += host_ns
-            starts.append(max(ends[-1], at_ns))
-            ends.append(starts[-1] + duration_ns)
-        return array("q", issues), array("q", starts), array("q", ends[depth:])
-
-    def _made(
-        self,
-        repeat: RepeatedPlan,
-        device: int,
-        ahead: Sequence[RunSegment],
-        times: Moments,
-        host_ns: int,
+    # ---- issue
+    def _issue(
+        self, repeat: RepeatedPlan, device: int, stands: Callable[[RepeatedPlan], bool]
     ) -> RepeatedSteps | None:
-        state, count = self._state, len(times[0])
-        due, pages = repeat.due(count)
-        grown = array("q", [*accumulate(pages)])
-        pool = (Tier.GPU, device)
-        if grown[-1] * state.page.nbytes > state.ledger.room_of(pool):
+        """Books and issues the steps of the next run; None where there is none."""
+        state, before = self._state, self._before()
+        steps = self._look_ahead(repeat, device, state.now_ns, before)
+        if steps is None:
             return None
-        return RepeatedSteps(
+        count = len(steps.issue_ns)
+        run = self._run = RepeatedSteps(
             state.in_flight.steps,
             state.in_flight.issued[device],
             device,
-            pool,
+            (Tier.GPU, device),
             state.recorder.take_returned(device),
-            ahead,
-            *times,
-            host_ns,
-            count,
-            count - state.depth + 1,
             state.ledger.figures(),
-            grown,
             state.page.nbytes,
-            due,
+            *steps,
+            count,
+            count,
+            count,
+            0,
+            [],
         )
+        has_end = self._book(run, steps, repeat)
+        if state.depth == 1:
+            state.ledger.touch_again(run.segments[0].op, count, is_open=False)
+        else:
+            if has_end:
+                self._go_on(run, repeat, before, stands)
+            self._enter(run)
+        state.recorder.ran(run, state.now_ns)
+        return run
 
-    # ---- issue and settle
-    def _issue(self, run: RepeatedSteps, repeat: RepeatedPlan) -> None:
-        """Books and issues the steps that settle together."""
-        state, ledger, op = self._state, self._state.ledger, run.op
+    def _book(self, run: RepeatedSteps, steps: StepsAhead, repeat: RepeatedPlan) -> bool:
+        """Books steps ahead, and moves their jobs on; whether jobs end with the last one."""
+        state, ledger, count = self._state, self._state.ledger, len(steps.issue_ns)
         ledger.hold(repeat.places)
-        ledger.grow(run.pool, run.grown[-1], repeat.takers(run.count, ledger.pages))
-        state.in_flight.number(run.device, run.count)
-        state.recorder.ran(run)
-        self._move_on(run, repeat)
-        ledger.touch_again(op, run.settled, is_open=state.depth > 1)
-        if state.depth > 1:
-            state.in_flight.last_compute((op,), run.device)
+        ledger.grow(run.pool, steps.grown[-1], repeat.takers(count, ledger.pages))
+        state.in_flight.number(run.device, count)
+        done = self._move_on(steps, repeat, run.device)
+        if done:
+            op = steps.segments[-1].op
+            self._completions.end_with(op, done)
+            self._ends.append(JobsEnd(steps.end_ns[-1], run.number + run.count - 1, op))
+        if repeat.tail:
+            repeat.gather(ledger.pages, self._completions.tokens_left)
+        return bool(done)
 
-    def _issue_alone(self, run: RepeatedSteps, step: int) -> None:
-        """Issues a step that is still in flight when the engine asks next."""
-        state, launch = self._state, run.launch_at(step)
-        op = launch.op
-        assert isinstance(op, Compute)
-        state.ledger.touch_again(op, 1, is_open=True)
-        state.in_flight.last_compute((op,), run.device)
-        numbers, issue_ns = (run.step + step, run.device, run.number + step), run.issue_ns[step]
-        state.in_flight.start(IssuedOp(*numbers, issue_ns, run.host_ns, launch))
-        span = Span(op, run.start_ns[step], run.end_ns[step])
-        self._executor.hold(launch, span, self._lifecycle.settle)
+    def _go_on(
+        self,
+        run: RepeatedSteps,
+        repeat: RepeatedPlan,
+        before: Sequence[int],
+        stands: Callable[[RepeatedPlan], bool],
+    ) -> None:
+        """Goes on behind an end, while the plan stands, up to the return of memory."""
+        depth, device, is_end = self._state.depth, run.device, True
+        while is_end and stands(repeat):
+            ends = [*before, *run.end_ns[-depth:]][-depth:]
+            steps = self._look_ahead(repeat, device, run.asks_ns, ends)
+            if steps is None:
+                break
+            run.add(steps)
+            is_end = self._book(run, steps, repeat)
+        if not self._state.jobs:  # then nothing is asked
+            run.asks_ns = run.issue_ns[-1] + run.segments[-1].host_ns
 
-    def _move_on(self, run: RepeatedSteps, plan: RepeatedPlan) -> None:
-        """Moves the jobs of a run on by all its steps; newly admitted jobs are in the tail."""
+    def _enter(self, run: RepeatedSteps) -> None:
+        """Enters the launches of a run into the books; those of open steps settle later."""
+        ledger, in_flight, ends = self._state.ledger, self._state.in_flight, run.end_ns
+        run.ended = ended = bisect_right(ends, run.asks_ns)
+        for segment in run.segments:
+            first, behind = segment.first, segment.first + segment.steps
+            for i in range(max(first, ended), behind):
+                op = segment.op if i + 1 == behind else segment.again()
+                ledger.touch_again(op, i + 1 - first, is_open=True)  # with the steps before it
+                in_flight.add_tail(op, run.device)
+                self._open.append(OpenStep(ends[i], run, i, op))
+                first = i + 1
+            if first < behind:
+                ledger.touch_again(segment.op, behind - first, is_open=False)
+
+    def _move_on(self, steps: StepsAhead, plan: RepeatedPlan, device: int) -> list[Job]:
+        """Moves jobs on by all these steps; returns those that end with the last one.
+
+        Newly admitted jobs are in the tail.
+        """
         decodes, tail, lead, prefix = plan.decodes, plan.tail, len(plan.decodes.jobs), self._prefix
         behind = [] if prefix is None else [(job, job.computed_tokens) for job in tail]
-        plan.advance(run.count)
+        count = len(steps.issue_ns)
+        plan.advance(count)
         done = decodes.complete()
         for i, job in enumerate(tail, lead):
             self._issuing.begin(job)
-            for segment in run.segments:
+            for segment in steps.segments:
                 job._advance(
                     segment.steps * segment.pieces.tokens[i],
                     segment.steps * segment.pieces.samples[i],
@@ -260,15 +359,31 @@ class Jump:
             if self._completions.tokens_left(job) <= 0:
                 done.append(job)
         if prefix is not None:
-            prefix.keep(run.device, chain(decodes.filled(run.count), behind))
-        if done:
-            self._completions.end_with(run.op, done)
-        if plan.tail:
-            plan.gather(self._state.ledger.pages, self._completions.tokens_left)
+            prefix.keep(device, chain(decodes.filled(count), behind))
+        return done
 
-    def _tell(self, run: RepeatedSteps, span: Span) -> None:
-        state = self._state
-        state.recorder.run_settled(run)
-        self._lifecycle.land(span.op, span.end_ns, run.device, run.number + run.count - 1)
-        state.release_idle()
-        state.wakeup.tell()
+
+def _times(
+    now_ns: int, before: Sequence[int], durations: Sequence[int], hosts: Sequence[int]
+) -> Moments:
+    """The moments of steps behind those that end at `before`; these may be in flight at once."""
+    depth, count = len(before), len(durations)
+    if depth == 1:
+        has_host = any(hosts)
+        steps = map(add, hosts, durations) if has_host else durations
+        line = array("q", [*accumulate(steps, initial=now_ns)])
+        issue = line[:-1]
+        return issue, array("q", map(add, issue, hosts)) if has_host else issue, line[1:]
+    ends = [now_ns, *before[1:]]
+    gaps = [*map(sub, ends[1:], ends), *durations]
+    if min(gaps) >= max(hosts):  # a step is issued when one ends, and starts when another does
+        line = array("q", [*accumulate(gaps, initial=now_ns)])
+        return line[:count], line[depth - 1 : -1], line[depth:]
+    issues, starts, ends, at_ns = list[int](), list[int](), [*before], now_ns
+    for duration_ns, host_ns in zip(durations, hosts, strict=True):
+        at_ns = max(at_ns, ends[-depth])
+        issues.append(at_ns)
+        at_ns += host_ns
+        starts.append(max(ends[-1], at_ns))
+        ends.append(starts[-1] + duration_ns)
+    return array("q", issues), array("q", starts), array("q", ends[depth:])

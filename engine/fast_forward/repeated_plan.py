@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -287,10 +288,15 @@ class RunSegment:
     op: Compute  # of the first step, as are `pieces` and `launch`
     pieces: Pieces
     launch: Launch
+    host_ns: int = 0  # of each step
 
     def cut(self, end: int) -> None:
         """Cuts the segment where its run ends with step `end`."""
         self.steps = min(self.steps, end - self.first)
+
+    def again(self) -> Compute:
+        """An operation for another step than the first."""
+        return self.op.again_as(self.op.slices)
 
     def launch_at(self, step: int) -> Launch:
         """The launch of a step of the run, without page tables: rows of results have none."""
@@ -301,7 +307,7 @@ class RunSegment:
         assert isinstance(contexts, Contexts)
         later = contexts.after(behind, of.tokens)
         pieces = Pieces(of.job_ids, of.tokens, later, of.samples, of.tables)
-        return Launch(self.op.again_as(self.op.slices), (), pieces)
+        return Launch(self.again(), (), pieces)
 
 
 _tokens = itemgetter(1)  # of a slice
@@ -353,56 +359,91 @@ def segments(repeat: RepeatedPlan, count: int, reach: Callable[[], int]) -> Iter
         first += steps
 
 
+class StepsAhead(NamedTuple):
+    """Steps up to the end of a job, not issued yet: a run, or a part of one (run-ahead)."""
+
+    segments: list[RunSegment]
+    issue_ns: Times
+    start_ns: Times
+    end_ns: Times
+    asks_ns: int  # when the engine may ask for the step behind the last one
+    due: list[tuple[Taken, ...]]  # what grows at each step, in the order of booking
+    grown: Times  # KV pages taken up to and with each step
+
+
 @dataclass(slots=True, eq=False)
 class RepeatedSteps:
-    """Steps that were issued at once. The last of them may settle one by one (run-ahead)."""
+    """Steps that were issued at once. The last of them may end while another run passes."""
 
     step: int  # of the first one, over all plans
     number: int  # of the first one, over the plans of the device
     device: int
     pool: Pool
     returned: tuple[int, ...]
-    segments: Sequence[RunSegment]
+    figures: tuple[Figures, ...]  # before the first step
+    page_nbytes: int
+    segments: list[RunSegment]  # this and what follows are as of StepsAhead
     issue_ns: Times
     start_ns: Times
     end_ns: Times
-    host_ns: int
+    asks_ns: int
+    due: list[tuple[Taken, ...]]
+    grown: Times
     count: int  # steps
-    settled: int  # steps that settle together
-    figures: tuple[Figures, ...]  # before the first step
-    grown: Times  # KV pages taken up to and with each step
-    page_nbytes: int
-    due: Sequence[Sequence[Taken]]  # what grows at each step, in the order of booking
+    settled: int  # steps that do not settle by an event of their own
+    ended: int  # steps that end before the next question
+    told: int  # steps whose tokens are delivered
+    last_pages: list[int]  # as `grown`, where the last steps settle
+
+    def add(self, steps: StepsAhead) -> None:
+        """Goes on with more steps."""
+        for segment in steps.segments:
+            segment.first += self.count
+        pages = self.grown[-1]
+        self.grown.extend([pages + more for more in steps.grown])
+        self.segments += steps.segments
+        self.issue_ns += steps.issue_ns
+        self.start_ns += steps.start_ns
+        self.end_ns += steps.end_ns
+        self.asks_ns = steps.asks_ns
+        self.due += steps.due
+        self.count = self.settled = len(self.issue_ns)
 
     @property
-    def op(self) -> Compute:
-        """The launch that stands in the books for all steps that settle together."""
-        return self.segments[0].op
+    def held_pages(self) -> int:
+        """KV pages that are held before the first step."""
+        return next(figures.kv_pages for figures in self.figures if figures.pool == self.pool)
 
     def launch_at(self, step: int) -> Launch:
         """The launch of a step."""
-        return self._segment(step).launch_at(step)
+        return self.segment(step).launch_at(step)
 
-    def _segment(self, step: int) -> RunSegment:
+    def segment(self, step: int) -> RunSegment:
+        """The segment of a step."""
         return next(segment for segment in reversed(self.segments) if segment.first <= step)
 
-    def tokens(self) -> list[tuple[tuple[int, ...], Times]]:
-        """Requests that get tokens in the steps that settle together, and when."""
-        end_ns, settled = self.end_ns, self.settled
+    def tokens(self, until: int) -> list[tuple[tuple[int, ...], Times]]:
+        """Requests that get tokens in the steps up to this one that are not told, and when."""
+        begin, self.told = self.told, until
         return [
             (
                 segment.pieces.sampled_ids,
-                end_ns[segment.first : min(segment.first + segment.steps, settled)],
+                self.end_ns[max(segment.first, begin) : min(segment.first + segment.steps, until)],
             )
             for segment in self.segments
-            if segment.first < settled
+            if segment.first < until and begin < segment.first + segment.steps
         ]
 
-    def unissued_bytes(self, now_ns: int) -> int:
-        """KV bytes of steps that are booked but issued only at `now_ns` or later."""
+    def unissued_pages(self, now_ns: int) -> int:
+        """KV pages of steps that are booked but issued only at `now_ns` or later."""
         issued = bisect_left(self.issue_ns, now_ns)
-        pages = self.grown[-1] - (self.grown[issued - 1] if issued else 0)
-        return pages * self.page_nbytes
+        return self.grown[-1] - (self.grown[issued - 1] if issued else 0)
+
+    def settled_pages(self) -> Times:
+        """As `grown`, where each step settles: by then later steps are issued."""
+        ends = self.end_ns[: self.settled - len(self.last_pages)]
+        pages = [self.grown[bisect_left(self.issue_ns, end_ns) - 1] for end_ns in ends]
+        return array("q", pages + self.last_pages)
 
     def grows(self) -> Iterator[Sequence[Taken]]:
         """The growth of each step, in the order of booking."""
@@ -411,7 +452,7 @@ class RepeatedSteps:
     # ---- rows, as the recorder has them of single steps
     def plan_rows(self) -> Iterator[tuple[int, int, int, tuple[int, ...], Plan]]:
         for i, (at_ns, due) in enumerate(zip(self.issue_ns, self.due, strict=True)):
-            plan = Plan((*[Grow(op.place, op.nbytes) for op in due], self._segment(i).op))
+            plan = Plan((*[Grow(op.place, op.nbytes) for op in due], self.segment(i).op))
             yield self.step + i, self.device, at_ns, () if i else self.returned, plan
 
     def step_rows(self) -> Iterator[tuple[int, int, int, Span, Launch]]:
@@ -420,17 +461,15 @@ class RepeatedSteps:
             if i < self.settled:
                 launch = self.launch_at(i)
                 span = Span(launch.op, start, end)
-                yield self.step + i, issue, self.host_ns, span, launch
+                yield self.step + i, issue, self.segment(i).host_ns, span, launch
 
     def memory_rows(self) -> Iterator[tuple[int, str, int, Sequence[Figures], Any]]:
         """At each issue, and at each settle after all that was issued before it."""
         grown = self.grown
         for i, at_ns in enumerate(self.issue_ns):
             yield at_ns, "issue", self.step + i, self._after(grown[i]), None
-        ends = self.end_ns[: self.settled]
-        issued = [bisect_left(self.issue_ns, end_ns) for end_ns in ends]
-        for i, (at_ns, count) in enumerate(zip(ends, issued, strict=True)):
-            yield at_ns, "settle", self.step + i, self._after(grown[count - 1]), None
+        for i, pages in enumerate(self.settled_pages()):
+            yield self.end_ns[i], "settle", self.step + i, self._after(pages), None
 
     def _after(self, pages: int) -> tuple[Figures, ...]:
         nbytes = pages * self.page_nbytes

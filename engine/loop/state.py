@@ -128,13 +128,17 @@ class InFlight:
 
     def last_compute(self, ops: Iterable[Op], device: int) -> None:
         """The plan of these operations is in flight until its last launch ends."""
-        tail = None
+        tail: Compute | None = None
         for op in ops:
             if isinstance(op, Compute) and op.on == COMPUTE_LANE:
                 tail = op
         if tail is not None:
-            self.level[device] += 1
-            self._tails[tail] = None
+            self.add_tail(tail, device)
+
+    def add_tail(self, op: Compute, device: int) -> None:
+        """A plan is in flight until this launch ends."""
+        self.level[device] += 1
+        self._tails[op] = None
 
     def start(self, issued: IssuedOp) -> None:
         """An operation is in flight."""

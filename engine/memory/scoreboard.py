@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 from engine.contract.plan import COMPUTE_LANE, Copy, Lane, Op
@@ -174,15 +175,16 @@ class Scoreboard:
     ) -> None:
         """Stamps a launch that stands for `steps` equal ones, on the only lane that is busy.
 
-        The launch is open from now on, or ends before the books are read. Its places are entered
-        when a launch with other places follows, or when a mark is looked up.
+        The launch is open from now on, or ends before the books are read. A place is entered when a
+        launch without it follows, or when a mark is looked up.
         """
         assert self.has_one_lane and not self._journal, (
             "a run waits for no operation and is not watched"
         )
         self.stamp += steps
         if self._unentered is not None and writes[: len(self._unentered[1])] != self._unentered[1]:
-            self.catch_up()
+            before, places, stamp = self._unentered
+            self._enter(before, before.lane, (), _others(places, writes), stamp, stamp)
         self._unentered = (op, writes, self.stamp)
         if is_open:
             self._start(op, op.lane)
@@ -278,3 +280,13 @@ class Scoreboard:
                 users.discard(op)
                 if not users:
                     del self._left[place]
+
+
+def _others(places: tuple[Place, ...], writes: tuple[Place, ...]) -> list[Place]:
+    """The places that a launch does not write; those that it writes come in the same order."""
+    found: list[Place] = []
+    while places and writes[: len(places)] != places:
+        i = [*map(is_, places, writes), False].index(False)
+        found.append(places[i])
+        places, writes = places[i + 1 :], writes[i:]
+    return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -60,13 +61,31 @@ def read_plans(path: Path) -> tuple[LoggedPlan, ...]:
     is as it was written, so that its rows are looked at where they are played back alone.
     """
     try:
-        rows = read_table(path, ["step", "device", "returned", "body"]).to_pylist()
+        table = read_table(path)
+        names = [*table.column_names] if "grows" in table.column_names else COLUMNS_OF_VERSION_4
+        rows = table.select(names).to_pylist()
     except KeyError as error:
         raise ValueError(f"{path} lacks a column of a plan log ({error})") from error
     if not is_sealed(path.parent):
         for row in rows:
             _check_row(path, row)
-    return tuple(LoggedPlan(row["device"], tuple(row["returned"]), row["body"]) for row in rows)
+    return tuple(LoggedPlan(row["device"], tuple(row["returned"]), _whole(row)) for row in rows)
+
+
+COLUMNS_OF_VERSION_4 = ["step", "device", "returned", "body"]  # whose body holds all growth
+OPS = '{"ops":['  # a body begins so
+
+
+def _whole(row: Mapping[str, Any]) -> str:
+    return whole_body(row.get("grows", "[]"), row["body"])
+
+
+def whole_body(grows: str, body: str) -> str:
+    """The text of a plan, as `encode` has it, of its two parts in PLANS."""
+    if grows == "[]":
+        return body
+    rest = body[len(OPS) :]
+    return f"{OPS}{grows[1:-1]}{'' if rest.startswith(']') else ','}{rest}"
 
 
 def check_jobs(path: Path, log: Iterable[LoggedPlan], known: Container[int]) -> None:
@@ -93,7 +112,7 @@ def _check_row(path: Path, row: Mapping[str, Any]) -> None:
         if not isinstance(row["device"], int):
             raise TypeError(f"{row['device']!r} is no device")
         tuple(row["returned"])
-        _check_plan(decode(row["body"], _AnyJob()))
+        _check_plan(decode(_whole(row), _AnyJob()))
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(
@@ -143,50 +162,58 @@ WHOLE_TEXT = _text([*WHOLE])[1:]  # of a served slice, behind its job and tokens
 
 
 class PlanTexts:
-    """Texts of many plans, as `encode` has them: each place is written once."""
+    """Texts of many plans, in two parts as PLANS has them; each part of a plan is written once."""
 
     def __init__(self) -> None:
-        self._places: dict[int, tuple[Place, str]] = {}  # by object, which they keep
+        self._texts: dict[int, str] = {}  # by object: equal numbers may be of other types
+        self._kept: list[object] = []  # these objects
+        self._heads: dict[object, str] = {}
 
-    def plan(self, plan: Plan) -> str:
-        """The text of a plan."""
-        restart, refuse = ([job.job_id for job in jobs] for jobs in (plan.restart, plan.refuse))
-        ops = ",".join(map(self._op, plan.ops))
-        return f'{{"ops":[{ops}],"restart":{_text(restart)},"refuse":{_text(refuse)}}}'
+    def plan(self, plan: Plan) -> tuple[str, str]:
+        """The growth that a plan begins with, and all behind it."""
+        restart = _text([job.job_id for job in plan.restart])
+        refuse = _text([job.job_id for job in plan.refuse])
+        grows = [op for op in takewhile(_is_growth, plan.ops) if isinstance(op, Grow)]
+        ops = [self._launch(op) if isinstance(op, Compute) else self._new(op) for op in plan.ops]
+        body = ",".join(ops[len(grows) :])
+        return self.grows(grows), f'{OPS}{body}],"restart":{restart},"refuse":{refuse}}}'
 
-    def steps(
-        self, grows: Iterable[Iterable[Growing]], launches: Iterable[Compute]
-    ) -> Iterator[str]:
-        """Texts of plans that are growth and one launch each.
+    def grows(self, grows: Iterable[Growing]) -> str:
+        """What grows, in order."""
+        return self._list(grows)
 
-        Args:
-            grows: what grows in each plan, in order.
-            launches: the launch of each plan; one object for launches that are written alike.
-        """
-        before, tail = None, ""
-        for taken, launch in zip(grows, launches, strict=True):
-            if launch is not before:
-                before, tail = launch, f'{self._launch(launch)}],"restart":[],"refuse":[]}}'
-            yield f'{{"ops":[{"".join([f"{self._grow(op)}," for op in taken])}{tail}'
-
-    def _op(self, op: AnyOp) -> str:
-        if isinstance(op, Compute):
-            return self._launch(op)
-        return self._grow(op) if isinstance(op, Grow) else _text(_encode_op(op))
-
-    def _grow(self, op: Growing) -> str:
-        return f'["grow",{self._place(op.place)},{op.nbytes},0,0]'
+    def launch(self, op: Compute) -> str:
+        """The body of a plan that is growth and one launch."""
+        return f'{OPS}{self._launch(op)}],"restart":[],"refuse":[]}}'
 
     def _launch(self, op: Compute) -> str:
-        sides = (op.reads, op.writes, op.after) if op.after else (op.reads, op.writes)
-        parts = [map(_slice_text, op.slices), *(map(self._place, side) for side in sides)]
-        lists = ",".join([f"[{','.join(part)}]" for part in parts])
-        return f'["compute",{_text(op.device)},{_text(op.on)},{_text(op.again)},{lists}]'
+        key = (op.device, op.on, op.again)
+        if (head := self._heads.get(key)) is None:
+            head = self._heads[key] = _text(["compute", *key])[:-1]
+        after = f",{self._list(op.after)}" if op.after else ""
+        sides = f"{self._list(op.reads)},{self._list(op.writes)}{after}"
+        return f"{head},{self._list(op.slices)},{sides}]"
 
-    def _place(self, place: Place) -> str:
-        if (known := self._places.get(id(place))) is None:
-            known = self._places[id(place)] = (place, _text(_encode_place(place)))
-        return known[1]
+    def _list(self, items: Iterable[object]) -> str:
+        known = self._texts.get
+        return f"[{','.join([known(id(item)) or self._new(item) for item in items])}]"
+
+    def _new(self, item: Any) -> str:
+        if isinstance(item, Place):
+            text = _text(_encode_place(item))
+        elif isinstance(item, Slice):
+            text = _slice_text(item)
+        elif isinstance(item, Copy | Collective | Share | Free):
+            text = _text(_encode_op(item))
+        else:
+            text = f'["grow",{self._list([item.place])[1:-1]},{item.nbytes},0,0]'
+        self._texts[id(item)] = text
+        self._kept.append(item)
+        return text
+
+
+def _is_growth(op: AnyOp) -> bool:
+    return isinstance(op, Grow)
 
 
 def _slice_text(piece: Slice) -> str:

@@ -15,11 +15,12 @@ from engine.contract.executor import Launch, Meter, Piece, Pieces, Span
 from engine.contract.job import Job
 from engine.contract.plan import Copy, Plan
 from engine.contract.regions import Kind, Tier
-from engine.results.schema import Figures, write_tables
+from engine.results.schema import TABLES, Figures, TableFile, files_of, marked, values_of
 from engine.results.tables import (
+    ORDER,
+    Facts,
     LossOf,
     ManySteps,
-    MemoryRow,
     Outputs,
     PlanRow,
     Predict,
@@ -27,11 +28,9 @@ from engine.results.tables import (
     StepRow,
     Times,
     TrainedRow,
-    memory_table,
-    plans_table,
+    in_order,
     predicted,
     requests_table,
-    steps_table,
     table_of,
     training_row,
 )
@@ -89,6 +88,10 @@ class Deliveries:
         self._ids, self._now = ids, now
 
 
+STEPS = 1 << 14  # are recorded before their rows are written
+REQUESTS = 1 << 10  # of which a run has more are written before its end
+
+
 @dataclass(slots=True)
 class Outcome:
     """What happened to one request."""
@@ -103,11 +106,13 @@ class Outcome:
     cached_tokens: int = 0
     status: str = "unfinished"
     stretches: list[Stretch] = field(default_factory=list)  # never empty ones
+    written_tokens: int = 0  # once its row is written, which has their times
 
     @property
     def tokens(self) -> int:
         """Output tokens delivered."""
-        return sum([len(s) if s.end is None else s.end - s.first for s in self.stretches])
+        own = sum([len(s) if s.end is None else s.end - s.first for s in self.stretches])
+        return self.written_tokens + own
 
     @property
     def first_token_ns(self) -> int | None:
@@ -126,22 +131,38 @@ class Outcome:
 
 
 class Recorder:
-    """Facts only; every figure is derived later, in analysis/."""
+    """Facts only; every figure is derived later, in analysis/.
 
-    def __init__(self, meter: Meter | None = None) -> None:
+    Rows go into files while the run goes on where `stream` was called; the recorder then forgets
+    what it has written.
+    """
+
+    def __init__(self, meter: Meter | None = None, keeps_steps: bool = True) -> None:
+        """A recorder without facts.
+
+        Args:
+            meter: reads a machine's memory at every settle.
+            keeps_steps: whether steps, memory and plans are kept; else requests and training alone.
+        """
         self.outcomes: dict[int, Outcome] = {}
-        self._plans: list[PlanRow] = []
-        self._steps: list[StepRow] = []
-        self._memory: list[MemoryRow] = []
+        self._facts = Facts([], [], [], [])
+        self._keeps_steps = keeps_steps
         self._trained: list[TrainedRow] = []
         self._begun: dict[tuple[int, int], int] = {}  # training job and step -> first issue
-        self._runs: list[ManySteps] = []
         self._deliveries: dict[int, Deliveries] = {}  # by device
         self._returned: dict[int, list[int]] = defaultdict(list)  # by device
         self._unseen: set[int] = set()  # devices whose memory has come back; no row says so yet
         self._meter = meter
         self.predicted_bytes: Predict | None = None  # workspace, where a span says none
         self.predicted_peaks: PredictServed | None = None  # and of many launches that serve
+        self.ended_requests = 0
+        self._stream: RowStream | None = None
+        self._unwritten = 0  # steps, while rows are written
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether steps, memory and plans are kept."""
+        return self._keeps_steps
 
     @property
     def is_metered(self) -> bool:
@@ -160,13 +181,15 @@ class Recorder:
     @property
     def plans(self) -> list[PlanRow]:
         """All plans in issue order: step, device, time, jobs whose memory came back, plan."""
-        rows = chain(self._plans, *(run.plan_rows() for run in self._runs))
+        facts = self._facts
+        rows = chain(facts.plans, *(run.plan_rows() for run in facts.runs))
         return sorted(rows, key=lambda row: row[0])
 
     @property
     def steps(self) -> list[StepRow]:
         """All operations by end and step: step, issue, host time, span, launch."""
-        rows = [*self._steps, *chain(*(run.step_rows() for run in self._runs))]
+        facts = self._facts
+        rows = [*facts.steps, *chain(*(run.step_rows() for run in facts.runs))]
         found = [predicted(row, self.predicted_bytes) for row in rows]
         return sorted(found, key=lambda row: (row[3].end_ns, row[0]))
 
@@ -197,7 +220,10 @@ class Recorder:
     def issued(
         self, step: int, device: int, now_ns: int, plan: Plan, figures: Sequence[Figures]
     ) -> None:
-        self._plans.append((step, device, now_ns, self.take_returned(device), plan))
+        if self._keeps_steps:
+            returned = self.take_returned(device)
+            self._facts.plans.append((step, device, now_ns, returned, plan))
+            self._count(1, now_ns)
         for job in plan.restart:
             if job.job_id in self.outcomes:
                 self.outcomes[job.job_id].restarts += 1
@@ -210,14 +236,16 @@ class Recorder:
         """The jobs whose memory has come back after the last plan of a device."""
         return tuple(self._returned.pop(device, ()))
 
-    def ran(self, run: ManySteps) -> None:
+    def ran(self, run: ManySteps, now_ns: int) -> None:
         """Steps were issued at once."""
-        self._runs.append(run)
+        if self._keeps_steps:
+            self._count(len(run.issue_ns), now_ns)
+            self._facts.runs.append(run)
         self._unseen.discard(run.device)
 
-    def run_settled(self, run: ManySteps) -> None:
-        """The steps of a run that settle together have ended."""
-        for job_ids, times in run.tokens():
+    def run_settled(self, run: ManySteps, until: int) -> None:
+        """The steps of a run up to this one have ended."""
+        for job_ids, times in run.tokens(until):
             self._delivered(run.device, job_ids, times)
 
     def scheduled(self, job_id: int, now_ns: int) -> None:
@@ -251,7 +279,8 @@ class Recorder:
         launch: Launch,
         figures: Sequence[Figures],
     ) -> None:
-        self._steps.append((step, issue_ns, host_ns, span, launch))
+        if self._keeps_steps:
+            self._facts.steps.append((step, issue_ns, host_ns, span, launch))
         self._note(span.end_ns, "settle", step, figures)
 
     def delivered(self, device: int, pieces: Sequence[Piece], at_ns: int) -> None:
@@ -271,10 +300,12 @@ class Recorder:
         """A request left, `finished` or `refused`."""
         outcome = self.outcomes[job_id]
         outcome.finish_ns, outcome.status = now_ns, status
+        self.ended_requests += 1
 
     def _note(self, at_ns: int, cause: str, step: int, figures: Sequence[Figures]) -> None:
-        readings = self._meter.read() if self._meter and cause != "issue" else None
-        self._memory.append((at_ns, cause, step, figures, readings))
+        if self._keeps_steps:
+            readings = self._meter.read() if self._meter and cause != "issue" else None
+            self._facts.memory.append((at_ns, cause, step, figures, readings))
         if self._unseen:
             self._unseen.difference_update([device for (_, device), *_ in figures])
 
@@ -292,18 +323,122 @@ class Recorder:
             outputs: the generated ids of a request, by its number.
             loss_of: the loss of a training job's microbatch, by both numbers.
         """
-        predicted = (self.predicted_bytes, self.predicted_peaks)
+        facts = self._facts.tables(self.predicted_bytes, self.predicted_peaks)
         outcomes = [outcome for _, outcome in sorted(self.outcomes.items())]
-        return {
-            "requests": requests_table(outcomes, outputs),
-            "steps": steps_table(self._steps, self._runs, *predicted),
-            "memory": memory_table(self._memory, self._runs),
-            "plans": plans_table(self._plans, self._runs),
-            "training": table_of("training", [training_row(row, loss_of) for row in self._trained]),
-        }
+        found = {"requests": requests_table(outcomes, outputs)}
+        found |= facts if self._keeps_steps else {}
+        return found | {"training": self._training(loss_of)}
+
+    def _training(self, loss_of: LossOf | None) -> pa.Table:
+        return table_of("training", [training_row(row, loss_of) for row in self._trained])
 
     def write(
         self, folder: Path, outputs: Outputs | None = None, loss_of: LossOf | None = None
     ) -> None:
-        """Writes the tables into a folder, see `write_tables`."""
-        write_tables(folder, self.tables(outputs, loss_of))
+        """Writes the tables into a folder, see `files_of`; arguments as in `tables`."""
+        with files_of(folder, self.schemas) as files:
+            self.stream(files, ())
+            self.finish(outputs, loss_of)
+
+    @property
+    def schemas(self) -> dict[str, pa.Schema]:
+        """Of the tables that are kept, by name."""
+        names = [name for name in TABLES if self._keeps_steps or name not in ORDER]
+        return {name: marked(TABLES[name]) for name in names}
+
+    # ---- files
+    def stream(self, files: Mapping[str, TableFile], request_ids: Iterable[int]) -> None:
+        """Rows are written into these files from now on, and the rest of them by `finish`.
+
+        Args:
+            files: of all `schemas`.
+            request_ids: the requests that will come; those that are not told here are written last.
+        """
+        self._stream = RowStream(files, sorted(request_ids))
+
+    def _count(self, steps: int, now_ns: int) -> None:
+        """So many more steps are issued, all facts before which are known."""
+        self._unwritten += steps
+        if self._stream is not None and self._unwritten > STEPS:
+            self._unwritten = 0
+            runs = self._facts.runs
+            going_on = [run for run in runs if _last_ns(run) >= now_ns]
+            self._write_facts([run for run in runs if _last_ns(run) < now_ns], going_on, now_ns)
+            self._stream.write_requests(self.outcomes)
+
+    def _write_facts(self, ended: list[ManySteps], going_on: list[ManySteps], now_ns: int) -> None:
+        """Writes the facts of runs that have ended and of steps that were issued alone.
+
+        Rows behind the begin of a run that goes on, or behind now, wait for those before them.
+        """
+        assert self._stream is not None
+        plans, steps, memory, _ = self._facts
+        told = Facts(plans, steps, memory, ended)
+        self._facts = Facts([], [], [], going_on)
+        bound_ns = min([now_ns, *(run.issue_ns[0] for run in going_on)])
+        first = min([run.step for run in going_on], default=NEVER)
+        tables = told.tables(self.predicted_bytes, self.predicted_peaks)
+        self._stream.write(tables, {"steps": bound_ns, "memory": bound_ns, "plans": first})
+
+    def finish(self, outputs: Outputs | None = None, loss_of: LossOf | None = None) -> None:
+        """The run is over: all rows that are left are written. Arguments as in `tables`."""
+        assert self._stream is not None, "rows have files to go to"
+        if self._keeps_steps:
+            self._write_facts(self._facts.runs, [], NEVER)
+        self._stream.finish(self.outcomes, outputs, self._training(loss_of))
+
+
+NEVER = (1 << 63) - 1
+
+
+def _last_ns(run: ManySteps) -> int:
+    """The last moment of a run of which there is a row."""
+    return max(run.issue_ns[-1], run.end_ns[run.settled - 1] if run.settled else 0)
+
+
+class RowStream:
+    """Rows on their way into the files of a run, each once no row before it can come."""
+
+    def __init__(self, files: Mapping[str, TableFile], request_ids: list[int]) -> None:
+        self._files, self._ids = files, request_ids
+        self._written = 0  # of these requests
+        self._waiting: dict[str, pa.Table] = {}
+
+    def write(self, tables: Mapping[str, pa.Table], bounds: Mapping[str, int]) -> None:
+        """Writes rows below the bound of their table, by its first order; the others wait."""
+        for name, table in tables.items():
+            rest = self._waiting.get(name)
+            if rest is not None and rest.num_rows:
+                table = in_order(name, pa.concat_tables([rest, table]))
+            keys, _ = values_of(table[ORDER[name][0]])
+            count = int(keys.searchsorted(bounds[name]))
+            self._files[name].add(table.slice(0, count))
+            self._waiting[name] = table.slice(count)
+
+    def write_requests(self, outcomes: Mapping[int, Outcome]) -> None:
+        """Writes the requests that have ended, up to the first that has not, in a simulation."""
+        done, ids = list[Outcome](), self._ids
+        while (at := self._written + len(done)) < len(ids):
+            outcome = outcomes.get(ids[at])
+            if outcome is None or outcome.finish_ns is None:
+                break
+            done.append(outcome)
+        if len(done) >= REQUESTS:
+            self._add_requests(done, None)
+            self._written += len(done)
+
+    def finish(
+        self, outcomes: Mapping[int, Outcome], outputs: Outputs | None, training: pa.Table
+    ) -> None:
+        """Writes the requests that are left, and what was trained."""
+        written = {*self._ids[: self._written]}
+        rest = [outcome for i, outcome in sorted(outcomes.items()) if i not in written]
+        self._add_requests(rest, outputs)
+        self._files["training"].add(training)
+
+    def _add_requests(self, outcomes: list[Outcome], outputs: Outputs | None) -> None:
+        for begin in range(0, len(outcomes), REQUESTS):
+            part = outcomes[begin : begin + REQUESTS]
+            self._files["requests"].add(requests_table(part, outputs))
+        for outcome in outcomes:
+            outcome.written_tokens, outcome.stretches = outcome.tokens, []

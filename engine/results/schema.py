@@ -1,16 +1,30 @@
-"""The schema of all results, one for every backend, and how a table of it is read back."""
+"""The schema of all results, one for every backend; how its tables are written and read back.
+
+Tables are written in groups of rows, while a run goes on or at its end: the file is equal to the
+byte either way. Columns are made from numpy and read as numpy here without pandas, which pyarrow
+imports for its own conversions and which takes longer to load than a small run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain, takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from engine.contract.regions import Pool
-from traces.files import atomically, checked_bytes, checked_text, seal
+from traces.files import atomically, checked_bytes, checked_text, naming, seal
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
 class Figures(NamedTuple):
@@ -37,9 +51,11 @@ class Figures(NamedTuple):
         )
 
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5  # 5: plans name their growth beside their body
 
 I64, I32, TEXT, F64 = pa.int64(), pa.int32(), pa.string(), pa.float64()
+NUMPY = {I64: np.int64, I32: np.int32, F64: np.float64}
+TEXTS = pa.dictionary(I32, TEXT)  # each text is written once for all rows of a group that hold it
 
 # One row per request. Times are on the run's clock; null where it did not happen.
 REQUESTS = pa.schema(
@@ -112,14 +128,16 @@ MEMORY = pa.schema(
     ]
 )
 
-# One row per plan, in issue order: enough to play it back.
+# One row per plan, in issue order: enough to play it back. Plans that follow each other are often
+# alike but for what grows before their first other operation; they share a body.
 PLANS = pa.schema(
     [
         ("step", I64),
         ("device", I32),
         ("at_ns", I64),
         ("returned", pa.list_(I64)),  # jobs whose memory came back since its device's plan before
-        ("body", TEXT),  # JSON, see engine/results/plan_log.py
+        ("grows", TEXT),  # JSON list: the growth that a plan begins with
+        ("body", TEXTS),  # JSON: all behind it, see engine/results/plan_log.py
     ]
 )
 
@@ -144,15 +162,208 @@ TABLES = {
 }
 
 
+# ---- columns from numpy
+def numbers(values: npt.ArrayLike, kind: pa.DataType, known: Mask | None = None) -> pa.Array:
+    """Numbers of a type; null where `known` is false."""
+    array = np.ascontiguousarray(values, NUMPY[kind])
+    bits = None if known is None or known.all() else np.packbits(known, bitorder="little")
+    parts = [None if bits is None else pa.py_buffer(bits), pa.py_buffer(array)]
+    return pa.Array.from_buffers(kind, len(array), parts)
+
+
+def texts(values: Sequence[str]) -> pa.Array:
+    """Texts. ArrowInvalid beyond 2 GiB."""
+    joined = "".join(values)
+    data = joined.encode()
+    is_ascii = len(data) == len(joined)
+    sizes = [len(value if is_ascii else value.encode()) for value in values]
+    offsets = starts_of(np.array(sizes, np.int64))
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise pa.ArrowInvalid("texts of a group of rows are longer than 2 GiB")
+    parts = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(data)]
+    return pa.Array.from_buffers(TEXT, len(values), parts)
+
+
+def shared_texts(values: Sequence[str], chosen: npt.ArrayLike, known: Mask | None = None) -> Any:
+    """The text of each row, by its place among the texts: a column of type TEXTS."""
+    return pa.DictionaryArray.from_arrays(numbers(chosen, I32, known), texts(values))
+
+
+def lists(starts: Ints, values: npt.ArrayLike, kind: pa.DataType) -> pa.Array:
+    """Lists of numbers: where each begins among all numbers, and the end of the last."""
+    return pa.ListArray.from_arrays(numbers(starts, I32), numbers(values, kind.value_type))
+
+
+def column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """Values of any kind of column of TABLES; null where None."""
+    known = np.fromiter((value is not None for value in values), bool, len(values))
+    if kind in (TEXT, TEXTS):
+        names = {name: i for i, name in enumerate(dict.fromkeys(values)) if name is not None}
+        places = {name: i for i, name in enumerate(names)}
+        found = shared_texts([*names], [places.get(value, 0) for value in values], known)
+        return found if kind == TEXTS else found.dictionary_decode()
+    if not pa.types.is_list(kind):
+        return numbers([0 if value is None else value for value in values], kind, known)
+    sizes = np.fromiter((len(value or ()) for value in values), np.int64, len(values))
+    flat = numbers(list(chain.from_iterable(filter(None, values))), kind.value_type)
+    mask = None if known.all() else numbers(~known, I32).cast(pa.bool_())
+    return pa.ListArray.from_arrays(numbers(starts_of(sizes), I32), flat, mask=mask)
+
+
+def starts_of(counts: Ints) -> Ints:
+    """Where each of consecutive groups begins, and behind them the end of all."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def rows_at(table: pa.Table, rows: Ints) -> pa.Table:
+    """Some rows of a table, in this order."""
+    return pc.take(table, numbers(rows, I64))
+
+
+def values_of(column: pa.ChunkedArray) -> tuple[npt.NDArray[Any], Mask]:
+    """Numbers of a column, any number where it is null; and where it is known."""
+    parts = [_values_of(chunk) for chunk in column.chunks if len(chunk)]
+    if len(parts) == 1:
+        return parts[0]
+    values = [np.empty(0, NUMPY[column.type]), *(values for values, _ in parts)]
+    return np.concatenate(values), np.concatenate([np.empty(0, bool), *(k for _, k in parts)])
+
+
+def _values_of(array: pa.Array) -> tuple[npt.NDArray[Any], Mask]:
+    bits, data = array.buffers()
+    begin, end = array.offset, array.offset + len(array)
+    found = np.frombuffer(data, NUMPY[array.type])[begin:end]
+    if bits is None:
+        return found, np.ones(len(found), bool)
+    known = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[begin:end]
+    return found, known.astype(bool)
+
+
+# ---- written
+GROUP = {"requests": 1 << 13, "memory": 1 << 16}  # rows of a group
+OTHER_GROUP = 1 << 14
+DICTIONARY_BYTES = 1 << 30  # of a column of texts; by Parquet's default 1 MiB each is written anew
+
+
+class TableFile:
+    """A table on its way to disk, in groups of rows.
+
+    The file is equal to the byte, in whichever parts its rows come. OSError names the path.
+    """
+
+    def __init__(self, path: Path, aside: Path, schema: pa.Schema) -> None:
+        """Opens the file.
+
+        Args:
+            path: what is named in errors.
+            aside: where it is written.
+            schema: of the table.
+        """
+        self._path, self._rest = path, pa.Table.from_batches([], schema)
+        self._rows = GROUP.get(path.stem, OTHER_GROUP)
+        with naming(path):
+            self._writer = pq.ParquetWriter(
+                aside, schema, compression="zstd", dictionary_pagesize_limit=DICTIONARY_BYTES
+            )
+
+    def add(self, rows: pa.Table) -> None:
+        """The next rows."""
+        table = pa.concat_tables([self._rest, rows]) if self._rest.num_rows else rows
+        begin = 0
+        while table.num_rows - begin >= self._rows:
+            self._write(table.slice(begin, self._rows))
+            begin += self._rows
+        self._rest = table.slice(begin)
+
+    def close(self) -> None:
+        """Writes the rows that are left."""
+        if self._rest.num_rows:
+            self._write(self._rest)
+        with naming(self._path):
+            self._writer.close()
+
+    def drop(self) -> None:
+        """Gives up a file that will not be whole."""
+        if self._writer.is_open:
+            self._writer.close()
+
+    def _write(self, group: pa.Table) -> None:
+        with naming(self._path):
+            self._writer.write_table(compact(group), row_group_size=group.num_rows)
+
+
+def compact(table: pa.Table) -> pa.Table:
+    """The rows as one chunk; a column of TEXTS holds each text once, in order of appearance."""
+    for i, field in enumerate(table.schema):
+        if field.type == TEXTS:
+            names: dict[str, int] = {}
+            chosen = [_renumbered(part, names) for part in table.column(i).chunks]
+            own = shared_texts([*names], np.concatenate([*chosen, np.empty(0, np.int32)]))
+            table = table.set_column(i, field, own)
+    return table.combine_chunks()
+
+
+def _renumbered(part: pa.DictionaryArray, names: dict[str, int]) -> npt.NDArray[Any]:
+    """The places of a part's texts among all names, to which it adds its own."""
+    chosen, _ = values_of(pa.chunked_array([part.indices]))
+    used, first = np.unique(chosen, return_index=True)
+    kept = used[np.argsort(first)]
+    found = np.zeros(len(part.dictionary), np.int32)
+    own = rows_at(part.dictionary, kept).to_pylist()
+    found[kept] = [names.setdefault(name, len(names)) for name in own]
+    places: npt.NDArray[Any] = found[chosen]
+    return places
+
+
+@contextmanager
+def files_of(folder: Path, schemas: Mapping[str, pa.Schema]) -> Iterator[dict[str, TableFile]]:
+    """Opens NAME.parquet for each schema: written whole or not at all, with their hashes.
+
+    The block adds rows. OSError names the file, also where the disk is full.
+    """
+    with ExitStack() as stack:
+        files = {}
+        for name, schema in schemas.items():
+            path = folder / f"{name}.parquet"
+            file = TableFile(path, stack.enter_context(atomically(path)), schema)
+            files[name] = file
+            stack.callback(file.drop)
+        yield files
+        for file in files.values():
+            file.close()
+    seal(folder, *(f"{name}.parquet" for name in schemas))
+
+
+def marked(schema: pa.Schema) -> pa.Schema:
+    """A schema that tells its version."""
+    return schema.with_metadata({"schema_version": str(SCHEMA_VERSION)})
+
+
 def write_tables(folder: Path, tables: Mapping[str, pa.Table]) -> None:
     """Writes NAME.parquet for each table, whole or not at all, and keeps their hashes.
 
     OSError names the file, also where the disk is full.
     """
-    for name, table in tables.items():
-        with atomically(folder / f"{name}.parquet") as aside:
-            pq.write_table(table, aside, compression="zstd")
-    seal(folder, *(f"{name}.parquet" for name in tables))
+    with files_of(folder, {name: table.schema for name, table in tables.items()}) as files:
+        for name, table in tables.items():
+            files[name].add(table)
+
+
+# ---- read
+def of_version_4(name: str, table: pa.Table) -> pa.Table:
+    """A table of version 4, which had all growth of a plan in its body, as one of today."""
+    if name != "plans":
+        return table
+    grows, bodies = list[str](), list[str]()
+    for text in table["body"].to_pylist():
+        body = json.loads(text)
+        first = [*takewhile(lambda op: op[0] == "grow", body["ops"])]
+        grows.append(json.dumps(first, separators=(",", ":")))
+        rest = body | {"ops": body["ops"][len(first) :]}
+        bodies.append(json.dumps(rest, separators=(",", ":")))
+    place = table.column_names.index("body")
+    table = table.set_column(place, PLANS.field("body"), column(bodies, TEXTS))
+    return table.add_column(place, PLANS.field("grows"), column(grows, TEXT))
 
 
 def read_text(path: Path) -> str:

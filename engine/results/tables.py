@@ -8,24 +8,36 @@ column in numpy.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from engine.contract.executor import Launch, Pieces, Reading, ServedLaunches, Span
 from engine.contract.plan import Collective, Compute, Copy, Op, Plan
 from engine.contract.regions import Kind, Pool
 from engine.results.plan_log import PlanTexts
-from engine.results.schema import SCHEMA_VERSION, TABLES, Figures
+from engine.results.schema import (
+    TABLES,
+    Figures,
+    Ints,
+    column,
+    compact,
+    lists,
+    marked,
+    numbers,
+    rows_at,
+    shared_texts,
+    starts_of,
+    texts,
+    values_of,
+)
 from traces.serving.request import Request
 
 Times: TypeAlias = "array[int]"  # of int64: one object, whatever its length
-Ints: TypeAlias = npt.NDArray[np.int64]
 
 PlanRow = tuple[int, int, int, tuple[int, ...], Plan]
 StepRow = tuple[int, int, int, Span, Launch]
@@ -76,6 +88,7 @@ class EqualSteps(Protocol):
     steps: int
     op: Compute
     pieces: Pieces  # of the first step
+    host_ns: int  # of each step
 
 
 class ManySteps(Protocol):
@@ -91,8 +104,7 @@ class ManySteps(Protocol):
     issue_ns: Times
     start_ns: Times
     end_ns: Times
-    host_ns: int
-    settled: int  # steps that settle together; the others have rows of their own
+    settled: int  # steps that have no rows of their own; the others settle by themselves
     figures: tuple[Figures, ...]  # before the first step
     grown: Times  # KV pages taken up to and with each step
     page_nbytes: int
@@ -101,8 +113,11 @@ class ManySteps(Protocol):
     def segments(self) -> Sequence[EqualSteps]:
         """All steps, in order."""
 
-    def tokens(self) -> list[tuple[tuple[int, ...], Times]]:
-        """Requests that got tokens, and when."""
+    def settled_pages(self) -> Times:
+        """As `grown`, where each step settles: by then later steps are issued."""
+
+    def tokens(self, until: int) -> list[tuple[tuple[int, ...], Times]]:
+        """Requests that got tokens in the steps up to this one that are not told, and when."""
 
     def launch_at(self, step: int) -> Launch:
         """The launch of a step."""
@@ -129,13 +144,16 @@ def table_of(name: str, rows: Sequence[Sequence[Any]]) -> pa.Table:
 
 
 def _table(name: str, columns: Iterable[Any]) -> pa.Table:
-    """Columns in the order of a schema, as arrays of Arrow or what they are made of."""
-    schema = TABLES[name].with_metadata({"schema_version": str(SCHEMA_VERSION)})
+    """Columns in the order of a schema: arrays of Arrow or of numpy, or values, None where null."""
     arrays = [
-        column if isinstance(column, pa.Array) else pa.array(column, field.type)
-        for column, field in zip(columns, schema, strict=True)
+        found
+        if isinstance(found, pa.Array)
+        else numbers(found, field.type)
+        if isinstance(found, np.ndarray)
+        else column(found, field.type)
+        for found, field in zip(columns, TABLES[name], strict=True)
     ]
-    return pa.Table.from_arrays(arrays, schema=schema)
+    return pa.Table.from_arrays(arrays, schema=marked(TABLES[name]))
 
 
 def memory_row(row: MemoryRow, figures: Figures) -> tuple[Any, ...]:
@@ -232,29 +250,53 @@ def _joined(parts: Iterable[Times]) -> Ints:
     return np.frombuffer(found, np.int64) if found else np.empty(0, np.int64)
 
 
-def _starts(counts: Ints) -> Ints:
-    """Where each of consecutive groups begins, and behind them the end of all."""
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-
-
 def _within(counts: Ints) -> Ints:
     """0, 1, 2, ... within each of consecutive groups."""
-    return np.arange(counts.sum()) - np.repeat(_starts(counts)[:-1], counts)
+    return np.arange(counts.sum()) - np.repeat(starts_of(counts)[:-1], counts)
 
 
-def _lists(starts: Ints, values: npt.NDArray[Any], kind: pa.DataType) -> pa.Array:
-    return pa.ListArray.from_arrays(pa.array(starts, pa.int32()), pa.array(values, kind.value_type))
-
-
-def _named(names: Sequence[str], numbers: Ints) -> pa.Array:
+def _named(names: Sequence[str], chosen: Ints) -> pa.Array:
     """Names by their numbers."""
-    return pa.array(names, pa.string()).take(pa.array(numbers))
+    return shared_texts(names, chosen).dictionary_decode()
 
 
-def _sorted(table: pa.Table, *keys: Ints) -> pa.Table:
-    """Rows by the last key, then by those before it; rows of equal keys keep their order."""
-    order = np.lexsort(keys)
-    return table if (order[1:] > order[:-1]).all() else table.take(pa.array(order))
+# A table's rows are ordered by these columns; where they are equal, as the facts were told.
+ORDER = {"steps": ("end_ns", "step"), "memory": ("at_ns", "cause", "step"), "plans": ("step",)}
+
+
+def in_order(name: str, table: pa.Table) -> pa.Table:
+    """The rows of a table by ORDER."""
+    order = np.lexsort([_key(table[column]) for column in reversed(ORDER[name])])
+    return table if (order[1:] > order[:-1]).all() else rows_at(table, order)
+
+
+def _key(column: pa.ChunkedArray) -> Ints:
+    """Numbers by which a column orders rows; causes by their order at one moment."""
+    if column.type != pa.string():
+        return values_of(column)[0]
+    parts = pc.dictionary_encode(column).chunks
+    ranks = [_ints([CAUSES[name] for name in part.dictionary.to_pylist()]) for part in parts]
+    chosen = [values_of(pa.chunked_array([part.indices]))[0] for part in parts]
+    return np.concatenate([_ints(()), *(r[c] for r, c in zip(ranks, chosen, strict=True))])
+
+
+class Facts(NamedTuple):
+    """Facts of plans and operations, in the order in which they were told."""
+
+    plans: list[PlanRow]
+    steps: list[StepRow]
+    memory: list[MemoryRow]
+    runs: list[ManySteps]
+
+    def tables(
+        self, predict: Predict | None, predict_served: PredictServed | None
+    ) -> dict[str, pa.Table]:
+        """Their tables, see `steps_table`."""
+        return {
+            "steps": steps_table(self.steps, self.runs, predict, predict_served),
+            "memory": memory_table(self.memory, self.runs),
+            "plans": plans_table(self.plans, self.runs),
+        }
 
 
 def requests_table(outcomes: Sequence[RequestFacts], outputs: Outputs | None) -> pa.Table:
@@ -279,7 +321,7 @@ def requests_table(outcomes: Sequence[RequestFacts], outputs: Outputs | None) ->
         [outcome.swaps for outcome in outcomes],
         [outcome.cached_tokens for outcome in outcomes],
         [outcome.status for outcome in outcomes],
-        _lists(_starts(counts), np.concatenate([*times, np.empty(0, np.int64)]), TOKEN_TIMES),
+        lists(starts_of(counts), np.concatenate([*times, np.empty(0, np.int64)]), TOKEN_TIMES),
         ids,
     ]
     return _table("requests", columns)
@@ -287,6 +329,7 @@ def requests_table(outcomes: Sequence[RequestFacts], outputs: Outputs | None) ->
 
 TOKEN_TIMES = TABLES["requests"].field("token_ns").type
 JOBS, TOKENS = (TABLES["steps"].field(name).type for name in ("jobs", "tokens"))
+RETURNED = TABLES["plans"].field("returned").type
 
 
 class _Launches(NamedTuple):
@@ -329,9 +372,8 @@ def steps_table(
             _served(found, predict, predict_served),
         ]
     )
-    place = np.concatenate([_ints(others), found.place])
-    step, end_ns = (table[name].to_numpy() for name in ("step", "end_ns"))
-    return _sorted(table, place, step, end_ns)
+    told = np.argsort(np.concatenate([_ints(others), found.place]))
+    return in_order("steps", rows_at(table, told) if others else table)
 
 
 def predicted(row: StepRow, predict: Predict | None) -> StepRow:
@@ -358,12 +400,14 @@ def _launches(
     own = [rows[i] for i in served]
     pieces = [row[-1].pieces for row in own]
     lanes, counts = [row[3].op.lane for row in own], [1] * len(own)
+    hosts = [row[2] for row in own]
     for run in runs:
         for part in run.segments:
             if (count := min(part.steps, run.settled - part.first)) > 0:
                 pieces.append(part.pieces)
                 lanes.append(part.op.lane)
                 counts.append(count)
+                hosts.append(part.host_ns)
     settled = _ints([run.settled for run in runs])
     spans = [row[3] for row in own]
     each = np.repeat(np.arange(len(runs)), settled)
@@ -384,7 +428,7 @@ def _launches(
         column([row[1] for row in own], _joined([r.issue_ns[: r.settled] for r in runs])),
         column([span.start_ns for span in spans], _joined([r.start_ns[: r.settled] for r in runs])),
         column([span.end_ns for span in spans], _joined([r.end_ns[: r.settled] for r in runs])),
-        column([row[2] for row in own], np.repeat(_ints([r.host_ns for r in runs]), settled)),
+        np.repeat(_ints(hosts), counts),
         column(served, len(rows) + np.arange(settled.sum())),
         [span.peak_bytes for span in spans],
         launch,
@@ -404,8 +448,8 @@ def _served(
     sizes = _ints(map(len, pieces))  # slices of each group
     rows = np.repeat(np.arange(len(counts)), counts)  # the group of each row
     row_sizes, behind = sizes[rows], _within(counts)
-    starts = _starts(row_sizes)
-    at = np.repeat(_starts(sizes)[:-1][rows], row_sizes) + _within(row_sizes)
+    starts = starts_of(row_sizes)
+    at = np.repeat(starts_of(sizes)[:-1][rows], row_sizes) + _within(row_sizes)
     tokens = _ints(chain.from_iterable([p.tokens for p in pieces]))[at]
     contexts = _ints(chain.from_iterable([p.contexts for p in pieces]))[at]
     contexts += tokens * np.repeat(behind, row_sizes)
@@ -425,16 +469,16 @@ def _served(
         found.start_ns,
         found.end_ns,
         found.host_ns,
-        pa.repeat(SERVE, num_rows),
+        _named([SERVE], np.zeros(num_rows, np.int64)),
         pa.nulls(num_rows, pa.int32()),
         total - decodes,
         decodes,
         samples,
         np.zeros(num_rows, np.int64),
         _peaks(found, ServedLaunches(tokens, contexts, starts, samples), predict, predict_served),
-        _lists(starts, _ints(chain.from_iterable([p.job_ids for p in pieces]))[at], JOBS),
-        _lists(starts, tokens, TOKENS),
-        _lists(starts, contexts, TOKENS),
+        lists(starts, _ints(chain.from_iterable([p.job_ids for p in pieces]))[at], JOBS),
+        lists(starts, tokens, TOKENS),
+        lists(starts, contexts, TOKENS),
     ]
     return _table("steps", columns)
 
@@ -454,11 +498,11 @@ def _peaks(
         if known:
             rows, values = zip(*known, strict=True)
             guesses[list(rows)] = values
-        return pa.array(guesses, pa.int64())
+        return numbers(guesses, pa.int64())
     if predict is not None:
         for i in [i for i, nbytes in enumerate(measured) if nbytes is None]:
             measured[i] = predict(found.launches(i))
-    return pa.array(measured, pa.int64())
+    return column(measured, pa.int64())
 
 
 CAUSES = {cause: number for number, cause in enumerate(ROW_ORDER)}
@@ -467,18 +511,11 @@ CAUSES = {cause: number for number, cause in enumerate(ROW_ORDER)}
 def memory_table(rows: Sequence[MemoryRow], runs: Sequence[ManySteps]) -> pa.Table:
     """MEMORY by time; at one moment settle, return and issue rows in this order, then by step."""
     alone = table_of("memory", [memory_row(row, figures) for row in rows for figures in row[3]])
-    pools = _ints([len(row[3]) for row in rows])
-    cause = np.repeat(_ints([CAUSES[row[1]] for row in rows]), pools)
-    table = alone
-    if runs:
-        grown, of_runs = _grown(runs)
-        table, cause = pa.concat_tables([alone, grown]), np.concatenate([cause, of_runs])
-    at_ns, step = (table[name].to_numpy() for name in ("at_ns", "step"))
-    return _sorted(table, step, cause, at_ns)
+    return in_order("memory", pa.concat_tables([alone, _grown(runs)]) if runs else alone)
 
 
-def _grown(runs: Sequence[ManySteps]) -> tuple[pa.Table, Ints]:
-    """Rows of runs, and the number of the cause of each.
+def _grown(runs: Sequence[ManySteps]) -> pa.Table:
+    """Rows of runs.
 
     There is a row at each issue, and at each settle after all that was issued before it.
     """
@@ -486,7 +523,7 @@ def _grown(runs: Sequence[ManySteps]) -> tuple[pa.Table, Ints]:
     events = issues + settles
     is_issue = _within(events) < np.repeat(issues, events)
     at_ns = _joined(chain.from_iterable([(r.issue_ns, r.end_ns[: r.settled]) for r in runs]))
-    pages = _joined(chain.from_iterable([(r.grown, _settled_pages(r)) for r in runs]))
+    pages = _joined(chain.from_iterable([(r.grown, r.settled_pages()) for r in runs]))
     step = np.repeat(_ints([r.step for r in runs]), events) + _within(events)
     step -= np.where(is_issue, 0, np.repeat(issues, events))
 
@@ -494,7 +531,7 @@ def _grown(runs: Sequence[ManySteps]) -> tuple[pa.Table, Ints]:
     pools = _ints([len(r.figures) for r in runs])
     row_pools = np.repeat(pools, events)  # of each event
     event = np.repeat(np.arange(len(at_ns)), row_pools)
-    at = np.repeat(np.repeat(_starts(pools)[:-1], events), row_pools) + _within(row_pools)
+    at = np.repeat(np.repeat(starts_of(pools)[:-1], events), row_pools) + _within(row_pools)
     is_grown = _ints([f.pool == r.pool for r in runs for f in r.figures])
     page_nbytes = np.repeat(_ints([r.page_nbytes for r in runs]), pools)
     taken = pages[event] * is_grown[at]
@@ -523,34 +560,34 @@ def _grown(runs: Sequence[ManySteps]) -> tuple[pa.Table, Ints]:
         unknown,
         unknown,
     ]
-    return _table("memory", columns), cause
-
-
-def _settled_pages(run: ManySteps) -> Times:
-    """Pages that are taken when each step settles: those of all steps issued before."""
-    grown, issue_ns = run.grown, run.issue_ns
-    return array("q", [grown[bisect_left(issue_ns, ns) - 1] for ns in run.end_ns[: run.settled]])
+    return _table("memory", columns)
 
 
 def plans_table(rows: Sequence[PlanRow], runs: Sequence[ManySteps]) -> pa.Table:
     """PLANS in the order of their steps."""
-    texts = PlanTexts()
-    step, device, at_ns, returned, body = (list[Any]() for _ in range(5))
-    for number, own_device, own_ns, back, plan in rows:
-        step.append(number)
-        device.append(own_device)
-        at_ns.append(own_ns)
-        returned.append(list(back))
-        body.append(texts.plan(plan))
-    for run in runs:
-        count = len(run.issue_ns)
-        step += range(run.step, run.step + count)
-        device += [run.device] * count
-        at_ns += run.issue_ns
-        returned += [list(run.returned), *([[]] * (count - 1))]
-    grows = chain.from_iterable([run.grows() for run in runs])
-    parts = chain.from_iterable([run.segments for run in runs])
-    body += texts.steps(grows, chain.from_iterable([[part.op] * part.steps for part in parts]))
-    columns = [step, device, at_ns, returned, body]
-    order = sorted(range(len(step)), key=step.__getitem__)  # Arrow takes no texts beyond 2 GiB
-    return _table("plans", [[column[i] for i in order] for column in columns])
+    plans, bodies = PlanTexts(), dict[str, int]()
+    alone = [plans.plan(row[-1]) for row in rows]
+    counts = _ints([len(run.issue_ns) for run in runs])
+    step = np.repeat(_ints([run.step for run in runs]), counts) + _within(counts)
+    step = np.concatenate([_ints([row[0] for row in rows]), step])
+    device = np.repeat(_ints([run.device for run in runs]), counts)
+    device = np.concatenate([_ints([row[1] for row in rows]), device])
+    at_ns = np.concatenate([_ints([row[2] for row in rows]), _joined([r.issue_ns for r in runs])])
+    back = np.zeros(len(step), np.int64)  # jobs in each list
+    back[: len(rows)] = _ints([len(row[3]) for row in rows])
+    back[len(rows) + starts_of(counts)[:-1]] = _ints([len(run.returned) for run in runs])
+    returned = _ints(chain(*[row[3] for row in rows], *[run.returned for run in runs]))
+    grows = [plans.grows(taken) for run in runs for taken in run.grows()]
+    launches = [plans.launch(part.op) for run in runs for part in run.segments]
+    chosen = [bodies.setdefault(text, len(bodies)) for text in launches]
+    steps = _ints([part.steps for run in runs for part in run.segments])
+    own = [bodies.setdefault(body, len(bodies)) for _, body in alone]
+    columns = [
+        step,
+        device,
+        at_ns,
+        lists(starts_of(back), returned, RETURNED),
+        texts([*(text for text, _ in alone), *grows]),
+        shared_texts([*bodies], np.concatenate([_ints(own), np.repeat(_ints(chosen), steps)])),
+    ]
+    return compact(in_order("plans", _table("plans", columns)))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from analysis.run import Run
 from analysis.training import training_steps, training_summary
-from analysis.usage import fullest, lane_shares, pools
+from analysis.usage import lane_shares, pool_uses
 from engine.contract.regions import Tier
 from engine.loop.state import VirtualClock
 from engine.results.recorder import Recorder
@@ -72,11 +72,16 @@ class PlannedRun:
 
     def peak_bytes(self, pool: str) -> dict[str, int]:
         """What lies in a pool such as gpu:0 when it is fullest, by part; `used` is the sum."""
-        return fullest(pools(self.run)[pool])
+        return _fullest(self.run, pool)
 
     def most_bytes(self, pool: str) -> int:
         """The peak of a pool, or its peak with slower copies to the host, if that is higher."""
-        return max(fullest(pools(run)[pool])["used"] for run in (self.run, self.slower_copies))
+        return max(_fullest(run, pool)["used"] for run in (self.run, self.slower_copies))
+
+
+def _fullest(run: Run, pool: str) -> dict[str, int]:
+    tier, _, device = pool.partition(":")
+    return pool_uses(run)[tier, int(device)].fullest
 
 
 def plan_run(point: ComposedConfig, num_layers: int | None = None) -> PlannedRun:

@@ -88,6 +88,7 @@ CODE = tuple(name for name in PACKAGES if name not in ("analysis", "conf"))
 # Modules of analysis that make metrics.json; the choices of conf are in the configuration.
 MEASURES = (
     "classes.py",
+    "columns.py",
     "distance.py",
     "metric_names.py",
     "metrics.py",

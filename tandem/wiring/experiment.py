@@ -13,6 +13,7 @@ from engine.contract.plan import Compute
 from engine.contract.regions import Place
 from engine.loop.engine import Engine
 from engine.results.recorder import Recorder
+from engine.results.schema import files_of
 from sim.cost.contract import PolicyCost
 from tandem.cli.terminal import progress_bar
 from tandem.compiled import form
@@ -82,15 +83,21 @@ def replay(
     before = backend.probe()
     write_status(folder, RUNNING)
     shown = progress_bar(engine, run_spec.work, shows_progress)
-    with no_full_collections(begins_with_one=backend.meter is not None), shown:
-        engine.replay(run_spec.work)
-    drift = drift_of(before, backend.probe())
-    engine.recorder.write(folder, backend.outputs, backend.loss_of)
-    notes: dict[str, Any] = {"plans": engine.steps, "questions": engine.asked}
+    recorder, is_measured = engine.recorder, backend.machine is not None
+    with files_of(folder, recorder.schemas) as files:
+        if not is_measured:  # writing takes time, which a clock would count
+            recorder.stream(files, [request.request_id for request in run_spec.requests])
+        with no_full_collections(begins_with_one=backend.meter is not None), shown:
+            engine.replay(run_spec.work)
+        notes: dict[str, Any] = drift_of(before, backend.probe())
+        if backend.fresh is not None:  # a simulation's rows are predictions themselves
+            notes["workspace"] = _sampled(recorder, run_spec)
+        if is_measured:
+            recorder.stream(files, ())
+        recorder.finish(backend.outputs, backend.loss_of)
+    notes |= {"plans": engine.steps, "questions": engine.asked}
     notes["cost_extrapolated"] = dict(run_spec.cost.extrapolated)
-    if backend.fresh is not None:  # a simulation's rows are predictions themselves
-        notes["workspace"] = _sampled(engine.recorder, run_spec)
-    return notes | drift
+    return notes
 
 
 def _sampled(recorder: Recorder, run_spec: RunSpec) -> dict[str, float | int]:
@@ -214,17 +221,10 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     seal(folder, "config.yaml")
 
 
-LARGE = {  # columns that no metric is made of, and that hold most of what a run has written
-    "requests": ("output_ids",),
-    "steps": ("tokens", "contexts"),
-    "plans": ("returned", "body"),
-}
-
-
 def _write_metrics(folder: Path, limits: Mapping[str, Any]) -> dict[str, Any]:
     from analysis.metrics import summary
-    from analysis.run import read_run
+    from analysis.run import run_files
 
-    metrics = dict(summary(read_run(folder, LARGE), limits or None))
+    metrics = dict(summary(run_files(folder), limits or None))
     write_json(folder / "metrics.json", metrics)
     return metrics

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from analysis import metrics, usage
@@ -119,13 +118,17 @@ def test_memory_is_weighted_by_time(run: Run) -> None:
 
 
 def test_kv_usage_leaves_the_weights_out(run: Run) -> None:
-    assert usage.kv_usage(run)["peak_kv_usage"] == pytest.approx(2000 / 95_000)
+    assert usage.kv_usage(usage.pool_uses(run))["peak_kv_usage"] == pytest.approx(2000 / 95_000)
 
 
 def test_last_of_several_values_at_one_time_holds() -> None:
-    at, values = pd.Series([0, 10, 10]), pd.Series([1.0, 9.0, 3.0])
-    assert usage.time_mean(at, values, 0.0, 20.0) == pytest.approx(2.0)
-    assert usage.time_mean(at, values, 10.0, 20.0) == pytest.approx(3.0)
+    at, values = np.array([0, 10, 10]), np.array([1.0, 9.0, 3.0])
+    for start_ns, wanted in ((0.0, 2.0), (10.0, 3.0)):
+        for cut in range(4):  # in two blocks
+            mean = usage.TimeMean(start_ns, 20.0)
+            mean.add(at[:cut], values[:cut])
+            mean.add(at[cut:], values[cut:])
+            assert mean.value == pytest.approx(wanted)
 
 
 def test_lanes_and_host_are_shares_of_the_run(tmp_path) -> None:
@@ -162,6 +165,6 @@ def test_a_summary_has_the_source_of_durations(run: Run) -> None:
 
 
 def test_the_hit_rate_is_of_cached_and_prefilled_tokens(run: Run) -> None:
-    assert metrics.prefix_hits(run) == {}
-    found = metrics.prefix_hits(with_requests(run, cached_tokens=[5, 0]))
+    assert metrics.prefix_hits(run, 20) == {}
+    found = metrics.prefix_hits(with_requests(run, cached_tokens=[5, 0]), 20)
     assert found == {"prefix_hit_rate": 5 / (5 + 10 + 10)}

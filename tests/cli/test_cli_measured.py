@@ -99,7 +99,7 @@ def test_compare_replays_what_was_measured(
     assert replayed["kv_pages"].max() > 13  # of 16: there was pressure
     assert replay.requests["swaps"].sum() == measurement.requests["swaps"].sum() > 0
     memory = pd.read_csv(tmp_path / "report" / "memory.csv").set_index(["pool", "kind", "stat"])
-    own = workspace_figures(measurement)  # as the run itself predicts its launches
+    own = workspace_figures(measurement, 0.0)  # as the run itself predicts its launches
     assert own["workspace_launches"] == -(-int(measurement.steps["lane"].eq("compute").sum()) // 5)
     peaks = [own[f"workspace_{name}_bytes"] for name in ("predicted", "measured")]
     found = memory.loc[("gpu:0", "workspace", "peak"), ["prediction", "measurement"]]

@@ -11,7 +11,7 @@ import torch
 
 from analysis.figures.style import RUNS
 from analysis.metrics import summary
-from analysis.replicas import imbalance, replicas
+from analysis.replicas import replicas
 from analysis.run import Run, load
 from engine.contract.regions import Tier
 from tandem.cli.__main__ import main
@@ -132,13 +132,14 @@ def test_the_summary_says_how_even_the_load_was(capsys: pytest.CaptureFixture[st
     assert table["requests"].tolist() == [3, 2, 2]
     counts = found.requests.groupby("device")["output_tokens"].sum()
     assert table["output_tokens"].tolist() == counts.tolist()
-    assert imbalance(found)["request_imbalance"] == pytest.approx(3 / (7 / 3))
+    assert summary(found)["request_imbalance"] == pytest.approx(3 / (7 / 3))
     metrics = json.loads((found.folder / "metrics.json").read_text())
     assert metrics["replicas"] == 3 and metrics["busy_imbalance"] >= 1
     assert {f"busy_share_{device}:compute" for device in range(3)} <= metrics.keys()
     assert {f"peak_gpu{device}_kv_bytes" for device in range(3)} <= metrics.keys()
     one = run(capsys, *SHORT)
-    assert imbalance(one) == {} and replicas(one).empty and set(one.requests["device"]) == {0}
+    assert "request_imbalance" not in summary(one) and replicas(one).empty
+    assert set(one.requests["device"]) == {0}
     assert main(["run", *SMALL, "replicas=2", "router=round_robin", "limit=3"]) == 0
     assert "2 replicas, the fullest against their mean: requests +33.3%" in capsys.readouterr().out
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from analysis.usage import time_mean
+from analysis.usage import TimeMean
 from engine.results.schema import MEMORY
 from tests.support.replays import composed, replay
 from traces.serving.request import Request
@@ -43,4 +43,6 @@ def test_the_mean_over_time_counts_the_gap_as_empty() -> None:
     end_ns = rows["at_ns"].max()
     busy_ns = sum((o.finish_ns or 0) - o.arrival_ns for o in run.recorder.outcomes.values())
     bound = rows["kv_bytes"].max() * busy_ns / end_ns
-    assert 0 < time_mean(rows["at_ns"], rows["kv_bytes"], 0.0, float(end_ns)) <= bound
+    mean = TimeMean(0.0, float(end_ns))
+    mean.add(rows["at_ns"].to_numpy(), rows["kv_bytes"].to_numpy())
+    assert 0 < mean.value <= bound

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.results.plan_log import encode
+from engine.results import recorder as recording
+from engine.results import schema
+from engine.results.plan_log import PlanTexts
 from engine.results.recorder import Recorder
+from engine.results.schema import TABLES, files_of, read_table, write_tables
 from engine.results.tables import ROW_ORDER, memory_row, step_row, table_of
 from models.spec import ModelSpec
 from policies.composed import Composed
@@ -38,10 +43,12 @@ TRAINING = ("training=random", "training.sequence_tokens=16", "training.num_step
 
 def by_rows(recorder: Recorder) -> dict[str, Any]:
     """Tables as they are defined: row by row, in order."""
-    runs = recorder._runs
-    memory = [*recorder._memory, *(row for run in runs for row in run.memory_rows())]
+    runs = recorder._facts.runs
+    memory = [*recorder._facts.memory, *(row for run in runs for row in run.memory_rows())]
     memory.sort(key=lambda row: (row[0], ROW_ORDER.index(row[1]), row[2]))
-    plans = [(s, d, at, list(back), encode(plan)) for s, d, at, back, plan in recorder.plans]
+    plans = [
+        (s, d, at, list(back), *PlanTexts().plan(plan)) for s, d, at, back, plan in recorder.plans
+    ]
     return {
         "steps": table_of("steps", [step_row(*row) for row in recorder.steps]),
         "memory": table_of("memory", [memory_row(row, f) for row in memory for f in row[3]]),
@@ -78,6 +85,60 @@ def test_columns_hold_the_rows_that_are_defined(
     check(run.recorder)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("fast_forward", [True, False])
+@given(
+    requests=st.one_of(traces(12, 60), sessions()),
+    host_ns=st.sampled_from([0, 900]),
+    steps=st.integers(0, 20),
+    **room(200),
+)
+@cases(20)
+def test_rows_that_are_written_while_a_run_goes_on_are_those_of_its_end(
+    policy: str,
+    fast_forward: bool,
+    requests: list[Request],
+    host_ns: int,
+    steps: int,
+    **setting: Any,
+) -> None:
+    """In whichever groups: the files are equal to the byte, and a request keeps its tokens."""
+    words = (POLICIES[policy], requests, fast_forward, Shaped(host_ns))
+    whole = simulated(*words, **setting).recorder
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recording, "STEPS", steps)
+        patch.setattr(recording, "REQUESTS", 1 + steps % 3)
+        patch.setattr(schema, "GROUP", dict.fromkeys(TABLES, 1 + 2 * steps))
+        found, at = Recorder(), Path(folder)
+        with files_of(at, found.schemas) as files:
+            found.stream(files, [request.request_id for request in requests])
+            simulated(*words, **setting, recorder=found)
+            found.finish()
+        tokens = {i: outcome.tokens for i, outcome in whole.outcomes.items()}
+        assert {i: outcome.tokens for i, outcome in found.outcomes.items()} == tokens
+        (at / "whole").mkdir()
+        for name, table in whole.tables().items():
+            written = read_table(at / f"{name}.parquet")
+            assert written.to_pylist() == table.to_pylist(), name
+            write_tables(at / "whole", {name: table})
+            files = [path / f"{name}.parquet" for path in (at, at / "whole")]
+            assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_recorder_of_requests_keeps_no_steps(tmp_path: Path) -> None:
+    requests = [Request(i, i * 9_000_000, 30 + i, 20) for i in range(6)]
+    words = (POLICIES["chunked"], requests, True, Shaped(0), 90, 0, 2)
+    whole, few = simulated(*words).recorder, Recorder(keeps_steps=False)
+    simulated(*words, recorder=few)
+    assert few.tables().keys() == {"requests", "training"}
+    assert few.tables()["requests"].equals(whole.tables()["requests"])
+    few.write(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.parquet")) == [
+        "requests.parquet",
+        "training.parquet",
+    ]
+
+
 @pytest.mark.parametrize("has_served_peaks", [True, False])
 def test_workspace_is_measured_or_predicted_or_unknown(has_served_peaks: bool) -> None:
     requests = [Request(i, i * 9_000_000, 30 + i, 20) for i in range(6)]
@@ -85,8 +146,8 @@ def test_workspace_is_measured_or_predicted_or_unknown(has_served_peaks: bool) -
     if not has_served_peaks:
         recorder.predicted_peaks = None
     check(recorder)
-    step, issue_ns, host_ns, span, launch = recorder._steps[0]
-    recorder._steps[0] = (step, issue_ns, host_ns, span._replace(peak_bytes=123), launch)
+    step, issue_ns, host_ns, span, launch = recorder._facts.steps[0]
+    recorder._facts.steps[0] = (step, issue_ns, host_ns, span._replace(peak_bytes=123), launch)
     check(recorder)
     assert 123 in recorder.tables()["steps"]["peak_bytes"].to_pylist()
     recorder.predicted_bytes = recorder.predicted_peaks = None

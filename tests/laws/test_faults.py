@@ -52,13 +52,13 @@ import os, signal, sys
 import pyarrow.parquet as pq
 from tandem.cli.__main__ import main
 
-def torn(table, path, **options):
-    write(table, path, **options)
-    if "steps" in str(path):
-        os.truncate(path, 100)
-        os.kill(os.getpid(), signal.SIGKILL)
+class Torn(pq.ParquetWriter):
+    def write_table(self, table, **options):
+        super().write_table(table, **options)
+        if "lane" in table.column_names:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-write, pq.write_table = pq.write_table, torn
+pq.ParquetWriter = Torn
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -141,7 +141,7 @@ def test_shared_pages_count_once() -> None:
     assert ledger.held_pages(pool) == 0 and ledger.kind_bytes[pool][Kind.KV] == 0
     steps = [row[-1].pieces for row in run.recorder.steps]
     held = [sum(PAGE.count(p.context_tokens + p.tokens) for p in pieces) for pieces in steps]
-    peak = max(figures[0].kv_pages for _, _, _, figures, _ in run.recorder._memory)
+    peak = max(figures[0].kv_pages for _, _, _, figures, _ in run.recorder._facts.memory)
     assert [o.cached_tokens for o in run.recorder.outcomes.values()] == [0, 40, 40, 40]
     assert peak == max(held) - 3 * 10, "all four jobs share ten full pages of the prompt"
 

@@ -66,9 +66,10 @@ def simulated(
     page: PageSize = PAGE,
     devices: int = 1,
     router: Router | None = None,
+    recorder: Recorder | None = None,
 ) -> Engine:
     """A run of the simulator; of each device so many pages, and of its host."""
-    env, recorder = VirtualClock(), Recorder()
+    env = VirtualClock()
     capacity = {(Tier.GPU, d): pages * page.nbytes for d in range(devices)}
     capacity |= {(Tier.HOST, d): host_pages * page.nbytes for d in range(devices)}
     engine = Engine(
@@ -79,7 +80,7 @@ def simulated(
         page,
         devices=devices,
         depth=depth,
-        recorder=recorder,
+        recorder=recorder or Recorder(),
         fast_forward=fast_forward,
         router=router,
     )
@@ -118,7 +119,7 @@ def page_tables(engine: Engine) -> dict[int, list[list[int]]]:
 
     Launches of a run have no page tables, also those that settle alone at its end.
     """
-    launches = ((row[0], row[-1].pieces) for row in engine.recorder._steps)
+    launches = ((row[0], row[-1].pieces) for row in engine.recorder._facts.steps)
     tables = ((step, [list(piece.pages) for piece in pieces]) for step, pieces in launches)
     return {step: ids for step, ids in tables if any(ids)}
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from engine.contract.regions import Tier
+from engine.results.plan_log import encode
 from engine.results.recorder import Recorder
 from tandem.config.compose import composed
 from tandem.config.composed_config import ComposedConfig
@@ -59,7 +60,7 @@ class Trained:
     @property
     def log(self) -> list[str]:
         """The plans, without their times."""
-        return [row["body"] for row in self.recorder.tables()["plans"].to_pylist()]
+        return [encode(row[-1]) for row in self.recorder.plans]
 
 
 def run_spec(*overrides: str) -> RunSpec:
