@@ -160,6 +160,11 @@ def run_files(folder: Path) -> RunFiles:
 
 def read_tables(folder: Path) -> dict[str, pd.DataFrame]:
     """The tables of a folder, checked against the schema, whatever the run's status."""
+    config = folder / "config.yaml"
+    if not (folder / "steps.parquet").is_file() and _config(config).get("record") == "requests":
+        raise ValueError(
+            f"{folder} has kept requests alone (record=requests): run it again with record=all"
+        )
     return {name: _table(folder, name, schema) for name, schema in TABLES.items()}
 
 

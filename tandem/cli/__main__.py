@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit code."""
     if argv is None:
         _in_utf8()
+    # Memory of tables goes back to the system once they are written; Arrow's own pool keeps it.
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     words = list(sys.argv[1:] if argv is None else argv)
     warnings_are_ours()
     if words and words[0] in VERBS:

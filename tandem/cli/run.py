@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,8 +111,10 @@ def _carry_out(point: ComposedConfig, folder: Path, is_single: bool) -> None:
     """Runs the point; RunFailed, with the results in place, where all requests were refused, or a
     server lost some."""
     from tandem.cli.terminal import brief, refusal, told
-    from tandem.wiring.experiment import run_experiment
+    from tandem.wiring.experiment import as_swept, run_experiment
 
+    if not is_single:
+        point = replace(point, config=as_swept(point.config))
     if is_single and (keys := unswept(point.overrides, point.folders)):
         log.warning(
             "this experiment sweeps %s, and one point of it is run; tandem sweep runs them all",

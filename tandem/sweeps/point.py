@@ -15,7 +15,7 @@ from typing import Any
 
 from tandem.cli.errors import RunFailed, line_of
 from tandem.config.composed_config import ComposedConfig, with_absolute_paths, with_paths
-from tandem.wiring.experiment import run_experiment, write_config
+from tandem.wiring.experiment import as_swept, run_experiment, write_config
 from tandem.wiring.folder import (
     ANSWERED,
     OK,
@@ -122,7 +122,7 @@ class PointOutcome:
 
 def task_of(point: ComposedConfig, root: Path) -> PointTask:
     """The point with absolute paths, in the folder named by what its result depends on."""
-    config = with_absolute_paths(point.config)
+    config = as_swept(with_absolute_paths(point.config))
     folders = tuple(Path(folder).resolve() for folder in point.folders)
     key = point_key(config, folders)
     return PointTask(key, replace(point, config=config, folders=folders), root / key)

@@ -51,6 +51,7 @@ def run_experiment(
         write_config(aside, point.config)
         point = replace(point, config=resolved(point.config))
         limits = limits_of(point.config["slo"])
+        keeps_steps(point.config)  # a wrong setting is told before anything begins
         run_spec = run_spec_of(point)
         provenance = provenance_of(point, run_spec)
         write_json(aside / "provenance.json", provenance)
@@ -71,15 +72,20 @@ def _carried_out(
         from tandem.wiring.openai import replay_server
 
         return replay_server(run_spec, config["backend"], folder, shows_progress)
+    keeps = keeps_steps(config)
     with backend_of(run_spec, config["backend"]) as backend:
-        return replay(run_spec, backend, folder, shows_progress)
+        return replay(run_spec, backend, folder, shows_progress, keeps)
 
 
 def replay(
-    run_spec: RunSpec, backend: Backend, folder: Path, shows_progress: bool = False
+    run_spec: RunSpec,
+    backend: Backend,
+    folder: Path,
+    shows_progress: bool = False,
+    keeps_steps: bool = True,
 ) -> dict[str, Any]:
     """Replays the trace through the engine and writes the tables; returns notes on the run."""
-    engine = engine_of(run_spec, backend)
+    engine = engine_of(run_spec, backend, Recorder(backend.meter, keeps_steps))
     before = backend.probe()
     write_status(folder, RUNNING)
     shown = progress_bar(engine, run_spec.work, shows_progress)
@@ -117,6 +123,33 @@ def _measured(recorder: Recorder) -> Iterator[tuple[Launch, int]]:
         is_whole = isinstance(op, Compute) and all(piece.layers is None for piece in op.slices)
         if is_whole and span.peak_bytes is not None:
             yield launch, span.peak_bytes
+
+
+RECORDS = ("auto", "all", "requests")
+
+
+def keeps_steps(config: Mapping[str, Any]) -> bool:
+    """Whether a run keeps steps, memory and plans. ValueError for a setting that does not exist."""
+    record = config.get("record", "auto")  # settings of earlier versions have none
+    if record not in RECORDS:
+        raise ValueError(f"record={record}: there are {', '.join(RECORDS)}")
+    if record == "requests" and _trains(config):
+        raise ValueError(
+            "record=requests: what is trained is told by its steps; take record=all, or train "
+            "nothing (training=none)"
+        )
+    return bool(record != "requests")
+
+
+def _trains(config: Mapping[str, Any]) -> bool:
+    return config["training"].get("_target_") is not None
+
+
+def as_swept(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a point of a sweep, which keeps requests alone where they tell all."""
+    serves_alone = config["backend"]["name"] == "sim" and not _trains(config)
+    is_auto = config.get("record") == "auto"
+    return {**config, "record": "requests"} if is_auto and serves_alone else dict(config)
 
 
 def engine_of(run_spec: RunSpec, backend: Backend, recorder: Recorder | None = None) -> Engine:
