@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.contract.executor import Launch
+from engine.contract.executor import Contexts, Launch, Pieces
 from engine.contract.plan import HOST_LANE, Pattern
 from models.operators import Operator, decode_of, operators, prefill_operator
 from models.spec import ModelSpec
-from sim.cost.contract import FEW, ShapePriced, forward_shape
+from sim.cost.contract import FEW, ShapePriced, forward_shape, sizes
 from sim.cost.training_launch import Trained
 from sim.cost.training_operators import training_operators
 from sim.devices.device import Device, share
@@ -21,6 +21,33 @@ from sim.devices.group import ALONE, Group, exchange_ns
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 BLOCK = 256  # contexts whose decodes are priced at once, when the first of them is met
+
+
+class ServingMix(NamedTuple):
+    """What the price of a serving launch depends on.
+
+    tokens    new tokens of all slices
+    samples   rows of the head
+    prompts   new tokens and tokens in KV of each slice that is no decode
+    decodes   slices of one token behind a context
+    past      sum of their contexts
+    contexts  the contexts one by one, of all decodes where each has kernels of its own
+    """
+
+    tokens: int
+    samples: int
+    prompts: list[tuple[int, int]]
+    decodes: int
+    past: int
+    contexts: list[int]
+
+
+class Dense(NamedTuple):
+    """Kernels around those of attention: their sum before, the terms behind, and their number."""
+
+    before_ns: float
+    behind_ns: tuple[float, ...]
+    kernels: int
 
 
 @dataclass(frozen=True)
@@ -43,6 +70,9 @@ class Roofline(ShapePriced):
     group: Group = ALONE
     form: str = field(default="roofline", init=False)
     _decodes_ns: dict[int, Floats] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _dense_ns: dict[tuple[int, int], Dense] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -88,48 +118,114 @@ class Roofline(ShapePriced):
         Raises:
             ValueError: the device has no rate for the model's dtype.
         """
-        ops = self._operators(tokens, contexts, samples)
-        return self._launch_ns(ops, self.model.dtype, self._sequence_kernels(len(tokens)))
+        prompts, contexts = _split(tokens, contexts)
+        mix = ServingMix(sum(tokens), samples, prompts, len(contexts), sum(contexts), contexts)
+        return self._mix_ns(mix, 0)
+
+    def served_ns(self, launch: Launch) -> int:
+        """See ShapePriced.served_ns: fused decodes enter by their sums alone."""
+        if self._is_own:
+            return self._mix_ns(self._mix(launch), 0)
+        return self.shape_ns(*forward_shape(launch))
 
     def repeat_ns(self, launch: Launch, count: int) -> Any:
         """See ShapePriced.repeat_ns: only attention is priced anew at each step.
 
-        Kernels are added in the order of the definition, so durations are equal to the bit.
+        Kernels are added in the order of `operators`, so durations are equal to the bit.
         """
-        tokens, contexts, samples = forward_shape(launch)
-        is_own = type(self).shape_ns is Roofline.shape_ns
-        becomes_decode = any([n == 1 and not c for n, c in zip(tokens, contexts, strict=True)])
-        if not is_own or count < FEW or becomes_decode:
+        if not self._is_own:
             return super().repeat_ns(launch, count)
-        ops = self._operators(tokens, contexts, samples)
-        kernels = sum([op.repeats for op in ops]) + self._sequence_kernels(len(tokens))
-        busy_ns: Any = np.zeros(count)
-        attention = self._attention_ns(tokens, contexts, count)
-        for op in ops:
-            changes = op.kind in ("prefill", "decode")
-            busy_ns += op.repeats * (next(attention) if changes else self.kernel_ns(op))
-        busy_ns += self._sequence_kernels(len(tokens)) * self.device.kernel_ns
-        return np.rint(np.maximum(busy_ns, kernels * self.device.dispatch_ns)).astype(np.int64)
+        mix = self._mix(launch)
+        if count > 1 and any([n == 1 for n, _ in mix.prompts]):  # it becomes a decode
+            return super().repeat_ns(launch, count)
+        if count < FEW:
+            return [self._mix_ns(mix, step) for step in range(count)]
+        dense = self._dense(mix.tokens, mix.samples)
+        kernels, layers = dense.kernels, self.model.num_layers
+        busy_ns: Any = np.full(count, dense.before_ns)
+        for row in self._attention_ns(mix, count):
+            busy_ns += layers * row
+            kernels += layers
+        for ns in dense.behind_ns:
+            busy_ns += ns
+        more = self._sequence_kernels(len(mix.prompts) + mix.decodes)
+        busy_ns += more * self.device.kernel_ns
+        floor_ns = (kernels + more) * self.device.dispatch_ns
+        return np.rint(np.maximum(busy_ns, floor_ns)).astype(np.int64)
 
-    def _attention_ns(
-        self, tokens: Sequence[int], contexts: Sequence[int], count: int
-    ) -> Iterator[Floats]:
-        """Durations of each kernel of attention at each step, in the order of `operators`."""
-        pairs, layers = list(zip(tokens, contexts, strict=True)), self.model.num_layers
-        for n, c in pairs:
-            if n > 1:
-                steps = (prefill_operator(self.model, layers, n, c + i * n) for i in range(count))
-                yield np.fromiter(map(self.kernel_ns, steps), np.float64, count)
-        decodes = [c for n, c in pairs if n == 1]
+    @property
+    def _is_own(self) -> bool:
+        """Whether no subclass prices shapes by a rule of its own."""
+        return type(self).shape_ns is Roofline.shape_ns
+
+    def _mix(self, launch: Launch) -> ServingMix:
+        """What a launch's price depends on."""
+        tokens, samples = sizes(launch)
+        pieces = launch.pieces
+        if (
+            isinstance(pieces, Pieces)
+            and isinstance(pieces.contexts, Contexts)
+            and not self.device.sequence_kernels
+        ):
+            behind, lead = pieces.contexts, pieces.contexts.lead
+            prompts, contexts = _split(pieces.tokens[lead:], behind.tail)
+            decodes, past = lead + len(contexts), behind.total + sum(contexts)
+            return ServingMix(tokens, samples, prompts, decodes, past, contexts)
+        prompts, contexts = _split(*forward_shape(launch)[:2])
+        return ServingMix(tokens, samples, prompts, len(contexts), sum(contexts), contexts)
+
+    def _dense(self, tokens: int, samples: int) -> Dense:
+        """Kernels that depend on sums alone, remembered."""
+        if (known := self._dense_ns.get((tokens, samples))) is None:
+            ops = self._operators([tokens], [0], samples)
+            at = [op.kind for op in ops].index("prefill")
+            before = 0.0
+            for op in ops[:at]:  # one by one: sum() of Python 3.12 compensates
+                before += op.repeats * self.kernel_ns(op)
+            behind = tuple([op.repeats * self.kernel_ns(op) for op in ops[at + 1 :]])
+            kernels = sum([op.repeats for op in ops]) - ops[at].repeats
+            known = self._dense_ns[tokens, samples] = Dense(before, behind, kernels)
+        return known
+
+    def _mix_ns(self, mix: ServingMix, step: int) -> int:
+        """Duration of a launch's repeat after so many steps."""
+        dense = self._dense(mix.tokens, mix.samples)
+        model, layers, kernels = self.model, self.model.num_layers, dense.kernels
+        busy = dense.before_ns
+        for n, context in mix.prompts:
+            op = prefill_operator(model, layers, n, context + step * n)
+            busy += layers * self.kernel_ns(op)
+            kernels += layers
         if self.device.sequence_kernels:
-            for context in decodes:
+            for context in mix.contexts:
+                block, place = divmod(context + step, BLOCK)
+                busy += layers * float(self._decode_ns(block)[place])
+                kernels += layers
+        elif mix.decodes:
+            op = decode_of(model, mix.past + step * mix.decodes, mix.decodes)
+            busy += layers * self.kernel_ns(op)
+            kernels += layers
+        for ns in dense.behind_ns:
+            busy += ns
+        more = self._sequence_kernels(len(mix.prompts) + mix.decodes)
+        busy += more * self.device.kernel_ns
+        return round(max(busy, (kernels + more) * self.device.dispatch_ns))
+
+    def _attention_ns(self, mix: ServingMix, count: int) -> Iterator[Floats]:
+        """Durations of each kernel of attention at each step, in the order of `operators`."""
+        model, layers = self.model, self.model.num_layers
+        for n, c in mix.prompts:
+            steps = (prefill_operator(model, layers, n, c + i * n) for i in range(count))
+            yield np.fromiter(map(self.kernel_ns, steps), np.float64, count)
+        if self.device.sequence_kernels:
+            for context in mix.contexts:
                 first, last = context // BLOCK, (context + count - 1) // BLOCK
                 blocks = [self._decode_ns(block) for block in range(first, last + 1)]
                 row = blocks[0] if first == last else np.concatenate(blocks)
                 yield row[context - first * BLOCK :][:count]
-        elif decodes:
-            past = (sum(decodes) + i * len(decodes) for i in range(count))
-            ops = (decode_of(self.model, keys, len(decodes)) for keys in past)
+        elif mix.decodes:
+            past = range(mix.past, mix.past + count * mix.decodes, mix.decodes)
+            ops = (decode_of(model, keys, mix.decodes) for keys in past)
             yield np.fromiter(map(self.kernel_ns, ops), np.float64, count)
 
     def _decode_ns(self, block: int) -> Floats:
@@ -219,14 +315,12 @@ class Roofline(ShapePriced):
         fused = self.device.sequence_kernels == 0
         return operators(self.model, tokens, contexts, samples, fused_decode=fused)
 
-    def _launch_ns(self, ops: Sequence[Operator], dtype: str, more_kernels: int = 0) -> int:
-        """All kernels in sequence; `more_kernels` take no time beside their overhead."""
-        kernels = sum(op.repeats for op in ops) + more_kernels
+    def _launch_ns(self, ops: Sequence[Operator], dtype: str) -> int:
+        """All kernels in sequence."""
         busy = 0.0
         for op in ops:  # one by one: sum() of Python 3.12 compensates
             busy += op.repeats * self.kernel_ns(op, dtype)
-        busy += more_kernels * self.device.kernel_ns
-        return round(max(busy, kernels * self.device.dispatch_ns))
+        return round(max(busy, sum(op.repeats for op in ops) * self.device.dispatch_ns))
 
     def kernel_ns(self, op: Operator, dtype: str = "") -> float:
         """Duration of one kernel: the lower roof and its overhead.
@@ -255,3 +349,11 @@ class Roofline(ShapePriced):
         flops_s = op.flops / (device.matrix_rate(dtype or self.model.dtype) * compute)
         bytes_s = op.nbytes / (device.bandwidth_bytes_per_s * memory)
         return max(flops_s, bytes_s) * 1e9 + device.kernel_ns
+
+
+def _split(
+    tokens: Sequence[int], contexts: Sequence[int]
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """Prompt slices as (new tokens, tokens in KV), and the contexts of decodes."""
+    pairs = list(zip(tokens, contexts, strict=True))
+    return [(n, c) for n, c in pairs if n > 1 or not c], [c for n, c in pairs if n == 1 and c]

@@ -128,7 +128,20 @@ def test_steps_priced_together_are_those_priced_alone(name: str, data: st.DataOb
     launch = compute(*[(n, c, i < samples) for i, (n, c) in enumerate(shapes)])
     tokens, contexts, sampled = forward_shape(launch)
     rows = (shifted(tokens, contexts, i) for i in range(count))
-    assert list(cost.repeat_ns(launch, count)) == [cost.shape_ns(tokens, r, sampled) for r in rows]
+    expected = [defined_ns(cost, tokens, row, sampled) for row in rows]
+    assert list(cost.repeat_ns(launch, count)) == expected
+    assert cost.compute_ns(launch) == cost.shape_ns(tokens, contexts, sampled) == expected[0]
+
+
+def defined_ns(cost: Roofline, tokens: list[int], contexts: list[int], samples: int) -> int:
+    """The definition: kernels one after the other, or the host's time to issue them."""
+    hardware, is_fused = cost.device, not cost.device.sequence_kernels
+    ops = operators(cost.model, tokens, contexts, samples, is_fused)
+    more, busy_ns = len(tokens) * hardware.sequence_kernels * cost.model.num_layers, 0.0
+    for op in ops:
+        busy_ns += op.repeats * cost.kernel_ns(op)
+    kernels = sum(op.repeats for op in ops) + more
+    return round(max(busy_ns + more * hardware.kernel_ns, kernels * hardware.dispatch_ns))
 
 
 def test_copies_take_latency_and_bytes_by_direction() -> None:
