@@ -72,9 +72,8 @@ class Roofline(ShapePriced):
     _decodes_ns: dict[int, Floats] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _dense_ns: dict[tuple[int, int], Dense] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _dense_ns: dict[int, Dense] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _heads_ns: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def provenance(self) -> str:
@@ -175,17 +174,21 @@ class Roofline(ShapePriced):
         return ServingMix(tokens, samples, prompts, len(contexts), sum(contexts), contexts)
 
     def _dense(self, tokens: int, samples: int) -> Dense:
-        """Kernels that depend on sums alone, remembered."""
-        if (known := self._dense_ns.get((tokens, samples))) is None:
-            ops = self._operators([tokens], [0], samples)
-            at = [op.kind for op in ops].index("prefill")
+        """Kernels that depend on sums alone, remembered by either sum."""
+        if (dense := self._dense_ns.get(tokens)) is None:
+            *layers, _, embed = self._operators([tokens], [0], 0)  # no attention
             before = 0.0
-            for op in ops[:at]:  # one by one: sum() of Python 3.12 compensates
+            for op in layers:  # one by one: sum() of Python 3.12 compensates
                 before += op.repeats * self.kernel_ns(op)
-            behind = tuple([op.repeats * self.kernel_ns(op) for op in ops[at + 1 :]])
-            kernels = sum([op.repeats for op in ops]) - ops[at].repeats
-            known = self._dense_ns[tokens, samples] = Dense(before, behind, kernels)
-        return known
+            kernels = sum([op.repeats for op in (*layers, embed)])
+            dense = Dense(before, (embed.repeats * self.kernel_ns(embed),), kernels)
+            self._dense_ns[tokens] = dense
+        if not samples:
+            return dense
+        if (head := self._heads_ns.get(samples)) is None:
+            *_, op, _ = self._operators([1], [0], samples)
+            head = self._heads_ns[samples] = op.repeats * self.kernel_ns(op)
+        return Dense(dense.before_ns, (head, *dense.behind_ns), dense.kernels + 1)
 
     def _mix_ns(self, mix: ServingMix, step: int) -> int:
         """Duration of a launch's repeat after so many steps."""

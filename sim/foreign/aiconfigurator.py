@@ -17,7 +17,7 @@ from sim.cost.contract import FEW, ShapePriced, forward_shape
 from sim.cost.piecewise import Lookup, Ragged, Table, Watch, hats
 from sim.cost.roofline import Roofline
 from sim.devices.device import Device
-from sim.foreign.measured import read_times
+from sim.foreign.measured import read_frame
 
 FUSED_KERNELS = 5  # per layer beside products and attention: two norms, rotation, activation, KV
 PICKED = {"kv_cache_dtype": "bfloat16", "window_size": 0}
@@ -190,7 +190,7 @@ def _rows(folder: Path, table: str) -> Any:
     found = sorted(folder.glob(f"{table}*.parquet"))
     if not found:
         raise ValueError(f"{folder} has no {table}*.parquet; add that table of AIConfigurator's")
-    return read_times(found[0], (), ("latency",))
+    return read_frame(found[0], ("latency",))
 
 
 def _gemm_work(rows: Any) -> Any:

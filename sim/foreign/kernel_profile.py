@@ -62,7 +62,7 @@ def fit_skew(rows: Any, per_bucket: bool) -> Skew:
     Rows whose longest context takes as long as the mean add nothing.
 
     Args:
-        rows: a frame of skew.csv.gz with pc and kp (prompt tokens and context), n (decodes), nb
+        rows: columns of skew.csv.gz, pc and kp (prompt tokens and context), n (decodes), nb
             (long ones among them), kv_big (context of the long ones), t_mean_us, t_max_us and
             t_skew_us.
         per_bucket: whether each bucket gets an alpha of its own.
@@ -149,7 +149,8 @@ class KernelProfileCost(ShapePriced):
         counts = {name: n * model.num_layers for name, n in PER_LAYER.items()}
         counts |= dict.fromkeys(PER_STEP, 1)
         points = read_times(folder / "attention.csv", ATTENTION, (*ATTENTION, "time_us"))
-        attention = Ragged.of(points[[*ATTENTION, "time_us"]].to_numpy().tolist())
+        rows = np.column_stack([points[name] for name in (*ATTENTION, "time_us")])
+        attention = Ragged.of(rows.tolist())
         fitted = Skew()
         if skew != "none":
             unequal = read_times(folder / "skew.csv.gz", MIXES, (*MIXES, *TIMES))
@@ -277,14 +278,20 @@ def _weighted(rows: list[tuple[Ragged, float]], points: Any) -> Any:
 def _summed(path: Path, rows: Any, axis: str, counts: dict[str, int]) -> Table:
     """One table in ns: the sum of the named layers, each times its count. ValueError where a layer
     is missing, or lacks a time that another layer has."""
-    try:
-        times = rows.pivot(index=axis, columns="layer", values="time_us")
-    except ValueError as error:
-        raise ValueError(f"{path}: a layer has two times for one of {axis} ({error})") from error
-    if missing := counts.keys() - set(times.columns):
+    times: dict[str, dict[int, float]] = {name: {} for name in counts}
+    columns = [rows[name].tolist() for name in ("layer", axis, "time_us")]
+    for layer, point, us in zip(*columns, strict=True):
+        of_layer = times.setdefault(layer, {})
+        if point in of_layer:
+            raise ValueError(f"{path}: a layer has two times, {layer} at {axis}={point}")
+        of_layer[point] = us
+    if missing := [name for name in counts if not times[name]]:
         raise ValueError(f"{path} lacks layer {', '.join(sorted(missing))}; profile them too")
+    points = sorted({point for of_layer in times.values() for point in of_layer})
     for name in counts:
-        if len(empty := times.index[times[name].isna()]):
+        if empty := [point for point in points if point not in times[name]]:
             raise ValueError(f"{path}: no time of {name} at {axis}={empty[0]}; profile it too")
-    total = sum([times[name] * count for name, count in counts.items()]) * 1e3
-    return Table((tuple(int(x) for x in total.index),), tuple(float(y) for y in total))
+    total: Any = 0.0
+    for name, count in counts.items():
+        total = total + np.array([times[name][point] for point in points]) * count
+    return Table((tuple([int(x) for x in points]),), tuple((total * 1e3).tolist()))

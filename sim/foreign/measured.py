@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 
-def read_times(path: Path, columns: Sequence[str], times: Sequence[str]) -> Any:
-    """A frame of a .csv, .csv.gz or .parquet file.
+def read_times(path: Path, columns: Sequence[str], times: Sequence[str]) -> dict[str, Any]:
+    """Columns of a .csv or .csv.gz file.
 
     Args:
         path: the file.
@@ -20,23 +18,52 @@ def read_times(path: Path, columns: Sequence[str], times: Sequence[str]) -> Any:
         times: columns that must hold times as well.
 
     Returns:
-        The frame, in the file's units.
+        An array for each of these columns, in the file's units.
 
     Raises:
         ValueError: the file is damaged, lacks a column, or a cell of `times` is no time.
     """
+    import pyarrow as pa
+    import pyarrow.csv
+
     try:
-        frame: Any = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
-    except (ValueError, OSError, EOFError, zlib.error) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path} is damaged ({reason}); take its original") from error
-    if not isinstance(frame.index, pd.RangeIndex):
-        raise ValueError(f"{path} is damaged (rows are longer than its head); take its original")
-    if missing := {*columns, *times} - {*frame.columns}:
-        raise ValueError(f"{path} lacks column {', '.join(sorted(missing))}; take its original")
+        table = pyarrow.csv.read_csv(path)
+    except (pa.ArrowException, OSError, EOFError) as error:
+        raise _damaged(path, error) from error
+    _check_columns(path, table.column_names, (*columns, *times))
+    # by lists, as to_numpy imports pandas
+    found = {n: np.array(table[n].to_pylist()) for n in dict.fromkeys((*columns, *times))}
+    for name in times:
+        check_measured(found[name], f"{path}, column {name}")
+    return found
+
+
+def read_frame(path: Path, times: Sequence[str]) -> Any:
+    """A pandas frame of a .parquet file; otherwise as `read_times`."""
+    import pandas as pd
+
+    try:
+        frame: Any = pd.read_parquet(path)
+    except (ValueError, OSError, EOFError) as error:
+        raise _damaged(path, error) from error
+    _check_columns(path, frame.columns, times)
     for name in times:
         check_measured(frame[name], f"{path}, column {name}")
     return frame
+
+
+def _check_columns(path: Path, there: Sequence[str], wanted: Sequence[str]) -> None:
+    """ValueError where a wanted column is not there, or there twice."""
+    names = list(there)
+    if missing := {*wanted} - {*names}:
+        raise ValueError(f"{path} lacks column {', '.join(sorted(missing))}; take its original")
+    if doubled := sorted(name for name in {*wanted} if names.count(name) > 1):
+        raise ValueError(f"{path} has column {doubled[0]} twice; take its original")
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split())
+    return ValueError(f"{path} is damaged ({reason}); take its original")
 
 
 def check_measured(values: Any, where: str) -> None:

@@ -34,12 +34,10 @@ class Request:
     prefix_block_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("request_id", "arrival_ns", "think_ns", "turn"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"request {self.request_id}: {name} must be at least 0")
-        for name in ("prompt_tokens", "output_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"request {self.request_id}: {name} must be at least 1")
+        if min(self.request_id, self.arrival_ns, self.think_ns, self.turn) < 0:
+            self._refuse_below(0, "request_id", "arrival_ns", "think_ns", "turn")
+        if min(self.prompt_tokens, self.output_tokens) < 1:
+            self._refuse_below(1, "prompt_tokens", "output_tokens")
         if self.prompt_ids is not None and len(self.prompt_ids) != self.prompt_tokens:
             raise ValueError(
                 f"request {self.request_id}: {len(self.prompt_ids)} prompt ids, "
@@ -47,6 +45,11 @@ class Request:
             )
         if self.prefix_ids is not None:
             self._check_prefix(len(self.prefix_ids))
+
+    def _refuse_below(self, least: int, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) < least:
+                raise ValueError(f"request {self.request_id}: {name} must be at least {least}")
 
     def _check_prefix(self, num_blocks: int) -> None:
         if self.prefix_block_tokens < 1:
