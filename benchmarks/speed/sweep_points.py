@@ -3,7 +3,7 @@
 200 points (policy x arrival rate x pages of KV) of 1,000 first turns each, Llama-3-8B on an A100 by
 the roofline. Two bars: CPU seconds of `tandem sweep` in two processes, start-up, workers and tables
 included; and the median CPU seconds of a point beside its replay by the engine, of POINTS points in
-this process. Bars are scaled as those of benchmarks/speed/whole_run.py. The value is the larger
+this process. Bars are scaled by machine_speed.py. The value is the larger
 share of a bar. `--quick` takes 20 points.
 """
 
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.speed.machine_speed import machine_speed
 from benchmarks.speed.sweep import children_s
-from benchmarks.speed.whole_run import RATE, engine_rate
 from engine.loop.engine import Engine
 from tandem.sweeps.grid import grid_of
 from tandem.sweeps.point import points_in, run_point, task_of
@@ -72,7 +72,7 @@ def beside_s(words: Sequence[str], out: Path) -> float:
 def main() -> int:
     """Prints both figures; the last line is the larger share of a bar."""
     data = Path(os.environ.get("TANDEM_SHARED", "../shared")).resolve() / "data"
-    scale = RATE / engine_rate()
+    scale = 1 / machine_speed()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lengths = folder / "first.parquet"

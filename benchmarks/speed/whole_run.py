@@ -14,15 +14,14 @@ case is run three times after a run that fills caches, and its median counts. Th
 - start: `tandem run` of three requests; at most 0.8 s
 - help: `tandem --help`; at most 0.1 s
 
-Bars are those of a machine whose engine alone serves 4,000 requests a CPU second, which
-benchmarks/speed/simulator_speed.py measures beside them: they are scaled by that rate. The value is
+Bars are those of a machine on which the engine alone served 4,000 requests a CPU second when they
+were set. They are scaled by machine_speed.py. The value is
 the largest share of a bar. `--quick` counts one run. The stages of the first case stand below.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -33,12 +32,12 @@ from pathlib import Path
 
 from benchmarks.behaviour_runs import write_vidur
 from benchmarks.fidelity.vllm_logs import CASES, read_log
+from benchmarks.speed.machine_speed import machine_speed
 from benchmarks.speed.training_planning_speed import WORDS as TRAINED
 from tandem.compiled import form
 from tandem.wiring.folder import ROOT
 from traces.importing import import_trace
 
-RATE = 4000.0  # requests per CPU second of the engine on the machine of the bars
 VIDUR_S = 2.1e-3 + 2.2e-3  # CPU seconds of a request there: its loop, and its own output
 VIDUR = 6.0  # times as fast
 MEGABYTES = 400.0  # of the case that serves
@@ -126,36 +125,25 @@ def stages(case: WholeRun, folder: Path) -> str:
     return "\n".join(line for line in lines if "%" in line)
 
 
-def engine_rate() -> float:
-    """Requests per CPU second of the engine alone."""
-    words = [sys.executable, "-m", "benchmarks.speed.simulator_speed", "--quick"]
-    said = subprocess.run(words, capture_output=True, text=True).stdout
-    if (found := re.search(r"requests per CPU second: (\d+) by fastest", said)) is None:
-        sys.exit(f"{' '.join(words)} tells no rate\n{said}")
-    return float(found[1])
-
-
 def main() -> int:
     """Prints a line for each case; the last line is the largest share of a bar."""
     data = Path(os.environ.get("TANDEM_SHARED", "../shared")).resolve() / "data"
     runs, shares = 1 if "--quick" in sys.argv else RUNS, []
-    rate = engine_rate()
+    speed = machine_speed()
     print(form())
-    print(
-        f"engine alone: {rate:.0f} requests per CPU second, {rate / RATE:.2f} of the bars' machine"
-    )
+    print(f"{speed:.2f} times as fast as the machine of the bars")
     with tempfile.TemporaryDirectory() as folder:
         for case in cases(data, Path(folder)):
             found = [measured(case, Path(folder)) for _ in range(runs + 1)][1:]  # caches are filled
             taken_s, peak_mb = (statistics.median(values) for values in zip(*found, strict=True))
-            bar_s = case.bar_s * RATE / rate
+            bar_s = case.bar_s / speed
             shares.append(taken_s / bar_s)
             told = f"{case.name}: {taken_s:.2f} CPU s (bar {bar_s:.2f})"
             if case.name == "serve":  # a small process would be told this one's own peak
                 shares.append(peak_mb / MEGABYTES)
                 told += f", {peak_mb:.0f} MB (bar {MEGABYTES:.0f}), "
                 told += f"{REQUESTS / taken_s:.0f} requests per CPU second"
-                times = VIDUR_S * RATE / rate * REQUESTS / taken_s
+                times = VIDUR_S / speed * REQUESTS / taken_s
                 shares.append(VIDUR / times)
                 told += f"; {times:.1f} times as fast as Vidur (bar {VIDUR:g})"
             print(told)
