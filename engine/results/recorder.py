@@ -89,6 +89,7 @@ class Deliveries:
 
 
 STEPS = 1 << 14  # are recorded before their rows are written
+FLUSHES = 8  # after which memory that tables took goes back to the system
 REQUESTS = 1 << 10  # of which a run has more are written before its end
 
 
@@ -402,6 +403,7 @@ class RowStream:
     def __init__(self, files: Mapping[str, TableFile], request_ids: list[int]) -> None:
         self._files, self._ids = files, request_ids
         self._written = 0  # of these requests
+        self._flushes = 0
         self._waiting: dict[str, pa.Table] = {}
 
     def write(self, tables: Mapping[str, pa.Table], bounds: Mapping[str, int]) -> None:
@@ -414,6 +416,9 @@ class RowStream:
             count = int(keys.searchsorted(bounds[name]))
             self._files[name].add(table.slice(0, count))
             self._waiting[name] = table.slice(count)
+        self._flushes += 1
+        if self._flushes % FLUSHES == 0:
+            pa.default_memory_pool().release_unused()
 
     def write_requests(self, outcomes: Mapping[int, Outcome]) -> None:
         """Writes the requests that have ended, up to the first that has not, in a simulation."""
@@ -435,6 +440,8 @@ class RowStream:
         rest = [outcome for i, outcome in sorted(outcomes.items()) if i not in written]
         self._add_requests(rest, outputs)
         self._files["training"].add(training)
+        if self._flushes > FLUSHES:  # else a small run is over before that pays
+            pa.default_memory_pool().release_unused()
 
     def _add_requests(self, outcomes: list[Outcome], outputs: Outputs | None) -> None:
         for begin in range(0, len(outcomes), REQUESTS):
