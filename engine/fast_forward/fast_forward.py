@@ -94,6 +94,10 @@ class FastForward(PlanReuse):
         """See PlanReuse."""
         self._standing.drop()
 
+    def arrived(self) -> None:
+        """See PlanReuse."""
+        self._standing.wait_behind()
+
     def returned(self) -> None:
         """See PlanReuse."""
         if self._recurrence is not None:
@@ -145,7 +149,7 @@ class FastForward(PlanReuse):
 
     def _stands(self, repeat: RepeatedPlan) -> bool:
         """Whether a plan still holds."""
-        return self._standing.repeat is repeat
+        return self._standing.repeat is repeat and repeat.done < repeat.steps
 
 
 class StepMoves(Moves):

@@ -8,7 +8,6 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
-from engine.contract.job import Job
 from engine.contract.plan import Compute, Grow, Plan, Slice, one_token
 from engine.contract.policy import Traits
 from engine.contract.regions import PageSize, Tier
@@ -30,13 +29,15 @@ _job = itemgetter(0)  # of a slice
 class Horizon(NamedTuple):
     """For how many steps the slices of a plan hold, and what its last slices become.
 
-    The first `lead` slices are running decodes, the first `num_decodes` are decodes.
+    The first `lead` slices are running decodes, the first `num_decodes` are decodes. The prompts
+    behind them are `in_turn` where the scheduling appends and they are first of those to come.
     """
 
     steps: int
     later: Later = ()
     lead: int = 0
     num_decodes: int = 0
+    in_turn: bool = False
 
 
 ONCE = Horizon(1)
@@ -67,8 +68,11 @@ def horizon(plan: Plan, view: View, appends: bool) -> Horizon:
         return ONCE
     if not prompts:
         return Horizon(FOREVER, (), lead, num_decodes)
-    steps, later = _of_prompts(slices, num_decodes, prompts, view, appends)
-    return Horizon(steps, later, lead, num_decodes)
+    queue = [*view.serving[num_decodes:], *view.waiting]
+    if appends and queue[: len(prompts)] == prompts:
+        steps, later = _through(slices, num_decodes, others_wait=len(queue) > len(prompts))
+        return Horizon(steps, later, lead, num_decodes, in_turn=True)
+    return Horizon(_of_one_prompt(slices[-1], len(prompts)), (), lead, num_decodes)
 
 
 def _decodes_before_prompts(slices: Sequence[Slice], known: int) -> int:
@@ -79,18 +83,11 @@ def _decodes_before_prompts(slices: Sequence[Slice], known: int) -> int:
     return count
 
 
-def _of_prompts(
-    slices: Sequence[Slice], num_decodes: int, prompts: list[Job], view: View, appends: bool
-) -> tuple[int, Later]:
-    """Steps of decodes with prompts behind them, and what the prompts become."""
-    queue = [*view.serving[num_decodes:], *view.waiting]
-    if appends and queue[: len(prompts)] == prompts:
-        return _through(slices, num_decodes, others_wait=len(queue) > len(prompts))
-    last = slices[-1]
-    if last.record:
-        return 1, ()
-    cut = (last.job.remaining_tokens - 1) // last.tokens  # slices like this that leave a rest
-    return (cut, ()) if cut and len(prompts) == 1 else (1, ())
+def _of_one_prompt(last: Slice, num_prompts: int) -> int:
+    """Steps of decodes with a prompt behind them that is cut alike; 1 of several prompts."""
+    if last.record or num_prompts > 1:
+        return 1
+    return max(1, (last.job.remaining_tokens - 1) // last.tokens)  # they leave a rest
 
 
 def _through(slices: Sequence[Slice], num_decodes: int, others_wait: bool) -> tuple[int, Later]:

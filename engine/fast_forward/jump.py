@@ -68,30 +68,35 @@ class Jump:
         run = self._plan(repeat, device) if repeat.is_plain and self._is_calm(device) else None
         if run is None:
             return False
-        while run is not None:
-            self._run = run
-            self.steps += run.count
+        if self._state.depth > 1:
             self._issue(run, repeat)
-            yield from self._pass(run)
-            if self._state.depth > 1:
-                break
-            self._lifecycle.give_back(device)
+            yield from self._pass_ahead(run)
+            return True
+        while run is not None:
+            has_end = self._issue(run, repeat)
+            end_ns = run.end_ns[-1]
+            if not passed_to(self._state.env, end_ns):
+                yield from self._wait(device, end_ns)
+            self._state.recorder.run_settled(run)
+            if has_end:
+                self._lifecycle.finish(run.op, end_ns, device, run.number + run.count - 1)
+            if self._next_arrival_ns() == end_ns:  # turns that arrive with the answer
+                yield simpy.Timeout(self._state.env, 0)
+            if has_end:
+                self._lifecycle.give_back(device)
             run = self._plan(repeat, device) if stands(repeat) else None
         return True
 
-    def _pass(self, run: RepeatedSteps) -> Turn:
-        """Lets the time of a run pass; with run-ahead only the host's, then the policy is asked."""
+    def _wait(self, device: int, at_ns: int) -> Turn:
+        """Waits for a moment; jobs that arrive meanwhile find a plan in flight."""
+        state = self._state
+        state.in_flight.level[device] += 1
+        yield simpy.Timeout(state.env, at_ns - state.now_ns)
+        state.in_flight.level[device] -= 1
+
+    def _pass_ahead(self, run: RepeatedSteps) -> Turn:
+        """Lets the host's time of a run pass; behind that the policy is asked."""
         state, env, end_ns = self._state, self._state.env, run.end_ns[run.settled - 1]
-        if state.depth == 1:  # jobs that arrive meanwhile find a plan in flight
-            state.in_flight.level[run.device] += 1
-            if not passed_to(env, end_ns):
-                yield simpy.Timeout(env, end_ns - state.now_ns)
-            state.in_flight.level[run.device] -= 1
-            state.recorder.run_settled(run)
-            self._lifecycle.finish(run.op, end_ns, run.device, run.number + run.count - 1)
-            if self._next_arrival_ns() == end_ns:  # turns that arrive with the answer
-                yield simpy.Timeout(env, 0)
-            return
         span = Span(run.op, run.start_ns[0], end_ns)
         self._executor.hold(run.segments[0].launch, span, lambda span: self._tell(run, span))
         for step in range(run.settled, run.count):
@@ -110,11 +115,13 @@ class Jump:
             self._limit(repeat),
             self._min_steps,
             0,
-            len(repeat.decodes.jobs),
+            len(repeat.decodes.ids),
         )
+        if limit < min_steps:
+            return None
         now_ns = self._seen_ns = self._state.now_ns
         until_ns = self._until_ns = self._next_arrival_ns()
-        if limit < min_steps or (min_steps > 1 and self._steps_to_arrival() < min_steps):
+        if min_steps > 1 and self._steps_to_arrival() < min_steps:
             return None
         ahead: list[RunSegment] = []
         durations: list[int] = []
@@ -220,17 +227,21 @@ class Jump:
         )
 
     # ---- issue and settle
-    def _issue(self, run: RepeatedSteps, repeat: RepeatedPlan) -> None:
-        """Books and issues the steps that settle together."""
+    def _issue(self, run: RepeatedSteps, repeat: RepeatedPlan) -> bool:
+        """Books and issues the steps that settle together; returns whether jobs end with them."""
         state, ledger, op = self._state, self._state.ledger, run.op
-        ledger.hold(repeat.places)
+        self._run = run
+        self.steps += run.count
+        if repeat.places:
+            ledger.hold(repeat.places)
         ledger.grow(run.pool, run.grown[-1], repeat.takers(run.count, ledger.pages))
         state.in_flight.number(run.device, run.count)
         state.recorder.ran(run)
-        self._move_on(run, repeat)
+        has_end = self._move_on(run, repeat)
         ledger.touch_again(op, run.settled, is_open=state.depth > 1)
         if state.depth > 1:
             state.in_flight.last_compute((op,), run.device)
+        return has_end
 
     def _issue_alone(self, run: RepeatedSteps, step: int) -> None:
         """Issues a step that is still in flight when the engine asks next."""
@@ -244,19 +255,22 @@ class Jump:
         span = Span(op, run.start_ns[step], run.end_ns[step])
         self._executor.hold(launch, span, self._lifecycle.settle)
 
-    def _move_on(self, run: RepeatedSteps, plan: RepeatedPlan) -> None:
-        """Moves the jobs of a run on by all its steps; newly admitted jobs are in the tail."""
-        decodes, tail, lead, prefix = plan.decodes, plan.tail, len(plan.decodes.jobs), self._prefix
+    def _move_on(self, run: RepeatedSteps, plan: RepeatedPlan) -> bool:
+        """Moves the jobs of a run on by all its steps; returns whether any of them end.
+
+        Newly admitted jobs are in the tail.
+        """
+        decodes, tail, prefix = plan.decodes, plan.tail, self._prefix
         behind = [] if prefix is None else [(job, job.computed_tokens) for job in tail]
         plan.advance(run.count)
         done = decodes.complete()
-        for i, job in enumerate(tail, lead):
+        for i, job in enumerate(tail, len(decodes.ids)):
             self._issuing.begin(job)
+            computed = new = 0
             for segment in run.segments:
-                job._advance(
-                    segment.steps * segment.pieces.tokens[i],
-                    segment.steps * segment.pieces.samples[i],
-                )
+                computed += segment.steps * segment.pieces.tokens[i]
+                new += segment.steps * segment.pieces.samples[i]
+            job._advance(computed, new)
             if self._completions.tokens_left(job) <= 0:
                 done.append(job)
         if prefix is not None:
@@ -265,6 +279,7 @@ class Jump:
             self._completions.end_with(run.op, done)
         if plan.tail:
             plan.gather(self._state.ledger.pages, self._completions.tokens_left)
+        return bool(done)
 
     def _tell(self, run: RepeatedSteps, span: Span) -> None:
         state = self._state

@@ -49,6 +49,7 @@ class StandingPlan:
     ) -> None:
         self._page, self._traits, self._reads = page, traits, reads
         self._holds = False  # also behind a job's end, as the scheduling promises
+        self._is_in_turn = False  # a job that arrives waits for all prompts of the plan
         self._tables, self._tokens_left = tables, tokens_left
         self._last: RepeatedPlan | None = None  # the last plan, even where it holds no more
         self.decodes: DecodeBatch | None = None  # of the last plan
@@ -74,7 +75,7 @@ class StandingPlan:
     def _stretched(self, plan: Plan, view: View) -> StretchedPlan | None:
         """The plan for more steps than one, if it holds for more."""
         traits = self._traits
-        self._holds = traits.repeats
+        self._holds, self._is_in_turn = traits.repeats, False
         if traits.kv_growth == "asked" or plan.wake_ns is not None:
             return None
         if not traits.repeats and not (self._reads and self._reads.hold(plan, view.waiting)):
@@ -88,6 +89,7 @@ class StandingPlan:
         # prefix could be taken before its end.
         if traits.prefix_caching and view.waiting and (traits.swaps or has_prompt(plan)):
             return None
+        self._is_in_turn = found.in_turn and traits.repeats and not traits.prefix_caching
         made = stretched(plan, view, found, traits, self.shown)
         if made is None or made.steps < 2:
             return None
@@ -181,6 +183,12 @@ class StandingPlan:
     def drop(self) -> None:
         """An event may change the plan: the policy is asked next."""
         self.repeat = None
+
+    def wait_behind(self) -> None:
+        """A request has arrived: the policy is asked next, unless the prompts leave it no token."""
+        repeat, budget = self.repeat, self._traits.step_tokens
+        if repeat is None or not (self._is_in_turn and budget and repeat.wait_behind(budget)):
+            self.repeat = None
 
     def lose(self, jobs: Sequence[Job], others_wait: bool) -> None:
         """Jobs have ended: the plan goes on without them.

@@ -282,7 +282,10 @@ class Engine(Lifecycle):
 
     def _admit(self, item: Request | TrainingJob, arrival_ns: int) -> None:
         """A request or training job has arrived."""
-        self._changed()
+        if isinstance(item, Request):
+            self.reuse.arrived()
+        else:
+            self._changed()
         self._moments = 0
         self._admission.admit(item, arrival_ns)
 

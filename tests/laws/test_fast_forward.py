@@ -131,3 +131,14 @@ def test_an_end_without_a_waiting_job_takes_no_event() -> None:
         contexts = [leg.pieces.contexts for later in runs[2:] for leg in later.segments]
         assert not any([c.tail for c in contexts]), "the jobs in decode move together"
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_arrival_behind_a_prompt_that_takes_the_budget_is_no_question(depth: int) -> None:
+    """It has no token before the prompt ends: as many questions as if it had come just then."""
+    policy, asked = Composed(SCHEDULING["chunked"], MEMORY["restart"]), []
+    for at_ns in (0, 300_000, 600_000):
+        requests = [Request(0, 0, 240, 4), Request(1, at_ns, 30, 4)]
+        runs = both_simulated(policy, requests, Shaped(0), pages=900, host_pages=0, depth=depth)
+        asked.append(runs[0].asked)
+    assert asked == [asked[0]] * 3
