@@ -67,7 +67,7 @@ class FastForward(PlanReuse):
     # ---- which questions are spared
     def next(self) -> Plan | None:
         """See PlanReuse."""
-        return self._standing.next(self._state.ledger.room_bytes)
+        return self._standing.next(self._state.ledger.room_bytes, bool(self._state.jobs.waiting))
 
     def recurring(self) -> Plan | None:
         """See PlanReuse."""
@@ -103,7 +103,7 @@ class FastForward(PlanReuse):
         if self._recurrence is not None:
             self._recurrence.forget()
         if self._state.jobs.waiting:
-            self._standing.drop()  # a waiting job may be admitted now
+            self._standing.wait_behind()  # else a waiting job may be admitted now
 
     def ended(self, jobs: Sequence[Job]) -> None:
         """See PlanReuse."""
@@ -149,7 +149,10 @@ class FastForward(PlanReuse):
 
     def _stands(self, repeat: RepeatedPlan) -> bool:
         """Whether a plan still holds."""
-        return self._standing.repeat is repeat and repeat.done < repeat.steps
+        standing, state = self._standing, self._state
+        return standing.repeat is repeat and standing.goes_on(
+            state.ledger.room_bytes, bool(state.jobs.waiting)
+        )
 
 
 class StepMoves(Moves):

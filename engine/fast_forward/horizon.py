@@ -16,6 +16,7 @@ from engine.fast_forward.decode_batch import GrowCycle
 from engine.fast_forward.repeated_plan import (
     Later,
     Part,
+    RepeatedPlan,
     StretchedPlan,
     TimedGrow,
     part_at,
@@ -242,3 +243,47 @@ def _of_prompt(
         reach = held // page.nbytes * page.tokens - known
         grows.append(TimedGrow(place, page.nbytes, step + reach, page.tokens))
     return grows
+
+
+def cut_anew(
+    repeat: RepeatedPlan, budget: int, held_pages: int, free: int, others_wait: bool
+) -> bool:
+    """The last prompt of a plan takes what jobs that have ended leave of the budget.
+
+    Args:
+        repeat: the plan, without these jobs; it appends prompts, and no step is under way.
+        budget: the most tokens of a step, which the prompt takes whole.
+        held_pages: KV pages of the prompt.
+        free: pages that the plan may take.
+        others_wait: whether jobs wait: then it holds while the prompt takes all that is left.
+
+    Returns:
+        Whether the plan goes on.
+    """
+    job, place, page, now = repeat.tail[-1], repeat.places[-1], repeat.decodes.page, repeat.done
+    cycle = repeat.decodes.cycle()
+    if not (repeat.has_cycle and job.is_prefilling) or cycle is None:
+        return False
+    ones = tuple(map(one_token, repeat.tail[:-1]))
+    tokens, left = budget - len(repeat.decodes.ids) - len(ones), job.remaining_tokens
+    full = (left - 1) // tokens
+    end = now + full  # the step with which the prompt is complete
+    grows, done, known, held = list[TimedGrow](), job.computed_tokens, job.known_tokens, held_pages
+    for step in range(now, end + 1):
+        done = min(known, done + tokens)
+        if (need := page.count(done) - held) > 0:
+            grows.append(TimedGrow(place, need * page.nbytes, step))
+            held += need
+    grows.append(TimedGrow(place, page.nbytes, end + 1 + held * page.tokens - known, page.tokens))
+    growth = repeat.growth.with_last(job.job_id, grows)
+    steps = now + _steps(cycle, growth.behind(now), free, page)
+    if others_wait:
+        steps = min(steps, end)
+    if steps <= now:
+        return False
+    rest = Slice(job, left - full * tokens)
+    parts: list[Part] = [((*ones, rest), end + 1), ((*ones, one_token(job)), steps)]
+    if full:
+        parts.insert(0, ((*ones, Slice(job, tokens)), end))
+    repeat.go_on(parts, steps, end, growth)
+    return True

@@ -100,6 +100,17 @@ class Growth:
         heapify(queue)
         return Growth(queue)
 
+    def with_last(self, owner: int, grows: Sequence[TimedGrow]) -> Growth:
+        """The growth where an owner, the last in order, grows otherwise from now on."""
+        queue = [due for due in self._queue if due[2].place.region.owner != owner]
+        queue += [(op.first, FAR + i, op) for i, op in enumerate(grows)]
+        heapify(queue)
+        return Growth(queue)
+
+    def behind(self, step: int) -> list[TimedGrow]:
+        """What is still to grow, as counted from a step."""
+        return [op._replace(first=at - step) for at, _, op in self._queue]
+
 
 Taken = Grow | TimedGrow
 Part = tuple[tuple[Slice, ...], int]
@@ -137,7 +148,7 @@ class RepeatedPlan:
         )
         self.done = 0  # steps that are issued
         self.growth = Growth.of(plan.grows)  # beside the growth of the decodes
-        self._has_cycle = plan.cycle is not None
+        self.has_cycle = plan.cycle is not None
         self.places = launch.writes[lead:]  # of the tail
         self._writes, self._first = launch.writes, launch
         self.parts = parts_of(
@@ -179,13 +190,20 @@ class RepeatedPlan:
             Whether the plan holds for its next step.
         """
         silent = self.silent
-        if not silent or not self.left:
-            return False
-        taken = sum(map(_tokens, part_at(self.parts, self.done)[0]))
-        if len(self.decodes.ids) + taken < budget:
+        if not silent or not self.left or self.next_tokens < budget:
             return False
         self.steps = min(self.steps, self.done + silent)
         return True
+
+    @property
+    def next_tokens(self) -> int:
+        """Tokens of the next step."""
+        behind: int = sum(map(_tokens, part_at(self.parts, self.done)[0]))
+        return len(self.decodes.ids) + behind
+
+    def go_on(self, parts: list[Part], steps: int, end: int, growth: Growth) -> None:
+        """The tail goes on with other slices and growth; its last prompt ends with step `end`."""
+        self.parts, self.steps, self._silent, self.growth = parts, steps, end, growth
 
     def _steps_to_a_token(self) -> int:
         left, steps = self.tail[-1].remaining_tokens, 0
@@ -206,7 +224,7 @@ class RepeatedPlan:
     def due(self, count: int) -> tuple[list[tuple[Taken, ...]], list[int]]:
         """The growth of each of the next steps, in the order of booking, and its pages."""
         found: list[tuple[Taken, ...]] = [()] * count
-        if self._has_cycle:
+        if self.has_cycle:
             found = [*self.decodes.due(count)]
         pages, page_nbytes, done = list(map(len, found)), self.decodes.page.nbytes, self.done
         if self.growth.first < done + count:
@@ -221,7 +239,7 @@ class RepeatedPlan:
 
     def takers(self, count: int, tables: Mapping[Place, list[int]]) -> Iterator[list[int]]:
         """The page tables that grow in the next steps, once for each page, in that order."""
-        found: list[Tables] = self.decodes.takers(count) if self._has_cycle else [()] * count
+        found: list[Tables] = self.decodes.takers(count) if self.has_cycle else [()] * count
         if self.growth.first < self.done + count:
             page_nbytes = self.decodes.page.nbytes
             for step, op in self.growth.before(self.done + count)[0]:
@@ -239,7 +257,7 @@ class RepeatedPlan:
         """Moves the tail into the decodes, where it only decodes from now on."""
         page, done, tail = self.decodes.page, self.done, self.tail
         is_last = part_at(self.parts, done)[1] == self.steps
-        if not (is_last and self._has_cycle) or any(map(_is_prefilling, tail)):
+        if not (is_last and self.has_cycle) or any(map(_is_prefilling, tail)):
             return
         pairs = [*zip(tail, self.places, strict=True)]
         spare = {place: len(tables[place]) * page.tokens - j.computed_tokens for j, place in pairs}
