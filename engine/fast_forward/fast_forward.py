@@ -61,6 +61,7 @@ class FastForward(PlanReuse):
                 parts.issuing,
                 parts.lifecycle,
                 parts.next_arrival_ns,
+                parts.serves_only,
                 executor,
             )
 

@@ -245,14 +245,11 @@ def _of_prompt(
     return grows
 
 
-def cut_anew(
-    repeat: RepeatedPlan, budget: int, held_pages: int, free: int, others_wait: bool
-) -> bool:
+def cut_anew(repeat: RepeatedPlan, held_pages: int, free: int, others_wait: bool) -> bool:
     """The last prompt of a plan takes what jobs that have ended leave of the budget.
 
     Args:
-        repeat: the plan, without these jobs; it appends prompts, and no step is under way.
-        budget: the most tokens of a step, which the prompt takes whole.
+        repeat: the plan, without these jobs; until now its steps took the whole budget.
         held_pages: KV pages of the prompt.
         free: pages that the plan may take.
         others_wait: whether jobs wait: then it holds while the prompt takes all that is left.
@@ -265,7 +262,7 @@ def cut_anew(
     if not (repeat.has_cycle and job.is_prefilling) or cycle is None:
         return False
     ones = tuple(map(one_token, repeat.tail[:-1]))
-    tokens, left = budget - len(repeat.decodes.ids) - len(ones), job.remaining_tokens
+    tokens, left = repeat.budget - len(repeat.decodes.ids) - len(ones), job.remaining_tokens
     full = (left - 1) // tokens
     end = now + full  # the step with which the prompt is complete
     grows, done, known, held = list[TimedGrow](), job.computed_tokens, job.known_tokens, held_pages

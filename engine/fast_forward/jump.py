@@ -45,14 +45,17 @@ class Jump:
         issuing: Issuing,
         lifecycle: Lifecycle,
         next_arrival_ns: Callable[[], int | None],
+        serves_only: Callable[[], bool],
         executor: Repeater,
     ) -> None:
         self._state, self._completions, self._frees = state, completions, frees
         self._issuing, self._lifecycle, self._executor = issuing, lifecycle, executor
         self._next_arrival_ns, self._prefix = next_arrival_ns, issuing.prefix
+        self._serves_only = serves_only
         self._decode_step_ns = 1  # duration of the last step of decodes alone
         self._seen_ns = 0  # about when the steps planned so far end
         self._until_ns: int | None = None  # the next arrival: no step is issued from then on
+        self._still = 0  # but for these steps, which no arrival changes
         self._run: RepeatedSteps | None = None  # the last run
         self._min_steps = 1 if state.depth == 1 else state.depth + 1  # fewest steps of a jump
         self.steps = 0
@@ -121,6 +124,7 @@ class Jump:
             return None
         now_ns = self._seen_ns = self._state.now_ns
         until_ns = self._until_ns = self._next_arrival_ns()
+        still = self._still = repeat.still if self._is_alone() else 0
         if min_steps > 1 and self._steps_to_arrival() < min_steps:
             return None
         ahead: list[RunSegment] = []
@@ -134,6 +138,7 @@ class Jump:
             ahead.append(segment)
             durations += found[0]
             host_ns = found[1]
+            self._still -= segment.steps
             self._seen_ns += sum(found[0]) + segment.steps * host_ns
             if sum(tokens := segment.pieces.tokens[lead:]) == len(tokens):  # decodes alone
                 self._decode_step_ns = max(1, durations[-1] + host_ns)
@@ -142,7 +147,7 @@ class Jump:
             return None
         issue, start, end = self._times(now_ns, durations, host_ns)
         if until_ns is not None and issue[-1] >= until_ns:
-            limit = bisect_left(issue, until_ns)
+            limit = max(bisect_left(issue, until_ns), min(still, limit))
             if limit < min_steps:
                 return None
             issue, start, end = issue[:limit], start[:limit], end[:limit]
@@ -151,14 +156,15 @@ class Jump:
         return self._made(repeat, device, ahead, (issue, start, end), host_ns)
 
     def _steps_to_arrival(self) -> int:
-        """An estimate of the steps up to the next arrival.
+        """An estimate of the steps up to the next arrival, or to one that matters.
 
         It is 1/32 too high: a step too many is cut, a step too few costs another segment.
         """
         if self._until_ns is None:
             return MOST
         left_ns = self._until_ns - self._seen_ns
-        return 1 + left_ns * 33 // (32 * self._decode_step_ns) if left_ns > 0 else 0
+        steps = 1 + left_ns * 33 // (32 * self._decode_step_ns) if left_ns > 0 else 0
+        return max(steps, self._still)
 
     def _limit(self, repeat: RepeatedPlan) -> int:
         """The number of steps to the first end of a job; with run-ahead without the last."""
@@ -169,6 +175,11 @@ class Jump:
             for job in tail[:-1]:
                 left = min(left, tokens_left(job))
         return min(repeat.left, MOST, left - (state.depth > 1))
+
+    def _is_alone(self) -> bool:
+        """Whether an arrival reads and wakes nothing while a run lasts."""
+        state = self._state
+        return state.depth == 1 and state.fleet is None and self._serves_only()
 
     def _is_calm(self, device: int) -> bool:
         """Whether no memory is coming back, no job's end is in flight and no wake-up is set."""

@@ -136,10 +136,14 @@ def part_at(parts: Sequence[Part], step: int) -> Part:
 
 
 class RepeatedPlan:
-    """A repeated plan under way: a batch of decodes, and a tail of prompts behind it."""
+    """A repeated plan under way: a batch of decodes, and a tail of prompts behind it.
 
-    def __init__(self, plan: StretchedPlan, decodes: DecodeBatch) -> None:
+    `budget`: the most tokens of a step, where jobs that arrive wait for the prompts; else 0.
+    """
+
+    def __init__(self, plan: StretchedPlan, decodes: DecodeBatch, budget: int = 0) -> None:
         launch, lead = plan.launch, len(decodes.jobs)
+        self.budget = budget
         self.plan, self.steps, self.decodes, self.device = (
             plan.plan,
             plan.steps,
@@ -180,26 +184,18 @@ class RepeatedPlan:
         """Steps before the last job of the tail yields a token: all but the last of its prompt."""
         return max(0, self._silent - self.done)
 
-    def wait_behind(self, budget: int) -> bool:
-        """A job waits behind the prompts: the plan holds while the last one takes what is left.
-
-        Args:
-            budget: the most tokens of a step.
-
-        Returns:
-            Whether the plan holds for its next step.
-        """
-        silent = self.silent
-        if not silent or not self.left or self.next_tokens < budget:
-            return False
-        self.steps = min(self.steps, self.done + silent)
-        return True
-
     @property
-    def next_tokens(self) -> int:
-        """Tokens of the next step."""
+    def still(self) -> int:
+        """Steps that no arrival changes: the last prompt takes what is left of the budget."""
+        if not self.budget:
+            return 0
         behind: int = sum(map(_tokens, part_at(self.parts, self.done)[0]))
-        return len(self.decodes.ids) + behind
+        return self.silent if len(self.decodes.ids) + behind == self.budget else 0
+
+    def wait_behind(self) -> bool:
+        """A job waits behind the prompts; returns whether the plan holds for its next step."""
+        self.steps = min(self.steps, self.done + self.still)
+        return self.left > 0
 
     def go_on(self, parts: list[Part], steps: int, end: int, growth: Growth) -> None:
         """The tail goes on with other slices and growth; its last prompt ends with step `end`."""

@@ -49,7 +49,7 @@ class StandingPlan:
     ) -> None:
         self._page, self._traits, self._reads = page, traits, reads
         self._holds = False  # also behind a job's end, as the scheduling promises
-        self._is_in_turn = False  # a job that arrives waits for all prompts of the plan
+        self._budget = 0  # of a step, where a job that arrives waits for all prompts; else 0
         self._is_cut_due = False  # jobs have ended: the last prompt takes what they leave
         self._tables, self._tokens_left = tables, tokens_left
         self._last: RepeatedPlan | None = None  # the last plan, even where it holds no more
@@ -65,7 +65,7 @@ class StandingPlan:
             ContractError: KV that is promised as reserved does not hold the tokens of these steps.
         """
         self._last = self.repeat = None
-        self._is_cut_due = False
+        self._is_cut_due, self._budget = False, 0
         if plan.ops:
             launch = plan.ops[-1]
             if isinstance(launch, Compute):
@@ -77,7 +77,7 @@ class StandingPlan:
     def _stretched(self, plan: Plan, view: View) -> StretchedPlan | None:
         """The plan for more steps than one, if it holds for more."""
         traits = self._traits
-        self._holds, self._is_in_turn = traits.repeats, False
+        self._holds = traits.repeats
         if traits.kv_growth == "asked" or plan.wake_ns is not None:
             return None
         if not traits.repeats and not (self._reads and self._reads.hold(plan, view.waiting)):
@@ -91,7 +91,8 @@ class StandingPlan:
         # prefix could be taken before its end.
         if traits.prefix_caching and view.waiting and (traits.swaps or has_prompt(plan)):
             return None
-        self._is_in_turn = found.in_turn and traits.repeats and not traits.prefix_caching
+        if found.in_turn and traits.repeats and not traits.prefix_caching:
+            self._budget = traits.step_tokens
         made = stretched(plan, view, found, traits, self.shown)
         if made is None or made.steps < 2:
             return None
@@ -140,7 +141,7 @@ class StandingPlan:
             and not (made.steps == 1 and _grows_in_turn(plan, decodes))
         ):
             decodes.turns = None
-        return RepeatedPlan(made, decodes)
+        return RepeatedPlan(made, decodes, self._budget)
 
     def _part(self, decodes: DecodeBatch, plan: Plan) -> None:
         """Removes jobs that lose their memory or are refused from the decodes."""
@@ -188,10 +189,7 @@ class StandingPlan:
 
     def wait_behind(self) -> None:
         """A request waits: the policy is asked next, unless the prompts leave it no token."""
-        repeat, budget = self.repeat, self._traits.step_tokens
-        if repeat is None or self._is_cut_due:
-            return
-        if not (self._is_in_turn and budget and repeat.wait_behind(budget)):
+        if self.repeat is not None and not (self._is_cut_due or self.repeat.wait_behind()):
             self.repeat = None
 
     def lose(self, jobs: Sequence[Job], others_wait: bool) -> None:
@@ -205,7 +203,7 @@ class StandingPlan:
             return
         if not self._holds:
             self.repeat = None
-        elif last.is_cut and self._is_in_turn and last.next_tokens == self._traits.step_tokens:
+        elif last.still:
             self._is_cut_due = True
         elif (others_wait or last.is_cut) and not self._is_cut_due:
             self.repeat = None
@@ -220,8 +218,7 @@ class StandingPlan:
             self._is_cut_due = False
             held = len(self._tables[repeat.places[-1]])
             room = room_bytes()[Tier.GPU, repeat.device] // self._page.nbytes
-            free, budget = room - self._traits.spare_pages, self._traits.step_tokens
-            if not cut_anew(repeat, budget, held, free, others_wait):
+            if not cut_anew(repeat, held, room - self._traits.spare_pages, others_wait):
                 repeat = self.repeat = None
         return repeat is not None and repeat.left > 0
 

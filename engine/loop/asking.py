@@ -86,6 +86,7 @@ class LoopParts(NamedTuple):
     issuing: Issuing
     lifecycle: Lifecycle
     next_arrival_ns: Callable[[], int | None]
+    serves_only: Callable[[], bool]
 
 
 class PlanReuse:

@@ -187,6 +187,7 @@ class Engine(Lifecycle):
                 self._issuing,
                 self,
                 lambda: self._arrivals.next_ns,
+                lambda: self._arrivals.serves_only,
             )
         )
         self._fruitless = 0  # plans in a row that launched and refused nothing
