@@ -24,6 +24,7 @@ from engine.fast_forward.repeated_plan import (
 )
 
 FOREVER = 1 << 30
+MANY_ROUNDS = 64  # after so many pages for each job it does not matter at which step none is left
 _job = itemgetter(0)  # of a slice
 
 
@@ -167,15 +168,17 @@ def _add(grown: dict[int, int], ops: Sequence[object]) -> None:
 
 def _steps(cycle: GrowCycle | None, grows: Sequence[TimedGrow], free: int, page: PageSize) -> int:
     """For how many steps `free` pages suffice. Growth that comes once counts from the start."""
-    turns = [0] * page.tokens if cycle is None else list(map(len, cycle.by_step))
-    for op in grows:
-        if op.every:
-            turns[op.first % page.tokens] += 1
-        else:
-            free -= op.nbytes // page.nbytes
-    if free < 0 or not any(turns):
+    again = [op.first for op in grows if op.every]
+    free -= sum([op.nbytes for op in grows if not op.every]) // page.nbytes
+    each = len(again) + (0 if cycle is None else cycle.pages)  # in as many steps as fill a page
+    if free < 0 or not each:
         return 0 if free < 0 else FOREVER
-    rounds, left = divmod(free, sum(turns))
+    rounds, left = divmod(free, each)
+    if rounds >= MANY_ROUNDS:
+        return page.tokens * rounds
+    turns = [0] * page.tokens if cycle is None else list(map(len, cycle.by_step))
+    for first in again:
+        turns[first % page.tokens] += 1
     return page.tokens * rounds + bisect_right([*accumulate(turns)], left)
 
 
@@ -206,7 +209,7 @@ def _of_decodes(
     turns: list[list[Grow]] = [[] for _ in range(page.tokens)]
     for op in grows:
         turns[op.first].append(Grow(op.place, op.nbytes))
-    return GrowCycle(tuple(map(tuple, turns))), []
+    return GrowCycle(tuple(map(tuple, turns)), num_decodes), []
 
 
 def _of_prompt(

@@ -124,7 +124,9 @@ class Jump:
             return None
         now_ns = self._seen_ns = self._state.now_ns
         until_ns = self._until_ns = self._next_arrival_ns()
-        still = self._still = repeat.still if self._is_alone() else 0
+        still = self._still = 0
+        if repeat.budget and self._is_alone():
+            still = self._still = repeat.still
         if min_steps > 1 and self._steps_to_arrival() < min_steps:
             return None
         ahead: list[RunSegment] = []
@@ -140,7 +142,8 @@ class Jump:
             host_ns = found[1]
             self._still -= segment.steps
             self._seen_ns += sum(found[0]) + segment.steps * host_ns
-            if sum(tokens := segment.pieces.tokens[lead:]) == len(tokens):  # decodes alone
+            behind = segment.pieces.tokens[lead:]
+            if not behind or sum(behind) == len(behind):  # decodes alone
                 self._decode_step_ns = max(1, durations[-1] + host_ns)
         limit = len(durations)
         if limit < min_steps:
@@ -168,13 +171,15 @@ class Jump:
 
     def _limit(self, repeat: RepeatedPlan) -> int:
         """The number of steps to the first end of a job; with run-ahead without the last."""
-        state, tail, left = self._state, repeat.tail, repeat.decodes.fewest_left(otherwise=MOST)
+        tail, left = repeat.tail, repeat.decodes.fewest_left(otherwise=MOST)
         if tail:
             tokens_left = self._completions.tokens_left
             left = min(left, tokens_left(tail[-1]) + repeat.silent)
             for job in tail[:-1]:
                 left = min(left, tokens_left(job))
-        return min(repeat.left, MOST, left - (state.depth > 1))
+        if self._state.depth > 1:
+            left -= 1
+        return min(repeat.steps - repeat.done, MOST, left)
 
     def _is_alone(self) -> bool:
         """Whether an arrival reads and wakes nothing while a run lasts."""

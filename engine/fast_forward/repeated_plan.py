@@ -286,7 +286,7 @@ class RepeatedPlan:
 
     def lose(self, jobs: Sequence[Job]) -> None:
         """Removes jobs that have ended."""
-        decodes, gone = self.decodes, {job.job_id for job in jobs}
+        decodes, gone = self.decodes, [job.job_id for job in jobs]
         for job in jobs:
             if job in decodes.jobs:
                 decodes.leave(decodes.jobs.index(job))
@@ -299,7 +299,8 @@ class RepeatedPlan:
                 for part, until in self.parts
             ]
         self._writes = decodes.places + self.places
-        self.growth = self.growth.without(gone)
+        if self.growth.first < FAR:
+            self.growth = self.growth.without(gone)
 
 
 @dataclass(slots=True, eq=False)
