@@ -68,26 +68,29 @@ class Jump:
         `stands` says whether the plan still holds behind a run that has settled, with the memory
         that may be shown by then.
         """
-        run = self._plan(repeat, device) if repeat.is_plain and self._is_calm(device) else None
+        if not repeat.is_plain or not self._is_calm(device):
+            return False
+        run = self._plan(repeat, device, self._state.now_ns)
         if run is None:
             return False
         if self._state.depth > 1:
             self._issue(run, repeat)
             yield from self._pass_ahead(run)
             return True
+        env, recorder = self._state.env, self._state.recorder
         while run is not None:
             has_end = self._issue(run, repeat)
             end_ns = run.end_ns[-1]
-            if not passed_to(self._state.env, end_ns):
+            if not passed_to(env, end_ns):
                 yield from self._wait(device, end_ns)
-            self._state.recorder.run_settled(run)
+            recorder.run_settled(run)
             if has_end:
                 self._lifecycle.finish(run.op, end_ns, device, run.number + run.count - 1)
             if self._next_arrival_ns() == end_ns:  # turns that arrive with the answer
-                yield simpy.Timeout(self._state.env, 0)
+                yield simpy.Timeout(env, 0)
             if has_end:
                 self._lifecycle.give_back(device)
-            run = self._plan(repeat, device) if stands(repeat) else None
+            run = self._plan(repeat, device, end_ns) if stands(repeat) else None
         return True
 
     def _wait(self, device: int, at_ns: int) -> Turn:
@@ -113,7 +116,7 @@ class Jump:
         return 0 if run is None or now_ns > run.issue_ns[-1] else run.unissued_bytes(now_ns)
 
     # ---- planning: nothing is changed
-    def _plan(self, repeat: RepeatedPlan, device: int) -> RepeatedSteps | None:
+    def _plan(self, repeat: RepeatedPlan, device: int, now_ns: int) -> RepeatedSteps | None:
         limit, min_steps, host_ns, lead = (
             self._limit(repeat),
             self._min_steps,
@@ -122,7 +125,7 @@ class Jump:
         )
         if limit < min_steps:
             return None
-        now_ns = self._seen_ns = self._state.now_ns
+        self._seen_ns = now_ns
         until_ns = self._until_ns = self._next_arrival_ns()
         still = self._still = 0
         if repeat.budget and self._is_alone():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heapreplace
@@ -347,19 +347,26 @@ def _no_tables(count: int) -> Sequence[Sequence[int]]:
     return ((),) * count
 
 
-def segments(repeat: RepeatedPlan, count: int, reach: Callable[[], int]) -> Iterator[RunSegment]:
+def segments(repeat: RepeatedPlan, count: int, reach: Callable[[], int]) -> Iterable[RunSegment]:
     """The next steps of a repeated plan, `count` at most; no job moves on.
 
     `reach` gives the most steps of each segment before it is made; 0 ends the run.
     """
+    if repeat.tail:
+        return _with_tail(repeat, count, reach)
+    decodes, steps = repeat.decodes, min(reach(), count)
+    if not steps:
+        return ()
+    ids, (ones, trues) = decodes.ids, _decodes(len(decodes.ids))
+    pieces = Pieces(ids, ones, decodes.ahead(0, ()), trues, _no_tables(len(ids)))
+    op = repeat.launch((), repeat.done)
+    return (RunSegment(0, steps, op, pieces, Launch(op, (), pieces)),)
+
+
+def _with_tail(repeat: RepeatedPlan, count: int, reach: Callable[[], int]) -> Iterator[RunSegment]:
+    """See `segments`."""
     decodes, tail, done, first = repeat.decodes, repeat.tail, repeat.done, 0
     ids, (ones, trues) = decodes.ids, _decodes(len(decodes.ids))
-    if not tail:
-        if (reached := reach()) > 0:
-            pieces = Pieces(ids, ones, decodes.ahead(0, ()), trues, _no_tables(len(ids)))
-            op = repeat.launch((), done)
-            yield RunSegment(0, min(reached, count), op, pieces, Launch(op, (), pieces))
-        return
     ids += tuple(map(_job_id, tail))
     contexts, known = list(map(_computed, tail)), list(map(_known, tail))
     tables = _no_tables(len(ids))
@@ -413,14 +420,11 @@ class RepeatedSteps:
 
     def tokens(self) -> list[tuple[tuple[int, ...], Times]]:
         """Requests that get tokens in the steps that settle together, and when."""
-        end_ns, settled = self.end_ns, self.settled
+        end_ns, settled = self.end_ns[: self.settled], self.settled
         return [
-            (
-                segment.pieces.sampled_ids,
-                end_ns[segment.first : min(segment.first + segment.steps, settled)],
-            )
-            for segment in self.segments
-            if segment.first < settled
+            (s.pieces.sampled_ids, end_ns[s.first : s.first + s.steps])
+            for s in self.segments
+            if s.first < settled
         ]
 
     def unissued_bytes(self, now_ns: int) -> int:
