@@ -24,7 +24,9 @@ Moments = tuple[Times, Times, Times]  # when steps are issued, start and end
 
 
 class Jump:
-    """Issues the steps up to the next arrival or end; at a tie the arrival comes first.
+    """Issues the steps up to the next end, or to the next arrival that may change the plan.
+
+    At a tie the arrival comes first.
 
     Results are those of single steps, to the nanosecond and the page. At run-ahead d step i is
     issued when the host has prepared step i-1 and step i-d has ended; it starts when step i-1 has
