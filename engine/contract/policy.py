@@ -27,10 +27,10 @@ class Traits:
     A promise that does not hold breaks law 15: results would depend on how often the engine asks.
 
     Of a scheduling:
-        repeats          The next batch is the decodes of this one, in their order, and behind them
-                         the prompt that the token budget has cut. This holds until a job arrives,
-                         ends, is admitted, or finds new room.
-        appends          A prompt that is complete decodes behind all jobs admitted before it.
+        repeats          The next batch is this one's decodes in their order, then the prompt that
+                         the budget has cut, until a job arrives, ends, is admitted or finds room.
+        appends          A prompt takes all that decodes and prompts before it, by admission and
+                         arrival, leave of `step_tokens`; complete, it decodes behind them.
         step_tokens      The most tokens of requests in a batch; 0 where there is no bound.
         prompt_tokens    The most tokens of a batch with several prompts; a single prompt may be
                          longer. 0 where there is no bound.

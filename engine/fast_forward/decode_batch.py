@@ -4,23 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from engine.contract.executor import Contexts
 from engine.contract.job import ALONE, Job, TokenClock
 from engine.contract.plan import Grow, Slice, one_token
 from engine.contract.regions import PageSize, Place
 
+T = TypeVar("T")
 Tables = tuple[list[int], ...]
 
 
 class GrowCycle(NamedTuple):
     """The growth of decodes in turn, each by a page whenever its last one is full.
 
-    With n tokens a page, `by_step[i]` is taken at steps i, i + n, ...
+    With n tokens a page, `by_step[i]` is taken at steps i, i + n, ...; `pages` in all of these.
     """
 
     by_step: tuple[tuple[Grow, ...], ...]
+    pages: int
+
+
+def _in_turn(turns: list[T], now: int, count: int) -> list[T]:
+    """The next `count` turns from one on, over and over."""
+    end, n = now + count, len(turns)
+    return turns[now:end] if end <= n else (turns * (end // n + 1))[now:end]
 
 
 class DecodeBatch(TokenClock):
@@ -142,18 +150,16 @@ class DecodeBatch(TokenClock):
         if self.turns is None:
             return None
         now = self.clock % self.page.tokens
-        return GrowCycle((*self.turns[now:], *self.turns[:now]))
+        return GrowCycle((*self.turns[now:], *self.turns[:now]), len(self.jobs))
 
     def due(self, count: int) -> list[tuple[Grow, ...]]:
         """The growth at each of the next `count` steps."""
         assert self.turns is not None
-        now, n = self.clock % self.page.tokens, self.page.tokens
-        return (self.turns * ((now + count) // n + 1))[now : now + count]
+        return _in_turn(self.turns, self.clock % self.page.tokens, count)
 
     def takers(self, count: int) -> list[Tables]:
         """The page tables that grow at each of the next `count` steps."""
-        now, n = self.clock % self.page.tokens, self.page.tokens
-        return (self.growing * ((now + count) // n + 1))[now : now + count]
+        return _in_turn(self.growing, self.clock % self.page.tokens, count)
 
     def ahead(self, steps: int, tail: Sequence[int]) -> Contexts:
         """Contexts of the jobs after `steps` steps, and behind them those of other slices."""

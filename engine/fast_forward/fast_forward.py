@@ -61,13 +61,14 @@ class FastForward(PlanReuse):
                 parts.issuing,
                 parts.lifecycle,
                 parts.next_arrival_ns,
+                parts.serves_only,
                 executor,
             )
 
     # ---- which questions are spared
     def next(self) -> Plan | None:
         """See PlanReuse."""
-        return self._standing.next(self._state.ledger.room_bytes)
+        return self._standing.next(self._state.ledger.room_bytes, bool(self._state.jobs.waiting))
 
     def recurring(self) -> Plan | None:
         """See PlanReuse."""
@@ -96,12 +97,16 @@ class FastForward(PlanReuse):
         """See PlanReuse."""
         self._standing.drop()
 
+    def arrived(self) -> None:
+        """See PlanReuse."""
+        self._standing.wait_behind()
+
     def returned(self) -> None:
         """See PlanReuse."""
         if self._recurrence is not None:
             self._recurrence.forget()
         if self._state.jobs.waiting:
-            self._standing.drop()  # a waiting job may be admitted now
+            self._standing.wait_behind()  # else a waiting job may be admitted now
 
     def ended(self, jobs: Sequence[Job]) -> None:
         """See PlanReuse."""
@@ -151,7 +156,10 @@ class FastForward(PlanReuse):
 
     def _stands(self, repeat: RepeatedPlan) -> bool:
         """Whether a plan still holds."""
-        return self._standing.repeat is repeat
+        standing, state = self._standing, self._state
+        return standing.repeat is repeat and standing.goes_on(
+            state.ledger.room_bytes, bool(state.jobs.waiting)
+        )
 
 
 class StepMoves(Moves):

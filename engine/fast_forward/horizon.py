@@ -8,7 +8,6 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
-from engine.contract.job import Job
 from engine.contract.plan import Compute, Grow, Plan, Slice, one_token
 from engine.contract.policy import Traits
 from engine.contract.regions import PageSize, Tier
@@ -17,6 +16,7 @@ from engine.fast_forward.decode_batch import GrowCycle
 from engine.fast_forward.repeated_plan import (
     Later,
     Part,
+    RepeatedPlan,
     StretchedPlan,
     TimedGrow,
     part_at,
@@ -24,19 +24,22 @@ from engine.fast_forward.repeated_plan import (
 )
 
 FOREVER = 1 << 30
+MANY_ROUNDS = 64  # after so many pages for each job it does not matter at which step none is left
 _job = itemgetter(0)  # of a slice
 
 
 class Horizon(NamedTuple):
     """For how many steps the slices of a plan hold, and what its last slices become.
 
-    The first `lead` slices are running decodes, the first `num_decodes` are decodes.
+    The first `lead` slices are running decodes, the first `num_decodes` are decodes. The prompts
+    behind them are `in_turn` where the scheduling appends and they are first of those to come.
     """
 
     steps: int
     later: Later = ()
     lead: int = 0
     num_decodes: int = 0
+    in_turn: bool = False
 
 
 ONCE = Horizon(1)
@@ -67,8 +70,11 @@ def horizon(plan: Plan, view: View, appends: bool) -> Horizon:
         return ONCE
     if not prompts:
         return Horizon(FOREVER, (), lead, num_decodes)
-    steps, later = _of_prompts(slices, num_decodes, prompts, view, appends)
-    return Horizon(steps, later, lead, num_decodes)
+    queue = [*view.serving[num_decodes:], *view.waiting]
+    if appends and queue[: len(prompts)] == prompts:
+        steps, later = _through(slices, num_decodes, others_wait=len(queue) > len(prompts))
+        return Horizon(steps, later, lead, num_decodes, in_turn=True)
+    return Horizon(_of_one_prompt(slices[-1], len(prompts)), (), lead, num_decodes)
 
 
 def _decodes_before_prompts(slices: Sequence[Slice], known: int) -> int:
@@ -79,18 +85,11 @@ def _decodes_before_prompts(slices: Sequence[Slice], known: int) -> int:
     return count
 
 
-def _of_prompts(
-    slices: Sequence[Slice], num_decodes: int, prompts: list[Job], view: View, appends: bool
-) -> tuple[int, Later]:
-    """Steps of decodes with prompts behind them, and what the prompts become."""
-    queue = [*view.serving[num_decodes:], *view.waiting]
-    if appends and queue[: len(prompts)] == prompts:
-        return _through(slices, num_decodes, others_wait=len(queue) > len(prompts))
-    last = slices[-1]
-    if last.record:
-        return 1, ()
-    cut = (last.job.remaining_tokens - 1) // last.tokens  # slices like this that leave a rest
-    return (cut, ()) if cut and len(prompts) == 1 else (1, ())
+def _of_one_prompt(last: Slice, num_prompts: int) -> int:
+    """Steps of decodes with a prompt behind them that is cut alike; 1 of several prompts."""
+    if last.record or num_prompts > 1:
+        return 1
+    return max(1, (last.job.remaining_tokens - 1) // last.tokens)  # they leave a rest
 
 
 def _through(slices: Sequence[Slice], num_decodes: int, others_wait: bool) -> tuple[int, Later]:
@@ -169,15 +168,17 @@ def _add(grown: dict[int, int], ops: Sequence[object]) -> None:
 
 def _steps(cycle: GrowCycle | None, grows: Sequence[TimedGrow], free: int, page: PageSize) -> int:
     """For how many steps `free` pages suffice. Growth that comes once counts from the start."""
-    turns = [0] * page.tokens if cycle is None else list(map(len, cycle.by_step))
-    for op in grows:
-        if op.every:
-            turns[op.first % page.tokens] += 1
-        else:
-            free -= op.nbytes // page.nbytes
-    if free < 0 or not any(turns):
+    again = [op.first for op in grows if op.every]
+    free -= sum([op.nbytes for op in grows if not op.every]) // page.nbytes
+    each = len(again) + (0 if cycle is None else cycle.pages)  # in as many steps as fill a page
+    if free < 0 or not each:
         return 0 if free < 0 else FOREVER
-    rounds, left = divmod(free, sum(turns))
+    rounds, left = divmod(free, each)
+    if rounds >= MANY_ROUNDS:
+        return page.tokens * rounds
+    turns = [0] * page.tokens if cycle is None else list(map(len, cycle.by_step))
+    for first in again:
+        turns[first % page.tokens] += 1
     return page.tokens * rounds + bisect_right([*accumulate(turns)], left)
 
 
@@ -208,7 +209,7 @@ def _of_decodes(
     turns: list[list[Grow]] = [[] for _ in range(page.tokens)]
     for op in grows:
         turns[op.first].append(Grow(op.place, op.nbytes))
-    return GrowCycle(tuple(map(tuple, turns))), []
+    return GrowCycle(tuple(map(tuple, turns)), num_decodes), []
 
 
 def _of_prompt(
@@ -245,3 +246,44 @@ def _of_prompt(
         reach = held // page.nbytes * page.tokens - known
         grows.append(TimedGrow(place, page.nbytes, step + reach, page.tokens))
     return grows
+
+
+def cut_anew(repeat: RepeatedPlan, held_pages: int, free: int, others_wait: bool) -> bool:
+    """The last prompt of a plan takes what jobs that have ended leave of the budget.
+
+    Args:
+        repeat: the plan, without these jobs; until now its steps took the whole budget.
+        held_pages: KV pages of the prompt.
+        free: pages that the plan may take.
+        others_wait: whether jobs wait: then it holds while the prompt takes all that is left.
+
+    Returns:
+        Whether the plan goes on.
+    """
+    job, place, page, now = repeat.tail[-1], repeat.places[-1], repeat.decodes.page, repeat.done
+    cycle = repeat.decodes.cycle()
+    if not (repeat.has_cycle and job.is_prefilling) or cycle is None:
+        return False
+    ones = tuple(map(one_token, repeat.tail[:-1]))
+    tokens, left = repeat.budget - len(repeat.decodes.ids) - len(ones), job.remaining_tokens
+    full = (left - 1) // tokens
+    end = now + full  # the step with which the prompt is complete
+    grows, done, known, held = list[TimedGrow](), job.computed_tokens, job.known_tokens, held_pages
+    for step in range(now, end + 1):
+        done = min(known, done + tokens)
+        if (need := page.count(done) - held) > 0:
+            grows.append(TimedGrow(place, need * page.nbytes, step))
+            held += need
+    grows.append(TimedGrow(place, page.nbytes, end + 1 + held * page.tokens - known, page.tokens))
+    growth = repeat.growth.with_last(job.job_id, grows)
+    steps = now + _steps(cycle, growth.behind(now), free, page)
+    if others_wait:
+        steps = min(steps, end)
+    if steps <= now:
+        return False
+    rest = Slice(job, left - full * tokens)
+    parts: list[Part] = [((*ones, rest), end + 1), ((*ones, one_token(job)), steps)]
+    if full:
+        parts.insert(0, ((*ones, Slice(job, tokens)), end))
+    repeat.go_on(parts, steps, end, growth)
+    return True

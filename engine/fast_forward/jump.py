@@ -50,7 +50,9 @@ class JobsEnd(NamedTuple):
 
 
 class Jump:
-    """Issues the steps up to the next arrival or end; at a tie the arrival comes first.
+    """Issues the steps up to the next end, or to the next arrival that may change the plan.
+
+    At a tie the arrival comes first.
 
     Results are those of single steps, to the nanosecond and the page. At run-ahead d step i is
     issued when the host has prepared step i-1 and step i-d has ended; it starts when step i-1 has
@@ -73,14 +75,17 @@ class Jump:
         issuing: Issuing,
         lifecycle: Lifecycle,
         next_arrival_ns: Callable[[], int | None],
+        serves_only: Callable[[], bool],
         executor: Repeater,
     ) -> None:
         self._state, self._completions, self._frees = state, completions, frees
         self._issuing, self._lifecycle, self._executor = issuing, lifecycle, executor
         self._next_arrival_ns, self._prefix = next_arrival_ns, issuing.prefix
+        self._serves_only = serves_only
         self._decode_step_ns = 1  # duration of the last step of decodes alone
         self._seen_ns = 0  # about when the steps planned so far end
         self._until_ns: int | None = None  # no step is issued from then on
+        self._still = 0  # but for these steps, which no arrival changes
         self._run: RepeatedSteps | None = None  # the last run
         self._open: deque[OpenStep] = deque()
         self._ends: deque[JobsEnd] = deque()  # that have not come
@@ -173,7 +178,7 @@ class Jump:
         self, repeat: RepeatedPlan, device: int, now_ns: int, before: Sequence[int]
     ) -> StepsAhead | None:
         """The next steps, behind plans that end at `before`; None where one is issued by itself."""
-        limit, lead = self._limit(repeat, device), len(repeat.decodes.jobs)
+        limit, lead = self._limit(repeat, device), len(repeat.decodes.ids)
         if limit < 1 or not self._is_calm():
             return None
         until_ns, self._seen_ns = self._next_arrival_ns(), now_ns
@@ -181,6 +186,7 @@ class Jump:
             end_ns = self._ends[0].end_ns
             until_ns = end_ns if until_ns is None else min(until_ns, end_ns)
         self._until_ns = until_ns
+        still = self._still = repeat.still if repeat.budget and self._is_alone() else 0
         host_ns = 0
         ahead: list[RunSegment] = []
         durations: list[int] = []
@@ -193,6 +199,7 @@ class Jump:
             ahead.append(segment)
             durations += found[0]
             hosts += [host_ns] * segment.steps
+            self._still -= segment.steps
             beside_ns = host_ns if self._state.depth == 1 else 0  # else the host works meanwhile
             self._seen_ns += sum(found[0]) + segment.steps * beside_ns
             if sum(tokens := segment.pieces.tokens[lead:]) == len(tokens):  # decodes alone
@@ -201,7 +208,7 @@ class Jump:
             return None
         issue, start, end = _times(now_ns, before, durations, hosts)
         if until_ns is not None and issue[-1] >= until_ns:
-            limit = bisect_left(issue, until_ns)
+            limit = max(bisect_left(issue, until_ns), min(still, len(issue)))
             if not limit:
                 return None
             issue, start, end = issue[:limit], start[:limit], end[:limit]
@@ -227,14 +234,15 @@ class Jump:
         return [0] * (depth - len(found)) + found
 
     def _steps_to_change(self) -> int:
-        """An estimate of the steps up to the next arrival or end.
+        """An estimate of the steps up to the next arrival that matters, or end.
 
         It is 1/32 too high: a step too many is cut, a step too few costs another segment.
         """
         if self._until_ns is None:
             return MOST
         left_ns = self._until_ns - self._seen_ns
-        return 1 + left_ns * 33 // (32 * self._decode_step_ns) if left_ns > 0 else 0
+        steps = 1 + left_ns * 33 // (32 * self._decode_step_ns) if left_ns > 0 else 0
+        return max(steps, self._still)
 
     def _limit(self, repeat: RepeatedPlan, device: int) -> int:
         """The number of steps to the first end of a job, or to the return of memory."""
@@ -247,6 +255,11 @@ class Jump:
         if (oldest := self._frees.oldest(device)) is not None:
             left = min(left, oldest + state.depth - state.in_flight.issued[device])
         return min(repeat.left, MOST, left)
+
+    def _is_alone(self) -> bool:
+        """Whether an arrival reads and wakes nothing while a run lasts."""
+        state = self._state
+        return state.depth == 1 and state.fleet is None and self._serves_only()
 
     def _is_calm(self) -> bool:
         """Whether no memory is coming back, no wake-up is set, and all ends are those of runs."""
@@ -293,7 +306,8 @@ class Jump:
     def _book(self, run: RepeatedSteps, steps: StepsAhead, repeat: RepeatedPlan) -> bool:
         """Books steps ahead, and moves their jobs on; whether jobs end with the last one."""
         state, ledger, count = self._state, self._state.ledger, len(steps.issue_ns)
-        ledger.hold(repeat.places)
+        if repeat.places:
+            ledger.hold(repeat.places)
         ledger.grow(run.pool, steps.grown[-1], repeat.takers(count, ledger.pages))
         state.in_flight.number(run.device, count)
         done = self._move_on(steps, repeat, run.device)
@@ -344,18 +358,18 @@ class Jump:
 
         Newly admitted jobs are in the tail.
         """
-        decodes, tail, lead, prefix = plan.decodes, plan.tail, len(plan.decodes.jobs), self._prefix
+        decodes, tail, lead, prefix = plan.decodes, plan.tail, len(plan.decodes.ids), self._prefix
         behind = [] if prefix is None else [(job, job.computed_tokens) for job in tail]
         count = len(steps.issue_ns)
         plan.advance(count)
         done = decodes.complete()
         for i, job in enumerate(tail, lead):
             self._issuing.begin(job)
+            computed = new = 0
             for segment in steps.segments:
-                job._advance(
-                    segment.steps * segment.pieces.tokens[i],
-                    segment.steps * segment.pieces.samples[i],
-                )
+                computed += segment.steps * segment.pieces.tokens[i]
+                new += segment.steps * segment.pieces.samples[i]
+            job._advance(computed, new)
             if self._completions.tokens_left(job) <= 0:
                 done.append(job)
         if prefix is not None:

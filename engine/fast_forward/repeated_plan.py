@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
-from operator import add, attrgetter, eq, itemgetter, mul
+from operator import add, attrgetter, eq, itemgetter
 from typing import Any, NamedTuple
 
 from engine.contract.executor import Contexts, Launch, Pieces, Span
@@ -102,10 +101,22 @@ class Growth:
         heapify(queue)
         return Growth(queue)
 
+    def with_last(self, owner: int, grows: Sequence[TimedGrow]) -> Growth:
+        """The growth where an owner, the last in order, grows otherwise from now on."""
+        queue = [due for due in self._queue if due[2].place.region.owner != owner]
+        queue += [(op.first, FAR + i, op) for i, op in enumerate(grows)]
+        heapify(queue)
+        return Growth(queue)
+
+    def behind(self, step: int) -> list[TimedGrow]:
+        """What is still to grow, as counted from a step."""
+        return [op._replace(first=at - step) for at, _, op in self._queue]
+
 
 Taken = Grow | TimedGrow
 Part = tuple[tuple[Slice, ...], int]
-_job, _is_prefilling = itemgetter(0), attrgetter("is_prefilling")
+_job, _tokens = itemgetter(0), itemgetter(1)  # of a slice
+_is_prefilling = attrgetter("is_prefilling")
 
 
 def parts_of(tail: tuple[Slice, ...], later: Later, steps: int) -> list[Part]:
@@ -126,10 +137,14 @@ def part_at(parts: Sequence[Part], step: int) -> Part:
 
 
 class RepeatedPlan:
-    """A repeated plan under way: a batch of decodes, and a tail of prompts behind it."""
+    """A repeated plan under way: a batch of decodes, and a tail of prompts behind it.
 
-    def __init__(self, plan: StretchedPlan, decodes: DecodeBatch) -> None:
+    `budget`: the most tokens of a step, where jobs that arrive wait for the prompts; else 0.
+    """
+
+    def __init__(self, plan: StretchedPlan, decodes: DecodeBatch, budget: int = 0) -> None:
         launch, lead = plan.launch, len(decodes.jobs)
+        self.budget = budget
         self.plan, self.steps, self.decodes, self.device = (
             plan.plan,
             plan.steps,
@@ -138,10 +153,10 @@ class RepeatedPlan:
         )
         self.done = 0  # steps that are issued
         self.growth = Growth.of(plan.grows)  # beside the growth of the decodes
-        self._has_cycle = plan.cycle is not None
+        self.has_cycle = plan.cycle is not None
         self.places = launch.writes[lead:]  # of the tail
         self._writes, self._first = launch.writes, launch
-        self._parts = parts_of(
+        self.parts = parts_of(
             launch.slices[lead:], plan.later, plan.steps
         )  # slices behind the decodes, and up to which step
         self.tail: list[Job] = list(map(_job, launch.slices[lead:]))
@@ -170,19 +185,32 @@ class RepeatedPlan:
         """Steps before the last job of the tail yields a token: all but the last of its prompt."""
         return max(0, self._silent - self.done)
 
+    @property
+    def still(self) -> int:
+        """Steps that no arrival changes: the last prompt takes what is left of the budget."""
+        if not self.budget:
+            return 0
+        behind: int = sum(map(_tokens, part_at(self.parts, self.done)[0]))
+        return self.silent if len(self.decodes.ids) + behind == self.budget else 0
+
+    def wait_behind(self) -> bool:
+        """A job waits behind the prompts; returns whether the plan holds for its next step."""
+        self.steps = min(self.steps, self.done + self.still)
+        return self.left > 0
+
+    def go_on(self, parts: list[Part], steps: int, end: int, growth: Growth) -> None:
+        """The tail goes on with other slices and growth; its last prompt ends with step `end`."""
+        self.parts, self.steps, self._silent, self.growth = parts, steps, end, growth
+
     def _steps_to_a_token(self) -> int:
         left, steps = self.tail[-1].remaining_tokens, 0
-        for part, until in self._parts:
+        for part, until in self.parts:
             tokens = part[-1].tokens
             if tokens * (until - steps) >= left:
                 return steps + (left - 1) // tokens
             left -= tokens * (until - steps)
             steps = until
         return steps
-
-    def part(self, step: int) -> Part:
-        """The slices of the tail at a step, and the step at which others follow."""
-        return part_at(self._parts, step)
 
     def launch(self, part: tuple[Slice, ...], step: int) -> Compute:
         """The launch of a step, with `part` behind the decodes; step 0 has the plan's own."""
@@ -192,8 +220,8 @@ class RepeatedPlan:
 
     def due(self, count: int) -> tuple[list[tuple[Taken, ...]], list[int]]:
         """The growth of each of the next steps, in the order of booking, and its pages."""
-        found = list[tuple[Taken, ...]]([()] * count)
-        if self._has_cycle:
+        found: list[tuple[Taken, ...]] = [()] * count
+        if self.has_cycle:
             found = [*self.decodes.due(count)]
         pages, page_nbytes, done = list(map(len, found)), self.decodes.page.nbytes, self.done
         if self.growth.first < done + count:
@@ -208,7 +236,7 @@ class RepeatedPlan:
 
     def takers(self, count: int, tables: Mapping[Place, list[int]]) -> Iterator[list[int]]:
         """The page tables that grow in the next steps, once for each page, in that order."""
-        found: list[Tables] = self.decodes.takers(count) if self._has_cycle else [()] * count
+        found: list[Tables] = self.decodes.takers(count) if self.has_cycle else [()] * count
         if self.growth.first < self.done + count:
             page_nbytes = self.decodes.page.nbytes
             for step, op in self.growth.before(self.done + count)[0]:
@@ -225,8 +253,8 @@ class RepeatedPlan:
     def gather(self, tables: Mapping[Place, list[int]], tokens_left: Callable[[Job], int]) -> None:
         """Moves the tail into the decodes, where it only decodes from now on."""
         page, done, tail = self.decodes.page, self.done, self.tail
-        is_last = self.part(done)[1] == self.steps
-        if not (is_last and self._has_cycle) or any(map(_is_prefilling, tail)):
+        is_last = part_at(self.parts, done)[1] == self.steps
+        if not (is_last and self.has_cycle) or any(map(_is_prefilling, tail)):
             return
         pairs = [*zip(tail, self.places, strict=True)]
         spare = {place: len(tables[place]) * page.tokens - j.computed_tokens for j, place in pairs}
@@ -235,14 +263,14 @@ class RepeatedPlan:
         if self.growth.is_in_turn({place: done + tokens for place, tokens in spare.items()}, page):
             self.decodes.join(pairs, tables, tokens_left)
             self.tail, self.places, self.growth = [], (), Growth([])
-            self._parts = [((), self.steps)]
+            self.parts = [((), self.steps)]
 
     def next(self) -> Plan:
         """The next step as a plan of its own."""
         if self.steps == 1:
             return self.plan
         grows = [Grow(op.place, op.nbytes) for op in self.due(1)[0][0]]
-        return Plan((*grows, self.launch(self.part(self.done)[0], self.done)))
+        return Plan((*grows, self.launch(part_at(self.parts, self.done)[0], self.done)))
 
     def fits(self, room_bytes: Callable[[], dict[Pool, int]]) -> bool:
         """Whether the growth of the next step finds room."""
@@ -254,12 +282,12 @@ class RepeatedPlan:
         """Whether a budget has cut the last slice: it would be longer if other jobs left."""
         if not self.tail:
             return False
-        last = self.part(self.done)[0][-1]
+        last = part_at(self.parts, self.done)[0][-1]
         return last.tokens < last.job.remaining_tokens
 
     def lose(self, jobs: Sequence[Job]) -> None:
         """Removes jobs that have ended."""
-        decodes, gone = self.decodes, {job.job_id for job in jobs}
+        decodes, gone = self.decodes, [job.job_id for job in jobs]
         for job in jobs:
             if job in decodes.jobs:
                 decodes.leave(decodes.jobs.index(job))
@@ -267,12 +295,13 @@ class RepeatedPlan:
             i = self.tail.index(job)
             del self.tail[i]
             self.places = self.places[:i] + self.places[i + 1 :]
-            self._parts = [
+            self.parts = [
                 (tuple([piece for piece in part if piece.job is not job]), until)
-                for part, until in self._parts
+                for part, until in self.parts
             ]
         self._writes = decodes.places + self.places
-        self.growth = self.growth.without(gone)
+        if self.growth.first < FAR:
+            self.growth = self.growth.without(gone)
 
 
 @dataclass(slots=True, eq=False)
@@ -310,7 +339,6 @@ class RunSegment:
         return Launch(self.again(), (), pieces)
 
 
-_tokens = itemgetter(1)  # of a slice
 _job_id, _computed, _known = map(attrgetter, ("job_id", "computed_tokens", "known_tokens"))
 
 
@@ -325,38 +353,42 @@ def _no_tables(count: int) -> Sequence[Sequence[int]]:
     return ((),) * count
 
 
-def segments(repeat: RepeatedPlan, count: int, reach: Callable[[], int]) -> Iterator[RunSegment]:
+def segments(repeat: RepeatedPlan, count: int, reach: Callable[[], int]) -> Iterable[RunSegment]:
     """The next steps of a repeated plan, `count` at most; no job moves on.
 
     `reach` gives the most steps of each segment before it is made; 0 ends the run.
     """
-    decodes, tail, first = repeat.decodes, repeat.tail, 0
+    if repeat.tail:
+        return _with_tail(repeat, count, reach)
+    decodes, steps = repeat.decodes, min(reach(), count)
+    if not steps:
+        return ()
     ids, (ones, trues) = decodes.ids, _decodes(len(decodes.ids))
-    contexts: list[int] = []  # of the tail, as are `known`, `tokens` and `samples`
-    known: list[int] = []
-    if tail:
-        ids += tuple(map(_job_id, tail))
-        contexts, known = list(map(_computed, tail)), list(map(_known, tail))
+    pieces = Pieces(ids, ones, decodes.ahead(0, ()), trues, _no_tables(len(ids)))
+    op = repeat.launch((), repeat.done)
+    return (RunSegment(0, steps, op, pieces, Launch(op, (), pieces)),)
+
+
+def _with_tail(repeat: RepeatedPlan, count: int, reach: Callable[[], int]) -> Iterator[RunSegment]:
+    """See `segments`."""
+    decodes, tail, done, first = repeat.decodes, repeat.tail, repeat.done, 0
+    ids, (ones, trues) = decodes.ids, _decodes(len(decodes.ids))
+    ids += tuple(map(_job_id, tail))
+    contexts, known = list(map(_computed, tail)), list(map(_known, tail))
     tables = _no_tables(len(ids))
-    tokens: tuple[int, ...] = ()
-    samples: tuple[bool, ...] = ()
-    steps = 0
     while first < count and (reached := reach()) > 0:
-        if first and tail:
-            contexts = list(map(add, contexts, map(mul, itertools.repeat(steps), tokens)))
-            known = list(map(add, known, map(mul, itertools.repeat(steps), samples)))
-        part, until = repeat.part(repeat.done + first)
-        steps = min(reached, min(count, until - repeat.done) - first)
+        part, until = part_at(repeat.parts, done + first)
+        steps = min(reached, count - first, until - done - first)
+        tokens = tuple(map(_tokens, part))
+        samples = tuple(map(eq, map(add, contexts, tokens), known))
         now = decodes.ahead(first, contexts)
-        if part:
-            tokens = tuple(map(_tokens, part))
-            samples = tuple(map(eq, map(add, contexts, tokens), known))
-            pieces = Pieces(ids, ones + tokens, now, trues + samples, tables)
-        else:
-            pieces = Pieces(ids, ones, now, trues, tables)
-        op = repeat.launch(part, repeat.done + first)
+        pieces = Pieces(ids, ones + tokens, now, trues + samples, tables)
+        op = repeat.launch(part, done + first)
         yield RunSegment(first, steps, op, pieces, Launch(op, (), pieces))
         first += steps
+        if first < count:
+            contexts = [context + steps * n for context, n in zip(contexts, tokens, strict=True)]
+            known = [tokens_now + steps * n for tokens_now, n in zip(known, samples, strict=True)]
 
 
 class StepsAhead(NamedTuple):

@@ -14,7 +14,7 @@ from engine.contract.regions import PageSize, Place, Pool, Tier, kv_place
 from engine.contract.rules import BrokenLaw, ContractError, Rule
 from engine.contract.view import RunningDecodes, View
 from engine.fast_forward.decode_batch import DecodeBatch, GrowCycle
-from engine.fast_forward.horizon import has_prompt, horizon, stretched
+from engine.fast_forward.horizon import cut_anew, has_prompt, horizon, stretched
 from engine.fast_forward.reads import SeenReads
 from engine.fast_forward.repeated_plan import RepeatedPlan, StretchedPlan
 
@@ -49,6 +49,8 @@ class StandingPlan:
     ) -> None:
         self._page, self._traits, self._reads = page, traits, reads
         self._holds = False  # also behind a job's end, as the scheduling promises
+        self._budget = 0  # of a step, where a job that arrives waits for all prompts; else 0
+        self._is_cut_due = False  # jobs have ended: the last prompt takes what they leave
         self._tables, self._tokens_left = tables, tokens_left
         self._last: RepeatedPlan | None = None  # the last plan, even where it holds no more
         self.decodes: DecodeBatch | None = None  # of the last plan
@@ -63,6 +65,7 @@ class StandingPlan:
             ContractError: KV that is promised as reserved does not hold the tokens of these steps.
         """
         self._last = self.repeat = None
+        self._is_cut_due, self._budget = False, 0
         if plan.ops:
             launch = plan.ops[-1]
             if isinstance(launch, Compute):
@@ -88,6 +91,8 @@ class StandingPlan:
         # prefix could be taken before its end.
         if traits.prefix_caching and view.waiting and (traits.swaps or has_prompt(plan)):
             return None
+        if found.in_turn and traits.repeats and not traits.prefix_caching:
+            self._budget = traits.step_tokens
         made = stretched(plan, view, found, traits, self.shown)
         if made is None or made.steps < 2:
             return None
@@ -136,7 +141,7 @@ class StandingPlan:
             and not (made.steps == 1 and _grows_in_turn(plan, decodes))
         ):
             decodes.turns = None
-        return RepeatedPlan(made, decodes)
+        return RepeatedPlan(made, decodes, self._budget)
 
     def _part(self, decodes: DecodeBatch, plan: Plan) -> None:
         """Removes jobs that lose their memory or are refused from the decodes."""
@@ -182,26 +187,48 @@ class StandingPlan:
         """An event may change the plan: the policy is asked next."""
         self.repeat = None
 
+    def wait_behind(self) -> None:
+        """A request waits: the policy is asked next, unless the prompts leave it no token."""
+        if self.repeat is not None and not (self._is_cut_due or self.repeat.wait_behind()):
+            self.repeat = None
+
     def lose(self, jobs: Sequence[Job], others_wait: bool) -> None:
         """Jobs have ended: the plan goes on without them.
 
         The policy is asked instead where a waiting job may take their room, or a prompt more of the
-        budget.
+        budget; but not where a prompt in turn takes all of the budget.
         """
         last = self._last
         if last is None:
             return
-        if others_wait or last.is_cut or not self._holds:
+        if not self._holds:
+            self.repeat = None
+        elif last.still:
+            self._is_cut_due = True
+        elif (others_wait or last.is_cut) and not self._is_cut_due:
             self.repeat = None
         last.lose(jobs)
         if not last.jobs:
             self._last = self.repeat = self.decodes = None
 
-    def next(self, room_bytes: Callable[[], dict[Pool, int]]) -> Plan | None:
-        """The plan while it holds; it ends where the growth of its next step finds no room."""
+    def goes_on(self, room_bytes: Callable[[], dict[Pool, int]], others_wait: bool) -> bool:
+        """Whether the plan holds for its next step, which finds room or not."""
         repeat = self.repeat
-        if repeat is not None and repeat.left and repeat.fits(room_bytes):
-            return repeat.plan
+        if repeat is not None and self._is_cut_due:
+            self._is_cut_due = False
+            held = len(self._tables[repeat.places[-1]])
+            room = room_bytes()[Tier.GPU, repeat.device] // self._page.nbytes
+            if not cut_anew(repeat, held, room - self._traits.spare_pages, others_wait):
+                repeat = self.repeat = None
+        return repeat is not None and repeat.left > 0
+
+    def next(self, room_bytes: Callable[[], dict[Pool, int]], others_wait: bool) -> Plan | None:
+        """The plan while it holds; it ends where the growth of its next step finds no room."""
+        if self.goes_on(room_bytes, others_wait):
+            repeat = self.repeat
+            assert repeat is not None
+            if repeat.fits(room_bytes):
+                return repeat.plan
         self.repeat = None
         return None
 

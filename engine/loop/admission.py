@@ -43,6 +43,7 @@ class ArrivalQueue:
         self._check_turns({i.session for i in first if isinstance(i, Request)})
         self._first = sorted(first, key=lambda item: item.arrival_ns)
         self._handed = 0  # of `_first`
+        self.serves_only = all([isinstance(item, Request) for item in first])
         self._timed: list[int] = []  # a heap: when released turns will arrive
         self.pending = len(self._first) + len(self._turns)
         self.next_ns: int | None = (

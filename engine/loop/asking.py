@@ -86,6 +86,7 @@ class LoopParts(NamedTuple):
     issuing: Issuing
     lifecycle: Lifecycle
     next_arrival_ns: Callable[[], int | None]
+    serves_only: Callable[[], bool]
 
 
 class PlanReuse:
@@ -118,7 +119,10 @@ class PlanReuse:
         """The policy's plan for a view is carried out."""
 
     def changed(self) -> None:
-        """A job has arrived or left, or a moment has come: the policy is asked next."""
+        """A training job has arrived, a job has left, or a moment has come: the policy is asked."""
+
+    def arrived(self) -> None:
+        """A request has arrived."""
 
     def returned(self) -> None:
         """Memory of finished jobs has come back."""

@@ -187,6 +187,7 @@ class Engine(Lifecycle):
                 self._issuing,
                 self,
                 lambda: self._arrivals.next_ns,
+                lambda: self._arrivals.serves_only,
             )
         )
         self._fruitless = 0  # plans in a row that launched and refused nothing
@@ -282,7 +283,10 @@ class Engine(Lifecycle):
 
     def _admit(self, item: Request | TrainingJob, arrival_ns: int) -> None:
         """A request or training job has arrived."""
-        self._changed()
+        if isinstance(item, Request):
+            self.reuse.arrived()
+        else:
+            self._changed()
         self._moments = 0
         self._admission.admit(item, arrival_ns)
 

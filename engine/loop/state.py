@@ -28,7 +28,8 @@ from engine.results.recorder import Recorder
 class VirtualClock(simpy.Environment):
     """Virtual time in ns, which can pass over a stretch without an event.
 
-    simpy keeps its time in `_now`, which it leaves to subclasses and has no public way to set.
+    simpy keeps its time in `_now`, which it leaves to subclasses and has no public way to set, and
+    its events in the heap `_queue`.
     """
 
     def passes_to(self, at_ns: int) -> bool:
@@ -40,7 +41,7 @@ class VirtualClock(simpy.Environment):
         Returns:
             Whether the clock was set; False leaves it unchanged.
         """
-        if self.peek() <= at_ns:
+        if self._queue and self._queue[0][0] <= at_ns:
             return False
         self._now = at_ns
         return True

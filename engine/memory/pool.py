@@ -340,7 +340,7 @@ class PagePool:
         assert not self._where or self._where.keys().isdisjoint(back), (
             "a page without a holder comes back"
         )
-        if shared := self._more.keys() & back:
+        if self._more and (shared := self._more.keys() & back):
             back = [page for page in back if page not in shared]
             self._more.subtract(shared)
             for page in shared:
@@ -350,7 +350,7 @@ class PagePool:
         if self._cache is not None:
             back.reverse()
         if back:
-            self._return(Returned(back.copy(), set(users)))
+            self._return(Returned(back, set(users)))
         return back
 
     def settle(self, op: Op) -> None:

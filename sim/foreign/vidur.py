@@ -145,16 +145,22 @@ class VidurCost(ShapePriced):
             kv_nodes = 0
             for n, context in cut:
                 kv_nodes += -(-(context + i * n) // KV_STEP)
-            prompt = self._cell("attn_prefill_ms", rows, kv_nodes, side - 1) * grouped
-            found.append(once + self._decode_ms(decodes, past + i * decodes) + prompt)
+            try:
+                prompt = rows[kv_nodes][side - 1]  # neither is below zero
+            except IndexError:
+                prompt = self._beyond("attn_prefill_ms", kv_nodes, side - 1)
+            found.append(once + self._decode_ms(decodes, past + i * decodes) + prompt * grouped)
         return found
 
     def _decode_ms(self, decodes: int, past: int) -> float:
         """Attention of all decodes at their mean context."""
         if not decodes:
             return 0.0
-        rows, node = self.tables["attn_decode_ms"], -(-(past // decodes) // KV_STEP)
-        ms = self._cell("attn_decode_ms", rows, decodes - 1, node)
+        node = -(-(past // decodes) // KV_STEP)
+        try:
+            ms: float = self.tables["attn_decode_ms"][decodes - 1][node]
+        except IndexError:
+            ms = self._beyond("attn_decode_ms", decodes - 1, node)
         return ms * self._grouped if decodes > 1 else ms
 
     def _once_ms(self, total: int) -> float:
@@ -184,11 +190,9 @@ class VidurCost(ShapePriced):
         self._count(name, index)
         return values[-1] * (index + 1) / len(values)
 
-    def _cell(self, name: str, rows: Sequence[Sequence[float]], row: int, column: int) -> float:
-        try:
-            return rows[row][column]  # neither is below zero
-        except IndexError:
-            scale = 1.0
+    def _beyond(self, name: str, row: int, column: int) -> float:
+        """A cell outside its table: the last one of its row, or of its column, is scaled."""
+        rows, scale = self.tables[name], 1.0
         if row >= len(rows):
             self._count(name, row)
             scale, row = (row + 1) / len(rows), len(rows) - 1
@@ -212,8 +216,8 @@ def _mix(launch: Launch) -> Mix:
         if behind.are_generated and not behind.tail:
             return lead, behind.total + lead, []
         if behind.are_generated:
-            parts = zip(launch.op.slices[lead:], behind.tail, strict=True)
-            rows = [(piece.tokens, past, piece.job.prompt_tokens) for piece, past in parts]
+            prompts = [piece.job.prompt_tokens for piece in launch.op.slices[lead:]]
+            rows = zip(pieces.tokens[lead:], behind.tail, prompts, strict=True)
             return _sorted(rows, lead, behind.total)
     tokens, contexts, _ = forward_shape(launch)
     prompts = [piece.job.prompt_tokens for piece in launch.op.slices]

@@ -8,7 +8,7 @@ import pytest
 
 from engine.contract.plan import Compute, Copy, Free, Plan
 from engine.contract.regions import Tier, kv_place
-from engine.fast_forward.horizon import FOREVER, ONCE, horizon
+from engine.fast_forward.horizon import FOREVER, ONCE, Horizon, horizon
 from policies.composed import Composed
 from policies.scheduling.chunked_prefill import ChunkedPrefill
 from policies.scheduling.earliest_deadline import EarliestDeadline
@@ -75,7 +75,7 @@ OTHER = STATE.serving[1]
 
 
 def test_decodes_alone_hold_until_something_happens() -> None:
-    assert horizon(DECIDED, STATE, True) == (FOREVER, (), 0, 2)
+    assert horizon(DECIDED, STATE, True) == Horizon(FOREVER, num_decodes=2)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def cycle_of(view: View) -> GrowCycle:
     for piece, place in zip(view.running.slices, view.running.places, strict=True):
         spare = view.held_bytes[place] // nbytes * tokens - piece.job.computed_tokens
         turns[spare].append(Grow(place, nbytes))
-    return GrowCycle(tuple(map(tuple, turns)))
+    return GrowCycle(tuple(map(tuple, turns)), len(view.running.slices))
 
 
 @pytest.mark.broad(2)

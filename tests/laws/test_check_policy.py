@@ -32,6 +32,7 @@ from policies.scheduling.chunked_prefill import ChunkedPrefill
 from policies.scheduling.continuous_batching import ContinuousBatching
 from policies.scheduling.earliest_deadline import EarliestDeadline
 from policies.scheduling.orca import Orca
+from policies.scheduling.order import fill
 from policies.scheduling.shortest_job import PromptShare, ShortestJob
 from policies.scheduling.static_batching import StaticBatching
 from policies.scheduling.vllm_v1 import VllmV1
@@ -267,6 +268,18 @@ class GoesByItsClass:
         return tuple(Slice(job, job.remaining_tokens) for job in jobs)
 
 
+class LastComesFirst(ChunkedPrefill):
+    """Declares that prompts are in turn, and serves the one that came last before all others."""
+
+    @property
+    def traits(self) -> Traits:
+        return super().traits
+
+    def batch(self, view: View) -> tuple[Slice, ...]:
+        decodes, begun = view.in_service()
+        return fill([*reversed(view.waiting), *begun], self.token_budget, view, decodes)
+
+
 OF_MEMORY = (
     "let the scheduling go by `self` and the view alone, and leave out what does not hold of the "
     "memory policy's Traits(kv_growth=page)"
@@ -280,6 +293,11 @@ REMEDIES: dict[str, tuple[Composed, str]] = {
     "memory beside a scheduling that promises nothing": (
         Composed(PromisesNothing(), AdmitsAtTimes()),
         OF_MEMORY,
+    ),
+    "prompts that are not in turn": (
+        Composed(LastComesFirst(24), PagedRestart()),
+        "leave out what does not hold of Traits(repeats, appends, step_tokens=24, max_jobs=256, "
+        "kv_growth=page)",
     ),
     "a scheduling that promises nothing": (Composed(GoesByItsClass(), PagedRestart()), OF_MEMORY),
 }

@@ -191,7 +191,7 @@ def test_run_ahead_takes_as_few_runs_as_one_plan_in_flight() -> None:
     one, *others = [simulated(policy, requests, True, Shaped(700), 900, 0, d) for d in (1, 2, 3)]
     for run in others:
         assert run.asked == one.asked
-        assert len(run.recorder._runs) == len(one.recorder._runs)
+        assert len(run.recorder._facts.runs) == len(one.recorder._facts.runs)
 
 
 def test_an_end_without_a_waiting_job_takes_no_event() -> None:
@@ -206,3 +206,43 @@ def test_an_end_without_a_waiting_job_takes_no_event() -> None:
         contexts = [leg.pieces.contexts for later in runs[2:] for leg in later.segments]
         assert not any([c.tail for c in contexts]), "the jobs in decode move together"
     assert told[0] == told[1]
+
+
+@pytest.mark.broad(2)
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("kind", [ChunkedPrefill, VllmV1])
+@given(
+    requests=st.one_of(traces(16, 30), sessions()),
+    budget=st.sampled_from([6, 10, 24]),
+    host_ns=st.sampled_from([0, 900]),
+    **room(90),
+)
+@cases(30)
+def test_prompts_that_take_the_budget_go_on_as_they_would_be_decided(
+    kind: type, memory: str, requests: list[Request], budget: int, host_ns: int, **setting: Any
+) -> None:
+    """Jobs arrive behind them and end before them, and pages run out: tables are equal."""
+    policy = Composed(kind(budget, 12), MEMORY[memory])
+    fast, slow = both_simulated(policy, requests, Shaped(host_ns), **setting)
+    assert fast.asked <= slow.asked
+
+
+def test_an_end_before_a_prompt_that_takes_the_budget_is_no_question() -> None:
+    """The prompt takes its token: as many questions as if the job had gone on."""
+    policy, asked = Composed(SCHEDULING["chunked"], MEMORY["restart"]), []
+    for tokens in (40, 6, 7):
+        requests = [Request(0, 0, 4, tokens), Request(1, 0, 300, 2), Request(2, 0, 9, 2)]
+        fast, _ = both_simulated(policy, requests, Shaped(0), pages=900, host_pages=0, depth=1)
+        asked.append(fast.asked)
+    assert asked == [asked[0]] * 3
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_arrival_behind_a_prompt_that_takes_the_budget_is_no_question(depth: int) -> None:
+    """It has no token before the prompt ends: as many questions as if it had come just then."""
+    policy, asked = Composed(SCHEDULING["chunked"], MEMORY["restart"]), []
+    for at_ns in (0, 300_000, 600_000):
+        requests = [Request(0, 0, 240, 4), Request(1, at_ns, 30, 4)]
+        runs = both_simulated(policy, requests, Shaped(0), pages=900, host_pages=0, depth=depth)
+        asked.append(runs[0].asked)
+    assert asked == [asked[0]] * 3

@@ -8,7 +8,7 @@ from engine.contract.plan import Compute, Grow, Plan, Slice
 from engine.contract.view import View
 from engine.fast_forward.decode_batch import DecodeBatch, GrowCycle
 from engine.fast_forward.horizon import horizon, stretched
-from engine.fast_forward.repeated_plan import RepeatedPlan, StretchedPlan, TimedGrow
+from engine.fast_forward.repeated_plan import RepeatedPlan, StretchedPlan, TimedGrow, part_at
 from policies.composed import Composed
 
 
@@ -58,5 +58,5 @@ def tokens_of(made: StretchedPlan, count: int) -> list[list[tuple[int, int]]]:
 def changes_of(made: StretchedPlan, view: View, steps: Sequence[int]) -> list[int]:
     """For each step the one at which slices become others, as the engine reads the plan."""
     repeat = RepeatedPlan(made, DecodeBatch(view.page))
-    assert all(repeat.part(step)[0] == slices_at(made, step) for step in steps)
-    return [repeat.part(step)[1] for step in steps]
+    assert all(part_at(repeat.parts, step)[0] == slices_at(made, step) for step in steps)
+    return [part_at(repeat.parts, step)[1] for step in steps]
