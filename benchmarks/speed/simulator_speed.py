@@ -1,4 +1,6 @@
-"""Claim: the simulator serves at least 2,500 requests per CPU second, with every fact kept.
+"""Claim: the simulator serves at least 5,000 requests per CPU second, with every fact kept.
+
+Compiled it is to serve 8,000. Both bars are scaled by machine_speed.py.
 
 4,000 ShareGPT requests at 2/s, Vidur's tables of Llama-2-7B on an A100, Sarathi-512, 128 jobs,
 7,424 pages of 16, run-ahead 1. TTFT, TPOT and E2E of each request are computed, token times kept.
@@ -29,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.fidelity.vidur import BLOCKS, LLAMA2_7B, PAGE_TOKENS, POLICIES, read_requests
+from benchmarks.speed.machine_speed import machine_speed
 from engine.contract.regions import PageSize, Tier
 from engine.loop.engine import Engine
 from engine.loop.state import VirtualClock
@@ -38,7 +41,7 @@ from sim.foreign.vidur import VidurCost
 from tandem.compiled import form
 from traces.serving.request import Request
 
-BAR, SLOPE = 2500, 0.10
+BARS, SLOPE = {"interpreted": 5000, "compiled": 8000}, 0.10
 STRETCH = 100  # requests: 40 ms, far shorter than a burst of another process
 RUNS = 5
 
@@ -164,6 +167,7 @@ def main() -> int:
     peers = Path(os.environ.get("TANDEM_SHARED", "../shared")) / "data" / "peers"
     cost = VidurCost.load(peers / "cost_tables" / "llama2-7b_a100_tp1.npz", LLAMA2_7B)
     requests = read_requests(peers / "inputs/sharegpt_n4000_qps2_seed42.csv")
+    speed = machine_speed()
     runs = [stretches_s(requests, cost) for _ in range(3 if is_quick else 9)]
     rate = len(requests) / undisturbed_s(runs)
     print(f"{form()}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
@@ -184,8 +188,9 @@ def main() -> int:
     codes, calls = work(requests[:300], cost)
     version = platform.python_version()
     print(f"{codes:,.0f} bytecodes, {calls:,.0f} calls a request (the first 300; Python {version})")
-    passed = rate >= BAR and equal and slope <= SLOPE
-    print(f"simulator_requests_per_cpu_s {rate:.0f} 1/s {BAR} {'pass' if passed else 'fail'}")
+    bar = BARS[form()] * speed
+    passed = rate >= bar and equal and slope <= SLOPE
+    print(f"simulator_requests_per_cpu_s {rate:.0f} 1/s {bar:.0f} {'pass' if passed else 'fail'}")
     return int(not passed)
 
 

@@ -80,11 +80,12 @@ class Deliveries:
 
     def _change(self, ids: tuple[int, ...]) -> None:
         before, now, going_on = self._now, set(ids), self._open
-        for i in before - now:
-            going_on.pop(i).end = len(self._times)
-        for i in now - before:
-            going_on[i] = stretch = Stretch(self._times)
-            self._outcomes[i].stretches.append(stretch)
+        for i in before ^ now:
+            if i in before:
+                going_on.pop(i).end = len(self._times)
+            else:
+                going_on[i] = stretch = Stretch(self._times)
+                self._outcomes[i].stretches.append(stretch)
         self._ids, self._now = ids, now
 
 

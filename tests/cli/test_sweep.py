@@ -94,7 +94,7 @@ def test_a_glob_takes_the_options_that_match_also_the_users_own(tmp_path: Path) 
 def test_serial_and_parallel_sweeps_give_equal_bytes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["policy=chunked_restart,static_swap", "arrival.rate=2,8"]
+    words = ["policy=chunked_restart,static_swap", "arrival.rate=2,8", "record=all"]
     assert sweep("serial", *words, "--engine", "serial") == 0
     assert sweep("parallel", *words, "--jobs", "2") == 0
     told = capsys.readouterr()
