@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -285,8 +285,9 @@ class TableFile:
 
     def drop(self) -> None:
         """Gives up a file that will not be whole."""
-        if self._writer.is_open:
-            self._writer.close()
+        with suppress(OSError):  # the first error is told
+            if self._writer.is_open:
+                self._writer.close()
 
     def _write(self, group: pa.Table) -> None:
         with naming(self._path):
