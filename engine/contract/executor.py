@@ -455,7 +455,12 @@ class Lanes:
             del self._end_ns[op]  # no launch waits for a settled operation
             done(span)
 
-        ended = simpy.Event(self._env)  # as Timeout makes itself, but urgent
-        ended.callbacks.append(settle)
-        ended._ok, ended._value = True, None
-        self._env.schedule(ended, URGENT, span.end_ns - int(self._env.now))
+        end_event(self._env, span.end_ns - int(self._env.now)).callbacks.append(settle)
+
+
+def end_event(env: simpy.Environment, delay_ns: int) -> Any:
+    """The event of an end so much later: a timeout that comes before arrivals of its moment."""
+    ended = simpy.Event(env)
+    ended._ok, ended._value = True, None
+    env.schedule(ended, URGENT, delay_ns)
+    return ended

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import simpy
 
-from engine.contract.executor import Launch, Repeater, Span
+from engine.contract.executor import Launch, Repeater, Span, end_event
 from engine.contract.job import Job
 from engine.contract.plan import Compute
 from engine.contract.regions import Tier
@@ -123,7 +123,7 @@ class Jump:
             if due is None and end_ns < asks_ns:
                 due = simpy.Timeout(env, asks_ns - now_ns)
             if end_ns > now_ns and not passed_to(env, end_ns):
-                yield simpy.Timeout(env, end_ns - now_ns)
+                yield end_event(env, end_ns - now_ns)
             now_ns, is_told = end_ns, True
             self._lifecycle.finish(op, end_ns, run.device, number)
         if due is not None:
