@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.run import Run
+from engine.results.schema import whole_body
 
 Row = tuple[Any, ...]  # device, body, returned
 
@@ -63,13 +64,18 @@ def _logs(run: Run) -> dict[int, pd.DataFrame]:
 
 
 def _common(prediction: pd.DataFrame, measurement: pd.DataFrame) -> int:
-    names = ["device", "body", "returned"]
-    logs = [
-        list(log[names].itertuples(index=False, name=None)) if len(log) else []
-        for log in (prediction, measurement)
-    ]
+    logs = [_plan_rows(log) for log in (prediction, measurement)]
     same = (_is_same(a, b) for a, b in zip(*logs, strict=False))
     return next((i for i, equal in enumerate(same) if not equal), min(map(len, logs)))
+
+
+def _plan_rows(log: pd.DataFrame) -> list[Row]:
+    """Device, whole text and returned jobs of each plan of a log."""
+    if log.empty:
+        return []
+    parts = zip(log["grows"], log["body"], strict=True)
+    bodies = [whole_body(grows, body) for grows, body in parts]
+    return [*zip(log["device"], bodies, log["returned"], strict=True)]
 
 
 def _parted_ns(index: int, device: int, *logs: dict[int, pd.DataFrame]) -> int:

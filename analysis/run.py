@@ -140,6 +140,14 @@ def load(folder: Path | str) -> Run:
     return read_run(folder)
 
 
+def load_files(folder: Path | str) -> RunFiles:
+    """A finished run of which the requests alone are read and checked; see `load`."""
+    folder = Path(folder).resolve()
+    _check_finished(folder)
+    _table(folder, "requests", TABLES["requests"])
+    return run_files(folder)
+
+
 def read_run(folder: Path) -> Run:
     """Reads the folder of a run of any status, also of one that is still being written.
 

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from engine.results.plan_log import whole_body
+from engine.results.schema import whole_body
 
 SHOWN = 60  # characters of a value that differs
 JSON = "json"  # the type of a column that is a key of a JSON file

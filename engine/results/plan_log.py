@@ -23,7 +23,7 @@ from engine.contract.plan import (
     Slice,
 )
 from engine.contract.regions import Kind, Place, Region, Tier, Work
-from engine.results.schema import read_table
+from engine.results.schema import OPS, read_table, whole_body
 from traces.files import is_sealed
 
 
@@ -73,19 +73,10 @@ def read_plans(path: Path) -> tuple[LoggedPlan, ...]:
 
 
 COLUMNS_OF_VERSION_4 = ["step", "device", "returned", "body"]  # whose body holds all growth
-OPS = '{"ops":['  # a body begins so
 
 
 def _whole(row: Mapping[str, Any]) -> str:
     return whole_body(row.get("grows", "[]"), row["body"])
-
-
-def whole_body(grows: str, body: str) -> str:
-    """The text of a plan, as `encode` has it, of its two parts in PLANS."""
-    if grows == "[]":
-        return body
-    rest = body[len(OPS) :]
-    return f"{OPS}{grows[1:-1]}{'' if rest.startswith(']') else ','}{rest}"
 
 
 def check_jobs(path: Path, log: Iterable[LoggedPlan], known: Container[int]) -> None:

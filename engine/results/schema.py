@@ -367,6 +367,17 @@ def write_tables(folder: Path, tables: Mapping[str, pa.Table]) -> None:
 
 
 # ---- read
+OPS = '{"ops":['  # a body of a plan begins so
+
+
+def whole_body(grows: str, body: str) -> str:
+    """The text of a plan, as `encode` has it, of its two parts in PLANS."""
+    if grows == "[]":
+        return body
+    rest = body[len(OPS) :]
+    return f"{OPS}{grows[1:-1]}{'' if rest.startswith(']') else ','}{rest}"
+
+
 def of_version_4(name: str, table: pa.Table) -> pa.Table:
     """A table of version 4, which had all growth of a plan in its body, as one of today."""
     if name != "plans":

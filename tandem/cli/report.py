@@ -56,7 +56,7 @@ def sweep_report(root: Path, out: Path | None, slo: Mapping[str, float]) -> Path
 def judged(root: Path, runs: pd.DataFrame, slo: Mapping[str, float]) -> pd.DataFrame:
     """The table with goodput and attainment under other limits than the runs were made with."""
     from analysis.metrics import goodput
-    from analysis.run import load
+    from analysis.run import load_files
 
     runs = runs.copy()
     for name in runs:
@@ -65,6 +65,6 @@ def judged(root: Path, runs: pd.DataFrame, slo: Mapping[str, float]) -> pd.DataF
     for key in LIMITS:
         runs[f"config.slo.{key}_s"] = slo.get(f"{key}_s", float("nan"))
     for at in runs.index[runs["status"].eq("ok")]:
-        for name, value in goodput(load(root / str(runs.loc[at, "run"])), slo).items():
+        for name, value in goodput(load_files(root / str(runs.loc[at, "run"])), slo).items():
             runs.loc[at, name] = value
     return runs

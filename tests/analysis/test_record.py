@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from analysis.agreement import common_plans
+from analysis.run import load
 from tandem.cli.__main__ import main
 from tandem.config.compose import composed
 from tandem.wiring.experiment import as_swept
@@ -81,3 +84,22 @@ def test_points_of_a_sweep_keep_requests(verb: tuple[str, ...]) -> None:
     found = [path.parent for path in Path("out").rglob("metrics.json")]
     assert len(found) == 2
     assert [tables(folder) for folder in found] == [{"requests", "training"}] * 2
+
+
+def test_a_sweep_is_judged_by_other_limits() -> None:
+    """By its requests, which are all that it keeps."""
+    assert main(["run", "-m", *RUN[1:], "arrival.rate=2,4", "hydra.sweep.dir=out"]) == 0
+    assert main(["report", "out", "--ttft", "1"]) == 0
+
+
+def test_a_log_that_is_played_back_agrees_in_every_plan() -> None:
+    """Though it frees what finished jobs held; a page more at one plan parts the logs."""
+    assert main([*RUN, "hydra.run.dir=one"]) == 0
+    assert main([*RUN, "policy=recorded", "replayed=one", "hydra.run.dir=two"]) == 0
+    one, two = load("one"), load("two")
+    assert sum(common_plans(one, two).values()) == len(one.plans) == len(two.plans)
+    at = next(i for i, grows in enumerate(one.plans["grows"]) if grows != "[]")
+    grows = one.plans["grows"].copy()
+    grows.iloc[at] = grows.iloc[at].replace(",0,0]", "0,0,0]", 1)
+    changed = replace(one, plans=one.plans.assign(grows=grows))
+    assert sum(common_plans(one, changed).values()) == at

@@ -101,9 +101,8 @@ def _step(rows: Rows, toy: Toy, now: int, step: int, batch: list, tokens: dict) 
     start = now + toy.host_ns
     cost = prefill * toy.prefill_ns + (toy.decode_ns if decode else 0)
     end = start + round(cost * toy.factor(step))
-    rows["plans"].append(
-        {"step": step, "device": 0, "at_ns": now, "body": json.dumps({"jobs": batch})}
-    )
+    plan = {"step": step, "device": 0, "at_ns": now, "grows": "[]"}
+    rows["plans"].append(plan | {"body": json.dumps({"jobs": batch})})
     row = {"step": step, "device": 0, "lane": "compute", "issue_ns": now, "start_ns": start}
     row |= {"end_ns": end, "host_ns": toy.host_ns, "prefill_tokens": prefill, "nbytes": 0}
     row |= {"decode_tokens": decode, "samples": len(batch), "jobs": batch}
