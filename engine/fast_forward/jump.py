@@ -120,7 +120,7 @@ class Jump:
         env, now_ns, due, is_told = state.env, run.issue_ns[0], None, run.ended == run.count
         while ends and ends[0].end_ns <= asks_ns:
             end_ns, number, op = ends.popleft()
-            if due is None and end_ns < asks_ns:
+            if due is None and (end_ns < asks_ns or not self._is_woken(run)):
                 due = simpy.Timeout(env, asks_ns - now_ns)
             if end_ns > now_ns and not passed_to(env, end_ns):
                 yield end_event(env, end_ns - now_ns)

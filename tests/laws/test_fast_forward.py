@@ -144,6 +144,15 @@ def test_at_a_tie_a_jump_sees_what_single_steps_see(
     pages: int,
 ) -> None:
     """Arrivals, ends, turns of sessions and the host's readiness fall on one moment often."""
+    _check_ties(scheduling, memory, rows, host_us, depth, pages)
+
+
+Rows = list[tuple[int, list[tuple[int, int, int]]]]  # arrival, turns: prompt, output, think time
+
+
+def _check_ties(
+    scheduling: str, memory: str, rows: Rows, host_us: int, depth: int, pages: int
+) -> None:
     requests: list[Request] = []
     for session, (arrival_us, turns) in enumerate(rows):
         for turn, (prompt, output, think_us) in enumerate(turns):
@@ -151,6 +160,41 @@ def test_at_a_tie_a_jump_sees_what_single_steps_see(
             requests.append(Request(len(requests), 1_000 * arrival_us, prompt, output, *times))
     policy = Composed(SCHEDULING[scheduling], MEMORY[memory])
     both_simulated(policy, requests, Round(1_000 * host_us), pages=pages, host_pages=0, depth=depth)
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "memory", "rows", "host_us", "depth"),
+    [
+        (
+            "v1",
+            "restart",
+            [(14, [(1, 1, 0)]), (17, [(1, 1, 0)]), (2, [(1, 1, 0), (1, 5, 0)])],
+            0,
+            1,
+        ),
+        (
+            *("vllm_v0", "reservation"),
+            [
+                (0, [(1, 1, 0), (1, 2, 0), (1, 2, 0)]),
+                (17, [(1, 1, 0)]),
+                (0, [(1, 3, 0), (1, 1, 1)]),
+            ],
+            *(1, 2),
+        ),
+        ("chunked", "swap", [(0, [(1, 4, 0)]), (1, [(1, 1, 0)]), (7, [(1, 1, 0)])], 1, 3),
+        (
+            *("deadline", "restart"),
+            [(0, [(26, 3, 0)]), (0, [(22, 3, 0)]), (12, [(1, 1, 0)]), (0, [(1, 1, 0)])],
+            *(2, 2),
+        ),
+    ],
+)
+def test_an_end_an_arrival_and_the_hosts_readiness_at_one_moment(
+    scheduling: str, memory: str, rows: Rows, host_us: int, depth: int
+) -> None:
+    """Ties that jumps once saw in another order: the end comes first, then what was set first."""
+    for pages in (31, 60):
+        _check_ties(scheduling, memory, rows, host_us, depth, pages)
 
 
 def test_an_open_step_that_settles_alone_comes_before_an_arrival_of_its_moment() -> None:
