@@ -86,7 +86,7 @@ def _named(column: pa.ChunkedArray) -> Named:
     for part in (column if is_encoded else pc.dictionary_encode(column)).chunks:
         own = [places.setdefault(name, len(places)) for name in part.dictionary.to_pylist()]
         chosen, known = values_of(pa.chunked_array([part.indices]))
-        found.append(np.where(known, np.array([*own, -1])[np.where(known, chosen, -1)], -1))
+        found.append(np.array([*own, -1])[np.where(known, chosen, -1)])
     return Named(tuple(places), np.concatenate(found))
 
 

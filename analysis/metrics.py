@@ -82,8 +82,8 @@ def samples(run: RunFacts) -> dict[str, Floats]:
     Computed once per run, because every figure and table reads them. Callers must not change them.
     """
     if run not in _SAMPLES:
-        _SAMPLES[run] = {**_request_samples(latencies(run)), "itl": itl(run)}
-        _SAMPLES[run] = {name: _SAMPLES[run][name] for name in LATENCIES}
+        found = {**_request_samples(latencies(run)), "itl": itl(run)}
+        _SAMPLES[run] = {name: found[name] for name in LATENCIES}
     return _SAMPLES[run]
 
 
@@ -167,12 +167,6 @@ def token_figures(run: RunFacts, trim: float = TRIM) -> dict[str, float]:
         gaps_ns.add(gaps)
         found = _counted_statistics(gaps_ns)
     return out | {f"{stat}_itl_s": value for stat, value in found.items()}
-
-
-def steady_throughput(run: RunFacts, trim: float = TRIM) -> dict[str, float]:
-    """The throughputs of `token_figures`."""
-    found = token_figures(run, trim)
-    return {name: value for name, value in found.items() if name.startswith("steady_")}
 
 
 def goodput(run: RunFacts, slo: Slo) -> dict[str, float]:

@@ -162,11 +162,6 @@ class Recorder:
         self._unwritten = 0  # steps, while rows are written
 
     @property
-    def keeps_steps(self) -> bool:
-        """Whether steps, memory and plans are kept."""
-        return self._keeps_steps
-
-    @property
     def is_metered(self) -> bool:
         """Whether a machine is read at every settle."""
         return self._meter is not None

@@ -85,8 +85,7 @@ def amount(work: Sequence[Request | TrainingJob]) -> tuple[int, str]:
 
 def done(recorder: Recorder) -> int:
     """How much of it is."""
-    outcomes = list(recorder.outcomes.values())
-    return recorder.trained_steps + sum(o.finish_ns is not None for o in outcomes)
+    return recorder.trained_steps + recorder.ended_requests
 
 
 def refusal(folder: Path, metrics: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from engine.contract.regions import PageSize
-from engine.results.schema import SCHEMA_VERSION, TABLES, write_tables
+from engine.results.schema import TABLES, marked, write_tables
 from runtime.client.answer import Answer
 from runtime.client.gauges import Gauges
 from runtime.client.openai import Prompt, Replay, Server, model_served, replay
@@ -142,8 +142,7 @@ def _write(folder: Path, run_spec: RunSpec, found: Replay) -> None:
     rows["memory"] = [row for gauges in found.gauges for row in _memory_rows(run_spec, gauges)]
     tables: dict[str, pa.Table] = {}
     for name, schema in TABLES.items():
-        marked = schema.with_metadata({"schema_version": str(SCHEMA_VERSION)})
-        tables[name] = pa.Table.from_pylist(rows[name], schema=marked)
+        tables[name] = pa.Table.from_pylist(rows[name], schema=marked(schema))
     client = [_client_row(*pair) for pair in pairs]
     tables["client"] = pa.Table.from_pylist(client, schema=CLIENT)
     gauges = [{name: getattr(g, name) for name in SERVER.names} for g in found.gauges]

@@ -70,7 +70,7 @@ def test_steady_window_drops_warm_up_and_drain(tmp_path) -> None:
     # lie 8 finishes and 16 tokens in 800 ms.
     toy = replace(TWO, arrivals_ns=[i * 100 * MS for i in range(10)], prompts=[10] * 10)
     run = load(write(tmp_path / "steady", toy, outputs=[2] * 10))
-    found = metrics.steady_throughput(run)
+    found = metrics.token_figures(run)
     assert found["steady_duration_s"] == pytest.approx(0.8)
     assert found["steady_request_throughput"] == pytest.approx(10.0)
     assert found["steady_output_throughput"] == pytest.approx(20.0)

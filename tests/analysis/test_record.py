@@ -93,7 +93,7 @@ def test_a_sweep_is_judged_by_other_limits() -> None:
 
 
 def test_a_log_that_is_played_back_agrees_in_every_plan() -> None:
-    """Though it frees what finished jobs held; a page more at one plan parts the logs."""
+    """Though it frees what finished jobs held; other growth at one plan parts the logs."""
     assert main([*RUN, "hydra.run.dir=one"]) == 0
     assert main([*RUN, "policy=recorded", "replayed=one", "hydra.run.dir=two"]) == 0
     one, two = load("one"), load("two")

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from engine.results.schema import SCHEMA_VERSION, TABLES
+from engine.results.schema import TABLES, marked
 
 PAGE_TOKENS, PAGE_BYTES, WEIGHT_BYTES = 16, 1000, 5000
 MS = 1_000_000
@@ -51,8 +51,7 @@ def write(folder: Path, toy: Toy = TWO, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     rows = _serve(toy)
     for name, schema in TABLES.items():
-        schema = schema.with_metadata({"schema_version": str(SCHEMA_VERSION)})
-        pq.write_table(pa.Table.from_pylist(rows[name], schema), folder / f"{name}.parquet")
+        pq.write_table(pa.Table.from_pylist(rows[name], marked(schema)), folder / f"{name}.parquet")
     provenance = {"backend": toy.backend, "trace_hash": f"{hash(tuple(toy.prompts))}"}
     texts = {
         "provenance.json": json.dumps(provenance | toy.provenance),
