@@ -22,10 +22,17 @@ def atomically(path: Path) -> Iterator[Path]:
     A block that fails leaves nothing behind. An OSError names the path, also where the disk is full
     and the writing library names no file.
     """
+    with naming(path), replacing(path) as temporary:
+        yield temporary
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """As `atomically`, for a block that does more than to write: its errors are its own."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        yield temporary
         with naming(path):
-            yield temporary
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

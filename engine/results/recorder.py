@@ -217,10 +217,10 @@ class Recorder:
     def issued(
         self, step: int, device: int, now_ns: int, plan: Plan, figures: Sequence[Figures]
     ) -> None:
+        returned = self.take_returned(device)
         if self._keeps_steps:
-            returned = self.take_returned(device)
             self._facts.plans.append((step, device, now_ns, returned, plan))
-            self._count(1, now_ns)
+        self._count(1, now_ns)
         for job in plan.restart:
             if job.job_id in self.outcomes:
                 self.outcomes[job.job_id].restarts += 1
@@ -235,8 +235,8 @@ class Recorder:
 
     def ran(self, run: ManySteps, now_ns: int) -> None:
         """Steps were issued at once."""
+        self._count(len(run.issue_ns), now_ns)
         if self._keeps_steps:
-            self._count(len(run.issue_ns), now_ns)
             self._facts.runs.append(run)
         self._unseen.discard(run.device)
 
@@ -358,9 +358,11 @@ class Recorder:
         self._unwritten += steps
         if self._stream is not None and self._unwritten > STEPS:
             self._unwritten = 0
-            runs = self._facts.runs
-            going_on = [run for run in runs if _last_ns(run) >= now_ns]
-            self._write_facts([run for run in runs if _last_ns(run) < now_ns], going_on, now_ns)
+            if self._keeps_steps:
+                runs = self._facts.runs
+                going_on = [run for run in runs if _last_ns(run) >= now_ns]
+                ended = [run for run in runs if _last_ns(run) < now_ns]
+                self._write_facts(ended, going_on, now_ns)
             self._stream.write_requests(self.outcomes)
 
     def _write_facts(self, ended: list[ManySteps], going_on: list[ManySteps], now_ns: int) -> None:

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from engine.contract.regions import Pool
-from traces.files import atomically, checked_bytes, checked_text, naming, seal
+from traces.files import checked_bytes, checked_text, naming, replacing, seal
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Mask: TypeAlias = npt.NDArray[np.bool_]
@@ -172,15 +172,13 @@ def numbers(values: npt.ArrayLike, kind: pa.DataType, known: Mask | None = None)
 
 
 def texts(values: Sequence[str]) -> pa.Array:
-    """Texts. ArrowInvalid beyond 2 GiB."""
+    """Texts. ArrowInvalid beyond 2 GiB in all."""
     joined = "".join(values)
     data = joined.encode()
     is_ascii = len(data) == len(joined)
     sizes = [len(value if is_ascii else value.encode()) for value in values]
     offsets = starts_of(np.array(sizes, np.int64))
-    if offsets[-1] > np.iinfo(np.int32).max:
-        raise pa.ArrowInvalid("texts of a group of rows are longer than 2 GiB")
-    parts = [None, pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(data)]
+    parts = [None, pa.py_buffer(_offsets(offsets)), pa.py_buffer(data)]
     return pa.Array.from_buffers(TEXT, len(values), parts)
 
 
@@ -191,7 +189,15 @@ def shared_texts(values: Sequence[str], chosen: npt.ArrayLike, known: Mask | Non
 
 def lists(starts: Ints, values: npt.ArrayLike, kind: pa.DataType) -> pa.Array:
     """Lists of numbers: where each begins among all numbers, and the end of the last."""
-    return pa.ListArray.from_arrays(numbers(starts, I32), numbers(values, kind.value_type))
+    offsets = numbers(_offsets(starts), I32)
+    return pa.ListArray.from_arrays(offsets, numbers(values, kind.value_type))
+
+
+def _offsets(starts: Ints) -> npt.NDArray[np.int32]:
+    """As Arrow has them. ArrowInvalid where they do not fit, which numpy would not tell."""
+    if starts[-1] > np.iinfo(np.int32).max:
+        raise pa.ArrowInvalid("lists or texts of one table hold more than 2**31 numbers or bytes")
+    return starts.astype(np.int32)
 
 
 def column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
@@ -207,7 +213,8 @@ def column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     sizes = np.fromiter((len(value or ()) for value in values), np.int64, len(values))
     flat = numbers(list(chain.from_iterable(filter(None, values))), kind.value_type)
     mask = None if known.all() else numbers(~known, I32).cast(pa.bool_())
-    return pa.ListArray.from_arrays(numbers(starts_of(sizes), I32), flat, mask=mask)
+    offsets = numbers(_offsets(starts_of(sizes)), I32)
+    return pa.ListArray.from_arrays(offsets, flat, mask=mask)
 
 
 def starts_of(counts: Ints) -> Ints:
@@ -342,7 +349,7 @@ def files_of(folder: Path, schemas: Mapping[str, pa.Schema]) -> Iterator[dict[st
         files = {}
         for name, schema in schemas.items():
             path = folder / f"{name}.parquet"
-            file = TableFile(path, stack.enter_context(atomically(path)), schema)
+            file = TableFile(path, stack.enter_context(replacing(path)), schema)
             files[name] = file
             stack.callback(file.drop)
         yield files

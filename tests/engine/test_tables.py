@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -203,3 +204,28 @@ def test_the_workspace_of_many_launches_is_that_of_each(name: str, data: st.Data
         for (a, b), count in zip(pairwise(starts), samples, strict=True)
     ]
     assert found.tolist() == each
+
+
+def test_a_recorder_of_requests_writes_them_while_the_run_goes_on(tmp_path: Path) -> None:
+    requests = [Request(i, i * 9_000_000, 30 + i, 20) for i in range(30)]
+    words = (POLICIES["chunked"], requests, True, Shaped(0), 90, 0, 2)
+    whole, found = simulated(*words).recorder, Recorder(keeps_steps=False)
+    with pytest.MonkeyPatch.context() as patch, files_of(tmp_path, found.schemas) as files:
+        patch.setattr(recording, "STEPS", 10)
+        patch.setattr(recording, "REQUESTS", 1)
+        found.stream(files, [request.request_id for request in requests])
+        simulated(*words, recorder=found)
+        assert sum(not outcome.stretches for outcome in found.outcomes.values()) > 10, "written"
+        found.finish()
+    assert read_table(tmp_path / "requests.parquet").equals(whole.tables()["requests"])
+
+
+def test_an_error_of_the_run_is_not_one_of_its_files(tmp_path: Path) -> None:
+    with pytest.raises(BrokenPipeError) as told, files_of(tmp_path, Recorder().schemas):
+        raise BrokenPipeError(32, "Broken pipe")
+    assert told.value.filename is None and not list(tmp_path.iterdir())
+
+
+def test_lists_that_are_too_long_for_arrow_are_told() -> None:
+    with pytest.raises(pa.ArrowInvalid, match="hold more than 2"):
+        schema.lists(np.array([0, 1 << 31]), np.empty(0, np.int64), pa.list_(pa.int64()))
