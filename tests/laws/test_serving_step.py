@@ -45,7 +45,7 @@ def test_a_step_of_serving_keeps_its_bars(tmp_path: Path) -> None:
     [
         ("def hop():\n    pass\n", {"files"}),
         pytest.param(
-            "def hop():\n    for i in range(200):\n        i += 1\n",
+            "def hop():\n    for i in range(400):\n        i += 1\n",
             {"files", "events"},
             marks=pytest.mark.slow,
         ),
