@@ -80,20 +80,22 @@ class DecodeBatch(TokenClock):
     ) -> None:
         """Adds jobs behind all others, each with the place that it writes."""
         clock, (tokens, nbytes) = self.clock, self.page
+        added: list[Job] = []
+        places: list[Place] = []
+        lists: list[list[int]] = []
+        contexts: list[int] = []
+        ends: list[int] = []
         for job, place in jobs:
             context, table = job.computed_tokens, tables[place]
             job._move_with(self)
-            self.jobs = [*self.jobs, job]
-            self.ids += (job.job_id,)
-            self.slices += (one_token(job),)
-            self.places += (place,)
-            self.tables += (table,)
-            self.contexts += (context - clock,)
-            end = tokens_left(job) + clock
-            self.soonest = min(self.soonest, end) if self.left else end
-            self.left += (end,)
-            self.past += context - clock
-            self.young_until = max(self.young_until, clock + job.prompt_tokens - context)
+            added.append(job)
+            places.append(place)
+            lists.append(table)
+            contexts.append(context - clock)
+            ends.append(tokens_left(job) + clock)
+            behind = clock + job.prompt_tokens - context
+            if behind > self.young_until:
+                self.young_until = behind
             spare = len(table) * tokens - context
             if not 0 <= spare < tokens:
                 self.turns = None
@@ -101,6 +103,16 @@ class DecodeBatch(TokenClock):
                 turn = (clock + spare) % tokens
                 self.turns[turn] += (Grow(place, nbytes),)
                 self.growing[turn] += (table,)
+        if added:
+            self.jobs = [*self.jobs, *added]
+            self.ids += tuple([job.job_id for job in added])
+            self.slices += tuple([one_token(job) for job in added])
+            self.places += tuple(places)
+            self.tables += tuple(lists)
+            self.contexts += tuple(contexts)
+            self.left += tuple(ends)
+            self.soonest = min(self.left)
+            self.past += sum(contexts)
 
     def leave(self, i: int) -> None:
         """Removes the job of column i."""

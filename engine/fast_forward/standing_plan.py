@@ -54,6 +54,7 @@ class StandingPlan:
         self._tables, self._tokens_left = tables, tokens_left
         self._last: RepeatedPlan | None = None  # the last plan, even where it holds no more
         self.decodes: DecodeBatch | None = None  # of the last plan
+        self._paused: DecodeBatch | None = None  # decodes that the last plan left out, as they are
         self._led: Compute | None = None  # the last launch of which `leads` was true
         self.shown: GrowCycle | None = None  # the growth of the decodes that a View shows
         self.repeat: RepeatedPlan | None = None
@@ -66,11 +67,14 @@ class StandingPlan:
         """
         self._last = self.repeat = None
         self._is_cut_due, self._budget = False, 0
+        before, self._paused = self.decodes, None
         if plan.ops:
             launch = plan.ops[-1]
             if isinstance(launch, Compute):
                 made = self._stretched(plan, view) or StretchedPlan.once(plan, launch)
                 self._last = self.repeat = self._stand(made)
+                if before is not None and not _touches(plan, before):
+                    self._paused = before
         self.decodes = None if self._last is None else self._last.decodes
         self._led = None
 
@@ -181,7 +185,7 @@ class StandingPlan:
 
     def clear(self) -> None:
         """Forgets the plan before."""
-        self._last = self.repeat = self.decodes = self._led = None
+        self._last = self.repeat = self.decodes = self._paused = self._led = None
 
     def drop(self) -> None:
         """An event may change the plan: the policy is asked next."""
@@ -235,7 +239,11 @@ class StandingPlan:
     def running(self, serving: Sequence[Job]) -> RunningDecodes | None:
         """The decodes of the last plan; None where it did not have all jobs in service."""
         last, decodes = self._last, self.decodes
-        if last is None or decodes is None or last.jobs != serving:
+        if last is None or decodes is None:
+            return None
+        if self._paused is not None and not decodes.jobs:
+            decodes = self.decodes = self._paused
+        if [*decodes.jobs, *last.tail] != serving:
             return None
         self._last = None  # jobs of its tail may join the decodes now
         self._join(decodes, last.tail, last.places)
@@ -253,6 +261,15 @@ def _grows_in_turn(plan: Plan, decodes: DecodeBatch) -> bool:
     taken, ids = [op for op in plan.ops[:-1] if isinstance(op, Grow)], {*decodes.ids}
     own = {op.place: op.nbytes for op in taken if op.place.region.owner in ids}
     return own == {op.place: op.nbytes for op in decodes.due(1)[0]}
+
+
+def _touches(plan: Plan, decodes: DecodeBatch) -> bool:
+    """Whether a plan whose last operation is its launch runs or changes any of these decodes."""
+    ids, launch = {*decodes.ids}, plan.ops[-1]
+    assert isinstance(launch, Compute)
+    if not ids or any([piece.job.job_id in ids for piece in launch.slices]):
+        return True
+    return not all([type(op) is Grow and op.place.region.owner not in ids for op in plan.ops[:-1]])
 
 
 def _leads(decodes: DecodeBatch, launch: Compute) -> bool:

@@ -26,13 +26,18 @@ class Chain:
     def __init__(self, request: Request, page_tokens: int) -> None:
         self._request, self._page_tokens = request, page_tokens
         self._keys: list[int] = []
+        has_names = request.prompt_ids is not None or request.prefix_ids
+        self._named_pages = -(-request.prompt_tokens // page_tokens) if has_names else 0
 
     def page_hashes(self, start: int, stop: int) -> list[int]:
         """The keys of pages `start` to `stop` of the request; hashed once, as far as needed."""
-        keys = self._keys
+        keys, number = self._keys, self._request.request_id
         key = keys[-1] if keys else 0
-        for index in range(len(keys), stop):
+        for index in range(len(keys), min(stop, self._named_pages)):
             key = hash((key, self._content(index)))
+            keys.append(key)
+        for index in range(len(keys), stop):  # no other request has these tokens
+            key = hash((key, number, index))
             keys.append(key)
         return keys[start:stop]
 

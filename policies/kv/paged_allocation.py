@@ -173,7 +173,8 @@ class PagedAllocation:
     def _jobs_away(self) -> set[int]:
         """Jobs in service whose KV is not on the device."""
         if self._away is None:
-            jobs = self._view.serving[self._known :]
+            behind = max(self._known, len(self._view.running_decodes()))  # decodes that run hold it
+            jobs = self._view.serving[behind:]
             self._away = {job.job_id for job in jobs if not self._plan.held(self._here(job))}
         return self._away
 

@@ -87,5 +87,7 @@ def test_a_policy_answers_the_same_without_them(
     policy = Twice(Composed(SCHEDULING[scheduling], MEMORY[memory]))
     requests = random_requests(depth, 20, rate=1500)
     simulated(policy, requests, True, Shaped(0), pages, 40, depth)  # type: ignore[arg-type]
-    if (scheduling, pages) == ("chunked", 400) and memory != "reservation":
-        assert policy.shown > 0.3 * policy.asked, "it is about something"
+    if pages == 400 and memory != "reservation":
+        # Plans of prompts alone come between the decodes of continuous batching: it is shown most.
+        least = {"chunked": 0.3, "continuous": 0.7}.get(scheduling, 0.0)
+        assert policy.shown >= least * policy.asked, "it is about something"
