@@ -229,9 +229,9 @@ class Jump:
         if depth == 1:
             return (0,)
         found = [step.end_ns for step in self._open]
-        if not found:
-            found = sorted(self._executor.end_times_ns(self._state.in_flight.tails))
-        return [0] * (depth - len(found)) + found
+        if not found and (tails := self._state.in_flight.tails):
+            found = sorted(self._executor.end_times_ns(tails))
+        return found if len(found) == depth else [0] * (depth - len(found)) + found
 
     def _steps_to_change(self) -> int:
         """An estimate of the steps up to the next arrival that matters, or end.
@@ -277,14 +277,15 @@ class Jump:
         steps = self._look_ahead(repeat, device, state.now_ns, before)
         if steps is None:
             return None
-        count = len(steps.issue_ns)
+        count, pool = len(steps.issue_ns), (Tier.GPU, device)
         run = self._run = RepeatedSteps(
             state.in_flight.steps,
             state.in_flight.issued[device],
             device,
-            (Tier.GPU, device),
+            pool,
             state.recorder.take_returned(device),
             state.ledger.figures(),
+            state.ledger.held_pages(pool),
             state.page.nbytes,
             *steps,
             count,

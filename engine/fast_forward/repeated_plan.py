@@ -413,6 +413,7 @@ class RepeatedSteps:
     pool: Pool
     returned: tuple[int, ...]
     figures: tuple[Figures, ...]  # before the first step
+    held_pages: int  # of KV, before the first step
     page_nbytes: int
     segments: list[RunSegment]  # this and what follows are as of StepsAhead
     issue_ns: Times
@@ -440,11 +441,6 @@ class RepeatedSteps:
         self.asks_ns = steps.asks_ns
         self.due += steps.due
         self.count = self.settled = len(self.issue_ns)
-
-    @property
-    def held_pages(self) -> int:
-        """KV pages that are held before the first step."""
-        return next(figures.kv_pages for figures in self.figures if figures.pool == self.pool)
 
     def launch_at(self, step: int) -> Launch:
         """The launch of a step."""
