@@ -146,8 +146,12 @@ def _trains(config: Mapping[str, Any]) -> bool:
 
 
 def as_swept(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a point of a sweep, which keeps requests alone where they tell all."""
-    serves_alone = config["backend"]["name"] == "sim" and not _trains(config)
+    """The configuration of a point of a sweep, which keeps requests alone where they tell enough.
+
+    The balance of several replicas is told by their steps.
+    """
+    is_simulated, is_alone = config["backend"]["name"] == "sim", config["replicas"] == 1
+    serves_alone = is_simulated and is_alone and not _trains(config)
     is_auto = config.get("record") == "auto"
     return {**config, "record": "requests"} if is_auto and serves_alone else dict(config)
 

@@ -70,6 +70,7 @@ def test_a_wrong_record_is_told_before_anything_begins(
         ((), "requests"),
         (("record=all",), "all"),
         (("backend=lockstep",), "auto"),
+        (("replicas=2", "router=round_robin"), "auto"),
         (TRAINS, "auto"),
     ],
 )
