@@ -73,9 +73,9 @@ class StandingPlan:
             if isinstance(launch, Compute):
                 made = self._stretched(plan, view) or StretchedPlan.once(plan, launch)
                 self._last = self.repeat = self._stand(made)
-                if before is not None and not _touches(plan, before):
-                    self._paused = before
         self.decodes = None if self._last is None else self._last.decodes
+        if before is not None and before is not self.decodes and not _touches(plan, before):
+            self._paused = before
         self._led = None
 
     def _stretched(self, plan: Plan, view: View) -> StretchedPlan | None:
@@ -264,10 +264,11 @@ def _grows_in_turn(plan: Plan, decodes: DecodeBatch) -> bool:
 
 
 def _touches(plan: Plan, decodes: DecodeBatch) -> bool:
-    """Whether a plan whose last operation is its launch runs or changes any of these decodes."""
-    ids, launch = {*decodes.ids}, plan.ops[-1]
-    assert isinstance(launch, Compute)
-    if not ids or any([piece.job.job_id in ids for piece in launch.slices]):
+    """Whether a plan is more than growth and a launch of other jobs than these decodes."""
+    ids = {*decodes.ids}
+    if not ids or not plan.ops or not isinstance(plan.ops[-1], Compute):
+        return True
+    if any([piece.job.job_id in ids for piece in plan.ops[-1].slices]):
         return True
     return not all([type(op) is Grow and op.place.region.owner not in ids for op in plan.ops[:-1]])
 
