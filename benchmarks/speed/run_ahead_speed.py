@@ -42,7 +42,10 @@ class HostedCost:
 
     def host_ns(self, launches: Sequence[Launch]) -> int:
         """Host time of a plan, in ns."""
-        return PLAN_NS + SLICE_NS * sum([len(launch.pieces) for launch in launches])
+        slices = 0
+        for launch in launches:  # plain Python beside an engine that may be compiled: kept lean
+            slices += len(launch.pieces)
+        return PLAN_NS + SLICE_NS * slices
 
 
 def timed_s(requests: list[Request], cost: VidurCost, depth: int) -> tuple[float, Engine]:
