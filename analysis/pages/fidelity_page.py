@@ -24,7 +24,6 @@ from analysis.figures.style import BLACK, BLUE, GREEN, GREY, ORANGE, RED, axes, 
 from analysis.pages.cells import Cell, HtmlTable
 from analysis.pages.report import write_page, written
 
-MARKS = {"pass": "good", "fail": "poor", "": ""}
 SERIES = tuple(zip((BLUE, RED, GREEN, ORANGE), ("o", "s", "^", "D"), strict=True))
 TEXT = (
     "Errors of each rerun",
@@ -50,10 +49,11 @@ def write_fidelity_report(
         fidelity.reruns.to_csv(aside / "reruns.csv", index=False)
         text = json.dumps(as_dict(fidelity, facts), indent=1, allow_nan=False)
         (aside / "fidelity.json").write_text(text + "\n", encoding="utf-8")
+        tables = [_judged(fidelity), _reruns(fidelity), _percentiles(fidelity)]
         page = {
             "title": "Fidelity: predictions beside measured reruns",
             "headline": headline(fidelity),
-            "tables": [_judged(fidelity), _reruns(fidelity), _percentiles(fidelity)],
+            "tables": [table for table in tables if table.rows],
             "command": command,
         }
         figures = [_errors(fidelity, aside / "figures")]
@@ -99,13 +99,13 @@ def _judged(fidelity: Fidelity) -> HtmlTable:
         for figure in JUDGED:
             if (row := load.row(figure)) is not None:
                 word = judgement(row["used"])
-                rows.append([*_cells(load.name, figure, row), Cell(word, None, MARKS[word])])
+                rows.append([*_cells(load.name, figure, row), Cell("" if word else "-", None, word)])
         rows += [
             [
                 Cell(load.name),
                 Cell(figure_name(figure)),
                 *[Cell("-")] * 5,
-                Cell("fail", None, "poor"),
+                Cell("", None, "fail"),
             ]
             for figure in load.failed
             if figure not in JUDGED

@@ -228,7 +228,7 @@ def _facts(workload: JudgedWorkload, done: Sequence[Any]) -> dict[str, str]:
     """Where the figures come from: settings, and what the last measured run says of itself."""
     known = done[-1].pair.measured.provenance
     facts = {"settings": shlex.join(workload.measuring)}
-    for key in ("commit", "dirty", "date", "host", "versions", "hardware", "trace_hash"):
+    for key in ("commit", "dirty", "host", "versions", "form", "model", "device", "trace_hash"):
         if key in known:
             facts[key] = known[key] if isinstance(known[key], str) else json.dumps(known[key])
     return facts
@@ -268,8 +268,8 @@ def num_pieces(workload: JudgedWorkload) -> int:
     return 2 + len(workload.loads) * (2 * workload.reruns + 2)
 
 
-GRID_S = 60.0  # of a calibration's shapes
-SLOWER = 1.0  # real seconds per second of launches by the roofline
+GRID_S = 30.0  # of a calibration's shapes
+SLOWER = 2.5  # real seconds per second of launches by the roofline
 STARTS_S = 15.0  # of a measured run: torch, weights, two looks for drift
 
 

@@ -49,6 +49,7 @@ def drifts(
     for name in ("grid", "holdout"):
         monkeypatch.setattr(calibrate, name, some(getattr(calibrate, name)))
     monkeypatch.setattr(calibrate, "repeats", lambda shape: 2)
+    monkeypatch.setattr(profile, "measured_ns", lambda spec, seed: (1_500_000, 4_000_000))
     monkeypatch.setattr(workload, "STREAMED", 4)
     monkeypatch.setattr(workload, "SESSIONS", 2)
     monkeypatch.setattr(profile, "REQUESTS", 4)
