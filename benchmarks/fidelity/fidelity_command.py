@@ -53,7 +53,7 @@ class UnseenWorkload:
         return f"{self.model}-{self.policy}"
 
     @property
-    def words(self) -> list[str]:
+    def settings(self) -> list[str]:
         """Settings of the command."""
         chosen = [f"model={self.model}", f"policy={self.policy}", f"--config-dir={CONF}"]
         return [*chosen, "scheduling.max_jobs=48"]
@@ -81,7 +81,7 @@ def main() -> int:
         root = (chosen.keep or Path(temporary)).resolve()
         trace = unseen_trace(root, requests)
         for workload in workloads:
-            words = [*workload.words, "trace=file", f"trace.path={trace}"]
+            words = [*workload.settings, "trace=file", f"trace.path={trace}"]
             words += [f"--load={','.join(map(str, loads))}", f"--reruns={reruns}"]
             say(f"{workload.name}: tandem fidelity {' '.join(words)}")
             tandem(["fidelity", *words, f"--out={root / workload.name}"])

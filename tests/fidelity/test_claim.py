@@ -52,7 +52,7 @@ def test_a_load_without_a_report_fails() -> None:
 def test_the_workloads_differ_in_all_parts_and_can_be_built(tmp_path: Path) -> None:
     assert len({w.model for w in WORKLOADS}) == len({w.policy for w in WORKLOADS}) == 3
     for workload in WORKLOADS:
-        words = [word for word in workload.words if not word.startswith("--")]
+        words = [word for word in workload.settings if not word.startswith("--")]
         spec = run_spec_of(composed([*words, "limit=2"], str(CONF)))
         assert spec.spec.name == workload.model
 

@@ -20,6 +20,8 @@ from tandem.fidelity import protocol
 from tandem.wiring import profile, workload
 from tests.support.short_trace import SHORT, write_short
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/shortest_prompt_first"
+OWN = ("--config-dir", str(EXAMPLE / "conf"), "scheduling=shortest", "scheduling.max_jobs=4")
 SMALL = ["model=micro_llama", "model.max_positions=256", "policy=vllm_v1", *SHORT]
 SMALL += ["limit=10", "scheduling.max_jobs=4", "budget.kv_pages=64"]
 
@@ -72,11 +74,11 @@ def report() -> dict[str, Any]:
     return found
 
 
-def test_the_protocol_end_to_end_and_going_on(
+def test_the_protocol_end_to_end_and_going_on_with_a_policy_of_the_users(
     drifts: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     drifts(0.2, 0.002)
-    status = fidelity("--load", "0.5", "--reruns", "1")
+    status = fidelity(*OWN, "--load", "0.5", "--reruns", "1")
     out, err = capsys.readouterr()
     assert status in (0, 1) and "to go on" not in err, err
     found, reruns = report(), pd.read_csv("out/report/reruns.csv")
@@ -116,7 +118,7 @@ def test_the_protocol_end_to_end_and_going_on(
     # the command goes on in its folder: what is there is not done again, and more may be asked for
     began = {path: path.stat().st_mtime_ns for path in Path("out").rglob("status.json")}
     drifts(0.2, 0.002, 0.003)
-    fidelity("--load", "0.5", "--reruns", "2")
+    fidelity(*OWN, "--load", "0.5", "--reruns", "2")
     again = {path: path.stat().st_mtime_ns for path in Path("out").rglob("status.json")}
     assert {str(path.relative_to("out/load-50")) for path in {*again} - {*began}} == {
         *("run2/measured/status.json", "run2/replayed/status.json"),

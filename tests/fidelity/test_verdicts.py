@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -11,12 +15,17 @@ from analysis.fidelity import (
     FIGURES,
     Fidelity,
     JudgedLoad,
+    Pair,
+    Rerun,
     bars,
     counts,
     judged,
     judgement,
+    load_of,
 )
-from analysis.pages.fidelity_page import headline
+from analysis.pages.fidelity_page import headline, write_fidelity_report
+from analysis.run import load
+from tests.support.synthetic import TWO, write
 
 
 def row(figure: str, error: float = 0.0, spread: float = 0.0) -> dict[str, object]:
@@ -87,3 +96,41 @@ def test_too_few_steady_reruns_fail() -> None:
     load = load_with(("steady_reruns", 2.0, 2 / 5 - 1))
     assert load.failed == ["steady_reruns"] and np.isinf(load.table["used"]).all()
     assert "no steady rerun" in headline(Fidelity(4.0, (load,)))
+
+
+def rerun(folder: Path, number: int, moved: float, pace: float = 1.0) -> Rerun:
+    """A run of the toy engine with memory rows at issues, and its prediction by slower steps."""
+    found = []
+    for name, factor in (("measured", 1.0), ("predicted", pace)):
+        probed = {"probe_ratios": {"decode": 1 + moved}}
+        toy = replace(TWO, provenance=probed, factor=lambda step, f=factor: f)
+        run = load(write(folder / f"{name}{number}", toy))
+        booked = run.memory.assign(cause="issue")
+        found.append(replace(run, memory=pd.concat([run.memory, booked])))
+    measured, predicted = found
+    return Rerun(number, moved, Pair(measured, predicted, measured))
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_a_page_shows_verdicts_and_discarded_reruns(tmp_path: Path) -> None:
+    """Steps that are predicted 4 % too long: the toy's TPOT and E2E follow, its KV does not."""
+    reruns = [rerun(tmp_path, 0, 0.5), rerun(tmp_path, 1, 0.0, 1.04)]
+    found = Fidelity(4.0, (load_of("50 %", 0.5, 2.0, reruns, 1),))
+    page = write_fidelity_report(found, tmp_path / "report", "tandem fidelity", {"commit": "abc"})
+    text = page.read_text()
+    assert "Beyond the bar: throughput at 50 %." in text and "abc" in text
+    assert text.count("no: the machine drifted") == 1
+    said = json.loads((page.parent / "fidelity.json").read_text())
+    assert said["loads"][0]["steady_reruns"] == 1
+    errors = {row["figure"]: row for row in said["loads"][0]["figures"]}
+    assert errors["mean_tpot_s"]["error"] == pytest.approx(0.04)
+    assert errors["request_throughput"]["verdict"] == "fail"
+    assert errors["kv_peak_pages"]["error"] == 0 and errors["p99_ttft_s"]["bar"] is None
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_a_page_without_a_steady_rerun_says_so(tmp_path: Path) -> None:
+    found = Fidelity(4.0, (load_of("50 %", 0.5, 2.0, [rerun(tmp_path, 0, 0.5)], 1),))
+    page = write_fidelity_report(found, tmp_path / "report", "tandem fidelity", {})
+    assert "Beyond the bar: steady reruns at 50 %" in page.read_text()
+    assert "Percentiles" not in page.read_text() and found.failed == ["steady reruns at 50 %"]
