@@ -99,7 +99,9 @@ def _judged(fidelity: Fidelity) -> HtmlTable:
         for figure in JUDGED:
             if (row := load.row(figure)) is not None:
                 word = judgement(row["used"])
-                rows.append([*_cells(load.name, figure, row), Cell("" if word else "-", None, word)])
+                rows.append(
+                    [*_cells(load.name, figure, row), Cell("" if word else "-", None, word)]
+                )
         rows += [
             [
                 Cell(load.name),
@@ -185,19 +187,11 @@ def plot_errors(data: pd.DataFrame, ax: Any = None) -> Any:
     ax.axhline(0, color=BLACK, linewidth=0.8)
     for i, (case, part) in enumerate(data.groupby("case", sort=False)):
         color, marker = SERIES[i % len(SERIES)]
-        for is_kept, rows in part.groupby("counts"):
-            fill = color if is_kept else "none"
-            label = f"{case} load" if is_kept else None
-            ax.plot(
-                rows["rerun"],
-                100 * rows["error"],
-                linestyle="none",
-                marker=marker,
-                color=color,
-                markerfacecolor=fill,
-                markersize=5,
-                label=label,
-            )
+        ax.plot([], [], linestyle="none", marker=marker, color=color, label=f"{case} load")
+        for counts, rows in part.groupby("counts"):
+            style = {"marker": marker, "color": color, "linestyle": "none", "markersize": 5}
+            fill = color if counts else "none"
+            ax.plot(rows["rerun"], 100 * rows["error"], markerfacecolor=fill, **style)
         ax.axhline(100 * part["median_error"].iloc[0], color=color, linewidth=1.2, alpha=0.6)
     for bar in sorted(set(data["bar"].dropna())):
         for edge in (-bar, bar):

@@ -192,7 +192,7 @@ def measured(workload: JudgedWorkload, root: Path) -> Fidelity:
     from tandem.fidelity import protocol
 
     fidelity = Fidelity(math.nan, ())
-    with _progress(num_pieces(workload)) as tell:
+    with progress(num_pieces(workload)) as tell:
         profile = protocol.calibrated(
             workload.measuring, root / "profile", REPLAYS, tell, workload.config_dir
         )
@@ -235,7 +235,7 @@ def _facts(workload: JudgedWorkload, done: Sequence[Any]) -> dict[str, str]:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Tell]:
+def progress(total: int) -> Iterator[Tell]:
     """Each finished piece of work on a terminal; nothing elsewhere."""
     from tqdm import tqdm
 

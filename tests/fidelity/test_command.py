@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from analysis.fidelity import JUDGED, TTFT_UP_TO
 from analysis.run import load
 from runtime.measure import calibrate
 from tandem.cli.__main__ import main
-from tandem.cli.fidelity import loads_of, num_pieces, plan_of, workload_of
+from tandem.cli.fidelity import loads_of, num_pieces, plan_of, progress, workload_of
 from tandem.fidelity import protocol
 from tandem.wiring import profile, workload
 from tests.support.short_trace import SHORT, write_short
@@ -216,3 +217,21 @@ def test_a_dry_run_tells_the_work_and_writes_nothing(capsys: pytest.CaptureFixtu
     # told on the way: one calibration for its four parts, and a verdict for each load
     assert num_pieces(made) == sum(work.count for work in planned) - 4 + 1 + 2
     assert all(work.each_s > 0 for work in planned)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_pieces_of_work_are_told_on_a_terminal_alone(
+    stream: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Repeated runs are more pieces than were planned."""
+    monkeypatch.setattr("sys.stderr", told := stream())
+    with progress(2) as tell:
+        for text in ("calibrated", "run 0", "run 1"):
+            tell(text)
+    text = told.getvalue()
+    assert ("calibrated\n" in text and "3/3" in text) if stream is Terminal else text == ""
