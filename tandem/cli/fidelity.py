@@ -145,6 +145,13 @@ def _check_config(config: Mapping[str, Any]) -> None:
             "arrival: the one that is chosen has no rate, and --load sets one; take "
             "arrival=poisson or arrival=gamma"
         )
+    if config["backend"].get("probe_look_s") is None:
+        raise Usage(
+            "backend.probe_look_s=null: without probes nothing tells that the machine drifted; "
+            "leave it out, or give seconds"
+        )
+    if config["record"] == "requests":
+        raise Usage("record=requests: peaks of KV are judged too; leave record out")
     if config["replicas"] != 1:
         raise Usage(f"replicas={config['replicas']}: tandem fidelity judges one device; take 1")
 

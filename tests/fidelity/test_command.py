@@ -169,6 +169,8 @@ def test_a_folder_with_something_else_is_refused(capsys: pytest.CaptureFixture[s
         (["policy=orca,sarathi"], "policy=orca,sarathi: tandem fidelity judges one workload"),
         (["replicas=2"], "replicas=2: tandem fidelity judges one device"),
         (["training=sample"], "training: tandem fidelity judges serving alone"),
+        (["backend.probe_look_s=null"], "without probes nothing tells that the machine drifted"),
+        (["record=requests"], "record=requests: peaks of KV are judged too"),
         (["polic=orca"], "did you mean policy?"),
         (["limit=100"], "limit=100: the trace holds 12 requests"),
         (["--config-dir", "nowhere"], "--config-dir nowhere: no such folder"),
