@@ -1,4 +1,5 @@
 """Claims that predictions equal measurements: of serving, training, memory, and other engines.
 
-`cases` and `training_cases` are shared by the scripts. May import every package of Tandem.
+`cases` and `training_cases` are shared by the scripts, `conf` holds a model as a user would add it.
+May import every package of Tandem.
 """

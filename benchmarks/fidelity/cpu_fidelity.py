@@ -1,7 +1,8 @@
 """CPU fidelity: 200 ShareGPT requests at 50, 80 and 120 % of the measured capacity, two policies.
 
-The bars are those of benchmarks/fidelity/cases.py. The effect of +-2 % step time on TTFT and on the
-peak of KV is published beside them, because near saturation a queue amplifies so small an error.
+The protocol is that of `tandem fidelity`, the bars are those of analysis/fidelity.py. The effect of
++-2 % step time on TTFT and on the peak of KV is published beside them, because near saturation a
+queue amplifies so small an error.
 The capacity is the throughput of all requests at once, drain included, which is less than the rate
 of a steady stream that can be served: at 120 % of it no request queues for long.
 """
@@ -16,25 +17,10 @@ from pathlib import Path
 
 import pandas as pd
 
+from analysis.fidelity import COLUMNS, TTFT_UP_TO, judged, kv_peak_pages, steady_pairs, table_of
 from analysis.metrics import summary
-from benchmarks.fidelity.cases import (
-    AT_PACE,
-    COLUMNS,
-    PACE,
-    Case,
-    calibrated,
-    capacity,
-    clock_of,
-    finish,
-    judged,
-    keep,
-    kv_peak_pages,
-    reruns,
-    run,
-    say,
-    table_of,
-    verdict_of,
-)
+from benchmarks.fidelity.cases import AT_PACE, finish, keep, say, verdict_of
+from tandem.fidelity.protocol import PACE, Case, calibrated, capacity, clock_of, reruns, run
 
 OUT = Path("benchmarks/results/cpu_fidelity.csv")
 POLICIES = ("continuous_restart", "chunked_restart")
@@ -102,17 +88,16 @@ def points(chosen: argparse.Namespace, root: Path) -> Iterator[pd.DataFrame]:
     backend = (*MEASURED, f"{PACE}auto")
     for policy in chosen.policies:
         settings, folder = (*common, f"policy={policy}"), root / policy
-        profile = calibrated(policy, settings, backend, folder / "profile", REPLAYS)
+        profile = calibrated([*settings, *backend], folder / "profile", REPLAYS, say)
         backend = (*MEASURED, clock_of(profile))
         rate = capacity(settings, backend, folder / "capacity")
         say(f"{policy}: capacity {rate:.3g} requests/s")
         for load in chosen.loads:
             at = (*settings, f"arrival.rate={load * rate}")
             case = Case(f"{policy}@{load:.0%}", at, folder / f"{load:.0%}", profile)
-            pairs = reruns(case, backend, chosen.reruns)
-            yield judged(
-                pd.concat([table_of(case, pairs, chosen.reruns), sensitivity(case)]), load <= 0.5
-            )
+            pairs = steady_pairs(reruns(case, backend, chosen.reruns, say))
+            table = table_of(case.name, pairs, chosen.reruns)
+            yield judged(pd.concat([table, sensitivity(case)]), load <= TTFT_UP_TO)
 
 
 def sensitivity(case: Case) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 KV is too small for the load, so jobs are copied to the host and back while other jobs compute. The
 measurement has a thread per lane in real time (backend=cpu, clock=wall) at 80 % of the measured
-capacity; the bars are those of benchmarks/fidelity/cases.py. The machine must be idle otherwise:
+capacity; the bars are those of analysis/fidelity.py. The machine must be idle otherwise:
 the wall clock sees every other process. Time is counted in reference works, because the machine's
 speed drifts.
 """
@@ -18,22 +18,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from analysis.fidelity import COLUMNS, Pair, judged, steady_pairs, table_of
 from analysis.run import Run
 from analysis.usage import copied_bytes
-from benchmarks.fidelity.cases import (
-    COLUMNS,
-    PACE,
-    Case,
-    Pair,
-    calibrated,
-    capacity,
-    clock_of,
-    finish,
-    judged,
-    reruns,
-    say,
-    table_of,
-)
+from benchmarks.fidelity.cases import finish, say
+from tandem.fidelity.protocol import PACE, Case, calibrated, capacity, clock_of, reruns
 
 OUT = Path("benchmarks/results/swap_fidelity.csv")
 MEASURED = (
@@ -78,16 +67,15 @@ def measured_table(chosen: argparse.Namespace, root: Path) -> pd.DataFrame:
         f"budget.kv_pages={chosen.pages}",  # calibrated in the arena that is judged
     )
     auto = (*MEASURED, f"{PACE}auto")
-    profile = calibrated("the wall clock", settings, auto, root / "profile", REPLAYS)
+    profile = calibrated([*settings, *auto], root / "profile", REPLAYS, say)
     backend = (*MEASURED, clock_of(profile))
     ceiling = capacity(settings, backend, root / "capacity")
     say(f"capacity {ceiling:.3g} requests/s")
     settings = (*settings, f"arrival.rate={LOAD * ceiling}")
     case = Case(f"chunked_swap@{LOAD:.0%} wall", settings, root / "runs", profile)
-    pairs = reruns(case, backend, chosen.reruns)
-    return judged(
-        pd.concat([table_of(case, pairs, chosen.reruns), swapped(case, pairs)]), judges_ttft=False
-    )
+    pairs = steady_pairs(reruns(case, backend, chosen.reruns, say))
+    table = table_of(case.name, pairs, chosen.reruns)
+    return judged(pd.concat([table, swapped(case, pairs)]), judges_ttft=False)
 
 
 def swapped(case: Case, pairs: Sequence[Pair]) -> pd.DataFrame:

@@ -27,15 +27,17 @@ import numpy as np
 import pandas as pd
 
 from analysis.distance import STEADY
+from analysis.fidelity import middle
 from analysis.run import Run
 from analysis.training import training_summary
 from analysis.usage import pools
-from benchmarks.fidelity.cases import ATTEMPTS, keep, middle, run, say, verdict_of
+from benchmarks.fidelity.cases import keep, say, verdict_of
 from benchmarks.fidelity.launch_peaks import watched
 from benchmarks.fidelity.training_cases import CALIBRATED, ROOMY, TrainingCase, check_unseen, common
 from runtime.measure.shapes import Microbatch
 from tandem.cli.plan_command import plan_run
 from tandem.config.compose import composed
+from tandem.fidelity.protocol import ATTEMPTS, run
 from tandem.wiring.profile import calibrate_training
 
 OUT = Path("benchmarks/results/training_fidelity.csv")

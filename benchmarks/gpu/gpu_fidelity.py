@@ -22,13 +22,15 @@ import pandas as pd
 import torch
 
 from analysis.distance import drift
+from analysis.fidelity import kv_peak_pages
 from analysis.metrics import summary
 from analysis.run import Run, load
-from benchmarks.fidelity.cases import capacity, cleared, keep, kv_peak_pages, run, say
+from benchmarks.fidelity.cases import keep, say
 from benchmarks.gpu.gpu_batch import TRIED
 from benchmarks.gpu_parts import CARRIED
 from tandem.cli.calibrate import main as calibrate
 from tandem.cli.compare import replay_of
+from tandem.fidelity.protocol import capacity, cleared, run
 from tandem.wiring.cost import COST
 
 OUT = Path("benchmarks/results/gpu_fidelity.csv")

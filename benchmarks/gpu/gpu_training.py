@@ -35,13 +35,14 @@ import torch
 from analysis.run import Run, load
 from analysis.training import training_summary
 from analysis.usage import pools
-from benchmarks.fidelity.cases import cleared, keep, say
+from benchmarks.fidelity.cases import keep, say
 from benchmarks.gpu.gpu_training_loops import TimedLoop, fsdp2, plain_loop
 from policies.training.out_of_memory import DoesNotFit
 from runtime.executors.device import budgets, clear_workspaces
 from tandem.cli.errors import RunFailed
 from tandem.cli.plan_command import plan_run
 from tandem.config.compose import composed
+from tandem.fidelity.protocol import cleared
 from tandem.wiring.budget import advised_line
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.folder import commit

@@ -26,13 +26,14 @@ import pandas as pd
 from analysis.run import load
 from analysis.training import training_summary
 from analysis.usage import pools
-from benchmarks.fidelity.cases import keep, run, say
+from benchmarks.fidelity.cases import keep, say
 from policies.training.out_of_memory import DoesNotFit
 from policies.training.patrickstar import WARMUP_SHARE
 from tandem.cli.errors import RunFailed
 from tandem.cli.plan_command import PlannedRun, max_layers, plan_run
 from tandem.config.compose import composed
 from tandem.config.composed_config import ComposedConfig
+from tandem.fidelity.protocol import run
 from tandem.wiring.budget import advised_line
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.folder import status_of

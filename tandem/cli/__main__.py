@@ -32,6 +32,10 @@ VERBS = {
         "tandem.cli.calibrate",
         "profile a device through the executor and fit its costs",
     ),
+    "fidelity": (
+        "tandem.cli.fidelity",
+        "how far predictions of your workload are off: measured reruns, judged by bars",
+    ),
     "trace": ("tandem.cli.trace", "import ShareGPT, Azure, BurstGPT, Mooncake, ...; export; show"),
     "list": ("tandem.cli.catalog", "what can be chosen: policies, traces, models, devices, ..."),
     "doctor": ("tandem.cli.doctor", "this machine and installation, to paste into a bug report"),

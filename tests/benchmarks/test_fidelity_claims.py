@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +9,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from analysis.fidelity import Pair, judged, table_of
 from analysis.run import Run, load
-from benchmarks.fidelity import cases as fidelity
-from benchmarks.fidelity.cases import GRID, Case, Pair, finish, judged, table_of
+from benchmarks.fidelity.cases import finish
 from benchmarks.fidelity.swap_fidelity import swapped
+from tandem.fidelity.protocol import Case
 from tests.support.synthetic import TWO, write
 
 CASE = Case("swap", (), Path("nowhere"), Path("nowhere"))
@@ -35,7 +35,7 @@ def with_swaps(run: Run, count: int) -> Run:
 
 def used(pairs: list[Pair], wanted: int = 1) -> pd.Series:
     """The used share of each row's bar."""
-    rows = pd.concat([table_of(CASE, pairs, wanted), swapped(CASE, pairs)])
+    rows = pd.concat([table_of(CASE.name, pairs, wanted), swapped(CASE, pairs)])
     return judged(rows, judges_ttft=False).set_index("figure")["used"]
 
 
@@ -62,41 +62,9 @@ def test_a_replay_that_copies_other_bytes_fails(run: Run) -> None:
 def test_no_steady_rerun_is_a_failure_and_no_crash(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = judged(pd.concat([table_of(CASE, [], 5), swapped(CASE, [])]), judges_ttft=False)
+    table = judged(pd.concat([table_of(CASE.name, [], 5), swapped(CASE, [])]), judges_ttft=False)
     assert finish("swap_fidelity_worst", table, tmp_path / "table.csv") == 1
     assert capsys.readouterr().out.splitlines()[-1] == "swap_fidelity_worst inf of_bar 1 fail"
-
-
-def test_both_sides_are_measured_in_turns_and_only_synthetic_replays_are_fitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A replay of synthetic requests runs before and after every run, accepted or not."""
-    done: list[str] = []
-    drifts = iter([0.0, 0.05, 0.01])
-    for name in GRID:
-        (tmp_path / "calibrated" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "calibrated" / name).write_text(name)
-
-    def measured(settings: Sequence[str], folder: Path) -> str:
-        done.append(folder.parent.name)
-        assert "profile" not in " ".join(settings), "a measurement takes no profile"
-        return "a run"
-
-    def synthetic(point: object, profile: Path, number: int, *, streams: bool) -> None:
-        assert streams
-        assert sorted(path.name for path in profile.iterdir()) == sorted(GRID)
-        done.append(f"synthetic {number}")
-
-    monkeypatch.setattr(fidelity, "run", measured)
-    monkeypatch.setattr(fidelity, "drift", lambda run: next(drifts))
-    monkeypatch.setattr(fidelity, "composed", lambda words: words)
-    monkeypatch.setattr(fidelity, "fitted_replay", synthetic)
-    monkeypatch.setattr(fidelity, "refitted", lambda profile: done.append("fit"))
-    monkeypatch.setattr(fidelity, "pair", lambda case, folder: folder.name)
-    case = Case("some", ("limit=2",), tmp_path / "case", tmp_path / "calibrated")
-    assert fidelity.reruns(case, ("backend=cpu",), 2) == ["run0", "run2"]
-    turns = [word for i in range(3) for word in (f"synthetic {i}", f"run{i}")]
-    assert done == [*turns, "synthetic 3", "fit"]
 
 
 def test_the_peak_of_kv_is_held_to_three_percent() -> None:

@@ -22,7 +22,6 @@ import pytest
 from analysis.agreement import agreement
 from analysis.run import Run, load
 from benchmarks import gpu_parts as gpu
-from benchmarks.fidelity import cases as fidelity
 from benchmarks.gpu import (
     gpu_aiconfigurator,
     gpu_decode_floor,
@@ -32,6 +31,7 @@ from benchmarks.gpu import (
 )
 from runtime.serving.model import build_model
 from tandem.config.compose import composed
+from tandem.fidelity import protocol
 from tandem.wiring.experiment import run_experiment
 from tandem.wiring.run_spec import spec_of
 from tests.laws.test_faults import profiled
@@ -238,11 +238,11 @@ def test_the_fidelity_claim_runs_whole_on_a_cpu(
 
 def test_a_run_of_other_settings_is_replaced_only_on_request(tmp_path: Path) -> None:
     folder, words = tmp_path / "run", ["limit=2", "model=micro_llama", f"cache={tmp_path}"]
-    first = fidelity.run(words, folder)
-    assert fidelity.run(words, folder).provenance == first.provenance
+    first = protocol.run(words, folder)
+    assert protocol.run(words, folder).provenance == first.provenance
     with pytest.raises(ValueError, match="of other settings or of another commit"):
-        fidelity.run([*words, "seed=3"], folder)
-    other = fidelity.run([*words, "seed=3"], folder, replaces=True)
+        protocol.run([*words, "seed=3"], folder)
+    other = protocol.run([*words, "seed=3"], folder, replaces=True)
     assert other.provenance["seed"] == 3 == load(folder).provenance["seed"]
 
 

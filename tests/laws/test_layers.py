@@ -83,10 +83,17 @@ ROOMS: dict[str, set[str]] = {
     "analysis.figures": {"analysis", SCHEMA},
     "analysis.figures.experiments": {"analysis", "analysis.figures", SCHEMA},
     "analysis.pages": {"analysis", "analysis.figures", "analysis.figures.experiments", SCHEMA},
-    "tandem": {*PACKAGES, "tandem.cli", "tandem.config", "tandem.sweeps", "tandem.wiring"},
+    "tandem": {
+        *PACKAGES,
+        *("tandem.cli", "tandem.config", "tandem.fidelity", "tandem.sweeps", "tandem.wiring"),
+    },
+    "tandem.fidelity": {
+        *("analysis", "tandem.config", "tandem.wiring"),
+        *("tandem.cli.errors", "tandem.cli.compare"),
+    },
     "tandem.cli": {
         *("traces", "engine", "policies", "sim", "analysis"),
-        *("tandem", "tandem.config", "tandem.sweeps", "tandem.wiring"),
+        *("tandem", "tandem.config", "tandem.fidelity", "tandem.sweeps", "tandem.wiring"),
     },
     "tandem.config": {"models", "analysis", "conf", "tandem.cli.errors"},
     "tandem.sweeps": {

@@ -1,0 +1,251 @@
+"""Fidelity over reruns: errors of predictions, their medians and worst, judged by bars.
+
+An error is signed and relative: +0.05 is a prediction 5 % above its measurement. Its median over
+reruns is judged. Signs may cancel in a median, so the worst rerun stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from analysis.distance import STEADY
+from analysis.metrics import summary
+from analysis.run import Run
+from analysis.verdicts import amount, percent
+
+METRICS = ("ttft", "tpot", "e2e")
+STATS = ("mean", "p50", "p90", "p99")
+THROUGHPUT, KV_PEAK, STEADY_RERUNS = "request_throughput", "kv_peak_pages", "steady_reruns"
+FIGURES = (THROUGHPUT, *(f"{s}_{m}_s" for m in METRICS for s in STATS))
+JUDGED = (THROUGHPUT, "mean_tpot_s", "mean_e2e_s", "mean_ttft_s", KV_PEAK)
+COLUMNS = ["case", "figure", "measured", "error", "worst_rerun", "rerun_iqr"]
+# Rows that are 1 if a property holds for all reruns; the claim fails if one is not.
+MUST_HOLD = ("kv_peak_replayed_equal", "swapped_in_every_run", "bytes_copied_replayed_equal")
+
+THROUGHPUT_BAR, KV_PEAK_BAR, TTFT_BAR = 0.02, 0.03, 0.10
+LATENCY_BAR = 0.05  # of mean TPOT and E2E, or the spread of reruns where that is more
+NEVER_ABOVE = 0.10  # whatever the spread of reruns
+TTFT_UP_TO = 0.5  # share of the capacity; near saturation a queue amplifies errors of step times
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A measured run, its prediction, and its plan log replayed in the simulator."""
+
+    measured: Run
+    predicted: Run
+    replayed: Run
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """A measured run with its prediction; `moved` is the largest drift of the probes around it."""
+
+    number: int
+    moved: float
+    pair: Pair
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether it counts: the machine was as fast after the run as before it."""
+        return counts(self.moved)
+
+
+def counts(moved: float) -> bool:
+    """Whether a run counts whose drift probes moved by this share."""
+    return moved <= STEADY
+
+
+def steady_pairs(reruns: Sequence[Rerun]) -> list[Pair]:
+    """The pairs of the reruns that count."""
+    return [rerun.pair for rerun in reruns if rerun.is_steady]
+
+
+def kv_peak_pages(run: Run) -> int:
+    """Most KV pages that were booked on the device."""
+    rows = run.memory[run.memory["tier"].eq("gpu") & run.memory["cause"].eq("issue")]
+    return int(rows["kv_pages"].max())
+
+
+def figures_of(run: Run) -> dict[str, float]:
+    """What is compared of a run: throughput in requests/s, latencies in s, peak KV in pages."""
+    known = summary(run)
+    return {**{key: float(known[key]) for key in FIGURES}, KV_PEAK: float(kv_peak_pages(run))}
+
+
+def rerun_rows(case: str, reruns: Sequence[Rerun]) -> pd.DataFrame:
+    """A row per rerun and figure, of discarded reruns too.
+
+    Columns case, rerun, counts, moved, figure, measured, predicted, error.
+    """
+    rows = [
+        (case, rerun.number, rerun.is_steady, rerun.moved, name, real, guess, guess / real - 1)
+        for rerun in reruns
+        for name, real, guess in _compared(rerun.pair)
+    ]
+    columns = ["case", "rerun", "counts", "moved", "figure", "measured", "predicted", "error"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _compared(pair: Pair) -> Iterator[tuple[str, float, float]]:
+    real, guess = figures_of(pair.measured), figures_of(pair.predicted)
+    yield from ((name, real[name], guess[name]) for name in real)
+
+
+def table_of(case: str, pairs: Sequence[Pair], wanted: int) -> pd.DataFrame:
+    """Per figure: medians over reruns of the measured value and of the signed error.
+
+    `wanted` reruns were asked for; fewer of them are a row that fails.
+    """
+    rows = [(case, STEADY_RERUNS, float(len(pairs)), len(pairs) / wanted - 1, 0.0, 0.0)]
+    if not pairs:
+        return pd.DataFrame(rows, columns=COLUMNS)
+    values = [(figures_of(p.measured), figures_of(p.predicted)) for p in pairs]
+    for key in (*FIGURES, KV_PEAK):
+        real = np.array([m[key] for m, _ in values])
+        error = np.array([p[key] / m[key] - 1 for m, p in values])
+        spread = 0.0 if key == KV_PEAK else spread_of(real)
+        rows.append((case, key, float(np.median(real)), *middle(error), spread))
+    equal = all(kv_peak_pages(p.replayed) == kv_peak_pages(p.measured) for p in pairs)
+    rows.append((case, "kv_peak_replayed_equal", float(equal), 0.0, 0.0, 0.0))
+    for name in pairs[0].measured.provenance["probe_ratios"]:
+        ratios = np.array([p.measured.provenance["probe_ratios"][name] for p in pairs])
+        rows.append((case, f"probe_{name}_after_over_before", 1.0, *middle(ratios - 1), 0.0))
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def spread_of(values: np.ndarray) -> float:
+    """The interquartile range of reruns over their median."""
+    low, high = np.percentile(values, (25, 75))
+    return float((high - low) / np.median(values))
+
+
+def middle(errors: np.ndarray) -> tuple[float, float]:
+    """The median of signed errors, and the error that is farthest from zero."""
+    return float(np.median(errors)), float(errors[np.abs(errors).argmax()])
+
+
+def bars(row: Mapping[Any, Any], judges_ttft: bool) -> float | None:
+    """The largest error that passes; None for a figure without a bar.
+
+    Throughput 2 %. Mean TPOT and E2E: 5 %, or the spread of reruns if that is more, never above
+    10 %. TTFT 10 %, and only well below saturation, where requests do not queue. KV peak 3 %.
+    """
+    figure, spread = str(row["figure"]), float(str(row["rerun_iqr"]))
+    if figure == THROUGHPUT:
+        return THROUGHPUT_BAR
+    if figure in ("mean_tpot_s", "mean_e2e_s"):
+        return min(NEVER_ABOVE, max(LATENCY_BAR, spread))
+    if figure == "mean_ttft_s":
+        return TTFT_BAR if judges_ttft else None
+    return KV_PEAK_BAR if figure == KV_PEAK else None
+
+
+def judged(table: pd.DataFrame, judges_ttft: bool) -> pd.DataFrame:
+    """The table with its bars, and the used share of each bar (above 1 fails)."""
+    table = table.copy()
+    table["bar"] = [bars(row, judges_ttft) for row in table.to_dict("records")]
+    table["used"] = table["error"].abs() / table["bar"].astype(float)
+    broken = table["figure"].isin(MUST_HOLD) & table["measured"].lt(1)
+    broken |= table["figure"].eq(STEADY_RERUNS) & table["error"].lt(0)
+    table.loc[broken, "used"] = np.inf
+    return table
+
+
+def judgement(used: float) -> str:
+    """pass or fail by the used share of a bar; nothing for a figure without one."""
+    if used != used:
+        return ""
+    return "pass" if used <= 1 else "fail"
+
+
+@dataclass(frozen=True, eq=False)
+class JudgedLoad:
+    """A load of a workload: its judged table and a row per rerun and figure.
+
+    `share` is that of the capacity, `rate` in requests/s.
+    """
+
+    name: str
+    share: float
+    rate: float
+    table: pd.DataFrame
+    reruns: pd.DataFrame
+
+    @property
+    def failed(self) -> list[str]:
+        """The figures that are beyond their bars, and the properties that do not hold."""
+        return [str(figure) for figure in self.table.loc[self.table["used"].gt(1), "figure"]]
+
+    def row(self, figure: str) -> dict[str, Any] | None:
+        """The judged row of a figure; None without a steady rerun."""
+        rows = self.table[self.table["figure"].eq(figure)].to_dict("records")
+        return {str(key): value for key, value in rows[0].items()} if rows else None
+
+
+@dataclass(frozen=True, eq=False)
+class Fidelity:
+    """How far predictions of a workload are from its measurements; `capacity` in requests/s."""
+
+    capacity: float
+    loads: tuple[JudgedLoad, ...]
+
+    @property
+    def failed(self) -> list[str]:
+        """What fails, each with its load."""
+        return [
+            f"{figure_name(figure)} at {one.name}" for one in self.loads for figure in one.failed
+        ]
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """The judged rows of all loads."""
+        return pd.concat([one.table for one in self.loads], ignore_index=True)
+
+    @property
+    def reruns(self) -> pd.DataFrame:
+        """The rows of all reruns of all loads."""
+        return pd.concat([one.reruns for one in self.loads], ignore_index=True)
+
+
+def load_of(
+    name: str, share: float, rate: float, reruns: Sequence[Rerun], wanted: int
+) -> JudgedLoad:
+    """A load judged by its steady reruns, of which `wanted` were asked for."""
+    table = judged(table_of(name, steady_pairs(reruns), wanted), share <= TTFT_UP_TO)
+    return JudgedLoad(name, share, rate, table, rerun_rows(name, reruns))
+
+
+NAMES = {
+    THROUGHPUT: "throughput",
+    KV_PEAK: "peak KV",
+    STEADY_RERUNS: "steady reruns",
+    "kv_peak_replayed_equal": "peak KV of replayed plans",
+}
+
+
+def figure_name(figure: str) -> str:
+    """The name of a figure for people, such as mean TPOT."""
+    if figure in NAMES:
+        return NAMES[figure]
+    stat, _, metric = figure.removesuffix("_s").partition("_")
+    return f"{stat} {metric.upper()}"
+
+
+def shown(figure: str, value: float) -> str:
+    """A value of a figure with its unit."""
+    if figure == KV_PEAK:
+        return f"{value:,.0f} pages"
+    return amount(value, "req/s" if figure == THROUGHPUT else "s")
+
+
+def percent_of(share: float | None, signed: bool = True) -> str:
+    """A share as a percentage; a dash where there is none."""
+    if share is None or share != share:
+        return "-"
+    return percent(float(share)) if signed else f"{100 * share:.1f} %"

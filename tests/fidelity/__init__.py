@@ -1,0 +1,1 @@
+"""Tests of `tandem fidelity`: its protocol, its bars and its command."""
