@@ -188,14 +188,14 @@ def test_the_key_follows_all_that_metrics_are_made_by() -> None:
 
 @pytest.mark.slow
 def test_results_of_earlier_code_are_no_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
-    from analysis.figures.sweep_points import by_rate, points_of
+    from analysis.figures.sweep_points import by_x, points_of
     from tandem.cli.report import sweep_report
     from tandem.sweeps import point
 
     def runs() -> dict[str, int]:
         sweep_report(Path("out"), None, {})
         table = pd.read_csv("out/report/points.csv")
-        rows = by_rate(points_of(table), "request_throughput")
+        rows = by_x(points_of(table), "request_throughput")
         return dict(zip(rows["series"], rows["runs"], strict=True))
 
     words = ["policy=chunked_restart,static_swap", "seed=0,1", "--engine", "serial"]
