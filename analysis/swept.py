@@ -31,6 +31,21 @@ UNITS = (  # by the end of a key
     ("_tokens", "tokens"),
     ("_pages", "pages"),
 )
+HEADLINES = {  # what is told of a point: the metric, its heading, and what it is
+    "output_throughput": ("tokens/s", "output tokens per second, of all devices"),
+    "request_throughput": ("requests/s", "finished requests per second"),
+    "mean_ttft_s": ("mean ttft", "mean time to the first token, seconds"),
+    "p99_ttft_s": ("p99 ttft", "its 99th percentile over requests, seconds"),
+    "mean_tpot_s": ("mean tpot", "mean time per output token after the first, seconds"),
+    "p99_tpot_s": ("p99 tpot", "its 99th percentile over requests, seconds"),
+    "slo_attainment": ("in slo", "share of requests that met every limit of the SLO"),
+    "goodput": ("goodput", "requests per second that did"),
+    "restarts": ("restarts", "preemptions whose KV is computed again"),
+    "swaps": ("swaps", "preemptions whose KV is copied to the host and back"),
+    "train_tokens_per_s": ("train tok/s", "tokens trained per second, after the first step"),
+    "mean_train_step_s": ("train step", "mean time of a step after the first, seconds"),
+    "peak_gpu0_used_bytes": ("peak", "most bytes that the first device held"),
+}
 RESOURCES = re.compile(r"replicas|budget\.|device\.(memory|.*_per_s)")  # keys of which more helps
 BINARY = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
 DECIMAL = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
