@@ -283,7 +283,7 @@ def _cell(name: str, value: Any) -> str:
 def _short(text: str) -> str:
     """A value as given, but numbers short: 1e+09 for 1000000000.0."""
     found = number(text)
-    return text if found is None else f"{found:.10g}"
+    return text if found is None else f"{found:.12g}"
 
 
 Overrides = tuple[str, ...]

@@ -178,7 +178,7 @@ def folder_label(overrides: Sequence[str], swept: Collection[str]) -> str:
         if key_of(word) in swept:
             value = word.partition("=")[2]
             found = number(value)
-            text = value if found is None else f"{found:.10g}".replace("+", "")
+            text = value if found is None else f"{found:.12g}".replace("+", "")
             part = UNSAFE.sub("_", f"{key_of(word)}@{text.rpartition('/')[2]}")
             longer = f"{label}+{part}" if label else part
             label = longer if len(longer) <= LABEL_CHARACTERS else label
