@@ -54,7 +54,7 @@ UNSEALED = (
 )
 SUPERSEDED = "superseded"  # a status of the table alone: see tandem.sweeps.point
 FACTS = (
-    *("commit", "dirty", "trace_hash", "model", "device", "cost_form", "depth", "seed"),
+    *("commit", "dirty", "version", "trace_hash", "model", "device", "cost_form", "depth", "seed"),
     *("parameters", "chunks", "state_bytes"),  # of what is trained
 )
 
