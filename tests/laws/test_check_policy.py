@@ -323,6 +323,7 @@ def test_restarts_show_a_fault_that_a_roomy_pool_hides() -> None:
 SHIPPED: dict[str, Composed] = {
     "static": Composed(StaticBatching(max_jobs=6), MaxReservation(304)),
     "continuous": Composed(ContinuousBatching(token_budget=128), PagedSwap()),
+    "passing": Composed(ChunkedPrefill(64), PagedSwap(swapped_first=False)),
     "orca": Composed(Orca(max_jobs=8), PagedRestart(prompts="reserved", spare_pages=1)),
     "vllm_v1": Composed(VllmV1(token_budget=24), PagedRestart(prefix_caching=True)),
     "deadline": Composed(EarliestDeadline(token_budget=24), PagedSwap(prefix_caching=True)),
