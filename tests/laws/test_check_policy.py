@@ -320,6 +320,40 @@ def test_restarts_show_a_fault_that_a_roomy_pool_hides() -> None:
         check_policy(policy)
 
 
+@dataclass(frozen=True)
+class Miscalls:
+    """A memory policy that gives the plan builder a wrong type."""
+
+    how: str
+
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: Any) -> None:
+        here = kv_place(batch[0].job.job_id, Tier.GPU, view.device)
+        if self.how == "job":
+            plan.grow(batch[0].job, 16)
+        elif self.how == "text":
+            plan.grow(here, "16")
+        elif self.how == "fraction":
+            plan.grow(here, 1.5)
+        else:
+            plan.free(batch[0].job)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("job", "the call is plan.grow(place: Place, nbytes: int): cannot unpack"),
+        ("text", "the call is plan.grow(place: Place, nbytes: int): unsupported operand"),
+        ("fraction", "takes 1.5 bytes: not whole, or below zero"),
+        ("free", "the call is plan.free(place: Place): cannot unpack"),
+    ],
+)
+def test_a_wrong_type_given_to_the_plan_builder_is_told_with_its_call(how: str, told: str) -> None:
+    with pytest.raises(ContractError) as caught:
+        check_policy(Composed(ChunkedPrefill(64), Miscalls(how)))
+    assert told in str(caught.value)
+    assert str(caught.value).startswith("policy ChunkedPrefill with Miscalls (")
+
+
 SHIPPED: dict[str, Composed] = {
     "static": Composed(StaticBatching(max_jobs=6), MaxReservation(304)),
     "continuous": Composed(ContinuousBatching(token_budget=128), PagedSwap()),
