@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -141,15 +140,11 @@ def _points(points: pd.DataFrame) -> HtmlTable:
         cells = [Cell(str(row["series"]))]
         cells += [_where(float(row["x"]), axis)] if axis else []
         cells.append(Cell(str(row.get("config.seed", "-"))))
-        rows.append([*cells, *(_cell(metric, row[metric]) for metric in shown), _run(row["run"])])
+        rows.append([*cells, *(_cell(metric, row[metric]) for metric in shown)])
     where = [axis.name] if axis else []
-    columns = ["series", *where, "seed", *(name.replace("_", " ") for name in shown), "run"]
-    return HtmlTable("All points", "A click on a heading sorts.", columns, rows)
-
-
-def _run(folder: object) -> Cell:
-    """A folder's name, which may wrap between the settings in it."""
-    return Cell(re.sub(r"([+/-])", "\\1\u200b", str(folder)))
+    columns = ["series", *where, "seed", *(name.replace("_", " ") for name in shown)]
+    note = "A click on a heading sorts. points.csv has the folder of each run, and every column."
+    return HtmlTable("All points", note, columns, rows)
 
 
 def _classes(points: pd.DataFrame) -> HtmlTable:

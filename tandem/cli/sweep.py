@@ -51,6 +51,7 @@ from tandem.wiring.folder import (
 EXAMPLE = """example:
   tandem sweep policy=chunked_restart,continuous_swap arrival.rate=2,4,8 seed=0,1,2
   tandem sweep experiment=max_scale policy=patrickstar   (what else its yaml sweeps, is swept)
+It prints a row per point. Each has a folder in DIR, named by what varies, with a hash behind.
 An interrupted sweep goes on with its command and --out DIR. It may grow there; another sweep is
 refused. Failed points are tried again, points that do not fit are not. Points whose settings, trace
 or code have changed are run again."""

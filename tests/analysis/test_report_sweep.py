@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pandas as pd
@@ -13,6 +15,7 @@ from omegaconf import OmegaConf
 from analysis.figures import style as policy_style
 from analysis.figures.sweep_plots import TEXTS, looks_of, plot_over_x
 from analysis.figures.sweep_points import by_x, capacity, frontier, points_of
+from analysis.metric_names import BEST
 from tandem.cli.__main__ import main
 from tandem.cli.catalog import options
 from tandem.cli.collect import collect
@@ -101,6 +104,64 @@ def test_the_numeric_setting_that_varies_is_the_x_axis(
     assert list(found["x"]) == [*values, *values] and set(found["setting"]) == {key}
     assert plot_over_x(by_x(found, "slo_attainment")).get_xlabel() == label
     assert set(capacity(found, 0.9)) == {"a", "b"}
+
+
+SERVED = "model=micro_llama limit=8 slo=chat slo.ttft_s=0.05 slo.tpot_s=0.01 policy=chunked_swap"
+TRAINED = "trace=none training=random training.num_steps=2 model=micro_llama policy=zero3_offload"
+SWEEPS = {
+    "arrival.rate=4,16": (SERVED, "arrivals, requests/s"),
+    "replicas=1,2": (f"{SERVED} router=round_robin", "replicas"),
+    "budget.kv_pages=60,120": (SERVED, "KV of a device, pages"),
+    "budget.device_bytes=1e8,2e8": (TRAINED, "device budget, MiB"),
+    "device.to_device_bytes_per_s=1e8,1e9": (SERVED, "link to the device, GB/s"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("swept", SWEEPS)
+def test_a_real_sweep_is_drawn_over_what_it_varies(swept: str, tmp_path: Path) -> None:
+    words, label = SWEEPS[swept]
+    key, _, values = swept.partition("=")
+    out = ["--out", str(tmp_path / "out"), "--engine", "serial"]
+    assert main(["sweep", *words.split(), swept, *out]) == 0
+    assert main(["report", str(tmp_path / "out")]) == 0
+    figures = tmp_path / "out" / "report" / "figures"
+    name = "training" if words is TRAINED else "latency"
+    drawn = pd.read_csv(figures / f"{name}.csv")
+    assert set(drawn["setting"]) == {key}
+    assert sorted(set(drawn["x"])) == [float(value) for value in values.split(",")]
+    assert ("limit" in drawn and set(drawn["limit"]) == {0.05, 0.01}) == (name == "latency")
+    text = (tmp_path / "out" / "report" / "report.html").read_text(encoding="utf-8")
+    assert f"<!-- {label} -->" in text, "matplotlib writes each text as a comment"
+    assert name == "training" or {"<!-- 50 ms SLO -->", "<!-- 10 ms SLO -->"} <= {
+        line.strip() for line in text.splitlines()
+    }
+
+
+CUT = """<script>
+const wide = [...document.querySelectorAll("section")].filter((s) => s.scrollWidth > s.clientWidth);
+document.body.dataset.cut = wide.map((s) => s.querySelector("h2").textContent).join();
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser to open the page in")
+def test_no_table_of_the_page_is_wider_than_the_page(tmp_path: Path) -> None:
+    for rate in (1.0, 2.0, 4.0):
+        for policy in ("chunked_reservation", "continuous_reservation"):
+            words = [f"policy={policy}", "scheduling.token_budget=512", f"arrival.rate={rate}"]
+            name = f"policy@{policy}+scheduling.token_budget@512+arrival.rate@{rate}-{'0a' * 8}"
+            known = {metric: 1234.56 for metric in (*BEST, "mean_train_step_s")}
+            finished(tmp_path, name, words, rate, **known)
+    failed(tmp_path, "dead", "a long reason of many words " * 20)
+    assert main(["report", str(tmp_path)]) == 0
+    page = tmp_path / "report" / "report.html"
+    page.write_text(page.read_text(encoding="utf-8").replace("</main>", f"</main>{CUT}"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,2000"]
+    options += ["--dump-dom", f"--user-data-dir={tmp_path / 'browser'}"]
+    words = ["chromium", *options, page.as_uri()]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    assert re.findall(r'data-cut="([^"]*)"', done.stdout) == [""]
 
 
 def test_of_two_numeric_settings_that_with_most_values_is_drawn_along_x(tmp_path: Path) -> None:
