@@ -18,7 +18,7 @@ from traces.serving.request import Request
 from traces.serving.rules import MessageRule, rule_named, spread
 from traces.serving.selection import Selection, select
 from traces.serving.sessions import Think, with_think
-from traces.serving.sharegpt import ShareGPT, read_sharegpt
+from traces.serving.sharegpt import LAYOUTS, ShareGPT, read_sharegpt
 from traces.store import (
     read_sidecar,
     read_trace,
@@ -183,7 +183,8 @@ def _kind_of(source: Path) -> str:
     if not source.name.endswith((".jsonl", ".jsonl.gz")):
         return "sharegpt"
     row = first_row(source)
-    return "sharegpt" if not isinstance(row, dict) or "conversations" in row else "lengths"
+    is_chat = not isinstance(row, dict) or not LAYOUTS.keys().isdisjoint(row)
+    return "sharegpt" if is_chat else "lengths"
 
 
 def _why(origin: dict[str, Any]) -> str:

@@ -175,11 +175,14 @@ def _request(path: Path, row: dict[str, Any]) -> Request:
 
 
 def _check_ids(path: Path, requests: Sequence[Request]) -> None:
-    seen: set[int] = set()
-    for request in requests:
-        if request.request_id in seen:
-            raise ValueError(f"{path}: request_id {request.request_id} occurs twice")
-        seen.add(request.request_id)
+    first: dict[int, int] = {}
+    for row, request in enumerate(requests, 1):
+        if before := first.get(request.request_id):
+            raise ValueError(
+                f"{path}: request_id {request.request_id} occurs twice, in rows {before} and "
+                f"{row}; number the requests anew, or import the source again"
+            )
+        first[request.request_id] = row
 
 
 def _schema() -> Any:

@@ -40,7 +40,6 @@ COLORS = {
     "time_shared": "#D6604D",
 }
 OTHERS = ("#1B9E77", "#B15928", "#6A3D9A", "#A6761D", "#E7298A", "#66A61E", "#4C72B0", "#937860")
-MARKERS = {"swap": "s", "reservation": "^", "restart": "o"}
 
 
 def policy_color(policy: str) -> str:
@@ -48,11 +47,6 @@ def policy_color(policy: str) -> str:
     if policy in COLORS:
         return COLORS[policy]
     return OTHERS[hashlib.sha256(policy.encode()).digest()[0] % len(OTHERS)]
-
-
-def policy_marker(policy: str) -> str:
-    """The marker of a policy, by its way of preemption."""
-    return next((mark for end, mark in MARKERS.items() if policy.endswith(end)), "D")
 
 
 # Okabe and Ito's colours, distinct under all common kinds of colour vision.

@@ -1,4 +1,4 @@
-"""The runs of a sweep as points of figures: series, rate, and replicates put together."""
+"""The runs of a sweep as points of figures: series, x, and replicates put together."""
 
 from __future__ import annotations
 
@@ -6,60 +6,75 @@ import json
 
 import pandas as pd
 
-REPLICATES = ("seed",)  # keys that repeat a point rather than make another
-RATES = ("arrival.rate", "trace.rate")  # of synthetic arrivals; of a stretched recording
+from analysis.swept import RATES, REPLICATES, SweptAxis, along_x, axis_of, key_of, number, varied
+
+KEYS = ["policy", "series", "setting", "x"]
 
 
 def points_of(runs: pd.DataFrame) -> pd.DataFrame:
-    """The finished runs with `policy`, `series` and `rate` (NaN unless the sweep varies it).
+    """The finished runs with `series`, `setting` and `x`.
 
-    A series is the policy with all overrides that vary, but rate and replicates.
+    `setting` is the key of the numeric setting that varies (that with most values, if several do),
+    "" without any; `x` is its value, NaN where a run has none. A series is the policy with all
+    other overrides that vary, but replicates.
     """
     done = runs[runs["status"].eq("ok")].copy()
     overrides = [list(json.loads(text)) for text in done["overrides"]]
-    varied = _varied(overrides)
+    keys = varied(overrides)
+    numbers = {key: _numbers(done, key) for key in dict.fromkeys([*RATES, *keys])}
+    setting = along_x({key: list(found.dropna()) for key, found in numbers.items()})
+    apart = {*keys} - {"policy", *REPLICATES, *RATES, setting}
+    apart |= {key for key in RATES if key != setting and numbers[key].nunique() > 1}
     done["series"] = [
-        " ".join([policy, *(text for text in own if _key(text) in varied)])
+        " ".join([policy, *(text.lstrip("+~") for text in own if key_of(text) in apart)])
         for policy, own in zip(done["policy"], overrides, strict=True)
     ]
-    rates = pd.Series(float("nan"), done.index)
-    for name in RATES:
-        if (column := f"config.{name}") in done:
-            rates = rates.fillna(pd.to_numeric(done[column]))
-    done["rate"] = rates if rates.nunique() > 1 else float("nan")
-    return done.sort_values(["series", "rate"], kind="stable")
+    done["setting"] = setting or ""
+    done["x"] = numbers[setting] if setting else float("nan")
+    return done.sort_values(["series", "x"], kind="stable")
 
 
-def by_rate(points: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Mean, low and high over replicates: columns metric, policy, series, rate, runs, ..."""
-    keys = ["policy", "series", "rate"]
+def axis_in(points: pd.DataFrame) -> SweptAxis | None:
+    """The setting along x, of points or of a frame made of them; None without one."""
+    if not len(points) or not points["x"].notna().any():
+        return None
+    return axis_of(str(points["setting"].iloc[0]), float(points["x"].abs().max()))
+
+
+def by_x(points: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Mean, low and high over replicates: metric, policy, series, setting, x, runs, ..."""
     rows = points.dropna(subset=[metric]) if metric in points else points[:0].assign(**{metric: 0})
-    grouped = rows.groupby(keys, dropna=False)[metric]
+    grouped = rows.groupby(KEYS, dropna=False)[metric]
     out = grouped.agg(runs="count", mean="mean", low="min", high="max").reset_index()
     out.insert(0, "metric", metric)
     return out
 
 
 def capacity(points: pd.DataFrame, share: float) -> dict[str, float]:
-    """Per series the highest rate such that it and all lower ones attain the SLO in that share."""
+    """Per series the last value of the setting up to which the SLO is attained in that share.
+
+    Of a rate the highest, such that it and all lower ones attain it; of a resource the least, such
+    that it and all larger ones do; NaN where there is none.
+    """
+    axis = axis_in(points)
+    is_least = axis is not None and axis.is_resource
     found: dict[str, float] = {}
-    for series, part in by_rate(points, "slo_attainment").groupby("series"):
-        ordered = part.sort_values("rate")
-        kept = ordered["rate"][ordered["mean"].cummin().ge(share)]
-        found[str(series)] = float(kept.max()) if len(kept) else float("nan")
+    for series, part in by_x(points, "slo_attainment").groupby("series"):
+        ordered = part.dropna(subset=["x"]).sort_values("x", ascending=not is_least)
+        kept = ordered["x"][ordered["mean"].cummin().ge(share)]
+        found[str(series)] = float(kept.iloc[-1]) if len(kept) else float("nan")
     return found
 
 
 def frontier(points: pd.DataFrame, gain: str, price: str) -> pd.DataFrame:
-    """Points with columns policy, series, rate, gain, price, price_metric, is_best.
+    """Points with columns policy, series, setting, x, gain, price, price_metric, is_best.
 
     `is_best` marks the Pareto frontier: no other point has at least the gain (more is better) and
     at most the price.
     """
     rows = points.dropna(subset=[gain, price]) if {gain, price} <= set(points) else points[:0]
-    keys = ["policy", "series", "rate"]
     names = [name for name in (gain, price) if name in rows]
-    out = rows.groupby(keys, dropna=False)[names].mean().reset_index()
+    out = rows.groupby(KEYS, dropna=False)[names].mean().reset_index()
     out = out.rename(columns={gain: "gain", price: "price"}).assign(price_metric=price)
     if not len(out):
         return out.assign(is_best=False)
@@ -68,12 +83,12 @@ def frontier(points: pd.DataFrame, gain: str, price: str) -> pd.DataFrame:
     return out.assign(is_best=out["price"] < cheapest)
 
 
-def _varied(overrides: list[list[str]]) -> set[str]:
-    """Keys of overrides that differ between runs, but policy, rate and replicates."""
-    apart = {"policy", *REPLICATES, *RATES}
-    common = set.intersection(*map(set, overrides)) if overrides else set()
-    return {_key(text) for own in overrides for text in own if text not in common} - apart
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0]
+def _numbers(runs: pd.DataFrame, key: str) -> pd.Series:
+    """The values of a setting; NaN for runs without a number, all NaN where some value is text."""
+    if (column := f"config.{key}") not in runs:
+        return pd.Series(float("nan"), runs.index)
+    known = runs[column].dropna()
+    found = [number(value) for value in known]
+    if None in found:
+        return pd.Series(float("nan"), runs.index)
+    return pd.Series(found, known.index, dtype=float).reindex(runs.index)

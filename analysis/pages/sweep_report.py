@@ -12,14 +12,15 @@ import pandas as pd
 from analysis import verdicts
 from analysis.figures.experiments.drawn import training_figures
 from analysis.figures.run_figures import Shown
-from analysis.figures.sweep_plots import drawn
-from analysis.figures.sweep_points import capacity, points_of
+from analysis.figures.sweep_plots import SHARES, drawn, drawn_training
+from analysis.figures.sweep_points import axis_in, capacity, points_of
 from analysis.metric_names import BEST, classes_in, ties
 from analysis.pages.cells import KEPT, Cell, HtmlTable, kept_cell
 from analysis.pages.report import Facts, write_page, written
 from analysis.pages.tables import CLASS_COLUMNS, NOTE, class_cells
+from analysis.swept import SweptAxis
 
-SHARES = (0.9, 0.99)
+SHOWN = (*BEST, "mean_train_step_s", "peak_gpu0_used_bytes")  # columns of the table of points
 MOST = (("goodput", "req/s"), ("request_throughput", "req/s"), ("train_tokens_per_s", "tok/s"))
 
 
@@ -48,12 +49,13 @@ def write_sweep_report(
     def fill(aside: Path) -> None:
         figures = _figures(runs, points, root, aside / "figures")
         points.to_csv(aside / "points.csv", index=False)
-        found = [_best(points), _capacity(points), _points(points), _classes(points)]
-        found.append(_failed(runs))
+        first = [table for table in (_best(points), _capacity(points)) if table.rows]
+        last = [table for table in (_points(points), _classes(points), _failed(runs)) if table.rows]
         page = {
             "title": f"sweep {name}",
             "headline": headline(runs, points),
-            "tables": [table for table in found if table.rows],
+            "tables": [*first, *last],
+            "lead": len(first),
             "command": command,
         }
         write_page(aside, page, figures, {"sweep": _facts(points)})
@@ -62,10 +64,11 @@ def write_sweep_report(
 
 
 def _figures(runs: pd.DataFrame, points: pd.DataFrame, root: Path, folder: Path) -> list[Shown]:
-    """Figures of serving; without serving, those of the training experiment."""
-    if "train_steps" in points and "request_throughput" not in points:
-        return training_figures(runs, root, folder)
-    return drawn(points, folder)
+    """Figures of serving, and of training: those of its experiment, else over the setting."""
+    shown = drawn(points, folder) if "request_throughput" in points else []
+    if "train_steps" not in points:
+        return shown or drawn(points, folder)
+    return shown + (training_figures(runs, root, folder) or drawn_training(points, folder))
 
 
 def headline(runs: pd.DataFrame, points: pd.DataFrame) -> str:
@@ -90,7 +93,7 @@ def _extreme(points: pd.DataFrame, metric: str, is_more_better: bool) -> tuple[f
     if not rows:
         return None
     value = max(rows) if is_more_better else min(rows)
-    label = _label({str(key): cell for key, cell in rows[value].items()})
+    label = _label({str(key): cell for key, cell in rows[value].items()}, axis_in(points))
     return value, label + ties([float(row[metric]) for row in known], value)
 
 
@@ -104,40 +107,57 @@ def _best(points: pd.DataFrame) -> HtmlTable:
 
 
 def _capacity(points: pd.DataFrame) -> HtmlTable:
-    if "slo_attainment" not in points or points["rate"].isna().all():
+    axis = axis_in(points)
+    if "slo_attainment" not in points or axis is None:
+        return HtmlTable("Capacity", "", [], [])
+    if axis.is_rate:
+        title, note = "Capacity", "The highest rate tried at which, as at all lower ones, "
+    elif axis.is_resource:
+        title, note = f"Least {axis.name}", "The least tried at which, as at all above it, "
+    else:
         return HtmlTable("Capacity", "", [], [])
     by_share = [capacity(points, share) for share in SHARES]
-    rows = [[Cell(series), *(_rate(found[series]) for found in by_share)] for series in by_share[0]]
-    note = "The highest rate tried at which, as at all lower ones, that share met the SLO."
-    return HtmlTable("Capacity", note, ["series", *(f"at {s:.0%}" for s in SHARES)], rows)
+    rows = [
+        [Cell(series), *(_where(found[series], axis, "none") for found in by_share)]
+        for series in by_share[0]
+    ]
+    columns = ["series", *(f"at {s:.0%}" for s in SHARES)]
+    return HtmlTable(title, f"{note}that share of requests met the SLO.", columns, rows)
 
 
-def _rate(value: float) -> Cell:
-    return Cell("none" if value != value else f"{value:g} req/s", 0.0 if value != value else value)
+def _where(value: float, axis: SweptAxis | None, unknown: str = "-") -> Cell:
+    """The value of the setting along x, with its unit."""
+    if axis is None or value != value:
+        return Cell(unknown, 0.0)
+    return Cell(axis.text(value), value)
 
 
 def _points(points: pd.DataFrame) -> HtmlTable:
-    shown = [metric for metric in BEST if metric in points]
+    axis = axis_in(points)
+    shown = [metric for metric in SHOWN if metric in points and points[metric].notna().any()]
     rows = []
     for _, row in points.iterrows():
-        rate = row["rate"]
-        where = Cell("-" if rate != rate else f"{rate:g}", float(rate) if rate == rate else 0.0)
-        cells = [Cell(str(row["series"])), where, Cell(str(row.get("config.seed", "-")))]
-        rows.append([*cells, *(_cell(metric, row[metric]) for metric in shown), Cell(row["run"])])
-    columns = ["series", "rate", "seed", *shown, "run"]
-    return HtmlTable("All points", "A click on a heading sorts.", columns, rows)
+        cells = [Cell(str(row["series"]))]
+        cells += [_where(float(row["x"]), axis)] if axis else []
+        cells.append(Cell(str(row.get("config.seed", "-"))))
+        rows.append([*cells, *(_cell(metric, row[metric]) for metric in shown)])
+    where = [axis.name] if axis else []
+    columns = ["series", *where, "seed", *(name.replace("_", " ") for name in shown)]
+    note = "A click on a heading sorts. points.csv has the folder of each run, and every column."
+    return HtmlTable("All points", note, columns, rows)
 
 
 def _classes(points: pd.DataFrame) -> HtmlTable:
     """Each SLO class of each point."""
+    axis = axis_in(points)
     rows = []
     for point in points.to_dict("records"):
         known = {str(key): value for key, value in point.items() if value == value}
-        rate = known.get("rate")
-        shown = Cell("-" if rate is None else f"{rate:g}", rate or 0.0)
-        where = [Cell(str(known["series"])), shown]
+        where = [Cell(str(known["series"]))]
+        where += [_where(float(point["x"]), axis)] if axis else []
         rows += [[*where, *class_cells(known, name)] for name in classes_in(known)]
-    return HtmlTable("SLO classes", NOTE, ["series", "rate", *CLASS_COLUMNS], rows)
+    along = [axis.name] if axis else []
+    return HtmlTable("SLO classes", NOTE, ["series", *along, *CLASS_COLUMNS], rows)
 
 
 def _failed(runs: pd.DataFrame) -> HtmlTable:
@@ -155,12 +175,13 @@ def _cell(metric: str, value: float) -> Cell:
         return Cell("n/a", 0.0)
     if metric in KEPT:
         return kept_cell(metric, number)
-    return Cell(verdicts.amount(number, verdicts.unit_of(metric)), number)
+    unit = "bytes" if metric.endswith("_bytes") else verdicts.unit_of(metric)
+    return Cell(verdicts.amount(number, unit), number)
 
 
-def _label(row: Mapping[str, Any]) -> str:
-    rate = row["rate"]
-    return str(row["series"]) + ("" if rate != rate else f" at {rate:g} requests/s")
+def _label(row: Mapping[str, Any], axis: SweptAxis | None) -> str:
+    x = row["x"]
+    return str(row["series"]) + ("" if x != x or axis is None else f" {axis.said(x)}")
 
 
 def _point(overrides: str) -> str:

@@ -423,6 +423,11 @@ class Job:
         return self._known + self._clock.clock
 
     @property
+    def generated_tokens(self) -> int:
+        """Tokens of the answer so far; a restart keeps them. How many will come, no policy sees."""
+        return self._known + self._clock.clock - self.prompt_tokens
+
+    @property
     def computed_tokens(self) -> int:
         """Known tokens whose keys and values are in the KV pages."""
         return self._computed + self._clock.clock

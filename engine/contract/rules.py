@@ -112,6 +112,7 @@ class Remedy(Enum):
     SMALLER_MODEL = auto()
     SMALLER_MICROBATCHES = auto()  # fewer sequences
     SHORTER_SEQUENCES = auto()
+    LARGER_SHARE = auto()  # of the memory that training and serving divide
     # of activations
     RECOMPUTE = auto()
     OFFLOAD_INPUTS = auto()  # inputs of layers wait for the backward on the host

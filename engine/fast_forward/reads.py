@@ -209,6 +209,11 @@ class SeenJob(Job):
         return self.real.known_tokens
 
     @property
+    def generated_tokens(self) -> int:
+        self._reads.read_job(self.real, "generated_tokens")
+        return self.real.generated_tokens
+
+    @property
     def computed_tokens(self) -> int:
         self._reads.read_job(self.real, "computed_tokens")
         return self.real.computed_tokens

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from inspect import signature
+from itertools import pairwise
+from traceback import walk_tb
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,6 +17,7 @@ from engine.contract.plan import Compute, Plan
 from engine.contract.plan_check import PlanCheck
 from engine.contract.policy import PlanBuilder, Policy
 from engine.contract.rules import (
+    OURS,
     ContractError,
     ReadOnlyList,
     Rule,
@@ -42,6 +46,7 @@ TAKE = {  # by class and name of earlier versions: what does its work now
     ),
 }
 READ = (Job, View, PlanBuilder, Plan)  # what a policy knows by these names
+BUILDER = "engine.memory.dry_run"  # the module of the plan builder
 MAKERS = ("serving", "trains")  # of jobs; all other public names of Job are facts of a job
 UNKNOWN = re.compile(  # an argument of Plan, as Python tells it, and as its compiled form does
     r"Plan\.__init__\(\) got an unexpected keyword argument '(\w+)'"
@@ -76,6 +81,23 @@ def _as_shortage(error: Exception) -> ContractError | None:
         return None
     what = f"{error}: ask plan.room() before"
     return ContractError(Rule.ROOM, what, error.place.region.owner)
+
+
+def _as_wrong_call(error: Exception) -> ContractError | None:
+    """A TypeError of a call of the plan builder by a user's line, as a breach of ANSWER."""
+    if not isinstance(error, TypeError):
+        return None
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    named = [(str(f.f_globals.get("__name__")), f.f_code.co_name) for f in frames]
+    for (caller, _), (module, name) in reversed([*pairwise(named)]):
+        method = getattr(PlanBuilder, name, None)
+        if module == BUILDER and method and caller.partition(".")[0] not in OURS:
+            call = (
+                str(signature(method)).removeprefix("(self, ").partition(") ->")[0].replace("'", "")
+            )
+            told = f"the call is plan.{name}({call}): {error}"
+            return ContractError(Rule.ANSWER, told)
+    return None
 
 
 class LoopParts(NamedTuple):
@@ -206,7 +228,8 @@ class Asking:
         except ContractError as error:
             raise self._located(error, device) from error.__cause__
         except Exception as error:
-            if (found := as_write(error) or _as_lacking(error) or _as_shortage(error)) is None:
+            ways = (as_write, _as_lacking, _as_shortage, _as_wrong_call)
+            if (found := next(filter(None, (way(error) for way in ways)), None)) is None:
                 raise
             found.at = found.at or line_of_policy(error)
             raise self._located(found, device) from error

@@ -29,6 +29,9 @@ class PagedRules:
         gives_way: a running job that finds no victim is preempted itself; else it waits.
         prefix_caching: full pages are kept when no job holds them, and an admitted job starts on
             the kept pages of its prefix.
+        swapped_first: no waiting job is admitted while a job is swapped out, and one that finds no
+            room keeps all jobs behind it out (vLLM). If False, a waiting job may take the room that
+            a swapped-out job is too large for: that job may then stay out long.
 
     Raises:
         ValueError: `watermark` is not in [0, 1), `prompts` is none of the three, or `spare_pages`
@@ -40,6 +43,7 @@ class PagedRules:
     spare_pages: int = 0
     gives_way: bool = False
     prefix_caching: bool = False
+    swapped_first: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.watermark < 1:
@@ -90,7 +94,7 @@ class PagedAllocation:
     - Its pages fit into free room, and the watermark stays free beside them. The watermark does not
       count where no job in service has KV on the device.
     - The plan has preempted no job.
-    - If it waits, no swapped-out job is left.
+    - If it waits, no swapped-out job is left (unless the rules say `swapped_first=False`).
 
     Room counts coming bytes. So a launch may wait for a copy, but the plan is alike in every
     backend.
@@ -246,10 +250,11 @@ class PagedAllocation:
         whole = self._whole_bytes(job, need)
         shared = (len(found) - self._plan.idle(found)) * page.nbytes
         full = whole - shared + self._left_free_bytes() > self._plan.room(self._pool)
-        if full or (self._jobs_away() and not swapped):
+        is_first = self._rules.swapped_first
+        if full or (is_first and self._jobs_away() and not swapped):
             if full:
                 self._refuse_if_hopeless(piece, whole)
-            self._closed = True
+            self._closed = is_first or not swapped
             return None
         if away and swapped:
             self._plan.move(away, here)

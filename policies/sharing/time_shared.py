@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from engine.contract.plan import Slice
 from engine.contract.policy import Memory, PlanBuilder, Scheduling, Traits, traits_of
 from engine.contract.regions import SHARED_OWNER, Kind, Place, Pool, Tier
+from engine.contract.rules import Remedy
 from engine.contract.view import LaunchKey, Moment, Profile, View
 from policies.training.cycle import training_jobs
+from policies.training.out_of_memory import OutOfMemory
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class DividedMemory:
     """Each side has a share of memory and a memory policy of its own, which sees no other jobs.
 
     A plan is for the side whose slices come first, or for the other side if none of these fits.
-    Shares are fixed: neither side takes what the other leaves free.
+    Shares are fixed: neither side takes what the other leaves free. Training that its share cannot
+    hold raises OutOfMemory with LARGER_SHARE as the first remedy.
 
     Args:
         serving: memory policy of the requests.
@@ -99,7 +102,11 @@ class DividedMemory:
             own = tuple([piece for piece in batch if _trains(piece) is trains])
             side = self._divided(side_of(view, trains), view, trains)
             memory = self.training if trains else self.serving
-            memory.fit(own, side, plan.within({pool: side.room(pool) for pool in side.free_bytes}))
+            within = plan.within({pool: side.room(pool) for pool in side.free_bytes})
+            try:
+                memory.fit(own, side, within)
+            except OutOfMemory as error:
+                raise error.with_first(Remedy.LARGER_SHARE) from error
             if plan:
                 return
 

@@ -6,7 +6,6 @@ refused a file, 2 the command or its settings are wrong.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
@@ -14,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib import import_module
 
 from tandem.cli.errors import RunFailed, line_of
@@ -47,6 +47,21 @@ EXAMPLES = """examples:
   tandem compare outputs/.../SIM outputs/.../CPU  both together, with a report
   tandem trace import ShareGPT_V3.json --tokenizer path/to/tokenizer --out sharegpt.parquet
 """
+OPTIONS = """
+options:
+  --version      the version, and of a checkout its commit
+  --completion   what completes verbs, groups and their choices in bash; for ~/.bashrc:
+                   eval "$(tandem --completion)"
+
+`tandem VERB --help` says more.
+"""
+COMPLETE = "--complete"  # what the shell asks, with the line so far
+COMPLETION = f"""_tandem() {{
+  local IFS=$'\\n'
+  COMPREPLY=($(tandem {COMPLETE} "${{COMP_LINE:0:COMP_POINT}}" 2>/dev/null))
+  [[ ${{#COMPREPLY[@]}} -eq 1 && ${{COMPREPLY[0]}} == *= ]] && compopt -o nospace
+}}
+complete -o default -F _tandem tandem"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,8 +75,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] in VERBS:
         module, _ = VERBS[words[0]]
         return guarded(lambda: import_module(module).main(words[1:]))
-    _parser().parse_args(words)  # help, version, or a usage error
-    return 2
+    return _without_verb(words)
+
+
+def _without_verb(words: Sequence[str]) -> int:
+    """Help, where nothing is asked for too, the version, completion, or a usage error."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+    elif words[0] == "--version":
+        from tandem.cli.doctor import version_line
+
+        print(f"tandem {version_line()}")
+    elif words[0] == "--completion":
+        print(COMPLETION)
+    elif words[0] == COMPLETE:
+        from tandem.cli.catalog import completions
+
+        print(*completions(" ".join(words[1:]), VERBS), sep="\n")
+    else:
+        near = get_close_matches(words[0], VERBS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(VERBS)}"
+        print(f"tandem: {words[0]}: no such verb; {hint}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _in_utf8() -> None:
@@ -157,18 +193,11 @@ def _told_to_end() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _help() -> str:
     width = max(map(len, VERBS)) + 2
     verbs = "\n".join(f"  {name:<{width}}{line}" for name, (_, line) in VERBS.items())
-    parser = argparse.ArgumentParser(
-        prog="tandem",
-        usage="tandem VERB ...",
-        description=f"One policy object, simulated and measured.\n\nverbs:\n{verbs}",
-        epilog=EXAMPLES + "\n`tandem VERB --help` says more.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("verb", choices=tuple(VERBS), help=argparse.SUPPRESS)
-    return parser
+    about = "One policy object, simulated and measured."
+    return f"usage: tandem VERB ...\n\n{about}\n\nverbs:\n{verbs}\n\n{EXAMPLES}{OPTIONS}"
 
 
 if __name__ == "__main__":

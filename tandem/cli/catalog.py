@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -105,6 +105,44 @@ def about(path: Path) -> str:
     if not told or told[0].endswith("."):
         return "".join(told[:1])
     return SENTENCE.split(" ".join(told))[0]
+
+
+TAKING_SETTINGS = ("run", "sweep", "plan", "calibrate")  # verbs that take KEY=VALUE
+
+
+def completions(line: str, verbs: Iterable[str]) -> list[str]:
+    """What may follow on a command line that begins so: verbs, groups, and their choices.
+
+    bash breaks words at `=`, so what it completes is what stands behind it.
+    """
+    words = line.split()[1:]
+    if not line[-1:].strip():
+        words.append("")
+    if len(words) < 2:
+        return [verb for verb in verbs if verb.startswith("".join(words))]
+    verb, last = words[0], words[-1]
+    if verb == "list":
+        return [name for name in PLURALS if name.startswith(last)]
+    if verb not in TAKING_SETTINGS:
+        return []
+    key, mark, value = last.partition("=")
+    if not mark:
+        return [f"{name}=" for name in _overridable() if name.startswith(key)]
+    before, comma, start = value.rpartition(",")  # a sweep takes several
+    found = [name for name in options(key) if name.startswith(start)] if _is_group(key) else []
+    return [f"{before}{comma}{name}" for name in found]
+
+
+def _overridable() -> list[str]:
+    """Groups, and the settings of config.yaml."""
+    text = files("conf").joinpath("config.yaml").read_text(encoding="utf-8")
+    node = yaml_value(text, Path("config.yaml"))
+    own = [name for name in node if name not in ("defaults", "hydra")]
+    return sorted({*PLURALS.values(), *own})
+
+
+def _is_group(key: str) -> bool:
+    return key in PLURALS.values()
 
 
 CHOICE = "experiment="

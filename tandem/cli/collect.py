@@ -1,4 +1,8 @@
-"""`tandem collect`: one table of all runs in a folder, from whatever is on disk."""
+"""`tandem collect`: one table of all runs in a folder, from whatever is on disk.
+
+Two files, with a row per run: runs.parquet is small, and COLUMNS says what is in it;
+runs_all.parquet has every setting and every metric, and is written with --all.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from analysis.swept import HEADLINES, varied
 from analysis.yaml_text import yaml_value
 from tandem.config.renamed import with_current_targets
 from tandem.sweeps.point import points_in, superseded_in
@@ -27,7 +33,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Points = Mapping[str, Sequence[str]]  # overrides by key
-TABLE = "runs.parquet"
+TABLE, ALL = "runs.parquet", "runs_all.parquet"
+COLUMNS = {  # of runs.parquet, in this order; then those of HEADLINES that some run has
+    "run": "folder of the run, below DIR",
+    "status": "ok, does_not_fit, rejected, failed, interrupted, damaged (a file is not as it was "
+    "written) or superseded (its overrides have a newer run)",
+    "error": "why a run has no result",
+    "policy": "name of the policy",
+    "KEY, config.KEY": "each choice of a group, and each setting, that varies between the runs",
+}
+EVERY = (
+    "runs_all.parquet has these and all others: overrides (as JSON), every choice of a group, "
+    "settings as config.KEY, what they were made by as made.KEY, and every metric of metrics.json"
+)
 DAMAGED = "damaged"  # a finished run whose files are not as they were written
 READ = ("config.yaml", "provenance.json", "metrics.json")
 UNSEALED = (
@@ -36,7 +54,7 @@ UNSEALED = (
 )
 SUPERSEDED = "superseded"  # a status of the table alone: see tandem.sweeps.point
 FACTS = (
-    *("commit", "dirty", "trace_hash", "model", "device", "cost_form", "depth", "seed"),
+    *("commit", "dirty", "version", "trace_hash", "model", "device", "cost_form", "depth", "seed"),
     *("parameters", "chunks", "state_bytes"),  # of what is trained
 )
 
@@ -45,30 +63,48 @@ def main(words: Sequence[str]) -> int:
     """Writes runs.parquet and says how many runs of which status are in it."""
     parser = argparse.ArgumentParser(
         prog="tandem collect",
-        description="Writes DIR/runs.parquet, a row per run below DIR: settings and metrics. "
-        "It can be called at any time, any number of times, also while runs go on.",
+        description="Writes DIR/runs.parquet, a row per run below DIR: settings that vary and "
+        "headline metrics. It can be called at any time, any number of times, also while runs go "
+        "on.",
+        epilog=_columns(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
-    folder = parser.parse_args(words).folder
-    found = Counter(write_runs(folder)["status"].to_pylist())
+    parser.add_argument("--all", action="store_true", help=f"write DIR/{ALL}, too: every column")
+    chosen = parser.parse_args(words)
+    found = Counter(write_runs(chosen.folder, chosen.all)["status"].to_pylist())
     counts = ", ".join(f"{n} {status}" for status, n in found.most_common())
-    print(f"{os.path.relpath(folder / TABLE)}: {found.total()} runs ({counts})")
+    name = os.path.relpath(chosen.folder / (ALL if chosen.all else TABLE))
+    print(f"{name}: {found.total()} runs ({counts})")
     return 0
 
 
+def _columns() -> str:
+    """The columns of the small table, for --help."""
+    told = {**COLUMNS, **{name: about for name, (_, about) in HEADLINES.items()}}
+    width = max(map(len, told)) + 2
+    lines = [
+        fill(
+            f"{name:<{width}}{about}", 96, initial_indent="  ", subsequent_indent=" " * (width + 2)
+        )
+        for name, about in told.items()
+    ]
+    return "\n".join(["columns of runs.parquet:", *lines, "", fill(f"{EVERY}.", 96)])
+
+
 def collect(root: Path) -> pd.DataFrame:
-    """The table that `write_runs` writes, as a data frame."""
+    """The whole table of `write_runs`, as a data frame."""
     table: pd.DataFrame = write_runs(root).to_pandas()
     return table
 
 
-def write_runs(root: Path) -> pa.Table:
-    """Reads every run below the folder and writes the table, whole or not at all.
+def write_runs(root: Path, with_all: bool = False) -> pa.Table:
+    """Reads every run below the folder and writes the small table, whole or not at all.
 
-    Columns: run (its folder), status (of the run; or damaged; or superseded, where its overrides
-    have a newer run, by other code or on another trace), error, overrides (JSON), policy; other
-    choices of groups by their names; settings as `config.KEY`, provenance as `made.KEY`, metrics
-    by their own names.
+    Returns the whole table, which `with_all` writes, too. Its columns: run (its folder), status (of
+    the run; or damaged; or superseded, where its overrides have a newer run, by other code or on
+    another trace), error, overrides (JSON), policy; other choices of groups by their names;
+    settings as `config.KEY`, provenance as `made.KEY`, metrics by their own names.
 
     Raises:
         ValueError: No run lies below the folder.
@@ -85,9 +121,22 @@ def write_runs(root: Path) -> pa.Table:
         raise ValueError(f"{root}: no run lies there")
     names = dict.fromkeys(chain.from_iterable(rows))
     table = pa.table({name: _column([row.get(name) for row in rows]) for name in names})
-    with atomically(root / TABLE) as aside:
-        pq.write_table(table, aside)
+    files = {TABLE: table.select(_small(table)), **({ALL: table} if with_all else {})}
+    for name, part in files.items():
+        with atomically(root / name) as aside:
+            pq.write_table(part, aside)
     return table
+
+
+def _small(table: pa.Table) -> list[str]:
+    """The columns of the small table: see COLUMNS."""
+    names = table.column_names
+    keys = varied(words for text in table["overrides"].to_pylist() if (words := json.loads(text)))
+    apart = [
+        name for name in names for key in keys if name in (key, f"config.{key}") and key != "policy"
+    ]
+    first = [name for name in COLUMNS if name in names]
+    return [*first, *apart, *(name for name in HEADLINES if name in names)]
 
 
 def run_folders(root: Path) -> list[Path]:

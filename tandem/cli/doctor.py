@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from tandem import __version__
 from tandem.wiring.folder import ROOT, commit, host, versions
 
 NEEDED = ("simpy", "torch", "transformers", "hydra", "omegaconf", "pandas", "pyarrow", "matplotlib")
@@ -26,14 +27,21 @@ def main(words: Sequence[str]) -> int:
 
 def lines() -> Iterator[tuple[str, str]]:
     """Name and value of each line."""
-    found = commit()
-    yield "tandem", f"{found['commit'] or 'no checkout'}{' + changes' if found['dirty'] else ''}"
-    yield "checkout", str(ROOT)
+    yield "version", version_line()
+    yield "installed", str(ROOT)
     for name, value in {**versions(), **host()}.items():
         yield name, str(value if value is not None else "not installed")
     yield "gpu", _gpu()
     yield "shared data", _present(Path(os.environ.get("TANDEM_SHARED", "../shared")) / "data")
     yield "writable", "yes" if os.access(Path.cwd(), os.W_OK) else f"no: {Path.cwd()}"
+
+
+def version_line() -> str:
+    """The version, and of a checkout its commit."""
+    found = commit()
+    if not found["commit"]:
+        return __version__
+    return f"{__version__} (commit {found['commit']}{' + changes' if found['dirty'] else ''})"
 
 
 def _present(path: Path) -> str:

@@ -20,8 +20,9 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="tandem report",
         description="Of a run: latencies, memory, lanes. Of a sweep, or any folder with runs in "
-        "it: goodput and attainment against rate, frontier, heat map, or the figure of an "
-        "experiment that trains; each with its numbers.",
+        "it: goodput, attainment and latency, or the rate of training, over the numeric setting "
+        "that varies (that with most values, if several do), frontier, heat map; each with its "
+        "numbers.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="a run's folder, or a sweep's")
     parser.add_argument("--out", type=Path, help="folder of the report")

@@ -13,10 +13,20 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from analysis.swept import key_of, varied
 from analysis.yaml_text import yaml_value
 from tandem.cli.catalog import with_axes
 from tandem.cli.errors import Usage
-from tandem.cli.terminal import Overrides, Tried, best, largest_model_lines, model_of, num_lost
+from tandem.cli.terminal import (
+    Overrides,
+    PointTold,
+    Tried,
+    best,
+    largest_model_lines,
+    model_of,
+    num_lost,
+    points_table,
+)
 from tandem.sweeps.engines import ENGINES
 from tandem.sweeps.grid import Grid, grid_of
 from tandem.sweeps.point import (
@@ -25,7 +35,7 @@ from tandem.sweeps.point import (
     add_points,
     check_points,
     metrics_of,
-    task_of,
+    tasks_of,
 )
 from tandem.wiring.folder import (
     ANSWERED,
@@ -41,6 +51,7 @@ from tandem.wiring.folder import (
 EXAMPLE = """example:
   tandem sweep policy=chunked_restart,continuous_swap arrival.rate=2,4,8 seed=0,1,2
   tandem sweep experiment=max_scale policy=patrickstar   (what else its yaml sweeps, is swept)
+It prints a row per point. Each has a folder in DIR, named by what varies, with a hash behind.
 An interrupted sweep goes on with its command and --out DIR. It may grow there; another sweep is
 refused. Failed points are tried again, points that do not fit are not. Points whose settings, trace
 or code have changed are run again."""
@@ -54,7 +65,7 @@ def main(words: Sequence[str]) -> int:
     options = _options(chosen.option)
     grid = grid_of(with_axes(chosen.overrides, chosen.config_dir), chosen.config_dir)
     root = (chosen.out or default_folder()).resolve()
-    tasks = list({task.key: task for task in (task_of(p, root) for p in grid.points())}.values())
+    tasks = tasks_of(grid.points(), root, _swept(grid))
     jobs = default_jobs(tasks) if chosen.jobs is None else chosen.jobs
     if jobs < 1:
         raise Usage(f"--jobs {jobs}: at least one is needed")
@@ -69,6 +80,11 @@ def main(words: Sequence[str]) -> int:
         finally:
             num_wrong = _say_end(root, tasks, words)
     return 1 if num_wrong else 0
+
+
+def _swept(grid: Grid) -> set[str]:
+    """The keys that take several values."""
+    return {key_of(axis.key) for axis in grid.axes if len(axis.words) > 1}
 
 
 def carry_out(
@@ -142,6 +158,8 @@ def _say_end(root: Path, tasks: Sequence[PointTask], words: Sequence[str]) -> in
     metrics = {task.key: metrics_of(task.folder) for task in finished}
     lost = [count for found in metrics.values() if (count := num_lost(found))]
     common = set.intersection(*(set(task.point.overrides) for task in tasks))
+    if table := points_table(points_told(tasks, states, metrics)):
+        print(f"{table}\n")
     print(best({" ".join(_apart(task, common)): metrics[task.key] for task in finished}))
     print(*_largest_model_lines(tasks, states, common), sep="", end="")
     where = os.path.relpath(root)
@@ -154,6 +172,21 @@ def _say_end(root: Path, tasks: Sequence[PointTask], words: Sequence[str]) -> in
         print(f"to go on: tandem sweep {shlex.join(_without_out(words))} --out {where}")
     print(f"report:   tandem report {where}")
     return num_failed + num_rejected + len(lost)
+
+
+def points_told(
+    tasks: Sequence[PointTask],
+    states: Mapping[str, str | None],
+    metrics: Mapping[str, Mapping[str, Any]],
+) -> list[PointTold]:
+    """Settings, status and metrics of each point, in the order of the grid."""
+    keys = varied(task.point.overrides for task in tasks)
+    told = []
+    for task in tasks:
+        values = {key_of(word): word.partition("=")[2] for word in task.point.overrides}
+        own = {key: values.get(key, "") for key in keys}
+        told.append(PointTold(own, states[task.key] or "not run", metrics.get(task.key, {})))
+    return told
 
 
 def _apart(task: PointTask, common: set[str]) -> Overrides:

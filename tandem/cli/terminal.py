@@ -1,4 +1,5 @@
-"""The few figures of a run for the terminal, why it has served no request, and progress bars."""
+"""The figures of a run and the points of a sweep for the terminal, why a run has served no request,
+and progress bars."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ from analysis.metric_names import (
     shares_in,
     ties,
 )
+from analysis.swept import HEADLINES, number
 from engine.loop.engine import Engine
 from engine.results.recorder import Recorder
-from tandem.wiring.folder import provenance_in
+from tandem.wiring.folder import OK, provenance_in
 from traces.serving.request import Request, TrainingJob
 
 INTERVAL_S = 0.5
@@ -209,6 +211,79 @@ def best(points: Mapping[str, Mapping[str, Any]]) -> str:
             shown = shown_seconds(value) if is_time else f"{value:.4g}"
             lines.append(f"{metric:20}{shown:>12}  {name}")
     return "\n".join(["best of each metric:", *lines] if lines else [])
+
+
+MOST_ROWS = 60
+STEPS = "steps/s"  # of training; told beside the time of a step, of which it is the inverse
+WHERE_NOT_ALL_ZERO = ("restarts", "swaps")
+
+
+@dataclass(frozen=True)
+class PointTold:
+    """A point: its varied settings as they were given, its status, and its metrics if it is ok."""
+
+    settings: Mapping[str, str]
+    status: str
+    metrics: Mapping[str, Any]
+
+
+def points_table(points: Sequence[PointTold], most_rows: int = MOST_ROWS) -> str:
+    """A line of headings and a line per point; empty for a single point or none.
+
+    Metrics that no point has are left out; a point without a result has its status instead.
+    """
+    if len(points) < 2 or not any(point.settings for point in points):
+        return ""
+    shown = [name for name in HEADLINES if any(_is_told(name, p.metrics) for p in points)]
+    headings = [*points[0].settings, *(HEADLINES[name][0] for name in shown)]
+    rows = [[*map(_short, p.settings.values()), *_cells(p, shown)] for p in points[:most_rows]]
+    if "mean_train_step_s" in shown:
+        headings.insert(at := headings.index("train step") + 1, STEPS)
+        for point, row in zip(points, rows, strict=False):
+            step_s = point.metrics.get("mean_train_step_s")
+            row.insert(at, f"{1 / step_s:.4g}" if step_s else "-" if point.status == OK else "")
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    is_left = [index < len(points[0].settings) for index in range(len(headings))]
+    lines = [_row(cells, widths, is_left) for cells in (headings, *rows)]
+    if left := len(points) - most_rows:
+        lines += [f"... and {left} more: see the report"] if left > 0 else []
+    return "\n".join(lines)
+
+
+def _row(cells: Sequence[str], widths: Sequence[int], is_left: Sequence[bool]) -> str:
+    padded = [
+        cell.ljust(width) if left else cell.rjust(width)
+        for cell, width, left in zip(cells, widths, is_left, strict=True)
+    ]
+    return "  ".join(padded).rstrip()
+
+
+def _is_told(name: str, metrics: Mapping[str, Any]) -> bool:
+    return bool(metrics.get(name)) if name in WHERE_NOT_ALL_ZERO else metrics.get(name) is not None
+
+
+def _cells(point: PointTold, shown: Sequence[str]) -> list[str]:
+    if point.status == OK:
+        return [_cell(name, point.metrics.get(name)) for name in shown]
+    return [point.status, *[""] * (len(shown) - 1)] if shown else []
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None or value != value:
+        return "-"
+    if name == "slo_attainment":
+        return f"{value:.1%}"
+    if name.endswith("_bytes"):
+        return shown_bytes(value)
+    if name.endswith("_s") and not name.endswith("_per_s"):
+        return shown_seconds(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _short(text: str) -> str:
+    """A value as given, but numbers short: 1e+09 for 1000000000.0."""
+    found = number(text)
+    return text if found is None else f"{found:.12g}"
 
 
 Overrides = tuple[str, ...]

@@ -19,8 +19,9 @@ REALS = ("think_s", "start_s", "duration_s", "rate")
 NO_LINES: Mapping[str, list[int]] = {}
 HELP = {
     "tokenizer": "tokenizer.json(.gz) or its folder; text needs one",
-    "rule": "which messages become requests",
-    "kind": "sharegpt, text (to train on), lengths, azure, burstgpt, mooncake, servegen or auto",
+    "rule": "which messages become requests; see the list below",
+    "kind": "sharegpt (OpenAI's messages, too), text (to train on), lengths, azure, burstgpt, "
+    "mooncake, servegen or auto",
     "limit": "stop at this many requests, or documents",
     "shuffle": "keep the order of the file",
     "seed": "of the shuffle; the rule's own if not given",
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     imports.add_argument(
-        "source", help="ShareGPT JSON, .csv, .parquet, .jsonl of lengths, any text"
+        "source", help="ShareGPT or OpenAI JSON, .csv, .parquet, .jsonl of lengths, any text"
     )
     imports.add_argument("--out", required=True, help="the .parquet to write (sidecar beside it)")
     for field in fields(Options):

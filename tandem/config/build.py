@@ -7,7 +7,8 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -185,9 +186,10 @@ class Builder:
         if top not in self.trusted and not self._is_beside_config(top):
             if not _is_there(top):
                 raise ValueError(f"{where}: {self._not_found(top, path)}")
+            meant = f"did you mean {near}? Else " if (near := self._near(top)) else ""
             raise ValueError(
                 f"{where}: target {path} is neither ours nor beside a config folder you gave; "
-                f"add it with 'trusted=[{top}]'"
+                f"{meant}add it with 'trusted=[{top}]'"
             )
         try:
             with exits_fail():
@@ -206,13 +208,17 @@ class Builder:
 
     def _not_found(self, top: str, path: str) -> str:
         """That there is no such module, where was looked, and what is there with a like name."""
-        beside = [file.stem for folder in self.folders for file in folder.glob("*.py")]
-        beside += [file.parent.name for f in self.folders for file in f.glob("*/__init__.py")]
-        near = get_close_matches(top, [*beside, *self.trusted])
+        near = self._near(top)
         places = ", ".join([*map(str, self.folders), "our packages", "the installed packages"])
         return f"no module {top} for target {path}: looked in {places}" + (
-            f"; did you mean {' or '.join(near)}?" if near else ""
+            f"; did you mean {near}?" if near else ""
         )
+
+    def _near(self, top: str) -> str:
+        """Modules with a like name that a target may name; empty without any."""
+        beside = [file.stem for folder in self.folders for file in folder.glob("*.py")]
+        beside += [file.parent.name for f in self.folders for file in f.glob("*/__init__.py")]
+        return " or ".join(get_close_matches(top, [*beside, *self.trusted]))
 
     def _is_beside_config(self, top: str) -> bool:
         try:
@@ -242,5 +248,21 @@ def _called(found: Any, where: str, extra: Mapping[str, Any] | None = None) -> A
         return found
     given = {key: _called(value, f"{where}.{key}") for key, value in found.given.items()}
     made = arguments(found.target, {**given, **(extra or {})}, where)
-    with exits_fail():
+    with exits_fail(), _naming(found.target, where):
         return found.target(**made)
+
+
+@contextmanager
+def _naming(target: Any, where: str) -> Iterator[None]:
+    """A ValueError of a user's own class or function is told with its key of yaml and its name.
+
+    Messages of ours name what they are about themselves.
+    """
+    try:
+        yield
+    except ValueError as error:
+        module = str(getattr(target, "__module__", ""))
+        if module.partition(".")[0] in OWN:
+            raise
+        name = getattr(target, "__qualname__", str(target))
+        raise ValueError(f"{where}: {module}.{name}: {error}") from error

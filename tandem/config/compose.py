@@ -27,6 +27,7 @@ from tandem.config.composed_config import ComposedConfig, KeptRun, overrides_of
 from tandem.config.outside import check_sources, check_trust, own_package
 
 COMPOSING = (CompactHydraException, OmegaConfBaseException, YAMLError)  # what it raises
+ALSO_CALLED = {"gpu": "cuda", "simulator": "sim", "server": "openai", "vllm": "vllm_v1"}  # options
 NO_NAME = "Config group override must be a string"  # what Hydra says
 WRONG_KEY = re.compile(r"(?:Could not (?:override|append|delete)[^']*|Key )'([^']+)'")
 
@@ -136,7 +137,9 @@ def one_line(error: Exception, overrides: Sequence[str] = ()) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         options = [str(option) for option in error.options or ()]
-        meant = did_you_mean(name, options) or f"; there are {', '.join(options)}"
+        other = ALSO_CALLED.get(name)
+        meant = f"; did you mean {other}?" if other in options else did_you_mean(name, options)
+        meant = meant or f"; there are {', '.join(options)}"
         return f"{group}={name}: no such option{meant}"
     cause = error.__cause__
     if found := WRONG_KEY.search(text):

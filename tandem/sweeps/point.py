@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from analysis.swept import key_of, number
 from tandem.cli.errors import RunFailed, line_of
 from tandem.config.composed_config import ComposedConfig, with_absolute_paths, with_paths
 from tandem.wiring.experiment import as_swept, run_experiment, write_config
@@ -84,6 +86,9 @@ def _read(root: Path) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
 
 KEY_DIGITS = 16
+HASH = re.compile(rf"(?:^|-)([0-9a-f]{{{KEY_DIGITS}}})$")  # at the end of a folder's name
+LABEL_CHARACTERS = 100  # before it, so that names stay within the 255 bytes of file systems
+UNSAFE = re.compile(r"[^A-Za-z0-9._@-]+")
 CODE = tuple(name for name in PACKAGES if name not in ("analysis", "conf"))
 # Modules of analysis that make metrics.json; the choices of conf are in the configuration.
 MEASURES = (
@@ -103,7 +108,10 @@ MEASURES = (
 
 @dataclass(frozen=True)
 class PointTask:
-    """A point and the folder that its run gets. Goes to workers, so it can be pickled."""
+    """A point and the folder that its run gets. Goes to workers, so it can be pickled.
+
+    `key` is the folder's name: what varies, and the hash of the point behind it.
+    """
 
     key: str
     point: ComposedConfig
@@ -120,12 +128,68 @@ class PointOutcome:
     wall_s: float = 0.0
 
 
-def task_of(point: ComposedConfig, root: Path) -> PointTask:
-    """The point with absolute paths, in the folder named by what its result depends on."""
+def tasks_of(
+    points: Iterable[ComposedConfig], root: Path, swept: Collection[str]
+) -> list[PointTask]:
+    """A task per distinct point, in the folder that a sweep in `root` has given it before, if any.
+
+    Args:
+        points: the points.
+        root: folder of the sweep.
+        swept: keys of the overrides that vary, which name new folders.
+    """
+    names = _names_by_hash(root)
+    tasks = [task_of(point, root, swept, names) for point in points]
+    return list({task.key: task for task in tasks}.values())
+
+
+def task_of(
+    point: ComposedConfig,
+    root: Path,
+    swept: Collection[str] = (),
+    names: dict[str, str] | None = None,
+) -> PointTask:
+    """The point with absolute paths, in the folder named by what varies and the point's hash.
+
+    Args:
+        point: the point.
+        root: folder of the sweep.
+        swept: see `tasks_of`.
+        names: names of folders by the hash in them; a new name is added.
+    """
     config = as_swept(with_absolute_paths(point.config))
     folders = tuple(Path(folder).resolve() for folder in point.folders)
-    key = point_key(config, folders)
+    point_hash = point_key(config, folders)
+    label = folder_label(point.overrides, swept)
+    key = (names if names is not None else {}).setdefault(
+        point_hash, f"{label}-{point_hash}" if label else point_hash
+    )
     return PointTask(key, replace(point, config=config, folders=folders), root / key)
+
+
+def folder_label(overrides: Sequence[str], swept: Collection[str]) -> str:
+    """The swept settings as part of a file's name: `policy@orca+arrival.rate@8`.
+
+    Every character may stand unquoted in an override, so that `replayed=FOLDER` reads it: neither
+    `=` nor `,`. Settings that go beyond LABEL_CHARACTERS are left out.
+    """
+    label = ""
+    for word in overrides:
+        if key_of(word) in swept:
+            value = word.partition("=")[2]
+            found = number(value)
+            text = value if found is None else f"{found:.12g}".replace("+", "")
+            part = UNSAFE.sub("_", f"{key_of(word)}@{text.rpartition('/')[2]}")
+            longer = f"{label}+{part}" if label else part
+            label = longer if len(longer) <= LABEL_CHARACTERS else label
+    return label
+
+
+def _names_by_hash(root: Path) -> dict[str, str]:
+    """The folders of earlier calls by the hash at the end of their names."""
+    beside = [path.name.removesuffix(".running") for path in root.glob("*") if path.is_dir()]
+    names = [*superseded_in(root), *beside, *points_in(root)]
+    return {found[1]: name for name in names if (found := HASH.search(name))}
 
 
 def point_key(config: Mapping[str, Any], folders: tuple[Path, ...] = ()) -> str:

@@ -110,6 +110,9 @@ REMEDIES = {  # in words, with the keys of a configuration
     Remedy.SMALLER_MODEL: "take a smaller model",
     Remedy.SMALLER_MICROBATCHES: "take smaller microbatches (training.sequences)",
     Remedy.SHORTER_SEQUENCES: "take shorter sequences (training.sequence_tokens)",
+    Remedy.LARGER_SHARE: (
+        "give training a larger share of it (memory.device_share, memory.host_share)"
+    ),
     Remedy.RECOMPUTE: "recompute (planner.modes=recompute)",
     Remedy.OFFLOAD_INPUTS: "send layers' inputs to the host (planner.offloads_inputs=true)",
     Remedy.KEEP_INPUTS: "keep layers' inputs on the device (planner.offloads_inputs=false)",

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from tandem import __version__
 from tandem.cli.errors import RunFailed, Usage, exits_fail, line_of
 from tandem.config.renamed import old_imports
 from traces.files import checked_text, write_text
@@ -24,12 +25,17 @@ from traces.files import checked_text, write_text
 ROOT = Path(__file__).resolve().parents[2]
 # What claims write about the code, as pathspecs; no run depends on it.
 RESULTS = (":(top,exclude)benchmarks/results", ":(top,exclude)benchmarks/CLAIMS.*")
-LIBRARIES = ("tandem", "simpy", "torch", "transformers", "hydra-core", "numpy", "pandas", "pyarrow")
+LIBRARIES = ("simpy", "torch", "transformers", "hydra-core", "numpy", "pandas", "pyarrow")
 
 
 @cache  # of the code that is loaded: it does not change under a process
 def commit() -> dict[str, Any]:
-    """The commit of the checkout, and whether tracked files differ from it, results aside."""
+    """The commit of the checkout, and whether tracked files differ from it, results aside.
+
+    Outside a checkout, as in an installed wheel, the version instead.
+    """
+    if not (ROOT / ".git").exists():  # a repository around the installation is another project's
+        return {"commit": None, "dirty": None, "version": __version__}
     head = _git("rev-parse", "HEAD")
     changed = _git("status", "--porcelain", "-uno", "--", ":/", *RESULTS)
     return {"commit": head, "dirty": bool(changed) if head else None}
@@ -38,7 +44,7 @@ def commit() -> dict[str, Any]:
 @cache
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the libraries that a result may depend on."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    found: dict[str, str | None] = {"python": platform.python_version(), "tandem": __version__}
     for name in LIBRARIES:
         try:
             found[name] = version(name)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
 
 from analysis.figures import style as policy_style
-from analysis.figures.sweep_plots import TEXTS, plot_rate
-from analysis.figures.sweep_points import by_rate, capacity, frontier, points_of
+from analysis.figures.sweep_plots import TEXTS, looks_of, plot_over_x
+from analysis.figures.sweep_points import by_x, capacity, frontier, points_of
+from analysis.metric_names import BEST
 from tandem.cli.__main__ import main
 from tandem.cli.catalog import options
 from tandem.cli.collect import collect
@@ -34,7 +39,7 @@ def page(root: Path) -> Path:
 
 
 def test_seeds_are_put_together(points: pd.DataFrame) -> None:
-    rows = by_rate(points, "goodput").set_index(["series", "rate"])
+    rows = by_x(points, "goodput").set_index(["series", "x"])
     assert set(rows["runs"]) == {2}
     row = rows.loc[("slow", 8.0)]
     assert (row["mean"], row["low"], row["high"]) == pytest.approx((2.0, 1.9, 2.1))
@@ -43,7 +48,7 @@ def test_seeds_are_put_together(points: pd.DataFrame) -> None:
 def test_capacity_is_the_last_rate_before_the_first_miss(points: pd.DataFrame) -> None:
     assert capacity(points, 0.9) == {"fast": 4.0, "slow": 2.0}
     lucky = points.copy()  # a higher rate that attains again does not count
-    lucky.loc[lucky["series"].eq("slow") & lucky["rate"].eq(8.0), "slo_attainment"] = 1.0
+    lucky.loc[lucky["series"].eq("slow") & lucky["x"].eq(8.0), "slo_attainment"] = 1.0
     assert capacity(lucky, 0.9)["slow"] == 2.0
 
 
@@ -60,7 +65,7 @@ def test_another_swept_key_makes_a_series(tmp_path: Path) -> None:
         finished(tmp_path, str(number), [*words, f"seed={number}"], 1.0, output_throughput=1.0)
     found = points_of(collect(tmp_path))
     assert list(found["series"]) == ["a depth=1", "a depth=2"]
-    assert found["rate"].isna().all()
+    assert found["x"].isna().all()
 
 
 def test_the_rates_of_a_recording_are_rates_too(tmp_path: Path) -> None:
@@ -68,15 +73,141 @@ def test_the_rates_of_a_recording_are_rates_too(tmp_path: Path) -> None:
         words = ["trace=recorded", f"trace.rate={rate:g}", "policy=a"]
         finished(tmp_path, f"{rate:g}", words, rate, rate_of="trace", output_throughput=rate)
     found = points_of(collect(tmp_path))
-    assert list(found["series"]) == ["a", "a"] and list(found["rate"]) == [2.0, 4.0]
+    assert list(found["series"]) == ["a", "a"] and list(found["x"]) == [2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "label"),
+    [
+        ("arrival.rate", (1.0, 2.0, 4.0), "arrivals, requests/s"),
+        ("replicas", (1, 2, 4), "replicas"),
+        ("budget.kv_pages", (100, 200, 400), "KV of a device, pages"),
+        ("budget.device_bytes", (2**31, 2**32, 2**33), "device budget, GiB"),
+        ("device.to_device_bytes_per_s", (1e9, 2e9, 4e9), "link to the device, GB/s"),
+        ("scheduling.token_budget", (64, 128, 256), "scheduling.token_budget"),
+        ("memory.max_tokens", (64, 128, 256), "memory.max_tokens, tokens"),
+    ],
+)
+def test_the_numeric_setting_that_varies_is_the_x_axis(
+    key: str, values: tuple[float, ...], label: str, tmp_path: Path
+) -> None:
+    for policy in ("a", "b"):
+        for value in values:
+            words = [f"policy={policy}", f"{key}={value}", "seed=3"]
+            metrics = {"output_throughput": value, "p99_ttft_s": 1 / value, "slo_attainment": 0.95}
+            folder = finished(tmp_path, f"{policy}{value}", words, 1.0, **metrics)
+            config = yaml.safe_load((folder / "config.yaml").read_text())
+            OmegaConf.update(made := OmegaConf.create(config), key, value, force_add=True)
+            (folder / "config.yaml").write_text(OmegaConf.to_yaml(made))
+    found = points_of(collect(tmp_path))
+    assert list(found["series"]) == ["a"] * 3 + ["b"] * 3
+    assert list(found["x"]) == [*values, *values] and set(found["setting"]) == {key}
+    assert plot_over_x(by_x(found, "slo_attainment")).get_xlabel() == label
+    assert set(capacity(found, 0.9)) == {"a", "b"}
+
+
+SERVED = "model=micro_llama limit=8 slo=chat slo.ttft_s=0.05 slo.tpot_s=0.01 policy=chunked_swap"
+TRAINED = "trace=none training=random training.num_steps=2 model=micro_llama policy=zero3_offload"
+SWEEPS = {
+    "arrival.rate=4,16": (SERVED, "arrivals, requests/s"),
+    "replicas=1,2": (f"{SERVED} router=round_robin", "replicas"),
+    "budget.kv_pages=60,120": (SERVED, "KV of a device, pages"),
+    "budget.device_bytes=1e8,2e8": (TRAINED, "device budget, MiB"),
+    "device.to_device_bytes_per_s=1e8,1e9": (SERVED, "link to the device, GB/s"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("swept", SWEEPS)
+def test_a_real_sweep_is_drawn_over_what_it_varies(swept: str, tmp_path: Path) -> None:
+    words, label = SWEEPS[swept]
+    key, _, values = swept.partition("=")
+    out = ["--out", str(tmp_path / "out"), "--engine", "serial"]
+    assert main(["sweep", *words.split(), swept, *out]) == 0
+    assert main(["report", str(tmp_path / "out")]) == 0
+    figures = tmp_path / "out" / "report" / "figures"
+    name = "training" if words is TRAINED else "latency"
+    drawn = pd.read_csv(figures / f"{name}.csv")
+    assert set(drawn["setting"]) == {key}
+    assert sorted(set(drawn["x"])) == [float(value) for value in values.split(",")]
+    assert ("limit" in drawn and set(drawn["limit"]) == {0.05, 0.01}) == (name == "latency")
+    text = (tmp_path / "out" / "report" / "report.html").read_text(encoding="utf-8")
+    assert f"<!-- {label} -->" in text, "matplotlib writes each text as a comment"
+    assert name == "training" or {"<!-- 50 ms SLO -->", "<!-- 10 ms SLO -->"} <= {
+        line.strip() for line in text.splitlines()
+    }
+
+
+CUT = """<script>
+const wide = [...document.querySelectorAll("section")].filter((s) => s.scrollWidth > s.clientWidth);
+document.body.dataset.cut = wide.map((s) => s.querySelector("h2").textContent).join();
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser to open the page in")
+def test_no_table_of_the_page_is_wider_than_the_page(tmp_path: Path) -> None:
+    for rate in (1.0, 2.0, 4.0):
+        for policy in ("chunked_reservation", "continuous_reservation"):
+            words = [f"policy={policy}", "scheduling.token_budget=512", f"arrival.rate={rate}"]
+            name = f"policy@{policy}+scheduling.token_budget@512+arrival.rate@{rate}-{'0a' * 8}"
+            known = {metric: 1234.56 for metric in (*BEST, "mean_train_step_s")}
+            finished(tmp_path, name, words, rate, **known)
+    failed(tmp_path, "dead", "a long reason of many words " * 20)
+    assert main(["report", str(tmp_path)]) == 0
+    page = tmp_path / "report" / "report.html"
+    page.write_text(page.read_text(encoding="utf-8").replace("</main>", f"</main>{CUT}"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,2000"]
+    options += ["--dump-dom", f"--user-data-dir={tmp_path / 'browser'}"]
+    words = ["chromium", *options, page.as_uri()]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    assert re.findall(r'data-cut="([^"]*)"', done.stdout) == [""]
+
+
+def test_of_two_numeric_settings_that_with_most_values_is_drawn_along_x(tmp_path: Path) -> None:
+    for depth in (1, 2):
+        for rate in (1.0, 2.0, 4.0):
+            words = ["policy=a", f"depth={depth}", f"arrival.rate={rate:g}"]
+            finished(tmp_path, f"{depth}-{rate:g}", words, rate, output_throughput=rate)
+    found = points_of(collect(tmp_path))
+    assert set(found["series"]) == {"a depth=1", "a depth=2"}
+    assert set(found["x"]) == {1.0, 2.0, 4.0}
+
+
+def test_of_a_resource_the_least_that_is_enough_is_told(tmp_path: Path) -> None:
+    for replicas, met in ((1, 0.2), (2, 0.95), (4, 0.8), (8, 0.97), (16, 1.0)):
+        folder = finished(
+            tmp_path, f"{replicas}", ["policy=a", f"replicas={replicas}"], 1.0, slo_attainment=met
+        )
+        with (folder / "config.yaml").open("a") as file:
+            file.write(f"replicas: {replicas}\n")
+    found = points_of(collect(tmp_path))
+    assert capacity(found, 0.9) == {"a": 8.0}  # 2 are enough, and 4 again are not
+    assert capacity(found, 0.99) == {"a": 16.0}
+
+
+def test_series_differ_in_colour_marker_and_line() -> None:
+    names = [f"orca scheduling.token_budget={budget}" for budget in range(6)]
+    looks = looks_of(pd.DataFrame({"series": names, "policy": "orca"}))
+    for part in ("color", "marker", "linestyle"):
+        assert len({str(look[part]) for look in looks.values()}) == len(names)
+    assert looks[names[0]]["color"] == policy_style.COLORS["orca"]
+
+
+def test_a_line_of_the_objective_carries_its_value(points: pd.DataFrame) -> None:
+    limited = by_x(points, "p99_ttft_s").assign(limit=0.012)
+    texts = {text.get_text() for text in plot_over_x(limited).texts}
+    assert texts == {"12 ms SLO"}
+    texts = {text.get_text() for text in plot_over_x(by_x(points, "slo_attainment")).texts}
+    assert texts == {"90 %", "99 %"}
 
 
 def test_every_figure_has_its_numbers(page: Path) -> None:
     folder = page.parent / "figures"
     names = {path.stem for path in folder.glob("*.svg")}
-    assert names == set(TEXTS) == {path.stem for path in folder.glob("*.csv")}
+    assert names == {*TEXTS} - {"training"} == {path.stem for path in folder.glob("*.csv")}
     assert all(len(pd.read_csv(folder / f"{name}.csv")) for name in names)
-    goodput = pd.read_csv(folder / "goodput.csv").set_index(["series", "rate"])["mean"]
+    goodput = pd.read_csv(folder / "goodput.csv").set_index(["series", "x"])["mean"]
     assert goodput[("fast", 8.0)] == pytest.approx(4.0)
 
 
@@ -136,7 +267,7 @@ def test_every_named_policy_has_a_colour_of_its_own() -> None:
 
 
 def test_a_policy_is_drawn_in_its_colour(points: pd.DataFrame) -> None:
-    renamed = by_rate(points, "goodput").replace({"fast": "vllm_v1", "slow": "orca"})
-    lines = {line.get_label(): line.get_color() for line in plot_rate(renamed).lines}
+    renamed = by_x(points, "goodput").replace({"fast": "vllm_v1", "slow": "orca"})
+    lines = {line.get_label(): line.get_color() for line in plot_over_x(renamed).lines}
     assert lines["orca"] == policy_style.COLORS["orca"]
     assert lines["vllm_v1"] == policy_style.COLORS["vllm_v1"]

@@ -163,3 +163,20 @@ def test_keys_are_checked() -> None:
     with pytest.raises(ValueError, match=r"x\.number.*needs a value"):
         arguments(Sample, {"rate": 1}, "x")
     assert arguments(Sample, {"number": 1, "times": [1]}, "x") == {"number": 1, "times": (1.0,)}
+
+
+def test_a_foreign_module_that_is_called_nearly_like_ours_is_asked_after(tmp_path: Path) -> None:
+    """`trace` is a module of Python: what was meant comes before the way to trust it."""
+    with pytest.raises(
+        ValueError, match=r"did you mean traces\? Else add it with 'trusted=\[trace"
+    ):
+        Builder(folders=[tmp_path]).build({"_target_": "trace.serving.arrivals.Gamma"}, "arrival")
+
+
+def test_what_a_users_constructor_refuses_is_told_with_key_and_name(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    text = "class Even:\n    def __init__(self, n: int = 1): raise ValueError('n must be even')"
+    (tmp_path / "refusing.py").write_text(text)
+    builder = Builder(folders=[tmp_path / "conf"])
+    with pytest.raises(ValueError, match=r"^x.y: refusing\.Even: n must be even$"):
+        builder.build({"_target_": "refusing.Even", "n": 1}, "x.y")

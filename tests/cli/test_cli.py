@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cli.__main__ import main, warnings_are_ours
+from tandem import __version__
+from tandem.cli.__main__ import VERBS, main, warnings_are_ours
 from tandem.cli.run import options_first
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,3 +115,55 @@ def test_a_warning_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("one", "two", "one"):
         handler.handle(logging.makeLogRecord({"msg": text, "levelno": logging.WARNING}))
     assert capsys.readouterr().err == "tandem: one\ntandem: two\n"
+
+
+def test_bare_tandem_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    told = capsys.readouterr().out
+    assert "verbs:" in told and all(f"\n  {verb} " in told for verb in VERBS)
+    assert 'eval "$(tandem --completion)"' in told
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [("rnu", "did you mean run?"), ("reprot", "did you mean report?"), ("zzz", "there are run, ")],
+)
+def test_a_mistyped_verb_gets_a_suggestion(
+    word: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word]) == 2
+    assert capsys.readouterr().err.startswith(f"tandem: {word}: no such verb; {told}")
+
+
+def test_the_version_is_told_with_the_commit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    told = capsys.readouterr().out
+    words = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    head = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    assert told.startswith(f"tandem {__version__} (commit {head}")
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("tandem re", {"report"}),
+        ("tandem run polic", {"policy="}),
+        ("tandem run policy=vllm_", {"vllm_v0", "vllm_v1"}),
+        ("tandem sweep limit=4 policy=orca,vllm_", {"orca,vllm_v0", "orca,vllm_v1"}),
+        ("tandem list pol", {"policies"}),
+        ("tandem report outp", set()),
+    ],
+)
+def test_bash_completes_verbs_groups_and_choices(line: str, wanted: set[str]) -> None:
+    script = f"""
+    tandem() {{ {sys.executable} -m tandem "$@"; }}
+    compopt() {{ :; }}
+    eval "$(tandem --completion)"
+    COMP_LINE='{line}' COMP_POINT={len(line)}
+    _tandem
+    echo "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert set(done.stdout.split()) == wanted

@@ -8,8 +8,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from analysis.swept import HEADLINES
 from tandem.cli.__main__ import main
-from tandem.cli.collect import collect, policy_name
+from tandem.cli.collect import COLUMNS, policy_name, write_runs
 from tandem.sweeps.point import add_points, points_in
 from tests.support.sweeps import failed, finished, grid
 
@@ -30,6 +31,27 @@ def test_a_row_per_run_with_settings_choices_and_metrics(tmp_path: Path) -> None
     assert json.loads(a["overrides"]) == words
     assert (b["status"], b["error"]) == ("failed", "ValueError: no")
     assert pd.isna(b["goodput"])
+
+
+def test_the_small_table_has_what_varies_and_the_headlines(tmp_path: Path) -> None:
+    grid(tmp_path)
+    assert main(["collect", str(tmp_path)]) == 0
+    assert not (tmp_path / "runs_all.parquet").exists()
+    small = pd.read_parquet(tmp_path / "runs.parquet")
+    first = ["run", "status", "error", "policy", "config.seed", "config.arrival.rate"]
+    told = ["output_throughput", "request_throughput", "p99_ttft_s", "p99_tpot_s"]
+    assert set(small) == {*first, *told, "slo_attainment", "goodput"}
+    assert list(small)[:4] == first[:4]
+    whole = pd.read_parquet(collected(tmp_path))
+    pd.testing.assert_frame_equal(small, whole[list(small)])
+    assert {"overrides", "made.model", "config.trusted", "p50_ttft_s"} <= set(whole)
+
+
+def test_help_names_every_column_of_the_small_table(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["collect", "--help"])
+    told = capsys.readouterr().out
+    assert all(f"\n  {name} " in told for name in {**COLUMNS, **HEADLINES})
 
 
 def test_collecting_again_gives_equal_bytes(tmp_path: Path) -> None:
@@ -105,5 +127,5 @@ def test_the_verb_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def collected(root: Path) -> Path:
-    collect(root)
-    return root / "runs.parquet"
+    write_runs(root, with_all=True)
+    return root / "runs_all.parquet"

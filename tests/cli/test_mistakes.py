@@ -102,6 +102,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "backend.clock=wall"], "has no clock"),
         (["run", "--config-dir", "/nowhere"], "not found"),
         (["run", "scheduling._target_=os.system"], "trusted=[os]"),
+        (["run", "backend=gpu"], "backend=gpu: no such option; did you mean cuda?"),
         (
             ["run", "scheduling._target_=policies.scheduling.chunked_prefill.Chunked"],
             "mean ChunkedPrefill",

@@ -17,11 +17,11 @@ import pytest
 
 from tandem.cli.__main__ import main
 from tandem.cli.collect import collect
-from tandem.cli.terminal import best
+from tandem.cli.terminal import PointTold, best, points_table
 from tandem.config.compose import composed
 from tandem.sweeps import workers
 from tandem.sweeps.grid import grid_of
-from tandem.sweeps.point import PointTask, point_key, points_in, run_point, task_of
+from tandem.sweeps.point import PointTask, folder_label, point_key, points_in, run_point, task_of
 from tandem.wiring.folder import run_folder, sole_user, status_of, write_status
 
 SMALL = ["model=micro_llama", "limit=4"]
@@ -109,6 +109,74 @@ def test_serial_and_parallel_sweeps_give_equal_bytes(
             assert (folder / name).read_bytes() == other.read_bytes()
 
 
+def test_folders_are_named_by_what_varies_with_the_hash_behind(tmp_path: Path) -> None:
+    words = ["policy=chunked_restart,orca", "arrival.rate=2,8.5", "seed=3", "--engine", "serial"]
+    assert sweep("out", *words) == 0
+    for own, folder in folders("out").items():
+        values = dict(word.split("=") for word in own)
+        label = f"policy@{values['policy']}+arrival.rate@{values['arrival.rate']}"
+        assert re.fullmatch(rf"{re.escape(label)}-[0-9a-f]{{16}}", folder.name)
+        assert status_of(folder) == "ok"
+        [word] = [f"replayed={folder.resolve()}"]
+        assert composed([word, "policy=recorded"]).config["replayed"] == str(folder.resolve())
+
+
+def test_a_folders_label_is_safe_and_bounded() -> None:
+    label = folder_label(
+        ["trace.path=/a b/c,d.jsonl", "+x.y='{a: 1}'", "z=1e9"], {"trace.path", "x.y", "z"}
+    )
+    assert label == "trace.path@c_d.jsonl+x.y@_a_1_+z@1000000000"
+    many = [f"some.long.key{number}=value" for number in range(40)]
+    label = folder_label(many, {word.partition("=")[0] for word in many})
+    assert label.startswith("some.long.key0@value+some.long.key1@value") and len(label) <= 100
+
+
+def test_folders_of_earlier_names_are_found_again() -> None:
+    """A hash alone, as earlier versions named them, or a label of other axes."""
+    assert sweep("out", "seed=0", "depth=1,2", "--engine", "serial") == 0
+    (first, one), (second, two) = folders("out").items()
+    bare = one.rename(one.with_name(one.name[-16:]))
+    text = Path("out/sweep.json").read_text().replace(one.name, bare.name)
+    Path("out/sweep.json").write_text(text)
+    before = {path: path.stat().st_mtime_ns for path in Path("out").glob("*/*.parquet")}
+    assert sweep("out", "seed=0,1", "depth=1,2", "--engine", "serial") == 0
+    found = folders("out")
+    assert (found[first].name, found[second].name) == (bare.name, two.name) and len(found) == 4
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_the_terminal_has_a_row_per_point(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep("out", "slo=chat", "seed=0,1", "depth=1,0", "--engine", "serial") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:4] == ["seed", "depth", "tokens/s", "requests/s"]
+    assert {"ttft", "tpot", "slo", "goodput"} <= set(lines[0].split())
+    rows = [line.split() for line in lines[1:5]]
+    assert [row[:2] for row in rows] == [["0", "1"], ["0", "0"], ["1", "1"], ["1", "0"]]
+    for row, seed in ((rows[0], "seed=0"), (rows[2], "seed=1")):
+        [folder] = [f for own, f in folders("out").items() if {seed, "depth=1"} <= set(own)]
+        metrics = json.loads((folder / "metrics.json").read_text())
+        assert row[2] == f"{metrics['output_throughput']:.4g}"
+        assert f"{metrics['p99_ttft_s'] * 1e3:.2f}" in row
+    assert rows[1][2] == rows[3][2] == "rejected"
+
+
+def test_steps_of_training_have_columns_of_their_own() -> None:
+    trained = {
+        "mean_train_step_s": 0.25,
+        "train_tokens_per_s": 800.0,
+        "peak_gpu0_used_bytes": 2**31,
+    }
+    points = [
+        PointTold({"depth": "1"}, "ok", trained),
+        PointTold({"depth": "2"}, "does_not_fit", {}),
+        PointTold({"depth": "3"}, "ok", trained),
+    ]
+    head, one, two, more = points_table(points, most_rows=2).splitlines()
+    assert head.split() == ["depth", "train", "tok/s", "train", "step", "steps/s", "peak"]
+    assert one.split() == ["1", "800", "250.00", "ms", "4", "2.00", "GiB"]
+    assert two.split() == ["2", "does_not_fit"] and more == "... and 1 more: see the report"
+
+
 def test_a_failing_point_is_recorded_and_other_points_go_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -188,14 +256,14 @@ def test_the_key_follows_all_that_metrics_are_made_by() -> None:
 
 @pytest.mark.slow
 def test_results_of_earlier_code_are_no_replicates(monkeypatch: pytest.MonkeyPatch) -> None:
-    from analysis.figures.sweep_points import by_rate, points_of
+    from analysis.figures.sweep_points import by_x, points_of
     from tandem.cli.report import sweep_report
     from tandem.sweeps import point
 
     def runs() -> dict[str, int]:
         sweep_report(Path("out"), None, {})
         table = pd.read_csv("out/report/points.csv")
-        rows = by_rate(points_of(table), "request_throughput")
+        rows = by_x(points_of(table), "request_throughput")
         return dict(zip(rows["series"], rows["runs"], strict=True))
 
     words = ["policy=chunked_restart,static_swap", "seed=0,1", "--engine", "serial"]

@@ -320,9 +320,44 @@ def test_restarts_show_a_fault_that_a_roomy_pool_hides() -> None:
         check_policy(policy)
 
 
+@dataclass(frozen=True)
+class Miscalls:
+    """A memory policy that gives the plan builder a wrong type."""
+
+    how: str
+
+    def fit(self, batch: tuple[Slice, ...], view: View, plan: Any) -> None:
+        here = kv_place(batch[0].job.job_id, Tier.GPU, view.device)
+        if self.how == "job":
+            plan.grow(batch[0].job, 16)
+        elif self.how == "text":
+            plan.grow(here, "16")
+        elif self.how == "fraction":
+            plan.grow(here, 1.5)
+        else:
+            plan.free(batch[0].job)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("job", "the call is plan.grow(place: Place, nbytes: int): "),
+        ("text", "the call is plan.grow(place: Place, nbytes: int): "),
+        ("fraction", "takes 1.5 bytes: not whole|the call is plan.grow"),  # compiled: the latter
+        ("free", "the call is plan.free(place: Place): "),
+    ],
+)
+def test_a_wrong_type_given_to_the_plan_builder_is_told_with_its_call(how: str, told: str) -> None:
+    with pytest.raises(ContractError) as caught:
+        check_policy(Composed(ChunkedPrefill(64), Miscalls(how)))
+    assert any(part in str(caught.value) for part in told.split("|"))
+    assert str(caught.value).startswith("policy ChunkedPrefill with Miscalls (")
+
+
 SHIPPED: dict[str, Composed] = {
     "static": Composed(StaticBatching(max_jobs=6), MaxReservation(304)),
     "continuous": Composed(ContinuousBatching(token_budget=128), PagedSwap()),
+    "passing": Composed(ChunkedPrefill(64), PagedSwap(swapped_first=False)),
     "orca": Composed(Orca(max_jobs=8), PagedRestart(prompts="reserved", spare_pages=1)),
     "vllm_v1": Composed(VllmV1(token_budget=24), PagedRestart(prefix_caching=True)),
     "deadline": Composed(EarliestDeadline(token_budget=24), PagedSwap(prefix_caching=True)),

@@ -43,6 +43,7 @@ MEMORY = {
     "reserved": PagedRestart(prompts="reserved", spare_pages=1, gives_way=True),
     "must_fit": PagedRestart(0.0, prompts="must_fit", gives_way=True),
     "swap": PagedSwap(),
+    "passing": PagedSwap(swapped_first=False),
     "reservation": MaxReservation(max_tokens=120),
 }
 

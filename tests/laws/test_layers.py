@@ -103,6 +103,7 @@ ROOMS: dict[str, set[str]] = {
     "tandem.wiring": {
         *({*PACKAGES} - {"tandem"}),
         *("tandem.config", "tandem.compiled", "tandem.cli.errors", "tandem.cli.terminal"),
+        "tandem.__version__",
     },
     "conf": set(),
 }

@@ -50,6 +50,7 @@ MEMORY: dict[str, Any] = {
     "max_reservation": MaxReservation(max_tokens=120),
     "kept_restart": PagedRestart(prefix_caching=True),
     "kept_swap": PagedSwap(prefix_caching=True),
+    "passing_swap": PagedSwap(swapped_first=False),
 }
 MOST_LAUNCHES = 4000
 Fault = Callable[[pytest.MonkeyPatch], None]
@@ -314,6 +315,7 @@ FAULTS: dict[str, tuple[Fault, list[str]]] = {  # and the facts by which schedul
     "in_flight": (forgets("in_flight"), ["num_in_flight"]),
     "jobs in flight": (shows_the_engines_jobs_in_flight, ["slices_in_flight"]),
     "known_tokens": (forgets_of_jobs("known_tokens"), ["known_tokens", "most_known_tokens"]),
+    "generated_tokens": (forgets_of_jobs("generated_tokens"), ["generated_tokens"]),
     "computed_tokens": (forgets_of_jobs("computed_tokens"), ["computed_tokens"]),
     "other jobs": (forgets_of_jobs("known_tokens"), ["other_known_tokens"]),
     "prompts": (forgets_prompts, ["remaining_tokens", "other_remaining_tokens"]),

@@ -50,6 +50,29 @@ def test_a_swapped_job_has_the_whole_pool_once_no_other_job_is_there() -> None:
     assert seated(fitted(ContinuousBatching(), PagedSwap(watermark=0.5), state)) == [(0, 1)]
 
 
+@pytest.mark.parametrize(
+    ("memory", "admitted"),
+    [(PagedSwap(watermark=0.0), False), (PagedSwap(0.0, swapped_first=False), True)],
+)
+def test_a_waiting_job_passes_a_swapped_out_one_only_where_the_rules_say_so(
+    memory: PagedSwap, admitted: bool
+) -> None:
+    """Job 1 was swapped out with 5 pages; 2 are free, and job 2 needs one."""
+    running, away = decoding(0, 6), decoding(1, 18)
+    held = {kv_place(0): 2 * PAGE.nbytes, kv_place(1, Tier.HOST): 5 * PAGE.nbytes}
+    state = view([running, away], [job(2, 4)], pages=4, held={0: 2})
+    state = replace(state, held_bytes=held)
+    assert seated(fitted(VllmV1(16, 8), memory, state)) == [(0, 1), (2, 4)][: 1 + admitted]
+
+
+def test_a_swapped_out_job_that_fits_comes_first_in_any_case() -> None:
+    running, away = decoding(0, 6), decoding(1, 6)
+    held = {kv_place(0): 2 * PAGE.nbytes, kv_place(1, Tier.HOST): 2 * PAGE.nbytes}
+    state = replace(view([running, away], [job(2, 4)], pages=4, held={0: 2}), held_bytes=held)
+    for memory in (PagedSwap(0.0), PagedSwap(0.0, swapped_first=False)):
+        assert seated(fitted(VllmV1(16, 8), memory, state)) == [(0, 1), (1, 1)]
+
+
 def test_a_spare_page_must_be_free_for_a_decode_that_needs_none() -> None:
     running = [decoding(0, 6), decoding(1, 6)]  # both fit into their second page
     state = view(running, [], pages=4)
@@ -66,3 +89,9 @@ def test_impossible_rules_are_refused(given: dict[str, Any]) -> None:
     for memory in (PagedRestart, PagedSwap):
         with pytest.raises(ValueError, match=next(iter(given))):
             memory(**given)
+
+
+def test_a_job_tells_the_tokens_of_its_answer_so_far() -> None:
+    prefilling, running = job(0, 8, computed=4), decoding(1, 18)
+    assert (prefilling.generated_tokens, running.generated_tokens) == (0, 11)
+    assert running.prompt_tokens + running.generated_tokens == running.known_tokens

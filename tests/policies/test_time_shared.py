@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from analysis.run import Run, load
+from tandem.cli.__main__ import main
 from tandem.config.compose import composed
 from tandem.wiring.experiment import run_experiment
 from tests.training.test_training_replays import booked, copies
@@ -72,3 +73,14 @@ def test_a_measured_log_is_played_back(alone: Run, tmp_path: Path, short_probes:
 def filled(run: Run) -> list[tuple[Any, ...]]:
     """Of what is booked all but the capacity."""
     return [(step, tier, *nbytes) for step, tier, _, *nbytes in booked(run)]
+
+
+def test_training_that_its_share_cannot_hold_names_the_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["policy=time_shared", "training=random", "limit=4"]
+    assert main(["run", *words, "memory.device_share=0.2"]) == 1
+    told = capsys.readouterr().err
+    assert "give training a larger share of it (memory.device_share, memory.host_share)" in told
+    assert main(["run", *words]) == 0

@@ -58,6 +58,7 @@ MOVING: dict[str, Fact] = {  # some of them not in decodes
     "is_prefilling": lambda view, job: job.is_prefilling,
     "remaining_tokens": lambda view, job: job.remaining_tokens,
     "known_tokens": lambda view, job: job.known_tokens,
+    "generated_tokens": lambda view, job: job.generated_tokens,
     "computed_tokens": lambda view, job: job.computed_tokens,
     "other_known_tokens": lambda view, job: _other(view, job).known_tokens,
     "other_remaining_tokens": lambda view, job: _other(view, job).remaining_tokens,

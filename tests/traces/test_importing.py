@@ -13,6 +13,7 @@ import pytest
 
 from tandem.cli.__main__ import main
 from traces.importing import import_trace, inspect_trace
+from traces.serving.rules import RULES
 from traces.serving.sharegpt import read_sharegpt
 from traces.store import read_trace, sha256_of
 from traces.tokenizer import LoadedTokenizer, load_tokenizer
@@ -236,3 +237,42 @@ def test_published_tokenizers_know_their_bos(shared: Path) -> None:
     assert [t.bos_ids for t in loaded.values()] == [(), (1,), (128000,)]
     assert load_tokenizer(folder / "llama2-tinyllama", bos_token="").bos_ids == ()
     assert load_tokenizer(folder / "gpt2", bos_token="<|endoftext|>").bos_ids == (50256,)
+
+
+def test_openais_messages_are_read_like_conversations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("traces.importing.read_sharegpt", read_sharegpt)
+    rows = json.loads(SAMPLE.read_text(encoding="utf-8"))[:40]
+    rows = [row for row in rows if isinstance(row, dict) and row.get("conversations")]
+    names = {"human": "user", "gpt": "assistant"}
+    chats = [
+        [
+            {"role": names.get(m["from"], m["from"]), "content": m["value"]}
+            for m in row["conversations"]
+        ]
+        for row in rows
+    ]
+    ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.jsonl"
+    ours.write_text(json.dumps(rows))
+    theirs.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    found = []
+    for source in (ours, theirs):
+        out = tmp_path / f"{source.stem}.parquet"
+        assert import_trace(source, out, tokenizer=TOKENIZER)["kind"] == "sharegpt"
+        found.append(read_trace(out))
+    assert found[0] == found[1] and len(found[0]) > 10
+
+
+def test_a_chat_without_content_is_dropped_by_its_own_words(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    said = {"role": "assistant", "content": None}
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}, said]}))
+    assert read_sharegpt(path).faults == {1: "message without content"}
+
+
+def test_help_lists_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["trace", "import", "--help"])
+    told = capsys.readouterr().out
+    assert all(f"\n  {name}\n" in told for name in RULES)

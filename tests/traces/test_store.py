@@ -134,7 +134,7 @@ def test_a_missing_column_is_named(trace: Path, column: str) -> None:
         ("prompt_tokens", [3, -1], "request 1: prompt_tokens must be at least 1"),
         ("output_tokens", [0, 4], "request 0: output_tokens must be at least 1"),
         ("arrival_ns", [0, -5], "request 1: arrival_ns must be at least 0"),
-        ("request_id", [0, 0], "request_id 0 occurs twice"),
+        ("request_id", [0, 0], "request_id 0 occurs twice, in rows 1 and 2;"),
         ("request_id", [0, -1], "request -1: request_id must be at least 0"),
         ("turn", [0, None], "column turn has empty cells"),
         ("prompt_tokens", ["a", "b"], "column prompt_tokens holds"),

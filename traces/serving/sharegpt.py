@@ -1,7 +1,8 @@
 """ShareGPT conversations of a JSON file, through the Hugging Face `datasets` library.
 
-The layout is that of the public file, [{"id", "conversations": [{"from", "value"}]}], as .json,
-.jsonl or either with .gz. Every row becomes a Conversation or a fault.
+The layout is that of the public file, [{"id", "conversations": [{"from", "value"}]}], or that of
+OpenAI's chats, {"messages": [{"role", "content"}]}, whose user is the human and whose assistant the
+gpt; as .json, .jsonl or either with .gz. Every row becomes a Conversation or a fault.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from traces.tables import opened_dataset
 # The longest message of ShareGPT_V3 has 241,402 Llama-2 tokens, about a million characters. A
 # longer text is no chat message, and tokenizing it could exhaust the memory.
 MAX_MESSAGE_CHARS = 4_000_000
+LAYOUTS = {"conversations": ("from", "value"), "messages": ("role", "content")}
+ROLES = {"user": "human", "assistant": "gpt"}  # of OpenAI's chats; others keep their names
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,35 +91,40 @@ def _checked(number: int, row: Any, max_message_chars: int) -> Conversation | st
         return "line is not JSON"
     if not isinstance(row, dict):
         return "row is not an object"
-    messages = row.get("conversations")
-    if messages is None:
+    layout = next((name for name in LAYOUTS if row.get(name) is not None), None)
+    if layout is None:
         return "no conversations field"
+    messages, (who, what) = row[layout], LAYOUTS[layout]
     if not isinstance(messages, list):
-        return "conversations is not a list"
+        return f"{layout} is not a list"
     for message in messages:
-        reason = _fault(message, max_message_chars)
+        reason = _fault(message, max_message_chars, who, what)
         if reason:
             return reason
     return Conversation(
         number,
         str(row.get("id", "")),
-        tuple(message["from"] for message in messages),
-        tuple(message["value"] for message in messages),
+        tuple(_role(message[who], layout) for message in messages),
+        tuple(message[what] for message in messages),
     )
 
 
-def _fault(message: Any, max_message_chars: int) -> str | None:
+def _role(name: str, layout: str) -> str:
+    return ROLES.get(name, name) if layout == "messages" else name
+
+
+def _fault(message: Any, max_message_chars: int, who: str, what: str) -> str | None:
     if not isinstance(message, dict):
         return "message is not an object"
-    for name in ("from", "value"):
+    for name in (who, what):
         if message.get(name) is None:
             return f"message without {name}"
         if not isinstance(message[name], str):
             return f"message {name} is not text"
-    if len(message["value"]) > max_message_chars:
+    if len(message[what]) > max_message_chars:
         return f"message longer than {max_message_chars} characters"
-    if not is_unicode(message["value"]):
-        return "message value is not valid Unicode"
+    if not is_unicode(message[what]):
+        return f"message {what} is not valid Unicode"
     return None
 
 

@@ -1,0 +1,136 @@
+"""What a sweep varies: settings that differ between points, and the one to draw along x."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+REPLICATES = ("seed",)  # keys that repeat a point rather than make another
+RATES = ("arrival.rate", "trace.rate")  # of synthetic arrivals; of a stretched recording
+NAMES = {
+    "arrival.rate": ("arrivals", "requests/s"),
+    "trace.rate": ("arrivals", "requests/s"),
+    "replicas": ("replicas", ""),
+    "budget.kv_pages": ("KV of a device", "pages"),
+    "budget.kv_bytes": ("KV of a device", "B"),
+    "budget.device_bytes": ("device budget", "B"),
+    "budget.host_bytes": ("host budget", "B"),
+    "budget.fraction": ("budget", "share of the device"),
+    "device.memory_bytes": ("device memory", "B"),
+    "device.to_device_bytes_per_s": ("link to the device", "B/s"),
+    "device.to_host_bytes_per_s": ("link to the host", "B/s"),
+    "limit": ("requests", ""),
+}
+UNITS = (  # by the end of a key
+    ("_bytes_per_s", "B/s"),
+    ("_bytes", "B"),
+    ("_flops_per_s", "FLOP/s"),
+    ("_ns", "ns"),
+    ("_s", "s"),
+    ("_tokens", "tokens"),
+    ("_pages", "pages"),
+)
+HEADLINES = {  # what is told of a point: the metric, its heading, and what it is
+    "output_throughput": ("tokens/s", "output tokens per second, of all devices"),
+    "request_throughput": ("requests/s", "finished requests per second"),
+    "mean_ttft_s": ("mean ttft", "mean time to the first token, seconds"),
+    "p99_ttft_s": ("p99 ttft", "its 99th percentile over requests, seconds"),
+    "mean_tpot_s": ("mean tpot", "mean time per output token after the first, seconds"),
+    "p99_tpot_s": ("p99 tpot", "its 99th percentile over requests, seconds"),
+    "slo_attainment": ("in slo", "share of requests that met every limit of the SLO"),
+    "goodput": ("goodput", "requests per second that did"),
+    "restarts": ("restarts", "preemptions whose KV is computed again"),
+    "swaps": ("swaps", "preemptions whose KV is copied to the host and back"),
+    "train_tokens_per_s": ("train tok/s", "tokens trained per second, after the first step"),
+    "mean_train_step_s": ("train step", "mean time of a step after the first, seconds"),
+    "peak_gpu0_used_bytes": ("peak", "most bytes that the first device held"),
+}
+RESOURCES = re.compile(r"replicas|budget\.|device\.(memory|.*_per_s)")  # keys of which more helps
+BINARY = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
+DECIMAL = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+@dataclass(frozen=True)
+class SweptAxis:
+    """A numeric setting as an axis: its key, what it is, its unit, and that unit's size."""
+
+    key: str
+    name: str
+    unit: str
+    size: float = 1.0
+
+    @property
+    def label(self) -> str:
+        """The label of the axis."""
+        return f"{self.name}, {self.unit}" if self.unit else self.name
+
+    @property
+    def is_rate(self) -> bool:
+        """Whether it is the load."""
+        return self.key in RATES
+
+    @property
+    def is_resource(self) -> bool:
+        """Whether more of it can only help: replicas, memory, bandwidth."""
+        return RESOURCES.match(self.key) is not None
+
+    def text(self, value: float) -> str:
+        """A value with its unit, such as 24 GiB."""
+        return f"{value / self.size:.4g} {self.unit}".rstrip()
+
+    def said(self, value: float) -> str:
+        """A value in a sentence: `at 4 requests/s`, `with replicas=4`."""
+        if self.is_rate:
+            return f"at {self.text(value)}"
+        return f"with {self.key}={self.text(value)}"
+
+
+def axis_of(key: str, largest: float) -> SweptAxis:
+    """The setting with a unit that suits its largest value."""
+    by_end = next((unit for end, unit in UNITS if key.endswith(end)), "")
+    name, unit = NAMES.get(key, (key, by_end))
+    size, prefix = 1.0, unit
+    if unit == "B":
+        size, prefix = next((step for step in BINARY if largest >= step[0]), (1.0, "bytes"))
+    elif unit in ("B/s", "FLOP/s"):
+        size, head = next((step for step in DECIMAL if largest >= step[0]), (1.0, ""))
+        prefix = f"{head}{unit}"
+    return SweptAxis(key, name, prefix, size)
+
+
+def key_of(override: str) -> str:
+    """The key of an override, without Hydra's marks: `arrival.rate` of `+arrival.rate=8`."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def varied(points: Iterable[Sequence[str]]) -> list[str]:
+    """Keys of overrides that differ between points, in the order of their appearance."""
+    words = [list(own) for own in points]
+    common = set.intersection(*map(set, words)) if words else set()
+    return list(dict.fromkeys(key_of(text) for own in words for text in own if text not in common))
+
+
+def along_x(values: Mapping[str, Sequence[float]]) -> str | None:
+    """The key to draw along x: that with most values, a rate before others of as many.
+
+    Args:
+        values: numbers of each varied numeric key.
+
+    Returns:
+        The key; None where none has two values.
+    """
+    counts = {key: len(set(found)) for key, found in values.items() if key not in REPLICATES}
+    apart = [key for key, count in counts.items() if count > 1]
+    return max(apart, key=lambda key: (counts[key], key in RATES), default=None)
+
+
+def number(value: object) -> float | None:
+    """A setting's value as a number; None for text, switches and what is not a number."""
+    if isinstance(value, bool) or value is None:
+        return None
+    try:
+        found = float(str(value))
+    except ValueError:
+        return None
+    return found if found == found else None
