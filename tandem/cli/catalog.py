@@ -107,7 +107,7 @@ def about(path: Path) -> str:
     return SENTENCE.split(" ".join(told))[0]
 
 
-TAKING_SETTINGS = ("run", "sweep", "plan", "calibrate")  # verbs that take KEY=VALUE
+TAKING_SETTINGS = ("run", "sweep", "plan", "calibrate", "fidelity")  # verbs that take KEY=VALUE
 
 
 def completions(line: str, verbs: Iterable[str]) -> list[str]:
