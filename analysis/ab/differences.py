@@ -194,7 +194,7 @@ def load(run: RunFacts) -> float:
     """Share of the time between the first and the last arrival with a request in the system.
 
     It is the utilisation of a server that never idles while work is there, and needs requests
-    alone. With replicas: of the busiest. 0 for a run without two arrivals.
+    alone. With replicas: of the busiest. 0 without two arrivals, 1 where all are there at once.
     """
     rows = run.columns("requests", ("device", "status", "arrival_ns", "finish_ns"))
     device = np.nan_to_num(rows["device"].astype(float), nan=0.0)
@@ -205,10 +205,10 @@ def load(run: RunFacts) -> float:
         own = is_served & (device == number)
         order = np.argsort(rows["arrival_ns"][own], kind="stable")
         arrival = rows["arrival_ns"][own][order].astype(float)
-        if len(arrival) > 1 and arrival[-1] > arrival[0]:
+        if len(arrival) > 1:
             until = np.maximum.accumulate(end[own][order])[:-1]
-            idle = np.maximum(0.0, arrival[1:] - until).sum()
-            found.append(float(1 - idle / (arrival[-1] - arrival[0])))
+            idle, time = np.maximum(0.0, arrival[1:] - until).sum(), arrival[-1] - arrival[0]
+            found.append(float(1 - idle / time) if time > 0 else 1.0)
     return max(found)
 
 

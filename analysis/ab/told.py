@@ -56,7 +56,7 @@ def _scaled(values: Sequence[float], unit: str) -> tuple[list[float], str]:
 def difference(row: FigureDifference) -> str:
     """B - A with its sign and unit."""
     (value,), unit = _scaled([row.interval.value], row.unit)
-    return f"{value:+.4g} {unit}".rstrip()
+    return f"{value:+.3g} {unit}".rstrip()
 
 
 def interval(row: FigureDifference) -> str:
@@ -196,17 +196,17 @@ def part_of(value: float) -> str:
 
 
 def table(found: Against) -> str:
-    """A comparison for a terminal of 105 columns."""
+    """A comparison for a terminal of 120 columns."""
     sides = [
         f"{letter}  {group.name} ({len(group.runs)} run{'s' * (len(group.runs) > 1)})"
         for letter, group in (("A", found.a), ("B", found.b))
     ]
-    head = f"{'':<16}{'A':>12}{'B':>12}{'B - A':>13}{'%':>11}{'95 % interval':>26}  verdict"
+    head = f"{'':<16}{'A':>14}{'B':>14}{'B - A':>16}{'%':>11}{'95 % interval':>28}  verdict"
     lines = [*sides, "", head]
     for row in found.rows:
         cells = [figure(value, row.unit) for value in (row.a, row.b)]
-        shown = f"{cells[0]:>12}{cells[1]:>12}{difference(row):>13}{share(row.relative):>11}"
-        lines.append(f"{metric_name(row):<16}{shown}{interval(row):>26}  {verdict(row, found)}")
+        shown = f"{cells[0]:>14}{cells[1]:>14} {difference(row):>15}{share(row.relative):>11}"
+        lines.append(f"{metric_name(row):<16}{shown} {interval(row):>27}  {verdict(row, found)}")
     if any(row.has_few for row in found.rows):
         lines.append(FEW)
     lines += ["", *class_lines(found), *filter(None, [losers(found)]), ""]
