@@ -137,7 +137,8 @@ def _name(run: RunFacts, keys: Sequence[str], settings: Sequence[Settings]) -> s
     words = dict(
         str(word).lstrip("+").partition("=")[::2] for word in run.provenance.get("overrides", ())
     )
-    for section in dict.fromkeys(key.partition(".")[0] for key in keys):
+    sections = dict.fromkeys(key.partition(".")[0] for key in keys)
+    for section in sorted(sections, key=lambda name: name not in OF_A_POLICY):
         choice = f"{section}.{CLASS}"
         alike = [s for s in settings if s.get(choice) == own.get(choice)]
         left = set(differing(alike))

@@ -56,7 +56,11 @@ def _scaled(values: Sequence[float], unit: str) -> tuple[list[float], str]:
 def difference(row: FigureDifference) -> str:
     """B - A with its sign and unit."""
     (value,), unit = _scaled([row.interval.value], row.unit)
-    return f"{value:+.3g} {unit}".rstrip()
+    return f"{_signed(value)} {unit}".rstrip()
+
+
+def _signed(value: float) -> str:
+    return f"{value:+,.0f}" if abs(value) >= 1000 else f"{value:+.3g}"
 
 
 def interval(row: FigureDifference) -> str:
@@ -64,7 +68,7 @@ def interval(row: FigureDifference) -> str:
     if not row.interval.is_known:
         return "-"
     (low, high), unit = _scaled([row.interval.low, row.interval.high], row.unit)
-    return f"{low:+.3g} to {high:+.3g} {unit}".rstrip()
+    return f"{_signed(low)} to {_signed(high)} {unit}".rstrip()
 
 
 def verdict(row: FigureDifference, found: Against) -> str:
@@ -121,15 +125,14 @@ def headline(found: Against) -> str:
         text += f"B is better in {_listed(better)}. "
     if worse:
         text += f"B is worse in {_listed(worse)}. "
+    if (better or worse) and not found.needs_seeds:
+        text += "Chance alone seldom does that: these 95 % intervals leave out 0. "
+    elif better or worse:
+        text += "That could still be chance. "
     if same:
         text += f"No difference is shown in {_listed(same)}"
         is_equal = all(row.interval.value == 0 for row in found.rows)
         text += ": all figures are equal. " if is_equal else ": what there is may be chance. "
-    if found.needs_seeds and (better or worse):
-        text += "That could still be chance, since "
-        return f"{text}{notes(found)[0]}"
-    if better or worse:
-        text += "Chance alone seldom does that: these 95 % intervals leave out 0. "
     return " ".join([text.strip(), *notes(found)])
 
 
@@ -162,7 +165,8 @@ def losers(found: Against) -> str:
         if lost:
             worst = max(lost, key=lambda row: float(row[mean]))
             size = f"{100 * worst[slower]:.0f} % are slower, {seconds(worst[mean])} in the mean"
-            parts.setdefault(str(worst["class"]), []).append(f"in {name} ({size})")
+            most = "all, most of them " if len(lost) == len(known) > 1 else ""
+            parts.setdefault(f"{most}{worst['class']}", []).append(f"in {name} ({size})")
     if not parts:
         return "No class of requests loses under B."
     told = [f"{name} {_listed(lost)}" for name, lost in parts.items()]

@@ -69,16 +69,17 @@ def drawn(groups: Sequence[RunGroup], whole: Mapping[str, Run], folder: Path) ->
 
     if not any(run.rows("requests") for group in groups for run in group.runs.values()):
         return []
-    cdfs = [_cdf(groups, metric) for metric in LATENCIES]
-    found = [panel("latencies", cdfs, draw, (11, 3.6), folder, text=CDFS)]
+    cdfs = [*(_cdf(groups, metric) for metric in LATENCIES), pd.DataFrame()]
+    widths = (1, 1, 1, 0.7)
+    found = [panel("latencies", cdfs, draw, (12, 3.2), folder, widths=widths, text=CDFS)]
     first = {group.name: next(iter(group.runs.values())) for group in groups}
     parts = [_over_time("throughput", first), _over_time("present", first)]
     if len(whole) == len(groups):
         made = {name: _over_time(name, whole) for name in ("batch", "preemptions", "memory")}
         parts = [made["batch"], parts[0], made["preemptions"], made["memory"], parts[1]]
-    grid = (-(-len(parts) // 2), 2)
-    parts += [pd.DataFrame()] * (grid[0] * 2 - len(parts))
-    size = (11, 2.7 * grid[0])
+    parts.append(pd.DataFrame())
+    grid = (len(parts) // 3, 3)
+    size = (12, 2.8 * grid[0])
     return [*found, panel("over_time", parts, draw, size, folder, grid, text=TIMES)]
 
 
@@ -100,7 +101,7 @@ def _over_time(name: str, runs: Mapping[str, Any]) -> pd.DataFrame:
     make = {
         "batch": _batch,
         "throughput": _throughput,
-        "preemptions": _preemptions,
+        "preemptions": preemption_data,
         "memory": _memory,
         "present": _present,
     }[name]
@@ -151,15 +152,15 @@ def _present(run: RunFacts) -> pd.DataFrame:
     return _frame(edges, counts[0] - counts[1])
 
 
-def _preemptions(run: Run) -> pd.DataFrame:
-    """Restarts, where a job's tokens in KV are fewer than before, and copies to the host."""
+def preemption_data(run: Run) -> pd.DataFrame:
+    """Restarts (a slice with no more tokens in KV than the one before) and copies to the host."""
     rows = run.steps[["start_ns", "lane", "jobs", "contexts", "step"]]
     ids = set(run.requests["request_id"])
     serve = rows[rows["lane"].eq("compute")].sort_values("start_ns", kind="stable")
     slices = serve.explode(["jobs", "contexts"]).dropna(subset=["jobs", "contexts"])
     slices = slices[slices["jobs"].isin(ids)].astype({"contexts": float})
     before = slices.groupby("jobs")["contexts"].shift()
-    at = [slices["start_ns"][slices["contexts"] < before].to_numpy(float)]
+    at = [slices["start_ns"][slices["contexts"] <= before].to_numpy(float)]
     copies = rows[rows["lane"].eq("gpu->host")].explode("jobs")
     copies = copies[copies["jobs"].isin(ids)].drop_duplicates(["step", "jobs"])
     at.append(copies["start_ns"].to_numpy(float))
@@ -178,7 +179,9 @@ def _memory(run: Run) -> pd.DataFrame:
 
 
 def _plot(data: pd.DataFrame, ax: Any, names: Sequence[str]) -> None:
-    if data.empty:
+    if data.empty:  # the place of the legend
+        handles = [ax.plot([], [], label=name, **style(i))[0] for i, name in enumerate(names)]
+        ax.legend(handles=handles, loc="center left")
         ax.set_axis_off()
         return
     figure, unit = str(data["figure"].iloc[0]), str(data["x_unit"].iloc[0])
@@ -201,5 +204,3 @@ def _plot(data: pd.DataFrame, ax: Any, names: Sequence[str]) -> None:
         ax.set_ylim(bottom=0)
         if not data["y"].any():
             ax.set_ylim(0, 1)
-    if figure in ("ttft", "batch", "throughput") and ax.get_subplotspec().is_first_col():
-        ax.legend(loc="best")

@@ -56,7 +56,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Slowed(Constant):
-    """The same launches, each longer by a factor."""
+    """Launches that are longer by a factor."""
 
     factor: float = 1.0
 

@@ -17,7 +17,7 @@ from analysis.run import Run, load, load_checked, load_files
 from analysis.yaml_text import yaml_value
 from tandem.cli.collect import run_folders
 from tandem.cli.errors import Usage
-from tandem.sweeps.point import superseded_in
+from tandem.sweeps.point import points_in, superseded_in
 from tandem.wiring.folder import OK, status_of
 
 
@@ -58,13 +58,18 @@ def main(words: Sequence[str]) -> int:
 
 
 def _runs_in(given: Path) -> list[Path]:
-    """The folder itself, or all finished runs below it that no newer run supersedes."""
+    """The folder itself, or all finished runs below it that no newer run supersedes.
+
+    They have the order of their sweep, whose first point is the baseline.
+    """
     if not given.is_dir() or (given / "status.json").is_file():
         return [given]  # which says what it lacks as it is read
     found = run_folders(given)
-    old = {place: superseded_in(place) for place in {folder.parent for folder in found}}
+    places = sorted({folder.parent for folder in found})
+    old = {place: superseded_in(place) for place in places}
+    order = {place / name: i for place in places for i, name in enumerate(points_in(place))}
     kept = [f for f in found if status_of(f) == OK and f.name not in old[f.parent]]
-    return kept or [given]
+    return sorted(kept, key=lambda f: (f.parent, order.get(f, len(order)))) or [given]
 
 
 def _is_prediction_and_measurement(folders: Sequence[Path]) -> bool:

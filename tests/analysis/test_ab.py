@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from analysis.ab import told
 from analysis.ab.differences import against_baseline, is_few, load
 from analysis.ab.groups import grouped, has_one_policy
+from analysis.figures import ab_figures
 from analysis.run import Run
 from analysis.run import load as loaded
 from tandem.cli.__main__ import main
@@ -208,3 +210,30 @@ def test_a_folder_of_runs_and_runs_of_requests_alone(
     assert Path("all/comparison/report.html").is_file()
     drawn = pd.read_csv("all/comparison/figures/over_time.csv")["figure"]
     assert set(drawn) == {"throughput", "present"}
+
+
+@pytest.mark.parametrize("memory", ["paged_restart", "paged_swap"])
+def test_drawn_preemptions_are_those_of_the_requests(memory: str, short_budget: Path) -> None:
+    few = [f"memory={memory}", "budget.kv_pages=120", "record=all"]
+    run = loaded(served("out", "scheduling=chunked_prefill", *few))
+    counted = run.requests["restarts"].sum() + run.requests["swaps"].sum()
+    drawn = ab_figures.preemption_data(run)["y"]
+    assert counted > 10 and drawn.iloc[-1] == counted and (drawn.diff().dropna() >= 0).all()
+
+
+def test_groups_are_told_apart_without_colour() -> None:
+    styles = [ab_figures.style(i) for i in range(7)]
+    for first, second in itertools.pairwise(styles):
+        assert all(first[key] != second[key] for key in ("color", "marker", "linestyle"))
+
+
+@pytest.mark.parametrize("run_a", ["a", "b"])
+def test_a_simulation_and_its_measurement_are_no_ab(
+    run_a: str, make: Maker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The order of the folders does not matter, and the words are those of a prediction."""
+    make("a"), make("b", backend="cpu")
+    folders = [str(tmp_path / name) for name in sorted("ab", reverse=run_a == "b")]
+    assert main(["compare", *folders, "--no-replay", "--out", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert "plans in common" in text and "predict" in text and "verdict" not in text
