@@ -30,6 +30,7 @@ UNITS = {
     "goodput": "req/s",
     "preemptions": "count",
     "peak_kv": "bytes",
+    "peak_memory": "bytes",
     "mean_train_step": "s",
     "train_tokens_per_s": "tok/s",
 }
@@ -248,15 +249,20 @@ def totals(run: RunFacts) -> dict[str, float]:
         found = throughput(run) | (goodput(run, slo) if slo else {})
         out |= {name: found[name] for name in UNITS if name in found}
         out["preemptions"] = float(np.nansum(rows["restarts"]) + np.nansum(rows["swaps"]))
-    if run.has("memory"):
-        use = memory_use(run, ("kv",))
-        kv = use[use["pool"].str.startswith("gpu")]["peak"]
-        out |= {"peak_kv": float(kv.max())} if len(kv) else {}
+    if run.has("memory") and run.rows("requests"):
+        out |= {"peak_kv": peak} if (peak := _peak_bytes(run, "kv")) else {}
     if run.has("training") and run.rows("training"):
-        found = training_summary(whole(run))
+        trained = training_summary(whole(run))
         names = {"mean_train_step": "mean_train_step_s", "train_tokens_per_s": "train_tokens_per_s"}
-        out |= {name: float(found[key]) for name, key in names.items() if key in found}
+        out |= {name: float(trained[key]) for name, key in names.items() if key in trained}
+        out["peak_memory"] = _peak_bytes(run, "used")
     return out
+
+
+def _peak_bytes(run: RunFacts, kind: str) -> float:
+    """The most that a device holds of a kind; 0 where it never does."""
+    use = memory_use(run, (kind,))
+    return float(use[use["pool"].str.startswith("gpu")]["peak"].max() if len(use) else 0.0)
 
 
 def _of_one_pair(a: RunFacts, b: RunFacts, requests: pd.DataFrame) -> list[FigureDifference]:

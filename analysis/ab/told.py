@@ -15,6 +15,7 @@ METRIC_NAMES = {
     "goodput": "goodput",
     "preemptions": "preemptions",
     "peak_kv": "peak KV",
+    "peak_memory": "peak memory",
     "mean_train_step": "training step",
     "train_tokens_per_s": "training rate",
 }
@@ -133,6 +134,9 @@ def headline(found: Against) -> str:
         text += f"No difference is shown in {_listed(same)}"
         is_equal = all(row.interval.value == 0 for row in found.rows)
         text += ": all figures are equal. " if is_equal else ": what there is may be chance. "
+    if not any(is_known.values()):
+        parts = [f"{_short(row)} ({share(row.relative)})" for row in rows]
+        text += f"B differs in {_listed(parts)}: without an interval that may be chance. "
     return " ".join([text.strip(), *notes(found)])
 
 
@@ -213,5 +217,7 @@ def table(found: Against) -> str:
         lines.append(f"{metric_name(row):<16}{shown} {interval(row):>27}  {verdict(row, found)}")
     if any(row.has_few for row in found.rows):
         lines.append(FEW)
-    lines += ["", *class_lines(found), *filter(None, [losers(found)]), ""]
+    if classes := class_lines(found):
+        lines += ["", *classes, losers(found)]
+    lines.append("")
     return "\n".join([*lines, method(found), *notes(found)])

@@ -237,3 +237,17 @@ def test_a_simulation_and_its_measurement_are_no_ab(
     assert main(["compare", *folders, "--no-replay", "--out", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
     assert "plans in common" in text and "predict" in text and "verdict" not in text
+
+
+def test_training_alone_is_compared_by_its_steps(
+    short_budget: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["trace=none", "training=sample", "budget.device_bytes=90000000", "backend=sim"]
+    for policy in ("zero3_offload", "train_lru"):
+        assert main(["run", *words, f"policy={policy}", f"hydra.run.dir={policy}"]) == 0
+    capsys.readouterr()
+    assert main(["compare", "zero3_offload", "train_lru", "--out", "out"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("training step", "training rate", "peak memory"))
+    assert "There is no interval" in text
+    assert "without an interval that may be chance" in Path("out/report.html").read_text("utf-8")
