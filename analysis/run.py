@@ -148,6 +148,18 @@ def load_files(folder: Path | str) -> RunFiles:
     return run_files(folder)
 
 
+def load_checked(folder: Path | str) -> RunFiles:
+    """A finished run whose tables are all checked and then stay in their files; see `load`.
+
+    Of a run that has kept requests alone, these.
+    """
+    folder = Path(folder).resolve()
+    if (folder / "steps.parquet").is_file():
+        load(folder)
+        return run_files(folder)
+    return load_files(folder)
+
+
 def read_run(folder: Path) -> Run:
     """Reads the folder of a run of any status, also of one that is still being written.
 

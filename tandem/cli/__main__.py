@@ -27,7 +27,10 @@ VERBS = {
     "sweep": ("tandem.cli.sweep", "a grid of runs in parallel; resumes, survives failing points"),
     "collect": ("tandem.cli.collect", "one table of all runs in a folder"),
     "report": ("tandem.cli.report", "the page of a run or of a sweep: figures and their numbers"),
-    "compare": ("tandem.cli.compare", "two run folders: how far apart and why; writes a report"),
+    "compare": (
+        "tandem.cli.compare",
+        "runs: how far off a prediction is, or which setting is better",
+    ),
     "calibrate": (
         "tandem.cli.calibrate",
         "profile a device through the executor and fit its costs",

@@ -1,4 +1,8 @@
-"""`tandem compare`: two runs of one trace, how far apart they are and why."""
+"""`tandem compare`: runs of one trace, how far apart they are and why.
+
+Two runs of one policy, one simulated and one measured, are a prediction and its measurement. All
+others are compared by the setting in which they differ.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,28 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from analysis.ab.groups import has_one_policy
 from analysis.compare import Comparison, check_same_work, compare
-from analysis.run import Run, load
+from analysis.run import Run, load, load_checked, load_files
 from analysis.yaml_text import yaml_value
+from tandem.cli.collect import run_folders
 from tandem.cli.errors import Usage
-from tandem.wiring.folder import status_of
+from tandem.sweeps.point import points_in, superseded_in
+from tandem.wiring.folder import OK, status_of
 
 
 def main(words: Sequence[str]) -> int:
     """Prints the table and the path of the report."""
     parser = argparse.ArgumentParser(
         prog="tandem compare",
-        description="Compares a predicted run with a measured one (or any two runs of one trace). "
-        "The measured plan log is replayed in the simulator to tell errors of time from decisions "
-        "that diverged. Given one run, writes its own report.",
+        description="Compares runs. A simulated and a measured run of one policy: how far the "
+        "prediction is off and why; the measured plan log is replayed in the simulator to tell "
+        "errors of time from decisions that diverged. Runs that differ in a policy or another "
+        "setting, with one seed or several: which is better, by how much, and whether that could "
+        "be chance; the first setting is the baseline. Given one run, writes its own report.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    about = "folder of a run, or one with runs in it, such as a sweep's"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=about)
     parser.add_argument("--out", type=Path, help="folder of the report; default: beside the runs")
     parser.add_argument("--no-replay", action="store_true", help="leave the replay out")
     about = "a folder of your own yaml files that the predicted run was given, for the replay"
@@ -30,21 +40,69 @@ def main(words: Sequence[str]) -> int:
     about = "an installed package that it was told to trust, again for the replay"
     parser.add_argument("--trusted", action="append", default=[], metavar="PACKAGE", help=about)
     chosen = parser.parse_args(words)
-    if len(chosen.runs) > 2:
-        raise Usage(f"{len(chosen.runs)} runs given: compare takes two, or one for its own report")
-    if len(chosen.runs) == 1:
-        page = report_of(chosen.runs[0], chosen.out)
-    else:
-        first, second = chosen.runs
-        replays, folders = not chosen.no_replay, tuple(chosen.config_dir)
-        comparison, page = compare_folders(
-            first, second, chosen.out, replays, folders, chosen.trusted
-        )
+    folders = [folder for given in chosen.runs for folder in _runs_in(given)]
+    if len(folders) == 1:
+        page = report_of(folders[0], chosen.out)
+    elif _is_prediction_and_measurement(folders):
+        first, second = folders
+        replays, own = not chosen.no_replay, tuple(chosen.config_dir)
+        comparison, page = compare_folders(first, second, chosen.out, replays, own, chosen.trusted)
         from analysis.verdicts import table
 
         print(table(comparison))
+    else:
+        told, page = compare_settings(folders, chosen.out or _beside(chosen.runs, folders))
+        print(told)
     print(f"report: {page}")
     return 0
+
+
+def _runs_in(given: Path) -> list[Path]:
+    """The folder itself, or all finished runs below it that no newer run supersedes.
+
+    They have the order of their sweep, whose first point is the baseline.
+    """
+    if not given.is_dir() or (given / "status.json").is_file():
+        return [given]  # which says what it lacks as it is read
+    found = run_folders(given)
+    places = sorted({folder.parent for folder in found})
+    old = {place: superseded_in(place) for place in places}
+    order = {place / name: i for place in places for i, name in enumerate(points_in(place))}
+    kept = [f for f in found if status_of(f) == OK and f.name not in old[f.parent]]
+    return sorted(kept, key=lambda f: (f.parent, order.get(f, len(order)))) or [given]
+
+
+def _is_prediction_and_measurement(folders: Sequence[Path]) -> bool:
+    if len(folders) != 2:
+        return False
+    a, b = (load_files(folder) for folder in folders)
+    return a.is_measured != b.is_measured and has_one_policy(a, b)
+
+
+def _beside(given: Sequence[Path], folders: Sequence[Path]) -> Path:
+    """The default place of a report of settings: in a sweep, else beside the first run."""
+    if len(given) == 1:
+        return given[0] / "comparison"
+    first, *others = (folder.resolve() for folder in folders)
+    name = others[0].name if len(others) == 1 else f"{len(others)}-runs"
+    return first.with_name(f"{first.name}-against-{name}")
+
+
+def compare_settings(folders: Sequence[Path], out: Path) -> tuple[str, Path]:
+    """Compares runs by the setting that differs and writes the report; returns the tables.
+
+    Raises:
+        ValueError: In one line, runs that cannot be compared.
+    """
+    from analysis.ab.differences import against_baseline
+    from analysis.ab.told import table
+    from analysis.pages.ab import left_out, write_ab_report
+
+    found = against_baseline([load_checked(folder) for folder in folders])
+    command = "tandem compare " + " ".join(str(folder.resolve()) for folder in folders)
+    page = write_ab_report(found, out, command)
+    told = [table(pair) for pair in found]
+    return "\n\n".join([*told, *left_out([found[0].a, *(pair.b for pair in found)])]), page
 
 
 def report_of(folder: Path, out: Path | None = None) -> Path:

@@ -80,9 +80,12 @@ ROOMS: dict[str, set[str]] = {
         *("runtime.executors.machine", "runtime.serving.kv", "runtime.serving.model"),
     },
     "analysis": {SCHEMA},
-    "analysis.figures": {"analysis", SCHEMA},
+    "analysis.ab": {"analysis", SCHEMA},
+    "analysis.figures": {"analysis", "analysis.ab", SCHEMA},
     "analysis.figures.experiments": {"analysis", "analysis.figures", SCHEMA},
-    "analysis.pages": {"analysis", "analysis.figures", "analysis.figures.experiments", SCHEMA},
+    "analysis.pages": {
+        *("analysis", "analysis.ab", "analysis.figures", "analysis.figures.experiments", SCHEMA),
+    },
     "tandem": {
         *PACKAGES,
         *("tandem.cli", "tandem.config", "tandem.fidelity", "tandem.sweeps", "tandem.wiring"),

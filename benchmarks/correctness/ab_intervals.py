@@ -1,0 +1,182 @@
+"""Claim: the intervals of a comparison of settings say what is chance.
+
+Runs of the real engine over the virtual executor, in process: Poisson arrivals, lengths of prompts
+and outputs drawn per seed, a launch takes so much and so much more for each token. The load is the
+rate over that served when all requests are there at once.
+
+1. Equal runs: every difference is 0, and no interval leaves 0 out.
+2. One policy against itself, 1,000 comparisons at 50 and at 80 % load: GROUP seeds against GROUP
+   others (Welch), and GROUP pairs of independent seeds (paired t). The 95 % interval of mean TTFT,
+   TPOT and E2E must leave 0 out in 3 to 8 %. The seeds of a comparison are disjoint. All come from
+   one pool, reshuffled until there are enough comparisons: they are not all independent, which
+   widens the spread of the share and leaves its mean.
+3. Durations 3 % longer, SEEDS seeds a side, paired: each of the three means must be told worse in
+   80 % of the trials, whose seeds are disjoint.
+4. One pair of runs above 90 % load says that its intervals need seeds.
+
+The value is the share of 2. that lies farthest from 5 %.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from analysis.ab import told
+from analysis.ab.differences import BUSY, LATENCIES, Against, against
+from analysis.ab.groups import RunGroup
+from analysis.ab.intervals import Interval, over_groups, over_pairs
+from analysis.metrics import latencies
+from analysis.run import Run
+from engine.contract.executor import Launch
+from engine.contract.regions import Tier
+from engine.loop.engine import Engine
+from engine.loop.state import VirtualClock
+from engine.results.recorder import Recorder
+from engine.results.schema import TABLES
+from policies.composed import Composed
+from policies.kv.paged_restart import PagedRestart
+from policies.scheduling.chunked_prefill import ChunkedPrefill
+from sim.executor import SimExecutor
+from tests.support.queueing import PAGE, Constant
+from traces.serving.request import Request
+
+LOADS, LOW, HIGH = (0.5, 0.8), 0.03, 0.08
+POOL, COMPARISONS, GROUP = 4000, 1000, 10
+SLOWER, SEEDS, TRIALS, DETECTED = 1.03, 20, 25, 0.8
+REQUESTS = 80
+LAUNCH_NS, TOKEN_NS = 4_000_000, 50_000
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Slowed(Constant):
+    """Launches that are longer by a factor."""
+
+    factor: float = 1.0
+
+    def compute_ns(self, launch: Launch) -> int:
+        return round(self.factor * super().compute_ns(launch))
+
+
+def requests_of(seed: int, rate: float, count: int) -> list[Request]:
+    """Requests of one seed; all at once at an infinite rate."""
+    rng = np.random.default_rng(seed)
+    gaps_ns = rng.exponential(1e9 / rate, count) if np.isfinite(rate) else np.zeros(count)
+    arrivals = np.cumsum(gaps_ns).astype(int).tolist()
+    prompts, outputs = rng.integers(8, 129, count).tolist(), rng.integers(2, 17, count).tolist()
+    return [Request(i, *row) for i, row in enumerate(zip(arrivals, prompts, outputs, strict=True))]
+
+
+def run(requests: Sequence[Request], factor: float = 1.0, keeps_steps: bool = False) -> Run:
+    """A run of the engine, as `load` would read it."""
+    env, recorder = VirtualClock(), Recorder(keeps_steps=keeps_steps)
+    policy = Composed(ChunkedPrefill(128, 8), PagedRestart(watermark=0.0))
+    cost = Slowed(LAUNCH_NS, TOKEN_NS, factor=factor)
+    room = {(Tier.GPU, 0): 256 * PAGE.nbytes}
+    engine = Engine(env, policy, SimExecutor(env, cost), room, PAGE, depth=1, recorder=recorder)
+    engine.replay(iter(requests))
+    empty = {name: schema.empty_table() for name, schema in TABLES.items()}
+    frames = {n: table.to_pandas() for n, table in (empty | recorder.tables()).items()}
+    return Run(Path("run"), {"backend": "sim"}, {"seed": 0}, **frames)
+
+
+def means(seed: int, rate: float, count: int, factor: float = 1.0) -> list[float]:
+    """Mean TTFT, TPOT and E2E of a run, in seconds."""
+    rows = latencies(run(requests_of(seed, rate, count), factor))
+    return [float(np.nanmean(rows[f"{metric}_s"])) for metric in LATENCIES]
+
+
+def one_pair(rate: float, factor: float, count: int) -> Against:
+    """A run of one seed against a slower one."""
+    requests = requests_of(0, rate, count)
+    sides = (run(requests, slowed, keeps_steps=True) for slowed in (1.0, factor))
+    a, b = (RunGroup(name, {("0", 0): side}) for name, side in zip("AB", sides, strict=True))
+    return against(a, b)
+
+
+def equal_runs(rate: float, count: int) -> bool:
+    """Whether equal runs differ in nothing, and no interval says otherwise."""
+    found = one_pair(rate, 1.0, count)
+    rows = [row.interval for row in found.rows]
+    differences = [found.requests[f"{metric}_difference_s"].dropna() for metric in LATENCIES]
+    return (
+        all(row.value == 0 and not row.excludes_zero for row in rows)
+        and sum(row.is_known for row in rows) >= 3 * 4
+        and not any(values.any() for values in differences)
+    )
+
+
+Method = Callable[[Floats, Floats], Interval]
+METHODS: dict[str, Method] = {"Welch": over_groups, "paired t": lambda a, b: over_pairs(b - a)}
+
+
+def false_alarms(pool: Floats, comparisons: int, method: Method, seed: int) -> Floats:
+    """The share of comparisons of disjoint seeds whose interval leaves 0 out, per metric."""
+    rng, found = np.random.default_rng(seed), list[list[bool]]()
+    while len(found) < comparisons:
+        order = rng.permutation(len(pool))
+        for at in range(0, len(pool) - 2 * GROUP + 1, 2 * GROUP):
+            a, b = pool[order[at : at + GROUP]], pool[order[at + GROUP : at + 2 * GROUP]]
+            columns = range(len(LATENCIES))
+            found.append([method(a[:, i], b[:, i]).excludes_zero for i in columns])
+    shares: Floats = np.mean(found[:comparisons], axis=0)
+    return shares
+
+
+def detections(plain: Floats, slow: Floats, trials: int) -> Floats:
+    """The share of trials that tell the slower policy worse, per metric."""
+    found = []
+    for trial in range(trials):
+        own = slice(trial * SEEDS, (trial + 1) * SEEDS)
+        rows = [over_pairs(slow[own, i] - plain[own, i]) for i in range(len(LATENCIES))]
+        found.append([row.low > 0 for row in rows])
+    shares: Floats = np.mean(found, axis=0)
+    return shares
+
+
+def main() -> int:
+    is_quick = "--quick" in sys.argv[1:]
+    pool_size, trials = (400, 10) if is_quick else (POOL, TRIALS)
+    whole = run(requests_of(0, np.inf, 1000))
+    finish = whole.requests["finish_ns"]
+    capacity = len(finish) / (float(finish.max()) / 1e9)
+    print(f"capacity {capacity:.2f} requests/s; seeds a side {GROUP}; requests a run {REQUESTS}")
+    print(f"{'':<34}" + "".join(f"{name:>9}" for name in LATENCIES))
+    shares, found = list[float](), list[float]()
+    for load in LOADS:
+        rate = load * capacity
+        pool = np.array([means(seed, rate, REQUESTS) for seed in range(pool_size)])
+        for name, method in METHODS.items():
+            row = false_alarms(pool, COMPARISONS, method, seed=0)
+            shares += row.tolist()
+            _show(f"load {load:.0%}: excludes 0, {name}", row)
+        count = trials * SEEDS
+        slow = np.array([means(seed, rate, REQUESTS, SLOWER) for seed in range(count)])
+        row = detections(pool[:count], slow, trials)
+        found += row.tolist()
+        _show(f"load {load:.0%}: 3 % slower is told", row)
+    is_equal = equal_runs(LOADS[0] * capacity, REQUESTS)
+    print(f"equal runs: {'every difference is 0' if is_equal else 'a difference is told'}")
+    high = one_pair(0.95 * capacity, SLOWER, 500)
+    says = high.needs_seeds and "The intervals need seeds" in told.table(high)
+    print(f"one pair, load {high.load:.1%} (told above {BUSY:.0%}): needs seeds: {says}")
+    farthest = max(shares, key=lambda share: abs(share - 0.05))
+    passed = all(LOW <= share <= HIGH for share in shares) and min(found) >= DETECTED
+    passed = passed and is_equal and says
+    verdict = "pass" if passed else "fail"
+    print(f"ab_intervals {100 * farthest:.2g} % {100 * LOW:g}-{100 * HIGH:g} {verdict}")
+    return int(not passed)
+
+
+def _show(name: str, row: Floats) -> None:
+    print(f"{name:<34}" + "".join(f"{100 * share:>7.1f} %" for share in row))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

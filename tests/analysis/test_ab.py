@@ -1,0 +1,253 @@
+"""Runs that differ in a setting: groups, differences, words and the page."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis.ab import told
+from analysis.ab.differences import against_baseline, is_few, load
+from analysis.ab.groups import grouped, has_one_policy
+from analysis.figures import ab_figures
+from analysis.run import Run
+from analysis.run import load as loaded
+from tandem.cli.__main__ import main
+from tests.support.synthetic import MS, Toy, write
+
+Maker = Callable[..., Run]
+TWELVE = Toy(
+    [i * 30 * MS for i in range(12)],
+    prompts=[20, 5, 40, 10] * 3,
+    outputs=[4, 9, 2, 7, 1, 5, 8, 3, 6, 4, 2, 5],
+)
+SHORTEST = {"_target_": "shortest.ShortestPromptFirst", "max_jobs": 64}
+CHUNKED = {"_target_": "policies.scheduling.chunked_prefill.ChunkedPrefill", "max_jobs": 64}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Maker:
+    def make(name: str, config: dict[str, Any] | None = None, **changes: Any) -> Run:
+        run = loaded(write(tmp_path / name, TWELVE, **changes))
+        overrides = changes.get("provenance", {})
+        settings = {"seed": 0, "backend": {"name": changes.get("backend", "sim")}, **(config or {})}
+        return replace(run, config=settings, provenance={**run.provenance, **overrides})
+
+    return make
+
+
+def slow(factor: float) -> dict[str, Any]:
+    return {"factor": lambda step: factor}
+
+
+def test_equal_runs_differ_in_nothing(make: Maker) -> None:
+    run = make("a")
+    (found,) = against_baseline([run, run])
+    assert all(row.interval.value == 0 for row in found.rows)
+    assert not any(row.interval.excludes_zero for row in found.rows)
+    assert not found.requests[[c for c in found.requests if "difference" in c]].any(axis=None)
+    assert "all figures are equal" in told.headline(found)
+    assert found.a.name == "a" and found.b.name == "a (2)"
+    assert {row.verdict for row in found.rows} == {"no difference shown", "needs seeds"}
+
+
+def test_differences_are_paired_by_request(make: Maker) -> None:
+    runs = [make("a", {"pace": 1.0}), make("b", {"pace": 1.5}, **slow(1.5))]
+    (found,) = against_baseline(runs)
+    a, b = (run.requests.set_index("request_id").sort_index() for run in runs)
+    e2e = ((b["finish_ns"] - a["finish_ns"]) / 1e9).to_numpy()
+    rows = found.requests.set_index("request_id").sort_index()
+    assert rows["e2e_difference_s"].to_numpy() == pytest.approx(e2e)
+    row = found.row("e2e")
+    assert row is not None and row.interval.value == pytest.approx(e2e.mean())
+    assert row.interval.low <= e2e.mean() <= row.interval.high
+    assert (found.a.name, found.b.name) == ("pace=1.0", "pace=1.5")
+
+
+def test_groups_follow_the_setting_that_differs_and_not_the_seed(make: Maker) -> None:
+    runs = [
+        make(f"{name}{seed}", {"seed": seed, "scheduling": scheduling, "cache": name})
+        for seed in (0, 1)
+        for name, scheduling in (("a", CHUNKED), ("b", SHORTEST))
+    ]
+    first, second = grouped(runs)
+    assert (first.name, second.name) == (
+        "scheduling=ChunkedPrefill",
+        "scheduling=ShortestPromptFirst",
+    )
+    assert [*first.runs] == [*second.runs] == [("0", 0), ("1", 0)]
+    more = make("c", {"scheduling": {**SHORTEST, "max_jobs": 8}})
+    names = [group.name for group in grouped([*runs, more])]
+    assert names[2] == "scheduling=ShortestPromptFirst scheduling.max_jobs=8"
+
+
+def test_the_command_lines_own_names_are_kept(make: Maker) -> None:
+    facts = [{"overrides": [f"policy={name}", "seed=0"]} for name in ("orca", "vllm_v1")]
+    runs = [
+        make(name, {"scheduling": s}, provenance=f)
+        for name, s, f in zip("ab", (CHUNKED, SHORTEST), facts, strict=True)
+    ]
+    assert [group.name for group in grouped(runs)] == ["policy=orca", "policy=vllm_v1"]
+
+
+def test_seeds_are_paired_where_both_sides_have_them(make: Maker) -> None:
+    factors = {0: 1.20, 1: 1.21, 2: 1.22}
+    runs = [
+        make(f"{pace}{seed}", {"seed": seed, "pace": pace}, **slow(factor if pace > 1 else 1.0))
+        for seed, factor in factors.items()
+        for pace in (1.0, 1.1)
+    ]
+    (found,) = against_baseline(runs)
+    row = found.row("tpot")
+    assert row is not None and row.interval.method == "t over 3 paired seeds"
+    assert row.verdict == "worse" and found.seeds == 3 and not found.needs_seeds
+    (apart,) = against_baseline([runs[0], runs[2], runs[5], make("d", {"seed": 5, "pace": 1.1})])
+    row = apart.row("tpot")
+    assert row is not None and row.interval.method == "Welch over 2 and 2 seeds"
+    assert apart.requests.empty and apart.classes.empty and told.losers(apart) == ""
+
+
+def test_load_is_the_share_of_time_with_a_request_there(make: Maker) -> None:
+    # Prefills of 20, 5, 40, 10 ms and decodes of 5 ms a token: by hand for two requests.
+    apart = make("x", arrivals_ns=[0, 100 * MS], prompts=[20, 5], outputs=[5, 1])
+    assert load(apart) == pytest.approx(0.4)  # 20 ms and four decodes of 5 ms, of 100 ms
+    full = make("y", arrivals_ns=[0, 10 * MS, 20 * MS], prompts=[20] * 3, outputs=[9] * 3)
+    assert load(full) == 1.0
+    pair = [full, replace(full, config={**full.config, "pace": 2})]
+    (found,) = against_baseline(pair)
+    assert found.needs_seeds and "The intervals need seeds" in told.table(found)
+    (calm,) = against_baseline([apart, replace(apart, config={**apart.config, "pace": 2})])
+    assert not calm.needs_seeds and "need seeds" not in told.table(calm)
+
+
+def test_percentiles_of_few_requests_are_marked(make: Maker) -> None:
+    assert is_few("p99", 99) and not is_few("p99", 100)
+    assert is_few("p90", 9) and not is_few("p90", 10) and not is_few("mean", 1)
+    (found,) = against_baseline([make("a"), make("b", {"pace": 2.0}, **slow(2.0))])
+    text = told.table(found)
+    assert "p99 TTFT *" in text and "p90 TTFT *" not in text and told.FEW in text
+
+
+def test_runs_of_other_traces_are_told_in_one_line(make: Maker) -> None:
+    hashes = [{"trace_hash": name} for name in "ab"]
+    runs = [
+        make(name, {"arrival": {"rate": rate}}, provenance=facts)
+        for name, rate, facts in zip("ab", (4, 8), hashes, strict=True)
+    ]
+    with pytest.raises(ValueError, match=r"different traces \(arrival.rate differs\): compare"):
+        against_baseline(runs)
+    seeds = [replace(run, config={"seed": i}) for i, run in enumerate(runs)]
+    with pytest.raises(ValueError, match="differ in their seeds alone"):
+        against_baseline(seeds)
+    with pytest.raises(ValueError, match="1 run to compare"):
+        against_baseline(runs[:1])
+
+
+def test_one_policy_on_two_backends_is_no_comparison_of_settings(make: Maker) -> None:
+    a = make("a", {"scheduling": CHUNKED})
+    b = make("b", {"scheduling": CHUNKED, "profile": "p"}, backend="cpu")
+    assert has_one_policy(a, b)
+    assert not has_one_policy(a, replace(b, config={**b.config, "scheduling": SHORTEST}))
+
+
+RUN = ["run", "model=micro_llama", "arrival.rate=400", "limit=60", "budget.kv_pages=2048"]
+CONF = str(Path(__file__).parents[2] / "examples/shortest_prompt_first/conf")
+
+
+@pytest.fixture
+def short_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def served(name: str, *words: str) -> str:
+    choice = ["--config-dir", CONF, *words, f"hydra.run.dir={name}"]
+    assert main([*RUN, *choice]) == 0
+    return name
+
+
+def test_shortest_first_makes_long_prompts_wait(
+    short_budget: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A budget of 64 tokens makes prompts queue, so that their order matters."""
+    few = "scheduling.token_budget=64"
+    runs = [
+        served(f"{name}{seed}", f"scheduling={name}", few, f"seed={seed}")
+        for name in ("chunked_prefill", "shortest")
+        for seed in (0, 1)
+    ]
+    capsys.readouterr()
+    assert main(["compare", *runs, "--out", "out"]) == 0
+    text = capsys.readouterr().out
+    assert "A  scheduling=chunked_prefill (2 runs)" in text
+    losers = next(line for line in text.splitlines() if line.startswith("Losers under B"))
+    classes = pd.read_csv("out/classes.csv")
+    lengths = classes[classes["by"].eq("prompt length")]["class"].tolist()
+    assert lengths[-1] in losers and lengths[0] not in losers
+    page = Path("out/report.html").read_text("utf-8")
+    assert "predict" not in (text + page).lower() and losers in page
+    for name in ("latencies", "over_time"):
+        assert len(pd.read_csv(f"out/figures/{name}.csv"))
+    requests = pd.read_csv("out/requests.csv")
+    assert len(requests) == 2 * 60 and np.isfinite(requests["e2e_difference_s"]).all()
+
+
+def test_a_folder_of_runs_and_runs_of_requests_alone(
+    short_budget: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("chunked_prefill", "shortest"):
+        served(f"all/{name}", f"scheduling={name}", "record=requests")
+    capsys.readouterr()
+    assert main(["compare", "all"]) == 0
+    text = capsys.readouterr().out
+    assert "Runs that keep requests alone" in text and "peak KV" not in text
+    assert Path("all/comparison/report.html").is_file()
+    drawn = pd.read_csv("all/comparison/figures/over_time.csv")["figure"]
+    assert set(drawn) == {"throughput", "present"}
+
+
+@pytest.mark.parametrize("memory", ["paged_restart", "paged_swap"])
+def test_drawn_preemptions_are_those_of_the_requests(memory: str, short_budget: Path) -> None:
+    few = [f"memory={memory}", "budget.kv_pages=120", "record=all"]
+    run = loaded(served("out", "scheduling=chunked_prefill", *few))
+    counted = run.requests["restarts"].sum() + run.requests["swaps"].sum()
+    drawn = ab_figures.preemption_data(run)["y"]
+    assert counted > 10 and drawn.iloc[-1] == counted and (drawn.diff().dropna() >= 0).all()
+
+
+def test_groups_are_told_apart_without_colour() -> None:
+    styles = [ab_figures.style(i) for i in range(7)]
+    for first, second in itertools.pairwise(styles):
+        assert all(first[key] != second[key] for key in ("color", "marker", "linestyle"))
+
+
+@pytest.mark.parametrize("run_a", ["a", "b"])
+def test_a_simulation_and_its_measurement_are_no_ab(
+    run_a: str, make: Maker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The order of the folders does not matter, and the words are those of a prediction."""
+    make("a"), make("b", backend="cpu")
+    folders = [str(tmp_path / name) for name in sorted("ab", reverse=run_a == "b")]
+    assert main(["compare", *folders, "--no-replay", "--out", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert "plans in common" in text and "predict" in text and "verdict" not in text
+
+
+def test_training_alone_is_compared_by_its_steps(
+    short_budget: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["trace=none", "training=sample", "budget.device_bytes=90000000", "backend=sim"]
+    for policy in ("zero3_offload", "train_lru"):
+        assert main(["run", *words, f"policy={policy}", f"hydra.run.dir={policy}"]) == 0
+    capsys.readouterr()
+    assert main(["compare", "zero3_offload", "train_lru", "--out", "out"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("training step", "training rate", "peak memory"))
+    assert "There is no interval" in text
+    assert "without an interval that may be chance" in Path("out/report.html").read_text("utf-8")
