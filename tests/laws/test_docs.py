@@ -68,7 +68,7 @@ def test_every_decision_that_is_cited_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [ROOT / "DESIGN.md", ROOT / "docs/gpu.md", *DECISIONS], ids=lambda path: path.stem
+    "path", [ROOT / "DESIGN.md", ROOT / "docs/guide/gpu.md", *DECISIONS], ids=lambda path: path.stem
 )
 def test_files_that_are_named_are_there(path: Path) -> None:
     assert missing_files(path.read_text("utf-8")) == []
