@@ -6,6 +6,7 @@ A comment before a block marks it: `<!-- slow -->` runs it in the slow set alone
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -81,3 +82,22 @@ def run_shell(texts: Iterable[str], folder: Path, timeout_s: float) -> str:
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
+
+
+def script_of(notebook: Path) -> str:
+    """The code cells of a notebook, in their order, as one script for a plain Python.
+
+    A cell that begins with `%%writefile PATH` becomes the writing of that file.
+    """
+    cells = [cell for cell in json.loads(notebook.read_text("utf-8"))["cells"]]
+    parts = []
+    for cell in cells:
+        text = "".join(cell["source"])
+        if cell["cell_type"] != "code":
+            continue
+        if text.startswith("%%writefile "):
+            first, _, rest = text.partition("\n")
+            path = first.removeprefix("%%writefile ")
+            text = f"from pathlib import Path\nPath({path!r}).write_text({rest!r} + chr(10))"
+        parts.append(text)
+    return "\n\n".join(parts) + "\n"
