@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
+import pandas as pd
 import pytest
 
 from engine.contract.job import Job
@@ -16,6 +20,8 @@ from engine.contract.rules import BrokenLaw, ContractError
 from engine.laws.check_policy import check_policy
 from engine.loop.asking import MAKERS
 from policies.composed import Composed
+from policies.kv.paged_restart import PagedRestart
+from policies.kv.paged_swap import PagedSwap
 from policies.scheduling.chunked_prefill import ChunkedPrefill
 from tandem.cli.__main__ import main
 from tests.support.blocks import (
@@ -27,11 +33,12 @@ from tests.support.blocks import (
     blocks_of,
     page,
     run_shell,
+    script_of,
     shell,
 )
 
 MEMORY, SCHEDULING = "docs/guide/memory-policy.md", "docs/guide/scheduling-policy.md"
-KEEPS_ROOM = ROOT / "examples/keeps_room"
+KEEPS_ROOM, FEEDBACK_QUEUE = ROOT / "examples/keeps_room", ROOT / "examples/feedback_queue"
 PYTHON = [name for name in PAGES if any(b.kind == "python" for b in blocks_of(page(name)))]
 LISTED = {  # blocks that are not run, by their page and first line
     ("README.md", "make demo"): "they set up the machine, and run the tests",
@@ -93,8 +100,13 @@ def test_python_of_a_document_runs(
         sys.modules.pop(module_name, None)
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if shell(name, "")])
-def test_commands_of_a_document_run(name: str, tmp_path: Path) -> None:
+def test_commands_of_readme_run(tmp_path: Path) -> None:
+    run_shell(shell("README.md", ""), tmp_path, timeout_s=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PAGES[1:] if shell(name, "")])
+def test_commands_of_a_guide_run(name: str, tmp_path: Path) -> None:
     run_shell(shell(name, ""), tmp_path, timeout_s=300)
 
 
@@ -114,7 +126,7 @@ def test_a_command_that_fails_is_told(tmp_path: Path) -> None:
     [
         (KEEPS_ROOM, "keeps_room", MEMORY),
         (ROOT / "examples/shortest_prompt_first", "shortest", ""),
-        (ROOT / "examples/feedback_queue", "feedback_queue", SCHEDULING),
+        (FEEDBACK_QUEUE, "feedback_queue", SCHEDULING),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -142,6 +154,79 @@ def test_the_guides_policy_restarts_less(
         assert main(command.replace("examples/", f"{ROOT}/examples/").split()) == 0
         told += re.findall(r"(\d+) restarts", capsys.readouterr().out)
     assert f"The first run restarts {told[0]} jobs, the second {told[1]}" in text
+
+
+def test_the_feedback_queue_keeps_its_contract_and_its_levels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(FEEDBACK_QUEUE))
+    from feedback_queue import FeedbackQueue  # type: ignore[import-not-found]
+
+    queue = FeedbackQueue(batch_jobs=2, quantum_tokens=40)
+    for memory in (PagedRestart(), PagedSwap()):
+        assert check_policy(Composed(queue, memory)) > 0
+    waiting, begun = Job(0, 0, 100, known_tokens=100), Job(1, 0, 100, 100, computed_tokens=60)
+    decode, restarted = Job(2, 0, 30, 31, computed_tokens=30), Job(3, 0, 100, 165)
+    assert [queue.level(job) for job in (waiting, decode, begun, restarted)] == [0, 0, 1, 3]
+    sys.modules.pop("feedback_queue")
+
+
+def test_the_feedback_queue_pauses_jobs_and_is_as_the_guide_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    section = page(SCHEDULING).partition("## A policy that preempts")[2].partition("\n## ")[0]
+    commands = re.findall(r"^tandem (run .*)$", section, re.MULTILINE)
+    found = []
+    for i, command in enumerate(commands):
+        words = command.replace("examples/", f"{ROOT}/examples/").split()
+        assert main([*words, f"hydra.run.dir=run{i}"]) == 0
+        requests = pd.read_parquet(f"run{i}/requests.parquet")
+        steps = pd.read_parquet(f"run{i}/steps.parquet", columns=["step", "jobs"])
+        found.append((requests, steps.explode("jobs")))
+    rows = re.findall(r"^\| (?:feedback queue|first come, first served) \| (.*) \|$", section, re.M)
+    assert len(rows) == len(found) == 2
+    for row, (requests, _) in zip(rows, found, strict=True):
+        ttft = (requests["first_token_ns"] - requests["arrival_ns"]) / 1e9
+        e2e = (requests["finish_ns"] - requests["arrival_ns"]) / 1e9
+        told = [ttft.mean(), e2e.median(), e2e.mean(), e2e.quantile(0.99)]
+        assert [float(cell.split()[0]) for cell in row.split(" | ")[:4]] == pytest.approx(
+            told, abs=0.05
+        )
+    assert [paused(*outcome) for outcome in found] == [True, False]
+
+
+def paused(requests: pd.DataFrame, slices: pd.DataFrame) -> bool:
+    """Whether a job that was never restarted got no slice in steps between its first and last."""
+    kept = requests.loc[requests["restarts"].eq(0) & requests["swaps"].eq(0), "request_id"]
+    by_job = slices[slices["jobs"].isin(kept)].groupby("jobs")["step"]
+    return bool((by_job.max() - by_job.min() + 1 > by_job.nunique()).any())
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """Its code cells, in their order, by a plain Python."""
+    for path in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
+        script = tmp_path / f"{path.stem}.py"
+        script.write_text(script_of(path), "utf-8")
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg", "TMPDIR": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_a_notebook_becomes_a_script(tmp_path: Path) -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["a *word*"]},
+        {"cell_type": "code", "source": ["%%writefile a.py\n", "x = 1"]},
+        {"cell_type": "code", "source": ["from a import x"]},
+    ]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    script = script_of(tmp_path / "a.ipynb")
+    assert "word" not in script and script.endswith("\n\nfrom a import x\n")
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    assert (tmp_path / "a.py").read_text() == "x = 1\n"
 
 
 def test_a_memory_policy_that_takes_no_pages_is_told_as_in_the_guide() -> None:
