@@ -19,6 +19,7 @@ from engine.contract.policy import Traits, traits_of
 from engine.contract.rules import BrokenLaw, ContractError
 from engine.laws.check_policy import check_policy
 from engine.loop.asking import MAKERS
+from engine.results.schema import TABLES
 from policies.composed import Composed
 from policies.kv.paged_restart import PagedRestart
 from policies.kv.paged_swap import PagedSwap
@@ -44,6 +45,7 @@ LISTED = {  # blocks that are not run, by their page and first line
     ("README.md", "make demo"): "they set up the machine, and run the tests",
     ("docs/index.md", "make demo"): "they set up the machine",
     ("docs/guide/gpu.md", "make gpu"): "it goes through all parts, for minutes",
+    ("docs/guide/replay.md", "make demo TORCH_SPEC=torch"): "it sets up the machine",
     ("docs/guide/replay.md", "tandem run backend=openai"): "it needs a server",
     (
         "docs/guide/replay.md",
@@ -264,6 +266,13 @@ def test_the_guide_has_every_fact_of_a_job() -> None:
     told = [name for cell in re.findall(r"^\| (`.*?) \|", table, re.M) for name in cell.split(", ")]
     facts = {name for name in dir(Job) if not name.startswith("_")} - {*MAKERS}
     assert sorted(name.strip("`") for name in told) == sorted(facts)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_guide_has_every_column_of_a_table(name: str) -> None:
+    section = page("docs/guide/results.md").partition(f"\n## {name}.parquet\n")[2]
+    told = re.findall(r"^\| `(\w+)` \|", section.partition("\n## ")[0], re.M)
+    assert told == TABLES[name].names
 
 
 def test_the_guide_has_every_trait() -> None:
