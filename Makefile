@@ -105,7 +105,7 @@ docs: $(DOCS_VENV)/.ready ## the documents as a site in build/site; a warning is
 	@echo "docs: build/site/index.html"
 
 notebook: $(DOCS_VENV)/.ready ## run the notebook of the documents, and keep what it shows
-	@cd docs/notebooks && PATH=$(abspath $(BIN)):$$PATH $(abspath $(DOCS_VENV))/bin/python -m jupyter execute --inplace own-policy.ipynb
+	@cd docs/notebooks && PYTHONPATH=$(CURDIR) $(abspath $(DOCS_VENV))/bin/jupyter-execute --inplace own-policy.ipynb
 
 # What the extra `docs` names; the notebook also needs what is in $(VENV).
 $(DOCS_VENV)/.ready: $(STAMP) pyproject.toml constraints.txt
