@@ -113,9 +113,10 @@ def test_commands_of_a_guide_run(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a page calibrates up to three times, a minute each on a quiet machine
 @pytest.mark.parametrize("name", [name for name in PAGES if shell(name, "slow")])
 def test_slow_commands_of_a_document_run(name: str, tmp_path: Path) -> None:
-    run_shell(shell(name, "slow"), tmp_path, timeout_s=580)
+    run_shell(shell(name, "slow"), tmp_path, timeout_s=1700)
 
 
 def test_a_command_that_fails_is_told(tmp_path: Path) -> None:
@@ -206,6 +207,7 @@ def paused(requests: pd.DataFrame, slices: pd.DataFrame) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_notebook_runs(tmp_path: Path) -> None:
     """Its code cells, in their order, by a plain Python."""
     for path in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
