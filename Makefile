@@ -18,12 +18,13 @@ JOBS ?= 2
 KERNELS_VENV ?= .venv-kernels
 ENGINES_VENV := .venv-engines
 SERVE_VENV := .venv-serve
+DOCS_VENV := .venv-docs
 SHARED ?= $(or $(TANDEM_SHARED),../shared)
 
 # Bytecode that is not kept would be made anew at every start: 5 s for torch and transformers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all kernels serve check engines bench claims gpu gpu-site clean compiled another-torch
+.PHONY: help setup demo test test-all kernels serve check engines bench claims docs notebook gpu gpu-site clean compiled another-torch
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -99,6 +100,24 @@ bench: engines ## every claim in its quick form, shown in full, nothing written
 claims: engines ## every claim in full; writes benchmarks/CLAIMS.md and CLAIMS.csv
 	@$(BIN)/python -m benchmarks.claims $(ARGS)
 
+docs: $(DOCS_VENV)/.ready ## the documents as a site in build/site; a warning is an error
+	@PATH=$(abspath $(BIN)):$$PATH NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet --strict --site-dir build/site
+	@echo "docs: build/site/index.html"
+
+notebook: $(DOCS_VENV)/.ready ## run the notebook of the documents, and keep what it shows
+	@cd docs/notebooks && PYTHONPATH=$(CURDIR) $(abspath $(DOCS_VENV))/bin/jupyter-execute --inplace own-policy.ipynb
+
+# What the extra `docs` names; the notebook also needs what is in $(VENV).
+$(DOCS_VENV)/.ready: $(STAMP) pyproject.toml constraints.txt
+	@$(BIN)/python -m venv --clear --without-pip $(DOCS_VENV)
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+		> $(DOCS_VENV)/wanted.txt
+	@$(BIN)/python -m pip --python $(DOCS_VENV)/bin/python install -qq --no-compile \
+		--disable-pip-version-check -c constraints.txt -r $(DOCS_VENV)/wanted.txt
+	@own=$$($(DOCS_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])') \
+		&& $(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$own/tandem.pth
+	@touch $@
+
 gpu-site: .gpu-site/.ready ## what a GPU machine without network lacks: pure wheels, 200 requests
 
 .gpu-site/.ready: $(STAMP) constraints.txt
@@ -114,5 +133,5 @@ gpu: ## on a GPU machine, from a bare checkout, into $$OUT (ARGS=fidelity: one p
 	@PYTHONPATH=.gpu-site:. OUT='$(OUT)' $${PYTHON:-python3} -m benchmarks.gpu_parts $(ARGS)
 
 clean: ## remove the environment, caches and results
-	rm -rf $(VENV) $(KERNELS_VENV) $(ENGINES_VENV) $(SERVE_VENV) .gpu-site .pytest_cache .mypy_cache .ruff_cache .hypothesis outputs multirun
+	rm -rf $(VENV) $(KERNELS_VENV) $(ENGINES_VENV) $(SERVE_VENV) $(DOCS_VENV) .gpu-site .pytest_cache .mypy_cache .ruff_cache .hypothesis outputs multirun
 	rm -rf *.egg-info build dist && find . -name __pycache__ -type d -prune -exec rm -rf {} +

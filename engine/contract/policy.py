@@ -26,34 +26,34 @@ class Traits:
     The defaults promise nothing: the engine then asks whenever an answer may differ from the last.
     A promise that does not hold breaks law 15: results would depend on how often the engine asks.
 
-    Of a scheduling:
-        repeats          The next batch is this one's decodes in their order, then the prompt that
-                         the budget has cut, until a job arrives, ends, is admitted or finds room.
-        appends          A prompt takes all that decodes and prompts before it, by admission and
-                         arrival, leave of `step_tokens`; complete, it decodes behind them.
-        step_tokens      The most tokens of requests in a batch; 0 where there is no bound.
-        prompt_tokens    The most tokens of a batch with several prompts; a single prompt may be
-                         longer. 0 where there is no bound.
-        max_jobs         The most requests in service; 0 where there is no bound. By these three a
-                         run sets memory aside for its largest step.
-        trains_only      The batch never holds a request.
-    Of a memory policy:
-        kv_growth        How the KV of running jobs grows: by a `page` when the last one is full,
-                         never within a job's `reserved` tokens, or as `asked` at each plan. The
-                         first two also promise that free pages, less `spare_pages`, are all that
-                         decides which slices fit: a job that finds no room finds none until memory
-                         comes back. A policy that admits by anything else is `asked`.
-        spare_pages      Free pages without which a decode does not run. They are part of the
-                         promise `kv_growth`.
-        reserved_tokens  Tokens that a job's reservation holds, with `reserved`.
-        swaps            A preempted job's KV may come back from the host.
-        prefix_caching   Full pages are kept, and jobs start on pages that hold their beginning.
-        states_in        Tiers in which states of training may lie for good.
-        reuses_gradients  Gradients of training take the place of their weights.
-    Of both:
-        recurs           The policy reads no times, durations and numbers of plans. Of steps,
-                         microbatches and stamps it reads only which are equal and which come first.
-                         So a training step that begins like the step before is planned like it.
+    Attributes:
+        repeats: Of a scheduling: the next batch is this one's decodes in their order, then the
+            prompt that the budget has cut, until a job arrives, ends, is admitted or finds room.
+        appends: Of a scheduling: a prompt takes all that decodes and prompts before it, by
+            admission and arrival, leave of `step_tokens`; complete, it decodes behind them.
+        step_tokens: Of a scheduling: the most tokens of requests in a batch; 0 where there is no
+            bound.
+        prompt_tokens: Of a scheduling: the most tokens of a batch with several prompts; a single
+            prompt may be longer. 0 where there is no bound.
+        max_jobs: Of a scheduling: the most requests in service; 0 where there is no bound. By
+            these three a run sets memory aside for its largest step.
+        trains_only: Of a scheduling: the batch never holds a request.
+        kv_growth: Of a memory policy: how the KV of running jobs grows: by a `page` when the last
+            one is full, never within a job's `reserved` tokens, or as `asked` at each plan. The
+            first two also promise that free pages, less `spare_pages`, are all that decides which
+            slices fit: a job that finds no room finds none until memory comes back. A policy that
+            admits by anything else is `asked`.
+        spare_pages: Of a memory policy: free pages without which a decode does not run. They are
+            part of the promise `kv_growth`.
+        reserved_tokens: Of a memory policy: tokens that a job's reservation holds, with `reserved`.
+        swaps: Of a memory policy: a preempted job's KV may come back from the host.
+        prefix_caching: Of a memory policy: full pages are kept, and jobs start on pages that hold
+            their beginning.
+        states_in: Of a memory policy: tiers in which states of training may lie for good.
+        reuses_gradients: Of a memory policy: gradients of training take the place of their weights.
+        recurs: Of both: the policy reads no times, durations and numbers of plans. Of steps,
+            microbatches and stamps it reads only which are equal and which come first. So a
+            training step that begins like the step before is planned like it.
 
     Raises:
         ValueError: a trait has a value that it may not have.

@@ -53,7 +53,10 @@ class FixedChunks:
         oversize: a module larger than a chunk is an `error`, or a chunk of its own (`alone`).
         device_share: of the device that the memory policy uses at all, for the search of a size.
         warmup_share: of that, for chunks in warm-up; a size is taken only if two chunks fit there.
-        modes, start, shards, offloads_inputs: see UnitChunks.
+        modes: see UnitChunks.
+        start: see UnitChunks.
+        shards: see UnitChunks.
+        offloads_inputs: see UnitChunks.
         owned: devices of a group have whole chunks by turns, as in the original, and the plan is
             that of the device with the most, ceil(chunks / devices); false: all have equal parts.
         states: of the optimizer, `given` at the start, or made at the `first_update`, as in the

@@ -28,7 +28,11 @@ class Residency(Occupancy):
         """Takes up what lies on the device of a view.
 
         Args:
-            view, plan, order, kinds, is_exclusive: see Occupancy.
+            view: see Occupancy.
+            plan: see Occupancy.
+            order: see Occupancy.
+            kinds: see Occupancy.
+            is_exclusive: see Occupancy.
             keeps_gathered: the policy frees gathered weights itself; else they are freed behind
                 their launch.
         """

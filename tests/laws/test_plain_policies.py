@@ -496,7 +496,7 @@ def pasted(folder: Path) -> list[str]:
         path = root / code.splitlines()[0].removeprefix("# ")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(code, "utf-8")
-    command = section.partition("```\ntandem sweep ")[2].partition("\ntandem ")[0]
+    command = section.partition("```shell\ntandem sweep ")[2].partition("\n```")[0]
     return shlex.split(command.replace("\\\n", " "))
 
 
